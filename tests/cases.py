@@ -32,7 +32,7 @@ from weft.verification.expected import Expected, Trainer, expect
 from weft.verification.harness import Verdict
 from weft.verification.observed import Step
 
-MESHES: dict[str, dict[str, int]] = {
+MESHES: dict[str, dict[str, Any]] = {
     "1": {}, "2": {"dp_shard": 2}, "3": {"dp_shard": 3}, "4": {"dp_shard": 4},
     "2x2": {"dp_replicate": 2, "dp_shard": 2}, "2x1": {"dp_replicate": 2, "dp_shard": 1},
     "tp2": {"dp_shard": 1, "tp": 2}, "tp4": {"dp_shard": 1, "tp": 4}, "2xtp2": {"dp_shard": 2, "tp": 2},
@@ -41,7 +41,14 @@ MESHES: dict[str, dict[str, int]] = {
     "2xcp2": {"dp_shard": 2, "cp": 2}, "cp2xtp2": {"dp_shard": 1, "cp": 2, "tp": 2},
     "2x1xcp2": {"dp_replicate": 2, "dp_shard": 1, "cp": 2},
     "2x1xtp2": {"dp_replicate": 2, "dp_shard": 1, "tp": 2},
+    "pp2": {"dp_shard": 1, "pp": 2}, "pp3": {"dp_shard": 1, "pp": 3}, "pp4": {"dp_shard": 1, "pp": 4},
+    "pp2g": {"dp_shard": 1, "pp": 2, "pp_schedule": "GPipe"}, "pp2x2": {"dp_shard": 2, "pp": 2},
+    "pp2x2x1": {"dp_replicate": 2, "dp_shard": 1, "pp": 2}, "pp2xtp2": {"dp_shard": 1, "pp": 2, "tp": 2},
+    "pp2xcp2": {"dp_shard": 1, "pp": 2, "cp": 2},
     "2x2xcp2": {"dp_replicate": 2, "dp_shard": 2, "cp": 2},
+    "pp2xep2": {"pp": 2, "dp_shard": 2, "ep": 2}, "pp2xep2xcp2": {"pp": 2, "dp_shard": 1, "cp": 2, "ep": 2},
+    "pp2x2xtp2": {"pp": 2, "dp_shard": 2, "tp": 2}, "pp2xep2xtp2": {"pp": 2, "dp_shard": 2, "tp": 2, "ep": 2},
+    "ep2xcp2xtp2": {"dp_shard": 2, "cp": 2, "tp": 2, "ep": 2},
     "ep2": {"dp_shard": 2, "ep": 2}, "ep4": {"dp_shard": 4, "ep": 4}, "4ep2": {"dp_shard": 4, "ep": 2},
     "2xep2": {"dp_replicate": 2, "dp_shard": 2, "ep": 2}, "ep2xtp2": {"dp_shard": 2, "tp": 2, "ep": 2},
     "ep2xcp2": {"dp_shard": 2, "cp": 2, "ep": 2}, "ep4xcp2": {"dp_shard": 2, "cp": 2, "ep": 4},

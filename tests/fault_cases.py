@@ -71,6 +71,7 @@ STOPPED = r"1 other rank was stopped\."
 RECORD = r"What each rank was doing is in run/flight\."
 QUICK = ["train.timeout=4"]
 EXPERTS = ["model.path=../experts", "mesh.ep=2"]
+STAGES = ["mesh.pp=2", "step.max_tokens_per_device=48"]
 BY_PROCESSES = ["data.workers=2", "data.cache=cache"]
 
 CASES = {
@@ -167,6 +168,43 @@ CASES = {
         Fault(do="slow disk, raise", rank=1, phase="plan", step=3), 2, 1,
         ["^rank 1 failed: RuntimeError: boom", "in step 3 of 6, planning", STOPPED],
         ["checkpoint.every=2", "checkpoint.async=true"], within=5.0, traceback=True, saved=0,
+    ),
+    # ------------------------------------------------------------ a stage of a pipeline
+    "killed in forward, the last stage": Case(
+        Fault(do="kill", rank=1), 2, 10,
+        [r"^rank 1 was killed by SIGKILL", rf"in step 2 of 6, forward of micro-batch 1, {DOCUMENTS}", STOPPED, RECORD],
+        STAGES,
+    ),
+    "killed in backward, the first stage": Case(
+        Fault(do="kill", rank=0, phase="backward", micro=2), 2, 10,
+        [r"^rank 0 was killed by SIGKILL", rf"in step 2 of 6, backward of micro-batch 2, {DOCUMENTS}"], STAGES,
+    ),
+    "raises in forward, the first stage": Case(
+        Fault(do="raise", rank=0, micro=2), 2, 1,
+        [
+            r"^rank 0 failed: RuntimeError: boom", f"in step 2 of 6, forward of micro-batch 2, {DOCUMENTS}",
+            "Traceback", STOPPED,
+        ],
+        STAGES, traceback=True,
+    ),
+    "raises in backward, the last stage": Case(
+        Fault(do="raise", rank=1, phase="backward", micro=1), 2, 1,
+        [r"^rank 1 failed: RuntimeError: boom", f"in step 2 of 6, backward of micro-batch 1, {DOCUMENTS}", STOPPED],
+        STAGES, traceback=True,
+    ),
+    "stopped, a stage": Case(
+        Fault(do="stop", rank=1), 2, 11,
+        [r"^rank 1 is stuck: it did not come within 4 seconds", "in step 2 of 6, forward of micro-batch 1", "rank 0"],
+        [*QUICK, *STAGES],
+    ),
+    "not a number, in a pipeline": Case(
+        Fault(do="not a number", rank=1, step=3), 2, 14,
+        [r"2 steps in a row were not finite \(train\.max_nonfinite\)", "rank 1, micro-batch 1, documents ../chats"],
+        ["train.max_nonfinite=2", *STAGES], saved=3,
+    ),
+    "a plan with another weight, in a pipeline": Case(
+        Fault(do="other weight", rank=1), 2, 15, [r"disagree", "the plan of the step: .* on rank 1; .* on the other"],
+        STAGES,
     ),
     # ------------------------------------------------------------ a rank that hangs
     "stopped": Case(

@@ -27,7 +27,7 @@ from weft.config import (
     to_yaml,
 )
 from weft.config.checks import EXCLUSIVE, INERT, RANGES
-from weft.config.keys import NOT_YET, get, schema_keys
+from weft.config.keys import get, schema_keys
 from weft.config.mesh import fewest_ranks
 from weft.config.reference import reference
 from weft.errors import UserError
@@ -196,7 +196,6 @@ def test_required_keys() -> None:
         ("learning_rate=3", "say `optimizer.lr`"),
         ("parallelism.tensor_parallel_degree=2", "say `mesh.tp`"),
         ("parallelism.context_parallel_degree=2", "say `mesh.cp`"),
-        ("mesh.pp=1", "mesh.pp is not in this version yet: leave it out"),
         ("rollout.num_generations=8", "rollout belongs to `weft rl`"),
         ("optimzer.lr=3", "did you mean optimizer"),
         ("optimizer.weight_decy=3", "did you mean optimizer.weight_decay"),
@@ -215,12 +214,6 @@ def test_an_unknown_section_is_answered_key_by_key() -> None:
     message = refused(a="training:\n  local_batch_size: 8\n  steps: 10\n")
     assert "a.yaml:2: training.local_batch_size is not a key of weft: micro-batches are cut by tokens" in message
     assert "a.yaml:3: training.steps is not a key of weft: say `train.steps`" in message
-
-
-def test_what_is_not_yet_built_is_not_in_the_schema() -> None:
-    names = set(schema_keys(SftConfig))
-    for planned in NOT_YET:
-        assert not any(name == planned or name.startswith(planned + ".") for name in names)
 
 
 # ---------------------------------------------------------------- keys that do not go together
@@ -293,6 +286,7 @@ PUSHED = ("push_at", "push_private", "push_revision")
         ("track.name", "first", []),
         ("profile.ranks", "[1]", []),
         ("profile.memory", "true", []),
+        ("mesh.pp_schedule", "GPipe", ["mesh.pp=1"]),
     ],
 )
 def test_a_key_without_effect_is_refused(key: str, value: str, others: list[str]) -> None:
@@ -312,6 +306,7 @@ def test_every_inert_rule_is_tried() -> None:
     tried |= {"eval.target"}
     tried |= {"eval.max_new_tokens", "eval.temperature"}
     tried |= {"track.project", "track.name", "profile.ranks", "profile.memory"}
+    tried |= {"mesh.pp_schedule"}
     tried |= {"data.split", "data.subset", "data.columns"}  # in tests/test_sources.py
     assert {rule.key for rule in INERT} == tried
 
@@ -360,6 +355,7 @@ OUT_OF_RANGE = {
     "mesh.ulysses": "0",
     "mesh.tp": "0",
     "mesh.ep": "0",
+    "mesh.pp": "0",
     "fsdp.reshard_after_forward": "0",
     "fsdp.loss_scale": "1000",
     "fsdp.loss_scale_interval": "0",
@@ -594,7 +590,7 @@ def test_to_dict_is_plain_and_whole() -> None:
     unread |= {f"checkpoint.{leaf}" for leaf in PUSHED} | {"run.staging"}
     unread |= {"eval.every", "eval.at_start", "eval.metric", "eval.patience", "eval.min_delta", "eval.target"}
     unread |= {"eval.max_new_tokens", "eval.temperature"}
-    unread |= {"track.project", "track.name", "profile.ranks", "profile.memory"}
+    unread |= {"track.project", "track.name", "profile.ranks", "profile.memory", "mesh.pp_schedule"}
     assert names == set(schema_keys(SftConfig)) - unread
     assert rendered["optimizer"]["betas"] == [0.9, 0.95]
 

@@ -117,6 +117,14 @@ EFFECTS: dict[str, tuple[str, str]] = {
         "ranks that share the experts of a layer",
         "test_expert_parallel.py::test_a_rank_holds_its_experts_and_shards_them_over_those_that_hold_the_same",
     ),
+    "mesh.pp": (
+        "stages of layers, each on ranks of its own",
+        "test_pipeline.py::test_a_rank_reads_and_holds_its_stage_alone",
+    ),
+    "mesh.pp_schedule": (
+        "how many micro-batches a stage keeps at once",
+        "test_pipeline.py::test_the_schedule_says_how_many_rows_are_kept",
+    ),
     "fsdp.param_dtype": ("dtype of compute", "test_precision.py::test_every_dtype_is_the_configs"),
     "fsdp.loss_scale": ("the first loss scale of fp16", "test_knobs_fp16.py::test_an_overflow_halves_the_scale"),
     "fsdp.loss_scale_interval": (

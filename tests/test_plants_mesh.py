@@ -1,4 +1,4 @@
-"""Every planted bug of tensor and context parallelism is reached, and caught by the check that its entry names."""
+"""Every planted bug of tensor, context and pipeline parallelism is reached, and caught by the check its entry names."""
 
 from __future__ import annotations
 
@@ -38,11 +38,14 @@ CASES = {
     "windows-end-at-the-cut": Case("gemma3_text", "cp2"),
     "windows-forgotten": Case("gemma3_text", "cp2"),
     "sinks-of-the-first-heads": Case("gpt_oss", "cp2u2"),
+    "tied-weight-not-summed": Case("qwen3", "pp2"),
+    "tied-weight-steps-apart": Case("qwen3", "pp2"),
+    "tied-weight-counted-twice": Case("qwen3", "pp2"),
     "repeated-keys-multiplied": Case("qwen3", "cp2u2", changes=(("num_key_value_heads", 1),)),
 }
 USUAL = {
     "tensor_parallel": Case(mesh="tp2"), "context_parallel": Case(mesh="cp2"),
-    "expert_parallel": Case("mixtral", "ep2"),
+    "expert_parallel": Case("mixtral", "ep2"), "pipeline_parallel": Case(mesh="pp2"),
 }  # fmt: skip
 SHORT = {"step": {"max_tokens_per_device": 64}}
 

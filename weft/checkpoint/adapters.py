@@ -21,13 +21,14 @@ def plan_adapter(engine: Engine, dtype: torch.dtype | None = None) -> ExportPlan
     """Names, shapes and dtypes of a saved adapter. dtype: None for the masters'."""
     lora, built = engine.lora, engine.built
     assert lora is not None
-    parameters, cuts = dict(built.module.named_parameters()), engine.divided.cuts
+    cuts = engine.divided.cuts
     trained = {
         name: torch.empty(full_shape(name, p, cuts), dtype=dtype or p.dtype, device="meta")
-        for name, p in parameters.items()
+        for name, p in engine.whole_parameters().items()
         if lora.trains(name)
     }
-    return plan_files(trained, to_json(lora, built.path, built.module), built.source)
+    config = built.adapter_config or to_json(lora, built.path, built.module)
+    return plan_files(trained, config, built.source)
 
 
 def plan_files(tensors: Mapping[str, Tensor], config: dict[str, Any], source: Path | None) -> ExportPlan:

@@ -108,7 +108,7 @@ def manifest_of(engine: HasModel, dtype: torch.dtype | None = None) -> dict[str,
     A name that the source's files lack or hold quantised (another prefix, the other name of a tied weight) gets the
     dtype of most of their tensors; without files, every tensor keeps its own.
     """
-    state = engine.built.module.state_dict(keep_vars=True)
+    state = engine.built.tensors
     floats = {name: d for name, d in engine.built.source_dtypes.items() if d.is_floating_point}
     usual = Counter(floats.values()).most_common(1)
     out = {}
@@ -231,7 +231,8 @@ def _own_slices(plan: ExportPlan, shards: Mapping[str, Sequence[Readable]]) -> I
 
 def save_huggingface(engine: Engine, target: Path, *, shard_bytes: int = _SHARD_BYTES) -> None:
     """Write the model as a HuggingFace directory, atomically; collective."""
-    shards = module_shards(engine.module, engine.divided.cuts)
+    held = module_shards(engine.module, engine.divided.cuts, engine.mesh.stage_place)
+    shards = {name: own for name, own in held.items() if name not in engine.borrowed}
     save_planned(engine, plan_export(engine, shard_bytes=shard_bytes), shards, target)
 
 

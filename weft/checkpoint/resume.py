@@ -111,12 +111,13 @@ def fill_from(
 
 
 def _take_up_rng(engine: Engine, state: TrainerState, seed: int) -> list[str]:
-    ranks, tp, tp_before = engine.ranks, engine.mesh.tp_size, state.content["mesh"].get("tp", 1)
+    ranks, before = engine.ranks, state.content["mesh"]
     rng.seed_rank(seed, engine.mesh.loss_rank, state.step)
     if state.world != ranks.world:
         return [f"ranks    {ranks.world}, {state.world} before: their random numbers are seeded anew"]
-    if tp != tp_before:  # ranks of tp draw the same
-        return [f"mesh.tp  {tp}, {tp_before} before: random numbers of the ranks are seeded anew"]
+    for axis, size in (("tp", engine.mesh.tp_size), ("pp", engine.mesh.pp_size)):
+        if size != before.get(axis, 1):  # ranks with the same documents draw the same
+            return [f"mesh.{axis}  {size}, {before.get(axis, 1)} before: random numbers of the ranks are seeded anew"]
     rng.restore(read_rng(state, ranks.rank), engine.device)
     return []
 

@@ -114,7 +114,7 @@ class Contents:
             copies[name] = HostTensor(tuple(part.local.shape), part.local.dtype, pieces)
             copies[name].fill(part.local)
         boxes = {name: part.box for name, part in mine.items()}
-        state = self._state(parts) if self.engine.ranks.is_first and self.keep_state else {}
+        state = self._state(parts) if self.keep_state else {}
         return Copies(copies, boxes, state, loan)
 
     def release(self, copies: Copies) -> None:
@@ -122,13 +122,23 @@ class Contents:
         self.engine.sleeper.pool.give(copies.loan)
 
     def _state(self, parts: Mapping[str, Part]) -> dict[str, Any]:
+        """On the first rank, the engine's part of state.json, with what all stages hold; collective over the ranks that
+        are the first of their stage."""
+        if self.engine.mesh.stage_place[0] > 0:
+            return {}
         tensors = {
             tensor_of(name): {"dtype": str(part.local.dtype).removeprefix("torch."), "shape": list(part.shape)}
             for name, part in parts.items()
         }
+        scalars = find_scalars(self.engine)
+        if self.engine.mesh.pp is not None:
+            for of_stage in self.engine.mesh.pp.of_all((tensors, scalars)):
+                tensors, scalars = of_stage[0] | tensors, of_stage[1] | scalars
+        if not self.engine.ranks.is_first:
+            return {}
         return {
             "mesh": {"world": self.engine.ranks.world, **self.engine.mesh.axes},
-            "scalars": find_scalars(self.engine),
+            "scalars": scalars,
             "loss_scale": None if self.engine.loss_scale is None else self.engine.loss_scale.state_dict(),
             "tensors": tensors,
         }

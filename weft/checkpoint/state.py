@@ -68,33 +68,41 @@ class RankFile:
 def find_parts(engine: Engine) -> dict[str, Part]:
     """Every tensor of the trainer state, box by box; tied weights once. The name of a second box ends in #1.
 
-    Every rank has a box, if an empty one, of each tensor. With adapters, only trained tensors: the base is read from
-    model.path again.
+    Every rank has a box, if an empty one, of each tensor of its stage. With adapters, only trained tensors: the base is
+    read from model.path again.
     """
     assert engine.optimizer is not None, "this engine was opened for inference"
     engine.require_awake("parameters", "optimizer")
     found, states = dict[str, Part](), engine.optimizer.state
     averages, cuts = {} if engine.ema is None else engine.ema.shards, engine.divided.cuts
+    borrowed, among = engine.borrowed, engine.mesh.stage_place
     for number, (name, parameter) in enumerate(engine.module.named_parameters()):
         if engine.lora is not None and not parameter.requires_grad:
             continue
-        cut = cuts.get(name)
-        found |= _numbered(WEIGHTS + name, _parts(parameter, number, cut))
+        of = _Whose(cuts.get(name), number, among, writes=name not in borrowed)
+        found |= _numbered(WEIGHTS + name, _parts(parameter, of))
         if parameter in averages:
-            found |= _numbered(EMA + name, _parts_like(parameter, averages[parameter], number, cut))
+            found |= _numbered(EMA + name, _parts_like(parameter, averages[parameter], of))
         for key, value in states.get(parameter, {}).items():
             if isinstance(value, Tensor) and value.ndim:
-                found |= _numbered(f"{OPTIMIZER}{key}/{name}", _parts_like(parameter, value, number, cut))
+                found |= _numbered(f"{OPTIMIZER}{key}/{name}", _parts_like(parameter, value, of))
     persistent = engine.module.state_dict().keys() if engine.lora is None else ()
     for number, (name, buffer) in enumerate(engine.module.named_buffers()):
         if name in persistent:
-            found |= _numbered(WEIGHTS + name, _parts(buffer, number, None))
+            of = _Whose(None, number, among, writes=name not in borrowed)
+            found |= _numbered(WEIGHTS + name, _parts(buffer, of))
     return found
 
 
 def tensor_of(entry: str) -> str:
     """The name of the tensor to which an entry belongs."""
     return entry.partition("#")[0]
+
+
+def parameter_of(entry: str) -> str:
+    """The model's name for what an entry of WEIGHTS, EMA or OPTIMIZER belongs to."""
+    prefix, _, rest = tensor_of(entry).partition("/")
+    return rest.partition("/")[2] if prefix + "/" == OPTIMIZER else rest
 
 
 def _numbered(name: str, parts: Sequence[Part]) -> dict[str, Part]:
@@ -108,20 +116,32 @@ def tied_names(module: nn.Module) -> dict[str, str]:
     return {name: first[id(t)] for name, t in state.items() if id(t) in first and first[id(t)] != name}
 
 
-def _parts(tensor: Tensor, number: int, cut: AnyCut | None) -> list[Part]:
-    shape = tuple(tensor.shape) if cut is None else cut.shape
-    return [Part(shape, shard.box, shard.values, _writes(shard, number)) for shard in shards_of(tensor, cut)]
+@dataclass(frozen=True, slots=True)
+class _Whose:
+    """Of a tensor. cut: how tp divides it. number: deals tensors to the ranks that hold the same. among: see shard_of.
+    writes: whether this stage of a pipeline saves it."""
+
+    cut: AnyCut | None
+    number: int
+    among: tuple[int, int]
+    writes: bool
 
 
-def _parts_like(parameter: Tensor, value: Tensor, number: int, cut: AnyCut | None) -> list[Part]:
+def _parts(tensor: Tensor, of: _Whose) -> list[Part]:
+    shape = tuple(tensor.shape) if of.cut is None else of.cut.shape
+    shards = shards_of(tensor, of.cut, of.among)
+    return [Part(shape, shard.box, shard.values, of.writes and _writes(shard, of.number)) for shard in shards]
+
+
+def _parts_like(parameter: Tensor, value: Tensor, of: _Whose) -> list[Part]:
     """Of what a rank keeps beside its shard of a parameter: a DTensor, a plain tensor of the shard's shape, or one of
     another shape, which is the same on every rank."""
     if isinstance(value, DTensor):
-        return _parts(value, number, cut if value.shape == parameter.shape else None)
+        return _parts(value, of if value.shape == parameter.shape else replace(of, cut=None))
     if value.shape != shard_of(parameter).values.shape:
-        return _parts(value, number, None)
-    own = [value] if cut is None else [values for _, values in split(parameter, value, cut)]
-    return [replace(part, local=of) for part, of in zip(_parts(parameter, number, cut), own, strict=True)]
+        return _parts(value, replace(of, cut=None))
+    own = [value] if of.cut is None else [values for _, values in split(parameter, value, of.cut)]
+    return [replace(part, local=values) for part, values in zip(_parts(parameter, of), own, strict=True)]
 
 
 def _writes(shard: Shard, number: int) -> bool:
@@ -333,7 +353,8 @@ def load_state(engine: Engine, state: TrainerState) -> int:
     Returns the bytes read. DamagedError where the state is of another model, or leaves something unfilled.
     """
     _make_optimizer_state(engine, state)
-    parts, saved = find_parts(engine), state.content["tensors"]
+    parts, elsewhere = find_parts(engine), engine.elsewhere
+    saved = {entry: said for entry, said in state.content["tensors"].items() if parameter_of(entry) not in elsewhere}
     shapes = {tensor_of(name): list(part.shape) for name, part in parts.items()}
     unlike = sorted(shapes.keys() ^ saved.keys())
     unlike += [name for name in shapes.keys() & saved.keys() if shapes[name] != saved[name]["shape"]]
@@ -357,7 +378,7 @@ def _fill(parts: Mapping[str, Part], filled: dict[str, int], path: Path, file: R
     wanted = []
     for entry, (start, size) in file.boxes.items():
         box = Box(tuple(start), tuple(size))
-        for name in held[tensor_of(entry)]:
+        for name in held.get(tensor_of(entry), ()):  # none, of another stage's
             shared = overlap(box, parts[name].box)
             if shared is not None:
                 wanted.append((entry, name, box, shared))
@@ -378,8 +399,9 @@ def _make_optimizer_state(engine: Engine, state: TrainerState) -> None:
     assert engine.optimizer is not None
     owner, content = dict(engine.module.named_parameters()), state.content
     on_device = stepped_on_device(engine.optimizer)
+    elsewhere = engine.elsewhere
     for entry, described in content["tensors"].items():
-        if entry.startswith(OPTIMIZER):
+        if entry.startswith(OPTIMIZER) and parameter_of(entry) not in elsewhere:
             key, parameter = _split(entry, owner)
             optimizer, stepped = stepped_by(engine.optimizer, parameter)
             dtype, shape = getattr(torch, described["dtype"]), described["shape"]
@@ -393,6 +415,8 @@ def _make_optimizer_state(engine: Engine, state: TrainerState) -> None:
             if not place.isdecimal() or int(place) >= len(engine.optimizer.param_groups):
                 raise DamagedError(f"it is of another optimizer: there is no group {place}")
             engine.optimizer.param_groups[int(place)][key] = _number(number, engine.storage, False)
+            continue
+        if parameter_of(entry) in elsewhere:
             continue
         key, parameter = _split(entry, owner)
         optimizer, stepped = stepped_by(engine.optimizer, parameter)

@@ -69,6 +69,7 @@ _NOTHING_TO_EVALUATE = "none of eval.path, eval.sources and eval.prompts is set"
 _SOURCES = "data.sources is set: set it for each source"
 
 INERT = (
+    Inert("mesh.pp_schedule", lambda c: c.mesh.pp == 1, "mesh.pp is 1: there are no stages"),
     Inert("data.split", lambda c: c.data.sources is not None, _SOURCES),
     Inert("data.subset", lambda c: c.data.sources is not None, _SOURCES),
     Inert("data.columns", lambda c: c.data.sources is not None, _SOURCES),
@@ -170,6 +171,7 @@ RANGES: dict[str, tuple[Test, str]] = {
     "mesh.ulysses": AT_LEAST_1,
     "mesh.tp": AT_LEAST_1,
     "mesh.ep": AT_LEAST_1,
+    "mesh.pp": AT_LEAST_1,
     "model.router_aux_loss_coef": POSITIVE,
     "fsdp.reshard_after_forward": (lambda v: isinstance(v, bool) or v >= 2, "true, false, or a group of 2 or more"),
     "fsdp.loss_scale": (lambda v: v >= 1 and math.log2(v).is_integer(), "a power of 2, 1 or more"),
@@ -272,6 +274,27 @@ def _combinations(config: Any) -> Iterator[tuple[str, str]]:
         )
     yield from common_combinations(config)
     yield from _eval_combinations(config.eval)
+    if config.mesh.pp > 1:
+        yield from _pipeline_combinations(config)
+
+
+def _pipeline_combinations(config: Any) -> Iterator[tuple[str, str]]:
+    """What does not go together with stages of layers."""
+    fsdp, names = config.fsdp, "names modules, which the ranks of mesh.pp do not all have"
+    refused: tuple[tuple[str, bool, str, object], ...] = (
+        ("model.router_aux_loss", config.model.router_aux_loss != "none",
+         "the balancing loss of experts is made of all layers, and its gradient begins on the last stage", "none"),
+        ("fsdp.wrap", fsdp.wrap != "auto", f"it {names}", "auto"),
+        ("fsdp.overrides", bool(fsdp.overrides), f"it {names}", {}),
+        ("fsdp.cast_forward_inputs", bool(fsdp.cast_forward_inputs), f"it {names}", []),
+        ("optimizer.name", config.optimizer.name not in BUILT_IN,
+         "an optimizer by import path may keep numbers of its groups, which differ from stage to stage", "adamw"),
+        ("eval.prompts", config.eval.prompts is not None, "a rank would need the whole model to sample from it", None),
+    )  # fmt: skip
+    for key, found, why, instead in refused:
+        if found:
+            text = f"{key} does not go together with mesh.pp = {config.mesh.pp}: {why}. "
+            yield key, f"{text}Set {key}={show_value(instead)}, or mesh.pp=1."
 
 
 def common_combinations(config: Any, free_columns: bool = False) -> Iterator[tuple[str, str]]:

@@ -9,7 +9,7 @@ from typing import Any
 from weft.config.schema import MeshConfig
 from weft.errors import UserError
 
-AXES = ("dp_replicate", "dp_shard", "cp", "tp")  # their product is the number of ranks
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # their product is the number of ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,16 +21,17 @@ class MeshSizes:
     cp: int = 1
     tp: int = 1
     ep: int = 1
+    pp: int = 1
 
     @property
     def world(self) -> int:
         """Ranks of the whole mesh."""
-        return self.dp_replicate * self.dp_shard * self.cp * self.tp
+        return math.prod(self.all)
 
     @property
-    def all(self) -> tuple[int, int, int, int]:
+    def all(self) -> tuple[int, ...]:
         """In the order of AXES."""
-        return self.dp_replicate, self.dp_shard, self.cp, self.tp
+        return self.pp, self.dp_replicate, self.dp_shard, self.cp, self.tp
 
     @property
     def named(self) -> dict[str, int]:
@@ -96,7 +97,7 @@ def shrink_mesh(mesh: MeshConfig, machine: int, share: bool) -> tuple[MeshConfig
     is left, at least 2 where ranks share. Returns the mesh, all sizes fixed, and a sentence for each axis that shrank.
     """
     sizes: dict[str, int] = {axis: getattr(mesh, axis) for axis in AXES}
-    shrunk = {axis: min(size, 2) if size > machine else size for axis, size in sizes.items()}
+    shrunk: dict[str, Any] = {axis: min(size, 2) if size > machine else size for axis, size in sizes.items()}
     if not share and _product(shrunk) > machine:
         shrunk = {axis: min(size, 2) for axis, size in shrunk.items()}
     left = max(2 if share else 1, machine // _product(shrunk))

@@ -268,6 +268,12 @@ def _combinations(config: RlConfig) -> Iterator[tuple[str, str]]:
     yield from _eval_combinations(config.eval)
     yield from _algorithm_combinations(config.rl, config.rollout.max_new_tokens)
     yield from _exact_combinations(config)
+    if config.mesh.pp > 1:
+        yield (
+            "mesh.pp",
+            f"mesh.pp is {config.mesh.pp}, and `weft rl` does not run in stages yet: its reference, critic and engines "
+            "take whole models from the ranks. Set mesh.pp=1.",
+        )
     longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
     for section in ("step", "reference", "critic"):
         row = getattr(config, section).max_tokens_per_device

@@ -100,6 +100,16 @@ class MeshConfig:
         "each computes with its part of them, and tokens travel to their experts and back. A divisor of dp_shard x cp.",
         1,
     )
+    pp: int = key(
+        "Stages of consecutive decoder layers, each on ranks of its own (pipeline parallelism): a row's hidden states "
+        "travel from stage to stage, and the other axes are of one stage's ranks. `weft sft` only.",
+        1,
+    )
+    pp_schedule: Literal["1F1B", "GPipe"] = key(
+        "In which order a stage runs the forwards and backwards of a step's micro-batches: as soon as it can (1F1B, "
+        "which keeps at most pp of them in memory), or all forwards first (GPipe).",
+        "1F1B",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,9 +3,10 @@ are planned."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
@@ -34,7 +35,8 @@ class BuiltModel:
 
     path: model.path. pieces: where each tensor of a checkpoint lies in the module. load: how to fill it from files;
     None where there are none. lora: its adapters, which are not among the pieces. balance: the factor of the experts'
-    auxiliary loss, 0 for none. vision: None where it takes no images.
+    auxiliary loss, 0 for none. vision: None where it takes no images. whole: the state dict, on meta, of the model of
+    which the module is a stage; None where it is all of it. adapter_config: of adapters of such a model.
     """
 
     path: str
@@ -50,6 +52,13 @@ class BuiltModel:
     lora: LoraPlan | None = None
     balance: float = 0.0
     vision: Vision | None = None
+    whole: Mapping[str, torch.Tensor] | None = None
+    adapter_config: dict[str, Any] | None = None
+
+    @property
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """The whole model's state dict, by name; of a stage on meta."""
+        return self.module.state_dict(keep_vars=True) if self.whole is None else self.whole
 
     @property
     def layout(self) -> Layout:

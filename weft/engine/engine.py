@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -15,20 +15,29 @@ from weft.cluster.process import Ranks
 from weft.engine import nonfinite
 from weft.engine.config import EngineConfig
 from weft.engine.document import Document, take
-from weft.engine.executor import WRONG, Executor, Factors
+from weft.engine.executor import WRONG, Asked, Executor, Factors
 from weft.engine.metrics import Sums
+from weft.engine.pipeline import PipelineExecutor
 from weft.engine.plan import DocumentMeta, StepPlan
 from weft.engine.planning import StepPlanner
 from weft.engine.replicas import Replicas
+from weft.engine.row import Row
 from weft.engine.rows import RowBuilder, Rows
 from weft.engine.sleep import PARTS, Part, Sleeper, tensors_of
 from weft.engine.stages import assemble
 from weft.errors import RanksDisagreeError, UserError
 from weft.objectives.base import Batch, Objective, check_terms, chosen_tokens
 from weft.objectives.readouts import Wanted
-from weft.optim.optimizer import clip_gradients, global_norm, set_learning_rate, unscale_gradients
+from weft.optim.optimizer import (
+    OtherStages,
+    clip_gradients,
+    global_norm,
+    set_learning_rate,
+    unscale_gradients,
+)
 from weft.parallel.fsdp import fsdp_modules
 from weft.parallel.mesh import Mesh, full_tensor
+from weft.parallel.stages import Link, of_all_stages, sum_shared_gradients
 from weft.parallel.tensor import random_difference, sum_partial_gradients
 from weft.sharding.load import Progress
 from weft.telemetry import flight
@@ -76,7 +85,10 @@ class Engine:
         self.mesh: Mesh = setup.mesh
         self.precision, self.storage = setup.precision, setup.storage
         self.moments, self.state_dtypes = setup.moments, setup.state_dtypes
-        self.built, self.module, self.lora, self.balance = built, built.module, built.lora, built.balance
+        self.built = built
+        if made.pipeline is not None:
+            self.built = replace(built, whole=made.pipeline.tensors, adapter_config=made.adapter_config)
+        self.module, self.lora, self.balance = built.module, built.lora, built.balance
         self.units, self.memory, self.room, self.input_casts = made.units, made.memory, made.room, made.input_casts
         self.divided = made.divided
         self.loaded = parts.loaded
@@ -87,13 +99,50 @@ class Engine:
         self.context, self.budget = made.context, config.step.max_tokens_per_device
         multiple = self.mesh.tp.size if self.mesh.tp is not None and made.divided.sequence else 1
         self._planner = StepPlanner(config.step, self.mesh, built, made.context, multiple)
-        self._executor = Executor(config, built, self.mesh, self.device)
+        self.pipeline, self.stages = made.pipeline, made.stages
+        self._other_stages: OtherStages | None = None
+        self._executor: Executor
+        if self.mesh.pp is None or made.stages is None:
+            self._executor = Executor(config, built, self.mesh, self.device)
+        else:
+            wide = torch.float32 if made.stages.anatomy.wide else self.precision.compute
+            width = built.config.get_text_config().hidden_size
+            link = Link(self.mesh.pp, width, wide, self.device, multiple)
+            self._executor = PipelineExecutor(config, built, self.mesh, self.device, link, list(made.stages.costs))
+            self._other_stages = OtherStages(self.mesh.pp.onward, self.borrowed)
         on_device, replay = self.device.type == "cuda", self._executor.replay
         self._rows = RowBuilder(
-            self.mesh.loss_rank, self.mesh.tp, made.context, built.layout, bool(self.balance), on_device, replay,
-            built.vision, self.module.base,
+            self.mesh.loss_rank, self.mesh.same_documents, made.context, built.layout, bool(self.balance), on_device,
+            replay, built.vision, self.module.base,
         )  # fmt: skip
-        self._replicas = Replicas(self.module, self.divided.cuts)
+        self._replicas = Replicas(self.module, self.divided.cuts, self._tied())
+
+    def _tied(self) -> dict[str, tuple[int, int]]:
+        """For each parameter that two stages hold, this stage's place among them, and how many they are."""
+        if self.pipeline is None or self.mesh.pp is None:
+            return {}
+        place, holders = self.mesh.pp.place, self.pipeline.holders
+        return {name: (holders[name].index(place), len(holders[name])) for name in self.pipeline.shared(place)}
+
+    @property
+    def borrowed(self) -> frozenset[str]:
+        """Tensors of this rank's stage that another stage saves and counts."""
+        if self.pipeline is None or self.mesh.pp is None:
+            return frozenset()
+        return self.pipeline.borrowed(self.mesh.pp.place)
+
+    def whole_parameters(self) -> dict[str, Tensor]:
+        """Every parameter of the whole model by name, tied ones once; of a stage's model, on meta."""
+        if self.pipeline is None:
+            return dict(self.module.named_parameters())
+        return {name: self.pipeline.tensors[name] for name in self.pipeline.parameters}
+
+    @property
+    def elsewhere(self) -> frozenset[str]:
+        """Tensors of the model that this rank's stage does not hold."""
+        if self.pipeline is None or self.mesh.pp is None:
+            return frozenset()
+        return self.pipeline.elsewhere(self.mesh.pp.place)
 
     # ------------------------------------------------------------ plan
 
@@ -140,6 +189,11 @@ class Engine:
         routed = self.config.replay and (self.lora is None or self.lora.switch.on)
         return self._rows.rows(plan, documents, every_token, routed)
 
+    def bubble(self, plan: StepPlan) -> float:
+        """The share of a step in which stages of mesh.pp wait for each other, from the FLOPs of this rank's rows."""
+        executor = self._executor
+        return executor.bubble(plan) if isinstance(executor, PipelineExecutor) else 0.0
+
     # ------------------------------------------------------------ forward and backward
 
     def accumulate(
@@ -157,20 +211,17 @@ class Engine:
         assert not self._complete, "these gradients have been looked at: nothing can be added to them"
         assert self.lora is None or self.lora.switch.on, "without its adapter nothing of this engine can be trained"
         normaliser = objective.normaliser(plan)
-        sums, losses, alike = Sums(), [], list[Alike]()
+        sums = Sums()
         sums.add(WRONG, 0.0, 1.0)
         flight.planned(plan.fingerprint())
         rows = documents if isinstance(documents, Rows) else self.rows(plan, documents, objective)
         shares_E = self._executor.expert_shares(rows, plan.totals.tokens)
         factors = Factors(normaliser, self.balance / plan.totals.tokens, self._scale, shares_E)
         routed = self.config.replay and any(meta.routed for meta in plan.documents)
-        for micro in range(plan.micro_batches):
-            flight.at("rows", micro + 1, rows.sources[micro])
-            row, last = rows[micro].to(self.device), micro == plan.micro_batches - 1
-            alike += row.alike
-            loss = self._executor.forward_backward(row, objective, factors, sums, micro=micro, last=last, routed=routed)
-            losses.append(loss)
-        metrics = self._reduce(plan, rows.sources, sums, losses, alike)
+        done = self._executor.train(rows, objective, factors, sums, routed=routed)
+        if self.pipeline is not None:
+            sums.add("bubble", self.bubble(plan), 1.0)
+        metrics = self._reduce(plan, rows.sources, sums, done.losses, done.alike)
         if metrics.pop(WRONG) and self._nonfinite is None:
             raise UserError(
                 f"train.objective: upstream() of {type(objective).__name__} is not the gradient of its loss by the "
@@ -210,16 +261,18 @@ class Engine:
         """
         sums, rows = Sums(), self.rows(plan, documents, objective)
         self.require_awake("parameters")
-        with self._executor.without_gradients():
-            for micro in range(plan.micro_batches):
-                flight.at("evaluate", micro + 1, rows.sources[micro])
-                row = rows[micro].to(self.device)
-                chosen_NC = chosen_tokens(objective, row.targets_N, row.arrays)
-                found = self._executor.read(row, objective.readouts, chosen_NC=chosen_NC)
-                exact = {name: v.double() if v.is_floating_point() else v for name, v in found.items()}
-                batch = Batch(exact, row.weights_N.double(), row.document_N, row.documents, row.arrays, row.shared)
-                for name, (total, weight) in check_terms(objective(batch), objective).metrics.items():
-                    sums.add(name, total, weight)
+
+        def ask(row: Row) -> Asked:
+            return Asked(objective.readouts, chosen_tokens(objective, row.targets_N, row.arrays))
+
+        def use(micro: int, row: Row, found: dict[str, Tensor]) -> None:
+            exact = {name: v.double() if v.is_floating_point() else v for name, v in found.items()}
+            batch = Batch(exact, row.weights_N.double(), row.document_N, row.documents, row.arrays, row.shared)
+            for name, (total, weight) in check_terms(objective(batch), objective).metrics.items():
+                sums.add(name, total, weight)
+
+        self._executor.visit(rows, "evaluate", ask, use)
+        self._executor.name_metrics(objective, sums)
         return sums
 
     def readout(
@@ -232,20 +285,20 @@ class Engine:
         out: dict[int, dict[str, Tensor]] = {}
         rows = self._lay_out(plan, documents, every_token=True)
         self.require_awake("parameters")
-        with self._executor.without_gradients():
-            for micro in range(plan.micro_batches):
-                flight.at("readout", micro + 1, rows.sources[micro])
-                row = rows[micro].to(self.device)
-                with self._executor.replay.following(row):
-                    found = self._executor.read(row, frozenset(what))
-                lengths = [len(documents[index]) for index in row.documents]
-                firsts = torch.tensor([0, *lengths]).cumsum(0)
-                places = firsts[row.document_N.cpu()] + row.token_N.cpu()
-                for name, values in found.items():
-                    joined = torch.zeros(sum(lengths)).index_copy(0, places, values.float().cpu())
-                    by_document = dict(zip(row.documents, joined.split(lengths), strict=True))
-                    for index, own in self._join_parts(plan, micro, by_document).items():
-                        out.setdefault(index, {})[name] = own
+
+        def use(micro: int, row: Row, found: dict[str, Tensor]) -> None:
+            lengths = [len(documents[index]) for index in row.documents]
+            firsts = torch.tensor([0, *lengths]).cumsum(0)
+            places = firsts[row.document_N.cpu()] + row.token_N.cpu()
+            for name, values in found.items():
+                joined = torch.zeros(sum(lengths)).index_copy(0, places, values.float().cpu())
+                by_document = dict(zip(row.documents, joined.split(lengths), strict=True))
+                for index, own in self._join_parts(plan, micro, by_document).items():
+                    out.setdefault(index, {})[name] = own
+
+        self._executor.visit(rows, "readout", lambda row: Asked(frozenset(what)), use, following=True)
+        if self.mesh.pp is not None:
+            out = self.mesh.pp.from_last(out)
         return dict(sorted(out.items()))
 
     def _join_parts(self, plan: StepPlan, micro: int, by_document: dict[int, Tensor]) -> dict[int, Tensor]:
@@ -286,7 +339,7 @@ class Engine:
         self._complete_gradients()
         named = list(self.module.named_parameters())
         unscale_gradients(named, scale)
-        norm = clip_gradients(named, self.config.optimizer.max_grad_norm, self.divided.cuts)
+        norm = clip_gradients(named, self.config.optimizer.max_grad_norm, self.divided.cuts, self._other_stages)
         overflow, reason = False, self._nonfinite or ""
         if not reason and not math.isfinite(norm):
             overflow = self.loss_scale is not None and self.loss_scale.overflow()
@@ -346,13 +399,22 @@ class Engine:
         Collective: gathered one by one, on the rank's device, in the stored dtype.
         """
         self.require_awake("parameters")
-        for name, tensor in self.module.state_dict(keep_vars=True).items():
-            yield name, full_tensor(tensor, self.divided.cuts.get(name))
+        held = self.module.state_dict(keep_vars=True)
+
+        def whole(name: str) -> Tensor:
+            return full_tensor(held[name], self.divided.cuts.get(name))
+
+        if self.mesh.pp is None or self.pipeline is None:
+            yield from ((name, whole(name)) for name in held)
+            return
+        for name, tensor in of_all_stages(self.pipeline, self.mesh.pp, self.device, self.pipeline.holders, whole):
+            assert tensor is not None
+            yield name, tensor
 
     def gradient_norm(self) -> float:
         """The global norm of the gradient accumulated so far."""
         self._complete_gradients()
-        return global_norm(self.module.named_parameters(), self.divided.cuts) / self._scale
+        return global_norm(self.module.named_parameters(), self.divided.cuts, self._other_stages) / self._scale
 
     def drop_gradients(self) -> None:
         """Forget what has been accumulated."""
@@ -363,13 +425,26 @@ class Engine:
 
     def _complete_gradients(self) -> None:
         """Before anything looks at them, and once: a second time would count parts twice."""
-        if self.divided.partial and not self._complete:
+        if self._complete:
+            return
+        if self.divided.partial:
             sum_partial_gradients(self.module, self.divided)
+            self._complete = True
+        if self.pipeline is not None and self.mesh.pp is not None:
+            sum_shared_gradients(self.module, self.pipeline, self.mesh.pp)
             self._complete = True
 
     def gradients(self) -> Iterator[tuple[str, Tensor | None]]:
         """(name, whole gradient) of every parameter; None where no row used it. Collective."""
         self._complete_gradients()
-        for name, parameter in self.module.named_parameters():
-            gradient, cut = parameter.grad, self.divided.cuts.get(name)
-            yield name, None if gradient is None else full_tensor(gradient, cut) / self._scale
+        held = dict(self.module.named_parameters())
+
+        def whole(name: str) -> Tensor | None:
+            gradient, cut = held[name].grad, self.divided.cuts.get(name)
+            return None if gradient is None else full_tensor(gradient, cut) / self._scale
+
+        if self.mesh.pp is None or self.pipeline is None:
+            yield from ((name, whole(name)) for name in held)
+        else:
+            names = self.pipeline.parameters
+            yield from of_all_stages(self.pipeline, self.mesh.pp, self.device, names, whole)

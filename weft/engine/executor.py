@@ -5,14 +5,15 @@ N predictions of a row, E experts, C tokens whose logits an objective asks for.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from weft.cluster.consistency import Alike
 from weft.engine.build import BuiltModel
 from weft.engine.config import EngineConfig
 from weft.engine.expert_load import ExpertLoad
@@ -30,6 +31,7 @@ from weft.parallel.mesh import Mesh
 from weft.telemetry import flight
 from weft.telemetry.timing import waiting
 
+Use = Callable[[int, Row, dict[str, Tensor]], None]  # (micro-batch, row, readouts)
 WRONG = "_wrong"  # metric: how many rows had another gradient than Objective.upstream said
 
 
@@ -44,8 +46,36 @@ class Factors:
     shares_E: Tensor | None
 
 
+@dataclass(frozen=True)
+class Forwarded:
+    """A row after its forward. loss: what is differentiated. seen: the loss sum. direction: of its gradient, where that
+    is known."""
+
+    row: Row
+    terms: Terms
+    loss: Tensor
+    seen: Tensor
+    direction: Direction | None
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a forward without gradients is to read. chosen_NC: see TrainModule.forward."""
+
+    what: frozenset[str]
+    chosen_NC: Tensor | None = None
+
+
+@dataclass
+class Trained:
+    """What a step's micro-batches gave. losses: sums, of each micro-batch. alike: what other ranks must have, too."""
+
+    losses: list[Tensor] = field(default_factory=list)
+    alike: list[Alike] = field(default_factory=list)
+
+
 class Executor:
-    """Runs one engine's model."""
+    """Runs one engine's model, of which this rank has all layers."""
 
     def __init__(self, config: EngineConfig, built: BuiltModel, mesh: Mesh, device: torch.device) -> None:
         self.config, self.module, self.mesh, self.device = config, built.module, mesh, device
@@ -53,7 +83,7 @@ class Executor:
         experts = built.flops.experts if built.flops.expert else 0
         # Hooks inside of compiled layers would be traced.
         counted = () if config.model.compile else experts_of(self.module).values()
-        self.load, self.packed = ExpertLoad(counted), built.layout == "packed"
+        self.load, self.packed = ExpertLoad(counted, mesh), built.layout == "packed"
         self.replay = Replay(self.module, experts, self.top_k, config.model.compile)
 
     def read(
@@ -63,19 +93,28 @@ class Executor:
         direction: Direction | None = None,
         balance: Balance | None = None,
         chosen_NC: Tensor | None = None,
+        received: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """One forward without an objective: the readouts `what` of a row on the device (TrainModule.forward)."""
         bounds = row.bounds if self.uses_bounds else None
-        return self.module(
-            row.input_ids_BT, row.position_ids_BT, bounds, row.selected_N, row.targets_N, what, direction, balance,
-            chosen_NC, row.media, row.borrowed,
-        )  # fmt: skip
+        with self.load.counting(row.real_tokens if self.packed else row.input_ids_BT.numel()):
+            return self.module(
+                row.input_ids_BT, row.position_ids_BT, bounds, row.selected_N, row.targets_N, what, direction, balance,
+                chosen_NC, row.media, row.borrowed, received,
+            )  # fmt: skip
 
-    def forward(self, row: Row, objective: Objective, direction: Direction | None, shares_E: Tensor | None) -> Terms:
+    def forward(
+        self,
+        row: Row,
+        objective: Objective,
+        direction: Direction | None,
+        shares_E: Tensor | None,
+        received: Tensor | None = None,
+    ) -> Terms:
         """One forward: the objective's terms for a row, with the auxiliary loss of its experts."""
         balance = self._balance(row, shares_E) if self.balance else None
         chosen_NC = chosen_tokens(objective, row.targets_N, row.arrays)
-        readouts = self.read(row, objective.readouts, direction, balance, chosen_NC)
+        readouts = self.read(row, objective.readouts, direction, balance, chosen_NC, received)
         balance_sum = readouts.pop("balance", None)
         batch = Batch(readouts, row.weights_N, row.document_N, row.documents, row.arrays, row.shared)
         return replace(check_terms(objective(batch), objective), balance_sum=balance_sum)
@@ -87,34 +126,68 @@ class Executor:
 
         micro: the micro-batch, from 0. last: of the step. routed: count where the router would have chosen otherwise.
         """
-        upstream_N = objective.upstream(row.weights_N)
-        direction = None if upstream_N is None else Direction(upstream_N)
         flight.at("forward", micro + 1)
         with (
             reduction(self.module, self.config.fsdp.reduce, last=last),
             self.replay.following(row) as seen_routes,
             numerics(self.config.exact),
         ):
-            with self.load.counting(row.real_tokens if self.packed else row.input_ids_BT.numel()):
-                terms = self.forward(row, objective, direction, factors.shares_E)
+            done = self.forwarded(row, objective, factors)
             flight.at("backward", micro + 1)
-            loss, seen = terms.loss_sum / factors.normaliser, terms.loss_sum.detach()
-            if terms.balance_sum is not None:
-                # Routers are whole on every rank of tp, and their gradients are summed over them.
-                factor = factors.balance / self.mesh.tp_size
-                loss, seen = loss + terms.balance_sum * factor, seen + terms.balance_sum.detach()
-                sums.add("aux_loss", terms.balance_sum, row.real_tokens)
-            if loss.requires_grad:
-                (loss * factors.scale).backward()
+            if done.loss.requires_grad:
+                done.loss.backward()
             else:  # only the vision tower is trained, and no rank has images here
                 reshard(self.module)
-        for flag in () if direction is None else direction.wrong:
-            sums.add(WRONG, flag, 1.0)
+        self.account(done, sums)
         if routed:
             sums.add("routing/differing", *seen_routes.share(self.device))
-        for name, (total, weight) in terms.metrics.items():
+        return done.seen
+
+    def forwarded(self, row: Row, objective: Objective, factors: Factors, received: Tensor | None = None) -> Forwarded:
+        """The forward of one row, up to what is differentiated."""
+        upstream_N = objective.upstream(row.weights_N)
+        direction = None if upstream_N is None else Direction(upstream_N)
+        terms = self.forward(row, objective, direction, factors.shares_E, received)
+        loss, seen = terms.loss_sum / factors.normaliser, terms.loss_sum.detach()
+        if terms.balance_sum is not None:
+            # Routers are whole on every rank of tp, and their gradients are summed over them.
+            factor = factors.balance / self.mesh.tp_size
+            loss, seen = loss + terms.balance_sum * factor, seen + terms.balance_sum.detach()
+        return Forwarded(row, terms, loss * factors.scale, seen, direction)
+
+    def account(self, done: Forwarded, sums: Sums) -> None:
+        """Add what a row says of itself, after its backward."""
+        if done.terms.balance_sum is not None:
+            sums.add("aux_loss", done.terms.balance_sum, done.row.real_tokens)
+        for flag in () if done.direction is None else done.direction.wrong:
+            sums.add(WRONG, flag, 1.0)
+        for name, (total, weight) in done.terms.metrics.items():
             sums.add(name, total, weight)
-        return seen
+
+    def train(self, rows: Rows, objective: Objective, factors: Factors, sums: Sums, *, routed: bool) -> Trained:
+        """Add the gradient of all rows of a step, and their metrics to `sums`. routed: as in forward_backward."""
+        done, micro_batches = Trained(), len(rows.sources)
+        for micro, sources in enumerate(rows.sources):
+            flight.at("rows", micro + 1, sources)
+            row, last = rows[micro].to(self.device), micro == micro_batches - 1
+            done.alike += row.alike
+            loss = self.forward_backward(row, objective, factors, sums, micro=micro, last=last, routed=routed)
+            done.losses.append(loss)
+        return done
+
+    def visit(self, rows: Rows, phase: str, ask: Callable[[Row], Asked], use: Use, *, following: bool = False) -> None:
+        """Read every row without gradients and give what was found to `use`. following: the routes of documents."""
+        with self.without_gradients():
+            for micro, sources in enumerate(rows.sources):
+                flight.at(phase, micro + 1, sources)
+                row = rows[micro].to(self.device)
+                asked = ask(row)
+                with self.replay.following(row) if following else nullcontext():
+                    found = self.read(row, asked.what, chosen_NC=asked.chosen_NC)
+                use(micro, row, found)
+
+    def name_metrics(self, objective: Objective, sums: Sums) -> None:
+        """Add the names of the objective's metrics where this rank never calls it: names are those of all ranks."""
 
     @contextmanager
     def without_gradients(self, *, evaluating: bool = True) -> Iterator[None]:

@@ -16,24 +16,27 @@ from torch import Tensor, nn
 from weft.engine.metrics import Sums
 from weft.models import hf
 from weft.ops.dispatch import ExpertAxis
+from weft.parallel.mesh import Mesh
 
 
 class ExpertLoad:
     """Counts choices of experts in the forwards of one engine's model. Nothing waits for the device."""
 
-    def __init__(self, layers: Iterable[nn.Module]) -> None:
-        """layers: experts; those that do not get tokens by choice are left out."""
+    def __init__(self, layers: Iterable[nn.Module], mesh: Mesh) -> None:
+        """layers: experts of this stage; those that do not get tokens by choice are left out."""
         self.layers = [child for child in layers if hf.is_fused_experts(child)]
         self._counts: dict[int, Tensor] = {}
         self._tokens: int | None = None
+        elsewhere = mesh.pp is not None and any(mesh.pp.of_all(bool(self.layers))) and not self.layers
+        self._of_others = ["experts/max_load", *["experts/sent"] * (mesh.ep is not None)] if elsewhere else []
         for child in self.layers:
             child.register_forward_pre_hook(self._count, with_kwargs=True)
 
     @contextmanager
     def counting(self, tokens: int) -> Iterator[None]:
-        """Count the choices of the first so many tokens of the forwards inside: what follows is padding. Layers that
-        backward recomputes are not counted again."""
-        self._tokens = tokens
+        """Count the choices of the first so many tokens of a forward with gradients: what follows is padding. Layers
+        that backward recomputes are not counted again."""
+        self._tokens = tokens if torch.is_grad_enabled() else None
         try:
             yield
         finally:
@@ -56,6 +59,8 @@ class ExpertLoad:
         mean over layers. `experts/sent`, with mesh.ep: the share of choices that are computed on another rank.
         """
         if not self.layers:
+            for name in self._of_others:  # every stage adds to the same names
+                sums.add(name, 0.0, 0.0)
             return
         counts_LE = torch.stack([self._counts[id(child)] for child in self.layers])
         self._counts.clear()
@@ -66,4 +71,4 @@ class ExpertLoad:
             sums.add("experts/sent", counts_LE.sum() - own, counts_LE.sum())
         dist.all_reduce(counts_LE, group=group)
         share_LE = counts_LE.double() / counts_LE.sum(1, keepdim=True).clamp(min=1)
-        sums.add("experts/max_load", (share_LE.amax(1) * counts_LE.shape[1]).mean(), 1.0)
+        sums.add("experts/max_load", (share_LE.amax(1) * counts_LE.shape[1]).sum(), float(len(self.layers)))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from weft.engine.document import Document
 from weft.engine.metrics import Sums
 from weft.engine.plan import StepPlan
 from weft.engine.row import Row
-from weft.parallel.mesh import Axis, Mesh
+from weft.parallel.mesh import Mesh
 from weft.sharding.boxes import local_values
 from weft.sharding.cuts import Cuts, HeldBox, held_boxes
 
@@ -50,10 +50,13 @@ class _Copy:
 class Replicas:
     """Compares the trained parameters of one engine."""
 
-    def __init__(self, module: nn.Module, cuts: Cuts) -> None:
+    def __init__(self, module: nn.Module, cuts: Cuts, tied: Mapping[str, tuple[int, int]]) -> None:
+        """tied: parameter -> this rank's place among the stages of a pipeline that hold it, and how many they are."""
         self._copies: dict[Groups, list[_Copy]] = defaultdict(list)
         for name, parameter in module.named_parameters():
             for held in held_boxes(parameter, cuts.get(name)) if parameter.requires_grad else ():
+                if name in tied:
+                    held = replace(held, replicas=(*held.replicas, tied[name]))
                 if _place(held.replicas)[1] > 1 and held.box.numel:
                     self._copies[held.replicas].append(_Copy(name, parameter, held))
 
@@ -117,15 +120,21 @@ def _integers(values: Tensor) -> Tensor:
 
 
 def shared_documents(
-    row: Row, plan: StepPlan, documents: Mapping[int, Document], micro_batch: int, rank: int, tp: Axis | None
+    row: Row,
+    plan: StepPlan,
+    documents: Mapping[int, Document],
+    micro_batch: int,
+    rank: int,
+    same: tuple[int, int],
 ) -> tuple[Alike, ...]:
-    """What a row has in common with other ranks. row: of whole documents. rank: among those with different ones."""
+    """What a row has in common with other ranks. row: of whole documents. rank: among those with different ones. same:
+    this rank's place among those with the same, and how many they are."""
     found = []
-    if tp is not None:
+    if same[1] > 1:
         number = _crc([row.input_ids_BT, row.targets_N, row.weights_N, row.position_ids_BT, *row.arrays.values()])
         sources = ", ".join(documents[i].source or str(i) for i in row.documents[:8])
         what = f"micro-batch {micro_batch + 1} of data rank {rank}, documents {sources}"
-        found.append(Alike(what, number, tp.place, tp.size))
+        found.append(Alike(what, number, *same))
     for index in plan.shared(micro_batch, rank):
         if index in row.documents:
             own, having = documents[index], plan.having(micro_batch, rank, index)

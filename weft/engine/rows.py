@@ -17,7 +17,6 @@ from weft.engine.replicas import shared_documents
 from weft.engine.row import Row, build_row
 from weft.models.vision import Vision
 from weft.ops.communicator import ContextAxis
-from weft.parallel.mesh import Axis
 
 
 @dataclass(frozen=True)
@@ -43,12 +42,13 @@ class Rows:
 
 @dataclass(frozen=True)
 class RowBuilder:
-    """Builds rows. rank: among those with different documents. tp, context: the ranks of tp and cp, None for one.
+    """Builds rows. rank: among those with different documents. same: its place among the ranks with the same
+    documents, and how many they are. context: the ranks of cp, None for one.
     owners: fill Row.owner_M. pinned: in page-locked memory. vision, base: of the model; vision is None where it takes
     no images."""
 
     rank: int
-    tp: Axis | None
+    same: tuple[int, int]
     context: ContextAxis | None
     layout: Layout
     owners: bool
@@ -76,7 +76,7 @@ class RowBuilder:
             indices, documents, read=read, length=length, layout=self.layout, every_token=every_token,
             owners=self.owners, vision=self.vision, images=plan.has_images(micro_batch),
         )  # fmt: skip
-        row = replace(row, alike=shared_documents(row, plan, documents, micro_batch, self.rank, self.tp))
+        row = replace(row, alike=shared_documents(row, plan, documents, micro_batch, self.rank, self.same))
         if plan.pieces:
             assert self.context is not None
             row = cut_row(row, plan, micro_batch, self.rank, self.context)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,12 +21,17 @@ from weft.engine.config import EngineConfig
 from weft.engine.context_check import check_context, choose_ulysses
 from weft.engine.division_check import check_division
 from weft.engine.expert_check import check_experts
+from weft.engine.pipeline_check import check_pipeline
 from weft.engine.value_head import fill_value_head
+from weft.errors import UserError
 from weft.models import hf
 from weft.models.captured import check_readouts
+from weft.models.cost import costs_of_layers
 from weft.models.freeze import freeze
-from weft.models.lora import freeze_base
+from weft.models.lora import LoraPlan, freeze_base
+from weft.models.pipeline import Pipeline, cut_layers
 from weft.models.tp_styles import check_states
+from weft.models.train_module import TrainModule
 from weft.objectives.readouts import Wanted
 from weft.ops.communicator import ContextAxis
 from weft.optim.custom_optimizer import CustomOptimizerSpec, ShardOptimizer, find_rule
@@ -34,13 +40,15 @@ from weft.optim.loss_scale import LossScale
 from weft.optim.optimizer import Ema, build_optimizer, moments
 from weft.parallel.inputs import InputCasts
 from weft.parallel.mesh import Mesh, build_mesh, context_axis
-from weft.parallel.parallelize import Precision, materialize, move_buffers, parallelize
+from weft.parallel.parallelize import Precision, Stages, materialize, move_buffers, parallelize
 from weft.parallel.tensor import TensorParallel
 from weft.parallel.units import Unit
 from weft.planner.memory import MemoryNeeds, TrainingState, capacity, check_draws, check_fits, local_ranks, memory_needs
-from weft.sharding.adapter_files import fill_adapters
+from weft.sharding.adapter_files import fill_adapters, to_json
 from weft.sharding.cuts import full_shape
 from weft.sharding.load import LoadReport, Progress, fill_random, load_weights
+
+_USUAL_LENGTH = 4096  # of documents, by which attention and matrices of a layer are weighed
 
 
 @dataclass(frozen=True)
@@ -67,11 +75,16 @@ class Setup:
 
 @dataclass(frozen=True)
 class Sharded:
-    """What sharding gives. divided: what tp divides. context: the ranks over which documents are cut. memory: bytes
-    that a rank needs. room: bytes that it has on the storage device."""
+    """What sharding gives. divided: what tp divides. stages: how mesh.pp cuts the layers; pipeline: what each stage
+    holds; both None for one stage. adapter_config: of the whole model's adapters, None without or for one stage.
+    context: the ranks over which documents are cut. memory: bytes that a rank needs.
+    room: bytes that it has on the storage device."""
 
     units: list[Unit]
     divided: TensorParallel
+    stages: Stages | None
+    pipeline: Pipeline | None
+    adapter_config: dict[str, Any] | None
     context: ContextAxis | None
     memory: MemoryNeeds
     room: int
@@ -200,17 +213,61 @@ def shard_model(setup: Setup, built: BuiltModel, readouts: Collection[str] = ())
     if setup.mesh.ep is not None:
         check_experts(checked, built.findings, setup.mesh.ep.size)
     context = context_of(setup, built, checked)
-    units, divided = parallelize(
+    stages, adapter_config = stages_of(setup, built, Wanted.of(readouts).hidden), None
+    if stages is not None and built.lora is not None:
+        check_adapters_in_layers(module, built.lora)
+        adapter_config = to_json(built.lora, built.path, module)
+    units, divided, pipeline = parallelize(
         module, setup.mesh, built.config, config.model, config.fsdp, setup.precision, ranks.device,
-        sequence=sequence,
+        sequence=sequence, stages=stages,
     )  # fmt: skip
+    if pipeline is not None:
+        require_trained(setup, pipeline)
     state = TrainingState(setup.moments, config.optimizer.ema_decay is not None) if setup.trained else None
     memory = memory_needs(module, units, setup.precision, state)
     room = capacity(setup.storage, local_ranks(ranks.world), ranks.assumed)
     return Sharded(
-        units, divided, context, memory, room,
+        units, divided, stages, pipeline, adapter_config, context, memory, room,
         InputCasts(module, config.fsdp.cast_forward_inputs, setup.precision.compute),
     )  # fmt: skip
+
+
+def stages_of(setup: Setup, built: BuiltModel, hidden: Sequence[str]) -> Stages | None:
+    """How the layers are cut over mesh.pp, after a check that this model's can be. hidden: modules whose outputs are
+    read."""
+    pp, module = setup.mesh.pp_size, built.module
+    if pp == 1:
+        return None
+    if built.vision is not None:
+        raise UserError("mesh.pp: a model with a vision tower is not cut into stages: set mesh.pp=1.")
+    if hidden:
+        raise UserError(f"mesh.pp: `hidden/{hidden[0]}` may be on another stage than the loss: set mesh.pp=1.")
+    costs, head = costs_of_layers(module, _USUAL_LENGTH)
+    spans = cut_layers(costs, head, pp)
+    each = tuple(sum(costs[first:end]) + head * (end == len(costs)) for first, end in spans)
+    return Stages(tuple(spans), check_pipeline(built.config, built.findings, setup.precision.compute), each)
+
+
+def check_adapters_in_layers(module: TrainModule, lora: LoraPlan) -> None:
+    """UserError where an adapter is outside of the layers, where stages would need it beside a tied weight."""
+    outside = [target.name for target in lora.targets if not target.name.startswith(f"{module.facts.layers}.")]
+    if outside:
+        raise UserError(
+            f"lora.targets: {outside[0]} is outside of the layers, where an adapter does not go together with mesh.pp: "
+            "leave it out, or set mesh.pp=1."
+        )
+
+
+def require_trained(setup: Setup, pipeline: Pipeline) -> None:
+    """UserError where a stage has nothing to train: no gradient would come out of it."""
+    for place in range(setup.mesh.pp_size) if setup.trained else ():
+        own = (tensor for name, tensor in pipeline.tensors.items() if place in pipeline.holders[name])
+        if not any(tensor.requires_grad for tensor in own):
+            first, end = pipeline.spans[place]
+            raise UserError(
+                f"model.freeze leaves nothing to train in stage {place + 1} of mesh.pp (layers {first} to {end - 1}): "
+                "set mesh.pp=1."
+            )
 
 
 def context_of(setup: Setup, built: BuiltModel, config: PretrainedConfig) -> ContextAxis | None:

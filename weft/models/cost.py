@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from weft.models import hf
-from weft.models.flops import AttentionFacts, FlopFacts
+from weft.models.flops import AttentionFacts, FlopFacts, document_flops
 from weft.models.lora import LoraPlan, is_adapters
 from weft.models.train_module import TrainModule
 from weft.models.vision import blocks
@@ -30,6 +30,21 @@ def flop_facts(module: TrainModule) -> FlopFacts:
     return FlopFacts(dense, _attention(config), expert, experts, chosen, tower=tower, tower_memory=memory)
 
 
+def costs_of_layers(module: TrainModule, length: int) -> tuple[list[float], float]:
+    """(FLOPs per token of each decoder layer, and of the head), in documents of this length."""
+    config: Any = module.hf_model.config.get_text_config()
+    experts, chosen = experts_of(config)
+    costs = []
+    for (_, layer), attention in zip(module.layers, _attention_by_layer(config), strict=True):
+        weights = 0.0
+        for name, parameter in layer.named_parameters():
+            if parameter.ndim >= 2 and not name.endswith("bias"):
+                weights += parameter.numel() * (chosen / experts if ".experts." in f".{name}" else 1.0)
+        single = FlopFacts(0, () if attention is None else (attention,))
+        costs.append(6.0 * weights + document_flops(single, length) / length)
+    return costs, 6.0 * module.head.weight.numel()
+
+
 def _tower(module: TrainModule, text: Any) -> tuple[int, float]:
     """(weights of the blocks of the vision tower, depth x width of them / of the decoder)."""
     layers = [layer for _, layer in blocks(module.base, module.facts)]
@@ -47,10 +62,13 @@ def experts_of(config: Any) -> tuple[int, int]:
 
 
 def _attention(config: Any) -> tuple[AttentionFacts, ...]:
+    return tuple(facts for facts in _attention_by_layer(config) if facts is not None)
+
+
+def _attention_by_layer(config: Any) -> list[AttentionFacts | None]:
     each = hf.layer_configs(config)
     types = getattr(config, "layer_types", None) or ["full_attention"] * len(each)
-    found = (_attention_of(kind, own) for kind, own in zip(types, each, strict=True))
-    return tuple(facts for facts in found if facts is not None)
+    return [_attention_of(kind, own) for kind, own in zip(types, each, strict=True)]
 
 
 def _attention_of(kind: str, config: Any) -> AttentionFacts | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -142,6 +143,22 @@ class ValueHead(Head):
         return {"value": value_N1[:, 0].clone()}  # FSDP's hooks do not hold on a view
 
 
+@dataclass
+class Passage:
+    """What a stage of a pipeline receives and sends in one forward (models/pipeline.py). is_last: of the stages."""
+
+    is_last: bool
+    received: Tensor | None = None
+    sent: Tensor | None = None
+
+    def take(self) -> Tensor:
+        """What is to be sent; nothing of the forward is kept."""
+        sent = self.sent
+        assert sent is not None, "the layers did not run"
+        self.received = self.sent = None
+        return sent.clone() if sent._is_view() else sent  # FSDP's hooks do not hold on a view
+
+
 class TrainModule(nn.Module):
     """fully_shard's root. `hf_model` is kept unregistered, for facts and conversion rules only."""
 
@@ -159,6 +176,7 @@ class TrainModule(nn.Module):
         self.takes_positions = hf.accepts(self.base, "position_ids")
         self.bounds_argument = family_of(self.facts.model_type).bounds_argument
         self.mixers: dict[str, Boundary] = keep_apart(self.layers)
+        self.passage: Passage | None = None  # None: it is a whole model
 
     hf_model: PreTrainedModel
 
@@ -218,8 +236,11 @@ class TrainModule(nn.Module):
         chosen_NC: Tensor | None = None,
         media: Mapping[str, Tensor] | None = None,
         borrowed: bool = False,
+        received: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """Readouts at the selected positions of the flattened [B T]; the head runs nowhere else.
+
+        Of a stage of a pipeline but the last: `sent`, its hidden states. received: those of the stage before.
 
         chosen_NC: see Head. media, borrowed: see Row. `hidden/MODULE`: [N, width], the output of a module at the
         position of the prediction. balance: also returns `balance`, the row's sum of the experts' auxiliary loss, or
@@ -229,8 +250,12 @@ class TrainModule(nn.Module):
         extra |= media or {}
         names = Wanted.of(readouts).hidden
         features = without_features(self.base) if borrowed else nullcontext()
+        if self.passage is not None:
+            self.passage.received = received
         with capture_outputs(self, names, input_ids_BT.numel()) as hidden, features:
             out = self._base(input_ids_BT, position_ids_BT, bounds, **extra)
+        if self.passage is not None and not self.passage.is_last:
+            return {"sent": self.passage.take()}
         found = self.head(out.last_hidden_state.flatten(0, 1)[selected_N], targets_N, readouts, direction, chosen_NC)
         found |= {HIDDEN + name: hidden[name][selected_N] for name in names}
         if balance is not None and balance.counting:

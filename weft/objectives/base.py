@@ -6,6 +6,7 @@ It never divides by what it sees, because a rank sees only its own rows. The eng
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from weft.errors import UserError
+from weft.objectives.readouts import TOP, TOP_IDS, Wanted
 from weft.objectives.shared_documents import SharedDocuments
 
 if TYPE_CHECKING:
@@ -95,6 +97,22 @@ def chosen_tokens(objective: Objective, targets_N: Tensor, arrays: dict[str, Ten
             f"[{count}, tokens]: for each prediction the same number of tokens."
         )
     return ids.to(targets_N)
+
+
+def metrics_of(objective: Objective) -> list[str]:
+    """Names of an objective's metrics, from a row without predictions."""
+    nothing, wanted = torch.zeros(0), Wanted.of(objective.readouts)
+    targets_N, arrays = torch.zeros(0, dtype=torch.int64), defaultdict[str, Tensor](lambda: nothing)
+    readouts: dict[str, Tensor] = dict.fromkeys(("logprob", *objective.readouts), nothing)
+    for name in [name for name in objective.readouts if name.startswith(TOP)]:
+        width = int(name.removeprefix(TOP))
+        readouts |= {name: torch.zeros(0, width), TOP_IDS + str(width): targets_N.new_zeros(0, width)}
+    chosen_NC = chosen_tokens(objective, targets_N, arrays)
+    if chosen_NC is not None:
+        readouts["chosen_logits"] = torch.zeros(chosen_NC.shape)
+    assert not wanted.hidden, "a stage that computes no loss has no modules to read"
+    batch = Batch(readouts, nothing, targets_N, (), arrays)
+    return list(check_terms(objective(batch), objective).metrics)
 
 
 class Objective(Protocol):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -108,16 +109,29 @@ def unscale_gradients(named_parameters: NamedParameters, scale: float) -> None:
         torch._foreach_mul_(gradients, 1.0 / scale)
 
 
+@dataclass(frozen=True)
+class OtherStages:
+    """The stages of a pipeline. borrowed: parameters of this rank that another stage counts."""
+
+    group: dist.ProcessGroup
+    borrowed: frozenset[str]
+
+
 @torch.no_grad()
-def clip_gradients(named_parameters: NamedParameters, max_norm: float | None, cuts: Cuts | None = None) -> float:
+def clip_gradients(
+    named_parameters: NamedParameters,
+    max_norm: float | None,
+    cuts: Cuts | None = None,
+    pp: OtherStages | None = None,
+) -> float:
     """Scale the gradients to a global L2 norm of at most `max_norm`; returns the norm before.
 
     The factor is min(1, max_norm / (norm + 1e-6)), as in torch.nn.utils.clip_grad_norm_. None only measures. Gradients
     with a non-finite norm stay as they are. cuts: how tp and ep divide parameters. Collective, with the same parameters
-    on every rank.
+    on every rank of a stage.
     """
     named = list(named_parameters)
-    parameters, norm = [parameter for _, parameter in named], global_norm(named, cuts)
+    parameters, norm = [parameter for _, parameter in named], global_norm(named, cuts, pp)
     if max_norm is not None and math.isfinite(norm):
         factor = max_norm / (norm + 1e-6)
         gradients = [own_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
@@ -127,13 +141,16 @@ def clip_gradients(named_parameters: NamedParameters, max_norm: float | None, cu
 
 
 @torch.no_grad()
-def global_norm(named_parameters: NamedParameters, cuts: Cuts | None = None) -> float:
-    """L2 norm of all gradients together, equal on every rank. Sharded elements and elements that ranks of tp replicate
-    count once. Sums of squares are all-reduced once per mesh axis on which a gradient is sharded."""
+def global_norm(named_parameters: NamedParameters, cuts: Cuts | None = None, pp: OtherStages | None = None) -> float:
+    """L2 norm of all gradients together, equal on every rank. Sharded elements and elements that ranks of tp, or
+    stages, replicate count once. Sums of squares are all-reduced once per mesh axis on which a gradient is sharded, and
+    then over the stages."""
     # Keyed by the parameters and not by the gradients at hand, so that all ranks make the same collectives.
     shards: dict[tuple[tuple[dist.ProcessGroup, ...], int], list[Tensor]] = {}
     device = torch.device("cpu")
     for name, parameter in named_parameters:
+        if pp is not None and name in pp.borrowed:
+            continue
         groups, device = _sharding_groups(parameter), parameter.device
         own = [] if parameter.grad is None else [(1, own_part(parameter.grad))]
         cut = None if cuts is None else cuts.get(name)
@@ -145,7 +162,7 @@ def global_norm(named_parameters: NamedParameters, cuts: Cuts | None = None) -> 
             shards.setdefault((groups, copies), [])
         for copies, part in own:
             shards[groups, copies].append(part)
-    if not shards:
+    if not shards and pp is None:
         return 0.0
     squares = {key: _sum_of_squares(tensors, device) / key[1] for key, tensors in shards.items()}
     for group in dict.fromkeys(group for groups, _ in squares for group in groups):
@@ -154,7 +171,11 @@ def global_norm(named_parameters: NamedParameters, cuts: Cuts | None = None) -> 
         with waiting():
             dist.all_reduce(part, group=group)
         squares |= zip(keys, part.unbind(), strict=True)
-    return float(torch.stack(list(squares.values())).sum().sqrt().item())
+    total = torch.stack([*squares.values(), torch.zeros((), dtype=torch.float64, device=device)]).sum()
+    if pp is not None:
+        with waiting():
+            dist.all_reduce(total, group=pp.group)
+    return float(total.sqrt().item())
 
 
 def _sharding_groups(parameter: nn.Parameter) -> tuple[dist.ProcessGroup, ...]:

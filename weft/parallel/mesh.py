@@ -1,16 +1,18 @@
 """The device mesh: which ranks share what.
 
-One root mesh has the axes dp_replicate, dp_shard, cp and tp, outermost first. Every other mesh and group is a part of
-it: some of its axes, several of them as one, or one as several, such as ep, a part of dp_shard x cp. DeviceMesh has
-`_flatten`, `_unflatten` and `_concatenate` for this from torch 2.11 to 2.15; under these names, because they are not
-public yet.
+One root mesh has the axes pp, dp_replicate, dp_shard, cp and tp, outermost first. Every other mesh and group is a part
+of it: some of its axes, several of them as one, or one as several, such as ep, a part of dp_shard x cp. All but `root`
+and `world` are of one stage of pp. DeviceMesh has `_flatten`, `_unflatten` and `_concatenate` for this from torch 2.11
+to 2.15; under these names, because they are not public yet.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -20,6 +22,8 @@ from weft.cluster.process import everyone
 from weft.config.mesh import AXES, MeshSizes
 from weft.ops.communicator import Communicator, ContextAxis, GroupCommunicator
 from weft.sharding.cuts import AnyCut
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -44,11 +48,42 @@ class ExpertRanks:
 
 
 @dataclass(frozen=True)
+class PipelineAxis:
+    """A rank's place among the stages of pp, whose ranks have the same documents. onward, back: the same ranks, in two
+    groups, so that what travels in one direction never waits for what travels in the other."""
+
+    place: int
+    size: int
+    onward: dist.ProcessGroup
+    back: dist.ProcessGroup
+
+    @property
+    def is_first(self) -> bool:
+        return self.place == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.place == self.size - 1
+
+    def of_all(self, value: T) -> list[T]:
+        """What each stage has; collective."""
+        said = [value] * self.size
+        dist.all_gather_object(said, value, group=self.onward)
+        return said
+
+    def from_last(self, value: T) -> T:
+        """What the last stage has, on all stages; collective."""
+        said = [value]
+        dist.broadcast_object_list(said, group=self.onward, group_src=self.size - 1)
+        return said[0]
+
+
+@dataclass(frozen=True)
 class Mesh:
     """root: all ranks by all axes. world: on one axis. dp: the mesh given to fully_shard, (dp_replicate, dp_shard x cp)
-    or the latter. loss: all ranks with different documents, or parts of them. tp: None for one rank; its ranks have
-    the same documents. ep: None for one rank; its ranks are neighbours in dp_shard x cp. experts: as dp, of
-    the ranks that hold the same experts."""
+    or the latter. loss: all ranks of a stage with different documents, or parts of them. tp: None for one rank; its
+    ranks have the same documents. pp: None for one stage. ep: None for one rank; its ranks are neighbours in dp_shard x
+    cp. experts: as dp, of the ranks that hold the same experts."""
 
     dp_replicate: int
     dp_shard: int
@@ -58,6 +93,7 @@ class Mesh:
     world: DeviceMesh
     cp_size: int
     tp: Axis | None
+    pp: PipelineAxis | None = None
     ep: ExpertRanks | None = None
     experts: DeviceMesh | None = None
 
@@ -112,12 +148,30 @@ class Mesh:
         return 1 if self.ep is None else self.ep.size
 
     @property
+    def pp_size(self) -> int:
+        return 1 if self.pp is None else self.pp.size
+
+    @property
+    def stage_place(self) -> tuple[int, int]:
+        """(this rank's place, how many) among the ranks of its stage: pp is the outermost axis."""
+        size = self.world.size() // self.pp_size
+        return self.world.get_local_rank() % size, size
+
+    @property
+    def same_documents(self) -> tuple[int, int]:
+        """(this rank's place, how many) among the ranks with the same documents: all stages, and all of tp."""
+        place = 0 if self.tp is None else self.tp.place
+        if self.pp is not None:
+            place += self.pp.place * self.tp_size
+        return place, self.pp_size * self.tp_size
+
+    @property
     def sizes(self) -> MeshSizes:
-        return MeshSizes(self.dp_replicate, self.dp_shard, self.cp_size, self.tp_size, self.ep_size)
+        return MeshSizes(self.dp_replicate, self.dp_shard, self.cp_size, self.tp_size, self.ep_size, self.pp_size)
 
     @property
     def axes(self) -> dict[str, int]:
-        """Those that there are: dp_replicate and dp_shard always, cp, tp and ep where they have several ranks."""
+        """Those that there are: dp_replicate and dp_shard always, the others where they have several ranks."""
         return self.sizes.named
 
 
@@ -131,7 +185,8 @@ def build_mesh(sizes: MeshSizes, device_type: str) -> Mesh:
     dp = DeviceMesh._concatenate([root["dp_replicate"], fsdp]) if sizes.dp_replicate > 1 else fsdp
     loss = _as_one(root, ("dp_replicate", "dp_shard", "cp"), "loss")
     world = _as_one(root, AXES, "world")
-    mesh = Mesh(sizes.dp_replicate, sizes.dp_shard, root, dp, loss, world, sizes.cp, _tp_axis(root))
+    pp = _pipeline_axis(root, sizes)
+    mesh = Mesh(sizes.dp_replicate, sizes.dp_shard, root, dp, loss, world, sizes.cp, _tp_axis(root), pp)
     return mesh if sizes.ep == 1 else _with_experts(mesh, sizes)
 
 
@@ -153,6 +208,14 @@ def _with_experts(mesh: Mesh, sizes: MeshSizes) -> Mesh:
         with_tp = GroupCommunicator(pairs.get_group("ep x tp"))
     axis = ExpertRanks(parts.get_local_rank("ep"), ep, GroupCommunicator(parts.get_group("ep")), with_tp)
     return replace(mesh, ep=axis, experts=same)
+
+
+def _pipeline_axis(root: DeviceMesh, sizes: MeshSizes) -> PipelineAxis | None:
+    if sizes.pp == 1:
+        return None
+    lanes = torch.arange(sizes.world).reshape(sizes.pp, -1).T.tolist()
+    back, _ = dist.new_subgroups_by_enumeration(lanes)
+    return PipelineAxis(root["pp"].get_local_rank(), sizes.pp, root.get_group("pp"), back)
 
 
 def _tp_axis(root: DeviceMesh) -> Axis | None:

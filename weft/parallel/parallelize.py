@@ -11,6 +11,7 @@ from transformers import PretrainedConfig
 from weft.config.schema import FsdpConfig, ModelConfig
 from weft.models import hf
 from weft.models.experts import experts_of
+from weft.models.pipeline import Anatomy, Pipeline, Span, keep_stage, plan_pipeline
 from weft.models.train_module import TrainModule
 from weft.parallel.experts import expert_parallel
 from weft.parallel.fsdp import DTYPES, shard
@@ -37,6 +38,15 @@ class Precision:
         return Precision(master, compute, DTYPES[config.reduce_dtype], frozen=compute if adapters else master)
 
 
+@dataclass(frozen=True)
+class Stages:
+    """How the layers are cut. costs: of each stage, in any unit."""
+
+    spans: tuple[Span, ...]
+    anatomy: Anatomy
+    costs: tuple[float, ...]
+
+
 def parallelize(
     module: TrainModule,
     mesh: Mesh,
@@ -47,9 +57,10 @@ def parallelize(
     device: torch.device,
     *,
     sequence: bool = False,
-) -> tuple[list[Unit], TensorParallel]:
-    """Shard the model in place; its FSDP units, and what tensor and expert parallelism have divided. sequence: with tp,
-    tokens between blocks, too."""
+    stages: Stages | None = None,
+) -> tuple[list[Unit], TensorParallel, Pipeline | None]:
+    """Shard the model in place; its FSDP units, what tensor and expert parallelism have divided, and what stages hold.
+    sequence: with tp, tokens between blocks, too. stages: None for one."""
     # 0. Compute with parts: what is stored is divided before anything looks at it.
     divided = tensor_parallel(module, mesh.tp, config, sequence=sequence)
     divided = replace(divided, cuts=expert_parallel(module, mesh.ep, divided.cuts))
@@ -71,13 +82,21 @@ def parallelize(
     for parameter in module.parameters():
         parameter.data = parameter.data.to(precision.master if parameter.requires_grad else precision.frozen)
 
-    # 4. Data axes: FSDP2 or HSDP over whatever the other axes have left.
+    # 4. Layers: a stage of pp keeps its own, once all that the whole model says of itself is known.
+    pipeline = None
+    if stages is not None:
+        assert mesh.pp is not None
+        pipeline = plan_pipeline(module, stages.spans, stages.anatomy)
+        wide = torch.float32 if stages.anatomy.wide else precision.compute
+        keep_stage(module, pipeline, mesh.pp.place, wide, mesh.tp_size if sequence else 1)
+
+    # 5. Data axes: FSDP2 or HSDP over whatever the other axes have left.
     units = find_units(module, fsdp.wrap, fsdp.overrides, experts=[] if mesh.ep is None else [*experts_of(module)])
     shard(module, units, mesh, fsdp, precision.compute)
 
-    # 5. Buffers are not FSDP's: move them to where the compute is.
+    # 6. Buffers are not FSDP's: move them to where the compute is.
     move_buffers(module, device)
-    return units, divided
+    return units, divided, pipeline
 
 
 def materialize(module: nn.Module, device: torch.device) -> None:

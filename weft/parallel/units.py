@@ -10,6 +10,7 @@ from torch import nn
 
 from weft.errors import UserError
 from weft.models.patterns import CONTAINERS, outermost, similar_names
+from weft.models.pipeline import StandIn
 from weft.models.train_module import TrainModule
 from weft.models.vision import blocks
 
@@ -77,7 +78,7 @@ def _wrapped(module: TrainModule, wrap: Literal["auto"] | Sequence[str]) -> list
         units += [
             Unit((name,), (layer,))
             for name, layer in module.layers
-            if id(layer) not in taken and _split_tie(module, [name], places) is None
+            if id(layer) not in taken and not isinstance(layer, StandIn) and _split_tie(module, [name], places) is None
         ]
     if "layers" in entries:
         units += [
@@ -165,8 +166,8 @@ def _head(module: TrainModule, taken: set[int], places: dict[int, list[str]], as
     tied = _split_tie(module, [facts.head], places)
     if tied is not None and asked:
         raise _tie_refusal("fsdp.wrap: head", facts.head, tied)
-    if tied is not None or facts.head not in names:
-        return []
+    if tied is not None or facts.head not in names or not any(True for _ in module.head.parameters()):
+        return []  # of a stage of a pipeline but the last
     return [Unit(tuple(names), tuple(module.get_submodule(name) for name in names), keep=True)]
 
 

@@ -37,7 +37,7 @@ from weft.optim.schedule import learning_rate
 from weft.recipes.evaluate import Evaluator, ended_by
 from weft.recipes.run_data import RunData, dated, deal, read_run_data
 from weft.remote.uploads import Uploads, prepare, upload_all
-from weft.report.banner import print_dry_run, print_opening, say_finished, say_stopped
+from weft.report.banner import pipeline_hint, print_dry_run, print_opening, say_finished, say_stopped
 from weft.report.progress import Progress, loading
 from weft.report.step_line import StepOutcome
 from weft.report.trackers import check_installed
@@ -147,6 +147,7 @@ def train(
             flight.at("record")
             if step.number == start.step + 1:
                 check_contract(engine)
+                progress.notes(pipeline_hint(engine, taken.plan))
             found = evaluator.at(step.number, len(steps))
             memory_gib, stop, overdue, failed = agree(engine, signals, saver)
             line = recorder.record(step, taken, memory_gib, found)

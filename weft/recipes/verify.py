@@ -148,7 +148,7 @@ def choose_subject(config: SftConfig | RlConfig, options: VerifyOptions, ranks: 
     fits = [_fits(config, ranks)]
     dist.broadcast_object_list(fits, src=0, group=ranks.group)  # free memory changes from one look to the next
     if layers is None and not fits[0]:
-        layers = 2
+        layers = max(2, config.mesh.pp)
     if layers is None and config.model.init == "pretrained":
         return Subject(config.model.path, f"{config.model.path}, its own weights")
     shape = hf.read_config(config.model.path)

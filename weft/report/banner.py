@@ -23,8 +23,10 @@ from weft.config.schema import SftConfig
 from weft.config.urls import is_url
 from weft.data.documents import DataReport
 from weft.engine.engine import Engine
+from weft.engine.plan import StepPlan
 from weft.engine.sleep import Part
 from weft.models.lora import describe
+from weft.models.pipeline import Pipeline
 from weft.ops.attention import EXACT, choose
 from weft.optim.groups import describe_groups
 from weft.parallel.mesh import Mesh
@@ -98,6 +100,7 @@ def _activations(engine: Engine) -> str:
     """What the largest row keeps for its backward."""
     model, tokens = engine.config.model, engine.config.step.max_tokens_per_device
     most = "at most " if engine.lora is not None or model.freeze else ""
+    stages = engine.stages
     try:
         kept = saved_bytes(
             engine.built.config, tokens, engine.precision.compute, recompute=model.recompute == "full",
@@ -107,11 +110,17 @@ def _activations(engine: Engine) -> str:
         return (
             f"of {tokens:,} tokens: what they keep for backward is not known before they run ({type(error).__name__})"
         )
+    of_stage = ""
+    if stages is not None:
+        # The first stage has the most in flight.
+        (first, end), pp, one = stages.spans[0], engine.mesh.pp_size, engine.config.mesh.pp_schedule == "1F1B"
+        kept = kept * (end - first) * (pp if one else 1) // stages.spans[-1][1]
+        of_stage = f" on the first stage, of {f'{pp} rows at once' if one else 'each row of a step, all at once'},"
     cut = engine.context
     row = f", a rank's part of {cut.size * tokens:,}," if cut is not None else ""
     return (
-        f"of {tokens:,} tokens{row} keep {most}{byte_count(kept)} for backward (model.recompute={model.recompute}), "
-        "counted from shapes, without the head and masks"
+        f"of {tokens:,} tokens{row} keep{of_stage} {most}{byte_count(kept)} for backward "
+        f"(model.recompute={model.recompute}), counted from shapes, without the head and masks"
     )
 
 
@@ -140,6 +149,8 @@ def print_model(
     say(f"layout   documents {built.layout}; {apart}{_attention(config, engine)}")
     if engine.mesh.cp_size > 1:
         say(f"cp       {_context(engine)}")
+    if engine.pipeline is not None:
+        say(f"pp       {_stages(engine, engine.pipeline)}")
     if engine.mesh.tp_size > 1:
         say(f"tp       layers divided over {engine.mesh.tp_size} ranks; {_COMPARED}")
     say(
@@ -258,10 +269,36 @@ def _all_elements(engine: Engine) -> int:
     return sum(_elements_of(engine).values())
 
 
+def _stages(engine: Engine, pipeline: Pipeline) -> str:
+    """What each stage has: `2 stages: layers 0 to 13 (310,000,000 parameters), 14 to 27 (455,000,000); ...`."""
+    said, elements = [], _elements_of(engine)
+    for place, (first, end) in enumerate(pipeline.spans):
+        own = sum(count for name, count in elements.items() if place in pipeline.holders[name])
+        layers = f"{first}" if end - first == 1 else f"{first} to {end - 1}"
+        said.append(f"{layers} ({own:,} parameters)")
+    tied = [name for name in pipeline.shared(0) if engine.built.tensors[name].requires_grad]
+    both = "; the first and the last both have the tied embedding" if tied else ""
+    return (
+        f"{len(said)} stages of layers: {', '.join(said)}{both}; schedule {engine.config.mesh.pp_schedule}; {_COMPARED}"
+    )
+
+
+def pipeline_hint(engine: Engine, plan: StepPlan) -> list[str]:
+    """Advice where a step has too few micro-batches to keep all stages at work."""
+    pp, micro_batches = engine.mesh.pp_size, plan.micro_batches
+    if pp == 1 or micro_batches >= 2 * pp:
+        return []
+    return [
+        f"hint     {micro_batches} micro-batch{'es' * (micro_batches > 1)} for {pp} stages (mesh.pp): they wait for "
+        f"each other in {engine.bubble(plan):.0%} of a step like this. More documents or tokens in a step, or a "
+        f"smaller step.max_tokens_per_device, gives more; {2 * pp} or more are good."
+    ]
+
+
 def _elements_of(engine: Engine) -> dict[str, int]:
     """Of each parameter, however it is divided."""
     cuts = engine.divided.cuts
-    return {name: math.prod(full_shape(name, p, cuts)) for name, p in engine.module.named_parameters()}
+    return {name: math.prod(full_shape(name, p, cuts)) for name, p in engine.whole_parameters().items()}
 
 
 def _elements(module: nn.Module) -> int:
@@ -294,6 +331,7 @@ def axis_rows(engine: Engine) -> list[AxisRow]:
     by_experts = ranks.reshape(mesh.dp_replicate, -1, mesh.ep_size, mesh.tp_size)
     groups["ep"] = by_experts.movedim(2, -1).reshape(-1, mesh.ep_size).tolist()
     meaning = {
+        "pp": "stages of consecutive layers; the same documents",
         "dp_replicate": "copies of the model; gradients summed over them",
         "dp_shard": "parameters, gradients, optimizer state sharded (FSDP2)",
         "cp": "parts of long documents; shards, as those of dp_shard",

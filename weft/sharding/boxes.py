@@ -80,7 +80,7 @@ class Shard:
     """This rank's part of a tensor.
 
     replicas: (this rank's index, size) of each group of ranks that hold the same box. groups: process groups of the
-    first of them, for broadcasts; none for a plain tensor, which every rank has.
+    first of them, for broadcasts; none for a plain tensor.
     """
 
     box: Box
@@ -112,11 +112,12 @@ class Readable(Protocol):
     def is_mine(self, number: int) -> bool: ...
 
 
-def shard_of(tensor: Tensor) -> Shard:
-    """This rank's shard."""
+def shard_of(tensor: Tensor, among: tuple[int, int] | None = None) -> Shard:
+    """This rank's shard. among: its place, and how many they are, among the ranks that have a plain tensor; default:
+    all ranks."""
     box, values = local_box(tensor)
     if not isinstance(tensor, DTensor):
-        return Shard(box, values, (place_among_all(),))
+        return Shard(box, values, (among or place_among_all(),))
     mesh = tensor.device_mesh
     copied = [
         axis

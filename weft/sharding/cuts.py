@@ -207,9 +207,9 @@ def _minus(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(x - y for x, y in zip(a, b, strict=True))
 
 
-def shards_of(tensor: Tensor, cut: AnyCut | None) -> list[Shard]:
-    """As `held_boxes`, with the elements. At least one shard, which may be empty."""
-    shard = shard_of(tensor)
+def shards_of(tensor: Tensor, cut: AnyCut | None, among: tuple[int, int] | None = None) -> list[Shard]:
+    """As `held_boxes`, with the elements. At least one shard, which may be empty. among: see shard_of."""
+    shard = shard_of(tensor, among)
     found = [Shard(own.box, shard.values[own.within(own.box)], own.replicas, shard.groups) for own in _held(shard, cut)]
     nothing = Box((0,) * len(shard.box.start), shard.box.size)
     return found or [Shard(nothing, shard.values, shard.replicas, shard.groups)]
@@ -222,9 +222,9 @@ def split(parameter: Tensor, values: Tensor, cut: AnyCut) -> list[tuple[int, Ten
     return [(copies, values[part.within(held)]) for _, part, copies in cut.boxes(held)] or [(cut.size, values)]
 
 
-def module_shards(module: nn.Module, cuts: Cuts) -> dict[str, list[Shard]]:
-    """The shards of every tensor of the state dict, tied ones under each name."""
-    return {name: shards_of(t, cuts.get(name)) for name, t in module.state_dict(keep_vars=True).items()}
+def module_shards(module: nn.Module, cuts: Cuts, among: tuple[int, int] | None = None) -> dict[str, list[Shard]]:
+    """The shards of every tensor of the state dict, tied ones under each name. among: see shard_of."""
+    return {name: shards_of(t, cuts.get(name), among) for name, t in module.state_dict(keep_vars=True).items()}
 
 
 def full_shape(name: str, tensor: Tensor, cuts: Cuts) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from weft.config.schema import OptimizerConfig
 from weft.engine.engine import Engine
 from weft.models.lora import is_adapters
 from weft.models.patterns import matches
-from weft.sharding.adapter_files import PREFIX, names_of
+from weft.sharding.adapter_files import PREFIX, file_names
 from weft.sharding.boxes import Box
 from weft.sharding.cuts import full_shape, shards_of
 from weft.verification.observed import Observed, Tensors
@@ -55,7 +55,8 @@ def _names(engine: Engine) -> dict[str, str]:
     """What is trained -> its name in the reference: that of the adapter's file without its prefix."""
     if engine.lora is None:
         return {}
-    return {ours: stored.removeprefix(PREFIX) for ours, stored in names_of(engine.lora, engine.module).items()}
+    trained = (name for name in engine.whole_parameters() if engine.lora.trains(name))
+    return {ours: stored.removeprefix(PREFIX) for ours, stored in file_names(trained).items()}
 
 
 def as_in_files(engine: Engine, tensors: Tensors) -> Tensors:

@@ -82,6 +82,11 @@ def verify(
         raise UserError(
             "weft verify cannot follow the reference's routes through compiled layers: add model.compile=false."
         )
+    if engine.config.model.recompute == "full" and engine.pipeline is not None and engine.built.flops.expert:
+        raise UserError(
+            "weft verify cannot follow the reference's routes where layers of several rows wait to be recomputed "
+            "(mesh.pp): add model.recompute=none."
+        )
     expected = None
     images = images or {}
     whole = [meta.room for step in steps for meta in to_documents(engine, step, images)[1] if meta.patches]

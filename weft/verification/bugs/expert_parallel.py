@@ -70,9 +70,9 @@ def router_detached(
     "the norm has the gradients of this rank's experts alone",
     caught_by=NORM, seen="NVIDIA/Megatron-LM#7452", ranks=2, needs=NEEDS,
 )  # fmt: skip
-def experts_norm_apart(plant: Plant, original: Original, named: Any, cuts: Cuts) -> float:
+def experts_norm_apart(plant: Plant, original: Original, named: Any, cuts: Cuts, *rest: Any) -> float:
     plant.hits += bool(cuts)
-    return float(original(named, {}))
+    return float(original(named, {}, *rest))
 
 
 # ---------------------------------------------------------------- which rows an expert gets

@@ -1,0 +1,133 @@
+"""What travels between the stages of a pipeline: hidden states onward, their gradients back, and gradients of what two
+stages hold (a head that is tied to the embedding).
+
+Shapes come from the plan, which all stages know, and never from a message. B batch, T tokens of a row, H hidden width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from weft.models.pipeline import Pipeline
+from weft.parallel.mesh import PipelineAxis, own_part
+from weft.telemetry import flight
+from weft.telemetry.timing import waiting
+
+
+class Link:
+    """One stage's ends of what travels. Sending waits for nobody; receiving waits for what was asked for before."""
+
+    def __init__(self, axis: PipelineAxis, width: int, dtype: torch.dtype, device: torch.device, parts: int) -> None:
+        """width: H. dtype: of hidden states between layers. parts: so many ranks divide the tokens of a row."""
+        self.axis, self.width, self.dtype, self.device, self.parts = axis, width, dtype, device, parts
+        self._asked: dict[tuple[bool, int], tuple[Tensor, Any]] = {}
+        self._sent: list[tuple[Tensor, Any]] = []
+
+    def ask(self, onward: bool, micro: int, shape: Sequence[int]) -> None:
+        """Begin to receive a micro-batch, unless that has begun. onward: hidden states, else their gradient. shape: [B,
+        T] of its row. In each direction, micro-batches are asked for in the order in which they are sent."""
+        if (onward, micro) in self._asked or (self.axis.is_first if onward else self.axis.is_last):
+            return
+        buffer = torch.empty(self._shape(shape), dtype=self.dtype, device=self.device)
+        group, step = (self.axis.onward, -1) if onward else (self.axis.back, 1)
+        self._asked[onward, micro] = buffer, dist.irecv(buffer, group=group, group_src=self.axis.place + step)
+
+    def receive(self, onward: bool, micro: int) -> Tensor | None:
+        """What was asked for, once it is there; None at the end of the pipeline that it would come from."""
+        found = self._asked.pop((onward, micro), None)
+        if found is None:
+            return None
+        buffer, work = found
+        _wait(work, self.device)
+        return buffer
+
+    def send(self, onward: bool, tensor: Tensor | None, shape: Sequence[int]) -> None:
+        """Send hidden states, or their gradient. shape: as in `ask`. RuntimeError for another shape or dtype, which
+        would end the other stage without a word."""
+        if self.axis.is_last if onward else self.axis.is_first:
+            return
+        what = "hidden states" if onward else "the gradient of hidden states"
+        if tensor is None or tuple(tensor.shape) != self._shape(shape) or tensor.dtype != self.dtype:
+            found = "nothing" if tensor is None else f"{tensor.dtype} of shape {list(tensor.shape)}"
+            raise RuntimeError(f"{what} are {found}, and not {self.dtype} of shape {list(self._shape(shape))}")
+        group, step = (self.axis.onward, 1) if onward else (self.axis.back, -1)
+        sent = tensor.detach().contiguous()
+        self._sent = [(kept, work) for kept, work in self._sent if not work.is_completed()]
+        self._sent.append((sent, dist.isend(sent, group=group, group_dst=self.axis.place + step)))
+
+    def finish(self) -> None:
+        """Wait until all that was sent has left."""
+        for _, work in self._sent:
+            _wait(work, self.device)
+        self._sent.clear()
+
+    def _shape(self, row: Sequence[int]) -> tuple[int, ...]:
+        return (row[0], row[1] // self.parts, self.width)
+
+
+def _wait(work: Any, device: torch.device) -> None:
+    """On a CPU for as long as any collective may take (train.timeout), which torch gives to the group of all ranks
+    alone; elsewhere the device waits, and not this thread."""
+    limit = flight.own.limit
+    with waiting():
+        if device.type == "cpu" and limit is not None:
+            work.wait(timedelta(seconds=limit))
+        else:
+            work.wait()
+
+
+@torch.no_grad()
+def sum_shared_gradients(module: nn.Module, pipeline: Pipeline, axis: PipelineAxis) -> None:
+    """Sum the gradients of what the first and the last stage hold alike, once per step. Collective over both."""
+    named = dict(module.named_parameters())
+    shared = [named[name] for name in sorted(pipeline.shared(axis.place)) if name in named]
+    shared = [parameter for parameter in shared if parameter.requires_grad]
+    works, others = [], []
+    other = axis.size - 1 - axis.place
+    here, there = (axis.onward, axis.back) if axis.is_first else (axis.back, axis.onward)
+    for parameter in shared:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        own = own_part(parameter.grad).contiguous()
+        others.append(torch.empty_like(own))
+        works.append(dist.isend(own, group=here, group_dst=other))
+        works.append(dist.irecv(others[-1], group=there, group_src=other))
+    for work in works:
+        _wait(work, shared[0].device)
+    for parameter, theirs in zip(shared, others, strict=True):
+        assert parameter.grad is not None
+        own_part(parameter.grad).add_(theirs)
+
+
+def of_all_stages(
+    pipeline: Pipeline,
+    axis: PipelineAxis,
+    device: torch.device,
+    names: Iterable[str],
+    whole: Callable[[str], Tensor | None],
+) -> Iterator[tuple[str, Tensor | None]]:
+    """(name, tensor) of these names of the whole model, on every stage; collective. whole: of a name that this stage
+    holds, the whole tensor, or None where there is none."""
+    for name in names:
+        stages = pipeline.holders[name]
+        source, found = stages[0], None
+        if axis.place in stages:
+            found = whole(name)
+        said: list[Any] = [None if found is None else (tuple(found.shape), found.dtype)]
+        dist.broadcast_object_list(said, group=axis.onward, group_src=source)
+        if said[0] is None:
+            yield name, None
+            continue
+        shape, dtype = said[0]
+        if axis.place != source:
+            found = torch.empty(shape, dtype=dtype, device=device)
+        assert found is not None
+        found = found.contiguous()
+        dist.broadcast(found, group=axis.onward, group_src=source)
+        yield name, found
