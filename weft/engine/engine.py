@@ -21,6 +21,7 @@ from weft.engine.pipeline import PipelineExecutor
 from weft.engine.plan import DocumentMeta, StepPlan
 from weft.engine.planning import StepPlanner
 from weft.engine.replicas import Replicas
+from weft.engine.router_bias import RouterBiases
 from weft.engine.row import Row
 from weft.engine.rows import RowBuilder, Rows
 from weft.engine.sleep import PARTS, Part, Sleeper, tensors_of
@@ -110,6 +111,8 @@ class Engine:
             link = Link(self.mesh.pp, width, wide, self.device, multiple)
             self._executor = PipelineExecutor(config, built, self.mesh, self.device, link, list(made.stages.costs))
             self._other_stages = OtherStages(self.mesh.pp.onward, self.borrowed)
+        rate = config.model.router_bias_rate
+        self._router_biases = None if rate is None else RouterBiases(self.module, self._executor.load, rate)
         on_device, replay = self.device.type == "cuda", self._executor.replay
         self._rows = RowBuilder(
             self.mesh.loss_rank, self.mesh.same_documents, made.context, built.layout, bool(self.balance), on_device,
@@ -347,6 +350,8 @@ class Engine:
         if not reason:
             set_learning_rate(self.optimizer, lr)
             self.optimizer.step()
+            if self._router_biases is not None:
+                self._router_biases.step()
             if self.ema is not None:
                 self.ema.update()
             if self.loss_scale is not None:
