@@ -36,13 +36,13 @@ EFFECTS: dict[str, tuple[str, str]] = {
         "document, step: the experts' auxiliary loss of each document, or of all tokens, is part of the gradient",
         "test_balance.py::test_parity_with_transformers_own_loss_of_the_whole_step",
     ),
-    "model.router_bias_rate": (
-        "how far correction biases move",
-        "test_router_bias.py::test_a_step_moves_biases_by_its_choices",
-    ),
     "model.router_aux_loss_coef": (
         "factor of that loss",
         "test_balance.py::test_the_coefficient_is_the_configs_unless_it_is_set",
+    ),
+    "model.router_bias_rate": (
+        "how far correction biases move",
+        "test_router_bias.py::test_a_step_moves_biases_by_its_choices",
     ),
     "model.compile": (
         "layers run as compiled graphs",
