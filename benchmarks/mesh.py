@@ -6,7 +6,8 @@
 axes: a step with tp and cp of size 1 beside the same step of a weft that has neither (--before, taken out of git), by
 turns; processor time of all ranks, the least of all steps, because a shared machine changes its pace. rates: tokens/s
 of two ranks as dp, tp and cp, with short documents and with one long one. memory: the rise of a rank's peak in one
-forward and backward of a document over 1, 2 and 4 ranks of cp.
+forward and backward of a document over 1, 2 and 4 ranks of cp. experts: two ranks that gather all experts of a
+mixture, and two that have half of them each.
 
 On a CPU these are shapes of curves, not speeds: ranks share cores and memory, and gloo copies through the host.
 """
@@ -195,16 +196,47 @@ def memory(folder: Path, long: int) -> list[str]:
     return ["| cp | of it Ulysses | GiB of the rank that takes most | / cp 1 |", "|---|---|---|---|", *rows]
 
 
+def experts(folder: Path, runs: int) -> list[str]:
+    """Rows of a table: a mixture of experts on two ranks, which gather its experts or send tokens to them."""
+    import torch
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = Qwen3MoeConfig(
+        vocab_size=2048, hidden_size=256, intermediate_size=256, moe_intermediate_size=192, num_hidden_layers=4,
+        num_experts=32, num_experts_per_tok=4, num_attention_heads=4, num_key_value_heads=2, head_dim=64,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    Qwen3MoeForCausalLM(config).save_pretrained(folder / "experts")
+    spec = {"model": str(folder / "experts"), "vocabulary": 2048, "lengths": SHORT, "warmup": 2, "steps": 6}
+    meshes = {"dp 2": {"dp_shard": 2}, "ep 2": {"dp_shard": 2, "ep": 2}}
+    rows: dict[str, list[str]] = {name: [] for name in meshes}
+    for budget in (2048, 512):  # one row of a rank in a step, and four
+        found: dict[str, list[tuple[float, float]]] = {name: [] for name in meshes}
+        for turn in range(runs):
+            for name in list(meshes)[:: 1 if turn % 2 else -1]:
+                answer = start(spec | {"budget": budget, "mesh": meshes[name]}, 2, TOP)
+                found[name].append((answer["tokens"] / answer["seconds"], answer["processor"]))
+                log(f"experts, {name}, rows of {budget}: {found[name][-1][0]:.0f} tokens/s")
+        first = statistics.median(rate for rate, _ in found["dp 2"])
+        for name, values in found.items():
+            rate, processor = (statistics.median(one[n] for one in values) for n in (0, 1))
+            rows[name] += [f"{rate:.0f}", f"{rate / first:.2f}", f"{processor:.2f}"]
+    each = "tokens/s | / dp 2 | processor seconds of a step"
+    head = [f"| mesh | rows of 2,048: {each} | rows of 512: {each} |", "|---|---|---|---|---|---|---|"]
+    return [*head, *(f"| {name} | {' | '.join(cells)} |" for name, cells in rows.items())]
+
+
 def log(line: str) -> None:
     print(f"{time.strftime('%H:%M:%S')} {line}", file=sys.stderr, flush=True)
 
 
 TOP = HERE.parent.parent
+PARTS = ["axes", "rates", "memory", "experts"]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", default=["axes", "rates", "memory"], choices=["axes", "rates", "memory"])
+    parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
     parser.add_argument("--before", metavar="COMMIT", help="of axes; without it that part is left out")
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--long", type=int, default=16384, help="tokens of the long document of rates")
@@ -223,6 +255,8 @@ def main() -> None:
                 print("\n".join(["\n## rates\n", *rates(Path(folder), given.long, given.runs)]), flush=True)
             elif part == "memory":
                 print("\n".join(["\n## memory\n", *memory(Path(folder), given.longest)]), flush=True)
+            elif part == "experts":
+                print("\n".join(["\n## experts\n", *experts(Path(folder), given.runs)]), flush=True)
     print(f"\nload at the end {os.getloadavg()[0]:.0f}")
 
 

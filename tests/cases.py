@@ -46,6 +46,13 @@ MESHES: dict[str, dict[str, Any]] = {
     "pp2x2x1": {"dp_replicate": 2, "dp_shard": 1, "pp": 2}, "pp2xtp2": {"dp_shard": 1, "pp": 2, "tp": 2},
     "pp2xcp2": {"dp_shard": 1, "pp": 2, "cp": 2},
     "2x2xcp2": {"dp_replicate": 2, "dp_shard": 2, "cp": 2},
+    "pp2xep2": {"pp": 2, "dp_shard": 2, "ep": 2}, "pp2xep2xcp2": {"pp": 2, "dp_shard": 1, "cp": 2, "ep": 2},
+    "pp2x2xtp2": {"pp": 2, "dp_shard": 2, "tp": 2}, "pp2xep2xtp2": {"pp": 2, "dp_shard": 2, "tp": 2, "ep": 2},
+    "ep2xcp2xtp2": {"dp_shard": 2, "cp": 2, "tp": 2, "ep": 2},
+    "ep2": {"dp_shard": 2, "ep": 2}, "ep4": {"dp_shard": 4, "ep": 4}, "4ep2": {"dp_shard": 4, "ep": 2},
+    "2xep2": {"dp_replicate": 2, "dp_shard": 2, "ep": 2}, "ep2xtp2": {"dp_shard": 2, "tp": 2, "ep": 2},
+    "ep2xcp2": {"dp_shard": 2, "cp": 2, "ep": 2}, "ep4xcp2": {"dp_shard": 2, "cp": 2, "ep": 4},
+    "cp2ep2": {"dp_shard": 1, "cp": 2, "ep": 2}, "3ep3": {"dp_shard": 3, "ep": 3},
 }  # fmt: skip
 # As weft/versions.py calls them in torch.distributed, for those who watch them.
 ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"

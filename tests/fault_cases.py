@@ -30,10 +30,11 @@ checkpoint: {every: 1, async: false}
 
 
 def write_shared(path: Path) -> Path:
-    """A Llama so small that a step takes milliseconds, and chats; each case has a folder beside them."""
-    byte_tokenizer().save_pretrained(path / "model")
-    config = tiny_config("llama", vocab_size=264)
-    hf.build_random(config, dtype=torch.float32, attention="eager", seed=0).save_pretrained(path / "model")
+    """A Llama and a Mixtral so small that a step takes milliseconds, and chats; each case has a folder beside them."""
+    for name, family in (("model", "llama"), ("experts", "mixtral")):
+        byte_tokenizer().save_pretrained(path / name)
+        config = tiny_config(family, vocab_size=264)
+        hf.build_random(config, dtype=torch.float32, attention="eager", seed=0).save_pretrained(path / name)
     chats = [chat(("user", "a" * (i % 5 + 1)), ("assistant", "bcd" * (i % 7 + 1))) for i in range(20)]
     write_jsonl(path / "chats.jsonl", *chats)
     return path
@@ -69,6 +70,7 @@ DOCUMENTS = r"documents ../chats\.jsonl:\d+"
 STOPPED = r"1 other rank was stopped\."
 RECORD = r"What each rank was doing is in run/flight\."
 QUICK = ["train.timeout=4"]
+EXPERTS = ["model.path=../experts", "mesh.ep=2"]
 STAGES = ["mesh.pp=2", "step.max_tokens_per_device=48"]
 BY_PROCESSES = ["data.workers=2", "data.cache=cache"]
 
@@ -81,6 +83,16 @@ CASES = {
     "killed in backward": Case(
         Fault(do="kill", rank=1, phase="backward"), 2, 10,
         [r"^rank 1 was killed by SIGKILL", rf"in step 2 of 6, backward of micro-batch 1, {DOCUMENTS}"],
+    ),
+    "killed, with experts on other ranks": Case(
+        Fault(do="kill", rank=1, micro=1), 2, 10,
+        [r"^rank 1 was killed by SIGKILL", rf"in step 2 of 6, forward of micro-batch 1, {DOCUMENTS}", STOPPED, RECORD],
+        EXPERTS,
+    ),
+    "stopped, with experts on other ranks": Case(
+        Fault(do="stop", rank=1), 2, 11,
+        [r"^rank 1 is stuck: it did not come within 4 seconds \(train\.timeout\); it is stopped \(SIGSTOP\)"],
+        [*EXPERTS, *QUICK],
     ),
     "killed in the reduction": Case(
         Fault(do="kill", rank=0, phase="reduce"), 2, 10,

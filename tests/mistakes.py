@@ -165,8 +165,6 @@ OF_THE_CONFIG = [
     Mistake("a key without its section", sft("lr=1e-3"), ["say `optimizer.lr`"], sft("optimizer.lr=1e-3")),
     Mistake("a key of another trainer", sft("train.gradient_accumulation_steps=2"), ["`step.documents` = per-device"],
             sft("step.documents=2")),
-    Mistake("an axis that is not there yet", sft("mesh.ep=2"), ["mesh.ep is not in this version yet", "leave it out"],
-            sft()),
     Mistake("a float for a whole number", sft("step.documents=1e1"), ["write 10"], sft("step.documents=10")),
     Mistake("yes for true", sft(), ["sft.yaml:5: checkpoint.async must be true or false, not yes: write true"],
             files={"sft.yaml": SFT_YAML + "checkpoint: {async: yes}\n"},

@@ -1,6 +1,6 @@
-"""What transformers computes with its own FSDP and tensor parallelism. Imports nothing of weft: another one's word.
+"""What transformers computes with its own FSDP, tensor and expert parallelism. Imports nothing of weft: another's word.
 
-`python -m tests.oracle JOB`, a JSON file: model (a folder), fsdp, tp (ranks of each), documents ([ids, loss weights]),
+`python -m tests.oracle JOB`, a JSON file: model (a folder), fsdp, tp, ep (ranks of each), documents ([ids, weights]),
 out. Gloo processes load the model by `from_pretrained(distributed_config=...)`, run one forward and one backward of the
 documents that are theirs, and write all gradients of sum(w ce) / sum(w), whole, to `out`, a safetensors file.
 """
@@ -27,7 +27,7 @@ def rank_of(rank: int, job: dict[str, Any]) -> None:
     dist.init_process_group("gloo", init_method=f"file://{job['out']}.store", rank=rank, world_size=world)
     model = load(job)
     total = sum(sum(weights[1:]) for _, weights in job["documents"])
-    mine = job["documents"][rank // job["tp"] :: job["fsdp"]]
+    mine = job["documents"][rank // job["tp"] :: job["fsdp"]] or [([0, 0], [0.0, 0.0])]
     (ce_sum(model, mine) * job["fsdp"] / total).backward()  # FSDP averages over its ranks
     gradients = {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
     if rank == 0:
@@ -43,8 +43,13 @@ def load(job: dict[str, Any]) -> Any:
         job["model"],
         dtype=torch.float32,
         attn_implementation="eager",
-        distributed_config={"fsdp_size": job["fsdp"], "tp_size": job["tp"]},
+        distributed_config={"fsdp_size": job["fsdp"], "tp_size": job["tp"], **experts(job["ep"])},
     )
+
+
+def experts(ep: int) -> dict[str, Any]:
+    """Keys of the configuration with which tokens travel to their experts."""
+    return {"ep_size": ep, "ep_implementation": "all_to_all"} if ep > 1 else {}
 
 
 def parts(model: Any) -> float:

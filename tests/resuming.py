@@ -32,11 +32,12 @@ _home = tempfile.TemporaryDirectory(prefix="weft-resume-")
 
 
 @cache
-def inputs() -> Path:
-    """A folder with a Llama of two layers, its tokenizer, and 20 chats: at 6 to a step, an epoch has 4 steps."""
-    path = Path(_home.name)
+def inputs(family: str = "llama") -> Path:
+    """A folder with a model of two layers, its tokenizer, and 20 chats: at 6 to a step, an epoch has 4 steps."""
+    path = Path(_home.name) / family
+    path.mkdir()
     byte_tokenizer().save_pretrained(path / "model")
-    config = tiny_config("llama", vocab_size=264)
+    config = tiny_config(family, vocab_size=264)
     hf.build_random(config, dtype=torch.float32, attention="eager", seed=0).save_pretrained(path / "model")
     write_jsonl(
         path / "chats.jsonl",
@@ -88,9 +89,10 @@ def process(
     steps: int | None = None,
     sections: Sections | None = None,
     plant: str | None = None,
+    family: str = "llama",
 ) -> list[list[float]]:
     """One process of a run, on every rank of a mesh; what `attempt` returns, by rank."""
-    return run(world_of(mesh), attempt, str(inputs()), str(folder), mesh, resume, steps, sections or {}, plant)
+    return run(world_of(mesh), attempt, str(inputs(family)), str(folder), mesh, resume, steps, sections or {}, plant)
 
 
 def attempt(

@@ -15,7 +15,7 @@ from weft import cli
 from weft.config import SftConfig, load_config
 from weft.config.coerce import MismatchError, coerce
 from weft.config.compat.check import problems
-from weft.config.compat.names import advice_for, trainers_of, with_state
+from weft.config.compat.names import advice_for, trainers_of
 from weft.config.compat.pages import page
 from weft.config.compat.tables import TableError
 from weft.config.compat.trainer import FOLDER, TABLES, Tables
@@ -171,13 +171,6 @@ def test_there_are_at_least_400_names_and_50_of_each() -> None:
 def test_a_name_is_known_by_the_most_that_the_table_has_of_it(name: str, words: str | None) -> None:
     found = advice_for(name)
     assert (words is None and found is None) or (words is not None and found is not None and words in found)
-
-
-def test_what_is_planned_is_said() -> None:
-    assert with_state("say `mesh.ep`, and `mesh.dp_shard`.") == (
-        "say `mesh.ep`, and `mesh.dp_shard`. (`mesh.ep` is not in this version yet.)"
-    )
-    assert with_state("say `optimizer.lr`.") == "say `optimizer.lr`."
 
 
 @pytest.mark.parametrize(

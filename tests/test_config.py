@@ -27,7 +27,8 @@ from weft.config import (
     to_yaml,
 )
 from weft.config.checks import EXCLUSIVE, INERT, RANGES
-from weft.config.keys import NOT_YET, get, schema_keys
+from weft.config.keys import get, schema_keys
+from weft.config.mesh import fewest_ranks
 from weft.config.reference import reference
 from weft.errors import UserError
 
@@ -195,7 +196,6 @@ def test_required_keys() -> None:
         ("learning_rate=3", "say `optimizer.lr`"),
         ("parallelism.tensor_parallel_degree=2", "say `mesh.tp`"),
         ("parallelism.context_parallel_degree=2", "say `mesh.cp`"),
-        ("mesh.ep=1", "mesh.ep is not in this version yet: leave it out"),
         ("rollout.num_generations=8", "rollout belongs to `weft rl`"),
         ("optimzer.lr=3", "did you mean optimizer"),
         ("optimizer.weight_decy=3", "did you mean optimizer.weight_decay"),
@@ -214,12 +214,6 @@ def test_an_unknown_section_is_answered_key_by_key() -> None:
     message = refused(a="training:\n  local_batch_size: 8\n  steps: 10\n")
     assert "a.yaml:2: training.local_batch_size is not a key of weft: micro-batches are cut by tokens" in message
     assert "a.yaml:3: training.steps is not a key of weft: say `train.steps`" in message
-
-
-def test_what_is_not_yet_built_is_not_in_the_schema() -> None:
-    names = set(schema_keys(SftConfig))
-    for planned in NOT_YET:
-        assert not any(name == planned or name.startswith(planned + ".") for name in names)
 
 
 # ---------------------------------------------------------------- keys that do not go together
@@ -360,6 +354,7 @@ OUT_OF_RANGE = {
     "mesh.cp": "0",
     "mesh.ulysses": "0",
     "mesh.tp": "0",
+    "mesh.ep": "0",
     "mesh.pp": "0",
     "fsdp.reshard_after_forward": "0",
     "fsdp.loss_scale": "1000",
@@ -513,6 +508,15 @@ def test_a_mesh_that_does_not_fit_is_refused(replicate: int, shard: int, world: 
     with pytest.raises(UserError) as caught:
         resolve_mesh(MeshConfig(dp_replicate=replicate, dp_shard=shard), world)
     assert words in str(caught.value)
+
+
+def test_ranks_of_ep_are_some_of_the_shards() -> None:
+    assert resolve_mesh(MeshConfig(cp=2, ep=4), 8) == MeshSizes(1, 4, cp=2, ep=4)
+    assert fewest_ranks(MeshConfig(ep=8)) == fewest_ranks(MeshConfig(cp=2, ep=8)) == 8
+    with pytest.raises(UserError, match=r"mesh.ep=3 does not divide mesh.dp_shard x mesh.cp = 4: .* one of 1, 2, 4\."):
+        resolve_mesh(MeshConfig(ep=3), 4)
+    shrunk, said = shrink_mesh(MeshConfig(dp_shard=16, ep=8), 2, True)
+    assert (shrunk.dp_shard, shrunk.ep, len(said)) == (2, 2, 2)
 
 
 def test_an_integer_reshard_must_divide_the_shards() -> None:

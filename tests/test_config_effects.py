@@ -113,6 +113,10 @@ EFFECTS: dict[str, tuple[str, str]] = {
         "ranks that divide each layer",
         "test_tensor_parallel.py::test_steps_are_those_of_plain_transformers",
     ),
+    "mesh.ep": (
+        "ranks that share the experts of a layer",
+        "test_expert_parallel.py::test_a_rank_holds_its_experts_and_shards_them_over_those_that_hold_the_same",
+    ),
     "mesh.pp": (
         "stages of layers, each on ranks of its own",
         "test_pipeline.py::test_a_rank_reads_and_holds_its_stage_alone",

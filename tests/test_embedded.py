@@ -58,6 +58,7 @@ def answers(path: str, mesh: str) -> tuple[list[list[Completion]], bool]:
         ("llama_tied", "tp2"),
         ("qwen3", "tp4"),
         ("qwen3_moe", "2xtp2"),
+        ("qwen3_moe", "4ep2"),
     ],
 )
 def test_answers_are_those_of_a_plain_model(family: str, mesh: str) -> None:

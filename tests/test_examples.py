@@ -113,6 +113,17 @@ def test_a_dry_run_of_long_documents(checkout: Path, capsys: pytest.CaptureFixtu
     assert "set step.max_tokens_per_device=65536, or data.max_length=65536, or mesh.cp=4" in capsys.readouterr().err
 
 
+def test_a_dry_run_of_experts(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Experts are gathered from those that hold the same ones, and a rank keeps what it would keep without ep."""
+    words = ["sft", "examples/sft_qwen3_30b_a3b.yaml", "--dry-run", "--assume", "h100-80gb"]
+    for ep, gathered in ((8, "75.5M 144 MiB over the ranks of the same experts"), (1, None)):
+        assert cli.main([*words, f"mesh.ep={ep}"]) == 0
+        out = " ".join(capsys.readouterr().out.split())
+        assert "weights 7.109 GiB + gradients 7.109 GiB + optimizer 14.22 GiB = 28.44 GiB a rank" in out
+        assert (gathered is None) == ("ep 8 0-7 | 8-15 of dp_shard x cp" not in out)
+        assert gathered is None or f"48 model.layers.*.mlp.experts {gathered}" in out
+
+
 def test_a_dry_run_of_a_vision_model(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What is frozen, what an image takes, and that only text is cut."""
     words = ["sft", "examples/sft_qwen2.5_vl_7b.yaml", "--dry-run", "--assume", "h100-80gb"]

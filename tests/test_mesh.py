@@ -76,3 +76,24 @@ def neighbours() -> list[int]:
 def test_neighbours_on_tp() -> None:
     """Those that hold the same head of keys and values."""
     assert run(4, neighbours) == [[0, 1], [0, 1], [2, 3], [2, 3]]
+
+
+def expert_groups(sizes: MeshSizes) -> dict[str, object]:
+    """The ranks of ep, of those that hold the same experts, and of ep with tp, as this rank is in them."""
+    mesh = build_mesh(sizes, "cpu")
+    assert mesh.ep is not None and mesh.experts is not None
+    found: dict[str, object] = {"place": mesh.ep.place, "ep": members(mesh.ep.ranks)}
+    found["same"] = [dist.get_process_group_ranks(group) for group in mesh.experts.get_all_groups()]
+    if mesh.ep.with_tp is not None:
+        found["with tp"] = members(mesh.ep.with_tp)
+    return found
+
+
+def test_ranks_of_ep_are_neighbours_among_the_shards() -> None:
+    """Of the last rank. Those that hold the same experts shard them; replicas have them, too."""
+    shards = run(4, expert_groups, MeshSizes(dp_replicate=1, dp_shard=2, cp=2, tp=1, ep=2))[3]
+    assert shards == {"place": 1, "ep": [2, 3], "same": [[1, 3]]}
+    replicas = run(4, expert_groups, MeshSizes(dp_replicate=2, dp_shard=2, ep=2))[3]
+    assert replicas == {"place": 1, "ep": [2, 3], "same": [[1, 3], [3]]}
+    divided = run(4, expert_groups, MeshSizes(dp_replicate=1, dp_shard=2, cp=1, tp=2, ep=2))[2]
+    assert divided == {"place": 1, "ep": [0, 2], "same": [[2]], "with tp": [0, 1, 2, 3]}

@@ -1,4 +1,4 @@
-"""weft's tensor parallelism against that of transformers 5.23, which nobody here wrote (`make test-oracle`).
+"""weft's tensor and expert parallelism against that of transformers 5.23, which nobody here wrote (`make test-oracle`).
 
 transformers stands beside the environment, in $WEFT_ORACLE, where processes of its own find it (tests/oracle.py); weft
 runs with the usual one. One micro-batch: with several, transformers' q_norm and k_norm gradients are wrong. Families
@@ -20,7 +20,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.cases import MESHES, open_engine, saved_model
+from tests.cases import MESHES, open_engine, saved_model, world_of
 from tests.pool import run
 from tests.zoo import VOCABULARY
 from weft.verification.documents import awkward_steps
@@ -42,7 +42,7 @@ def theirs(path: str, mesh: str) -> dict[str, Tensor]:
     """Whole gradients by transformers' own division."""
     with TemporaryDirectory(prefix="weft-oracle-") as folder:
         job, out = Path(folder, "job.json"), Path(folder, "gradients")
-        axes = {"fsdp": MESHES[mesh]["dp_shard"], "tp": MESHES[mesh]["tp"]}
+        axes = {"fsdp": MESHES[mesh]["dp_shard"], "tp": MESHES[mesh].get("tp", 1), "ep": MESHES[mesh].get("ep", 1)}
         job.write_text(json.dumps({"model": path, **axes, "documents": DOCUMENTS, "out": str(out)}))
         done = subprocess.run(
             [sys.executable, "-m", "tests.oracle", job],
@@ -68,13 +68,12 @@ def ours(path: str, mesh: str, plant: str | None) -> dict[str, Tensor]:
 
 def compared(path: str, mesh: str, plant: str | None = None) -> list[Figure]:
     """A figure for each parameter."""
-    axes = MESHES[mesh]
-    return compare_gradients(run(axes["dp_shard"] * axes["tp"], ours, path, mesh, plant)[0], theirs(path, mesh), {})
+    return compare_gradients(run(world_of(mesh), ours, path, mesh, plant)[0], theirs(path, mesh), {})
 
 
 CASES = [
     ("qwen3", "tp2"), ("qwen3", "2xtp2"), ("llama", "2xtp2"), ("qwen3_moe", "2xtp2"), ("gemma3_text", "tp2"),
-    ("olmo2", "tp2"),
+    ("olmo2", "tp2"), ("mixtral", "ep2"), ("mixtral", "4ep2"), ("glm4_moe", "ep4"), ("gpt_oss", "ep2"),
 ]  # fmt: skip
 
 
@@ -89,8 +88,9 @@ def test_gradients_are_those_of_transformers(family: str, mesh: str) -> None:
     ("qwen3", "head-norms-apart", ("q_norm", "k_norm")),
     ("qwen3", "block-norms-apart", ("layernorm",)),
     ("qwen3_moe", "routers-apart", ("mlp.gate.",)),
+    ("mixtral", "experts-averaged", (".experts.",)),
 ])  # fmt: skip
 def test_a_bug_is_seen(family: str, plant: str, wrong: tuple[str, ...]) -> None:
-    figures = compared(saved_model(family), "2xtp2", plant)
+    figures = compared(saved_model(family), "4ep2" if plant.startswith("experts") else "2xtp2", plant)
     named = {figure.name for figure in figures if any(part in figure.name for part in wrong)}
     assert {figure.name for figure in figures if not figure.passed} == named

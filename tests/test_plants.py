@@ -342,7 +342,8 @@ TESTS: dict[str, Check] = {
 
 def of_the_mesh(name: str) -> bool:
     """Those are planted by tests/test_plants_mesh.py."""
-    return PLANTS[name].replacement.__module__.endswith(("tensor_parallel", "context_parallel", "pipeline_parallel"))
+    kinds = ("tensor_parallel", "context_parallel", "expert_parallel", "pipeline_parallel")
+    return PLANTS[name].replacement.__module__.endswith(kinds)
 
 
 @cache

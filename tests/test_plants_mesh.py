@@ -43,13 +43,16 @@ CASES = {
     "tied-weight-counted-twice": Case("qwen3", "pp2"),
     "repeated-keys-multiplied": Case("qwen3", "cp2u2", changes=(("num_key_value_heads", 1),)),
 }
+USUAL = {
+    "tensor_parallel": Case(mesh="tp2"), "context_parallel": Case(mesh="cp2"),
+    "expert_parallel": Case("mixtral", "ep2"), "pipeline_parallel": Case(mesh="pp2"),
+}  # fmt: skip
 SHORT = {"step": {"max_tokens_per_device": 64}}
 
 
 def case_of(name: str) -> Case:
-    kind = PLANTS[name].replacement.__module__.rpartition(".")[2]
-    mesh = {"tensor_parallel": "tp2", "context_parallel": "cp2", "pipeline_parallel": "pp2"}[kind]
-    return CASES.get(name, Case(mesh=mesh))
+    axis = PLANTS[name].replacement.__module__.rpartition(".")[2]
+    return CASES.get(name, USUAL[axis])
 
 
 # ---------------------------------------------------------------- checks that are no figure of `weft verify`

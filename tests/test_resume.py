@@ -97,10 +97,10 @@ def test_killed_and_gone_on_with_it_is_the_unbroken_run_bit_for_bit(name: str, t
 
 
 @cache
-def unbroken() -> Path:
+def unbroken(family: str = "llama") -> Path:
     """A run on two ranks, for those that are compared with it."""
-    folder = Path(tempfile.mkdtemp(dir=inputs()))
-    process(folder / "run", "2")
+    folder = Path(tempfile.mkdtemp(dir=inputs(family)))
+    process(folder / "run", "2", family=family)
     return folder / "run"
 
 
@@ -155,23 +155,38 @@ RESHARDED = {
     "2 -> cp 2": ("2", "cp2"),
     "cp 2 x tp 2 -> 2": ("cp2xtp2", "2"),
 }
+EXPERTS_RESHARDED = {
+    "4, ep 2 -> 3": ("4ep2", "3"),
+    "2 -> ep 2 x tp 2": ("2", "ep2xtp2"),
+    "ep 4 -> HSDP 2 x ep 2": ("ep4", "2xep2"),
+}
 
 
 @pytest.mark.parametrize("name", RESHARDED)
 def test_another_mesh_goes_on_with_the_same_state_and_the_same_curve(name: str, tmp_path: Path) -> None:
     before, after = RESHARDED[name]
-    folder = tmp_path / "run"
-    process(folder, before, steps=5)
+    go_on(tmp_path / "run", before, after, "llama")
+
+
+@pytest.mark.parametrize("name", EXPERTS_RESHARDED)
+def test_other_ranks_of_experts_go_on_with_the_same_state_and_the_same_curve(name: str, tmp_path: Path) -> None:
+    before, after = EXPERTS_RESHARDED[name]
+    go_on(tmp_path / "run", before, after, "qwen3_moe")
+
+
+def go_on(folder: Path, before: str, after: str, family: str) -> None:
+    process(folder, before, steps=5, family=family)
     written = whole_state(folder, 5)
     # Loaded and saved again by the other mesh, before any step: the elements are the same, bit for bit.
-    loaded = run(world_of(after), loaded_whole, str(inputs()), str(folder), after)
+    loaded = run(world_of(after), loaded_whole, str(inputs(family)), str(folder), after)
     assert equal(loaded[0][0], written)
-    replicas = 2 if after == "2x2" else 1
-    # Of tp, each rank reads what all have: norms.
-    again = sum(t.nbytes for t in written.values() if t.ndim == 1) if "tp" in after else 0
+    replicas = 2 if after.startswith("2x") else 1
+    # Of tp, each rank reads what all have: norms and routers.
+    whole = [t for name, t in written.items() if t.ndim == 1 or name.endswith("mlp.gate.weight")]
+    again = sum(t.nbytes for t in whole) if "tp" in after else 0
     assert sum(read for _, read in loaded) == replicas * sum(tensor.nbytes for tensor in written.values()) + again
-    process(folder, after, resume=True)
-    expected, found = lines(unbroken()), lines(folder)
+    process(folder, after, resume=True, family=family)
+    expected, found = lines(unbroken(family)), lines(folder)
     assert [line["documents"] for line in found] == [line["documents"] for line in expected]
     assert [line["lr"] for line in found] == [line["lr"] for line in expected]
     for ours, theirs in zip(found, expected, strict=True):

@@ -72,6 +72,7 @@ CASES = [
     ("llama", "cp2xtp2", ("rl.epochs=2", "rl.correction=icepop", "rl.correction_level=sequence",
                           "rl.entropy=0.1", "rl.entropy_aggregation=sequence_mean")),
     ("qwen3_moe", "2xtp2", ("rl.algorithm=gspo", "rl.epochs=2")),
+    ("qwen3_moe", "ep2", ("rl.algorithm=gspo", "rl.epochs=2", "rl.kl=0.1")),
     ("qwen3", "2xtp2", ("rl.epochs=2", "rl.kl=0.1", "lora.rank=4",
                         "optimizer.name=sgd", "optimizer.eps=null")),
     ("llama_tied", "2xtp2", (*PPO, "reference.tp=1", "reference.dp_shard=4", "critic.dp_shard=1", "critic.tp=4")),

@@ -179,6 +179,11 @@ CASES: dict[str, tuple[str, str, dict[str, Any], str, str]] = {
     "tp, adapters, gathered": (
         "qwen3_moe", "2xtp2", {"rank": 2, "targets": ("all-linear", "mlp.experts.gate_up_proj")}, "group", "gathered",
     ),
+    "ep, shared": ("qwen3_moe", "4ep2", {}, "shared", ""),
+    "ep, tp, gathered": ("gpt_oss", "ep2xtp2", {}, "group", "gathered"),
+    "ep, adapters": (
+        "qwen3_moe", "ep2", {"rank": 2, "targets": ("all-linear", "mlp.experts.gate_up_proj")}, "shared", "gathered",
+    ),
     "tp, files": ("gpt_oss", "tp2", {}, "files", ""),
     "in the engine's dtype": ("llama_tied", "1", {}, "shared", "bf16"),
     "adapters": ("llama", "2", {"rank": 4, "modules_to_save": ("lm_head",)}, "shared", ""),

@@ -43,3 +43,7 @@ def test_families(family: str) -> None:
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
 def test_meshes(family: str, mesh: str) -> None:
     check(family, mesh)
+
+
+def test_images_with_experts_on_several_ranks() -> None:
+    check("qwen3_vl_moe", "ep2")

@@ -34,7 +34,7 @@ from weft.files import read_object, regular_file, sha256
 from weft.optim.custom_optimizer import is_number
 from weft.optim.optimizer import counters, stepped_by, stepped_on_device
 from weft.sharding.boxes import Box, Shard, overlap, shard_of
-from weft.sharding.cuts import Cut, full_shape, shards_of, split
+from weft.sharding.cuts import AnyCut, full_shape, shards_of, split
 from weft.sharding.safetensors_files import TensorFile, bytes_of, lay_out
 from weft.strict_json import plain
 from weft.telemetry.summary import versions
@@ -121,7 +121,7 @@ class _Whose:
     """Of a tensor. cut: how tp divides it. number: deals tensors to the ranks that hold the same. among: see shard_of.
     writes: whether this stage of a pipeline saves it."""
 
-    cut: Cut | None
+    cut: AnyCut | None
     number: int
     among: tuple[int, int]
     writes: bool

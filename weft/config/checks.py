@@ -170,6 +170,7 @@ RANGES: dict[str, tuple[Test, str]] = {
     "mesh.cp": AT_LEAST_1,
     "mesh.ulysses": AT_LEAST_1,
     "mesh.tp": AT_LEAST_1,
+    "mesh.ep": AT_LEAST_1,
     "mesh.pp": AT_LEAST_1,
     "model.router_aux_loss_coef": POSITIVE,
     "fsdp.reshard_after_forward": (lambda v: isinstance(v, bool) or v >= 2, "true, false, or a group of 2 or more"),

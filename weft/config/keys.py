@@ -8,9 +8,7 @@ import typing
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from typing import Any
 
-# Sections and keys of the design that enter the schema with their feature.
-NOT_YET = ("mesh.ep",)
-# Values of keys that exist.
+# Values of the design that enter with their feature.
 NOT_YET_VALUES = {("model.recompute", "selective"), ("optimizer.name", "muon")}
 
 
@@ -74,8 +72,3 @@ def attribute(leaf: str) -> str:
 def default_of(spec: Field[Any]) -> Any:
     """The default of a dataclass field, or MISSING."""
     return spec.default_factory() if spec.default_factory is not MISSING else spec.default
-
-
-def not_yet(name: str) -> str | None:
-    """The key or section of the design that covers a dotted name, or None."""
-    return next((planned for planned in NOT_YET if name == planned or name.startswith(planned + ".")), None)

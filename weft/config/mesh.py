@@ -9,7 +9,7 @@ from typing import Any
 from weft.config.schema import MeshConfig
 from weft.errors import UserError
 
-AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # their product is the number of ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +20,7 @@ class MeshSizes:
     dp_shard: int
     cp: int = 1
     tp: int = 1
+    ep: int = 1
     pp: int = 1
 
     @property
@@ -33,14 +34,21 @@ class MeshSizes:
         return self.pp, self.dp_replicate, self.dp_shard, self.cp, self.tp
 
     @property
+    def named(self) -> dict[str, int]:
+        """Axis -> size: dp_replicate and dp_shard always, the others where they have several ranks."""
+        axes = {**dict(zip(AXES, self.all, strict=True)), "ep": self.ep}
+        return {axis: size for axis, size in axes.items() if size > 1 or axis.startswith("dp")}
+
+    @property
     def shards(self) -> int:
         """Ranks over which parameters, gradients and optimizer state are sharded."""
         return self.dp_shard * self.cp
 
 
 def fewest_ranks(mesh: MeshConfig) -> int:
-    """On so many ranks a mesh can be: its axes multiplied, -1 as 1."""
-    return _product({axis: getattr(mesh, axis) for axis in AXES})
+    """On so many ranks a mesh can be: its axes multiplied, -1 as 1, and dp_shard so that ep divides the shards."""
+    fixed = _product({axis: getattr(mesh, axis) for axis in AXES})
+    return fixed * (mesh.ep // math.gcd(mesh.ep, mesh.cp) if mesh.dp_shard == -1 and mesh.cp > 0 else 1)
 
 
 def resolve_mesh(mesh: MeshConfig, world: int) -> MeshSizes:
@@ -55,7 +63,14 @@ def resolve_mesh(mesh: MeshConfig, world: int) -> MeshSizes:
         sizes[inferred[0]] = world // fixed
     elif fixed != world or inferred:
         raise UserError(_product_message(sizes, fixed, world))
-    return MeshSizes(**sizes)
+    found = MeshSizes(**sizes, ep=mesh.ep)
+    if found.shards % found.ep:
+        divisors = ", ".join(str(n) for n in range(1, found.shards + 1) if found.shards % n == 0)
+        raise UserError(
+            f"mesh.ep={found.ep} does not divide mesh.dp_shard x mesh.cp = {found.shards}: set mesh.ep to one of "
+            f"{divisors}."
+        )
+    return found
 
 
 def check_reshard(config: Any, sizes: MeshSizes) -> None:
@@ -94,7 +109,11 @@ def shrink_mesh(mesh: MeshConfig, machine: int, share: bool) -> tuple[MeshConfig
         if sizes[axis] > shrunk[axis]
     ]
     ulysses = mesh.ulysses if shrunk["cp"] == mesh.cp else None
-    return replace(mesh, **shrunk, ulysses=ulysses), notes
+    shards = shrunk["dp_shard"] * shrunk["cp"]
+    ep = max(n for n in range(1, mesh.ep + 1) if shards % n == 0)
+    if ep < mesh.ep:
+        notes.append(f"mesh.ep = {mesh.ep} does not divide mesh.dp_shard x mesh.cp = {shards} here; verified with {ep}")
+    return replace(mesh, **shrunk, ep=ep, ulysses=ulysses), notes
 
 
 def _product(sizes: dict[str, int]) -> int:

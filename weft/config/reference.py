@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from weft.config.checks import RANGES, Test
 from weft.config.coerce import describe
-from weft.config.keys import NOT_YET, Key, schema_keys, sections
+from weft.config.keys import Key, schema_keys, sections
 from weft.config.load import show_default
 from weft.config.rl_checks import RANGES as RL_RANGES
 from weft.config.rl_schema import RlConfig
@@ -39,8 +39,6 @@ def reference() -> str:
     shared = sections(SftConfig).values()
     own = {section: kind for section, kind in sections(RlConfig).items() if kind not in shared}
     parts += _tables(RlConfig, own, RL_RANGES)
-    planned = ", ".join(f"`{name}`" for name in NOT_YET)
-    parts.append(f"## Not in this version yet\n\nThese are refused by name: {planned}.\n")
     return "\n".join(parts)
 
 

@@ -334,6 +334,12 @@ def _exact_combinations(config: RlConfig) -> Iterator[tuple[str, str]]:
             "rl.on_policy",
             "rl.on_policy is exact, but mesh.cp cuts documents where engines do not: set mesh.cp=1.",
         )
+    if config.mesh.ep > 1:
+        yield (
+            "rl.on_policy",
+            "rl.on_policy is exact, but with mesh.ep experts compute tokens of several ranks together, where an engine "
+            "that samples has other tokens: set mesh.ep=1.",
+        )
     for section in ("mesh", "reference", "critic"):
         tp = getattr(config, section).tp or 1
         if tp > 1:

@@ -95,6 +95,11 @@ class MeshConfig:
         "are divided over them, and they hold the same documents.",
         1,
     )
+    ep: int = key(
+        "Of the ranks of dp_shard x cp, how many share the experts of a mixture-of-experts model (expert parallelism): "
+        "each computes with its part of them, and tokens travel to their experts and back. A divisor of dp_shard x cp.",
+        1,
+    )
     pp: int = key(
         "Stages of consecutive decoder layers, each on ranks of its own (pipeline parallelism): a row's hidden states "
         "travel from stage to stage, and the other axes are of one stage's ranks. `weft sft` only.",

@@ -7,13 +7,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from weft.config.compat.names import advice_for, likely_trainer
-from weft.config.keys import not_yet, schema_keys, sections
+from weft.config.keys import schema_keys, sections
 from weft.config.rl_schema import RlConfig
 from weft.config.schema import SftConfig
 from weft.config.yaml12 import Node
 
 _PLURALS = (
-    ("is not in this version yet: ", "are not in this version yet: "),
     ("is not a key", "are not keys"),
     ("is not an option", "are not options"),
     ("belongs to", "belong to"),
@@ -34,8 +33,6 @@ class Unknown:
 
 def unknown_keys(name: str, node: Node, schema: type) -> list[Unknown]:
     """The unknown keys in `name`, a key or section that the schema does not have."""
-    if not_yet(name) is not None:
-        return [Unknown(name, node.where, "is not in this version yet: leave it out.")]
     if name.partition(".")[0] in _of_rl_alone() - set(sections(schema)):
         return [Unknown(name, node.where, "belongs to `weft rl`: leave it out of supervised fine-tuning.")]
     advice = advice_for(name, reinforcement="rl" in sections(schema))

@@ -47,7 +47,7 @@ def check_division(config: PretrainedConfig, findings: Findings, tp: int) -> Div
     small = small_copy(config, "per_document")
     whole, ranks = TrainModule(copy.deepcopy(small)), _ranks(small.config.get_text_config(), tp)
     documents = documents_of(text_vocabulary(whole))
-    expected = _run(whole, documents, findings)
+    expected = run_copy(whole, documents, findings, weights_of(documents))
 
     def error(sequence: bool) -> float:
         divided = _divided(small, documents, findings, ranks, sequence=sequence)
@@ -101,16 +101,22 @@ def _ranks(text: Any, tp: int) -> int:
     return tp if tp <= 4 and heads % tp == 0 else 2
 
 
-def _run(module: TrainModule, documents: list[Tensor], findings: Findings) -> tuple[Tensor, dict[str, Tensor]]:
-    """(log-probabilities and entropies of a row, gradient of each parameter by its first name)."""
-    hidden = hidden_of(module, documents, findings.layout, bounds_of(findings.layout, findings.uses_bounds))
+def weights_of(documents: list[Tensor]) -> Tensor:
+    """[2, N]: what log-probabilities and entropies of all predictions are weighted by."""
+    weights = torch.linspace(0.5, 1.5, sum(len(ids) - 1 for ids in documents))
+    return torch.stack([weights, 0.3 * weights.flip(0)])
+
+
+def run_copy(module: TrainModule, documents: list[Tensor], findings: Findings, weights: Tensor) -> Ran:
+    """(log-probabilities and entropies of a row, gradient of each parameter by its first name). weights: as
+    weights_of."""
+    hidden = hidden_of(module, documents, findings.layout, bounds_of(documents, findings.layout, findings.uses_bounds))
     chosen = torch.cat([h[:-1] for h in hidden])
     targets = torch.cat([ids[1:] for ids in documents])
     got = module.head(chosen, targets, ["logprob", "entropy"])
-    weights = torch.linspace(0.5, 1.5, len(targets))
-    (got["logprob"] * weights + 0.3 * got["entropy"] * weights.flip(0)).sum().backward()
-    gradients = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
-    return torch.stack([got["logprob"], got["entropy"]]).detach(), gradients
+    found = torch.stack([got["logprob"], got["entropy"]])
+    (found * weights).sum().backward()
+    return found.detach(), {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
 
 
 def _divided(
@@ -170,6 +176,6 @@ def _of_rank(small: PreTrainedModel, documents: list[Tensor], findings: Findings
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             parameter.copy_(divided.cuts[name].take(whole[name]))
-    readouts, gradients = _run(module, documents, findings)
+    readouts, gradients = run_copy(module, documents, findings, weights_of(documents))
     sum_partial_gradients(module, divided)
     return readouts, {name: divided.cuts[name].join(gradient) for name, gradient in gradients.items()}

@@ -30,7 +30,6 @@ from weft.objectives.base import Batch, Objective, check_terms, chosen_tokens
 from weft.objectives.readouts import Wanted
 from weft.optim.optimizer import (
     OtherStages,
-    TpReplicas,
     clip_gradients,
     global_norm,
     set_learning_rate,
@@ -97,14 +96,15 @@ class Engine:
         self.sleeper: Sleeper = Sleeper(self.device, self.storage, None if other is None else other.sleeper)
         self._nonfinite: str | None = None
         self._complete = False  # the gradients, over the ranks of tp
-        self._over_tp = None if self.mesh.tp is None else TpReplicas(self.mesh.tp_group, self.divided.cuts)
         self.context, self.budget = made.context, config.step.max_tokens_per_device
         multiple = self.mesh.tp.size if self.mesh.tp is not None and made.divided.sequence else 1
         self._planner = StepPlanner(config.step, self.mesh, built, made.context, multiple)
         self.pipeline, self.stages = made.pipeline, made.stages
-        self._executor = Executor(config, built, self.mesh, self.device)
         self._other_stages: OtherStages | None = None
-        if self.mesh.pp is not None and made.stages is not None and made.pipeline is not None:
+        self._executor: Executor
+        if self.mesh.pp is None or made.stages is None:
+            self._executor = Executor(config, built, self.mesh, self.device)
+        else:
             wide = torch.float32 if made.stages.anatomy.wide else self.precision.compute
             width = built.config.get_text_config().hidden_size
             link = Link(self.mesh.pp, width, wide, self.device, multiple)
@@ -239,6 +239,7 @@ class Engine:
         sums.add("_nonfinite", (~finite).sum(), 1.0)
         if self.mesh.tp is not None and self.lora is not None and self.lora.dropout:
             sums.add("_random", random_difference(self.mesh.tp, self.device), 1.0)
+        self._executor.load.add_to(sums, self.mesh.loss_group)
         self._replicas.add_to(sums, alike, self.device)
         metrics = sums.reduce(self.mesh.world_group, equal={"the plan of the step": plan.fingerprint()})
         self._replicas.check(metrics, alike, self.mesh)
@@ -338,7 +339,7 @@ class Engine:
         self._complete_gradients()
         named = list(self.module.named_parameters())
         unscale_gradients(named, scale)
-        norm = clip_gradients(named, self.config.optimizer.max_grad_norm, self._over_tp, self._other_stages)
+        norm = clip_gradients(named, self.config.optimizer.max_grad_norm, self.divided.cuts, self._other_stages)
         overflow, reason = False, self._nonfinite or ""
         if not reason and not math.isfinite(norm):
             overflow = self.loss_scale is not None and self.loss_scale.overflow()
@@ -413,7 +414,7 @@ class Engine:
     def gradient_norm(self) -> float:
         """The global norm of the gradient accumulated so far."""
         self._complete_gradients()
-        return global_norm(self.module.named_parameters(), self._over_tp, self._other_stages) / self._scale
+        return global_norm(self.module.named_parameters(), self.divided.cuts, self._other_stages) / self._scale
 
     def drop_gradients(self) -> None:
         """Forget what has been accumulated."""

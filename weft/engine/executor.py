@@ -16,10 +16,12 @@ from torch import Tensor
 from weft.cluster.consistency import Alike
 from weft.engine.build import BuiltModel
 from weft.engine.config import EngineConfig
+from weft.engine.expert_load import ExpertLoad
 from weft.engine.metrics import Sums
 from weft.engine.replay import Replay
 from weft.engine.row import Row
 from weft.engine.rows import Rows
+from weft.models.experts import experts_of
 from weft.objectives.balance import Balance
 from weft.objectives.base import Batch, Objective, Terms, check_terms, chosen_tokens
 from weft.ops.exact import numerics
@@ -79,6 +81,9 @@ class Executor:
         self.config, self.module, self.mesh, self.device = config, built.module, mesh, device
         self.uses_bounds, self.balance, self.top_k = built.uses_bounds, built.balance, built.flops.experts_per_token
         experts = built.flops.experts if built.flops.expert else 0
+        # Hooks inside of compiled layers would be traced.
+        counted = () if config.model.compile else experts_of(self.module).values()
+        self.load, self.packed = ExpertLoad(counted, mesh), built.layout == "packed"
         self.replay = Replay(self.module, experts, self.top_k, config.model.compile)
 
     def read(
@@ -92,10 +97,11 @@ class Executor:
     ) -> dict[str, Tensor]:
         """One forward without an objective: the readouts `what` of a row on the device (TrainModule.forward)."""
         bounds = row.bounds if self.uses_bounds else None
-        return self.module(
-            row.input_ids_BT, row.position_ids_BT, bounds, row.selected_N, row.targets_N, what, direction, balance,
-            chosen_NC, row.media, row.borrowed, received,
-        )  # fmt: skip
+        with self.load.counting(row.real_tokens if self.packed else row.input_ids_BT.numel()):
+            return self.module(
+                row.input_ids_BT, row.position_ids_BT, bounds, row.selected_N, row.targets_N, what, direction, balance,
+                chosen_NC, row.media, row.borrowed, received,
+            )  # fmt: skip
 
     def forward(
         self,

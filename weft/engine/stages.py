@@ -20,6 +20,7 @@ from weft.engine.build import BuiltModel, balance_coefficient, build_model, make
 from weft.engine.config import EngineConfig
 from weft.engine.context_check import check_context, choose_ulysses
 from weft.engine.division_check import check_division
+from weft.engine.expert_check import check_experts
 from weft.engine.pipeline_check import check_pipeline
 from weft.engine.value_head import fill_value_head
 from weft.errors import UserError
@@ -140,7 +141,7 @@ def set_deterministic(wanted: bool) -> None:
 def describe(config: EngineConfig, ranks: Ranks, mesh: Mesh | None = None) -> Setup:
     """Mesh, dtypes and devices. mesh: another engine's, which is used where it has the same sizes."""
     sizes = resolve_mesh(config.mesh, ranks.world)
-    if mesh is None or mesh.sizes != sizes.all:
+    if mesh is None or mesh.sizes != sizes:
         mesh = build_mesh(sizes, ranks.mesh_device)
     storage = torch.device("cpu") if config.fsdp.cpu_offload else ranks.device
     precision = Precision.of(config.fsdp, ranks.device, adapters=config.lora.on)
@@ -209,6 +210,8 @@ def shard_model(setup: Setup, built: BuiltModel, readouts: Collection[str] = ())
         division = check_division(checked, built.findings, setup.mesh.tp.size)
         # States of modules are read of all tokens, and images are put among all embeddings of a row.
         sequence = division.sequence and not Wanted.of(readouts).hidden and built.vision is None
+    if setup.mesh.ep is not None:
+        check_experts(checked, built.findings, setup.mesh.ep.size)
     context = context_of(setup, built, checked)
     stages, adapter_config = stages_of(setup, built, Wanted.of(readouts).hidden), None
     if stages is not None and built.lora is not None:

@@ -242,25 +242,26 @@ def hidden_of(module: TrainModule, documents: list[Tensor], layout: Layout, boun
     return [hidden_TH[:n] for hidden_TH, n in zip(hidden_BTH, lengths, strict=True)]
 
 
-def bounds_of(layout: Layout, uses_bounds: bool) -> Bounds | None:
-    """Those of a row of such documents."""
+def bounds_of(documents: list[Tensor], layout: Layout, uses_bounds: bool) -> Bounds | None:
+    """Those of a row of these documents."""
     if not uses_bounds:
         return None
-    return Bounds(LENGTHS) if layout == "packed" else Bounds((max(LENGTHS),) * len(LENGTHS), padded=True)
+    lengths = tuple(len(ids) for ids in documents)
+    return Bounds(lengths) if layout == "packed" else Bounds((max(lengths),) * len(lengths), padded=True)
 
 
 def _check_layout(
     module: TrainModule, documents: list[Tensor], expected: list[Tensor], layout: Layout, uses_bounds: bool
 ) -> float:
     """The worst difference to HuggingFace or to the unperturbed neighbours, relative to the largest logit."""
-    bounds = bounds_of(layout, uses_bounds)
+    bounds = bounds_of(documents, layout, uses_bounds)
     logits = logits_of(module, documents, layout, bounds)
     scale = _largest(expected)
     worst = [_largest([a - b for a, b in zip(logits, expected, strict=True)])]
     for place in (0, 2):
         changed = list(documents)
         changed[place] = (documents[place] + 7) % text_vocabulary(module)
-        moved = logits_of(module, changed, layout, bounds_of(layout, uses_bounds))
+        moved = logits_of(module, changed, layout, bounds_of(documents, layout, uses_bounds))
         others = [i for i in range(len(documents)) if i != place]
         worst.append(_largest([moved[i] - logits[i] for i in others]))
     return float(torch.stack(worst).max() / scale)

@@ -27,7 +27,8 @@ from transformers import PreTrainedModel
 from weft.config.schema import LoraConfig
 from weft.errors import UserError
 from weft.models import hf
-from weft.models.low_rank import AdapterSwitch, LowRank, embedding_hook, experts_forward, linear_hook
+from weft.models.experts import use_experts_forward
+from weft.models.low_rank import AdapterSwitch, LowRank, embedding_hook, linear_hook
 from weft.models.patterns import similar_names
 from weft.models.train_module import Head, TrainModule
 
@@ -241,7 +242,7 @@ def attach(module: TrainModule, plan: LoraPlan) -> None:
         adapter = LowRank(*target.shapes(plan.rank), plan.scale, plan.dropout, plan.switch, weight)
         setattr(owner, target.child, adapter)
         if target.kind == "experts":
-            hf.set_experts_function(owner, experts_forward)
+            use_experts_forward(owner)
         elif not isinstance(owner, Head):  # the head computes its adapter's part itself
             owner.register_forward_hook(linear_hook if target.kind == "linear" else embedding_hook)
 

@@ -1,6 +1,6 @@
 """Low-rank additions to linear layers, embeddings and fused experts. The product B A is never materialised.
 
-S rows of (token, chosen expert) pairs; E experts; r rank.
+E experts; r rank.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-
-from weft.models import hf
 
 
 class AdapterSwitch:
@@ -88,41 +86,3 @@ def embedding_hook(module: Any, args: tuple[Tensor, ...], out: Tensor) -> Tensor
     added = F.linear(F.embedding(args[0], adapter.A.T), adapter.B) * adapter.scale
     factor = getattr(module, "embed_scale", None)
     return out + (added if factor is None else added * factor).to(out.dtype)
-
-
-def experts_forward(experts: Any, hidden_TH: Tensor, chosen_TK: Tensor, weights_TK: Tensor) -> Tensor:
-    """The forward of fused experts with adapters `lora_NAME`, for transformers' experts interface.
-
-    Rows are sorted by expert, so that each projection, and each adapter matrix, is one grouped product.
-    """
-    tokens, chosen = chosen_TK.shape
-    order_S = chosen_TK.reshape(-1).argsort(stable=True)
-    expert_S = chosen_TK.reshape(-1)[order_S]
-    # Where each expert's rows end; a sorted list needs no histogram, whose order of additions is left open on CUDA.
-    every_E = torch.arange(experts.num_experts, device=expert_S.device)
-    ends_E = torch.searchsorted(expert_S, every_E, right=True).to(torch.int32)
-    rows = hidden_TH[order_S // chosen]
-    if experts.has_gate:
-        rows = experts._apply_gate(_project(experts, "gate_up_proj", rows, expert_S, ends_E))
-    else:
-        rows = experts.act_fn(_project(experts, "up_proj", rows, expert_S, ends_E))
-    rows = _project(experts, "down_proj", rows, expert_S, ends_E)
-    rows = rows * weights_TK.reshape(-1)[order_S, None]
-    place_S = torch.empty_like(order_S).index_copy(0, order_S, torch.arange(len(order_S), device=order_S.device))
-    return rows[place_S].view(tokens, chosen, -1).sum(1).to(hidden_TH.dtype)
-
-
-def _project(experts: Any, name: str, rows: Tensor, expert_S: Tensor, ends_E: Tensor) -> Tensor:
-    """Each row through its own expert's matrix `name`, and through its adapter."""
-    bias = getattr(experts, f"{name}_bias")[expert_S] if experts.has_bias else None
-    out = hf.grouped_linear(rows, getattr(experts, name), ends_E, bias, experts.is_transposed)
-    adapter: LowRank | None = getattr(experts, f"lora_{name}", None)
-    if adapter is None or not adapter.switch.on:
-        return out
-    count = experts.num_experts
-    a_Eri = adapter.A.view(count, -1, adapter.A.shape[1])
-    b_Eor = adapter.B.view(len(adapter.B), -1, count).permute(2, 0, 1)
-    missing = -a_Eri.shape[1] % (16 // rows.element_size())  # grouped products want rows of whole 16 bytes
-    a_Eri, b_Eor = F.pad(a_Eri, (0, 0, 0, missing)), F.pad(b_Eor, (0, missing)).contiguous()
-    inner = hf.grouped_linear(rows, a_Eri, ends_E, None, False) * adapter.scale
-    return out + hf.grouped_linear(inner, b_Eor, ends_E, None, False).to(out.dtype)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -51,6 +51,24 @@ def summed(x: Tensor, ranks: Communicator) -> Tensor:
     return out
 
 
+def all_to_all(x: Tensor, ranks: Communicator, sent: list[int], received: list[int]) -> Tensor:
+    """Communicator.all_to_all with a gradient, which travels back."""
+    out: Tensor = _Exchange.apply(x, ranks, sent, received)
+    return out
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Communicator, sent: list[int], received: list[int]) -> Tensor:
+        ctx.rest = ranks, sent, received
+        return ranks.all_to_all(x, sent, received)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        ranks, sent, received = ctx.rest
+        return ranks.all_to_all(grad, received, sent), None, None, None
+
+
 @dataclass(frozen=True)
 class GroupCommunicator:
     """A process group."""
@@ -77,6 +95,12 @@ class GroupCommunicator:
         out = x.new_empty(sum(received), *x.shape[1:])
         dist.all_to_all_single(out, x.contiguous(), list(received), list(sent), group=self.group)
         return out
+
+
+def process_group(ranks: Communicator) -> dist.ProcessGroup:
+    """The group behind ranks that are processes."""
+    assert isinstance(ranks, GroupCommunicator)
+    return ranks.group
 
 
 @dataclass(frozen=True)

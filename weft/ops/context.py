@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from weft.ops.attention_call import Bounds, Call
-from weft.ops.communicator import Communicator, ContextAxis
+from weft.ops.communicator import Communicator, ContextAxis, all_to_all
 
 Piece = tuple[int, int, int]  # document, its first token here, and one behind the last
 Numbers = NDArray[np.int64]
@@ -224,21 +224,3 @@ def _tokens_for_heads(out: Tensor, context: ContextRow, ranks: Communicator) -> 
 
 
 # ---------------------------------------------------------------- what travels
-
-
-def all_to_all(x: Tensor, ranks: Communicator, sent: list[int], received: list[int]) -> Tensor:
-    """Communicator.all_to_all with a gradient, which travels back."""
-    out: Tensor = _Exchange.apply(x, ranks, sent, received)
-    return out
-
-
-class _Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: Communicator, sent: list[int], received: list[int]) -> Tensor:
-        ctx.rest = ranks, sent, received
-        return ranks.all_to_all(x, sent, received)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        ranks, sent, received = ctx.rest
-        return ranks.all_to_all(grad, received, sent), None, None, None

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from weft.config.schema import OptimizerConfig, ParameterGroup
 from weft.errors import UserError
 from weft.models.patterns import matches, similar_names
-from weft.sharding.cuts import Cut, full_shape
+from weft.sharding.cuts import AnyCut, full_shape
 
 NamedParameters = Iterable[tuple[str, nn.Parameter]]
 
@@ -113,7 +113,7 @@ def check_groups(module: nn.Module, config: OptimizerConfig) -> None:
 
 
 def describe_groups(
-    named_parameters: NamedParameters, config: OptimizerConfig, cuts: Mapping[str, Cut] | None = None
+    named_parameters: NamedParameters, config: OptimizerConfig, cuts: Mapping[str, AnyCut] | None = None
 ) -> list[OptimizerGroupRow]:
     """Rows of the table at start: what is decayed, what is not, and what is frozen; elements over all ranks. cuts: of
     parameters that tp divides."""

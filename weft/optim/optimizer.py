@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from weft.config.schema import OptimizerConfig
+from weft.ops.communicator import process_group
 from weft.optim.custom_optimizer import CustomOptimizerSpec, ShardOptimizer
 from weft.optim.groups import NamedParameters, Treatment, set_rates, treatments
 from weft.optim.rounded import RoundedAdamW, RoundedSGD
@@ -109,14 +110,6 @@ def unscale_gradients(named_parameters: NamedParameters, scale: float) -> None:
 
 
 @dataclass(frozen=True)
-class TpReplicas:
-    """The ranks of tp; for each parameter, how many of them hold the same elements."""
-
-    group: dist.ProcessGroup
-    cuts: Cuts
-
-
-@dataclass(frozen=True)
 class OtherStages:
     """The stages of a pipeline. borrowed: parameters of this rank that another stage counts."""
 
@@ -128,16 +121,17 @@ class OtherStages:
 def clip_gradients(
     named_parameters: NamedParameters,
     max_norm: float | None,
-    tp: TpReplicas | None = None,
+    cuts: Cuts | None = None,
     pp: OtherStages | None = None,
 ) -> float:
     """Scale the gradients to a global L2 norm of at most `max_norm`; returns the norm before.
 
     The factor is min(1, max_norm / (norm + 1e-6)), as in torch.nn.utils.clip_grad_norm_. None only measures. Gradients
-    with a non-finite norm stay as they are. Collective, with the same parameters on every rank of a stage.
+    with a non-finite norm stay as they are. cuts: how tp and ep divide parameters. Collective, with the same parameters
+    on every rank of a stage.
     """
     named = list(named_parameters)
-    parameters, norm = [parameter for _, parameter in named], global_norm(named, tp, pp)
+    parameters, norm = [parameter for _, parameter in named], global_norm(named, cuts, pp)
     if max_norm is not None and math.isfinite(norm):
         factor = max_norm / (norm + 1e-6)
         gradients = [own_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
@@ -147,9 +141,7 @@ def clip_gradients(
 
 
 @torch.no_grad()
-def global_norm(
-    named_parameters: NamedParameters, tp: TpReplicas | None = None, pp: OtherStages | None = None
-) -> float:
+def global_norm(named_parameters: NamedParameters, cuts: Cuts | None = None, pp: OtherStages | None = None) -> float:
     """L2 norm of all gradients together, equal on every rank. Sharded elements and elements that ranks of tp, or
     stages, replicate count once. Sums of squares are all-reduced once per mesh axis on which a gradient is sharded, and
     then over the stages."""
@@ -161,11 +153,11 @@ def global_norm(
             continue
         groups, device = _sharding_groups(parameter), parameter.device
         own = [] if parameter.grad is None else [(1, own_part(parameter.grad))]
-        if tp is None:
-            numbers: tuple[int, ...] = (1,)
-        else:
-            groups, numbers = (*groups, tp.group), tp.cuts[name].copies
-            own = [part for _, whole in own for part in split(parameter, whole, tp.cuts[name])]
+        cut = None if cuts is None else cuts.get(name)
+        numbers: tuple[int, ...] = (1,)
+        if cut is not None:
+            groups, numbers = (*groups, *(process_group(ranks) for ranks in cut.axes)), cut.copies
+            own = [part for _, whole in own for part in split(parameter, whole, cut)]
         for copies in numbers:
             shards.setdefault((groups, copies), [])
         for copies, part in own:

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from weft.config.schema import FsdpConfig
 from weft.models.train_module import TrainModule
 from weft.parallel.mesh import Mesh
-from weft.parallel.units import Unit, nested
+from weft.parallel.units import Strategy, Unit, nested
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -30,14 +30,14 @@ def shard(module: TrainModule, units: list[Unit], mesh: Mesh, config: FsdpConfig
     offload = OffloadPolicy()
     if config.cpu_offload:
         offload = CPUOffloadPolicy(pin_memory=mesh.dp.device_type != "cpu")  # pinning needs an accelerator
-    meshes: dict[int, DeviceMesh] = {}
+    meshes: dict[Strategy, DeviceMesh] = {}
     for unit in units:
-        size = mesh.shards if unit.shard == "full" else 1 if unit.shard == "replicate" else unit.shard
-        if size not in meshes:
-            meshes[size] = mesh.sharded_over(size)
+        if unit.shard not in meshes:
+            meshes[unit.shard] = _mesh_of(unit.shard, mesh)
+        own = meshes[unit.shard]
         target = list(unit.modules) if len(unit.modules) > 1 else unit.modules[0]
-        reshard = False if unit.keep else _reshard(config.reshard_after_forward, size)
-        fully_shard(target, mesh=meshes[size], mp_policy=policy, offload_policy=offload, reshard_after_forward=reshard)
+        reshard = False if unit.keep else _reshard(config.reshard_after_forward, own.size(own.ndim - 1))
+        fully_shard(target, mesh=own, mp_policy=policy, offload_policy=offload, reshard_after_forward=reshard)
     fully_shard(module, mesh=mesh.dp, mp_policy=policy, offload_policy=offload, reshard_after_forward=False)
     if config.prefetch is not None:
         depth = config.prefetch if isinstance(config.prefetch, tuple) else (config.prefetch, config.prefetch)
@@ -46,6 +46,14 @@ def shard(module: TrainModule, units: list[Unit], mesh: Mesh, config: FsdpConfig
         # gloo has no PREMUL_SUM, so a factor of one needs the plain sum beside it.
         child.set_gradient_divide_factor(1.0)
         child.set_force_sum_reduction_for_comms(True)
+
+
+def _mesh_of(strategy: Strategy, mesh: Mesh) -> DeviceMesh:
+    """The ranks of a unit: one axis to shard over, or one to replicate over and one to shard over."""
+    if strategy == "experts":
+        assert mesh.experts is not None
+        return mesh.experts
+    return mesh.sharded_over(mesh.shards if strategy == "full" else 1 if strategy == "replicate" else strategy)
 
 
 def _reshard(wanted: bool | int, shards: int) -> bool | int:

@@ -1,15 +1,15 @@
 """The device mesh: which ranks share what.
 
 One root mesh has the axes pp, dp_replicate, dp_shard, cp and tp, outermost first. Every other mesh and group is a part
-of it: some of its axes, several of them as one, or one as several. All but `root` and `world` are of one stage of pp.
-DeviceMesh has `_flatten`, `_unflatten` and `_concatenate` for this from torch 2.11 to 2.15; under these names, because
-they are not public yet.
+of it: some of its axes, several of them as one, or one as several, such as ep, a part of dp_shard x cp. All but `root`
+and `world` are of one stage of pp. DeviceMesh has `_flatten`, `_unflatten` and `_concatenate` for this from torch 2.11
+to 2.15; under these names, because they are not public yet.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from weft.cluster.process import everyone
 from weft.config.mesh import AXES, MeshSizes
 from weft.ops.communicator import Communicator, ContextAxis, GroupCommunicator
-from weft.sharding.cuts import Cut
+from weft.sharding.cuts import AnyCut
 
 T = TypeVar("T")
 
@@ -34,6 +34,17 @@ class Axis:
     size: int
     ranks: Communicator
     neighbours: Callable[[int], Communicator]
+
+
+@dataclass(frozen=True)
+class ExpertRanks:
+    """A rank's place on ep, and the ranks along it, which hold other experts. with_tp: the ranks of ep and tp together;
+    None without tp."""
+
+    place: int
+    size: int
+    ranks: Communicator
+    with_tp: Communicator | None
 
 
 @dataclass(frozen=True)
@@ -71,7 +82,8 @@ class PipelineAxis:
 class Mesh:
     """root: all ranks by all axes. world: on one axis. dp: the mesh given to fully_shard, (dp_replicate, dp_shard x cp)
     or the latter. loss: all ranks of a stage with different documents, or parts of them. tp: None for one rank; its
-    ranks have the same documents. pp: None for one stage."""
+    ranks have the same documents. pp: None for one stage. ep: None for one rank; its ranks are neighbours in dp_shard x
+    cp. experts: as dp, of the ranks that hold the same experts."""
 
     dp_replicate: int
     dp_shard: int
@@ -82,6 +94,8 @@ class Mesh:
     cp_size: int
     tp: Axis | None
     pp: PipelineAxis | None = None
+    ep: ExpertRanks | None = None
+    experts: DeviceMesh | None = None
 
     @property
     def shards(self) -> int:
@@ -130,6 +144,10 @@ class Mesh:
         return 1 if self.tp is None else self.tp.size
 
     @property
+    def ep_size(self) -> int:
+        return 1 if self.ep is None else self.ep.size
+
+    @property
     def pp_size(self) -> int:
         return 1 if self.pp is None else self.pp.size
 
@@ -148,15 +166,13 @@ class Mesh:
         return place, self.pp_size * self.tp_size
 
     @property
-    def sizes(self) -> tuple[int, ...]:
-        """Of the axes in AXES."""
-        return self.pp_size, self.dp_replicate, self.dp_shard, self.cp_size, self.tp_size
+    def sizes(self) -> MeshSizes:
+        return MeshSizes(self.dp_replicate, self.dp_shard, self.cp_size, self.tp_size, self.ep_size, self.pp_size)
 
     @property
     def axes(self) -> dict[str, int]:
         """Those that there are: dp_replicate and dp_shard always, the others where they have several ranks."""
-        axes = dict(zip(AXES, self.sizes, strict=True))
-        return {axis: size for axis, size in axes.items() if size > 1 or axis.startswith("dp")}
+        return self.sizes.named
 
 
 def build_mesh(sizes: MeshSizes, device_type: str) -> Mesh:
@@ -170,13 +186,28 @@ def build_mesh(sizes: MeshSizes, device_type: str) -> Mesh:
     loss = _as_one(root, ("dp_replicate", "dp_shard", "cp"), "loss")
     world = _as_one(root, AXES, "world")
     pp = _pipeline_axis(root, sizes)
-    return Mesh(sizes.dp_replicate, sizes.dp_shard, root, dp, loss, world, sizes.cp, _tp_axis(root), pp)
+    mesh = Mesh(sizes.dp_replicate, sizes.dp_shard, root, dp, loss, world, sizes.cp, _tp_axis(root), pp)
+    return mesh if sizes.ep == 1 else _with_experts(mesh, sizes)
 
 
 def _as_one(root: DeviceMesh, axes: Sequence[str], name: str) -> DeviceMesh:
     """Those of `axes` that the root has, as one axis: the only one as it is, several under `name`."""
     present = tuple(axis for axis in root.mesh_dim_names or () if axis in axes)
     return root[present] if len(present) == 1 else root[present]._flatten(name)
+
+
+def _with_experts(mesh: Mesh, sizes: MeshSizes) -> Mesh:
+    """Ranks of ep are neighbours, so that tokens travel within a host where that can be."""
+    ep, shards = sizes.ep, sizes.shards // sizes.ep
+    parts = mesh.loss._unflatten(0, (sizes.dp_replicate, shards, ep), ("expert_copies", "expert_shards", "ep"))
+    same = parts["expert_copies", "expert_shards"] if sizes.dp_replicate > 1 else parts["expert_shards"]
+    with_tp = None
+    if sizes.tp > 1:
+        several = ep * sizes.tp
+        pairs = mesh.world._unflatten(0, (sizes.world // several, several), ("other", "ep x tp"))
+        with_tp = GroupCommunicator(pairs.get_group("ep x tp"))
+    axis = ExpertRanks(parts.get_local_rank("ep"), ep, GroupCommunicator(parts.get_group("ep")), with_tp)
+    return replace(mesh, ep=axis, experts=same)
 
 
 def _pipeline_axis(root: DeviceMesh, sizes: MeshSizes) -> PipelineAxis | None:
@@ -220,8 +251,8 @@ def own_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def full_tensor(tensor: Tensor, cut: Cut | None = None) -> Tensor:
-    """The full tensor behind a shard, detached; collective for a DTensor. cut: how tp divides it."""
+def full_tensor(tensor: Tensor, cut: AnyCut | None = None) -> Tensor:
+    """The full tensor behind a shard, detached; collective for a DTensor. cut: how tp and ep divide it."""
     detached = tensor.detach()
     part = detached.full_tensor() if isinstance(detached, DTensor) else detached
     return part if cut is None else cut.join(part)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -10,8 +10,10 @@ from transformers import PretrainedConfig
 
 from weft.config.schema import FsdpConfig, ModelConfig
 from weft.models import hf
+from weft.models.experts import experts_of
 from weft.models.pipeline import Anatomy, Outside, Pipeline, Span, keep_stage, plan_pipeline
 from weft.models.train_module import TrainModule
+from weft.parallel.experts import expert_parallel
 from weft.parallel.fsdp import DTYPES, shard
 from weft.parallel.mesh import Mesh
 from weft.parallel.tensor import TensorParallel, tensor_parallel
@@ -57,10 +59,11 @@ def parallelize(
     sequence: bool = False,
     stages: Stages | None = None,
 ) -> tuple[list[Unit], TensorParallel, Pipeline | None]:
-    """Shard the model in place; its FSDP units, what tensor parallelism has divided, and what stages hold. sequence:
-    with tp, tokens between blocks, too. stages: None for one."""
+    """Shard the model in place; its FSDP units, what tensor and expert parallelism have divided, and what stages hold.
+    sequence: with tp, tokens between blocks, too. stages: None for one."""
     # 0. Compute with parts: what is stored is divided before anything looks at it.
     divided = tensor_parallel(module, mesh.tp, config, sequence=sequence)
+    divided = replace(divided, cuts=expert_parallel(module, mesh.ep, divided.cuts))
 
     # 1. Memory: recomputation wraps layers from inside, so it comes before anything that hooks them.
     if model.recompute == "full":
@@ -88,7 +91,7 @@ def parallelize(
         keep_stage(module, pipeline, mesh.pp.place, Outside(wide, device, mesh.tp_size if sequence else 1))
 
     # 5. Data axes: FSDP2 or HSDP over whatever the other axes have left.
-    units = find_units(module, fsdp.wrap, fsdp.overrides)
+    units = find_units(module, fsdp.wrap, fsdp.overrides, experts=[] if mesh.ep is None else [*experts_of(module)])
     shard(module, units, mesh, fsdp, precision.compute)
 
     # 6. Buffers are not FSDP's: move them to where the compute is.

@@ -21,6 +21,7 @@ from transformers import PretrainedConfig
 from weft.cluster.consistency import term
 from weft.errors import UserError
 from weft.models import hf
+from weft.models.experts import share_experts_bias
 from weft.models.low_rank import LowRank
 from weft.models.tp_styles import Part, Style, Styles, find_styles
 from weft.models.train_module import TrainModule
@@ -28,7 +29,7 @@ from weft.ops.communicator import Communicator, summed
 from weft.ops.head import VocabularyShard
 from weft.parallel.mesh import Axis, own_part
 from weft.parallel.sequence import GatherTokens, ReduceScatterTokens, join_last_states
-from weft.sharding.cuts import Cut, Range, even_ranges, repeated_ranges, scaled_ranges, split
+from weft.sharding.cuts import AnyCut, Cut, Range, even_ranges, repeated_ranges, scaled_ranges, split
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class TensorParallel:
     """cuts: parameter -> its division, under each of its names. partial: parameter whose gradient is a sum over ranks
     -> number of ranks -> communicator. sequence: between blocks, tokens are divided over the ranks."""
 
-    cuts: dict[str, Cut]
+    cuts: dict[str, AnyCut]
     partial: dict[str, dict[int, Communicator]]
     sequence: bool = False
 
@@ -63,7 +64,7 @@ def tensor_parallel(
     partial = _partial(cuts, axis, inside)
     if sequence and module.facts.head not in vocabulary:  # it reads all tokens, on each rank
         partial = {name: ranks for name, ranks in partial.items() if not name.startswith(f"{module.facts.head}.")}
-    return TensorParallel(cuts, partial, sequence)
+    return TensorParallel({**cuts}, partial, sequence)
 
 
 def _partial(cuts: dict[str, Cut], axis: Axis, inside: tuple[str, ...]) -> dict[str, dict[int, Communicator]]:
@@ -222,19 +223,16 @@ def _own_inputs(cut: Cut, x: Tensor) -> Tensor:
 
 
 def _share_bias(module: nn.Module, ranks: int) -> None:
-    """A bias that every rank adds counts once: what is too much is taken off. Of experts, each by its weight."""
+    """A bias that every rank adds counts once: what is too much is taken off."""
     share = 1.0 / ranks - 1.0
 
     def linear(module: Any, args: tuple[Any, ...], output: Tensor) -> Tensor:
         return output + share * module.bias
 
-    def experts(module: Any, args: tuple[Any, ...], output: Tensor) -> Tensor:
-        _, chosen, weights = args
-        weight_ME = output.new_zeros(len(chosen), len(module.down_proj_bias))
-        weight_ME = weight_ME.scatter_add(1, chosen, weights.to(output.dtype))
-        return output + share * (weight_ME @ module.down_proj_bias).view_as(output)
-
-    module.register_forward_hook(linear if hasattr(module, "bias") else experts)
+    if hasattr(module, "bias"):
+        module.register_forward_hook(linear)
+    else:
+        share_experts_bias(module, 1.0 / ranks)
 
 
 _COUNTS = ("num_heads", "num_attention_heads", "num_key_value_heads", "num_kv_heads", "split_size")

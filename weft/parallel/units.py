@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -14,7 +14,7 @@ from weft.models.pipeline import StandIn
 from weft.models.train_module import TrainModule
 from weft.models.vision import blocks
 
-Strategy = Literal["full", "replicate"] | int
+Strategy = Literal["full", "replicate", "experts"] | int
 
 AUTO = ("layers", "head")
 
@@ -22,7 +22,8 @@ AUTO = ("layers", "head")
 @dataclass(frozen=True)
 class Unit:
     """Modules whose parameters are gathered together, except those of inner units. keep: stay gathered between forward
-    and backward. parts: the modules' names. shard: ranks to shard over; full: all of dp_shard."""
+    and backward. parts: the modules' names. shard: ranks to shard over; full: all of dp_shard x cp;
+    experts: those of them that hold the same experts."""
 
     name: str = field(init=False)
     parts: tuple[str, ...]
@@ -38,6 +39,7 @@ def find_units(
     module: TrainModule,
     wrap: Literal["auto"] | Sequence[str] = "auto",
     overrides: Mapping[str, Strategy] | None = None,
+    experts: Collection[str] = (),
 ) -> list[Unit]:
     """The units that `wrap` and `overrides` ask for, inner ones first; the root holds the rest.
 
@@ -47,11 +49,19 @@ def find_units(
     matches modules that some rank may not run.
 
     overrides: pattern of module names -> sharding. The outermost modules that a pattern matches become units; inner
-    modules follow, unless another pattern matches them.
+    modules follow, unless another pattern matches them. experts: modules whose ranks hold different parts (ep).
     """
     units = _wrapped(module, wrap)
     if overrides:
         units = _overridden(module, units, overrides)
+    for unit in units if experts else ():
+        if unit.shard != "full" and unit.name.startswith(tuple(experts)):
+            raise UserError(
+                f"fsdp.overrides: {unit.name} is {unit.shard}, but mesh.ep says which ranks hold its experts: leave it "
+                "out, or set mesh.ep=1."
+            )
+    units = [unit for unit in units if unit.name not in experts]
+    units += [Unit((name,), (module.get_submodule(name),), shard="experts") for name in experts]
     order = {id(child): place for place, child in enumerate(module.modules())}
     unique = {id(unit.modules[0]): unit for unit in units}
     return sorted(unique.values(), key=lambda unit: (-unit.parts[0].count("."), order[id(unit.modules[0])]))

@@ -4,7 +4,7 @@ the model is, what to do next). Printed by the first rank."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from weft.models.lora import describe
 from weft.models.pipeline import Pipeline
 from weft.ops.attention import EXACT, choose
 from weft.optim.groups import describe_groups
+from weft.parallel.mesh import Mesh
 from weft.parallel.units import Unit, own_parameters
 from weft.planner.activations import RowSharing, saved_bytes
 from weft.planner.memory import HostNeeds, hint, host_bytes
@@ -47,7 +48,7 @@ from weft.report.tables import (
     unit_table,
 )
 from weft.report.vision import vision_lines
-from weft.sharding.cuts import Cut, full_shape
+from weft.sharding.cuts import AnyCut, NestedCut, full_shape
 from weft.sharding.load import LoadReport
 from weft.terminal import byte_count, display_name, say
 from weft.versions import untested_versions
@@ -326,8 +327,10 @@ def _takes_images(engine: Engine) -> bool:
 def axis_rows(engine: Engine) -> list[AxisRow]:
     """The mesh's axes, and the ranks along each."""
     mesh = engine.mesh
-    ranks = torch.arange(math.prod(mesh.sizes)).reshape(mesh.sizes)
+    ranks = torch.arange(mesh.sizes.world).reshape(mesh.sizes.all)
     groups = {name: ranks.movedim(n, -1).reshape(-1, ranks.shape[n]).tolist() for n, name in enumerate(AXES)}
+    by_experts = ranks.reshape(mesh.dp_replicate, -1, mesh.ep_size, mesh.tp_size)
+    groups["ep"] = by_experts.movedim(2, -1).reshape(-1, mesh.ep_size).tolist()
     meaning = {
         "pp": "stages of consecutive layers; the same documents",
         "dp_replicate": "copies of the model; gradients summed over them",
@@ -335,6 +338,7 @@ def axis_rows(engine: Engine) -> list[AxisRow]:
         "cp": "parts of long documents; shards, as those of dp_shard",
         "tp": f"heads, intermediate widths, vocabulary{', tokens between blocks' * engine.divided.sequence} divided; "
         "the same documents",
+        "ep": "of dp_shard x cp: experts divided, tokens travel to them",
     }
     return [
         AxisRow(name, size, tuple(tuple(group) for group in groups[name]), meaning[name])
@@ -382,9 +386,9 @@ def unit_rows(engine: Engine) -> list[UnitRow]:
 
 
 def _sharding(unit: Unit) -> str:
-    """What fsdp.overrides says of a unit."""
-    if unit.shard == "full":
-        return ""
+    """Over which ranks a unit is sharded, where those are not all."""
+    if unit.shard in ("full", "experts"):
+        return "" if unit.shard == "full" else "over the ranks of the same experts"
     return "replicated" if unit.shard == "replicate" else f"groups of {unit.shard}"
 
 
@@ -393,26 +397,36 @@ def parameter_rows(engine: Engine) -> list[ParameterRow]:
     sizes = {"dp_replicate": engine.mesh.dp_replicate, engine.mesh.shard_axis: engine.mesh.shards}
     cuts = engine.divided.cuts
     return [
-        _parameter_row(name, parameter, sizes, cuts.get(name)) for name, parameter in engine.module.named_parameters()
+        _parameter_row(name, parameter, sizes, cuts.get(name), engine.mesh)
+        for name, parameter in engine.module.named_parameters()
     ]
 
 
-def _parameter_row(name: str, parameter: nn.Parameter, mesh: Mapping[str, int], cut: Cut | None) -> ParameterRow:
+def _parameter_row(
+    name: str, parameter: nn.Parameter, sizes: Mapping[str, int], cut: AnyCut | None, mesh: Mesh
+) -> ParameterRow:
     local: torch.Tensor = parameter
     axes: tuple[str, ...] = ()
     if isinstance(parameter, DTensor):
         ours = parameter.device_mesh
-        placed = zip(list(mesh)[-ours.ndim :], ours.shape, parameter.placements, strict=True)
+        placed = zip(list(sizes)[-ours.ndim :], ours.shape, parameter.placements, strict=True)
         axes = tuple(
-            axis if size == mesh[axis] else f"{axis} in groups of {size}"
+            axis if size == sizes[axis] else f"{axis} in groups of {size}"
             for axis, size, placement in placed
-            if isinstance(placement, Shard) and (size > 1 or mesh[axis] == 1)
+            if isinstance(placement, Shard) and (size > 1 or sizes[axis] == 1)
         )
         local = parameter.to_local()
     shape = tuple(parameter.shape)
     if cut is not None:
-        shape, axes = cut.shape, (*axes, "tp") if cut.divides else axes
+        shape, axes = cut.shape, (*axes, *_dividing(cut, mesh))
     return ParameterRow(name, shape, tuple(local.shape), axes, _name(parameter.dtype), parameter.element_size())
+
+
+def _dividing(cut: AnyCut, mesh: Mesh) -> Iterator[str]:
+    """The axes that give ranks other parts of a tensor to compute with."""
+    for one in (cut.outer, cut.inner) if isinstance(cut, NestedCut) else (cut,):
+        if one.divides:
+            yield "ep" if mesh.ep is not None and one.ranks is mesh.ep.ranks else "tp"
 
 
 def _name(dtype: torch.dtype) -> str:

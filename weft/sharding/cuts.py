@@ -1,13 +1,13 @@
-"""How tensor parallelism divides tensors: the part of a whole tensor that a rank of the axis computes with.
+"""How tensor and expert parallelism divide tensors: the part of a whole tensor that a rank of the axis computes with.
 
 A part is a plain tensor, which FSDP2 shards like any other. It may consist of several ranges of the whole tensor, one
-after the other, because a fused projection is cut part by part.
+after the other, because a fused projection is cut part by part. Both axes may divide one tensor: that is a NestedCut.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +45,15 @@ class Cut:
         """Shape of a rank's part; default: this rank's."""
         ranges = self.ranges[self.place if place is None else place]
         return (*self.shape[: self.dim], sum(size for _, size in ranges), *self.shape[self.dim + 1 :])
+
+    @property
+    def axes(self) -> tuple[Communicator, ...]:
+        """The ranks of each axis that has other elements of the tensor, or the same ones."""
+        return (self.ranks,)
+
+    def at(self, place: int) -> Cut:
+        """The same of another rank of the axis."""
+        return replace(self, place=place)
 
     def boxes(self, held: Box) -> list[tuple[Box, Box, int]]:
         """(box of the whole tensor, box of the part, number of ranks with the same) for everything in `held`, a box of
@@ -89,7 +98,75 @@ class Cut:
         return out
 
 
-Cuts = Mapping[str, Cut]
+@dataclass(frozen=True)
+class NestedCut:
+    """The division of one tensor by two axes, along different dimensions. outer: of the whole tensor, each of whose
+    ranks has other elements. inner: of the outer's part. ranks: of both axes together, the inner one varying first."""
+
+    outer: Cut
+    inner: Cut
+    ranks: Communicator
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the whole tensor."""
+        return self.outer.shape
+
+    @property
+    def size(self) -> int:
+        """Ranks of both axes."""
+        return self.outer.size * self.inner.size
+
+    @property
+    def place(self) -> int:
+        """This rank's index among them."""
+        return self.outer.place * self.inner.size + self.inner.place
+
+    @property
+    def copies(self) -> tuple[int, ...]:
+        """As in Cut."""
+        return self.inner.copies
+
+    @property
+    def divides(self) -> bool:
+        """As in Cut."""
+        return self.outer.divides or self.inner.divides
+
+    @property
+    def axes(self) -> tuple[Communicator, ...]:
+        """As in Cut."""
+        return (self.outer.ranks, self.inner.ranks)
+
+    def at(self, place: int) -> NestedCut:
+        """The same of another rank."""
+        outer, inner = divmod(place, self.inner.size)
+        shape = self.outer.local_shape(outer)
+        return replace(self, outer=self.outer.at(outer), inner=replace(self.inner, shape=shape, place=inner))
+
+    def local_shape(self, place: int | None = None) -> tuple[int, ...]:
+        """As in Cut."""
+        return (self if place is None else self.at(place)).inner.local_shape()
+
+    def boxes(self, held: Box) -> list[tuple[Box, Box, int]]:
+        """As in Cut."""
+        found = []
+        for between, local, copies in self.inner.boxes(held):
+            for whole, within, _ in self.outer.boxes(between):
+                moved = zip(local.start, within.start, between.start, strict=True)
+                found.append((whole, Box(tuple(a + b - c for a, b, c in moved), within.size), copies))
+        return found
+
+    def take(self, whole: Tensor) -> Tensor:
+        """As in Cut."""
+        return self.inner.take(self.outer.take(whole))
+
+    def join(self, part: Tensor) -> Tensor:
+        """As in Cut. Collective over both axes."""
+        return self.outer.join(self.inner.join(part))
+
+
+AnyCut = Cut | NestedCut
+Cuts = Mapping[str, AnyCut]
 
 
 @dataclass(frozen=True)
@@ -111,13 +188,13 @@ class HeldBox:
         return all(index == number % size for index, size in self.replicas)
 
 
-def held_boxes(tensor: Tensor, cut: Cut | None) -> list[HeldBox]:
-    """The boxes of the model's whole tensor that this rank holds. cut: None without tensor parallelism."""
+def held_boxes(tensor: Tensor, cut: AnyCut | None) -> list[HeldBox]:
+    """The boxes of the model's whole tensor that this rank holds. cut: None where no axis divides it."""
     shard = shard_of(tensor)
     return _held(shard, cut)
 
 
-def _held(shard: Shard, cut: Cut | None) -> list[HeldBox]:
+def _held(shard: Shard, cut: AnyCut | None) -> list[HeldBox]:
     if cut is None:
         return [HeldBox(shard.box, (0,) * len(shard.box.start), shard.replicas)]
     return [
@@ -130,7 +207,7 @@ def _minus(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(x - y for x, y in zip(a, b, strict=True))
 
 
-def shards_of(tensor: Tensor, cut: Cut | None, among: tuple[int, int] | None = None) -> list[Shard]:
+def shards_of(tensor: Tensor, cut: AnyCut | None, among: tuple[int, int] | None = None) -> list[Shard]:
     """As `held_boxes`, with the elements. At least one shard, which may be empty. among: see shard_of."""
     shard = shard_of(tensor, among)
     found = [Shard(own.box, shard.values[own.within(own.box)], own.replicas, shard.groups) for own in _held(shard, cut)]
@@ -138,7 +215,7 @@ def shards_of(tensor: Tensor, cut: Cut | None, among: tuple[int, int] | None = N
     return found or [Shard(nothing, shard.values, shard.replicas, shard.groups)]
 
 
-def split(parameter: Tensor, values: Tensor, cut: Cut) -> list[tuple[int, Tensor]]:
+def split(parameter: Tensor, values: Tensor, cut: AnyCut) -> list[tuple[int, Tensor]]:
     """(number of ranks with the same, elements) for each box of a parameter, in the order of `shards_of`. values: of
     the shard's shape, such as a gradient or optimizer state."""
     held = shard_of(parameter).box
@@ -151,7 +228,7 @@ def module_shards(module: nn.Module, cuts: Cuts, among: tuple[int, int] | None =
 
 
 def full_shape(name: str, tensor: Tensor, cuts: Cuts) -> tuple[int, ...]:
-    """The shape of a tensor before tensor parallelism divided it."""
+    """The shape of a tensor before mesh axes divided it."""
     return cuts[name].shape if name in cuts else tuple(tensor.shape)
 
 

@@ -1,13 +1,13 @@
 """How a sharded tensor is spread over ranks, and what each rank sends when it is gathered.
 
-Tensor parallelism divides a tensor first; FSDP2 then shards each part over an axis of a mesh. Either may leave it
-whole.
+Tensor and expert parallelism divide a tensor first; FSDP2 then shards each part over an axis of a mesh. Either may
+leave it whole.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import Tensor
@@ -17,17 +17,17 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 
 from weft.ops.communicator import Communicator
 from weft.sharding.boxes import Box, local_box, overlap
-from weft.sharding.cuts import Cut, Cuts, full_shape
+from weft.sharding.cuts import AnyCut, Cuts, full_shape
 
-Place = tuple[int, int]  # of a rank: on the axis of tp, and on FSDP's
+Place = tuple[int, int]  # of a rank: among those that divide the tensor first, and on FSDP's axis
 
 
 class GatherGroup(NamedTuple):
-    """The ranks that a tensor is gathered from: an axis of a mesh, and the ranks of tp; None where there are no
-    others."""
+    """The ranks that a tensor is gathered from: an axis of a mesh, and the ranks that compute with other parts of it
+    (tp, ep); None where there are no others."""
 
     axis: tuple[DeviceMesh, int] | None = None
-    tp: Communicator | None = None
+    parts: Communicator | None = None
 
 
 class Share(NamedTuple):
@@ -39,11 +39,11 @@ class Share(NamedTuple):
 
 @dataclass(frozen=True)
 class Spread:
-    """The placement of one tensor. shape: of the whole tensor. cut: its division by tp, or None."""
+    """The placement of one tensor. shape: of the whole tensor. cut: its division by tp and ep, or None."""
 
     tensor: Tensor
     shape: tuple[int, ...]
-    cut: Cut | None
+    cut: AnyCut | None
     group: GatherGroup
 
     @classmethod
@@ -64,7 +64,7 @@ class Spread:
         """The places of all ranks of the group, in gathering order."""
         along = 1 if self.group.axis is None else self.group.axis[0].size(self.group.axis[1])
         over = 1 if self.cut is None else self.cut.size
-        return [(tp, fsdp) for tp in range(over) for fsdp in range(along)]
+        return [(part, fsdp) for part in range(over) for fsdp in range(along)]
 
     @property
     def own_place(self) -> Place:
@@ -73,10 +73,10 @@ class Spread:
         return (0 if self.cut is None else self.cut.place), along
 
     def shares(self, part: Box, place: Place) -> list[Share]:
-        """What the rank at `place` sends of `part`, a box of the whole tensor. Where several ranks of tp hold the same,
+        """What the rank at `place` sends of `part`, a box of the whole tensor. Where several ranks hold the same,
         the first sends it."""
         held = self._held(place)
-        boxes = [(held, held, 1)] if self.cut is None else replace(self.cut, place=place[0]).boxes(held)
+        boxes = [(held, held, 1)] if self.cut is None else self.cut.at(place[0]).boxes(held)
         found = []
         for whole, local, copies in boxes:
             box = overlap(part, whole) if place[0] % copies == 0 else None
@@ -87,8 +87,8 @@ class Spread:
         return found
 
     def _held(self, place: Place) -> Box:
-        """The box that a rank holds of the part that tp gives it."""
-        shape = self.shape if self.cut is None else self.cut.local_shape(place[0])  # ranks of tp may differ in size
+        """The box that a rank holds of the part that it computes with."""
+        shape = self.shape if self.cut is None else self.cut.local_shape(place[0])  # parts may differ in size
         if self.group.axis is None:
             return Box.whole(shape)
         assert isinstance(self.tensor, DTensor)

@@ -174,7 +174,7 @@ class _Shipment:
             values, shares = spread.values, spread.shares(part.box, spread.own_place)
             for (begin, box), share in zip(own[part], shares, strict=True):
                 _bytes(sent, begin, box, part.dtype).copy_(values[share.within])
-        self.in_order = group.tp is None and len(parts) == 1 and _is_by_rows(first)
+        self.in_order = group.parts is None and len(parts) == 1 and _is_by_rows(first)
         self.gathered = [sent]  # by place on tp, once that is gathered too
         self.work: Any = None
         self.sent: Tensor | None = sent  # until it has arrived
@@ -203,8 +203,8 @@ class _Shipment:
     def _arrive(self) -> None:
         if self.work is not None:
             self.work.wait()
-        if self.group.tp is not None:
-            self.gathered = self.group.tp.all_gather(self.gathered[0])
+        if self.group.parts is not None:
+            self.gathered = self.group.parts.all_gather(self.gathered[0])
         self.sent = None
 
 

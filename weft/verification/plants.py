@@ -23,6 +23,7 @@ from weft.verification.bugs import (  # they register their bugs
     adapters,  # noqa: F401
     context_parallel,  # noqa: F401
     evaluation,  # noqa: F401
+    expert_parallel,  # noqa: F401
     pipeline_parallel,  # noqa: F401
     resuming,  # noqa: F401
     rl,  # noqa: F401

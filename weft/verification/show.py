@@ -20,11 +20,9 @@ def print_verdict(
     console = Console(width=None if Console().is_terminal else 120)
     sizes = resolve_mesh(config.mesh, ranks.world)
     console.print(f"model    {subject}")
-    rest = "".join(f" x {axis} {size}" for axis, size in (("cp", sizes.cp), ("tp", sizes.tp)) if size > 1)
-    stages = f"pp {sizes.pp} x " if sizes.pp > 1 else ""
-    console.print(
-        f"mesh     {stages}dp_replicate {sizes.dp_replicate} x dp_shard {sizes.dp_shard}{rest} on {ranks.device.type}"
-    )
+    axes = " x ".join(f"{axis} {size}" for axis, size in sizes.named.items() if axis != "ep")
+    experts = f", experts over {sizes.ep}," if sizes.ep > 1 else ""
+    console.print(f"mesh     {axes}{experts} on {ranks.device.type}")
     what = "peft on transformers, random adapters" if config.lora.rank is not None else "transformers alone"
     what = "peft on transformers, the adapter of lora.path" if config.lora.path is not None else what
     console.print(f"against  {what}: one process, fp32, eager attention, one document at a time")

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from weft.config.compat.tables import TableError
 from weft.config.compat.trainer import NOTE, Tables, Trainer
-from weft.config.keys import NOT_YET, not_yet, schema_keys, sections
+from weft.config.keys import schema_keys, sections
 from weft.config.rl_schema import RlConfig
 from weft.config.schema import SftConfig
 
@@ -105,7 +105,7 @@ def _of_entries(where: str, names: Iterable[str], tables: Tables) -> Iterator[st
 
 def _of_keys(where: str, keys: Iterable[str]) -> Iterator[str]:
     for key in keys:
-        if key not in schema_keys(SftConfig) and not not_yet(key):
+        if key not in schema_keys(SftConfig):
             yield f"{where}: {key} is no key of weft."
 
 
@@ -122,7 +122,7 @@ def _of_sentences(where: str, sentences: Mapping[str, str], known: set[str]) -> 
 
 def _known(schema: type) -> set[str]:
     """What a sentence may name."""
-    return {*schema_keys(schema), *NOT_YET, *(f"{section}.*" for section in sections(schema))}
+    return {*schema_keys(schema), *(f"{section}.*" for section in sections(schema))}
 
 
 def _disagreements(tables: Tables) -> Iterator[str]:

@@ -6,13 +6,11 @@ are the same. `wandb.*` in a table stands for a section and everything in it.
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from weft.config.compat.trainer import TABLES, Trainer
-from weft.config.keys import not_yet
 
 # So many names of another trainer make a config of that trainer.
 _FOREIGN = 4
@@ -30,21 +28,13 @@ def advice_for(name: str, *, reinforcement: bool = False) -> str | None:
     say = TABLES.sentences
     if reinforcement and TABLES.names[found] in (say.sft["RL"], say.sft["REWARD"]):
         return say.rl["ELSEWHERE"]
-    return with_state(TABLES.names[found])
+    return TABLES.names[found]
 
 
 def trainers_of(name: str) -> list[Trainer]:
     """The trainers that have this dotted name."""
     found = entry_of(name)
     return [trainer for trainer in TABLES.trainers if found in trainer.names]
-
-
-def with_state(text: str) -> str:
-    """The advice, with a remark on keys in it that this version does not have yet."""
-    missing = [f"`{key}`" for key in dict.fromkeys(re.findall(r"`([\w.]+)`", text)) if not_yet(key)]
-    if not missing:
-        return text
-    return f"{text} ({' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not in this version yet.)"
 
 
 def entry_of(name: str, table: Mapping[str, Any] | None = None) -> str | None:

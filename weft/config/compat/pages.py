@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from weft.config.compat.check import check
-from weft.config.compat.names import with_state
 from weft.config.compat.trainer import TABLES, Trainer
 from weft.config.keys import schema_keys
 from weft.config.load import show_default
@@ -141,7 +140,7 @@ def _rows(names: Mapping[str, str]) -> str:
     """One for each answer, with all the names that it is the answer to."""
     by_answer: dict[str, list[str]] = {}
     for name, text in names.items():
-        by_answer.setdefault(with_state(text), []).append(f"`{name}`")
+        by_answer.setdefault(text, []).append(f"`{name}`")
     return "".join(f"| {', '.join(names)} | {text[0].upper() + text[1:]} |\n" for text, names in by_answer.items())
 
 

@@ -1,0 +1,74 @@
+"""How evenly a step's tokens fall on the experts of a model, and how many of them travel to other ranks.
+
+E experts of a layer, L layers with experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from weft.engine.metrics import Sums
+from weft.models import hf
+from weft.ops.dispatch import ExpertAxis
+from weft.parallel.mesh import Mesh
+
+
+class ExpertLoad:
+    """Counts choices of experts in the forwards of one engine's model. Nothing waits for the device."""
+
+    def __init__(self, layers: Iterable[nn.Module], mesh: Mesh) -> None:
+        """layers: experts of this stage; those that do not get tokens by choice are left out."""
+        self.layers = [child for child in layers if hf.is_fused_experts(child)]
+        self._counts: dict[int, Tensor] = {}
+        self._tokens: int | None = None
+        elsewhere = mesh.pp is not None and any(mesh.pp.of_all(bool(self.layers))) and not self.layers
+        self._of_others = ["experts/max_load", *["experts/sent"] * (mesh.ep is not None)] if elsewhere else []
+        for child in self.layers:
+            child.register_forward_pre_hook(self._count, with_kwargs=True)
+
+    @contextmanager
+    def counting(self, tokens: int) -> Iterator[None]:
+        """Count the choices of the first so many tokens of a forward with gradients: what follows is padding. Layers
+        that backward recomputes are not counted again."""
+        self._tokens = tokens if torch.is_grad_enabled() else None
+        try:
+            yield
+        finally:
+            self._tokens = None
+
+    def _count(self, experts: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._tokens is None:
+            return
+        chosen_TK = next(value for value in (*args, *kwargs.values()) if not value.is_floating_point())
+        expert = chosen_TK[: self._tokens].reshape(-1)
+        before = self._counts.get(id(experts))
+        if before is None:
+            before = torch.zeros(experts.num_experts, dtype=torch.int64, device=expert.device)
+        self._counts[id(experts)] = before.scatter_add(0, expert.long(), torch.ones_like(expert, dtype=torch.int64))
+
+    def add_to(self, sums: Sums, group: dist.ProcessGroup) -> None:
+        """Add the metrics of the forwards since the last call. Collective over `group`, the ranks with other tokens.
+
+        `experts/max_load`: the choices of a layer's busiest expert, relative to their mean; 1 where all are alike. The
+        mean over layers. `experts/sent`, with mesh.ep: the share of choices that are computed on another rank.
+        """
+        if not self.layers:
+            for name in self._of_others:  # every stage adds to the same names
+                sums.add(name, 0.0, 0.0)
+            return
+        counts_LE = torch.stack([self._counts[id(child)] for child in self.layers])
+        self._counts.clear()
+        axis: ExpertAxis | None = getattr(self.layers[0], "weft_axis", None)
+        if axis is not None:
+            first = sum(axis.experts[: axis.place])
+            own = counts_LE[:, first : first + axis.own].sum()
+            sums.add("experts/sent", counts_LE.sum() - own, counts_LE.sum())
+        dist.all_reduce(counts_LE, group=group)
+        share_LE = counts_LE.double() / counts_LE.sum(1, keepdim=True).clamp(min=1)
+        sums.add("experts/max_load", (share_LE.amax(1) * counts_LE.shape[1]).sum(), float(len(self.layers)))

@@ -1,0 +1,110 @@
+"""The forward of fused experts, for transformers' experts interface: dispatch, own experts, combine.
+
+T tokens, K chosen experts of each, S = T K, E experts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from weft.models import hf
+from weft.models.low_rank import LowRank
+from weft.ops.dispatch import Dispatched, ExpertAxis, combine, dispatch, inverse, permuted, rows_of, sort_by_expert
+
+
+def use_experts_forward(experts: Any) -> None:
+    """Make fused experts, and all others that share their config, run `experts_forward`."""
+    hf.set_experts_function(experts, experts_forward)
+
+
+def spread_experts(experts: Any, axis: ExpertAxis) -> None:
+    """Tell the experts of a layer that this rank holds some of them. Their parameters must be those of its own."""
+    if hf.is_fused_experts(experts):
+        experts.weft_axis = axis
+        use_experts_forward(experts)
+    else:
+        _spread_dense(experts, axis)
+
+
+def _spread_dense(experts: nn.Module, axis: ExpertAxis) -> None:
+    """Experts that get every token, [experts x tokens, H], with zeros where it is not theirs (llama4)."""
+    under_way: list[Dispatched] = []
+
+    def enter(_: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
+        total, tokens = sum(axis.experts), len(args[0]) // sum(axis.experts)
+        ends = torch.arange(1, total + 1, dtype=torch.int32, device=args[0].device) * tokens
+        under_way.append(dispatch(args[0], ends, axis))
+        return (under_way[-1].rows_RH,)
+
+    def leave(_: nn.Module, __: Any, output: Tensor) -> Tensor:
+        return combine(output, under_way.pop(), axis)
+
+    experts.register_forward_pre_hook(enter)
+    experts.register_forward_hook(leave)
+
+
+def share_experts_bias(experts: Any, share: float) -> None:
+    """Add only a share of the output's bias: where several ranks add up parts of the output."""
+    experts.weft_bias_share = share
+    use_experts_forward(experts)
+
+
+def experts_of(module: nn.Module) -> dict[str, Any]:
+    """Name -> the experts of a layer, whose parameters are [experts, ., .], inside of a module."""
+    return {name: child for name, child in module.named_modules() if hf.is_fused_experts(child) or _is_dense(child)}
+
+
+def _is_dense(child: Any) -> bool:
+    return getattr(getattr(child, "down_proj", None), "ndim", 0) == 3
+
+
+def experts_forward(experts: Any, hidden_TH: Tensor, chosen_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    """Each token through its chosen experts, weighted and added up, [T, H].
+
+    Rows are sorted by expert, so that each projection, and each adapter matrix (`lora_NAME`), is one grouped product.
+    """
+    axis: ExpertAxis | None = getattr(experts, "weft_axis", None)
+    order_S, ends_E = sort_by_expert(chosen_TK, experts.num_experts)
+    rows = rows_of(hidden_TH, order_S, chosen_TK.shape[1])
+    if axis is None:
+        rows = _own_experts(experts, rows, ends_E)
+    else:
+        there = dispatch(rows, ends_E, axis)
+        rows = combine(_own_experts(experts, there.rows_RH, there.ends), there, axis)
+    rows = rows * permuted(weights_TK.reshape(-1), order_S)[:, None]
+    rows_TKH = permuted(rows, inverse(order_S)).view(*chosen_TK.shape, rows.shape[-1])
+    return rows_TKH.sum(1).to(hidden_TH.dtype)
+
+
+def _own_experts(experts: Any, rows: Tensor, ends: Tensor) -> Tensor:
+    """Rows, sorted by expert, through this rank's experts. ends: where each expert's rows end."""
+    number = torch.arange(len(rows), device=rows.device)
+    expert = torch.searchsorted(ends, number, right=True) if experts.has_bias else None
+    if experts.has_gate:
+        rows = experts._apply_gate(_project(experts, "gate_up_proj", rows, expert, ends))
+    else:
+        rows = experts.act_fn(_project(experts, "up_proj", rows, expert, ends))
+    return _project(experts, "down_proj", rows, expert, ends, getattr(experts, "weft_bias_share", 1.0))
+
+
+def _project(
+    experts: Any, name: str, rows: Tensor, expert: Tensor | None, ends: Tensor, bias_share: float = 1.0
+) -> Tensor:
+    """Each row through its own expert's matrix `name`, and through its adapter."""
+    weight = getattr(experts, name)
+    bias = None if expert is None else bias_share * getattr(experts, f"{name}_bias")[expert]
+    out = hf.grouped_linear(rows, weight, ends, bias, experts.is_transposed)
+    adapter: LowRank | None = getattr(experts, f"lora_{name}", None)
+    if adapter is None or not adapter.switch.on:
+        return out
+    count = len(weight)
+    a_Eri = adapter.A.view(count, -1, adapter.A.shape[1])
+    b_Eor = adapter.B.view(len(adapter.B), -1, count).permute(2, 0, 1)
+    missing = -a_Eri.shape[1] % (16 // rows.element_size())  # grouped products want rows of whole 16 bytes
+    a_Eri, b_Eor = F.pad(a_Eri, (0, 0, 0, missing)), F.pad(b_Eor, (0, missing)).contiguous()
+    inner = hf.grouped_linear(rows, a_Eri, ends, None, False) * adapter.scale
+    return out + hf.grouped_linear(inner, b_Eor, ends, None, False).to(out.dtype)

@@ -1,0 +1,121 @@
+"""Expert parallelism's exchange: rows of tokens travel to the ranks that hold their experts, and back.
+
+T tokens, K chosen experts of each, S = T K rows of this rank, sorted by expert; R rows that this rank's own experts
+compute, H width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.ops.communicator import Communicator, all_to_all
+
+
+@dataclass(frozen=True)
+class ExpertAxis:
+    """This rank's place among the ranks of ep. experts: how many of a layer each rank holds, in order."""
+
+    place: int
+    experts: tuple[int, ...]
+    ranks: Communicator
+
+    @property
+    def own(self) -> int:
+        """Experts of this rank."""
+        return self.experts[self.place]
+
+
+@dataclass(frozen=True)
+class Dispatched:
+    """Rows at their experts. rows_RH: sorted by expert. ends: where each own expert's rows end. order_R: sorts them
+    from the order in which they came, rank by rank. sent, received: rows for and from each rank."""
+
+    rows_RH: Tensor
+    ends: Tensor
+    order_R: Tensor
+    sent: list[int]
+    received: list[int]
+
+
+def sort_by_expert(chosen_TK: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    """([S] order of the choices by expert, [experts] where each expert's end), int32."""
+    expert_S = chosen_TK.reshape(-1)
+    order_S = expert_S.argsort(stable=True)
+    # A sorted list needs no histogram, whose order of additions is left open on CUDA.
+    every_E = torch.arange(experts, device=expert_S.device)
+    return order_S, torch.searchsorted(expert_S[order_S], every_E, right=True).to(torch.int32)
+
+
+def rows_of(hidden_TH: Tensor, order_S: Tensor, chosen: int) -> Tensor:
+    """[S, H]: each token's state once for each of its `chosen` experts, in this order. Gradients are added up in the
+    order of choices, without atomics."""
+    rows: Tensor = _Rows.apply(hidden_TH, order_S, chosen)
+    return rows
+
+
+def permuted(rows: Tensor, order: Tensor) -> Tensor:
+    """rows[order] of a permutation; its gradient is the inverse permutation."""
+    found: Tensor = _Permute.apply(rows, order)
+    return found
+
+
+@torch.compiler.disable
+def dispatch(rows_SH: Tensor, ends_E: Tensor, axis: ExpertAxis) -> Dispatched:
+    """Send rows, sorted by expert, to the ranks that hold their experts. Collective over the axis.
+
+    The ranks exchange numbers of rows first, one per expert, and the host waits for them: sizes of the exchange and of
+    its result are needed there.
+    """
+    counts_E = ends_E.diff(prepend=ends_E.new_zeros(1))
+    size = len(axis.experts)
+    received_PE = axis.ranks.all_to_all(counts_E, axis.experts, [axis.own] * size).view(size, axis.own)
+    sent_P = torch.stack([part.sum() for part in counts_E.split(list(axis.experts))])
+    sent, received = torch.stack([sent_P, received_PE.sum(1)]).tolist()
+    rows = all_to_all(rows_SH, axis.ranks, sent, received)
+    expert_R = torch.arange(axis.own, device=rows.device).repeat(size)
+    expert_R = expert_R.repeat_interleave(received_PE.flatten(), output_size=sum(received))
+    order_R = expert_R.argsort(stable=True)
+    ends = received_PE.sum(0).cumsum(0).to(torch.int32)
+    return Dispatched(permuted(rows, order_R), ends, order_R, sent, received)
+
+
+@torch.compiler.disable
+def combine(rows_RH: Tensor, there: Dispatched, axis: ExpertAxis) -> Tensor:
+    """[S, H]: what the experts made of the rows, back where they came from, in the order of dispatch(). Collective."""
+    back = permuted(rows_RH, inverse(there.order_R))
+    return all_to_all(back, axis.ranks, there.received, there.sent)
+
+
+def inverse(order: Tensor) -> Tensor:
+    """The inverse of a permutation."""
+    return torch.empty_like(order).index_copy(0, order, torch.arange(len(order), device=order.device))
+
+
+class _Rows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden_TH: Tensor, order_S: Tensor, chosen: int) -> Tensor:
+        ctx.chosen = chosen
+        ctx.save_for_backward(order_S)
+        return hidden_TH.index_select(0, order_S // chosen)
+
+    @staticmethod
+    def backward(ctx: Any, grad_SH: Tensor) -> tuple[Tensor, None, None]:
+        (order_S,) = ctx.saved_tensors
+        grad = grad_SH.index_select(0, inverse(order_S))
+        return grad.view(len(grad) // ctx.chosen, ctx.chosen, grad.shape[-1]).sum(1), None, None
+
+
+class _Permute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor) -> Tensor:
+        ctx.save_for_backward(order)
+        return rows.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (order,) = ctx.saved_tensors
+        return grad.index_select(0, inverse(order)), None
