@@ -17,22 +17,23 @@ from pathlib import Path
 import torch
 import transformers
 
-from tests import test_context_parallel, test_expert_parallel, test_parity, test_tensor_parallel
+from tests import test_context_parallel, test_expert_parallel, test_parity, test_pipeline, test_tensor_parallel
 from tests.cases import parity, saved_model, world_of
 from tests.pool import run
 from tests.zoo import LAYOUT_FAMILIES, tiny_config
 from weft.engine.context_check import check_context
 from weft.engine.division_check import check_division
 from weft.engine.expert_check import check_experts
+from weft.engine.pipeline_check import check_pipeline
 from weft.engine.startup import examine
 from weft.errors import UserError
 from weft.models import hf
 from weft.models.flops import FlopFacts
 
 PAGE = Path(__file__).parent.parent / "docs" / "reference" / "support.md"
-AXES = ("dp", "tp", "cp", "ep")
+AXES = ("dp", "tp", "cp", "ep", "pp")
 KINDS = ("proven", "checked", "refused", "not run", "failed")
-HEAD = "| family | model_type | layout | dp | tp | cp | ep |\n| --- | --- | --- | --- | --- | --- | --- |\n"
+HEAD = "| family | model_type | layout | dp | tp | cp | ep | pp |\n| --- | --- | --- | --- | --- | --- | --- | --- |\n"
 WHOLE, DENSE = "not run: its documents are never cut", "not run: it has no experts"
 _LONGEST = 140  # letters of a reason
 INTRODUCTION = """\
@@ -45,11 +46,12 @@ on a small random copy, and refused by name where it does not pass.
 - **proven**: on real ranks (gloo, fp32, tiny random models) readouts, loss, the gradient of every parameter and the
   weights after three steps are those of plain transformers in one process. The mesh is named as in tests/cases.py:
   `2x2` is dp_replicate x dp_shard, `tp4` four ranks of tp, `2xcp2` two data ranks of two ranks of cp, `cp4u2` a ring of
-  two with Ulysses over two, `4ep2` four data ranks, of which two each have the same experts; `whole` is said where
-  documents are never cut, but dealt to these ranks: of layers that carry state, and where documents are padded.
+  two with Ulysses over two, `4ep2` four data ranks, of which two each have the same experts, `pp2x2` two stages of two
+  data ranks, `pp2g` two with the schedule GPipe; `whole` is said where documents are never cut, but dealt to these
+  ranks: of layers that carry state, and where documents are padded.
 - **checked**: the check that every run makes before it loads passes. On a small copy, over threads that stand for
-  ranks, readouts and gradients are those of the whole (tp, ep: 2 ranks; cp: a ring of 2, and of 2 with Ulysses over 2);
-  dp: logits are those of transformers, and documents do not see each other.
+  ranks, readouts and gradients are those of the whole (tp, ep: 2 ranks; cp: a ring of 2, and of 2 with Ulysses over 2;
+  pp: each layer a stage); dp: logits are those of transformers, and documents do not see each other.
 - **refused**: that check fails, so that a run ends within seconds with this reason.
 - **not run**: nothing was tried.
 
@@ -64,6 +66,7 @@ def cases() -> dict[tuple[str, str], str]:
         ("tp", test_tensor_parallel.CASES),
         ("cp", [*test_context_parallel.CASES, *test_context_parallel.DEALT_WHOLE]),
         ("ep", test_expert_parallel.CASES),
+        ("pp", test_pipeline.CASES),
     ):
         for family, mesh in tried:
             if world_of(mesh) >= world_of(found.get((family, axis), "1")):
@@ -90,13 +93,14 @@ def row(family: str) -> list[str]:
         "tp": lambda: check_division(config, findings, 2),
         "cp": lambda: cut(config),
         "ep": lambda: check_experts(config, findings, 2),
+        "pp": lambda: check_pipeline(config, findings, torch.float32),
     }
-    cells = [proven(family, axis) or checked(checks[axis]) for axis in AXES]
-    if (findings.mixers or findings.layout == "padded") and not cells[2].startswith("proven"):
-        cells[2] = WHOLE
-    if "has no experts" in cells[3]:
-        cells[3] = DENSE
-    return [model_type, findings.layout, *cells]
+    cells = {axis: proven(family, axis) or checked(checks[axis]) for axis in AXES}
+    if (findings.mixers or findings.layout == "padded") and not cells["cp"].startswith("proven"):
+        cells["cp"] = WHOLE
+    if "has no experts" in cells["ep"]:
+        cells["ep"] = DENSE
+    return [model_type, findings.layout, *cells.values()]
 
 
 def cut(config: transformers.PretrainedConfig) -> None:
@@ -112,7 +116,8 @@ def proven(family: str, axis: str) -> str | None:
         return None
     cuts = "cp" in mesh and (family, mesh) not in test_context_parallel.DEALT_WHOLE
     sections = test_context_parallel.SHORT if cuts else {}
-    verdict = run(world_of(mesh), parity, saved_model(family), mesh, sections)[0]
+    path = test_pipeline.model_of(family, mesh) if axis == "pp" else saved_model(family)
+    verdict = run(world_of(mesh), parity, path, mesh, sections)[0]
     return f"proven: {named(family, axis)}" if verdict.passed else f"failed: {', '.join(verdict.failed)} on {mesh}"
 
 

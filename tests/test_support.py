@@ -34,7 +34,7 @@ def test_what_is_proven_is_what_the_tests_prove() -> None:
 
 def test_a_page_is_read_as_it_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(support, "PAGE", tmp_path / "support.md")
-    cells = {"llama": ["`llama`", "packed", "checked", "refused: a \\| b", support.WHOLE, support.DENSE]}
+    cells = {"llama": ["`llama`", "packed", "checked", "refused: a \\| b", support.WHOLE, support.DENSE, "checked"]}
     support.write(cells)
     assert support.rows(support.PAGE.read_text()) == cells
 

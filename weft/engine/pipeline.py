@@ -51,6 +51,7 @@ class PipelineExecutor(Executor):
     def train(self, rows: Rows, objective: Objective, factors: Factors, sums: Sums, *, routed: bool) -> Trained:
         """See Executor.train."""
         micro_batches = len(rows.sources)
+        self.link.connect()
         done = Trained([torch.zeros((), device=self.device)] * micro_batches)
         actions = order(self.schedule, self.axis.place, self.axis.size, micro_batches)
         held = _Held(rows, self.device)
@@ -104,6 +105,7 @@ class PipelineExecutor(Executor):
     def visit(self, rows: Rows, phase: str, ask: Callable[[Row], Asked], use: Use, *, following: bool = False) -> None:
         """See Executor.visit; `use` is called on the last stage alone."""
         held = _Held(rows, self.device)
+        self.link.connect()
         with self.without_gradients():
             for micro, sources in enumerate(rows.sources):
                 flight.at(phase, micro + 1, sources)

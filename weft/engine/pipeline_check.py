@@ -18,7 +18,7 @@ from weft.engine.document import Document
 from weft.engine.row import Row, build_row
 from weft.engine.startup import Findings, documents_of, small_copy, text_vocabulary
 from weft.errors import UserError, first_line
-from weft.models.pipeline import Anatomy, keep_stage, plan_pipeline
+from weft.models.pipeline import Anatomy, Outside, keep_stage, plan_pipeline
 from weft.models.train_module import TrainModule
 
 
@@ -94,7 +94,7 @@ def _staged(small: PreTrainedModel, row: Row, findings: Findings, anatomy: Anato
     for place in range(count):
         module = TrainModule(copy.deepcopy(small))
         pipeline = plan_pipeline(module, [(n, n + 1) for n in range(count)], anatomy)
-        keep_stage(module, pipeline, place, torch.float32)
+        keep_stage(module, pipeline, place, Outside(torch.float32, torch.device("cpu")))
         modules.append(module)
     return _run(modules, row, findings)
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.errors import UserError
+from weft.models import hf
 from weft.models.train_module import Head, Passage, TrainModule
 
 Span = tuple[int, int]  # first layer of a stage, and the one after its last
@@ -87,22 +88,34 @@ class StandIn(nn.Module):
         return (hidden, *[None] * (self.items - 1)) if self.items else hidden
 
 
-class Idle(nn.Module):
-    """A module outside of the layers that another stage runs: token ids become zeros of the right shape, and hidden
-    states pass. It has the weights that this stage uses under another name (tied)."""
+@dataclass(frozen=True)
+class Outside:
+    """Of what stands in place of modules outside of the layers. dtype: of embeddings, on which tables of positions
+    depend. device: of forwards. parts: so many ranks divide the tokens between layers."""
 
-    def __init__(self, module: nn.Module, dtype: torch.dtype, parts: int, kept: Mapping[str, nn.Parameter]) -> None:
-        """parts: so many ranks divide the tokens of its output."""
+    dtype: torch.dtype
+    device: torch.device
+    parts: int = 1
+
+
+class Idle(nn.Module):
+    """A module outside of the layers that another stage runs: token ids, and what a linear layer takes, become zeros of
+    the right shape; hidden states pass. It has the weights that this stage uses under another name (tied)."""
+
+    def __init__(self, module: nn.Module, kind: Outside, kept: Mapping[str, nn.Parameter]) -> None:
         super().__init__()
         weight = getattr(module, "weight", None)
         self.width = weight.shape[-1] if isinstance(weight, Tensor) else 0
-        self.dtype, self.parts = dtype, parts
+        self.outputs = hf.linear_widths(module)[1] if hf.is_plain_linear(module) else None
+        self.dtype, self.parts = kind.dtype, kind.parts
         for name, parameter in kept.items():
             self.register_parameter(name, parameter)
+        if "weight" not in kept:
+            self.weight = torch.empty(0, device=kind.device)  # some families ask where it is
 
     def forward(self, x: Tensor, *_: Any, **__: Any) -> Tensor:
         if x.is_floating_point():
-            return x
+            return x if self.outputs is None else x.new_zeros(*x.shape[:-1], self.outputs)
         return torch.zeros(*x.shape[:-1], x.shape[-1] // self.parts, self.width, dtype=self.dtype, device=x.device)
 
 
@@ -145,11 +158,8 @@ class _Stages:
         return [len(self._spans) - 1 if last else 0]
 
 
-def keep_stage(module: TrainModule, pipeline: Pipeline, place: int, dtype: torch.dtype, parts: int = 1) -> None:
-    """Leave of a whole model (on meta) what one stage holds, in place.
-
-    dtype: of embeddings, on which tables of positions depend. parts: so many ranks divide the tokens between layers.
-    """
+def keep_stage(module: TrainModule, pipeline: Pipeline, place: int, kind: Outside) -> None:
+    """Leave of a whole model what one stage holds, in place."""
     first, end = pipeline.spans[place]
     passage = Passage(is_last=place == len(pipeline.spans) - 1)
     holder: Any = module.get_submodule(module.facts.layers)
@@ -160,7 +170,8 @@ def keep_stage(module: TrainModule, pipeline: Pipeline, place: int, dtype: torch
     held = {name for name, stages in pipeline.holders.items() if place in stages}
     for name, owner in _outside(module):
         kept = {leaf: p for leaf, p in owner.named_parameters(recurse=False) if f"{name}.{leaf}" in held}
-        _idle(module, name, owner, kept, pipeline, place, dtype, parts)
+        if not _runs(name, owner, pipeline, place):
+            _idle(module, name, owner, kept, kind)
     names = {name for name, _ in module.named_modules()}
     module.mixers = {name: mixer for name, mixer in module.mixers.items() if name in names}
     module.passage = passage
@@ -176,27 +187,20 @@ def _outside(module: TrainModule) -> list[tuple[str, nn.Module]]:
     ]
 
 
-def _idle(
-    module: TrainModule,
-    name: str,
-    owner: nn.Module,
-    kept: Mapping[str, nn.Parameter],
-    pipeline: Pipeline,
-    place: int,
-    dtype: torch.dtype,
-    parts: int,
-) -> None:
+def _runs(name: str, owner: nn.Module, pipeline: Pipeline, place: int) -> bool:
+    """Whether a stage runs a module outside of the layers."""
+    after = isinstance(owner, Head) or name in pipeline.anatomy.after
+    return place == (len(pipeline.spans) - 1 if after else 0)
+
+
+def _idle(module: TrainModule, name: str, owner: nn.Module, kept: Mapping[str, nn.Parameter], kind: Outside) -> None:
     """Replace a module that another stage runs."""
-    last = len(pipeline.spans) - 1
-    runs_here = place == (last if isinstance(owner, Head) or name in pipeline.anatomy.after else 0)
-    if runs_here:
-        return
     if isinstance(owner, Head):  # it is never called, and known by more than its weights
         for leaf in owner._parameters:
             owner._parameters[leaf] = kept.get(leaf)
         return
     parent, _, leaf = name.rpartition(".")
-    setattr(module.get_submodule(parent), leaf, Idle(owner, dtype, parts, kept))
+    setattr(module.get_submodule(parent), leaf, Idle(owner, kind, kept))
 
 
 def cut_layers(costs: Sequence[float], head: float, stages: int) -> list[Span]:

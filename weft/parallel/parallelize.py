@@ -11,7 +11,7 @@ from transformers import PretrainedConfig
 from weft.config.schema import FsdpConfig, ModelConfig
 from weft.models import hf
 from weft.models.experts import experts_of
-from weft.models.pipeline import Anatomy, Pipeline, Span, keep_stage, plan_pipeline
+from weft.models.pipeline import Anatomy, Outside, Pipeline, Span, keep_stage, plan_pipeline
 from weft.models.train_module import TrainModule
 from weft.parallel.experts import expert_parallel
 from weft.parallel.fsdp import DTYPES, shard
@@ -88,7 +88,7 @@ def parallelize(
         assert mesh.pp is not None
         pipeline = plan_pipeline(module, stages.spans, stages.anatomy)
         wide = torch.float32 if stages.anatomy.wide else precision.compute
-        keep_stage(module, pipeline, mesh.pp.place, wide, mesh.tp_size if sequence else 1)
+        keep_stage(module, pipeline, mesh.pp.place, Outside(wide, device, mesh.tp_size if sequence else 1))
 
     # 5. Data axes: FSDP2 or HSDP over whatever the other axes have left.
     units = find_units(module, fsdp.wrap, fsdp.overrides, experts=[] if mesh.ep is None else [*experts_of(module)])

@@ -28,6 +28,21 @@ class Link:
         self.axis, self.width, self.dtype, self.device, self.parts = axis, width, dtype, device, parts
         self._asked: dict[tuple[bool, int], tuple[Tensor, Any]] = {}
         self._sent: list[tuple[Tensor, Any]] = []
+        self._connected = device.type == "cpu"
+
+    def connect(self) -> None:
+        """Make the connections, once, in an order in which no stage waits for one that waits for it: NCCL makes each
+        at its first message, and holds up the thread until the other end does."""
+        if self._connected:
+            return
+        self._connected, first, last = True, self.axis.is_first, self.axis.is_last
+        place, group = torch.zeros(1, device=self.device), self.axis.onward
+        for begins, ends, step in ((first, last, 1), (last, first, -1)):
+            if not begins:
+                _wait(dist.irecv(place, group=group, group_src=self.axis.place - step), self.device)
+            if not ends:
+                _wait(dist.isend(place, group=group, group_dst=self.axis.place + step), self.device)
+            group = self.axis.back
 
     def ask(self, onward: bool, micro: int, shape: Sequence[int]) -> None:
         """Begin to receive a micro-batch, unless that has begun. onward: hidden states, else their gradient. shape: [B,
@@ -90,14 +105,17 @@ def sum_shared_gradients(module: nn.Module, pipeline: Pipeline, axis: PipelineAx
     shared = [parameter for parameter in shared if parameter.requires_grad]
     works, others = [], []
     other = axis.size - 1 - axis.place
-    here, there = (axis.onward, axis.back) if axis.is_first else (axis.back, axis.onward)
     for parameter in shared:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         own = own_part(parameter.grad).contiguous()
         others.append(torch.empty_like(own))
-        works.append(dist.isend(own, group=here, group_dst=other))
-        works.append(dist.irecv(others[-1], group=there, group_src=other))
+        if axis.is_first:
+            works.append(dist.isend(own, group=axis.onward, group_dst=other))
+            works.append(dist.irecv(others[-1], group=axis.back, group_src=other))
+        else:  # in the same order, as NCCL connects the two
+            works.append(dist.irecv(others[-1], group=axis.onward, group_src=other))
+            works.append(dist.isend(own, group=axis.back, group_dst=other))
     for work in works:
         _wait(work, shared[0].device)
     for parameter, theirs in zip(shared, others, strict=True):

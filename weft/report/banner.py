@@ -168,7 +168,8 @@ def print_model(
     say(f"fsdp     {fsdp_line(engine)}")
     for line in update_lines(config):
         say(line)
-    say(f"memory   {engine.memory}; {_rooms(engine)}; {_host(config, [engine, *beside], asleep)}")
+    of = "of the first stage: " if engine.pipeline is not None else ""
+    say(f"memory   {of}{engine.memory}; {_rooms(engine)}; {_host(config, [engine, *beside], asleep)}")
     advice = hint(engine.memory, engine.room, engine.mesh) if engine.storage.type != "cpu" else None
     if advice is not None:
         say(f"hint     {advice}")
