@@ -26,5 +26,6 @@ class PromptImages:
         return [str(image) for image in self.images]
 
     def pictures(self) -> list[Any]:
-        """The images, opened: PIL images in RGB. Raises BadRowError where one can no longer be opened."""
-        return [pixels(image, self.where, Checks())[0] for image in self.images]
+        """The images, opened: PIL images in RGB. Raises BadRowError where one can no longer be opened, or has grown."""
+        limits = (Checks(max_pixels=size.height * size.width) for size in self.sizes)  # which the data's limit allowed
+        return [pixels(image, self.where, checks)[0] for image, checks in zip(self.images, limits, strict=True)]

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from weft.data.prompt_images import PromptImages
+from weft.data.prompt_images import PromptImages
 
 Tokens = NDArray[np.int64]
 Floats = NDArray[np.float32]
