@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -13,6 +12,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from weft.data.encode import Encoding, has_template
+from weft.data.image_files import opening_pool
 from weft.data.images import Images
 from weft.data.limits import Limits, LongDocuments, Piece
 from weft.data.limits import bad_rows as bad_rows_of
@@ -24,8 +24,6 @@ from weft.data.tokenise import Tokenising, Work, tokenise
 from weft.engine.document import Document, MeasuredDocuments, Measures
 from weft.engine.media import Media
 from weft.errors import UserError
-
-_THREADS = 4  # that decode and process images
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +101,7 @@ class Documents(MeasuredDocuments):
         """Several at a time where they have images, which are decoded and processed here."""
         if not self._measures.patches.any():
             return super().take(indices)
-        with ThreadPoolExecutor(_THREADS, thread_name_prefix="images") as pool:
+        with opening_pool() as pool:
             return dict(zip(indices, pool.map(self.build, indices), strict=True))
 
     def _place(self, index: int) -> tuple[Piece, int]:

@@ -15,7 +15,7 @@ from weft.config.schema import DataConfig
 from weft.data.chat_template import ChatTemplate, Lost, RenderError, Rendering, Unclear, chosen_template
 from weft.data.conversation import Conversation, TrainOn, conversation, is_chat
 from weft.data.image_files import Measured, Place
-from weft.data.images import Images, Placed, read_images, texts_of
+from weft.data.images import Images, Placed, of_text_alone, read_images, texts_of
 from weft.data.loss_mask import AssistantMasks, MaskedText
 from weft.data.records import Record
 from weft.data.template_bounds import UnboundedError
@@ -134,7 +134,7 @@ class Encoder:
             read = self._images.read(records)
             return [record for record, _ in read], [sizes for _, sizes in read]
         if found := next((record for record in records if record.images), None):
-            raise BadRowError(f"{found.where}: has images, and model.path is a model of text alone.")
+            raise of_text_alone(found.where)
         return records, [[] for _ in records]
 
     def _placed(self, record: Record, chat: MaskedText, sizes: Sequence[Measured]) -> Placed:

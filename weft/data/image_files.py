@@ -11,6 +11,7 @@ import os
 import struct
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -58,6 +59,11 @@ def need_pillow(where: str) -> None:
             f"{where}: images are read by Pillow, which is not installed: pip install pillow, or install weft with its "
             "extra [vision]."
         )
+
+
+def opening_pool() -> ThreadPoolExecutor:
+    """Threads that open, decode and process images side by side; PIL lets others run meanwhile."""
+    return ThreadPoolExecutor(4, thread_name_prefix="images")
 
 
 def measured(image: Image, where: str, checks: Checks) -> Measured:

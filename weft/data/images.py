@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from weft.config.schema import DataConfig
 from weft.data.chat_template import Span
 from weft.data.image_columns import Image
-from weft.data.image_files import Checks, Measured, Place, measured, need_pillow, pixels, place_of
+from weft.data.image_files import Checks, Measured, Place, measured, need_pillow, opening_pool, pixels, place_of
 from weft.data.image_urls import fetched
 from weft.data.loss_mask import MaskedText
 from weft.data.prompt_images import PromptImages
@@ -23,8 +22,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from weft.models.hf_processor import ImageProcessor
-
-_THREADS = 4  # that open images
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +65,12 @@ class Images:
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_processor": None}
 
+    @property
+    def placeholders(self) -> tuple[int, ...]:
+        """The tokens that stand for images and videos, which no answer may hold."""
+        known = self._tokenizer.get_vocab()
+        return tuple(known[mark] for mark in self.marks if mark in known)
+
     def processor(self) -> ImageProcessor:
         """The model's processor. Raises UserError where there is none."""
         if self._processor is None:
@@ -83,7 +86,7 @@ class Images:
         BadRowError, of the first record that it is about."""
         if not any(record.images for record in records):
             return [(record, []) for record in records]
-        with ThreadPoolExecutor(_THREADS, thread_name_prefix="images") as pool:
+        with opening_pool() as pool:
             return list(pool.map(self.read_one, records))
 
     def read_one(self, record: Record) -> tuple[Record, list[Measured]]:
@@ -175,6 +178,11 @@ def read_images(model: str, tokenizer: PreTrainedTokenizerBase, data: DataConfig
     if not tokenizer.chat_template and images.template:
         tokenizer.chat_template = images.template
     return images
+
+
+def of_text_alone(where: str) -> BadRowError:
+    """The error about a row or a prompt with images for a model without a vision tower."""
+    return BadRowError(f"{where}: has images, and model.path is a model of text alone.")
 
 
 def expanded(chat: MaskedText, placeholder: str, texts: Sequence[str]) -> tuple[MaskedText, tuple[Span, ...]]:
