@@ -110,6 +110,10 @@ class Engine:
         """UserError, naming the document, where one has images that this model, or its rows, cannot take."""
         self._planner.check_images(documents)
 
+    def check_image(self, where: str, length: int, patches: int) -> None:
+        """The same for one document that is not there yet. where: names it. patches: as in Media."""
+        self._planner.check_image(where, length, patches)
+
     def plan(self, metadata: Sequence[DocumentMeta], *, budget: int | None = None) -> StepPlan:
         """Deal a step's documents to rows: a pure function of the metadata, equal on every rank.
 

@@ -45,19 +45,23 @@ class StepPlanner:
         """See Engine.check_images."""
         if not isinstance(documents, MeasuredDocuments):
             return
-        columns, capacity = documents.measures(), self.step.max_tokens_per_device // self.multiple * self.multiple
+        columns = documents.measures()
         for index in columns.patches.nonzero()[0].tolist():
-            own, where = int(columns.patches[index]), documents.source(index)
-            if self._no_images:
-                raise UserError(f"{where}: this model cannot be trained on images: {self._no_images}.")
-            length, (_, extra) = int(columns.length[index]), self.costs.patches(own)
-            if length - self._omitted(length) + extra > capacity:
-                raise UserError(
-                    f"{where}: has {length} tokens, and its images, {own} patches, take as much memory as {extra}; "
-                    "a document with images is not cut, and has to fit step.max_tokens_per_device: set that to "
-                    f"{-(-(length + extra) // self.multiple) * self.multiple} or more, or make images smaller with "
-                    "data.image_pixels."
-                )
+            self.check_image(documents.source(index), int(columns.length[index]), int(columns.patches[index]))
+
+    def check_image(self, where: str, length: int, patches: int) -> None:
+        """See Engine.check_image."""
+        if self._no_images:
+            raise UserError(f"{where}: this model cannot be trained on images: {self._no_images}.")
+        capacity = self.step.max_tokens_per_device // self.multiple * self.multiple
+        _, extra = self.costs.patches(patches)
+        if length - self._omitted(length) + extra > capacity:
+            raise UserError(
+                f"{where}: has {length} tokens, and its images, {patches} patches, take as much memory as {extra}; "
+                "a document with images is not cut, and has to fit step.max_tokens_per_device: set that to "
+                f"{-(-(length + extra) // self.multiple) * self.multiple} or more, or make images smaller with "
+                "data.image_pixels."
+            )
 
     def _omitted(self, length: int) -> int:
         """See DocumentMeta. Where a document's length chooses its rotary table, all of it is read."""

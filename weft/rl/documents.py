@@ -21,7 +21,7 @@ from weft.engine.document import Document, MeasuredDocuments, Measures
 from weft.engine.media import Media
 from weft.engine.replay import align_routes
 from weft.rl.corrections import comparable
-from weft.rollout.types import Flags, Floats, Group, Sample
+from weft.rollout.types import Flags, Floats, Group, Prompt, Sample
 
 
 class _Samples(MeasuredDocuments):
@@ -138,6 +138,17 @@ def documents_of(samples: Sequence[Sample], config: RlConfig) -> list[Document]:
     """All documents of TrainedSamples, built."""
     trained = TrainedSamples(samples, config)
     return list(trained.take(range(len(trained))).values())
+
+
+def longest_samples(prompts: Sequence[Prompt], most_tokens: int) -> list[tuple[str, int, int]]:
+    """(its name, tokens, patches) of the longest sample that each prompt with images can become. most_tokens: behind a
+    prompt."""
+    return [
+        (f"{prompt.source}, with rollout.max_new_tokens = {most_tokens}", len(prompt.tokens) + most_tokens,
+         prompt.images.patches)
+        for prompt in prompts
+        if prompt.images is not None
+    ]  # fmt: skip
 
 
 def is_trained(sample: Sample, config: RlConfig) -> bool:

@@ -30,6 +30,11 @@ class TrainerGroup:
         lines = [line for first, *_ in others for line in first]
         return "\n".join([str(opening[0]).rstrip(), *lines])
 
+    async def check_images(self, samples: Sequence[tuple[str, int, int]]) -> None:
+        """Trainer.check_images on all ranks."""
+        if samples:
+            await together([group.all("check_images", samples) for group in self._all])
+
     async def open_run(self, folder: str, token: str, constants: Mapping[str, Any], last: int) -> list[str]:
         """Trainer.open_run on all ranks; returns messages."""
         notes, *_ = await together(
