@@ -89,6 +89,15 @@ def pixels(image: Image, where: str, checks: Checks) -> tuple[Any, Measured]:
         return seen, Measured(seen.height, seen.width, size, changed)
 
 
+def as_file(image: Image, where: str, checks: Checks) -> Image:
+    """A picture in memory as the bytes of a PNG, of what `pixels` says; another image as it is. Raises BadRowError."""
+    if image.picture is None:
+        return image
+    held = io.BytesIO()
+    pixels(image, where, checks)[0].save(held, "PNG", compress_level=1)
+    return Image(data=held.getvalue())
+
+
 @contextmanager
 def _opened(image: Image, where: str, checks: Checks) -> Iterator[tuple[Any, int, int]]:
     """(PIL image, bytes, time of change); what goes wrong inside becomes a BadRowError."""

@@ -26,13 +26,14 @@ class ImageOpener:
         that who sees none loads no tokenizer and no processor. room: bytes that are kept."""
         self._read, self._room, self._held = read, room, 0
         self._images: Images | None = None
-        self._kept: OrderedDict[tuple[str, tuple[Measured, ...]], Media] = OrderedDict()
+        self._kept: OrderedDict[tuple[str, tuple[Measured, ...], tuple[int, ...]], Media] = OrderedDict()
 
     def __call__(self, wanted: PromptImages) -> Media:
         """The inputs of the model. Raises UserError where an image has changed since the prompts were read."""
         self._images = self._images or self._read()
         assert self._images is not None, "prompts with images are refused by models of text"
-        key = wanted.where, wanted.sizes
+        # Replies of an environment are told apart by their bytes: a prompt has others in each sample.
+        key = wanted.where, wanted.sizes, tuple(hash(image.data) for image in wanted.images)
         if key in self._kept:
             self._kept.move_to_end(key)
             return self._kept[key]

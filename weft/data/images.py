@@ -11,7 +11,17 @@ from typing import TYPE_CHECKING, Any
 from weft.config.schema import DataConfig
 from weft.data.chat_template import Span
 from weft.data.image_columns import Image
-from weft.data.image_files import Checks, Measured, Place, measured, need_pillow, opening_pool, pixels, place_of
+from weft.data.image_files import (
+    Checks,
+    Measured,
+    Place,
+    as_file,
+    measured,
+    need_pillow,
+    opening_pool,
+    pixels,
+    place_of,
+)
 from weft.data.image_urls import fetched
 from weft.data.loss_mask import MaskedText
 from weft.data.prompt_images import PromptImages
@@ -145,6 +155,20 @@ class Images:
         placed = self.place(record, MaskedText(text, ()), sizes)
         found = PromptImages(where, record.images, tuple(sizes), placed.patches) if given else None
         return placed.chat.text, found
+
+    def reply(
+        self, where: str, text: str, given: tuple[Image, ...], before: PromptImages | None, replied: PromptImages | None
+    ) -> tuple[str, PromptImages | None]:
+        """(a rendered reply with what stands for its images, the images of all replies). before, replied: the images of
+        the prompt and of earlier replies. Raises BadRowError as `prompt`."""
+        given = tuple(as_file(image, f"{where}: image", self.checks) for image in given)
+        text, new = self.prompt(where, text, given)
+        if new is None:
+            return text, replied
+        own = new if replied is None else replied.followed_by(new)
+        whole = own if before is None else before.followed_by(own)
+        sizes = tuple((size.height, size.width) for size in whole.sizes)
+        return text, replace(own, patches=self.processor().layout(sizes).patches)
 
     def inputs(self, where: str, images: Sequence[tuple[Image, Measured]]) -> tuple[dict[str, Any], int]:
         """(the model's inputs for a document's images, their patches). Raises UserError where an image is not what it

@@ -20,6 +20,11 @@ class PromptImages:
     sizes: tuple[Measured, ...]
     patches: int
 
+    def followed_by(self, more: PromptImages) -> PromptImages:
+        """These, then those of replies. more: whose patches count these, too, because processors pad images of one
+        document to the largest."""
+        return PromptImages(self.where, (*self.images, *more.images), (*self.sizes, *more.sizes), more.patches)
+
     @property
     def names(self) -> list[str]:
         """Of each image the path, as rollouts and samples record it."""

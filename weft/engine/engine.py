@@ -16,6 +16,7 @@ from weft.engine import nonfinite
 from weft.engine.config import EngineConfig
 from weft.engine.document import Document, take
 from weft.engine.executor import WRONG, Executor, Factors
+from weft.engine.media import ImageRoom
 from weft.engine.metrics import Sums
 from weft.engine.plan import DocumentMeta, StepPlan
 from weft.engine.planning import StepPlanner
@@ -101,6 +102,11 @@ class Engine:
     def meta(self, document: Document) -> DocumentMeta:
         """The document's metadata, with its cost in this model."""
         return self.metas([document])[0]
+
+    @property
+    def image_room(self) -> ImageRoom:
+        """The room of a document with images in a row."""
+        return self._planner.image_room
 
     def metas(self, documents: Sequence[Document]) -> list[DocumentMeta]:
         """The metadata of each; measured documents are not built for it."""

@@ -8,6 +8,7 @@ from functools import cache, partial
 from weft.config.schema import StepConfig
 from weft.engine.build import BuiltModel
 from weft.engine.document import Costs, Document, MeasuredDocuments, metas
+from weft.engine.media import ImageRoom
 from weft.engine.plan import DocumentMeta, StepPlan, omitted_tokens, plan_step
 from weft.errors import UserError
 from weft.models.facts import position_limit, rope_is_dynamic
@@ -28,6 +29,8 @@ class StepPlanner:
         text = built.config.get_text_config()
         self._every_token_counts = bool(built.balance)  # the balancing loss of experts counts all tokens
         self._no_images = built.findings.images
+        room = step.max_tokens_per_device // multiple * multiple
+        self.image_room = ImageRoom(room, built.flops.tower_memory, self._no_images)
         self._position_limit, self._dynamic = position_limit(text), rope_is_dynamic(text)
         # Of a length, and of a number of patches; a step has many of the same.
         self.costs = Costs(
@@ -53,9 +56,8 @@ class StepPlanner:
         """See Engine.check_image."""
         if self._no_images:
             raise UserError(f"{where}: this model cannot be trained on images: {self._no_images}.")
-        capacity = self.step.max_tokens_per_device // self.multiple * self.multiple
-        _, extra = self.costs.patches(patches)
-        if length - self._omitted(length) + extra > capacity:
+        extra = self.image_room.of(patches)
+        if length - self._omitted(length) + extra > self.image_room.tokens:
             raise UserError(
                 f"{where}: has {length} tokens, and its images, {patches} patches, take as much memory as {extra}; "
                 "a document with images is not cut, and has to fit step.max_tokens_per_device: set that to "

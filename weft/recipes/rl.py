@@ -357,6 +357,9 @@ async def prepare(run: Run, opened: AsyncExitStack) -> tuple[PhaseSwitch, Sampli
         await task.rewards.start([*task.prompts, *task.held_out.all()])
         opening = await run.trainer_group.describe()
         await run.trainer_group.check_images(longest_samples(task.prompts, config.rollout.max_new_tokens))
+        if task.episodes is not None and task.episodes.chats.images is not None:
+            episodes = replace(task.episodes, room=await run.trainer_group.image_room())
+            run.task = task = replace(task, episodes=episodes)
         ends = await trainers.one(0, "ends")
         run.compute = await trainers.one(0, "compute_dtype")
         notes = await run.trainer_group.open_run(str(run.held.folder), run.held.token, constants(run), start.step)

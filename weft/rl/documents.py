@@ -27,7 +27,7 @@ from weft.rollout.types import Flags, Floats, Group, Prompt, Sample
 class _Samples(MeasuredDocuments):
     """Documents of samples, without their arrays until they are built. weights: the loss weight of each sampled token
     of a sample; 0 where nothing was sampled. routed: whether documents have the routes that samples have. opener: opens
-    the images of prompts."""
+    their images."""
 
     def __init__(
         self, samples: Sequence[Sample], weights: Sequence[np.float32], routed: bool, opener: ImageOpener | None
@@ -45,7 +45,7 @@ class _Samples(MeasuredDocuments):
             weight=counts.astype(np.float64) * np.array(self._weights, np.float64),
             loss_tokens=counts,
             routed=np.array([self._routed and sample.routes is not None for sample in self.samples], np.bool_),
-            patches=np.array([s.prompt.images.patches if s.prompt.images else 0 for s in self.samples], np.int64),
+            patches=np.array([images.patches if (images := s.images) else 0 for s in self.samples], np.int64),
         )
 
     def source(self, index: int) -> str:
@@ -80,10 +80,11 @@ class _Samples(MeasuredDocuments):
         return {}
 
     def _media(self, sample: Sample) -> Media | None:
-        if sample.prompt.images is None:
+        images = sample.images
+        if images is None:
             return None
-        assert self._opener is not None, "who reads prompts with images can open them"
-        return self._opener(sample.prompt.images)
+        assert self._opener is not None, "who reads samples with images can open them"
+        return self._opener(images)
 
     def _routes(self, sample: Sample) -> Tensor | None:
         return align_routes(sample.routes, len(sample)) if self._routed and sample.routes is not None else None

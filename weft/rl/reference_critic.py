@@ -28,6 +28,7 @@ from weft.data.image_opener import ImageOpener, image_opener
 from weft.engine.contract import check_contract
 from weft.engine.document import Document, first_sources
 from weft.engine.engine import Engine, StepResult
+from weft.engine.media import ImageRoom
 from weft.objectives.value import ValueLoss
 from weft.rl.documents import ReadSamples, TrainedSamples
 from weft.rl.engines import check_images, critic_engine, opening_lines, reference_engine
@@ -145,6 +146,10 @@ class ReferenceCriticRank:
     def check_images(self, samples: Sequence[tuple[str, int, int]]) -> None:
         """See engines.check_images."""
         check_images({self.role: self.engine}, samples)
+
+    def image_room(self) -> ImageRoom:
+        """See Engine.image_room."""
+        return self.engine.image_room
 
     def open_run(self, folder: str, constants: Mapping[str, Any], last: int = 0) -> None:
         """Enter RUN, as Trainer.open_run; a reference has nothing to restore."""

@@ -32,6 +32,7 @@ from weft.data.image_opener import image_opener
 from weft.engine.contract import check_contract
 from weft.engine.document import Document, first_sources
 from weft.engine.engine import Engine
+from weft.engine.media import ImageRoom
 from weft.engine.sleep import Part
 from weft.errors import ActorError
 from weft.models.flops import Throughput
@@ -160,6 +161,10 @@ class Trainer:
     def check_images(self, samples: Sequence[tuple[str, int, int]]) -> None:
         """See engines.check_images."""
         check_images({"policy": self.engine, "reference": self.reference, CRITIC: self.critic}, samples)
+
+    def image_room(self) -> ImageRoom:
+        """What the policy, and its reference and critic in these ranks, have room for."""
+        return ImageRoom.least([engine.image_room for engine in self._engines()])
 
     # ------------------------------------------------------------ rollouts
 
