@@ -16,6 +16,7 @@ from weft.engine import nonfinite
 from weft.engine.config import EngineConfig
 from weft.engine.document import Document, take
 from weft.engine.executor import WRONG, Asked, Executor, Factors
+from weft.engine.media import ImageRoom
 from weft.engine.metrics import Sums
 from weft.engine.pipeline import PipelineExecutor
 from weft.engine.plan import DocumentMeta, StepPlan
@@ -153,6 +154,11 @@ class Engine:
         """The document's metadata, with its cost in this model."""
         return self.metas([document])[0]
 
+    @property
+    def image_room(self) -> ImageRoom:
+        """The room of a document with images in a row."""
+        return self._planner.image_room
+
     def metas(self, documents: Sequence[Document]) -> list[DocumentMeta]:
         """The metadata of each; measured documents are not built for it."""
         return self._planner.metas(documents)
@@ -160,6 +166,10 @@ class Engine:
     def check_images(self, documents: Sequence[Document]) -> None:
         """UserError, naming the document, where one has images that this model, or its rows, cannot take."""
         self._planner.check_images(documents)
+
+    def check_image(self, where: str, length: int, patches: int) -> None:
+        """The same for one document that is not there yet. where: names it. patches: as in Media."""
+        self._planner.check_image(where, length, patches)
 
     def plan(self, metadata: Sequence[DocumentMeta], *, budget: int | None = None) -> StepPlan:
         """Deal a step's documents to rows: a pure function of the metadata, equal on every rank.
