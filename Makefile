@@ -18,7 +18,7 @@ VERSIONS := 2.11-5.17-3.12 2.15-5.23-3.13
 GPU_OUT ?= .gpu
 MINUTES ?= 9
 
-.PHONY: setup demo demo-sft demo-vision test lint types suite mutants faults mistakes support test-soak test-install test-compat test-oracle test-versions test-vllm bench bench-sft bench-images bench-rl gpu docs format clean
+.PHONY: setup demo demo-sft demo-vision test lint types suite mutants faults mistakes support verify-all test-soak test-install test-compat test-oracle test-versions test-vllm bench bench-sft bench-images bench-rl gpu docs format clean
 
 setup: $(STAMP)
 
@@ -98,6 +98,10 @@ test-install: .venv-install/.installed
 		-c constraints.txt
 	.venv-install/bin/python -m pip install --quiet pytest pytest-timeout pytest-xdist
 	touch $@
+
+# Families x mixes of axes on up to eight ranks (twenty minutes); docs/reference/mixes.md. WORDS=... are mixes.
+verify-all: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mixes $(WORDS)
 
 # The oldest supported transformers beside the installed one, and what it needs that the newest does without.
 test-compat: $(STAMP) $(COMPAT_DIR)/.installed

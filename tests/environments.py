@@ -126,3 +126,27 @@ class Patient(Environment):
 class Broken(Environment):
     async def step(self, text: str, tokens: Sequence[int]) -> Reply:
         raise KeyError("nothing here")
+
+
+class Gallery(Environment):
+    """Shows an image after each answer: of a file, as bytes, as a picture in memory; with words of the column `ask`."""
+
+    gives_reward = True
+
+    async def start(self, prompt: Any) -> None:
+        self.folder, self.ask, self.turns = prompt.columns["folder"], prompt.columns["ask"], 0
+
+    async def step(self, text: str, tokens: Sequence[int]) -> Reply:
+        self.turns += 1
+        if self.turns == 4:
+            return Reply(done=True, reward=float(len(text) % 3))
+        parts = [{"type": "image", "image": self._image()}, {"type": "text", "text": self.ask}]
+        return Reply(messages=[{"role": "user", "content": parts}])
+
+    def _image(self) -> Any:
+        from PIL import Image
+
+        path = f"{self.folder}/{'abc'[self.turns - 1]}.png"
+        if self.turns == 1:
+            return path
+        return Path(path).read_bytes() if self.turns == 2 else Image.open(path)

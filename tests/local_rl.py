@@ -25,7 +25,6 @@ from weft.cluster.process import leave
 from weft.cluster.rays import ActorGroup, together
 from weft.config.load import load_config
 from weft.config.rl_schema import RlConfig
-from weft.data.encode import load_tokenizer
 from weft.data.image_opener import image_opener
 from weft.errors import ActorError
 from weft.recipes import rl
@@ -121,7 +120,7 @@ def local_actors(
     trainers = kind("trainer rank", [partial(Trainer, config, "cpu", fill=fill)], hook)
     engines = None
     if config.rollout.engine == "hf":
-        opener = image_opener(config.model.path, load_tokenizer(config.model.path), config.data)
+        opener = image_opener(config.model.path, config.data)
         make = partial(Standalone, config.model.path, dtype=torch.float32, opener=opener)
         engines = kind("rollout engine", [make] * config.rollout.count, hook)
     try:

@@ -382,6 +382,7 @@ OUT_OF_RANGE = {
     "train.seed": "-1",
     "train.timeout": "0",
     "model.router_aux_loss_coef": "0",
+    "model.router_bias_rate": "0",
     "train.log_every": "0",
     "train.max_nonfinite": "0",
     "lora.rank": "0",

@@ -40,6 +40,10 @@ EFFECTS: dict[str, tuple[str, str]] = {
         "factor of that loss",
         "test_balance.py::test_the_coefficient_is_the_configs_unless_it_is_set",
     ),
+    "model.router_bias_rate": (
+        "how far correction biases move",
+        "test_router_bias.py::test_a_step_moves_biases_by_its_choices",
+    ),
     "model.compile": (
         "layers run as compiled graphs",
         "test_knobs_compile.py::test_parity_with_compiled_layers",

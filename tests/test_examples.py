@@ -25,6 +25,7 @@ PARAMETERS = {
     "Qwen3-4B-128k": 4_022_468_096,
     "Qwen3-32B": 32_762_123_264,
     "Qwen3-30B-A3B": 30_532_122_624,
+    "Qwen3-235B-A22B": 235_093_634_560,
     "Qwen2.5-VL-7B-Instruct": 8_292_166_656,
 }
 
@@ -122,6 +123,19 @@ def test_a_dry_run_of_experts(checkout: Path, capsys: pytest.CaptureFixture[str]
         assert "weights 7.109 GiB + gradients 7.109 GiB + optimizer 14.22 GiB = 28.44 GiB a rank" in out
         assert (gathered is None) == ("ep 8 0-7 | 8-15 of dp_shard x cp" not in out)
         assert gathered is None or f"48 model.layers.*.mlp.experts {gathered}" in out
+
+
+def test_a_dry_run_of_stages_with_experts_and_long_documents(
+    checkout: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["sft", "examples/sft_qwen3_235b_a22b.yaml", "--dry-run", "--assume", "h100-80gb"]
+    assert cli.main(words) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "8 stages of layers: 0 to 11 (30,475,389,952 parameters), 12 to 23" in out
+    assert "cut over up to 4 ranks (ring 4)" in out and "ep 8 0-7 | 8-15" in out
+    assert "weights 14.19 GiB + gradients 14.19 GiB + optimizer 14.19 GiB = 42.57 GiB a rank" in out
+    assert cli.main([*words, "model.router_aux_loss=document"]) == 2
+    assert "model.router_aux_loss does not go together with mesh.pp = 8" in capsys.readouterr().err
 
 
 def test_a_dry_run_of_a_vision_model(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import transformers
 
+from tests.cases import open_engine
+from tests.pool import run
 from tests.vision_zoo import FAMILIES, encoded, picture, saved_vision_model, vision_folder, vision_tokenizer
-from weft.config.schema import DataConfig
+from weft.config.schema import DataConfig, EvalConfig, ModelConfig, SftConfig
+from weft.data import prompts as prompts_of
 from weft.data.encode import Encoding
 from weft.data.image_opener import ImageOpener
 from weft.data.images import Images, read_images
 from weft.errors import UserError
+from weft.recipes.sampling import Questions, Sampler
 from weft.rl.prompts import PromptRules, read_prompts
+from weft.rollout import generate
 from weft.rollout.base import Completion, Request, Sampling
 from weft.rollout.generate import Generator
-from weft.rollout.rows import CachedRows
+from weft.rollout.rows import CachedRows, WholeRows
+from weft.rollout.token_sampling import SampledTokens, sample_tokens
 from weft.rollout.types import Prompt
 
 NEW = 8
@@ -75,7 +84,7 @@ def expected(family: str, images: Images) -> list[list[int]]:
 def completed(family: str, prompts: list[Prompt], images: Images, count: int = 2, **sampling: Any) -> list[Completion]:
     """The first completion of each prompt; all are asked for together."""
     model: Any = getattr(transformers, FAMILIES[family].model).from_pretrained(folder(family), dtype=torch.float32)
-    generator = Generator(model, opener=ImageOpener(images))
+    generator = Generator(model, opener=ImageOpener(lambda: images))
     requests = [
         Request(str(n), prompt.tokens, tuple(range(count)), Sampling(NEW, **sampling), prompt.images)
         for n, prompt in enumerate(prompts)
@@ -107,7 +116,7 @@ def test_with_new_weights_samples_go_on_with_their_images(monkeypatch: pytest.Mo
     model: Any = transformers.Qwen2_5_VLForConditionalGeneration.from_pretrained(
         folder("qwen2_5_vl"), dtype=torch.float32
     )
-    generator = Generator(model, opener=ImageOpener(images))
+    generator = Generator(model, opener=ImageOpener(lambda: images))
     assert isinstance(generator._rows, CachedRows)
     for n, prompt in enumerate(prompts):
         generator.add(Request(str(n), prompt.tokens, (0,), Sampling(NEW, 0.0), prompt.images))
@@ -117,6 +126,33 @@ def test_with_new_weights_samples_go_on_with_their_images(monkeypatch: pytest.Mo
             generator.renew(1)
         found |= {request.id: completions[0] for request, completions in generator.step()} if generator.busy else {}
     assert [found[str(n)].tokens for n in range(3)] == [one.tokens for one in whole]
+
+
+def answer_that_draws_an_image(path: str, questions: Questions, root: str) -> dict[str, Any]:
+    """A line of eval.prompts, by forwards of whole rows; the third token stands for an image."""
+    asked = EvalConfig(prompts=("unused",), max_new_tokens=NEW)
+    config = SftConfig(model=ModelConfig(path=path), data=DataConfig(path="unused"), eval=asked)
+    assert questions.images is not None
+    place, calls = torch.tensor(questions.images.placeholders[:1]), []
+
+    def third(*given: Any) -> SampledTokens:
+        calls.append(given)
+        drawn = sample_tokens(*given)
+        return replace(drawn, tokens_R=place) if len(calls) == 3 else drawn
+
+    with mock.patch.object(generate, "open_rows", WholeRows), mock.patch.object(generate, "sample_tokens", third):
+        Sampler(config, open_engine(path, "1"), questions, Path(root))(1)
+    line: dict[str, Any] = json.loads((Path(root) / "samples.jsonl").read_text())
+    return line
+
+
+def test_an_answer_to_eval_prompts_ends_where_it_draws_an_image(tmp_path: Path) -> None:
+    """A forward of the whole row would find more places than images."""
+    prompts, images = read("qwen2_5_vl", ROWS[:1])
+    own = [prompts_of.Prompt(prompt.text, prompt.tokens, prompt.images) for prompt in prompts]
+    questions = Questions(own, vision_tokenizer("qwen2_5_vl"), (), images)
+    (line,) = run(1, answer_that_draws_an_image, folder("qwen2_5_vl"), questions, str(tmp_path))
+    assert line["tokens"] == 2 and not line["finished"]
 
 
 def test_an_engine_of_texts_refuses_images() -> None:

@@ -23,7 +23,8 @@ from transformers import AutoProcessor, AutoTokenizer, PreTrainedTokenizerBase
 
 from tests.toy_tokenizers import byte_tokenizer, write_jsonl
 from tests.vision_zoo import FAMILIES, encoded, picture, question, vision_folder
-from weft.config.schema import DataConfig
+from weft.config.load import load_config
+from weft.config.schema import DataConfig, SftConfig
 from weft.data.documents import Documents, load_documents
 from weft.data.encode import Encoding, changed_files
 from weft.data.image_files import Checks
@@ -31,8 +32,9 @@ from weft.data.images import Images, expanded
 from weft.data.loss_mask import MaskedText
 from weft.data.tokenise import Tokenising
 from weft.errors import UserError
-from weft.models import hf
+from weft.models import hf, hf_processor
 from weft.models.hf_processor import load_processor
+from weft.recipes.run_data import read_run_data
 
 CAT = picture(40, 56)
 
@@ -96,6 +98,11 @@ def test_tokens_and_inputs_are_those_of_the_familys_processor(family: str, model
         assert tokenizer.decode(document.tokens[document.weights > 0]) == "two cats<|im_end|>"
     measures = documents.measures()
     assert measures.patches.tolist() == [document.meta().patches for document in documents]
+    for document, pairs in zip(documents, measures.pairs.tolist(), strict=True):
+        media = document.media
+        assert media is not None and media.pairs == pairs
+        if "image_grid_thw" in media.inputs:
+            assert pairs == int((media.inputs["image_grid_thw"].prod(1) ** 2).sum())
 
 
 @pytest.mark.parametrize("family", ["gemma3", "llava", "idefics3"])
@@ -371,6 +378,20 @@ def test_documents_are_the_same_from_other_processes(
 
 
 # ---------------------------------------------------------------- keys
+
+
+def test_a_run_has_one_processor(tmp_path: Path, models: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """For what it trains on, what it holds out, and the prompts that it answers."""
+    (tmp_path / "a.png").write_bytes(encoded(picture(24, 40)))
+    row = question("who?", "me", ["a.png"])
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    rows = [f"{key}={tmp_path}/rows.jsonl" for key in ("data.path", "eval.path", "eval.prompts")]
+    made = []
+    whole = hf_processor.load_processor
+    monkeypatch.setattr(hf_processor, "load_processor", lambda *given: made.append(given[0]) or whole(*given))
+    data = read_run_data(load_config([], [f"model.path={models('qwen2_5_vl')}", "model.init=random", *rows], SftConfig))
+    assert data.held_out.questions is not None and data.held_out.questions.prompts[0].images is not None
+    assert len(made) == 1
 
 
 def test_image_pixels_are_the_processors_limits(models: Callable[[str], str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,14 @@ import pytest
 
 from tests.local_rl import run_config
 from tests.test_generate_images import PICTURES, asked, folder, read
-from tests.vision_zoo import encoded, vision_tokenizer
+from tests.vision_zoo import encoded, picture, vision_tokenizer
 from weft.config.load import load_config
 from weft.config.rl_schema import RlConfig
+from weft.config.schema import DataConfig
+from weft.data import prompt_images
+from weft.data.image_files import Checks
+from weft.data.image_opener import ImageOpener, image_opener
+from weft.data.images import Images
 from weft.errors import UserError
 from weft.rl.chat import ChatRenderer
 from weft.rl.prompts import Prompts
@@ -36,8 +42,8 @@ def wide(images: list[list[Any]], completion_ids: list[list[int]], **columns: An
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Prompts of one image, of two, and of none; paths beside the file."""
     root = tmp_path_factory.mktemp("prompts")
-    for name, picture in PICTURES.items():
-        (root / f"{name}.png").write_bytes(encoded(picture))
+    for name, shown in PICTURES.items():
+        (root / f"{name}.png").write_bytes(encoded(shown))
     rows = [
         ({"prompt": "<image>who is it?", "images": ["a.png"]}, "a"),
         ({"prompt": "<image> or <image>?", "images": ["b.png", "c.png"]}, "bc"),
@@ -96,6 +102,47 @@ def test_recordings_are_trained_from_with_the_images_of_the_data(data: Path, tmp
     (data / "others.jsonl").write_text((data / "prompts.jsonl").read_text().replace("who is it", "who is that"))
     with pytest.raises(UserError, match=r"the recorded prompt is not .*others.jsonl:1 of data.path"):
         run_config(config_of(data, tmp_path / "third", f"data.path={data}/others.jsonl"), replay=str(run / "rollouts"))
+
+
+def test_a_prompt_that_no_row_takes_is_named_before_training(data: Path, tmp_path: Path) -> None:
+    """Its images take room beside its tokens and its answer's; rows of the reference count, too."""
+    (data / "large.png").write_bytes(encoded(picture(80, 96)))
+    rows = [{"prompt": "<image>", "images": ["a.png"]}, {"prompt": "<image><image>", "images": ["large.png"] * 2}]
+    (data / "large.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    keys = [f"data.path={data}/large.jsonl", "rollout.max_prompt_tokens=60", "rl.reward=[length]"]
+    said = r"large.jsonl:2, with rollout.max_new_tokens = 5: has \d+ tokens, and its images, 96 patches, take as much"
+    with pytest.raises(UserError, match=rf"^\S*{said}"):
+        run_config(config_of(data, tmp_path / "run", *keys, "step.max_tokens_per_device=66"))
+    with pytest.raises(UserError, match=f"^the reference .*{said}"):
+        run_config(config_of(data, tmp_path / "kl", *keys, "rl.kl=0.1", "reference.max_tokens_per_device=66"))
+    assert not (tmp_path / "kl/rollouts").exists()
+
+
+def test_an_image_that_is_alone_in_its_row_is_trained(data: Path, tmp_path: Path) -> None:
+    """It was opened to generate, where nothing is saved for a backward pass."""
+    (data / "one.jsonl").write_text(json.dumps({"prompt": "<image>", "images": ["a.png"]}) + "\n")
+    keys = [f"data.path={data}/one.jsonl", "rl.reward=[length]", "rl.prompts=1", "step.max_tokens_per_device=66"]
+    run_config(config_of(data, tmp_path / "run", *keys, "rollout.max_prompt_tokens=40", "train.steps=1"))
+    assert lines_of(tmp_path / "run")[0]["micro_batches"] == 3
+
+
+def test_pictures_have_the_limit_that_the_data_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    (prompt,), _ = read(FAMILY, [asked("which?", "a", "b")])
+    monkeypatch.setattr(prompt_images, "Checks", partial(Checks, max_pixels=100))  # less than either has
+    assert prompt.images is not None
+    assert [image.size for image in prompt.images.pictures()] == [PICTURES["a"].size, PICTURES["b"].size]
+
+
+def test_who_sees_no_image_loads_no_tokenizer(tmp_path: Path) -> None:
+    (prompt,), images = read(FAMILY, [asked("who?", "a")])
+    assert prompt.images is not None
+    calls: list[Images] = []
+    opener = ImageOpener(lambda: calls.append(images) or images)
+    assert not calls
+    assert opener(prompt.images) is opener(prompt.images) and len(calls) == 1
+    unread = image_opener(str(tmp_path), DataConfig(path="unused"))  # where there is neither config nor tokenizer
+    with pytest.raises(UserError, match=r"model.path"):
+        unread(prompt.images)
 
 
 def test_an_answer_that_draws_an_image_is_not_trained() -> None:

@@ -42,7 +42,7 @@ def test_images(tmp_path: Path) -> None:
     model.save_pretrained(path)
     images = read_images(path, tokenizer, DataConfig(path="unused"))
     prompts = list(read_prompts(ROWS, tokenizer, Encoding(), PromptRules(1000), images))
-    own = Generator(model, opener=ImageOpener(images))
+    own = Generator(model, opener=ImageOpener(lambda: images))
     asked = [Request(str(n), p.tokens, (1, 2), Sampling(8, 0.0), p.images) for n, p in enumerate(prompts)]
     place = asked[0].tokens.index(tokenizer.convert_tokens_to_ids("<|image_pad|>"))
     longer = (*asked[0].tokens[:place], asked[0].tokens[place], *asked[0].tokens[place:])

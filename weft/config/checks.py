@@ -173,6 +173,7 @@ RANGES: dict[str, tuple[Test, str]] = {
     "mesh.ep": AT_LEAST_1,
     "mesh.pp": AT_LEAST_1,
     "model.router_aux_loss_coef": POSITIVE,
+    "model.router_bias_rate": POSITIVE,
     "fsdp.reshard_after_forward": (lambda v: isinstance(v, bool) or v >= 2, "true, false, or a group of 2 or more"),
     "fsdp.loss_scale": (lambda v: v >= 1 and math.log2(v).is_integer(), "a power of 2, 1 or more"),
     "fsdp.loss_scale_interval": AT_LEAST_1,
@@ -316,6 +317,7 @@ def common_combinations(config: Any, free_columns: bool = False) -> Iterator[tup
             "model.init is random, and with lora no checkpoint would hold the base that is drawn, so that nobody "
             "could load the adapter: set model.init=pretrained, or train all weights (lora.rank=null).",
         )
+    yield from _router_combinations(config)
     yield from _schedule_combinations(config.schedule, config.train.steps)
     every, kept = config.checkpoint.every, config.checkpoint.keep_every
     if kept is not None and every and kept % every:
@@ -323,6 +325,23 @@ def common_combinations(config: Any, free_columns: bool = False) -> Iterator[tup
             "checkpoint.keep_every",
             f"checkpoint.keep_every is {kept}, but checkpoints are made at multiples of checkpoint.every = {every}: "
             f"set checkpoint.keep_every={max(1, kept // every) * every}.",
+        )
+
+
+def _router_combinations(config: Any) -> Iterator[tuple[str, str]]:
+    if config.model.router_bias_rate is None:
+        return
+    if config.lora.on:
+        yield (
+            "model.router_bias_rate",
+            "model.router_bias_rate moves biases of the base, which no checkpoint of an adapter holds: set "
+            "model.router_bias_rate=null, or lora.rank=null.",
+        )
+    if config.model.compile:
+        yield (
+            "model.router_bias_rate",
+            "model.router_bias_rate goes by what routers choose, which is not counted in compiled layers: set "
+            "model.router_bias_rate=null, or model.compile=false.",
         )
 
 

@@ -55,6 +55,11 @@ class ModelConfig:
     router_aux_loss_coef: float | None = key(
         "Factor of that loss; null: router_aux_loss_coef of the model's config.", None
     )
+    router_bias_rate: float | None = key(
+        "By how much a router's correction bias, where a family has one (DeepSeek-V3, GLM-4.5), rises after a step for "
+        "each expert that was chosen less often than the mean, and falls for the others. null: they stay.",
+        None,
+    )
     compile: bool = key(
         "Compile each decoder layer with torch.compile; attention over documents stays outside the graphs. The first "
         "steps are slow, others faster on accelerators.",

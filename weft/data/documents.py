@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -13,6 +12,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from weft.data.encode import Encoding, has_template
+from weft.data.image_files import opening_pool
 from weft.data.images import Images
 from weft.data.limits import Limits, LongDocuments, Piece
 from weft.data.limits import bad_rows as bad_rows_of
@@ -24,8 +24,6 @@ from weft.data.tokenise import Tokenising, Work, tokenise
 from weft.engine.document import Document, MeasuredDocuments, Measures
 from weft.engine.media import Media
 from weft.errors import UserError
-
-_THREADS = 4  # that decode and process images
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +73,8 @@ class Documents(MeasuredDocuments):
         losses: Array = np.concatenate([piece.losses for piece in pieces])
         weights = losses.astype(np.float64)  # a trained token weighs 1
         patches: Array = np.concatenate([piece.table.patches[piece.kept] for piece in pieces])
-        self._measures = Measures(lengths, weights, losses, np.zeros(len(losses), bool), patches)
+        pairs: Array = np.concatenate([piece.table.pairs[piece.kept] for piece in pieces])
+        self._measures = Measures(lengths, weights, losses, np.zeros(len(losses), bool), patches, pairs)
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -103,7 +102,7 @@ class Documents(MeasuredDocuments):
         """Several at a time where they have images, which are decoded and processed here."""
         if not self._measures.patches.any():
             return super().take(indices)
-        with ThreadPoolExecutor(_THREADS, thread_name_prefix="images") as pool:
+        with opening_pool() as pool:
             return dict(zip(indices, pool.map(self.build, indices), strict=True))
 
     def _place(self, index: int) -> tuple[Piece, int]:
@@ -122,7 +121,7 @@ def _media(table: Table, index: int) -> Media | None:
     where, patches = table.where(index), int(table.patches[index])
     inputs, found = table.inputs(where, places)
     assert found == patches, f"{where}: {found} patches of images, and {patches} were expected"
-    return Media(inputs, patches)
+    return Media(inputs, patches, int(table.pairs[index]))
 
 
 def lengths_of(documents: Sequence[Document]) -> list[int]:

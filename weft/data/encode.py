@@ -15,7 +15,7 @@ from weft.config.schema import DataConfig
 from weft.data.chat_template import ChatTemplate, Lost, RenderError, Rendering, Unclear, chosen_template
 from weft.data.conversation import Conversation, TrainOn, conversation, is_chat
 from weft.data.image_files import Measured, Place
-from weft.data.images import Images, Placed, read_images, texts_of
+from weft.data.images import Images, Placed, of_text_alone, read_images, texts_of
 from weft.data.loss_mask import AssistantMasks, MaskedText
 from weft.data.records import Record
 from weft.data.template_bounds import UnboundedError
@@ -42,13 +42,14 @@ class Encoding:
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """Token ids, and 1 for each that is trained as a target, else 0. places, patches: of its images, as in Placed.
-    reach: tokens up to the end of the last image, 0 without any."""
+    """Token ids, and 1 for each that is trained as a target, else 0. places, patches, pairs: of its images, as in
+    Placed. reach: tokens up to the end of the last image, 0 without any."""
 
     ids: list[int]
     trained: list[int]
     places: tuple[Place, ...] = ()
     patches: int = 0
+    pairs: int = 0
     reach: int = 0
 
 
@@ -134,7 +135,7 @@ class Encoder:
             read = self._images.read(records)
             return [record for record, _ in read], [sizes for _, sizes in read]
         if found := next((record for record in records if record.images), None):
-            raise BadRowError(f"{found.where}: has images, and model.path is a model of text alone.")
+            raise of_text_alone(found.where)
         return records, [[] for _ in records]
 
     def _placed(self, record: Record, chat: MaskedText, sizes: Sequence[Measured]) -> Placed:
@@ -358,7 +359,7 @@ def _encoded(encoding: Any, placed: Placed) -> Encoded:
         assert first is not None and last is not None
         reach = last + 1
         trained[first:reach] = [0] * (reach - first)
-    return Encoded(encoding.ids, trained, placed.places, placed.patches, reach)
+    return Encoded(encoding.ids, trained, placed.places, placed.patches, placed.pairs, reach)
 
 
 def _trained_tokens(encoding: Any, chat: MaskedText) -> list[int]:

@@ -11,6 +11,7 @@ import os
 import struct
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -60,6 +61,11 @@ def need_pillow(where: str) -> None:
         )
 
 
+def opening_pool() -> ThreadPoolExecutor:
+    """Threads that open, decode and process images side by side; PIL lets others run meanwhile."""
+    return ThreadPoolExecutor(4, thread_name_prefix="images")
+
+
 def measured(image: Image, where: str, checks: Checks) -> Measured:
     """What has to be known of an image before training. where: names the row and the image. Raises BadRowError."""
     with _opened(image, where, checks) as (picture, size, changed):
@@ -81,6 +87,15 @@ def pixels(image: Image, where: str, checks: Checks) -> tuple[Any, Measured]:
             seen = seen.convert("RGBA")  # PIL warns of what it does otherwise
         seen = seen.convert("RGB")
         return seen, Measured(seen.height, seen.width, size, changed)
+
+
+def as_file(image: Image, where: str, checks: Checks) -> Image:
+    """A picture in memory as the bytes of a PNG, of what `pixels` says; another image as it is. Raises BadRowError."""
+    if image.picture is None:
+        return image
+    held = io.BytesIO()
+    pixels(image, where, checks)[0].save(held, "PNG", compress_level=1)
+    return Image(data=held.getvalue())
 
 
 @contextmanager

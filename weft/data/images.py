@@ -5,14 +5,23 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from weft.config.schema import DataConfig
 from weft.data.chat_template import Span
 from weft.data.image_columns import Image
-from weft.data.image_files import Checks, Measured, Place, measured, need_pillow, pixels, place_of
+from weft.data.image_files import (
+    Checks,
+    Measured,
+    Place,
+    as_file,
+    measured,
+    need_pillow,
+    opening_pool,
+    pixels,
+    place_of,
+)
 from weft.data.image_urls import fetched
 from weft.data.loss_mask import MaskedText
 from weft.data.prompt_images import PromptImages
@@ -24,18 +33,17 @@ if TYPE_CHECKING:
 
     from weft.models.hf_processor import ImageProcessor
 
-_THREADS = 4  # that open images
-
 
 @dataclass(frozen=True, slots=True)
 class Placed:
     """A conversation's text with its images in place. chat: its text and trained spans. replaced: the characters that
-    stand for each image. places: where the images are found again. patches: as in Media."""
+    stand for each image. places: where the images are found again. patches, pairs: as in Media."""
 
     chat: MaskedText
     replaced: tuple[Span, ...] = ()
     places: tuple[Place, ...] = ()
     patches: int = 0
+    pairs: int = 0
 
 
 class Images:
@@ -68,6 +76,12 @@ class Images:
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_processor": None}
 
+    @property
+    def placeholders(self) -> tuple[int, ...]:
+        """The tokens that stand for images and videos, which no answer may hold."""
+        known = self._tokenizer.get_vocab()
+        return tuple(known[mark] for mark in self.marks if mark in known)
+
     def processor(self) -> ImageProcessor:
         """The model's processor. Raises UserError where there is none."""
         if self._processor is None:
@@ -83,7 +97,7 @@ class Images:
         BadRowError, of the first record that it is about."""
         if not any(record.images for record in records):
             return [(record, []) for record in records]
-        with ThreadPoolExecutor(_THREADS, thread_name_prefix="images") as pool:
+        with opening_pool() as pool:
             return list(pool.map(self.read_one, records))
 
     def read_one(self, record: Record) -> tuple[Record, list[Measured]]:
@@ -133,15 +147,30 @@ class Images:
             for number, (image, size) in enumerate(zip(record.images, sizes, strict=True))
         )
         placed, replaced = expanded(chat, self.placeholder, layout.texts)
-        return Placed(placed, replaced, tuple(places), layout.patches)
+        return Placed(placed, replaced, tuple(places), layout.patches, layout.pairs)
 
     def prompt(self, where: str, text: str, given: tuple[Image, ...]) -> tuple[str, PromptImages | None]:
         """(a rendered prompt with what stands for its images, these images). UserError where one cannot be opened, or
         the text has not one place for each."""
         record, sizes = self.read_one(Record(where, "messages", {}, given))
         placed = self.place(record, MaskedText(text, ()), sizes)
-        found = PromptImages(where, record.images, tuple(sizes), placed.patches) if given else None
+        found = PromptImages(where, record.images, tuple(sizes), placed.patches, placed.pairs) if given else None
         return placed.chat.text, found
+
+    def reply(
+        self, where: str, text: str, given: tuple[Image, ...], before: PromptImages | None, replied: PromptImages | None
+    ) -> tuple[str, PromptImages | None]:
+        """(a rendered reply with what stands for its images, the images of all replies). before, replied: the images of
+        the prompt and of earlier replies. Raises BadRowError as `prompt`."""
+        given = tuple(as_file(image, f"{where}: image", self.checks) for image in given)
+        text, new = self.prompt(where, text, given)
+        if new is None:
+            return text, replied
+        own = new if replied is None else replied.followed_by(new)
+        whole = own if before is None else before.followed_by(own)
+        sizes = tuple((size.height, size.width) for size in whole.sizes)
+        layout = self.processor().layout(sizes)
+        return text, replace(own, patches=layout.patches, pairs=layout.pairs)
 
     def inputs(self, where: str, images: Sequence[tuple[Image, Measured]]) -> tuple[dict[str, Any], int]:
         """(the model's inputs for a document's images, their patches). Raises UserError where an image is not what it
@@ -175,6 +204,11 @@ def read_images(model: str, tokenizer: PreTrainedTokenizerBase, data: DataConfig
     if not tokenizer.chat_template and images.template:
         tokenizer.chat_template = images.template
     return images
+
+
+def of_text_alone(where: str) -> BadRowError:
+    """The error about a row or a prompt with images for a model without a vision tower."""
+    return BadRowError(f"{where}: has images, and model.path is a model of text alone.")
 
 
 def expanded(chat: MaskedText, placeholder: str, texts: Sequence[str]) -> tuple[MaskedText, tuple[Span, ...]]:

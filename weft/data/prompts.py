@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from weft.data.chat_template import RenderError
 from weft.data.encode import Encoding, has_template, renderer, unbounded
 from weft.data.image_columns import Image, take_images
-from weft.data.images import Images
+from weft.data.images import Images, of_text_alone
 from weft.data.messages import Message, as_parts, read_messages
 from weft.data.prompt_images import PromptImages
 from weft.data.template_bounds import UnboundedError
@@ -51,18 +51,12 @@ def load_prompts(
     is, so that a file of training data serves too. encoding: the chat template, if it is not the tokenizer's own, and
     what it is told. roles: as data.roles. images: of a vision model. Raises UserError, naming file and line.
     """
-    encoding = encoding or Encoding()
+    reader = _Reader(tokenizer, encoding or Encoding(), roles, images)
     if isinstance(source, str):
         folder = str(Path(source).parent)
-        prompts = [_of_line(where, line, tokenizer, encoding, roles, images, folder) for where, line in _lines(source)]
+        prompts = [reader.of_line(where, line, folder) for where, line in _lines(source)]
     else:
-        chat = has_template(tokenizer, encoding)
-        prompts = [
-            _of_chat(f"eval.prompts[{i}]", [{"role": "user", "content": text}], tokenizer, encoding)
-            if chat
-            else _of_text(f"eval.prompts[{i}]", text, tokenizer)
-            for i, text in enumerate(source)
-        ]
+        prompts = [reader.of_question(f"eval.prompts[{i}]", text) for i, text in enumerate(source)]
     if not prompts:
         raise UserError(f"eval.prompts: {source} holds no prompts: put one in each line, or leave eval.prompts out.")
     return prompts
@@ -80,72 +74,76 @@ def _lines(path: str) -> Iterator[tuple[str, str]]:
             yield f"{path}:{number}", line
 
 
-def _of_line(
-    where: str,
-    line: str,
-    tokenizer: PreTrainedTokenizerBase,
-    encoding: Encoding,
-    roles: Mapping[str, str],
-    images: Images | None,
-    folder: str,
-) -> Prompt:
-    try:
-        value = parse(line)
-    except JsonError as error:
-        raise UserError(f"{where}: is not valid JSON: {error}. Each line must be one JSON object; {_NEEDED}.") from None
-    if not isinstance(value, dict):
-        raise UserError(f"{where}: is not a JSON object: {_NEEDED}.")
-    column = "messages" if value.get("messages") is not None else "prompt"
-    given = value.get(column)
-    if isinstance(given, str):
-        return _of_text(where, given, tokenizer)
-    if isinstance(given, list):
-        read = read_messages(where, column, given, roles, images=images is not None)
-        messages, found = take_images(where, read, value, folder)
-        if found and images is None:
-            raise UserError(f"{where}: has images, and model.path is a model of text alone.")
-        return _of_chat(where, messages, tokenizer, encoding, images, found)
-    keys = ", ".join(f"`{key}`" for key in value) or "no keys"
-    raise UserError(f"{where}: has {keys}; {_NEEDED}.")
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    """What prompts are read with. roles, images: as in load_prompts."""
 
+    tokenizer: PreTrainedTokenizerBase
+    encoding: Encoding
+    roles: Mapping[str, str]
+    images: Images | None
 
-def _of_text(where: str, text: str, tokenizer: PreTrainedTokenizerBase) -> Prompt:
-    tokens: list[int] = tokenizer(text, verbose=False)["input_ids"]
-    if tokens[-1:] == [tokenizer.eos_token_id]:
-        tokens = tokens[:-1]  # some tokenizers end every text; this one is to be continued
-    if not tokens:
-        raise UserError(f"{where}: is empty: write what the model is to continue.")
-    return Prompt(text, tuple(tokens))
+    def of_question(self, where: str, text: str) -> Prompt:
+        """What a user says where there is a chat template, else a text to be continued."""
+        if has_template(self.tokenizer, self.encoding):
+            return self._of_chat(where, [{"role": "user", "content": text}])
+        return self._of_text(where, text)
 
+    def of_line(self, where: str, line: str, folder: str) -> Prompt:
+        """The prompt of a line of JSON. folder: paths of images are relative to it."""
+        try:
+            value = parse(line)
+        except JsonError as error:
+            raise UserError(
+                f"{where}: is not valid JSON: {error}. Each line must be one JSON object; {_NEEDED}."
+            ) from None
+        if not isinstance(value, dict):
+            raise UserError(f"{where}: is not a JSON object: {_NEEDED}.")
+        column = "messages" if value.get("messages") is not None else "prompt"
+        given = value.get(column)
+        if isinstance(given, str):
+            return self._of_text(where, given)
+        if isinstance(given, list):
+            read = read_messages(where, column, given, self.roles, images=self.images is not None)
+            messages, found = take_images(where, read, value, folder)
+            if found and self.images is None:
+                raise of_text_alone(where)
+            return self._of_chat(where, messages, found)
+        keys = ", ".join(f"`{key}`" for key in value) or "no keys"
+        raise UserError(f"{where}: has {keys}; {_NEEDED}.")
 
-def _of_chat(
-    where: str,
-    messages: list[Message],
-    tokenizer: PreTrainedTokenizerBase,
-    encoding: Encoding,
-    images: Images | None = None,
-    given: tuple[Image, ...] = (),
-) -> Prompt:
-    while messages and messages[-1]["role"] == "assistant":
-        messages = messages[:-1]
-    if not messages:
-        raise UserError(f"{where}: holds no message that could be answered: end it with one of the user.")
-    if not has_template(tokenizer, encoding):
-        raise UserError(
-            f"{where}: is a chat, but the tokenizer has no chat template. Write `prompt` with a text to be continued, "
-            "or use the model's chat (instruct) variant."
-        )
-    if given and images is not None and images.template:
-        encoding = replace(encoding, chat_template=encoding.chat_template or images.template)
-    try:
-        text = up_to_the_answer(renderer(tokenizer, encoding), [as_parts(message) for message in messages])
-    except RenderError as error:
-        raise UserError(f"{where}: the tokenizer's chat template refused this chat: {first_line(error)}.") from error
-    except UnboundedError as error:
-        raise UserError(unbounded(where, error)) from None
-    text, opened = (text, None) if images is None else images.prompt(where, text, given)
-    tokens: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    return Prompt(as_text(messages), tuple(tokens), opened)
+    def _of_text(self, where: str, text: str) -> Prompt:
+        tokens: list[int] = self.tokenizer(text, verbose=False)["input_ids"]
+        if tokens[-1:] == [self.tokenizer.eos_token_id]:
+            tokens = tokens[:-1]  # some tokenizers end every text; this one is to be continued
+        if not tokens:
+            raise UserError(f"{where}: is empty: write what the model is to continue.")
+        return Prompt(text, tuple(tokens))
+
+    def _of_chat(self, where: str, messages: list[Message], given: tuple[Image, ...] = ()) -> Prompt:
+        encoding, images = self.encoding, self.images
+        while messages and messages[-1]["role"] == "assistant":
+            messages = messages[:-1]
+        if not messages:
+            raise UserError(f"{where}: holds no message that could be answered: end it with one of the user.")
+        if not has_template(self.tokenizer, encoding):
+            raise UserError(
+                f"{where}: is a chat, but the tokenizer has no chat template. Write `prompt` with a text to be "
+                "continued, or use the model's chat (instruct) variant."
+            )
+        if given and images is not None and images.template:
+            encoding = replace(encoding, chat_template=encoding.chat_template or images.template)
+        try:
+            text = up_to_the_answer(renderer(self.tokenizer, encoding), [as_parts(message) for message in messages])
+        except RenderError as error:
+            raise UserError(
+                f"{where}: the tokenizer's chat template refused this chat: {first_line(error)}."
+            ) from error
+        except UnboundedError as error:
+            raise UserError(unbounded(where, error)) from None
+        text, opened = (text, None) if images is None else images.prompt(where, text, given)
+        tokens: list[int] = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return Prompt(as_text(messages), tuple(tokens), opened)
 
 
 def up_to_the_answer(render: Render, messages: Messages) -> str:

@@ -16,11 +16,13 @@ from weft.engine import nonfinite
 from weft.engine.config import EngineConfig
 from weft.engine.document import Document, take
 from weft.engine.executor import WRONG, Asked, Executor, Factors
+from weft.engine.media import ImageRoom
 from weft.engine.metrics import Sums
 from weft.engine.pipeline import PipelineExecutor
 from weft.engine.plan import DocumentMeta, StepPlan
 from weft.engine.planning import StepPlanner
 from weft.engine.replicas import Replicas
+from weft.engine.router_bias import RouterBiases
 from weft.engine.row import Row
 from weft.engine.rows import RowBuilder, Rows
 from weft.engine.sleep import PARTS, Part, Sleeper, tensors_of
@@ -110,6 +112,8 @@ class Engine:
             link = Link(self.mesh.pp, width, wide, self.device, multiple)
             self._executor = PipelineExecutor(config, built, self.mesh, self.device, link, list(made.stages.costs))
             self._other_stages = OtherStages(self.mesh.pp.onward, self.borrowed)
+        rate = config.model.router_bias_rate
+        self._router_biases = None if rate is None else RouterBiases(self.module, self._executor.load, rate)
         on_device, replay = self.device.type == "cuda", self._executor.replay
         self._rows = RowBuilder(
             self.mesh.loss_rank, self.mesh.same_documents, made.context, built.layout, bool(self.balance), on_device,
@@ -150,6 +154,11 @@ class Engine:
         """The document's metadata, with its cost in this model."""
         return self.metas([document])[0]
 
+    @property
+    def image_room(self) -> ImageRoom:
+        """The room of a document with images in a row."""
+        return self._planner.image_room
+
     def metas(self, documents: Sequence[Document]) -> list[DocumentMeta]:
         """The metadata of each; measured documents are not built for it."""
         return self._planner.metas(documents)
@@ -157,6 +166,10 @@ class Engine:
     def check_images(self, documents: Sequence[Document]) -> None:
         """UserError, naming the document, where one has images that this model, or its rows, cannot take."""
         self._planner.check_images(documents)
+
+    def check_image(self, where: str, length: int, patches: int) -> None:
+        """The same for one document that is not there yet. where: names it. patches: as in Media."""
+        self._planner.check_image(where, length, patches)
 
     def plan(self, metadata: Sequence[DocumentMeta], *, budget: int | None = None) -> StepPlan:
         """Deal a step's documents to rows: a pure function of the metadata, equal on every rank.
@@ -347,6 +360,8 @@ class Engine:
         if not reason:
             set_learning_rate(self.optimizer, lr)
             self.optimizer.step()
+            if self._router_biases is not None:
+                self._router_biases.step()
             if self.ema is not None:
                 self.ema.update()
             if self.loss_scale is not None:

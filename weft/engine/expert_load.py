@@ -25,6 +25,7 @@ class ExpertLoad:
     def __init__(self, layers: Iterable[nn.Module], mesh: Mesh) -> None:
         """layers: experts of this stage; those that do not get tokens by choice are left out."""
         self.layers = [child for child in layers if hf.is_fused_experts(child)]
+        self.last: Tensor | None = None  # [L, E] choices of the last step, over all ranks
         self._counts: dict[int, Tensor] = {}
         self._tokens: int | None = None
         elsewhere = mesh.pp is not None and any(mesh.pp.of_all(bool(self.layers))) and not self.layers
@@ -70,5 +71,6 @@ class ExpertLoad:
             own = counts_LE[:, first : first + axis.own].sum()
             sums.add("experts/sent", counts_LE.sum() - own, counts_LE.sum())
         dist.all_reduce(counts_LE, group=group)
+        self.last = counts_LE
         share_LE = counts_LE.double() / counts_LE.sum(1, keepdim=True).clamp(min=1)
         sums.add("experts/max_load", (share_LE.amax(1) * counts_LE.shape[1]).sum(), float(len(self.layers)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -15,11 +16,37 @@ class Media:
     """The images and videos of one document.
 
     inputs: forward arguments of the model (pixel_values, image_grid_thw, ...), in the order of the placeholders.
-    patches: positions that the vision tower forwards.
+    patches: positions that the vision tower forwards. pairs: of these, two of one image.
     """
 
     inputs: dict[str, Tensor]
     patches: int
+    pairs: int
+
+    @staticmethod
+    def of(inputs: dict[str, Tensor], patches: Sequence[int]) -> Media:
+        """patches: of each image."""
+        return Media(inputs, sum(patches), sum(own**2 for own in patches))
+
+
+@dataclass(frozen=True, slots=True)
+class ImageRoom:
+    """The room of a document with images in a row. tokens: of the row. per_patch: tokens that take as much memory as a
+    patch of its images. refusal: why the model cannot be trained on images; empty where it can."""
+
+    tokens: int
+    per_patch: float
+    refusal: str = ""
+
+    def of(self, patches: int) -> int:
+        """Tokens that take as much memory as so many patches."""
+        return math.ceil(self.per_patch * patches)
+
+    @staticmethod
+    def least(rooms: Sequence[ImageRoom]) -> ImageRoom:
+        """What all of these models have room for."""
+        refusal = next((room.refusal for room in rooms if room.refusal), "")
+        return ImageRoom(min(room.tokens for room in rooms), max(room.per_patch for room in rooms), refusal)
 
 
 def joined(each: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:

@@ -8,6 +8,7 @@ from functools import cache, partial
 from weft.config.schema import StepConfig
 from weft.engine.build import BuiltModel
 from weft.engine.document import Costs, Document, MeasuredDocuments, metas
+from weft.engine.media import ImageRoom
 from weft.engine.plan import DocumentMeta, StepPlan, omitted_tokens, plan_step
 from weft.errors import UserError
 from weft.models.facts import position_limit, rope_is_dynamic
@@ -28,6 +29,8 @@ class StepPlanner:
         text = built.config.get_text_config()
         self._every_token_counts = bool(built.balance)  # the balancing loss of experts counts all tokens
         self._no_images = built.findings.images
+        room = step.max_tokens_per_device // multiple * multiple
+        self.image_room = ImageRoom(room, built.flops.tower_memory, self._no_images)
         self._position_limit, self._dynamic = position_limit(text), rope_is_dynamic(text)
         # Of a length, and of a number of patches; a step has many of the same.
         self.costs = Costs(
@@ -45,19 +48,22 @@ class StepPlanner:
         """See Engine.check_images."""
         if not isinstance(documents, MeasuredDocuments):
             return
-        columns, capacity = documents.measures(), self.step.max_tokens_per_device // self.multiple * self.multiple
+        columns = documents.measures()
         for index in columns.patches.nonzero()[0].tolist():
-            own, where = int(columns.patches[index]), documents.source(index)
-            if self._no_images:
-                raise UserError(f"{where}: this model cannot be trained on images: {self._no_images}.")
-            length, (_, extra) = int(columns.length[index]), self.costs.patches(own)
-            if length - self._omitted(length) + extra > capacity:
-                raise UserError(
-                    f"{where}: has {length} tokens, and its images, {own} patches, take as much memory as {extra}; "
-                    "a document with images is not cut, and has to fit step.max_tokens_per_device: set that to "
-                    f"{-(-(length + extra) // self.multiple) * self.multiple} or more, or make images smaller with "
-                    "data.image_pixels."
-                )
+            self.check_image(documents.source(index), int(columns.length[index]), int(columns.patches[index]))
+
+    def check_image(self, where: str, length: int, patches: int) -> None:
+        """See Engine.check_image."""
+        if self._no_images:
+            raise UserError(f"{where}: this model cannot be trained on images: {self._no_images}.")
+        extra = self.image_room.of(patches)
+        if length - self._omitted(length) + extra > self.image_room.tokens:
+            raise UserError(
+                f"{where}: has {length} tokens, and its images, {patches} patches, take as much memory as {extra}; "
+                "a document with images is not cut, and has to fit step.max_tokens_per_device: set that to "
+                f"{-(-(length + extra) // self.multiple) * self.multiple} or more, or make images smaller with "
+                "data.image_pixels."
+            )
 
     def _omitted(self, length: int) -> int:
         """See DocumentMeta. Where a document's length chooses its rotary table, all of it is read."""

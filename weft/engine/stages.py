@@ -22,6 +22,7 @@ from weft.engine.context_check import check_context, choose_ulysses
 from weft.engine.division_check import check_division
 from weft.engine.expert_check import check_experts
 from weft.engine.pipeline_check import check_pipeline
+from weft.engine.router_bias import check_biases
 from weft.engine.value_head import fill_value_head
 from weft.errors import UserError
 from weft.models import hf
@@ -191,6 +192,8 @@ def build(setup: Setup, *, weights: bool = True, readouts: Collection[str] = ())
     check_readouts(module, len(module.head.weight), wanted, compiled=config.model.compile, mixers=module.mixers)
     if setup.mesh.tp is not None:
         check_states(module, built.config.get_text_config(), wanted.hidden)
+    if config.model.router_bias_rate is not None:
+        check_biases(module, built.config.get_text_config().model_type)
     flops = replace(built.flops, tower_frozen=not _trains_tower(built))
     return replace(built, flops=flops, balance=balance_coefficient(config.model, built.config, module))
 

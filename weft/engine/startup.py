@@ -64,7 +64,7 @@ def implementation(config: PretrainedConfig, kernel: str) -> str:
 
 def compute_exactly(model: PreTrainedModel) -> None:
     """Select the attention and experts code that rl.on_policy=exact needs, together with weft.ops.exact.numerics."""
-    model.set_attn_implementation(hf.attention_by_part(model.config, implementation(model.config, attention.EXACT)))
+    hf.set_attention(model, implementation(model.config, attention.EXACT))
     hf.run_experts_one_by_one(model)
 
 

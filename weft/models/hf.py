@@ -14,6 +14,8 @@ Internal symbols used, all checked on transformers 5.17 to 5.19:
   .config, .num_experts, .has_gate, .has_bias, .is_transposed, ._apply_gate
 - modeling_layers.GradientCheckpointingLayer; of vision models' bases .get_image_features (with .pooler_output, a tensor
   or a sequence of them) and .get_rope_index(input_ids, mm_token_type_ids, ...), called in vision.py
+- PreTrainedModel.set_attn_implementation by sub-config; utils.generic.is_flash_attention_requested in a module of a
+  family, whose vision tower then calls with cu_seq_lens_q and max_length_q
 - PretrainedConfig._experts_implementation; pytorch_utils.Conv1D
 - DynamicCache(config=).layers, .update(key_states, value_states, layer_idx); of its layers that keep states
   .conv_states, .recurrent_states (number -> tensor [rows, ...] or None);
@@ -27,7 +29,7 @@ import inspect
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -57,6 +59,7 @@ from weft.errors import UserError, first_line, runs_own_code
 from weft.files import check_folder
 from weft.hub import check_model_is_there
 from weft.ops import attention
+from weft.ops.tower_attention import attend_in_tower
 
 # weft says itself what it loads and checks; transformers' bars and advice would drown it.
 transformers.logging.set_verbosity_error()
@@ -64,6 +67,10 @@ transformers.logging.disable_progress_bar()
 
 # Regularisers that would make the loss depend on the cut: 0 unless asked for.
 _NOISE_KEY = re.compile(r"(dropout|_pdrop|drop_rate|layerdrop|jitter)")
+
+
+# transformers tells where images begin to what has "flash" in its name; else it calls for each image by itself.
+_TOWER = "weft_tower_flash"
 
 
 def register_attention(name: str, function: Callable[..., Any]) -> None:
@@ -84,6 +91,7 @@ def register_kernels(*, traced: bool = True) -> None:
     for preference in ("auto", attention.EXACT, *attention.KERNELS):
         function = partial(attention.attend, preference)
         register_attention(f"weft_{preference}", function if traced else torch.compiler.disable(function))
+    register_attention(_TOWER, attend_in_tower if traced else torch.compiler.disable(attend_in_tower))
 
 
 def read_config(path: str) -> PretrainedConfig:
@@ -193,18 +201,42 @@ def build_meta(config: PretrainedConfig, *, dtype: torch.dtype, attention: str |
 
 def _from_config(config: PretrainedConfig, dtype: torch.dtype, attention: str | None) -> PreTrainedModel:
     """Built in fp32, then its weights cast: built in another dtype, buffers that must stay fp32 would have it too."""
-    chosen = attention_by_part(config, attention)
+    chosen = None if attention is None else _by_part(config, attention, "sdpa")
     model = model_class(config)._from_config(config, dtype=torch.float32, attn_implementation=chosen)
+    if attention is not None and chosen != attention:
+        set_attention(model, attention)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     return model
 
 
-def attention_by_part(config: PretrainedConfig, attention: str | None) -> str | dict[str, str] | None:
-    """attn_implementation for a model: one of weft's own is for its text, because images have no documents' bounds."""
-    if attention is None or not attention.startswith("weft_") or getattr(config, "vision_config", None) is None:
-        return attention
-    return {"": attention, "text_config": attention, "vision_config": "sdpa"}
+def set_attention(model: PreTrainedModel, chosen: str) -> None:
+    """Switch a model to an implementation of attention. One of weft's is for its text: images have no documents'
+    bounds. A vision tower whose images lie end to end gets one of its own, others transformers' (sdpa).
+
+    This is done to a model that is built: before, transformers would look for a package with the name of the tower's.
+    """
+    own = chosen != f"weft_{attention.EXACT}" and any(_has_bounds(module) for module in _tower(model))
+    model.set_attn_implementation(_by_part(model.config, chosen, _TOWER if own else "sdpa"))
+
+
+def _by_part(config: PretrainedConfig, chosen: str, tower: str) -> str | dict[str, str]:
+    """attn_implementation of a model."""
+    if not chosen.startswith("weft_") or getattr(config, "vision_config", None) is None:
+        return chosen
+    return {"": chosen, "text_config": chosen, "vision_config": tower}
+
+
+def _tower(model: PreTrainedModel) -> Iterator[nn.Module]:
+    """Modules of the vision tower that know its config."""
+    config = getattr(model.config, "vision_config", None)
+    return (module for module in model.modules() if config is not None and getattr(module, "config", None) is config)
+
+
+def _has_bounds(module: nn.Module) -> bool:
+    """Whether a tower's attention tells flash kernels where images begin."""
+    family = sys.modules[type(module).__module__]
+    return hasattr(family, "is_flash_attention_requested") and accepts_by_name(module, "cu_seqlens")
 
 
 def enable_recompute(model: PreTrainedModel) -> None:

@@ -28,23 +28,40 @@ EXACT = "exact"  # in place of a kernel of the table: rl.on_policy=exact
 
 
 def varlen(call: Call) -> Tensor:
-    """torch's variable-length flash attention (CUDA, 16-bit): one kernel for all documents of the row.
-
-    Its heads have one width for queries, keys and values, a multiple of 8; they are padded with zeros, which change
-    nothing.
-    """
+    """torch's variable-length flash attention (CUDA, 16-bit): one kernel for all documents of the row."""
     query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (call.query_BHTD, call.key_BKTD, call.value_BKTE))
-    width = -(-max(query.shape[-1], value.shape[-1]) // 8) * 8
-    q, k, v = (x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in (query, key, value))
     cumulative, longest = _cumulative(call)
     cu_keys, longest_key = cumulative, longest
     if call.bounds.cu_keys is not None:
         cu_keys, longest_key = call.bounds.cu_keys, call.bounds.longest_keys
     left = -1 if call.window is None else call.window - 1
+    out = flash_rows(query, key, value, cumulative, cu_keys, longest, longest_key, call.scaling, (left, 0))
+    return out.unflatten(0, (call.query_BHTD.shape[0], -1)).transpose(1, 2)
+
+
+def flash_rows(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_queries: Tensor,
+    cu_keys: Tensor,
+    longest: int,
+    longest_key: int,
+    scale: float,
+    window: tuple[int, int],
+) -> Tensor:
+    """[tokens, H, E] of tensors [tokens, heads, width]. cu_queries, cu_keys: where documents begin, int32. window: to
+    the left and to the right of a token; -1: without end.
+
+    The kernel's heads have one width for queries, keys and values, a multiple of 8; they are padded with zeros, which
+    change nothing.
+    """
+    width = -(-max(query.shape[-1], value.shape[-1]) // 8) * 8
+    q, k, v = (x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in (query, key, value))
     out: Tensor = varlen_attention()(
-        q, k, v, cumulative, cu_keys, longest, longest_key, scale=call.scaling, window_size=(left, 0)
+        q, k, v, cu_queries, cu_keys, longest, longest_key, scale=scale, window_size=window
     )
-    return out[..., : value.shape[-1]].unflatten(0, (call.query_BHTD.shape[0], -1)).transpose(1, 2)
+    return out[..., : value.shape[-1]]
 
 
 def _cumulative(call: Call) -> tuple[Tensor, int]:

@@ -17,7 +17,7 @@ from weft.config.schema import DataConfig, SftConfig
 from weft.config.sources import source_name
 from weft.data.documents import DataReport
 from weft.data.encode import read_encoding
-from weft.data.images import read_images
+from weft.data.images import Images
 from weft.data.prompts import load_prompts
 from weft.engine.document import Document
 from weft.engine.engine import Engine
@@ -72,13 +72,14 @@ def read_held_out(
     config: SftConfig,
     read: Read,
     tokenizer: PreTrainedTokenizerBase,
+    images: Images | None,
     trained: Sequence[Document],
     of_training: tuple[Sequence[Document], DataReport] | None = None,
 ) -> HeldOut:
     """Documents and prompts of the section `eval`.
 
-    read: reads the documents of a data section. trained: the training documents; their end-of-answer tokens end sampled
-    answers. of_training: documents that eval.share took from them.
+    read: reads the documents of a data section. images: of a vision model. trained: the training documents; their
+    end-of-answer tokens end sampled answers. of_training: documents that eval.share took from them.
     """
     found = {} if of_training is None else {_UNNAMED: of_training}
     if config.eval.path is not None:
@@ -89,7 +90,7 @@ def read_held_out(
         found[source_name(source)] = documents, report.sources[0]
     questions = None
     if config.eval.prompts is not None:
-        images, encoding = read_images(config.model.path, tokenizer, config.data), read_encoding(config.data, tokenizer)
+        encoding = read_encoding(config.data, tokenizer)
         prompts = load_prompts(config.eval.prompts, tokenizer, encoding, config.data.roles, images)
         questions = Questions(prompts, tokenizer, _trained_ends(trained, tokenizer), images)
     return HeldOut(

@@ -36,7 +36,7 @@ from weft.rl.actors import Actors, open_actors
 from weft.rl.advantages import advantages, choose_estimator, reward_metrics, shape_rewards
 from weft.rl.colocation import PhaseSwitch, shares_devices, sleeping_parts
 from weft.rl.corrections import correct, old_is_current, parity_is_due, require_comparable, require_parity
-from weft.rl.documents import deal
+from weft.rl.documents import deal, longest_samples
 from weft.rl.environments import environment_class
 from weft.rl.episodes import Episodes, load_environment
 from weft.rl.evaluate import HeldOutPrompts, RlEvaluator, read_held_out_prompts
@@ -356,6 +356,10 @@ async def prepare(run: Run, opened: AsyncExitStack) -> tuple[PhaseSwitch, Sampli
         await check_hosts(config, run.actors.engines)
         await task.rewards.start([*task.prompts, *task.held_out.all()])
         opening = await run.trainer_group.describe()
+        await run.trainer_group.check_images(longest_samples(task.prompts, config.rollout.max_new_tokens))
+        if task.episodes is not None and task.episodes.chats.images is not None:
+            episodes = replace(task.episodes, room=await run.trainer_group.image_room())
+            run.task = task = replace(task, episodes=episodes)
         ends = await trainers.one(0, "ends")
         run.compute = await trainers.one(0, "compute_dtype")
         notes = await run.trainer_group.open_run(str(run.held.folder), run.held.token, constants(run), start.step)

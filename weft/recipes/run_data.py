@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from weft.config.schema import DataConfig, SftConfig
 from weft.data.documents import DataReport, Documents, hold_out, lengths_of, load_documents, shares_of
 from weft.data.encode import load_tokenizer, read_encoding
-from weft.data.images import read_images
+from weft.data.images import Images, read_images
 from weft.data.limits import length_limit
 from weft.data.order import Steps
 from weft.data.tokenise import Tokenising
@@ -35,12 +35,13 @@ class RunData:
 def read_run_data(config: SftConfig, shown: Shown | None = None) -> RunData:
     """Read and tokenise all data. shown: called with (bytes done, total bytes)."""
     tokenizer = load_tokenizer(config.model.path)
-    documents, report = read_data(config, config.data, tokenizer, shown)
+    images = read_images(config.model.path, tokenizer, config.data)  # first: it may bring the chat template
+    read = partial(read_data, config, tokenizer=tokenizer, images=images)
+    documents, report = read(config.data, shown=shown)
     of_training = None
     if config.eval.share is not None:
         (documents, report), of_training = hold_out(documents, config.eval.share, config.train.seed)
-    read = partial(read_data, config, tokenizer=tokenizer)
-    held_out = read_held_out(config, read, tokenizer, documents, of_training)
+    held_out = read_held_out(config, read, tokenizer, images, documents, of_training)
     return RunData(documents, report, held_out)
 
 
@@ -55,10 +56,11 @@ def read_data(
     config: SftConfig,
     data: DataConfig,
     tokenizer: PreTrainedTokenizerBase,
+    images: Images | None,
     shown: Shown | None = None,
 ) -> tuple[Documents, DataReport]:
-    """Read and tokenise the documents of one data section. shown: called with (bytes done, total bytes)."""
-    images = read_images(config.model.path, tokenizer, config.data)  # first: it may bring the chat template
+    """Read and tokenise the documents of one data section. images: of a vision model. shown: called with (bytes done,
+    total bytes)."""
     max_length, key = length_limit(config.data, config.step.max_tokens_per_device, config.mesh.cp)
     return load_documents(
         data,

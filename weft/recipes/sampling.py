@@ -48,7 +48,8 @@ class Sampler:
         self.config, self.ranks, self.questions = config.eval, engine.ranks, questions
         self.seed, self.path = config.train.seed, folder / SAMPLES
         self.ends = tuple(sorted({*questions.ends, *end_tokens(engine, questions.tokenizer)}))
-        self.embedded = EmbeddedEngine(engine, max_tokens=_TOKENS, opener=ImageOpener(questions.images))
+        self.placeholders = () if questions.images is None else questions.images.placeholders
+        self.embedded = EmbeddedEngine(engine, max_tokens=_TOKENS, opener=ImageOpener(lambda: questions.images))
         needed, room = self.embedded.bytes, engine.room - engine.memory.resident
         if needed > room:
             raise UserError(
@@ -74,7 +75,9 @@ class Sampler:
 
     def _answer(self, mine: Sequence[int], step: int) -> dict[int, dict[str, Any]]:
         """Number of each prompt -> its line."""
-        sampling = Sampling(self.config.max_new_tokens, self.config.temperature, ends=self.ends)
+        # One that is drawn ends an answer: no image belongs to it, and no forward of the whole row would take it.
+        ends = (*self.ends, *self.placeholders)
+        sampling = Sampling(self.config.max_new_tokens, self.config.temperature, ends=ends)
         prompts = {number: self.questions.prompts[number] for number in mine}
         asked = [
             Request(f"eval.prompts {number}", prompt.tokens, (self._seed(step, number),), sampling, prompt.images)
@@ -82,8 +85,9 @@ class Sampler:
         ]
         answered = {}
         for (number, prompt), (completion,) in zip(prompts.items(), self.embedded.generate(asked), strict=True):
-            finished = completion.finish == "end"
-            tokens = completion.tokens[:-1] if finished else completion.tokens
+            ended = completion.finish == "end"
+            finished = ended and completion.tokens[-1] not in self.placeholders
+            tokens = completion.tokens[:-1] if ended else completion.tokens
             answered[number] = {
                 "step": step,
                 "prompt": prompt.text,

@@ -329,8 +329,7 @@ def axis_rows(engine: Engine) -> list[AxisRow]:
     mesh = engine.mesh
     ranks = torch.arange(mesh.sizes.world).reshape(mesh.sizes.all)
     groups = {name: ranks.movedim(n, -1).reshape(-1, ranks.shape[n]).tolist() for n, name in enumerate(AXES)}
-    by_experts = ranks.reshape(mesh.dp_replicate, -1, mesh.ep_size, mesh.tp_size)
-    groups["ep"] = by_experts.movedim(2, -1).reshape(-1, mesh.ep_size).tolist()
+    groups["ep"] = ranks.reshape(-1, mesh.ep_size, mesh.tp_size).movedim(1, -1).reshape(-1, mesh.ep_size).tolist()
     meaning = {
         "pp": "stages of consecutive layers; the same documents",
         "dp_replicate": "copies of the model; gradients summed over them",

@@ -136,9 +136,8 @@ def _make_engine(config: RlConfig, options: RlOptions, number: int) -> Standalon
     flight.at("load")
     auto = "bf16" if options.device == "cuda" else "fp32"
     wanted = config.rollout.dtype if config.rollout.dtype != "auto" else config.fsdp.param_dtype
-    tokenizer = load_tokenizer(config.model.path)
     return Standalone(
         config.model.path, config.lora, dtype=DTYPES[auto if wanted == "auto" else wanted], device=options.device,
-        tokenizer=tokenizer, exact=config.rl.on_policy == "exact",
-        opener=image_opener(config.model.path, tokenizer, config.data),
+        tokenizer=load_tokenizer(config.model.path), exact=config.rl.on_policy == "exact",
+        opener=image_opener(config.model.path, config.data),
     )  # fmt: skip

@@ -11,13 +11,15 @@ from transformers import PreTrainedTokenizerBase
 from weft.data.chat_template import ChatTemplate, RenderError, Unclear, common_header
 from weft.data.conversation import Conversation, conversation
 from weft.data.encode import Encoder, Encoding, unbounded
-from weft.data.image_columns import Image
-from weft.data.images import Images
+from weft.data.image_columns import Image, take_images
+from weft.data.images import Images, texts_of
 from weft.data.loss_mask import AssistantMasks
+from weft.data.messages import read_messages
+from weft.data.prompt_images import PromptImages
 from weft.data.prompts import up_to_the_answer
 from weft.data.records import Record, template_inputs
 from weft.data.template_bounds import UnboundedError
-from weft.errors import UserError, first_line
+from weft.errors import BadRowError, UserError, first_line
 from weft.rollout.types import Prompt
 
 Message = Mapping[str, Any]
@@ -27,10 +29,12 @@ _ANSWER = "answer"  # stands for what the policy has said: what the template wri
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """The tokens after an answer. closing: end the answer, where the policy did not end it. tokens: follow it."""
+    """The tokens after an answer. closing: end the answer, where the policy did not end it. tokens: follow it. replied:
+    as in Sample, with the images among these tokens."""
 
     closing: tuple[int, ...]
     tokens: tuple[int, ...]
+    replied: PromptImages | None = None
 
 
 class ChatRenderer:
@@ -40,7 +44,7 @@ class ChatRenderer:
         self, tokenizer: PreTrainedTokenizerBase, encoding: Encoding | None = None, images: Images | None = None
     ) -> None:
         """images: of a vision model."""
-        self.tokenizer = tokenizer
+        self.tokenizer, self.images = tokenizer, images
         self.encoding = encoding or Encoding()
         self._encoder = Encoder(tokenizer, self.encoding, images)
         self._asks: dict[tuple[ChatTemplate, str], bool] = {}  # behind a message of a role, whether it writes something
@@ -62,28 +66,37 @@ class ChatRenderer:
         except UnboundedError as error:
             raise UserError(unbounded(where, error)) from None
 
-    def continuation(self, prompt: Prompt, then: Sequence[Message], calls: Sequence[Message] = ()) -> Continuation:
+    def continuation(
+        self,
+        prompt: Prompt,
+        then: Sequence[Message],
+        calls: Sequence[Message] = (),
+        replied: PromptImages | None = None,
+    ) -> Continuation:
         """The tokens between an answer and the next one, where the messages `then` (tool results, user turns) follow
         it.
 
         They are what the template writes after a stand-in answer, so that sampled text is never rendered or tokenised
-        again. calls: the answer's tool calls, if the template needs them to render their results. UserError where the
-        template would render the earlier messages differently.
+        again. calls: the answer's tool calls, if the template needs them to render their results. replied: images of
+        earlier replies. UserError where the template would render the earlier messages differently, or the model takes
+        no images; BadRowError for messages and images that cannot be read.
         """
         where, asked = prompt.source, prompt.messages
+        then, given = self._taken(where, then)
         assert asked is not None, "a text is continued as text"
         answer: dict[str, Any] = {"role": "assistant", "content": _ANSWER}
         if calls:
             answer = {"role": "assistant", "content": "", "tool_calls": list(calls)}
         chat = self._conversation(where, [*asked, answer, *then], prompt.columns)
         chat = replace(chat, trained=(len(asked),))
-        answers, kwargs = self._answers(where, chat, () if prompt.images is None else prompt.images.images)
+        before = () if prompt.images is None else prompt.images.images
+        answers, kwargs = self._answers(where, chat, (*before, *given))
         question = replace(chat, messages=chat.messages[: len(asked)])
         try:
             found = answers.find(chat, kwargs)
             text = self._asked(answers.template, chat, kwargs)
             plain = answers.template.render(question.messages, kwargs, tools=chat.tools).text
-            before = common_header(
+            header = common_header(
                 plain, self._asked(answers.template, question, kwargs), (*answers.specials, *answers.added)
             )
         except Unclear as error:
@@ -99,15 +112,37 @@ class ChatRenderer:
         except UnboundedError as error:
             raise UserError(unbounded(where, error)) from None
         start, end = found.spans[-1]
-        if not before or not text.startswith(before.rstrip()) or text[:end] != found.text[:end]:
+        if not header or not text.startswith(header.rstrip()) or text[:end] != found.text[:end]:
             raise UserError(
                 f"{where}: the chat template writes what came first otherwise once more follows, so that a longer "
                 "conversation does not extend the tokens of a shorter one. Set data.chat_template to one that renders "
                 "each message by itself, or let the environment reply with `text`."
             )
         closing = self._encoder.plain([text[start:end]])[0][-1:]
-        special = set(self.tokenizer.added_tokens_decoder)
-        return Continuation(tuple(token for token in closing if token in special), tuple(self.tokens([text[end:]])[0]))
+        special, after = set(self.tokenizer.added_tokens_decoder), text[end:]
+        if self.images is not None:
+            after, replied = self.images.reply(f"{where}, a reply", after, given, prompt.images, replied)
+        closing = [token for token in closing if token in special]
+        return Continuation(tuple(closing), tuple(self.tokens([after])[0]), replied)
+
+    def _taken(self, where: str, messages: Sequence[Message]) -> tuple[Sequence[Message], tuple[Image, ...]]:
+        """Messages with a bare part for each image, and the images."""
+        if not any(isinstance(message.get("content"), list) for message in messages):
+            self._refuse_marks(where, messages)
+            return messages, ()
+        try:
+            read = read_messages(f"{where}, a reply", "messages", [dict(message) for message in messages], images=True)
+            bare, images = take_images(f"{where}, a reply", read, {}, "")
+        except UserError as error:
+            raise BadRowError(str(error)) from error
+        if images and self.images is None:
+            raise UserError(f"rl.environment: a reply to {where} has images, and model.path is a model of text alone.")
+        self._refuse_marks(where, bare)
+        return bare, images
+
+    def _refuse_marks(self, where: str, messages: Sequence[Message]) -> None:
+        if self.images is not None:
+            self.images.refuse_marks(Record(f"{where}, a reply", "messages", {}), texts_of(messages))
 
     def tokens(self, texts: list[str]) -> list[list[int]]:
         """Token ids of texts that continue other texts."""

@@ -21,13 +21,13 @@ from weft.engine.document import Document, MeasuredDocuments, Measures
 from weft.engine.media import Media
 from weft.engine.replay import align_routes
 from weft.rl.corrections import comparable
-from weft.rollout.types import Flags, Floats, Group, Sample
+from weft.rollout.types import Flags, Floats, Group, Prompt, Sample
 
 
 class _Samples(MeasuredDocuments):
     """Documents of samples, without their arrays until they are built. weights: the loss weight of each sampled token
     of a sample; 0 where nothing was sampled. routed: whether documents have the routes that samples have. opener: opens
-    the images of prompts."""
+    their images."""
 
     def __init__(
         self, samples: Sequence[Sample], weights: Sequence[np.float32], routed: bool, opener: ImageOpener | None
@@ -39,13 +39,15 @@ class _Samples(MeasuredDocuments):
 
     def measures(self) -> Measures:
         counts = np.array([np.count_nonzero(_trained_tokens(sample)[1:]) for sample in self.samples], np.int64)
+        images = [sample.images for sample in self.samples]
         return Measures(
             length=np.array([len(sample) for sample in self.samples], np.int64),
             # What adding up so many equal numbers of 24 bits gives in fp64: every partial sum is exact.
             weight=counts.astype(np.float64) * np.array(self._weights, np.float64),
             loss_tokens=counts,
             routed=np.array([self._routed and sample.routes is not None for sample in self.samples], np.bool_),
-            patches=np.array([s.prompt.images.patches if s.prompt.images else 0 for s in self.samples], np.int64),
+            patches=np.array([shown.patches if shown else 0 for shown in images], np.int64),
+            pairs=np.array([shown.pairs if shown else 0 for shown in images], np.int64),
         )
 
     def source(self, index: int) -> str:
@@ -80,10 +82,11 @@ class _Samples(MeasuredDocuments):
         return {}
 
     def _media(self, sample: Sample) -> Media | None:
-        if sample.prompt.images is None:
+        images = sample.images
+        if images is None:
             return None
-        assert self._opener is not None, "who reads prompts with images can open them"
-        return self._opener(sample.prompt.images)
+        assert self._opener is not None, "who reads samples with images can open them"
+        return self._opener(images)
 
     def _routes(self, sample: Sample) -> Tensor | None:
         return align_routes(sample.routes, len(sample)) if self._routed and sample.routes is not None else None
@@ -138,6 +141,17 @@ def documents_of(samples: Sequence[Sample], config: RlConfig) -> list[Document]:
     """All documents of TrainedSamples, built."""
     trained = TrainedSamples(samples, config)
     return list(trained.take(range(len(trained))).values())
+
+
+def longest_samples(prompts: Sequence[Prompt], most_tokens: int) -> list[tuple[str, int, int]]:
+    """(its name, tokens, patches) of the longest sample that each prompt with images can become. most_tokens: behind a
+    prompt."""
+    return [
+        (f"{prompt.source}, with rollout.max_new_tokens = {most_tokens}", len(prompt.tokens) + most_tokens,
+         prompt.images.patches)
+        for prompt in prompts
+        if prompt.images is not None
+    ]  # fmt: skip
 
 
 def is_trained(sample: Sample, config: RlConfig) -> bool:

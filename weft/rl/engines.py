@@ -5,8 +5,8 @@ Each is an Engine in the same ranks, with its own mesh, dtype and token budget w
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 from transformers import PretrainedConfig
@@ -109,6 +109,16 @@ def notes_on_generation(config: RlConfig, shape: PretrainedConfig) -> list[str]:
         "each token is drawn by a forward of its whole row, which may cost ten times as much or more "
         "(rollout.engine=vllm generates by itself)"
     ]
+
+
+def check_images(engines: Mapping[str, Engine | None], samples: Sequence[tuple[str, int, int]]) -> None:
+    """UserError, naming the prompt, where one of these engines, by role, cannot take a sample with images. samples: as
+    in longest_samples."""
+    for role, engine in engines.items():
+        if engine is not None:
+            with nullcontext() if role == "policy" else _named(role):
+                for sample in samples:
+                    engine.check_image(*sample)
 
 
 @contextmanager

@@ -16,7 +16,8 @@ from weft.rollout.types import Prompt
 class Reply:
     """An environment's reply to an answer.
 
-    messages: tool results or user turns, for the chat template; or text, or tokens, which follow the answer as they
+    messages: tool results or user turns, for the chat template, with images as in prompts (a path is relative to where
+    weft was started); or text, or tokens, which follow the answer as they
     are. calls: the answer's tool calls, as in a message's `tool_calls`, for templates that need them to render results.
     done: the conversation ends, and nothing more is read of the reply. reward: summed over the turns. notes: recorded
     with the sample.

@@ -12,7 +12,9 @@ from transformers import PreTrainedTokenizerBase
 from weft.config.rl_schema import RlConfig
 from weft.data.encode import Encoding, read_encoding
 from weft.data.images import Images
-from weft.errors import UserError
+from weft.data.prompt_images import PromptImages
+from weft.engine.media import ImageRoom
+from weft.errors import BadRowError, UserError
 from weft.rl.chat import ChatRenderer
 from weft.rl.environment_pool import EnvironmentPool
 from weft.rl.environments import Environment, Reply, environment_class
@@ -26,9 +28,18 @@ class EnvironmentFailure(Exception):
     """The environment's code raised, killed its process or exceeded the time limit. Only this sample is lost."""
 
 
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What follows an answer. replied: as in Sample, with the images among these tokens."""
+
+    tokens: list[int]
+    replied: PromptImages | None
+
+
 @dataclass(frozen=True)
 class Episodes:
-    """Settings of all conversations. most_tokens: of one, after its prompt. timeout: seconds of one call."""
+    """Settings of all conversations. most_tokens: of one, after its prompt. timeout: seconds of one call. room: of a
+    sample with images in the trainers' rows; None for a model of text."""
 
     kind: type[Environment]
     pool: EnvironmentPool
@@ -36,18 +47,33 @@ class Episodes:
     max_turns: int
     most_tokens: int
     timeout: float
+    room: ImageRoom | None = None
 
     async def open(self) -> Conversation:
         """A new environment in its own process. UserError where it cannot be imported there."""
         return Conversation(self.kind.__qualname__, await self.pool.open(), self.timeout)
 
-    def reply_tokens(self, prompt: Prompt, reply: Reply, ended: bool) -> list[int]:
-        """The tokens of a reply. ended: whether the answer has an end token. UserError where the chat template cannot
-        render it."""
-        if reply.tokens is not None:
-            return list(reply.tokens)
-        if reply.text is not None:
-            return self.chats.tokens([reply.text])[0]
+    def most_behind(self, prompt: Prompt, replied: PromptImages | None) -> int:
+        """Tokens that a conversation may have behind its prompt: fewer where images of replies take their room in a
+        row, which is not cut. Those of the prompt were checked before training."""
+        if self.room is None or replied is None:
+            return self.most_tokens
+        return min(self.most_tokens, self.room.tokens - self.room.of(replied.patches) - len(prompt.tokens))
+
+    def given(self, prompt: Prompt, reply: Reply, ended: bool, replied: PromptImages | None) -> Given:
+        """What a reply puts behind an answer. ended: whether the answer has an end token. replied: images of earlier
+        replies. UserError where the chat template cannot render it, EnvironmentFailure where it cannot be read."""
+        if reply.tokens is None and reply.text is None:
+            return self._of_messages(prompt, reply, ended, replied)
+        tokens = list(reply.tokens) if reply.tokens is not None else self.chats.tokens([str(reply.text)])[0]
+        if set(tokens) & set(prompt.placeholders):
+            raise EnvironmentFailure(
+                f"{self.kind.__name__}.step replied with a token that stands for an image: images are parts of "
+                "`messages`"
+            )
+        return Given(tokens, replied)
+
+    def _of_messages(self, prompt: Prompt, reply: Reply, ended: bool, replied: PromptImages | None) -> Given:
         if not reply.messages:
             raise UserError(
                 f"rl.environment: {self.kind.__name__} replied nothing to an answer to {prompt.source} and was not "
@@ -58,8 +84,16 @@ class Episodes:
                 f"{prompt.source}: the prompt is a text, and rl.environment replies with messages: write prompts as "
                 "messages (or set rl.chat=true), or reply with `text`."
             )
-        found = self.chats.continuation(prompt, reply.messages, reply.calls)
-        return [*(() if ended else found.closing), *found.tokens]
+        try:
+            found = self.chats.continuation(prompt, reply.messages, reply.calls, replied)
+        except BadRowError as error:
+            raise EnvironmentFailure(f"{self.kind.__name__}.step: {error}") from error
+        if found.replied is not None and self.room is not None and self.room.refusal:
+            raise UserError(
+                f"rl.environment: {self.kind.__name__} replied with an image, and this model cannot be trained on "
+                f"images: {self.room.refusal}."
+            )
+        return Given([*(() if ended else found.closing), *found.tokens], found.replied)
 
 
 class Conversation:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, overload
@@ -18,7 +17,8 @@ from weft.data.blocks import OnBad, Row, refuse
 from weft.data.columns import with_named
 from weft.data.encode import Encoding, has_template, read_encoding
 from weft.data.image_columns import COLUMN, Image, take_images
-from weft.data.images import Images, texts_of
+from weft.data.image_files import opening_pool
+from weft.data.images import Images, of_text_alone, texts_of
 from weft.data.messages import read_messages, with_parts
 from weft.data.open_sources import Data, Source, open_data
 from weft.data.order import Share, order_of
@@ -30,7 +30,6 @@ from weft.rl.chat import ChatRenderer
 from weft.rl.environments import environment_class
 from weft.rollout.types import Prompt
 
-_THREADS = 4  # that open images
 _NEEDED = "`prompt` (a text, or messages) or `messages` in each row"
 
 # Columns that users bring in place of `prompt` and `messages`.
@@ -216,9 +215,7 @@ class _Reader:
         self.tokenizer, self.rules, self.images = tokenizer, rules, images
         self.chats = ChatRenderer(tokenizer, encoding, images)
         self.has_template = has_template(tokenizer, encoding)
-        marks = () if images is None else images.marks
-        known = tokenizer.get_vocab()
-        self.placeholders = tuple(known[mark] for mark in marks if mark in known)
+        self.placeholders = () if images is None else images.placeholders
 
     def read(self, source: Source, bad: OnBad) -> Iterator[Prompt]:
         """The prompts of a source; indices are yet to be given."""
@@ -242,7 +239,7 @@ class _Reader:
         if self.images is None:
             yield from (row for _, row in rows)
             return
-        with ThreadPoolExecutor(_THREADS, thread_name_prefix="images") as pool:
+        with opening_pool() as pool:
             for (number, _), found in zip(rows, pool.map(self._placed, [row for _, row in rows]), strict=True):
                 if isinstance(found, UserError):
                     bad(number, found)
@@ -312,7 +309,7 @@ class _Reader:
             rest = {**rest, "tools": [dict(tool) for tool in self.rules.tools]}
         messages, images = take_images(where, messages, rest, folder)
         if images and self.images is None:
-            raise UserError(f"{where}: has images, and model.path is a model of text alone.")
+            raise of_text_alone(where)
         if self.images is not None:
             self.images.refuse_marks(Record(where, "messages", {}), texts_of(messages))
         chat, text = self.chats.question(where, messages, rest, images)

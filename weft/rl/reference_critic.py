@@ -24,14 +24,14 @@ from weft.cluster.process import Ranks, join, leave
 from weft.config import to_dict
 from weft.config.rl_schema import RlConfig
 from weft.config.schema import CheckpointConfig
-from weft.data.encode import load_tokenizer
 from weft.data.image_opener import ImageOpener, image_opener
 from weft.engine.contract import check_contract
 from weft.engine.document import Document, first_sources
 from weft.engine.engine import Engine, StepResult
+from weft.engine.media import ImageRoom
 from weft.objectives.value import ValueLoss
 from weft.rl.documents import ReadSamples, TrainedSamples
-from weft.rl.engines import critic_engine, opening_lines, reference_engine
+from weft.rl.engines import check_images, critic_engine, opening_lines, reference_engine
 from weft.rollout.types import Floats, Sample
 from weft.telemetry import flight
 from weft.telemetry.profiling import own_peak_memory_gib
@@ -134,7 +134,7 @@ class ReferenceCriticRank:
         assert engine is not None
         self.engine, self.values = engine, None if critic is None else Critic(critic, config)
         rng.seed_rank(config.train.seed, engine.mesh.loss_rank)
-        self.opener = image_opener(config.model.path, load_tokenizer(config.model.path), config.data)
+        self.opener = image_opener(config.model.path, config.data)
         self.saver: Saver | None = None
 
     def describe(self) -> list[str]:
@@ -142,6 +142,14 @@ class ReferenceCriticRank:
         mine = (self.engine, None) if self.values is None else (None, self.engine)
         count, line = self.ranks.world, opening_lines(self.config, *mine)[-1]
         return [f"{line}; on {count} rank{'s' * (count > 1)} of its own"]
+
+    def check_images(self, samples: Sequence[tuple[str, int, int]]) -> None:
+        """See engines.check_images."""
+        check_images({self.role: self.engine}, samples)
+
+    def image_room(self) -> ImageRoom:
+        """See Engine.image_room."""
+        return self.engine.image_room
 
     def open_run(self, folder: str, constants: Mapping[str, Any], last: int = 0) -> None:
         """Enter RUN, as Trainer.open_run; a reference has nothing to restore."""

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from weft.data.prompt_images import PromptImages
 from weft.errors import UserError
 from weft.importing import import_named
 from weft.rl.builtin_rewards import BUILT_IN, COMPARING, completion_text
@@ -207,13 +208,9 @@ def _describe(spec: RewardSpec, call: Callable[..., Any]) -> RewardSignature:
 
 def _opened(values: Sequence[Any]) -> Sequence[Any]:
     """A column, with images of prompts as lists of PIL images, opened once for all samples of a prompt."""
-    pictures = {id(value): value.pictures() for value in {id(v): v for v in values}.values() if _is_images(value)}
-    return [pictures.get(id(value), value) for value in values] if pictures else values
-
-
-def _is_images(value: Any) -> bool:
-    """Whether it is weft.data.prompt_images.PromptImages, which nobody who sends none has imported here."""
-    return type(value).__name__ == "PromptImages"
+    shown = {id(value): value for value in values if isinstance(value, PromptImages)}
+    pictures = {key: images.pictures() for key, images in shown.items()}
+    return [pictures.get(id(value), value) for value in values]
 
 
 def _outcomes(found: Any, count: int) -> list[Outcome]:

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from weft.data.messages import IMAGE_PARTS
+from weft.data.prompt_images import PromptImages
 from weft.rl.environments import Reply
-from weft.rl.episodes import Conversation, EnvironmentFailure, Episodes
+from weft.rl.episodes import Conversation, EnvironmentFailure, Episodes, Given
 from weft.rl.prompts import PromptStream
 from weft.rollout.base import Completion, Request, RolloutEngine, Sampling, seed_of, spans_of
-from weft.rollout.types import Group, Prompt, Sample
+from weft.rollout.types import Group, Prompt, Sample, shown
 from weft.telemetry.summary import Phases
 
 
@@ -79,9 +81,10 @@ async def episode(
         await environment.start(prompt)
         while True:
             turn, name = transcript.turns, label + prompt.id
-            asked = replace(sampling, max_new_tokens=episodes.most_tokens - transcript.length)
+            most = episodes.most_behind(prompt, transcript.replied)
+            asked = replace(sampling, max_new_tokens=most - transcript.length)
             seeds = (seed_of(seed, name, number, turn),)
-            request = Request(f"{name}/{number} turn {turn + 1}", transcript.tokens, seeds, asked, prompt.images)
+            request = Request(f"{name}/{number} turn {turn + 1}", transcript.tokens, seeds, asked, transcript.images)
             (completion,) = await engine.generate(request)
             transcript.add_completion(completion)
             if transcript.untrained:
@@ -94,11 +97,11 @@ async def episode(
             transcript.add_reply(reply)
             if reply.done or transcript.turns == episodes.max_turns:
                 break
-            given = episodes.reply_tokens(prompt, reply, ended)
-            if transcript.length + len(given) >= episodes.most_tokens:
+            given = episodes.given(prompt, reply, ended, transcript.replied)
+            if transcript.length + len(given.tokens) >= episodes.most_behind(prompt, given.replied):
                 transcript.finish = "length"
                 break
-            transcript.add_tokens(given)
+            transcript.add_given(given)
     except EnvironmentFailure as error:
         transcript.error = str(error)
     finally:
@@ -171,6 +174,7 @@ class Transcript:
         self.prompt = prompt
         self.finish: str = "abort"  # until an answer says otherwise
         self.turns, self.error, self.untrained = 0, "", ""  # why it failed, or is not trained
+        self.replied: PromptImages | None = None  # as in Sample
         self._tokens = list(prompt.tokens)
         self._sampled, self._logprobs, self._versions, self._kept = (
             [value] * len(self._tokens) for value in (False, 0.0, -1, 0.0)
@@ -183,6 +187,11 @@ class Transcript:
     @property
     def tokens(self) -> tuple[int, ...]:
         return tuple(self._tokens)
+
+    @property
+    def images(self) -> PromptImages | None:
+        """Those of the prompt, then those of replies."""
+        return shown(self.prompt, self.replied)
 
     @property
     def length(self) -> int:
@@ -201,10 +210,11 @@ class Transcript:
             self._routes = whole
         self.finish, self.turns = completion.finish, self.turns + 1
 
-    def add_tokens(self, tokens: Sequence[int]) -> None:
-        """Append tokens that the policy did not sample."""
-        count = len(tokens)
-        self._extend(tokens, False, [0.0] * count, [-1] * count, None)
+    def add_given(self, given: Given) -> None:
+        """Append what the policy did not sample."""
+        count = len(given.tokens)
+        self._extend(given.tokens, False, [0.0] * count, [-1] * count, None)
+        self.replied = given.replied
 
     def add_answer(self, text: str) -> None:
         """Record the text of an answer."""
@@ -214,7 +224,7 @@ class Transcript:
         """Record the environment's reply to the last answer."""
         if reply.calls:
             self._messages[-1]["tool_calls"] = list(reply.calls)
-        self._messages += [dict(message) for message in reply.messages]
+        self._messages += [_bare(message) for message in reply.messages]
         if reply.text is not None:
             self._messages.append({"role": "tool", "content": reply.text})
         self._reward += reply.reward or 0.0
@@ -242,6 +252,7 @@ class Transcript:
             routes=self._routes,
             rewards={"environment": self._reward} if gives_reward else {},
             trained=not (self.error or self.untrained),
+            replied=self.replied,
             notes=notes,
         )
 
@@ -260,6 +271,16 @@ class Transcript:
         self._versions += versions
         self._kept += [0.0] * len(tokens) if kept is None else kept
         self._truncated = self._truncated or kept is not None
+
+
+def _bare(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message with its images left out, which are kept beside it."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return dict(message)
+    is_image = [isinstance(part, Mapping) and part.get("type") in IMAGE_PARTS for part in content]
+    bare = [{"type": "image"} if image else part for part, image in zip(content, is_image, strict=True)]
+    return {**message, "content": bare}
 
 
 def _without_the_last(completion: Completion) -> Completion:

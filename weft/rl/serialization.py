@@ -48,8 +48,8 @@ class _Column:
 @dataclass(frozen=True, slots=True)
 class _Packed:
     """labels: (index, visit and source of the prompt, number, how it ended, reward, whether it is trained). images: of
-    the prompts; a pickle holds those that samples share once. routes: of each sample; they are large, and not copied
-    together."""
+    prompts and replies; a pickle holds those that samples share once. routes: of each sample; they are large, and not
+    copied together."""
 
     labels: list[tuple[int, int, str, int, str, float | None, bool]]
     images: list[PromptImages | None]
@@ -63,7 +63,7 @@ def _pack(samples: Sequence[Sample]) -> _Packed:
     ]
     columns = {name: _column([getattr(s, name) for s in samples], dtype) for name, dtype in _BY_TOKEN.items()}
     there = {name: column for name, column in columns.items() if column is not None}
-    return _Packed(labels, [s.prompt.images for s in samples], there, [s.routes for s in samples])
+    return _Packed(labels, [s.images for s in samples], there, [s.routes for s in samples])
 
 
 def _column(arrays: Sequence[Any], dtype: Any) -> _Column | None:

@@ -32,6 +32,7 @@ from weft.data.image_opener import image_opener
 from weft.engine.contract import check_contract
 from weft.engine.document import Document, first_sources
 from weft.engine.engine import Engine
+from weft.engine.media import ImageRoom
 from weft.engine.sleep import Part
 from weft.errors import ActorError
 from weft.models.flops import Throughput
@@ -41,7 +42,14 @@ from weft.report.banner import print_model
 from weft.report.step_line import StepOutcome, step_line
 from weft.rl.colocation import sleeping_parts
 from weft.rl.documents import TrainedSamples
-from weft.rl.engines import critic_engine, notes_on_generation, opening_lines, policy_config, reference_engine
+from weft.rl.engines import (
+    check_images,
+    critic_engine,
+    notes_on_generation,
+    opening_lines,
+    policy_config,
+    reference_engine,
+)
 from weft.rl.exact import prove_exact
 from weft.rl.reference_critic import (
     CRITIC,
@@ -98,7 +106,7 @@ class Trainer:
         self.critic, self.values = critic, None if critic is None else Critic(critic, config)
         rng.seed_rank(config.train.seed, self.engine.mesh.loss_rank)
         self.tokenizer = load_tokenizer(config.model.path)
-        self.opener = image_opener(config.model.path, self.tokenizer, config.data)
+        self.opener = image_opener(config.model.path, config.data)
         tokens = config.rollout.max_tokens_per_device
         self.embedded = EmbeddedEngine(self.engine, self.tokenizer, tokens, routes=True, opener=self.opener)
         self.throughput = Throughput.of(self.engine)
@@ -149,6 +157,14 @@ class Trainer:
             timeout=self.config.train.timeout,
         )  # fmt: skip
         return notes
+
+    def check_images(self, samples: Sequence[tuple[str, int, int]]) -> None:
+        """See engines.check_images."""
+        check_images({"policy": self.engine, "reference": self.reference, CRITIC: self.critic}, samples)
+
+    def image_room(self) -> ImageRoom:
+        """What the policy, and its reference and critic in these ranks, have room for."""
+        return ImageRoom.least([engine.image_room for engine in self._engines()])
 
     # ------------------------------------------------------------ rollouts
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from weft.cluster.rays import ActorGroup, together
 from weft.config.rl_schema import RlConfig
+from weft.engine.media import ImageRoom
 from weft.errors import first_line
 from weft.rl.reference_critic import CRITIC, Role, set_readings
 from weft.rl.serialization import SampleBatch
@@ -29,6 +30,15 @@ class TrainerGroup:
         opening, *others = await together([group.all("describe") for group in self._all])
         lines = [line for first, *_ in others for line in first]
         return "\n".join([str(opening[0]).rstrip(), *lines])
+
+    async def check_images(self, samples: Sequence[tuple[str, int, int]]) -> None:
+        """Trainer.check_images on all ranks."""
+        if samples:
+            await together([group.all("check_images", samples) for group in self._all])
+
+    async def image_room(self) -> ImageRoom:
+        """What all models that read samples have room for."""
+        return ImageRoom.least(await together([group.one(0, "image_room") for group in self._all]))
 
     async def open_run(self, folder: str, token: str, constants: Mapping[str, Any], last: int) -> list[str]:
         """Trainer.open_run on all ranks; returns messages."""

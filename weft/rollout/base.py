@@ -8,10 +8,9 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
 
-if TYPE_CHECKING:
-    from weft.data.prompt_images import PromptImages
+from weft.data.prompt_images import PromptImages
 
 # How a completion ended: by an end token or a stop text, at max_new_tokens, or because the engine was told to stop.
 Finish = Literal["end", "length", "abort"]

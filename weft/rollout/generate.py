@@ -138,7 +138,7 @@ class Generator:
         if exact:
             compute_exactly(model)
         else:
-            model.set_attn_implementation(hf.attention_by_part(model.config, implementation(model.config, "auto")))
+            hf.set_attention(model, implementation(model.config, "auto"))
         self.version, self.max_tokens, self.work = version, max_tokens, Work()
         self._tokenizer, self._rows, self._exact = tokenizer, open_rows(model.eval(), routes), exact
         self._device, self._opener = model.device, opener

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any
 
 import numpy as np
 
+from weft.data.image_columns import Image
+from weft.data.image_files import Measured
 from weft.data.prompt_images import PromptImages
 from weft.errors import UserError, first_line
 from weft.files import regular_file
@@ -126,12 +129,33 @@ def _row(step: int, sample: Sample) -> dict[str, Any]:
         "messages": None if prompt.messages is None else json.dumps(prompt.messages, default=str),
         "columns": json.dumps(prompt.columns, default=_plain),
         "notes": json.dumps(sample.notes, default=str),
+        **_replied(sample.replied),
         **{name: None if value is None else value.tolist() for name, value in arrays.items()},
     }
 
 
 def _plain(value: Any) -> Any:
     return value.names if isinstance(value, PromptImages) else str(value)
+
+
+def _replied(images: PromptImages | None) -> dict[str, Any]:
+    """Images of replies, with the bytes of those that are no files: no data have them."""
+    if images is None:
+        return {"reply_images": None, "reply_patches": None, "reply_pairs": None}
+    pairs = zip(images.images, images.sizes, strict=True)
+    rows = [{"path": image.path, "url": image.url, "data": image.data, **asdict(size)} for image, size in pairs]
+    return {"reply_images": rows, "reply_patches": images.patches, "reply_pairs": images.pairs}
+
+
+def _images(row: Mapping[str, Any]) -> PromptImages | None:
+    """What _replied wrote."""
+    if row.get("reply_images") is None:
+        return None
+    kept = row["reply_images"]
+    images = tuple(Image(path=one["path"], url=one["url"], data=one["data"]) for one in kept)
+    sizes = tuple(Measured(one["height"], one["width"], one["size"], one["changed"]) for one in kept)
+    counts = int(row["reply_patches"]), int(row["reply_pairs"])
+    return PromptImages(f"{row['source']}, a reply", images, sizes, *counts)
 
 
 def _packed_routes(routes: Any) -> dict[str, Any]:
@@ -187,5 +211,6 @@ def _sample(row: dict[str, Any]) -> Sample:
         trained=row["trained"],
         notes=json.loads(row["notes"]),
         routes=_routes(row),
+        replied=_images(row),
         **arrays,
     )

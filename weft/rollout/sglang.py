@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.cluster.machine import free_port
+from weft.errors import UserError
 from weft.rollout.base import Completion, EnginePart, Finish, Request, spans_of
 from weft.rollout.http import Address
 from weft.rollout.process import EngineProcess
@@ -65,6 +66,11 @@ class SglangEngine:
     async def generate(self, request: Request) -> list[Completion]:
         """One completion per seed. With truncated sampling, logprobs are of the full distribution and must not be
         trained on."""
+        if request.images is not None:
+            raise UserError(
+                f"{request.id}: rollout.engine=sglang takes no images in this version: set rollout.engine=vllm or "
+                "embedded."
+            )
         return await together(self._complete(request, place) for place in range(len(request.seeds)))
 
     async def pause(self) -> None:

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from weft.data.prompt_images import PromptImages
+from weft.data.prompt_images import PromptImages
 
 Tokens = NDArray[np.int64]
 Floats = NDArray[np.float32]
@@ -57,6 +56,7 @@ class Sample:
     the sample is not to be trained.
     advantages, correction: [T], of sampled tokens; correction multiplies their loss (weft/rl/corrections). returns:
     what a critic should have said of them.
+    replied: images that the environment replied with, in order; its patches are those of all the sample's images.
     notes: what the environment or the rewards want to be kept beside it.
     """
 
@@ -80,6 +80,7 @@ class Sample:
     returns: Floats | None = None
     correction: Floats | None = None
     trained: bool = True
+    replied: PromptImages | None = None
     notes: dict[str, Any] = field(default_factory=dict)
 
     def forget_readings(self) -> None:
@@ -88,6 +89,11 @@ class Sample:
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    @property
+    def images(self) -> PromptImages | None:
+        """Those of its prompt, then those of replies."""
+        return shown(self.prompt, self.replied)
 
     @property
     def id(self) -> str:
@@ -125,6 +131,13 @@ class Group:
     def has_signal(self) -> bool:
         """Whether any two rewards of counted samples differ; otherwise every advantage of the group is zero."""
         return len({sample.reward for sample in self.samples if sample.counts}) > 1
+
+
+def shown(prompt: Prompt, replied: PromptImages | None) -> PromptImages | None:
+    """The images of a prompt, then those of replies to its answers."""
+    if prompt.images is None or replied is None:
+        return prompt.images or replied
+    return prompt.images.followed_by(replied)
 
 
 def samples_of(groups: Iterable[Group]) -> list[Sample]:

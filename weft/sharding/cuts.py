@@ -219,7 +219,7 @@ def split(parameter: Tensor, values: Tensor, cut: AnyCut) -> list[tuple[int, Ten
     """(number of ranks with the same, elements) for each box of a parameter, in the order of `shards_of`. values: of
     the shard's shape, such as a gradient or optimizer state."""
     held = shard_of(parameter).box
-    return [(copies, values[part.within(held)]) for _, part, copies in cut.boxes(held)] or [(cut.size, values)]
+    return [(copies, values[part.within(held)]) for _, part, copies in cut.boxes(held)] or [(cut.copies[0], values)]
 
 
 def module_shards(module: nn.Module, cuts: Cuts, among: tuple[int, int] | None = None) -> dict[str, list[Shard]]:

@@ -82,6 +82,11 @@ def verify(
         raise UserError(
             "weft verify cannot follow the reference's routes through compiled layers: add model.compile=false."
         )
+    if engine.config.model.router_bias_rate is not None:
+        raise UserError(
+            "weft verify follows the reference's routes, which model.router_bias_rate would move: add "
+            "model.router_bias_rate=null."
+        )
     if engine.config.model.recompute == "full" and engine.pipeline is not None and engine.built.flops.expert:
         raise UserError(
             "weft verify cannot follow the reference's routes where layers of several rows wait to be recomputed "

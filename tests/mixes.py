@@ -1,0 +1,90 @@
+"""`make verify-all`: families x mixes of mesh axes, on real ranks; the result is docs/reference/mixes.md.
+
+Each cell is the verdict of `weft verify`'s own function. The suite takes a few of them (tests/test_mixes.py). Arguments
+are mixes; the rows of the others stay as they are.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import torch
+import transformers
+
+from tests.cases import MESHES, parity, saved_model, world_of
+from tests.pool import run
+
+PAGE = Path(__file__).parent.parent / "docs" / "reference" / "mixes.md"
+FAMILIES = ("llama", "qwen3", "gemma3_text", "qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "glm4_moe")
+DENSE = ("llama", "qwen3", "gemma3_text")
+MIXES = (
+    "2xtp2", "2x1xtp2", "2xcp2", "2x1xcp2", "cp2xtp2", "4ep2", "2xep2", "ep2xtp2", "ep2xcp2", "ep4xcp2", "pp2x2",
+    "pp2x2x1", "pp2xtp2", "pp2xcp2", "pp2xep2", "pp2xep2xcp2", "pp2x2xtp2", "pp2xep2xtp2", "ep2xcp2xtp2",
+)  # fmt: skip
+INTRODUCTION = """\
+# Mixes of axes
+
+Written by `make verify-all` (tests/mixes.py), which runs what stands here: {machine}. On real ranks (gloo, fp32, tiny
+random models) readouts, loss, the gradient of every parameter and the weights after three steps are compared with those
+of plain transformers in one process; **ok** is within the tolerances of `weft verify`, which
+[architecture.md](../architecture.md#the-proof) has. A cell without experts or layers for its axes is empty. The meshes
+are named as in tests/cases.py: data axes first (`2x1` is dp_replicate 2 x dp_shard 1), `4ep2` has four data ranks, of
+which two each have the same experts. With cp, rows are so short that documents are cut.
+
+"""
+
+
+def applies(family: str, mix: str) -> bool:
+    """Whether the family has what the mix divides: experts, or a layer for each stage."""
+    return "ep" not in mix or family not in DENSE
+
+
+def verdict(family: str, mix: str) -> str:
+    """The cell of one run."""
+    sections = {"step": {"max_tokens_per_device": 40}} if "cp" in MESHES[mix] else {}
+    try:
+        found = run(world_of(mix), parity, saved_model(family), mix, sections, timeout=300)[0]
+    except AssertionError as error:
+        refusals = [line for line in str(error).splitlines() if "UserError: " in line]
+        return f"refused: {refusals[-1].partition('UserError: ')[2]}" if refusals else f"failed: {error}"[:200]
+    return "ok" if found.passed else f"failed: {', '.join(found.failed)}"
+
+
+def rows(page: str) -> dict[str, list[str]]:
+    """mix -> its cells."""
+    found = ([cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("| `"))
+    return {cells[0].strip("`"): cells[1:] for cells in found}
+
+
+def write(found: dict[str, list[str]]) -> None:
+    """The page, one row for each mix that has cells."""
+    machine = (
+        f"{datetime.date.today().isoformat()}, torch {torch.__version__.partition('+')[0]}, transformers "
+        f"{transformers.__version__}, on two x86 cores"
+    )
+    head = f"| mesh | ranks | {' | '.join(FAMILIES)} |\n{'| --- ' * (2 + len(FAMILIES))}|\n"
+    lines = (f"| `{mix}` | {' | '.join(found[mix])} |\n" for mix in MIXES if mix in found)
+    PAGE.write_text(INTRODUCTION.format(machine=machine) + head + "".join(lines), encoding="utf-8")
+
+
+def main(mixes: list[str]) -> int:
+    """The status is 1 where a case fails."""
+    warnings.simplefilter("ignore")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    found = rows(PAGE.read_text(encoding="utf-8")) if mixes and PAGE.exists() else {}
+    for mix in mixes or MIXES:
+        begun = time.perf_counter()
+        cells = [verdict(family, mix) if applies(family, mix) else "" for family in FAMILIES]
+        found[mix] = [str(world_of(mix)), *cells]
+        print(mix, f"{time.perf_counter() - begun:.0f} s", *cells, sep="  ", flush=True)
+        write(found)
+    return int(any(cell.startswith("failed") for cells in found.values() for cell in cells))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,24 @@
+"""Several axes at once. The whole table of families x mixes is `make verify-all` (tests/mixes.py)."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests import mixes
+
+CASES = [("qwen3_moe", "pp2xep2xtp2"), ("gpt_oss", "ep2xcp2xtp2"), ("llama", "pp2x2xtp2")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "mix"), CASES, ids=map(" ".join, CASES))
+def test_eight_ranks_on_three_axes(family: str, mix: str) -> None:
+    assert mixes.verdict(family, mix) == "ok"
+
+
+def test_the_page_has_every_mix_and_none_fails() -> None:
+    found = mixes.rows(mixes.PAGE.read_text())
+    assert tuple(found) == mixes.MIXES, "run: make verify-all"
+    for mix, (_, *cells) in found.items():
+        assert len(cells) == len(mixes.FAMILIES)
+        for family, cell in zip(mixes.FAMILIES, cells, strict=True):
+            assert cell.startswith(("ok", "refused: ")) if mixes.applies(family, mix) else not cell, (family, mix, cell)

@@ -1,0 +1,73 @@
+"""Attention of a vision tower whose images, or windows of them, lie end to end: each sees itself, both ways.
+
+N patches of all images, H heads, D head width.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from weft.ops.attention import KERNELS, flash_rows
+from weft.ops.attention_call import Traits
+
+BOTH_WAYS = (-1, -1)  # of a flash kernel: no window to either side
+
+
+def attend_in_tower(
+    module: nn.Module,
+    query_1HND: Tensor,
+    key_1HND: Tensor,
+    value_1HND: Tensor,
+    attention_mask: Tensor | None = None,
+    *,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int | None = None,
+    scaling: float | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention function, as flash kernels are called: returns ([1, N, H, D], None). RuntimeError where
+    the family's code does not say where images begin."""
+    if cu_seq_lens_q is None or max_length_q is None:
+        raise RuntimeError(f"{type(module).__name__}: bounds of images did not reach attention")
+    query, key, value = (x[0].transpose(0, 1) for x in (query_1HND, key_1HND, value_1HND))
+    width = query_1HND.shape[-1]
+    scale = width**-0.5 if scaling is None else float(scaling)
+    if KERNELS["varlen"].suits(query_1HND.device, query_1HND.dtype, Traits(width, value_1HND.shape[-1])):
+        cumulative = cu_seq_lens_q.to(torch.int32)
+        out = flash_rows(query, key, value, cumulative, cumulative, max_length_q, max_length_q, scale, BOTH_WAYS)
+    else:
+        out = _alike_together(query, key, value, cu_seq_lens_q.diff().tolist(), scale)
+    return out[None], None
+
+
+def _alike_together(query_NHD: Tensor, key_NHD: Tensor, value_NHD: Tensor, lengths: list[int], scale: float) -> Tensor:
+    """[N, H, D]: those of equal length are one batch, wherever they lie; windows at the edges of an image are smaller
+    than those between them."""
+    counts = Counter(lengths)
+    order = sorted(range(len(lengths)), key=lambda place: lengths[place])  # stable
+    moved = order != list(range(len(lengths)))
+    rows = [query_NHD, key_NHD, value_NHD]
+    if moved:
+        taken_N = _tokens(lengths, order, query_NHD.device)
+        rows = [x.index_select(0, taken_N) for x in rows]
+    sizes = [length * counts[length] for length in sorted(counts)]
+    found = []
+    for length, *parts in zip(sorted(counts), *(x.split(sizes) for x in rows), strict=True):
+        q, k, v = (part.unflatten(0, (-1, length)).transpose(1, 2) for part in parts)
+        found.append(F.scaled_dot_product_attention(q, k, v, scale=scale).transpose(1, 2).flatten(0, 1))
+    out_NHD = found[0] if len(found) == 1 else torch.cat(found)
+    return out_NHD.index_select(0, taken_N.argsort()) if moved else out_NHD
+
+
+def _tokens(lengths: list[int], order: list[int], device: torch.device) -> Tensor:
+    """[N]: the patches in the order in which these images, or windows, are to lie."""
+    firsts = torch.tensor(list(accumulate(lengths, initial=0))[:-1])[order]
+    counts = torch.tensor(lengths)[order]
+    ends = counts.cumsum(0)
+    return (torch.arange(int(ends[-1])) + (firsts - (ends - counts)).repeat_interleave(counts)).to(device)
