@@ -34,6 +34,7 @@ from weft.errors import UserError
 from weft.models import hf
 from weft.models.pipeline import cut_layers
 from weft.objectives.cross_entropy import CrossEntropy
+from weft.report.banner import pipeline_hint
 from weft.verification.harness import verify
 from weft.verification.peft_reference import PeftReference
 from weft.verification.reference import Reference
@@ -106,6 +107,27 @@ def test_experts_that_are_recomputed_while_other_rows_wait() -> None:
     found, said = run(2, one_gradient, path, "full")[0]
     assert equal(found, expected)
     assert "add model.recompute=none" in said
+
+
+def narrow_step(path: str, mesh: str, dtype: str) -> tuple[float, float, float, list[str]]:
+    """(loss, norm, loss after an update, the hint) of a step computed in this dtype."""
+    engine = open_engine(path, mesh, fsdp={"param_dtype": dtype}, step={"max_tokens_per_device": 16})
+    documents = {i: Document(torch.arange(14) + 7 * i, torch.ones(14)) for i in range(3)}
+    plan, losses, norm = engine.plan([engine.meta(d) for d in documents.values()]), [], 0.0
+    for _ in range(2):
+        losses.append(engine.accumulate(plan, documents, CrossEntropy())["loss"] or 0.0)
+        norm = engine.apply(1e-3).grad_norm
+    return losses[0], norm, losses[1], pipeline_hint(engine, plan)
+
+
+@pytest.mark.parametrize(("family", "dtype"), [("llama", "bf16"), ("mamba2", "bf16")])
+def test_what_travels_in_16_bits(family: str, dtype: str) -> None:
+    """mamba2's hidden states are fp32 all the same."""
+    *expected, nothing = run(1, narrow_step, saved_model(family), "1", dtype)[0]
+    for *found, hint in run(2, narrow_step, saved_model(family), "pp2", dtype):
+        assert found == pytest.approx(expected, rel=2e-2)
+        assert "3 micro-batches for 2 stages" in hint[0] and "% of a step" in hint[0]
+    assert nothing == []
 
 
 # ---------------------------------------------------------------- what is saved, resumed and evaluated

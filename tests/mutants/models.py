@@ -69,7 +69,7 @@ MUTANTS = (
     Mutant("ops/context.py", "_heads_for_tokens", "call.sinks_H.chunk(size)[place]", "call.sinks_H.chunk(size)[0]", "tests/test_context_parallel.py"),
     Mutant("ops/per_document.py", "_hidden", "place[keys - queries :, None]", "place[:queries, None]", "tests/test_context_parallel.py"),
     Mutant("objectives/shared_documents.py", "_SumBoth.backward", "summed(grad, ctx.ranks)", "grad", "tests/test_context_parallel.py"),
-    Mutant("parallel/fsdp.py", "shard", "mesh.shards if unit.shard", "mesh.dp_shard if unit.shard", "tests/test_context_parallel.py"),
+    Mutant("parallel/fsdp.py", "_mesh_of", "mesh.shards if strategy", "mesh.dp_shard if strategy", "tests/test_context_parallel.py"),
     Mutant("sharding/cuts.py", "_held", "(cut.place % copies, copies)", "(0, 1)", "tests/test_resume.py"),
     Mutant("models/tp_styles.py", "_of_mlp", ",) * 2)", ",))", "tests/test_tensor_parallel.py"),
     Mutant("optim/optimizer.py", "global_norm", " / key[1]", "", "tests/test_tensor_parallel.py"),
