@@ -49,7 +49,8 @@ def table_of(lengths: Sequence[int], long: LongDocuments = "error", longest: int
         ids = random.integers(3, 100, total).astype(np.int32)
         numbers = np.arange(1, len(own) + 1, dtype=np.int64)
         none = np.zeros(len(own), np.int64)
-        images = (none, none.astype(np.int32), none.astype(np.int32), np.empty(0, np.uint8), np.empty(0, np.int64))
+        few = none.astype(np.int32)
+        images = (none, none, few, few, np.empty(0, np.uint8), np.empty(0, np.int64))
         formats = np.zeros(len(own), np.uint8)
         chunk = Chunk(ids, trained, np.array(own, np.int32), losses, numbers, formats, *images)
         pieces.append(Limits(longest, long=long).piece(in_memory(origin, True, [chunk]), ""))
@@ -75,7 +76,8 @@ def documents_meta(documents: Sequence[Document]) -> list[tuple[Any, ...]]:
     """As a plan has them, with a cost and what is left out."""
     from weft.engine.document import Costs, metas
 
-    found = metas(documents, Costs(lambda length: int(length > 7), lambda length: 0.1 * length, lambda count: (0.0, 0)))
+    costs = Costs(lambda length: int(length > 7), lambda length: 0.1 * length, lambda patches, pairs: (0.0, 0))
+    found = metas(documents, costs)
     return [(m.length, m.weight, m.loss_tokens, m.group, m.cost, m.routed, m.omitted) for m in found]
 
 

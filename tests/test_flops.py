@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
+from tests.vision_zoo import vision_config, vision_tokenizer
+from weft.engine.media import Media
+from weft.models import hf
+from weft.models.cost import flop_facts
 from weft.models.flops import (
     AttentionFacts,
     FlopFacts,
@@ -14,7 +21,10 @@ from weft.models.flops import (
     model_flops,
     peak_flops,
     peak_of,
+    tower_flops,
 )
+from weft.models.train_module import TrainModule
+from weft.models.vision import blocks, find_vision
 
 
 def test_dense_model() -> None:
@@ -96,3 +106,28 @@ def test_the_peak_of_a_cpu_is_unknown() -> None:
 
 def test_share_of_the_peak() -> None:
     assert Throughput(ranks=4, peak=100e12).share(flops=800e12, seconds=4.0) == 0.5
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "gemma3"])
+def test_the_towers_blocks_are_counted_with_their_attention(family: str) -> None:
+    """A forward of them, counted by torch; Qwen2.5-VL's first layer has windows of 4 x 4 patches."""
+    model = hf.build_random(
+        vision_config(family, vision_tokenizer(family)), dtype=torch.float32, attention="eager", seed=0
+    )
+    module = TrainModule(model)
+    vision, facts = find_vision(module.base, module.facts), flop_facts(module)
+    assert vision is not None
+    inputs = dict(vision.smallest)
+    if "image_grid_thw" in inputs:
+        grids = torch.tensor([[1, 8, 8], [1, 4, 8]])
+        inputs = {"pixel_values": torch.randn(96, inputs["pixel_values"].shape[1]), "image_grid_thw": grids}
+    media = Media.of(inputs, vision.patches(inputs))
+    counted, of_blocks = FlopCounterMode(display=False), 0
+    with counted, torch.no_grad():
+        module.base.get_image_features(**inputs, return_dict=True)  # type: ignore[operator]
+    for name, _ in blocks(module.base, module.facts):
+        last = "." + ".".join(name.split(".")[-2:])  # torch begins names where the forward began
+        of_blocks += sum(next(of for own, of in counted.get_flop_counts().items() if own.endswith(last)).values())
+    flops, _ = tower_flops(facts, media.patches, media.pairs)
+    assert of_blocks == flops / 3
+    assert tower_flops(replace(facts, tower_frozen=True), media.patches, media.pairs)[0] == of_blocks

@@ -98,6 +98,11 @@ def test_tokens_and_inputs_are_those_of_the_familys_processor(family: str, model
         assert tokenizer.decode(document.tokens[document.weights > 0]) == "two cats<|im_end|>"
     measures = documents.measures()
     assert measures.patches.tolist() == [document.meta().patches for document in documents]
+    for document, pairs in zip(documents, measures.pairs.tolist(), strict=True):
+        media = document.media
+        assert media is not None and media.pairs == pairs
+        if "image_grid_thw" in media.inputs:
+            assert pairs == int((media.inputs["image_grid_thw"].prod(1) ** 2).sum())
 
 
 @pytest.mark.parametrize("family", ["gemma3", "llava", "idefics3"])

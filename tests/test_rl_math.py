@@ -349,7 +349,7 @@ def test_samples_are_measured_as_their_documents_are(aggregation: str) -> None:
         given.old = given.advantages = given.correction = np.zeros(len(given), np.float32)
         given.routes = np.zeros((len(given), 1, 1), np.int16) if number % 3 else None
     trained = TrainedSamples(samples, rl_config(algorithm(aggregation=aggregation), max_new_tokens=77))
-    costs = Costs(lambda n: 1, float, lambda count: (0.0, 0))
+    costs = Costs(lambda n: 1, float, lambda patches, pairs: (0.0, 0))
     measured, built = (metas(given, costs) for given in (trained, list(trained)))
     assert measured == built and len(built) == 50
     read = ReadSamples(samples, routed=False)

@@ -33,7 +33,7 @@ def drawn_documents(vision: Vision, source: random.Random, tokens_of: int) -> li
         for _ in images:
             ids += [vision.image] * tokens_of + [5, 6]
         inputs = joined(images)
-        media = Media(inputs, vision.patches(inputs)) if images else None
+        media = Media.of(inputs, vision.patches(inputs)) if images else None
         documents.append(Document(torch.tensor(ids), torch.ones(len(ids)), media=media, source=str(number)))
     return documents
 
@@ -122,7 +122,7 @@ class Drawn(MeasuredDocuments):
 
     def measures(self) -> Measures:
         one = np.array([30])
-        return Measures(one, np.array([29.0]), np.array([29]), np.array([False]), np.array([16]))
+        return Measures(one, np.array([29.0]), np.array([29]), np.array([False]), np.array([16]), np.array([256]))
 
     def source(self, index: int) -> str:
         return "seen.jsonl:1"

@@ -476,7 +476,7 @@ def test_sglang_is_asked_as_documented(tmp_path: Path) -> None:
             "stop_token_ids": [5], "ignore_eos": True, "stop": ["x"], "no_stop_trim": True,
             "skip_special_tokens": False,
         }  # fmt: skip
-        shown = PromptImages("p", (Image(path="a.png"),), (Measured(8, 8, 1),), 1)
+        shown = PromptImages("p", (Image(path="a.png"),), (Measured(8, 8, 1),), 1, 1)
         with pytest.raises(UserError, match=r"p: rollout.engine=sglang takes no images"):
             await engine.generate(replace(REQUEST, images=shown))
 

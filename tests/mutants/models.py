@@ -80,6 +80,7 @@ MUTANTS = (
     Mutant("engine/plan.py", "StepPlan.has_images", "self.rows if last else", "self.rows if False else", "tests/test_plan.py"),
     Mutant("engine/plan.py", "StepPlan.has_images", "for ranks in rows for row in ranks", "for ranks in rows for row in ranks[:1]", "tests/test_plan.py"),
     Mutant("engine/media.py", "_joined", "torch.cat(list(parts), dim=images)", "torch.cat(list(parts)[::-1], dim=images)", "tests/test_vision_parity.py"),
+    Mutant("models/flops.py", "tower_flops", "patches * (layer.window or pairs)", "pairs", "tests/test_flops.py"),
     Mutant("ops/tower_attention.py", "_alike_together", "taken_N.argsort()", "taken_N", "tests/test_tower_attention.py"),
     Mutant("models/hf.py", "set_attention", "_TOWER if own", '"sdpa" if own', "tests/test_tower_attention.py"),
     Mutant("ops/per_document.py", "_with_images", "last - start for", "last for", "tests/test_vision_parity.py"),

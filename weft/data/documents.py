@@ -73,7 +73,8 @@ class Documents(MeasuredDocuments):
         losses: Array = np.concatenate([piece.losses for piece in pieces])
         weights = losses.astype(np.float64)  # a trained token weighs 1
         patches: Array = np.concatenate([piece.table.patches[piece.kept] for piece in pieces])
-        self._measures = Measures(lengths, weights, losses, np.zeros(len(losses), bool), patches)
+        pairs: Array = np.concatenate([piece.table.pairs[piece.kept] for piece in pieces])
+        self._measures = Measures(lengths, weights, losses, np.zeros(len(losses), bool), patches, pairs)
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -120,7 +121,7 @@ def _media(table: Table, index: int) -> Media | None:
     where, patches = table.where(index), int(table.patches[index])
     inputs, found = table.inputs(where, places)
     assert found == patches, f"{where}: {found} patches of images, and {patches} were expected"
-    return Media(inputs, patches)
+    return Media(inputs, patches, int(table.pairs[index]))
 
 
 def lengths_of(documents: Sequence[Document]) -> list[int]:

@@ -42,13 +42,14 @@ class Encoding:
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """Token ids, and 1 for each that is trained as a target, else 0. places, patches: of its images, as in Placed.
-    reach: tokens up to the end of the last image, 0 without any."""
+    """Token ids, and 1 for each that is trained as a target, else 0. places, patches, pairs: of its images, as in
+    Placed. reach: tokens up to the end of the last image, 0 without any."""
 
     ids: list[int]
     trained: list[int]
     places: tuple[Place, ...] = ()
     patches: int = 0
+    pairs: int = 0
     reach: int = 0
 
 
@@ -358,7 +359,7 @@ def _encoded(encoding: Any, placed: Placed) -> Encoded:
         assert first is not None and last is not None
         reach = last + 1
         trained[first:reach] = [0] * (reach - first)
-    return Encoded(encoding.ids, trained, placed.places, placed.patches, reach)
+    return Encoded(encoding.ids, trained, placed.places, placed.patches, placed.pairs, reach)
 
 
 def _trained_tokens(encoding: Any, chat: MaskedText) -> list[int]:

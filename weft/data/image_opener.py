@@ -41,7 +41,7 @@ class ImageOpener:
         with torch.inference_mode(False):  # an engine opens them first, and training saves them for its backward pass
             inputs, patches = self._images.inputs(wanted.where, images)
         assert patches == wanted.patches, f"{wanted.where}: {patches} patches of images, {wanted.patches} expected"
-        media = self._kept[key] = Media(inputs, patches)
+        media = self._kept[key] = Media(inputs, patches, wanted.pairs)
         self._held += _size(media)
         while self._held > self._room and len(self._kept) > 1:
             self._held -= _size(self._kept.popitem(last=False)[1])

@@ -37,12 +37,13 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class Placed:
     """A conversation's text with its images in place. chat: its text and trained spans. replaced: the characters that
-    stand for each image. places: where the images are found again. patches: as in Media."""
+    stand for each image. places: where the images are found again. patches, pairs: as in Media."""
 
     chat: MaskedText
     replaced: tuple[Span, ...] = ()
     places: tuple[Place, ...] = ()
     patches: int = 0
+    pairs: int = 0
 
 
 class Images:
@@ -146,14 +147,14 @@ class Images:
             for number, (image, size) in enumerate(zip(record.images, sizes, strict=True))
         )
         placed, replaced = expanded(chat, self.placeholder, layout.texts)
-        return Placed(placed, replaced, tuple(places), layout.patches)
+        return Placed(placed, replaced, tuple(places), layout.patches, layout.pairs)
 
     def prompt(self, where: str, text: str, given: tuple[Image, ...]) -> tuple[str, PromptImages | None]:
         """(a rendered prompt with what stands for its images, these images). UserError where one cannot be opened, or
         the text has not one place for each."""
         record, sizes = self.read_one(Record(where, "messages", {}, given))
         placed = self.place(record, MaskedText(text, ()), sizes)
-        found = PromptImages(where, record.images, tuple(sizes), placed.patches) if given else None
+        found = PromptImages(where, record.images, tuple(sizes), placed.patches, placed.pairs) if given else None
         return placed.chat.text, found
 
     def reply(
@@ -168,7 +169,8 @@ class Images:
         own = new if replied is None else replied.followed_by(new)
         whole = own if before is None else before.followed_by(own)
         sizes = tuple((size.height, size.width) for size in whole.sizes)
-        return text, replace(own, patches=self.processor().layout(sizes).patches)
+        layout = self.processor().layout(sizes)
+        return text, replace(own, patches=layout.patches, pairs=layout.pairs)
 
     def inputs(self, where: str, images: Sequence[tuple[Image, Measured]]) -> tuple[dict[str, Any], int]:
         """(the model's inputs for a document's images, their patches). Raises UserError where an image is not what it

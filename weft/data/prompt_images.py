@@ -13,17 +13,19 @@ from weft.data.image_files import Checks, Measured, pixels
 @dataclass(frozen=True, slots=True)
 class PromptImages:
     """The images of a prompt, not yet opened. where: names the prompt, for messages. images: in the order of their
-    placeholders. sizes: of each. patches: as in Media."""
+    placeholders. sizes: of each. patches, pairs: as in Media."""
 
     where: str
     images: tuple[Image, ...]
     sizes: tuple[Measured, ...]
     patches: int
+    pairs: int
 
     def followed_by(self, more: PromptImages) -> PromptImages:
-        """These, then those of replies. more: whose patches count these, too, because processors pad images of one
-        document to the largest."""
-        return PromptImages(self.where, (*self.images, *more.images), (*self.sizes, *more.sizes), more.patches)
+        """These, then those of replies. more: whose patches and pairs count these, too, because processors pad images
+        of one document to the largest."""
+        both = (*self.images, *more.images), (*self.sizes, *more.sizes)
+        return PromptImages(self.where, *both, more.patches, more.pairs)
 
     @property
     def names(self) -> list[str]:

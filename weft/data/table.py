@@ -29,7 +29,7 @@ BadRow = tuple[int, str]  # its number, and what is wrong with it, which begins 
 _TOKENS = {"ids": np.int32, "trained": np.uint8}
 _DOCUMENTS = {
     "lengths": np.int32, "losses": np.int32, "numbers": np.int64, "formats": np.uint8,
-    "patches": np.int64, "reaches": np.int32, "images": np.int32,
+    "patches": np.int64, "pairs": np.int64, "reaches": np.int32, "images": np.int32,
 }  # fmt: skip
 # Where the images of all documents are found: packed places end to end, and where each ends in its chunk.
 _PLACES = {"places": np.uint8}
@@ -42,8 +42,8 @@ _META = "table.json"
 class Chunk:
     """Some tokenised documents. ids, trained: of all tokens. lengths: tokens of each. losses: trained tokens of each,
     without the first, which nothing predicts. numbers: of their lines or rows. formats: indices into ALL_FORMATS. bad:
-    rows that were left out. patches, reaches: of each, as in Encoded. images: how many each has. places: of all images,
-    packed end to end; sizes: bytes of each of these."""
+    rows that were left out. patches, pairs, reaches: of each, as in Encoded. images: how many each has. places: of all
+    images, packed end to end; sizes: bytes of each of these."""
 
     ids: Array
     trained: Array
@@ -52,6 +52,7 @@ class Chunk:
     numbers: Array
     formats: Array
     patches: Array
+    pairs: Array
     reaches: Array
     images: Array
     places: Array
@@ -77,6 +78,7 @@ class Chunk:
             numbers=np.array(numbers, np.int64),
             formats=np.array([ALL_FORMATS.index(record.format) for record in records], np.uint8),
             patches=np.array([item.patches for item in encoded], np.int64),
+            pairs=np.array([item.pairs for item in encoded], np.int64),
             reaches=np.array([item.reach for item in encoded], np.int32),
             images=np.array([len(item.places) for item in encoded], np.int32),
             places=np.frombuffer(b"".join(packed), np.uint8),
@@ -132,7 +134,8 @@ class Table:
         self.ids, self.trained = arrays["ids"], arrays["trained"]
         self.lengths, self.losses = arrays["lengths"], arrays["losses"]
         self.numbers, self.formats = arrays["numbers"], arrays["formats"]
-        self.patches, self.reaches, self.images = arrays["patches"], arrays["reaches"], arrays["images"]
+        self.patches, self.pairs = arrays["patches"], arrays["pairs"]
+        self.reaches, self.images = arrays["reaches"], arrays["images"]
         self._places, self._sizes = arrays["places"], arrays["sizes"]
         self.ends: Array = np.cumsum(self.lengths, dtype=np.int64)
         self.inputs: Callable[[str, Sequence[Place]], tuple[dict[str, Any], int]] | None = None

@@ -59,13 +59,14 @@ class Document:
 
 
 class Measures(NamedTuple):
-    """The fields of DocumentMeta for several documents without groups, each [documents]."""
+    """The fields of DocumentMeta, and Media.pairs, for several documents without groups, each [documents]."""
 
     length: NDArray[np.int64]
     weight: NDArray[np.float64]
     loss_tokens: NDArray[np.int64]
     routed: NDArray[np.bool_]
     patches: NDArray[np.int64]
+    pairs: NDArray[np.int64]
 
 
 class MeasuredDocuments(Sequence[Document]):
@@ -109,7 +110,7 @@ class Chosen(MeasuredDocuments):
         all_of, chosen = self._documents.measures(), np.asarray(self._indices, np.int64)
         return Measures(
             all_of.length[chosen], all_of.weight[chosen], all_of.loss_tokens[chosen], all_of.routed[chosen],
-            all_of.patches[chosen],
+            all_of.patches[chosen], all_of.pairs[chosen],
         )  # fmt: skip
 
     def source(self, index: int) -> str:
@@ -143,11 +144,11 @@ def first_sources(documents: Sequence[Document], indices: Sequence[int], most: i
 @dataclass(frozen=True)
 class Costs:
     """What documents cost in one model. omitted: length -> DocumentMeta.omitted. tokens: tokens that a forward reads ->
-    FLOPs. patches: of images -> (FLOPs, DocumentMeta.tower_tokens)."""
+    FLOPs. images: patches and pairs of a document's -> (FLOPs, DocumentMeta.tower_tokens)."""
 
     omitted: Callable[[int], int]
     tokens: Callable[[int], float]
-    patches: Callable[[int], tuple[float, int]]
+    images: Callable[[int, int], tuple[float, int]]
 
 
 def metas(documents: Sequence[Document], costs: Costs) -> list[DocumentMeta]:
@@ -155,9 +156,9 @@ def metas(documents: Sequence[Document], costs: Costs) -> list[DocumentMeta]:
     if not isinstance(documents, MeasuredDocuments):
         return [_meta(document, costs) for document in documents]
     columns = documents.measures()
-    lengths, patches = columns.length.tolist(), columns.patches.tolist()
+    lengths, patches, pairs = columns.length.tolist(), columns.patches.tolist(), columns.pairs.tolist()
     left = [costs.omitted(length) for length in lengths]
-    towers = [costs.patches(count) if count else (0.0, 0) for count in patches]
+    towers = [costs.images(*both) if both[0] else (0.0, 0) for both in zip(patches, pairs, strict=True)]
     whole = [costs.tokens(length - own) + tower for length, own, (tower, _) in zip(lengths, left, towers, strict=True)]
     rest = (
         columns.weight.tolist(), columns.loss_tokens.tolist(), whole, columns.routed.tolist(), left, patches,
@@ -171,5 +172,6 @@ def metas(documents: Sequence[Document], costs: Costs) -> list[DocumentMeta]:
 
 def _meta(document: Document, costs: Costs) -> DocumentMeta:
     omitted = costs.omitted(len(document))
-    tower, tokens = costs.patches(document.media.patches) if document.media is not None else (0.0, 0)
+    media = document.media
+    tower, tokens = (0.0, 0) if media is None else costs.images(media.patches, media.pairs)
     return document.meta(costs.tokens(len(document) - omitted) + tower, omitted, tokens)

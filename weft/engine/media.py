@@ -16,11 +16,17 @@ class Media:
     """The images and videos of one document.
 
     inputs: forward arguments of the model (pixel_values, image_grid_thw, ...), in the order of the placeholders.
-    patches: positions that the vision tower forwards.
+    patches: positions that the vision tower forwards. pairs: of these, two of one image.
     """
 
     inputs: dict[str, Tensor]
     patches: int
+    pairs: int
+
+    @staticmethod
+    def of(inputs: dict[str, Tensor], patches: Sequence[int]) -> Media:
+        """patches: of each image."""
+        return Media(inputs, sum(patches), sum(own**2 for own in patches))
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,18 +26,25 @@ def flop_facts(module: TrainModule) -> FlopFacts:
                 dense += 0 if routed else parameter.numel()
                 expert += parameter.numel() if routed else 0
     experts, chosen = experts_of(config)
-    tower, memory = _tower(module, config)
-    return FlopFacts(dense, _attention(config), expert, experts, chosen, tower=tower, tower_memory=memory)
+    found = FlopFacts(dense, _attention(config), expert, experts, chosen)
+    return _with_tower(found, module, config)
 
 
-def _tower(module: TrainModule, text: Any) -> tuple[int, float]:
-    """(weights of the blocks of the vision tower, depth x width of them / of the decoder)."""
+def _with_tower(facts: FlopFacts, module: TrainModule, text: Any) -> FlopFacts:
+    """The facts with those of the vision tower, if there is one."""
     layers = [layer for _, layer in blocks(module.base, module.facts)]
     if not layers:
-        return 0, 0.0
+        return facts
     weights = sum(p.numel() for layer in layers for p in layer.parameters() if p.ndim >= 2)
     width = next((p.shape[0] for p in layers[0].parameters() if p.ndim == 1), 0)  # of the first norm
-    return weights, len(layers) * width / (text.num_hidden_layers * text.hidden_size)
+    vision: Any = module.base.config.vision_config
+    whole = getattr(vision, "fullatt_block_indexes", None)  # of Qwen2.5-VL, whose other layers have windows
+    window = None if whole is None else (vision.window_size // vision.patch_size) ** 2
+    attention = tuple(
+        AttentionFacts(1, width, None if whole is None or number in whole else window) for number in range(len(layers))
+    )
+    memory = len(layers) * width / (text.num_hidden_layers * text.hidden_size)
+    return replace(facts, tower=weights, tower_attention=attention, tower_memory=memory)
 
 
 def experts_of(config: Any) -> tuple[int, int]:

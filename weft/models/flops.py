@@ -46,8 +46,8 @@ _PEAKS: tuple[tuple[str, float], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class AttentionFacts:
-    """One layer's attention. width: of a head, the mean where keys and values differ. window: keys that a token
-    sees."""
+    """One layer's attention. width: of a head, the mean where keys and values differ. window: keys that a token, or a
+    patch, sees."""
 
     heads: int
     width: float
@@ -61,7 +61,8 @@ class FlopFacts:
     dense: used by every token, with the head, without the embedding. expert: of all routed experts; a token uses
     experts_per_token out of `experts`. frozen: dense and expert weights are not trained, so that backward costs them as
     much as forward. trained: further weights that are trained (adapters). tower: weights that multiply each patch of an
-    image. tower_frozen: nothing is trained up to and in the tower. tower_memory: activations of a patch / of a token.
+    image; tower_attention: of each of its layers, in whose windows a patch sees others on all sides. tower_frozen:
+    nothing is trained up to and in the tower. tower_memory: activations of a patch / of a token.
     """
 
     dense: int
@@ -72,6 +73,7 @@ class FlopFacts:
     frozen: bool = False
     trained: float = 0.0
     tower: int = 0
+    tower_attention: tuple[AttentionFacts, ...] = ()
     tower_frozen: bool = False
     tower_memory: float = 0.0
 
@@ -94,9 +96,13 @@ def document_flops(facts: FlopFacts, length: int, causal: bool = True) -> float:
     return linear * length + sum(_per_pair(a) * attention_pairs(length, a.window, causal) for a in facts.attention)
 
 
-def tower_flops(facts: FlopFacts, patches: int) -> tuple[float, int]:
-    """(training FLOPs of the vision tower for so many patches, without its attention; tokens of the same memory)."""
-    return (2.0 if facts.tower_frozen else 6.0) * facts.tower * patches, math.ceil(facts.tower_memory * patches)
+def tower_flops(facts: FlopFacts, patches: int, pairs: int) -> tuple[float, int]:
+    """(training FLOPs of the vision tower for a document's images, tokens of the same memory). pairs: of patches of the
+    same image. Windows at an image's edge, which are smaller, count as whole ones."""
+    seen = (min(pairs, patches * (layer.window or pairs)) for layer in facts.tower_attention)
+    attention = sum(_per_pair(layer) * own for layer, own in zip(facts.tower_attention, seen, strict=True))
+    flops = 6.0 * facts.tower * patches + attention
+    return flops / 3.0 if facts.tower_frozen else flops, math.ceil(facts.tower_memory * patches)
 
 
 def attention_pairs(length: int, window: int | None = None, causal: bool = True) -> float:

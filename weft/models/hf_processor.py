@@ -49,10 +49,11 @@ _TRIED = ((40, 60), (100, 17), (230, 300))
 @dataclass(frozen=True, slots=True)
 class Layout:
     """What stands for the images of a document. texts: by image, what replaces its placeholder. patches: positions that
-    the vision tower forwards for all of them."""
+    the vision tower forwards for all of them. pairs: of these, two of one image."""
 
     texts: tuple[str, ...]
     patches: int
+    pairs: int
 
 
 class ImageProcessor:
@@ -101,7 +102,8 @@ class ImageProcessor:
         """The layout of images of these sizes. Raises what the processor raises for a size that it refuses."""
         if self._apart and len(sizes) > 1:
             found = [self.layout((size,)) for size in sizes]
-            return Layout(tuple(text for one in found for text in one.texts), sum(one.patches for one in found))
+            patches, pairs = sum(one.patches for one in found), sum(one.pairs for one in found)
+            return Layout(tuple(text for one in found for text in one.texts), patches, pairs)
         return self._counted(sizes[0]) if self._counts else self._processed(sizes)
 
     def _counted(self, size: Size) -> Layout:
@@ -109,7 +111,7 @@ class ImageProcessor:
         it agrees with `_processed` on some sizes."""
         patches = int(self._processor.image_processor.get_number_of_image_patches(*size))
         grid = {"image_grid_thw": np.array([[1, 1, patches]])}
-        return Layout((str(self._processor.replace_image_token(grid, 0)),), patches)
+        return Layout((str(self._processor.replace_image_token(grid, 0)),), patches, patches**2)
 
     def _processed(self, sizes: tuple[Size, ...]) -> Layout:
         """The layout of blank images of these sizes: only sizes count."""
@@ -120,7 +122,8 @@ class ImageProcessor:
         out = self._call(blank, return_text_replacement_offsets=True, return_tensors="pt", **options)
         texts = tuple(item["replacement"] for item in out["text_replacement_offsets"][0])
         assert len(texts) == len(sizes)
-        return Layout(texts, self._patches(out["pixel_values"]))
+        each = self._each(out)
+        return Layout(texts, sum(each), sum(patches**2 for patches in each))
 
     @property
     def _apart(self) -> bool:
@@ -131,7 +134,7 @@ class ImageProcessor:
         """(the model's inputs for a document's images in order, tensors by name, their patches). images: of PIL."""
         out = self._call(images, return_tensors="pt")
         found = {name: value for name, value in out.items() if name not in _OF_TEXT}
-        return found, self._patches(found["pixel_values"])
+        return found, sum(self._each(found))
 
     def prompt_inputs(self, text: str, images: Sequence[Any]) -> Any:
         """All inputs of the model for a rendered prompt, which has a placeholder for each image: a BatchFeature."""
@@ -141,12 +144,16 @@ class ImageProcessor:
         text = " ".join([self.placeholder] * len(images))
         return self._processor(text=[text], images=list(images), **options)
 
-    def _patches(self, pixel_values: Any) -> int:
-        """Rows of patches are counted; of images [..., channels, height, width] the patches that they have."""
-        shape = tuple(pixel_values.shape)
-        if len(shape) < 4:
-            return math.prod(shape[:-1])
-        return math.prod(shape[:-3]) * (shape[-2] // self._patch_size) * (shape[-1] // self._patch_size)
+    def _each(self, out: Mapping[str, Any]) -> list[int]:
+        """Patches of each image that the tower forwards: those of grids, or of images [..., channels, height, width],
+        of which a large one may be several."""
+        if "image_grid_thw" in out:
+            return [height * width for time, height, width in out["image_grid_thw"].tolist() for _ in range(time)]
+        shape = tuple(out["pixel_values"].shape)
+        if len(shape) < 4:  # rows of patches
+            return [shape[-2]] * math.prod(shape[:-2])
+        own = (shape[-2] // self._patch_size) * (shape[-1] // self._patch_size)
+        return [own] * math.prod(shape[:-3])
 
 
 def is_vision_config(config: Any) -> bool:

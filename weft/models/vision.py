@@ -5,6 +5,7 @@ T tokens of a document, V rows that a vision tower reads.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -53,12 +54,12 @@ class Vision:
         positions: Tensor = rule(tokens_T[None], mm_token_type_ids=types, **known)[0]
         return positions[-3:, 0]
 
-    def patches(self, inputs: Mapping[str, Tensor]) -> int:
-        """Positions that the tower forwards for these arguments."""
-        pixels = [value for name, value in inputs.items() if name.startswith("pixel_values")]
-        if pixels[0].ndim == 2:
-            return sum(len(value) for value in pixels)
-        return sum(value[..., 0, :, :].numel() // self.patch**2 for value in pixels)
+    def patches(self, inputs: Mapping[str, Tensor]) -> list[int]:
+        """Of each image, the positions that the tower forwards for these arguments."""
+        if "image_grid_thw" in inputs:
+            return [height * width for time, height, width in inputs["image_grid_thw"].tolist() for _ in range(time)]
+        shape = inputs["pixel_values"].shape
+        return [shape[-2] * shape[-1] // self.patch**2] * math.prod(shape[:-3])
 
     def sample(self, generator: torch.Generator, wide: int = 1) -> dict[str, Tensor]:
         """Forward arguments of an image of noise, `wide` times as wide as the smallest, where the tower allows that."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from weft.engine.engine import Engine
-from weft.models.flops import tower_flops
 from weft.models.freeze import PRESETS, resolved
 from weft.models.patterns import matches
 from weft.models.vision import vision_parts
@@ -39,7 +39,7 @@ def _image(engine: Engine, pixels: Mapping[str, int]) -> str:
         return whole
     merge = int(vision.smallest["image_grid_thw"][0, 1])
     tokens = pixels["max"] // (vision.patch * merge) ** 2
-    beside = tower_flops(engine.built.flops, tokens * merge**2)[1]
+    beside = math.ceil(engine.built.flops.tower_memory * tokens * merge**2)
     return (
         f"an image takes up to {tokens + beside:,} tokens of a row: {tokens:,}, and {beside:,} for its patches; {whole}"
     )

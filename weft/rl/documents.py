@@ -39,13 +39,15 @@ class _Samples(MeasuredDocuments):
 
     def measures(self) -> Measures:
         counts = np.array([np.count_nonzero(_trained_tokens(sample)[1:]) for sample in self.samples], np.int64)
+        images = [sample.images for sample in self.samples]
         return Measures(
             length=np.array([len(sample) for sample in self.samples], np.int64),
             # What adding up so many equal numbers of 24 bits gives in fp64: every partial sum is exact.
             weight=counts.astype(np.float64) * np.array(self._weights, np.float64),
             loss_tokens=counts,
             routed=np.array([self._routed and sample.routes is not None for sample in self.samples], np.bool_),
-            patches=np.array([images.patches if (images := s.images) else 0 for s in self.samples], np.int64),
+            patches=np.array([shown.patches if shown else 0 for shown in images], np.int64),
+            pairs=np.array([shown.pairs if shown else 0 for shown in images], np.int64),
         )
 
     def source(self, index: int) -> str:

@@ -141,10 +141,10 @@ def _plain(value: Any) -> Any:
 def _replied(images: PromptImages | None) -> dict[str, Any]:
     """Images of replies, with the bytes of those that are no files: no data have them."""
     if images is None:
-        return {"reply_images": None, "reply_patches": None}
+        return {"reply_images": None, "reply_patches": None, "reply_pairs": None}
     pairs = zip(images.images, images.sizes, strict=True)
     rows = [{"path": image.path, "url": image.url, "data": image.data, **asdict(size)} for image, size in pairs]
-    return {"reply_images": rows, "reply_patches": images.patches}
+    return {"reply_images": rows, "reply_patches": images.patches, "reply_pairs": images.pairs}
 
 
 def _images(row: Mapping[str, Any]) -> PromptImages | None:
@@ -154,7 +154,8 @@ def _images(row: Mapping[str, Any]) -> PromptImages | None:
     kept = row["reply_images"]
     images = tuple(Image(path=one["path"], url=one["url"], data=one["data"]) for one in kept)
     sizes = tuple(Measured(one["height"], one["width"], one["size"], one["changed"]) for one in kept)
-    return PromptImages(f"{row['source']}, a reply", images, sizes, int(row["reply_patches"]))
+    counts = int(row["reply_patches"]), int(row["reply_pairs"])
+    return PromptImages(f"{row['source']}, a reply", images, sizes, *counts)
 
 
 def _packed_routes(routes: Any) -> dict[str, Any]:
