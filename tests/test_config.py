@@ -520,6 +520,17 @@ def test_ranks_of_ep_are_some_of_the_shards() -> None:
     assert (shrunk.dp_shard, shrunk.ep, len(said)) == (2, 2, 2)
 
 
+def test_what_a_resumed_run_no_longer_needs_is_dropped() -> None:
+    """The config that a run wrote names keys that were of use there."""
+    Path("run.yaml").write_text(to_yaml(load("mesh.pp=2", "mesh.pp_schedule=GPipe")))
+    with pytest.raises(UserError, match=r"mesh\.pp_schedule would have no effect"):
+        load_config(["run.yaml"], ["mesh.pp=1"])
+    config = load_config(["run.yaml"], ["mesh.pp=1"], of_run=True)
+    assert config.mesh.pp == 1 and "pp_schedule: GPipe" not in to_yaml(config)
+    with pytest.raises(UserError, match=r"mesh\.pp_schedule would have no effect"):
+        load_config(["run.yaml"], ["mesh.pp=1", "mesh.pp_schedule=1F1B"], of_run=True)
+
+
 def test_an_integer_reshard_must_divide_the_shards() -> None:
     config = load("fsdp.reshard_after_forward=2")
     check_reshard(config, MeshSizes(1, 4))

@@ -395,9 +395,11 @@ def _load_resumed(arguments: argparse.Namespace, schema: type[Schema]) -> Schema
         raise UserError(f"--resume {run} goes on in that folder: leave out run.dir.")
     overrides = [*arguments.config, f"run.dir={json.dumps(run)}"]
     if not is_url(run):
-        return _localised(load_config([written_config(run, schema)], overrides, schema), "resumed", arguments.dry_run)
+        return _localised(
+            load_config([written_config(run, schema)], overrides, schema, of_run=True), "resumed", arguments.dry_run
+        )
     with fetched_config(run) as folder:
-        config = load_config([written_config(str(folder), schema, run)], overrides, schema)
+        config = load_config([written_config(str(folder), schema, run)], overrides, schema, of_run=True)
     return _localised(config, "resumed", arguments.dry_run)
 
 

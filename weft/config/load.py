@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from weft.config.check import check_config, rules_of
+from weft.config.check import check_config, inert_keys, rules_of
 from weft.config.coerce import MismatchError, coerce, describe
 from weft.config.compat.names import weft_value
 from weft.config.keys import NOT_YET_VALUES, Key, attribute, schema_keys, sections
@@ -34,18 +34,20 @@ def load_config(
     schema: type[Schema] = SftConfig,  # type: ignore[assignment]
     *,
     weights: bool = True,
+    of_run: bool = False,
 ) -> Schema:
     """The config of `files` (merged left to right) and `overrides` (`a.b=c`, later wins).
 
     Raises UserError, with one line per problem, unless every key is known, has its type and fits the others, and the
-    local files that it names exist. weights: whether model.path must hold weights already.
+    local files that it names exist. weights: whether model.path must hold weights already. of_run: the files are those
+    that a run wrote; what the overrides leave without effect in them is dropped, not refused.
     """
     tree = Node({}, COMMAND_LINE)
     for path in files:
         _merge(tree, read_config_file(path))
     for override in overrides:
         _merge(tree, parse_override(override))
-    return _finish(tree, schema, weights)
+    return _finish(tree, schema, weights, files if of_run else ())
 
 
 def load_values(
@@ -76,10 +78,13 @@ def written_config(run: str, schema: type, name: str | None = None) -> str:
     return str(path)
 
 
-def _finish(tree: Node, schema: type[Schema], weights: bool) -> Schema:
+def _finish(tree: Node, schema: type[Schema], weights: bool, of_run: Sequence[str] = ()) -> Schema:
     explicit = _settle(tree, schema)
     fill_presets(tree, schema)
     config = build(tree, schema)
+    for key in inert_keys(config) & explicit.keys() if of_run else ():
+        if explicit[key].startswith(tuple(of_run)):
+            del explicit[key]
     _raise_if(check_config(config, explicit) or check_paths(config, explicit, weights=weights))
     return config
 
