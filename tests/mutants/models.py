@@ -60,7 +60,7 @@ MUTANTS = (
     Mutant("ops/dispatch.py", "_Rows.backward", ".sum(1)", ".mean(1)", "tests/test_expert_parallel.py"),
     Mutant("models/experts.py", "experts_forward", "permuted(rows, inverse(order_S))", "rows", "tests/test_expert_parallel.py tests/test_lora.py"),
     Mutant("parallel/experts.py", "_cut", "turn * count + first", "first", "tests/test_expert_parallel.py tests/test_sync.py"),
-    Mutant("sharding/cuts.py", "NestedCut.boxes", "a + b - c", "a", "tests/test_tensor_parallel_weights.py"),
+    Mutant("sharding/cuts.py", "NestedCut.boxes", "a + b - c", "a", "tests/test_expert_parallel.py"),
     Mutant("sharding/cuts.py", "split", "cut.copies[0], values", "cut.size, values", "tests/test_mixes.py"),
     Mutant("optim/optimizer.py", "global_norm", "*(process_group(ranks) for ranks in cut.axes)", "process_group(cut.axes[-1])", "tests/test_expert_parallel.py"),
     Mutant("engine/expert_load.py", "ExpertLoad.counting", "torch.is_grad_enabled()", "True", "tests/test_router_bias.py tests/test_expert_parallel.py"),
