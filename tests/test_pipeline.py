@@ -377,6 +377,16 @@ def test_a_stage_without_anything_to_train_is_refused() -> None:
         assert "model.freeze leaves nothing to train in stage 2 of mesh.pp (layers 1 to 1)" in said
 
 
+def drawn(path: str, mesh: str) -> dict[str, torch.Tensor]:
+    """Weights that are drawn and not read, whole."""
+    return {name: tensor.clone() for name, tensor in open_engine(path, mesh, model={"init": "random"}).tensors()}
+
+
+@pytest.mark.parametrize("family", ["qwen3", "deepseek_v3"])
+def test_drawn_weights_are_those_of_one_process(family: str) -> None:
+    assert equal(run(2, drawn, saved_model(family), "pp2")[1], run(1, drawn, saved_model(family), "1")[0])
+
+
 # ---------------------------------------------------------------- before it starts
 
 CUT = (

@@ -289,7 +289,10 @@ def check_memory(setup: Setup, built: BuiltModel, made: Sharded, *, fill: bool) 
     """UserError where a rank has too little memory for its shards, or for drawing initial weights."""
     check_fits(made.memory, made.room, setup.mesh, setup.config.fsdp, setup.config.optimizer)
     if built.load is None and fill:
-        shapes = (full_shape(name, p, made.divided.cuts) for name, p in built.module.named_parameters())
+        whole = dict(built.module.named_parameters())
+        if made.pipeline is not None:
+            whole = {name: made.pipeline.tensors[name] for name in made.pipeline.parameters}
+        shapes = (full_shape(name, p, made.divided.cuts) for name, p in whole.items())
         check_draws(sum(map(prod, shapes)), capacity(torch.device("cpu"), local_ranks(setup.ranks.world)))
 
 
