@@ -33,6 +33,7 @@ def moved(path: str, mesh: str, steps: int, sections: dict[str, Any]) -> dict[st
     """The biases of this rank's layers after some steps."""
     engine = open_engine(path, mesh, **{**sections, "model": {"router_bias_rate": RATE, **sections.get("model", {})}})
     for step in range(steps):
+        engine.evaluate(*engine.deal(documents(step + 7)), CrossEntropy())  # which is not of the step
         engine.accumulate(*engine.deal(documents(step)), CrossEntropy())
         engine.apply(1e-3)
     return {name: bias.clone() for name, bias in find_biases(engine.module).items()}

@@ -63,7 +63,7 @@ MUTANTS = (
     Mutant("sharding/cuts.py", "NestedCut.boxes", "a + b - c", "a", "tests/test_expert_parallel.py"),
     Mutant("sharding/cuts.py", "split", "cut.copies[0], values", "cut.size, values", "tests/test_mixes.py"),
     Mutant("optim/optimizer.py", "global_norm", "*(process_group(ranks) for ranks in cut.axes)", "process_group(cut.axes[-1])", "tests/test_expert_parallel.py"),
-    Mutant("engine/expert_load.py", "ExpertLoad.counting", "torch.is_grad_enabled()", "True", "tests/test_router_bias.py tests/test_expert_parallel.py"),
+    Mutant("engine/expert_load.py", "ExpertLoad.counting", "torch.is_grad_enabled()", "True", "tests/test_router_bias.py"),
     Mutant("engine/expert_load.py", "ExpertLoad.counting", "self._tokens = None", "pass", "tests/test_expert_parallel.py"),
     Mutant("engine/router_bias.py", "RouterBiases.step", "self._rate * ", "-self._rate * ", "tests/test_router_bias.py"),
     Mutant("parallel/tensor.py", "_partial", "name.startswith(inside)", "False", "tests/test_tensor_parallel.py"),
