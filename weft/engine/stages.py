@@ -220,8 +220,9 @@ def shard_model(setup: Setup, built: BuiltModel, readouts: Collection[str] = ())
     if stages is not None and built.lora is not None:
         check_adapters_in_layers(module, built.lora)
         adapter_config = to_json(built.lora, built.path, module)
+    device = ranks.device if ranks.assumed is None else torch.device("meta")  # which this machine may not have
     units, divided, pipeline = parallelize(
-        module, setup.mesh, built.config, config.model, config.fsdp, setup.precision, ranks.device,
+        module, setup.mesh, built.config, config.model, config.fsdp, setup.precision, device,
         sequence=sequence, stages=stages,
     )  # fmt: skip
     if pipeline is not None:
