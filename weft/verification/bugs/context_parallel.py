@@ -168,7 +168,7 @@ def keys_as_they_come(plant: Plant, original: Original, self: Any, *rest: Any) -
 
 
 @bug(
-    "B37", "weft.ops.context:_Exchange.backward",
+    "B37", "weft.ops.communicator:_Exchange.backward",
     "gradients of keys and values that were sent do not come back",
     caught_by=GRADIENTS, seen=MEGATRON, ranks=2, needs=NEEDS,
 )  # fmt: skip
