@@ -127,6 +127,9 @@ def documents() -> list[Document]:
 def load_of_a_step(path: str, mesh: str, sections: dict[str, Any]) -> dict[str, float | None]:
     engine = open_engine(path, mesh, **sections)
     metrics = engine.accumulate(*engine.deal(documents()), CrossEntropy())
+    counted = engine._executor.load.last
+    assert counted is not None
+    assert set(counted.sum(1).tolist()) == {2 * sum(max(1, len(document) - 1) for document in documents())}
     return {name: value for name, value in metrics.items() if name.startswith("experts/")}
 
 
