@@ -158,6 +158,14 @@ def axes(folder: Path, before: str, runs: int) -> list[str]:
     return [head, "|---|---|---|---|---|", *rows]
 
 
+def beside_dp(rows: dict[str, list[str]], found: dict[str, list[tuple[float, float]]]) -> None:
+    """Add the cells of (tokens/s, processor seconds) of each mesh's rounds to its row."""
+    first = statistics.median(rate for rate, _ in found["dp 2"])
+    for name, values in found.items():
+        rate, processor = (statistics.median(one[n] for one in values) for n in (0, 1))
+        rows[name] += [f"{rate:.0f}", f"{rate / first:.2f}", f"{processor:.2f}"]
+
+
 def rates(folder: Path, long: int, runs: int) -> list[str]:
     """Rows of a table: two ranks, each way, with short documents and with a long one."""
     model = write_model(folder / "model", layers=2, width=128, vocabulary=2048, positions=long)
@@ -172,10 +180,7 @@ def rates(folder: Path, long: int, runs: int) -> list[str]:
                 answer = start(model | steps | {"lengths": lengths, "budget": budget, "mesh": MESHES[name]}, 2, TOP)
                 found[name].append((answer["tokens"] / answer["seconds"], answer["processor"]))
                 log(f"rates, {name}, {len(lengths)} documents: {found[name][-1][0]:.0f} tokens/s")
-        first = statistics.median(rate for rate, _ in found["dp 2"])
-        for name, values in found.items():
-            rate, processor = (statistics.median(one[n] for one in values) for n in (0, 1))
-            rows[name] += [f"{rate:.0f}", f"{rate / first:.2f}", f"{processor:.2f}"]
+        beside_dp(rows, found)
     each = "tokens/s | / dp 2 | processor seconds of a step"
     head = [f"| mesh | short: {each} | one of {long:,}: {each} |", "|---|---|---|---|---|---|---|"]
     return [*head, *(f"| {name} | {' | '.join(cells)} |" for name, cells in rows.items())]
@@ -217,10 +222,7 @@ def experts(folder: Path, runs: int) -> list[str]:
                 answer = start(spec | {"budget": budget, "mesh": meshes[name]}, 2, TOP)
                 found[name].append((answer["tokens"] / answer["seconds"], answer["processor"]))
                 log(f"experts, {name}, rows of {budget}: {found[name][-1][0]:.0f} tokens/s")
-        first = statistics.median(rate for rate, _ in found["dp 2"])
-        for name, values in found.items():
-            rate, processor = (statistics.median(one[n] for one in values) for n in (0, 1))
-            rows[name] += [f"{rate:.0f}", f"{rate / first:.2f}", f"{processor:.2f}"]
+        beside_dp(rows, found)
     each = "tokens/s | / dp 2 | processor seconds of a step"
     head = [f"| mesh | rows of 2,048: {each} | rows of 512: {each} |", "|---|---|---|---|---|---|---|"]
     return [*head, *(f"| {name} | {' | '.join(cells)} |" for name, cells in rows.items())]

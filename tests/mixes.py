@@ -6,18 +6,15 @@ are mixes; the rows of the others stay as they are.
 
 from __future__ import annotations
 
-import datetime
 import os
 import sys
 import time
 import warnings
 from pathlib import Path
 
-import torch
-import transformers
-
 from tests.cases import MESHES, parity, saved_model, world_of
 from tests.pool import run
+from tests.support import machine, rows
 
 PAGE = Path(__file__).parent.parent / "docs" / "reference" / "mixes.md"
 FAMILIES = ("llama", "qwen3", "gemma3_text", "qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "glm4_moe")
@@ -55,21 +52,11 @@ def verdict(family: str, mix: str) -> str:
     return "ok" if found.passed else f"failed: {', '.join(found.failed)}"
 
 
-def rows(page: str) -> dict[str, list[str]]:
-    """mix -> its cells."""
-    found = ([cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("| `"))
-    return {cells[0].strip("`"): cells[1:] for cells in found}
-
-
 def write(found: dict[str, list[str]]) -> None:
     """The page, one row for each mix that has cells."""
-    machine = (
-        f"{datetime.date.today().isoformat()}, torch {torch.__version__.partition('+')[0]}, transformers "
-        f"{transformers.__version__}, on two x86 cores"
-    )
     head = f"| mesh | ranks | {' | '.join(FAMILIES)} |\n{'| --- ' * (2 + len(FAMILIES))}|\n"
     lines = (f"| `{mix}` | {' | '.join(found[mix])} |\n" for mix in MIXES if mix in found)
-    PAGE.write_text(INTRODUCTION.format(machine=machine) + head + "".join(lines), encoding="utf-8")
+    PAGE.write_text(INTRODUCTION.format(machine=machine()) + head + "".join(lines), encoding="utf-8")
 
 
 def main(mixes: list[str]) -> int:

@@ -74,8 +74,14 @@ def cases() -> dict[tuple[str, str], str]:
     return found
 
 
+def machine() -> str:
+    """When and where a page is written."""
+    versions = f"torch {torch.__version__.partition('+')[0]}, transformers {transformers.__version__}"
+    return f"{datetime.date.today().isoformat()}, {versions}, on the CPU"
+
+
 def rows(page: str) -> dict[str, list[str]]:
-    """family -> the other cells of its row."""
+    """First cell of a row -> the others."""
     found = (re.split(r"(?<!\\) ?\| ?", line)[1:-1] for line in page.splitlines() if line.startswith("| `"))
     return {cells[0].strip("`"): cells[1:] for cells in found}
 
@@ -146,12 +152,8 @@ def reason(error: UserError) -> str:
 
 def write(found: dict[str, list[str]]) -> None:
     """The page, one row for each family of the zoo that has cells."""
-    machine = (
-        f"{datetime.date.today().isoformat()}, torch {torch.__version__.partition('+')[0]}, transformers "
-        f"{transformers.__version__}, on the CPU"
-    )
     lines = (f"| `{family}` | {' | '.join(found[family])} |\n" for family in LAYOUT_FAMILIES if family in found)
-    PAGE.write_text(INTRODUCTION.format(machine=machine) + HEAD + "".join(lines), encoding="utf-8")
+    PAGE.write_text(INTRODUCTION.format(machine=machine()) + HEAD + "".join(lines), encoding="utf-8")
 
 
 def main(families: list[str]) -> int:

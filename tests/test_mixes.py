@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests import mixes
+from tests import mixes, support
 
 CASES = [("qwen3_moe", "pp2xep2xtp2"), ("gpt_oss", "ep2xcp2xtp2"), ("llama", "pp2x2xtp2")]
 
@@ -16,7 +16,7 @@ def test_eight_ranks_on_three_axes(family: str, mix: str) -> None:
 
 
 def test_the_page_has_every_mix_and_none_fails() -> None:
-    found = mixes.rows(mixes.PAGE.read_text())
+    found = support.rows(mixes.PAGE.read_text())
     assert tuple(found) == mixes.MIXES, "run: make verify-all"
     for mix, (_, *cells) in found.items():
         assert len(cells) == len(mixes.FAMILIES)

@@ -65,12 +65,8 @@ def _divided(small: PreTrainedModel, documents: list[Tensor], findings: Findings
     found: list[Tensor] = [torch.empty(0)] * len(documents)
     for place, (readouts, _) in enumerate(results):
         found[place::ranks] = readouts.split([len(ids) - 1 for ids in documents[place::ranks]], 1)
-    experts = {name for name in results[0][1] if _is_experts(name, small)}
+    whole = tuple(f"{path}." for path in experts_of(small))  # on each thread, once they are joined
     gradients = dict(results[0][1])
     for _, others in results[1:]:
-        gradients |= {name: gradients[name] + g for name, g in others.items() if name not in experts}
+        gradients |= {name: gradients[name] + g for name, g in others.items() if not name.startswith(whole)}
     return torch.cat(found, 1), gradients
-
-
-def _is_experts(name: str, model: PreTrainedModel) -> bool:
-    return any(name.startswith(f"{path}.") for path in experts_of(model))

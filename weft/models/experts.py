@@ -55,11 +55,12 @@ def share_experts_bias(experts: Any, share: float) -> None:
 
 def experts_of(module: nn.Module) -> dict[str, Any]:
     """Name -> the experts of a layer, whose parameters are [experts, ., .], inside of a module."""
-    return {name: child for name, child in module.named_modules() if hf.is_fused_experts(child) or _is_dense(child)}
+    return {name: child for name, child in module.named_modules() if are_experts(child)}
 
 
-def _is_dense(child: Any) -> bool:
-    return getattr(getattr(child, "down_proj", None), "ndim", 0) == 3
+def are_experts(module: Any) -> bool:
+    """Whether the module holds all experts of a layer, one tensor for each projection."""
+    return getattr(getattr(module, "down_proj", None), "ndim", 0) == 3
 
 
 def experts_forward(experts: Any, hidden_TH: Tensor, chosen_TK: Tensor, weights_TK: Tensor) -> Tensor:

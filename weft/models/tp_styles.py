@@ -15,6 +15,7 @@ from transformers import PretrainedConfig
 
 from weft.errors import UserError
 from weft.models import hf
+from weft.models.experts import are_experts
 from weft.models.lora import parameter_of
 from weft.models.low_rank import LowRank
 from weft.models.train_module import TrainModule, ValueHead
@@ -145,7 +146,7 @@ def _of_block(name: str, block: nn.Module, config: PretrainedConfig, found: Styl
             yield from _of_attention(path, module, config, found)
         elif leaves & {*GATE_UP, *FUSED_GATE_UP} and leaves & {*OUT}:
             yield from _of_mlp(path, module, found)
-        elif getattr(getattr(module, "down_proj", None), "ndim", 0) == 3:
+        elif are_experts(module):
             yield from _of_experts(path, module, found)
 
 

@@ -14,7 +14,6 @@ from torch import nn
 
 from weft.errors import UserError
 from weft.models.experts import experts_of, spread_experts
-from weft.models.lora import parameter_of
 from weft.models.low_rank import LowRank
 from weft.models.train_module import TrainModule
 from weft.ops.communicator import Communicator
@@ -79,9 +78,7 @@ def _cut(shape: tuple[int, ...], held: list[Range], strided: bool, ranks: Expert
 
 def _strided(experts: nn.Module, leaf: str) -> bool:
     owner, _, matrix = leaf.rpartition(".")
-    adapter = bool(owner) and isinstance(experts.get_submodule(owner), LowRank)
-    assert not owner or (adapter and parameter_of(owner)), leaf
-    return adapter and matrix == "B"
+    return isinstance(experts.get_submodule(owner), LowRank) and matrix == "B"
 
 
 def _nested(outer: Cut, inner: Cut, ranks: Communicator | None) -> NestedCut:

@@ -386,9 +386,8 @@ def unit_rows(engine: Engine) -> list[UnitRow]:
 
 def _sharding(unit: Unit) -> str:
     """Over which ranks a unit is sharded, where those are not all."""
-    if unit.shard in ("full", "experts"):
-        return "" if unit.shard == "full" else "over the ranks of the same experts"
-    return "replicated" if unit.shard == "replicate" else f"groups of {unit.shard}"
+    named = {"full": "", "experts": "over the ranks of the same experts", "replicate": "replicated"}
+    return named[unit.shard] if isinstance(unit.shard, str) else f"groups of {unit.shard}"
 
 
 def parameter_rows(engine: Engine) -> list[ParameterRow]:
