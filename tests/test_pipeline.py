@@ -28,7 +28,7 @@ from weft.config.rl_schema import RlConfig
 from weft.engine.document import Document
 from weft.engine.pipeline import PipelineExecutor
 from weft.engine.pipeline_check import check_pipeline
-from weft.engine.schedule import Action, Schedule, bubble, in_flight, order
+from weft.engine.schedule import Action, Schedule, bubble, in_flight, order, placement_of
 from weft.engine.startup import examine
 from weft.errors import UserError
 from weft.models import hf
@@ -47,9 +47,15 @@ CASES = [
 ]  # fmt: skip
 
 
+def stages_of(mesh: str) -> int:
+    axes = MESHES[mesh]
+    placement = placement_of(axes.get("pp_schedule", "1F1B"), axes["pp"], axes.get("pp_stages_per_rank"))
+    return placement.stages
+
+
 def model_of(family: str, mesh: str) -> str:
     """With as many layers as stages, or more."""
-    stages, config = MESHES[mesh]["pp"], tiny_config(family)
+    stages, config = stages_of(mesh), tiny_config(family)
     return saved_model(family, **({} if config.num_hidden_layers >= stages else {"num_hidden_layers": stages + 1}))
 
 

@@ -70,6 +70,12 @@ _SOURCES = "data.sources is set: set it for each source"
 
 INERT = (
     Inert("mesh.pp_schedule", lambda c: c.mesh.pp == 1, "mesh.pp is 1: there are no stages"),
+    Inert("mesh.pp_stages_per_rank", lambda c: c.mesh.pp == 1, "mesh.pp is 1: there are no stages"),
+    Inert(
+        "mesh.pp_stages_per_rank",
+        lambda c: not c.mesh.pp_schedule.startswith("Interleaved"),
+        "mesh.pp_schedule says how many stages a rank has",
+    ),
     Inert("data.split", lambda c: c.data.sources is not None, _SOURCES),
     Inert("data.subset", lambda c: c.data.sources is not None, _SOURCES),
     Inert("data.columns", lambda c: c.data.sources is not None, _SOURCES),
@@ -172,6 +178,7 @@ RANGES: dict[str, tuple[Test, str]] = {
     "mesh.tp": AT_LEAST_1,
     "mesh.ep": AT_LEAST_1,
     "mesh.pp": AT_LEAST_1,
+    "mesh.pp_stages_per_rank": AT_LEAST_1,
     "model.router_aux_loss_coef": POSITIVE,
     "model.router_bias_rate": POSITIVE,
     "fsdp.reshard_after_forward": (lambda v: isinstance(v, bool) or v >= 2, "true, false, or a group of 2 or more"),
