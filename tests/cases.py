@@ -93,7 +93,8 @@ def saved_model(family: str, **changes: Any) -> str:
         changes = {"initializer_range": 0.2, **changes}
     name = "-".join([family, *(f"{k}={v}" for k, v in sorted(changes.items()))])
     path = Path(_folder.name) / name
-    model = hf.build_random(tiny_config(family, **changes), dtype=torch.float32, attention="eager", seed=0)
+    lists = {key: list(value) if isinstance(value, tuple) else value for key, value in changes.items()}
+    model = hf.build_random(tiny_config(family, **lists), dtype=torch.float32, attention="eager", seed=0)
     model.save_pretrained(path)
     return str(path)
 

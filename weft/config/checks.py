@@ -303,6 +303,22 @@ def _pipeline_combinations(config: Any) -> Iterator[tuple[str, str]]:
         if found:
             text = f"{key} does not go together with mesh.pp = {config.mesh.pp}: {why}. "
             yield key, f"{text}Set {key}={show_value(instead)}, or mesh.pp=1."
+    if config.mesh.pp_schedule.endswith("ZeroBubble"):
+        yield from _zero_bubble_combinations(config)
+
+
+def _zero_bubble_combinations(config: Any) -> Iterator[tuple[str, str]]:
+    """What does not go together with gradients of weights that are computed apart from the others."""
+    refused: tuple[tuple[str, bool, str, object], ...] = (
+        ("fsdp.reduce", config.fsdp.reduce == "scatter",
+         "sums over dp_shard are made of some gradients before others, and must be of all to be added up", "every"),
+        ("model.compile", config.model.compile,
+         "a compiled layer computes the gradients of its weights and of hidden states at once", False),
+    )  # fmt: skip
+    for key, found, why, instead in refused:
+        if found:
+            text = f"{key} does not go together with mesh.pp_schedule = {config.mesh.pp_schedule}: {why}. "
+            yield key, f"{text}Set {key}={show_value(instead)}, or mesh.pp_schedule=Interleaved1F1B."
 
 
 def common_combinations(config: Any, free_columns: bool = False) -> Iterator[tuple[str, str]]:
