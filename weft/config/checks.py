@@ -310,8 +310,8 @@ def _pipeline_combinations(config: Any) -> Iterator[tuple[str, str]]:
 def _zero_bubble_combinations(config: Any) -> Iterator[tuple[str, str]]:
     """What does not go together with gradients of weights that are computed apart from the others."""
     refused: tuple[tuple[str, bool, str, object], ...] = (
-        ("fsdp.reduce", config.fsdp.reduce == "scatter",
-         "sums over dp_shard are made of some gradients before others, and must be of all to be added up", "every"),
+        ("fsdp.reduce", config.fsdp.reduce == "scatter" and config.mesh.dp_replicate != 1,
+         "with mesh.dp_replicate sums over dp_shard are added up, and they are of other gradients each time", "every"),
         ("model.compile", config.model.compile,
          "a compiled layer computes the gradients of its weights and of hidden states at once", False),
     )  # fmt: skip

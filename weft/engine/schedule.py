@@ -80,18 +80,18 @@ def _with_weights(actions: Sequence[Action], delay: int) -> list[Action]:
 def _folded(ranks: int, place: int, micro_batches: int) -> list[Action]:
     """The V schedule: as for enough micro-batches to fill the pipeline, less those that there are not."""
     left, full = ranks - place, max(micro_batches, 2 * ranks - 1)
-    first, second = (("forward", 0), ("backward", 0), ("weights", 0)), (("forward", 1), ("backward", 1), ("weights", 1))
-    found: list[tuple[Kind, int]] = [first[0]] * (2 * left - 1) + [second[0], first[0]] * place + [*second] * left
+    # Letters of kinds, small ones of the first chunk: forward, backward, weights.
+    found = "f" * (2 * left - 1) + "Ff" * place + "FBW" * left
     more = full - (2 * left - 1 + place)  # forwards of the first chunk that are left
     for steady in range(full - ranks):
-        found += [*first[: steady < more], *first[1:], *second]
-    found += [first[1], second[1]] * place + [first[1], first[2]] * left
-    found += [second[2]] * place + [first[2]] * place
-    done: Counter[tuple[Kind, int]] = Counter()
+        found += ("f" if steady < more else "") + "bwFBW"
+    found += "bB" * place + "bw" * left + "W" * place + "w" * place
+    kinds: dict[str, Kind] = {"f": "forward", "b": "backward", "w": "weights"}
+    done: Counter[str] = Counter()
     actions = []
-    for kind, chunk in found:
-        actions.append(Action(kind, done[kind, chunk], chunk))
-        done[kind, chunk] += 1
+    for letter in found:
+        actions.append(Action(kinds[letter.lower()], done[letter], int(letter.isupper())))
+        done[letter] += 1
     return [action for action in actions if action.micro < micro_batches]
 
 
@@ -104,9 +104,7 @@ def in_flight(schedule: Schedule, placement: Placement, place: int, micro_batche
     return most
 
 
-def bubble(
-    orders: Sequence[Sequence[Action]], placement: Placement, cost: Callable[[int, Action], float]
-) -> float:
+def bubble(orders: Sequence[Sequence[Action]], placement: Placement, cost: Callable[[int, Action], float]) -> float:
     """The share of the ranks' time in which they wait for each other, where nothing but computing takes time.
 
     orders: by rank. cost: of an action on a stage.

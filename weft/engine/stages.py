@@ -268,8 +268,8 @@ def check_layers(layers: int, placement: Placement) -> None:
         raise UserError(f"mesh.pp={pp} is more than the {layers} decoder layers of this model: set mesh.pp={layers}.")
     fewer = f"mesh.pp_stages_per_rank={layers // pp}" if layers // pp > 1 else "mesh.pp_schedule=1F1B"
     raise UserError(
-        f"mesh.pp={pp} with {chunks} stages per rank are {placement.stages} stages, and this model has {layers} decoder "
-        f"layers: set {fewer}."
+        f"mesh.pp={pp} with {chunks} stages per rank are {placement.stages} stages, and this model has {layers} "
+        f"decoder layers: set {fewer}."
     )
 
 

@@ -3,8 +3,8 @@
 Layers of other stages become stand-ins without weights, which hand hidden states on. So rotary tables, masks and
 whatever else a family computes for its layers are computed by its own code, on every stage. The stand-in before the
 first own layer gives what the stage before has sent; the one after the last own layer keeps what is to be sent. Weights
-outside of the layers are used before them, on the first stage, or after them, on the last. Of several stages of one rank
-each has stand-ins for the others', which are in the model during its forward.
+outside of the layers are used before them, on the first stage, or after them, on the last. Where a rank has several
+stages, each has stand-ins for the others' layers, which are in the model during its forwards.
 """
 
 from __future__ import annotations

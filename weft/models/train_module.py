@@ -145,9 +145,9 @@ class ValueHead(Head):
 
 @dataclass
 class Passage:
-    """What a stage of a pipeline receives and sends in one forward (models/pipeline.py). is_last: of the stages. others:
-    (module, name, what stands there during its forward) where a rank has other stages, too. mixers: how many of its
-    modules carry state."""
+    """What a stage of a pipeline receives and sends in one forward (models/pipeline.py). is_last: of the stages.
+    others: (module, name, what stands there during its forward) where a rank has other stages, too. mixers: how many of
+    its modules carry state."""
 
     is_last: bool
     others: Sequence[tuple[nn.Module, str, nn.Module]] = ()

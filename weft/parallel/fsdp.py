@@ -5,7 +5,7 @@ FSDP's own averaging is off everywhere: the engine divides by the step's count, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
 import torch

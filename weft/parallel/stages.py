@@ -72,8 +72,8 @@ class Link:
         return list(dict.fromkeys((a, b) for a, b in pairwise(ranks) if a != b))
 
     def ask(self, message: Message, shape: Sequence[int]) -> None:
-        """Begin to receive what a stage of this rank needs, unless that has begun or comes from this rank. shape: [B, T]
-        of its row. From each rank, in each direction, it is asked for in the order in which it is sent."""
+        """Begin to receive what a stage of this rank needs, unless that has begun or comes from this rank. shape: [B,
+        T] of its row. From each rank, in each direction, it is asked for in the order in which it is sent."""
         source = self.placement.neighbour(message.stage, not message.onward)
         if source is None or message in self._asked:
             return
