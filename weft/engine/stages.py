@@ -191,7 +191,7 @@ def build(setup: Setup, *, weights: bool = True, readouts: Collection[str] = ())
     wanted = Wanted.of(readouts)
     check_readouts(module, len(module.head.weight), wanted, compiled=config.model.compile, mixers=module.mixers)
     if setup.mesh.tp is not None:
-        check_states(module, built.config.get_text_config(), wanted.hidden)
+        check_states(module, built.config.get_text_config(), wanted.hidden, setup.mesh.tp.size)
     if config.model.router_bias_rate is not None:
         check_biases(module, built.config.get_text_config().model_type)
     flops = replace(built.flops, tower_frozen=not _trains_tower(built))

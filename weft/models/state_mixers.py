@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from weft.models.families import carries_state
+from weft.models.mixer_part import MixerShare, view
 from weft.ops.attention_call import BOUNDS_ARGUMENT, Bounds
 from weft.ops.by_document import by_document
 
@@ -22,12 +23,13 @@ _CACHES = ("cache_params", "past_key_values")
 
 class Boundary:
     """Stands in place of a mixer's forward. bounds: of the next call, set by the mixer's layer.
-    calls: of packed rows."""
+    calls: of packed rows. share: the part of the mixer that this rank of mesh.tp computes; None: all of it."""
 
     def __init__(self, mixer: nn.Module) -> None:
         self.mixer = mixer
         self.bounds: Bounds | None = None
         self.calls = 0
+        self.share: MixerShare | None = None
         self._run: Callable[..., Any] = self._apart
         mixer.__dict__["forward"] = self.forward
 
@@ -40,7 +42,8 @@ class Boundary:
         return self._run(*args, **kwargs)
 
     def _apart(self, *args: Any, **kwargs: Any) -> Any:
-        own = partial(type(self.mixer).forward, self.mixer)
+        mixer = self.mixer if self.share is None else view(self.mixer, self.share)
+        own = partial(type(mixer).forward, mixer)
         bounds, self.bounds = self.bounds, None
         kwargs.pop(BOUNDS_ARGUMENT, None)  # some mixers hand all that they get to kernels
         if bounds is None or bounds.padded:
