@@ -36,16 +36,23 @@ class MixerShare:
     stored: bool
 
 
-def can_share(mixer: nn.Module, size: int, within: int = 1) -> bool:
-    """Whether the heads of a mixer can be dealt to `size` ranks that know no smaller groups, when each has a part of
-    `within` ranks already. Hidden states have to be all that it reads of tokens."""
+def share_of_documents(mixer: nn.Module, place: int, ranks: Communicator, size: int) -> MixerShare | None:
+    """The part of a rank that shares whole documents with the others: `size` ranks, which know no smaller groups. None
+    where heads do not divide so, or the mixer reads more of tokens than hidden states."""
     style = mixer_style(mixer)
-    if style is not None and within > 1 and style.divides(within):
-        mixer = view(mixer, MixerShare(style, 0, within, MetaCommunicator, stored=False))
-        style = mixer_style(mixer)
     if style is None or not style.hidden_alone or not style.divides(size):
-        return False
-    return all(style.sharing(norm, size) in (1, size) for norm in style.norms)
+        return None
+    if any(style.sharing(norm, size) not in (1, size) for norm in style.norms):
+        return None
+    return MixerShare(style, place, size, lambda _: ranks, stored=False)
+
+
+def can_share_documents(mixer: nn.Module, size: int, tp: int) -> bool:
+    """Whether `size` ranks of cp can, on a mesh with so many of tp. mixer: a whole one."""
+    style = mixer_style(mixer)
+    if style is not None and tp > 1 and style.divides(tp):
+        mixer = view(mixer, MixerShare(style, 0, tp, MetaCommunicator, stored=False))
+    return share_of_documents(mixer, 0, MetaCommunicator(size), size) is not None
 
 
 def view(mixer: nn.Module, share: MixerShare) -> nn.Module:
