@@ -39,7 +39,7 @@ MESHES: dict[str, dict[str, Any]] = {
     "cp2": {"dp_shard": 1, "cp": 2, "ulysses": 1}, "cp2u2": {"dp_shard": 1, "cp": 2, "ulysses": 2},
     "cp3": {"dp_shard": 1, "cp": 3, "ulysses": 1}, "cp4u2": {"dp_shard": 1, "cp": 4, "ulysses": 2},
     "2xcp2": {"dp_shard": 2, "cp": 2}, "cp2xtp2": {"dp_shard": 1, "cp": 2, "tp": 2},
-    "cp2u2xtp2": {"dp_shard": 1, "cp": 2, "ulysses": 2, "tp": 2},
+    "cp2u2xtp2": {"dp_shard": 1, "cp": 2, "ulysses": 2, "tp": 2}, "cp4u4": {"dp_shard": 1, "cp": 4, "ulysses": 4},
     "2x1xcp2": {"dp_replicate": 2, "dp_shard": 1, "cp": 2},
     "2x1xtp2": {"dp_replicate": 2, "dp_shard": 1, "tp": 2},
     "pp2": {"dp_shard": 1, "pp": 2}, "pp3": {"dp_shard": 1, "pp": 3}, "pp4": {"dp_shard": 1, "pp": 4},

@@ -36,6 +36,8 @@ CASES = {
     "sinks-of-another-rank": Case("gpt_oss", "tp2"),
     "fused-cut-as-one": Case("phi3_longrope", "tp2"),
     "mixer-norm-of-own-heads": Case("bamba", "tp2"),
+    "state-runs-into-the-next": Case("mamba2", "cp4u4"),
+    "state-begins-at-the-cut": Case("mamba2", "cp2u2"),
     "windows-end-at-the-cut": Case("gemma3_text", "cp2"),
     "windows-forgotten": Case("gemma3_text", "cp2"),
     "sinks-of-the-first-heads": Case("gpt_oss", "cp2u2"),

@@ -60,8 +60,9 @@ class Boundary:
 
 
 def _over_ranks(mixer: nn.Module, context: ContextRow, *args: Any, **kwargs: Any) -> Any:
-    """What by_document gives, of a row that begins with pieces of shared documents: of those each rank of Ulysses computes all
-    tokens for its part of the heads. So states and convolutions see whole documents. Collective over cp."""
+    """What by_document gives, of a row that begins with pieces of shared documents: of those each rank of Ulysses
+    computes all tokens for its part of the heads. So states and convolutions see whole documents. Collective over cp.
+    """
     x, kwargs = _hidden_alone(args, kwargs)
     axis, share = context.axis, None
     if axis.ulysses is not None and axis.ring is None:
