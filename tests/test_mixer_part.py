@@ -16,6 +16,8 @@ from weft.models.families import carries_state
 from weft.models.mixer_part import MixerShare, _joined, view
 from weft.models.tp_mixers import MixerStyle, mixer_style
 from weft.models.tp_parts import Part, Style
+from weft.ops.communicator import ContextAxis
+from weft.ops.context import ContextRow, gather_documents, sum_to_tokens
 
 # Layers with biases, which every rank would add, among them; groups of B and C, and norms, on several ranks.
 MIXERS: list[tuple[str, dict[str, Any], int]] = [
@@ -85,6 +87,26 @@ def test_groups_of_norms_have_to_divide_too() -> None:
     of = {"out_proj.weight": Style(1, (heads,))}
     assert MixerStyle(of, "out_proj").divides(2)
     assert not MixerStyle(of, "out_proj", norms={"norm": Part(3, 8, heads=True, repeat=True)}).divides(2)
+
+
+HELD = (((0, 0, 3), (1, 0, 2)), ((0, 3, 5),), ((0, 5, 9), (1, 2, 6)), ())  # of two documents, on four ranks
+
+
+def test_tokens_come_together_and_go_back() -> None:
+    """Token t of document d is 10 d + t; rank r adds r to its output."""
+
+    def one(place: int, groups: Groups) -> tuple[list[float], list[float], tuple[int, ...]]:
+        ranks = groups((0, 1, 2, 3), place)
+        context = ContextRow(ContextAxis(place, 1, 4, ranks, None, ranks), HELD, ())
+        own = torch.tensor([10.0 * d + t for d, start, stop in HELD[place] for t in range(start, stop)])
+        whole = gather_documents(own[None, :, None], context)
+        back = sum_to_tokens(whole + place, context)
+        return whole.flatten().tolist(), (back.flatten() - 4 * own).tolist(), context.documents(own.device).lengths
+
+    for place, (whole, added, lengths) in enumerate(in_threads(4, one)):
+        assert whole == [*map(float, range(9)), *map(float, range(10, 16))]
+        assert added == [6.0] * sum(stop - start for _, start, stop in HELD[place])
+        assert lengths == (9, 6)
 
 
 def test_neighbours_are_taken_together() -> None:

@@ -87,7 +87,7 @@ MUTANTS = (
     Mutant("models/mixer_part.py", "_share_bias", ' / size', "", "tests/test_mixer_part.py"),
     Mutant("models/mixer_part.py", "_joined", "before + length == first", "True", "tests/test_mixer_part.py"),
     Mutant("models/tp_mixers.py", "MixerStyle.divides", "[*parts, *self.norms.values()]", "parts", "tests/test_mixer_part.py"),
-    Mutant("ops/context.py", "sum_to_tokens", ".index_select(0, context.order(out_1SH.device)[1])", "", "tests/test_context_parallel.py"),
+    Mutant("ops/context.py", "sum_to_tokens", ".index_select(0, context.order(out_1SH.device)[1])", "", "tests/test_mixer_part.py"),
     # ---- images
     Mutant("models/vision.py", "Vision.positions", "return positions[-3:, 0]", "return positions[-3:, 0] * 0", "tests/test_vision_parity.py"),
     Mutant("models/vision.py", "Vision.last_seen", "* count if kind else", "* count if False else", "tests/test_vision_parity.py"),
