@@ -282,12 +282,12 @@ def context_of(setup: Setup, built: BuiltModel, config: PretrainedConfig) -> Con
     cp, tp, wanted = setup.mesh.cp_size, setup.mesh.tp_size, setup.config.mesh.ulysses
     if cp == 1 or not built.cuts_documents:
         return None
-    if built.findings.mixers:
-        if not shares_states(built, cp, tp):
-            return None
-        ulysses = ulysses_of_states(wanted, cp)
-    else:
+    if not built.findings.mixers:
         ulysses = choose_ulysses(built.flops, config, cp, tp) if wanted is None else wanted
+    elif wanted is None and not shares_states(built, cp, tp):
+        return None
+    else:
+        ulysses = ulysses_of_states(wanted, cp, divides=shares_states(built, cp, tp))
     check_context(config, built.flops, cp, ulysses, tp)
     return context_axis(setup.mesh, ulysses)
 
@@ -299,12 +299,18 @@ def shares_states(built: BuiltModel, cp: int, tp: int) -> bool:
     return all(h % cp == 0 for h in heads) and all(can_share_documents(mixer, cp, tp) for mixer in mixers)
 
 
-def ulysses_of_states(wanted: int | None, cp: int) -> int:
-    """All of cp: states are of whole documents. UserError where the config has another number."""
+def ulysses_of_states(wanted: int | None, cp: int, *, divides: bool) -> int:
+    """All of cp: states are of whole documents. UserError where the config asks for another number, or for one that
+    does not divide the heads."""
     if wanted not in (None, cp):
         raise UserError(
             f"mesh.ulysses={wanted}: layers of this model carry state, so that ranks share a document by heads alone: "
             f"set mesh.ulysses=null or {cp}."
+        )
+    if not divides:
+        raise UserError(
+            f"mesh.ulysses={wanted} does not divide all heads, of attention and of layers that carry state: set "
+            "mesh.ulysses=null, and documents are dealt whole to the ranks of mesh.cp."
         )
     return cp
 
