@@ -58,6 +58,8 @@ MESHES: dict[str, dict[str, Any]] = {
     "pp2zx2": {"dp_shard": 2, "pp": 2, "pp_schedule": "InterleavedZeroBubble", "pp_stages_per_rank": 1},
     "pp2zxtp2": {"dp_shard": 1, "pp": 2, "tp": 2, "pp_schedule": "InterleavedZeroBubble", "pp_stages_per_rank": 1},
     "pp2v": {"dp_shard": 1, "pp": 2, "pp_schedule": "ZBVZeroBubble"},
+    "pp2vxtp2": {"dp_shard": 1, "pp": 2, "tp": 2, "pp_schedule": "ZBVZeroBubble"},
+    "pp2vxcp2": {"dp_shard": 1, "pp": 2, "cp": 2, "pp_schedule": "ZBVZeroBubble"},
     "pp3v": {"dp_shard": 1, "pp": 3, "pp_schedule": "ZBVZeroBubble"},
     "pp2vx2": {"dp_shard": 2, "pp": 2, "pp_schedule": "ZBVZeroBubble"},
     "pp2vx2x1": {"dp_replicate": 2, "dp_shard": 1, "pp": 2, "pp_schedule": "ZBVZeroBubble"},

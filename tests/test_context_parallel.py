@@ -76,6 +76,16 @@ def test_with_other_knobs(name: str) -> None:
     assert verdict.passed, describe(verdict)
 
 
+@pytest.mark.parametrize(("family", "mesh", "sections"), [
+    ("mamba", "cp2u2", {"lora": {"rank": 4, "targets": ("all-linear",)}}), ("mamba2", "pp2vxcp2", {}),
+], ids=["adapters", "gradients of weights later"])  # fmt: skip
+def test_layers_that_carry_state_with_other_knobs(family: str, mesh: str, sections: dict[str, Any]) -> None:
+    """Slices of adapters; slices of weights, which are no leaves."""
+    verdict = run(world_of(mesh), parity, saved_model(family, num_hidden_layers=4), mesh, SHORT | sections)[0]
+    assert verdict.passed, describe(verdict)
+    assert "were cut over" in verdict.remarks[-1]
+
+
 def test_with_compiled_layers() -> None:
     verdict = run(2, parity, saved_model("qwen3"), "cp2u2", SHORT | {"model": {"compile": True}})[0]
     assert verdict.passed, describe(verdict)

@@ -55,6 +55,13 @@ def test_with_other_knobs(sections: dict[str, Any]) -> None:
     assert verdict.passed, describe(verdict)
 
 
+def test_sums_of_channels_with_gradients_of_weights_later() -> None:
+    """The gradient of x_proj's weight is made of that of its own output, not of the sum."""
+    path = saved_model("mamba", num_hidden_layers=4)
+    verdict = run(4, parity, path, "pp2vxtp2", {})[0]
+    assert verdict.passed, describe(verdict)
+
+
 def test_an_odd_vocabulary() -> None:
     verdict = run(2, parity, saved_model("llama_tied", vocab_size=131), "tp2", {})[0]
     assert verdict.passed, describe(verdict)

@@ -7,6 +7,7 @@ mesh.tp; then buffers and attributes alone are cut.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +21,7 @@ from weft.models.tp_mixers import MixerStyle, mixer_style
 from weft.models.tp_parts import Range, Style, ranges_of
 from weft.ops.communicator import Communicator, MetaCommunicator, added_up
 
-_SUMS = "weft_sums"  # of a norm or layer in a view: (ranks, how many) that have other parts of its input
+_SUMS = "weft_sums"  # of a norm in a view: (ranks, how many) that have other parts of its input
 Sums = tuple[tuple[Communicator, int], ...]
 
 
@@ -64,7 +65,7 @@ def view(mixer: nn.Module, share: MixerShare) -> nn.Module:
             owner._buffers[leaf] = _taken(owner._buffers[leaf], cut, share)
         elif not share.stored:
             owner._parameters[leaf] = _taken(owner._parameters[leaf], cut, share)
-            if "lora" in owner._modules:
+            if leaf == "weight" and "lora" in owner._modules:
                 _cut_adapter(own.module(f"{name.rpartition('.')[0]}.lora"), cut, share)
     for name, parts in style.counts.items():
         owner, leaf = own.holder(name)
@@ -77,8 +78,8 @@ def view(mixer: nn.Module, share: MixerShare) -> nn.Module:
             norm.__dict__["forward"] = partial(_norm, norm, dealt_groups(style, name, share.size))
     for name in style.sums:
         layer = own.module(name)
-        layer.__dict__[_SUMS] = (*getattr(layer, _SUMS, ()), (share.neighbours(share.size), share.size))
-        layer.__dict__["forward"] = partial(_summed_outputs, layer)
+        layer.__dict__["_forward_hooks"] = OrderedDict(layer._forward_hooks)
+        layer.register_forward_hook(partial(_sum_outputs, share.neighbours(share.size)))  # after all others
     if not share.stored:
         _share_bias(own.module(style.output), share.size)
     part = own.module("")
@@ -142,6 +143,8 @@ def _cut_adapter(adapter: Any, weight: Style, share: MixerShare) -> None:
     """Of what is added to a weight: B is divided as its outputs are, or A as its inputs."""
     leaf, dim = ("B", 0) if weight.dim == 0 else ("A", 1)
     adapter._parameters[leaf] = _taken(adapter._parameters[leaf], Style(dim, weight.parts), share)
+    if leaf == "A":
+        adapter.divide(None)  # dropout is of the inputs here
 
 
 def _share_bias(layer: Any, size: int) -> None:
@@ -150,11 +153,8 @@ def _share_bias(layer: Any, size: int) -> None:
         layer._parameters["bias"] = layer._parameters["bias"] / size
 
 
-def _summed_outputs(layer: Any, x: Tensor) -> Tensor:
-    out = F.linear(x, layer.weight, layer.bias)
-    for ranks, _ in getattr(layer, _SUMS):
-        out = added_up(out, ranks)
-    return out
+def _sum_outputs(ranks: Communicator, layer: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+    return added_up(output, ranks)
 
 
 def _norm(norm: Any, groups: int, x: Tensor, gate: Tensor | None = None) -> Tensor:
