@@ -88,7 +88,7 @@ class MeshConfig:
     )
     ulysses: int | None = key(
         "Of the ranks of cp, how many exchange heads for tokens (Ulysses); groups of them exchange keys and values. "
-        "A divisor of cp and of the attention heads. null: what sends the fewest bytes.",
+        "A divisor of cp and of the attention heads; cp where layers carry state. null: what sends the fewest bytes.",
         None,
     )
     tp: int = key(

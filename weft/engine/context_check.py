@@ -86,7 +86,7 @@ def _refusal(config: PretrainedConfig, reason: str) -> UserError:
 
 def _ranks_of_copy(small: PreTrainedModel, cp: int, ulysses: int) -> tuple[int, int]:
     """(ring, Ulysses) of the copy: two of each that the mesh has several of, where its heads allow that."""
-    heads = int(getattr(small.config.get_text_config(), "num_attention_heads", None) or 1)
+    heads = int(getattr(small.config.get_text_config(), "num_attention_heads", None) or ulysses)
     return (2 if cp > ulysses else 1), (2 if ulysses > 1 and heads % 2 == 0 else 1)
 
 

@@ -25,7 +25,7 @@ class StepPlanner:
     ) -> None:
         """context: the ranks that documents may be cut over; None where none is. multiple: of which rows are."""
         self.step, self.mesh, self.layout, self.context, self.multiple = step, mesh, built.layout, context, multiple
-        self._cuts = built.cuts_documents
+        self._cuts = context is not None if mesh.cp_size > 1 else built.cuts_documents
         text = built.config.get_text_config()
         self._every_token_counts = bool(built.balance)  # the balancing loss of experts counts all tokens
         self._no_images = built.findings.images

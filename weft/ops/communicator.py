@@ -51,6 +51,23 @@ def summed(x: Tensor, ranks: Communicator) -> Tensor:
     return out
 
 
+def added_up(x: Tensor, ranks: Communicator) -> Tensor:
+    """The sum over the ranks, each of which goes on with it to something of its own: gradients are summed, too."""
+    out: Tensor = _AddUp.apply(x, ranks)
+    return out
+
+
+class _AddUp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Communicator) -> Tensor:
+        ctx.ranks = ranks
+        return summed(x, ranks)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return summed(grad, ctx.ranks), None
+
+
 def all_to_all(x: Tensor, ranks: Communicator, sent: list[int], received: list[int]) -> Tensor:
     """Communicator.all_to_all with a gradient, which travels back."""
     out: Tensor = _Exchange.apply(x, ranks, sent, received)

@@ -127,7 +127,11 @@ def _context_remarks(engine: Engine, steps: Sequence[Step]) -> list[str]:
     if context is None or engine.budget >= max(len(ids) for step in steps for ids, _ in step):
         why = "its rotary table depends on a document's length"
         if context is None:
-            why = "its layers carry state" if engine.built.findings.mixers else "its documents are padded"
+            why = (
+                "its layers carry state that they cannot share"
+                if engine.built.findings.mixers
+                else "its documents are padded"
+            )
         return [f"cp       this model's documents are dealt whole to the ranks of cp: {why}"]
     return [
         f"cp       documents longer than {engine.budget} tokens were cut over {context.size} ranks "
