@@ -30,6 +30,12 @@ class ModelConfig:
         "from train.seed.",
         "pretrained",
     )
+    weights: str | None = key(
+        "A directory of torch.distributed.checkpoint (DCP), as torchtitan, ROLL and others save it, whose weights are "
+        "taken instead of those at model.path, which then needs config.json and tokenizer alone "
+        "(docs/how-to/dcp.md). null: those at model.path.",
+        None,
+    )
     ignore_weights: tuple[str, ...] = key(
         "Globs of tensors in the model's files that its class does not have and that may be left out; others are an "
         "error.",
@@ -381,6 +387,11 @@ class OptimizerConfig:
         "Dtype in which the optimizer keeps its state; `auto`: the masters'. Another one is rounded to nearest after "
         "every step, which is computed in fp32; bf16 halves the state's memory and is not exact.",
         "auto",
+    )
+    load_state: bool = key(
+        "Begin with the optimizer's state that model.weights holds (AdamW's moments and steps, SGD's momentum), "
+        "instead of none.",
+        False,
     )
     max_grad_norm: float | None = key("Clip the gradient of a step to this global norm; null: never.", 1.0)
     ema_decay: float | None = key(
