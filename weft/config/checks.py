@@ -350,8 +350,8 @@ def _weights_combinations(config: Any) -> Iterator[tuple[str, str]]:
         yield (
             "model.weights",
             "model.weights does not go together with lora: an adapter names its base by model.path, which has other "
-            f"weights. Write a HuggingFace directory, weft export {config.model.weights} --model {config.model.path}, and "
-            "set model.path to that.",
+            f"weights. Write a HuggingFace directory, weft export {config.model.weights} --model {config.model.path}, "
+            "and set model.path to that.",
         )
 
 

@@ -1,0 +1,246 @@
+"""Directories of torch.distributed.checkpoint: those of others are read bit for bit, on any mesh, with the optimizer's
+state; those that weft writes are read by torch."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.cases import open_engine, saved_model, world_of
+from tests.foreign_dcp import BETAS, DOCUMENTS, EPS, LR, load, save, save_alone, train_and_save
+from tests.pool import run
+from tests.resuming import process, whole_state
+from tests.test_load import no_forward, plain
+from weft.checkpoint.state import OPTIMIZER, WEIGHTS
+from weft.cluster.options import ExportOptions
+from weft.engine.document import Document
+from weft.engine.engine import Engine
+from weft.objectives.cross_entropy import CrossEntropy
+from weft.recipes import export
+from weft.sharding.boxes import Box
+from weft.sharding.cuts import shards_of
+
+_folder = tempfile.TemporaryDirectory(prefix="weft-dcp-")
+ADAMW = {"betas": BETAS, "eps": EPS, "weight_decay": 0.0, "max_grad_norm": None}
+
+
+@cache
+def written(family: str, world: int, tp: int = 1, layout: str = "torch") -> tuple[str, str, dict[str, Any]]:
+    """(directory with config.json alone, directory of DCP, what was saved)."""
+    path = saved_model(family)
+    folder, config = (Path(_folder.name) / f"{family}-{world}-{tp}-{layout}{end}" for end in ("", "-config"))
+    result = run(world, train_and_save, path, str(folder), tp, layout)[0]
+    config.mkdir()
+    shutil.copy(Path(path) / "config.json", config)
+    return str(config), str(folder), result
+
+
+def open_and_step(path: str, weights: str, mesh: str, expected: dict[str, Any], state: bool) -> dict[str, Any]:
+    """Open an engine on a directory and take a step. wrong: tensors and moments that differ from what was saved in a
+    bit. off: how far the weights are, after the step, from where they should be, and how far they went."""
+    optimizer = {**ADAMW, "load_state": state}
+    engine = open_engine(path, mesh, model={"weights": weights}, optimizer=optimizer)
+    assert engine.loaded is not None
+    wrong = differing(engine, expected["saved"]) + (differing_moments(engine, expected["moments"]) if state else [])
+    documents = [Document(torch.tensor(ids), torch.ones(len(ids))) for ids in DOCUMENTS]
+    plan, own = engine.deal(documents)
+    engine.accumulate(plan, own, CrossEntropy())
+    engine.apply(LR)
+    off = went = 0.0
+    for name, tensor in engine.module.state_dict(keep_vars=True).items():
+        for shard in shards_of(tensor, engine.divided.cuts.get(name)):
+            here = shard.box.within(whole_box(expected["after"][name]))
+            off += (shard.values - expected["after"][name][here]).square().sum().item()
+            went += (expected["after"][name] - expected["saved"][name])[here].square().sum().item()
+    return {"wrong": wrong, "off": (off / went) ** 0.5, "read": engine.loaded.bytes_read}
+
+
+def whole_box(tensor: torch.Tensor) -> Box:
+    return Box.whole(tuple(tensor.shape))
+
+
+def differing(engine: Engine, saved: dict[str, torch.Tensor]) -> list[str]:
+    wrong = []
+    for name, tensor in engine.module.state_dict(keep_vars=True).items():
+        for shard in shards_of(tensor, engine.divided.cuts.get(name)):
+            if not torch.equal(shard.values, saved[name][shard.box.within(whole_box(saved[name]))]):
+                wrong.append(name)
+    return wrong
+
+
+def differing_moments(engine: Engine, moments: dict[str, dict[str, torch.Tensor]]) -> list[str]:
+    wrong = []
+    for name, parameter in engine.module.named_parameters():
+        state = engine.optimizer.state[parameter]
+        assert state.keys() == {"exp_avg", "exp_avg_sq", "step"}
+        if state["step"] != moments[name]["step"]:
+            wrong.append(f"{name} step")
+        for key in ("exp_avg", "exp_avg_sq"):
+            for shard in shards_of(state[key], engine.divided.cuts.get(name)):
+                whole = moments[name][key]
+                if not torch.equal(shard.values, whole[shard.box.within(whole_box(whole))]):
+                    wrong.append(f"{name} {key}")
+    return wrong
+
+
+# family, ranks and tp of the writer, its layout, mesh of the reader
+CASES = [
+    ("llama", 2, 1, "torch", "1"), ("llama", 3, 1, "torchtitan", "2"), ("llama", 4, 2, "torch", "tp2"),
+    ("llama", 4, 2, "torch", "pp2"), ("qwen3", 2, 1, "app", "3"), ("qwen3_moe", 2, 1, "torch", "ep2"),
+    ("qwen3_moe", 2, 1, "torch", "ep2xtp2"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "world", "tp", "layout", "mesh"), CASES, ids=lambda part: str(part))
+def test_another_mesh_goes_on_as_torch_would(family: str, world: int, tp: int, layout: str, mesh: str) -> None:
+    """Weights and moments bit for bit; then the step that torch's own AdamW takes on the ranks that saved."""
+    config, folder, saved = written(family, world, tp, layout)
+    for result in run(world_of(mesh), open_and_step, config, folder, mesh, saved, True):
+        assert result["wrong"] == []
+        assert result["off"] < 1e-4
+
+
+# ---------------------------------------------------------------- names
+
+
+def load_only(path: str, weights: str, mesh: str, saved: dict[str, torch.Tensor]) -> list[Any]:
+    """Names of tensors that differ from what was saved, and the bytes that this rank read."""
+    with no_forward():
+        engine = open_engine(path, mesh, model={"weights": weights})
+        assert engine.loaded is not None
+        return [differing(engine, saved), engine.loaded.bytes_read]
+
+
+def in_pairs(rows: torch.Tensor, heads: int) -> torch.Tensor:
+    """Rows of q or k as torchtitan's llama has them: HuggingFace's two halves of each head, interleaved."""
+    return rows.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2).contiguous()
+
+
+def as_torchtitan(tensors: dict[str, torch.Tensor], *, pairs: bool, new: bool) -> dict[str, torch.Tensor]:
+    """HuggingFace's tensors of tiny llama or qwen3 under torchtitan's names. new: those of its later versions."""
+    words = {
+        "model.embed_tokens": "tok_embeddings", "model.norm": "norm", "lm_head": "lm_head" if new else "output",
+        "input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm", "o_proj": "wo",
+        "mlp.gate_proj": "feed_forward.w1", "mlp.down_proj": "feed_forward.w2", "mlp.up_proj": "feed_forward.w3",
+        "mlp.gate.": "moe.router.gate.", "self_attn": "attention",
+        **{f"{letter}_proj": f"qkv_linear.w{letter}" if new else f"w{letter}" for letter in "qkv"},
+    }  # fmt: skip
+    found, experts = {}, dict[str, dict[int, torch.Tensor]]()
+    for name, tensor in tensors.items():
+        if pairs and ("q_proj" in name or "k_proj" in name):
+            tensor = in_pairs(tensor, 4 if "q_proj" in name else 2)
+        parts = name.split(".")
+        if "experts" in parts:
+            number = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}[parts[-2]]
+            experts.setdefault(f"layers.{parts[2]}.moe.experts.{number}", {})[int(parts[5])] = tensor
+            continue
+        for theirs, ours in words.items():
+            name = name.replace(theirs, ours)
+        found[name.removeprefix("model.")] = tensor
+    return found | {name: torch.stack([of[e] for e in sorted(of)]) for name, of in experts.items()}
+
+
+TITANS = [("llama", True, False, "3"), ("llama", True, True, "tp2"), ("qwen3_moe", False, True, "ep2")]
+
+
+@pytest.mark.parametrize(("family", "pairs", "new", "mesh"), TITANS, ids=lambda part: str(part))
+def test_torchtitans_own_names(family: str, pairs: bool, new: bool, mesh: str, tmp_path: Path) -> None:
+    """Boxes that end inside of heads, and experts that lie in one tensor."""
+    path = saved_model(family)
+    tensors = load_file(Path(path) / "model.safetensors")
+    titan = as_torchtitan(tensors, pairs=pairs, new=new)
+    assert len(titan) < len(tensors) or family == "llama"
+    save(titan, tmp_path / "step-10")
+    expected = plain(path).state_dict()
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    for wrong, read in run(world_of(mesh), load_only, path, str(tmp_path / "step-10"), mesh, expected):
+        assert wrong == []
+        assert read < size
+
+
+PREFIXES = {
+    "none": ("llama", lambda name: name),
+    "model": ("llama", lambda name: f"model.{name}"),
+    "app.model": ("qwen3", lambda name: f"app.model.{name}"),
+    "compiled": ("llama", lambda name: f"_orig_mod.{name}"),
+    "in the middle": ("llama", lambda name: name.replace("layers.0.", "layers.0._checkpoint_wrapped_module.")),
+    "of the base model": ("qwen3", lambda name: name.removeprefix("model.")),
+    "experts apart": ("qwen3_moe", lambda name: f"module.{name}"),
+}
+
+
+@pytest.mark.parametrize("name", PREFIXES)
+def test_what_names_stand_under(name: str, tmp_path: Path) -> None:
+    family, rename = PREFIXES[name]
+    path = saved_model(family)
+    renamed = {n: rename(n) for n in load_file(Path(path) / "model.safetensors")}
+    save_alone(path, tmp_path / "saved", renamed, optimizer={"step": torch.tensor(3)}, epoch=2)
+    wrong, _ = run(1, load_only, path, str(tmp_path / "saved"), "1", plain(path).state_dict())[0]
+    assert wrong == []
+
+
+# ---------------------------------------------------------------- written by weft
+
+
+@cache
+def trained(family: str) -> Path:
+    """A run of two steps on two ranks."""
+    folder = Path(_folder.name) / f"run-{family}"
+    process(folder, "2", family=family, sections={"train": {"steps": 2, "epochs": None}, "optimizer": {"lr": LR}})
+    return folder
+
+
+def export_to(output: Path, source: Path | str, **options: Any) -> Path:
+    return export.run(ExportOptions(path=str(source), output=str(output), dtype="fp32", **options))
+
+
+@pytest.mark.parametrize("family", ["llama_tied", "qwen3_moe"])
+def test_torch_reads_what_is_exported(family: str, tmp_path: Path) -> None:
+    """As dcp.load fills a state dict, bit for bit what a HuggingFace export holds; a tied weight under both names."""
+    run_folder = trained(family)
+    files = load_file(export_to(tmp_path / "hf", run_folder) / "model.safetensors")
+    written = export_to(tmp_path / "dcp", run_folder, format="dcp", optimizer=True)
+    names = {**files, **({"lm_head.weight": files["model.embed_tokens.weight"]} if family == "llama_tied" else {})}
+    into = {name: torch.zeros_like(tensor) for name, tensor in names.items()}
+    moments = {name: {"exp_avg": torch.zeros_like(tensor), "step": torch.zeros(())} for name, tensor in files.items()}
+    load({**into, "optimizer": {"state": moments}}, written)
+    assert all(torch.equal(into[name], tensor) for name, tensor in names.items())
+    kept = whole_state(run_folder, 2)
+    assert all(state["step"] == 2 for state in moments.values())
+    for name, state in moments.items():
+        assert ".experts." in name or torch.equal(state["exp_avg"], kept[f"{OPTIMIZER}exp_avg/{name}"]), name
+    stored = (written / "__0_0.distcp").stat().st_size
+    state = sum(tensor.nbytes for tensor in files.values()) * 2
+    assert stored < sum(tensor.nbytes for tensor in files.values()) + state + 3000 * 4 * len(files)
+
+
+def test_it_is_a_source_again(tmp_path: Path) -> None:
+    """With the optimizer's state, on another mesh: the run that goes on from it is in the place of the old one."""
+    run_folder = trained("qwen3_moe")
+    written = export_to(tmp_path / "dcp", run_folder, format="dcp", optimizer=True)
+    results = run(2, masters_and_moments, str(written), str(written), "ep2", str(run_folder))
+    assert results == [[], []]
+    back = export_to(tmp_path / "hf", written, model=str(written))
+    for name, tensor in load_file(export_to(tmp_path / "straight", run_folder) / "model.safetensors").items():
+        assert torch.equal(load_file(back / "model.safetensors")[name], tensor)
+
+
+def masters_and_moments(path: str, weights: str, mesh: str, run_folder: str) -> list[str]:
+    """Names of what differs between an engine opened on an export, and the trainer state that was exported."""
+    with no_forward():
+        engine = open_engine(path, mesh, model={"weights": weights}, optimizer={"load_state": True})
+    saved = whole_state(Path(run_folder), 2)
+    wrong = differing(engine, {name.removeprefix(WEIGHTS): t for name, t in saved.items() if name.startswith(WEIGHTS)})
+    moments: dict[str, dict[str, torch.Tensor]] = {}
+    for entry, tensor in saved.items():
+        if entry.startswith(OPTIMIZER):
+            key, _, name = entry.removeprefix(OPTIMIZER).partition("/")
+            moments.setdefault(name, {"step": torch.tensor(2.0)})[key] = tensor
+    return wrong + differing_moments(engine, moments)
