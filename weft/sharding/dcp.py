@@ -161,6 +161,8 @@ def open_dcp(path: str, key: str) -> DcpDirectory:
         raise UserError(
             f"{key}: {file} cannot be read: {error}. Is it a whole directory that torch.distributed.checkpoint wrote?"
         ) from error
+    except UserError:
+        raise
     except (AttributeError, TypeError, ValueError, KeyError, IndexError) as error:
         raise UserError(
             f"{key}: {file} is not what torch.distributed.checkpoint writes: its parts are of other kinds. Write the "
@@ -205,12 +207,13 @@ def _content(folder: Path, metadata: Any) -> tuple[dict[str, StoredTensor], dict
         places[_name(index.get("fqn")), _sizes(index.get("offset"))] = _place(folder, info, sizes)
     tensors, values = {}, {}
     for name, record in described.items():
+        _name(name)
         if record.name == f"{_CLASSES}BytesStorageMetadata":
             if (name, None) not in places:
                 raise UnreadableError(f"it does not say where {name} is")
             values[name] = places[name, None]
         else:
-            tensors[_name(name)] = _tensor(name, record, places)
+            tensors[name] = _tensor(name, record, places)
     return tensors, values
 
 
