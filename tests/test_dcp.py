@@ -16,12 +16,13 @@ from safetensors.torch import load_file
 from tests.cases import open_engine, saved_model, world_of
 from tests.foreign_dcp import BETAS, DOCUMENTS, EPS, LR, load, save, save_alone, train_and_save
 from tests.pool import run
-from tests.resuming import process, whole_state
+from tests.resuming import equal, process, state_of, whole_state
 from tests.test_load import no_forward, plain
 from weft.checkpoint.state import OPTIMIZER, WEIGHTS
 from weft.cluster.options import ExportOptions
 from weft.engine.document import Document
 from weft.engine.engine import Engine
+from weft.errors import UserError
 from weft.objectives.cross_entropy import CrossEntropy
 from weft.recipes import export
 from weft.sharding.boxes import Box
@@ -244,3 +245,65 @@ def masters_and_moments(path: str, weights: str, mesh: str, run_folder: str) -> 
             key, _, name = entry.removeprefix(OPTIMIZER).partition("/")
             moments.setdefault(name, {"step": torch.tensor(2.0)})[key] = tensor
     return wrong + differing_moments(engine, moments)
+
+
+# ---------------------------------------------------------------- runs
+
+
+def test_a_run_begins_with_it_and_is_resumed(tmp_path: Path) -> None:
+    """Steps of the optimizer go on from those of the old run. Resumed in another process, it is the unbroken run bit for
+    bit."""
+    run_folder = trained("llama")
+    written = export_to(tmp_path / "dcp", run_folder, format="dcp", optimizer=True)
+    sections = {
+        "model": {"weights": str(written)}, "train": {"steps": 4, "epochs": None},
+        "optimizer": {"lr": LR, "load_state": True},
+    }  # fmt: skip
+    for folder, parts in (("whole", [4]), ("cut", [2, None])):
+        for number, steps in enumerate(parts):
+            process(tmp_path / folder, "2", steps=steps, resume=number > 0, sections=sections)
+    assert equal(state_of(tmp_path / "whole", 4), state_of(tmp_path / "cut", 4))
+    assert state_of(tmp_path / "whole", 4)["optimizer/step/model.norm.weight"]["value"] == 6
+    assert (tmp_path / "whole" / "checkpoints" / "latest" / "tokenizer.json").is_file()
+
+
+def test_a_state_under_numbers_is_refused(tmp_path: Path) -> None:
+    """ROLL saves the state dict of torch's optimizer itself. Its weights are taken, and the optimizer starts anew."""
+    config, folder, saved = written("llama", 2, 1, "roll")
+    assert "under numbers of parameters" in refused_state(config, folder)
+    wrong, _ = run(1, load_only, config, folder, "1", saved["saved"])[0]
+    assert wrong == []
+
+
+def refused_state(path: str, weights: str, **optimizer: Any) -> str:
+    with no_forward():
+        try:
+            open_engine(path, "1", model={"weights": weights}, optimizer={"load_state": True, **optimizer})
+        except UserError as error:
+            return str(error)
+    return ""
+
+
+def test_a_state_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    path, weight = saved_model("llama"), "model.norm.weight"
+    tensors = load_file(Path(path) / "model.safetensors")
+    state = {
+        name: {"exp_avg": tensor, "exp_avg_sq": tensor, "step": torch.tensor(3.0)} for name, tensor in tensors.items()
+    }
+    without = {name: of for name, of in state.items() if name != weight}
+    cases = {
+        "none": ({}, "holds no state of an optimizer"),
+        "lacking": (without, f"lacks the state of {weight} (exp_avg), {weight} (exp_avg_sq), {weight} (step)"),
+        "of amsgrad": ({n: {**of, "max_exp_avg_sq": of["exp_avg"]} for n, of in state.items()}, "of another optimizer"),
+        "of another shape": ({**state, weight: {**state[weight], "exp_avg": torch.ones(3)}}, "and its weight is [64]"),
+        "with an odd step": ({**state, weight: {**state[weight], "step": torch.tensor(-1.0)}}, "one number of steps"),
+    }
+    for name, (given, words) in cases.items():
+        save({**tensors, **({"optim": {"state": given}} if given else {})}, tmp_path / name)
+        assert words in refused_state(path, str(tmp_path / name)), name
+    assert "of another optimizer (exp_avg, exp_avg_sq)" in refused_state(
+        path, str(tmp_path / "lacking"), name="sgd", momentum=0.9
+    )
+    sgd = {name: {"momentum_buffer": tensor} for name, tensor in tensors.items()}
+    save({**tensors, "optimizer": {"state": sgd}}, tmp_path / "sgd")
+    assert refused_state(path, str(tmp_path / "sgd"), name="sgd", momentum=0.9) == ""

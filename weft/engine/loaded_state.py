@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from weft.config.schema import OptimizerConfig
 from weft.errors import UserError
 from weft.models import hf
 from weft.models.train_module import TrainModule
@@ -78,6 +79,20 @@ def load_state(
         step = _step(runtime, _renamed(plan, runtime, source, _STEP, module), source)
         owner.state[stepped][_STEP] = torch.tensor(step, dtype=torch.float32, device=device)
     source.close()
+
+
+def state_lines(plan: LoadPlan | None, config: OptimizerConfig) -> list[str]:
+    """What is said at start of an optimizer whose weights come from such a directory."""
+    if plan is None or not isinstance(plan.source, DcpSource):
+        return []
+    source = plan.source
+    if config.load_state:
+        return [f"state    the optimizer begins with that of {source.folder}; steps and data begin anew"]
+    if source.numbered:
+        return [f"state    the optimizer starts anew: {source.folder} has its state under numbers of parameters alone"]
+    if source.keys:
+        return [f"state    the optimizer starts anew: optimizer.load_state=true takes that of {source.folder}"]
+    return ["state    the optimizer starts anew"]
 
 
 def _source_of(plan: LoadPlan) -> DcpSource:

@@ -122,8 +122,8 @@ def find_checkpoint(path: Path) -> Path:
         return path.resolve()  # `latest` is a link
     if is_dcp(path):
         raise UserError(
-            f"{path} was saved with torch.distributed.checkpoint: say with --model which HuggingFace model's config and "
-            "tokenizer it goes with, a folder or a hub id."
+            f"{path} was saved with torch.distributed.checkpoint: name with --model the HuggingFace model whose config "
+            "and tokenizer it goes with, a folder or a hub id."
         )
     raise UserError(f"{path}: is neither a run folder that holds checkpoints nor one of them, RUN/checkpoints/step-N.")
 

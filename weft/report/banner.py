@@ -23,6 +23,7 @@ from weft.config.schema import SftConfig
 from weft.config.urls import is_url
 from weft.data.documents import DataReport
 from weft.engine.engine import Engine
+from weft.engine.loaded_state import state_lines
 from weft.engine.plan import StepPlan
 from weft.engine.sleep import Part
 from weft.models.lora import describe
@@ -161,6 +162,8 @@ def print_model(
         say(line)
     if built.flops.expert:
         say(f"experts  {_balancing(engine)} (model.router_aux_loss); dropout and router jitter are 0")
+    for line in state_lines(engine.built.load, engine.config.optimizer) if engine.optimizer is not None else ():
+        say(line)
     for line in describe(engine.lora, engine.module, _elements_of(engine)) if engine.lora is not None else ():
         say(f"lora     {line}")
     if _layers(engine):
