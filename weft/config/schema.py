@@ -31,9 +31,7 @@ class ModelConfig:
         "pretrained",
     )
     weights: str | None = key(
-        "A directory of torch.distributed.checkpoint (DCP), as torchtitan, ROLL and others save it, whose weights are "
-        "taken instead of those at model.path, which then needs config.json and tokenizer alone "
-        "(docs/how-to/dcp.md). null: those at model.path.",
+        "Directory of torch.distributed.checkpoint that is read in place of the weights at model.path; null: none.",
         None,
     )
     ignore_weights: tuple[str, ...] = key(
@@ -388,11 +386,7 @@ class OptimizerConfig:
         "every step, which is computed in fp32; bf16 halves the state's memory and is not exact.",
         "auto",
     )
-    load_state: bool = key(
-        "Begin with the optimizer's state that model.weights holds (AdamW's moments and steps, SGD's momentum), "
-        "instead of none.",
-        False,
-    )
+    load_state: bool = key("Begin with the optimizer's state that is in model.weights.", False)
     max_grad_norm: float | None = key("Clip the gradient of a step to this global norm; null: never.", 1.0)
     ema_decay: float | None = key(
         "Keep a moving average of the weights in fp32, e = d e + (1 - d) w after every update, with this d (such as "
