@@ -251,8 +251,8 @@ def masters_and_moments(path: str, weights: str, mesh: str, run_folder: str) -> 
 
 
 def test_a_run_begins_with_it_and_is_resumed(tmp_path: Path) -> None:
-    """Steps of the optimizer go on from those of the old run. Resumed in another process, it is the unbroken run bit for
-    bit."""
+    """Steps of the optimizer go on from those of the old run. Resumed in another process, it is the unbroken run bit
+    for bit."""
     run_folder = trained("llama")
     written = export_to(tmp_path / "dcp", run_folder, format="dcp", optimizer=True)
     sections = {

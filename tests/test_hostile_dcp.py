@@ -61,6 +61,27 @@ def test_a_whole_one_is_read(folder: Path) -> None:
     assert directory.value("step") == 3 and directory.value("note.a") == [1.5, None, "x"]
 
 
+def test_elements_in_other_orders(tmp_path: Path) -> None:
+    """torch.save keeps the strides of a tensor whose elements lie end to end in another order of its dimensions."""
+    tensors = {"t": W.t(), "p": torch.arange(24.0).reshape(2, 3, 4).permute(2, 0, 1), "one": torch.ones(1, 3, 1).mT}
+    save(tensors, tmp_path / "d")
+    directory = open_dcp(str(tmp_path / "d"), KEY)
+    for name, tensor in tensors.items():
+        assert torch.equal(directory.read(name, Box.whole(tuple(tensor.shape))), tensor)
+    assert torch.equal(directory.read("p", Box((1, 0, 1), (2, 2, 2))), tensors["p"][1:3, :, 1:3])
+    save({"gaps": torch.ones(4, 6)[:, ::2]}, tmp_path / "gaps")  # which torch itself closes
+    read_all(tmp_path / "gaps")
+
+
+def test_a_tensor_that_claims_more_than_is_there(folder: Path) -> None:
+    """torch.save's own description of it, with another size in the place of the right one."""
+    file = folder / "__0_0.distcp"
+    right, larger = (b"K" + bytes([rows]) + b"K\x03\x86" for rows in (4, 200))
+    assert file.read_bytes().count(right) == 1
+    file.write_bytes(file.read_bytes().replace(right, larger))
+    assert "a tensor is larger than what it holds of it" in message(folder)
+
+
 # ---------------------------------------------------------------- what would run
 
 
