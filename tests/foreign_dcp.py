@@ -106,3 +106,20 @@ def load(state: dict[str, Any], folder: Path) -> None:
     """dcp.load of one process."""
     with warnings.catch_warnings(action="ignore"):
         dcp.load(state, checkpoint_id=folder, no_dist=True)
+
+
+def save_as_verl(path: str, folder: str, replicas: int = 1) -> dict[str, Tensor] | None:
+    """The file of each rank that verl's FSDP2 saves of a model; on rank 0 the whole tensors."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    world = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("fsdp",))
+    if replicas > 1:
+        mesh = init_device_mesh("cpu", (replicas, world // replicas), mesh_dim_names=("ddp", "fsdp"))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    torch.save(model.state_dict(), Path(folder) / f"model_world_size_{world}_rank_{dist.get_rank()}.pt")
+    saved = whole(model.state_dict())
+    dist.barrier()
+    return saved if dist.get_rank() == 0 else None

@@ -14,10 +14,10 @@ import torch
 from safetensors.torch import load_file
 
 from tests.cases import open_engine, saved_model, world_of
-from tests.foreign_dcp import BETAS, DOCUMENTS, EPS, LR, load, save, save_alone, train_and_save
+from tests.foreign_dcp import BETAS, DOCUMENTS, EPS, LR, load, save, save_alone, save_as_verl, train_and_save
 from tests.pool import run
 from tests.resuming import equal, process, state_of, whole_state
-from tests.test_load import no_forward, plain
+from tests.test_load import no_forward, plain, refused
 from weft.checkpoint.state import OPTIMIZER, WEIGHTS
 from weft.cluster.options import ExportOptions
 from weft.engine.document import Document
@@ -185,6 +185,30 @@ def test_what_names_stand_under(name: str, tmp_path: Path) -> None:
     save_alone(path, tmp_path / "saved", renamed, optimizer={"step": torch.tensor(3)}, epoch=2)
     wrong, _ = run(1, load_only, path, str(tmp_path / "saved"), "1", plain(path).state_dict())[0]
     assert wrong == []
+
+
+@pytest.mark.parametrize(("family", "world", "mesh"), [("llama", 3, "tp2"), ("qwen3_moe", 2, "ep2")])
+def test_verls_file_of_each_rank(family: str, world: int, mesh: str, tmp_path: Path) -> None:
+    """Shards of uneven sizes, and experts that are fused, as verl's FSDP2 saves them."""
+    path, folder = saved_model(family), tmp_path / "global_step_1" / "actor"
+    saved = run(world, save_as_verl, path, str(folder))[0]
+    for wrong, _ in run(world_of(mesh), load_only, path, str(folder), mesh, saved):
+        assert wrong == []
+
+
+def test_what_is_refused_of_verl(tmp_path: Path) -> None:
+    path = saved_model("llama")
+    run(4, save_as_verl, path, str(tmp_path / "hsdp"), 2)
+    text = refused(path, weights=str(tmp_path / "hsdp"))
+    assert "its mesh has other axes than one that shards" in text and "python -m verl.model_merger merge" in text
+    run(2, save_as_verl, path, str(tmp_path / "two"))
+    one = tmp_path / "two" / "model_world_size_2_rank_1.pt"
+    shutil.copy(tmp_path / "two" / "model_world_size_2_rank_0.pt", one)
+    assert f"{one} cannot be read: it is the file of rank 0" in refused(path, weights=str(tmp_path / "two"))
+    one.unlink()
+    assert f"{one} is missing" in refused(path, weights=str(tmp_path / "two"))
+    torch.save({"w": torch.ones(2)}, tmp_path / "two" / "model_world_size_3_rank_0.pt")
+    assert "several numbers of ranks" in refused(path, weights=str(tmp_path / "two"))
 
 
 # ---------------------------------------------------------------- written by weft

@@ -16,14 +16,16 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from tests.cases import saved_model
-from tests.foreign_dcp import save, save_alone
+from tests.foreign_dcp import save, save_alone, save_as_verl
 from tests.fuzz import fuzz
+from tests.pool import run
 from tests.test_load import refused
 from weft import cli
 from weft.errors import UserError
 from weft.sharding.boxes import Box
 from weft.sharding.dcp import open_dcp
 from weft.sharding.pickles import UnreadableError, read_pickle
+from weft.sharding.rank_files import open_rank_files
 
 KEY = "model.weights"
 W = torch.arange(12.0).reshape(4, 3)
@@ -257,7 +259,6 @@ def make(folder: Path, *names: str) -> Path:
 
 
 MISTAKES = {
-    "verl": (("model_world_size_2_rank_0.pt",), "python -m verl.model_merger merge --backend fsdp --local_dir"),
     "a metadata for each rank": (("__0.metadata", "__1.metadata"), "no_dist=False"),
     "the folder above": (("dcp/.metadata", "config.json"), "Did you mean"),
     "a HuggingFace directory": (("model.safetensors",), "name it in model.path"),
@@ -333,6 +334,18 @@ def fuzz_all(folder: Path, count: int) -> None:
 
         fuzz(parse, [content], count, suffix=".bin")
         (folder / name).write_bytes(content)
+    run(1, save_as_verl, saved_model("llama"), str(folder / "actor"))
+    file = folder / "actor" / "model_world_size_1_rank_0.pt"
+    content = file.read_bytes()
+
+    def parse_rank(path: Path) -> None:
+        file.write_bytes(path.read_bytes())
+        directory = open_rank_files(str(folder / "actor"), KEY)
+        for name, stored in directory.tensors.items():
+            directory.read(name, Box.whole(stored.shape))
+        directory.close()
+
+    fuzz(parse_rank, [content], count // 5, suffix=".pt")
 
 
 def test_damage_at_random(tmp_path: Path) -> None:

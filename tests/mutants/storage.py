@@ -41,7 +41,7 @@ MUTANTS = (
     Mutant("sharding/torch_archives.py", "_order_of", "-strides[dim] if shape[dim] != 1 else 0", "dim", "tests/test_hostile_dcp.py"),
     Mutant("sharding/torch_archives.py", "_Archive._tensor", "if end > place + size:", "if False:", "tests/test_hostile_dcp.py"),
     Mutant("sharding/dcp.py", "_place", "if not is_own_file(file):", "if False:", "tests/test_hostile_dcp.py"),
-    Mutant("sharding/dcp.py", "_fill", "not any(corners.values())", "True", "tests/test_hostile_dcp.py"),
+    Mutant("sharding/dcp.py", "chunks_fill", "not any(corners.values())", "True", "tests/test_hostile_dcp.py"),
     Mutant("sharding/dcp.py", "DcpDirectory._saved", "(found.dtype, found.shape) != (dtype, chunk.size)", "False", "tests/test_hostile_dcp.py"),
     Mutant("sharding/dcp_source.py", "DcpTensors._turned", "2 * (inside % (width // 2)) + inside // (width // 2)", "inside", "tests/test_dcp.py"),
     Mutant("sharding/dcp_names.py", "_is_state", "in STATES", "in ()", "tests/test_dcp.py"),

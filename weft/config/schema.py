@@ -31,7 +31,8 @@ class ModelConfig:
         "pretrained",
     )
     weights: str | None = key(
-        "Directory of torch.distributed.checkpoint that is read in place of the weights at model.path.", None
+        "Directory of torch.distributed.checkpoint, or of verl, that is read in place of the weights at model.path.",
+        None,
     )
     ignore_weights: tuple[str, ...] = key(
         "Globs of tensors in the model's files that its class does not have and that may be left out; others are an "

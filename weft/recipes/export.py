@@ -33,6 +33,7 @@ from weft.sharding.boxes import Box, overlap
 from weft.sharding.dcp import is_dcp
 from weft.sharding.digests import DIGESTS, check_digests
 from weft.sharding.load import read_whole
+from weft.sharding.rank_files import holds_rank_files
 from weft.sharding.safetensors_files import TensorFile
 
 
@@ -120,9 +121,9 @@ def find_checkpoint(path: Path) -> Path:
         return step_folder(path / "checkpoints", steps[-1])
     if any((path / name).is_file() for name in ("config.json", CONFIG)):
         return path.resolve()  # `latest` is a link
-    if is_dcp(path):
+    if is_dcp(path) or holds_rank_files(path):
         raise UserError(
-            f"{path} was saved with torch.distributed.checkpoint: name with --model the HuggingFace model whose config "
+            f"{path} is another trainer's checkpoint: name with --model the HuggingFace model whose config "
             "and tokenizer it goes with, a folder or a hub id."
         )
     raise UserError(f"{path}: is neither a run folder that holds checkpoints nor one of them, RUN/checkpoints/step-N.")

@@ -110,7 +110,6 @@ class DcpDirectory:
         for descriptor in self._files.values():
             os.close(descriptor)
         self._files.clear()
-        self._chunks.clear()
 
     def _file(self, name: str) -> int:
         if name not in self._files:
@@ -175,12 +174,6 @@ def _no_dcp(folder: Path, key: str) -> str:
     """The error for a path that is no such directory, with what the user probably meant."""
     if not folder.is_dir():
         return f"{key}: {folder} is no directory: name one that torch.distributed.checkpoint wrote."
-    merge = f"python -m verl.model_merger merge --backend fsdp --local_dir {folder} --target_dir NEW"
-    if any(folder.glob("model_world_size_*_rank_*.pt")):
-        return (
-            f"{key}: {folder} holds verl's file of each rank, pickles of a whole program, which weft does not open. "
-            f"Merge them with verl, and set model.path=NEW: {merge}"
-        )
     if any(folder.glob("__*.metadata")):
         return (
             f"{key}: {folder} has a .metadata for each rank, as DCP writes them without collectives; they do not say "
@@ -260,7 +253,7 @@ def _tensor(name: str, record: Any, places: Mapping[tuple[str, tuple[int, ...] |
             if place.length < box.numel * known[dtype.name].itemsize:
                 raise UnreadableError(f"a chunk of {name} is larger than its bytes in {place.file}")
             chunks.append((box, place))
-    if not _fill(shape, [box for box, _ in chunks]):
+    if not chunks_fill(shape, [box for box, _ in chunks]):
         raise UnreadableError(f"the chunks of {name} do not fill it, or overlap")
     return StoredTensor(known[dtype.name], shape, tuple(chunks))
 
@@ -280,7 +273,7 @@ def _sizes(numbers: Any) -> tuple[int, ...] | None:
     return numbers
 
 
-def _fill(shape: tuple[int, ...], boxes: list[Box]) -> bool:
+def chunks_fill(shape: tuple[int, ...], boxes: list[Box]) -> bool:
     """Whether boxes fill a whole tensor without overlapping.
 
     They do if and only if their indicator functions add up to the whole's. Such a function is known from its corners,

@@ -84,8 +84,8 @@ def name_tensors(shapes: Mapping[str, tuple[int, ...]], model: PreTrainedModel, 
         few = ", ".join(sorted(plain)[:3])
         raise UserError(
             f"{key}: {folder} holds no tensors under names of {type(model).__name__}, but {few}, ...: weft reads "
-            "HuggingFace's names, and torchtitan's of llama and qwen3. Convert it with its own trainer (Megatron and "
-            "verl: python -m verl.model_merger), and set model.path to what comes of it."
+            "HuggingFace's names, and torchtitan's of llama and qwen3. Convert it with its own trainer (Megatron's: "
+            "python -m verl.model_merger merge --backend megatron), and set model.path to what comes of it."
         )
     own = {
         name: text.removeprefix(prefix)

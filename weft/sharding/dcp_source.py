@@ -15,6 +15,7 @@ from weft.errors import UserError
 from weft.sharding.boxes import Box
 from weft.sharding.dcp import METADATA, DcpDirectory, open_dcp
 from weft.sharding.dcp_names import STATES, Naming, View, name_tensors, unwrapped
+from weft.sharding.rank_files import holds_rank_files, open_rank_files
 from weft.sharding.safetensors_files import Entry
 from weft.sharding.source import Source
 
@@ -102,7 +103,7 @@ class DcpSource(Source):
 
 def open_weights(path: str, model: PreTrainedModel) -> DcpSource:
     """The directory that model.weights names. UserError where it is none, or none of this model's."""
-    directory = open_dcp(path, KEY)
+    directory = (open_rank_files if holds_rank_files(Path(path).expanduser()) else open_dcp)(path, KEY)
     shapes = {name: stored.shape for name, stored in directory.tensors.items()}
     naming = name_tensors(shapes, model, KEY, str(directory.folder))
     for name, view in naming.weights.items():

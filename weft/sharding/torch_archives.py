@@ -10,7 +10,7 @@ import io
 import math
 import os
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,14 +54,14 @@ class SavedTensor:
         return values.permute([self.order.index(dim) for dim in range(len(self.order))])
 
 
-def read_archive(descriptor: int, begin: int, length: int, known: Sequence[str] = ()) -> Any:
-    """What torch.save wrote into these bytes of an open file, with a SavedTensor for each tensor. known: names of
-    further classes that it may hold, of which it has Records. UnreadableError."""
+def read_archive(descriptor: int, begin: int, length: int, known: Mapping[str, Maker | None] | None = None) -> Any:
+    """What torch.save wrote into these bytes of an open file, with a SavedTensor for each tensor. known: what
+    else it may refer to, as in `read_pickle`. UnreadableError."""
     archive = _Archive(descriptor, begin, length)
     pickled, size = archive.find("data.pkl")
     if size > _LONGEST_PICKLE:
         raise UnreadableError(f"its data.pkl has {size:,} bytes")
-    return read_pickle(os.pread(descriptor, size, pickled), archive.known | dict.fromkeys(known))
+    return read_pickle(os.pread(descriptor, size, pickled), archive.known | dict(known or {}))
 
 
 class _Archive:
@@ -101,11 +101,12 @@ class _Archive:
         if member is None or member.compress_type != zipfile.ZIP_STORED or member.file_size != member.compress_size:
             raise UnreadableError(f"it holds no {name}, or holds it compressed")
         header = self._begin + member.header_offset
-        fixed = os.pread(self._descriptor, 30, header)
+        outside = not self._begin <= header <= self._begin + self._length
+        fixed = b"" if outside else os.pread(self._descriptor, 30, header)
         if len(fixed) < 30 or fixed[:4] != b"PK\x03\x04":
             raise UnreadableError(f"its {name} is not where its directory says")
         place = header + 30 + int.from_bytes(fixed[26:28], "little") + int.from_bytes(fixed[28:30], "little")
-        if not self._begin <= header <= place + member.file_size <= self._begin + self._length:
+        if place + member.file_size > self._begin + self._length:
             raise UnreadableError(f"its {name} lies outside of it")
         return place, member.file_size
 
