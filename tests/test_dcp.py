@@ -18,6 +18,7 @@ from tests.foreign_dcp import BETAS, DOCUMENTS, EPS, LR, load, save, save_alone,
 from tests.pool import run
 from tests.resuming import equal, process, state_of, whole_state
 from tests.test_load import no_forward, plain, refused
+from weft import cli
 from weft.checkpoint.state import OPTIMIZER, WEIGHTS
 from weft.cluster.options import ExportOptions
 from weft.engine.document import Document
@@ -331,3 +332,19 @@ def test_a_state_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     sgd = {name: {"momentum_buffer": tensor} for name, tensor in tensors.items()}
     save({**tensors, "optimizer": {"state": sgd}}, tmp_path / "sgd")
     assert refused_state(path, str(tmp_path / "sgd"), name="sgd", momentum=0.9) == ""
+
+
+def test_by_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_alone(saved_model("llama"), tmp_path / "saved")
+    for words, text in (
+        (["run", "--optimizer"], "--optimizer goes with --format dcp"),
+        (["run", "--model", "m", "--format", "dcp"], "leave --check, --ema and --format out"),
+        ([str(tmp_path / "saved")], "is another trainer's checkpoint: name with --model"),
+    ):
+        assert cli.main(["export", *words]) == 2
+        assert text in capsys.readouterr().err
+    where = ["--model", saved_model("llama"), "--dtype", "fp32", "--output", str(tmp_path / "hf")]
+    assert cli.main(["export", str(tmp_path / "saved"), *where]) == 0
+    expected = load_file(Path(saved_model("llama")) / "model.safetensors")
+    found = load_file(tmp_path / "hf" / "model.safetensors")
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)

@@ -89,7 +89,8 @@ def print_dry_run(config: SftConfig | RlConfig, engine: Engine, *, parameters: b
     """The resolved config, the mesh and the sharding of a run that is not started."""
     say(to_yaml(config))
     folder = Path(config.model.path)
-    if config.model.init == "pretrained" and folder.is_dir() and not holds_weights(folder):
+    own = config.model.init == "pretrained" and config.model.weights is None
+    if own and folder.is_dir() and not holds_weights(folder):
         say(f"weights  there are none in {folder} yet: download them before you train")
     print_model(config, engine)
     say(f"rows     {_activations(engine)}")
