@@ -112,12 +112,20 @@ def test_another_mesh_goes_on_as_torch_would(family: str, world: int, tp: int, l
 # ---------------------------------------------------------------- names
 
 
-def load_only(path: str, weights: str, mesh: str, saved: dict[str, torch.Tensor]) -> list[Any]:
-    """Names of tensors that differ from what was saved, and the bytes that this rank read."""
+def load_only(
+    path: str, weights: str, mesh: str, saved: dict[str, torch.Tensor], moments: dict[str, Any] | None = None
+) -> list[Any]:
+    """Names of tensors that differ from what was saved, and the bytes of weights that this rank read."""
     with no_forward():
-        engine = open_engine(path, mesh, model={"weights": weights})
+        engine = open_engine(path, mesh, model={"weights": weights}, optimizer={"load_state": moments is not None})
         assert engine.loaded is not None
-        return [differing(engine, saved), engine.loaded.bytes_read]
+        wrong = differing(engine, saved) + (differing_moments(engine, moments) if moments is not None else [])
+        return [wrong, engine.loaded.bytes_read]
+
+
+def made_up_moments(tensors: dict[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
+    """Multiples of the weights, which lie as they do."""
+    return {n: {"exp_avg": 2 * t, "exp_avg_sq": 3 * t, "step": torch.tensor(5.0)} for n, t in tensors.items()}
 
 
 def in_pairs(rows: torch.Tensor, heads: int) -> torch.Tensor:
@@ -154,15 +162,17 @@ TITANS = [("llama", True, False, "3"), ("llama", True, True, "tp2"), ("qwen3_moe
 
 @pytest.mark.parametrize(("family", "pairs", "new", "mesh"), TITANS, ids=lambda part: str(part))
 def test_torchtitans_own_names(family: str, pairs: bool, new: bool, mesh: str, tmp_path: Path) -> None:
-    """Boxes that end inside of heads, and experts that lie in one tensor."""
+    """Boxes that end inside of heads, and experts that lie in one tensor; the moments lie as the weights do."""
     path = saved_model(family)
     tensors = load_file(Path(path) / "model.safetensors")
     titan = as_torchtitan(tensors, pairs=pairs, new=new)
     assert len(titan) < len(tensors) or family == "llama"
-    save(titan, tmp_path / "step-10")
+    state = {f"state.{n}.{key}": t for n, of in made_up_moments(titan).items() for key, t in of.items()}
+    save({**titan, "optimizer": state}, tmp_path / "step-10")
     expected = plain(path).state_dict()
     size = sum(tensor.nbytes for tensor in tensors.values())
-    for wrong, read in run(world_of(mesh), load_only, path, str(tmp_path / "step-10"), mesh, expected):
+    moments = made_up_moments(expected)
+    for wrong, read in run(world_of(mesh), load_only, path, str(tmp_path / "step-10"), mesh, expected, moments):
         assert wrong == []
         assert read < size
 
