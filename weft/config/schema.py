@@ -27,7 +27,8 @@ class ModelConfig:
         "pretrained",
     )
     weights: str | None = key(
-        "Directory of torch.distributed.checkpoint, or of verl, that is read in place of the weights at model.path.",
+        "Directory of torch.distributed.checkpoint (torchtitan, ROLL, ...), or of verl, that is read in place of the "
+        "weights at model.path, which then needs config and tokenizer alone (docs/how-to/dcp.md).",
         None,
     )
     ignore_weights: tuple[str, ...] = key(
@@ -390,7 +391,11 @@ class OptimizerConfig:
         "every step, which is computed in fp32; bf16 halves the state's memory and is not exact.",
         "auto",
     )
-    load_state: bool = key("Begin with the optimizer's state that is in model.weights.", False)
+    load_state: bool = key(
+        "Begin with the optimizer's state that is in model.weights (AdamW's moments and steps, SGD's momentum); steps, "
+        "learning rate and order of the data begin anew.",
+        False,
+    )
     max_grad_norm: float | None = key("Clip the gradient of a step to this global norm; null: never.", 1.0)
     ema_decay: float | None = key(
         "Keep a moving average of the weights in fp32, e = d e + (1 - d) w after every update, with this d (such as "
