@@ -7,7 +7,7 @@ from tests.mutants.mutant import Mutant
 MUTANTS = (
     Mutant("sharding/load.py", "_differ", "dist.all_reduce(differs, group=everyone())", "pass", "tests/test_load.py"),
     Mutant("sharding/load.py", "_differ", "min(rows, shape[0] - start)", "1", "tests/test_load.py"),
-    Mutant("sharding/load.py", "load_weights", "number % dist.get_world_size(group)", "0", "tests/test_load.py"),
+    Mutant("sharding/load.py", "fill_tensors", "number % dist.get_world_size(group)", "0", "tests/test_load.py"),
     Mutant("sharding/load.py", "_fill", "piece.disk_box(part)", "piece.disk_box(piece.box)", "tests/test_load.py"),
     Mutant("sharding/layout.py", "Piece.disk_box", "box.start[dim] - self.box.start[dim]", "box.start[dim]", "tests/test_load.py tests/test_export.py"),
     Mutant("models/lora.py", "add_delta", "delta.T if target.transposed else delta", "delta", "tests/test_lora.py"),

@@ -26,6 +26,11 @@ class ModelConfig:
         "from train.seed.",
         "pretrained",
     )
+    weights: str | None = key(
+        "Directory of torch.distributed.checkpoint (torchtitan, ROLL, ...), or of verl, that is read in place of the "
+        "weights at model.path, which then needs config and tokenizer alone (docs/how-to/dcp.md).",
+        None,
+    )
     ignore_weights: tuple[str, ...] = key(
         "Globs of tensors in the model's files that its class does not have and that may be left out; others are an "
         "error.",
@@ -385,6 +390,11 @@ class OptimizerConfig:
         "Dtype in which the optimizer keeps its state; `auto`: the masters'. Another one is rounded to nearest after "
         "every step, which is computed in fp32; bf16 halves the state's memory and is not exact.",
         "auto",
+    )
+    load_state: bool = key(
+        "Begin with the optimizer's state that is in model.weights (AdamW's moments and steps, SGD's momentum); steps, "
+        "learning rate and order of the data begin anew.",
+        False,
     )
     max_grad_norm: float | None = key("Clip the gradient of a step to this global norm; null: never.", 1.0)
     ema_decay: float | None = key(
