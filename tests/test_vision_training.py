@@ -122,7 +122,7 @@ class Drawn(MeasuredDocuments):
 
     def measures(self) -> Measures:
         one = np.array([30])
-        return Measures(one, np.array([29.0]), np.array([29]), np.array([False]), np.array([16]), np.array([256]))
+        return Measures(one, np.array([29.0]), np.array([29]), np.array([False]), np.array([16]), np.array([256]), np.array([False]))
 
     def source(self, index: int) -> str:
         return "seen.jsonl:1"

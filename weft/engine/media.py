@@ -15,17 +15,21 @@ from torch import Tensor
 class Media:
     """The images and videos of one document.
 
-    inputs: forward arguments of the model (pixel_values, image_grid_thw, ...), in the order of the placeholders.
-    patches: positions that the vision tower forwards. pairs: of these, two of one image.
+    inputs: forward arguments of the model (pixel_values, image_grid_thw, ...), images and videos each in the order of
+    their placeholders. patches: positions that the vision tower forwards. pairs: of these, two of one image or frame.
     """
 
     inputs: dict[str, Tensor]
     patches: int
     pairs: int
 
+    @property
+    def has_videos(self) -> bool:
+        return "pixel_values_videos" in self.inputs
+
     @staticmethod
     def of(inputs: dict[str, Tensor], patches: Sequence[int]) -> Media:
-        """patches: of each image."""
+        """patches: of each image and frame."""
         return Media(inputs, sum(patches), sum(own**2 for own in patches))
 
 

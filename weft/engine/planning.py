@@ -7,7 +7,7 @@ from functools import cache, partial
 
 from weft.config.schema import StepConfig
 from weft.engine.build import BuiltModel
-from weft.engine.document import Costs, Document, MeasuredDocuments, metas
+from weft.engine.document import Costs, Document, MeasuredDocuments, have_videos, metas
 from weft.engine.media import ImageRoom
 from weft.engine.plan import DocumentMeta, StepPlan, omitted_tokens, plan_step
 from weft.errors import UserError
@@ -28,7 +28,7 @@ class StepPlanner:
         self._cuts = built.cuts_documents
         text = built.config.get_text_config()
         self._every_token_counts = bool(built.balance)  # the balancing loss of experts counts all tokens
-        self._no_images = built.findings.images
+        self._no_images, self._no_videos = built.findings.images, built.findings.videos
         room = step.max_tokens_per_device // multiple * multiple
         self.image_room = ImageRoom(room, built.flops.tower_memory, self._no_images)
         self._position_limit, self._dynamic = position_limit(text), rope_is_dynamic(text)
@@ -42,6 +42,8 @@ class StepPlanner:
         found = metas(documents, self.costs)
         if self._no_images and any(meta.patches for meta in found):
             raise UserError(f"this model cannot be trained on images: {self._no_images}.")
+        if self._no_videos and have_videos(documents):
+            raise UserError(f"this model cannot be trained on videos: {self._no_videos}.")
         return found
 
     def check_images(self, documents: Sequence[Document]) -> None:
@@ -49,6 +51,9 @@ class StepPlanner:
         if not isinstance(documents, MeasuredDocuments):
             return
         columns = documents.measures()
+        if self._no_videos and not self._no_images and columns.videos.any():
+            where = documents.source(int(columns.videos.argmax()))
+            raise UserError(f"{where}: this model cannot be trained on videos: {self._no_videos}.")
         for index in columns.patches.nonzero()[0].tolist():
             self.check_image(documents.source(index), int(columns.length[index]), int(columns.patches[index]))
 

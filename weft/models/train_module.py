@@ -21,7 +21,7 @@ from weft.models.facts import Facts, find_facts
 from weft.models.families import family_of
 from weft.models.low_rank import LowRank
 from weft.models.state_mixers import Boundary, keep_apart
-from weft.models.vision import without_features
+from weft.models.vision import one_pass, without_features
 from weft.objectives.balance import Balance, balance_sum, count_choices
 from weft.objectives.readouts import HIDDEN, TOP, TOP_IDS, Wanted, needs_logits
 from weft.ops.attention_call import BOUNDS_ARGUMENT, Bounds
@@ -211,7 +211,8 @@ class TrainModule(nn.Module):
         if self.takes_positions:
             extra["position_ids"] = position_ids_BT
         before = self._mixed()
-        out = self.base(input_ids=input_ids_BT, use_cache=False, **extra)
+        with one_pass(self.base, extra):
+            out = self.base(input_ids=input_ids_BT, use_cache=False, **extra)
         if bounds is not None and not bounds.padded and self._mixed() - before != len(self.mixers):
             raise RuntimeError(
                 f"document bounds reached {self._mixed() - before} of {len(self.mixers)} modules that carry state, so "
