@@ -6,6 +6,7 @@ import base64
 import gzip
 import json
 import os
+import re
 import shutil
 import struct
 import threading
@@ -129,7 +130,7 @@ def test_placeholders_are_never_trained(qwen: tuple[PreTrainedTokenizerBase, Ima
 
 def test_spans_move_with_what_replaces_a_placeholder() -> None:
     chat = MaskedText("ab@cd@ef", ((0, 2), (3, 7)))
-    moved, replaced = expanded(chat, "@", ["[1]", "[22]"])
+    moved, replaced = expanded(chat, [place.span() for place in re.finditer("@", chat.text)], ["[1]", "[22]"])
     assert moved.text == "ab[1]cd[22]ef"
     assert [moved.text[start:end] for start, end in moved.spans] == ["ab", "cd", "e"]
     assert [moved.text[start:end] for start, end in replaced] == ["[1]", "[22]"]

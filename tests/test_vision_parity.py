@@ -21,8 +21,8 @@ from weft.verification.image_documents import steps_with_images
 def parity(
     path: str, mesh: str, sections: dict[str, dict[str, Any]], bare: bool = True, videos: bool = False
 ) -> Verdict | None:
-    """The verdict of `weft verify`'s own function on this mesh; on rank 0. bare: with a step of text alone. videos: with
-    some beside images, and instead of them."""
+    """The verdict of `weft verify`'s own function on this mesh; on rank 0. bare: with a step of text alone. videos:
+    with some beside images, and instead of them."""
     with mock.patch.object(harness, "expect", expect_once):
         engine = open_engine(path, mesh, **{"step": {"max_tokens_per_device": 256}, **sections})
         plain = hf.build_random(hf.read_config(path), dtype=torch.float32, attention="eager", seed=0)

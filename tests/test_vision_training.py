@@ -121,8 +121,8 @@ class Drawn(MeasuredDocuments):
         return 1
 
     def measures(self) -> Measures:
-        one = np.array([30])
-        return Measures(one, np.array([29.0]), np.array([29]), np.array([False]), np.array([16]), np.array([256]), np.array([False]))
+        one, no = np.array([30]), np.array([False])
+        return Measures(one, np.array([29.0]), np.array([29]), no, np.array([16]), np.array([256]), no)
 
     def source(self, index: int) -> str:
         return "seen.jsonl:1"

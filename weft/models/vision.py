@@ -192,8 +192,8 @@ def _smallest(config: Any, base: nn.Module, patch: int) -> dict[str, Tensor] | N
 
 
 def _clip(base: nn.Module, smallest: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
-    """The arguments of a video of two frames as the tower sees them, each twice as wide as the smallest image; None where
-    the model takes no grid of frames."""
+    """The arguments of a video of two frames as the tower sees them, each twice as wide as the smallest image; None
+    where the model takes no grid of frames."""
     named = all(hf.accepts_by_name(base, name) for name in ("pixel_values_videos", "video_grid_thw"))
     if not named or "image_grid_thw" not in smallest or not hasattr(base, "get_video_features"):
         return None
@@ -232,8 +232,8 @@ def without_features(base: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def one_pass(base: nn.Module, inputs: Mapping[str, Any]) -> Iterator[None]:
-    """Inside, the images and videos of a row go through the tower together, so that a rank with both gathers and reduces
-    its parameters as often as one with either."""
+    """Inside, the images and videos of a row go through the tower together, so that a rank with both gathers and
+    reduces its parameters as often as one with either."""
     if not {"pixel_values", "pixel_values_videos"} <= inputs.keys():
         yield
         return

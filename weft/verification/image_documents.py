@@ -50,9 +50,7 @@ def steps_with_images(
     return out, images
 
 
-def _inserted(
-    document: Document, runs: Sequence[tuple[int, int]], vision: Vision, source: random.Random
-) -> Document:
+def _inserted(document: Document, runs: Sequence[tuple[int, int]], vision: Vision, source: random.Random) -> Document:
     """The document with the placeholders of one more image or video behind those that it has, text before, between and
     after them."""
     ids, mask = document
