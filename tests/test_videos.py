@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tests.toy_tokenizers import write_jsonl
 from tests.vision_zoo import encoded, picture, vision_folder
+from weft import cli
 from weft.config.schema import DataConfig
 from weft.data.documents import Documents, load_documents
 from weft.data.encode import Encoding, changed_files, load_tokenizer
@@ -283,19 +284,26 @@ def test_data_video_says_which_frames_and_how_large(tmp_path: Path, folders: Cal
     assert small[1] * small[2] < grid()[1] * grid()[2] < large[1] * large[2]
 
 
-@pytest.mark.parametrize("file", ["preprocessor_config.json", "video_preprocessor_config.json"])
+@pytest.mark.parametrize(
+    "file", ["preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json"]
+)
 def test_checkpoints_have_the_limits_of_the_run(file: str, tmp_path: Path, folders: Callable[[str], str]) -> None:
     path = tmp_path / "model"
     shutil.copytree(folders("qwen2_5_vl"), path)
     if file.startswith("video"):
         (path / file).write_text(json.dumps({"patch_size": 8, "min_pixels": 256, "max_pixels": 8192, "fps": 2}))
+    elif file.startswith("processor"):  # as transformers 5 saves a processor
+        own = json.loads((path / "preprocessor_config.json").read_text())
+        nested = {"image_processor": own, "video_processor": {"patch_size": 8, "min_pixels": 256, "max_pixels": 8192}}
+        (path / file).write_text(json.dumps(nested))
     row = [asked(video(film(4, 120, 120)))]
     saved = changed_files(str(path), DataConfig(path="unused", video={"min_pixels": 512, "max_pixels": 1024}))
     wanted = len(read(row, loaded(str(path), video={"min_pixels": 512, "max_pixels": 1024}))[0])
     assert wanted < len(read(row, loaded(str(path)))[0])
     for name, text in saved.items():
         (path / name).write_text(text)
-    own = json.loads(saved["video_preprocessor_config.json"])
+    nested = file.startswith("processor")
+    own = json.loads(saved[file])["video_processor"] if nested else json.loads(saved["video_preprocessor_config.json"])
     assert own["size"] == {"shortest_edge": 512, "longest_edge": 1024} and "min_pixels" not in own
     assert own["video_processor_type"] == "Qwen2VLVideoProcessor" and own.get("fps", 2) == 2
     assert len(read(row, loaded(str(path)))[0]) == wanted
@@ -420,3 +428,20 @@ def test_containers_are_decoded_where_pyav_is_installed(tmp_path: Path, qwen: Mo
     assert found["video_grid_thw"].tolist() == wanted["video_grid_thw"].tolist() == [[3, 6, 8]]
     assert (found["pixel_values_videos"] - wanted["pixel_values_videos"]).abs().mean() < 0.1  # it loses a little
     assert found["second_per_grid_ts"].tolist() == [1.0]
+
+
+# ---------------------------------------------------------------- weft data preview
+
+
+def test_the_preview_says_what_is_seen_of_a_video(
+    tmp_path: Path, folders: Callable[[str], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "clip.webp").write_bytes(animation(film(20), "WEBP"))
+    seen = [{"type": "image", "image": small_film()[0]}, video("clip.webp")]
+    path = write_jsonl(tmp_path / "d.jsonl", asked(*seen, "What?"))
+    words = [f"model.path={folders('qwen2_5_vl')}", f"data.path={path}", "step.documents=1", "data.cache=null"]
+    limits = "data.video={max_frames: 4, min_pixels: 256, max_pixels: 4096}"
+    assert cli.main(["data", "preview", *words, limits]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "image 1: 56 x 40 pixels" in shown
+    assert re.search(r"video 2: 4 of 20 frames \(0.8 a second\), 56 x 40 pixels, .*? tokens, .*?clip.webp", shown)

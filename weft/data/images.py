@@ -251,8 +251,8 @@ def sampling_of(video: Mapping[str, float]) -> Sampling:
 
 
 def of_text_alone(where: str) -> BadRowError:
-    """The error about a row or a prompt with images for a model without a vision tower."""
-    return BadRowError(f"{where}: has images, and model.path is a model of text alone.")
+    """The error about a row or a prompt with images or videos for a model without a vision tower."""
+    return BadRowError(f"{where}: has images or videos, and model.path is a model of text alone.")
 
 
 def expanded(chat: MaskedText, cuts: Sequence[Span], texts: Sequence[str]) -> tuple[MaskedText, tuple[Span, ...]]:

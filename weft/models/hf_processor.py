@@ -93,7 +93,7 @@ class ImageProcessor:
         """Name -> text of the processor's files at `path`, with the limits that this one has: so whoever serves the
         trained model makes the same of an image, and of a frame."""
         size = {name: value for name, value in dict(self._processor.image_processor.size).items() if value is not None}
-        found = {}
+        found = dict[str, dict[str, Any]]()
         for name in ("preprocessor_config.json", "processor_config.json"):
             content = _read_file(path, name)
             own = content if name.startswith("pre") else content.get("image_processor")
@@ -103,13 +103,13 @@ class ImageProcessor:
             for key, edge in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge")):
                 if key in own:
                     own[key] = size[edge]
-            found[name] = json.dumps(content, indent=2) + "\n"
-        return found if self._frames is None else found | self._video_file(path, self._frames)
-
-    def _video_file(self, path: str, frames: Frames) -> dict[str, str]:
-        """The file of the video processor. Without one, transformers takes the limits of images for videos."""
-        own = frames.file(settings_file(lambda name: _read_file(path, name)))
-        return {"video_preprocessor_config.json": json.dumps(own, indent=2) + "\n"}
+            found[name] = content
+        if self._frames is not None:  # without settings of its own, a video processor takes those of images
+            own = self._frames.file(settings_file(lambda name: _read_file(path, name)))
+            nested = found.get("processor_config.json", {})
+            target = nested if "video_processor" in nested else found
+            target["video_processor" if target is nested else "video_preprocessor_config.json"] = own
+        return {name: json.dumps(content, indent=2) + "\n" for name, content in found.items()}
 
     def _layout(self, shapes: tuple[Shape, ...]) -> Layout:
         """The layout of images and videos of these shapes. Raises what the processor raises for a size that it
