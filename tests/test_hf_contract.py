@@ -158,8 +158,8 @@ def test_parity() -> None:
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3", "mistral3"])
 def test_images_in_packed_rows(family: str) -> None:
-    """The tower runs in the base's forward, by get_image_features and get_video_features; get_rope_index gives positions
-    of one document."""
+    """The tower runs in the base's forward, by get_image_features and get_video_features; get_rope_index gives the
+    positions of one document."""
     found = examine(vision_config(family, vision_tokenizer(family)))
     assert found.images == "" and (found.videos == "") == (family == "qwen2_5_vl")
 

@@ -439,7 +439,13 @@ def test_the_preview_says_what_is_seen_of_a_video(
     (tmp_path / "clip.webp").write_bytes(animation(film(20), "WEBP"))
     seen = [{"type": "image", "image": small_film()[0]}, video("clip.webp")]
     path = write_jsonl(tmp_path / "d.jsonl", asked(*seen, "What?"))
-    words = [f"model.path={folders('qwen2_5_vl')}", f"data.path={path}", "step.documents=1", "data.cache=null"]
+    words = [
+        f"model.path={folders('qwen2_5_vl')}",
+        f"data.path={path}",
+        "step.documents=1",
+        "data.cache=null",
+        "model.init=random",
+    ]
     limits = "data.video={max_frames: 4, min_pixels: 256, max_pixels: 4096}"
     assert cli.main(["data", "preview", *words, limits]) == 0
     shown = " ".join(capsys.readouterr().out.split())

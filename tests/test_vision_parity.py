@@ -11,6 +11,9 @@ import torch
 from tests.cases import describe, expect_once, open_engine, world_of
 from tests.pool import run
 from tests.vision_zoo import FAMILIES, OTHERS, saved_vision_model
+from weft.engine import rows
+from weft.engine.dealt_images import deal_images
+from weft.engine.row import Row
 from weft.models import hf
 from weft.verification import harness
 from weft.verification.documents import awkward_steps
@@ -61,6 +64,34 @@ def test_meshes(family: str, mesh: str) -> None:
 )
 def test_videos(family: str, mesh: str, freeze: list[str]) -> None:
     check(family, mesh, videos=True, model={"freeze": freeze})
+
+
+def parity_of_cut_documents(path: str, mesh: str, sections: dict[str, dict[str, Any]]) -> tuple[Verdict | None, int]:
+    """(the verdict of `parity` with videos, how many parts of documents with images this rank was given)."""
+    parts: list[bool] = []
+
+    def counted(row: Row, *args: Any) -> Row:
+        parts.append(True)
+        return deal_images(row, *args)
+
+    with mock.patch.object(rows, "deal_images", counted):
+        return parity(path, mesh, sections, videos=True), len(parts)
+
+
+@pytest.mark.parametrize(
+    ("family", "mesh", "freeze"),
+    [
+        ("qwen2_5_vl", "cp2", []),
+        ("qwen2_5_vl", "cp2u2", ["vision"]),
+        ("qwen2_5_vl", "2xcp2", []),
+        ("qwen3_vl", "cp2u2", []),
+    ],
+)
+def test_documents_with_images_that_are_cut(family: str, mesh: str, freeze: list[str]) -> None:
+    sections: dict[str, dict[str, Any]] = {"model": {"freeze": freeze}}
+    found = run(world_of(mesh), parity_of_cut_documents, saved_vision_model(family), mesh, sections)
+    assert found[0][0].passed, describe(found[0][0])
+    assert all(parts > 0 for _, parts in found)
 
 
 def test_images_with_experts_on_several_ranks() -> None:

@@ -36,11 +36,13 @@ class Media:
 @dataclass(frozen=True, slots=True)
 class ImageRoom:
     """The room of a document with images in a row. tokens: of the row. per_patch: tokens that take as much memory as a
-    patch of its images. refusal: why the model cannot be trained on images; empty where it can."""
+    patch of its images. refusal: why the model cannot be trained on images; empty where it can. ranks: over which such
+    a document may be cut, whose rows `tokens` counts."""
 
     tokens: int
     per_patch: float
     refusal: str = ""
+    ranks: int = 1
 
     def of(self, patches: int) -> int:
         """Tokens that take as much memory as so many patches."""

@@ -29,8 +29,9 @@ class StepPlanner:
         text = built.config.get_text_config()
         self._every_token_counts = bool(built.balance)  # the balancing loss of experts counts all tokens
         self._no_images, self._no_videos = built.findings.images, built.findings.videos
-        room = step.max_tokens_per_device // multiple * multiple
-        self.image_room = ImageRoom(room, built.flops.tower_memory, self._no_images)
+        self._cuts_images = context is not None and built.vision is not None and built.vision.has_grids
+        room = step.max_tokens_per_device // multiple * multiple * self._image_ranks
+        self.image_room = ImageRoom(room, built.flops.tower_memory, self._no_images, self._image_ranks)
         self._position_limit, self._dynamic = position_limit(text), rope_is_dynamic(text)
         # Of a length, and of a number of patches; a step has many of the same.
         self.costs = Costs(
@@ -61,14 +62,24 @@ class StepPlanner:
         """See Engine.check_image."""
         if self._no_images:
             raise UserError(f"{where}: this model cannot be trained on images: {self._no_images}.")
-        extra = self.image_room.of(patches)
+        extra, per_rank = self.image_room.of(patches), self.multiple * self._image_ranks
         if length - self._omitted(length) + extra > self.image_room.tokens:
             raise UserError(
                 f"{where}: has {length} tokens, and its images, {patches} patches, take as much memory as {extra}; "
-                "a document with images is not cut, and has to fit step.max_tokens_per_device: set that to "
-                f"{-(-(length + extra) // self.multiple) * self.multiple} or more, or make images smaller with "
-                "data.image_pixels."
+                f"{self._fits}: set that to {-(-(length + extra) // per_rank) * self.multiple} or more, or make images "
+                "smaller with data.image_pixels."
             )
+
+    @property
+    def _image_ranks(self) -> int:
+        """Over which a document with images may be cut."""
+        return self.context.size if self.context is not None and self._cuts_images else 1
+
+    @property
+    def _fits(self) -> str:
+        if self._image_ranks > 1:
+            return f"a document has to fit step.max_tokens_per_device on each of {self._image_ranks} ranks of mesh.cp"
+        return "a document with images of this model is not cut, and has to fit step.max_tokens_per_device"
 
     def _omitted(self, length: int) -> int:
         """See DocumentMeta. Where a document's length chooses its rotary table, all of it is read."""
@@ -89,6 +100,7 @@ class StepPlanner:
             ring=1 if context is None else context.ring_size,
             ulysses=1 if context is None else context.ulysses_size,
             cuts=self._cuts,
+            cuts_images=self._cuts_images,
         )
 
     def _alone_above(self, metadata: Sequence[DocumentMeta], budget: int) -> int | None:

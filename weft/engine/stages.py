@@ -282,7 +282,8 @@ def context_of(setup: Setup, built: BuiltModel, config: PretrainedConfig) -> Con
     if cp == 1 or not built.cuts_documents:
         return None
     ulysses = choose_ulysses(built.flops, config, cp, tp) if wanted is None else wanted
-    check_context(config, built.flops, cp, ulysses, tp)
+    images = built.vision is not None and built.vision.has_grids and not built.findings.images
+    check_context(config, built.flops, cp, ulysses, tp, images)
     return context_axis(setup.mesh, ulysses)
 
 

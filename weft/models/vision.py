@@ -6,8 +6,8 @@ T tokens of a document, V rows that a vision tower reads.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from weft.models import hf
 from weft.models.facts import Facts
+from weft.ops.feature_exchange import FeatureExchange
 
 # Families whose image tokens attend to each other both ways, by the model_type of the whole config.
 BOTH_WAYS = ("gemma3",)
@@ -40,6 +41,16 @@ class Vision:
     patch: int
     both_ways: bool
     clip: Mapping[str, Tensor] | None = None
+
+    @property
+    def merge(self) -> int:
+        """Patches on each side of a feature, of towers with grids of patches."""
+        return int(self.smallest["image_grid_thw"][0, 1])
+
+    @property
+    def has_grids(self) -> bool:
+        """Whether images, and frames of videos, are rows of patches that the tower computes each for itself."""
+        return "image_grid_thw" in self.smallest
 
     def token_types(self, tokens_T: Tensor) -> Tensor:
         """[T]: 1 for placeholders of images, 2 of videos, else 0."""
@@ -78,8 +89,8 @@ class Vision:
     def sample(self, generator: torch.Generator, wide: int = 1) -> dict[str, Tensor]:
         """Forward arguments of an image of noise, `wide` times as wide as the smallest, where the tower allows that."""
         shapes = {name: value.shape for name, value in self.smallest.items()}
-        if "image_grid_thw" in shapes:
-            merge, width = int(self.smallest["image_grid_thw"][0, 1]), shapes["pixel_values"][1]
+        if self.has_grids:
+            merge, width = self.merge, shapes["pixel_values"][1]
             return {
                 "pixel_values": torch.randn(2 * wide * merge**2, width, generator=generator),
                 "image_grid_thw": torch.tensor([[1, 2 * merge, wide * merge]]),
@@ -212,6 +223,15 @@ def _first(size: Any) -> int | None:
     return found if isinstance(found, int) else None
 
 
+def of_row(
+    base: nn.Module, inputs: Mapping[str, Any], borrowed: bool, exchange: FeatureExchange | None
+) -> AbstractContextManager[None]:
+    """How a row's images and videos go through the tower. inputs, borrowed, exchange: as in Row."""
+    if exchange is not None:
+        return travelling(base, exchange)
+    return without_features(base) if borrowed else one_pass(base, inputs)
+
+
 @contextmanager
 def without_features(base: nn.Module) -> Iterator[None]:
     """Inside, the tower runs, and none of what it computes is used: its gradients are zeros.
@@ -223,11 +243,8 @@ def without_features(base: nn.Module) -> Iterator[None]:
     def nothing(*args: Any, **kwargs: Any) -> Any:
         return torch.utils._pytree.tree_map_only(Tensor, lambda t: t[:0], of_class(base, *args, **kwargs))
 
-    object.__setattr__(base, "get_image_features", nothing)
-    try:
+    with _in_place_of(base, get_image_features=nothing):
         yield
-    finally:
-        object.__delattr__(base, "get_image_features")
 
 
 @contextmanager
@@ -244,28 +261,46 @@ def one_pass(base: nn.Module, inputs: Mapping[str, Any]) -> Iterator[None]:
         pixels = torch.cat([pixel_values, inputs["pixel_values_videos"].to(pixel_values)])
         out = of_class(base, pixels, torch.cat([image_grid_thw, inputs["video_grid_thw"]]), **kwargs)
         count = len(image_grid_thw)
-        kept.append(_of_grids(out, slice(count, None)))
-        return _of_grids(out, slice(count))
+        kept.append(_changed(out, lambda parts: parts[count:]))
+        return _changed(out, lambda parts: parts[:count])
 
-    def videos(*args: Any, **kwargs: Any) -> Any:
-        return kept.pop()
+    with _in_place_of(base, get_image_features=images, get_video_features=lambda *args, **kwargs: kept.pop()):
+        yield
 
-    object.__setattr__(base, "get_image_features", images)
-    object.__setattr__(base, "get_video_features", videos)
+
+@contextmanager
+def travelling(base: nn.Module, exchange: FeatureExchange) -> Iterator[None]:
+    """Inside, the tower's features go to the ranks that have their tokens. The images that it is given are those that
+    this rank computes, frames of videos among them."""
+    of_class: Any = type(base).get_image_features
+    kept: list[Any] = []
+
+    def images(*args: Any, **kwargs: Any) -> Any:
+        out = _changed(of_class(base, *args, **kwargs), lambda parts: [exchange.run(torch.cat(list(parts)))])
+        kept.append(_changed(out, lambda parts: [parts[0][exchange.images :]]))
+        return _changed(out, lambda parts: [parts[0][: exchange.images]])
+
+    with _in_place_of(base, get_image_features=images, get_video_features=lambda *args, **kwargs: kept.pop()):
+        yield
+
+
+@contextmanager
+def _in_place_of(base: nn.Module, **methods: Callable[..., Any]) -> Iterator[None]:
+    """Inside, the base's own methods of these names are others."""
+    for name, method in methods.items():
+        object.__setattr__(base, name, method)
     try:
         yield
     finally:
-        object.__delattr__(base, "get_image_features")
-        object.__delattr__(base, "get_video_features")
+        for name in methods:
+            object.__delattr__(base, name)
 
 
-def _of_grids(out: Any, which: slice) -> Any:
-    """A tower's output reduced to some of its grids: its fields hold a tensor for each, or a list of such for each of
-    several layers."""
+def _changed(out: Any, change: Callable[[Sequence[Tensor]], Sequence[Tensor]]) -> Any:
+    """A tower's output with its features changed: its fields hold a tensor for each image, or a list of such for each
+    of several layers. Other fields are left out, because nobody reads them."""
 
-    def cut(value: Any) -> Any:
-        if not isinstance(value, list | tuple):
-            return value
-        return value[which] if all(isinstance(one, Tensor) for one in value) else [cut(one) for one in value]
+    def of(value: Any) -> Any:
+        return change(value) if all(isinstance(one, Tensor) for one in value) else [of(one) for one in value]
 
-    return type(out)(**{name: cut(value) for name, value in out.items()})
+    return type(out)(**{name: of(value) for name, value in out.items() if isinstance(value, list | tuple)})
