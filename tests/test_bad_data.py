@@ -144,7 +144,7 @@ CASES = [
     Case("an image in the content", [message(role="user", content=[{"type": "image", "url": "a"}])], ":1: ",
          ["has images or videos", "a model of text alone"]),
     Case("audio in the content", [message(role="user", content=[{"type": "audio", "url": "a"}])], ":1: ",
-         ["part 1 of `content` is of type \"audio\"", "reads text and images", "Remove it"]),
+         ["part 1 of `content` is of type \"audio\"", "reads text, images and videos", "Remove it"]),
     Case("no content", [message(role="user")], ":1: ", ["message 1: `content` must be a string", "null"]),
     Case("a weight of a half", [message(role="assistant", content="a", weight=0.5)], ":1: ",
          ["`weight` is 0.5", "0 (not"]),

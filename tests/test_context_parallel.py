@@ -35,8 +35,7 @@ from weft.objectives.cross_entropy import HeldOutLoss
 from weft.objectives.policy import PolicyLoss
 from weft.objectives.shared_documents import SharedDocuments
 from weft.ops import context
-from weft.ops.communicator import GroupCommunicator
-from weft.ops.feature_exchange import FeatureExchange
+from weft.ops.communicator import FeatureExchange, GroupCommunicator
 from weft.parallel.mesh import own_part
 
 SHORT = {"step": {"max_tokens_per_device": 40}}  # weft verify makes rows shorter still, so that most documents are cut

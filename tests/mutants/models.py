@@ -89,7 +89,7 @@ MUTANTS = (
     Mutant("models/vision.py", "without_features", "t[:0]", "t", "tests/test_vision_training.py"),
     Mutant("models/vision.py", "one_pass", '<= inputs.keys()', '<= {"pixel_values"}', "tests/test_vision_training.py"),
     Mutant("models/vision.py", "one_pass", "slice(count, None)", "slice(-count, None)", "tests/test_vision_parity.py"),
-    Mutant("ops/feature_exchange.py", "FeatureExchange.run", "received[self.order]", "received.flip(0)", "tests/test_context_parallel.py"),
+    Mutant("ops/communicator.py", "FeatureExchange.run", "received[self.order]", "received.flip(0)", "tests/test_context_parallel.py"),
     Mutant("engine/dealt_images.py", "_dealt", "(spent[place], place)", "place", "tests/test_vision_training.py"),
     Mutant("engine/dealt_images.py", "_exchange", "one.owner_F == axis.place", "one.owner_F >= 0", "tests/test_context_parallel.py"),
     Mutant("models/vision.py", "Vision.token_types", "types + 2 *", "types + 1 *", "tests/test_vision_parity.py"),

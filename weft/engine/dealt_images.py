@@ -19,8 +19,7 @@ from weft.engine.plan import StepPlan
 from weft.engine.row import Row
 from weft.errors import UserError
 from weft.models.vision import Vision
-from weft.ops.communicator import ContextAxis
-from weft.ops.feature_exchange import FeatureExchange
+from weft.ops.communicator import ContextAxis, FeatureExchange
 
 Numbers = NDArray[np.int64]
 _FEATURES = 32  # bits for the number of a feature in its document

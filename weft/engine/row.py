@@ -21,7 +21,7 @@ from weft.engine.media import joined
 from weft.models.vision import Vision
 from weft.objectives.shared_documents import SharedDocuments
 from weft.ops.attention_call import Bounds
-from weft.ops.feature_exchange import FeatureExchange
+from weft.ops.communicator import FeatureExchange
 
 Layout = Literal["packed", "padded"]
 

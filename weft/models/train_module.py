@@ -24,7 +24,7 @@ from weft.models.vision import of_row
 from weft.objectives.balance import Balance, balance_sum, count_choices
 from weft.objectives.readouts import HIDDEN, TOP, TOP_IDS, Wanted, needs_logits
 from weft.ops.attention_call import BOUNDS_ARGUMENT, Bounds
-from weft.ops.feature_exchange import FeatureExchange
+from weft.ops.communicator import FeatureExchange
 from weft.ops.head import Direction, LogitTransform, VocabularyShard, chunked_readouts, logprob_and_top1
 from weft.ops.selected import selected_logits
 

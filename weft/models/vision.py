@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from weft.models import hf
 from weft.models.facts import Facts
-from weft.ops.feature_exchange import FeatureExchange
+from weft.ops.communicator import FeatureExchange
 
 # Families whose image tokens attend to each other both ways, by the model_type of the whole config.
 BOTH_WAYS = ("gemma3",)
