@@ -4,7 +4,7 @@ transformers' video processors import torchvision, which the registry builds for
 CPU. So what two of them compute is computed here, from their settings, with Pillow and with the model's own image
 processor, which cuts frames into the same patches. Frames are resized by Pillow also where torchvision is installed.
 
-Used, checked on transformers 5.17 to 5.19:
+Used, checked on transformers 5.19 and 5.23:
 - of processors .replace_video_token(video_inputs, video_idx): it reads video_grid_thw and, of video_metadata, fps and
   frames_indices; of its .video_processor merge_size and temporal_patch_size. .video_token, .model_input_names
 - models.qwen2_vl.image_processing_pil_qwen2_vl.smart_resize, which Qwen2VLVideoProcessor has, too
