@@ -122,15 +122,17 @@ CUT = (
 
 @pytest.mark.parametrize(("family", "cp", "ulysses"), [("qwen2_5_vl", 2, 1), ("qwen3_vl", 2, 2), ("qwen2_vl", 4, 2)])
 def test_documents_with_images_are_checked(family: str, cp: int, ulysses: int) -> None:
-    config, parts = vision_config(family, vision_tokenizer(family)), list[int]()
+    config, parts, computing = vision_config(family, vision_tokenizer(family)), set[int](), set[int]()
 
     def counted(row: Row, *args: Any) -> Row:
-        parts.append(args[3])
-        return deal_images(row, *args)
+        found, place = deal_images(row, *args), args[3]
+        parts.add(place)
+        computing.update([] if found.borrowed else [place])
+        return found
 
     with mock.patch.object(context_check, "deal_images", counted):
         assert check_context(config, FlopFacts(1), cp, ulysses, 1, images=True) < 1e-5
-    assert len(set(parts)) == cp
+    assert len(parts) == cp and len(computing) >= 2
     with mock.patch.object(FeatureExchange, "run", as_they_come), pytest.raises(UserError, match="differ"):
         check_context(config, FlopFacts(1), cp, ulysses, 1, images=True)
 
