@@ -71,9 +71,11 @@ class _Exchange(torch.autograd.Function):
 
 @dataclass(frozen=True, eq=False)
 class FeatureExchange:
-    """The features of images, on their way from the ranks that compute them to those that have their tokens. sent:
-    which of this rank's go, rank by rank. order: which of those received belong to the row's image tokens in turn, then to
-    its video tokens. images: how many are of images."""
+    """The features of images, on their way from the ranks that compute them to those that have their tokens.
+
+    sent: which of this rank's go, rank by rank. order: which of those received belong to the row's image tokens in
+    turn, then to its video tokens. images: how many are of images.
+    """
 
     ranks: Communicator
     sent: Tensor

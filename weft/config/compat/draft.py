@@ -71,7 +71,8 @@ class Draft:
         cp = 1 if self.images else self.value("mesh.cp", 1)
         if longest > cp * self.value("step.max_tokens_per_device", 8192):
             shared = " over the ranks of mesh.cp" if cp > 1 else ""
-            whole = " on one rank: with images not every model's are cut" if self.images and self.value("mesh.cp", 1) > 1 else ""
+            apart = self.images and self.value("mesh.cp", 1) > 1
+            whole = " on one rank: with images not every model's are cut" if apart else ""
             self.take(
                 "step.max_tokens_per_device", -(-longest // cp), "", f"a row holds the longest {what}{shared}{whole}"
             )
