@@ -314,7 +314,8 @@ def context_of(setup: Setup, built: BuiltModel, config: PretrainedConfig) -> Con
         return None
     else:
         ulysses = ulysses_of_states(wanted, cp, divides=shares_states(built, cp, tp))
-    check_context(config, built.flops, cp, ulysses, tp)
+    images = built.vision is not None and built.vision.has_grids and not built.findings.images
+    check_context(config, built.flops, cp, ulysses, tp, images)
     return context_axis(setup.mesh, ulysses)
 
 
