@@ -60,8 +60,8 @@ def joined(each: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 
     Images lie along the first dimension; along the second where a batch of documents is the first (SmolVLM's
     pixel_values [1, images, 3, H, W]), but not where they are cut into tiles (LLaVA-NeXT's [images, tiles, 3, H, W],
-    with image_sizes). Smaller images are padded with zeros, at the right and below, to the largest, and fewer tiles to the
-    most, as the processors do.
+    with image_sizes). Smaller images are padded with zeros, at the right and below, to the largest, and fewer tiles to
+    the most, as the processors do.
     """
     names = {name: None for inputs in each for name in inputs}
     tiled = "image_sizes" in names
