@@ -354,6 +354,7 @@ OUT_OF_RANGE = {
     "data.max_row_bytes": "0",
     "data.max_image_pixels": "0",
     "data.image_pixels": "{min: 9, max: 4}",
+    "data.video": "{min_frames: 9, max_frames: 4}",
     "checkpoint.every": "-1",
     "checkpoint.every_minutes": "0",
     "checkpoint.keep": "0",

@@ -89,6 +89,10 @@ EFFECTS: dict[str, tuple[str, str]] = {
         "how many pixels of an image, and so tokens, a model sees",
         "test_images.py::test_image_pixels_are_the_processors_limits",
     ),
+    "data.video": (
+        "which frames of a video a model sees, and how large",
+        "test_videos.py::test_data_video_says_which_frames_and_how_large",
+    ),
     "data.check_images": (
         "whether damaged images are found before training",
         "test_images.py::test_check_images_decodes_before_training",

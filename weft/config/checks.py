@@ -212,6 +212,11 @@ RANGES: dict[str, tuple[Test, str]] = {
         lambda v: set(v) <= {"min", "max"} and all(pixels >= 1 for pixels in v.values()) and _in_order(v),
         "{min: PIXELS, max: PIXELS}, or one of both: numbers from 1, the first not above the second",
     ),
+    "data.video": (
+        lambda v: _is_of_videos(v),
+        "{fps: ..., min_frames: ..., max_frames: ..., min_pixels: ..., max_pixels: ...}, or some of these: above 0, "
+        "whole numbers but for fps, no least above its most",
+    ),
     "data.template_kwargs": (
         lambda v: not set(v) & set(RESERVED_KWARGS),
         f"without {', '.join(RESERVED_KWARGS)}, which come from the data",
@@ -255,6 +260,14 @@ RANGES: dict[str, tuple[Test, str]] = {
 
 def _in_order(limits: Mapping[str, int]) -> bool:
     return len(limits) < 2 or limits["min"] <= limits["max"]
+
+
+def _is_of_videos(limits: Mapping[str, float]) -> bool:
+    names = [f"{edge}_{what}" for what in ("frames", "pixels") for edge in ("min", "max")]
+    whole = all(limits[name] == int(limits[name]) >= 1 for name in names if name in limits)
+    pairs = zip(names[::2], names[1::2], strict=True)
+    ordered = all(limits.get(least, 0) <= limits.get(most, float("inf")) for least, most in pairs)
+    return set(limits) <= {"fps", *names} and 0 < limits.get("fps", 1) <= 1000 and whole and ordered
 
 
 def _held_out(config: Any) -> bool:

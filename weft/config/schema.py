@@ -93,7 +93,7 @@ class MeshConfig:
     )
     ulysses: int | None = key(
         "Of the ranks of cp, how many exchange heads for tokens (Ulysses); groups of them exchange keys and values. "
-        "A divisor of cp and of the attention heads. null: what sends the fewest bytes.",
+        "A divisor of cp and of the attention heads; cp where layers carry state. null: what sends the fewest bytes.",
         None,
     )
     tp: int = key(
@@ -266,15 +266,20 @@ class DataConfig:
         "such limit.",
         default_factory=dict,
     )
+    video: dict[str, float] = key(  # noqa: RUF009 - dataclasses.field()
+        "How videos are seen, as in {fps: 2, max_frames: 768}: names of qwen-vl-utils (docs/reference/data.md#videos).",
+        default_factory=dict,
+    )
     check_images: bool = key(
-        "Decode every image before training, so that a damaged one is found then; false reads only the size of each.",
+        "Decode every image and video before training, so that a damaged one is found then; false reads only sizes.",
         True,
     )
     max_image_pixels: int = key(
         "Most pixels of an image that is decoded: a larger one is an error, before it fills the memory.", 89_478_485
     )
     fetch_images: bool = key(
-        "Fetch images of http and https URLs, once, while the data are read; they are kept with the tokens.", False
+        "Fetch images and videos of http and https URLs once, while the data are read; they are kept with the tokens.",
+        False,
     )
     max_row_bytes: int = key(
         "Largest row of the data in bytes (a line, an object, a row of a table): a larger one is an error that names "

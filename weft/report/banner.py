@@ -166,7 +166,9 @@ def print_model(
     if engine.pipeline is not None:
         say(f"pp       {_stages(engine, engine.pipeline)}")
     if engine.mesh.tp_size > 1:
-        say(f"tp       layers divided over {engine.mesh.tp_size} ranks; {_COMPARED}")
+        whole = {type(own.mixer).__name__: None for own in engine.module.mixers.values() if own.share is None}
+        apart = "".join(f"{name} whole on each, because its heads do not divide; " for name in whole)
+        say(f"tp       layers divided over {engine.mesh.tp_size} ranks; {apart}{_COMPARED}")
     say(
         f"checked  on a small copy ({built.findings.copy}): logits within {built.findings.error:.0e} of HuggingFace's "
         f"eager forward, documents{', with images and without,' * _takes_images(engine)} do not see each other"
