@@ -17,13 +17,17 @@ import torch
 
 from tests.cases import describe, open_engine, parity, saved_model, world_of
 from tests.pool import run
+from tests.vision_zoo import vision_config, vision_tokenizer
 from tests.zoo import tiny_config
 from weft.config.rl_schema import RlAlgorithm
+from weft.engine import context_check
 from weft.engine.context_check import check_context, choose_ulysses
+from weft.engine.dealt_images import deal_images
 from weft.engine.document import Document
 from weft.engine.engine import Engine
 from weft.engine.pieces import Group, place, spread, zigzag
 from weft.engine.plan import DocumentMeta, StepPlan, plan_step
+from weft.engine.row import Row
 from weft.engine.stages import ulysses_of_states
 from weft.errors import UserError
 from weft.models import hf
@@ -34,7 +38,7 @@ from weft.objectives.cross_entropy import HeldOutLoss
 from weft.objectives.policy import PolicyLoss
 from weft.objectives.shared_documents import SharedDocuments
 from weft.ops import context
-from weft.ops.communicator import GroupCommunicator
+from weft.ops.communicator import FeatureExchange, GroupCommunicator
 from weft.parallel.mesh import own_part
 
 SHORT = {"step": {"max_tokens_per_device": 40}}  # weft verify makes rows shorter still, so that most documents are cut
@@ -127,6 +131,31 @@ CUT = (
     "llama", "qwen3", "gemma2", "gemma3_text", "gemma4_text", "gpt_oss", "qwen3_moe", "deepseek_v3", "cohere2", "gpt2",
     "olmo3", "glm4", "phi3_longrope", "mixtral", "granite", "glm4_moe",
 )  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "cp", "ulysses"), [("qwen2_5_vl", 2, 1), ("qwen3_vl", 2, 2), ("qwen2_vl", 4, 2)])
+def test_documents_with_images_are_checked(family: str, cp: int, ulysses: int) -> None:
+    config, parts, computing = vision_config(family, vision_tokenizer(family)), set[int](), set[int]()
+
+    def counted(row: Row, *args: Any) -> Row:
+        found, place = deal_images(row, *args), args[3]
+        parts.add(place)
+        computing.update([] if found.borrowed else [place])
+        return found
+
+    with mock.patch.object(context_check, "deal_images", counted):
+        assert check_context(config, FlopFacts(1), cp, ulysses, 1, images=True) < 1e-5
+    assert len(parts) == cp and len(computing) >= 2
+    with mock.patch.object(FeatureExchange, "run", as_they_come), pytest.raises(UserError, match="differ"):
+        check_context(config, FlopFacts(1), cp, ulysses, 1, images=True)
+
+
+def as_they_come(exchange: FeatureExchange, features_FH: torch.Tensor) -> torch.Tensor:
+    found = RUN(exchange, features_FH)
+    return found.flip(0)
+
+
+RUN = FeatureExchange.run
 
 
 def checked(family: str, cp: int, ulysses: int) -> float:

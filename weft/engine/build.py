@@ -25,6 +25,7 @@ from weft.models.mixer_part import can_share_documents
 from weft.models.train_module import TrainModule
 from weft.models.vision import Vision, find_vision
 from weft.sharding.adapter_files import plan_lora
+from weft.sharding.dcp_source import open_weights
 from weft.sharding.layout import Piece, layout_of
 from weft.sharding.load import LoadPlan, plan_load
 from weft.sharding.source import open_source
@@ -153,7 +154,7 @@ def _plan(
     plan = None if lora is None else plan_lora(model, lora)
     untied = () if plan is None else untied_for(model, plan, merged=adapters == "merged")
     if weights and config.init == "pretrained":
-        source = open_source(config.path)
+        source = open_source(config.path) if config.weights is None else open_weights(config.weights, model)
         ignore, head = config.ignore_weights, set[str]()
         if values:
             ignore, head = (*ignore, f"{findings.head}.*"), value_head_names(model)

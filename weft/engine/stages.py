@@ -21,6 +21,7 @@ from weft.engine.config import EngineConfig
 from weft.engine.context_check import check_context, choose_ulysses
 from weft.engine.division_check import check_division
 from weft.engine.expert_check import check_experts
+from weft.engine.loaded_state import check_state, load_state
 from weft.engine.pipeline_check import check_pipeline
 from weft.engine.router_bias import check_biases
 from weft.engine.schedule import DELAYED, placement_of
@@ -132,6 +133,8 @@ def assemble(
     if not setup.trained:
         return parts
     optimizer, ema = build_optimizer_and_ema(setup, built.module)
+    if fill and config.optimizer.load_state and built.load is not None:
+        load_state(optimizer, built.module, built.load, config.optimizer.name, setup.moments, made.divided.cuts)
     return replace(parts, optimizer=optimizer, ema=ema)
 
 
@@ -190,6 +193,8 @@ def build(setup: Setup, *, weights: bool = True, readouts: Collection[str] = ())
             freeze(module, config.model.freeze)
         else:
             freeze_base(module, built.lora)
+        if config.optimizer.load_state and built.load is not None:
+            check_state(module, built.load, config.optimizer.name)
         check_groups(module, config.optimizer)
     wanted = Wanted.of(readouts)
     check_readouts(module, len(module.head.weight), wanted, compiled=config.model.compile, mixers=module.mixers)
@@ -309,7 +314,8 @@ def context_of(setup: Setup, built: BuiltModel, config: PretrainedConfig) -> Con
         return None
     else:
         ulysses = ulysses_of_states(wanted, cp, divides=shares_states(built, cp, tp))
-    check_context(config, built.flops, cp, ulysses, tp)
+    images = built.vision is not None and built.vision.has_grids and not built.findings.images
+    check_context(config, built.flops, cp, ulysses, tp, images)
     return context_axis(setup.mesh, ulysses)
 
 
