@@ -76,6 +76,15 @@ CASES = [
     ("qwen3", "2xtp2", ("rl.epochs=2", "rl.kl=0.1", "lora.rank=4",
                         "optimizer.name=sgd", "optimizer.eps=null")),
     ("llama_tied", "2xtp2", (*PPO, "reference.tp=1", "reference.dp_shard=4", "critic.dp_shard=1", "critic.tp=4")),
+    ("qwen3", "pp2", ("rl.kl=0.05", "rl.entropy=0.01", "rl.updates=2")),  # tied
+    ("llama", "pp2x2", PPO),
+    ("qwen3_moe", "pp2x2", ("rl.algorithm=gspo", "rl.epochs=2", "rl.kl=0.1", "model.recompute=full")),
+    ("llama", "pp2", ("rl.epochs=2", "rl.correction=icepop", "lora.rank=4", "rl.kl=0.1",
+                      "optimizer.name=sgd", "optimizer.eps=null")),
+    ("llama", "pp2xcp2", ()),  # the update reads the old policy itself
+    ("llama_tied", "2xtp2", (*PPO, "reference.pp=2", "reference.dp_shard=1", "critic.dp_shard=1", "critic.tp=1",
+                             "critic.pp=2", "critic.dp_replicate=2")),
+    ("llama", "pp2x2", (*PPO, "reference.pp=1", "reference.tp=2", "critic.pp=1", "critic.dp_shard=4")),
 ]  # fmt: skip
 
 

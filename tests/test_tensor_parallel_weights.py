@@ -21,7 +21,7 @@ from weft.checkpoint import export
 from weft.sharding.cuts import Cut
 from weft.sharding.safetensors_files import TensorFile
 from weft.sharding.spread import Spread
-from weft.sharding.walker import checked, walk
+from weft.sharding.walker import walk
 
 # Heads that are repeated (qwen3, gpt_oss), fused projections (phi3, gpt2, falcon), widths that do not divide evenly
 # (all of those on 4), experts, MLA, norms over all heads; experts dealt to ranks (ep), with tp inside.
@@ -29,6 +29,7 @@ CASES = [
     ("llama_tied", "tp2"), ("qwen3", "tp4"), ("qwen3", "2xtp2"), ("gpt_oss", "tp4"), ("qwen3_moe", "2xtp2"),
     ("phi3_longrope", "tp4"), ("gpt2", "2xtp2"), ("falcon", "tp2"), ("deepseek_v3", "2xtp2"), ("olmo2", "tp4"),
     ("qwen3_moe", "4ep2"), ("gpt_oss", "ep2xtp2"), ("qwen3_moe", "3ep3"), ("llama4_text", "ep2"),
+    ("qwen3", "pp2x2"), ("deepseek_v3", "pp2"), ("gpt_oss", "pp2xep2"), ("gpt2", "pp2xtp2"), ("llama_tied", "pp2x2x1"),
 ]  # fmt: skip
 
 
@@ -48,8 +49,8 @@ def wrong_tensors(path: str, mesh: str, **sections: dict[str, Any]) -> list[str]
             parameter.mul_(1.5)
     stored, manifest, found = tensors_of(Path(path)), export.manifest_of(engine), list[str]()
     for bucket in (2_000, 40_000, 10**9):
-        stream = walk(engine.module, engine.built.pieces, manifest, engine.divided.cuts, bucket_bytes=bucket)
-        walked = {name: tensor.clone() for name, tensor in checked(stream, manifest)}
+        stream = engine.walk(engine.built.pieces, manifest, bucket_bytes=bucket)
+        walked = {name: tensor.clone() for name, tensor in stream}
         found += [name for name, tensor in walked.items() if not torch.equal(tensor, _times(stored[name], tensor))]
     return found
 

@@ -275,13 +275,11 @@ def _combinations(config: Any) -> Iterator[tuple[str, str]]:
         )
     yield from common_combinations(config)
     yield from _eval_combinations(config.eval)
-    if config.mesh.pp > 1:
-        yield from _pipeline_combinations(config)
 
 
-def _pipeline_combinations(config: Any) -> Iterator[tuple[str, str]]:
-    """What does not go together with stages of layers."""
-    fsdp, names = config.fsdp, "names modules, which the ranks of mesh.pp do not all have"
+def pipeline_combinations(config: Any, axis: str, stages: int) -> Iterator[tuple[str, str]]:
+    """What does not go together with stages of layers. axis: the key that asks for them."""
+    fsdp, names = config.fsdp, f"names modules, which the ranks of {axis} do not all have"
     refused: tuple[tuple[str, bool, str, object], ...] = (
         ("model.router_aux_loss", config.model.router_aux_loss != "none",
          "the balancing loss of experts is made of all layers, and its gradient begins on the last stage", "none"),
@@ -290,12 +288,11 @@ def _pipeline_combinations(config: Any) -> Iterator[tuple[str, str]]:
         ("fsdp.cast_forward_inputs", bool(fsdp.cast_forward_inputs), f"it {names}", []),
         ("optimizer.name", config.optimizer.name not in BUILT_IN,
          "an optimizer by import path may keep numbers of its groups, which differ from stage to stage", "adamw"),
-        ("eval.prompts", config.eval.prompts is not None, "a rank would need the whole model to sample from it", None),
     )  # fmt: skip
     for key, found, why, instead in refused:
         if found:
-            text = f"{key} does not go together with mesh.pp = {config.mesh.pp}: {why}. "
-            yield key, f"{text}Set {key}={show_value(instead)}, or mesh.pp=1."
+            text = f"{key} does not go together with {axis} = {stages}: {why}. "
+            yield key, f"{text}Set {key}={show_value(instead)}, or {axis}=1."
 
 
 def common_combinations(config: Any, free_columns: bool = False) -> Iterator[tuple[str, str]]:
@@ -318,6 +315,8 @@ def common_combinations(config: Any, free_columns: bool = False) -> Iterator[tup
             "could load the adapter: set model.init=pretrained, or train all weights (lora.rank=null).",
         )
     yield from _router_combinations(config)
+    if config.mesh.pp > 1:
+        yield from pipeline_combinations(config, "mesh.pp", config.mesh.pp)
     yield from _schedule_combinations(config.schedule, config.train.steps)
     every, kept = config.checkpoint.every, config.checkpoint.keep_every
     if kept is not None and every and kept % every:

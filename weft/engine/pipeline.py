@@ -6,6 +6,7 @@ Every stage builds every row of its documents, so that all know the shape of wha
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +17,7 @@ from weft.engine.config import EngineConfig
 from weft.engine.executor import Asked, Executor, Factors, Forwarded, Trained, Use
 from weft.engine.metrics import Sums
 from weft.engine.plan import StepPlan
+from weft.engine.replay import RouteCounts
 from weft.engine.row import Row
 from weft.engine.rows import Rows
 from weft.engine.schedule import Action, bubble, order
@@ -30,12 +32,13 @@ from weft.telemetry import flight
 @dataclass(frozen=True)
 class _Done:
     """A row between its forward and its backward. received: None on the first stage. sent: None on the last, which has
-    `forwarded`."""
+    `forwarded`. routes: of this stage's layers."""
 
     row: Row
     received: Tensor | None
     sent: Tensor | None
     forwarded: Forwarded | None
+    routes: RouteCounts
 
 
 class PipelineExecutor(Executor):
@@ -72,6 +75,8 @@ class PipelineExecutor(Executor):
             if finished.forwarded is not None:
                 self.account(finished.forwarded, sums)
                 done.losses[micro] = finished.forwarded.seen
+            if routed:
+                sums.add("routing/differing", *finished.routes.share(self.device))
         self.link.finish()
         self.name_metrics(objective, sums)
         return done
@@ -83,17 +88,21 @@ class PipelineExecutor(Executor):
         received = self.link.receive(True, micro)
         if received is not None:
             received.requires_grad_()
-        with numerics(self.config.exact):
+        with self.replay.following(row) as routes, numerics(self.config.exact):
             if self.axis.is_last:
-                return _Done(row, received, None, self.forwarded(row, objective, factors, received))
+                return _Done(row, received, None, self.forwarded(row, objective, factors, received), routes)
             sent = self.read(row, frozenset(), received=received)["sent"]
         self.link.send(True, sent, row.input_ids_BT.shape)
-        return _Done(row, received, sent, None)
+        return _Done(row, received, sent, None, routes)
 
     def _backward(self, micro: int, done: _Done, *, last: bool) -> None:
         """last: of the step."""
         gradient = self.link.receive(False, micro)
-        with reduction(self.module, self.config.fsdp.reduce, last=last), numerics(self.config.exact):
+        with (
+            reduction(self.module, self.config.fsdp.reduce, last=last),
+            self.replay.following(done.row),  # layers that are recomputed
+            numerics(self.config.exact),
+        ):
             if done.forwarded is not None:
                 done.forwarded.loss.backward()
             else:
@@ -114,7 +123,8 @@ class PipelineExecutor(Executor):
                 row = held[micro]
                 asked = ask(row)
                 received = self.link.receive(True, micro)
-                found = self.read(row, asked.what, chosen_NC=asked.chosen_NC, received=received)
+                with self.replay.following(row) if following else nullcontext():
+                    found = self.read(row, asked.what, chosen_NC=asked.chosen_NC, received=received)
                 if self.axis.is_last:
                     use(micro, row, found)
                 else:

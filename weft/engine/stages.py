@@ -216,7 +216,7 @@ def shard_model(setup: Setup, built: BuiltModel, readouts: Collection[str] = ())
     if setup.mesh.ep is not None:
         check_experts(checked, built.findings, setup.mesh.ep.size)
     context = context_of(setup, built, checked)
-    stages, adapter_config = stages_of(setup, built, Wanted.of(readouts).hidden), None
+    stages, adapter_config = stages_of(setup, built, checked, Wanted.of(readouts).hidden), None
     if stages is not None and built.lora is not None:
         check_adapters_in_layers(module, built.lora)
         adapter_config = to_json(built.lora, built.path, module)
@@ -236,9 +236,9 @@ def shard_model(setup: Setup, built: BuiltModel, readouts: Collection[str] = ())
     )  # fmt: skip
 
 
-def stages_of(setup: Setup, built: BuiltModel, hidden: Sequence[str]) -> Stages | None:
-    """How the layers are cut over mesh.pp, after a check that this model's can be. hidden: modules whose outputs are
-    read."""
+def stages_of(setup: Setup, built: BuiltModel, config: PretrainedConfig, hidden: Sequence[str]) -> Stages | None:
+    """How the layers are cut over mesh.pp, after a check that this model's can be. config: of the class with logits.
+    hidden: modules whose outputs are read."""
     pp, module = setup.mesh.pp_size, built.module
     if pp == 1:
         return None
@@ -249,7 +249,7 @@ def stages_of(setup: Setup, built: BuiltModel, hidden: Sequence[str]) -> Stages 
     costs, head = costs_of_layers(module, _USUAL_LENGTH)
     spans = cut_layers(costs, head, pp)
     each = tuple(sum(costs[first:end]) + head * (end == len(costs)) for first, end in spans)
-    return Stages(tuple(spans), check_pipeline(built.config, built.findings, setup.precision.compute), each)
+    return Stages(tuple(spans), check_pipeline(config, built.findings, setup.precision.compute), each)
 
 
 def check_adapters_in_layers(module: TrainModule, lora: LoraPlan) -> None:

@@ -117,9 +117,9 @@ def check_rl(config: Any, subject: Subject, ranks: Ranks, options: VerifyOptions
     model = replace(exact.model, router_aux_loss="none", router_aux_loss_coef=None)  # that of `weft sft` is verified
     critic, reference = replace(exact.critic, lr=exact.optimizer.lr), exact.reference  # the rates are multiples of it
     if critic.ranks is not None:  # in the policy's ranks, as it would be without the key
-        critic = replace(critic, ranks=None, dp_replicate=None, dp_shard=None, tp=None)
+        critic = replace(critic, ranks=None, dp_replicate=None, dp_shard=None, tp=None, pp=None)
     if reference.ranks is not None:
-        reference = replace(reference, ranks=None, dp_replicate=None, dp_shard=None, tp=None)
+        reference = replace(reference, ranks=None, dp_replicate=None, dp_shard=None, tp=None, pp=None)
     exact = replace(exact, model=model, critic=critic, reference=reference)
     rollouts = None if options.rollouts is None else recorded_rollouts(options.rollouts)
     trainer = Trainer(exact, ranks.device.type)
