@@ -289,6 +289,7 @@ def test_what_is_not_said_of_reference_and_critic_is_as_the_policys() -> None:
         ("dp_replicate=2", "mesh.dp_replicate", 2),
         ("dp_shard=2", "mesh.dp_shard", 2),
         ("tp=2", "mesh.tp", 2),
+        ("pp=2", "mesh.pp", 2),
         ("cpu_offload=true", "fsdp.cpu_offload", True),
         ("max_tokens_per_device=5000", "step.max_tokens_per_device", 5000),
         ("head=normal", "value_head", "normal"),

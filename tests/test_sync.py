@@ -185,6 +185,12 @@ CASES: dict[str, tuple[str, str, dict[str, Any], str, str]] = {
         "qwen3_moe", "ep2", {"rank": 2, "targets": ("all-linear", "mlp.experts.gate_up_proj")}, "shared", "gathered",
     ),
     "tp, files": ("gpt_oss", "tp2", {}, "files", ""),
+    "stages, tied": ("qwen3", "pp2x2", {}, "shared", ""),
+    "stages, gathered": ("deepseek_v3", "pp2x2", {}, "group", "gathered"),
+    "stages, files": ("llama_tied", "pp2x2x1", {}, "files", ""),
+    "stages, adapters, gathered": (
+        "qwen3_moe", "pp2xep2", {"rank": 2, "targets": ("all-linear", "mlp.experts.gate_up_proj")}, "group", "gathered",
+    ),
     "in the engine's dtype": ("llama_tied", "1", {}, "shared", "bf16"),
     "adapters": ("llama", "2", {"rank": 4, "modules_to_save": ("lm_head",)}, "shared", ""),
     "adapters of what is tied": ("qwen3", "1", {"rank": 4, "targets": ("q_proj", "embed_tokens")}, "group", ""),

@@ -76,16 +76,24 @@ def test_what_is_divided_and_replicated_is_walked_whole() -> None:
 # ---------------------------------------------------------------- answers of a run
 
 
-@pytest.mark.parametrize("lora", [{}, {"rank": 2, "targets": ("all-linear", "lm_head")}], ids=["whole", "adapters"])
-def test_prompts_are_answered_as_by_one_process(lora: dict[str, Any], tmp_path: Path) -> None:
-    """Dealt to all ranks: those of a tp group answer different ones."""
+ANSWERING: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "whole": ({}, ("2xtp2", "pp2x2")),
+    "adapters": ({"rank": 2, "targets": ("all-linear", "lm_head")}, ("2xtp2", "tp2")),
+    "adapters in layers": ({"rank": 2}, ("pp2xtp2",)),
+}
+
+
+@pytest.mark.parametrize("name", ANSWERING)
+def test_prompts_are_answered_as_by_one_process(name: str, tmp_path: Path) -> None:
+    """Dealt to all ranks: those of a tp group, or of other stages, answer different ones."""
+    lora, meshes = ANSWERING[name]
     asked = {"prompts": tuple("abcdefg"), "max_new_tokens": 6, "every": 2}
     sections: Sections = {"eval": asked, "train": {"steps": 4, "epochs": None, "seed": 3}, "lora": lora}
-    for mesh in ("1", "2xtp2", "tp2"):
+    for mesh in ("1", *meshes):
         process(tmp_path / mesh, mesh, sections=sections)
-    answers = {mesh: (tmp_path / mesh / "samples.jsonl").read_text() for mesh in ("1", "2xtp2", "tp2")}
-    assert answers["1"].count("prompt") == 2 * len("abcdefg")
-    assert answers["1"] == answers["2xtp2"] == answers["tp2"]
+    expected, *answers = [(tmp_path / mesh / "samples.jsonl").read_text() for mesh in ("1", *meshes)]
+    assert expected.count("prompt") == 2 * len("abcdefg")
+    assert answers == [expected] * len(meshes)
 
 
 # ---------------------------------------------------------------- bugs, planted
