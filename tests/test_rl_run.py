@@ -24,6 +24,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests import forked
+from tests.local_rl import shrink
 from tests.machine import business
 from weft.rollout.records import FOLDER, read_rollouts, rollout_files
 
@@ -63,9 +64,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("additions")
     words = [str(ROOT / "examples/make_arithmetic_demo.py"), str(folder)]
     assert forked.run(partial(forked.script, words), folder).returncode == 0
-    config = json.loads((folder / "adder/config.json").read_text())
-    config |= {"num_hidden_layers": 1, "layer_types": ["full_attention"], "hidden_size": 32, "intermediate_size": 64}
-    (folder / "adder/config.json").write_text(json.dumps(config))
+    shrink(folder / "adder", 1)
     for name, rows in (("additions", 40), ("held-out", 6)):
         lines = (folder / f"{name}.jsonl").read_text().splitlines()[:rows]
         (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
@@ -158,7 +157,8 @@ def test_a_run_whose_ranks_divide_each_layer(task: Path) -> None:
 
 def test_a_run_in_stages_of_layers(task: Path) -> None:
     """The same; trainers sleep while both generate, an evaluation and all checkpoints included."""
-    with_layers(task, 2)
+    shutil.copytree(task / "adder", task / "adder-2")
+    shrink(task / "adder-2", 2)
     keys = [f"eval.path={task}/held-out.jsonl", "eval.every=2", "checkpoint.every=2"]
     staged = ["mesh.pp=2", "cluster.sleep=[parameters, optimizer, gradients]"]
     compare_with_one_rank(task, "stages", staged, [f"model.path={task}/adder-2", *keys])
@@ -181,15 +181,6 @@ def compare_with_one_rank(task: Path, name: str, mesh: list[str], keys: Sequence
     for parameter, tensor in one.items():
         torch.testing.assert_close(tensor, other[parameter], rtol=0, atol=2e-5)  # each step moves them by up to 1e-3
     return float(max(differences))
-
-
-def with_layers(task: Path, count: int) -> None:
-    """The same model with more layers, in a folder beside."""
-    shutil.copytree(task / "adder", task / f"adder-{count}")
-    path = task / f"adder-{count}/config.json"
-    config = json.loads(path.read_text())
-    config |= {"num_hidden_layers": count, "layer_types": ["full_attention"] * count}
-    path.write_text(json.dumps(config))
 
 
 def test_engines_of_their_own_run_ahead_of_training(task: Path) -> None:
