@@ -104,6 +104,18 @@ class Together(Ramp):
         super().one(weight, gradient, state, group)
 
 
+class Clipped(_Plain):
+    """Clips what it is given by the norm of all of it."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
+        for gradient in gradients:
+            gradient.div_(norm)
+        super().step()
+
+
 class TensorRate(_Plain):
     """Wants its learning rate to stay the tensor that it made of it, as torchao's do."""
 

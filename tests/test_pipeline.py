@@ -342,7 +342,7 @@ def test_the_schedule_says_how_many_rows_are_kept() -> None:
 
 APART = [
     "model.router_aux_loss=document", "fsdp.wrap=[layers]",
-    "fsdp.overrides={lm_head: replicate}", "fsdp.cast_forward_inputs=[lm_head]", "optimizer.name=torch.optim.RAdam",
+    "fsdp.overrides={lm_head: replicate}", "fsdp.cast_forward_inputs=[lm_head]",
 ]  # fmt: skip
 
 

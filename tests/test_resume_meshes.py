@@ -17,13 +17,16 @@ from tests.resuming import Sections, equal, whole_state
 from weft.checkpoint.retention import step_folder
 from weft.checkpoint.save import Saver
 from weft.checkpoint.state import load_state, read_state
-from weft.config.schema import CheckpointConfig
+from weft.config.schema import CheckpointConfig, ParameterGroup
 from weft.objectives.cross_entropy import CrossEntropy
 from weft.verification.adapter import randomize_adapters
 from weft.verification.documents import awkward_steps
 from weft.verification.observed import to_documents
 
 EMA: Sections = {"optimizer": {"ema_decay": 0.9}}
+COUNTED: Sections = {
+    "optimizer": {"name": "tests.optimizers:Ramp", "groups": (ParameterGroup(match=("transformer.h.1",), lr_scale=0.5),)}
+}
 CHAINS: dict[str, tuple[str, Sections, tuple[str, ...]]] = {
     "an average of a tied model": ("llama_tied", EMA, ("pp2x2", "cp2xtp2", "2x1", "pp2xtp2", "pp2xcp2", "1")),
     "experts, moments in bf16": (
@@ -36,6 +39,7 @@ CHAINS: dict[str, tuple[str, Sections, tuple[str, ...]]] = {
         "gpt2", {"optimizer": {"name": "tests.optimizers:Lion"}, "fsdp": {"cpu_offload": True}},
         ("2xtp2", "pp2x2", "1"),
     ),
+    "one that counts in groups, of which stages have some": ("gpt2", COUNTED, ("pp2x2", "1", "pp2", "2")),
 }  # fmt: skip
 
 

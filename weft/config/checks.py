@@ -286,8 +286,6 @@ def pipeline_combinations(config: Any, axis: str, stages: int) -> Iterator[tuple
         ("fsdp.wrap", fsdp.wrap != "auto", f"it {names}", "auto"),
         ("fsdp.overrides", bool(fsdp.overrides), f"it {names}", {}),
         ("fsdp.cast_forward_inputs", bool(fsdp.cast_forward_inputs), f"it {names}", []),
-        ("optimizer.name", config.optimizer.name not in BUILT_IN,
-         "an optimizer by import path may keep numbers of its groups, which differ from stage to stage", "adamw"),
     )  # fmt: skip
     for key, found, why, instead in refused:
         if found:

@@ -128,7 +128,7 @@ def assemble(
     parts = replace(parts, loaded=fill_weights(setup, built, made, progress, fill=fill))
     if not setup.trained:
         return parts
-    optimizer, ema = build_optimizer_and_ema(setup, built.module)
+    optimizer, ema = build_optimizer_and_ema(setup, built.module, made.pipeline)
     return replace(parts, optimizer=optimizer, ema=ema)
 
 
@@ -153,6 +153,7 @@ def describe(config: EngineConfig, ranks: Ranks, mesh: Mesh | None = None) -> Se
         rule = find_rule(
             config.optimizer,
             sharded=sizes.shards * sizes.tp > 1,
+            staged=sizes.pp > 1,
             dtype=precision.master,
             device=storage if ranks.assumed is None else torch.device("cpu"),
         )
@@ -323,11 +324,13 @@ def fill_weights(
 
 
 def build_optimizer_and_ema(
-    setup: Setup, module: nn.Module
+    setup: Setup, module: nn.Module, pipeline: Pipeline | None = None
 ) -> tuple[torch.optim.Optimizer | ShardOptimizer, Ema | None]:
-    """The optimizer over the shards of a filled module, and the average of the weights if the config asks for one."""
+    """The optimizer over the shards of a filled module, and the average of the weights if the config asks for one.
+    pipeline: the model of which the module is a stage."""
     config = setup.config.optimizer
-    optimizer = build_optimizer(module.named_parameters(remove_duplicate=False), config, setup.rule)
+    whole = None if pipeline is None else pipeline.named_parameters
+    optimizer = build_optimizer(module.named_parameters(remove_duplicate=False), config, setup.rule, whole)
     ema = None if config.ema_decay is None else Ema(module.parameters(), config.ema_decay)
     if setup.ranks.device.type == "cpu":
         keep_freed_memory()  # not before: what loading frees should go back
