@@ -25,12 +25,15 @@ from weft.verification.observed import to_documents
 
 EMA: Sections = {"optimizer": {"ema_decay": 0.9}}
 COUNTED: Sections = {
-    "optimizer": {"name": "tests.optimizers:Ramp", "groups": (ParameterGroup(match=("transformer.h.1",), lr_scale=0.5),)}
+    "optimizer": {
+        "name": "tests.optimizers:Ramp",
+        "groups": (ParameterGroup(match=("transformer.h.1",), lr_scale=0.5),),
+    }
 }
 CHAINS: dict[str, tuple[str, Sections, tuple[str, ...]]] = {
     "an average of a tied model": ("llama_tied", EMA, ("pp2x2", "cp2xtp2", "2x1", "pp2xtp2", "pp2xcp2", "1")),
     "experts, moments in bf16": (
-        "qwen3_moe", {"optimizer": {"state_dtype": "bf16"}}, ("ep2xtp2", "pp2xep2", "2xep2", "pp2x2x1", "cp2ep2", "tp2"),
+        "qwen3_moe", {"optimizer": {"state_dtype": "bf16"}}, ("ep2xtp2", "pp2xep2", "2xep2", "pp2x2x1", "cp2ep2"),
     ),
     "adapters, a head that is trained whole": (
         "qwen3", {"lora": {"rank": 3, "modules_to_save": ("lm_head",)}}, ("2xtp2", "pp2x2", "cp2", "1"),
@@ -43,11 +46,11 @@ CHAINS: dict[str, tuple[str, Sections, tuple[str, ...]]] = {
 }  # fmt: skip
 
 
-def train_or_load(path: str, mesh: str, sections: dict[str, Any], source: str | None, target: str) -> int:
-    """Save what this mesh has after two steps, or has read from the checkpoint at `source`; the bytes that were read."""
-    engine, read = open_engine(path, mesh, **sections), 0
+def train_or_load(path: str, mesh: str, sections: dict[str, Any], source: str | None, target: str) -> None:
+    """Save what this mesh has after two steps, or what it has read from the checkpoint at `source`."""
+    engine = open_engine(path, mesh, **sections)
     if source is not None:
-        read = load_state(engine, read_state(Path(source)))
+        load_state(engine, read_state(Path(source)))
     else:
         randomize_adapters(engine)
         for step in awkward_steps(128)[:2]:
@@ -57,7 +60,6 @@ def train_or_load(path: str, mesh: str, sections: dict[str, Any], source: str | 
     weights = "ema" if engine.ema is not None else "last"
     with Saver(engine, Path(target), CheckpointConfig(async_=False, weights=weights), {"config": {}}) as saver:
         saver.save(1, {"epoch": 1, "updates": 1, "summary": {}})
-    return read
 
 
 def saved(folder: Path) -> dict[str, Any]:

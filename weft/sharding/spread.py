@@ -181,9 +181,7 @@ def _as_described(
     return Spread._placed(name, shape, cuts, own, placements, torch.device(device))
 
 
-def _sharded_axis(
-    name: str, mesh: DeviceMesh | None, placements: Sequence[Placement]
-) -> tuple[DeviceMesh, int] | None:
+def _sharded_axis(name: str, mesh: DeviceMesh | None, placements: Sequence[Placement]) -> tuple[DeviceMesh, int] | None:
     """The mesh axis over which FSDP shards a tensor; None where every rank holds what there is of it."""
     if mesh is None:
         return None
