@@ -1,5 +1,5 @@
-"""Trainer state goes from mesh to mesh, through the files of each, and stays what it was, bit for bit; so does the model
-that is exported. How training goes on is in tests/test_resume.py and tests/test_pipeline.py."""
+"""Trainer state goes from mesh to mesh, through the files of each, and stays what it was, bit for bit, and so does the
+model that is exported. How training goes on is in tests/test_resume.py and tests/test_pipeline.py."""
 
 from __future__ import annotations
 
