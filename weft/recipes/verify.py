@@ -148,7 +148,7 @@ def choose_subject(config: SftConfig | RlConfig, options: VerifyOptions, ranks: 
     fits = [_fits(config, ranks)]
     dist.broadcast_object_list(fits, src=0, group=ranks.group)  # free memory changes from one look to the next
     if layers is None and not fits[0]:
-        layers = max(2, config.mesh.pp)
+        layers = max(2, *_stages(config))
     if layers is None and config.model.init == "pretrained":
         return Subject(config.model.path, f"{config.model.path}, its own weights")
     shape = hf.read_config(config.model.path)
@@ -168,6 +168,12 @@ def choose_subject(config: SftConfig | RlConfig, options: VerifyOptions, ranks: 
             load_tokenizer(config.model.path).save_pretrained(shared[0])
     dist.barrier(ranks.group)
     return Subject(shared[0], words, cut=layers is not None)
+
+
+def _stages(config: SftConfig | RlConfig) -> list[int]:
+    """Of the model, its reference and its critic: each needs a layer."""
+    others = (config.reference.pp, config.critic.pp) if isinstance(config, RlConfig) else ()
+    return [config.mesh.pp, *(pp or 1 for pp in others)]
 
 
 def _of_a_copy(error: UserError, subject: Subject) -> str:
