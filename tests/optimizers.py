@@ -96,6 +96,19 @@ class Ramp(_Plain):
         weight.add_(gradient / group["step"], alpha=-group["lr"])
 
 
+class Summed(_Plain):
+    """Adds up its rates in its groups, which differ where rates do."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["rates"] = group.get("rates", 0.0) + group["lr"]
+        super().step()
+
+    def one(self, weight: nn.Parameter, gradient: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        weight.add_(gradient / (1 + group["rates"]), alpha=-group["lr"])
+
+
 class Together(Ramp):
     """Keeps the largest gradient that it has seen in its groups."""
 

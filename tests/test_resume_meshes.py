@@ -24,12 +24,6 @@ from weft.verification.documents import awkward_steps
 from weft.verification.observed import to_documents
 
 EMA: Sections = {"optimizer": {"ema_decay": 0.9}}
-COUNTED: Sections = {
-    "optimizer": {
-        "name": "tests.optimizers:Ramp",
-        "groups": (ParameterGroup(match=("transformer.h.1",), lr_scale=0.5),),
-    }
-}
 CHAINS: dict[str, tuple[str, Sections, tuple[str, ...]]] = {
     "an average of a tied model": ("llama_tied", EMA, ("pp2x2", "cp2xtp2", "2x1", "pp2xtp2", "pp2xcp2", "1")),
     "experts, moments in bf16": (
@@ -42,7 +36,6 @@ CHAINS: dict[str, tuple[str, Sections, tuple[str, ...]]] = {
         "gpt2", {"optimizer": {"name": "tests.optimizers:Lion"}, "fsdp": {"cpu_offload": True}},
         ("2xtp2", "pp2x2", "1"),
     ),
-    "one that counts in groups, of which stages have some": ("gpt2", COUNTED, ("pp2x2", "1", "pp2", "2")),
 }  # fmt: skip
 
 
@@ -84,3 +77,15 @@ def test_every_mesh_reads_what_another_wrote(name: str, tmp_path: Path) -> None:
         expected = expected or found
         assert equal(found, expected), mesh
         assert not any(isinstance(t, torch.Tensor) and t.isnan().any() for t in found.values())
+
+
+def test_numbers_of_groups_are_those_of_the_whole_model(tmp_path: Path) -> None:
+    """Stages have some of the groups each, and other ones first."""
+    groups = (ParameterGroup(match=("transformer.h.1",), lr_scale=0.5),)
+    sections: Sections = {"optimizer": {"name": "tests.optimizers:Summed", "groups": groups}}
+    scalars = {}
+    for mesh in ("1", "pp2"):
+        (tmp_path / mesh).mkdir()
+        run(world_of(mesh), train_or_load, saved_model("gpt2"), mesh, sections, None, str(tmp_path / mesh))
+        scalars[mesh] = saved(tmp_path / mesh)["scalars"]
+    assert scalars["pp2"] == scalars["1"] and len({n["value"] for n in scalars["1"].values()}) == 2

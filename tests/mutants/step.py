@@ -80,7 +80,7 @@ MUTANTS = (
     Mutant("sharding/spread.py", "_of_all_stages", "if len(stages) < len(said)", "if False", "tests/test_tensor_parallel_weights.py::test_what_is_divided_is_walked_whole"),
     Mutant("rollout/sync/buckets.py", "Plan.__init__", "if name not in borrowed", "if True", "tests/test_sync.py::test_every_byte_is_written_by_one_rank"),
     Mutant("optim/custom_optimizer.py", "_Trial._check_alone", "part.counters.get(key) != values", "False", "tests/test_optimizer_foreign.py::test_refused_in_stages"),
-    Mutant("optim/optimizer.py", "build_optimizer", "None if whole is None else list", "None if True else list", "tests/test_resume_meshes.py"),
+    Mutant("optim/optimizer.py", "build_optimizer", "None if whole is None else list", "None if True else list", "tests/test_resume_meshes.py::test_numbers_of_groups_are_those_of_the_whole_model"),
     Mutant("engine/document.py", "Chosen.source", "self._indices[index]", "index", "tests/test_ahead.py"),
     Mutant("engine/document.py", "metas", "costs.tokens(length - own)", "costs.tokens(length)", "tests/test_ahead.py tests/test_data.py"),
     Mutant("objectives/cross_entropy.py", "CrossEntropy.normaliser", "plan.totals.weight", "plan.totals.loss_tokens", "tests/test_objective.py tests/test_engine.py"),
