@@ -94,11 +94,10 @@ _SYNC_KEYS = ("transport", "bucket_mb", "verify_every")
 EXCLUSIVE = tuple(pair for pair in SFT_EXCLUSIVE if pair[0] != "step.documents")
 
 # Sections that RL reads otherwise than SFT; what the others share stays.
-_OWN = ("eval.", "profile.", "checkpoint.keep_best", "mesh.pp_schedule")
+_OWN = ("eval.", "profile.", "checkpoint.keep_best")
 
 INERT = (
     *(rule for rule in SFT_INERT if not rule.key.startswith(_OWN)),
-    Inert("mesh.pp_schedule", lambda c: c.mesh.pp == (c.critic.pp or 1) == 1, "mesh.pp is 1: there are no stages"),
     *(
         Inert(f"step.{leaf}", _always, "a rollout step has rl.prompts x rl.group_size documents, which rl.updates cuts")
         for leaf in ("documents", "tokens")

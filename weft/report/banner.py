@@ -24,12 +24,14 @@ from weft.config.urls import is_url
 from weft.data.documents import DataReport
 from weft.engine.engine import Engine
 from weft.engine.plan import StepPlan
+from weft.engine.schedule import in_flight
 from weft.engine.sleep import Part
 from weft.models.lora import describe
 from weft.models.pipeline import Pipeline
 from weft.ops.attention import EXACT, choose
 from weft.optim.groups import describe_groups
 from weft.parallel.mesh import Mesh
+from weft.parallel.parallelize import Stages
 from weft.parallel.units import Unit, own_parameters
 from weft.planner.activations import RowSharing, saved_bytes
 from weft.planner.memory import HostNeeds, hint, host_bytes
@@ -112,16 +114,26 @@ def _activations(engine: Engine) -> str:
         )
     of_stage = ""
     if stages is not None:
-        # The first stage has the most in flight.
-        (first, end), pp, one = stages.spans[0], engine.mesh.pp_size, engine.config.mesh.pp_schedule == "1F1B"
-        kept = kept * (end - first) * (pp if one else 1) // stages.spans[-1][1]
-        of_stage = f" on the first stage, of {f'{pp} rows at once' if one else 'each row of a step, all at once'},"
+        share, said = _most_in_flight(engine, stages)
+        kept, of_stage = int(kept * share), f" on the first rank of mesh.pp, of {said},"
     cut = engine.context
     row = f", a rank's part of {cut.size * tokens:,}," if cut is not None else ""
     return (
         f"of {tokens:,} tokens{row} keep{of_stage} {most}{byte_count(kept)} for backward "
         f"(model.recompute={model.recompute}), counted from shapes, without the head and masks"
     )
+
+
+def _most_in_flight(engine: Engine, stages: Stages) -> tuple[float, str]:
+    """What the first rank of mesh.pp keeps at most, in rows of the whole model, and of which rows, in words."""
+    schedule, placement, spans = engine.config.mesh.pp_schedule, stages.placement, stages.spans
+    own = sum(end - first for first, end in (spans[stage] for stage in placement.stages_of(0))) / spans[-1][1]
+    if schedule == "GPipe":
+        return own, "each row of a step, all at once"
+    many = 4 * placement.stages  # more micro-batches change nothing
+    most = in_flight(schedule, placement, 0, many)
+    rows = f"{most} rows" if placement.chunks == 1 else f"{most} rows in one of its {placement.chunks} stages"
+    return own * most / placement.chunks, f"{rows} at once"
 
 
 def _shared(engine: Engine) -> RowSharing:
@@ -271,17 +283,19 @@ def _all_elements(engine: Engine) -> int:
 
 
 def _stages(engine: Engine, pipeline: Pipeline) -> str:
-    """What each stage has: `2 stages: layers 0 to 13 (310,000,000 parameters), 14 to 27 (455,000,000); ...`."""
-    said, elements = [], _elements_of(engine)
-    for place, (first, end) in enumerate(pipeline.spans):
+    """What each rank of mesh.pp has: `2 stages: layers 0 to 13 (310,000,000 parameters), 14 to 27 (455,000,000); ...`;
+    with several stages each `4 stages of layers on 2 ranks: 0 and 2 (...), 1 and 3 (...)`."""
+    said, elements, placement = [], _elements_of(engine), pipeline.placement
+    for place in range(placement.ranks):
         own = sum(count for name, count in elements.items() if place in pipeline.holders[name])
-        layers = f"{first}" if end - first == 1 else f"{first} to {end - 1}"
+        spans = [pipeline.spans[stage] for stage in placement.stages_of(place)]
+        layers = " and ".join(f"{first}" if end - first == 1 else f"{first} to {end - 1}" for first, end in spans)
         said.append(f"{layers} ({own:,} parameters)")
     tied = [name for name in pipeline.shared(0) if engine.built.tensors[name].requires_grad]
     both = "; the first and the last both have the tied embedding" if tied else ""
-    return (
-        f"{len(said)} stages of layers: {', '.join(said)}{both}; schedule {engine.config.mesh.pp_schedule}; {_COMPARED}"
-    )
+    over = f" on {placement.ranks} ranks" if placement.chunks > 1 else ""
+    schedule = engine.config.mesh.pp_schedule
+    return f"{placement.stages} stages of layers{over}: {', '.join(said)}{both}; schedule {schedule}; {_COMPARED}"
 
 
 def pipeline_hint(engine: Engine, plan: StepPlan) -> list[str]:
