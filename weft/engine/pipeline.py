@@ -6,6 +6,7 @@ Every rank builds every row of its documents, so that all know the shape of what
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +18,7 @@ from weft.engine.config import EngineConfig
 from weft.engine.executor import Asked, Executor, Factors, Forwarded, Trained, Use
 from weft.engine.metrics import Sums
 from weft.engine.plan import StepPlan
+from weft.engine.replay import RouteCounts
 from weft.engine.row import Row
 from weft.engine.rows import Rows
 from weft.engine.schedule import DELAYED, Action, bubble, order
@@ -34,12 +36,13 @@ from weft.telemetry import flight
 @dataclass(frozen=True)
 class _Done:
     """A row in a stage between its forward and its backward. received: None in the first stage. sent: None in the last,
-    which has `forwarded`."""
+    which has `forwarded`. routes: of its layers."""
 
     row: Row
     received: Tensor | None
     sent: Tensor | None
     forwarded: Forwarded | None
+    routes: RouteCounts
 
 
 class PipelineExecutor(Executor):
@@ -84,6 +87,8 @@ class PipelineExecutor(Executor):
                 if finished.forwarded is not None:
                     self.account(finished.forwarded, sums)
                     done.losses[micro] = finished.forwarded.seen
+                if routed:
+                    sums.add("routing/differing", *finished.routes.share(self.device))
         self.link.finish()
         self.name_metrics(objective, sums)
         return done
@@ -101,13 +106,13 @@ class PipelineExecutor(Executor):
         received = self.link.receive(Message(True, stage, action.micro))
         if received is not None:
             received.requires_grad_()
-        with numerics(self.config.exact):
+        with self.replay.following(row) as routes, numerics(self.config.exact):
             if stage == self.placement.stages - 1:
                 found = self.forwarded(row, objective, factors, received, action.chunk)
-                return _Done(row, received, None, found)
+                return _Done(row, received, None, found, routes)
             sent = self.read(row, frozenset(), received=received, chunk=action.chunk)["sent"]
         self.link.send(stage, True, action.micro, sent, row.input_ids_BT.shape)
-        return _Done(row, received, sent, None)
+        return _Done(row, received, sent, None, routes)
 
     def _backward(self, action: Action, done: _Done, *, last: bool) -> Delayed:
         """What is left to do for the gradients of weights. last: of the chunk's micro-batches."""
@@ -115,7 +120,7 @@ class PipelineExecutor(Executor):
         gradient = self.link.receive(Message(False, stage, action.micro))
         when = self.config.fsdp.reduce if self.weights is None else "later"
         reduce_when(self.module, when, last=last, of=self.units[action.chunk])
-        with numerics(self.config.exact):
+        with self.replay.following(done.row), numerics(self.config.exact):  # layers that are recomputed
             if done.forwarded is not None:
                 done.forwarded.loss.backward()
             else:
@@ -148,7 +153,8 @@ class PipelineExecutor(Executor):
                 row = held[micro]
                 asked = ask(row)
                 received = self.link.receive(Message(True, stage, micro))
-                found = self.read(row, asked.what, chosen_NC=asked.chosen_NC, received=received, chunk=action.chunk)
+                with self.replay.following(row) if following else nullcontext():
+                    found = self.read(row, asked.what, chosen_NC=asked.chosen_NC, received=received, chunk=action.chunk)
                 if stage == self.placement.stages - 1:
                     use(micro, row, found)
                 else:
