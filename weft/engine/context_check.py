@@ -16,7 +16,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from weft.engine.context_row import cut_row
 from weft.engine.dealt_images import deal_images
-from weft.engine.division_check import compare, in_threads
+from weft.engine.division_check import compare, in_threads, tolerance_of
 from weft.engine.document import Document
 from weft.engine.image_check import documents_with
 from weft.engine.media import Media
@@ -81,9 +81,11 @@ def check_context(
         raise UserError(f"mesh.ulysses={ulysses} does not divide {what}: set mesh.ulysses=null, and weft chooses.")
     small = small_copy(config, "per_document")
     ranks = _ranks_of_copy(small, cp, ulysses)
-    plan, documents = _documents(TrainModule(copy.deepcopy(small)), ranks, images)
+    whole = TrainModule(copy.deepcopy(small))
+    plan, documents = _documents(whole, ranks, images)
     expected = _whole(small, documents)
-    return compare(lambda: _cut(small, documents, plan), expected, partial(_refusal, config), "documents")
+    refusal, tolerance = partial(_refusal, config), tolerance_of(whole)
+    return compare(lambda: _cut(small, documents, plan), expected, refusal, "documents", tolerance)
 
 
 def _refusal(config: PretrainedConfig, reason: str) -> UserError:

@@ -32,6 +32,8 @@ Groups = Callable[[tuple[int, ...], int], Communicator]  # members and own place
 # small copies by 1e-6 to 2e-5.
 STAND_IN = "stands for a rank"  # how the names of such threads begin
 GRADIENT_TOLERANCE = 5e-4
+# Mixers that carry state amplify rounding: divided ones move gradients of copies by up to 3e-4.
+STATE_TOLERANCE = 2e-3
 READOUT_TOLERANCE = 1e-4
 
 
@@ -53,7 +55,7 @@ def check_division(config: PretrainedConfig, findings: Findings, tp: int) -> Div
 
     def error(sequence: bool) -> float:
         divided = _divided(small, documents, findings, ranks, sequence=sequence)
-        return compare(divided, expected, partial(_refusal, config), "its heads")
+        return compare(divided, expected, partial(_refusal, config), "its heads", tolerance_of(whole))
 
     # Mixers that hold a state, and code that adds what it has of all tokens, need whole rows between blocks.
     with suppress(UserError):
@@ -64,7 +66,18 @@ def check_division(config: PretrainedConfig, findings: Findings, tp: int) -> Div
 Ran = tuple[Tensor, dict[str, Tensor]]  # readouts, gradients
 
 
-def compare(divided: Callable[[], Ran], expected: Ran, refusal: Callable[[str], UserError], parts: str) -> float:
+def tolerance_of(module: TrainModule) -> float:
+    """Of a small copy's gradients."""
+    return STATE_TOLERANCE if module.mixers else GRADIENT_TOLERANCE
+
+
+def compare(
+    divided: Callable[[], Ran],
+    expected: Ran,
+    refusal: Callable[[str], UserError],
+    parts: str,
+    tolerance: float = GRADIENT_TOLERANCE,
+) -> float:
     """The largest difference of a gradient, relative to the largest gradient of its parameter. Raises `refusal`, with
     the reason, where one is too large or the divided copy fails."""
     try:
@@ -80,7 +93,7 @@ def compare(divided: Callable[[], Ran], expected: Ran, refusal: Callable[[str], 
     largest = max(float(g.abs().max()) for g in gradients.values())
     share = {name: _difference(joined[name], g, largest) for name, g in gradients.items()}
     worst = max(share, key=lambda name: share[name] if share[name] == share[name] else float("inf"))
-    if not share[worst] <= GRADIENT_TOLERANCE:
+    if not share[worst] <= tolerance:
         raise refusal(f"the gradient of {worst} differs by {share[worst]:.1e} of its largest")
     return share[worst]
 

@@ -309,15 +309,26 @@ def context_of(setup: Setup, built: BuiltModel, config: PretrainedConfig) -> Con
     cp, tp, wanted = setup.mesh.cp_size, setup.mesh.tp_size, setup.config.mesh.ulysses
     if cp == 1 or not built.cuts_documents:
         return None
-    if not built.findings.mixers:
-        ulysses = choose_ulysses(built.flops, config, cp, tp) if wanted is None else wanted
-    elif wanted is None and not shares_states(built, cp, tp):
-        return None
-    else:
-        ulysses = ulysses_of_states(wanted, cp, divides=shares_states(built, cp, tp))
     images = built.vision is not None and built.vision.has_grids and not built.findings.images
+    if built.findings.mixers and wanted is None:
+        return context_axis(setup.mesh, cp) if _proves_states(built, config, cp, tp, images) else None
+    if built.findings.mixers:
+        ulysses = ulysses_of_states(wanted, cp, divides=shares_states(built, cp, tp))
+    else:
+        ulysses = choose_ulysses(built.flops, config, cp, tp) if wanted is None else wanted
     check_context(config, built.flops, cp, ulysses, tp, images)
     return context_axis(setup.mesh, ulysses)
+
+
+def _proves_states(built: BuiltModel, config: PretrainedConfig, cp: int, tp: int, images: bool) -> bool:
+    """Whether layers that carry state can share documents, by the check, too. Dealt whole is right in any case."""
+    if not shares_states(built, cp, tp):
+        return False
+    try:
+        check_context(config, built.flops, cp, cp, tp, images)
+    except UserError:
+        return False
+    return True
 
 
 def shares_states(built: BuiltModel, cp: int, tp: int) -> bool:

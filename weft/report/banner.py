@@ -331,7 +331,7 @@ def _context(engine: Engine) -> str:
     """How mesh.cp shares documents."""
     context, most = engine.context, engine.config.step.max_tokens_per_device
     if context is None:
-        return "documents of this family are not cut, but dealt whole to these ranks"
+        return "documents of this model are not cut on this mesh, but dealt whole to these ranks"
     parts = {"ring": context.ring_size, "ulysses": context.ulysses_size}
     how = " x ".join(f"{name} {size}" for name, size in parts.items() if size > 1)
     what = "documents of text" if _takes_images(engine) else "documents"
