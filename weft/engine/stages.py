@@ -228,7 +228,7 @@ def shard_model(setup: Setup, built: BuiltModel, readouts: Collection[str] = ())
     if pipeline is not None:
         require_trained(setup, pipeline)
     state = TrainingState(setup.moments, config.optimizer.ema_decay is not None) if setup.trained else None
-    memory = memory_needs(module, units, setup.precision, state)
+    memory = memory_needs(module, units, setup.precision, state, config.fsdp.reshard_after_forward)
     room = capacity(setup.storage, local_ranks(ranks.world), ranks.assumed)
     return Sharded(
         units, divided, stages, pipeline, adapter_config, context, memory, room,

@@ -38,6 +38,7 @@ from weft.models.train_module import TrainModule
 from weft.parallel.experts import strided
 from weft.parallel.parallelize import Stages
 from weft.parallel.units import Strategy, Unit, find_units, own_parameters
+from weft.planner.activations import RowSharing, Saved, saved_bytes
 
 
 @dataclass(frozen=True)
@@ -69,9 +70,12 @@ class Blueprint:
     """A model that was built on meta once, for arithmetic on any number of meshes. Checks of small copies run once for
     each size of an axis."""
 
-    def __init__(self, config: EngineConfig, device: Device, assumed: Accelerator | None) -> None:
-        """UserError for whatever is refused of the model on any mesh."""
-        self.config, self.assumed = config, assumed
+    def __init__(
+        self, config: EngineConfig, device: Device, assumed: Accelerator | None, *, samples: bool = False
+    ) -> None:
+        """samples: documents are rollouts, whose entropies are read. UserError for whatever is refused of the model on
+        any mesh."""
+        self.config, self.assumed, self.samples = config, assumed, samples
         with pretend(1, device, assumed) as ranks:
             self.setup: Setup = describe(replace(config, mesh=MeshConfig()), ranks)
             self.built: BuiltModel = build(self.setup, weights=False)
@@ -81,6 +85,7 @@ class Blueprint:
         self._experts_checked: set[int] = set()
         self._ulysses: dict[tuple[int, int], int | None] = {}
         self._pipelines: dict[int, tuple[Stages, Pipeline]] = {}
+        self._saved: dict[RowSharing, Saved] = {}
 
     @property
     def text(self) -> PretrainedConfig:
@@ -118,6 +123,16 @@ class Blueprint:
 
     def style(self, name: str) -> Style:
         return self.styles.of[name]
+
+    @cached_property
+    def undivided(self) -> list[tuple[Weight, bool]]:
+        """Trained weights that every rank of tp has whole, and whether each is of a block that tp divides."""
+        regions, found = set(self.styles.regions), []
+        for weight in self.weights:
+            if weight.trained and self.style(weight.name).dim is None:
+                parts = weight.name.split(".")
+                found.append((weight, any(".".join(parts[:n]) in regions for n in range(1, len(parts)))))
+        return found
 
     def units(self, *, spread: bool) -> tuple[UnitFacts, ...]:
         """The units, inner ones first; the root last, with what is in no other. spread: experts are units of their own
@@ -187,6 +202,12 @@ class Blueprint:
         if (cp, tp) not in self._ulysses:
             self._ulysses[cp, tp] = ulysses_of(self.built, self.checked, self.config.mesh.ulysses, cp, tp)
         return self._ulysses[cp, tp]
+
+    def saved(self, shared: RowSharing) -> Saved:
+        """What a row keeps for backward. Raises whatever a family raises that cannot run on meta."""
+        if shared not in self._saved:
+            self._saved[shared] = saved_bytes(self.built.config, self.setup.precision.compute, shared)
+        return self._saved[shared]
 
     def check(self, mesh: MeshSizes) -> None:
         """UserError for what this model cannot do on this mesh."""

@@ -41,11 +41,14 @@ class Place:
 
 @dataclass(frozen=True)
 class HeldUnit:
-    """A unit on a rank. elements: gathered, of this rank's part by tp and ep. trained: those of weights that are.
-    padded, trained_padded: as many as travel, because all shards are sent as large as the first. shards: ranks that it
-    is sharded over."""
+    """A unit on a rank, or several that are alike. count: how many. elements: gathered, of this rank's part by tp and
+    ep. trained: those of weights that are. padded, trained_padded: as many as travel, because all shards are sent as
+    large as the first. shards: ranks that it is sharded over."""
 
-    facts: UnitFacts
+    name: str
+    keep: bool
+    strategy: Strategy
+    count: int
     elements: int
     trained: int
     padded: int
@@ -88,21 +91,23 @@ class Holdings:
         moments = sum(dtype.itemsize for dtype in state.moments)
         average = torch.float32.itemsize if model.config.optimizer.ema_decay is not None else 0
         weights = trained = 0
-        found = []
+        alike: dict[object, list[HeldUnit]] = {}
         for unit in units:
-            shards, index = self._sharding(unit.shard, place)
-            own = [i for i in unit.weights if self._has(model.weights[i], place)]
-            for i in own:
-                count = shard_elements(parts[i], shards, index)
-                weights += count * model.weights[i].itemsize
-                trained += count * model.weights[i].trained
-            found.append(_unit(unit, [(model.weights[i], parts[i]) for i in own], shards))
-        if not state.trained:
-            trained = 0
-        return Held(
-            place, weights, trained * master, trained * moments, trained * average,
-            tuple(unit for unit in found if unit.elements),
-        )  # fmt: skip
+            own = tuple((parts[i], model.weights[i]) for i in unit.weights if self._has(model.weights[i], place))
+            if not own:
+                continue
+            kind = unit.keep, unit.shard, tuple((shape, weight.itemsize, weight.trained) for shape, weight in own)
+            alike.setdefault(kind, []).append(unit)
+        found = []
+        for several in alike.values():
+            shards, index = self._sharding(several[0].shard, place)
+            own = [(parts[i], model.weights[i]) for i in several[0].weights if self._has(model.weights[i], place)]
+            for shape, weight in own:
+                count = shard_elements(shape, shards, index) * len(several)
+                weights += count * weight.itemsize
+                trained += count * weight.trained * state.trained
+            found.append(_unit(several[0], len(several), own, shards))
+        return Held(place, weights, trained * master, trained * moments, trained * average, tuple(found))
 
     def heaviest(self) -> Held:
         """Of the rank that holds most between steps: shards are rounded up for the first ranks of FSDP, parts for the
@@ -144,7 +149,14 @@ class Holdings:
         """What tp and ep leave of each weight on this rank, before FSDP."""
         key = place.tp, place.fsdp % self.mesh.ep
         if key not in self._parts:
-            self._parts[key] = [self._part(weight, *key) for weight in self.model.weights]
+            alike: dict[object, tuple[int, ...]] = {}  # weights of like layers
+            found = []
+            for weight in self.model.weights:
+                kind = weight.shape, self.model.style(weight.name) if self.mesh.tp > 1 else None, weight.experts
+                if (kind, weight.strided) not in alike:
+                    alike[kind, weight.strided] = self._part(weight, *key)
+                found.append(alike[kind, weight.strided])
+            self._parts[key] = found
         return self._parts[key]
 
     def _part(self, weight: Weight, tp: int, ep: int) -> tuple[int, ...]:
@@ -167,15 +179,18 @@ def shard_elements(shape: tuple[int, ...], shards: int, index: int) -> int:
     return max(0, min(each, shape[0] - each * index)) * math.prod(shape[1:])
 
 
-def _unit(facts: UnitFacts, parts: list[tuple[Weight, tuple[int, ...]]], shards: int) -> HeldUnit:
+def _unit(facts: UnitFacts, count: int, parts: list[tuple[tuple[int, ...], Weight]], shards: int) -> HeldUnit:
     def padded(shape: tuple[int, ...]) -> int:
         return shard_elements(shape, shards, 0) * shards
 
     return HeldUnit(
-        facts,
-        elements=sum(math.prod(shape) for _, shape in parts),
-        trained=sum(math.prod(shape) for weight, shape in parts if weight.trained),
-        padded=sum(padded(shape) for _, shape in parts),
-        trained_padded=sum(padded(shape) for weight, shape in parts if weight.trained),
+        facts.name,
+        facts.keep,
+        facts.shard,
+        count,
+        elements=sum(math.prod(shape) for shape, _ in parts),
+        trained=sum(math.prod(shape) for shape, weight in parts if weight.trained),
+        padded=sum(padded(shape) for shape, _ in parts),
+        trained_padded=sum(padded(shape) for shape, weight in parts if weight.trained),
         shards=shards,
     )  # fmt: skip
