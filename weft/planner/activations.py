@@ -57,9 +57,7 @@ class Saved:
         return round((kept + self.outside) * tokens * rows)
 
 
-def saved_bytes(
-    config: PretrainedConfig, dtype: torch.dtype, shared: RowSharing = RowSharing()
-) -> Saved:
+def saved_bytes(config: PretrainedConfig, dtype: torch.dtype, shared: RowSharing = RowSharing()) -> Saved:
     """What autograd stores of the layers on a rank, computed in `dtype`. shared: the row is a part of one document.
 
     Excluded: weights, the head, masks (of kernels that build one, and of windows on CPU), and temporary memory of

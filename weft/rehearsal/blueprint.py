@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -117,6 +118,16 @@ class Blueprint:
         return tuple(found)
 
     @cached_property
+    def stored(self) -> int:
+        """Bytes of all weights."""
+        return sum(math.prod(weight.shape) * weight.itemsize for weight in self.weights)
+
+    @cached_property
+    def trained(self) -> int:
+        """Elements of all that is trained."""
+        return sum(math.prod(weight.shape) for weight in self.weights if weight.trained)
+
+    @cached_property
     def styles(self) -> Styles:
         """How tp may divide each weight."""
         return find_styles(self.module, self.text)
@@ -220,4 +231,3 @@ class Blueprint:
             if fewest < mesh.ep:
                 raise UserError(f"mesh.ep={mesh.ep} is more than the {fewest} experts of a layer.")
             self._experts_checked.add(mesh.ep)
-

@@ -91,13 +91,12 @@ class Holdings:
         moments = sum(dtype.itemsize for dtype in state.moments)
         average = torch.float32.itemsize if model.config.optimizer.ema_decay is not None else 0
         weights = trained = 0
-        alike: dict[object, list[HeldUnit]] = {}
+        alike: dict[object, list[UnitFacts]] = {}
         for unit in units:
-            own = tuple((parts[i], model.weights[i]) for i in unit.weights if self._has(model.weights[i], place))
-            if not own:
-                continue
-            kind = unit.keep, unit.shard, tuple((shape, weight.itemsize, weight.trained) for shape, weight in own)
-            alike.setdefault(kind, []).append(unit)
+            there = [i for i in unit.weights if self._has(model.weights[i], place)]
+            if there:
+                shapes = tuple((parts[i], model.weights[i].itemsize, model.weights[i].trained) for i in there)
+                alike.setdefault((unit.keep, unit.shard, shapes), []).append(unit)
         found = []
         for several in alike.values():
             shards, index = self._sharding(several[0].shard, place)

@@ -13,7 +13,7 @@ from weft.ops.head import tile_bytes
 from weft.planner.activations import RowSharing
 from weft.planner.memory import HostNeeds, MemoryNeeds, gathered_elements, host_bytes
 from weft.rehearsal.blueprint import Blueprint
-from weft.rehearsal.held import Held, Holdings, HeldUnit
+from weft.rehearsal.held import Held, HeldUnit, Holdings
 
 
 @dataclass(frozen=True)

@@ -3,30 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 
 from weft.config.mesh import MeshSizes
-from weft.engine.document import Document
 from weft.engine.plan import DocumentMeta, StepPlan
 from weft.engine.planning import StepPlanner
 from weft.ops.communicator import ContextAxis, MetaCommunicator
 from weft.rehearsal.blueprint import Blueprint
 
 
-class Documents:
-    """A step's documents: their lengths alone, or measured ones of the data. said: where they are from."""
+@dataclass(frozen=True)
+class StepLengths:
+    """The lengths of a step's documents. said: where they are from."""
 
-    def __init__(self, of: Sequence[int] | Sequence[Document], said: str) -> None:
-        self.of, self.said = of, said
-
-    @property
-    def longest(self) -> int:
-        return max(document if isinstance(document, int) else len(document) for document in self.of)
-
-    @property
-    def tokens(self) -> int:
-        """Of all of them."""
-        return sum(document if isinstance(document, int) else len(document) for document in self.of)
+    of: Sequence[int]
+    said: str
 
 
 def plan_rows(model: Blueprint, mesh: MeshSizes, lengths: Sequence[int], budget: int | None = None) -> StepPlan:

@@ -91,11 +91,10 @@ def time_of(
     update = max(_update_seconds(one, machine) for one in held)
     whole = (sum(busy) / len(busy) / (1.0 - waiting) if mesh.pp > 1 else busy[0]) + max(ends) + update
     parts = _parts(works[slowest], shares, moved[slowest], machine, plan)
-    others = [
-        Part("waiting for stages", whole - busy[slowest] - max(ends) - update, 0.0, note=f"bubble {waiting:.0%}"),
-        Part("optimizer", update, update, note="reads and writes the states"),
-    ]
-    parts += [Part(p.name, p.seconds, p.seconds, 0.0, p.note) for p in others if p.seconds > 0]
+    if mesh.pp > 1:
+        idle = whole - busy[slowest] - max(ends) - update
+        parts.append(Part("waiting for stages", idle, idle, note=f"bubble {waiting:.0%}"))
+    parts.append(Part("optimizer", update, update, note="reads and writes the states"))
     totals = plan.totals
     mfu = totals.cost / (machine.peak * mesh.world * whole)
     return StepTime(
@@ -157,7 +156,10 @@ def _work(
         seconds[one.phase, one.hidden] += one.seconds(machine) * per_row
     return _Work(
         linear=(linear[0] / (machine.peak * machine.matmul), linear[1] / (machine.peak * machine.matmul)),
-        attention=(attention[0] / (machine.peak * machine.attention), attention[1] / (machine.peak * machine.attention)),
+        attention=(
+            attention[0] / (machine.peak * machine.attention),
+            attention[1] / (machine.peak * machine.attention),
+        ),
         open=(seconds["forward", False], seconds["backward", False]),
         gathers=(seconds["forward", True], seconds["backward", True]),
     )
@@ -256,4 +258,3 @@ def _by_name(moved: Sequence[Transfer]) -> list[tuple[tuple[str, bool], list[Tra
         return f"{one.axis}: {one.kind}", one.hidden
 
     return [(name, list(several)) for name, several in groupby(sorted(moved, key=key), key)]
-

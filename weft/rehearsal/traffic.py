@@ -171,8 +171,8 @@ def _alike(model: Blueprint, mesh: MeshSizes, held: Held, sequence: bool) -> flo
 
 
 def _of_cp(model: Blueprint, mesh: MeshSizes, held: Held, load: Load, *, recompute: bool) -> Iterator[Transfer]:
-    """Heads, or keys and values, of documents that are cut. An all-to-all's payload is what its rank deals out, of which
-    a share of 1 / size stays."""
+    """Heads, or keys and values, of documents that are cut. An all-to-all's payload is what a rank deals out, of which
+    a share of 1 / size stays with it."""
     ulysses = model.ulysses(mesh.cp, mesh.tp)
     if ulysses is None or not load.shared:
         return
@@ -221,7 +221,10 @@ def _of_stages(model: Blueprint, mesh: MeshSizes, held: Held, load: Load) -> Ite
     wide = 4 if stages.anatomy.wide else model.setup.precision.compute.itemsize
     parts = mesh.tp if model.sequence(mesh.tp) else 1
     payload = load.tokens / load.micro_batches * model.text.hidden_size * wide / parts
-    for what, phase, sends in (("hidden states", "forward", place < mesh.pp - 1), ("their gradients", "backward", place)):
+    for what, phase, sends in (
+        ("hidden states", "forward", place < mesh.pp - 1),
+        ("their gradients", "backward", place),
+    ):
         if sends:
             yield Transfer(what, "send", "pp", mesh.pp, stride, payload, load.micro_batches, phase, True)  # type: ignore[arg-type]
     shared = [weight for weight in model.weights if weight.name in pipeline.shared(place) and weight.trained]
