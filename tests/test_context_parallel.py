@@ -19,7 +19,7 @@ from tests.cases import describe, open_engine, parity, saved_model, world_of
 from tests.pool import run
 from tests.zoo import tiny_config
 from weft.config.rl_schema import RlAlgorithm
-from weft.engine.context_check import check_context, choose_ulysses
+from weft.engine.context_check import check_context, check_ulysses, choose_ulysses
 from weft.engine.document import Document
 from weft.engine.engine import Engine
 from weft.engine.pieces import Group, place, spread, zigzag
@@ -118,7 +118,7 @@ CUT = (
 
 def checked(family: str, cp: int, ulysses: int) -> float:
     config = hf.without_noise(tiny_config(family))
-    return check_context(config, FlopFacts(1), cp, ulysses, 1)
+    return check_context(config, cp, ulysses)
 
 
 @pytest.mark.parametrize("family", CUT)
@@ -142,7 +142,7 @@ def test_heads_that_cannot_be_exchanged_are_refused() -> None:
     config = tiny_config("llama")
     facts = FlopFacts(1, (AttentionFacts(6, 8),))
     with pytest.raises(UserError, match=r"mesh\.ulysses=4 does not divide the 6 attention heads of a rank"):
-        check_context(config, facts, 4, 4, 1)
+        check_ulysses(facts, config, 4, 4, 1)
 
 
 def test_ulysses_is_chosen_by_bytes() -> None:

@@ -68,14 +68,18 @@ def _heads(flops: FlopFacts, config: PretrainedConfig, tp: int) -> tuple[list[in
     return heads, keys
 
 
-def check_context(config: PretrainedConfig, flops: FlopFacts, cp: int, ulysses: int, tp: int) -> float:
-    """The largest difference of a gradient, relative to the largest gradient of its parameter. UserError, naming the
-    family and what differs, where it is too large or the heads cannot be divided."""
+def check_ulysses(flops: FlopFacts, config: PretrainedConfig, cp: int, ulysses: int, tp: int) -> None:
+    """UserError where ulysses does not divide cp, or the heads of a rank of tp."""
     heads, _ = _heads(flops, config, tp)
     wrong = [h for h in heads if h % ulysses]
     if cp % ulysses or wrong:
         what = f"mesh.cp = {cp}" if cp % ulysses else f"the {wrong[0]} attention heads of a rank"
         raise UserError(f"mesh.ulysses={ulysses} does not divide {what}: set mesh.ulysses=null, and weft chooses.")
+
+
+def check_context(config: PretrainedConfig, cp: int, ulysses: int) -> float:
+    """The largest difference of a gradient, relative to the largest gradient of its parameter. UserError, naming the
+    family and what differs, where it is too large."""
     small = small_copy(config, "per_document")
     ranks = _ranks_of_copy(small, cp, ulysses)
     plan, documents = _documents(text_vocabulary(TrainModule(copy.deepcopy(small))), ranks)

@@ -45,7 +45,7 @@ class Division:
 def check_division(config: PretrainedConfig, findings: Findings, tp: int) -> Division:
     """Check a division over `tp` ranks. UserError, naming the family and what differs, where it is not exact."""
     small = small_copy(config, "per_document")
-    whole, ranks = TrainModule(copy.deepcopy(small)), _ranks(small.config.get_text_config(), tp)
+    whole, ranks = TrainModule(copy.deepcopy(small)), ranks_of_copy(small.config.get_text_config(), tp)
     documents = documents_of(text_vocabulary(whole))
     expected = run_copy(whole, documents, findings, weights_of(documents))
 
@@ -95,7 +95,7 @@ def _difference(found: Tensor, expected: Tensor, largest: float) -> float:
     return float((found - expected).abs().max()) / max(float(expected.abs().max()), 1e-3 * largest)
 
 
-def _ranks(text: Any, tp: int) -> int:
+def ranks_of_copy(text: Any, tp: int) -> int:
     """Into how many the copy is divided: as tp is, where its heads allow that, else in two."""
     heads = int(getattr(text, "num_attention_heads", None) or tp)
     return tp if tp <= 4 and heads % tp == 0 else 2

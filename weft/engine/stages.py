@@ -18,7 +18,7 @@ from weft.config.checks import BUILT_IN
 from weft.config.mesh import resolve_mesh
 from weft.engine.build import BuiltModel, balance_coefficient, build_model, make_exact
 from weft.engine.config import EngineConfig
-from weft.engine.context_check import check_context, choose_ulysses
+from weft.engine.context_check import check_context, check_ulysses, choose_ulysses
 from weft.engine.division_check import check_division
 from weft.engine.expert_check import check_experts
 from weft.engine.pipeline_check import check_pipeline
@@ -291,15 +291,19 @@ def context_of(setup: Setup, built: BuiltModel, config: PretrainedConfig) -> Con
     config: of the class with logits."""
     cp, tp, wanted = setup.mesh.cp_size, setup.mesh.tp_size, setup.config.mesh.ulysses
     ulysses = ulysses_of(built, config, wanted, cp, tp)
-    return None if ulysses is None else context_axis(setup.mesh, ulysses)
+    if ulysses is None:
+        return None
+    check_context(config, cp, ulysses)
+    return context_axis(setup.mesh, ulysses)
 
 
 def ulysses_of(built: BuiltModel, config: PretrainedConfig, wanted: int | None, cp: int, tp: int) -> int | None:
-    """How many ranks of cp exchange heads; None where documents are not cut. See `context_of`."""
+    """How many ranks of cp exchange heads; None where documents are not cut. UserError where they do not divide what
+    they should. wanted: mesh.ulysses."""
     if cp == 1 or not built.cuts_documents:
         return None
     ulysses = choose_ulysses(built.flops, config, cp, tp) if wanted is None else wanted
-    check_context(config, built.flops, cp, ulysses, tp)
+    check_ulysses(built.flops, config, cp, ulysses, tp)
     return ulysses
 
 

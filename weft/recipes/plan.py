@@ -45,7 +45,7 @@ def run(config: SftConfig | RlConfig, options: PlanOptions) -> None:
     model = Blueprint(engine, "cpu", assumed, samples=isinstance(config, RlConfig))
     lengths = lengths_of_a_step(config, options.length)
     if options.search:
-        found = search(Search(config, model, machine, options.ranks, lengths.of))
+        found = search(Search(config, model, machine, options.ranks, lengths.of, options.length is not None))
         show_search(model, found, options.ranks, lengths, machine)
         return
     show_described(_described(model, machine, options.ranks, lengths))

@@ -16,7 +16,8 @@ from weft.config.mesh import MeshSizes
 from weft.config.schema import MeshConfig
 from weft.engine.build import BuiltModel
 from weft.engine.config import EngineConfig
-from weft.engine.division_check import check_division
+from weft.engine.context_check import check_context
+from weft.engine.division_check import check_division, ranks_of_copy
 from weft.engine.expert_check import check_experts
 from weft.engine.pipeline_check import check_pipeline
 from weft.engine.stages import (
@@ -41,6 +42,8 @@ from weft.parallel.parallelize import Stages
 from weft.parallel.units import Strategy, Unit, find_units, own_parameters
 from weft.planner.activations import RowSharing, Saved, saved_bytes
 
+_EXPERT_RANKS = 8
+
 
 @dataclass(frozen=True)
 class Weight:
@@ -56,15 +59,16 @@ class Weight:
 
 
 @dataclass(frozen=True)
-class UnitFacts:
-    """An FSDP unit; the root has the rest. weights: indices. layer: its number among the decoder layers, of a unit that
-    lies in one."""
+class Units:
+    """FSDP units that are alike. name: of the first. weights: indices of its weights. layers: the numbers of the layers
+    that they lie in; None outside of them."""
 
     name: str
+    count: int
     weights: tuple[int, ...]
     keep: bool
     shard: Strategy
-    layer: int | None = None
+    layers: tuple[int, ...] | None = None
 
 
 class Blueprint:
@@ -84,9 +88,11 @@ class Blueprint:
         self.checked = self.built.config if config.value_head is None else hf.with_logits(self.built.config)
         self._sequence: dict[int, bool] = {}
         self._experts_checked: set[int] = set()
+        self._contexts: set[tuple[bool, bool]] = set()
         self._ulysses: dict[tuple[int, int], int | None] = {}
         self._pipelines: dict[int, tuple[Stages, Pipeline]] = {}
         self._saved: dict[RowSharing, Saved] = {}
+        self._shared: dict[tuple[int, int], list[Weight]] = {}
 
     @property
     def text(self) -> PretrainedConfig:
@@ -145,33 +151,67 @@ class Blueprint:
                 found.append((weight, any(".".join(parts[:n]) in regions for n in range(1, len(parts)))))
         return found
 
-    def units(self, *, spread: bool) -> tuple[UnitFacts, ...]:
-        """The units, inner ones first; the root last, with what is in no other. spread: experts are units of their own
-        (ep)."""
+    @cached_property
+    def layer_numbers(self) -> list[int | None]:
+        """The layer of each weight; None outside of the layers."""
+        return [self.layer_of(weight.name) for weight in self.weights]
+
+    @cached_property
+    def kinds(self) -> tuple[Weight, ...]:
+        """The first of the weights that every mesh divides alike."""
+        firsts = dict.fromkeys(self.kind_of)
+        return tuple(self.weights[self.kind_of.index(kind)] for kind in sorted(firsts))
+
+    @cached_property
+    def kind_of(self) -> list[int]:
+        """Of each weight, the index of its kind."""
+        numbers: dict[object, int] = {}
+        found = []
+        for weight in self.weights:
+            style = self._style_or_none(weight.name)
+            kind = weight.shape, weight.trained, weight.itemsize, weight.experts, weight.strided, style
+            found.append(numbers.setdefault(kind, len(numbers)))
+        return found
+
+    def _style_or_none(self, name: str) -> Style | None:
+        """None where tp knows no styles for this model, and is refused."""
+        try:
+            return self.style(name)
+        except UserError:
+            return None
+
+    def units(self, *, spread: bool) -> tuple[Units, ...]:
+        """The units, those in layers first; the root last, with what is in no other. spread: experts are units of their
+        own (ep)."""
         return self._spread_units if spread else self._plain_units
 
     @cached_property
-    def _plain_units(self) -> tuple[UnitFacts, ...]:
+    def _plain_units(self) -> tuple[Units, ...]:
         return self._units(())
 
     @cached_property
-    def _spread_units(self) -> tuple[UnitFacts, ...]:
+    def _spread_units(self) -> tuple[Units, ...]:
         return self._units(tuple(self.experts))
 
-    def _units(self, experts: tuple[str, ...]) -> tuple[UnitFacts, ...]:
+    def _units(self, experts: tuple[str, ...]) -> tuple[Units, ...]:
         fsdp = self.config.fsdp
         units = find_units(self.module, fsdp.wrap, fsdp.overrides, experts=experts)
         places = {id(parameter): index for index, parameter in enumerate(self.parameters.values())}
-        found = [
-            UnitFacts(unit.name, tuple(places[id(p)] for p in own), unit.keep, unit.shard, self._layer(unit))
-            for unit, own in zip(units, own_parameters(units), strict=True)
-        ]
-        taken = {index for unit in found for index in unit.weights}
+        alike: dict[object, list[tuple[Unit, tuple[int, ...]]]] = {}
+        for unit, own in zip(units, own_parameters(units), strict=True):
+            weights = tuple(places[id(p)] for p in own)
+            inside = self.layer_of(f"{unit.parts[0]}.") is not None
+            kind = unit.keep, unit.shard, inside or unit.name, tuple(self.kind_of[i] for i in weights)
+            alike.setdefault(kind, []).append((unit, weights))
+        found = []
+        for several in alike.values():
+            first, weights = several[0]
+            layers = [self.layer_of(f"{unit.parts[0]}.") for unit, _ in several]
+            inside_of = tuple(number for number in layers if number is not None)
+            found.append(Units(first.name, len(several), weights, first.keep, first.shard, inside_of or None))
+        taken = {places[id(p)] for own in own_parameters(units) for p in own}
         rest = tuple(index for index in range(len(self.weights)) if index not in taken)
-        return (*found, UnitFacts("root", rest, True, "full"))
-
-    def _layer(self, unit: Unit) -> int | None:
-        return self.layer_of(f"{unit.parts[0]}.")
+        return (*found, Units("root", 1, rest, True, "full"))
 
     def layer_of(self, name: str) -> int | None:
         """The decoder layer that a name lies in."""
@@ -203,15 +243,20 @@ class Blueprint:
         """Whether ranks of tp divide tokens between layers. UserError where they cannot divide the model."""
         if tp == 1:
             return False
-        if tp not in self._sequence:
+        alike = ranks_of_copy(self.text, tp)
+        if alike not in self._sequence:
             division = check_division(self.checked, self.built.findings, tp)
-            self._sequence[tp] = division.sequence and self.built.vision is None
-        return self._sequence[tp]
+            self._sequence[alike] = division.sequence and self.built.vision is None
+        return self._sequence[alike]
 
     def ulysses(self, cp: int, tp: int) -> int | None:
         """How many ranks of cp exchange heads; None where documents are not cut. UserError where they cannot be."""
         if (cp, tp) not in self._ulysses:
-            self._ulysses[cp, tp] = ulysses_of(self.built, self.checked, self.config.mesh.ulysses, cp, tp)
+            found = ulysses_of(self.built, self.checked, self.config.mesh.ulysses, cp, tp)
+            if found is not None and (cp > found, found > 1) not in self._contexts:
+                check_context(self.checked, cp, found)
+                self._contexts.add((cp > found, found > 1))
+            self._ulysses[cp, tp] = found
         return self._ulysses[cp, tp]
 
     def saved(self, shared: RowSharing) -> Saved:
@@ -220,14 +265,27 @@ class Blueprint:
             self._saved[shared] = saved_bytes(self.built.config, self.setup.precision.compute, shared)
         return self._saved[shared]
 
+    def shared(self, pp: int, place: int) -> list[Weight]:
+        """Trained weights that a stage and another hold alike."""
+        found = self.stages(pp)
+        if found is None:
+            return []
+        if (pp, place) not in self._shared:
+            names = found[1].shared(place)
+            self._shared[pp, place] = [weight for weight in self.weights if weight.trained and weight.name in names]
+        return self._shared[pp, place]
+
     def check(self, mesh: MeshSizes) -> None:
         """UserError for what this model cannot do on this mesh."""
         self.sequence(mesh.tp)
         self.ulysses(mesh.cp, mesh.tp)
         self.stages(mesh.pp)
-        if mesh.ep > 1 and mesh.ep not in self._experts_checked:
+        if mesh.ep == 1:
+            return
+        fewest = min((int(child.num_experts) for child in self.experts.values()), default=0)
+        if self.experts and fewest < mesh.ep:
+            raise UserError(f"mesh.ep={mesh.ep} is more than the {fewest} experts of a layer.")
+        alike = min(mesh.ep, _EXPERT_RANKS)  # a small copy has no more
+        if alike not in self._experts_checked:
             check_experts(self.checked, self.built.findings, mesh.ep)
-            fewest = min((int(child.num_experts) for child in self.experts.values()), default=0)
-            if fewest < mesh.ep:
-                raise UserError(f"mesh.ep={mesh.ep} is more than the {fewest} experts of a layer.")
-            self._experts_checked.add(mesh.ep)
+            self._experts_checked.add(alike)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 import torch
@@ -15,7 +15,7 @@ from weft.parallel.experts import cut_of_expert
 from weft.parallel.mesh import Axis, ExpertRanks
 from weft.parallel.tensor import cut_of
 from weft.parallel.units import Strategy
-from weft.rehearsal.blueprint import Blueprint, UnitFacts, Weight
+from weft.rehearsal.blueprint import Blueprint, Units, Weight
 from weft.sharding.cuts import even_ranges
 
 _NOBODY = MetaCommunicator(1)
@@ -78,59 +78,63 @@ class Holdings:
     def __init__(self, model: Blueprint, mesh: MeshSizes) -> None:
         """UserError where sizes do not divide."""
         self.model, self.mesh = model, mesh
-        self._parts: dict[tuple[int, int], list[tuple[int, ...]]] = {}
-        stages = model.stages(mesh.pp)
-        self.holders = None if stages is None else stages[1].holders
+        self._parts: dict[tuple[int, int], tuple[tuple[int, ...], ...]] = {}
+        self._stages = model.stages(mesh.pp)
 
     def of(self, place: Place) -> Held:
         """The bytes that one rank holds."""
-        model, units = self.model, self.model.units(spread=self.mesh.ep > 1)
-        parts = self._shapes(place)
-        state = model.setup
-        master = state.precision.master.itemsize
-        moments = sum(dtype.itemsize for dtype in state.moments)
-        average = torch.float32.itemsize if model.config.optimizer.ema_decay is not None else 0
+        model, found = self.model, []
+        parts, state = self._shapes(place), model.setup
         weights = trained = 0
-        alike: dict[object, list[UnitFacts]] = {}
-        for unit in units:
-            there = [i for i in unit.weights if self._has(model.weights[i], place)]
-            if there:
-                shapes = tuple((parts[i], model.weights[i].itemsize, model.weights[i].trained) for i in there)
-                alike.setdefault((unit.keep, unit.shard, shapes), []).append(unit)
-        found = []
-        for several in alike.values():
-            shards, index = self._sharding(several[0].shard, place)
-            own = [(parts[i], model.weights[i]) for i in several[0].weights if self._has(model.weights[i], place)]
+        for alike in model.units(spread=self.mesh.ep > 1):
+            several = self._count(alike, place.pp)
+            own = [(parts[model.kind_of[i]], model.weights[i]) for i in alike.weights if self._has(i, place.pp)]
+            if not several or not own:
+                continue
+            shards, index = self._sharding(alike.shard, place)
             for shape, weight in own:
-                count = shard_elements(shape, shards, index) * len(several)
+                count = shard_elements(shape, shards, index) * several
                 weights += count * weight.itemsize
                 trained += count * weight.trained * state.trained
-            found.append(_unit(several[0], len(several), own, shards))
+            found.append(_unit(alike, several, own, shards))
+        moments = sum(dtype.itemsize for dtype in state.moments)
+        average = torch.float32.itemsize if model.config.optimizer.ema_decay is not None else 0
+        master = state.precision.master.itemsize
         return Held(place, weights, trained * master, trained * moments, trained * average, tuple(found))
 
     def heaviest(self) -> Held:
-        """Of the rank that holds most between steps: shards are rounded up for the first ranks of FSDP, parts for the
-        last ones of tp and ep."""
-        return max((self.of(place) for place in self._candidates()), key=lambda held: held.resident)
+        """Of the rank that holds most between steps."""
+        return max(self.by_stage(), key=lambda held: held.resident)
 
     def by_stage(self) -> list[Held]:
-        """The same of each stage."""
+        """Of the rank of each stage that holds most between steps."""
         places = list(self._candidates())
-        each = [[self.of(place) for place in places if place.pp == stage] for stage in range(self.mesh.pp)]
+        each = [[self.of(replace(place, pp=stage)) for place in places] for stage in range(self.mesh.pp)]
         return [max(held, key=lambda one: one.resident) for held in each]
 
     def _candidates(self) -> Iterator[Place]:
-        """One of ranks that hold the same, and those that hold most among them."""
-        tps = {tuple(self._shapes(Place(tp=tp))): tp for tp in reversed(range(self.mesh.tp))}
+        """Places of a stage, one of those that hold the same: shards are rounded up for the first ranks of FSDP, and
+        some ranks of tp and ep have one part more."""
+        tps = {self._shapes(Place(tp=tp)): tp for tp in reversed(range(self.mesh.tp))}
         fsdps = {0}
-        for count in {weight.experts for weight in self.model.weights if weight.experts}:
+        for count in {weight.experts for weight in self.model.kinds if weight.experts}:
             held = [size for _, size in even_ranges(count, self.mesh.ep)]
             fsdps.add(held.index(max(held)))
-        for pp, fsdp, tp in product(range(self.mesh.pp), sorted(fsdps), sorted(tps.values())):
-            yield Place(pp, 0, fsdp, tp)
+        for fsdp, tp in product(sorted(fsdps), sorted(tps.values())):
+            yield Place(0, 0, fsdp, tp)
 
-    def _has(self, weight: Weight, place: Place) -> bool:
-        return self.holders is None or place.pp in self.holders[weight.name]
+    def _count(self, alike: Units, stage: int) -> int:
+        """How many of these units a stage has; of the root, and of others outside of the layers, parts may be
+        elsewhere."""
+        if self._stages is None or alike.layers is None:
+            return alike.count
+        first, end = self._stages[0].spans[stage]
+        return sum(first <= layer < end for layer in alike.layers)
+
+    def _has(self, index: int, stage: int) -> bool:
+        if self._stages is None or self.model.layer_numbers[index] is not None:
+            return True
+        return stage in self._stages[1].holders[self.model.weights[index].name]
 
     def _sharding(self, strategy: Strategy, place: Place) -> tuple[int, int]:
         """(ranks that a unit is sharded over, this one's place among them)."""
@@ -144,18 +148,11 @@ class Holdings:
         assert isinstance(strategy, int)
         return strategy, (place.dp_replicate * mesh.shards + place.fsdp) % strategy
 
-    def _shapes(self, place: Place) -> list[tuple[int, ...]]:
-        """What tp and ep leave of each weight on this rank, before FSDP."""
+    def _shapes(self, place: Place) -> tuple[tuple[int, ...], ...]:
+        """What tp and ep leave of each kind of weight on this rank, before FSDP."""
         key = place.tp, place.fsdp % self.mesh.ep
         if key not in self._parts:
-            alike: dict[object, tuple[int, ...]] = {}  # weights of like layers
-            found = []
-            for weight in self.model.weights:
-                kind = weight.shape, self.model.style(weight.name) if self.mesh.tp > 1 else None, weight.experts
-                if (kind, weight.strided) not in alike:
-                    alike[kind, weight.strided] = self._part(weight, *key)
-                found.append(alike[kind, weight.strided])
-            self._parts[key] = found
+            self._parts[key] = tuple(self._part(weight, *key) for weight in self.model.kinds)
         return self._parts[key]
 
     def _part(self, weight: Weight, tp: int, ep: int) -> tuple[int, ...]:
@@ -178,7 +175,7 @@ def shard_elements(shape: tuple[int, ...], shards: int, index: int) -> int:
     return max(0, min(each, shape[0] - each * index)) * math.prod(shape[1:])
 
 
-def _unit(facts: UnitFacts, count: int, parts: list[tuple[tuple[int, ...], Weight]], shards: int) -> HeldUnit:
+def _unit(facts: Units, count: int, parts: list[tuple[tuple[int, ...], Weight]], shards: int) -> HeldUnit:
     def padded(shape: tuple[int, ...]) -> int:
         return shard_elements(shape, shards, 0) * shards
 

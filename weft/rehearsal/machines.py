@@ -47,7 +47,7 @@ class Machine:
         return [
             f"{self.accelerator.name}: {self.peak / 1e12:g} TFLOP/s, memory {self.memory_rate / GB:g} GB/s; machines "
             f"of {self.ranks}: {self.link / GB:g} GB/s within, {self.network / GB:g} GB/s for each between them;",
-            f"matrices reach {self.matmul:.0%} of the peak, attention {self.attention:.0%}, and rates {self.moved:.0%}; "
+            f"matrices reach {self.matmul:.0%} of the peak, attention {self.attention:.0%}, rates {self.moved:.0%}; "
             f"a step of a ring takes {self.hop * 1e6:g} us, between machines {self.far_hop * 1e6:g} us.",
             "Nothing of this was measured; --help lists what replaces it.",
         ]

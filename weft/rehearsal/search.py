@@ -24,13 +24,21 @@ _UNIT = 64  # of which budgets are multiples
 
 @dataclass(frozen=True)
 class Search:
-    """What is searched. config: of `weft sft` or `weft rl`. lengths: of a step's documents."""
+    """What is searched. config: of `weft sft` or `weft rl`. lengths: of a step's documents. stated: there are no
+    others; else data.max_length says how long one may be."""
 
     config: Any
     model: Blueprint
     machine: Machine
     ranks: int
     lengths: Sequence[int]
+    stated: bool = False
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest document that there may be."""
+        longest = max(self.lengths)
+        return longest if self.stated else max(longest, getattr(self.config.data, "max_length", None) or 0)
 
 
 @dataclass(frozen=True)
@@ -88,8 +96,8 @@ def _meshes(wanted: Search) -> Iterator[MeshSizes]:
     """All products of axes that make the ranks. tp stays within a machine; cp is what documents need, up to twice
     that."""
     ranks, model = wanted.ranks, wanted.model
-    layers, longest = len(model.costs[0]), max(wanted.lengths)
-    needed = -(-longest // model.config.step.max_tokens_per_device)
+    layers = len(model.costs[0])
+    needed = -(-wanted.longest // model.config.step.max_tokens_per_device)
     experts = min((int(child.num_experts) for child in model.experts.values()), default=1)
     for tp in _divisors(ranks, min(wanted.machine.ranks, 16)):
         for pp in _divisors(ranks // tp, min(_MOST_STAGES, layers)):
@@ -126,7 +134,10 @@ def _check(wanted: Search, mesh: MeshSizes) -> None:
     own = replace(wanted.config.mesh, **axes, ulysses=None)
     budget = _budget(wanted, mesh)
     step = replace(wanted.config.step, max_tokens_per_device=budget)
-    problems = check_config(replace(wanted.config, mesh=own, step=step))
+    data = wanted.config.data
+    if wanted.stated and getattr(data, "max_length", None):
+        data = replace(data, max_length=wanted.longest)
+    problems = check_config(replace(wanted.config, mesh=own, step=step, data=data))
     if problems:
         raise UserError(problems[0])
     wanted.model.check(mesh)
@@ -134,9 +145,9 @@ def _check(wanted: Search, mesh: MeshSizes) -> None:
 
 def _budget(wanted: Search, mesh: MeshSizes) -> int:
     """step.max_tokens_per_device, or more where the longest document needs it."""
-    longest, stated = max(wanted.lengths), wanted.model.config.step.max_tokens_per_device
+    stated = wanted.model.config.step.max_tokens_per_device
     shared = mesh.cp if wanted.model.built.cuts_documents else 1
-    needed = -(-longest // shared)
+    needed = -(-wanted.longest // shared)
     return max(stated, -(-needed // _UNIT) * _UNIT)
 
 

@@ -216,7 +216,7 @@ def _of_stages(model: Blueprint, mesh: MeshSizes, held: Held, load: Load) -> Ite
     found = model.stages(mesh.pp)
     if found is None:
         return
-    stages, pipeline = found
+    stages, _ = found
     stride, place = mesh.world // mesh.pp, held.place.pp
     wide = 4 if stages.anatomy.wide else model.setup.precision.compute.itemsize
     parts = mesh.tp if model.sequence(mesh.tp) else 1
@@ -227,8 +227,7 @@ def _of_stages(model: Blueprint, mesh: MeshSizes, held: Held, load: Load) -> Ite
     ):
         if sends:
             yield Transfer(what, "send", "pp", mesh.pp, stride, payload, load.micro_batches, phase, True)  # type: ignore[arg-type]
-    shared = [weight for weight in model.weights if weight.name in pipeline.shared(place) and weight.trained]
-    tied = sum(shard_elements(w.shape, mesh.shards, 0) for w in shared) / mesh.tp
+    tied = sum(shard_elements(w.shape, mesh.shards, 0) for w in model.shared(mesh.pp, place)) / mesh.tp
     apart = stride * (mesh.pp - 1)
     size = model.setup.precision.master.itemsize
     yield Transfer("gradient of the tied embedding", "send", "pp", mesh.pp, apart, tied * size, 1, "step")
