@@ -5,15 +5,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from weft.config.check import check_config
 from weft.config.mesh import MeshSizes
 from weft.engine.plan import StepPlan
 from weft.errors import UserError, first_line
+from weft.models.flops import document_flops
 from weft.rehearsal.blueprint import Blueprint
 from weft.rehearsal.machines import Machine
-from weft.rehearsal.memory import Memory, memory_of
+from weft.rehearsal.memory import Memory, memory_of, rows_of_a_token
 from weft.rehearsal.rows import plan_rows
 from weft.rehearsal.timing import StepTime, time_of
 
@@ -33,6 +35,12 @@ class Search:
     ranks: int
     lengths: Sequence[int]
     stated: bool = False
+
+    @cached_property
+    def costs(self) -> list[float]:
+        """FLOPs of each document."""
+        of = {length: document_flops(self.model.built.flops, length) for length in set(self.lengths)}
+        return [of[length] for length in self.lengths]
 
     @property
     def longest(self) -> int:
@@ -55,10 +63,11 @@ class Proposal:
 
 @dataclass
 class Found:
-    """best: the fastest first. tried: meshes. nearest: of those that do not fit, the one that needs the least memory.
-    refused: reason -> number of meshes."""
+    """best: the fastest first. meshes: that the axes allow; tried: of them, the others are slower. nearest: of those
+    that do not fit, the one that needs the least memory. refused: reason -> number of meshes."""
 
     best: list[Proposal] = field(default_factory=list)
+    meshes: int = 0
     tried: int = 0
     too_large: int = 0
     nearest: tuple[MeshSizes, Memory] | None = None
@@ -66,30 +75,51 @@ class Found:
 
 
 def search(wanted: Search) -> Found:
-    """Try all meshes. UserError where there is nothing to try."""
+    """Try meshes, those first that could be the fastest, until no other could be among the best."""
     found, plans = Found(), dict[object, StepPlan]()
     room = wanted.machine.accelerator.memory * wanted.machine.usable
-    proposals = []
-    for mesh in _meshes(wanted):
+    bounds = [(_least_seconds(wanted, mesh), mesh) for mesh in _meshes(wanted)]
+    found.meshes = len(bounds)
+    for least, mesh in sorted(bounds, key=lambda pair: pair[0]):
+        if len(found.best) == BEST and least >= found.best[-1].time.seconds:
+            break
         found.tried += 1
         try:
             _check(wanted, mesh)
             budget = _budget(wanted, mesh)
-            plan = _plan(wanted, mesh, budget, plans)
-            proposal = _proposal(wanted, mesh, budget, plan, room)
+            proposal = _proposal(wanted, mesh, budget, _plan(wanted, mesh, budget, plans), room)
         except UserError as error:
             reason = first_line(error)
             found.refused[reason] = found.refused.get(reason, 0) + 1
             continue
         if isinstance(proposal, Proposal):
-            proposals.append(proposal)
+            found.best = sorted([*found.best, proposal], key=lambda one: (one.time.seconds, one.memory.fullest))[:BEST]
             continue
         found.too_large += 1
         if found.nearest is None or proposal.fullest < found.nearest[1].fullest:
             found.nearest = mesh, proposal
-    proposals.sort(key=lambda one: (one.time.seconds, one.memory.fullest))
-    found.best = proposals[:BEST]
     return found
+
+
+def _least_seconds(wanted: Search, mesh: MeshSizes) -> float:
+    """A lower bound of the step's time: computing by the busiest rank, what tp and ep send, and the ends of a pipeline;
+    nothing of FSDP."""
+    model, machine, ranks = wanted.model, wanted.machine, mesh.dp_replicate * mesh.shards
+    costs = wanted.costs
+    shared = mesh.cp if model.built.cuts_documents else 1
+    computing = max(sum(costs) / ranks, max(costs) / shared) / (mesh.tp * mesh.pp)
+    seconds = computing / (machine.peak * max(machine.matmul, machine.attention))
+    tokens = sum(wanted.lengths) / ranks
+    row = model.text.hidden_size * model.setup.precision.compute.itemsize
+    layers = len(model.costs[0]) / mesh.pp
+    if mesh.tp > 1:
+        # Two blocks of a layer, two collectives in forward and two in backward.
+        seconds += 8 * layers * machine.gathering(tokens * row, mesh.tp, 1)
+    if mesh.ep > 1:
+        spread = len(model.experts) / mesh.pp * rows_of_a_token(model)
+        seconds += 4 * spread * machine.exchanging(tokens * row, mesh.ep, mesh.tp)
+    micro_batches = -(-tokens // _budget(wanted, mesh)) + 1
+    return seconds * (micro_batches + mesh.pp - 1) / micro_batches
 
 
 def _meshes(wanted: Search) -> Iterator[MeshSizes]:

@@ -158,7 +158,10 @@ def show_engines(rows: Sequence[EngineRow]) -> None:
 def show_search(model: Blueprint, found: Found, ranks: int, lengths: StepLengths, machine: Machine) -> None:
     """The best meshes, what limits each, and why others are none."""
     _show_heading(model, ranks, lengths, machine)
-    say(f"tried    {found.tried:,} meshes: {found.too_large:,} need too much memory")
+    say(
+        f"tried    {found.tried:,} of {found.meshes:,} meshes, as others are slower; {found.too_large:,} need too much "
+        "memory"
+    )
     for reason, meshes in sorted(found.refused.items(), key=lambda pair: -pair[1])[:_MOST_REFUSED]:
         say(f"refused  {meshes:,} meshes: {reason}")
     if not found.best:
