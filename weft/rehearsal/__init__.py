@@ -1,0 +1,1 @@
+"""A run before it starts: what it will take, from the config and the model's shapes."""
