@@ -30,8 +30,9 @@ from weft.engine.plan import StepPlan
 from weft.engine.rows import Rows
 from weft.errors import UserError
 from weft.objectives.base import Objective
-from weft.rehearsal.observed_collectives import Collectives, Recording
-from weft.rehearsal.observed_memory import Peak, Tracking
+from weft.rehearsal.observed_collectives import Collectives
+from weft.rehearsal.observed_memory import Peak
+from weft.rehearsal.watch import Watch, held_by
 
 
 @dataclass(frozen=True)
@@ -44,16 +45,15 @@ class Work:
 
 @dataclass(frozen=True)
 class Simulated:
-    """What a rank does in the step. seconds: that the simulation took."""
+    """What a rank did in the step. tokens: of all ranks. held: bytes of weights, gradients and optimizer's state.
+    seconds: that the simulation took."""
 
     rank: int
-    world: int
     stage: int
-    work: Work
     tokens: int
+    held: dict[str, int]
     peak: Peak
     collectives: Collectives
-    kernels: str
     seconds: float
 
 
@@ -71,14 +71,13 @@ def simulate(
         plan, rows = lay_out(engine, work, objective, simulation)
         with simulation.running():
             make_state(engine)
-            with Recording(engine) as recording, Tracking(engine) as tracking:
+            with Watch(engine) as watch:
                 engine.accumulate(plan, rows, objective)
-                tracking.gradients_are_complete()
+                held = {kind: sum(tensor.nbytes for tensor in tensors) for kind, tensors in held_by(engine).items()}
                 engine.apply(1e-5)
         stage = 0 if engine.mesh.pp is None else engine.mesh.pp.place
         return Simulated(
-            rank, world, stage, work, plan.totals.tokens, tracking.peak(), recording.collectives, "",
-            time.perf_counter() - began,
+            rank, stage, plan.totals.tokens, held, watch.peak(), watch.collectives, time.perf_counter() - began
         )
 
 
