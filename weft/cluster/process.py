@@ -64,7 +64,7 @@ class Ranks:
     ) -> None:
         # After an error the others may sit in a collective: tearing down here could hang, or make them fail
         # before this rank has reported. The process ends right after, and takes its group with it.
-        if self.owner and (error is None or self.world == 1):
+        if self.owner and (error is None or self.world == 1 or self.simulated is not None):
             leave()
 
 
@@ -129,7 +129,12 @@ def _loopback_store(rank: int, wait: timedelta) -> dist.Store | None:
 
 
 def pretend(
-    world: int, device: Device = "cpu", assumed: Accelerator | None = None, *, rank: int = 0, simulated: Simulation | None = None
+    world: int,
+    device: Device = "cpu",
+    assumed: Accelerator | None = None,
+    *,
+    rank: int = 0,
+    simulated: Simulation | None = None,
 ) -> Ranks:
     """One of `world` ranks that do not exist: shapes and meshes are real, collectives send nothing. simulated: as of
     Ranks."""

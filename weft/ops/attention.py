@@ -19,8 +19,8 @@ from weft.ops.attention_call import BOUNDS_ARGUMENT, Bounds, Call, Traits
 from weft.ops.context import attend_in_context
 from weft.ops.decode import one_token
 from weft.ops.exact_attention import attend_exactly
-from weft.ops.flash_shapes import shapes_of_flash
 from weft.ops.per_document import per_document
+from weft.ops.shapes import shapes_of_flash
 from weft.versions import varlen_attention
 
 EXACT = "exact"  # in place of a kernel of the table: rl.on_policy=exact

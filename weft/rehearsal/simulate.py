@@ -9,20 +9,17 @@ cluster/simulated.py says which sizes and kernels are chosen and what stands for
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from itertools import count
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
+from torch.distributed.tensor._redistribute import clear_redistribute_planner_cache
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from weft.cluster.machine import Accelerator
-from weft.cluster.process import Ranks, pretend
+from weft.cluster.process import pretend
 from weft.cluster.simulated import Simulation
-from weft.config.mesh import MeshSizes, resolve_mesh
 from weft.engine.config import EngineConfig
 from weft.engine.document import Document
 from weft.engine.engine import Engine
@@ -30,6 +27,7 @@ from weft.engine.plan import StepPlan
 from weft.engine.rows import Rows
 from weft.errors import UserError
 from weft.objectives.base import Objective
+from weft.ops.shapes import GroupedProducts
 from weft.rehearsal.observed_collectives import Collectives
 from weft.rehearsal.observed_memory import Peak
 from weft.rehearsal.watch import Watch, held_by
@@ -65,11 +63,12 @@ def simulate(
     if config.fsdp.cpu_offload:
         raise UserError("fsdp.cpu_offload: a simulation does not tell the host's memory from the device's.")
     began = time.perf_counter()
+    _forget_meshes()
     simulation = Simulation("cpu" if assumed is None else "cuda")
     with pretend(world, "cpu", assumed, rank=rank, simulated=simulation) as ranks:
         engine = Engine(config, ranks, weights=False, readouts=objective.readouts)
-        plan, rows = lay_out(engine, work, objective, simulation)
-        with simulation.running():
+        plan, rows = lay_out(engine, work, objective)
+        with simulation.running(), _products(engine):
             make_state(engine)
             with Watch(engine) as watch:
                 engine.accumulate(plan, rows, objective)
@@ -81,8 +80,18 @@ def simulate(
         )
 
 
-def lay_out(engine: Engine, work: Work, objective: Objective, simulation: Simulation) -> tuple[StepPlan, Rows]:
-    """A step of documents that fill the rows of all ranks, and this rank's rows, without values."""
+def _forget_meshes() -> None:
+    """DTensor remembers meshes by their shape, and with them process groups that are no more."""
+    _clear_sharding_prop_cache()
+    clear_redistribute_planner_cache()
+
+
+def _products(engine: Engine) -> AbstractContextManager[Any]:
+    return nullcontext() if engine.precision.compute == torch.bfloat16 else GroupedProducts()
+
+
+def lay_out(engine: Engine, work: Work, objective: Objective) -> tuple[StepPlan, Rows]:
+    """A step of documents that fill the rows of all ranks, and this rank's rows, in a simulation without values."""
     budget = engine.budget if engine.context is None else engine.budget * engine.context.size
     read = work.length - 1
     each = max(1, budget // read)
@@ -91,8 +100,10 @@ def lay_out(engine: Engine, work: Work, objective: Objective, simulation: Simula
     documents = [document] * (each * data * work.micro_batches)
     plan, own = engine.deal(documents)
     rows = engine.rows(plan, own, objective).ahead()
-    with simulation.fake:
-        made = [rows[micro].moved(simulation.fake.from_tensor) for micro in range(len(rows.sources))]
+    simulation = engine.ranks.simulated
+    if simulation is None:
+        return plan, rows
+    made = [rows[micro].moved(simulation.fake.from_tensor) for micro in range(len(rows.sources))]
     return plan, Rows(rows.sources, lambda micro: made[micro])
 
 

@@ -1,6 +1,5 @@
-"""A flash kernel that computes nothing, for simulations: it allocates, keeps and returns what kernels for CUDA do.
-
-Shapes are those of attention_call.py.
+"""Kernels that compute nothing, for estimates and simulations: they allocate, keep and return what others do, where torch
+cannot say so itself. Shapes of attention are those of attention_call.py.
 """
 
 from __future__ import annotations
@@ -9,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from weft.ops.attention_call import Call
 
@@ -43,3 +43,16 @@ class _Flash(torch.autograd.Function):
         found = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
         del wide, each
         return found
+
+
+class GroupedProducts(TorchDispatchMode):
+    """Inside, products of tokens with the weights of their experts have shapes in any dtype: torch has those of bf16
+    alone."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.ops.aten._grouped_mm.default:
+            return func(*args, **(kwargs or {}))
+        a, b, ends = args[0], args[1], args[2] if len(args) > 2 else (kwargs or {})["offs"]
+        # Rows of each expert by its matrix, or the gradient of that: the sum over its rows.
+        shape = (a.shape[0], b.shape[2]) if b.ndim == 3 else (len(ends), a.shape[0], b.shape[1])
+        return a.new_empty(shape)
