@@ -121,7 +121,7 @@ class Watch(TorchDispatchMode):
 
     def _look_for_gathered(self) -> None:
         for place, group in enumerate(self._groups):
-            if place not in self._units and group.fsdp_params[0].all_gather_outputs:
+            if place not in self._units and all(p.all_gather_outputs for p in group.fsdp_params):
                 unit = self._units[place] = _Unit(group.fsdp_params)
                 for tensor in unit.tensors:
                     life = self._life(tensor)
