@@ -224,8 +224,9 @@ def _plan(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
     schema = RlConfig if _names_rl(arguments) else SftConfig
     config: Any = _load(arguments, schema)
     accelerator(arguments.assume)
-    ranks = arguments.ranks or fewest_ranks(config.mesh)
-    check_reshard(config, resolve_mesh(config.mesh, ranks))
+    ranks = arguments.ranks or getattr(getattr(config, "cluster", None), "trainer", None) or fewest_ranks(config.mesh)
+    if not arguments.search:
+        check_reshard(config, resolve_mesh(config.mesh, ranks))
     options = _options(PlanOptions, arguments, ranks=ranks)
 
     def body() -> None:

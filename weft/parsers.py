@@ -150,6 +150,12 @@ def plan_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--length", type=_count, metavar="N", help="tokens of every document (default: the lengths of the data)"
     )
+    rates = parser.add_argument_group("what is assumed of machines, where it is not what the vendor states")
+    rates.add_argument("--machine", type=_count, metavar="N", help="accelerators of a machine (default: 8)")
+    rates.add_argument("--link", type=float, metavar="GB/S", help="of an accelerator to others of its machine")
+    rates.add_argument("--network", type=float, metavar="GB/S", help="of an accelerator to other machines")
+    rates.add_argument("--matmul", type=float, metavar="SHARE", help="of the peak, that products of matrices reach")
+    rates.add_argument("--attention", type=float, metavar="SHARE", help="of the peak, that attention reaches")
     parser.add_argument("--search", action="store_true", help="propose the five best meshes for these ranks")
     parser.add_argument(
         "--simulate", action="store_true", help="run a step of one rank of this mesh, with tensors that hold nothing"

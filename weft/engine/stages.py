@@ -30,7 +30,7 @@ from weft.models.captured import check_readouts
 from weft.models.cost import costs_of_layers
 from weft.models.freeze import freeze
 from weft.models.lora import LoraPlan, freeze_base
-from weft.models.pipeline import Pipeline, cut_layers
+from weft.models.pipeline import Anatomy, Pipeline, cut_layers
 from weft.models.tp_styles import check_states
 from weft.models.train_module import TrainModule
 from weft.objectives.readouts import Wanted
@@ -49,7 +49,7 @@ from weft.sharding.adapter_files import fill_adapters, to_json
 from weft.sharding.cuts import full_shape
 from weft.sharding.load import LoadReport, Progress, fill_random, load_weights
 
-_USUAL_LENGTH = 4096  # of documents, by which attention and matrices of a layer are weighed
+USUAL_LENGTH = 4096  # of documents, by which attention and matrices of a layer are weighed
 
 
 @dataclass(frozen=True)
@@ -232,7 +232,7 @@ def shard_model(setup: Setup, built: BuiltModel, readouts: Collection[str] = ())
     if pipeline is not None:
         require_trained(setup, pipeline)
     state = TrainingState(setup.moments, config.optimizer.ema_decay is not None) if setup.trained else None
-    memory = memory_needs(module, units, setup.precision, state)
+    memory = memory_needs(module, units, setup.precision, state, config.fsdp.reshard_after_forward)
     room = capacity(setup.storage, local_ranks(ranks.world), ranks.assumed)
     return Sharded(
         units, divided, stages, pipeline, adapter_config, context, memory, room,
@@ -243,17 +243,28 @@ def shard_model(setup: Setup, built: BuiltModel, readouts: Collection[str] = ())
 def stages_of(setup: Setup, built: BuiltModel, hidden: Sequence[str]) -> Stages | None:
     """How the layers are cut over mesh.pp, after a check that this model's can be. hidden: modules whose outputs are
     read."""
-    pp, module = setup.mesh.pp_size, built.module
+    pp = setup.mesh.pp_size
     if pp == 1:
         return None
+    check_stages(built, hidden)
+    anatomy = check_pipeline(built.config, built.findings, setup.precision.compute)
+    return cut_stages(costs_of_layers(built.module, USUAL_LENGTH), pp, anatomy)
+
+
+def check_stages(built: BuiltModel, hidden: Sequence[str]) -> None:
+    """UserError where what a run wants does not go together with stages."""
     if built.vision is not None:
         raise UserError("mesh.pp: a model with a vision tower is not cut into stages: set mesh.pp=1.")
     if hidden:
         raise UserError(f"mesh.pp: `hidden/{hidden[0]}` may be on another stage than the loss: set mesh.pp=1.")
-    costs, head = costs_of_layers(module, _USUAL_LENGTH)
+
+
+def cut_stages(weighed: tuple[list[float], float], pp: int, anatomy: Anatomy) -> Stages:
+    """weighed: cost of each layer, and of the head. UserError where there are fewer layers than stages."""
+    costs, head = weighed
     spans = cut_layers(costs, head, pp)
     each = tuple(sum(costs[first:end]) + head * (end == len(costs)) for first, end in spans)
-    return Stages(tuple(spans), check_pipeline(built.config, built.findings, setup.precision.compute), each)
+    return Stages(tuple(spans), anatomy, each)
 
 
 def check_adapters_in_layers(module: TrainModule, lora: LoraPlan) -> None:
@@ -283,11 +294,17 @@ def context_of(setup: Setup, built: BuiltModel, config: PretrainedConfig) -> Con
     layers carry state or whose documents are padded: those are dealt whole to the ranks of cp, as to any others.
     config: of the class with logits."""
     cp, tp, wanted = setup.mesh.cp_size, setup.mesh.tp_size, setup.config.mesh.ulysses
+    ulysses = ulysses_of(built, config, wanted, cp, tp)
+    return None if ulysses is None else context_axis(setup.mesh, ulysses)
+
+
+def ulysses_of(built: BuiltModel, config: PretrainedConfig, wanted: int | None, cp: int, tp: int) -> int | None:
+    """How many ranks of cp exchange heads; None where documents are not cut. See `context_of`."""
     if cp == 1 or not built.cuts_documents:
         return None
     ulysses = choose_ulysses(built.flops, config, cp, tp) if wanted is None else wanted
     check_context(config, built.flops, cp, ulysses, tp)
-    return context_axis(setup.mesh, ulysses)
+    return ulysses
 
 
 def check_memory(setup: Setup, built: BuiltModel, made: Sharded, *, fill: bool) -> None:

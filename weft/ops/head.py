@@ -155,9 +155,14 @@ def logprob_and_top1(
     return running.picked - running.lse, (running.picked >= running.largest).to(logits.wide)
 
 
+def tile_bytes(device: str) -> int:
+    """fp32 bytes of a tile of logits on this type of device."""
+    return _TILE_BYTES.get(device, _TILE_BYTES_ACCELERATOR)
+
+
 def _tile_shape(tokens: int, vocabulary: int, device: str) -> tuple[int, int]:
     """Even tiles of at most the device's bytes (fp32), as near to square as the shapes allow."""
-    elements = _TILE_BYTES.get(device, _TILE_BYTES_ACCELERATOR) // 4
+    elements = tile_bytes(device) // 4
     rows = -(-tokens // max(1, -(-tokens // _TILE_TOKENS)))
     columns = min(vocabulary, max(1, elements // max(1, rows)))
     columns = -(-vocabulary // -(-vocabulary // columns))
@@ -181,7 +186,7 @@ class Logits:
 
     def rows_of_all_columns(self) -> int:
         """The tokens of a tile with the whole vocabulary."""
-        budget = _TILE_BYTES.get(device_kind(self.weight.device), _TILE_BYTES_ACCELERATOR)
+        budget = tile_bytes(device_kind(self.weight.device))
         return max(1, budget // (4 * len(self.weight)))
 
     def tile(self, rows: slice, columns: slice) -> Tensor:

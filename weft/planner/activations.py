@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PretrainedConfig
 
 from weft.models import hf
-from weft.models.train_module import TrainModule
+from weft.models.pipeline import StandIn
+from weft.models.train_module import Passage, TrainModule
 from weft.ops.communicator import MetaCommunicator
 from weft.ops.context import repeats
 from weft.ops.shapes import GroupedProducts
@@ -39,44 +40,94 @@ class RowSharing:
         return repeats(heads, query_heads, self.ulysses) * (self.ring + 0.5 if self.ring > 1 else 1.0)
 
 
-def saved_bytes(
-    config: PretrainedConfig, tokens: int, dtype: torch.dtype, *, recompute: bool, shared: RowSharing = RowSharing()
-) -> int:
-    """Bytes that autograd stores for the layers on a rank with `tokens` tokens of a row, computed in `dtype`.
+@dataclass(frozen=True)
+class Saved:
+    """Bytes that autograd stores for each token of a row on a rank. layers: of each decoder layer. passed: of the
+    hidden states between two of them. outside: of everything else before the head."""
 
-    recompute: as model.recompute=full; includes everything of the one layer that is recomputed. shared: the row is a
-    part of one document. Excluded: weights, the head, masks (of kernels that build one, and of windows on CPU), and
-    temporary memory of kernels. Raises whatever a family raises that cannot run on meta.
+    layers: tuple[float, ...]
+    passed: float
+    outside: float
+
+    def bytes(self, tokens: int, *, recompute: bool, first: int = 0, end: int | None = None, rows: int = 1) -> int:
+        """Of the layers from `first` to `end` and so many rows in flight. recompute: as model.recompute=full; includes
+        everything of the one layer that is recomputed."""
+        own = self.layers[first:end]
+        kept = len(own) * self.passed + max(own, default=0.0) / rows if recompute else sum(own)
+        return round((kept + self.outside) * tokens * rows)
+
+
+def saved_bytes(config: PretrainedConfig, dtype: torch.dtype, shared: RowSharing = RowSharing()) -> Saved:
+    """What autograd stores of the layers on a rank, computed in `dtype`. shared: the row is a part of one document.
+
+    Excluded: weights, the head, masks (of kernels that build one, and of windows on CPU), and temporary memory of
+    kernels. Layers that are built alike are run once. Raises whatever a family raises that cannot run on meta.
     """
-    kept = _saved(config, dtype, shared, recompute=recompute)
-    if recompute:
-        kept += _saved(config, dtype, shared, recompute=False) // config.get_text_config().num_hidden_layers
-    return kept * tokens // _TOKENS
-
-
-def _saved(config: PretrainedConfig, dtype: torch.dtype, shared: RowSharing, *, recompute: bool) -> int:
     AttentionInterface.register(_ATTENTION, partial(_attend, shared))
     model = hf.build_meta(copy.deepcopy(config), dtype=dtype, attention=_ATTENTION).train()
-    if recompute:
-        hf.enable_recompute(model)
     module = TrainModule(model)
+    firsts = _once(module)
     if shared.tp > 1:
         ranks = MetaCommunicator(shared.tp)
         tensor_parallel(module, Axis(0, shared.tp, ranks, lambda _: ranks), model.config, sequence=shared.sequence)
     weights = {_storage(tensor) for tensor in (*model.parameters(), *model.buffers())}
     found: dict[int, torch.UntypedStorage] = {}  # kept alive: another would get the number of one that is gone
+    by_layer = [0] * len(firsts)
+    outside, inside, passed = 0, list[int](), 0
 
     def keep(tensor: Tensor) -> Tensor:
-        if _storage(tensor) not in weights:
-            found[_storage(tensor)] = tensor.untyped_storage()
+        nonlocal outside
+        storage = tensor.untyped_storage()
+        if _storage(tensor) not in weights and _storage(tensor) not in found:
+            found[_storage(tensor)] = storage
+            if inside:
+                by_layer[inside[-1]] += storage.nbytes()
+            else:
+                outside += storage.nbytes()
         return tensor
 
+    def enter(number: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        nonlocal passed
+        hidden = args[0] if args else kwargs["hidden_states"]
+        passed = max(passed, hidden.untyped_storage().nbytes())
+        inside.append(number)
+
+    for number, (_, layer) in enumerate(module.layers):
+        if firsts[number] == number:
+            layer.register_forward_pre_hook(partial(enter, number), with_kwargs=True)
+            layer.register_forward_hook(lambda *_: inside.clear())
     ids_BT = torch.zeros(1, _TOKENS, dtype=torch.long, device="meta")
     positions_BT = torch.arange(_TOKENS, device="meta")[None]
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), GroupedProducts():
         out = module.base(input_ids=ids_BT, position_ids=positions_BT, use_cache=False)
     del out
-    return sum(storage.nbytes() for storage in found.values())
+    each = tuple(by_layer[first] / _TOKENS for first in firsts)
+    return Saved(each, passed / _TOKENS, outside / _TOKENS)
+
+
+def _once(module: TrainModule) -> list[int]:
+    """Let the first of the layers that are built alike run, and hidden states pass the others; the number of the layer
+    that runs for each."""
+    types = getattr(module.hf_model.config.get_text_config(), "layer_types", None) or ()
+    holder: Any = module.get_submodule(module.facts.layers)
+    first: dict[object, int] = {}
+    firsts = []
+    for number, (_, layer) in enumerate(module.layers):
+        kind = (
+            type(layer),
+            types[number] if number < len(types) else None,
+            tuple((name, tuple(p.shape)) for name, p in layer.named_parameters()),
+        )
+        firsts.append(first.setdefault(kind, number))
+        if firsts[-1] != number:
+            holder[number] = stand_in = StandIn(layer, 0, Passage(is_last=False), gives=False, keeps=False)
+            holder[firsts[-1]].register_forward_hook(partial(_imitate, stand_in))
+    return firsts
+
+
+def _imitate(stand_in: StandIn, _: nn.Module, args: Any, output: Any) -> None:
+    """Let a layer that does not run return what its like does."""
+    stand_in.items = len(output) if isinstance(output, tuple) else 0
 
 
 def _storage(tensor: Tensor) -> int:

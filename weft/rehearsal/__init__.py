@@ -1,1 +1,1 @@
-"""A run before it starts: what it will take, from the config and the model's shapes."""
+"""Memory and time of a run on a mesh of any size, in one process and without its ranks."""

@@ -102,20 +102,18 @@ def _activations(engine: Engine) -> str:
     most = "at most " if engine.lora is not None or model.freeze else ""
     stages = engine.stages
     try:
-        kept = saved_bytes(
-            engine.built.config, tokens, engine.precision.compute, recompute=model.recompute == "full",
-            shared=_shared(engine),
-        )  # fmt: skip
+        saved = saved_bytes(engine.built.config, engine.precision.compute, _shared(engine))
     except Exception as error:  # whatever a family does that needs values
         return (
             f"of {tokens:,} tokens: what they keep for backward is not known before they run ({type(error).__name__})"
         )
-    of_stage = ""
+    of_stage, first, end, rows = "", 0, None, 1
     if stages is not None:
         # The first stage has the most in flight.
         (first, end), pp, one = stages.spans[0], engine.mesh.pp_size, engine.config.mesh.pp_schedule == "1F1B"
-        kept = kept * (end - first) * (pp if one else 1) // stages.spans[-1][1]
+        rows = pp if one else 1
         of_stage = f" on the first stage, of {f'{pp} rows at once' if one else 'each row of a step, all at once'},"
+    kept = saved.bytes(tokens, recompute=model.recompute == "full", first=first, end=end, rows=rows)
     cut = engine.context
     row = f", a rank's part of {cut.size * tokens:,}," if cut is not None else ""
     return (

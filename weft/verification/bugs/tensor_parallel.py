@@ -254,7 +254,7 @@ def expert_bias_of_every_rank(plant: Plant, original: Original, module: Any, ran
 
 
 @bug(
-    "B35", "weft.parallel.tensor:_cut",
+    "B35", "weft.parallel.tensor:cut_of",
     "a fused projection is cut in pieces of equal size, not part by part",
     caught_by=LOGPROB, seen=MEGATRON, ranks=2, needs=f"{NEEDS} and fused projections, as in phi3",
 )  # fmt: skip
@@ -269,7 +269,7 @@ def fused_cut_as_one(
 
 
 @bug(
-    "B35", "weft.parallel.tensor:_cut",
+    "B35", "weft.parallel.tensor:cut_of",
     "ranks of tp have the sinks of another's heads",
     caught_by=LOGPROB, seen=MEGATRON, ranks=2, needs=f"{NEEDS} and sinks, as in gpt_oss",
 )  # fmt: skip

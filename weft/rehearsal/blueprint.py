@@ -1,0 +1,233 @@
+"""What is known of a model once and for every mesh: its weights, how each axis may divide them, and its FSDP units."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from torch import nn
+from transformers import PretrainedConfig
+
+from weft.cluster.machine import Accelerator
+from weft.cluster.options import Device
+from weft.cluster.process import pretend
+from weft.config.mesh import MeshSizes
+from weft.config.schema import MeshConfig
+from weft.engine.build import BuiltModel
+from weft.engine.config import EngineConfig
+from weft.engine.division_check import check_division
+from weft.engine.expert_check import check_experts
+from weft.engine.pipeline_check import check_pipeline
+from weft.engine.stages import (
+    USUAL_LENGTH,
+    Setup,
+    build,
+    check_adapters_in_layers,
+    check_stages,
+    cut_stages,
+    describe,
+    ulysses_of,
+)
+from weft.errors import UserError
+from weft.models import hf
+from weft.models.cost import costs_of_layers
+from weft.models.experts import experts_of
+from weft.models.pipeline import Anatomy, Pipeline, plan_pipeline
+from weft.models.tp_styles import Style, Styles, find_styles
+from weft.models.train_module import TrainModule
+from weft.parallel.experts import strided
+from weft.parallel.parallelize import Stages
+from weft.parallel.units import Strategy, Unit, find_units, own_parameters
+from weft.planner.activations import RowSharing, Saved, saved_bytes
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A parameter of the whole model, tied ones once. itemsize: of what is stored. experts: of a layer, where it holds
+    them all. strided: as in parallel/experts.py."""
+
+    name: str
+    shape: tuple[int, ...]
+    trained: bool
+    itemsize: int
+    experts: int | None = None
+    strided: bool = False
+
+
+@dataclass(frozen=True)
+class UnitFacts:
+    """An FSDP unit; the root has the rest. weights: indices. layer: its number among the decoder layers, of a unit that
+    lies in one."""
+
+    name: str
+    weights: tuple[int, ...]
+    keep: bool
+    shard: Strategy
+    layer: int | None = None
+
+
+class Blueprint:
+    """A model that was built on meta once, for arithmetic on any number of meshes. Checks of small copies run once for
+    each size of an axis."""
+
+    def __init__(
+        self, config: EngineConfig, device: Device, assumed: Accelerator | None, *, samples: bool = False
+    ) -> None:
+        """samples: documents are rollouts, whose entropies are read. UserError for whatever is refused of the model on
+        any mesh."""
+        self.config, self.assumed, self.samples = config, assumed, samples
+        with pretend(1, device, assumed) as ranks:
+            self.setup: Setup = describe(replace(config, mesh=MeshConfig()), ranks)
+            self.built: BuiltModel = build(self.setup, weights=False)
+        self.module: TrainModule = self.built.module
+        self.checked = self.built.config if config.value_head is None else hf.with_logits(self.built.config)
+        self._sequence: dict[int, bool] = {}
+        self._experts_checked: set[int] = set()
+        self._ulysses: dict[tuple[int, int], int | None] = {}
+        self._pipelines: dict[int, tuple[Stages, Pipeline]] = {}
+        self._saved: dict[RowSharing, Saved] = {}
+
+    @property
+    def text(self) -> PretrainedConfig:
+        """The config of the decoder."""
+        return self.built.config.get_text_config()
+
+    @cached_property
+    def experts(self) -> dict[str, nn.Module]:
+        """Name -> the experts of a layer."""
+        return experts_of(self.module)
+
+    @cached_property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        return dict(self.module.named_parameters())
+
+    @cached_property
+    def weights(self) -> tuple[Weight, ...]:
+        """All weights, in the model's order."""
+        precision, found = self.setup.precision, []
+        for name, parameter in self.parameters.items():
+            owner = next((own for own in self.experts if name.startswith(f"{own}.")), None)
+            count, fastest = None, False
+            if owner is not None:
+                child = self.experts[owner]
+                count, fastest = int(child.num_experts), strided(child, name.removeprefix(f"{owner}."))
+            dtype = precision.master if parameter.requires_grad else precision.frozen
+            shape = tuple(parameter.shape)
+            found.append(Weight(name, shape, parameter.requires_grad, dtype.itemsize, count, fastest))
+        return tuple(found)
+
+    @cached_property
+    def stored(self) -> int:
+        """Bytes of all weights."""
+        return sum(math.prod(weight.shape) * weight.itemsize for weight in self.weights)
+
+    @cached_property
+    def trained(self) -> int:
+        """Elements of all that is trained."""
+        return sum(math.prod(weight.shape) for weight in self.weights if weight.trained)
+
+    @cached_property
+    def styles(self) -> Styles:
+        """How tp may divide each weight."""
+        return find_styles(self.module, self.text)
+
+    def style(self, name: str) -> Style:
+        return self.styles.of[name]
+
+    @cached_property
+    def undivided(self) -> list[tuple[Weight, bool]]:
+        """Trained weights that every rank of tp has whole, and whether each is of a block that tp divides."""
+        regions, found = set(self.styles.regions), []
+        for weight in self.weights:
+            if weight.trained and self.style(weight.name).dim is None:
+                parts = weight.name.split(".")
+                found.append((weight, any(".".join(parts[:n]) in regions for n in range(1, len(parts)))))
+        return found
+
+    def units(self, *, spread: bool) -> tuple[UnitFacts, ...]:
+        """The units, inner ones first; the root last, with what is in no other. spread: experts are units of their own
+        (ep)."""
+        return self._spread_units if spread else self._plain_units
+
+    @cached_property
+    def _plain_units(self) -> tuple[UnitFacts, ...]:
+        return self._units(())
+
+    @cached_property
+    def _spread_units(self) -> tuple[UnitFacts, ...]:
+        return self._units(tuple(self.experts))
+
+    def _units(self, experts: tuple[str, ...]) -> tuple[UnitFacts, ...]:
+        fsdp = self.config.fsdp
+        units = find_units(self.module, fsdp.wrap, fsdp.overrides, experts=experts)
+        places = {id(parameter): index for index, parameter in enumerate(self.parameters.values())}
+        found = [
+            UnitFacts(unit.name, tuple(places[id(p)] for p in own), unit.keep, unit.shard, self._layer(unit))
+            for unit, own in zip(units, own_parameters(units), strict=True)
+        ]
+        taken = {index for unit in found for index in unit.weights}
+        rest = tuple(index for index in range(len(self.weights)) if index not in taken)
+        return (*found, UnitFacts("root", rest, True, "full"))
+
+    def _layer(self, unit: Unit) -> int | None:
+        return self.layer_of(f"{unit.parts[0]}.")
+
+    def layer_of(self, name: str) -> int | None:
+        """The decoder layer that a name lies in."""
+        prefix = f"{self.module.facts.layers}."
+        return int(name.removeprefix(prefix).partition(".")[0]) if name.startswith(prefix) else None
+
+    @cached_property
+    def costs(self) -> tuple[list[float], float]:
+        """FLOPs per token of each layer, and of the head, in documents of the usual length."""
+        return costs_of_layers(self.module, USUAL_LENGTH)
+
+    @cached_property
+    def _anatomy(self) -> Anatomy:
+        check_stages(self.built, ())
+        return check_pipeline(self.built.config, self.built.findings, self.setup.precision.compute)
+
+    def stages(self, pp: int) -> tuple[Stages, Pipeline] | None:
+        """How pp stages have the layers; None for one. UserError where they cannot."""
+        if pp == 1:
+            return None
+        if pp not in self._pipelines:
+            if self.built.lora is not None:
+                check_adapters_in_layers(self.module, self.built.lora)
+            stages = cut_stages(self.costs, pp, self._anatomy)
+            self._pipelines[pp] = stages, plan_pipeline(self.module, stages.spans, stages.anatomy)
+        return self._pipelines[pp]
+
+    def sequence(self, tp: int) -> bool:
+        """Whether ranks of tp divide tokens between layers. UserError where they cannot divide the model."""
+        if tp == 1:
+            return False
+        if tp not in self._sequence:
+            division = check_division(self.checked, self.built.findings, tp)
+            self._sequence[tp] = division.sequence and self.built.vision is None
+        return self._sequence[tp]
+
+    def ulysses(self, cp: int, tp: int) -> int | None:
+        """How many ranks of cp exchange heads; None where documents are not cut. UserError where they cannot be."""
+        if (cp, tp) not in self._ulysses:
+            self._ulysses[cp, tp] = ulysses_of(self.built, self.checked, self.config.mesh.ulysses, cp, tp)
+        return self._ulysses[cp, tp]
+
+    def saved(self, shared: RowSharing) -> Saved:
+        """What a row keeps for backward. Raises whatever a family raises that cannot run on meta."""
+        if shared not in self._saved:
+            self._saved[shared] = saved_bytes(self.built.config, self.setup.precision.compute, shared)
+        return self._saved[shared]
+
+    def check(self, mesh: MeshSizes) -> None:
+        """UserError for what this model cannot do on this mesh."""
+        self.sequence(mesh.tp)
+        self.ulysses(mesh.cp, mesh.tp)
+        self.stages(mesh.pp)
+        if mesh.ep > 1 and mesh.ep not in self._experts_checked:
+            check_experts(self.checked, self.built.findings, mesh.ep)
+            fewest = min((int(child.num_experts) for child in self.experts.values()), default=0)
+            if fewest < mesh.ep:
+                raise UserError(f"mesh.ep={mesh.ep} is more than the {fewest} experts of a layer.")
+            self._experts_checked.add(mesh.ep)

@@ -1,0 +1,175 @@
+"""The memory of each rank of a mesh at its fullest, by what it is for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from weft.config.mesh import MeshSizes
+from weft.engine.plan import StepPlan
+from weft.models.train_module import ValueHead
+from weft.ops.head import tile_bytes
+from weft.planner.activations import RowSharing
+from weft.planner.memory import HostNeeds, MemoryNeeds, gathered_elements, host_bytes
+from weft.rehearsal.blueprint import Blueprint
+from weft.rehearsal.held import Held, HeldUnit, Holdings
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one rank. held: between steps, with gradients. gathered: parameters of units, in the compute dtype.
+    unreduced: gradients of the largest unit, before they are on the ranks that keep them. rows: what the largest row
+    keeps for backward. in_flight: what further rows of a pipeline keep. experts: rows that travel to experts, and back.
+    head: logits, and gradients of the head's inputs. host: on the host, for what is being saved. unknown: why what
+    rows keep is not known; empty where it is."""
+
+    held: Held
+    gathered: int
+    unreduced: int
+    rows: int
+    in_flight: int
+    experts: int
+    head: int
+    host: int
+    unknown: str = ""
+
+    @property
+    def fullest(self) -> int:
+        """The head and a layer's backward take turns."""
+        alternating = max(self.head, self.unreduced + self.experts)
+        return self.held.resident + self.gathered + self.rows + self.in_flight + alternating
+
+    @property
+    def needs(self) -> MemoryNeeds:
+        """What a dry run says of it."""
+        held = self.held
+        return MemoryNeeds(held.weights, held.gradients, held.optimizer, self.gathered, 0, held.average)
+
+
+def memory_of(model: Blueprint, mesh: MeshSizes, plan: StepPlan | None, *, recompute: bool | None = None) -> Memory:
+    """Of the rank that needs most, on the fullest stage. plan: of a step; without one, rows are as long as
+    step.max_tokens_per_device allows, and a pipeline has enough of them. recompute: None as model.recompute says."""
+    return max(memory_by_stage(model, mesh, plan, recompute=recompute), key=lambda memory: memory.fullest)
+
+
+def memory_by_stage(
+    model: Blueprint, mesh: MeshSizes, plan: StepPlan | None, *, recompute: bool | None = None
+) -> list[Memory]:
+    """Of the rank of each stage that holds most."""
+    full = model.config.model.recompute == "full" if recompute is None else recompute
+    return [_of_stage(model, mesh, held, plan, recompute=full) for held in Holdings(model, mesh).by_stage()]
+
+
+def _of_stage(model: Blueprint, mesh: MeshSizes, held: Held, plan: StepPlan | None, *, recompute: bool) -> Memory:
+    config, precision = model.config, model.setup.precision
+    compute = precision.compute.itemsize
+    tokens, micro_batches = longest_row(model, plan)
+    units = [(unit.elements, unit.keep) for unit in held.units for _ in range(unit.count)]
+    found = Memory(
+        held,
+        gathered=gathered_elements(units, config.fsdp.reshard_after_forward) * compute,
+        unreduced=_unreduced(model, held, micro_batches) if model.setup.trained else 0,
+        rows=0,
+        in_flight=0,
+        experts=_expert_rows(model, mesh, tokens),
+        head=_head(model, mesh, tokens) if held.place.pp == mesh.pp - 1 else 0,
+        host=_host(model, mesh, held),
+    )
+    if not model.setup.trained:
+        return found
+    try:
+        saved = model.saved(sharing(model, mesh, plan))
+    except Exception as error:  # whatever a family does that needs values
+        return replace(found, unknown=type(error).__name__)
+    first, end = span_of(model, mesh, held.place.pp)
+    rows = rows_in_flight(config.mesh.pp_schedule, mesh.pp, held.place.pp, micro_batches)
+    one = saved.bytes(tokens, recompute=recompute, first=first, end=end)
+    several = saved.bytes(tokens, recompute=recompute, first=first, end=end, rows=rows)
+    return replace(found, rows=one, in_flight=several - one)
+
+
+def longest_row(model: Blueprint, plan: StepPlan | None) -> tuple[int, int | None]:
+    """(tokens of the longest row, micro-batches; None for many)."""
+    if plan is None:
+        return model.config.step.max_tokens_per_device, None
+    padded = plan.layout == "padded"
+    lengths = [
+        length * len(row) if padded else length
+        for of_rows, of_lengths in zip(plan.rows, plan.lengths, strict=True)
+        for row, length in zip(of_rows, of_lengths, strict=True)
+    ]
+    return max(lengths), plan.micro_batches
+
+
+def rows_in_flight(schedule: str, stages: int, place: int, micro_batches: int | None) -> int:
+    """Rows of which a stage keeps what backward needs."""
+    if stages == 1:
+        return 1
+    many = 4 * stages if micro_batches is None else micro_batches
+    return many if schedule == "GPipe" else min(many, stages - place)
+
+
+def span_of(model: Blueprint, mesh: MeshSizes, stage: int) -> tuple[int, int]:
+    """The layers of a stage: (first, end)."""
+    stages = model.stages(mesh.pp)
+    return (0, len(model.costs[0])) if stages is None else stages[0].spans[stage]
+
+
+def sharing(model: Blueprint, mesh: MeshSizes, plan: StepPlan | None) -> RowSharing:
+    """The ranks that share the largest row, which is part of one document where that can be."""
+    cuts = plan is None or bool(plan.pieces)
+    ulysses = model.ulysses(mesh.cp, mesh.tp) if cuts else None
+    ring, heads = (1, 1) if ulysses is None else (mesh.cp // ulysses, ulysses)
+    return RowSharing(mesh.tp, ring, heads, model.sequence(mesh.tp))
+
+
+def _unreduced(model: Blueprint, held: Held, micro_batches: int | None) -> int:
+    """In the compute dtype as autograd gives them, and as they are sent. With fsdp.reduce=last those of all units stay
+    where they are until the step's last micro-batch."""
+    precision, trained = model.setup.precision, [unit for unit in held.units if unit.trained]
+    largest = max((_both(unit, precision.compute, precision.reduce) for unit in trained), default=0)
+    if model.config.fsdp.reduce == "last" and micro_batches != 1:
+        return largest + sum(unit.trained * unit.count for unit in trained) * precision.reduce.itemsize
+    return largest
+
+
+def _both(unit: HeldUnit, compute: torch.dtype, reduce: torch.dtype) -> int:
+    return unit.trained * compute.itemsize + unit.trained_padded * reduce.itemsize
+
+
+def _expert_rows(model: Blueprint, mesh: MeshSizes, tokens: int) -> int:
+    """Rows sent and received by a rank, where routers choose evenly; more where they do not."""
+    if mesh.ep == 1:
+        return 0
+    return 2 * tokens * rows_of_a_token(model) * model.text.hidden_size * model.setup.precision.compute.itemsize
+
+
+def rows_of_a_token(model: Blueprint) -> int:
+    """Rows that travel to experts for each token: its choices, or all experts where each gets every token."""
+    facts = model.built.flops
+    every = not all(hasattr(child, "has_gate") for child in model.experts.values())
+    return facts.experts if every else facts.experts_per_token
+
+
+def _head(model: Blueprint, mesh: MeshSizes, tokens: int) -> int:
+    """Tiles of logits and the gradients that ops/head.py makes of them, of a row whose tokens are all trained."""
+    head, compute = model.module.head, model.setup.precision.compute.itemsize
+    if isinstance(head, ValueHead):
+        return 0
+    width = int(head.weight.shape[1])
+    vocabulary = -(-int(head.weight.shape[0]) // mesh.tp)
+    kind = "cpu" if model.setup.ranks.device.type == "cpu" else "cuda"
+    tiles = tile_bytes(kind) // 4 * compute
+    hidden = tokens * width * (4 + compute)
+    if not head.weight.requires_grad or not model.setup.trained:
+        return tiles + hidden
+    # Where the vocabulary is divided, the fp32 sum is of a tile's columns; else of all, and a product comes beside it.
+    wide = compute if mesh.tp > 1 or compute == 4 else 4 + compute
+    return tiles + hidden + vocabulary * width * wide
+
+
+def _host(model: Blueprint, mesh: MeshSizes, held: Held) -> int:
+    needs = MemoryNeeds(held.weights, held.gradients, held.optimizer, 0, 0, held.average)
+    adapters = model.built.lora is not None
+    return host_bytes([HostNeeds.of(needs, adapters=adapters, state=True, replicas=mesh.dp_replicate, parts=())])

@@ -1,0 +1,260 @@
+"""How long a step would take on an assumed machine, part by part: arithmetic on stated rates, and no measurement."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from weft.config.mesh import MeshSizes
+from weft.engine.plan import StepPlan
+from weft.engine.schedule import Action, bubble, order
+from weft.models.flops import model_flops
+from weft.rehearsal.blueprint import Blueprint
+from weft.rehearsal.held import Held, Holdings
+from weft.rehearsal.machines import Machine
+from weft.rehearsal.traffic import Load, Transfer, transfers
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a step on the slowest stage. seconds: by itself. waits: those in which nothing is computed; all of
+    computing counts. received: bytes that a rank receives."""
+
+    name: str
+    seconds: float
+    waits: float
+    received: float = 0.0
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """seconds: of a step. parts: which add up to it by `waits`. flops: of the model, of all ranks. mfu: their share of
+    the peak."""
+
+    seconds: float
+    parts: tuple[Part, ...]
+    tokens: int
+    flops: float
+    mfu: float
+    micro_batches: int
+    bubble: float
+    imbalance: float
+    transfers: tuple[Transfer, ...]
+
+    @property
+    def limit(self) -> str:
+        """The part without which a step would be shortest, computing apart."""
+        waiting = max((part for part in self.parts if part.name not in _COMPUTING), key=lambda part: part.waits)
+        return waiting.name if waiting.waits > 0.1 * self.seconds else "computing"
+
+
+_COMPUTING = ("matrices", "attention")
+
+
+@dataclass(frozen=True)
+class _Work:
+    """A stage's seconds for one row that costs what the mean of the dearest rows does. linear, attention: of a forward
+    and backward. forward, backward: those of the collectives that nothing hides. gathers: those that computing hides,
+    in forward, in backward, and at the end of a step."""
+
+    linear: tuple[float, float]
+    attention: tuple[float, float]
+    open: tuple[float, float]
+    gathers: tuple[float, float]
+
+    def seconds(self, share: float) -> tuple[float, float]:
+        """(forward, backward) of a row that costs `share` times as much."""
+        both = []
+        for phase in (0, 1):
+            computing = (self.linear[phase] + self.attention[phase]) * share
+            both.append(max(computing, self.gathers[phase]) + self.open[phase] * share)
+        return both[0], both[1]
+
+
+def time_of(
+    model: Blueprint, mesh: MeshSizes, plan: StepPlan, machine: Machine, *, recompute: bool | None = None
+) -> StepTime:
+    """The time of a step of this plan."""
+    full = model.config.model.recompute == "full" if recompute is None else recompute
+    held = Holdings(model, mesh).by_stage()
+    load = load_of(plan)
+    moved = [transfers(model, mesh, one, load, recompute=full) for one in held]
+    works = [_work(model, mesh, one, plan, load, machine, of, full) for one, of in zip(held, moved, strict=True)]
+    shares = _shares(plan)
+    busy = [sum(sum(work.seconds(share)) for share in shares) for work in works]
+    waiting = _bubble(model, mesh, works, shares)
+    slowest = max(range(len(works)), key=lambda stage: busy[stage])
+    ends = [_end_of_step(of, machine) for of in moved]
+    update = max(_update_seconds(one, machine) for one in held)
+    whole = (sum(busy) / len(busy) / (1.0 - waiting) if mesh.pp > 1 else busy[0]) + max(ends) + update
+    parts = _parts(works[slowest], shares, moved[slowest], machine, plan)
+    if mesh.pp > 1:
+        idle = whole - busy[slowest] - max(ends) - update
+        parts.append(Part("waiting for stages", idle, idle, note=f"bubble {waiting:.0%}"))
+    parts.append(Part("optimizer", update, update, note="reads and writes the states"))
+    totals = plan.totals
+    mfu = totals.cost / (machine.peak * mesh.world * whole)
+    return StepTime(
+        whole, tuple(parts), totals.tokens, totals.cost, mfu, plan.micro_batches, waiting,
+        1.0 - plan.utilisation, tuple(moved[slowest]),
+    )  # fmt: skip
+
+
+def load_of(plan: StepPlan) -> Load:
+    """The rows of the rank that has the longest one in each micro-batch."""
+    tokens = shared = 0.0
+    for micro in range(plan.micro_batches):
+        widths = [
+            length * (len(row) if plan.layout == "padded" else 1)
+            for row, length in zip(plan.rows[micro], plan.lengths[micro], strict=True)
+        ]
+        tokens += max(widths)
+        shared += _shared(plan, micro)
+    read = sum(document.read for document in plan.documents)
+    of_documents = sum(document.loss_tokens for document in plan.documents)
+    return Load(plan.micro_batches, tokens, tokens * min(1.0, of_documents / max(1, read)), shared)
+
+
+def _shared(plan: StepPlan, micro: int) -> float:
+    """The most tokens of cut documents that a rank has in a micro-batch."""
+    if not plan.pieces or plan.group is None:
+        return 0.0
+    most = 0
+    for rank, pieces in enumerate(plan.pieces[micro]):
+        own = 0
+        for document, intervals in zip(plan.rows[micro][rank], pieces, strict=True):
+            count = sum(stop - start for start, stop in intervals)
+            own += count if count < plan.documents[document].read else 0
+        most = max(most, own)
+    return float(most)
+
+
+def _shares(plan: StepPlan) -> list[float]:
+    """Of each micro-batch: the cost of its dearest row, relative to their mean."""
+    dearest = [max(costs) for costs in plan.costs]
+    mean = sum(dearest) / len(dearest)
+    return [cost / mean for cost in dearest]
+
+
+def _work(
+    model: Blueprint,
+    mesh: MeshSizes,
+    held: Held,
+    plan: StepPlan,
+    load: Load,
+    machine: Machine,
+    moved: Sequence[Transfer],
+    recompute: bool,
+) -> _Work:
+    linear, attention = _flops(model, mesh, held.place.pp, plan, recompute=recompute)
+    per_row = 1.0 / load.micro_batches
+    seconds = defaultdict[tuple[str, bool], float](float)
+    for one in moved:
+        seconds[one.phase, one.hidden] += one.seconds(machine) * per_row
+    return _Work(
+        linear=(linear[0] / (machine.peak * machine.matmul), linear[1] / (machine.peak * machine.matmul)),
+        attention=(
+            attention[0] / (machine.peak * machine.attention),
+            attention[1] / (machine.peak * machine.attention),
+        ),
+        open=(seconds["forward", False], seconds["backward", False]),
+        gathers=(seconds["forward", True], seconds["backward", True]),
+    )
+
+
+def _flops(
+    model: Blueprint, mesh: MeshSizes, stage: int, plan: StepPlan, *, recompute: bool
+) -> tuple[tuple[float, float], tuple[float, float]]:
+    """((forward, backward) of matrices, of attention) that a rank of a stage computes for a row of the dearest rows'
+    mean cost. Recomputed layers count again, in backward."""
+    dearest = sum(max(costs) for costs in plan.costs) / plan.micro_batches
+    of_rank = dearest / mesh.tp
+    whole, head = model.costs
+    everything = sum(whole) + head
+    stages = model.stages(mesh.pp)
+    first, end = (0, len(whole)) if stages is None else stages[0].spans[stage]
+    last = end == len(whole)
+    layers, of_head = sum(whole[first:end]) / everything, head * last / everything
+    linear_share = _linear_share(model, plan)
+    frozen = model.built.flops.frozen
+    ahead = 1 / 2 if frozen else 1 / 3
+    linear = of_rank * linear_share
+    attending = of_rank * (1 - linear_share) * (end - first) / len(whole)
+    own = max(0.0, linear * (layers + of_head))
+    forward, backward = own * ahead, own * (1 - ahead)
+    if recompute:
+        backward += linear * layers * ahead
+    if last and (mesh.tp > 1 or model.samples):  # logits are computed twice
+        backward += linear * of_head * ahead
+    return (forward, backward), (attending / 3, attending * (2 + recompute) / 3)
+
+
+def _linear_share(model: Blueprint, plan: StepPlan) -> float:
+    """The share of the FLOPs of a step's documents that is of weights."""
+    linear, _ = model_flops(model.built.flops)
+    cost = plan.totals.cost
+    return min(1.0, linear * sum(document.read for document in plan.documents) / cost) if cost else 1.0
+
+
+def _bubble(model: Blueprint, mesh: MeshSizes, works: Sequence[_Work], shares: Sequence[float]) -> float:
+    """The share of the stages' time in which they wait for each other."""
+    if mesh.pp == 1:
+        return 0.0
+    schedule = model.config.mesh.pp_schedule
+    orders = [order(schedule, place, mesh.pp, len(shares)) for place in range(mesh.pp)]
+    costs = [[work.seconds(share) for share in shares] for work in works]
+
+    def cost(stage: int, action: Action) -> float:
+        return costs[stage][action.micro][0 if action.forward else 1]
+
+    return bubble(orders, cost)
+
+
+def _end_of_step(moved: Sequence[Transfer], machine: Machine) -> float:
+    """What comes once, at the end: sums over replicas, over tp and between stages."""
+    return sum(one.seconds(machine) for one in moved if one.phase == "step")
+
+
+def _update_seconds(held: Held, machine: Machine) -> float:
+    """Gradients are read twice, for the norm and the step; weights and states are read and written."""
+    moved = 2 * (held.gradients + held.gradients + held.optimizer + held.average)
+    return moved / (machine.memory_rate * machine.moved)
+
+
+def _parts(
+    work: _Work, shares: Sequence[float], moved: Sequence[Transfer], machine: Machine, plan: StepPlan
+) -> list[Part]:
+    """The slowest stage's time: computing, and each kind of collective with what of it nothing hides."""
+    total = sum(shares)
+    linear, attention = sum(work.linear) * total, sum(work.attention) * total
+    even = plan.utilisation
+    uneven = (linear + attention) * (1 - even)
+    parts = [
+        Part("matrices", linear * even, linear * even),
+        Part("attention", attention * even, attention * even),
+        Part("uneven rows", uneven, uneven, note=f"utilisation {even:.0%}"),
+    ]
+    visible = 0.0
+    for share in shares:
+        for phase in (0, 1):
+            computing = (work.linear[phase] + work.attention[phase]) * share
+            visible += max(0.0, work.gathers[phase] - computing)
+    hidden = sum(one.seconds(machine) for one in moved if one.hidden)
+    for (name, overlaps), several in _by_name(moved):
+        seconds = sum(one.seconds(machine) for one in several)
+        received = sum(one.received for one in several)
+        waits = visible * seconds / hidden if overlaps and hidden else seconds
+        parts.append(Part(name, seconds, waits, received, "computing goes on" if overlaps else ""))
+    return [part for part in parts if part.seconds > 0]
+
+
+def _by_name(moved: Sequence[Transfer]) -> list[tuple[tuple[str, bool], list[Transfer]]]:
+    """The transfers by (axis and kind, whether computing hides them)."""
+
+    def key(one: Transfer) -> tuple[str, bool]:
+        return f"{one.axis}: {one.kind}", one.hidden
+
+    return [(name, list(several)) for name, several in groupby(sorted(moved, key=key), key)]
