@@ -83,7 +83,7 @@ class Engine:
         mesh = None if other is None else other.mesh
         parts = assemble(config, ranks, weights=weights, fill=fill, progress=progress, mesh=mesh, readouts=readouts)
         setup, built, made = parts.setup, parts.built, parts.sharded
-        self.config, self.ranks, self.device = config, ranks, ranks.device
+        self.config, self.ranks, self.device = config, ranks, ranks.tensors_on
         self.mesh: Mesh = setup.mesh
         self.precision, self.storage = setup.precision, setup.storage
         self.moments, self.state_dtypes = setup.moments, setup.state_dtypes

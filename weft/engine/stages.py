@@ -122,10 +122,15 @@ def assemble(
     built = build(setup, weights=weights, readouts=readouts)
     made = shard_model(setup, built, readouts)
     parts = Parts(setup, built, made, new_loss_scale(setup))
-    if not weights:
+    if ranks.simulated is not None:
+        with ranks.simulated.fake:
+            materialize(built.module, ranks.tensors_on)
+        hf.rebuild_buffers(built.module.hf_model)
+    elif weights:
+        check_memory(setup, built, made, fill=fill)
+        parts = replace(parts, loaded=fill_weights(setup, built, made, progress, fill=fill))
+    else:
         return parts
-    check_memory(setup, built, made, fill=fill)
-    parts = replace(parts, loaded=fill_weights(setup, built, made, progress, fill=fill))
     if not setup.trained:
         return parts
     optimizer, ema = build_optimizer_and_ema(setup, built.module)
@@ -220,9 +225,8 @@ def shard_model(setup: Setup, built: BuiltModel, readouts: Collection[str] = ())
     if stages is not None and built.lora is not None:
         check_adapters_in_layers(module, built.lora)
         adapter_config = to_json(built.lora, built.path, module)
-    device = ranks.device if ranks.assumed is None else torch.device("meta")  # which this machine may not have
     units, divided, pipeline = parallelize(
-        module, setup.mesh, built.config, config.model, config.fsdp, setup.precision, device,
+        module, setup.mesh, built.config, config.model, config.fsdp, setup.precision, ranks.tensors_on,
         sequence=sequence, stages=stages,
     )  # fmt: skip
     if pipeline is not None:

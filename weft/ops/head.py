@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from weft.cluster.simulated import device_kind
 from weft.ops.communicator import Communicator
 from weft.ops.exact import linear, token_logprobs
 
@@ -178,14 +179,14 @@ class Logits:
 
     def tiles(self, tile: tuple[int, int] | None) -> Iterator[tuple[slice, Iterator[slice]]]:
         """(columns, rows) of the tiles, by default nearly square."""
-        device = self.weight.device.type
+        device = device_kind(self.weight.device)
         height, width = tile or _tile_shape(len(self.hidden), len(self.weight), device)
         for columns in slices(len(self.weight), width):
             yield columns, slices(len(self.hidden), height)
 
     def rows_of_all_columns(self) -> int:
         """The tokens of a tile with the whole vocabulary."""
-        budget = tile_bytes(self.weight.device.type)
+        budget = tile_bytes(device_kind(self.weight.device))
         return max(1, budget // (4 * len(self.weight)))
 
     def tile(self, rows: slice, columns: slice) -> Tensor:
@@ -201,7 +202,7 @@ class Logits:
 
     def blocks(self, tile: Tensor) -> Iterator[tuple[slice, Tensor]]:
         """The tile's rows in blocks, in fp32 or fp64: views where the tile has that dtype, else copies."""
-        budget = _BLOCK_BYTES.get(tile.device.type, _BLOCK_BYTES_ACCELERATOR)
+        budget = _BLOCK_BYTES.get(device_kind(tile.device), _BLOCK_BYTES_ACCELERATOR)
         for rows in slices(len(tile), max(1, budget // (4 * tile.shape[1]))):
             yield rows, tile[rows].to(self.wide)
 
@@ -345,7 +346,7 @@ def _scale_(values: Tensor, factor: Tensor) -> None:
     if torch.finfo(values.dtype).bits >= 32:
         values.mul_(factor)
         return
-    rows = max(1, _BLOCK_BYTES.get(values.device.type, _BLOCK_BYTES_ACCELERATOR) // (4 * values[0].numel()))
+    rows = max(1, _BLOCK_BYTES.get(device_kind(values.device), _BLOCK_BYTES_ACCELERATOR) // (4 * values[0].numel()))
     for block in values.split(rows):
         block.copy_(block.float().mul_(factor))
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from weft.cluster.simulated import has_ended
 from weft.models.pipeline import Pipeline
 from weft.parallel.mesh import PipelineAxis, own_part
 from weft.telemetry import flight
@@ -73,7 +74,7 @@ class Link:
             raise RuntimeError(f"{what} are {found}, and not {self.dtype} of shape {list(self._shape(shape))}")
         group, step = (self.axis.onward, 1) if onward else (self.axis.back, -1)
         sent = tensor.detach().contiguous()
-        self._sent = [(kept, work) for kept, work in self._sent if not work.is_completed()]
+        self._sent = [(kept, work) for kept, work in self._sent if not has_ended(work)]
         self._sent.append((sent, dist.isend(sent, group=group, group_dst=self.axis.place + step)))
 
     def finish(self) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, PretrainedConfig
 
 from weft.models import hf
@@ -17,6 +16,7 @@ from weft.models.pipeline import StandIn
 from weft.models.train_module import Passage, TrainModule
 from weft.ops.communicator import MetaCommunicator
 from weft.ops.context import repeats
+from weft.ops.shapes import GroupedProducts
 from weft.parallel.mesh import Axis
 from weft.parallel.tensor import tensor_parallel
 
@@ -98,7 +98,7 @@ def saved_bytes(config: PretrainedConfig, dtype: torch.dtype, shared: RowSharing
             layer.register_forward_hook(lambda *_: inside.clear())
     ids_BT = torch.zeros(1, _TOKENS, dtype=torch.long, device="meta")
     positions_BT = torch.arange(_TOKENS, device="meta")[None]
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), _Grouped():
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), GroupedProducts():
         out = module.base(input_ids=ids_BT, position_ids=positions_BT, use_cache=False)
     del out
     each = tuple(by_layer[first] / _TOKENS for first in firsts)
@@ -132,24 +132,6 @@ def _imitate(stand_in: StandIn, _: nn.Module, args: Any, output: Any) -> None:
 
 def _storage(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
-
-
-class _Grouped(TorchFunctionMode):
-    """Products of tokens with the weights of their experts, of any dtype: on meta, torch has them in bf16 alone."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") not in ("grouped_mm", "_grouped_mm"):
-            return func(*args, **(kwargs or {}))
-        return _GroupedProduct.apply(*args)
-
-
-class _GroupedProduct(torch.autograd.Function):
-    """[S, in], [experts, in, out] -> [S, out]."""
-
-    @staticmethod
-    def forward(ctx: Any, tokens_SI: Tensor, weight_EIO: Tensor) -> Tensor:
-        ctx.save_for_backward(tokens_SI, weight_EIO)
-        return tokens_SI.new_empty(tokens_SI.shape[0], weight_EIO.shape[2])
 
 
 def _attend(

@@ -259,7 +259,7 @@ def _attention(config: SftConfig | RlConfig, engine: Engine) -> str:
         return f"attention kernel {EXACT}"
     kinds: dict[str, list[str]] = {}
     for traits in built.findings.attention:
-        kernel = choose(config.model.attention, engine.device, engine.precision.compute, traits)
+        kernel = choose(config.model.attention, engine.ranks.device, engine.precision.compute, traits)
         kinds.setdefault(kernel, []).append(str(traits))
     return "attention kernel " + ", ".join(f"{kernel} ({'; '.join(of)})" for kernel, of in kinds.items())
 
