@@ -1,5 +1,5 @@
-"""What stands in for an accelerator while a step is simulated: torch's fake tensors, on the CPU, which have sizes and no
-values.
+"""What stands in for an accelerator while a step is simulated: torch's fake tensors, on the CPU, which have sizes and
+no values.
 
 Code that chooses kernels or sizes by the device asks `device_kind`; code that waits for a number asks `read`. Nothing
 else need know of a simulation.

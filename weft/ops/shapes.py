@@ -1,5 +1,5 @@
-"""Kernels that compute nothing, for estimates and simulations: they allocate, keep and return what others do, where torch
-cannot say so itself. Shapes of attention are those of attention_call.py.
+"""Kernels that compute nothing, for estimates and simulations: they allocate, keep and return what others do, where
+torch cannot say so itself. Shapes of attention are those of attention_call.py.
 """
 
 from __future__ import annotations

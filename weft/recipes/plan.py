@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import cycle, islice
 from pathlib import Path
@@ -18,14 +19,18 @@ from weft.data.images import read_images
 from weft.data.open_sources import open_data
 from weft.engine.config import EngineConfig
 from weft.errors import UserError, first_line
+from weft.objectives.load import choose_objective
+from weft.objectives.policy import PolicyLoss
 from weft.recipes.run_data import deal, read_data
 from weft.rehearsal.blueprint import Blueprint
 from weft.rehearsal.machines import Machine, machine_of
-from weft.rehearsal.memory import memory_by_stage
+from weft.rehearsal.memory import Memory, memory_by_stage
 from weft.rehearsal.rows import StepLengths, plan_rows
 from weft.rehearsal.search import Search, search
+from weft.rehearsal.simulate import Step, simulate
 from weft.rehearsal.timing import time_of
 from weft.report.plan import Described, show_described, show_engines, show_search
+from weft.report.simulated import show_simulated
 from weft.report.tables import EngineRow
 from weft.rl.engines import critic_config, policy_config, reference_config
 from weft.rl.reference_critic import own_ranks
@@ -48,7 +53,13 @@ def run(config: SftConfig | RlConfig, options: PlanOptions) -> None:
         found = search(Search(config, model, machine, options.ranks, lengths.of, options.length is not None))
         show_search(model, found, options.ranks, lengths, machine)
         return
-    show_described(_described(model, machine, options.ranks, lengths))
+    described = _described(model, machine, options.ranks, lengths)
+    show_described(described)
+    if options.simulate:
+        step = step_of(config, lengths.of)
+        for memory in ranks_to_simulate(described.memory):
+            rank = memory.held.place.rank(described.mesh)
+            show_simulated(simulate(engine, options.ranks, assumed, step, rank=rank), memory, assumed.memory)
     if isinstance(config, RlConfig):
         show_engines(_engines_beside(config, options.ranks, assumed))
 
@@ -60,6 +71,19 @@ def _described(model: Blueprint, machine: Machine, ranks: int, lengths: StepLeng
     return Described(
         model, mesh, machine, lengths, plan, memory_by_stage(model, mesh, plan), time_of(model, mesh, plan, machine)
     )
+
+
+def step_of(config: SftConfig | RlConfig, lengths: Sequence[int]) -> Step:
+    """What is trained in a step of documents of these lengths."""
+    if isinstance(config, SftConfig):
+        return Step(lengths, choose_objective(config.train.objective))
+    return Step(lengths, PolicyLoss(config.rl), ("old_logprob", "advantage", "correction", "reference_logprob"))
+
+
+def ranks_to_simulate(memory: Sequence[Memory]) -> list[Memory]:
+    """Of the stages: the first rank's, and the one with the fullest rank."""
+    fullest = max(memory, key=lambda one: one.fullest)
+    return [memory[0]] if fullest is memory[0] else [memory[0], fullest]
 
 
 def lengths_of_a_step(config: SftConfig | RlConfig, stated: int | None) -> StepLengths:

@@ -38,6 +38,10 @@ class Place:
         pp, replicate = divmod(rest, mesh.dp_replicate)
         return Place(pp, replicate, fsdp, tp)
 
+    def rank(self, mesh: MeshSizes) -> int:
+        """Its number."""
+        return ((self.pp * mesh.dp_replicate + self.dp_replicate) * mesh.shards + self.fsdp) * mesh.tp + self.tp
+
 
 @dataclass(frozen=True)
 class HeldUnit:
