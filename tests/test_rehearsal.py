@@ -83,10 +83,6 @@ def test_what_each_rank_holds_is_counted_to_the_byte(
 
 # ---------------------------------------------------------------- what travels
 
-PARTS = {
-    "dp_shard": "fsdp", "dp_shard x cp": "fsdp", "same experts": "expert shards", "cp (ring)": "cp",
-    "cp (ulysses)": "cp",
-}  # fmt: skip
 SMALL = 4096  # bytes of metrics, norms, counts of rows and log-sum-exps, which are not foreseen
 Totals = dict[tuple[int, str], int]
 
@@ -108,7 +104,9 @@ def foreseen(model: Blueprint, sizes: MeshSizes, rank: int, lengths: list[int]) 
     load = RowFacts.of(model, plan_rows(model, sizes, lengths)).load
     found: dict[tuple[int, str], float] = defaultdict(float)
     for one in transfers(model, sizes, held, load, recompute=model.config.model.recompute == "full"):
-        found[2 if one.kind == "send" else one.size, one.kind] += one.payload * one.calls
+        # Keys and values are sent to those who want them, and heads to all.
+        given = one.received if one.axis == "cp (ring)" else one.payload * one.calls
+        found[2 if one.kind == "send" else one.size, one.kind] += given
     return {key: round(value) for key, value in found.items()}
 
 
@@ -121,7 +119,7 @@ RECOMPUTE = {"model": {"recompute": "full"}}
         ("llama", "3", {"fsdp": {"reduce": "last"}}, [65] * 9, {}),
         ("llama_tied", "2x2", {"lora": {"rank": 4}}, [65] * 8, {}),
         ("llama", "2xtp2", RECOMPUTE, [65] * 8, {}),
-        ("gemma3", "tp2", RECOMPUTE, [65] * 4, {}),
+        ("gemma3_text", "tp2", RECOMPUTE, [65] * 4, {}),
         ("falcon", "tp2", {}, [65] * 4, {}),
         ("llama", "cp2", {}, [201] * 2, {}),
         ("llama", "cp2u2", RECOMPUTE, [201] * 2, {}),
@@ -132,12 +130,16 @@ RECOMPUTE = {"model": {"recompute": "full"}}
 def test_bytes_that_travel_are_those_of_real_ranks(
     family: str, mesh: str, sections: dict[str, Any], lengths: list[int], changes: dict[str, Any]
 ) -> None:
-    """Each kind of collective to the byte, but for what is small."""
+    """Each kind of collective to the byte, but for what is small; rows of experts on all ranks together, as routers do
+    not choose evenly."""
     model, sizes = blueprint(family, mesh, sections, **changes), sizes_of(mesh)
-    path = saved_model(family, **changes)
+    path, exchanged = saved_model(family, **changes), [0.0, 0.0]
     for rank, there in enumerate(run(world_of(mesh), sent, path, mesh, sections, lengths)):
         expected = foreseen(model, sizes, rank, lengths)
-        there = {key: size for key, size in there.items() if key[1] != "receive"}
-        for key in {*expected, *there}:
-            allowed = SMALL if key[1] != "all-to-all" else SMALL + 0.05 * there.get(key, 0)
-            assert expected.get(key, 0) == pytest.approx(there.get(key, 0), abs=allowed), (rank, key, expected, there)
+        for key in {*expected, *there} - {(2, "receive")}:
+            pair = expected.get(key, 0), there.get(key, 0)
+            if key[1] == "all-to-all":
+                exchanged = [exchanged[0] + pair[0], exchanged[1] + pair[1]]
+            else:
+                assert pair[0] == pytest.approx(pair[1], abs=SMALL), (rank, key, expected, there)
+    assert exchanged[0] == pytest.approx(exchanged[1], rel=0.01)

@@ -61,8 +61,8 @@ class Weight:
 
 @dataclass(frozen=True)
 class Units:
-    """FSDP units that are alike. name: of all, with `*` for numbers. weights: indices of the first's. layers: the numbers of the layers
-    that they lie in; None outside of them."""
+    """FSDP units that are alike. name: of all, with `*` for numbers. weights: indices of the first's. layers: the
+    numbers of the layers that they lie in; None outside of them."""
 
     name: str
     count: int
