@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -13,6 +14,9 @@ from weft.config.schema import MeshConfig
 from weft.objectives.cross_entropy import CrossEntropy
 from weft.rehearsal.blueprint import Blueprint
 from weft.rehearsal.held import Held, Holdings, Place
+from weft.rehearsal.rows import RowFacts, plan_rows
+from weft.rehearsal.simulate import Step, plan_of, rows_of, watched_step
+from weft.rehearsal.traffic import transfers
 from weft.verification.documents import awkward_steps
 from weft.verification.observed import to_documents
 
@@ -75,3 +79,65 @@ def test_what_each_rank_holds_is_counted_to_the_byte(
     assert foreseen == there
     heaviest = holdings.heaviest()
     assert heaviest.resident == max(map(sum, there))
+
+
+# ---------------------------------------------------------------- what travels
+
+PARTS = {
+    "dp_shard": "fsdp", "dp_shard x cp": "fsdp", "same experts": "expert shards", "cp (ring)": "cp",
+    "cp (ulysses)": "cp",
+}  # fmt: skip
+SMALL = 4096  # bytes of metrics, norms, counts of rows and log-sum-exps, which are not foreseen
+Totals = dict[tuple[int, str], int]
+
+
+def sent(path: str, mesh: str, sections: dict[str, Any], lengths: list[int]) -> Totals:
+    """(ranks, operation) -> bytes, of the collectives of a real rank's step."""
+    engine = open_engine(path, mesh, **sections)
+    step = Step(lengths, CrossEntropy())
+    plan = plan_of(engine, step)
+    _, watch = watched_step(engine, plan, rows_of(engine, plan, step), step.objective)
+    found: Totals = defaultdict(int)
+    for kind, total in watch.collectives.totals.items():
+        found[kind.ranks, kind.operation] += total.bytes
+    return dict(found)
+
+
+def foreseen(model: Blueprint, sizes: MeshSizes, rank: int, lengths: list[int]) -> Totals:
+    held = Holdings(model, sizes).of(Place.of(sizes, rank))
+    load = RowFacts.of(model, plan_rows(model, sizes, lengths)).load
+    found: dict[tuple[int, str], float] = defaultdict(float)
+    for one in transfers(model, sizes, held, load, recompute=model.config.model.recompute == "full"):
+        found[2 if one.kind == "send" else one.size, one.kind] += one.payload * one.calls
+    return {key: round(value) for key, value in found.items()}
+
+
+RECOMPUTE = {"model": {"recompute": "full"}}
+
+
+@pytest.mark.parametrize(
+    ("family", "mesh", "sections", "lengths", "changes"),
+    [
+        ("llama", "3", {"fsdp": {"reduce": "last"}}, [65] * 9, {}),
+        ("llama_tied", "2x2", {"lora": {"rank": 4}}, [65] * 8, {}),
+        ("llama", "2xtp2", RECOMPUTE, [65] * 8, {}),
+        ("gemma3", "tp2", RECOMPUTE, [65] * 4, {}),
+        ("falcon", "tp2", {}, [65] * 4, {}),
+        ("llama", "cp2", {}, [201] * 2, {}),
+        ("llama", "cp2u2", RECOMPUTE, [201] * 2, {}),
+        ("qwen3_moe", "4ep2", RECOMPUTE, [65] * 8, {"num_experts": 4}),
+        ("llama_tied", "pp2x2", {}, [65] * 8, {}),
+    ],
+)
+def test_bytes_that_travel_are_those_of_real_ranks(
+    family: str, mesh: str, sections: dict[str, Any], lengths: list[int], changes: dict[str, Any]
+) -> None:
+    """Each kind of collective to the byte, but for what is small."""
+    model, sizes = blueprint(family, mesh, sections, **changes), sizes_of(mesh)
+    path = saved_model(family, **changes)
+    for rank, there in enumerate(run(world_of(mesh), sent, path, mesh, sections, lengths)):
+        expected = foreseen(model, sizes, rank, lengths)
+        there = {key: size for key, size in there.items() if key[1] != "receive"}
+        for key in {*expected, *there}:
+            allowed = SMALL if key[1] != "all-to-all" else SMALL + 0.05 * there.get(key, 0)
+            assert expected.get(key, 0) == pytest.approx(there.get(key, 0), abs=allowed), (rank, key, expected, there)

@@ -25,7 +25,7 @@ from weft.recipes.run_data import deal, read_data
 from weft.rehearsal.blueprint import Blueprint
 from weft.rehearsal.machines import Machine, machine_of
 from weft.rehearsal.memory import Memory, memory_by_stage
-from weft.rehearsal.rows import StepLengths, plan_rows
+from weft.rehearsal.rows import RowFacts, StepLengths, plan_rows
 from weft.rehearsal.search import Search, search
 from weft.rehearsal.simulate import Step, simulate
 from weft.rehearsal.timing import time_of
@@ -68,9 +68,9 @@ def _described(model: Blueprint, machine: Machine, ranks: int, lengths: StepLeng
     mesh = resolve_mesh(model.config.mesh, ranks)
     model.check(mesh)
     plan = plan_rows(model, mesh, lengths.of)
-    return Described(
-        model, mesh, machine, lengths, plan, memory_by_stage(model, mesh, plan), time_of(model, mesh, plan, machine)
-    )
+    rows = RowFacts.of(model, plan)
+    memory, time = memory_by_stage(model, mesh, rows), time_of(model, mesh, rows, machine)
+    return Described(model, mesh, machine, lengths, plan, memory, time)
 
 
 def step_of(config: SftConfig | RlConfig, lengths: Sequence[int]) -> Step:

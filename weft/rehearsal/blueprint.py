@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -60,7 +61,7 @@ class Weight:
 
 @dataclass(frozen=True)
 class Units:
-    """FSDP units that are alike. name: of the first. weights: indices of its weights. layers: the numbers of the layers
+    """FSDP units that are alike. name: of all, with `*` for numbers. weights: indices of the first's. layers: the numbers of the layers
     that they lie in; None outside of them."""
 
     name: str
@@ -201,14 +202,15 @@ class Blueprint:
         for unit, own in zip(units, own_parameters(units), strict=True):
             weights = tuple(places[id(p)] for p in own)
             inside = self.layer_of(f"{unit.parts[0]}.") is not None
-            kind = unit.keep, unit.shard, inside or unit.name, tuple(self.kind_of[i] for i in weights)
+            kind = unit.keep, unit.shard, inside or _pattern(unit.name), tuple(self.kind_of[i] for i in weights)
             alike.setdefault(kind, []).append((unit, weights))
         found = []
         for several in alike.values():
             first, weights = several[0]
             layers = [self.layer_of(f"{unit.parts[0]}.") for unit, _ in several]
             inside_of = tuple(number for number in layers if number is not None)
-            found.append(Units(first.name, len(several), weights, first.keep, first.shard, inside_of or None))
+            name = first.name if len(several) == 1 else _pattern(first.name)
+            found.append(Units(name, len(several), weights, first.keep, first.shard, inside_of or None))
         taken = {places[id(p)] for own in own_parameters(units) for p in own}
         rest = tuple(index for index in range(len(self.weights)) if index not in taken)
         return (*found, Units("root", 1, rest, True, "full"))
@@ -289,3 +291,7 @@ class Blueprint:
         if alike not in self._experts_checked:
             check_experts(self.checked, self.built.findings, mesh.ep)
             self._experts_checked.add(alike)
+
+
+def _pattern(name: str) -> str:
+    return re.sub(r"\d+", "*", name)

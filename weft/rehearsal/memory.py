@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 import torch
 
 from weft.config.mesh import MeshSizes
-from weft.engine.plan import StepPlan
 from weft.models.train_module import ValueHead
 from weft.ops.head import tile_bytes
 from weft.planner.activations import RowSharing
 from weft.planner.memory import HostNeeds, MemoryNeeds, gathered_elements, host_bytes
 from weft.rehearsal.blueprint import Blueprint
 from weft.rehearsal.held import Held, HeldUnit, Holdings
+from weft.rehearsal.rows import RowFacts
 
 
 @dataclass(frozen=True)
@@ -47,24 +47,24 @@ class Memory:
         return MemoryNeeds(held.weights, held.gradients, held.optimizer, self.gathered, 0, held.average)
 
 
-def memory_of(model: Blueprint, mesh: MeshSizes, plan: StepPlan | None, *, recompute: bool | None = None) -> Memory:
-    """Of the rank that needs most, on the fullest stage. plan: of a step; without one, rows are as long as
+def memory_of(model: Blueprint, mesh: MeshSizes, rows: RowFacts | None, *, recompute: bool | None = None) -> Memory:
+    """Of the rank that needs most, on the fullest stage. rows: of a step; without them, rows are as long as
     step.max_tokens_per_device allows, and a pipeline has enough of them. recompute: None as model.recompute says."""
-    return max(memory_by_stage(model, mesh, plan, recompute=recompute), key=lambda memory: memory.fullest)
+    return max(memory_by_stage(model, mesh, rows, recompute=recompute), key=lambda memory: memory.fullest)
 
 
 def memory_by_stage(
-    model: Blueprint, mesh: MeshSizes, plan: StepPlan | None, *, recompute: bool | None = None
+    model: Blueprint, mesh: MeshSizes, rows: RowFacts | None, *, recompute: bool | None = None
 ) -> list[Memory]:
     """Of the rank of each stage that holds most."""
     full = model.config.model.recompute == "full" if recompute is None else recompute
-    return [_of_stage(model, mesh, held, plan, recompute=full) for held in Holdings(model, mesh).by_stage()]
+    return [_of_stage(model, mesh, held, rows, recompute=full) for held in Holdings(model, mesh).by_stage()]
 
 
-def _of_stage(model: Blueprint, mesh: MeshSizes, held: Held, plan: StepPlan | None, *, recompute: bool) -> Memory:
+def _of_stage(model: Blueprint, mesh: MeshSizes, held: Held, rows: RowFacts | None, *, recompute: bool) -> Memory:
     config, precision = model.config, model.setup.precision
     compute = precision.compute.itemsize
-    tokens, micro_batches = longest_row(model, plan)
+    tokens, micro_batches = longest_row(model, rows)
     units = [(unit.elements, unit.keep) for unit in held.units for _ in range(unit.count)]
     found = Memory(
         held,
@@ -79,27 +79,21 @@ def _of_stage(model: Blueprint, mesh: MeshSizes, held: Held, plan: StepPlan | No
     if not model.setup.trained:
         return found
     try:
-        saved = model.saved(sharing(model, mesh, plan))
+        saved = model.saved(sharing(model, mesh, rows))
     except Exception as error:  # whatever a family does that needs values
         return replace(found, unknown=type(error).__name__)
     first, end = span_of(model, mesh, held.place.pp)
-    rows = rows_in_flight(config.mesh.pp_schedule, mesh.pp, held.place.pp, micro_batches)
+    several = rows_in_flight(config.mesh.pp_schedule, mesh.pp, held.place.pp, micro_batches)
     one = saved.bytes(tokens, recompute=recompute, first=first, end=end)
-    several = saved.bytes(tokens, recompute=recompute, first=first, end=end, rows=rows)
-    return replace(found, rows=one, in_flight=several - one)
+    all_rows = saved.bytes(tokens, recompute=recompute, first=first, end=end, rows=several)
+    return replace(found, rows=one, in_flight=all_rows - one)
 
 
-def longest_row(model: Blueprint, plan: StepPlan | None) -> tuple[int, int | None]:
+def longest_row(model: Blueprint, rows: RowFacts | None) -> tuple[int, int | None]:
     """(tokens of the longest row, micro-batches; None for many)."""
-    if plan is None:
+    if rows is None:
         return model.config.step.max_tokens_per_device, None
-    padded = plan.layout == "padded"
-    lengths = [
-        length * len(row) if padded else length
-        for of_rows, of_lengths in zip(plan.rows, plan.lengths, strict=True)
-        for row, length in zip(of_rows, of_lengths, strict=True)
-    ]
-    return max(lengths), plan.micro_batches
+    return rows.longest, rows.load.micro_batches
 
 
 def rows_in_flight(schedule: str, stages: int, place: int, micro_batches: int | None) -> int:
@@ -116,9 +110,9 @@ def span_of(model: Blueprint, mesh: MeshSizes, stage: int) -> tuple[int, int]:
     return (0, len(model.costs[0])) if stages is None else stages[0].spans[stage]
 
 
-def sharing(model: Blueprint, mesh: MeshSizes, plan: StepPlan | None) -> RowSharing:
+def sharing(model: Blueprint, mesh: MeshSizes, rows: RowFacts | None) -> RowSharing:
     """The ranks that share the largest row, which is part of one document where that can be."""
-    cuts = plan is None or bool(plan.pieces)
+    cuts = rows is None or rows.cuts
     ulysses = model.ulysses(mesh.cp, mesh.tp) if cuts else None
     ring, heads = (1, 1) if ulysses is None else (mesh.cp // ulysses, ulysses)
     return RowSharing(mesh.tp, ring, heads, model.sequence(mesh.tp))
@@ -160,7 +154,7 @@ def _head(model: Blueprint, mesh: MeshSizes, tokens: int) -> int:
     width = int(head.weight.shape[1])
     vocabulary = -(-int(head.weight.shape[0]) // mesh.tp)
     kind = "cpu" if model.setup.ranks.device.type == "cpu" else "cuda"
-    tiles = tile_bytes(kind) // 4 * compute
+    tiles = min(tile_bytes(kind) // 4, tokens * vocabulary) * compute
     hidden = tokens * width * (4 + compute)
     if not head.weight.requires_grad or not model.setup.trained:
         return tiles + hidden

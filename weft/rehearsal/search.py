@@ -10,13 +10,12 @@ from typing import Any
 
 from weft.config.check import check_config
 from weft.config.mesh import MeshSizes
-from weft.engine.plan import StepPlan
 from weft.errors import UserError, first_line
 from weft.models.flops import document_flops
 from weft.rehearsal.blueprint import Blueprint
 from weft.rehearsal.machines import Machine
 from weft.rehearsal.memory import Memory, memory_of, rows_of_a_token
-from weft.rehearsal.rows import plan_rows
+from weft.rehearsal.rows import RowFacts, plan_rows
 from weft.rehearsal.timing import StepTime, time_of
 
 BEST = 5
@@ -76,7 +75,7 @@ class Found:
 
 def search(wanted: Search) -> Found:
     """Try meshes, those first that could be the fastest, until no other could be among the best."""
-    found, plans = Found(), dict[object, StepPlan]()
+    found, known = Found(), dict[object, RowFacts]()
     room = wanted.machine.accelerator.memory * wanted.machine.usable
     bounds = [(_least_seconds(wanted, mesh), mesh) for mesh in _meshes(wanted)]
     found.meshes = len(bounds)
@@ -87,7 +86,7 @@ def search(wanted: Search) -> Found:
         try:
             _check(wanted, mesh)
             budget = _budget(wanted, mesh)
-            proposal = _proposal(wanted, mesh, budget, _plan(wanted, mesh, budget, plans), room)
+            proposal = _proposal(wanted, mesh, budget, _rows(wanted, mesh, budget, known), room)
         except UserError as error:
             reason = first_line(error)
             found.refused[reason] = found.refused.get(reason, 0) + 1
@@ -181,21 +180,21 @@ def _budget(wanted: Search, mesh: MeshSizes) -> int:
     return max(stated, -(-needed // _UNIT) * _UNIT)
 
 
-def _plan(wanted: Search, mesh: MeshSizes, budget: int, plans: dict[object, StepPlan]) -> StepPlan:
+def _rows(wanted: Search, mesh: MeshSizes, budget: int, known: dict[object, RowFacts]) -> RowFacts:
     model = wanted.model
     key = mesh.dp_replicate * mesh.shards, mesh.cp, mesh.tp, budget
-    if key not in plans:
-        plans[key] = plan_rows(model, mesh, wanted.lengths, budget)
-    return plans[key]
+    if key not in known:
+        known[key] = RowFacts.of(model, plan_rows(model, mesh, wanted.lengths, budget))
+    return known[key]
 
 
-def _proposal(wanted: Search, mesh: MeshSizes, budget: int, plan: StepPlan, room: float) -> Proposal | Memory:
+def _proposal(wanted: Search, mesh: MeshSizes, budget: int, rows: RowFacts, room: float) -> Proposal | Memory:
     """The mesh as it fits, without recomputation where that is possible; else what it would need."""
     model, memory = wanted.model, None
     for recompute in (False, True):
-        memory = memory_of(model, mesh, plan, recompute=recompute)
+        memory = memory_of(model, mesh, rows, recompute=recompute)
         if memory.fullest <= room:
-            time = time_of(model, mesh, plan, wanted.machine, recompute=recompute)
+            time = time_of(model, mesh, rows, wanted.machine, recompute=recompute)
             limit = time.limit if memory.fullest < 0.9 * room else f"memory, {time.limit}"
             return Proposal(mesh, budget, recompute, memory, time, limit)
     assert memory is not None

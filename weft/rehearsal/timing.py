@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from weft.config.mesh import MeshSizes
-from weft.engine.plan import StepPlan
 from weft.engine.schedule import Action, bubble, order
-from weft.models.flops import model_flops
 from weft.rehearsal.blueprint import Blueprint
 from weft.rehearsal.held import Held, Holdings
 from weft.rehearsal.machines import Machine
-from weft.rehearsal.traffic import Load, Transfer, transfers
+from weft.rehearsal.rows import RowFacts
+from weft.rehearsal.traffic import Transfer, transfers
 
 
 @dataclass(frozen=True)
@@ -31,17 +30,13 @@ class Part:
 
 @dataclass(frozen=True)
 class StepTime:
-    """seconds: of a step. parts: which add up to it by `waits`. flops: of the model, of all ranks. mfu: their share of
-    the peak."""
+    """seconds: of a step. parts: which add up to it by `waits`. tokens: of all ranks. mfu: FLOPs of the model / what
+    the peak allows. transfers: of the slowest stage's ranks."""
 
     seconds: float
     parts: tuple[Part, ...]
     tokens: int
-    flops: float
     mfu: float
-    micro_batches: int
-    bubble: float
-    imbalance: float
     transfers: tuple[Transfer, ...]
 
     @property
@@ -75,82 +70,40 @@ class _Work:
 
 
 def time_of(
-    model: Blueprint, mesh: MeshSizes, plan: StepPlan, machine: Machine, *, recompute: bool | None = None
+    model: Blueprint, mesh: MeshSizes, rows: RowFacts, machine: Machine, *, recompute: bool | None = None
 ) -> StepTime:
-    """The time of a step of this plan."""
+    """The time of a step of these rows."""
     full = model.config.model.recompute == "full" if recompute is None else recompute
     held = Holdings(model, mesh).by_stage()
-    load = load_of(plan)
-    moved = [transfers(model, mesh, one, load, recompute=full) for one in held]
-    works = [_work(model, mesh, one, plan, load, machine, of, full) for one, of in zip(held, moved, strict=True)]
-    shares = _shares(plan)
+    moved = [transfers(model, mesh, one, rows.load, recompute=full) for one in held]
+    works = [_work(model, mesh, one, rows, machine, of, full) for one, of in zip(held, moved, strict=True)]
+    shares = rows.shares
     busy = [sum(sum(work.seconds(share)) for share in shares) for work in works]
     waiting = _bubble(model, mesh, works, shares)
     slowest = max(range(len(works)), key=lambda stage: busy[stage])
     ends = [_end_of_step(of, machine) for of in moved]
     update = max(_update_seconds(one, machine) for one in held)
     whole = (sum(busy) / len(busy) / (1.0 - waiting) if mesh.pp > 1 else busy[0]) + max(ends) + update
-    parts = _parts(works[slowest], shares, moved[slowest], machine, plan)
+    parts = _parts(works[slowest], rows, moved[slowest], machine)
     if mesh.pp > 1:
         idle = whole - busy[slowest] - max(ends) - update
         parts.append(Part("waiting for stages", idle, idle, note=f"bubble {waiting:.0%}"))
     parts.append(Part("optimizer", update, update, note="reads and writes the states"))
-    totals = plan.totals
-    mfu = totals.cost / (machine.peak * mesh.world * whole)
-    return StepTime(
-        whole, tuple(parts), totals.tokens, totals.cost, mfu, plan.micro_batches, waiting,
-        1.0 - plan.utilisation, tuple(moved[slowest]),
-    )  # fmt: skip
-
-
-def load_of(plan: StepPlan) -> Load:
-    """The rows of the rank that has the longest one in each micro-batch."""
-    tokens = shared = 0.0
-    for micro in range(plan.micro_batches):
-        widths = [
-            length * (len(row) if plan.layout == "padded" else 1)
-            for row, length in zip(plan.rows[micro], plan.lengths[micro], strict=True)
-        ]
-        tokens += max(widths)
-        shared += _shared(plan, micro)
-    read = sum(document.read for document in plan.documents)
-    of_documents = sum(document.loss_tokens for document in plan.documents)
-    return Load(plan.micro_batches, tokens, tokens * min(1.0, of_documents / max(1, read)), shared)
-
-
-def _shared(plan: StepPlan, micro: int) -> float:
-    """The most tokens of cut documents that a rank has in a micro-batch."""
-    if not plan.pieces or plan.group is None:
-        return 0.0
-    most = 0
-    for rank, pieces in enumerate(plan.pieces[micro]):
-        own = 0
-        for document, intervals in zip(plan.rows[micro][rank], pieces, strict=True):
-            count = sum(stop - start for start, stop in intervals)
-            own += count if count < plan.documents[document].read else 0
-        most = max(most, own)
-    return float(most)
-
-
-def _shares(plan: StepPlan) -> list[float]:
-    """Of each micro-batch: the cost of its dearest row, relative to their mean."""
-    dearest = [max(costs) for costs in plan.costs]
-    mean = sum(dearest) / len(dearest)
-    return [cost / mean for cost in dearest]
+    mfu = rows.flops / (machine.peak * mesh.world * whole)
+    return StepTime(whole, tuple(parts), rows.tokens, mfu, tuple(moved[slowest]))
 
 
 def _work(
     model: Blueprint,
     mesh: MeshSizes,
     held: Held,
-    plan: StepPlan,
-    load: Load,
+    rows: RowFacts,
     machine: Machine,
     moved: Sequence[Transfer],
     recompute: bool,
 ) -> _Work:
-    linear, attention = _flops(model, mesh, held.place.pp, plan, recompute=recompute)
-    per_row = 1.0 / load.micro_batches
+    linear, attention = _flops(model, mesh, held.place.pp, rows, recompute=recompute)
+    per_row = 1.0 / rows.load.micro_batches
     seconds = defaultdict[tuple[str, bool], float](float)
     for one in moved:
         seconds[one.phase, one.hidden] += one.seconds(machine) * per_row
@@ -166,23 +119,21 @@ def _work(
 
 
 def _flops(
-    model: Blueprint, mesh: MeshSizes, stage: int, plan: StepPlan, *, recompute: bool
+    model: Blueprint, mesh: MeshSizes, stage: int, rows: RowFacts, *, recompute: bool
 ) -> tuple[tuple[float, float], tuple[float, float]]:
     """((forward, backward) of matrices, of attention) that a rank of a stage computes for a row of the dearest rows'
     mean cost. Recomputed layers count again, in backward."""
-    dearest = sum(max(costs) for costs in plan.costs) / plan.micro_batches
-    of_rank = dearest / mesh.tp
+    of_rank = rows.dearest / mesh.tp
     whole, head = model.costs
     everything = sum(whole) + head
     stages = model.stages(mesh.pp)
     first, end = (0, len(whole)) if stages is None else stages[0].spans[stage]
     last = end == len(whole)
     layers, of_head = sum(whole[first:end]) / everything, head * last / everything
-    linear_share = _linear_share(model, plan)
     frozen = model.built.flops.frozen
     ahead = 1 / 2 if frozen else 1 / 3
-    linear = of_rank * linear_share
-    attending = of_rank * (1 - linear_share) * (end - first) / len(whole)
+    linear = of_rank * rows.linear
+    attending = of_rank * (1 - rows.linear) * (end - first) / len(whole)
     own = max(0.0, linear * (layers + of_head))
     forward, backward = own * ahead, own * (1 - ahead)
     if recompute:
@@ -190,13 +141,6 @@ def _flops(
     if last and (mesh.tp > 1 or model.samples):  # logits are computed twice
         backward += linear * of_head * ahead
     return (forward, backward), (attending / 3, attending * (2 + recompute) / 3)
-
-
-def _linear_share(model: Blueprint, plan: StepPlan) -> float:
-    """The share of the FLOPs of a step's documents that is of weights."""
-    linear, _ = model_flops(model.built.flops)
-    cost = plan.totals.cost
-    return min(1.0, linear * sum(document.read for document in plan.documents) / cost) if cost else 1.0
 
 
 def _bubble(model: Blueprint, mesh: MeshSizes, works: Sequence[_Work], shares: Sequence[float]) -> float:
@@ -224,13 +168,11 @@ def _update_seconds(held: Held, machine: Machine) -> float:
     return moved / (machine.memory_rate * machine.moved)
 
 
-def _parts(
-    work: _Work, shares: Sequence[float], moved: Sequence[Transfer], machine: Machine, plan: StepPlan
-) -> list[Part]:
+def _parts(work: _Work, rows: RowFacts, moved: Sequence[Transfer], machine: Machine) -> list[Part]:
     """The slowest stage's time: computing, and each kind of collective with what of it nothing hides."""
-    total = sum(shares)
+    total = sum(rows.shares)
     linear, attention = sum(work.linear) * total, sum(work.attention) * total
-    even = plan.utilisation
+    even = rows.utilisation
     uneven = (linear + attention) * (1 - even)
     parts = [
         Part("matrices", linear * even, linear * even),
@@ -238,7 +180,7 @@ def _parts(
         Part("uneven rows", uneven, uneven, note=f"utilisation {even:.0%}"),
     ]
     visible = 0.0
-    for share in shares:
+    for share in rows.shares:
         for phase in (0, 1):
             computing = (work.linear[phase] + work.attention[phase]) * share
             visible += max(0.0, work.gathers[phase] - computing)

@@ -6,6 +6,7 @@ norm, numbers of rows for experts, and log-sum-exps of a divided vocabulary.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -17,20 +18,10 @@ from weft.rehearsal.blueprint import Blueprint
 from weft.rehearsal.held import Held, HeldUnit, shard_elements
 from weft.rehearsal.machines import Machine
 from weft.rehearsal.memory import rows_of_a_token, span_of
+from weft.rehearsal.rows import Load
 
 Kind = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "send"]
 Phase = Literal["forward", "backward", "step"]
-
-
-@dataclass(frozen=True)
-class Load:
-    """A rank's rows of a step. tokens: of all rows, with padding. predicted: those whose logits are read. shared: those
-    of documents that are cut over ranks of cp."""
-
-    micro_batches: int
-    tokens: float
-    predicted: float
-    shared: float
 
 
 @dataclass(frozen=True)
@@ -136,8 +127,10 @@ def _of_tp(model: Blueprint, mesh: MeshSizes, held: Held, load: Load, *, recompu
         return Transfer(what, kind, "tp", mesh.tp, 1, payload, calls, phase)
 
     kinds: tuple[Kind, ...] = ("all-gather", "reduce-scatter") if sequence else ("all-reduce",)
+    ends = 0 if _norm_follows(model) else (end - begin) * load.micro_batches  # no backward needs a layer's last sum
     for kind in kinds:
-        yield of("hidden states of blocks", kind, tokens, blocks * again, "forward")
+        repeated = blocks * (again - 1) - (ends if recompute and kind == kinds[-1] else 0)
+        yield of("hidden states of blocks", kind, tokens, blocks + repeated, "forward")
         yield of("hidden states of blocks", kind, tokens, blocks, "backward")
     for name in joined:
         width = sum(part.count * part.width for part in model.styles.joined[name].parts)
@@ -155,6 +148,12 @@ def _of_tp(model: Blueprint, mesh: MeshSizes, held: Held, load: Load, *, recompu
             predicted = load.predicted * hidden
             yield of("gradient of the head's input", "all-reduce", predicted, load.micro_batches, "backward")
     yield of("gradients of what ranks have alike", "all-reduce", _alike(model, mesh, held, sequence), 1, "step")
+
+
+def _norm_follows(model: Blueprint) -> bool:
+    """Whether a layer ends with a norm of its last block's output, as gemma3's do."""
+    _, layer = model.module.layers[0]
+    return any(re.match(r"post_(feedforward|mlp|ffn)", name) for name, _ in layer.named_children())
 
 
 def _alike(model: Blueprint, mesh: MeshSizes, held: Held, sequence: bool) -> float:

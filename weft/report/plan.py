@@ -108,7 +108,8 @@ def _show_memory(found: Described, memory: Memory) -> None:
     say(
         f"host     {byte_count(memory.host)} a rank for what is being saved. Not counted: temporary tensors of a layer,"
     )
-    say("         what libraries allocate, engines that generate\n")
+    images = ", images" if found.model.built.vision is not None else ""
+    say(f"         what libraries allocate, engines that generate{images}\n")
 
 
 def _show_stages(found: Described) -> None:
