@@ -2,9 +2,9 @@
 
 `weights`, `optimizer` and `gradients` are those that the engine holds. `gathered` are whole parameters of FSDP units,
 with the buffers in which they arrive; `unreduced` the gradients of whole units on their way to the ranks that keep
-parts of them. Of what else a forward makes, `activations` outlive it, because backward needs them; a layer that runs
-again in backward has its own until its backward is done. All the rest is `temporary`. What an allocator rounds up,
-keeps back or cannot use is no part of it.
+parts of them. `head` is what the head makes in a forward. Of what else a forward makes, `activations` outlive it,
+because backward needs them; a layer that runs again in backward has its own until its backward is done. All the rest
+is `temporary`. What an allocator rounds up, keeps back or cannot use is no part of it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-CLASSES = ("weights", "gradients", "optimizer", "activations", "gathered", "unreduced", "temporary")
+CLASSES = ("weights", "gradients", "optimizer", "activations", "head", "gathered", "unreduced", "temporary")
 
 
 @dataclass(slots=True)

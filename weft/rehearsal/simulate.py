@@ -105,8 +105,8 @@ def plan_of(engine: Engine, step: Step) -> StepPlan:
 
 
 def rows_of(engine: Engine, plan: StepPlan, step: Step) -> Rows:
-    """This rank's rows; in a simulation without values."""
-    rows = engine.rows(plan, take(_documents(step), engine.needs(plan)), step.objective)
+    """This rank's rows, all of them built; in a simulation without values."""
+    rows = engine.rows(plan, take(_documents(step), engine.needs(plan)), step.objective).ahead()
     simulation = engine.ranks.simulated
     if simulation is None:
         return rows

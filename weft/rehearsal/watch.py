@@ -41,7 +41,7 @@ class _Unit:
 
 
 class Watch(TorchDispatchMode):
-    """What this thread does inside, from the first operation to the last."""
+    """What this thread does inside, from the first operation to the last; once."""
 
     def __init__(self, engine: Engine) -> None:
         """engine: before the step, with the optimizer's state."""
@@ -56,6 +56,12 @@ class Watch(TorchDispatchMode):
         self._groups: list[Any] = [group for group in groups if group is not None]
         self._units: dict[int, _Unit] = {}  # by the place of their group; those that have been gathered
         self._full: list[_Unit] = []
+        self._in_head = False
+        head = engine.module.head
+        self._hooks = [
+            head.register_forward_pre_hook(lambda *_: self._head(True)),
+            head.register_forward_hook(lambda *_: self._head(False)),
+        ]
         for kind, tensors in held_by(engine).items():
             self._know(tensors, kind)
 
@@ -75,9 +81,17 @@ class Watch(TorchDispatchMode):
             self.collectives.add(func._schema.name.removeprefix("c10d::"), args)
         return out
 
+    def __exit__(self, *error: Any) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        super().__exit__(*error)
+
     def peak(self) -> Peak:
         """The most that was in memory at once."""
         return peak_of(self.lives, self.moments)
+
+    def _head(self, runs: bool) -> None:
+        self._in_head = runs
 
     def _note(self) -> None:
         phase = flight.own.phase, flight.own.micro_batch
@@ -99,7 +113,8 @@ class Watch(TorchDispatchMode):
         key = storage._cdata
         life = self._alive.get(key)
         if life is None:
-            life = self._alive[key] = Life(storage.nbytes(), len(self.moments))
+            kind = "head" if self._in_head else None
+            life = self._alive[key] = Life(storage.nbytes(), len(self.moments), kind=kind)
             self.lives.append(life)
             self._references[key] = weakref.ref(storage, lambda _: self._gone(key))
         return life

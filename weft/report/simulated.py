@@ -11,6 +11,7 @@ _NOTES = {
     "weights": "masters, what is frozen, and buffers",
     "optimizer": "with the average of the weights, if there is one",
     "activations": "what forwards keep for backward, of all rows in flight",
+    "head": "what it makes in a forward: logits, and gradients that are known then",
     "gathered": "whole parameters of units, and the buffers in which they arrive",
     "unreduced": "gradients of whole units, and the buffers in which they leave",
     "temporary": "all else that torch allocates",
