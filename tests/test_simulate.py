@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +12,10 @@ import torch
 
 from tests.cases import MESHES, engine_config, open_engine, saved_model, world_of
 from tests.pool import run
-from weft import cli
 from weft.cluster.machine import accelerator
 from weft.config.mesh import resolve_mesh
-from weft.config.schema import FsdpConfig, MeshConfig, ModelConfig, OptimizerConfig, StepConfig
+from weft.config.schema import MeshConfig, ModelConfig, StepConfig
 from weft.engine.config import EngineConfig
-from weft.errors import UserError
 from weft.objectives.cross_entropy import CrossEntropy
 from weft.rehearsal.blueprint import Blueprint
 from weft.rehearsal.memory import Memory, memory_by_stage
@@ -26,7 +23,6 @@ from weft.rehearsal.observed_collectives import Kind, Total
 from weft.rehearsal.observed_memory import Peak
 from weft.rehearsal.rows import plan_rows
 from weft.rehearsal.simulate import Simulated, Step, plan_of, rows_of, simulate, watched_step
-from weft.rehearsal.timing import time_of
 from weft.rehearsal.watch import held_by
 
 ROOT = Path(__file__).parent.parent
@@ -183,5 +179,10 @@ def test_arithmetic_and_simulation_agree(
     step = Step([length] * (data * 8192 * 3 // length), CrossEntropy())
     for memory, found, _ in both(config, world, step):
         print(memory)
-        print({k: v / 2**30 for k, v in found.peak.classes.items()}, {k: v / 2**30 for k, v in found.peak.most.items()}, found.peak.phase, found.peak.micro_batch)
+        print(
+            {k: v / 2**30 for k, v in found.peak.classes.items()},
+            {k: v / 2**30 for k, v in found.peak.most.items()},
+            found.peak.phase,
+            found.peak.micro_batch,
+        )
         print(found.peak.total / 2**30, memory.fullest / 2**30)

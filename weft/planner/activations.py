@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -49,12 +50,13 @@ class Saved:
     passed: float
     outside: float
 
-    def bytes(self, tokens: int, *, recompute: bool, first: int = 0, end: int | None = None, rows: int = 1) -> int:
-        """Of the layers from `first` to `end` and so many rows in flight. recompute: as model.recompute=full; includes
+    def bytes(self, tokens: int, *, recompute: bool, layers: Sequence[int] | None = None, rows: float = 1.0) -> int:
+        """Of some layers, by default all, and so many rows in flight. recompute: as model.recompute=full; includes
         everything of the one layer that is recomputed."""
-        own = self.layers[first:end]
-        kept = len(own) * self.passed + max(own, default=0.0) / rows if recompute else sum(own)
-        return round((kept + self.outside) * tokens * rows)
+        own = self.layers if layers is None else [self.layers[layer] for layer in layers]
+        kept = len(own) * self.passed if recompute else sum(own)
+        again = max(own, default=0.0) if recompute else 0.0
+        return round(((kept + self.outside) * rows + again) * tokens)
 
 
 def saved_bytes(config: PretrainedConfig, dtype: torch.dtype, shared: RowSharing = RowSharing()) -> Saved:
