@@ -21,7 +21,7 @@ from weft.rehearsal.blueprint import Blueprint
 from weft.rehearsal.memory import Memory, memory_by_stage
 from weft.rehearsal.observed_collectives import Kind, Total
 from weft.rehearsal.observed_memory import Peak
-from weft.rehearsal.rows import plan_rows
+from weft.rehearsal.rows import RowFacts, plan_rows
 from weft.rehearsal.simulate import Simulated, Step, plan_of, rows_of, simulate, watched_step
 from weft.rehearsal.watch import held_by
 
@@ -149,8 +149,8 @@ def both(config: EngineConfig, world: int, step: Step) -> list[tuple[Memory, Sim
     assumed = accelerator("h100-80gb")
     model, mesh = Blueprint(config, "cpu", assumed), resolve_mesh(config.mesh, world)
     model.check(mesh)
-    plan = plan_rows(model, mesh, step.lengths)
-    stages = memory_by_stage(model, mesh, plan)
+    rows = RowFacts.of(model, plan_rows(model, mesh, step.lengths))
+    stages = memory_by_stage(model, mesh, rows)
     found = []
     for memory in {id(one): one for one in (stages[0], stages[-1])}.values():
         rank = memory.held.place.rank(mesh)
