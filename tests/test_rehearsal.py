@@ -306,7 +306,7 @@ def test_the_best_meshes_are_proposed(checkout: Path, capsys: pytest.CaptureFixt
 
 
 def test_a_run_of_reinforcement_learning_is_described(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["plan", "examples/rl_dapo_qwen3_4b.yaml", "--ranks", "8"]) == 0
+    assert cli.main(["plan", "examples/rl_dapo_qwen3_4b.yaml"]) == 0
     assert "prompts and answers as long as rollout allows" in said(capsys)
 
 
