@@ -7,7 +7,8 @@ axes: a step with tp and cp of size 1 beside the same step of a weft that has ne
 turns; processor time of all ranks, the least of all steps, because a shared machine changes its pace. rates: tokens/s
 of two ranks as dp, tp and cp, with short documents and with one long one. memory: the rise of a rank's peak in one
 forward and backward of a document over 1, 2 and 4 ranks of cp. experts: two ranks that gather all experts of a
-mixture, and two that have half of them each.
+mixture, and two that have half of them each. stages: two ranks that gather each layer, and two that have half of the
+layers each.
 
 On a CPU these are shapes of curves, not speeds: ranks share cores and memory, and gloo copies through the host.
 """
@@ -212,16 +213,32 @@ def experts(folder: Path, runs: int) -> list[str]:
     )  # fmt: skip
     torch.manual_seed(0)
     Qwen3MoeForCausalLM(config).save_pretrained(folder / "experts")
-    spec = {"model": str(folder / "experts"), "vocabulary": 2048, "lengths": SHORT, "warmup": 2, "steps": 6}
-    meshes = {"dp 2": {"dp_shard": 2}, "ep 2": {"dp_shard": 2, "ep": 2}}
+    model = {"model": str(folder / "experts"), "vocabulary": 2048}
+    return two_lengths_of_rows(model, {"dp 2": {"dp_shard": 2}, "ep 2": {"dp_shard": 2, "ep": 2}}, runs)
+
+
+def stages(folder: Path, runs: int) -> list[str]:
+    """Rows of a table: a dense model on two ranks that shard its layers, or have half of them each."""
+    model = write_model(folder / "model", layers=8, width=256, vocabulary=2048, positions=512)
+    meshes = {
+        "dp 2": {"dp_shard": 2},
+        "pp 2, 1F1B": {"dp_shard": 1, "pp": 2},
+        "pp 2, GPipe": {"dp_shard": 1, "pp": 2, "pp_schedule": "GPipe"},
+    }
+    return two_lengths_of_rows(model, meshes, runs)
+
+
+def two_lengths_of_rows(model: Spec, meshes: dict[str, dict[str, Any]], runs: int) -> list[str]:
+    """Rows of a table: rates of two ranks on each mesh, by turns, with rows of 2,048 and of 512 tokens."""
+    spec = model | {"lengths": SHORT, "warmup": 2, "steps": 6}
     rows: dict[str, list[str]] = {name: [] for name in meshes}
-    for budget in (2048, 512):  # one row of a rank in a step, and four
+    for budget in (2048, 512):  # one row of a data rank in a step, and four
         found: dict[str, list[tuple[float, float]]] = {name: [] for name in meshes}
         for turn in range(runs):
             for name in list(meshes)[:: 1 if turn % 2 else -1]:
                 answer = start(spec | {"budget": budget, "mesh": meshes[name]}, 2, TOP)
                 found[name].append((answer["tokens"] / answer["seconds"], answer["processor"]))
-                log(f"experts, {name}, rows of {budget}: {found[name][-1][0]:.0f} tokens/s")
+                log(f"{name}, rows of {budget}: {found[name][-1][0]:.0f} tokens/s")
         beside_dp(rows, found)
     each = "tokens/s | / dp 2 | processor seconds of a step"
     head = [f"| mesh | rows of 2,048: {each} | rows of 512: {each} |", "|---|---|---|---|---|---|---|"]
@@ -233,7 +250,7 @@ def log(line: str) -> None:
 
 
 TOP = HERE.parent.parent
-PARTS = ["axes", "rates", "memory", "experts"]
+PARTS = ["axes", "rates", "memory", "experts", "stages"]
 
 
 def main() -> None:
@@ -259,6 +276,8 @@ def main() -> None:
                 print("\n".join(["\n## memory\n", *memory(Path(folder), given.longest)]), flush=True)
             elif part == "experts":
                 print("\n".join(["\n## experts\n", *experts(Path(folder), given.runs)]), flush=True)
+            elif part == "stages":
+                print("\n".join(["\n## stages\n", *stages(Path(folder), given.runs)]), flush=True)
     print(f"\nload at the end {os.getloadavg()[0]:.0f}")
 
 

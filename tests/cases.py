@@ -45,6 +45,21 @@ MESHES: dict[str, dict[str, Any]] = {
     "pp2g": {"dp_shard": 1, "pp": 2, "pp_schedule": "GPipe"}, "pp2x2": {"dp_shard": 2, "pp": 2},
     "pp2x2x1": {"dp_replicate": 2, "dp_shard": 1, "pp": 2}, "pp2xtp2": {"dp_shard": 1, "pp": 2, "tp": 2},
     "pp2xcp2": {"dp_shard": 1, "pp": 2, "cp": 2},
+    "pp2i": {"dp_shard": 1, "pp": 2, "pp_schedule": "Interleaved1F1B"},
+    "pp2i3": {"dp_shard": 1, "pp": 2, "pp_schedule": "Interleaved1F1B", "pp_stages_per_rank": 3},
+    "pp3i": {"dp_shard": 1, "pp": 3, "pp_schedule": "Interleaved1F1B"},
+    "pp4i": {"dp_shard": 1, "pp": 4, "pp_schedule": "Interleaved1F1B"},
+    "pp2ix2": {"dp_shard": 2, "pp": 2, "pp_schedule": "Interleaved1F1B"},
+    "pp2ixtp2": {"dp_shard": 1, "pp": 2, "tp": 2, "pp_schedule": "Interleaved1F1B"},
+    "pp2z": {"dp_shard": 1, "pp": 2, "pp_schedule": "InterleavedZeroBubble", "pp_stages_per_rank": 1},
+    "pp2zi": {"dp_shard": 1, "pp": 2, "pp_schedule": "InterleavedZeroBubble"},
+    "pp4z": {"dp_shard": 1, "pp": 4, "pp_schedule": "InterleavedZeroBubble", "pp_stages_per_rank": 1},
+    "pp2zx2": {"dp_shard": 2, "pp": 2, "pp_schedule": "InterleavedZeroBubble", "pp_stages_per_rank": 1},
+    "pp2zxtp2": {"dp_shard": 1, "pp": 2, "tp": 2, "pp_schedule": "InterleavedZeroBubble", "pp_stages_per_rank": 1},
+    "pp2v": {"dp_shard": 1, "pp": 2, "pp_schedule": "ZBVZeroBubble"},
+    "pp3v": {"dp_shard": 1, "pp": 3, "pp_schedule": "ZBVZeroBubble"},
+    "pp2vx2": {"dp_shard": 2, "pp": 2, "pp_schedule": "ZBVZeroBubble"},
+    "pp2vx2x1": {"dp_replicate": 2, "dp_shard": 1, "pp": 2, "pp_schedule": "ZBVZeroBubble"},
     "2x2xcp2": {"dp_replicate": 2, "dp_shard": 2, "cp": 2},
     "pp2xep2": {"pp": 2, "dp_shard": 2, "ep": 2}, "pp2xep2xcp2": {"pp": 2, "dp_shard": 1, "cp": 2, "ep": 2},
     "pp2x2xtp2": {"pp": 2, "dp_shard": 2, "tp": 2}, "pp2xep2xtp2": {"pp": 2, "dp_shard": 2, "tp": 2, "ep": 2},
@@ -78,7 +93,8 @@ def saved_model(family: str, **changes: Any) -> str:
         changes = {"initializer_range": 0.2, **changes}
     name = "-".join([family, *(f"{k}={v}" for k, v in sorted(changes.items()))])
     path = Path(_folder.name) / name
-    model = hf.build_random(tiny_config(family, **changes), dtype=torch.float32, attention="eager", seed=0)
+    lists = {key: list(value) if isinstance(value, tuple) else value for key, value in changes.items()}
+    model = hf.build_random(tiny_config(family, **lists), dtype=torch.float32, attention="eager", seed=0)
     model.save_pretrained(path)
     return str(path)
 

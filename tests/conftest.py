@@ -1,11 +1,41 @@
-"""The order of the suite."""
+"""The order of the suite, and how long its files take."""
 
 from __future__ import annotations
 
+import json
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
 import pytest
+
+SECONDS = Path(__file__).parent / "seconds.json"  # of each file, in the last whole run that recorded them
+_SHOWN = 10  # files
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--record-seconds", action="store_true", help=f"write the seconds of each file to {SECONDS.name}")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with slow tests come first, so that no worker begins one when the others have ended."""
-    slow = {item.path for item in items if item.get_closest_marker("slow") is not None}
-    items.sort(key=lambda item: item.path not in slow)
+    """What takes longest comes first, so that no worker begins it when the others have ended; a file without a record
+    may take any time."""
+    known: dict[str, float] = json.loads(SECONDS.read_text())
+    items.sort(key=lambda item: -known.get(item.path.name, math.inf))
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """The files that took longest, set-up of their fixtures included."""
+    seconds = Counter[str]()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                seconds[report.nodeid.partition("::")[0].rpartition("/")[2]] += report.duration
+    if len(seconds) > 1:
+        terminalreporter.section(f"{sum(seconds.values()):.0f} s of tests in {len(seconds)} files")
+        for name, taken in seconds.most_common(_SHOWN):
+            terminalreporter.line(f"{taken:6.0f} s  {name}")
+    if config.getoption("--record-seconds"):
+        rounded = {name: round(taken, 1) for name, taken in seconds.most_common()}
+        SECONDS.write_text(json.dumps(rounded, indent=1) + "\n")

@@ -28,7 +28,6 @@ from weft.engine.pipeline_check import check_pipeline
 from weft.engine.startup import examine
 from weft.errors import UserError
 from weft.models import hf
-from weft.models.flops import FlopFacts
 
 PAGE = Path(__file__).parent.parent / "docs" / "reference" / "support.md"
 AXES = ("dp", "tp", "cp", "ep", "pp")

@@ -588,8 +588,14 @@ def test_the_newest_whole_checkpoint_is_taken_and_others_named(
 ) -> None:
     run_folder = shutil.copytree(written, tmp_path / "run", symlinks=True)
     flip(run_folder / "checkpoints" / "step-000004" / "trainer_state")
-    assert resume(run_folder, "train.steps=5", "schedule.name=constant") == 2  # refused: nothing has been touched
-    assert "the learning rate of update 1 was" not in (error := capsys.readouterr().err) and "update 4" not in error
+    before = sorted(run_folder.rglob("*"))
+    assert resume(run_folder, "schedule.warmup_steps=2") == 2
+    assert "the learning rate of update 1 was" in capsys.readouterr().err
+    assert sorted(run_folder.rglob("*")) == before
+    other = shutil.copytree(run_folder, tmp_path / "other", symlinks=True)
+    assert (
+        resume(other, "train.steps=3", "schedule.name=constant") == 0
+    )  # another rate from update 4 on, which is not done
     assert resume(run_folder) == 0
     out = capsys.readouterr().out
     assert "skipped  " in out and "step-000004: rank-00001.safetensors is not what was written" in out

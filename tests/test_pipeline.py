@@ -28,11 +28,13 @@ from weft.config.rl_schema import RlConfig
 from weft.engine.document import Document
 from weft.engine.pipeline import PipelineExecutor
 from weft.engine.pipeline_check import check_pipeline
-from weft.engine.schedule import Action, Schedule, bubble, in_flight, order
+from weft.engine.schedule import placement_of
+from weft.engine.stages import check_layers
 from weft.engine.startup import examine
 from weft.errors import UserError
 from weft.models import hf
 from weft.models.pipeline import cut_layers
+from weft.models.placement import Placement
 from weft.objectives.cross_entropy import CrossEntropy
 from weft.report.banner import pipeline_hint
 from weft.verification.harness import verify
@@ -47,10 +49,25 @@ CASES = [
 ]  # fmt: skip
 
 
+def stages_of(mesh: str) -> int:
+    axes = MESHES[mesh]
+    placement = placement_of(axes.get("pp_schedule", "1F1B"), axes["pp"], axes.get("pp_stages_per_rank"))
+    return placement.stages
+
+
 def model_of(family: str, mesh: str) -> str:
     """With as many layers as stages, or more."""
-    stages, config = MESHES[mesh]["pp"], tiny_config(family)
-    return saved_model(family, **({} if config.num_hidden_layers >= stages else {"num_hidden_layers": stages + 1}))
+    stages, config = stages_of(mesh), tiny_config(family)
+    if config.num_hidden_layers >= stages:
+        return saved_model(family)
+    layers = stages + (stages < 6)  # rounding of more, as large, is beyond the tolerance, on one rank, too
+    kinds = getattr(config, "layer_types", None)
+    changes: dict[str, Any] = {"num_hidden_layers": layers}
+    if kinds is not None:
+        changes["layer_types"] = tuple(itertools.islice(itertools.cycle(kinds), layers))
+    if layers > 6:
+        changes["initializer_range"] = 0.1
+    return saved_model(family, **changes)
 
 
 @pytest.mark.parametrize(("family", "mesh"), CASES, ids=map(" ".join, CASES))
@@ -233,38 +250,12 @@ def test_an_adapter_outside_of_the_layers_is_refused() -> None:
         assert "lora.targets: lm_head is outside of the layers" in said
 
 
-# ---------------------------------------------------------------- orders
-
-SHAPES = list(itertools.product(("1F1B", "GPipe"), (1, 2, 3, 4, 8), (1, 2, 3, 7, 16)))
+# ---------------------------------------------------------------- connections
 
 
-@pytest.mark.parametrize(("schedule", "stages", "micro_batches"), SHAPES)
-def test_every_micro_batch_goes_forward_then_backward_on_every_stage(
-    schedule: Schedule, stages: int, micro_batches: int
-) -> None:
-    orders = [order(schedule, place, stages, micro_batches) for place in range(stages)]
-    expected = sorted(Action(forward, micro) for forward in (True, False) for micro in range(micro_batches))
-    for actions in orders:
-        assert sorted(actions) == expected
-        for forward in (True, False):  # in each direction what is sent first arrives first
-            assert [a.micro for a in actions if a.forward == forward] == list(range(micro_batches))
-        alive = [sum(1 if a.forward else -1 for a in actions[: n + 1]) for n in range(len(actions))]
-        assert min(alive) >= 0 and max(alive) <= in_flight(schedule, stages, micro_batches)
-    share = bubble(orders, lambda stage, action: 1.0 if action.forward else 2.0)
-    assert share == pytest.approx((stages - 1) / (micro_batches + stages - 1))  # Narayanan et al. 2021, section 2.2
-
-
-def test_orders_that_wait_for_each_other_are_found() -> None:
-    crossed = [[Action(True, 0), Action(True, 1), Action(False, 0), Action(False, 1)]] * 2
-    crossed[1] = [Action(False, 0), Action(True, 0), Action(True, 1), Action(False, 1)]
-    assert bubble(crossed, lambda stage, action: 1.0) >= 0
-    with pytest.raises(RuntimeError, match="wait for each other"):
-        bubble([[Action(False, 0), Action(True, 0)], [Action(True, 0), Action(False, 0)]], lambda stage, action: 1.0)
-
-
-def connected(path: str) -> bool:
-    """Whether stages that connect first, as with NCCL, take a step."""
-    engine = open_engine(path, "pp3")
+def connected(path: str, mesh: str) -> bool:
+    """Whether ranks that connect first, as with NCCL, take a step."""
+    engine = open_engine(path, mesh)
     executor = engine._executor
     assert isinstance(executor, PipelineExecutor) and executor.link._connected
     executor.link._connected = False
@@ -273,8 +264,9 @@ def connected(path: str) -> bool:
     return executor.link._connected and metrics["loss"] is not None
 
 
-def test_stages_connect_in_an_order_that_ends() -> None:
-    assert all(run(3, connected, saved_model("llama", num_hidden_layers=4)))
+@pytest.mark.parametrize(("mesh", "layers"), [("pp3", 4), ("pp3i", 6), ("pp3v", 6)])
+def test_stages_connect_in_an_order_that_ends(mesh: str, layers: int) -> None:
+    assert all(run(3, connected, saved_model("llama", num_hidden_layers=layers), mesh))
 
 
 # ---------------------------------------------------------------- layers
@@ -285,8 +277,20 @@ def test_layers_are_cut_by_cost() -> None:
     assert cut_layers([1.0] * 8, 4.0, 2) == [(0, 6), (6, 8)]
     assert cut_layers([1.0] * 4, 100.0, 4) == [(0, 1), (1, 2), (2, 3), (3, 4)]
     assert cut_layers([5.0, 1.0, 1.0, 1.0, 1.0, 1.0], 0.0, 2) == [(0, 1), (1, 6)]
-    with pytest.raises(UserError, match=r"mesh\.pp=3 is more than the 2 decoder layers"):
-        cut_layers([1.0, 1.0], 0.0, 3)
+
+
+@pytest.mark.parametrize(
+    ("layers", "placement", "said"),
+    [
+        (2, Placement(3), "mesh.pp=3 is more than the 2 decoder layers of this model: set mesh.pp=2."),
+        (7, Placement(2, 4), "this model has 7 decoder layers: set mesh.pp_stages_per_rank=3."),
+        (3, Placement(2, 2, folded=True), "this model has 3 decoder layers: set mesh.pp_schedule=1F1B."),
+    ],
+)
+def test_more_stages_than_layers_are_refused(layers: int, placement: Placement, said: str) -> None:
+    check_layers(placement.stages, placement)
+    with pytest.raises(UserError, match=re.escape(said)):
+        check_layers(layers, placement)
 
 
 def held(path: str, mesh: str) -> tuple[list[str], int]:
@@ -333,9 +337,12 @@ def most_kept(path: str, mesh: str) -> int:
     return max(most)
 
 
-def test_the_schedule_says_how_many_rows_are_kept() -> None:
-    assert run(2, most_kept, saved_model("llama"), "pp2") == [2, 1]
-    assert run(2, most_kept, saved_model("llama"), "pp2g") == [6, 6]
+@pytest.mark.parametrize(
+    ("mesh", "kept"), [("pp2", [2, 1]), ("pp2g", [6, 6]), ("pp2i", [5, 3]), ("pp2i3", [7, 5]), ("pp2v", [4, 4])]
+)
+def test_the_schedule_says_how_many_rows_are_kept(mesh: str, kept: list[int]) -> None:
+    """In each chunk of layers."""
+    assert run(2, most_kept, model_of("llama", mesh), mesh) == kept
 
 
 # ---------------------------------------------------------------- what does not go together with it

@@ -21,6 +21,7 @@ from weft.verification.bugs.context_parallel import HELD_OUT_CUT, SAMPLES
 from weft.verification.bugs.tensor_parallel import ALIKE, WALKED
 from weft.verification.plants import PLANTS, planted
 
+FOUR_LAYERS = (("num_hidden_layers", 4),)
 QWEN3, QWEN3_4 = Case("qwen3", "tp2"), Case("qwen3", "tp4")
 CASES = {
     "head-norms-apart": QWEN3,
@@ -41,6 +42,10 @@ CASES = {
     "tied-weight-not-summed": Case("qwen3", "pp2"),
     "tied-weight-steps-apart": Case("qwen3", "pp2"),
     "tied-weight-counted-twice": Case("qwen3", "pp2"),
+    "tied-weight-summed-per-stage": Case("qwen3", "pp2i", changes=FOUR_LAYERS),
+    "stages-in-another-order": Case(mesh="pp2i", changes=FOUR_LAYERS),
+    "last-weights-forgotten": Case(mesh="pp2z"),
+    "weights-after-the-sum": Case(mesh="pp2z"),
     "repeated-keys-multiplied": Case("qwen3", "cp2u2", changes=(("num_key_value_heads", 1),)),
 }
 USUAL = {

@@ -13,12 +13,10 @@ import torch
 
 from tests.cases import MESHES, engine_config, open_engine, saved_model, world_of
 from tests.pool import run
-from weft import cli
 from weft.cluster.machine import accelerator
 from weft.config.mesh import resolve_mesh
 from weft.config.schema import MeshConfig, ModelConfig, StepConfig
 from weft.engine.config import EngineConfig
-from weft.errors import UserError
 from weft.objectives.cross_entropy import CrossEntropy
 from weft.rehearsal.blueprint import Blueprint
 from weft.rehearsal.memory import Memory, memory_by_stage

@@ -136,6 +136,10 @@ _MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "falcon_h1": ("FalconH1Config", "FalconH1ForCausalLM", dict(
         head_dim=16, mamba_d_ssm=64, mamba_n_heads=4, mamba_d_head=16, mamba_n_groups=1, mamba_d_state=16,
         mamba_chunk_size=16)),
+    "cohere2_moe": ("Cohere2MoeConfig", "Cohere2MoeForCausalLM", dict(
+        num_hidden_layers=3, head_dim=16, num_experts=4, num_experts_per_tok=2, sliding_window=16, logit_scale=0.25)),
+    "hyperclovax": ("HyperCLOVAXConfig", "HyperCLOVAXForCausalLM", dict(head_dim=16, logits_scaling=0.125)),
+    "nanochat": ("NanoChatConfig", "NanoChatForCausalLM", dict(final_logit_softcapping=3.0)),
 }  # fmt: skip
 
 LAYOUT_FAMILIES = (*_ZOO, *_HYBRIDS, *_MORE)

@@ -18,7 +18,7 @@ MUTANTS = (
     Mutant("models/routing.py", "differ", "one.sort(-1)[0] != other.sort(-1)[0]", "one != other", "tests/test_replay.py tests/test_routing.py"),
     Mutant("models/routing.py", "replaced", "scores.gather(-1, indices)", "out[0]", "tests/test_routing.py"),
     Mutant("models/facts.py", "position_limit", '("longrope", "dynamic")', '("longrope",)', "tests/test_startup.py"),
-    Mutant("models/facts.py", "logit_transform", "1.0 / config.logits_scaling", "config.logits_scaling", "tests/test_startup.py tests/test_parity.py"),
+    Mutant("models/facts.py", "logit_transform", "1.0 / scaling", "scaling", "tests/test_startup.py tests/test_parity.py"),
     Mutant("models/train_module.py", "Head._whole", "temperature=self.temperature, direction", "direction", "tests/test_temperature.py"),
     Mutant("engine/startup.py", "_check_layout", "for place in (0, 2):", "for place in ():", "tests/test_startup.py"),
     Mutant("engine/startup.py", "_check_layout", "others = [i for i in range(len(documents)) if i != place]", "others = [place + 1]", "tests/test_startup.py"),

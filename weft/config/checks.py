@@ -70,6 +70,12 @@ _SOURCES = "data.sources is set: set it for each source"
 
 INERT = (
     Inert("mesh.pp_schedule", lambda c: c.mesh.pp == 1, "mesh.pp is 1: there are no stages"),
+    Inert("mesh.pp_stages_per_rank", lambda c: c.mesh.pp == 1, "mesh.pp is 1: there are no stages"),
+    Inert(
+        "mesh.pp_stages_per_rank",
+        lambda c: not c.mesh.pp_schedule.startswith("Interleaved"),
+        "mesh.pp_schedule says how many stages a rank has",
+    ),
     Inert("data.split", lambda c: c.data.sources is not None, _SOURCES),
     Inert("data.subset", lambda c: c.data.sources is not None, _SOURCES),
     Inert("data.columns", lambda c: c.data.sources is not None, _SOURCES),
@@ -172,6 +178,7 @@ RANGES: dict[str, tuple[Test, str]] = {
     "mesh.tp": AT_LEAST_1,
     "mesh.ep": AT_LEAST_1,
     "mesh.pp": AT_LEAST_1,
+    "mesh.pp_stages_per_rank": AT_LEAST_1,
     "model.router_aux_loss_coef": POSITIVE,
     "model.router_bias_rate": POSITIVE,
     "fsdp.reshard_after_forward": (lambda v: isinstance(v, bool) or v >= 2, "true, false, or a group of 2 or more"),
@@ -296,6 +303,22 @@ def _pipeline_combinations(config: Any) -> Iterator[tuple[str, str]]:
         if found:
             text = f"{key} does not go together with mesh.pp = {config.mesh.pp}: {why}. "
             yield key, f"{text}Set {key}={show_value(instead)}, or mesh.pp=1."
+    if config.mesh.pp_schedule.endswith("ZeroBubble"):
+        yield from _zero_bubble_combinations(config)
+
+
+def _zero_bubble_combinations(config: Any) -> Iterator[tuple[str, str]]:
+    """What does not go together with gradients of weights that are computed apart from the others."""
+    refused: tuple[tuple[str, bool, str, object], ...] = (
+        ("fsdp.reduce", config.fsdp.reduce == "scatter" and config.mesh.dp_replicate != 1,
+         "with mesh.dp_replicate sums over dp_shard are added up, and they are of other gradients each time", "every"),
+        ("model.compile", config.model.compile,
+         "a compiled layer computes the gradients of its weights and of hidden states at once", False),
+    )  # fmt: skip
+    for key, found, why, instead in refused:
+        if found:
+            text = f"{key} does not go together with mesh.pp_schedule = {config.mesh.pp_schedule}: {why}. "
+            yield key, f"{text}Set {key}={show_value(instead)}, or mesh.pp_schedule=Interleaved1F1B."
 
 
 def common_combinations(config: Any, free_columns: bool = False) -> Iterator[tuple[str, str]]:

@@ -110,10 +110,18 @@ class MeshConfig:
         "travel from stage to stage, and the other axes are of one stage's ranks. `weft sft` only.",
         1,
     )
-    pp_schedule: Literal["1F1B", "GPipe"] = key(
-        "In which order a stage runs the forwards and backwards of a step's micro-batches: as soon as it can (1F1B, "
-        "which keeps at most pp of them in memory), or all forwards first (GPipe).",
+    pp_schedule: Literal["1F1B", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"] = key(
+        "In which order a rank runs the forwards and backwards of a step's micro-batches: as soon as it can (1F1B, "
+        "which keeps at most pp of them in memory), all forwards first (GPipe), or with several stages per rank, so "
+        "that ranks wait less (Interleaved1F1B). The zero-bubble schedules compute the gradients of linear layers' "
+        "weights apart, when a rank would wait: in the same order, or with the stages in a V, so that the first rank "
+        "has the first and the last one (ZBVZeroBubble).",
         "1F1B",
+    )
+    pp_stages_per_rank: int | None = key(
+        "Stages of each rank of pp, for Interleaved1F1B and InterleavedZeroBubble: consecutive stages are on "
+        "consecutive ranks. More wait less and send more. null: 2.",
+        None,
     )
 
 

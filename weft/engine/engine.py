@@ -105,13 +105,15 @@ class Engine:
         self.pipeline, self.stages = made.pipeline, made.stages
         self._other_stages: OtherStages | None = None
         self._executor: Executor
-        if self.mesh.pp is None or made.stages is None:
+        if self.mesh.pp is None or made.stages is None or made.pipeline is None:
             self._executor = Executor(config, built, self.mesh, self.device)
         else:
             wide = torch.float32 if made.stages.anatomy.wide else self.precision.compute
             width = built.config.get_text_config().hidden_size
-            link = Link(self.mesh.pp, width, wide, self.device, multiple)
-            self._executor = PipelineExecutor(config, built, self.mesh, self.device, link, list(made.stages.costs))
+            link = Link(self.mesh.pp, made.pipeline.placement, width, wide, self.device, multiple)
+            self._executor = PipelineExecutor(
+                config, built, self.mesh, self.device, link, made.pipeline, made.stages.costs
+            )
             self._other_stages = OtherStages(self.mesh.pp.onward, self.borrowed)
         rate = config.model.router_bias_rate
         self._router_biases = None if rate is None else RouterBiases(self.module, self._executor.load, rate)
@@ -311,8 +313,8 @@ class Engine:
                     out.setdefault(index, {})[name] = own
 
         self._executor.visit(rows, "readout", lambda row: Asked(frozenset(what)), use, following=True)
-        if self.mesh.pp is not None:
-            out = self.mesh.pp.from_last(out)
+        if self.mesh.pp is not None and self.pipeline is not None:
+            out = self.mesh.pp.from_place(self.pipeline.placement.last, out)
         return dict(sorted(out.items()))
 
     def _join_parts(self, plan: StepPlan, micro: int, by_document: dict[int, Tensor]) -> dict[int, Tensor]:

@@ -26,7 +26,7 @@ from weft.objectives.balance import Balance
 from weft.objectives.base import Batch, Objective, Terms, check_terms, chosen_tokens
 from weft.ops.exact import numerics
 from weft.ops.head import Direction
-from weft.parallel.fsdp import reduction, reshard
+from weft.parallel.fsdp import end_backward, reduce_when, reshard
 from weft.parallel.mesh import Mesh
 from weft.telemetry import flight
 from weft.telemetry.timing import waiting
@@ -94,13 +94,14 @@ class Executor:
         balance: Balance | None = None,
         chosen_NC: Tensor | None = None,
         received: Tensor | None = None,
+        chunk: int = 0,
     ) -> dict[str, Tensor]:
         """One forward without an objective: the readouts `what` of a row on the device (TrainModule.forward)."""
         bounds = row.bounds if self.uses_bounds else None
         with self.load.counting(row.real_tokens if self.packed else row.input_ids_BT.numel()):
             return self.module(
                 row.input_ids_BT, row.position_ids_BT, bounds, row.selected_N, row.targets_N, what, direction, balance,
-                chosen_NC, row.media, row.borrowed, received,
+                chosen_NC, row.media, row.borrowed, received, chunk,
             )  # fmt: skip
 
     def forward(
@@ -110,11 +111,12 @@ class Executor:
         direction: Direction | None,
         shares_E: Tensor | None,
         received: Tensor | None = None,
+        chunk: int = 0,
     ) -> Terms:
         """One forward: the objective's terms for a row, with the auxiliary loss of its experts."""
         balance = self._balance(row, shares_E) if self.balance else None
         chosen_NC = chosen_tokens(objective, row.targets_N, row.arrays)
-        readouts = self.read(row, objective.readouts, direction, balance, chosen_NC, received)
+        readouts = self.read(row, objective.readouts, direction, balance, chosen_NC, received, chunk)
         balance_sum = readouts.pop("balance", None)
         batch = Batch(readouts, row.weights_N, row.document_N, row.documents, row.arrays, row.shared)
         return replace(check_terms(objective(batch), objective), balance_sum=balance_sum)
@@ -127,11 +129,9 @@ class Executor:
         micro: the micro-batch, from 0. last: of the step. routed: count where the router would have chosen otherwise.
         """
         flight.at("forward", micro + 1)
-        with (
-            reduction(self.module, self.config.fsdp.reduce, last=last),
-            self.replay.following(row) as seen_routes,
-            numerics(self.config.exact),
-        ):
+        reduce_when(self.module, self.config.fsdp.reduce, last=last)
+        end_backward(self.module, last)
+        with self.replay.following(row) as seen_routes, numerics(self.config.exact):
             done = self.forwarded(row, objective, factors)
             flight.at("backward", micro + 1)
             if done.loss.requires_grad:
@@ -143,11 +143,13 @@ class Executor:
             sums.add("routing/differing", *seen_routes.share(self.device))
         return done.seen
 
-    def forwarded(self, row: Row, objective: Objective, factors: Factors, received: Tensor | None = None) -> Forwarded:
+    def forwarded(
+        self, row: Row, objective: Objective, factors: Factors, received: Tensor | None = None, chunk: int = 0
+    ) -> Forwarded:
         """The forward of one row, up to what is differentiated."""
         upstream_N = objective.upstream(row.weights_N)
         direction = None if upstream_N is None else Direction(upstream_N)
-        terms = self.forward(row, objective, direction, factors.shares_E, received)
+        terms = self.forward(row, objective, direction, factors.shares_E, received, chunk)
         loss, seen = terms.loss_sum / factors.normaliser, terms.loss_sum.detach()
         if terms.balance_sum is not None:
             # Routers are whole on every rank of tp, and their gradients are summed over them.

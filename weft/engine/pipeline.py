@@ -1,15 +1,16 @@
-"""Forwards and backwards of a model whose layers are over several stages of ranks (mesh.pp), a row at a time.
+"""Forwards and backwards of a model whose layers are over several ranks (mesh.pp), in stages, a row at a time.
 
-Every stage builds every row of its documents, so that all know the shape of what travels.
+Every rank builds every row of its documents, so that all know the shape of what travels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from weft.engine.build import BuiltModel
 from weft.engine.config import EngineConfig
@@ -18,19 +19,22 @@ from weft.engine.metrics import Sums
 from weft.engine.plan import StepPlan
 from weft.engine.row import Row
 from weft.engine.rows import Rows
-from weft.engine.schedule import Action, bubble, order
+from weft.engine.schedule import DELAYED, Action, bubble, order
+from weft.models.pipeline import Pipeline
+from weft.models.train_module import TrainModule
+from weft.models.weight_gradients import Delayed, WeightGradients
 from weft.objectives.base import Objective, metrics_of
 from weft.ops.exact import numerics
-from weft.parallel.fsdp import reduction
+from weft.parallel.fsdp import end_backward, reduce_now, reduce_when
 from weft.parallel.mesh import Mesh
-from weft.parallel.stages import Link
+from weft.parallel.stages import Link, Message
 from weft.telemetry import flight
 
 
 @dataclass(frozen=True)
 class _Done:
-    """A row between its forward and its backward. received: None on the first stage. sent: None on the last, which has
-    `forwarded`."""
+    """A row in a stage between its forward and its backward. received: None in the first stage. sent: None in the last,
+    which has `forwarded`."""
 
     row: Row
     received: Tensor | None
@@ -39,111 +43,155 @@ class _Done:
 
 
 class PipelineExecutor(Executor):
-    """Runs one stage. Losses, metrics and readouts are those of the last one."""
+    """Runs the stages of one rank. Losses, metrics and readouts are those of the last stage."""
 
     def __init__(
-        self, config: EngineConfig, built: BuiltModel, mesh: Mesh, device: torch.device, link: Link, costs: list[float]
-    ) -> None:
+        self, config: EngineConfig, built: BuiltModel, mesh: Mesh, device: torch.device, link: Link, pipeline: Pipeline,
+        costs: Sequence[float],
+    ) -> None:  # fmt: skip
         """costs: of each stage, in any unit."""
         super().__init__(config, built, mesh, device)
         self.link, self.axis, self.schedule, self.costs = link, link.axis, config.mesh.pp_schedule, costs
+        self.placement = pipeline.placement
+        self.has_loss = self.placement.last == self.axis.place
+        self.weights = WeightGradients(self.module) if self.schedule in DELAYED else None
+        self.units = _units_of_chunks(self.module, pipeline, self.axis.place)
 
     def train(self, rows: Rows, objective: Objective, factors: Factors, sums: Sums, *, routed: bool) -> Trained:
         """See Executor.train."""
         micro_batches = len(rows.sources)
         self.link.connect()
         done = Trained([torch.zeros((), device=self.device)] * micro_batches)
-        actions = order(self.schedule, self.axis.place, self.axis.size, micro_batches)
-        held = _Held(rows, self.device)
-        waiting: dict[int, _Done] = {}
+        actions = order(self.schedule, self.placement, self.axis.place, micro_batches)
+        held = _Held(rows, self.device, self.placement.chunks)
+        waiting: dict[tuple[int, int], _Done] = {}
+        delayed: dict[tuple[int, int], Delayed] = {}
         for place, action in enumerate(actions):
             for near in actions[place : place + 2]:  # what the next one needs travels while this one computes
                 self._ask(near, held)
-            micro, last = action.micro, action.micro == micro_batches - 1
-            if action.forward:
-                flight.at("forward", micro + 1, rows.sources[micro])
-                done.alike += held[micro].alike
-                waiting[micro] = self._forward(micro, held[micro], objective, factors)
-                continue
-            flight.at("backward", micro + 1, rows.sources[micro])
-            finished = waiting.pop(micro)
-            self._backward(micro, finished, last=last)
-            held.drop(micro)
-            if finished.forwarded is not None:
-                self.account(finished.forwarded, sums)
-                done.losses[micro] = finished.forwarded.seen
+            micro, key = action.micro, (action.chunk, action.micro)
+            flight.at(action.kind, micro + 1, rows.sources[micro])
+            end_backward(self.module, action == actions[-1])
+            if action.kind == "forward":
+                done.alike += held[micro].alike if action.chunk == 0 else ()
+                waiting[key] = self._forward(action, held[micro], objective, factors)
+            elif action.kind == "weights":
+                self._weights(action, delayed.pop(key), last=micro == micro_batches - 1)
+            else:
+                finished = waiting.pop(key)
+                delayed[key] = self._backward(action, finished, last=micro == micro_batches - 1)
+                held.drop(micro)
+                if finished.forwarded is not None:
+                    self.account(finished.forwarded, sums)
+                    done.losses[micro] = finished.forwarded.seen
         self.link.finish()
         self.name_metrics(objective, sums)
         return done
 
-    def _ask(self, action: Action, held: _Held) -> None:
-        self.link.ask(action.forward, action.micro, held[action.micro].input_ids_BT.shape)
+    def _stage(self, action: Action) -> int:
+        return self.placement.stage_of(self.axis.place, action.chunk)
 
-    def _forward(self, micro: int, row: Row, objective: Objective, factors: Factors) -> _Done:
-        received = self.link.receive(True, micro)
+    def _ask(self, action: Action, held: _Held) -> None:
+        if action.kind != "weights":
+            message = Message(action.kind == "forward", self._stage(action), action.micro)
+            self.link.ask(message, held[action.micro].input_ids_BT.shape)
+
+    def _forward(self, action: Action, row: Row, objective: Objective, factors: Factors) -> _Done:
+        stage = self._stage(action)
+        received = self.link.receive(Message(True, stage, action.micro))
         if received is not None:
             received.requires_grad_()
         with numerics(self.config.exact):
-            if self.axis.is_last:
-                return _Done(row, received, None, self.forwarded(row, objective, factors, received))
-            sent = self.read(row, frozenset(), received=received)["sent"]
-        self.link.send(True, sent, row.input_ids_BT.shape)
+            if stage == self.placement.stages - 1:
+                found = self.forwarded(row, objective, factors, received, action.chunk)
+                return _Done(row, received, None, found)
+            sent = self.read(row, frozenset(), received=received, chunk=action.chunk)["sent"]
+        self.link.send(stage, True, action.micro, sent, row.input_ids_BT.shape)
         return _Done(row, received, sent, None)
 
-    def _backward(self, micro: int, done: _Done, *, last: bool) -> None:
-        """last: of the step."""
-        gradient = self.link.receive(False, micro)
-        with reduction(self.module, self.config.fsdp.reduce, last=last), numerics(self.config.exact):
+    def _backward(self, action: Action, done: _Done, *, last: bool) -> Delayed:
+        """What is left to do for the gradients of weights. last: of the chunk's micro-batches."""
+        stage = self._stage(action)
+        gradient = self.link.receive(Message(False, stage, action.micro))
+        when = self.config.fsdp.reduce if self.weights is None else "later"
+        reduce_when(self.module, when, last=last, of=self.units[action.chunk])
+        with numerics(self.config.exact):
             if done.forwarded is not None:
                 done.forwarded.loss.backward()
             else:
                 assert done.sent is not None
                 done.sent.backward(gradient)
         if done.received is not None:
-            self.link.send(False, done.received.grad, done.row.input_ids_BT.shape)
+            self.link.send(stage, False, action.micro, done.received.grad, done.row.input_ids_BT.shape)
+        return [] if self.weights is None else self.weights.take()
+
+    def _weights(self, action: Action, delayed: Delayed, *, last: bool) -> None:
+        """The rest of a backward. All gradients of its chunk are reduced with these: those that it left, too."""
+        with torch.no_grad(), numerics(self.config.exact):
+            for add in delayed:
+                add()
+        reduce_when(self.module, self.config.fsdp.reduce, last=last, of=self.units[action.chunk])
+        reduce_now(self.module)
 
     def visit(self, rows: Rows, phase: str, ask: Callable[[Row], Asked], use: Use, *, following: bool = False) -> None:
-        """See Executor.visit; `use` is called on the last stage alone."""
-        held = _Held(rows, self.device)
+        """See Executor.visit; `use` is called by the rank of the last stage alone."""
+        held = _Held(rows, self.device, self.placement.chunks)
         self.link.connect()
+        whole = order(self.schedule, self.placement, self.axis.place, len(rows.sources))
+        forwards = [action for action in whole if action.kind == "forward"]
         with self.without_gradients():
-            for micro, sources in enumerate(rows.sources):
-                flight.at(phase, micro + 1, sources)
-                for near in range(micro, min(micro + 2, len(rows.sources))):
-                    self._ask(Action(True, near), held)
+            for place, action in enumerate(forwards):
+                micro, stage = action.micro, self._stage(action)
+                flight.at(phase, micro + 1, rows.sources[micro])
+                for near in forwards[place : place + 2]:
+                    self._ask(near, held)
                 row = held[micro]
                 asked = ask(row)
-                received = self.link.receive(True, micro)
-                found = self.read(row, asked.what, chosen_NC=asked.chosen_NC, received=received)
-                if self.axis.is_last:
+                received = self.link.receive(Message(True, stage, micro))
+                found = self.read(row, asked.what, chosen_NC=asked.chosen_NC, received=received, chunk=action.chunk)
+                if stage == self.placement.stages - 1:
                     use(micro, row, found)
                 else:
-                    self.link.send(True, found["sent"], row.input_ids_BT.shape)
+                    self.link.send(stage, True, micro, found["sent"], row.input_ids_BT.shape)
                 held.drop(micro)
             self.link.finish()
 
     def name_metrics(self, objective: Objective, sums: Sums) -> None:
         """See Executor.name_metrics."""
-        if not self.axis.is_last:
+        if not self.has_loss:
             for name in metrics_of(objective):
                 sums.add(name, 0.0, 0.0)
 
     def bubble(self, plan: StepPlan) -> float:
-        """The share of a step in which stages wait for each other, from the FLOPs of its rows."""
-        stages, rank = self.axis.size, self.mesh.loss_rank
-        orders = [order(self.schedule, place, stages, plan.micro_batches) for place in range(stages)]
+        """The share of a step in which ranks wait for each other, from the FLOPs of its rows."""
+        ranks, own = self.placement.ranks, self.mesh.loss_rank
+        orders = [order(self.schedule, self.placement, place, plan.micro_batches) for place in range(ranks)]
 
-        def cost(stage: int, action: Action) -> float:  # backward costs twice forward
-            return self.costs[stage] * plan.costs[action.micro][rank] * (1.0 if action.forward else 2.0)
+        def cost(stage: int, action: Action) -> float:  # backward costs twice forward, half of it for weights
+            twice = action.kind == "backward" and self.weights is None
+            return self.costs[stage] * plan.costs[action.micro][own] * (2.0 if twice else 1.0)
 
-        return bubble(orders, cost)
+        return bubble(orders, self.placement, cost)
+
+
+def _units_of_chunks(module: TrainModule, pipeline: Pipeline, place: int) -> list[list[FSDPModule]]:
+    """The FSDP units of each of a rank's stages. The root's gradients are complete with the first stage's backward,
+    where that is here; else they are the last stage's."""
+    units: list[list[FSDPModule]] = [[] for _ in range(pipeline.placement.chunks)]
+    for name, child in module.named_modules():
+        if isinstance(child, FSDPModule):
+            stage = pipeline.stage_of(name, module.facts.layers)
+            if name == "" and place != 0:
+                stage = pipeline.placement.stage_of(place, pipeline.placement.chunks - 1)
+            units[pipeline.placement.chunk_of(stage)].append(child)
+    return units
 
 
 class _Held:
-    """Rows on the device, each built once, from when its shape is needed until it is dropped."""
+    """Rows on the device, each built once, from when its shape is needed until each chunk of layers has dropped it."""
 
-    def __init__(self, rows: Rows, device: torch.device) -> None:
-        self._rows, self._device = rows, device
+    def __init__(self, rows: Rows, device: torch.device, chunks: int) -> None:
+        self._rows, self._device, self._left = rows, device, dict.fromkeys(range(len(rows.sources)), chunks)
         self._made: dict[int, Row] = {}
 
     def __getitem__(self, micro: int) -> Row:
@@ -152,4 +200,6 @@ class _Held:
         return self._made[micro]
 
     def drop(self, micro: int) -> None:
-        del self._made[micro]
+        self._left[micro] -= 1
+        if not self._left[micro]:
+            del self._made[micro]

@@ -5,7 +5,7 @@ used."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,12 +18,19 @@ from weft.engine.document import Document
 from weft.engine.row import Row, build_row
 from weft.engine.startup import Findings, documents_of, small_copy, text_vocabulary
 from weft.errors import UserError, first_line
-from weft.models.pipeline import Anatomy, Outside, keep_stage, plan_pipeline
+from weft.models.pipeline import Anatomy, Outside, keep_stages, plan_pipeline
+from weft.models.placement import Placement
 from weft.models.train_module import TrainModule
+from weft.models.weight_gradients import WeightGradients
 
 
-def check_pipeline(config: PretrainedConfig, findings: Findings, compute: torch.dtype) -> Anatomy:
-    """How the model's code runs its layers. UserError, naming the family and the reason, where stages are not exact."""
+def check_pipeline(
+    config: PretrainedConfig, findings: Findings, compute: torch.dtype, *, delayed: bool = False
+) -> Anatomy:
+    """How the model's code runs its layers. UserError, naming the family and the reason, where stages are not exact.
+
+    delayed: gradients of weights are computed after the backward.
+    """
     small = small_copy(config, "per_document")
     whole = TrainModule(copy.deepcopy(small))
     row = _row(text_vocabulary(whole), findings)
@@ -34,7 +41,8 @@ def check_pipeline(config: PretrainedConfig, findings: Findings, compute: torch.
         raise refusal(str(error)) from error
     except Exception as error:  # whatever the family's code raises
         raise refusal(f"its layers could not be traced ({first_line(error)})") from error
-    compare(lambda: _staged(small, row, findings, anatomy), _run([whole], row, findings), refusal, "its layers")
+    expected = _run([whole], row, findings, [])
+    compare(lambda: _staged(small, row, findings, anatomy, delayed=delayed), expected, refusal, "its layers")
     return anatomy
 
 
@@ -66,7 +74,7 @@ def _forward(module: TrainModule, row: Row, findings: Findings, received: Tensor
     return found
 
 
-def _run(stages: list[TrainModule], row: Row, findings: Findings) -> Ran:
+def _run(stages: list[TrainModule], row: Row, findings: Findings, delayed: Sequence[WeightGradients]) -> Ran:
     """(log-probabilities and entropies of a row, gradient of each parameter, summed over the stages that hold it)."""
     received: Tensor | None = None
     passed: list[tuple[Tensor, Tensor]] = []
@@ -78,6 +86,8 @@ def _run(stages: list[TrainModule], row: Row, findings: Findings) -> Ran:
     ((got["logprob"] + 0.3 * got["entropy"]) * row.weights_N).sum().backward()
     for sent, received in reversed(passed):
         sent.backward(received.grad)
+    for add in [add for of_stage in delayed for add in of_stage.take()]:
+        add()
     gradients: dict[str, Tensor] = {}
     for module in stages:
         for name, parameter in module.named_parameters():
@@ -87,16 +97,16 @@ def _run(stages: list[TrainModule], row: Row, findings: Findings) -> Ran:
     return torch.stack([got["logprob"], got["entropy"]]).detach(), gradients
 
 
-def _staged(small: PreTrainedModel, row: Row, findings: Findings, anatomy: Anatomy) -> Ran:
+def _staged(small: PreTrainedModel, row: Row, findings: Findings, anatomy: Anatomy, *, delayed: bool) -> Ran:
     """The same of stages of one layer each."""
     modules = []
     count = len(TrainModule(copy.deepcopy(small)).layers)
     for place in range(count):
         module = TrainModule(copy.deepcopy(small))
-        pipeline = plan_pipeline(module, [(n, n + 1) for n in range(count)], anatomy)
-        keep_stage(module, pipeline, place, Outside(torch.float32, torch.device("cpu")))
+        pipeline = plan_pipeline(module, [(n, n + 1) for n in range(count)], Placement(count), anatomy)
+        keep_stages(module, pipeline, place, Outside(torch.float32, torch.device("cpu")))
         modules.append(module)
-    return _run(modules, row, findings)
+    return _run(modules, row, findings, [WeightGradients(module) for module in modules] if delayed else [])
 
 
 class _Trace:

@@ -1,59 +1,129 @@
-"""Orders in which the stages of a pipeline run forwards and backwards of a step's micro-batches. Pure functions.
+"""Orders in which the ranks of a pipeline run forwards and backwards of a step's micro-batches. Pure functions.
 
-GPipe: Huang et al. 2019, arXiv:1811.06965. 1F1B: Narayanan et al. 2021, arXiv:2104.04473, section 2.2.1.
+GPipe: Huang et al. 2019, arXiv:1811.06965. 1F1B and its interleaved form: Narayanan et al. 2021, arXiv:2104.04473,
+sections 2.2.1 and 2.2.2. Zero bubble: Qi et al. 2023, arXiv:2401.10241, section 2 (H1), and Qi et al. 2024,
+arXiv:2405.15362 (V).
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
-Schedule = Literal["1F1B", "GPipe"]
+from weft.models.placement import Placement
+
+Schedule = Literal["1F1B", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"]
+Kind = Literal["forward", "backward", "weights"]
+
+DELAYED: tuple[Schedule, ...] = ("InterleavedZeroBubble", "ZBVZeroBubble")
+_INTERLEAVED: tuple[Schedule, ...] = ("Interleaved1F1B", "InterleavedZeroBubble")
 
 
 class Action(NamedTuple):
-    """The forward or the backward of a micro-batch on one stage."""
+    """What a rank does of one micro-batch in one of its chunks of layers. backward: gradients of what came in, and of
+    weights but for those that `weights` computes, in schedules of DELAYED."""
 
-    forward: bool
+    kind: Kind
     micro: int
+    chunk: int = 0
 
 
-def order(schedule: Schedule, place: int, stages: int, micro_batches: int) -> list[Action]:
-    """What a stage does, in order. Micro-batches go forward and backward by their numbers on every stage, so that
-    whatever travels between two stages in one direction is in one order."""
-    ahead = micro_batches if schedule == "GPipe" else min(micro_batches, stages - place)
-    forwards = [Action(True, micro) for micro in range(micro_batches)]
-    backwards = [Action(False, micro) for micro in range(micro_batches)]
+def placement_of(schedule: Schedule, ranks: int, chunks: int | None) -> Placement:
+    """chunks: stages per rank, for schedules that leave them open; None for two."""
+    if schedule == "ZBVZeroBubble":
+        return Placement(ranks, 2, folded=True)
+    return Placement(ranks, chunks or 2 if schedule in _INTERLEAVED else 1)
+
+
+def order(schedule: Schedule, placement: Placement, place: int, micro_batches: int) -> list[Action]:
+    """What the rank at `place` does, in order. In each chunk, micro-batches go forward and backward by their numbers;
+    and of what one rank sends another in one direction, both know one order."""
+    if schedule == "ZBVZeroBubble":
+        return _folded(placement.ranks, place, micro_batches)
+    ranks, chunks = placement.ranks, placement.chunks
+    rounds = _rounds(micro_batches, micro_batches if chunks == 1 else ranks)
+    forwards = [Action("forward", m, chunk) for own in rounds for chunk in range(chunks) for m in own]
+    backwards = [Action("backward", m, chunk) for own in rounds for chunk in reversed(range(chunks)) for m in own]
+    after = ranks - 1 - place
+    ahead = 1 + after if chunks == 1 else 1 + 2 * after + (chunks - 1) * len(rounds[0])
+    if schedule == "GPipe":
+        ahead = micro_batches
     found = forwards[:ahead]
     for done, backward in enumerate(backwards):
         found += [backward, *forwards[ahead + done : ahead + done + 1]]
-    return found
+    return _with_weights(found, place) if schedule in DELAYED else found
 
 
-def in_flight(schedule: Schedule, stages: int, micro_batches: int) -> int:
-    """The most micro-batches of which a stage keeps what backward needs: the first stage's."""
-    return micro_batches if schedule == "GPipe" else min(micro_batches, stages)
+def _rounds(micro_batches: int, size: int) -> list[range]:
+    """Consecutive micro-batches that pass a chunk one after the other: `size` or more in each, as equal as can be, and
+    larger ones first."""
+    count = max(1, micro_batches // size)
+    least, more = divmod(micro_batches, count)
+    ends = [(n + 1) * least + min(n + 1, more) for n in range(count)]
+    return [range(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
 
 
-def bubble(orders: Sequence[Sequence[Action]], cost: Callable[[int, Action], float]) -> float:
-    """The share of the stages' time in which they wait for each other, where nothing but computing takes time.
+def _with_weights(actions: Sequence[Action], delay: int) -> list[Action]:
+    """The gradients of weights follow their backward, `delay` backwards later: a later rank, which begins its backwards
+    sooner, has them left for when it would wait at the end."""
+    found: list[Action] = []
+    waiting: list[Action] = []
+    for action in actions:
+        found.append(action)
+        if action.kind == "backward":
+            waiting.append(action._replace(kind="weights"))
+            found += [waiting.pop(0)] if len(waiting) > delay else []
+    return found + waiting
 
-    orders: by stage. cost: of an action on a stage.
+
+def _folded(ranks: int, place: int, micro_batches: int) -> list[Action]:
+    """The V schedule: as for enough micro-batches to fill the pipeline, less those that there are not."""
+    left, full = ranks - place, max(micro_batches, 2 * ranks - 1)
+    # Letters of kinds, small ones of the first chunk: forward, backward, weights.
+    found = "f" * (2 * left - 1) + "Ff" * place + "FBW" * left
+    more = full - (2 * left - 1 + place)  # forwards of the first chunk that are left
+    for steady in range(full - ranks):
+        found += ("f" if steady < more else "") + "bwFBW"
+    found += "bB" * place + "bw" * left + "W" * place + "w" * place
+    kinds: dict[str, Kind] = {"f": "forward", "b": "backward", "w": "weights"}
+    done: Counter[str] = Counter()
+    actions = []
+    for letter in found:
+        actions.append(Action(kinds[letter.lower()], done[letter], int(letter.isupper())))
+        done[letter] += 1
+    return [action for action in actions if action.micro < micro_batches]
+
+
+def in_flight(schedule: Schedule, placement: Placement, place: int, micro_batches: int) -> int:
+    """The most (micro-batch, chunk) of which a rank keeps what backward, or the gradients of weights, need."""
+    alive, most, ends = 0, 0, "weights" if schedule in DELAYED else "backward"
+    for action in order(schedule, placement, place, micro_batches):
+        alive += 1 if action.kind == "forward" else -1 if action.kind == ends else 0
+        most = max(most, alive)
+    return most
+
+
+def bubble(orders: Sequence[Sequence[Action]], placement: Placement, cost: Callable[[int, Action], float]) -> float:
+    """The share of the ranks' time in which they wait for each other, where nothing but computing takes time.
+
+    orders: by rank. cost: of an action on a stage.
     """
-    ends: dict[tuple[int, Action], float] = {}
+    ends: dict[tuple[int, Kind, int], float] = {}
     clocks, places, busy = [0.0] * len(orders), [0] * len(orders), 0.0
     while any(place < len(actions) for place, actions in zip(places, orders, strict=True)):
         moved = False
-        for stage, actions in enumerate(orders):
-            while places[stage] < len(actions):
-                action = actions[places[stage]]
-                needed = _needed(stage, action, len(orders))
+        for rank, actions in enumerate(orders):
+            while places[rank] < len(actions):
+                action = actions[places[rank]]
+                stage = placement.stage_of(rank, action.chunk)
+                needed = _needed(placement, stage, action)
                 if needed is not None and needed not in ends:
                     break
-                begin = max(clocks[stage], 0.0 if needed is None else ends[needed])
-                clocks[stage] = ends[stage, action] = begin + cost(stage, action)
+                begin = max(clocks[rank], 0.0 if needed is None else ends[needed])
+                clocks[rank] = ends[stage, action.kind, action.micro] = begin + cost(stage, action)
                 busy += cost(stage, action)
-                places[stage] += 1
+                places[rank] += 1
                 moved = True
         if not moved:
             raise RuntimeError("the stages of this pipeline wait for each other for ever")
@@ -61,8 +131,11 @@ def bubble(orders: Sequence[Sequence[Action]], cost: Callable[[int, Action], flo
     return 1.0 - busy / whole if whole else 0.0
 
 
-def _needed(stage: int, action: Action, stages: int) -> tuple[int, Action] | None:
-    """The action of another stage whose result this one takes."""
-    if action.forward:
-        return (stage - 1, action) if stage else None
-    return (stage + 1, action) if stage < stages - 1 else None
+def _needed(placement: Placement, stage: int, action: Action) -> tuple[int, Kind, int] | None:
+    """(stage, kind, micro-batch) of the action whose result this one takes, None for the first one."""
+    if action.kind == "weights":
+        return stage, "backward", action.micro
+    other = placement.neighbour(stage, onward=action.kind == "backward")
+    if other is not None:
+        return other, action.kind, action.micro
+    return (stage, "forward", action.micro) if action.kind == "backward" else None

@@ -23,6 +23,7 @@ from weft.engine.division_check import check_division
 from weft.engine.expert_check import check_experts
 from weft.engine.pipeline_check import check_pipeline
 from weft.engine.router_bias import check_biases
+from weft.engine.schedule import DELAYED, placement_of
 from weft.engine.value_head import fill_value_head
 from weft.errors import UserError
 from weft.models import hf
@@ -31,6 +32,7 @@ from weft.models.cost import costs_of_layers
 from weft.models.freeze import freeze
 from weft.models.lora import LoraPlan, freeze_base
 from weft.models.pipeline import Anatomy, Pipeline, cut_layers
+from weft.models.placement import Placement
 from weft.models.tp_styles import check_states
 from weft.models.train_module import TrainModule
 from weft.objectives.readouts import Wanted
@@ -230,7 +232,7 @@ def shard_model(setup: Setup, built: BuiltModel, readouts: Collection[str] = ())
         sequence=sequence, stages=stages,
     )  # fmt: skip
     if pipeline is not None:
-        require_trained(setup, pipeline)
+        require_trained(setup, pipeline, module.facts.layers)
     state = TrainingState(setup.moments, config.optimizer.ema_decay is not None) if setup.trained else None
     memory = memory_needs(module, units, setup.precision, state, config.fsdp.reshard_after_forward)
     room = capacity(setup.storage, local_ranks(ranks.world), ranks.assumed)
@@ -247,8 +249,12 @@ def stages_of(setup: Setup, built: BuiltModel, hidden: Sequence[str]) -> Stages 
     if pp == 1:
         return None
     check_stages(built, hidden)
-    anatomy = check_pipeline(built.config, built.findings, setup.precision.compute)
-    return cut_stages(costs_of_layers(built.module, USUAL_LENGTH), pp, anatomy)
+    mesh, weighed = setup.config.mesh, costs_of_layers(built.module, USUAL_LENGTH)
+    placement = placement_of(mesh.pp_schedule, pp, mesh.pp_stages_per_rank)
+    check_layers(len(weighed[0]), placement)
+    delayed = mesh.pp_schedule in DELAYED
+    anatomy = check_pipeline(built.config, built.findings, setup.precision.compute, delayed=delayed)
+    return cut_stages(weighed, placement, anatomy)
 
 
 def check_stages(built: BuiltModel, hidden: Sequence[str]) -> None:
@@ -259,12 +265,26 @@ def check_stages(built: BuiltModel, hidden: Sequence[str]) -> None:
         raise UserError(f"mesh.pp: `hidden/{hidden[0]}` may be on another stage than the loss: set mesh.pp=1.")
 
 
-def cut_stages(weighed: tuple[list[float], float], pp: int, anatomy: Anatomy) -> Stages:
-    """weighed: cost of each layer, and of the head. UserError where there are fewer layers than stages."""
+def cut_stages(weighed: tuple[list[float], float], placement: Placement, anatomy: Anatomy) -> Stages:
+    """weighed: cost of each layer, and of the head; of which there are enough (`check_layers`)."""
     costs, head = weighed
-    spans = cut_layers(costs, head, pp)
+    spans = cut_layers(costs, head, placement.stages)
     each = tuple(sum(costs[first:end]) + head * (end == len(costs)) for first, end in spans)
-    return Stages(tuple(spans), anatomy, each)
+    return Stages(tuple(spans), placement, anatomy, each)
+
+
+def check_layers(layers: int, placement: Placement) -> None:
+    """UserError where a stage would have no layer."""
+    pp, chunks = placement.ranks, placement.chunks
+    if placement.stages <= layers:
+        return
+    if layers < pp:
+        raise UserError(f"mesh.pp={pp} is more than the {layers} decoder layers of this model: set mesh.pp={layers}.")
+    fewer = f"mesh.pp_stages_per_rank={layers // pp}" if layers // pp > 1 else "mesh.pp_schedule=1F1B"
+    raise UserError(
+        f"mesh.pp={pp} with {chunks} stages per rank are {placement.stages} stages, and this model has {layers} "
+        f"decoder layers: set {fewer}."
+    )
 
 
 def check_adapters_in_layers(module: TrainModule, lora: LoraPlan) -> None:
@@ -277,14 +297,14 @@ def check_adapters_in_layers(module: TrainModule, lora: LoraPlan) -> None:
         )
 
 
-def require_trained(setup: Setup, pipeline: Pipeline) -> None:
+def require_trained(setup: Setup, pipeline: Pipeline, layers: str) -> None:
     """UserError where a stage has nothing to train: no gradient would come out of it."""
-    for place in range(setup.mesh.pp_size) if setup.trained else ():
-        own = (tensor for name, tensor in pipeline.tensors.items() if place in pipeline.holders[name])
-        if not any(tensor.requires_grad for tensor in own):
-            first, end = pipeline.spans[place]
+    trained = [name for name, tensor in pipeline.tensors.items() if tensor.requires_grad]
+    within = {pipeline.stage_of(name.rpartition(".")[0], layers) for name in trained}
+    for stage, (first, end) in enumerate(pipeline.spans if setup.trained else ()):
+        if stage not in within:
             raise UserError(
-                f"model.freeze leaves nothing to train in stage {place + 1} of mesh.pp (layers {first} to {end - 1}): "
+                f"model.freeze leaves nothing to train in stage {stage + 1} of mesh.pp (layers {first} to {end - 1}): "
                 "set mesh.pp=1."
             )
 

@@ -192,7 +192,7 @@ def _small_copies(config: PretrainedConfig, kernel: str) -> tuple[PreTrainedMode
         except UserError:
             raise
         except Exception as error:  # a shape that this family cannot be shrunk to
-            failure = failure or str(error)
+            failure = failure or f"{type(error).__name__}: {error}"
             continue
         if alike:
             theirs.load_state_dict(ours.state_dict())

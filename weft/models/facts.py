@@ -82,19 +82,20 @@ def _final_norm(decoder: nn.Module, path: str) -> str | None:
 
 
 def logit_transform(config: PretrainedConfig) -> LogitTransform:
-    """The family's soft-cap or factor on head(hidden). The start-up check verifies it."""
-    family = config.model_type
-    if family in ("gemma2", "gemma3_text", "gemma4_text"):
-        return LogitTransform(softcap=config.final_logit_softcapping)
-    if family == "recurrent_gemma":
-        return LogitTransform(softcap=config.logits_soft_cap)
-    if family in ("granite", "granitemoe", "granitemoehybrid"):
-        return LogitTransform(scale=1.0 / config.logits_scaling)
-    if family in ("cohere", "cohere2"):
-        return LogitTransform(scale=config.logit_scale)
-    if family == "falcon_h1":
-        return LogitTransform(scale=config.lm_head_multiplier)
-    return LogitTransform()
+    """The family's soft-cap or factor on head(hidden), from the keys that configs of transformers have for them. The
+    start-up check verifies it."""
+    softcap = _number(config, "final_logit_softcapping") or _number(config, "logits_soft_cap")
+    if softcap is not None:
+        return LogitTransform(softcap=softcap)
+    if (scaling := _number(config, "logits_scaling")) is not None:
+        return LogitTransform(scale=scaling if config.model_type == "hyperclovax" else 1.0 / scaling)
+    scale = _number(config, "logit_scale") or _number(config, "lm_head_multiplier")
+    return LogitTransform() if scale is None else LogitTransform(scale=scale)
+
+
+def _number(config: PretrainedConfig, key: str) -> float | None:
+    value = getattr(config, key, None)
+    return float(value) if isinstance(value, (int, float)) else None
 
 
 def position_limit(config: PretrainedConfig) -> int | None:

@@ -1,15 +1,16 @@
-"""A stage of a pipeline: a model that keeps some of its decoder layers and runs HuggingFace's own forward around them.
+"""Stages of a pipeline: a model that keeps some of its decoder layers and runs HuggingFace's own forward around them.
 
 Layers of other stages become stand-ins without weights, which hand hidden states on. So rotary tables, masks and
 whatever else a family computes for its layers are computed by its own code, on every stage. The stand-in before the
 first own layer gives what the stage before has sent; the one after the last own layer keeps what is to be sent. Weights
-outside of the layers are used before them, on the first stage, or after them, on the last.
+outside of the layers are used before them, on the first stage, or after them, on the last. Where a rank has several
+stages, each has stand-ins for the others' layers, which are in the model during its forwards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from weft.errors import UserError
 from weft.models import hf
+from weft.models.placement import Placement
 from weft.models.train_module import Head, Passage, TrainModule
 
 Span = tuple[int, int]  # first layer of a stage, and the one after its last
@@ -35,10 +37,12 @@ class Anatomy:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A whole model over stages. spans: the layers of each stage. tensors: the whole model's state dict, on meta.
-    holders: for each name of it, the stages that hold it; several hold what is tied, and the first one writes it."""
+    """A whole model over the ranks of mesh.pp. spans: the layers of each stage. tensors: the whole model's state dict,
+    on meta. holders: for each name of it, the ranks that hold it; several hold what is tied, and the first one writes
+    it."""
 
     spans: tuple[Span, ...]
+    placement: Placement
     tensors: Mapping[str, Tensor]
     holders: Mapping[str, tuple[int, ...]]
     anatomy: Anatomy
@@ -53,17 +57,24 @@ class Pipeline:
         return list(first.values())
 
     def shared(self, place: int) -> frozenset[str]:
-        """Trained or not, parameters that a stage and others hold."""
-        several = (name for name, stages in self.holders.items() if len(stages) > 1 and place in stages)
+        """Trained or not, parameters that a rank and others hold."""
+        several = (name for name, ranks in self.holders.items() if len(ranks) > 1 and place in ranks)
         return frozenset(name for name in several if isinstance(self.tensors[name], nn.Parameter))
 
     def borrowed(self, place: int) -> frozenset[str]:
-        """What a stage holds and an earlier one writes and counts."""
-        return frozenset(n for n, stages in self.holders.items() if place in stages and stages[0] != place)
+        """What a rank holds and an earlier one writes and counts."""
+        return frozenset(n for n, ranks in self.holders.items() if place in ranks and ranks[0] != place)
 
     def elsewhere(self, place: int) -> frozenset[str]:
-        """What a stage does not hold."""
-        return frozenset(name for name, stages in self.holders.items() if place not in stages)
+        """What a rank does not hold."""
+        return frozenset(name for name, ranks in self.holders.items() if place not in ranks)
+
+    def stage_of(self, name: str, layers: str) -> int:
+        """The stage that runs a module. layers: the name of what holds the decoder layers."""
+        if not name.startswith(f"{layers}."):
+            return len(self.spans) - 1 if name in self.anatomy.after else 0
+        layer = int(name.removeprefix(f"{layers}.").partition(".")[0])
+        return next(stage for stage, (first, end) in enumerate(self.spans) if first <= layer < end)
 
 
 class StandIn(nn.Module):
@@ -100,18 +111,21 @@ class Outside:
 
 class Idle(nn.Module):
     """A module outside of the layers that another stage runs: token ids, and what a linear layer takes, become zeros of
-    the right shape; hidden states pass. It has the weights that this stage uses under another name (tied)."""
+    the right shape; hidden states pass. It has the weights that this rank uses under another name (tied)."""
 
-    def __init__(self, module: nn.Module, kind: Outside, kept: Mapping[str, nn.Parameter]) -> None:
+    def __init__(self, module: nn.Module, kind: Outside) -> None:
         super().__init__()
         weight = getattr(module, "weight", None)
         self.width = weight.shape[-1] if isinstance(weight, Tensor) else 0
         self.outputs = hf.linear_widths(module)[1] if hf.is_plain_linear(module) else None
         self.dtype, self.parts = kind.dtype, kind.parts
-        for name, parameter in kept.items():
-            self.register_parameter(name, parameter)
-        if "weight" not in kept:
-            self.weight = torch.empty(0, device=kind.device)  # some families ask where it is
+        self.weight: Tensor = torch.empty(0, device=kind.device)  # some families ask where it is
+
+    def keep(self, name: str, parameter: nn.Parameter) -> None:
+        """Have this weight."""
+        if name == "weight":
+            del self.weight
+        self.register_parameter(name, parameter)
 
     def forward(self, x: Tensor, *_: Any, **__: Any) -> Tensor:
         if x.is_floating_point():
@@ -119,62 +133,49 @@ class Idle(nn.Module):
         return torch.zeros(*x.shape[:-1], x.shape[-1] // self.parts, self.width, dtype=self.dtype, device=x.device)
 
 
-def plan_pipeline(module: TrainModule, spans: Sequence[Span], anatomy: Anatomy) -> Pipeline:
-    """Which stage holds what of a whole model (on meta). UserError where layers of several stages share weights."""
-    stage_of = _Stages(module, spans, anatomy)
+def plan_pipeline(module: TrainModule, spans: Sequence[Span], placement: Placement, anatomy: Anatomy) -> Pipeline:
+    """Which rank holds what of a whole model (on meta). UserError where layers of several ranks share weights."""
+    after = anatomy.after | {module.facts.head}
+    made = Pipeline(tuple(spans), placement, {}, {}, replace(anatomy, after=after))
     tensors = module.state_dict(keep_vars=True)
-    stages: dict[int, set[int]] = {}
+    parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    ranks: dict[int, set[int]] = {}
+    layers = module.facts.layers
     for name, tensor in tensors.items():
-        stages.setdefault(id(tensor), set()).update(stage_of(name))
+        own = [placement.rank_of(made.stage_of(name.rpartition(".")[0], layers))]
+        if name not in parameters and not name.startswith(f"{layers}."):  # a buffer: small, and of every stage
+            own = [*range(placement.ranks)]
+        ranks.setdefault(id(tensor), set()).update(own)
     for name, tensor in tensors.items():
-        if stage_of.is_of_layer(name) and len(stages[id(tensor)]) > 1:
+        if name.startswith(f"{layers}.") and len(ranks[id(tensor)]) > 1:
             raise UserError(
                 f"mesh.pp: model_type {module.facts.model_type!r} uses {name} in several places, so that two stages "
                 "would have to have one layer's weights. Set mesh.pp=1."
             )
-    holders = {name: tuple(sorted(stages[id(tensor)])) for name, tensor in tensors.items()}
-    return Pipeline(tuple(spans), tensors, holders, anatomy)
+    holders = {name: tuple(sorted(ranks[id(tensor)])) for name, tensor in tensors.items()}
+    return replace(made, tensors=tensors, holders=holders)
 
 
-class _Stages:
-    """The stages that use a tensor under one of its names."""
-
-    def __init__(self, module: TrainModule, spans: Sequence[Span], anatomy: Anatomy) -> None:
-        self._layers, self._anatomy, self._head = f"{module.facts.layers}.", anatomy, module.facts.head
-        self._spans = spans
-        self._parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-
-    def is_of_layer(self, name: str) -> bool:
-        return name.startswith(self._layers)
-
-    def __call__(self, name: str) -> Sequence[int]:
-        if self.is_of_layer(name):
-            layer = int(name.removeprefix(self._layers).partition(".")[0])
-            return [stage for stage, (first, end) in enumerate(self._spans) if first <= layer < end]
-        if name not in self._parameters:  # a buffer: small, and of every stage
-            return range(len(self._spans))
-        owner = name.rpartition(".")[0]
-        last = owner == self._head or owner in self._anatomy.after
-        return [len(self._spans) - 1 if last else 0]
-
-
-def keep_stage(module: TrainModule, pipeline: Pipeline, place: int, kind: Outside) -> None:
-    """Leave of a whole model what one stage holds, in place."""
-    first, end = pipeline.spans[place]
-    passage = Passage(is_last=place == len(pipeline.spans) - 1)
-    holder: Any = module.get_submodule(module.facts.layers)
-    for number, (_, layer) in enumerate(module.layers):
-        if not first <= number < end:
-            items = pipeline.anatomy.outputs[type(layer).__name__]
-            holder[number] = StandIn(layer, items, passage, gives=number == first - 1, keeps=number == end)
-    held = {name for name, stages in pipeline.holders.items() if place in stages}
-    for name, owner in _outside(module):
-        kept = {leaf: p for leaf, p in owner.named_parameters(recurse=False) if f"{name}.{leaf}" in held}
-        if not _runs(name, owner, pipeline, place):
-            _idle(module, name, owner, kept, kind)
+def keep_stages(module: TrainModule, pipeline: Pipeline, place: int, kind: Outside) -> None:
+    """Leave of a whole model what the stages of one rank hold, in place."""
+    stages, outside = pipeline.placement.stages_of(place), dict(_outside(module))
+    runs = {name: pipeline.stage_of(name, module.facts.layers) for name in (*dict(module.layers), *outside)}
+    idle = {name: Idle(owner, kind) for name, owner in outside.items() if not isinstance(owner, Head)}
+    passages, others = [], []
+    for stage in stages:
+        mixers = sum(pipeline.stage_of(name, module.facts.layers) == stage for name in module.mixers)
+        passages.append(Passage(stage == len(pipeline.spans) - 1, mixers=mixers))
+        own = {name: stand_in for name, stand_in in idle.items() if runs[name] != stage}
+        others.append(own | _stand_ins(module, pipeline, stage, passages[-1]))
+    held = {name for name, ranks in pipeline.holders.items() if place in ranks}
+    for name, stage in runs.items():
+        if stage not in stages:
+            _leave_out(module, name, others[0].get(name), held)
+    for passage, own in zip(passages, others, strict=True):
+        passage.others = [(*_place(module, n), m) for n, m in own.items() if module.get_submodule(n) is not m]
     names = {name for name, _ in module.named_modules()}
     module.mixers = {name: mixer for name, mixer in module.mixers.items() if name in names}
-    module.passage = passage
+    module.passages = passages
 
 
 def _outside(module: TrainModule) -> list[tuple[str, nn.Module]]:
@@ -187,30 +188,43 @@ def _outside(module: TrainModule) -> list[tuple[str, nn.Module]]:
     ]
 
 
-def _runs(name: str, owner: nn.Module, pipeline: Pipeline, place: int) -> bool:
-    """Whether a stage runs a module outside of the layers."""
-    after = isinstance(owner, Head) or name in pipeline.anatomy.after
-    return place == (len(pipeline.spans) - 1 if after else 0)
+def _stand_ins(module: TrainModule, pipeline: Pipeline, stage: int, passage: Passage) -> dict[str, nn.Module]:
+    """Name -> what stands in place of each layer that this stage does not run."""
+    first, end = pipeline.spans[stage]
+    found: dict[str, nn.Module] = {}
+    for number, (name, layer) in enumerate(module.layers):
+        if not first <= number < end:
+            items = pipeline.anatomy.outputs[type(layer).__name__]
+            found[name] = StandIn(layer, items, passage, gives=number == first - 1, keeps=number == end)
+    return found
 
 
-def _idle(module: TrainModule, name: str, owner: nn.Module, kept: Mapping[str, nn.Parameter], kind: Outside) -> None:
-    """Replace a module that another stage runs."""
-    if isinstance(owner, Head):  # it is never called, and known by more than its weights
+def _leave_out(module: TrainModule, name: str, stand_in: nn.Module | None, held: Collection[str]) -> None:
+    """Replace a module that no stage of this rank runs, but for weights that it holds. stand_in: None for the head."""
+    owner = module.get_submodule(name)
+    kept = {leaf: p for leaf, p in owner.named_parameters(recurse=False) if f"{name}.{leaf}" in held}
+    if stand_in is None:  # it is never called, and known by more than its weights
         for leaf in owner._parameters:
             owner._parameters[leaf] = kept.get(leaf)
         return
+    for leaf, parameter in kept.items():
+        assert isinstance(stand_in, Idle)
+        stand_in.keep(leaf, parameter)
+    setattr(*_place(module, name), stand_in)
+
+
+def _place(module: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """The module that holds this one, and its name there."""
     parent, _, leaf = name.rpartition(".")
-    setattr(module.get_submodule(parent), leaf, Idle(owner, kind, kept))
+    return module.get_submodule(parent), leaf
 
 
 def cut_layers(costs: Sequence[float], head: float, stages: int) -> list[Span]:
     """Consecutive layers for each stage so that the dearest stage is as cheap as it can be; the last one has the head.
 
-    Of equal cuts the one whose first stages have more layers. UserError where there are fewer layers than stages.
+    There are as many layers as stages, or more. Of equal cuts the one whose first stages have more layers.
     """
     count = len(costs)
-    if count < stages:
-        raise UserError(f"mesh.pp={stages} is more than the {count} decoder layers of this model: set mesh.pp={count}.")
     sums = [0.0]
     for cost in costs:
         sums.append(sums[-1] + cost)

@@ -6,8 +6,8 @@ hidden width, V vocabulary, N predictions that are read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -145,11 +145,28 @@ class ValueHead(Head):
 
 @dataclass
 class Passage:
-    """What a stage of a pipeline receives and sends in one forward (models/pipeline.py). is_last: of the stages."""
+    """What a stage of a pipeline receives and sends in one forward (models/pipeline.py). is_last: of the stages.
+    others: (module, name, what stands there during its forward) where a rank has other stages, too. mixers: how many of
+    its modules carry state."""
 
     is_last: bool
+    others: Sequence[tuple[nn.Module, str, nn.Module]] = ()
+    mixers: int = 0
     received: Tensor | None = None
     sent: Tensor | None = None
+
+    @contextmanager
+    def entered(self, received: Tensor | None) -> Iterator[None]:
+        """Inside, a forward of the model is one of this stage."""
+        self.received = received
+        own = [getattr(holder, name) for holder, name, _ in self.others]
+        for holder, name, stand_in in self.others:
+            setattr(holder, name, stand_in)
+        try:
+            yield
+        finally:
+            for (holder, name, _), module in zip(self.others, own, strict=True):
+                setattr(holder, name, module)
 
     def take(self) -> Tensor:
         """What is to be sent; nothing of the forward is kept."""
@@ -176,7 +193,7 @@ class TrainModule(nn.Module):
         self.takes_positions = hf.accepts(self.base, "position_ids")
         self.bounds_argument = family_of(self.facts.model_type).bounds_argument
         self.mixers: dict[str, Boundary] = keep_apart(self.layers)
-        self.passage: Passage | None = None  # None: it is a whole model
+        self.passages: list[Passage] = []  # of the stages of a pipeline that it has; none: it is a whole model
 
     hf_model: PreTrainedModel
 
@@ -205,16 +222,23 @@ class TrainModule(nn.Module):
         """Last hidden states [B, T, H]. media: forward arguments of the row's images."""
         return self._base(input_ids_BT, position_ids_BT, bounds, **(media or {})).last_hidden_state
 
-    def _base(self, input_ids_BT: Tensor, position_ids_BT: Tensor, bounds: Bounds | None, **extra: object) -> Any:
+    def _base(
+        self,
+        input_ids_BT: Tensor,
+        position_ids_BT: Tensor,
+        bounds: Bounds | None,
+        passage: Passage | None = None,
+        **extra: object,
+    ) -> Any:
         if bounds is not None and not (bounds.padded and self.bounds_argument != BOUNDS_ARGUMENT):
             extra[self.bounds_argument] = bounds
         if self.takes_positions:
             extra["position_ids"] = position_ids_BT
-        before = self._mixed()
+        before, mixers = self._mixed(), len(self.mixers) if passage is None else passage.mixers
         out = self.base(input_ids=input_ids_BT, use_cache=False, **extra)
-        if bounds is not None and not bounds.padded and self._mixed() - before != len(self.mixers):
+        if bounds is not None and not bounds.padded and self._mixed() - before != mixers:
             raise RuntimeError(
-                f"document bounds reached {self._mixed() - before} of {len(self.mixers)} modules that carry state, so "
+                f"document bounds reached {self._mixed() - before} of {mixers} modules that carry state, so "
                 "that documents would see each other. This family is not supported packed; please report it."
             )
         return out
@@ -237,10 +261,12 @@ class TrainModule(nn.Module):
         media: Mapping[str, Tensor] | None = None,
         borrowed: bool = False,
         received: Tensor | None = None,
+        chunk: int = 0,
     ) -> dict[str, Tensor]:
         """Readouts at the selected positions of the flattened [B T]; the head runs nowhere else.
 
-        Of a stage of a pipeline but the last: `sent`, its hidden states. received: those of the stage before.
+        Of a stage of a pipeline but the last: `sent`, its hidden states. received: those of the stage before. chunk:
+        which of this rank's stages.
 
         chosen_NC: see Head. media, borrowed: see Row. `hidden/MODULE`: [N, width], the output of a module at the
         position of the prediction. balance: also returns `balance`, the row's sum of the experts' auxiliary loss, or
@@ -250,12 +276,12 @@ class TrainModule(nn.Module):
         extra |= media or {}
         names = Wanted.of(readouts).hidden
         features = without_features(self.base) if borrowed else nullcontext()
-        if self.passage is not None:
-            self.passage.received = received
-        with capture_outputs(self, names, input_ids_BT.numel()) as hidden, features:
-            out = self._base(input_ids_BT, position_ids_BT, bounds, **extra)
-        if self.passage is not None and not self.passage.is_last:
-            return {"sent": self.passage.take()}
+        passage = self.passages[chunk] if self.passages else None
+        entered = nullcontext() if passage is None else passage.entered(received)
+        with capture_outputs(self, names, input_ids_BT.numel()) as hidden, features, entered:
+            out = self._base(input_ids_BT, position_ids_BT, bounds, passage, **extra)
+        if passage is not None and not passage.is_last:
+            return {"sent": passage.take()}
         found = self.head(out.last_hidden_state.flatten(0, 1)[selected_N], targets_N, readouts, direction, chosen_NC)
         found |= {HIDDEN + name: hidden[name][selected_N] for name in names}
         if balance is not None and balance.counting:

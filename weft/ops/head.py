@@ -167,9 +167,8 @@ def block_bytes(device: str) -> int:
 
 def _tile_shape(tokens: int, vocabulary: int, device: str) -> tuple[int, int]:
     """Even tiles of at most the device's bytes (fp32), as near to square as the shapes allow."""
-    elements = tile_bytes(device) // 4
     rows = -(-tokens // max(1, -(-tokens // _TILE_TOKENS)))
-    columns = min(vocabulary, max(1, elements // max(1, rows)))
+    columns = min(vocabulary, max(1, tile_bytes(device) // 4 // max(1, rows)))
     columns = -(-vocabulary // -(-vocabulary // columns))
     return max(1, rows), min(vocabulary, -(-columns // 64) * 64)
 
@@ -184,15 +183,13 @@ class Logits:
 
     def tiles(self, tile: tuple[int, int] | None) -> Iterator[tuple[slice, Iterator[slice]]]:
         """(columns, rows) of the tiles, by default nearly square."""
-        device = device_kind(self.weight.device)
-        height, width = tile or _tile_shape(len(self.hidden), len(self.weight), device)
+        height, width = tile or _tile_shape(len(self.hidden), len(self.weight), device_kind(self.weight.device))
         for columns in slices(len(self.weight), width):
             yield columns, slices(len(self.hidden), height)
 
     def rows_of_all_columns(self) -> int:
         """The tokens of a tile with the whole vocabulary."""
-        budget = tile_bytes(device_kind(self.weight.device))
-        return max(1, budget // (4 * len(self.weight)))
+        return max(1, tile_bytes(device_kind(self.weight.device)) // (4 * len(self.weight)))
 
     def tile(self, rows: slice, columns: slice) -> Tensor:
         """[t, v] inner * (hidden @ weight.T + bias) in the weight's dtype; valid until the next call."""
@@ -465,10 +462,7 @@ def _fold(logits: Logits, rows: slice, columns: slice, targets: Tensor, running:
         if running.largest is not None:
             largest = running.largest[rows][block]
             torch.maximum(largest, z.amax(1), out=largest)
-        if running.entropy is None:
-            lse, entropy = log_sum_exp_(z), None
-        else:
-            lse, entropy = _log_sum_exp_and_entropy_(z)
+        lse, entropy = (log_sum_exp_(z), None) if running.entropy is None else _log_sum_exp_and_entropy_(z)
         _merge(running, slice(rows.start + block.start, rows.start + block.stop), lse, entropy)
 
 

@@ -5,8 +5,7 @@ FSDP's own averaging is off everywhere: the engine divides by the step's count, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
 import torch
@@ -122,11 +121,25 @@ def casts_inputs(module: nn.Module) -> bool:
     return any(child._get_fsdp_state()._mp_policy.cast_forward_inputs for child in fsdp_modules(module))
 
 
-@contextmanager
-def reduction(module: nn.Module, when: Literal["every", "scatter", "last"], last: bool) -> Iterator[None]:
-    """Make the backward inside reduce gradients, or accumulate them for the step's last micro-batch."""
+Reduce = Literal["every", "scatter", "last", "later"]
+
+
+def reduce_when(module: nn.Module, when: Reduce, *, last: bool, of: Iterable[FSDPModule] | None = None) -> None:
+    """Make the next backward reduce gradients, or accumulate them for the step's last micro-batch. last: it is that of
+    the step. of: units for which it is set, by default all. later: accumulate in any case."""
+    for unit in fsdp_modules(module) if of is None else of:
+        unit.set_requires_gradient_sync(when != "later" and (last or when != "last"), recurse=False)
+        unit.set_requires_all_reduce(last or when == "every", recurse=False)
+
+
+def end_backward(module: nn.Module, last: bool) -> None:
+    """Make the next backward the last one of the step, whose sums are waited for, or not."""
     assert isinstance(module, FSDPModule)
-    module.set_requires_gradient_sync(last or when != "last")
-    module.set_requires_all_reduce(last or when == "every")
     module.set_is_last_backward(last)
-    yield
+
+
+def reduce_now(module: nn.Module) -> None:
+    """Do what FSDP does at the end of a backward, for gradients that were computed after it: as torch's own pipelines
+    do (torch.distributed.pipelining, perform_reduce_grad), whose zero-bubble schedules have the same need."""
+    assert isinstance(module, FSDPModule)
+    module._get_fsdp_state()._root_post_backward_final_callback()

@@ -8,7 +8,7 @@ to 2.15; under these names, because they are not public yet.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -49,32 +49,32 @@ class ExpertRanks:
 
 @dataclass(frozen=True)
 class PipelineAxis:
-    """A rank's place among the stages of pp, whose ranks have the same documents. onward, back: the same ranks, in two
-    groups, so that what travels in one direction never waits for what travels in the other."""
+    """A rank's place on pp, whose ranks have the same documents. channels: the same ranks in a group for each
+    (hidden states or else gradients, to a later rank or else to an earlier one), so that what travels in one way never
+    waits for what travels in another."""
 
     place: int
     size: int
-    onward: dist.ProcessGroup
-    back: dist.ProcessGroup
+    channels: Mapping[tuple[bool, bool], dist.ProcessGroup]
 
     @property
-    def is_first(self) -> bool:
-        return self.place == 0
+    def onward(self) -> dist.ProcessGroup:
+        return self.channels[True, True]
 
     @property
-    def is_last(self) -> bool:
-        return self.place == self.size - 1
+    def back(self) -> dist.ProcessGroup:
+        return self.channels[False, False]
 
     def of_all(self, value: T) -> list[T]:
-        """What each stage has; collective."""
+        """What each rank has; collective."""
         said = [value] * self.size
         dist.all_gather_object(said, value, group=self.onward)
         return said
 
-    def from_last(self, value: T) -> T:
-        """What the last stage has, on all stages; collective."""
+    def from_place(self, place: int, value: T) -> T:
+        """What the rank at a place has, on all; collective."""
         said = [value]
-        dist.broadcast_object_list(said, group=self.onward, group_src=self.size - 1)
+        dist.broadcast_object_list(said, group=self.onward, group_src=place)
         return said[0]
 
 
@@ -214,8 +214,10 @@ def _pipeline_axis(root: DeviceMesh, sizes: MeshSizes) -> PipelineAxis | None:
     if sizes.pp == 1:
         return None
     lanes = torch.arange(sizes.world).reshape(sizes.pp, -1).T.tolist()
-    back, _ = dist.new_subgroups_by_enumeration(lanes)
-    return PipelineAxis(root["pp"].get_local_rank(), sizes.pp, root.get_group("pp"), back)
+    channels = {(True, True): root.get_group("pp")}
+    for way in ((False, False), (True, False), (False, True)):
+        channels[way], _ = dist.new_subgroups_by_enumeration(lanes)
+    return PipelineAxis(root["pp"].get_local_rank(), sizes.pp, channels)
 
 
 def _tp_axis(root: DeviceMesh) -> Axis | None:

@@ -11,7 +11,8 @@ from transformers import PretrainedConfig
 from weft.config.schema import FsdpConfig, ModelConfig
 from weft.models import hf
 from weft.models.experts import experts_of
-from weft.models.pipeline import Anatomy, Outside, Pipeline, Span, keep_stage, plan_pipeline
+from weft.models.pipeline import Anatomy, Outside, Pipeline, Span, keep_stages, plan_pipeline
+from weft.models.placement import Placement
 from weft.models.train_module import TrainModule
 from weft.parallel.experts import expert_parallel
 from weft.parallel.fsdp import DTYPES, shard
@@ -43,8 +44,14 @@ class Stages:
     """How the layers are cut. costs: of each stage, in any unit."""
 
     spans: tuple[Span, ...]
+    placement: Placement
     anatomy: Anatomy
     costs: tuple[float, ...]
+
+
+def layers_of(stages: Stages, place: int) -> list[int]:
+    """The layers of a rank at this place of mesh.pp."""
+    return [layer for stage in stages.placement.stages_of(place) for layer in range(*stages.spans[stage])]
 
 
 def parallelize(
@@ -82,13 +89,13 @@ def parallelize(
     for parameter in module.parameters():
         parameter.data = parameter.data.to(precision.master if parameter.requires_grad else precision.frozen)
 
-    # 4. Layers: a stage of pp keeps its own, once all that the whole model says of itself is known.
+    # 4. Layers: a rank of pp keeps its own, once all that the whole model says of itself is known.
     pipeline = None
     if stages is not None:
         assert mesh.pp is not None
-        pipeline = plan_pipeline(module, stages.spans, stages.anatomy)
+        pipeline = plan_pipeline(module, stages.spans, stages.placement, stages.anatomy)
         wide = torch.float32 if stages.anatomy.wide else precision.compute
-        keep_stage(module, pipeline, mesh.pp.place, Outside(wide, device, mesh.tp_size if sequence else 1))
+        keep_stages(module, pipeline, mesh.pp.place, Outside(wide, device, mesh.tp_size if sequence else 1))
 
     # 5. Data axes: FSDP2 or HSDP over whatever the other axes have left.
     units = find_units(module, fsdp.wrap, fsdp.overrides, experts=[] if mesh.ep is None else [*experts_of(module)])

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,66 +17,102 @@ from torch import Tensor, nn
 
 from weft.cluster.simulated import has_ended
 from weft.models.pipeline import Pipeline
+from weft.models.placement import Placement
 from weft.parallel.mesh import PipelineAxis, own_part
 from weft.telemetry import flight
 from weft.telemetry.timing import waiting
 
 
-class Link:
-    """One stage's ends of what travels. Sending waits for nobody; receiving waits for what was asked for before."""
+class Message(NamedTuple):
+    """Hidden states (onward), or their gradient, of a micro-batch, to a stage."""
 
-    def __init__(self, axis: PipelineAxis, width: int, dtype: torch.dtype, device: torch.device, parts: int) -> None:
+    onward: bool
+    stage: int
+    micro: int
+
+
+class Link:
+    """One rank's ends of what travels. Sending waits for nobody; receiving waits for what was asked for before."""
+
+    def __init__(
+        self,
+        axis: PipelineAxis,
+        placement: Placement,
+        width: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        parts: int,
+    ) -> None:
         """width: H. dtype: of hidden states between layers. parts: so many ranks divide the tokens of a row."""
-        self.axis, self.width, self.dtype, self.device, self.parts = axis, width, dtype, device, parts
-        self._asked: dict[tuple[bool, int], tuple[Tensor, Any]] = {}
+        self.axis, self.placement, self.width, self.parts = axis, placement, width, parts
+        self.dtype, self.device = dtype, device
+        self._asked: dict[Message, tuple[Tensor, Any]] = {}
+        self._own: dict[Message, Tensor] = {}  # from one stage of this rank to another
         self._sent: list[tuple[Tensor, Any]] = []
         self._connected = device.type == "cpu"
 
     def connect(self) -> None:
-        """Make the connections, once, in an order in which no stage waits for one that waits for it: NCCL makes each
-        at its first message, and holds up the thread until the other end does."""
+        """Make the connections, once, in an order in which no rank waits for one that waits for it: NCCL makes each at
+        its first message, and holds up the thread until the other end does."""
         if self._connected:
             return
-        self._connected, first, last = True, self.axis.is_first, self.axis.is_last
-        place, group = torch.zeros(1, device=self.device), self.axis.onward
-        for begins, ends, step in ((first, last, 1), (last, first, -1)):
-            if not begins:
-                _wait(dist.irecv(place, group=group, group_src=self.axis.place - step), self.device)
-            if not ends:
-                _wait(dist.isend(place, group=group, group_dst=self.axis.place + step), self.device)
-            group = self.axis.back
+        self._connected = True
+        value = torch.zeros(1, device=self.device)
+        for onward in (True, False):
+            for source, end in self._pairs(onward):
+                group = self.axis.channels[onward, source < end]
+                if self.axis.place == source:
+                    _wait(dist.isend(value, group=group, group_dst=end), self.device)
+                elif self.axis.place == end:
+                    _wait(dist.irecv(value, group=group, group_src=source), self.device)
 
-    def ask(self, onward: bool, micro: int, shape: Sequence[int]) -> None:
-        """Begin to receive a micro-batch, unless that has begun. onward: hidden states, else their gradient. shape: [B,
-        T] of its row. In each direction, micro-batches are asked for in the order in which they are sent."""
-        if (onward, micro) in self._asked or (self.axis.is_first if onward else self.axis.is_last):
+    def _pairs(self, onward: bool) -> list[tuple[int, int]]:
+        """(rank that sends, rank that receives), each once, in an order that all know."""
+        ranks = [self.placement.rank_of(stage) for stage in range(self.placement.stages)]
+        ranks = ranks if onward else ranks[::-1]
+        return list(dict.fromkeys((a, b) for a, b in pairwise(ranks) if a != b))
+
+    def ask(self, message: Message, shape: Sequence[int]) -> None:
+        """Begin to receive what a stage of this rank needs, unless that has begun or comes from this rank. shape: [B,
+        T] of its row. From each rank, in each direction, it is asked for in the order in which it is sent."""
+        source = self.placement.neighbour(message.stage, not message.onward)
+        if source is None or message in self._asked:
+            return
+        rank = self.placement.rank_of(source)
+        if rank == self.axis.place:
             return
         buffer = torch.empty(self._shape(shape), dtype=self.dtype, device=self.device)
-        group, step = (self.axis.onward, -1) if onward else (self.axis.back, 1)
-        self._asked[onward, micro] = buffer, dist.irecv(buffer, group=group, group_src=self.axis.place + step)
+        group = self.axis.channels[message.onward, rank < self.axis.place]
+        self._asked[message] = buffer, dist.irecv(buffer, group=group, group_src=rank)
 
-    def receive(self, onward: bool, micro: int) -> Tensor | None:
+    def receive(self, message: Message) -> Tensor | None:
         """What was asked for, once it is there; None at the end of the pipeline that it would come from."""
-        found = self._asked.pop((onward, micro), None)
+        if message in self._own:
+            return self._own.pop(message)
+        found = self._asked.pop(message, None)
         if found is None:
             return None
         buffer, work = found
         _wait(work, self.device)
         return buffer
 
-    def send(self, onward: bool, tensor: Tensor | None, shape: Sequence[int]) -> None:
-        """Send hidden states, or their gradient. shape: as in `ask`. RuntimeError for another shape or dtype, which
-        would end the other stage without a word."""
-        if self.axis.is_last if onward else self.axis.is_first:
+    def send(self, stage: int, onward: bool, micro: int, tensor: Tensor | None, shape: Sequence[int]) -> None:
+        """Send what a stage of this rank has computed for the next one, or for the one before. shape: as in `ask`.
+        RuntimeError for another shape or dtype, which would end the other rank without a word."""
+        target = self.placement.neighbour(stage, onward)
+        if target is None:
             return
         what = "hidden states" if onward else "the gradient of hidden states"
         if tensor is None or tuple(tensor.shape) != self._shape(shape) or tensor.dtype != self.dtype:
             found = "nothing" if tensor is None else f"{tensor.dtype} of shape {list(tensor.shape)}"
             raise RuntimeError(f"{what} are {found}, and not {self.dtype} of shape {list(self._shape(shape))}")
-        group, step = (self.axis.onward, 1) if onward else (self.axis.back, -1)
-        sent = tensor.detach().contiguous()
+        rank, sent = self.placement.rank_of(target), tensor.detach().contiguous()
+        if rank == self.axis.place:
+            self._own[Message(onward, target, micro)] = sent
+            return
+        group = self.axis.channels[onward, self.axis.place < rank]
         self._sent = [(kept, work) for kept, work in self._sent if not has_ended(work)]
-        self._sent.append((sent, dist.isend(sent, group=group, group_dst=self.axis.place + step)))
+        self._sent.append((sent, dist.isend(sent, group=group, group_dst=rank)))
 
     def finish(self) -> None:
         """Wait until all that was sent has left."""
@@ -100,7 +137,8 @@ def _wait(work: Any, device: torch.device) -> None:
 
 @torch.no_grad()
 def sum_shared_gradients(module: nn.Module, pipeline: Pipeline, axis: PipelineAxis) -> None:
-    """Sum the gradients of what the first and the last stage hold alike, once per step. Collective over both."""
+    """Sum the gradients of what the ranks of the first and the last stage hold alike, once per step. Collective over
+    both, which are the first and the last rank where they are two."""
     named = dict(module.named_parameters())
     shared = [named[name] for name in sorted(pipeline.shared(axis.place)) if name in named]
     shared = [parameter for parameter in shared if parameter.requires_grad]
@@ -111,7 +149,7 @@ def sum_shared_gradients(module: nn.Module, pipeline: Pipeline, axis: PipelineAx
             parameter.grad = torch.zeros_like(parameter)
         own = own_part(parameter.grad).contiguous()
         others.append(torch.empty_like(own))
-        if axis.is_first:
+        if axis.place == 0:
             works.append(dist.isend(own, group=axis.onward, group_dst=other))
             works.append(dist.irecv(others[-1], group=axis.back, group_src=other))
         else:  # in the same order, as NCCL connects the two

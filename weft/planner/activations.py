@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -51,17 +52,20 @@ class Saved:
     before: float
     after: float
 
-    def bytes(self, tokens: int, *, recompute: bool, first: int = 0, end: int | None = None, rows: int = 1) -> int:
-        """Of the layers from `first` to `end` and so many rows in flight. recompute: as model.recompute=full; includes
+    def bytes(self, tokens: int, *, recompute: bool, layers: Sequence[int] | None = None, rows: float = 1.0) -> int:
+        """Of some layers, by default all, and so many rows in flight. recompute: as model.recompute=full; includes
         everything of the one layer that is recomputed."""
-        own = self.layers[first:end]
-        kept = len(own) * self.passed + max(own, default=0.0) / rows if recompute else sum(own)
-        outside = self.before + (self.after if end in (None, len(self.layers)) else 0.0)
-        return round((kept + outside) * tokens * rows)
+        own = self.layers if layers is None else [self.layers[layer] for layer in layers]
+        kept = len(own) * self.passed if recompute else sum(own)
+        again = self.again(layers) if recompute else 0.0
+        last = layers is None or len(self.layers) - 1 in layers
+        outside = self.before + (self.after if last else 0.0)
+        return round(((kept + outside) * rows + again) * tokens)
 
-    def again(self, tokens: int, *, first: int = 0, end: int | None = None) -> int:
-        """What `bytes` has of the layer that is recomputed."""
-        return round(max(self.layers[first:end], default=0.0) * tokens)
+    def again(self, layers: Sequence[int] | None = None) -> float:
+        """What the largest layer keeps of a token, which has it all while it runs again in backward."""
+        own = self.layers if layers is None else [self.layers[layer] for layer in layers]
+        return max(own, default=0.0)
 
 
 def saved_bytes(config: PretrainedConfig, dtype: torch.dtype, shared: RowSharing = RowSharing()) -> Saved:

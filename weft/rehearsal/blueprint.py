@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -21,11 +22,13 @@ from weft.engine.context_check import check_context
 from weft.engine.division_check import check_division, ranks_of_copy
 from weft.engine.expert_check import check_experts
 from weft.engine.pipeline_check import check_pipeline
+from weft.engine.schedule import DELAYED, placement_of
 from weft.engine.stages import (
     USUAL_LENGTH,
     Setup,
     build,
     check_adapters_in_layers,
+    check_layers,
     check_stages,
     cut_stages,
     describe,
@@ -39,7 +42,7 @@ from weft.models.pipeline import Anatomy, Pipeline, plan_pipeline
 from weft.models.tp_styles import Style, Styles, find_styles
 from weft.models.train_module import TrainModule
 from weft.parallel.experts import strided
-from weft.parallel.parallelize import Stages
+from weft.parallel.parallelize import Stages, layers_of
 from weft.parallel.units import Strategy, Unit, find_units, own_parameters
 from weft.planner.activations import RowSharing, Saved, saved_bytes
 
@@ -61,8 +64,8 @@ class Weight:
 
 @dataclass(frozen=True)
 class Units:
-    """FSDP units that are alike. name: of all, with `*` for numbers. weights: indices of the first's. layers: the numbers of the layers
-    that they lie in; None outside of them."""
+    """FSDP units that are alike. name: of all, with `*` for numbers. weights: indices of the first's. layers: the
+    numbers of the layers that they lie in; None outside of them."""
 
     name: str
     count: int
@@ -228,18 +231,28 @@ class Blueprint:
     @cached_property
     def _anatomy(self) -> Anatomy:
         check_stages(self.built, ())
-        return check_pipeline(self.built.config, self.built.findings, self.setup.precision.compute)
+        delayed = self.config.mesh.pp_schedule in DELAYED
+        compute = self.setup.precision.compute
+        return check_pipeline(self.built.config, self.built.findings, compute, delayed=delayed)
 
     def stages(self, pp: int) -> tuple[Stages, Pipeline] | None:
-        """How pp stages have the layers; None for one. UserError where they cannot."""
+        """How pp ranks have the layers; None for one. UserError where they cannot."""
         if pp == 1:
             return None
         if pp not in self._pipelines:
             if self.built.lora is not None:
                 check_adapters_in_layers(self.module, self.built.lora)
-            stages = cut_stages(self.costs, pp, self._anatomy)
-            self._pipelines[pp] = stages, plan_pipeline(self.module, stages.spans, stages.anatomy)
+            placement = placement_of(self.config.mesh.pp_schedule, pp, self.config.mesh.pp_stages_per_rank)
+            check_layers(len(self.costs[0]), placement)
+            stages = cut_stages(self.costs, placement, self._anatomy)
+            pipeline = plan_pipeline(self.module, stages.spans, placement, stages.anatomy)
+            self._pipelines[pp] = stages, pipeline
         return self._pipelines[pp]
+
+    def layers(self, pp: int, place: int) -> Sequence[int]:
+        """The layers of a rank at this place of mesh.pp."""
+        found = self.stages(pp)
+        return range(len(self.costs[0])) if found is None else layers_of(found[0], place)
 
     def sequence(self, tp: int) -> bool:
         """Whether ranks of tp divide tokens between layers. UserError where they cannot divide the model."""
@@ -268,7 +281,7 @@ class Blueprint:
         return self._saved[shared]
 
     def shared(self, pp: int, place: int) -> list[Weight]:
-        """Trained weights that a stage and another hold alike."""
+        """Trained weights that a rank of mesh.pp and another hold alike."""
         found = self.stages(pp)
         if found is None:
             return []

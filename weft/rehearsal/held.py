@@ -132,8 +132,8 @@ class Holdings:
         elsewhere."""
         if self._stages is None or alike.layers is None:
             return alike.count
-        first, end = self._stages[0].spans[stage]
-        return sum(first <= layer < end for layer in alike.layers)
+        own = set(self.model.layers(self.mesh.pp, stage))
+        return sum(layer in own for layer in alike.layers)
 
     def _has(self, index: int, stage: int) -> bool:
         if self._stages is None or self.model.layer_numbers[index] is not None:

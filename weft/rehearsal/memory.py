@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from weft.config.mesh import MeshSizes
+from weft.engine.schedule import in_flight
 from weft.models.train_module import ValueHead
 from weft.ops.head import block_bytes, tile_bytes
 from weft.planner.activations import RowSharing
@@ -76,7 +77,7 @@ def _of_stage(model: Blueprint, mesh: MeshSizes, held: Held, rows: RowFacts | No
         rows=0,
         in_flight=0,
         experts=_expert_rows(model, mesh, tokens),
-        head=_head(model, mesh, tokens) if held.place.pp == mesh.pp - 1 else 0,
+        head=_head(model, mesh, tokens) if held.place.pp == last_place(model, mesh) else 0,
         host=_host(model, mesh, held),
         lingering=_lingering(model, held, micro_batches) if model.setup.trained else 0,
     )
@@ -86,11 +87,11 @@ def _of_stage(model: Blueprint, mesh: MeshSizes, held: Held, rows: RowFacts | No
         saved = model.saved(sharing(model, mesh, rows))
     except Exception as error:  # whatever a family does that needs values
         return replace(found, unknown=type(error).__name__)
-    first, end = span_of(model, mesh, held.place.pp)
-    several = rows_in_flight(config.mesh.pp_schedule, mesh.pp, held.place.pp, micro_batches)
-    one = saved.bytes(tokens, recompute=recompute, first=first, end=end)
-    all_rows = saved.bytes(tokens, recompute=recompute, first=first, end=end, rows=several)
-    again = saved.again(tokens, first=first, end=end) if recompute else 0
+    layers = model.layers(mesh.pp, held.place.pp)
+    several = rows_in_flight(model, mesh, held.place.pp, micro_batches)
+    one = saved.bytes(tokens, recompute=recompute, layers=layers)
+    all_rows = saved.bytes(tokens, recompute=recompute, layers=layers, rows=several)
+    again = round(saved.again(layers) * tokens) if recompute else 0
     return replace(found, rows=one, in_flight=all_rows - one, again=again)
 
 
@@ -101,18 +102,23 @@ def longest_row(model: Blueprint, rows: RowFacts | None) -> tuple[int, int | Non
     return rows.longest, rows.load.micro_batches
 
 
-def rows_in_flight(schedule: str, stages: int, place: int, micro_batches: int | None) -> int:
-    """Rows of which a stage keeps what backward needs."""
-    if stages == 1:
-        return 1
-    many = 4 * stages if micro_batches is None else micro_batches
-    return many if schedule == "GPipe" else min(many, stages - place)
+def rows_in_flight(model: Blueprint, mesh: MeshSizes, place: int, micro_batches: int | None) -> float:
+    """Rows of which a rank of mesh.pp keeps what backward needs; with several stages per rank, a share of its layers
+    for each."""
+    found = model.stages(mesh.pp)
+    if found is None:
+        return 1.0
+    placement, schedule = found[0].placement, model.config.mesh.pp_schedule
+    many = 4 * placement.stages if micro_batches is None else micro_batches
+    if schedule != "GPipe":
+        many = min(many, 4 * placement.stages)  # more change nothing
+    return in_flight(schedule, placement, place, many) / placement.chunks
 
 
-def span_of(model: Blueprint, mesh: MeshSizes, stage: int) -> tuple[int, int]:
-    """The layers of a stage: (first, end)."""
-    stages = model.stages(mesh.pp)
-    return (0, len(model.costs[0])) if stages is None else stages[0].spans[stage]
+def last_place(model: Blueprint, mesh: MeshSizes) -> int:
+    """The place on mesh.pp that has the loss."""
+    found = model.stages(mesh.pp)
+    return 0 if found is None else found[0].placement.last
 
 
 def sharing(model: Blueprint, mesh: MeshSizes, rows: RowFacts | None) -> RowSharing:

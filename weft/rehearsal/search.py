@@ -77,7 +77,7 @@ def search(wanted: Search) -> Found:
     """Try meshes, those first that could be the fastest, until no other could be among the best."""
     found, known = Found(), dict[object, RowFacts]()
     room = wanted.machine.accelerator.memory * wanted.machine.usable
-    bounds = [(_least_seconds(wanted, mesh), mesh) for mesh in _meshes(wanted)]
+    bounds = [(_least_seconds(wanted, mesh), mesh) for mesh in meshes(wanted)]
     found.meshes = len(bounds)
     for least, mesh in sorted(bounds, key=lambda pair: pair[0]):
         if len(found.best) == BEST and least >= found.best[-1].time.seconds:
@@ -121,7 +121,7 @@ def _least_seconds(wanted: Search, mesh: MeshSizes) -> float:
     return seconds * (micro_batches + mesh.pp - 1) / micro_batches
 
 
-def _meshes(wanted: Search) -> Iterator[MeshSizes]:
+def meshes(wanted: Search) -> Iterator[MeshSizes]:
     """All products of axes that make the ranks. tp stays within a machine; cp is what documents need, up to twice
     that."""
     ranks, model = wanted.ranks, wanted.model

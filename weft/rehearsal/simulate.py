@@ -126,12 +126,13 @@ def _documents(step: Step) -> list[Document]:
 def fewest_micro_batches(engine: Engine) -> int:
     """So many that a further one changes nothing of a rank's memory: when the last one's backward begins, the others
     have left their gradients, and what a pipeline holds at once has been held."""
-    pp, schedule = engine.mesh.pp, engine.config.mesh.pp_schedule
-    if pp is None:
+    pp, schedule, stages = engine.mesh.pp, engine.config.mesh.pp_schedule, engine.stages
+    if pp is None or stages is None:
         return 2
     if schedule == "GPipe":
         return 1 << 30
-    return in_flight(schedule, pp.size - pp.place, 1 << 30) + 1
+    many = 4 * stages.placement.stages
+    return many if stages.placement.chunks > 1 else in_flight(schedule, stages.placement, pp.place, many) + 1
 
 
 def longest(plan: StepPlan, count: int) -> StepPlan:

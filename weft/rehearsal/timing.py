@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from weft.config.mesh import MeshSizes
-from weft.engine.schedule import Action, bubble, order
+from weft.engine.schedule import DELAYED, Action, bubble, order
 from weft.rehearsal.blueprint import Blueprint
 from weft.rehearsal.held import Held, Holdings
 from weft.rehearsal.machines import Machine
+from weft.rehearsal.memory import last_place
 from weft.rehearsal.rows import RowFacts
 from weft.rehearsal.traffic import Transfer, transfers
 
@@ -125,17 +126,15 @@ def _flops(
     mean cost. Recomputed layers count again, in backward."""
     of_rank = rows.dearest / mesh.tp
     whole, head = model.costs
-    everything = sum(whole) + head
-    stages = model.stages(mesh.pp)
-    first, end = (0, len(whole)) if stages is None else stages[0].spans[stage]
-    last = end == len(whole)
-    layers, of_head = sum(whole[first:end]) / everything, head * last / everything
+    everything, own = sum(whole) + head, model.layers(mesh.pp, stage)
+    last = stage == last_place(model, mesh)
+    layers, of_head = sum(whole[layer] for layer in own) / everything, head * last / everything
     frozen = model.built.flops.frozen
     ahead = 1 / 2 if frozen else 1 / 3
     linear = of_rank * rows.linear
-    attending = of_rank * (1 - rows.linear) * (end - first) / len(whole)
-    own = max(0.0, linear * (layers + of_head))
-    forward, backward = own * ahead, own * (1 - ahead)
+    attending = of_rank * (1 - rows.linear) * len(own) / len(whole)
+    trained = linear * (layers + of_head)
+    forward, backward = trained * ahead, trained * (1 - ahead)
     if recompute:
         backward += linear * layers * ahead
     if last and (mesh.tp > 1 or model.samples):  # logits are computed twice
@@ -144,17 +143,23 @@ def _flops(
 
 
 def _bubble(model: Blueprint, mesh: MeshSizes, works: Sequence[_Work], shares: Sequence[float]) -> float:
-    """The share of the stages' time in which they wait for each other."""
-    if mesh.pp == 1:
+    """The share of the ranks' time in which those of mesh.pp wait for each other."""
+    found = model.stages(mesh.pp)
+    if found is None:
         return 0.0
-    schedule = model.config.mesh.pp_schedule
-    orders = [order(schedule, place, mesh.pp, len(shares)) for place in range(mesh.pp)]
+    stages, schedule = found[0], model.config.mesh.pp_schedule
+    placement, delayed = stages.placement, schedule in DELAYED
+    orders = [order(schedule, placement, place, len(shares)) for place in range(mesh.pp)]
     costs = [[work.seconds(share) for share in shares] for work in works]
+    of_rank = [sum(stages.costs[stage] for stage in placement.stages_of(place)) for place in range(mesh.pp)]
 
     def cost(stage: int, action: Action) -> float:
-        return costs[stage][action.micro][0 if action.forward else 1]
+        place = placement.rank_of(stage)
+        forward, backward = costs[place][action.micro]
+        seconds = forward if action.kind == "forward" else backward / 2 if delayed else backward
+        return seconds * stages.costs[stage] / of_rank[place]
 
-    return bubble(orders, cost)
+    return bubble(orders, placement, cost)
 
 
 def _end_of_step(moved: Sequence[Transfer], machine: Machine) -> float:

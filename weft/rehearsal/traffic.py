@@ -17,11 +17,13 @@ from weft.models.train_module import ValueHead
 from weft.rehearsal.blueprint import Blueprint
 from weft.rehearsal.held import Held, HeldUnit, shard_elements
 from weft.rehearsal.machines import Machine
-from weft.rehearsal.memory import rows_of_a_token, span_of
+from weft.rehearsal.memory import last_place, rows_of_a_token
 from weft.rehearsal.rows import Load
 
 Kind = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "send"]
 Phase = Literal["forward", "backward", "step"]
+_FORWARD: Phase = "forward"
+_BACKWARD: Phase = "backward"
 
 
 @dataclass(frozen=True)
@@ -115,10 +117,10 @@ def _of_tp(model: Blueprint, mesh: MeshSizes, held: Held, load: Load, *, recompu
         return
     sequence, size = model.sequence(mesh.tp), model.setup.precision.compute.itemsize
     hidden = model.text.hidden_size * size / load.micro_batches
-    first, last = held.place.pp == 0, held.place.pp == mesh.pp - 1
-    begin, end = span_of(model, mesh, held.place.pp)
-    regions = [name for name in model.styles.regions if begin <= (model.layer_of(name) or 0) < end]
-    joined = [name for name in model.styles.joined if begin <= (model.layer_of(name) or 0) < end]
+    first, last = held.place.pp == 0, held.place.pp == last_place(model, mesh)
+    layers = set(model.layers(mesh.pp, held.place.pp))
+    regions = [name for name in model.styles.regions if model.layer_of(name) in layers]
+    joined = [name for name in model.styles.joined if model.layer_of(name) in layers]
     tokens = load.tokens * hidden
     blocks = len(regions) * load.micro_batches
     again = 2 if recompute else 1
@@ -127,7 +129,7 @@ def _of_tp(model: Blueprint, mesh: MeshSizes, held: Held, load: Load, *, recompu
         return Transfer(what, kind, "tp", mesh.tp, 1, payload, calls, phase)
 
     kinds: tuple[Kind, ...] = ("all-gather", "reduce-scatter") if sequence else ("all-reduce",)
-    ends = 0 if _norm_follows(model) else (end - begin) * load.micro_batches  # no backward needs a layer's last sum
+    ends = 0 if _norm_follows(model) else len(layers) * load.micro_batches  # no backward needs a layer's last sum
     for kind in kinds:
         repeated = blocks * (again - 1) - (ends if recompute and kind == kinds[-1] else 0)
         yield of("hidden states of blocks", kind, tokens, blocks + repeated, "forward")
@@ -175,9 +177,8 @@ def _of_cp(model: Blueprint, mesh: MeshSizes, held: Held, load: Load, *, recompu
     ulysses = model.ulysses(mesh.cp, mesh.tp)
     if ulysses is None or not load.shared:
         return
-    begin, end = span_of(model, mesh, held.place.pp)
     layers = len(model.built.flops.attention)
-    own = (end - begin) * layers / len(model.costs[0])
+    own = len(model.layers(mesh.pp, held.place.pp)) * layers / len(model.costs[0])
     heads, keys = received_per_token(model.built.flops, model.checked, mesh.cp, ulysses, mesh.tp)
     size, again = model.setup.precision.compute.itemsize, 2 if recompute else 1
     tokens = load.shared * mesh.cp / load.micro_batches  # of the whole group: the formula is of a document's tokens
@@ -199,8 +200,8 @@ def _of_experts(model: Blueprint, mesh: MeshSizes, held: Held, load: Load, *, re
     """Rows to their experts, and back, where routers choose evenly."""
     if mesh.ep == 1:
         return
-    begin, end = span_of(model, mesh, held.place.pp)
-    layers = sum(begin <= (model.layer_of(name) or 0) < end for name in model.experts)
+    there = set(model.layers(mesh.pp, held.place.pp))
+    layers = sum(model.layer_of(name) in there for name in model.experts)
     row = model.text.hidden_size * model.setup.precision.compute.itemsize
     payload = load.tokens / load.micro_batches * rows_of_a_token(model) * row
     calls, again = 2 * layers * load.micro_batches, 2 if recompute else 1
@@ -216,17 +217,18 @@ def _of_stages(model: Blueprint, mesh: MeshSizes, held: Held, load: Load) -> Ite
     if found is None:
         return
     stages, _ = found
-    stride, place = mesh.world // mesh.pp, held.place.pp
+    stride, place, placement = mesh.world // mesh.pp, held.place.pp, stages.placement
     wide = 4 if stages.anatomy.wide else model.setup.precision.compute.itemsize
     parts = mesh.tp if model.sequence(mesh.tp) else 1
     payload = load.tokens / load.micro_batches * model.text.hidden_size * wide / parts
-    for what, phase, sends in (
-        ("hidden states", "forward", place < mesh.pp - 1),
-        ("their gradients", "backward", place),
-    ):
-        if sends:
-            yield Transfer(what, "send", "pp", mesh.pp, stride, payload, load.micro_batches, phase, True)  # type: ignore[arg-type]
+    for stage in placement.stages_of(place):
+        for onward in (True, False):
+            other = placement.neighbour(stage, onward)
+            apart = 0 if other is None else abs(placement.rank_of(other) - place)
+            what, phase = ("hidden states", _FORWARD) if onward else ("their gradients", _BACKWARD)
+            calls = load.micro_batches if apart else 0
+            yield Transfer(what, "send", "pp", mesh.pp, stride * apart, payload, calls, phase, True)
     tied = sum(shard_elements(w.shape, mesh.shards, 0) for w in model.shared(mesh.pp, place)) / mesh.tp
-    apart = stride * (mesh.pp - 1)
+    far = stride * (mesh.pp - 1)
     size = model.setup.precision.master.itemsize
-    yield Transfer("gradient of the tied embedding", "send", "pp", mesh.pp, apart, tied * size, 1, "step")
+    yield Transfer("gradient of the tied embedding", "send", "pp", mesh.pp, far, tied * size, 1, "step")

@@ -24,12 +24,14 @@ from weft.config.urls import is_url
 from weft.data.documents import DataReport
 from weft.engine.engine import Engine
 from weft.engine.plan import StepPlan
+from weft.engine.schedule import in_flight
 from weft.engine.sleep import Part
 from weft.models.lora import describe
 from weft.models.pipeline import Pipeline
 from weft.ops.attention import EXACT, choose
 from weft.optim.groups import describe_groups
 from weft.parallel.mesh import Mesh
+from weft.parallel.parallelize import Stages, layers_of
 from weft.parallel.units import Unit, own_parameters
 from weft.planner.activations import RowSharing, saved_bytes
 from weft.planner.memory import HostNeeds, hint, host_bytes
@@ -107,19 +109,29 @@ def _activations(engine: Engine) -> str:
         return (
             f"of {tokens:,} tokens: what they keep for backward is not known before they run ({type(error).__name__})"
         )
-    of_stage, first, end, rows = "", 0, None, 1
+    layers, share, of_stage = None, 1.0, ""
     if stages is not None:
-        # The first stage has the most in flight.
-        (first, end), pp, one = stages.spans[0], engine.mesh.pp_size, engine.config.mesh.pp_schedule == "1F1B"
-        rows = pp if one else 1
-        of_stage = f" on the first stage, of {f'{pp} rows at once' if one else 'each row of a step, all at once'},"
-    kept = saved.bytes(tokens, recompute=model.recompute == "full", first=first, end=end, rows=rows)
+        layers = layers_of(stages, 0)
+        share, said = _most_in_flight(engine, stages)
+        of_stage = f" on the first rank of mesh.pp, of {said},"
+    kept = saved.bytes(tokens, recompute=model.recompute == "full", layers=layers, rows=share)
     cut = engine.context
     row = f", a rank's part of {cut.size * tokens:,}," if cut is not None else ""
     return (
         f"of {tokens:,} tokens{row} keep{of_stage} {most}{byte_count(kept)} for backward "
         f"(model.recompute={model.recompute}), counted from shapes, without the head and masks"
     )
+
+
+def _most_in_flight(engine: Engine, stages: Stages) -> tuple[float, str]:
+    """How many rows of its layers the first rank of mesh.pp keeps at most, and of which rows, in words."""
+    schedule, placement = engine.config.mesh.pp_schedule, stages.placement
+    if schedule == "GPipe":
+        return 1.0, "each row of a step, all at once"
+    many = 4 * placement.stages  # more micro-batches change nothing
+    most = in_flight(schedule, placement, 0, many)
+    rows = f"{most} rows" if placement.chunks == 1 else f"{most} rows in one of its {placement.chunks} stages"
+    return most / placement.chunks, f"{rows} at once"
 
 
 def _shared(engine: Engine) -> RowSharing:
@@ -269,17 +281,19 @@ def _all_elements(engine: Engine) -> int:
 
 
 def _stages(engine: Engine, pipeline: Pipeline) -> str:
-    """What each stage has: `2 stages: layers 0 to 13 (310,000,000 parameters), 14 to 27 (455,000,000); ...`."""
-    said, elements = [], _elements_of(engine)
-    for place, (first, end) in enumerate(pipeline.spans):
+    """What each rank of mesh.pp has: `2 stages: layers 0 to 13 (310,000,000 parameters), 14 to 27 (455,000,000); ...`;
+    with several stages each `4 stages of layers on 2 ranks: 0 and 2 (...), 1 and 3 (...)`."""
+    said, elements, placement = [], _elements_of(engine), pipeline.placement
+    for place in range(placement.ranks):
         own = sum(count for name, count in elements.items() if place in pipeline.holders[name])
-        layers = f"{first}" if end - first == 1 else f"{first} to {end - 1}"
+        spans = [pipeline.spans[stage] for stage in placement.stages_of(place)]
+        layers = " and ".join(f"{first}" if end - first == 1 else f"{first} to {end - 1}" for first, end in spans)
         said.append(f"{layers} ({own:,} parameters)")
     tied = [name for name in pipeline.shared(0) if engine.built.tensors[name].requires_grad]
     both = "; the first and the last both have the tied embedding" if tied else ""
-    return (
-        f"{len(said)} stages of layers: {', '.join(said)}{both}; schedule {engine.config.mesh.pp_schedule}; {_COMPARED}"
-    )
+    over = f" on {placement.ranks} ranks" if placement.chunks > 1 else ""
+    schedule = engine.config.mesh.pp_schedule
+    return f"{placement.stages} stages of layers{over}: {', '.join(said)}{both}; schedule {schedule}; {_COMPARED}"
 
 
 def pipeline_hint(engine: Engine, plan: StepPlan) -> list[str]:

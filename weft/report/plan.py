@@ -10,7 +10,7 @@ from weft.config.mesh import MeshSizes
 from weft.engine.plan import StepPlan
 from weft.rehearsal.blueprint import Blueprint
 from weft.rehearsal.machines import Machine
-from weft.rehearsal.memory import Memory, span_of
+from weft.rehearsal.memory import Memory
 from weft.rehearsal.rows import StepLengths
 from weft.rehearsal.search import Found, Proposal
 from weft.rehearsal.timing import StepTime
@@ -81,7 +81,7 @@ def _step(plan: StepPlan) -> str:
 
 def _show_memory(found: Described, memory: Memory) -> None:
     held, machine = memory.held, found.machine
-    place = f" on stage {held.place.pp + 1} of {found.mesh.pp}" if found.mesh.pp > 1 else ""
+    place = f", place {held.place.pp + 1} of mesh.pp" if found.mesh.pp > 1 else ""
     table = new_table(f"memory of the fullest rank{place}", "what", ">bytes", "")
     rows: list[tuple[str, int, str]] = [
         ("weights", held.weights, "masters, and what is frozen"),
@@ -114,13 +114,19 @@ def _show_memory(found: Described, memory: Memory) -> None:
 
 
 def _show_stages(found: Described) -> None:
-    table = new_table("stages", ">stage", "layers", ">resident", ">activations", ">fullest")
-    for number, memory in enumerate(found.memory):
-        first, end = span_of(found.model, found.mesh, number)
+    table = new_table("ranks of mesh.pp", ">place", "layers", ">resident", ">activations", ">fullest")
+    for place, memory in enumerate(found.memory):
         kept = memory.rows + memory.in_flight
         sizes = (memory.held.resident, kept, memory.fullest)
-        table.add_row(str(number + 1), f"{first} to {end - 1}", *(byte_count(size) for size in sizes))
+        table.add_row(str(place + 1), _layers(found, place), *(byte_count(size) for size in sizes))
     show(table)
+
+
+def _layers(found: Described, place: int) -> str:
+    stages = found.model.stages(found.mesh.pp)
+    assert stages is not None
+    spans = (stages[0].spans[stage] for stage in stages[0].placement.stages_of(place))
+    return ", ".join(f"{first} to {end - 1}" for first, end in spans)
 
 
 def _show_time(time: StepTime) -> None:

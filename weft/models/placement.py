@@ -1,0 +1,44 @@
+"""Which rank of mesh.pp has which stages of a pipeline. Pure arithmetic; ranks are places on that axis."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Placement:
+    """chunks: stages of each rank. folded: every other turn over the ranks goes back (a V), so that the first rank has
+    the first stage and, of two chunks, the last one; else each turn begins at the first rank (a loop)."""
+
+    ranks: int
+    chunks: int = 1
+    folded: bool = False
+
+    @property
+    def stages(self) -> int:
+        return self.ranks * self.chunks
+
+    @property
+    def last(self) -> int:
+        """The rank of the last stage, which has the loss."""
+        return self.rank_of(self.stages - 1)
+
+    def rank_of(self, stage: int) -> int:
+        turn, place = divmod(stage, self.ranks)
+        return self.ranks - 1 - place if self.folded and turn % 2 else place
+
+    def stage_of(self, rank: int, chunk: int) -> int:
+        """The stage that is a rank's `chunk`-th, from 0."""
+        return chunk * self.ranks + (self.ranks - 1 - rank if self.folded and chunk % 2 else rank)
+
+    def stages_of(self, rank: int) -> list[int]:
+        """In the order of layers."""
+        return [self.stage_of(rank, chunk) for chunk in range(self.chunks)]
+
+    def chunk_of(self, stage: int) -> int:
+        return stage // self.ranks
+
+    def neighbour(self, stage: int, onward: bool) -> int | None:
+        """The stage after this one, or before it; None at the ends."""
+        other = stage + (1 if onward else -1)
+        return other if 0 <= other < self.stages else None
