@@ -160,6 +160,11 @@ def tile_bytes(device: str) -> int:
     return _TILE_BYTES.get(device, _TILE_BYTES_ACCELERATOR)
 
 
+def block_bytes(device: str) -> int:
+    """fp32 bytes of the blocks of a tile, on this type of device."""
+    return _BLOCK_BYTES.get(device, _BLOCK_BYTES_ACCELERATOR)
+
+
 def _tile_shape(tokens: int, vocabulary: int, device: str) -> tuple[int, int]:
     """Even tiles of at most the device's bytes (fp32), as near to square as the shapes allow."""
     rows = -(-tokens // max(1, -(-tokens // _TILE_TOKENS)))
@@ -199,7 +204,7 @@ class Logits:
 
     def blocks(self, tile: Tensor) -> Iterator[tuple[slice, Tensor]]:
         """The tile's rows in blocks, in fp32 or fp64: views where the tile has that dtype, else copies."""
-        budget = _BLOCK_BYTES.get(device_kind(tile.device), _BLOCK_BYTES_ACCELERATOR)
+        budget = block_bytes(device_kind(tile.device))
         for rows in slices(len(tile), max(1, budget // (4 * tile.shape[1]))):
             yield rows, tile[rows].to(self.wide)
 
@@ -343,7 +348,7 @@ def _scale_(values: Tensor, factor: Tensor) -> None:
     if torch.finfo(values.dtype).bits >= 32:
         values.mul_(factor)
         return
-    rows = max(1, _BLOCK_BYTES.get(device_kind(values.device), _BLOCK_BYTES_ACCELERATOR) // (4 * values[0].numel()))
+    rows = max(1, block_bytes(device_kind(values.device)) // (4 * values[0].numel()))
     for block in values.split(rows):
         block.copy_(block.float().mul_(factor))
 

@@ -44,19 +44,28 @@ class RowSharing:
 @dataclass(frozen=True)
 class Saved:
     """Bytes that autograd stores for each token of a row on a rank. layers: of each decoder layer. passed: of the
-    hidden states between two of them. outside: of everything else before the head."""
+    hidden states between two of them. before: of what runs before the layers; after: behind them and before the
+    head."""
 
     layers: tuple[float, ...]
     passed: float
-    outside: float
+    before: float
+    after: float
 
     def bytes(self, tokens: int, *, recompute: bool, layers: Sequence[int] | None = None, rows: float = 1.0) -> int:
         """Of some layers, by default all, and so many rows in flight. recompute: as model.recompute=full; includes
         everything of the one layer that is recomputed."""
         own = self.layers if layers is None else [self.layers[layer] for layer in layers]
         kept = len(own) * self.passed if recompute else sum(own)
-        again = max(own, default=0.0) if recompute else 0.0
-        return round(((kept + self.outside) * rows + again) * tokens)
+        again = self.again(layers) if recompute else 0.0
+        last = layers is None or len(self.layers) - 1 in layers
+        outside = self.before + (self.after if last else 0.0)
+        return round(((kept + outside) * rows + again) * tokens)
+
+    def again(self, layers: Sequence[int] | None = None) -> float:
+        """What the largest layer keeps of a token, which has it all while it runs again in backward."""
+        own = self.layers if layers is None else [self.layers[layer] for layer in layers]
+        return max(own, default=0.0)
 
 
 def saved_bytes(config: PretrainedConfig, dtype: torch.dtype, shared: RowSharing = RowSharing()) -> Saved:
@@ -75,21 +84,21 @@ def saved_bytes(config: PretrainedConfig, dtype: torch.dtype, shared: RowSharing
     weights = {_storage(tensor) for tensor in (*model.parameters(), *model.buffers())}
     found: dict[int, torch.UntypedStorage] = {}  # kept alive: another would get the number of one that is gone
     by_layer = [0] * len(firsts)
-    outside, inside, passed = 0, list[int](), 0
+    outside, inside, passed, begun = [0, 0], list[int](), 0, False
 
     def keep(tensor: Tensor) -> Tensor:
-        nonlocal outside
         storage = tensor.untyped_storage()
         if _storage(tensor) not in weights and _storage(tensor) not in found:
             found[_storage(tensor)] = storage
             if inside:
                 by_layer[inside[-1]] += storage.nbytes()
             else:
-                outside += storage.nbytes()
+                outside[begun] += storage.nbytes()
         return tensor
 
     def enter(number: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        nonlocal passed
+        nonlocal passed, begun
+        begun = True
         hidden = args[0] if args else kwargs["hidden_states"]
         passed = max(passed, hidden.untyped_storage().nbytes())
         inside.append(number)
@@ -104,7 +113,7 @@ def saved_bytes(config: PretrainedConfig, dtype: torch.dtype, shared: RowSharing
         out = module.base(input_ids=ids_BT, position_ids=positions_BT, use_cache=False)
     del out
     each = tuple(by_layer[first] / _TOKENS for first in firsts)
-    return Saved(each, passed / _TOKENS, outside / _TOKENS)
+    return Saved(each, passed / _TOKENS, outside[0] / _TOKENS, outside[1] / _TOKENS)
 
 
 def _once(module: TrainModule) -> list[int]:

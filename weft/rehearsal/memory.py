@@ -9,7 +9,7 @@ import torch
 from weft.config.mesh import MeshSizes
 from weft.engine.schedule import in_flight
 from weft.models.train_module import ValueHead
-from weft.ops.head import tile_bytes
+from weft.ops.head import block_bytes, tile_bytes
 from weft.planner.activations import RowSharing
 from weft.planner.memory import HostNeeds, MemoryNeeds, gathered_elements, host_bytes
 from weft.rehearsal.blueprint import Blueprint
@@ -23,7 +23,8 @@ class Memory:
     unreduced: gradients of the largest unit, before they are on the ranks that keep them. rows: what the largest row
     keeps for backward. in_flight: what further rows of a pipeline keep. experts: rows that travel to experts, and back.
     head: logits, and gradients of the head's inputs. host: on the host, for what is being saved. unknown: why what
-    rows keep is not known; empty where it is."""
+    rows keep is not known; empty where it is. lingering: gradients that FSDP sent last, which it lets go in the next
+    row's backward. again: what `rows` has of a layer that runs again in backward."""
 
     held: Held
     gathered: int
@@ -34,12 +35,14 @@ class Memory:
     head: int
     host: int
     unknown: str = ""
+    lingering: int = 0
+    again: int = 0
 
     @property
     def fullest(self) -> int:
         """The head and a layer's backward take turns."""
-        alternating = max(self.head, self.unreduced + self.experts)
-        return self.held.resident + self.gathered + self.rows + self.in_flight + alternating
+        alternating = max(self.head + self.lingering, self.again + self.unreduced + self.experts)
+        return self.held.resident + self.gathered + self.rows - self.again + self.in_flight + alternating
 
     @property
     def needs(self) -> MemoryNeeds:
@@ -76,6 +79,7 @@ def _of_stage(model: Blueprint, mesh: MeshSizes, held: Held, rows: RowFacts | No
         experts=_expert_rows(model, mesh, tokens),
         head=_head(model, mesh, tokens) if held.place.pp == last_place(model, mesh) else 0,
         host=_host(model, mesh, held),
+        lingering=_lingering(model, held, micro_batches) if model.setup.trained else 0,
     )
     if not model.setup.trained:
         return found
@@ -87,7 +91,8 @@ def _of_stage(model: Blueprint, mesh: MeshSizes, held: Held, rows: RowFacts | No
     several = rows_in_flight(model, mesh, held.place.pp, micro_batches)
     one = saved.bytes(tokens, recompute=recompute, layers=layers)
     all_rows = saved.bytes(tokens, recompute=recompute, layers=layers, rows=several)
-    return replace(found, rows=one, in_flight=all_rows - one)
+    again = round(saved.again(layers) * tokens) if recompute else 0
+    return replace(found, rows=one, in_flight=all_rows - one, again=again)
 
 
 def longest_row(model: Blueprint, rows: RowFacts | None) -> tuple[int, int | None]:
@@ -134,6 +139,14 @@ def _unreduced(model: Blueprint, held: Held, micro_batches: int | None) -> int:
     return largest
 
 
+def _lingering(model: Blueprint, held: Held, micro_batches: int | None) -> int:
+    """The root's, whose gradients come last in a backward."""
+    if micro_batches == 1 or model.config.fsdp.reduce == "last":
+        return 0
+    roots = (unit for unit in held.units if unit.name == "root" and unit.shards > 1)
+    return sum(unit.trained_padded for unit in roots) * model.setup.precision.reduce.itemsize
+
+
 def _both(unit: HeldUnit, compute: torch.dtype, reduce: torch.dtype) -> int:
     return unit.trained * compute.itemsize + unit.trained_padded * reduce.itemsize
 
@@ -164,9 +177,10 @@ def _head(model: Blueprint, mesh: MeshSizes, tokens: int) -> int:
     hidden = tokens * width * (4 + compute)
     if not head.weight.requires_grad or not model.setup.trained:
         return tiles + hidden
-    # Where the vocabulary is divided, the fp32 sum is of a tile's columns; else of all, and a product comes beside it.
-    wide = compute if mesh.tp > 1 or compute == 4 else 4 + compute
-    return tiles + hidden + vocabulary * width * wide
+    wide = compute if compute == 4 else 4 + compute
+    # Where the vocabulary is divided, logits are computed once more in backward, in two blocks of fp32.
+    blocks = 2 * min(block_bytes(kind), 4 * tiles // compute) if mesh.tp > 1 and compute != 4 else 0
+    return tiles + hidden + vocabulary * width * wide + blocks
 
 
 def _host(model: Blueprint, mesh: MeshSizes, held: Held) -> int:

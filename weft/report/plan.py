@@ -93,6 +93,7 @@ def _show_memory(found: Described, memory: Memory) -> None:
         ("activations", memory.rows, memory.unknown or "what the longest row keeps for backward"),
         ("in flight", memory.in_flight, "what further rows of the pipeline keep"),
         ("gradients of a unit", memory.unreduced, "before they are sent"),
+        ("sent gradients", memory.lingering, "of the last unit, until the next row's backward; beside the head"),
         ("rows of experts", memory.experts, "sent and received, where routers choose evenly"),
         ("head", memory.head, "tiles of logits, and its gradients; in turn with the two above"),
     ]
