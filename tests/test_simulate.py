@@ -13,10 +13,12 @@ import torch
 
 from tests.cases import MESHES, engine_config, open_engine, saved_model, world_of
 from tests.pool import run
+from weft import cli
 from weft.cluster.machine import accelerator
 from weft.config.mesh import resolve_mesh
 from weft.config.schema import MeshConfig, ModelConfig, StepConfig
 from weft.engine.config import EngineConfig
+from weft.errors import UserError
 from weft.objectives.cross_entropy import CrossEntropy
 from weft.rehearsal.blueprint import Blueprint
 from weft.rehearsal.memory import Memory, memory_by_stage
@@ -58,14 +60,15 @@ def simulated(path: str, mesh: str, sections: dict[str, Any], step: Step, rank: 
         ("qwen3", "2xtp2", {"optimizer": {"state_dtype": "bf16", "ema_decay": 0.9}}, 2),
         ("llama", "tp2", {"lora": {"rank": 4}}, 2),
         ("gemma2", "2xcp2", {"fsdp": {"param_dtype": "bf16"}}, 2),
-        ("llama_tied", "pp2x2", {}, 3),
+        ("llama_tied", "pp2x2", {}, 2),
+        ("qwen3", "pp2vx2", {"model": {"recompute": "full"}}, 3),
     ],
 )
 def test_a_simulated_step_is_that_of_real_ranks(
     family: str, mesh: str, sections: dict[str, Any], micro_batches: int
 ) -> None:
     """To the byte: what is held, what was in memory at the fullest by class, and every collective."""
-    path, world, step = saved_model(family), world_of(mesh), step_on(mesh, micro_batches)
+    path, world, step = saved_model(family, num_hidden_layers=4), world_of(mesh), step_on(mesh, micro_batches)
     there = run(world, really, path, mesh, sections, step)
     for rank in {0, world - 1}:
         held, peak, totals = simulated(path, mesh, sections, step, rank)
@@ -207,32 +210,42 @@ def test_arithmetic_and_simulation_agree(
         foreseen, counted = calls_of(said), calls_in(found)
         assert foreseen.keys() == counted.keys()
         for kind, (calls, sent) in foreseen.items():
-            exchange = kind[0] == "all-to-all"
-            if not exchange:
+            if kind[0] == "all-gather" and found.stage == 1:
+                # FSDP looks ahead to the last unit of the micro-batch before.
+                assert calls < counted[kind][0] < calls + found.micro_batches
+                continue
+            if kind[0] != "all-to-all":
                 assert counted[kind][0] == calls
             # What a rank of a ring sends depends on its place; the arithmetic is of their mean.
-            assert counted[kind][1] == pytest.approx(sent, rel=0.15 if exchange and "cp" in mesh else 1e-3)
+            assert counted[kind][1] == pytest.approx(sent, rel=0.15 if kind[0] == "all-to-all" else 1e-3)
 
 
 # ---------------------------------------------------------------- the command, and what it refuses
 
 
-def test_the_command_says_what_a_rank_does(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture
+def rows(tmp_path: Path) -> str:
+    """data.path: prompts, of which nothing is read here."""
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1 + 1", "completion": "2"}\n')
+    return f"data.path={tmp_path}/rows.jsonl"
+
+
+def test_the_command_says_what_a_rank_does(rows: str, capsys: pytest.CaptureFixture[str]) -> None:
     path = saved_model("qwen3_moe")
-    words = ["plan", f"model.path={path}", "data.path=none.jsonl", "model.recompute=full", "mesh.pp=2", "mesh.ep=2"]
-    rest = ["mesh.dp_shard=2", "step.documents=32", "step.max_tokens_per_device=64", "--length", "33", "--simulate"]
+    words = ["plan", f"model.path={path}", rows, "model.recompute=full", "mesh.pp=2", "mesh.ep=2", "mesh.dp_shard=2"]
+    rest = ["step.documents=32", "step.max_tokens_per_device=64", "--length", "33", "--simulate"]
     assert cli.main([*words, *rest]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "simulate rank 0 took a step with tensors without values: 3 of 8 micro-batches ran" in out
-    assert "memory of rank 0, stage 1, simulated" in out and "collectives of rank 0 in these micro-batches" in out
-    assert "experts get equally many tokens" in out
+    assert "memory of rank 0, place 1 of mesh.pp, simulated" in out
+    assert "collectives of rank 0 in these micro-batches" in out and "experts get equally many tokens" in out
 
 
-def test_rl_is_simulated_with_its_own_loss(capsys: pytest.CaptureFixture[str]) -> None:
-    path = saved_model("qwen3")
-    words = ["plan", "examples/rl_arithmetic_cpu.yaml", f"model.path={path}", "mesh.dp_shard=2", "--length", "20"]
-    assert cli.main([*words, "rl.kl=0.1", "--ranks", "2", "--simulate"]) == 0
-    assert "memory of rank 0, simulated" in capsys.readouterr().out
+def test_rl_is_simulated_with_its_own_loss(rows: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", f"model.path={saved_model('qwen3')}", rows, "rl.reward=[exact_match]", "rl.kl=0.1", "rl.prompts=2"]
+    assert cli.main([*words, "mesh.dp_shard=2", "--length", "20", "--simulate"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "memory of rank 0, simulated" in out
 
 
 @pytest.mark.parametrize(

@@ -48,11 +48,11 @@ class Step:
 
 @dataclass(frozen=True)
 class Simulated:
-    """What a rank did in a step. stage: its place in mesh.pp. micro_batches: that were run, of `all_micro_batches`.
+    """What a rank did in a step. stage: its place on mesh.pp. micro_batches: that were run, of `all_micro_batches`.
     held: bytes of weights, gradients and optimizer's state, without padding. seconds: that the simulation took."""
 
     rank: int
-    stage: int
+    stage: int | None
     micro_batches: int
     all_micro_batches: int
     held: dict[str, int]
@@ -83,7 +83,7 @@ def simulate(config: EngineConfig, world: int, assumed: Accelerator | None, step
                 held, watch = watched_step(engine, plan, rows, step.objective)
             except (DataDependentOutputException, DynamicOutputShapeException) as error:
                 raise _depends(engine, error) from error
-    stage = 0 if engine.mesh.pp is None else engine.mesh.pp.place
+    stage = None if engine.mesh.pp is None else engine.mesh.pp.place
     seconds = time.perf_counter() - began
     return Simulated(
         rank, stage, plan.micro_batches, whole.micro_batches, held, watch.peak(), watch.collectives, seconds

@@ -40,7 +40,7 @@ def _show_memory(found: Simulated, estimated: Memory, room: int) -> None:
         "activations": estimated.rows + estimated.in_flight,
         "gathered": estimated.gathered,
     }
-    stage = f", stage {found.stage + 1}" if estimated.held.place.pp or found.stage else ""
+    stage = "" if found.stage is None else f", place {found.stage + 1} of mesh.pp"
     table = new_table(
         f"memory of rank {found.rank}{stage}, simulated", "what", f">in {when}", ">most at any time", ">estimated", ""
     )
