@@ -3,6 +3,7 @@ tried by arithmetic, and what the family, the config or the memory forbids is re
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -21,6 +22,7 @@ from weft.rehearsal.timing import StepTime, time_of
 
 BEST = 5
 _MOST_STAGES = 32
+_MOST_TRIED = 400
 _UNIT = 64  # of which budgets are multiples
 
 
@@ -83,13 +85,13 @@ class Found:
 
 
 def search(wanted: Search) -> Found:
-    """Try meshes, those first that could be the fastest, until no other could be among the best."""
+    """Try meshes, those first that could be the fastest, until no other could be among the best, or many were tried."""
     found, known = Found(), dict[object, RowFacts]()
     room = wanted.machine.accelerator.memory * wanted.machine.usable
     bounds = [(_least_seconds(wanted, mesh), mesh) for mesh in meshes(wanted)]
     found.meshes = len(bounds)
     for least, mesh in sorted(bounds, key=lambda pair: pair[0]):
-        if len(found.best) == BEST and least >= found.best[-1].time.seconds:
+        if found.tried == _MOST_TRIED or (len(found.best) == BEST and least >= found.best[-1].time.seconds):
             break
         found.tried += 1
         try:
@@ -198,10 +200,15 @@ def _budget(wanted: Search, mesh: MeshSizes) -> int:
 
 
 def _rows(wanted: Search, mesh: MeshSizes, budget: int, known: dict[object, RowFacts]) -> RowFacts:
-    model = wanted.model
-    key = mesh.dp_replicate * mesh.shards, mesh.cp, mesh.tp, budget
+    model, groups = wanted.model, mesh.dp_replicate * mesh.dp_shard
+    key = groups, mesh.cp, mesh.tp, budget
     if key not in known:
-        known[key] = RowFacts.of(model, plan_rows(model, mesh, wanted.lengths, budget))
+        # Of equal documents a part of the ranks has the same part of them.
+        alike = math.gcd(len(wanted.lengths), groups) if len(set(wanted.lengths)) == 1 else 1
+        part = replace(mesh, dp_replicate=1, dp_shard=groups // alike)
+        plan = plan_rows(model, part, wanted.lengths[: len(wanted.lengths) // alike], budget)
+        rows = RowFacts.of(model, plan)
+        known[key] = replace(rows, tokens=rows.tokens * alike, flops=rows.flops * alike)
     return known[key]
 
 

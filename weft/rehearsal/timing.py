@@ -80,15 +80,15 @@ def time_of(
     works = [_work(model, mesh, one, rows, machine, of, full) for one, of in zip(held, moved, strict=True)]
     shares = rows.shares
     busy = [sum(sum(work.seconds(share)) for share in shares) for work in works]
-    waiting = _bubble(model, mesh, works, shares)
+    of_rows = _seconds_of_rows(model, mesh, works, busy, shares)
     slowest = max(range(len(works)), key=lambda stage: busy[stage])
     ends = [_end_of_step(of, machine) for of in moved]
     update = max(_update_seconds(one, machine) for one in held)
-    whole = (sum(busy) / len(busy) / (1.0 - waiting) if mesh.pp > 1 else busy[0]) + max(ends) + update
+    whole = of_rows + max(ends) + update
     parts = _parts(works[slowest], rows, moved[slowest], machine)
     if mesh.pp > 1:
-        idle = whole - busy[slowest] - max(ends) - update
-        parts.append(Part("waiting for stages", idle, idle, note=f"bubble {waiting:.0%}"))
+        idle, bubble_share = of_rows - busy[slowest], 1.0 - sum(busy) / len(busy) / of_rows
+        parts.append(Part("waiting for stages", idle, idle, note=f"bubble {bubble_share:.0%}"))
     parts.append(Part("optimizer", update, update, note="reads and writes the states"))
     mfu = rows.flops / (machine.peak * mesh.world * whole)
     return StepTime(whole, tuple(parts), rows.tokens, mfu, tuple(moved[slowest]))
@@ -142,15 +142,22 @@ def _flops(
     return (forward, backward), (attending / 3, attending * (2 + recompute) / 3)
 
 
-def _bubble(model: Blueprint, mesh: MeshSizes, works: Sequence[_Work], shares: Sequence[float]) -> float:
-    """The share of the ranks' time in which those of mesh.pp wait for each other."""
+def _seconds_of_rows(
+    model: Blueprint, mesh: MeshSizes, works: Sequence[_Work], busy: Sequence[float], shares: Sequence[float]
+) -> float:
+    """All forwards and backwards of a step, with the waiting of the ranks of mesh.pp for each other. busy: of each."""
     found = model.stages(mesh.pp)
     if found is None:
-        return 0.0
+        return busy[0]
     stages, schedule = found[0], model.config.mesh.pp_schedule
     placement, delayed = stages.placement, schedule in DELAYED
-    orders = [order(schedule, placement, place, len(shares)) for place in range(mesh.pp)]
-    costs = [[work.seconds(share) for share in shares] for work in works]
+    run, more = list(shares), 0.0
+    if schedule != "GPipe" and len(run) > 8 * placement.stages and max(run) - min(run) < 1e-6:
+        # Once a pipeline of equal rows is full, one more takes as long as on its slowest rank.
+        del run[8 * placement.stages :]
+        more = max(busy) * (1.0 - len(run) / len(shares))
+    orders = [order(schedule, placement, place, len(run)) for place in range(mesh.pp)]
+    costs = [[work.seconds(share) for share in run] for work in works]
     of_rank = [sum(stages.costs[stage] for stage in placement.stages_of(place)) for place in range(mesh.pp)]
 
     def cost(stage: int, action: Action) -> float:
@@ -159,7 +166,8 @@ def _bubble(model: Blueprint, mesh: MeshSizes, works: Sequence[_Work], shares: S
         seconds = forward if action.kind == "forward" else backward / 2 if delayed else backward
         return seconds * stages.costs[stage] / of_rank[place]
 
-    return bubble(orders, placement, cost)
+    busy_here = sum(busy) * len(run) / len(shares)
+    return busy_here / len(busy) / (1.0 - bubble(orders, placement, cost)) + more
 
 
 def _end_of_step(moved: Sequence[Transfer], machine: Machine) -> float:

@@ -168,8 +168,8 @@ def show_search(model: Blueprint, found: Found, ranks: int, lengths: StepLengths
     """The best meshes, what limits each, and why others are none."""
     _show_heading(model, ranks, lengths, machine)
     say(
-        f"tried    {found.tried:,} of {found.meshes:,} meshes, as others are slower; {found.too_large:,} need too much "
-        "memory"
+        f"tried    {found.tried:,} of {found.meshes:,} meshes, those first that could be the fastest; "
+        f"{found.too_large:,} need too much memory"
     )
     for reason, several in _refused(found)[:_MOST_REFUSED]:
         say(f"refused  {several:,} meshes: {reason}")
