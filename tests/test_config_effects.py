@@ -23,6 +23,10 @@ EFFECTS: dict[str, tuple[str, str]] = {
         "random: weights are drawn and no weight file is needed",
         "test_engine.py::test_random_weights_depend_on_the_seed_and_not_on_the_mesh",
     ),
+    "model.weights": (
+        "which directory of torch.distributed.checkpoint weights are read from",
+        "test_dcp.py::test_what_names_stand_under",
+    ),
     "model.ignore_weights": (
         "which tensors of the files may be left out",
         "test_load.py::test_an_unwanted_tensor_is_named_and_can_be_ignored",
@@ -85,6 +89,10 @@ EFFECTS: dict[str, tuple[str, str]] = {
         "how many pixels of an image, and so tokens, a model sees",
         "test_images.py::test_image_pixels_are_the_processors_limits",
     ),
+    "data.video": (
+        "which frames of a video a model sees, and how large",
+        "test_videos.py::test_data_video_says_which_frames_and_how_large",
+    ),
     "data.check_images": (
         "whether damaged images are found before training",
         "test_images.py::test_check_images_decodes_before_training",
@@ -128,6 +136,10 @@ EFFECTS: dict[str, tuple[str, str]] = {
     "mesh.pp_schedule": (
         "how many micro-batches a stage keeps at once",
         "test_pipeline.py::test_the_schedule_says_how_many_rows_are_kept",
+    ),
+    "mesh.pp_stages_per_rank": (
+        "stages of layers on each rank",
+        "test_pipeline_schedules.py::test_a_rank_has_the_layers_of_its_stages",
     ),
     "fsdp.param_dtype": ("dtype of compute", "test_precision.py::test_every_dtype_is_the_configs"),
     "fsdp.loss_scale": ("the first loss scale of fp16", "test_knobs_fp16.py::test_an_overflow_halves_the_scale"),
@@ -193,6 +205,10 @@ EFFECTS: dict[str, tuple[str, str]] = {
     "optimizer.state_dtype": (
         "dtype of the optimizer's state",
         "test_knobs_dtypes.py::test_state_has_its_dtype_and_size",
+    ),
+    "optimizer.load_state": (
+        "whether the optimizer begins with the state in that directory",
+        "test_dcp.py::test_another_mesh_goes_on_as_torch_would",
     ),
     "optimizer.max_grad_norm": ("the norm to which gradients are clipped", "test_optimizer.py::test_clip_by_hand"),
     "optimizer.ema_decay": ("whether an average of the weights is kept", "test_ema.py::test_after_steps_of_a_model"),

@@ -6,15 +6,11 @@ A key is here only if something reads it: tests/test_config_effects.py maps ever
 
 from __future__ import annotations
 
-from dataclasses import MISSING, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
-
-def key(help: str, default: Any = MISSING, default_factory: Any = MISSING) -> Any:
-    """A config key: a dataclass field that carries its documentation. Without a default it is required."""
-    if default_factory is not MISSING:
-        return field(default_factory=default_factory, metadata={"help": help})
-    return field(default=default, metadata={"help": help})
+from weft.config.keys import key
+from weft.config.run_schema import ProfileConfig, RunConfig, TrackConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +25,11 @@ class ModelConfig:
         "`pretrained` reads the weights; `random` draws them as transformers does for this architecture, "
         "from train.seed.",
         "pretrained",
+    )
+    weights: str | None = key(
+        "Directory of torch.distributed.checkpoint (torchtitan, ROLL, ...), or of verl, that is read in place of the "
+        "weights at model.path, which then needs config and tokenizer alone (docs/how-to/dcp.md).",
+        None,
     )
     ignore_weights: tuple[str, ...] = key(
         "Globs of tensors in the model's files that its class does not have and that may be left out; others are an "
@@ -92,7 +93,7 @@ class MeshConfig:
     )
     ulysses: int | None = key(
         "Of the ranks of cp, how many exchange heads for tokens (Ulysses); groups of them exchange keys and values. "
-        "A divisor of cp and of the attention heads. null: what sends the fewest bytes.",
+        "A divisor of cp and of the attention heads; cp where layers carry state. null: what sends the fewest bytes.",
         None,
     )
     tp: int = key(
@@ -265,15 +266,20 @@ class DataConfig:
         "such limit.",
         default_factory=dict,
     )
+    video: dict[str, float] = key(  # noqa: RUF009 - dataclasses.field()
+        "How videos are seen, as in {fps: 2, max_frames: 768}: names of qwen-vl-utils (docs/reference/data.md#videos).",
+        default_factory=dict,
+    )
     check_images: bool = key(
-        "Decode every image before training, so that a damaged one is found then; false reads only the size of each.",
+        "Decode every image and video before training, so that a damaged one is found then; false reads only sizes.",
         True,
     )
     max_image_pixels: int = key(
         "Most pixels of an image that is decoded: a larger one is an error, before it fills the memory.", 89_478_485
     )
     fetch_images: bool = key(
-        "Fetch images of http and https URLs, once, while the data are read; they are kept with the tokens.", False
+        "Fetch images and videos of http and https URLs once, while the data are read; they are kept with the tokens.",
+        False,
     )
     max_row_bytes: int = key(
         "Largest row of the data in bytes (a line, an object, a row of a table): a larger one is an error that names "
@@ -389,6 +395,11 @@ class OptimizerConfig:
         "Dtype in which the optimizer keeps its state; `auto`: the masters'. Another one is rounded to nearest after "
         "every step, which is computed in fp32; bf16 halves the state's memory and is not exact.",
         "auto",
+    )
+    load_state: bool = key(
+        "Begin with the optimizer's state that is in model.weights (AdamW's moments and steps, SGD's momentum); steps, "
+        "learning rate and order of the data begin anew.",
+        False,
     )
     max_grad_norm: float | None = key("Clip the gradient of a step to this global norm; null: never.", 1.0)
     ema_decay: float | None = key(
@@ -534,52 +545,6 @@ class EvalConfig:
     )
     max_new_tokens: int = key("Longest answer in tokens.", 128)
     temperature: float = key("0: the likeliest token each time; above: sampled, from train.seed and the step.", 0.0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrackConfig:
-    """Where metrics go beside RUN/metrics.jsonl; docs/reference/observing.md tells more."""
-
-    to: tuple[Literal["tensorboard", "wandb", "trackio", "mlflow"], ...] = key(
-        "Trackers that get every step's metrics, as in [tensorboard, wandb]; one that fails never ends the run.", ()
-    )
-    project: str = key("Project (of mlflow: experiment) that the run belongs to.", "weft")
-    name: str | None = key("Name of the run in the trackers; null: that of the run folder.", None)
-    timing: bool = key(
-        "Measure the seconds of each step by phase: `time/data`, `time/forward`, `time/backward`, "
-        "`time/communication` and `time/optimizer` in every line.",
-        True,
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProfileConfig:
-    """Traces of chosen steps, in RUN/profile; docs/reference/observing.md tells how to read them."""
-
-    steps: tuple[int, ...] = key(
-        "Optimizer steps that torch's profiler traces, as in [3, 4]: RUN/profile/rank-0-step-3.json.gz.", ()
-    )
-    ranks: tuple[int, ...] = key("Ranks that write a trace.", (0,))
-    memory: bool = key(
-        "Record allocations, too: in the trace, and on CUDA as a snapshot, rank-0-step-3.memory.pickle.", False
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunConfig:
-    """Where the run writes."""
-
-    dir: str | None = key(
-        "Where the run writes; null: runs/NAME-DATE. On an object store, as in s3://bucket/run, it works in a folder "
-        "of run.staging, and uploads beside training (docs/how-to/object-stores.md).",
-        None,
-    )
-    staging: str | None = key(
-        "Folder of this machine for what lies on object stores: the folders of runs, and copies of data and models; "
-        "null: ~/.cache/weft/remote. All ranks of a run whose run.dir is a URL have to share it.",
-        None,
-    )
-    overwrite: bool = key("Remove what an earlier run has left in run.dir, its checkpoints included.", False)
 
 
 @dataclass(frozen=True, kw_only=True)

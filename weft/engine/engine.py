@@ -100,8 +100,9 @@ class Engine:
         self._complete = False  # the gradients, over the ranks of tp
         self.context, self.budget = made.context, config.step.max_tokens_per_device
         multiple = self.mesh.tp.size if self.mesh.tp is not None and made.divided.sequence else 1
-        ranks_of_documents = self.mesh.loss_rank, self.mesh.loss_ranks
-        self._planner = StepPlanner(config.step, ranks_of_documents, built, made.context, multiple)
+        ours = self.mesh.loss_rank, self.mesh.loss_ranks
+        several = self.mesh.cp_size > 1
+        self._planner = StepPlanner(config.step, ours, built, made.context, multiple, several=several)
         self.pipeline, self.stages = made.pipeline, made.stages
         self._other_stages: OtherStages | None = None
         self._executor: Executor

@@ -101,7 +101,7 @@ class Executor:
         with self.load.counting(row.real_tokens if self.packed else row.input_ids_BT.numel()):
             return self.module(
                 row.input_ids_BT, row.position_ids_BT, bounds, row.selected_N, row.targets_N, what, direction, balance,
-                chosen_NC, row.media, row.borrowed, received, chunk,
+                chosen_NC, row.media, row.borrowed, received, chunk, row.exchange,
             )  # fmt: skip
 
     def forward(

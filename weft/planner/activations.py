@@ -112,8 +112,18 @@ def saved_bytes(config: PretrainedConfig, dtype: torch.dtype, shared: RowSharing
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), GroupedProducts():
         out = module.base(input_ids=ids_BT, position_ids=positions_BT, use_cache=False)
     del out
-    each = tuple(by_layer[first] / _TOKENS for first in firsts)
+    each = tuple(
+        by_layer[first] / _TOKENS + _gathered(module, name, shared) * dtype.itemsize
+        for first, (name, _) in zip(firsts, module.layers, strict=True)
+    )
     return Saved(each, passed / _TOKENS, outside[0] / _TOKENS, outside[1] / _TOKENS)
+
+
+def _gathered(module: TrainModule, layer: str, shared: RowSharing) -> int:
+    """Elements of other ranks' hidden states, for each token, which a layer's mixers that carry state read of a cut
+    document."""
+    hidden = int(module.get_submodule(module.facts.embedding).weight.shape[1])
+    return (shared.ulysses - 1) * sum(name.startswith(f"{layer}.") for name in module.mixers) * hidden
 
 
 def _once(module: TrainModule) -> list[int]:

@@ -19,7 +19,7 @@ from weft.config.schema import MeshConfig
 from weft.engine.build import BuiltModel
 from weft.engine.config import EngineConfig
 from weft.engine.context_check import check_context
-from weft.engine.division_check import check_division, ranks_of_copy
+from weft.engine.division_check import check_division
 from weft.engine.expert_check import check_experts
 from weft.engine.pipeline_check import check_pipeline
 from weft.engine.schedule import DELAYED, placement_of
@@ -31,6 +31,7 @@ from weft.engine.stages import (
     check_layers,
     check_stages,
     cut_stages,
+    cuts_images,
     describe,
     ulysses_of,
 )
@@ -39,7 +40,7 @@ from weft.models import hf
 from weft.models.cost import costs_of_layers
 from weft.models.experts import experts_of
 from weft.models.pipeline import Anatomy, Pipeline, plan_pipeline
-from weft.models.tp_styles import Style, Styles, find_styles
+from weft.models.tp_styles import Styles, find_styles
 from weft.models.train_module import TrainModule
 from weft.parallel.experts import strided
 from weft.parallel.parallelize import Stages, layers_of
@@ -47,6 +48,7 @@ from weft.parallel.units import Strategy, Unit, find_units, own_parameters
 from weft.planner.activations import RowSharing, Saved, saved_bytes
 
 _EXPERT_RANKS = 8
+_WIDE_TP = 8
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,9 @@ class Blueprint:
         self._ulysses: dict[tuple[int, int], int | None] = {}
         self._pipelines: dict[int, tuple[Stages, Pipeline]] = {}
         self._saved: dict[RowSharing, Saved] = {}
+        self._styles: dict[int, Styles] = {}
+        self._kinds: dict[int, tuple[list[Weight], list[int]]] = {}
+        self._units: dict[tuple[int, bool], tuple[Units, ...]] = {}
         self._shared: dict[tuple[int, int], list[Weight]] = {}
 
     @property
@@ -137,20 +142,18 @@ class Blueprint:
         """Elements of all that is trained."""
         return sum(math.prod(weight.shape) for weight in self.weights if weight.trained)
 
-    @cached_property
-    def styles(self) -> Styles:
-        """How tp may divide each weight."""
-        return find_styles(self.module, self.text)
+    def styles(self, tp: int) -> Styles:
+        """How so many ranks may divide each weight."""
+        if tp not in self._styles:
+            self._styles[tp] = find_styles(self.module, self.text, tp)
+        return self._styles[tp]
 
-    def style(self, name: str) -> Style:
-        return self.styles.of[name]
-
-    @cached_property
-    def undivided(self) -> list[tuple[Weight, bool]]:
+    def undivided(self, tp: int) -> list[tuple[Weight, bool]]:
         """Trained weights that every rank of tp has whole, and whether each is of a block that tp divides."""
-        regions, found = set(self.styles.regions), []
+        styles, found = self.styles(tp), []
+        regions = set(styles.regions)
         for weight in self.weights:
-            if weight.trained and self.style(weight.name).dim is None:
+            if weight.trained and styles.of[weight.name].dim is None:
                 parts = weight.name.split(".")
                 found.append((weight, any(".".join(parts[:n]) in regions for n in range(1, len(parts)))))
         return found
@@ -160,44 +163,30 @@ class Blueprint:
         """The layer of each weight; None outside of the layers."""
         return [self.layer_of(weight.name) for weight in self.weights]
 
-    @cached_property
-    def kinds(self) -> tuple[Weight, ...]:
-        """The first of the weights that every mesh divides alike."""
-        firsts = dict.fromkeys(self.kind_of)
-        return tuple(self.weights[self.kind_of.index(kind)] for kind in sorted(firsts))
+    def kinds(self, tp: int) -> tuple[list[Weight], list[int]]:
+        """(the first of the weights that every mesh with this tp divides alike, the index of each weight's kind)."""
+        if tp not in self._kinds:
+            of = self.styles(tp).of if tp > 1 else {}
+            numbers: dict[object, int] = {}
+            firsts, found = list[Weight](), list[int]()
+            for weight in self.weights:
+                style = of.get(weight.name)
+                kind = weight.shape, weight.trained, weight.itemsize, weight.experts, weight.strided, style
+                found.append(numbers.setdefault(kind, len(numbers)))
+                if found[-1] == len(firsts):
+                    firsts.append(weight)
+            self._kinds[tp] = firsts, found
+        return self._kinds[tp]
 
-    @cached_property
-    def kind_of(self) -> list[int]:
-        """Of each weight, the index of its kind."""
-        numbers: dict[object, int] = {}
-        found = []
-        for weight in self.weights:
-            style = self._style_or_none(weight.name)
-            kind = weight.shape, weight.trained, weight.itemsize, weight.experts, weight.strided, style
-            found.append(numbers.setdefault(kind, len(numbers)))
-        return found
+    def units(self, tp: int, *, spread: bool) -> tuple[Units, ...]:
+        """The units, inner ones first, those that are alike with this tp as one; the root last, with what is in no
+        other. spread: experts are units of their own (ep)."""
+        if (tp, spread) not in self._units:
+            self._units[tp, spread] = self._found_units(tp, tuple(self.experts) if spread else ())
+        return self._units[tp, spread]
 
-    def _style_or_none(self, name: str) -> Style | None:
-        """None where tp knows no styles for this model, and is refused."""
-        try:
-            return self.style(name)
-        except UserError:
-            return None
-
-    def units(self, *, spread: bool) -> tuple[Units, ...]:
-        """The units, those in layers first; the root last, with what is in no other. spread: experts are units of their
-        own (ep)."""
-        return self._spread_units if spread else self._plain_units
-
-    @cached_property
-    def _plain_units(self) -> tuple[Units, ...]:
-        return self._units(())
-
-    @cached_property
-    def _spread_units(self) -> tuple[Units, ...]:
-        return self._units(tuple(self.experts))
-
-    def _units(self, experts: tuple[str, ...]) -> tuple[Units, ...]:
+    def _found_units(self, tp: int, experts: tuple[str, ...]) -> tuple[Units, ...]:
+        _, kind_of = self.kinds(tp)
         fsdp = self.config.fsdp
         units = find_units(self.module, fsdp.wrap, fsdp.overrides, experts=experts)
         places = {id(parameter): index for index, parameter in enumerate(self.parameters.values())}
@@ -205,7 +194,7 @@ class Blueprint:
         for unit, own in zip(units, own_parameters(units), strict=True):
             weights = tuple(places[id(p)] for p in own)
             inside = self.layer_of(f"{unit.parts[0]}.") is not None
-            kind = unit.keep, unit.shard, inside or _pattern(unit.name), tuple(self.kind_of[i] for i in weights)
+            kind = unit.keep, unit.shard, inside or _pattern(unit.name), tuple(kind_of[i] for i in weights)
             alike.setdefault(kind, []).append((unit, weights))
         found = []
         for several in alike.values():
@@ -258,7 +247,7 @@ class Blueprint:
         """Whether ranks of tp divide tokens between layers. UserError where they cannot divide the model."""
         if tp == 1:
             return False
-        alike = ranks_of_copy(self.text, tp)
+        alike = tp if tp <= 4 else _WIDE_TP  # a small copy is divided no further
         if alike not in self._sequence:
             division = check_division(self.checked, self.built.findings, tp)
             self._sequence[alike] = division.sequence and self.built.vision is None
@@ -268,9 +257,10 @@ class Blueprint:
         """How many ranks of cp exchange heads; None where documents are not cut. UserError where they cannot be."""
         if (cp, tp) not in self._ulysses:
             found = ulysses_of(self.built, self.checked, self.config.mesh.ulysses, cp, tp)
-            if found is not None and (cp > found, found > 1) not in self._contexts:
-                check_context(self.checked, cp, found)
-                self._contexts.add((cp > found, found > 1))
+            alike = cp > (found or 1), (found or 1) > 1
+            if found is not None and (alike not in self._contexts or self.config.mesh.ulysses is not None):
+                check_context(self.checked, self.built.flops, cp, found, tp, cuts_images(self.built))
+                self._contexts.add(alike)
             self._ulysses[cp, tp] = found
         return self._ulysses[cp, tp]
 

@@ -10,13 +10,13 @@ from itertools import product
 import torch
 
 from weft.config.mesh import MeshSizes
+from weft.models.tp_parts import even_ranges
 from weft.ops.communicator import MetaCommunicator
 from weft.parallel.experts import cut_of_expert
 from weft.parallel.mesh import Axis, ExpertRanks
 from weft.parallel.tensor import cut_of
 from weft.parallel.units import Strategy
 from weft.rehearsal.blueprint import Blueprint, Units, Weight
-from weft.sharding.cuts import even_ranges
 
 _NOBODY = MetaCommunicator(1)
 
@@ -90,9 +90,10 @@ class Holdings:
         model, found = self.model, []
         parts, state = self._shapes(place), model.setup
         weights = trained = 0
-        for alike in model.units(spread=self.mesh.ep > 1):
+        _, kind_of = model.kinds(self.mesh.tp)
+        for alike in model.units(self.mesh.tp, spread=self.mesh.ep > 1):
             several = self._count(alike, place.pp)
-            own = [(parts[model.kind_of[i]], model.weights[i]) for i in alike.weights if self._has(i, place.pp)]
+            own = [(parts[kind_of[i]], model.weights[i]) for i in alike.weights if self._has(i, place.pp)]
             if not several or not own:
                 continue
             shards, index = self._sharding(alike.shard, place)
@@ -121,7 +122,7 @@ class Holdings:
         some ranks of tp and ep have one part more."""
         tps = {self._shapes(Place(tp=tp)): tp for tp in reversed(range(self.mesh.tp))}
         fsdps = {0}
-        for count in {weight.experts for weight in self.model.kinds if weight.experts}:
+        for count in {weight.experts for weight in self.model.weights if weight.experts}:
             held = [size for _, size in even_ranges(count, self.mesh.ep)]
             fsdps.add(held.index(max(held)))
         for fsdp, tp in product(sorted(fsdps), sorted(tps.values())):
@@ -156,14 +157,14 @@ class Holdings:
         """What tp and ep leave of each kind of weight on this rank, before FSDP."""
         key = place.tp, place.fsdp % self.mesh.ep
         if key not in self._parts:
-            self._parts[key] = tuple(self._part(weight, *key) for weight in self.model.kinds)
+            self._parts[key] = tuple(self._part(weight, *key) for weight in self.model.kinds(self.mesh.tp)[0])
         return self._parts[key]
 
     def _part(self, weight: Weight, tp: int, ep: int) -> tuple[int, ...]:
         mesh, cut = self.mesh, None
         if mesh.tp > 1:
             axis = Axis(tp, mesh.tp, _NOBODY, lambda _: _NOBODY)
-            cut = cut_of(weight.name, weight.shape, self.model.style(weight.name), axis)
+            cut = cut_of(weight.name, weight.shape, self.model.styles(mesh.tp).of[weight.name], axis)
         if mesh.ep > 1 and weight.experts is not None:
             ranks = ExpertRanks(ep, mesh.ep, _NOBODY, _NOBODY if mesh.tp > 1 else None)
             return cut_of_expert(weight.shape, weight.experts, cut, ranks, strided=weight.strided).local_shape()

@@ -44,11 +44,10 @@ class Search:
         of = {length: document_flops(self.model.built.flops, length) for length in set(self.lengths)}
         return [of[length] for length in self.lengths]
 
-    @cached_property
-    def blocks(self) -> int:
+    def blocks(self, tp: int) -> int:
         """Blocks that tp divides; 0 where it knows none, and is refused."""
         try:
-            return len(self.model.styles.regions)
+            return len(self.model.styles(tp).regions)
         except UserError:
             return 0
 
@@ -122,7 +121,7 @@ def _least_seconds(wanted: Search, mesh: MeshSizes) -> float:
     tokens = sum(wanted.lengths) / ranks
     row = model.text.hidden_size * model.setup.precision.compute.itemsize
     if mesh.tp > 1:  # two collectives in forward and two in backward
-        seconds += 4 * wanted.blocks / mesh.pp * machine.gathering(tokens * row, mesh.tp, 1)
+        seconds += 4 * wanted.blocks(mesh.tp) / mesh.pp * machine.gathering(tokens * row, mesh.tp, 1)
     if mesh.ep > 1:
         exchanged = tokens * row * rows_of_a_token(model)
         seconds += 4 * len(model.experts) / mesh.pp * machine.exchanging(exchanged, mesh.ep, mesh.tp)

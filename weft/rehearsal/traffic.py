@@ -115,12 +115,12 @@ def _group(mesh: MeshSizes, unit: HeldUnit) -> tuple[str, int]:
 def _of_tp(model: Blueprint, mesh: MeshSizes, held: Held, load: Load, *, recompute: bool) -> Iterator[Transfer]:
     if mesh.tp == 1:
         return
-    sequence, size = model.sequence(mesh.tp), model.setup.precision.compute.itemsize
+    styles, sequence, size = model.styles(mesh.tp), model.sequence(mesh.tp), model.setup.precision.compute.itemsize
     hidden = model.text.hidden_size * size / load.micro_batches
     first, last = held.place.pp == 0, held.place.pp == last_place(model, mesh)
     layers = set(model.layers(mesh.pp, held.place.pp))
-    regions = [name for name in model.styles.regions if model.layer_of(name) in layers]
-    joined = [name for name in model.styles.joined if model.layer_of(name) in layers]
+    regions = [name for name in styles.regions if model.layer_of(name) in layers]
+    joined = [name for name in styles.joined if model.layer_of(name) in layers]
     tokens = load.tokens * hidden
     blocks = len(regions) * load.micro_batches
     again = 2 if recompute else 1
@@ -135,7 +135,7 @@ def _of_tp(model: Blueprint, mesh: MeshSizes, held: Held, load: Load, *, recompu
         yield of("hidden states of blocks", kind, tokens, blocks + repeated, "forward")
         yield of("hidden states of blocks", kind, tokens, blocks, "backward")
     for name in joined:
-        width = sum(part.count * part.width for part in model.styles.joined[name].parts)
+        width = sum(part.size for part in styles.joined[name].parts)
         whole = load.tokens * width * size / load.micro_batches
         yield of("queries and keys of a norm", "all-gather", whole, load.micro_batches * again, "forward")
         yield of("queries and keys of a norm", "all-reduce", whole, load.micro_batches, "backward")
@@ -161,7 +161,7 @@ def _norm_follows(model: Blueprint) -> bool:
 def _alike(model: Blueprint, mesh: MeshSizes, held: Held, sequence: bool) -> float:
     """Bytes of gradients that are summed over tp once per step: of what all its ranks have, but use for their part."""
     stages, found = model.stages(mesh.pp), 0
-    for weight, inside in model.undivided:
+    for weight, inside in model.undivided(mesh.tp):
         there = stages is None or held.place.pp in stages[1].holders[weight.name]
         if there and (sequence or inside):
             found += shard_elements(weight.shape, mesh.shards, 0)
