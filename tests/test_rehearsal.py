@@ -39,7 +39,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def sft_config(path: str) -> SftConfig:
-    rows = ["step.max_tokens_per_device=256", "data.path=none.jsonl", "model.init=random"]
+    rows = ["step.max_tokens_per_device=256", f"data.path={ROOT}/examples/chat.jsonl", "model.init=random"]
     return load_config([], [f"model.path={path}", *rows], SftConfig, weights=False)
 
 
@@ -173,7 +173,7 @@ def test_bytes_that_travel_are_those_of_real_ranks(
 @pytest.mark.parametrize(
     ("family", "mesh", "sections"),
     [
-        ("qwen3_moe", {"dp_replicate": 2, "dp_shard": 8, "tp": 2, "ep": 4}, {}),
+        ("qwen3_moe", {"dp_replicate": 2, "dp_shard": 10, "tp": 2, "ep": 5}, {}),
         ("llama", {"dp_shard": 128}, {"fsdp": {"reshard_after_forward": False}}),
         ("deepseek_v3", {"pp": 2, "dp_shard": 4, "cp": 2}, {"model": {"recompute": "full"}}),
         ("qwen2_5_vl", {"dp_shard": 4}, {"model": {"freeze": ("vision",)}}),
@@ -182,7 +182,9 @@ def test_bytes_that_travel_are_those_of_real_ranks(
 )
 def test_a_dry_run_says_the_same(family: str, mesh: dict[str, int], sections: dict[str, Any], tmp_path: Path) -> None:
     """Of the first rank; in a process without ranks, for as many as are wanted."""
-    path = str(vision_folder(tmp_path, family)) if family == "qwen2_5_vl" else saved_model(family)
+    even = {"num_experts": 10, "moe_intermediate_size": 32}  # for ranks of ep, and of tp
+    changes = even if family == "qwen3_moe" else {}
+    path = str(vision_folder(tmp_path, family)) if family == "qwen2_5_vl" else saved_model(family, **changes)
     config = replace(engine_config(path, "1", **sections), mesh=MeshConfig(**mesh))
     sizes = resolve_mesh(config.mesh, fewest_ranks(config.mesh))
     with pretend(sizes.world) as ranks:
@@ -205,13 +207,13 @@ def machine(**others: float) -> Machine:
 
 def test_collectives_take_what_their_slowest_links_allow() -> None:
     """100 GB over groups of a machine, of several, and of one rank on each; rates as they are."""
-    found = replace(machine(link=100.0, network=10.0), moved=1.0, hop=0.0, far_hop=0.0)
+    found = replace(machine(link=100.0, network=4.0), moved=1.0, hop=0.0, far_hop=0.0)
     whole = 100e9
     assert found.gathering(whole, 8, 1) == pytest.approx(7 / 8)
-    assert found.gathering(whole, 16, 1) == pytest.approx(100 / 2 / (8 * 10))  # half of it comes over eight networks
-    assert found.gathering(whole, 2, 8) == pytest.approx(100 / 2 / 10)
-    assert found.exchanging(whole, 16, 1) == pytest.approx(100 / 2 / 10)
-    assert (found.sending(whole, 1), found.sending(whole, 8)) == (1.0, 10.0)
+    assert found.gathering(whole, 16, 1) == pytest.approx(100 / 2 / (8 * 4))  # half of it comes over eight networks
+    assert found.gathering(whole, 2, 8) == pytest.approx(100 / 2 / 4)
+    assert found.exchanging(whole, 16, 1) == pytest.approx(100 / 2 / 4)
+    assert (found.sending(whole, 1), found.sending(whole, 8)) == (1.0, 25.0)
     assert found.gathering(whole, 1, 1) == found.exchanging(whole, 1, 1) == 0.0
 
 
@@ -227,7 +229,7 @@ def test_the_parts_of_a_step_add_up(mesh: dict[str, int]) -> None:
     computing = sum(part.waits for part in time.parts if part.name in ("matrices", "attention", "uneven rows"))
     peak = machine().peak * machine().matmul
     assert rows.flops / sizes.world / peak <= computing + 1e-12
-    assert time_of(model, sizes, rows, machine(), recompute=True).seconds > time.seconds
+    assert time_of(model, sizes, rows, machine(), recompute=True).seconds >= time.seconds
 
 
 # ---------------------------------------------------------------- search
@@ -304,7 +306,7 @@ def test_the_best_meshes_are_proposed(checkout: Path, capsys: pytest.CaptureFixt
 
 
 def test_a_run_of_reinforcement_learning_is_described(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["plan", "examples/rl_dapo_qwen3_4b.yaml", "--ranks", "8"]) == 0
+    assert cli.main(["plan", "examples/rl_dapo_qwen3_4b.yaml"]) == 0
     assert "prompts and answers as long as rollout allows" in said(capsys)
 
 

@@ -22,12 +22,6 @@ from weft.ops.communicator import Communicator
 from weft.ops.exact import linear, token_logprobs
 
 _MIB = 2**20
-# fp32 bytes of one tile of logits, and of the blocks that the elementwise work on it goes through: on a CPU a block
-# stays in the cache; on an accelerator fewer, larger kernels win.
-_TILE_BYTES = {"cpu": 64 * _MIB}
-_TILE_BYTES_ACCELERATOR = 512 * _MIB
-_BLOCK_BYTES = {"cpu": 2 * _MIB}
-_BLOCK_BYTES_ACCELERATOR = 128 * _MIB
 # A tile of t tokens and v columns reads (t + v) x H to do t x v x H work, so tiles near square are the best; there is
 # little to gain beyond this many tokens.
 _TILE_TOKENS = 4096
@@ -156,13 +150,14 @@ def logprob_and_top1(
 
 
 def tile_bytes(device: str) -> int:
-    """fp32 bytes of a tile of logits on this type of device."""
-    return _TILE_BYTES.get(device, _TILE_BYTES_ACCELERATOR)
+    """fp32 bytes of one tile of logits on this type of device."""
+    return (64 if device == "cpu" else 512) * _MIB
 
 
 def block_bytes(device: str) -> int:
-    """fp32 bytes of the blocks of a tile, on this type of device."""
-    return _BLOCK_BYTES.get(device, _BLOCK_BYTES_ACCELERATOR)
+    """fp32 bytes of the blocks that the elementwise work on a tile goes through: on a CPU a block stays in the cache;
+    on an accelerator fewer, larger kernels win."""
+    return (2 if device == "cpu" else 128) * _MIB
 
 
 def _tile_shape(tokens: int, vocabulary: int, device: str) -> tuple[int, int]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from weft.config.check import check_config
 from weft.config.mesh import MeshSizes
+from weft.engine.schedule import DELAYED, placement_of
 from weft.errors import UserError, first_line
 from weft.models.flops import document_flops
 from weft.rehearsal.blueprint import Blueprint
@@ -40,6 +41,14 @@ class Search:
         """FLOPs of each document."""
         of = {length: document_flops(self.model.built.flops, length) for length in set(self.lengths)}
         return [of[length] for length in self.lengths]
+
+    @cached_property
+    def blocks(self) -> int:
+        """Blocks that tp divides; 0 where it knows none, and is refused."""
+        try:
+            return len(self.model.styles.regions)
+        except UserError:
+            return 0
 
     @property
     def longest(self) -> int:
@@ -110,15 +119,23 @@ def _least_seconds(wanted: Search, mesh: MeshSizes) -> float:
     seconds = computing / (machine.peak * max(machine.matmul, machine.attention))
     tokens = sum(wanted.lengths) / ranks
     row = model.text.hidden_size * model.setup.precision.compute.itemsize
-    layers = len(model.costs[0]) / mesh.pp
-    if mesh.tp > 1:
-        # Two blocks of a layer, two collectives in forward and two in backward.
-        seconds += 8 * layers * machine.gathering(tokens * row, mesh.tp, 1)
+    if mesh.tp > 1:  # two collectives in forward and two in backward
+        seconds += 4 * wanted.blocks / mesh.pp * machine.gathering(tokens * row, mesh.tp, 1)
     if mesh.ep > 1:
-        spread = len(model.experts) / mesh.pp * rows_of_a_token(model)
-        seconds += 4 * spread * machine.exchanging(tokens * row, mesh.ep, mesh.tp)
-    micro_batches = -(-tokens // _budget(wanted, mesh)) + 1
-    return seconds * (micro_batches + mesh.pp - 1) / micro_batches
+        exchanged = tokens * row * rows_of_a_token(model)
+        seconds += 4 * len(model.experts) / mesh.pp * machine.exchanging(exchanged, mesh.ep, mesh.tp)
+    return seconds / (1.0 - _least_bubble(wanted, mesh, ranks // shared))
+
+
+def _least_bubble(wanted: Search, mesh: MeshSizes, groups: int) -> float:
+    """A lower bound of the share that ranks of mesh.pp wait: with as many micro-batches as there can be. groups: of
+    ranks that may share a document."""
+    config = wanted.model.config.mesh
+    if mesh.pp == 1 or config.pp_schedule in DELAYED:
+        return 0.0
+    placement = placement_of(config.pp_schedule, mesh.pp, config.pp_stages_per_rank)
+    most = (1 + len(wanted.lengths) // max(1, groups)) * placement.chunks
+    return (mesh.pp - 1) / (most + mesh.pp - 1)
 
 
 def meshes(wanted: Search) -> Iterator[MeshSizes]:

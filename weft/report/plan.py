@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -170,8 +171,8 @@ def show_search(model: Blueprint, found: Found, ranks: int, lengths: StepLengths
         f"tried    {found.tried:,} of {found.meshes:,} meshes, as others are slower; {found.too_large:,} need too much "
         "memory"
     )
-    for reason, meshes in sorted(found.refused.items(), key=lambda pair: -pair[1])[:_MOST_REFUSED]:
-        say(f"refused  {meshes:,} meshes: {reason}")
+    for reason, several in _refused(found)[:_MOST_REFUSED]:
+        say(f"refused  {several:,} meshes: {reason}")
     if not found.best:
         say(_none_fits(found))
         return
@@ -182,6 +183,16 @@ def show_search(model: Blueprint, found: Found, ranks: int, lengths: StepLengths
         table.add_row(str(number), _axes(one), byte_count(one.memory.fullest), *figures, one.limit)
     show(table)
     say(f"take     {_overrides(found.best[0])}")
+
+
+def _refused(found: Found) -> list[tuple[str, int]]:
+    """(the first of reasons that differ in numbers alone, meshes), most meshes first."""
+    alike: dict[str, tuple[str, int]] = {}
+    for reason, several in found.refused.items():
+        kind = re.sub(r"\d+", "N", reason)
+        first, before = alike.get(kind, (reason, 0))
+        alike[kind] = first, before + several
+    return sorted(alike.values(), key=lambda pair: -pair[1])
 
 
 def _axes(one: Proposal) -> str:
