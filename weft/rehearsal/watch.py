@@ -26,6 +26,9 @@ from weft.telemetry import flight
 # With these FSDP fills gathered parameters: of several ranks, and of one.
 _FILLS = (torch.ops.fsdp.split_with_sizes_copy.default, torch.ops.aten.copy_.default)
 
+# Phases of telemetry/flight.py in which autograd runs.
+_BACKWARDS = ("backward", "weights")
+
 
 class _Unit:
     """The gathered parameters of an FSDP unit."""
@@ -96,13 +99,13 @@ class Watch(TorchDispatchMode):
     def _note(self) -> None:
         phase = flight.own.phase, flight.own.micro_batch
         if phase != self._phase:
-            if self._phase[0] in ("backward", "reduce"):
+            if self._phase[0] in (*_BACKWARDS, "reduce"):
                 self._know(_gradients_of(self._groups), "gradients")
             self._phase = phase
         if self._full and not all(unit.full for unit in self._full):
             self._full = [unit for unit in self._full if unit.full]
         gathered, node, again = sum(unit.bytes for unit in self._full), -1, False
-        if phase[0] == "backward":
+        if phase[0] in _BACKWARDS:
             current = torch._C._current_autograd_node()
             if current is not None:
                 node, again = current._sequence_nr(), torch.is_grad_enabled()
