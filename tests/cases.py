@@ -126,26 +126,29 @@ def open_engine(
     readouts: Sequence[str] = (),
     **sections: dict[str, Any],
 ) -> Engine:
-    """An engine on this process group; sections: model, fsdp, step, optimizer keys that differ from the tests' own."""
-    return Engine(
-        EngineConfig(
-            model=ModelConfig(path=path, **sections.get("model", {})),
-            lora=LoraConfig(**sections.get("lora", {})),
-            mesh=MeshConfig(**MESHES[mesh]),
-            fsdp=FsdpConfig(**sections.get("fsdp", {})),
-            step=StepConfig(**{"max_tokens_per_device": 128, **sections.get("step", {})}),
-            optimizer=OptimizerConfig(**{"eps": EPSILON, **sections.get("optimizer", {})}),
-            purpose=purpose,
-            seed=seed,
-            deterministic=deterministic,
-            temperature=temperature,
-            exact=exact,
-            value_head=value_head,
-            replay=replay,
-        ),
-        join(device),
-        shares_with=shares_with,
-        readouts=readouts,
+    """An engine on this process group; sections: as in `engine_config`."""
+    config = replace(
+        engine_config(path, mesh, **sections),
+        purpose=purpose,
+        seed=seed,
+        deterministic=deterministic,
+        temperature=temperature,
+        exact=exact,
+        value_head=value_head,
+        replay=replay,
+    )
+    return Engine(config, join(device), shares_with=shares_with, readouts=readouts)
+
+
+def engine_config(path: str, mesh: str, **sections: dict[str, Any]) -> EngineConfig:
+    """sections: model, lora, fsdp, step, optimizer keys that differ from the tests' own."""
+    return EngineConfig(
+        model=ModelConfig(path=path, **sections.get("model", {})),
+        lora=LoraConfig(**sections.get("lora", {})),
+        mesh=MeshConfig(**MESHES[mesh]),
+        fsdp=FsdpConfig(**sections.get("fsdp", {})),
+        step=StepConfig(**{"max_tokens_per_device": 128, **sections.get("step", {})}),
+        optimizer=OptimizerConfig(**{"eps": EPSILON, **sections.get("optimizer", {})}),
     )
 
 

@@ -74,12 +74,12 @@ def kept_by(module: TrainModule, forward: Callable[[], Any]) -> int:
 def test_what_is_foreseen_is_kept(family: str, dtype: torch.dtype) -> None:
     path = saved_model(family)
     config = hf.without_noise(hf.read_config(path))
-    foreseen = saved_bytes(config, TOKENS, dtype, recompute=False)
+    saved = saved_bytes(config, dtype)
+    foreseen = saved.bytes(TOKENS, recompute=False)
     assert foreseen == pytest.approx(kept(path, dtype, False), rel=0.1)
-    layers = config.get_text_config().num_hidden_layers
-    again = saved_bytes(config, TOKENS, dtype, recompute=True)
-    assert again - foreseen // layers == pytest.approx(kept(path, dtype, True), rel=0.1)
-    assert saved_bytes(config, 2 * TOKENS, dtype, recompute=False) == pytest.approx(2 * foreseen, rel=1e-3)
+    again = saved.bytes(TOKENS, recompute=True)
+    assert again - max(saved.layers) * TOKENS == pytest.approx(kept(path, dtype, True), rel=0.1)
+    assert saved.bytes(2 * TOKENS, recompute=False) == pytest.approx(2 * foreseen, rel=1e-3)
 
 
 def kept_divided(path: str, dtype: torch.dtype, tp: int) -> int:
@@ -124,9 +124,9 @@ def kept_of_a_part(path: str, ring: int, ulysses: int) -> int:
 def test_what_ranks_of_tp_keep_is_foreseen(family: str, dtype: torch.dtype) -> None:
     path = saved_model(family)
     config = hf.without_noise(hf.read_config(path))
-    foreseen = saved_bytes(config, TOKENS, dtype, recompute=False, shared=RowSharing(tp=2))
+    foreseen = saved_bytes(config, dtype, RowSharing(tp=2)).bytes(TOKENS, recompute=False)
     assert foreseen == pytest.approx(kept_divided(path, dtype, 2), rel=0.1)
-    assert foreseen < 0.85 * saved_bytes(config, TOKENS, dtype, recompute=False)
+    assert foreseen < 0.85 * saved_bytes(config, dtype).bytes(TOKENS, recompute=False)
 
 
 @pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), (4, 1), (1, 2), (1, 4), (2, 2)])
@@ -135,7 +135,7 @@ def test_what_ranks_of_cp_keep_is_foreseen(ring: int, ulysses: int) -> None:
     path = saved_model("qwen3")
     config = hf.without_noise(hf.read_config(path))
     shared = RowSharing(ring=ring, ulysses=ulysses)
-    foreseen = saved_bytes(config, TOKENS // (ring * ulysses), torch.float32, recompute=False, shared=shared)
+    foreseen = saved_bytes(config, torch.float32, shared).bytes(TOKENS // (ring * ulysses), recompute=False)
     assert foreseen == pytest.approx(kept_of_a_part(path, ring, ulysses), rel=0.1)
 
 
@@ -145,5 +145,5 @@ def test_what_ranks_of_cp_keep_of_layers_that_carry_state_is_foreseen(family: st
     path = saved_model(family)
     config = hf.without_noise(hf.read_config(path))
     shared = RowSharing(ulysses=ranks)
-    foreseen = saved_bytes(config, TOKENS // ranks, torch.float32, recompute=False, shared=shared)
+    foreseen = saved_bytes(config, torch.float32, shared).bytes(TOKENS // ranks, recompute=False)
     assert foreseen == pytest.approx(kept_of_a_part(path, 1, ranks), rel=0.1)

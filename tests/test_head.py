@@ -303,7 +303,7 @@ def test_impossible_settings_are_refused() -> None:
 def test_tiles_hold_their_bytes(tokens: int, vocabulary: int) -> None:
     rows, columns = head._tile_shape(tokens, vocabulary, "cpu")
     assert rows >= 1 and 1 <= columns <= vocabulary
-    assert rows * columns * 4 <= 1.01 * head._TILE_BYTES["cpu"] + 4 * 64 * rows
+    assert rows * columns * 4 <= 1.01 * head.tile_bytes("cpu") + 4 * 64 * rows
 
 
 _MEASURE = Path(__file__).parent.parent / "benchmarks" / "head.py"

@@ -28,6 +28,7 @@ from weft.cluster.options import (
     ChatOptions,
     ExportOptions,
     MergeOptions,
+    PlanOptions,
     PreviewOptions,
     PushOptions,
     ReportOptions,
@@ -60,7 +61,7 @@ Options = TypeVar("Options")
 AnyConfig = SftConfig | RlConfig
 
 # Commands of the design that exist when they work.
-NOT_YET = ("plan", "bench")
+NOT_YET = ("bench",)
 
 _PROGRAM_HELP = """\
 usage: weft COMMAND [CONFIG ...] [section.key=value ...] [options]
@@ -215,6 +216,25 @@ def _verify(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
         return verify.run(config, options)
 
     return Job(body, world, words)
+
+
+def _plan(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
+    _alone("plan")
+    arguments.dry_run = True  # as one, it needs no weights
+    schema = RlConfig if _names_rl(arguments) else SftConfig
+    config: Any = _load(arguments, schema)
+    accelerator(arguments.assume)
+    ranks = arguments.ranks or getattr(getattr(config, "cluster", None), "trainer", None) or fewest_ranks(config.mesh)
+    if not arguments.search:
+        check_reshard(config, resolve_mesh(config.mesh, ranks))
+    options = _options(PlanOptions, arguments, ranks=ranks)
+
+    def body() -> None:
+        from weft.recipes import plan
+
+        plan.run(config, options)
+
+    return Job(body, 1, words)
 
 
 def _export(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
@@ -476,6 +496,7 @@ COMMANDS = {
     "export": Command(parsers.export_parser, _export),
     "push": Command(parsers.push_parser, _push),
     "merge": Command(parsers.merge_parser, _merge),
+    "plan": Command(parsers.plan_parser, _plan),
     "verify": Command(parsers.verify_parser, _verify),
     "engine": Command(parsers.engine_parser, _engine),
     "migrate": Command(parsers.migrate_parser, _migrate),

@@ -22,6 +22,7 @@ SUMMARIES = {
     "export": "Write a checkpoint's weights in another dtype.",
     "push": "Upload a checkpoint to the HuggingFace hub, with a model card.",
     "merge": "Write a base model with an adapter merged into it.",
+    "plan": "Memory and time of a run on a mesh of any size, without an accelerator.",
     "verify": "Show that the configured mesh computes what one plain process does.",
     "engine": "Environments of rollout engines: weft engine install vllm.",
     "migrate": "A config of another trainer as a draft of weft's.",
@@ -134,6 +135,30 @@ def rl_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--replay", metavar="RUN/rollouts", help="train from these rollouts in their order, in place of new ones"
+    )
+    return parser
+
+
+def plan_parser() -> argparse.ArgumentParser:
+    usage = "weft plan [CONFIG ...] [section.key=value ...] [options]"
+    parser = _Parser("plan", usage)
+    parser.add_argument("config", nargs="*", metavar="CONFIG | section.key=value", help="as for weft sft or weft rl")
+    parser.add_argument(
+        "--ranks", type=_count, metavar="N", help="ranks of the run (default: what mesh says); none is started"
+    )
+    parser.add_argument("--assume", default="h100-80gb", metavar="DEVICE", help="accelerators (default: %(default)s)")
+    parser.add_argument(
+        "--length", type=_count, metavar="N", help="tokens of every document (default: the lengths of the data)"
+    )
+    rates = parser.add_argument_group("what is assumed of machines, where it is not what the vendor states")
+    rates.add_argument("--machine", type=_count, metavar="N", help="accelerators of a machine (default: 8)")
+    rates.add_argument("--link", type=float, metavar="GB/S", help="of an accelerator to others of its machine")
+    rates.add_argument("--network", type=float, metavar="GB/S", help="of an accelerator to other machines")
+    rates.add_argument("--matmul", type=float, metavar="SHARE", help="of the peak, that products of matrices reach")
+    rates.add_argument("--attention", type=float, metavar="SHARE", help="of the peak, that attention reaches")
+    parser.add_argument("--search", action="store_true", help="propose the five best meshes for these ranks")
+    parser.add_argument(
+        "--simulate", action="store_true", help="run a step of one rank of this mesh, with tensors that hold nothing"
     )
     return parser
 

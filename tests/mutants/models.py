@@ -110,4 +110,11 @@ MUTANTS = (
     Mutant("engine/executor.py", "Executor.forward_backward", "if done.loss.requires_grad:", "if True:", "tests/test_vision_training.py"),
     Mutant("models/freeze.py", "_parts", "if not any(matches(outer, name) for outer in projector)", "", "tests/test_vision_training.py"),
     Mutant("engine/stages.py", "shard_model", " and built.vision is None", "", "tests/test_vision_parity.py"),
+    Mutant("rehearsal/held.py", "shard_elements", "shape[0] - each * index", "shape[0]", "tests/test_rehearsal.py"),
+    Mutant("rehearsal/traffic.py", "Transfer.received", "(self.size - 1) / self.size", "1.0", "tests/test_rehearsal.py"),
+    Mutant("rehearsal/timing.py", "_Work.seconds", "max(computing, self.gathers[phase])", "computing", "tests/test_rehearsal.py"),
+    Mutant("rehearsal/search.py", "search", "least >= found.best[-1].time.seconds", "True", "tests/test_rehearsal.py"),
+    Mutant("ops/dispatch.py", "_even", "rows * (before + held) // experts - rows * before // experts", "rows // len(axis.experts)", "tests/test_simulate.py"),
+    Mutant("rehearsal/observed_memory.py", "_class_of", "life.died > end + 1", "life.died > end + 99", "tests/test_simulate.py"),
+    Mutant("rehearsal/watch.py", "Watch._gone", "len(self.moments)", "len(self.moments) + 50", "tests/test_simulate.py"),
 )  # fmt: skip

@@ -151,3 +151,24 @@ class PreviewOptions:
     samples: int = 3
     full: bool = False
     sample: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """`weft plan`. ranks: of the run that is planned; none of them is started. assume: the accelerator of each, by its
+    name in cluster/machine.py. length: tokens of every document; None for the lengths of the data. search: propose
+    meshes instead of describing the config's. simulate: run a step of one rank of the real mesh with tensors that hold
+    nothing. machine: ranks of a machine. link, network: GB/s within it and between. matmul, attention: shares of the
+    peak; None for what is known of the accelerator."""
+
+    ranks: int = 1
+    assume: str = "h100-80gb"
+    length: int | None = None
+    machine: int | None = None
+    link: float | None = None
+    network: float | None = None
+    matmul: float | None = None
+    attention: float | None = None
+    search: bool = False
+    simulate: bool = False
+    debug: bool = False

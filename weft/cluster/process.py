@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from weft.cluster.machine import Accelerator, cpu_cores
 from weft.cluster.options import Device
+from weft.cluster.simulated import Simulation
 from weft.errors import UserError
 from weft.telemetry import flight
 
@@ -24,7 +25,7 @@ from weft.telemetry import flight
 class Ranks:
     """This rank among all. As a context manager it leaves the process group at the end. owner: whether join() created
     the process group; an existing one is kept. assumed: in a dry run, the accelerator that each rank is assumed to
-    have; all tensors are then on meta."""
+    have; all tensors are then on meta. simulated: in a simulation, that of its device."""
 
     rank: int
     world: int
@@ -32,6 +33,14 @@ class Ranks:
     device: torch.device
     owner: bool = True
     assumed: Accelerator | None = None
+    simulated: Simulation | None = None
+
+    @property
+    def tensors_on(self) -> torch.device:
+        """Where this rank's tensors are: on its device, if that is there."""
+        if self.simulated is not None:
+            return torch.device("cpu")
+        return self.device if self.assumed is None else torch.device("meta")
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -55,7 +64,7 @@ class Ranks:
     ) -> None:
         # After an error the others may sit in a collective: tearing down here could hang, or make them fail
         # before this rank has reported. The process ends right after, and takes its group with it.
-        if self.owner and (error is None or self.world == 1):
+        if self.owner and (error is None or self.world == 1 or self.simulated is not None):
             leave()
 
 
@@ -119,12 +128,20 @@ def _loopback_store(rank: int, wait: timedelta) -> dist.Store | None:
     )
 
 
-def pretend(world: int, device: Device = "cpu", assumed: Accelerator | None = None) -> Ranks:
-    """Rank 0 of `world` ranks that do not exist: shapes and meshes are real, collectives send nothing."""
+def pretend(
+    world: int,
+    device: Device = "cpu",
+    assumed: Accelerator | None = None,
+    *,
+    rank: int = 0,
+    simulated: Simulation | None = None,
+) -> Ranks:
+    """One of `world` ranks that do not exist: shapes and meshes are real, collectives send nothing. simulated: as of
+    Ranks."""
     assert not dist.is_initialized(), "a pretended process group needs a process of its own"
-    dist.init_process_group("fake", rank=0, world_size=world)
+    dist.init_process_group("fake", rank=rank, world_size=world)
     chosen = choose_device(device, 0) if assumed is None else torch.device("cuda")
-    return Ranks(0, world, 0, chosen, assumed=assumed)
+    return Ranks(rank, world, 0, chosen, assumed=assumed, simulated=simulated)
 
 
 def everyone() -> dist.ProcessGroup:

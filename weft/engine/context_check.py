@@ -41,17 +41,23 @@ def choose_ulysses(flops: FlopFacts, config: PretrainedConfig, cp: int, tp: int)
     heads and K key heads of width D: (2 H + 2 K r) D (u - 1) / (u cp) for heads, where keys are repeated r times for u;
     and 3/4 (n - 1) / n x 2 K r D / u for keys and values in the ring.
     """
-    heads, keys = _heads(flops, config, tp)
+    heads, _ = _heads(flops, config, tp)
     fitting = [u for u in range(1, cp + 1) if cp % u == 0 and all(h % u == 0 for h in heads)]
+    return min(fitting, key=lambda u: (sum(received_per_token(flops, config, cp, u, tp)), u))
 
-    def received(u: int) -> float:
-        n, total = cp // u, 0.0
-        for own in heads:
-            sent = keys(own) * (repeats(keys(own), own, u) if u > 1 else 1)
-            total += 2 * (own + sent) * (u - 1) / (u * cp) + 0.75 * (n - 1) / n * 2 * sent / u
-        return total
 
-    return min(fitting, key=lambda u: (received(u), u))
+def received_per_token(
+    flops: FlopFacts, config: PretrainedConfig, cp: int, ulysses: int, tp: int
+) -> tuple[float, float]:
+    """(of heads, of keys and values in the ring): elements that a rank receives in forward for each token of a document
+    that is cut over all of cp, over all layers; windows send less. The formulas of `choose_ulysses`."""
+    n, of_heads, of_keys = cp // ulysses, 0.0, 0.0
+    each, keys = _heads(flops, config, tp)
+    for own, layer in zip(each, flops.attention, strict=True):
+        sent = keys(own) * (repeats(keys(own), own, ulysses) if ulysses > 1 else 1)
+        of_heads += 2 * (own + sent) * (ulysses - 1) / (ulysses * cp) * layer.width
+        of_keys += 0.75 * (n - 1) / n * 2 * sent / ulysses * layer.width
+    return of_heads, of_keys
 
 
 def _heads(flops: FlopFacts, config: PretrainedConfig, tp: int) -> tuple[list[int], Any]:

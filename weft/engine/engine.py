@@ -86,7 +86,7 @@ class Engine:
         mesh = None if other is None else other.mesh
         parts = assemble(config, ranks, weights=weights, fill=fill, progress=progress, mesh=mesh, readouts=readouts)
         setup, built, made = parts.setup, parts.built, parts.sharded
-        self.config, self.ranks, self.device = config, ranks, ranks.device
+        self.config, self.ranks, self.device = config, ranks, ranks.tensors_on
         self.mesh: Mesh = setup.mesh
         self.precision, self.storage = setup.precision, setup.storage
         self.moments, self.state_dtypes = setup.moments, setup.state_dtypes
@@ -103,7 +103,9 @@ class Engine:
         self._complete = False  # the gradients, over the ranks of tp
         self.context, self.budget = made.context, config.step.max_tokens_per_device
         multiple = self.mesh.tp.size if self.mesh.tp is not None and made.divided.sequence else 1
-        self._planner = StepPlanner(config.step, self.mesh, built, made.context, multiple)
+        ours = self.mesh.loss_rank, self.mesh.loss_ranks
+        several = self.mesh.cp_size > 1
+        self._planner = StepPlanner(config.step, ours, built, made.context, multiple, several=several)
         self.pipeline, self.stages = made.pipeline, made.stages
         self._other_stages: OtherStages | None = None
         self._executor: Executor

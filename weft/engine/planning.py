@@ -14,18 +14,26 @@ from weft.errors import UserError
 from weft.models.facts import position_limit, rope_is_dynamic
 from weft.models.flops import document_flops, tower_flops
 from weft.ops.communicator import ContextAxis
-from weft.parallel.mesh import Mesh
 
 
 class StepPlanner:
     """Plans the steps of one model on one mesh, for Engine's methods of the same names."""
 
     def __init__(
-        self, step: StepConfig, mesh: Mesh, built: BuiltModel, context: ContextAxis | None, multiple: int
+        self,
+        step: StepConfig,
+        ranks: tuple[int, int],
+        built: BuiltModel,
+        context: ContextAxis | None,
+        multiple: int,
+        *,
+        several: bool,
     ) -> None:
-        """context: the ranks that documents may be cut over; None where none is. multiple: of which rows are."""
-        self.step, self.mesh, self.layout, self.context, self.multiple = step, mesh, built.layout, context, multiple
-        self._cuts = context is not None if mesh.cp_size > 1 else built.cuts_documents
+        """ranks: this one's place among those with different documents, and how many they are. context: those that
+        documents may be cut over; None where none is. multiple: of which rows are. several: mesh.cp is above 1."""
+        self.step, self.layout, self.context, self.multiple = step, built.layout, context, multiple
+        self._rank, self._ranks = ranks
+        self._cuts = context is not None if several else built.cuts_documents
         text = built.config.get_text_config()
         self._every_token_counts = bool(built.balance)  # the balancing loss of experts counts all tokens
         self._no_images, self._no_videos = built.findings.images, built.findings.videos
@@ -91,7 +99,7 @@ class StepPlanner:
         context, budget = self.context, -(-budget // self.multiple) * self.multiple
         return plan_step(
             metadata,
-            ranks=self.mesh.loss_ranks,
+            ranks=self._ranks,
             budget=budget,
             multiple=self.multiple,
             layout=self.layout,
@@ -122,4 +130,4 @@ class StepPlanner:
 
     def needs(self, plan: StepPlan) -> list[int]:
         """See Engine.needs."""
-        return sorted(index for row in plan.of_rank(self.mesh.loss_rank) for index in row)
+        return sorted(index for row in plan.of_rank(self._rank) for index in row)

@@ -58,7 +58,7 @@ class Row:
 
     def pinned(self) -> Row:
         """A copy in page-locked memory, for asynchronous copies to a device."""
-        return self._moved(Tensor.pin_memory)
+        return self.moved(Tensor.pin_memory)
 
     def to(self, device: torch.device) -> Row:
         """The row on a device, by asynchronous copies; on the CPU, the row itself."""
@@ -71,9 +71,9 @@ class Row:
             )
         if self.bounds.last_seen is not None:
             bounds = replace(bounds, last_seen=self.bounds.last_seen.to(device, non_blocking=True))
-        return replace(self._moved(lambda tensor: tensor.to(device, non_blocking=True)), bounds=bounds)
+        return replace(self.moved(lambda tensor: tensor.to(device, non_blocking=True)), bounds=bounds)
 
-    def _moved(self, move: Callable[[Tensor], Tensor]) -> Row:
+    def moved(self, move: Callable[[Tensor], Tensor]) -> Row:
         tensors = {name: move(value) for name, value in vars(self).items() if isinstance(value, Tensor)}
         arrays = {name: move(values) for name, values in self.arrays.items()}
         changed: dict[str, Any] = {**tensors, "arrays": arrays if self.documents else _no_arrays(tensors["weights_N"])}

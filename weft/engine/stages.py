@@ -33,7 +33,7 @@ from weft.models.cost import costs_of_layers
 from weft.models.freeze import freeze
 from weft.models.lora import LoraPlan, freeze_base
 from weft.models.mixer_part import can_share_documents
-from weft.models.pipeline import Pipeline, cut_layers
+from weft.models.pipeline import Anatomy, Pipeline, cut_layers
 from weft.models.placement import Placement
 from weft.models.tp_styles import check_states
 from weft.models.train_module import TrainModule
@@ -53,7 +53,7 @@ from weft.sharding.adapter_files import fill_adapters, to_json
 from weft.sharding.cuts import full_shape
 from weft.sharding.load import LoadReport, Progress, fill_random, load_weights
 
-_USUAL_LENGTH = 4096  # of documents, by which attention and matrices of a layer are weighed
+USUAL_LENGTH = 4096  # of documents, by which attention and matrices of a layer are weighed
 
 
 @dataclass(frozen=True)
@@ -126,10 +126,15 @@ def assemble(
     built = build(setup, weights=weights, readouts=readouts)
     made = shard_model(setup, built, readouts)
     parts = Parts(setup, built, made, new_loss_scale(setup))
-    if not weights:
+    if ranks.simulated is not None:
+        with ranks.simulated.fake:
+            materialize(built.module, ranks.tensors_on)
+        hf.rebuild_buffers(built.module.hf_model)
+    elif weights:
+        check_memory(setup, built, made, fill=fill)
+        parts = replace(parts, loaded=fill_weights(setup, built, made, progress, fill=fill))
+    else:
         return parts
-    check_memory(setup, built, made, fill=fill)
-    parts = replace(parts, loaded=fill_weights(setup, built, made, progress, fill=fill))
     if not setup.trained:
         return parts
     optimizer, ema = build_optimizer_and_ema(setup, built.module, made.pipeline)
@@ -229,15 +234,14 @@ def shard_model(setup: Setup, built: BuiltModel, readouts: Collection[str] = ())
     if stages is not None and built.lora is not None:
         check_adapters_in_layers(module, built.lora)
         adapter_config = to_json(built.lora, built.path, module)
-    device = ranks.device if ranks.assumed is None else torch.device("meta")  # which this machine may not have
     units, divided, pipeline = parallelize(
-        module, setup.mesh, built.config, config.model, config.fsdp, setup.precision, device,
+        module, setup.mesh, built.config, config.model, config.fsdp, setup.precision, ranks.tensors_on,
         sequence=sequence, stages=stages,
     )  # fmt: skip
     if pipeline is not None:
         require_trained(setup, pipeline, module.facts.layers)
     state = TrainingState(setup.moments, config.optimizer.ema_decay is not None) if setup.trained else None
-    memory = memory_needs(module, units, setup.precision, state)
+    memory = memory_needs(module, units, setup.precision, state, config.fsdp.reshard_after_forward)
     room = capacity(setup.storage, local_ranks(ranks.world), ranks.assumed)
     return Sharded(
         units, divided, stages, pipeline, adapter_config, context, memory, room,
@@ -248,21 +252,31 @@ def shard_model(setup: Setup, built: BuiltModel, readouts: Collection[str] = ())
 def stages_of(setup: Setup, built: BuiltModel, config: PretrainedConfig, hidden: Sequence[str]) -> Stages | None:
     """How the layers are cut over mesh.pp, after a check that this model's can be. config: of the class with logits.
     hidden: modules whose outputs are read."""
-    pp, module = setup.mesh.pp_size, built.module
+    pp = setup.mesh.pp_size
     if pp == 1:
         return None
+    check_stages(built, hidden)
+    mesh, weighed = setup.config.mesh, costs_of_layers(built.module, USUAL_LENGTH)
+    placement = placement_of(mesh.pp_schedule, pp, mesh.pp_stages_per_rank)
+    check_layers(len(weighed[0]), placement)
+    delayed = mesh.pp_schedule in DELAYED
+    anatomy = check_pipeline(config, built.findings, setup.precision.compute, delayed=delayed)
+    return cut_stages(weighed, placement, anatomy)
+
+
+def check_stages(built: BuiltModel, hidden: Sequence[str]) -> None:
+    """UserError where what a run wants does not go together with stages."""
     if built.vision is not None:
         raise UserError("mesh.pp: a model with a vision tower is not cut into stages: set mesh.pp=1.")
     if hidden:
         raise UserError(f"mesh.pp: `hidden/{hidden[0]}` may be on another stage than the loss: set mesh.pp=1.")
-    costs, head = costs_of_layers(module, _USUAL_LENGTH)
-    mesh = setup.config.mesh
-    placement = placement_of(mesh.pp_schedule, pp, mesh.pp_stages_per_rank)
-    check_layers(len(costs), placement)
+
+
+def cut_stages(weighed: tuple[list[float], float], placement: Placement, anatomy: Anatomy) -> Stages:
+    """weighed: cost of each layer, and of the head; of which there are enough (`check_layers`)."""
+    costs, head = weighed
     spans = cut_layers(costs, head, placement.stages)
     each = tuple(sum(costs[first:end]) + head * (end == len(costs)) for first, end in spans)
-    delayed = mesh.pp_schedule in DELAYED
-    anatomy = check_pipeline(config, built.findings, setup.precision.compute, delayed=delayed)
     return Stages(tuple(spans), placement, anatomy, each)
 
 
@@ -307,28 +321,33 @@ def context_of(setup: Setup, built: BuiltModel, config: PretrainedConfig) -> Con
     documents are padded, or have a state that cannot be shared: those are dealt whole to the ranks of cp, as to any
     others. config: of the class with logits."""
     cp, tp, wanted = setup.mesh.cp_size, setup.mesh.tp_size, setup.config.mesh.ulysses
-    if cp == 1 or not built.cuts_documents:
+    ulysses = ulysses_of(built, config, wanted, cp, tp)
+    if ulysses is None:
         return None
-    images = built.vision is not None and built.vision.has_grids and not built.findings.images
-    if built.findings.mixers and wanted is None:
-        return context_axis(setup.mesh, cp) if _proves_states(built, config, cp, tp, images) else None
-    if built.findings.mixers:
-        ulysses = ulysses_of_states(wanted, cp, divides=shares_states(built, cp, tp))
-    else:
-        ulysses = choose_ulysses(built.flops, config, cp, tp) if wanted is None else wanted
-    check_context(config, built.flops, cp, ulysses, tp, images)
+    try:
+        check_context(config, built.flops, cp, ulysses, tp, cuts_images(built))
+    except UserError:
+        if built.findings.mixers and wanted is None:  # dealt whole is right in any case
+            return None
+        raise
     return context_axis(setup.mesh, ulysses)
 
 
-def _proves_states(built: BuiltModel, config: PretrainedConfig, cp: int, tp: int, images: bool) -> bool:
-    """Whether layers that carry state can share documents, by the check, too. Dealt whole is right in any case."""
-    if not shares_states(built, cp, tp):
-        return False
-    try:
-        check_context(config, built.flops, cp, cp, tp, images)
-    except UserError:
-        return False
-    return True
+def cuts_images(built: BuiltModel) -> bool:
+    """Whether documents with images may be cut, too."""
+    return built.vision is not None and built.vision.has_grids and not built.findings.images
+
+
+def ulysses_of(built: BuiltModel, config: PretrainedConfig, wanted: int | None, cp: int, tp: int) -> int | None:
+    """How many ranks of cp exchange heads; None where documents are not cut. UserError where states of layers cannot be
+    shared as the config asks. wanted: mesh.ulysses."""
+    if cp == 1 or not built.cuts_documents:
+        return None
+    if not built.findings.mixers:
+        return choose_ulysses(built.flops, config, cp, tp) if wanted is None else wanted
+    if wanted is None and not shares_states(built, cp, tp):
+        return None
+    return ulysses_of_states(wanted, cp, divides=shares_states(built, cp, tp))
 
 
 def shares_states(built: BuiltModel, cp: int, tp: int) -> bool:

@@ -141,7 +141,7 @@ class Throughput:
     @staticmethod
     def of(engine: Engine) -> Throughput:
         """The ranks and the device of an engine."""
-        return Throughput(engine.ranks.world, peak_flops(engine.device))
+        return Throughput(engine.ranks.world, peak_flops(engine.ranks.device))
 
     def mfu(self, plan: StepPlan, seconds: float) -> float | None:
         """The step's model FLOPs (causal) / what the peak allows in `seconds`; None if unknown."""

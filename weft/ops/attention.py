@@ -14,11 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from weft.cluster.simulated import device_kind, runs
 from weft.ops.attention_call import BOUNDS_ARGUMENT, Bounds, Call, Traits
 from weft.ops.context import attend_in_context
 from weft.ops.decode import one_token
 from weft.ops.exact_attention import attend_exactly
 from weft.ops.per_document import per_document
+from weft.ops.shapes import shapes_of_flash
 from weft.versions import varlen_attention
 
 EXACT = "exact"  # in place of a kernel of the table: rl.on_policy=exact
@@ -97,7 +99,7 @@ class Kernel:
 
     def suits(self, device: torch.device, dtype: torch.dtype, traits: Traits) -> bool:
         return (
-            (device.type == "cuda" or not self.cuda_only)
+            (device_kind(device) == "cuda" or not self.cuda_only)
             and (dtype in (torch.bfloat16, torch.float16) or not self.needs_16_bit)
             and (self.any_scores or not (traits.softcap or traits.sinks or traits.images))
             and traits.width in self.widths
@@ -183,4 +185,5 @@ def _kernel(preference: str, call: Call) -> Callable[[Call], Tensor]:
         return attend_exactly
     if call.bounds.past is not None:
         return one_token
-    return KERNELS[choose(preference, call.query_BHTD.device, call.query_BHTD.dtype, call.traits)].run
+    kernel = KERNELS[choose(preference, call.query_BHTD.device, call.query_BHTD.dtype, call.traits)]
+    return shapes_of_flash if runs() and kernel.cuda_only else kernel.run

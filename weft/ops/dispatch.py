@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weft.cluster.simulated import read
 from weft.ops.communicator import Communicator, all_to_all
 
 
@@ -74,13 +75,23 @@ def dispatch(rows_SH: Tensor, ends_E: Tensor, axis: ExpertAxis) -> Dispatched:
     size = len(axis.experts)
     received_PE = axis.ranks.all_to_all(counts_E, axis.experts, [axis.own] * size).view(size, axis.own)
     sent_P = torch.stack([part.sum() for part in counts_E.split(list(axis.experts))])
-    sent, received = torch.stack([sent_P, received_PE.sum(1)]).tolist()
+    sent, received = read(torch.stack([sent_P, received_PE.sum(1)]), lambda: _even(len(rows_SH), axis))
     rows = all_to_all(rows_SH, axis.ranks, sent, received)
     expert_R = torch.arange(axis.own, device=rows.device).repeat(size)
     expert_R = expert_R.repeat_interleave(received_PE.flatten(), output_size=sum(received))
     order_R = expert_R.argsort(stable=True)
     ends = received_PE.sum(0).cumsum(0).to(torch.int32)
     return Dispatched(permuted(rows, order_R), ends, order_R, sent, received)
+
+
+def _even(rows: int, axis: ExpertAxis) -> list[list[int]]:
+    """(rows for each rank, rows from each), had every expert equally many. rows: of each rank."""
+    experts, before = sum(axis.experts), 0
+    sent = []
+    for held in axis.experts:
+        sent.append(rows * (before + held) // experts - rows * before // experts)
+        before += held
+    return [sent, [sent[axis.place]] * len(sent)]
 
 
 @torch.compiler.disable

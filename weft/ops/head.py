@@ -17,16 +17,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from weft.cluster.simulated import device_kind
 from weft.ops.communicator import Communicator
 from weft.ops.exact import linear, token_logprobs
 
 _MIB = 2**20
-# fp32 bytes of one tile of logits, and of the blocks that the elementwise work on it goes through: on a CPU a block
-# stays in the cache; on an accelerator fewer, larger kernels win.
-_TILE_BYTES = {"cpu": 64 * _MIB}
-_TILE_BYTES_ACCELERATOR = 512 * _MIB
-_BLOCK_BYTES = {"cpu": 2 * _MIB}
-_BLOCK_BYTES_ACCELERATOR = 128 * _MIB
 # A tile of t tokens and v columns reads (t + v) x H to do t x v x H work, so tiles near square are the best; there is
 # little to gain beyond this many tokens.
 _TILE_TOKENS = 4096
@@ -154,11 +149,21 @@ def logprob_and_top1(
     return running.picked - running.lse, (running.picked >= running.largest).to(logits.wide)
 
 
+def tile_bytes(device: str) -> int:
+    """fp32 bytes of one tile of logits on this type of device."""
+    return (64 if device == "cpu" else 512) * _MIB
+
+
+def block_bytes(device: str) -> int:
+    """fp32 bytes of the blocks that the elementwise work on a tile goes through: on a CPU a block stays in the cache;
+    on an accelerator fewer, larger kernels win."""
+    return (2 if device == "cpu" else 128) * _MIB
+
+
 def _tile_shape(tokens: int, vocabulary: int, device: str) -> tuple[int, int]:
     """Even tiles of at most the device's bytes (fp32), as near to square as the shapes allow."""
-    elements = _TILE_BYTES.get(device, _TILE_BYTES_ACCELERATOR) // 4
     rows = -(-tokens // max(1, -(-tokens // _TILE_TOKENS)))
-    columns = min(vocabulary, max(1, elements // max(1, rows)))
+    columns = min(vocabulary, max(1, tile_bytes(device) // 4 // max(1, rows)))
     columns = -(-vocabulary // -(-vocabulary // columns))
     return max(1, rows), min(vocabulary, -(-columns // 64) * 64)
 
@@ -173,15 +178,13 @@ class Logits:
 
     def tiles(self, tile: tuple[int, int] | None) -> Iterator[tuple[slice, Iterator[slice]]]:
         """(columns, rows) of the tiles, by default nearly square."""
-        device = self.weight.device.type
-        height, width = tile or _tile_shape(len(self.hidden), len(self.weight), device)
+        height, width = tile or _tile_shape(len(self.hidden), len(self.weight), device_kind(self.weight.device))
         for columns in slices(len(self.weight), width):
             yield columns, slices(len(self.hidden), height)
 
     def rows_of_all_columns(self) -> int:
         """The tokens of a tile with the whole vocabulary."""
-        budget = _TILE_BYTES.get(self.weight.device.type, _TILE_BYTES_ACCELERATOR)
-        return max(1, budget // (4 * len(self.weight)))
+        return max(1, tile_bytes(device_kind(self.weight.device)) // (4 * len(self.weight)))
 
     def tile(self, rows: slice, columns: slice) -> Tensor:
         """[t, v] inner * (hidden @ weight.T + bias) in the weight's dtype; valid until the next call."""
@@ -196,7 +199,7 @@ class Logits:
 
     def blocks(self, tile: Tensor) -> Iterator[tuple[slice, Tensor]]:
         """The tile's rows in blocks, in fp32 or fp64: views where the tile has that dtype, else copies."""
-        budget = _BLOCK_BYTES.get(tile.device.type, _BLOCK_BYTES_ACCELERATOR)
+        budget = block_bytes(device_kind(tile.device))
         for rows in slices(len(tile), max(1, budget // (4 * tile.shape[1]))):
             yield rows, tile[rows].to(self.wide)
 
@@ -340,7 +343,7 @@ def _scale_(values: Tensor, factor: Tensor) -> None:
     if torch.finfo(values.dtype).bits >= 32:
         values.mul_(factor)
         return
-    rows = max(1, _BLOCK_BYTES.get(values.device.type, _BLOCK_BYTES_ACCELERATOR) // (4 * values[0].numel()))
+    rows = max(1, block_bytes(device_kind(values.device)) // (4 * values[0].numel()))
     for block in values.split(rows):
         block.copy_(block.float().mul_(factor))
 
@@ -454,10 +457,7 @@ def _fold(logits: Logits, rows: slice, columns: slice, targets: Tensor, running:
         if running.largest is not None:
             largest = running.largest[rows][block]
             torch.maximum(largest, z.amax(1), out=largest)
-        if running.entropy is None:
-            lse, entropy = log_sum_exp_(z), None
-        else:
-            lse, entropy = _log_sum_exp_and_entropy_(z)
+        lse, entropy = (log_sum_exp_(z), None) if running.entropy is None else _log_sum_exp_and_entropy_(z)
         _merge(running, slice(rows.start + block.start, rows.start + block.stop), lse, entropy)
 
 

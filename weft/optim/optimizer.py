@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
+from weft.cluster.simulated import device_kind, read
 from weft.config.schema import OptimizerConfig
 from weft.ops.communicator import process_group
 from weft.optim.custom_optimizer import CustomOptimizerSpec, ShardOptimizer
@@ -183,7 +184,7 @@ def global_norm(named_parameters: NamedParameters, cuts: Cuts | None = None, pp:
     if pp is not None:
         with waiting():
             dist.all_reduce(total, group=pp.group)
-    return float(total.sqrt().item())
+    return float(read(total.sqrt()[None], lambda: [1.0])[0])
 
 
 def _sharding_groups(parameter: nn.Parameter) -> tuple[dist.ProcessGroup, ...]:
@@ -213,7 +214,7 @@ def _sum_of_squares(tensors: list[Tensor], device: torch.device) -> Tensor:
 def _pieces(tensor: Tensor) -> Iterable[Tensor]:
     if tensor.numel() == 0:
         return ()
-    return tensor.reshape(-1).split(_CPU_CHUNK) if tensor.device.type == "cpu" else (tensor,)
+    return tensor.reshape(-1).split(_CPU_CHUNK) if device_kind(tensor.device) == "cpu" else (tensor,)
 
 
 class Ema:

@@ -64,7 +64,7 @@ class RoundedAdamW(_Rounded):
         self.state_dtype = state_dtype
 
     def _update(self, parameter: nn.Parameter, gradient: Tensor, group: dict[str, Any]) -> None:
-        step = self.state[parameter].setdefault("step", torch.zeros((), dtype=torch.float32))
+        step = self.state[parameter].setdefault("step", torch.tensor(0.0))
         first, first32 = self._buffer(parameter, "exp_avg")
         second, second32 = self._buffer(parameter, "exp_avg_sq")
         stored = own_part(parameter)

@@ -48,20 +48,27 @@ def _divide(name: str, experts: Any, ranks: ExpertRanks, cuts: Cuts) -> dict[str
         raise UserError(
             f"mesh.ep={ranks.size} is more than the {count} experts of {name}: set mesh.ep to {count} or less."
         )
-    held = even_ranges(count, ranks.size)
     found: dict[str, AnyCut] = {}
     for leaf, parameter in list(experts.named_parameters()):
         path = f"{name}.{leaf}"
         before = cuts.get(path)
         assert before is None or isinstance(before, Cut)
         shape = tuple(parameter.shape) if before is None else before.shape
-        outer = _cut(shape, held, _strided(experts, leaf), ranks)
-        cut = outer if before is None else _nested(outer, before, ranks.with_tp)
+        cut = cut_of_expert(shape, count, before, ranks, strided=strided(experts, leaf))
         part = torch.empty(cut.local_shape(), dtype=parameter.dtype, device=parameter.device)
         _replace(experts, leaf, nn.Parameter(part, requires_grad=parameter.requires_grad))
         found[path] = cut
+    held = even_ranges(count, ranks.size)
     spread_experts(experts, ExpertAxis(ranks.place, tuple(size for _, size in held), ranks.ranks))
     return found
+
+
+def cut_of_expert(
+    shape: tuple[int, ...], count: int, before: Cut | None, ranks: ExpertRanks, *, strided: bool
+) -> AnyCut:
+    """How one of the tensors of a layer's `count` experts is divided. before: by tp. strided: see `_cut`."""
+    outer = _cut(shape, even_ranges(count, ranks.size), strided, ranks)
+    return outer if before is None else _nested(outer, before, ranks.with_tp)
 
 
 def _cut(shape: tuple[int, ...], held: list[Range], strided: bool, ranks: ExpertRanks) -> Cut:
@@ -77,7 +84,8 @@ def _cut(shape: tuple[int, ...], held: list[Range], strided: bool, ranks: Expert
     return Cut(shape, dim, tuple(ranges), copies, ranks.place, ranks.ranks)
 
 
-def _strided(experts: nn.Module, leaf: str) -> bool:
+def strided(experts: nn.Module, leaf: str) -> bool:
+    """Whether a tensor of experts is a matrix B of adapters, in whose second dimension experts vary fastest."""
     owner, _, matrix = leaf.rpartition(".")
     return isinstance(experts.get_submodule(owner), LowRank) and matrix == "B"
 

@@ -49,6 +49,11 @@ class Stages:
     costs: tuple[float, ...]
 
 
+def layers_of(stages: Stages, place: int) -> list[int]:
+    """The layers of a rank at this place of mesh.pp."""
+    return [layer for stage in stages.placement.stages_of(place) for layer in range(*stages.spans[stage])]
+
+
 def parallelize(
     module: TrainModule,
     mesh: Mesh,

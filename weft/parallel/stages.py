@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from weft.cluster.simulated import has_ended
 from weft.models.pipeline import Pipeline
 from weft.models.placement import Placement
 from weft.parallel.mesh import PipelineAxis, own_part
@@ -110,7 +111,7 @@ class Link:
             self._own[Message(onward, target, micro)] = sent
             return
         group = self.axis.channels[onward, self.axis.place < rank]
-        self._sent = [(kept, work) for kept, work in self._sent if not work.is_completed()]
+        self._sent = [(kept, work) for kept, work in self._sent if not has_ended(work)]
         self._sent.append((sent, dist.isend(sent, group=group, group_dst=rank)))
 
     def finish(self) -> None:

@@ -56,7 +56,7 @@ def tensor_parallel(
         return TensorParallel({}, {})
     styles = find_styles(module, config.get_text_config(), axis.size)
     cuts = {
-        name: _cut(name, tuple(parameter.shape), styles.of[name], axis)
+        name: cut_of(name, tuple(parameter.shape), styles.of[name], axis)
         for name, parameter in module.named_parameters(remove_duplicate=False)
     }
     _replace_parameters(module, cuts)
@@ -81,7 +81,8 @@ def _partial(cuts: dict[str, Cut], axis: Axis, inside: tuple[str, ...]) -> dict[
     }
 
 
-def _cut(name: str, shape: tuple[int, ...], style: Style, axis: Axis) -> Cut:
+def cut_of(name: str, shape: tuple[int, ...], style: Style, axis: Axis) -> Cut:
+    """How a parameter of this style is divided. UserError where its sizes do not divide."""
     if style.dim is None:
         whole = ((0, shape[0]),) if shape else ((0, 1),)
         return Cut(shape, 0, (whole,) * axis.size, (axis.size,), axis.place, axis.ranks)
@@ -135,7 +136,7 @@ def _hook(module: TrainModule, styles: Styles, cuts: dict[str, Cut], axis: Axis,
     for name, style in styles.joined.items():
         norm = module.get_submodule(name)
         width = sum(part.size for part in style.parts)
-        joined = _cut(name, (width,), style, axis)
+        joined = cut_of(name, (width,), style, axis)
         norm.register_forward_pre_hook(lambda _, args, joined=joined: (_Join.apply(args[0], joined), *args[1:]))
         norm.register_forward_hook(lambda _, __, output, joined=joined: _part_of_last(output, joined))
     for attention in _modules(module, styles.attention):

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, PretrainedConfig
 
 from weft.models import hf
-from weft.models.train_module import TrainModule
+from weft.models.pipeline import StandIn
+from weft.models.train_module import Passage, TrainModule
 from weft.ops.communicator import MetaCommunicator
 from weft.ops.context import repeats
+from weft.ops.shapes import GroupedProducts
 from weft.parallel.mesh import Axis
 from weft.parallel.tensor import tensor_parallel
 
@@ -39,73 +41,118 @@ class RowSharing:
         return repeats(heads, query_heads, self.ulysses) * (self.ring + 0.5 if self.ring > 1 else 1.0)
 
 
-def saved_bytes(
-    config: PretrainedConfig, tokens: int, dtype: torch.dtype, *, recompute: bool, shared: RowSharing = RowSharing()
-) -> int:
-    """Bytes that autograd stores for the layers on a rank with `tokens` tokens of a row, computed in `dtype`.
+@dataclass(frozen=True)
+class Saved:
+    """Bytes that autograd stores for each token of a row on a rank. layers: of each decoder layer. passed: of the
+    hidden states between two of them. before: of what runs before the layers; after: behind them and before the
+    head."""
 
-    recompute: as model.recompute=full; includes everything of the one layer that is recomputed. shared: the row is a
-    part of one document. Excluded: weights, the head, masks (of kernels that build one, and of windows on CPU), and
-    temporary memory of kernels. Raises whatever a family raises that cannot run on meta.
+    layers: tuple[float, ...]
+    passed: float
+    before: float
+    after: float
+
+    def bytes(self, tokens: int, *, recompute: bool, layers: Sequence[int] | None = None, rows: float = 1.0) -> int:
+        """Of some layers, by default all, and so many rows in flight. recompute: as model.recompute=full; includes
+        everything of the one layer that is recomputed."""
+        own = self.layers if layers is None else [self.layers[layer] for layer in layers]
+        kept = len(own) * self.passed if recompute else sum(own)
+        again = self.again(layers) if recompute else 0.0
+        last = layers is None or len(self.layers) - 1 in layers
+        outside = self.before + (self.after if last else 0.0)
+        return round(((kept + outside) * rows + again) * tokens)
+
+    def again(self, layers: Sequence[int] | None = None) -> float:
+        """What the largest layer keeps of a token, which has it all while it runs again in backward."""
+        own = self.layers if layers is None else [self.layers[layer] for layer in layers]
+        return max(own, default=0.0)
+
+
+def saved_bytes(config: PretrainedConfig, dtype: torch.dtype, shared: RowSharing = RowSharing()) -> Saved:
+    """What autograd stores of the layers on a rank, computed in `dtype`. shared: the row is a part of one document.
+
+    Excluded: weights, the head, masks (of kernels that build one, and of windows on CPU), and temporary memory of
+    kernels. Layers that are built alike are run once. Raises whatever a family raises that cannot run on meta.
     """
-    kept = _saved(config, dtype, shared, recompute=recompute)
-    if recompute:
-        kept += _saved(config, dtype, shared, recompute=False) // config.get_text_config().num_hidden_layers
-    return kept * tokens // _TOKENS
-
-
-def _saved(config: PretrainedConfig, dtype: torch.dtype, shared: RowSharing, *, recompute: bool) -> int:
     AttentionInterface.register(_ATTENTION, partial(_attend, shared))
     model = hf.build_meta(copy.deepcopy(config), dtype=dtype, attention=_ATTENTION).train()
-    if recompute:
-        hf.enable_recompute(model)
     module = TrainModule(model)
+    firsts = _once(module)
     if shared.tp > 1:
         ranks = MetaCommunicator(shared.tp)
         tensor_parallel(module, Axis(0, shared.tp, ranks, lambda _: ranks), model.config, sequence=shared.sequence)
     weights = {_storage(tensor) for tensor in (*model.parameters(), *model.buffers())}
     found: dict[int, torch.UntypedStorage] = {}  # kept alive: another would get the number of one that is gone
+    by_layer = [0] * len(firsts)
+    outside, inside, passed, begun = [0, 0], list[int](), 0, False
 
     def keep(tensor: Tensor) -> Tensor:
-        if _storage(tensor) not in weights:
-            found[_storage(tensor)] = tensor.untyped_storage()
+        storage = tensor.untyped_storage()
+        if _storage(tensor) not in weights and _storage(tensor) not in found:
+            found[_storage(tensor)] = storage
+            if inside:
+                by_layer[inside[-1]] += storage.nbytes()
+            else:
+                outside[begun] += storage.nbytes()
         return tensor
 
+    def enter(number: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        nonlocal passed, begun
+        begun = True
+        hidden = args[0] if args else kwargs["hidden_states"]
+        passed = max(passed, hidden.untyped_storage().nbytes())
+        inside.append(number)
+
+    for number, (_, layer) in enumerate(module.layers):
+        if firsts[number] == number:
+            layer.register_forward_pre_hook(partial(enter, number), with_kwargs=True)
+            layer.register_forward_hook(lambda *_: inside.clear())
     ids_BT = torch.zeros(1, _TOKENS, dtype=torch.long, device="meta")
     positions_BT = torch.arange(_TOKENS, device="meta")[None]
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), _Grouped():
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), GroupedProducts():
         out = module.base(input_ids=ids_BT, position_ids=positions_BT, use_cache=False)
     del out
-    kept = sum(storage.nbytes() for storage in found.values())
-    return kept if recompute else kept + _gathered(module, shared) * dtype.itemsize
+    each = tuple(
+        by_layer[first] / _TOKENS + _gathered(module, name, shared) * dtype.itemsize
+        for first, (name, _) in zip(firsts, module.layers, strict=True)
+    )
+    return Saved(each, passed / _TOKENS, outside[0] / _TOKENS, outside[1] / _TOKENS)
 
 
-def _gathered(module: TrainModule, shared: RowSharing) -> int:
-    """Elements of other ranks' hidden states, which each mixer that carries state reads of a cut document."""
+def _gathered(module: TrainModule, layer: str, shared: RowSharing) -> int:
+    """Elements of other ranks' hidden states, for each token, which a layer's mixers that carry state read of a cut
+    document."""
     hidden = int(module.get_submodule(module.facts.embedding).weight.shape[1])
-    return (shared.ulysses - 1) * len(module.mixers) * hidden * _TOKENS
+    return (shared.ulysses - 1) * sum(name.startswith(f"{layer}.") for name in module.mixers) * hidden
+
+
+def _once(module: TrainModule) -> list[int]:
+    """Let the first of the layers that are built alike run, and hidden states pass the others; the number of the layer
+    that runs for each."""
+    types = getattr(module.hf_model.config.get_text_config(), "layer_types", None) or ()
+    holder: Any = module.get_submodule(module.facts.layers)
+    first: dict[object, int] = {}
+    firsts = []
+    for number, (_, layer) in enumerate(module.layers):
+        kind = (
+            type(layer),
+            types[number] if number < len(types) else None,
+            tuple((name, tuple(p.shape)) for name, p in layer.named_parameters()),
+        )
+        firsts.append(first.setdefault(kind, number))
+        if firsts[-1] != number:
+            holder[number] = stand_in = StandIn(layer, 0, Passage(is_last=False), gives=False, keeps=False)
+            holder[firsts[-1]].register_forward_hook(partial(_imitate, stand_in))
+    return firsts
+
+
+def _imitate(stand_in: StandIn, _: nn.Module, args: Any, output: Any) -> None:
+    """Let a layer that does not run return what its like does."""
+    stand_in.items = len(output) if isinstance(output, tuple) else 0
 
 
 def _storage(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
-
-
-class _Grouped(TorchFunctionMode):
-    """Products of tokens with the weights of their experts, of any dtype: on meta, torch has them in bf16 alone."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") not in ("grouped_mm", "_grouped_mm"):
-            return func(*args, **(kwargs or {}))
-        return _GroupedProduct.apply(*args)
-
-
-class _GroupedProduct(torch.autograd.Function):
-    """[S, in], [experts, in, out] -> [S, out]."""
-
-    @staticmethod
-    def forward(ctx: Any, tokens_SI: Tensor, weight_EIO: Tensor) -> Tensor:
-        ctx.save_for_backward(tokens_SI, weight_EIO)
-        return tokens_SI.new_empty(tokens_SI.shape[0], weight_EIO.shape[2])
 
 
 def _attend(

@@ -65,9 +65,14 @@ class TrainingState:
 
 
 def memory_needs(
-    module: nn.Module, units: Sequence[Unit], precision: Precision, training: TrainingState | None
+    module: nn.Module,
+    units: Sequence[Unit],
+    precision: Precision,
+    training: TrainingState | None,
+    reshard: bool | int = True,
 ) -> MemoryNeeds:
-    """The needs of a sharded module, which may be on meta. training: None for inference."""
+    """The needs of a sharded module, which may be on meta. training: None for inference. reshard:
+    fsdp.reshard_after_forward."""
     parameters = list(module.parameters())
     trained = [p for p in parameters if p.requires_grad and training is not None]
     master = precision.master.itemsize
@@ -77,7 +82,7 @@ def memory_needs(
         weights=_held_bytes(parameters),
         gradients=_held(trained) * master,
         optimizer=_held(trained) * moments,
-        gathered=_gathered(parameters, units) * precision.compute.itemsize,
+        gathered=_gathered(parameters, units, reshard) * precision.compute.itemsize,
         whole=sum(p.numel() * p.element_size() for p in parameters) + _elements(trained) * (master + moments + average),
         average=_held(trained) * average,
     )
@@ -205,10 +210,22 @@ def _elements(parameters: Iterable[nn.Parameter]) -> int:
     return sum(parameter.numel() for parameter in parameters)
 
 
-def _gathered(parameters: Sequence[nn.Parameter], units: Sequence[Unit]) -> int:
-    """The root and what stays gathered, with the two largest of the others: the one that runs and the next."""
-    owned = [(unit, _elements(own)) for unit, own in zip(units, own_parameters(units), strict=True)]
-    kept = sum(count for unit, count in owned if unit.keep)
-    others = sorted((count for unit, count in owned if not unit.keep), reverse=True)
-    root = _elements(parameters) - sum(count for _, count in owned)
-    return root + kept + sum(others[:2])
+def _gathered(parameters: Sequence[nn.Parameter], units: Sequence[Unit], reshard: bool | int) -> int:
+    owned = [(_elements(own), unit.keep) for unit, own in zip(units, own_parameters(units), strict=True)]
+    root = _elements(parameters) - sum(count for count, _ in owned)
+    return gathered_elements([*owned, (root, True)], reshard)
+
+
+def gathered_elements(units: Iterable[tuple[int, bool]], reshard: bool | int) -> int:
+    """Elements that are gathered at once. units: (elements, whether they stay gathered) of each, with the root.
+
+    What stays, with the two largest of the others: the one that runs and the next. reshard: fsdp.reshard_after_forward;
+    a number keeps so large a part of the others.
+    """
+    units = list(units)
+    kept = sum(count for count, keep in units if keep)
+    others = sorted((count for count, keep in units if not keep), reverse=True)
+    if reshard is False:
+        return kept + sum(others)
+    part = 0 if reshard is True else sum(others[2:]) // reshard
+    return kept + sum(others[:2]) + part

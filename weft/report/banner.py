@@ -32,7 +32,7 @@ from weft.models.pipeline import Pipeline
 from weft.ops.attention import EXACT, choose
 from weft.optim.groups import describe_groups
 from weft.parallel.mesh import Mesh
-from weft.parallel.parallelize import Stages
+from weft.parallel.parallelize import Stages, layers_of
 from weft.parallel.units import Unit, own_parameters
 from weft.planner.activations import RowSharing, saved_bytes
 from weft.planner.memory import HostNeeds, hint, host_bytes
@@ -106,18 +106,17 @@ def _activations(engine: Engine) -> str:
     most = "at most " if engine.lora is not None or model.freeze else ""
     stages = engine.stages
     try:
-        kept = saved_bytes(
-            engine.built.config, tokens, engine.precision.compute, recompute=model.recompute == "full",
-            shared=_shared(engine),
-        )  # fmt: skip
+        saved = saved_bytes(engine.built.config, engine.precision.compute, _shared(engine))
     except Exception as error:  # whatever a family does that needs values
         return (
             f"of {tokens:,} tokens: what they keep for backward is not known before they run ({type(error).__name__})"
         )
-    of_stage = ""
+    layers, share, of_stage = None, 1.0, ""
     if stages is not None:
+        layers = layers_of(stages, 0)
         share, said = _most_in_flight(engine, stages)
-        kept, of_stage = int(kept * share), f" on the first rank of mesh.pp, of {said},"
+        of_stage = f" on the first rank of mesh.pp, of {said},"
+    kept = saved.bytes(tokens, recompute=model.recompute == "full", layers=layers, rows=share)
     cut = engine.context
     row = f", a rank's part of {cut.size * tokens:,}," if cut is not None else ""
     return (
@@ -127,15 +126,14 @@ def _activations(engine: Engine) -> str:
 
 
 def _most_in_flight(engine: Engine, stages: Stages) -> tuple[float, str]:
-    """What the first rank of mesh.pp keeps at most, in rows of the whole model, and of which rows, in words."""
-    schedule, placement, spans = engine.config.mesh.pp_schedule, stages.placement, stages.spans
-    own = sum(end - first for first, end in (spans[stage] for stage in placement.stages_of(0))) / spans[-1][1]
+    """How many rows of its layers the first rank of mesh.pp keeps at most, and of which rows, in words."""
+    schedule, placement = engine.config.mesh.pp_schedule, stages.placement
     if schedule == "GPipe":
-        return own, "each row of a step, all at once"
+        return 1.0, "each row of a step, all at once"
     many = 4 * placement.stages  # more micro-batches change nothing
     most = in_flight(schedule, placement, 0, many)
     rows = f"{most} rows" if placement.chunks == 1 else f"{most} rows in one of its {placement.chunks} stages"
-    return own * most / placement.chunks, f"{rows} at once"
+    return most / placement.chunks, f"{rows} at once"
 
 
 def _shared(engine: Engine) -> RowSharing:
@@ -280,7 +278,7 @@ def _attention(config: SftConfig | RlConfig, engine: Engine) -> str:
         return f"attention kernel {EXACT}"
     kinds: dict[str, list[str]] = {}
     for traits in built.findings.attention:
-        kernel = choose(config.model.attention, engine.device, engine.precision.compute, traits)
+        kernel = choose(config.model.attention, engine.ranks.device, engine.precision.compute, traits)
         kinds.setdefault(kernel, []).append(str(traits))
     return "attention kernel " + ", ".join(f"{kernel} ({'; '.join(of)})" for kernel, of in kinds.items())
 

@@ -85,7 +85,9 @@ class EngineRow:
 
 def engine_table(rows: Sequence[EngineRow]) -> Table:
     """One row per engine, and their sum."""
-    table = _table("memory of a rank", "engine", ">weights", ">gradients", ">optimizer", ">together", ">gathered", "")
+    table = new_table(
+        "memory of a rank", "engine", ">weights", ">gradients", ">optimizer", ">together", ">gathered", ""
+    )
     for row in rows:
         parts = (row.weights, row.gradients, row.optimizer, row.resident or None, row.gathered)
         table.add_row(row.name, *(byte_count(part) if part else "" for part in parts), row.note)
@@ -96,7 +98,7 @@ def engine_table(rows: Sequence[EngineRow]) -> Table:
 
 def mesh_table(axes: Iterable[AxisRow]) -> Table:
     """Axes, their sizes, and which ranks share them."""
-    table = _table("mesh", "axis", ">size", "ranks", "meaning")
+    table = new_table("mesh", "axis", ">size", "ranks", "meaning")
     for axis in axes:
         shown = " | ".join(ranges(group) for group in axis.groups[:_SHOWN_GROUPS])
         more = len(axis.groups) - _SHOWN_GROUPS
@@ -106,7 +108,7 @@ def mesh_table(axes: Iterable[AxisRow]) -> Table:
 
 def dtype_table(rows: Iterable[DtypeRow]) -> Table:
     """The dtype contract."""
-    table = _table("dtypes", "what", "dtype", "note")
+    table = new_table("dtypes", "what", "dtype", "note")
     for row in rows:
         table.add_row(row.what, row.dtype, row.note)
     return table
@@ -116,7 +118,7 @@ def unit_table(units: Sequence[UnitRow], tp: int = 1) -> Table:
     """FSDP units; those that differ only in a number are one row. tp: ranks of which each gathers its own part."""
     mixed = ["sharding"] if any(unit.sharding for unit in units) else []
     title = "FSDP units" + (f", the part of one of {tp} ranks of tp" if tp > 1 else "")
-    table = _table(title, ">units", "name", ">parameters each", ">bytes each", *mixed)
+    table = new_table(title, ">units", "name", ">parameters each", ">bytes each", *mixed)
     alike: dict[tuple[str, int, int, str], list[str]] = {}
     for unit in units:
         key = (re.sub(r"\d+", "*", unit.name), unit.parameters, unit.bytes, unit.sharding)
@@ -135,7 +137,7 @@ def optimizer_table(groups: Sequence[OptimizerGroupRow]) -> Table:
     rates = ["" if group.lr is None else f"{group.lr:g}" for group in groups]
     mixed = len(set(rates) - {""}) > 1
     columns = ["group", ">weight decay", *([">peak lr"] if mixed else []), ">parameters", ">elements", "names"]
-    table = _table("optimizer groups", *columns)
+    table = new_table("optimizer groups", *columns)
     for group, rate in zip(groups, rates, strict=True):
         names = ", ".join(group.examples) or "-"
         counts = (str(group.parameters), count(group.elements), names)
@@ -145,7 +147,7 @@ def optimizer_table(groups: Sequence[OptimizerGroupRow]) -> Table:
 
 def sharding_table(parameters: Sequence[ParameterRow]) -> Table:
     """Every parameter, whole and as this rank holds it, with totals."""
-    table = _table("sharding", "parameter", ">full", ">this rank", "axes", "dtype")
+    table = new_table("sharding", "parameter", ">full", ">this rank", "axes", "dtype")
     for row in parameters:
         table.add_row(row.name, shape(row.full_shape), shape(row.local_shape), ", ".join(row.axes), row.dtype)
     table.add_section()
@@ -155,7 +157,7 @@ def sharding_table(parameters: Sequence[ParameterRow]) -> Table:
 
 def sharding_totals_table(parameters: Sequence[ParameterRow]) -> Table:
     """The last row of sharding_table alone."""
-    table = _table("sharding", "", ">full", ">this rank", "share", "")
+    table = new_table("sharding", "", ">full", ">this rank", "share", "")
     _add_totals(table, parameters)
     return table
 
@@ -177,7 +179,7 @@ def _dot(counts: list[int], sizes: list[int]) -> int:
     return sum(n * size for n, size in zip(counts, sizes, strict=True))
 
 
-def _table(title: str, *columns: str) -> Table:
+def new_table(title: str, *columns: str) -> Table:
     """A table with these column heads; a leading `>` aligns a column to the right. Long names fold, never vanish."""
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, show_edge=False)
     for column in columns:

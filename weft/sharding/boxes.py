@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from weft.cluster.process import place_among_all
+from weft.cluster.simulated import on_host
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,8 @@ def local_box(tensor: Tensor) -> tuple[Box, Tensor]:
     local = local_values(tensor)
     if not isinstance(tensor, DTensor):
         return Box.whole(tuple(tensor.shape)), local
-    size, start = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    with on_host():
+        size, start = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     assert tuple(local.shape) == tuple(size), (local.shape, size)
     return Box(tuple(start), tuple(size)), local
 

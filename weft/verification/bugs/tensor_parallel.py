@@ -267,7 +267,7 @@ def mixer_norm_of_own_heads(plant: Plant, original: Original, parts: Tensor, sum
 
 
 @bug(
-    "B35", "weft.parallel.tensor:_cut",
+    "B35", "weft.parallel.tensor:cut_of",
     "a fused projection is cut in pieces of equal size, not part by part",
     caught_by=LOGPROB, seen=MEGATRON, ranks=2, needs=f"{NEEDS} and fused projections, as in phi3",
 )  # fmt: skip
@@ -282,7 +282,7 @@ def fused_cut_as_one(
 
 
 @bug(
-    "B35", "weft.parallel.tensor:_cut",
+    "B35", "weft.parallel.tensor:cut_of",
     "ranks of tp have the sinks of another's heads",
     caught_by=LOGPROB, seen=MEGATRON, ranks=2, needs=f"{NEEDS} and sinks, as in gpt_oss",
 )  # fmt: skip

@@ -1,0 +1,58 @@
+"""Kernels that compute nothing, for estimates and simulations: they allocate, keep and return what others do, where
+torch cannot say so itself. Shapes of attention are those of attention_call.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from weft.ops.attention_call import Call
+
+
+def shapes_of_flash(call: Call) -> Tensor:
+    """[B, H, T, E] without values, token by token in memory, as varlen attention returns it."""
+    out: Tensor = _Flash.apply(call.query_BHTD, call.key_BKTD, call.value_BKTE)
+    return out
+
+
+class _Flash(torch.autograd.Function):
+    """Keeps inputs, output and the logsumexp of each query.
+
+    Backward, as flash attention 2 has it, sums the gradient of queries in fp32, and has gradients of keys and values
+    for every head of queries before it adds them up over those that share a head of keys.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTE: Tensor) -> Tensor:
+        batch, heads, tokens, _ = query_BHTD.shape
+        out = query_BHTD.new_empty(batch, tokens, heads, value_BKTE.shape[3]).transpose(1, 2)
+        sums = query_BHTD.new_empty(batch, heads, tokens, dtype=torch.float32)
+        ctx.save_for_backward(query_BHTD, key_BKTD, value_BKTE, out, sums)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad_BHTE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        query, key, value, _, sums = ctx.saved_tensors
+        groups = query.shape[1] // key.shape[1]
+        wide = torch.empty_like(query, dtype=torch.float32), torch.empty_like(sums)
+        each = [x.new_empty(x.shape[0], groups * x.shape[1], *x.shape[2:]) for x in (key, value) if groups > 1]
+        found = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+        del wide, each
+        return found
+
+
+class GroupedProducts(TorchDispatchMode):
+    """Inside, products of tokens with the weights of their experts have shapes in any dtype: torch has those of bf16
+    alone."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.ops.aten._grouped_mm.default:
+            return func(*args, **(kwargs or {}))
+        a, b, ends = args[0], args[1], args[2] if len(args) > 2 else (kwargs or {})["offs"]
+        # Rows of each expert by its matrix, or the gradient of that: the sum over its rows.
+        shape = (a.shape[0], b.shape[2]) if b.ndim == 3 else (len(ends), a.shape[0], b.shape[1])
+        return a.new_empty(shape)

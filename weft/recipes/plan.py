@@ -1,0 +1,153 @@
+"""`weft plan`: memory and time of a run that is not started, on a mesh of any size; the best meshes for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import cycle, islice
+from pathlib import Path
+
+from weft.cluster.machine import Accelerator, accelerator
+from weft.cluster.options import PlanOptions
+from weft.config.mesh import resolve_mesh
+from weft.config.rl_schema import RlConfig
+from weft.config.schema import SftConfig
+from weft.config.sources import looks_like_hub_dataset
+from weft.data.documents import lengths_of
+from weft.data.encode import load_tokenizer
+from weft.data.images import read_images
+from weft.data.open_sources import open_data
+from weft.engine.config import EngineConfig
+from weft.errors import UserError, first_line
+from weft.objectives.load import choose_objective
+from weft.objectives.policy import PolicyLoss
+from weft.recipes.run_data import deal, read_data
+from weft.rehearsal.blueprint import Blueprint
+from weft.rehearsal.machines import Machine, machine_of
+from weft.rehearsal.memory import Memory, memory_by_stage
+from weft.rehearsal.rows import RowFacts, StepLengths, plan_rows
+from weft.rehearsal.search import Search, search
+from weft.rehearsal.simulate import Step, simulate
+from weft.rehearsal.timing import time_of
+from weft.report.plan import Described, show_described, show_engines, show_search
+from weft.report.simulated import show_simulated
+from weft.report.tables import EngineRow
+from weft.rl.engines import critic_config, policy_config, reference_config
+from weft.rl.reference_critic import own_ranks
+
+_READ_BYTES = 64 << 20  # of data that is tokenised for its lengths
+
+
+def run(config: SftConfig | RlConfig, options: PlanOptions) -> None:
+    """Entry point of the one process. UserError for whatever is refused of the model, the mesh and the rows."""
+    assumed = accelerator(options.assume)
+    assert assumed is not None
+    machine = machine_of(
+        assumed, ranks=options.machine, link=options.link, network=options.network, matmul=options.matmul,
+        attention=options.attention,
+    )  # fmt: skip
+    engine = policy_config(config) if isinstance(config, RlConfig) else EngineConfig.of(config)
+    model = Blueprint(engine, "cpu", assumed, samples=isinstance(config, RlConfig))
+    lengths = lengths_of_a_step(config, options.length)
+    if options.search:
+        found = search(Search(config, model, machine, options.ranks, lengths.of, options.length is not None))
+        show_search(model, found, options.ranks, lengths, machine)
+        return
+    described = _described(model, machine, options.ranks, lengths)
+    show_described(described)
+    if options.simulate:
+        step = step_of(config, lengths.of)
+        for memory in ranks_to_simulate(described.memory):
+            rank = memory.held.place.rank(described.mesh)
+            show_simulated(simulate(engine, options.ranks, assumed, step, rank=rank), memory, assumed.memory)
+    if isinstance(config, RlConfig):
+        show_engines(_engines_beside(config, options.ranks, assumed))
+
+
+def _described(model: Blueprint, machine: Machine, ranks: int, lengths: StepLengths) -> Described:
+    mesh = resolve_mesh(model.config.mesh, ranks)
+    model.check(mesh)
+    plan = plan_rows(model, mesh, lengths.of)
+    rows = RowFacts.of(model, plan)
+    memory, time = memory_by_stage(model, mesh, rows), time_of(model, mesh, rows, machine)
+    return Described(model, mesh, machine, lengths, plan, memory, time)
+
+
+def step_of(config: SftConfig | RlConfig, lengths: Sequence[int]) -> Step:
+    """What is trained in a step of documents of these lengths."""
+    if isinstance(config, SftConfig):
+        return Step(lengths, choose_objective(config.train.objective))
+    return Step(lengths, PolicyLoss(config.rl), ("old_logprob", "advantage", "correction", "reference_logprob"))
+
+
+def ranks_to_simulate(memory: Sequence[Memory]) -> list[Memory]:
+    """Of the stages: the first rank's, and the one with the fullest rank."""
+    fullest = max(memory, key=lambda one: one.fullest)
+    return [memory[0]] if fullest is memory[0] else [memory[0], fullest]
+
+
+def lengths_of_a_step(config: SftConfig | RlConfig, stated: int | None) -> StepLengths:
+    """Lengths of the documents of an optimizer step: stated, of the data, or the longest that there can be."""
+    if isinstance(config, RlConfig):
+        return _lengths_of_rollouts(config, stated)
+    if stated is not None:
+        return _equal(config, stated, "--length")
+    found, unread = _lengths_of_data(config)
+    if unread:
+        longest = config.data.max_length or config.step.max_tokens_per_device * config.mesh.cp
+        return _equal(config, longest, f"the longest there can be, as {unread}; --length N states another")
+    wanted = config.step.documents
+    if wanted is None or len(found) >= wanted:
+        return StepLengths(found, f"a step of {config.data.path}")
+    several = list(islice(cycle(found), wanted))
+    return StepLengths(several, f"the {len(found)} documents of {config.data.path}, repeated")
+
+
+def _equal(config: SftConfig, length: int, said: str) -> StepLengths:
+    count = config.step.documents
+    if count is None:
+        assert config.step.tokens is not None
+        count = max(1, config.step.tokens // length)
+    return StepLengths([length] * count, f"{length:,} tokens each ({said})")
+
+
+def _lengths_of_rollouts(config: RlConfig, stated: int | None) -> StepLengths:
+    count = max(1, config.rl.prompts * config.rl.group_size // config.rl.updates)
+    longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
+    said = "--length" if stated else "prompts and answers as long as rollout allows; --length N states another"
+    return StepLengths([stated or longest] * count, f"{stated or longest:,} tokens each ({said})")
+
+
+def _lengths_of_data(config: SftConfig) -> tuple[list[int], str]:
+    """(of the documents of the first step, why they could not be read)."""
+    paths = [config.data.path, *(source.path for source in config.data.sources or ())]
+    if any(path and looks_like_hub_dataset(path) and not Path(path).exists() for path in paths):
+        return [], "the data is on the hub"
+    try:
+        size = sum(part.size for source in open_data(config.data) for part in source.parts)
+        if size > _READ_BYTES:
+            return [], f"the data is larger than {_READ_BYTES >> 20} MiB"
+        tokenizer = load_tokenizer(config.model.path)
+        images = read_images(config.model.path, tokenizer, config.data)
+        documents, _ = read_data(config, config.data, tokenizer, images)
+    except (UserError, OSError) as error:
+        return [], f"the data cannot be read ({first_line(error).rstrip('.')})"
+    lengths = lengths_of(documents)
+    first = next(iter(deal(replace(config, train=replace(config.train, steps=None, epochs=1)), documents)), None)
+    return [lengths[index] for index in first.documents] if first is not None else [], ""
+
+
+def _engines_beside(config: RlConfig, ranks: int, assumed: Accelerator) -> list[EngineRow]:
+    """What the other engines of the trainer's ranks hold; those that generate are not counted."""
+    own, rows = own_ranks(config), []
+    for name, engine in (("reference", reference_config(config)), ("critic", critic_config(config))):
+        if engine is None or name in own:
+            continue
+        model = Blueprint(engine, "cpu", assumed)
+        mesh = resolve_mesh(engine.mesh, ranks)
+        model.check(mesh)
+        memory = max(memory_by_stage(model, mesh, None), key=lambda one: one.held.resident)
+        held = memory.held
+        rows.append(EngineRow(name, held.weights, held.gradients, held.optimizer, memory.gathered))
+    rows += [EngineRow(who, note=f"in {count} ranks of its own") for who, count in own.items()]
+    return rows

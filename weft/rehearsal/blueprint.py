@@ -1,0 +1,300 @@
+"""What is known of a model once and for every mesh: its weights, how each axis may divide them, and its FSDP units."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from torch import nn
+from transformers import PretrainedConfig
+
+from weft.cluster.machine import Accelerator
+from weft.cluster.options import Device
+from weft.cluster.process import pretend
+from weft.config.mesh import MeshSizes
+from weft.config.schema import MeshConfig
+from weft.engine.build import BuiltModel
+from weft.engine.config import EngineConfig
+from weft.engine.context_check import check_context
+from weft.engine.division_check import check_division
+from weft.engine.expert_check import check_experts
+from weft.engine.pipeline_check import check_pipeline
+from weft.engine.schedule import DELAYED, placement_of
+from weft.engine.stages import (
+    USUAL_LENGTH,
+    Setup,
+    build,
+    check_adapters_in_layers,
+    check_layers,
+    check_stages,
+    cut_stages,
+    cuts_images,
+    describe,
+    ulysses_of,
+)
+from weft.errors import UserError
+from weft.models import hf
+from weft.models.cost import costs_of_layers
+from weft.models.experts import experts_of
+from weft.models.pipeline import Anatomy, Pipeline, plan_pipeline
+from weft.models.tp_styles import Styles, find_styles
+from weft.models.train_module import TrainModule
+from weft.parallel.experts import strided
+from weft.parallel.parallelize import Stages, layers_of
+from weft.parallel.units import Strategy, Unit, find_units, own_parameters
+from weft.planner.activations import RowSharing, Saved, saved_bytes
+
+_EXPERT_RANKS = 8
+_WIDE_TP = 8
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A parameter of the whole model, tied ones once. itemsize: of what is stored. experts: of a layer, where it holds
+    them all. strided: as in parallel/experts.py."""
+
+    name: str
+    shape: tuple[int, ...]
+    trained: bool
+    itemsize: int
+    experts: int | None = None
+    strided: bool = False
+
+
+@dataclass(frozen=True)
+class Units:
+    """FSDP units that are alike. name: of all, with `*` for numbers. weights: indices of the first's. layers: the
+    numbers of the layers that they lie in; None outside of them."""
+
+    name: str
+    count: int
+    weights: tuple[int, ...]
+    keep: bool
+    shard: Strategy
+    layers: tuple[int, ...] | None = None
+
+
+class Blueprint:
+    """A model that was built on meta once, for arithmetic on any number of meshes. Checks of small copies run once for
+    each size of an axis."""
+
+    def __init__(
+        self, config: EngineConfig, device: Device, assumed: Accelerator | None, *, samples: bool = False
+    ) -> None:
+        """samples: documents are rollouts, whose entropies are read. UserError for whatever is refused of the model on
+        any mesh."""
+        self.config, self.assumed, self.samples = config, assumed, samples
+        with pretend(1, device, assumed) as ranks:
+            self.setup: Setup = describe(replace(config, mesh=MeshConfig()), ranks)
+            self.built: BuiltModel = build(self.setup, weights=False)
+        self.module: TrainModule = self.built.module
+        self.checked = self.built.config if config.value_head is None else hf.with_logits(self.built.config)
+        self._sequence: dict[int, bool] = {}
+        self._experts_checked: set[int] = set()
+        self._contexts: set[tuple[bool, bool]] = set()
+        self._ulysses: dict[tuple[int, int], int | None] = {}
+        self._pipelines: dict[int, tuple[Stages, Pipeline]] = {}
+        self._saved: dict[RowSharing, Saved] = {}
+        self._styles: dict[int, Styles] = {}
+        self._kinds: dict[int, tuple[list[Weight], list[int]]] = {}
+        self._units: dict[tuple[int, bool], tuple[Units, ...]] = {}
+        self._shared: dict[tuple[int, int], list[Weight]] = {}
+
+    @property
+    def text(self) -> PretrainedConfig:
+        """The config of the decoder."""
+        return self.built.config.get_text_config()
+
+    @cached_property
+    def experts(self) -> dict[str, nn.Module]:
+        """Name -> the experts of a layer."""
+        return experts_of(self.module)
+
+    @cached_property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        return dict(self.module.named_parameters())
+
+    @cached_property
+    def weights(self) -> tuple[Weight, ...]:
+        """All weights, in the model's order."""
+        precision, found = self.setup.precision, []
+        for name, parameter in self.parameters.items():
+            owner = next((own for own in self.experts if name.startswith(f"{own}.")), None)
+            count, fastest = None, False
+            if owner is not None:
+                child = self.experts[owner]
+                count, fastest = int(child.num_experts), strided(child, name.removeprefix(f"{owner}."))
+            dtype = precision.master if parameter.requires_grad else precision.frozen
+            shape = tuple(parameter.shape)
+            found.append(Weight(name, shape, parameter.requires_grad, dtype.itemsize, count, fastest))
+        return tuple(found)
+
+    @cached_property
+    def stored(self) -> int:
+        """Bytes of all weights."""
+        return sum(math.prod(weight.shape) * weight.itemsize for weight in self.weights)
+
+    @cached_property
+    def trained(self) -> int:
+        """Elements of all that is trained."""
+        return sum(math.prod(weight.shape) for weight in self.weights if weight.trained)
+
+    def styles(self, tp: int) -> Styles:
+        """How so many ranks may divide each weight."""
+        if tp not in self._styles:
+            self._styles[tp] = find_styles(self.module, self.text, tp)
+        return self._styles[tp]
+
+    def undivided(self, tp: int) -> list[tuple[Weight, bool]]:
+        """Trained weights that every rank of tp has whole, and whether each is of a block that tp divides."""
+        styles, found = self.styles(tp), []
+        regions = set(styles.regions)
+        for weight in self.weights:
+            if weight.trained and styles.of[weight.name].dim is None:
+                parts = weight.name.split(".")
+                found.append((weight, any(".".join(parts[:n]) in regions for n in range(1, len(parts)))))
+        return found
+
+    @cached_property
+    def layer_numbers(self) -> list[int | None]:
+        """The layer of each weight; None outside of the layers."""
+        return [self.layer_of(weight.name) for weight in self.weights]
+
+    def kinds(self, tp: int) -> tuple[list[Weight], list[int]]:
+        """(the first of the weights that every mesh with this tp divides alike, the index of each weight's kind)."""
+        if tp not in self._kinds:
+            of = self.styles(tp).of if tp > 1 else {}
+            numbers: dict[object, int] = {}
+            firsts, found = list[Weight](), list[int]()
+            for weight in self.weights:
+                style = of.get(weight.name)
+                kind = weight.shape, weight.trained, weight.itemsize, weight.experts, weight.strided, style
+                found.append(numbers.setdefault(kind, len(numbers)))
+                if found[-1] == len(firsts):
+                    firsts.append(weight)
+            self._kinds[tp] = firsts, found
+        return self._kinds[tp]
+
+    def units(self, tp: int, *, spread: bool) -> tuple[Units, ...]:
+        """The units, inner ones first, those that are alike with this tp as one; the root last, with what is in no
+        other. spread: experts are units of their own (ep)."""
+        if (tp, spread) not in self._units:
+            self._units[tp, spread] = self._found_units(tp, tuple(self.experts) if spread else ())
+        return self._units[tp, spread]
+
+    def _found_units(self, tp: int, experts: tuple[str, ...]) -> tuple[Units, ...]:
+        _, kind_of = self.kinds(tp)
+        fsdp = self.config.fsdp
+        units = find_units(self.module, fsdp.wrap, fsdp.overrides, experts=experts)
+        places = {id(parameter): index for index, parameter in enumerate(self.parameters.values())}
+        alike: dict[object, list[tuple[Unit, tuple[int, ...]]]] = {}
+        for unit, own in zip(units, own_parameters(units), strict=True):
+            weights = tuple(places[id(p)] for p in own)
+            inside = self.layer_of(f"{unit.parts[0]}.") is not None
+            kind = unit.keep, unit.shard, inside or _pattern(unit.name), tuple(kind_of[i] for i in weights)
+            alike.setdefault(kind, []).append((unit, weights))
+        found = []
+        for several in alike.values():
+            first, weights = several[0]
+            layers = [self.layer_of(f"{unit.parts[0]}.") for unit, _ in several]
+            inside_of = tuple(number for number in layers if number is not None)
+            name = first.name if len(several) == 1 else _pattern(first.name)
+            found.append(Units(name, len(several), weights, first.keep, first.shard, inside_of or None))
+        taken = {places[id(p)] for own in own_parameters(units) for p in own}
+        rest = tuple(index for index in range(len(self.weights)) if index not in taken)
+        return (*found, Units("root", 1, rest, True, "full"))
+
+    def layer_of(self, name: str) -> int | None:
+        """The decoder layer that a name lies in."""
+        prefix = f"{self.module.facts.layers}."
+        return int(name.removeprefix(prefix).partition(".")[0]) if name.startswith(prefix) else None
+
+    @cached_property
+    def costs(self) -> tuple[list[float], float]:
+        """FLOPs per token of each layer, and of the head, in documents of the usual length."""
+        return costs_of_layers(self.module, USUAL_LENGTH)
+
+    @cached_property
+    def _anatomy(self) -> Anatomy:
+        check_stages(self.built, ())
+        delayed = self.config.mesh.pp_schedule in DELAYED
+        compute = self.setup.precision.compute
+        return check_pipeline(self.built.config, self.built.findings, compute, delayed=delayed)
+
+    def stages(self, pp: int) -> tuple[Stages, Pipeline] | None:
+        """How pp ranks have the layers; None for one. UserError where they cannot."""
+        if pp == 1:
+            return None
+        if pp not in self._pipelines:
+            if self.built.lora is not None:
+                check_adapters_in_layers(self.module, self.built.lora)
+            placement = placement_of(self.config.mesh.pp_schedule, pp, self.config.mesh.pp_stages_per_rank)
+            check_layers(len(self.costs[0]), placement)
+            stages = cut_stages(self.costs, placement, self._anatomy)
+            pipeline = plan_pipeline(self.module, stages.spans, placement, stages.anatomy)
+            self._pipelines[pp] = stages, pipeline
+        return self._pipelines[pp]
+
+    def layers(self, pp: int, place: int) -> Sequence[int]:
+        """The layers of a rank at this place of mesh.pp."""
+        found = self.stages(pp)
+        return range(len(self.costs[0])) if found is None else layers_of(found[0], place)
+
+    def sequence(self, tp: int) -> bool:
+        """Whether ranks of tp divide tokens between layers. UserError where they cannot divide the model."""
+        if tp == 1:
+            return False
+        alike = tp if tp <= 4 else _WIDE_TP  # a small copy is divided no further
+        if alike not in self._sequence:
+            division = check_division(self.checked, self.built.findings, tp)
+            self._sequence[alike] = division.sequence and self.built.vision is None
+        return self._sequence[alike]
+
+    def ulysses(self, cp: int, tp: int) -> int | None:
+        """How many ranks of cp exchange heads; None where documents are not cut. UserError where they cannot be."""
+        if (cp, tp) not in self._ulysses:
+            found = ulysses_of(self.built, self.checked, self.config.mesh.ulysses, cp, tp)
+            alike = cp > (found or 1), (found or 1) > 1
+            if found is not None and (alike not in self._contexts or self.config.mesh.ulysses is not None):
+                check_context(self.checked, self.built.flops, cp, found, tp, cuts_images(self.built))
+                self._contexts.add(alike)
+            self._ulysses[cp, tp] = found
+        return self._ulysses[cp, tp]
+
+    def saved(self, shared: RowSharing) -> Saved:
+        """What a row keeps for backward. Raises whatever a family raises that cannot run on meta."""
+        if shared not in self._saved:
+            self._saved[shared] = saved_bytes(self.built.config, self.setup.precision.compute, shared)
+        return self._saved[shared]
+
+    def shared(self, pp: int, place: int) -> list[Weight]:
+        """Trained weights that a rank of mesh.pp and another hold alike."""
+        found = self.stages(pp)
+        if found is None:
+            return []
+        if (pp, place) not in self._shared:
+            names = found[1].shared(place)
+            self._shared[pp, place] = [weight for weight in self.weights if weight.trained and weight.name in names]
+        return self._shared[pp, place]
+
+    def check(self, mesh: MeshSizes) -> None:
+        """UserError for what this model cannot do on this mesh."""
+        self.sequence(mesh.tp)
+        self.ulysses(mesh.cp, mesh.tp)
+        self.stages(mesh.pp)
+        if mesh.ep == 1:
+            return
+        fewest = min((int(child.num_experts) for child in self.experts.values()), default=0)
+        if self.experts and fewest < mesh.ep:
+            raise UserError(f"mesh.ep={mesh.ep} is more than the {fewest} experts of a layer.")
+        alike = min(mesh.ep, _EXPERT_RANKS)  # a small copy has no more
+        if alike not in self._experts_checked:
+            check_experts(self.checked, self.built.findings, mesh.ep)
+            self._experts_checked.add(alike)
+
+
+def _pattern(name: str) -> str:
+    return re.sub(r"\d+", "*", name)

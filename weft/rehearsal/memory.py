@@ -1,0 +1,189 @@
+"""The memory of each rank of a mesh at its fullest, by what it is for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from weft.config.mesh import MeshSizes
+from weft.engine.schedule import in_flight
+from weft.models.train_module import ValueHead
+from weft.ops.head import block_bytes, tile_bytes
+from weft.planner.activations import RowSharing
+from weft.planner.memory import HostNeeds, MemoryNeeds, gathered_elements, host_bytes
+from weft.rehearsal.blueprint import Blueprint
+from weft.rehearsal.held import Held, HeldUnit, Holdings
+from weft.rehearsal.rows import RowFacts
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one rank. held: between steps, with gradients. gathered: parameters of units, in the compute dtype.
+    unreduced: gradients of the largest unit, before they are on the ranks that keep them. rows: what the largest row
+    keeps for backward. in_flight: what further rows of a pipeline keep. experts: rows that travel to experts, and back.
+    head: logits, and gradients of the head's inputs. host: on the host, for what is being saved. unknown: why what
+    rows keep is not known; empty where it is. lingering: gradients that FSDP sent last, which it lets go in the next
+    row's backward. again: what `rows` has of a layer that runs again in backward."""
+
+    held: Held
+    gathered: int
+    unreduced: int
+    rows: int
+    in_flight: int
+    experts: int
+    head: int
+    host: int
+    unknown: str = ""
+    lingering: int = 0
+    again: int = 0
+
+    @property
+    def fullest(self) -> int:
+        """The head and a layer's backward take turns."""
+        alternating = max(self.head + self.lingering, self.again + self.unreduced + self.experts)
+        return self.held.resident + self.gathered + self.rows - self.again + self.in_flight + alternating
+
+    @property
+    def needs(self) -> MemoryNeeds:
+        """What a dry run says of it."""
+        held = self.held
+        return MemoryNeeds(held.weights, held.gradients, held.optimizer, self.gathered, 0, held.average)
+
+
+def memory_of(model: Blueprint, mesh: MeshSizes, rows: RowFacts | None, *, recompute: bool | None = None) -> Memory:
+    """Of the rank that needs most, on the fullest stage. rows: of a step; without them, rows are as long as
+    step.max_tokens_per_device allows, and a pipeline has enough of them. recompute: None as model.recompute says."""
+    return max(memory_by_stage(model, mesh, rows, recompute=recompute), key=lambda memory: memory.fullest)
+
+
+def memory_by_stage(
+    model: Blueprint, mesh: MeshSizes, rows: RowFacts | None, *, recompute: bool | None = None
+) -> list[Memory]:
+    """Of the rank of each stage that holds most."""
+    full = model.config.model.recompute == "full" if recompute is None else recompute
+    return [_of_stage(model, mesh, held, rows, recompute=full) for held in Holdings(model, mesh).by_stage()]
+
+
+def _of_stage(model: Blueprint, mesh: MeshSizes, held: Held, rows: RowFacts | None, *, recompute: bool) -> Memory:
+    config, precision = model.config, model.setup.precision
+    compute = precision.compute.itemsize
+    tokens, micro_batches = longest_row(model, rows)
+    units = [(unit.elements, unit.keep) for unit in held.units for _ in range(unit.count)]
+    found = Memory(
+        held,
+        gathered=gathered_elements(units, config.fsdp.reshard_after_forward) * compute,
+        unreduced=_unreduced(model, held, micro_batches) if model.setup.trained else 0,
+        rows=0,
+        in_flight=0,
+        experts=_expert_rows(model, mesh, tokens),
+        head=_head(model, mesh, tokens) if held.place.pp == last_place(model, mesh) else 0,
+        host=_host(model, mesh, held),
+        lingering=_lingering(model, held, micro_batches) if model.setup.trained else 0,
+    )
+    if not model.setup.trained:
+        return found
+    try:
+        saved = model.saved(sharing(model, mesh, rows))
+    except Exception as error:  # whatever a family does that needs values
+        return replace(found, unknown=type(error).__name__)
+    layers = model.layers(mesh.pp, held.place.pp)
+    several = rows_in_flight(model, mesh, held.place.pp, micro_batches)
+    one = saved.bytes(tokens, recompute=recompute, layers=layers)
+    all_rows = saved.bytes(tokens, recompute=recompute, layers=layers, rows=several)
+    again = round(saved.again(layers) * tokens) if recompute else 0
+    return replace(found, rows=one, in_flight=all_rows - one, again=again)
+
+
+def longest_row(model: Blueprint, rows: RowFacts | None) -> tuple[int, int | None]:
+    """(tokens of the longest row, micro-batches; None for many)."""
+    if rows is None:
+        return model.config.step.max_tokens_per_device, None
+    return rows.longest, rows.load.micro_batches
+
+
+def rows_in_flight(model: Blueprint, mesh: MeshSizes, place: int, micro_batches: int | None) -> float:
+    """Rows of which a rank of mesh.pp keeps what backward needs; with several stages per rank, a share of its layers
+    for each."""
+    found = model.stages(mesh.pp)
+    if found is None:
+        return 1.0
+    placement, schedule = found[0].placement, model.config.mesh.pp_schedule
+    many = 4 * placement.stages if micro_batches is None else micro_batches
+    if schedule != "GPipe":
+        many = min(many, 4 * placement.stages)  # more change nothing
+    return in_flight(schedule, placement, place, many) / placement.chunks
+
+
+def last_place(model: Blueprint, mesh: MeshSizes) -> int:
+    """The place on mesh.pp that has the loss."""
+    found = model.stages(mesh.pp)
+    return 0 if found is None else found[0].placement.last
+
+
+def sharing(model: Blueprint, mesh: MeshSizes, rows: RowFacts | None) -> RowSharing:
+    """The ranks that share the largest row, which is part of one document where that can be."""
+    cuts = rows is None or rows.cuts
+    ulysses = model.ulysses(mesh.cp, mesh.tp) if cuts else None
+    ring, heads = (1, 1) if ulysses is None else (mesh.cp // ulysses, ulysses)
+    return RowSharing(mesh.tp, ring, heads, model.sequence(mesh.tp))
+
+
+def _unreduced(model: Blueprint, held: Held, micro_batches: int | None) -> int:
+    """In the compute dtype as autograd gives them, and as they are sent. With fsdp.reduce=last those of all units stay
+    where they are until the step's last micro-batch."""
+    precision, trained = model.setup.precision, [unit for unit in held.units if unit.trained]
+    largest = max((_both(unit, precision.compute, precision.reduce) for unit in trained), default=0)
+    if model.config.fsdp.reduce == "last" and micro_batches != 1:
+        return largest + sum(unit.trained * unit.count for unit in trained) * precision.reduce.itemsize
+    return largest
+
+
+def _lingering(model: Blueprint, held: Held, micro_batches: int | None) -> int:
+    """The root's, whose gradients come last in a backward."""
+    if micro_batches == 1 or model.config.fsdp.reduce == "last":
+        return 0
+    roots = (unit for unit in held.units if unit.name == "root" and unit.shards > 1)
+    return sum(unit.trained_padded for unit in roots) * model.setup.precision.reduce.itemsize
+
+
+def _both(unit: HeldUnit, compute: torch.dtype, reduce: torch.dtype) -> int:
+    return unit.trained * compute.itemsize + unit.trained_padded * reduce.itemsize
+
+
+def _expert_rows(model: Blueprint, mesh: MeshSizes, tokens: int) -> int:
+    """Rows sent and received by a rank, where routers choose evenly; more where they do not."""
+    if mesh.ep == 1:
+        return 0
+    return 2 * tokens * rows_of_a_token(model) * model.text.hidden_size * model.setup.precision.compute.itemsize
+
+
+def rows_of_a_token(model: Blueprint) -> int:
+    """Rows that travel to experts for each token: its choices, or all experts where each gets every token."""
+    facts = model.built.flops
+    every = not all(hasattr(child, "has_gate") for child in model.experts.values())
+    return facts.experts if every else facts.experts_per_token
+
+
+def _head(model: Blueprint, mesh: MeshSizes, tokens: int) -> int:
+    """Tiles of logits and the gradients that ops/head.py makes of them, of a row whose tokens are all trained."""
+    head, compute = model.module.head, model.setup.precision.compute.itemsize
+    if isinstance(head, ValueHead):
+        return 0
+    width = int(head.weight.shape[1])
+    vocabulary = -(-int(head.weight.shape[0]) // mesh.tp)
+    kind = "cpu" if model.setup.ranks.device.type == "cpu" else "cuda"
+    tiles = min(tile_bytes(kind) // 4, tokens * vocabulary) * compute
+    hidden = tokens * width * (4 + compute)
+    if not head.weight.requires_grad or not model.setup.trained:
+        return tiles + hidden
+    wide = compute if compute == 4 else 4 + compute
+    # Where the vocabulary is divided, logits are computed once more in backward, in two blocks of fp32.
+    blocks = 2 * min(block_bytes(kind), 4 * tiles // compute) if mesh.tp > 1 and compute != 4 else 0
+    return tiles + hidden + vocabulary * width * wide + blocks
+
+
+def _host(model: Blueprint, mesh: MeshSizes, held: Held) -> int:
+    needs = MemoryNeeds(held.weights, held.gradients, held.optimizer, 0, 0, held.average)
+    adapters = model.built.lora is not None
+    return host_bytes([HostNeeds.of(needs, adapters=adapters, state=True, replicas=mesh.dp_replicate, parts=())])

@@ -1,0 +1,116 @@
+"""The collectives of a step: each with its ranks and bytes, on a real rank as on a simulated one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from weft.engine.engine import Engine
+from weft.ops.communicator import Communicator, GroupCommunicator
+from weft.parallel.mesh import Mesh
+
+# torch's operation -> (what it is called, whose bytes are counted: the place among its arguments).
+_OPERATIONS = {
+    "allreduce_": ("all-reduce", 0),
+    "_allgather_base_": ("all-gather", 0),
+    "allgather_": ("all-gather", 0),
+    "_reduce_scatter_base_": ("reduce-scatter", 1),
+    "alltoall_base_": ("all-to-all", 1),
+    "broadcast_": ("broadcast", 0),
+    "send": ("send", 0),
+    "recv_": ("receive", 0),
+}
+
+
+@dataclass(frozen=True, order=True)
+class Kind:
+    """part: of the mesh, whose ranks take part. ranks: how many."""
+
+    part: str
+    ranks: int
+    operation: str
+
+
+@dataclass
+class Total:
+    """Of the collectives of one kind. bytes: what all ranks together give, for all-gather; what this rank gives, for
+    all others but receive."""
+
+    count: int = 0
+    bytes: int = 0
+
+
+@dataclass
+class Collectives:
+    """What a rank has called. parts: name of a process group -> part of the mesh."""
+
+    parts: Mapping[str, str]
+    totals: dict[Kind, Total] = field(default_factory=dict)
+
+    def add(self, operation: str, args: Iterable[Any]) -> None:
+        """Add a call of torch's operation of this name."""
+        called, place = _OPERATIONS[operation]
+        several = list(args)
+        group = next(found for found in map(_group, several) if found is not None)
+        kind = Kind(self.parts.get(group.group_name, "other"), group.size(), called)
+        total = self.totals.setdefault(kind, Total())
+        total.count += 1
+        total.bytes += sum(tensor.numel() * tensor.element_size() for tensor in _tensors(several[place]))
+
+
+def parts_of(engine: Engine) -> dict[str, str]:
+    """Name of a process group -> the part of the mesh that it is; of several parts of the same ranks, the first."""
+    found: dict[str, str] = {}
+    for name, group in (*_of_communicators(engine), *_of_mesh(engine.mesh)):
+        found.setdefault(group.group_name, name)
+    return found
+
+
+def _of_communicators(engine: Engine) -> Iterator[tuple[str, dist.ProcessGroup]]:
+    named: list[tuple[str, Communicator | None]] = []
+    if engine.mesh.ep is not None:
+        named += [("ep", engine.mesh.ep.ranks), ("ep x tp", engine.mesh.ep.with_tp)]
+    if engine.context is not None:
+        named += [("cp", ranks) for ranks in (engine.context.ranks, engine.context.ring, engine.context.ulysses)]
+    named += [("tp", ranks) for numbers in engine.divided.partial.values() for ranks in numbers.values()]
+    yield from ((name, ranks.group) for name, ranks in named if isinstance(ranks, GroupCommunicator))
+
+
+def _of_mesh(mesh: Mesh) -> Iterator[tuple[str, dist.ProcessGroup]]:
+    """Those that say most come first."""
+    if mesh.tp is not None:
+        yield "tp", mesh.tp_group
+    if mesh.pp is not None:
+        yield "pp", mesh.pp.onward
+        yield "pp", mesh.pp.back
+    if mesh.dp_replicate > 1:
+        yield "dp_replicate", mesh.dp.get_group("dp_replicate")
+    yield "fsdp", mesh.dp.get_group(mesh.shard_axis)
+    if mesh.experts is not None:
+        for name in mesh.experts.mesh_dim_names or ():
+            yield name.replace("_", " "), mesh.experts.get_group(name)
+    yield "loss", mesh.loss_group
+    yield "world", mesh.world_group
+
+
+def _group(argument: Any) -> dist.ProcessGroup | None:
+    if not isinstance(argument, torch.ScriptObject):
+        return None
+    try:
+        found: dist.ProcessGroup = dist.ProcessGroup.unbox(argument)
+    except RuntimeError:  # a reduction, such as a sum
+        return None
+    return found
+
+
+def _tensors(argument: Any) -> Iterator[Tensor]:
+    if isinstance(argument, Tensor):
+        yield argument
+    elif isinstance(argument, list | tuple):
+        for one in argument:
+            yield from _tensors(one)

@@ -1,0 +1,188 @@
+"""A step of one rank of a mesh of any size, in one process: weft's own Engine, with tensors that have no values and
+collectives that send nothing.
+
+Model, mesh, sharding, hooks, executor and optimizer are those of a run, and so is the plan of its rows. What differs is
+in few places: cluster/simulated.py says for which device kernels and sizes are chosen, and what stands for numbers that
+the host would wait for (experts get equally many tokens); ops/shapes.py stands for attention kernels of CUDA.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.distributed.tensor._redistribute import clear_redistribute_planner_cache
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+from weft.cluster.machine import Accelerator
+from weft.cluster.process import pretend
+from weft.cluster.simulated import Simulation
+from weft.engine.config import EngineConfig
+from weft.engine.document import Document, take
+from weft.engine.engine import Engine
+from weft.engine.plan import StepPlan
+from weft.engine.rows import Rows
+from weft.engine.schedule import in_flight
+from weft.errors import UserError, first_line
+from weft.objectives.base import Objective
+from weft.ops.shapes import GroupedProducts
+from weft.rehearsal.observed_collectives import Collectives
+from weft.rehearsal.observed_memory import Peak
+from weft.rehearsal.watch import Watch, held_by
+
+
+@dataclass(frozen=True)
+class Step:
+    """What is trained in a step. lengths: of its documents, all of whose tokens are trained. arrays: names of the
+    per-token arrays that the objective reads."""
+
+    lengths: Sequence[int]
+    objective: Objective
+    arrays: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """What a rank did in a step. stage: its place on mesh.pp. micro_batches: that were run, of `all_micro_batches`.
+    held: bytes of weights, gradients and optimizer's state, without padding. seconds: that the simulation took."""
+
+    rank: int
+    stage: int | None
+    micro_batches: int
+    all_micro_batches: int
+    held: dict[str, int]
+    peak: Peak
+    collectives: Collectives
+    seconds: float
+
+
+def simulate(config: EngineConfig, world: int, assumed: Accelerator | None, step: Step, *, rank: int = 0) -> Simulated:
+    """Take a step as this rank of so many, in a process that is in no process group; not the first step, as the
+    optimizer has its state.
+
+    assumed: each rank's accelerator; None for a CPU. Of many micro-batches only the longest run, so many that the
+    pipeline is full and gradients are there. UserError for what is refused of the config, and where the family's code
+    depends on values.
+    """
+    _check(config)
+    began, simulation = time.perf_counter(), Simulation("cpu" if assumed is None else "cuda")
+    _forget_meshes()
+    with pretend(world, "cpu", assumed, rank=rank, simulated=simulation) as ranks:
+        engine = Engine(config, ranks, weights=False, readouts=step.objective.readouts)
+        whole = plan_of(engine, step)
+        plan = longest(whole, fewest_micro_batches(engine))
+        rows = rows_of(engine, plan, step)
+        with simulation.running(), _products(engine):
+            make_state(engine)
+            try:
+                held, watch = watched_step(engine, plan, rows, step.objective)
+            except (DataDependentOutputException, DynamicOutputShapeException) as error:
+                raise _depends(engine, error) from error
+    stage = None if engine.mesh.pp is None else engine.mesh.pp.place
+    seconds = time.perf_counter() - began
+    return Simulated(
+        rank, stage, plan.micro_batches, whole.micro_batches, held, watch.peak(), watch.collectives, seconds
+    )
+
+
+def watched_step(engine: Engine, plan: StepPlan, rows: Rows, objective: Objective) -> tuple[dict[str, int], Watch]:
+    """(bytes by class of what is held at the end of the backward, what was seen) of one step, also of a real rank."""
+    with Watch(engine) as watch:
+        engine.accumulate(plan, rows, objective)
+        held = {kind: sum(tensor.nbytes for tensor in tensors) for kind, tensors in held_by(engine).items()}
+        engine.apply(1e-5)
+    return held, watch
+
+
+def plan_of(engine: Engine, step: Step) -> StepPlan:
+    """The plan of a step."""
+    return engine.plan(engine.metas(_documents(step)))
+
+
+def rows_of(engine: Engine, plan: StepPlan, step: Step) -> Rows:
+    """This rank's rows, all of them built; in a simulation without values."""
+    rows = engine.rows(plan, take(_documents(step), engine.needs(plan)), step.objective).ahead()
+    simulation = engine.ranks.simulated
+    if simulation is None:
+        return rows
+    made = [rows[micro].moved(simulation.fake.from_tensor) for micro in range(plan.micro_batches)]
+    return Rows(rows.sources, lambda micro: made[micro])
+
+
+def _documents(step: Step) -> list[Document]:
+    """Of equal tokens: those of one length are one document."""
+    like: dict[int, Document] = {}
+    for length in set(step.lengths):
+        ones = torch.ones(length)
+        like[length] = Document(ones.long(), ones, arrays=dict.fromkeys(step.arrays, ones))
+    return [like[length] for length in step.lengths]
+
+
+def fewest_micro_batches(engine: Engine) -> int:
+    """So many that a further one changes nothing of a rank's memory: when the last one's backward begins, the others
+    have left their gradients, and what a pipeline holds at once has been held."""
+    pp, schedule, stages = engine.mesh.pp, engine.config.mesh.pp_schedule, engine.stages
+    if pp is None or stages is None:
+        return 2
+    if schedule == "GPipe":
+        return 1 << 30
+    many = 4 * stages.placement.stages
+    return many if stages.placement.chunks > 1 else in_flight(schedule, stages.placement, pp.place, many) + 1
+
+
+def longest(plan: StepPlan, count: int) -> StepPlan:
+    """The plan of so many of its micro-batches, at most: those with the longest rows."""
+    order = sorted(range(plan.micro_batches), key=lambda micro: -max(plan.lengths[micro]))
+    kept = sorted(order[:count])
+    return replace(
+        plan,
+        rows=tuple(plan.rows[micro] for micro in kept),
+        lengths=tuple(plan.lengths[micro] for micro in kept),
+        costs=tuple(plan.costs[micro] for micro in kept),
+        pieces=tuple(plan.pieces[micro] for micro in kept) if plan.pieces else (),
+    )
+
+
+def make_state(engine: Engine) -> None:
+    """Let the optimizer make its state, which it has from the second step on."""
+    assert engine.optimizer is not None
+    for parameter in engine.module.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.empty_like(parameter)
+    engine.optimizer.step()
+    engine.drop_gradients()
+
+
+def _check(config: EngineConfig) -> None:
+    if config.fsdp.cpu_offload:
+        raise UserError(
+            "fsdp.cpu_offload: a simulation does not tell the host's memory from the accelerator's: set "
+            "fsdp.cpu_offload=false, or leave out --simulate."
+        )
+    if config.model.compile:
+        raise UserError(
+            "model.compile: what compiled layers keep in memory is not simulated: set model.compile=false, or leave "
+            "out --simulate."
+        )
+
+
+def _depends(engine: Engine, error: Exception) -> UserError:
+    return UserError(
+        f"--simulate: the code of model_type {engine.module.facts.model_type!r} depends on values of tensors "
+        f"({first_line(error)}), and in a simulation there are none: leave --simulate out."
+    )
+
+
+def _forget_meshes() -> None:
+    """DTensor remembers meshes by their shape, and with them process groups that are no more."""
+    _clear_sharding_prop_cache()
+    clear_redistribute_planner_cache()
+
+
+def _products(engine: Engine) -> AbstractContextManager[Any]:
+    return nullcontext() if engine.precision.compute == torch.bfloat16 else GroupedProducts()

@@ -1,0 +1,63 @@
+"""What `weft plan --simulate` prints: memory of one simulated rank by class, and each of its collectives."""
+
+from __future__ import annotations
+
+from weft.rehearsal.memory import Memory
+from weft.rehearsal.simulate import Simulated
+from weft.report.tables import new_table, show
+from weft.terminal import byte_count, say
+
+_NOTES = {
+    "weights": "masters, what is frozen, and buffers",
+    "optimizer": "with the average of the weights, if there is one",
+    "activations": "what forwards keep for backward, of all rows in flight",
+    "head": "what it makes in a forward: logits, and gradients that are known then",
+    "gathered": "whole parameters of units, and the buffers in which they arrive",
+    "unreduced": "gradients of whole units, and the buffers in which they leave",
+    "temporary": "all else that torch allocates",
+}
+
+
+def show_simulated(found: Simulated, estimated: Memory, room: int) -> None:
+    """One rank. estimated: by arithmetic, of the fullest rank of its stage. room: bytes of its accelerator."""
+    ran = f"{found.micro_batches} of {found.all_micro_batches} micro-batches ran, those with the longest rows"
+    if found.micro_batches == found.all_micro_batches:
+        ran = f"{found.micro_batches} micro-batches ran"
+    say(f"simulate rank {found.rank} took a step with tensors without values: {ran} ({found.seconds:.0f} s)")
+    _show_memory(found, estimated, room)
+    _show_collectives(found)
+    say("         Attention has the sizes of flash kernels; experts get equally many tokens. Not counted: what an")
+    say("         allocator rounds up or cannot use, and what libraries allocate\n")
+
+
+def _show_memory(found: Simulated, estimated: Memory, room: int) -> None:
+    peak, held = found.peak, estimated.held
+    when = f"{peak.phase} of micro-batch {peak.micro_batch}" if peak.micro_batch else peak.phase
+    by_arithmetic = {
+        "weights": held.weights,
+        "gradients": held.gradients,
+        "optimizer": held.optimizer + held.average,
+        "activations": estimated.rows + estimated.in_flight,
+        "gathered": estimated.gathered,
+    }
+    stage = "" if found.stage is None else f", place {found.stage + 1} of mesh.pp"
+    table = new_table(
+        f"memory of rank {found.rank}{stage}, simulated", "what", f">in {when}", ">most at any time", ">estimated", ""
+    )
+    for name, size in peak.classes.items():
+        estimate = byte_count(by_arithmetic[name]) if name in by_arithmetic else ""
+        table.add_row(name, byte_count(size), byte_count(peak.most[name]), estimate, _NOTES.get(name, ""))
+    table.add_section()
+    share = f"{peak.total / room:.0%} of {byte_count(room)}"
+    table.add_row("at the fullest", byte_count(peak.total), "", byte_count(estimated.fullest), share)
+    show(table)
+
+
+def _show_collectives(found: Simulated) -> None:
+    table = new_table(
+        f"collectives of rank {found.rank} in these micro-batches", "part of the mesh", ">ranks", "operation", ">calls",
+        ">bytes",
+    )  # fmt: skip
+    for kind, total in sorted(found.collectives.totals.items(), key=lambda pair: -pair[1].bytes):
+        table.add_row(kind.part, f"{kind.ranks:,}", kind.operation, f"{total.count:,}", byte_count(total.bytes))
+    show(table)
