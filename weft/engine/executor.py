@@ -98,10 +98,11 @@ class Executor:
     ) -> dict[str, Tensor]:
         """One forward without an objective: the readouts `what` of a row on the device (TrainModule.forward)."""
         bounds = row.bounds if self.uses_bounds else None
+        media, borrowed = (row.media, row.borrowed) if received is None else (None, False)  # the first stage's
         with self.load.counting(row.real_tokens if self.packed else row.input_ids_BT.numel()):
             return self.module(
                 row.input_ids_BT, row.position_ids_BT, bounds, row.selected_N, row.targets_N, what, direction, balance,
-                chosen_NC, row.media, row.borrowed, received, chunk,
+                chosen_NC, media, borrowed, received, chunk,
             )  # fmt: skip
 
     def forward(
@@ -116,7 +117,7 @@ class Executor:
         """One forward: the objective's terms for a row, with the auxiliary loss of its experts."""
         balance = self._balance(row, shares_E) if self.balance else None
         chosen_NC = chosen_tokens(objective, row.targets_N, row.arrays)
-        readouts = self.read(row, objective.readouts, direction, balance, chosen_NC, received, chunk)
+        readouts = self.read(row, objective.readouts, direction, balance, chosen_NC, received=received, chunk=chunk)
         balance_sum = readouts.pop("balance", None)
         batch = Batch(readouts, row.weights_N, row.document_N, row.documents, row.arrays, row.shared)
         return replace(check_terms(objective(batch), objective), balance_sum=balance_sum)

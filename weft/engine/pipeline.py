@@ -6,7 +6,7 @@ Every rank builds every row of its documents, so that all know the shape of what
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from weft.engine.row import Row
 from weft.engine.rows import Rows
 from weft.engine.schedule import DELAYED, Action, bubble, order
 from weft.models.pipeline import Pipeline
+from weft.models.placement import Placement
 from weft.models.train_module import TrainModule
 from weft.models.weight_gradients import Delayed, WeightGradients
 from weft.objectives.base import Objective, metrics_of
@@ -63,7 +64,7 @@ class PipelineExecutor(Executor):
         self.link.connect()
         done = Trained([torch.zeros((), device=self.device)] * micro_batches)
         actions = order(self.schedule, self.placement, self.axis.place, micro_batches)
-        held = _Held(rows, self.device, self.placement.chunks)
+        held = _Held(rows, self.device, self.placement, self.axis.place)
         waiting: dict[tuple[int, int], _Done] = {}
         delayed: dict[tuple[int, int], Delayed] = {}
         for place, action in enumerate(actions):
@@ -135,7 +136,7 @@ class PipelineExecutor(Executor):
 
     def visit(self, rows: Rows, phase: str, ask: Callable[[Row], Asked], use: Use, *, following: bool = False) -> None:
         """See Executor.visit; `use` is called by the rank of the last stage alone."""
-        held = _Held(rows, self.device, self.placement.chunks)
+        held = _Held(rows, self.device, self.placement, self.axis.place)
         self.link.connect()
         whole = order(self.schedule, self.placement, self.axis.place, len(rows.sources))
         forwards = [action for action in whole if action.kind == "forward"]
@@ -190,13 +191,15 @@ def _units_of_chunks(module: TrainModule, pipeline: Pipeline, place: int) -> lis
 class _Held:
     """Rows on the device, each built once, from when its shape is needed until each chunk of layers has dropped it."""
 
-    def __init__(self, rows: Rows, device: torch.device, chunks: int) -> None:
-        self._rows, self._device, self._left = rows, device, dict.fromkeys(range(len(rows.sources)), chunks)
+    def __init__(self, rows: Rows, device: torch.device, placement: Placement, place: int) -> None:
+        self._rows, self._device, self._images = rows, device, place == placement.rank_of(0)
+        self._left = dict.fromkeys(range(len(rows.sources)), placement.chunks)
         self._made: dict[int, Row] = {}
 
     def __getitem__(self, micro: int) -> Row:
         if micro not in self._made:
-            self._made[micro] = self._rows[micro].to(self._device)
+            row = self._rows[micro]
+            self._made[micro] = (row if self._images else replace(row, media=None, borrowed=False)).to(self._device)
         return self._made[micro]
 
     def drop(self, micro: int) -> None:

@@ -244,32 +244,34 @@ def stages_of(setup: Setup, built: BuiltModel, hidden: Sequence[str]) -> Stages 
     pp, module = setup.mesh.pp_size, built.module
     if pp == 1:
         return None
-    if built.vision is not None:
-        raise UserError("mesh.pp: a model with a vision tower is not cut into stages: set mesh.pp=1.")
     if hidden:
         raise UserError(f"mesh.pp: `hidden/{hidden[0]}` may be on another stage than the loss: set mesh.pp=1.")
     costs, head = costs_of_layers(module, _USUAL_LENGTH)
     mesh = setup.config.mesh
     placement = placement_of(mesh.pp_schedule, pp, mesh.pp_stages_per_rank)
-    check_layers(len(costs), placement)
-    spans = cut_layers(costs, head, placement.stages)
+    least = 1 if built.vision is None else max(1, built.vision.layers)
+    check_layers(len(costs), placement, least)
+    spans = cut_layers(costs, head, placement.stages, least)
     each = tuple(sum(costs[first:end]) + head * (end == len(costs)) for first, end in spans)
     delayed = mesh.pp_schedule in DELAYED
     anatomy = check_pipeline(built.config, built.findings, setup.precision.compute, delayed=delayed)
     return Stages(tuple(spans), placement, anatomy, each)
 
 
-def check_layers(layers: int, placement: Placement) -> None:
-    """UserError where a stage would have no layer."""
-    pp, chunks = placement.ranks, placement.chunks
-    if placement.stages <= layers:
+def check_layers(layers: int, placement: Placement, least: int = 1) -> None:
+    """UserError where a stage would have no layer. least: so many layers have to be in the first stage."""
+    pp, free = placement.ranks, layers - least + 1
+    if placement.stages <= free:
         return
-    if layers < pp:
-        raise UserError(f"mesh.pp={pp} is more than the {layers} decoder layers of this model: set mesh.pp={layers}.")
-    fewer = f"mesh.pp_stages_per_rank={layers // pp}" if layers // pp > 1 else "mesh.pp_schedule=1F1B"
+    there = f"the {layers} decoder layers of this model"
+    if least > 1:
+        there += f", the first {least} of which take features of images and are in the first stage,"
+    if free < pp:
+        raise UserError(f"mesh.pp={pp} is more than {there} allow: set mesh.pp={free}.")
+    fewer = f"mesh.pp_stages_per_rank={free // pp}" if free // pp > 1 else "mesh.pp_schedule=1F1B"
     raise UserError(
-        f"mesh.pp={pp} with {chunks} stages per rank are {placement.stages} stages, and this model has {layers} "
-        f"decoder layers: set {fewer}."
+        f"mesh.pp={pp} with {placement.chunks} stages per rank are {placement.stages} stages, more than {there} "
+        f"allow: set {fewer}."
     )
 
 

@@ -29,7 +29,8 @@ class Vision:
 
     image, video: token ids of placeholders. parts: names of the modules that are neither decoder nor head. smallest:
     forward arguments of the smallest image. patch: pixels of a patch's side. both_ways: tokens of an image attend to
-    each other, later ones too.
+    each other, later ones too. layers: after so many of the first decoder layers, features of the tower are added to
+    hidden states (DeepStack: Meng et al. 2024, arXiv:2406.04334).
     """
 
     image: int
@@ -38,6 +39,7 @@ class Vision:
     smallest: Mapping[str, Tensor]
     patch: int
     both_ways: bool
+    layers: int = 0
 
     def token_types(self, tokens_T: Tensor) -> Tensor:
         """[T]: 1 for placeholders of images, 2 of videos, else 0."""
@@ -93,7 +95,8 @@ def find_vision(base: nn.Module, facts: Facts) -> Vision | None:
     if image is None or patch is None or smallest is None or not hasattr(base, "get_image_features"):
         return None
     video = getattr(config, "video_token_id", None)
-    return Vision(image, video, vision_parts(base, facts), smallest, patch, config.model_type in BOTH_WAYS)
+    both_ways, deep = config.model_type in BOTH_WAYS, getattr(config.vision_config, "deepstack_visual_indexes", None)
+    return Vision(image, video, vision_parts(base, facts), smallest, patch, both_ways, len(deep or ()))
 
 
 def vision_parts(base: nn.Module, facts: Facts) -> tuple[str, ...]:

@@ -53,7 +53,7 @@ def scaled_by_micro_batches(
 @bug(
     "B39", "weft.engine.pipeline:PipelineExecutor._weights",
     "gradients of weights that wait for the end of a step are forgotten for its last micro-batch",
-    caught_by=GRADIENTS, seen=MEGATRON, ranks=2, needs=f"{NEEDS} and a zero-bubble schedule",
+    caught_by=GRADIENTS, seen="pytorch/pytorch#144530", ranks=2, needs=f"{NEEDS} and a zero-bubble schedule",
 )  # fmt: skip
 def last_weights_forgotten(
     plant: Plant, original: Original, self: Any, action: Action, delayed: Delayed, *, last: bool
