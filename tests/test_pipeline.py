@@ -350,7 +350,7 @@ def test_the_schedule_says_how_many_rows_are_kept(mesh: str, kept: list[int]) ->
 # ---------------------------------------------------------------- what does not go together with it
 
 APART = [
-    "model.router_aux_loss=document", "fsdp.wrap=[layers]",
+    "fsdp.wrap=[layers]",
     "fsdp.overrides={lm_head: replicate}", "fsdp.cast_forward_inputs=[lm_head]", "optimizer.name=torch.optim.RAdam",
     "eval.prompts=[a]",
 ]  # fmt: skip

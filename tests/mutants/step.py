@@ -61,7 +61,7 @@ MUTANTS = (
     Mutant("engine/executor.py", "Executor.without_gradients", "self.module.train(was_training)\n", "pass\n", "tests/test_engine.py tests/test_eval.py tests/test_lora.py"),
     Mutant("engine/engine.py", "Engine.gradient_norm", " / self._scale", "", "tests/test_knobs_fp16.py"),
     Mutant("engine/engine.py", "Engine.readout", "torch.tensor([0, *lengths])", "torch.tensor([1, *lengths])", "tests/test_engine.py tests/test_policy_parity.py"),
-    Mutant("engine/executor.py", "Executor.expert_shares", "dist.all_reduce(total_E, group=self.mesh.loss_group)", "pass", "tests/test_balance.py"),
+    Mutant("engine/executor.py", "Executor.count", "dist.all_reduce(total_E, group=self.mesh.loss_group)", "pass", "tests/test_balance.py"),
     Mutant("engine/replicas.py", "Replicas.__init__", "parameter.requires_grad", "not parameter.requires_grad", "tests/test_replicas.py"),
     Mutant("engine/replicas.py", "_place", "place * size + index", "index", "tests/test_replicas.py"),
     Mutant("engine/replicas.py", "shared_documents", "row.weights_N, ", "", "tests/test_replicas.py"),

@@ -106,6 +106,15 @@ def layer_skipped(plant: Plant, original: Original, module: Any, pipeline: Pipel
         layer.register_forward_hook(lambda _, args, output: args[0] + 0.0 * output)
 
 
+@bug(
+    "B39", "weft.engine.pipeline:PipelineExecutor.of_all_layers",
+    "the balancing loss of experts is made of a rank's own layers, and not of all",
+    caught_by=GRADIENTS, seen=MEGATRON, ranks=2, needs=f"{NEEDS} and model.router_aux_loss",
+)  # fmt: skip
+def balance_of_own_layers(plant: Plant, original: Original, self: Any, sums: Any) -> None:
+    plant.hit()
+
+
 # ---------------------------------------------------------------- what two stages hold
 
 
