@@ -24,7 +24,7 @@ from tests.zoo import tiny_config
 from weft import api, cli
 from weft.config import to_dict
 from weft.config.load import load_config
-from weft.config.schema import RunConfig
+from weft.config.run_schema import RunConfig
 from weft.errors import UserError
 from weft.models import hf
 from weft.objectives.cross_entropy import CrossEntropy

@@ -287,6 +287,7 @@ PUSHED = ("push_at", "push_private", "push_revision")
         ("profile.ranks", "[1]", []),
         ("profile.memory", "true", []),
         ("mesh.pp_schedule", "GPipe", ["mesh.pp=1"]),
+        ("mesh.pp_stages_per_rank", "2", ["mesh.pp=2"]),
     ],
 )
 def test_a_key_without_effect_is_refused(key: str, value: str, others: list[str]) -> None:
@@ -306,7 +307,7 @@ def test_every_inert_rule_is_tried() -> None:
     tried |= {"eval.target"}
     tried |= {"eval.max_new_tokens", "eval.temperature"}
     tried |= {"track.project", "track.name", "profile.ranks", "profile.memory"}
-    tried |= {"mesh.pp_schedule"}
+    tried |= {"mesh.pp_schedule", "mesh.pp_stages_per_rank"}
     tried |= {"data.split", "data.subset", "data.columns"}  # in tests/test_sources.py
     assert {rule.key for rule in INERT} == tried
 
@@ -356,6 +357,7 @@ OUT_OF_RANGE = {
     "mesh.tp": "0",
     "mesh.ep": "0",
     "mesh.pp": "0",
+    "mesh.pp_stages_per_rank": "0",
     "fsdp.reshard_after_forward": "0",
     "fsdp.loss_scale": "1000",
     "fsdp.loss_scale_interval": "0",
@@ -603,6 +605,7 @@ def test_to_dict_is_plain_and_whole() -> None:
     unread |= {"eval.every", "eval.at_start", "eval.metric", "eval.patience", "eval.min_delta", "eval.target"}
     unread |= {"eval.max_new_tokens", "eval.temperature"}
     unread |= {"track.project", "track.name", "profile.ranks", "profile.memory", "mesh.pp_schedule"}
+    unread |= {"mesh.pp_stages_per_rank"}
     assert names == set(schema_keys(SftConfig)) - unread
     assert rendered["optimizer"]["betas"] == [0.9, 0.95]
 

@@ -129,6 +129,10 @@ EFFECTS: dict[str, tuple[str, str]] = {
         "how many micro-batches a stage keeps at once",
         "test_pipeline.py::test_the_schedule_says_how_many_rows_are_kept",
     ),
+    "mesh.pp_stages_per_rank": (
+        "stages of layers on each rank",
+        "test_pipeline_schedules.py::test_a_rank_has_the_layers_of_its_stages",
+    ),
     "fsdp.param_dtype": ("dtype of compute", "test_precision.py::test_every_dtype_is_the_configs"),
     "fsdp.loss_scale": ("the first loss scale of fp16", "test_knobs_fp16.py::test_an_overflow_halves_the_scale"),
     "fsdp.loss_scale_interval": (

@@ -173,7 +173,7 @@ def test_a_trace_holds_the_phases(tmp_path: Path) -> None:
     import gzip
     import json
 
-    from weft.config.schema import ProfileConfig
+    from weft.config.run_schema import ProfileConfig
 
     config = ProfileConfig(steps=(2,), memory=True)
     for number in (1, 2):

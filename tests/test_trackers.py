@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from weft.config.schema import ProfileConfig, TrackConfig
+from weft.config.run_schema import ProfileConfig, TrackConfig
 from weft.errors import UserError
 from weft.report import trackers
 from weft.report.trackers import TRACKERS, TrackedRun, Tracker, Trackers, check_installed, numbers

@@ -6,6 +6,7 @@ from weft.config.check import check_config
 from weft.config.load import load_config
 from weft.config.mesh import MeshSizes, check_reshard, resolve_mesh, shrink_mesh
 from weft.config.render import to_dict, to_yaml
+from weft.config.run_schema import RunConfig
 from weft.config.schema import (
     CheckpointConfig,
     DataConfig,
@@ -14,7 +15,6 @@ from weft.config.schema import (
     MeshConfig,
     ModelConfig,
     OptimizerConfig,
-    RunConfig,
     ScheduleConfig,
     SftConfig,
     StepConfig,

@@ -5,11 +5,18 @@ from __future__ import annotations
 import functools
 import keyword
 import typing
-from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from typing import Any
 
 # Values of the design that enter with their feature.
 NOT_YET_VALUES = {("model.recompute", "selective"), ("optimizer.name", "muon")}
+
+
+def key(help: str, default: Any = MISSING, default_factory: Any = MISSING) -> Any:
+    """A config key: a dataclass field that carries its documentation. Without a default it is required."""
+    if default_factory is not MISSING:
+        return field(default_factory=default_factory, metadata={"help": help})
+    return field(default=default, metadata={"help": help})
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from weft.config.keys import key
+from weft.config.run_schema import RunConfig, TrackConfig
 from weft.config.schema import (
     CheckpointConfig,
     DataConfig,
@@ -15,13 +17,10 @@ from weft.config.schema import (
     MeshConfig,
     ModelConfig,
     OptimizerConfig,
-    RunConfig,
     ScheduleConfig,
     SourceConfig,
     StepConfig,
-    TrackConfig,
     TrainConfig,
-    key,
 )
 
 

@@ -27,7 +27,7 @@ from typing import Any, ClassVar
 
 import yaml
 
-from weft.config.schema import TrackConfig
+from weft.config.run_schema import TrackConfig
 from weft.errors import UserError
 from weft.terminal import say
 

@@ -22,7 +22,8 @@ from weft.cluster.consistency import LOCK, check_shared
 from weft.cluster.process import Ranks
 from weft.config import to_yaml
 from weft.config.rl_schema import RlConfig
-from weft.config.schema import RunConfig, SftConfig
+from weft.config.run_schema import RunConfig
+from weft.config.schema import SftConfig
 from weft.errors import UserError
 from weft.terminal import display_name
 

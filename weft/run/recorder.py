@@ -9,7 +9,8 @@ from types import TracebackType
 from typing import Any
 
 from weft.config import to_dict
-from weft.config.schema import SftConfig, TrackConfig
+from weft.config.run_schema import TrackConfig
+from weft.config.schema import SftConfig
 from weft.data.order import Step
 from weft.engine.engine import Engine
 from weft.engine.metrics import MetricsFile

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from weft.config.schema import ProfileConfig
+from weft.config.run_schema import ProfileConfig
 from weft.errors import UserError
 from weft.telemetry import flight
 
