@@ -60,13 +60,11 @@ def model_of(family: str, mesh: str) -> str:
     stages, config = stages_of(mesh), tiny_config(family)
     if config.num_hidden_layers >= stages:
         return saved_model(family)
-    layers = stages + (stages < 6)  # rounding of more, as large, is beyond the tolerance, on one rank, too
+    layers = stages + (stages < 6)  # with more, and larger weights, rounding is beyond the tolerance on one rank, too
     kinds = getattr(config, "layer_types", None)
-    changes: dict[str, Any] = {"num_hidden_layers": layers}
+    changes: dict[str, Any] = {"num_hidden_layers": layers, "initializer_range": 0.1 if layers < 7 else 0.05}
     if kinds is not None:
         changes["layer_types"] = tuple(itertools.islice(itertools.cycle(kinds), layers))
-    if layers > 6:
-        changes["initializer_range"] = 0.1
     return saved_model(family, **changes)
 
 
