@@ -2,6 +2,7 @@
 
     python benchmarks/load.py                # 2 GB dense and 1 GB of experts; about 10 GB of disk and of memory
     python benchmarks/load.py --gigabytes 0.2
+    python benchmarks/load.py --dcp          # from directories of torch.distributed.checkpoint (model.weights)
 
 For every rank: anonymous memory (RssAnon, sampled) above what it was before loading, against 1.3 x its fp32 shard plus
 the largest tensor; bytes asked of the disk, against 1.2 x size / ranks; that every box is bitwise the file's. Then the
@@ -65,6 +66,17 @@ def make_source(folder: Path, kind: str, gigabytes: float) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
+def save_as_dcp(folder: Path) -> None:
+    """The same tensors as torch.distributed.checkpoint saves them, in FOLDER/dcp."""
+    import torch.distributed.checkpoint as dcp
+    from safetensors.torch import load_file
+
+    tensors: dict[str, torch.Tensor] = {}
+    for file in folder.glob("*.safetensors"):
+        tensors |= load_file(file)
+    dcp.save(tensors, checkpoint_id=folder / "dcp", no_dist=True)
+
+
 # ---------------------------------------------------------------- one rank
 
 
@@ -114,7 +126,8 @@ def rank(path: str, out: str, dp_replicate: int) -> None:
 
     stages.fill_weights = measured
     config = EngineConfig(
-        model=ModelConfig(path=path), mesh=MeshConfig(dp_replicate=dp_replicate), fsdp=FsdpConfig(param_dtype="fp32"),
+        model=ModelConfig(path=path, weights=f"{path}/dcp" if Path(path, "dcp").exists() else None),
+        mesh=MeshConfig(dp_replicate=dp_replicate), fsdp=FsdpConfig(param_dtype="fp32"),
         purpose="inference",
     )  # fmt: skip
     ranks = join("cpu")
@@ -217,6 +230,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gigabytes", type=float, default=2.0, help="of the dense checkpoint; that of experts is half")
     parser.add_argument("--folder", help="where to work (default: a temporary folder)")
+    parser.add_argument("--dcp", action="store_true", help="load from directories of torch.distributed.checkpoint")
     parser.add_argument("--rank", nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.rank:
@@ -230,6 +244,8 @@ def main() -> None:
             path = Path(work, kind)
             path.mkdir()
             make_source(path, kind, arguments.gigabytes * share)
+            if arguments.dcp:
+                save_as_dcp(path)
             for ranks, dp_replicate in ((1, 1), (2, 1), (4, 1), (4, 2)):
                 measure(path, Path(work), kind, ranks, dp_replicate)
             shutil.rmtree(path)

@@ -39,6 +39,7 @@ MESHES: dict[str, dict[str, Any]] = {
     "cp2": {"dp_shard": 1, "cp": 2, "ulysses": 1}, "cp2u2": {"dp_shard": 1, "cp": 2, "ulysses": 2},
     "cp3": {"dp_shard": 1, "cp": 3, "ulysses": 1}, "cp4u2": {"dp_shard": 1, "cp": 4, "ulysses": 2},
     "2xcp2": {"dp_shard": 2, "cp": 2}, "cp2xtp2": {"dp_shard": 1, "cp": 2, "tp": 2},
+    "cp2u2xtp2": {"dp_shard": 1, "cp": 2, "ulysses": 2, "tp": 2}, "cp4u4": {"dp_shard": 1, "cp": 4, "ulysses": 4},
     "2x1xcp2": {"dp_replicate": 2, "dp_shard": 1, "cp": 2},
     "2x1xtp2": {"dp_replicate": 2, "dp_shard": 1, "tp": 2},
     "pp2": {"dp_shard": 1, "pp": 2}, "pp3": {"dp_shard": 1, "pp": 3}, "pp4": {"dp_shard": 1, "pp": 4},
@@ -57,6 +58,8 @@ MESHES: dict[str, dict[str, Any]] = {
     "pp2zx2": {"dp_shard": 2, "pp": 2, "pp_schedule": "InterleavedZeroBubble", "pp_stages_per_rank": 1},
     "pp2zxtp2": {"dp_shard": 1, "pp": 2, "tp": 2, "pp_schedule": "InterleavedZeroBubble", "pp_stages_per_rank": 1},
     "pp2v": {"dp_shard": 1, "pp": 2, "pp_schedule": "ZBVZeroBubble"},
+    "pp2vxtp2": {"dp_shard": 1, "pp": 2, "tp": 2, "pp_schedule": "ZBVZeroBubble"},
+    "pp2vxcp2": {"dp_shard": 1, "pp": 2, "cp": 2, "pp_schedule": "ZBVZeroBubble"},
     "pp3v": {"dp_shard": 1, "pp": 3, "pp_schedule": "ZBVZeroBubble"},
     "pp2vx2": {"dp_shard": 2, "pp": 2, "pp_schedule": "ZBVZeroBubble"},
     "pp2vx2x1": {"dp_replicate": 2, "dp_shard": 1, "pp": 2, "pp_schedule": "ZBVZeroBubble"},
@@ -87,9 +90,9 @@ def saved_model(family: str, **changes: Any) -> str:
     """A directory with a tiny random model of this family, as save_pretrained writes it.
 
     Weights are ten times larger than usual, because at 0.02 a tiny model is so nearly linear that it hardly shows a
-    wrong rotary table. zamba2 is chaotic then, and qwen3_5 amplifies rounding beyond the tolerance, alone as in rows.
+    wrong rotary table. zamba2 is chaotic then, and qwen3_5 and qwen3_next amplify rounding beyond the tolerance.
     """
-    if family not in ("zamba2", "qwen3_5_text"):
+    if family not in ("zamba2", "qwen3_5_text", "qwen3_next"):
         changes = {"initializer_range": 0.2, **changes}
     name = "-".join([family, *(f"{k}={v}" for k, v in sorted(changes.items()))])
     path = Path(_folder.name) / name

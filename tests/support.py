@@ -25,10 +25,12 @@ from weft.engine.context_check import check_context
 from weft.engine.division_check import check_division
 from weft.engine.expert_check import check_experts
 from weft.engine.pipeline_check import check_pipeline
-from weft.engine.startup import examine
+from weft.engine.startup import Findings, examine
 from weft.errors import UserError
 from weft.models import hf
 from weft.models.flops import FlopFacts
+from weft.models.mixer_part import can_share_documents
+from weft.models.train_module import TrainModule
 
 PAGE = Path(__file__).parent.parent / "docs" / "reference" / "support.md"
 AXES = ("dp", "tp", "cp", "ep", "pp")
@@ -48,10 +50,11 @@ on a small random copy, and refused by name where it does not pass.
   `2x2` is dp_replicate x dp_shard, `tp4` four ranks of tp, `2xcp2` two data ranks of two ranks of cp, `cp4u2` a ring of
   two with Ulysses over two, `4ep2` four data ranks, of which two each have the same experts, `pp2x2` two stages of two
   data ranks, `pp2g` two with the schedule GPipe; `whole` is said where documents are never cut, but dealt to these
-  ranks: of layers that carry state, and where documents are padded.
+  ranks: where a state needs positions, and where documents are padded.
 - **checked**: the check that every run makes before it loads passes. On a small copy, over threads that stand for
   ranks, readouts and gradients are those of the whole (tp, ep: 2 ranks; cp: a ring of 2, and of 2 with Ulysses over 2;
-  pp: each layer a stage); dp: logits are those of transformers, and documents do not see each other.
+  where layers carry state, Ulysses over 2 alone; pp: each layer a stage); dp: logits are those of transformers, and
+  documents do not see each other.
 - **refused**: that check fails, so that a run ends within seconds with this reason.
 - **not run**: nothing was tried.
 
@@ -97,21 +100,28 @@ def row(family: str) -> list[str]:
     checks = {
         "dp": lambda: None,
         "tp": lambda: check_division(config, findings, 2),
-        "cp": lambda: cut(config),
+        "cp": lambda: cut(config, findings),
         "ep": lambda: check_experts(config, findings, 2),
         "pp": lambda: check_pipeline(config, findings, torch.float32),
     }
     cells = {axis: proven(family, axis) or checked(checks[axis]) for axis in AXES}
-    if (findings.mixers or findings.layout == "padded") and not cells["cp"].startswith("proven"):
+    if not (cells["cp"].startswith("proven") or is_cut(config, findings)):
         cells["cp"] = WHOLE
     if "has no experts" in cells["ep"]:
         cells["ep"] = DENSE
     return [model_type, findings.layout, *cells.values()]
 
 
-def cut(config: transformers.PretrainedConfig) -> None:
-    """The check of cp with heads that are exchanged, and without."""
-    for cp, ulysses in ((2, 1), (4, 2)):
+def is_cut(config: transformers.PretrainedConfig, findings: Findings) -> bool:
+    """Whether documents are cut over two ranks of cp."""
+    module = TrainModule(hf.build_meta(config, dtype=torch.float32, attention="eager"))
+    shared = all(can_share_documents(boundary.mixer, 2, 1) for boundary in module.mixers.values())
+    return findings.layout == "packed" and shared
+
+
+def cut(config: transformers.PretrainedConfig, findings: Findings) -> None:
+    """The check of cp with heads that are exchanged, and without; states are of whole documents."""
+    for cp, ulysses in ((2, 2),) if findings.mixers else ((2, 1), (4, 2)):
         check_context(config, FlopFacts(1), cp, ulysses, 1)
 
 

@@ -67,7 +67,7 @@ def kept_by(module: TrainModule, forward: Callable[[], Any]) -> int:
     ("family", "dtype"),
     [
         *((family, torch.float32) for family in ("llama", "qwen3", "glm4")),
-        *((family, torch.float32) for family in ("olmo2", "olmoe", "minimax_m2")),
+        *((family, torch.float32) for family in ("olmo2", "olmoe", "minimax_m2", "bamba", "qwen3_5_text")),
         *((family, torch.bfloat16) for family in ("llama", "qwen3_moe", "mixtral")),
     ],
 )
@@ -117,7 +117,8 @@ def kept_of_a_part(path: str, ring: int, ulysses: int) -> int:
     ("family", "dtype"),
     [
         ("llama", torch.float32), ("qwen3", torch.float32), ("qwen3_moe", torch.bfloat16), ("olmo2", torch.float32),
-        ("olmoe", torch.float32), ("olmoe", torch.bfloat16), ("minimax_m2", torch.float32),
+        ("olmoe", torch.float32), ("olmoe", torch.bfloat16), ("minimax_m2", torch.float32), ("bamba", torch.float32),
+        ("qwen3_5_text", torch.float32),
     ],
 )  # fmt: skip
 def test_what_ranks_of_tp_keep_is_foreseen(family: str, dtype: torch.dtype) -> None:
@@ -136,3 +137,13 @@ def test_what_ranks_of_cp_keep_is_foreseen(ring: int, ulysses: int) -> None:
     shared = RowSharing(ring=ring, ulysses=ulysses)
     foreseen = saved_bytes(config, TOKENS // (ring * ulysses), torch.float32, recompute=False, shared=shared)
     assert foreseen == pytest.approx(kept_of_a_part(path, ring, ulysses), rel=0.1)
+
+
+@pytest.mark.parametrize(("family", "ranks"), [("bamba", 2), ("bamba", 4), ("qwen3_5_text", 2)])
+def test_what_ranks_of_cp_keep_of_layers_that_carry_state_is_foreseen(family: str, ranks: int) -> None:
+    """Each reads the hidden states of all tokens, for its part of the heads."""
+    path = saved_model(family)
+    config = hf.without_noise(hf.read_config(path))
+    shared = RowSharing(ulysses=ranks)
+    foreseen = saved_bytes(config, TOKENS // ranks, torch.float32, recompute=False, shared=shared)
+    assert foreseen == pytest.approx(kept_of_a_part(path, 1, ranks), rel=0.1)

@@ -248,6 +248,9 @@ PUSHED = ("push_at", "push_private", "push_revision")
         ("optimizer.betas", "[0.9, 0.99]", ["optimizer.name=sgd"]),
         ("optimizer.eps", "1e-6", ["optimizer.name=sgd"]),
         ("optimizer.momentum", "0.9", []),
+        ("optimizer.load_state", "true", []),
+        ("optimizer.load_state", "true", ["model.weights=.", "optimizer.name=torch.optim.RAdam"]),
+        ("optimizer.load_state", "true", ["model.weights=.", "optimizer.name=sgd"]),
         ("optimizer.betas", "[0.9, 0.99]", ["optimizer.name=torch.optim.RAdam"]),
         ("optimizer.state_dtype", "bf16", ["optimizer.name=torch.optim.RAdam"]),
         ("optimizer.options", "{eps: 1e-6}", []),
@@ -298,7 +301,13 @@ def test_a_key_without_effect_is_refused(key: str, value: str, others: list[str]
 
 def test_every_inert_rule_is_tried() -> None:
     tried = {"optimizer.betas", "optimizer.eps", "optimizer.momentum", "schedule.decay_ratio", "schedule.decay"}
-    tried |= {"optimizer.state_dtype", "schedule.min_lr_ratio", "schedule.warmup_ratio", "checkpoint.keep_every"}
+    tried |= {
+        "optimizer.load_state",
+        "optimizer.state_dtype",
+        "schedule.min_lr_ratio",
+        "schedule.warmup_ratio",
+        "checkpoint.keep_every",
+    }
     tried |= {f"checkpoint.{leaf}" for leaf in PUSHED} | {"run.staging"}
     tried |= {"model.router_aux_loss_coef", "fsdp.loss_scale", "fsdp.loss_scale_interval"}
     tried |= {"optimizer.options", "checkpoint.weights"}
@@ -345,6 +354,7 @@ OUT_OF_RANGE = {
     "data.max_row_bytes": "0",
     "data.max_image_pixels": "0",
     "data.image_pixels": "{min: 9, max: 4}",
+    "data.video": "{min_frames: 9, max_frames: 4}",
     "checkpoint.every": "-1",
     "checkpoint.every_minutes": "0",
     "checkpoint.keep": "0",
@@ -603,7 +613,7 @@ def test_to_dict_is_plain_and_whole() -> None:
     unread |= {f"lora.{leaf}" for leaf in LORA} | {"checkpoint.keep_best"}
     unread |= {f"checkpoint.{leaf}" for leaf in PUSHED} | {"run.staging"}
     unread |= {"eval.every", "eval.at_start", "eval.metric", "eval.patience", "eval.min_delta", "eval.target"}
-    unread |= {"eval.max_new_tokens", "eval.temperature"}
+    unread |= {"eval.max_new_tokens", "eval.temperature", "optimizer.load_state"}
     unread |= {"track.project", "track.name", "profile.ranks", "profile.memory", "mesh.pp_schedule"}
     unread |= {"mesh.pp_stages_per_rank"}
     assert names == set(schema_keys(SftConfig)) - unread

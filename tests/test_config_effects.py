@@ -23,6 +23,10 @@ EFFECTS: dict[str, tuple[str, str]] = {
         "random: weights are drawn and no weight file is needed",
         "test_engine.py::test_random_weights_depend_on_the_seed_and_not_on_the_mesh",
     ),
+    "model.weights": (
+        "which directory of torch.distributed.checkpoint weights are read from",
+        "test_dcp.py::test_what_names_stand_under",
+    ),
     "model.ignore_weights": (
         "which tensors of the files may be left out",
         "test_load.py::test_an_unwanted_tensor_is_named_and_can_be_ignored",
@@ -84,6 +88,10 @@ EFFECTS: dict[str, tuple[str, str]] = {
     "data.image_pixels": (
         "how many pixels of an image, and so tokens, a model sees",
         "test_images.py::test_image_pixels_are_the_processors_limits",
+    ),
+    "data.video": (
+        "which frames of a video a model sees, and how large",
+        "test_videos.py::test_data_video_says_which_frames_and_how_large",
     ),
     "data.check_images": (
         "whether damaged images are found before training",
@@ -197,6 +205,10 @@ EFFECTS: dict[str, tuple[str, str]] = {
     "optimizer.state_dtype": (
         "dtype of the optimizer's state",
         "test_knobs_dtypes.py::test_state_has_its_dtype_and_size",
+    ),
+    "optimizer.load_state": (
+        "whether the optimizer begins with the state in that directory",
+        "test_dcp.py::test_another_mesh_goes_on_as_torch_would",
     ),
     "optimizer.max_grad_norm": ("the norm to which gradients are clipped", "test_optimizer.py::test_clip_by_hand"),
     "optimizer.ema_decay": ("whether an average of the weights is kept", "test_ema.py::test_after_steps_of_a_model"),

@@ -1,8 +1,8 @@
 """Context parallelism: gradients and steps of plain transformers, wherever documents are cut, and what travels for it.
 
 Pairs of family and mesh are chosen so that each way of cutting is met: keys and values in a ring, even (2) and uneven
-(3); heads (Ulysses), repeated where there are fewer of keys (qwen3); both; windows, sinks, soft-caps, MLA; data ranks
-and tp beside it.
+(3); heads (Ulysses), repeated where there are fewer of keys (qwen3); both; windows, sinks, soft-caps, MLA; heads of
+layers that carry state, several documents at once (mamba2); data ranks and tp beside it.
 """
 
 from __future__ import annotations
@@ -17,30 +17,37 @@ import torch
 
 from tests.cases import describe, open_engine, parity, saved_model, world_of
 from tests.pool import run
+from tests.vision_zoo import vision_config, vision_tokenizer
 from tests.zoo import tiny_config
 from weft.config.rl_schema import RlAlgorithm
+from weft.engine import context_check
 from weft.engine.context_check import check_context, choose_ulysses
+from weft.engine.dealt_images import deal_images
 from weft.engine.document import Document
 from weft.engine.engine import Engine
 from weft.engine.pieces import Group, place, spread, zigzag
 from weft.engine.plan import DocumentMeta, StepPlan, plan_step
+from weft.engine.row import Row
+from weft.engine.stages import ulysses_of_states
 from weft.errors import UserError
 from weft.models import hf
 from weft.models.flops import AttentionFacts, FlopFacts
+from weft.models.mixer_part import can_share_documents
+from weft.models.train_module import TrainModule
 from weft.objectives.cross_entropy import HeldOutLoss
 from weft.objectives.policy import PolicyLoss
 from weft.objectives.shared_documents import SharedDocuments
 from weft.ops import context
-from weft.ops.communicator import GroupCommunicator
+from weft.ops.communicator import FeatureExchange, GroupCommunicator
 from weft.parallel.mesh import own_part
 
 SHORT = {"step": {"max_tokens_per_device": 40}}  # weft verify makes rows shorter still, so that most documents are cut
 CASES = [
     ("llama", "cp2"), ("qwen3", "cp2u2"), ("gemma3_text", "cp4u2"), ("gpt_oss", "cp2xtp2"), ("qwen3_moe", "2xcp2"),
     ("deepseek_v3", "cp2u2"), ("glm4", "cp3"), ("olmo3", "cp4u2"), ("cohere2", "2x1xcp2"), ("gpt2", "cp2"),
-    ("llama_tied", "cp2xtp2"),
+    ("llama_tied", "cp2xtp2"), ("qwen3_next", "cp2u2"), ("mamba2", "cp4u4"), ("bamba", "cp2u2xtp2"),
 ]  # fmt: skip
-DEALT_WHOLE = [("jamba", "cp2"), ("falcon", "cp2")]  # whose layers carry state, or whose documents are padded
+DEALT_WHOLE = [("recurrent_gemma", "cp2"), ("falcon", "cp2")]  # whose layers read positions, or whose rows are padded
 
 
 @pytest.mark.parametrize(("family", "mesh"), CASES, ids=map(" ".join, CASES))
@@ -71,6 +78,16 @@ KNOBS: dict[str, dict[str, Any]] = {
 def test_with_other_knobs(name: str) -> None:
     verdict = run(2, parity, saved_model("qwen3_moe"), "cp2", SHORT | KNOBS[name])[0]
     assert verdict.passed, describe(verdict)
+
+
+@pytest.mark.parametrize(("family", "mesh", "sections"), [
+    ("mamba", "cp2u2", {"lora": {"rank": 4, "targets": ("all-linear",)}}), ("mamba2", "pp2vxcp2", {}),
+], ids=["adapters", "gradients of weights later"])  # fmt: skip
+def test_layers_that_carry_state_with_other_knobs(family: str, mesh: str, sections: dict[str, Any]) -> None:
+    """Slices of adapters; slices of weights, which are no leaves."""
+    verdict = run(world_of(mesh), parity, saved_model(family, num_hidden_layers=4), mesh, SHORT | sections)[0]
+    assert verdict.passed, describe(verdict)
+    assert "were cut over" in verdict.remarks[-1]
 
 
 def test_with_compiled_layers() -> None:
@@ -116,6 +133,31 @@ CUT = (
 )  # fmt: skip
 
 
+@pytest.mark.parametrize(("family", "cp", "ulysses"), [("qwen2_5_vl", 2, 1), ("qwen3_vl", 2, 2), ("qwen2_vl", 4, 2)])
+def test_documents_with_images_are_checked(family: str, cp: int, ulysses: int) -> None:
+    config, parts, computing = vision_config(family, vision_tokenizer(family)), set[int](), set[int]()
+
+    def counted(row: Row, *args: Any) -> Row:
+        found, place = deal_images(row, *args), args[3]
+        parts.add(place)
+        computing.update([] if found.borrowed else [place])
+        return found
+
+    with mock.patch.object(context_check, "deal_images", counted):
+        assert check_context(config, FlopFacts(1), cp, ulysses, 1, images=True) < 1e-5
+    assert len(parts) == cp and len(computing) >= 2
+    with mock.patch.object(FeatureExchange, "run", as_they_come), pytest.raises(UserError, match="differ"):
+        check_context(config, FlopFacts(1), cp, ulysses, 1, images=True)
+
+
+def as_they_come(exchange: FeatureExchange, features_FH: torch.Tensor) -> torch.Tensor:
+    found = RUN(exchange, features_FH)
+    return found.flip(0)
+
+
+RUN = FeatureExchange.run
+
+
 def checked(family: str, cp: int, ulysses: int) -> float:
     config = hf.without_noise(tiny_config(family))
     return check_context(config, FlopFacts(1), cp, ulysses, 1)
@@ -124,6 +166,42 @@ def checked(family: str, cp: int, ulysses: int) -> float:
 @pytest.mark.parametrize("family", CUT)
 def test_documents_of_a_small_copy_of_each_family_are_cut(family: str) -> None:
     assert max(checked(family, 4, 2), checked(family, 2, 1)) < 5e-5
+
+
+STATES = (
+    "qwen3_next", "qwen3_5_text", "olmo_hybrid", "kimi_linear", "minimax", "mamba", "mamba2", "nemotron_h", "bamba",
+    "falcon_h1", "granitemoehybrid", "zamba2", "jamba", "lfm2", "lfm2_moe",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("family", STATES)
+def test_documents_of_layers_that_carry_state_are_cut(family: str) -> None:
+    """Each of two ranks computes whole documents for half of the heads."""
+    assert checked(family, 2, 2) < 5e-5
+
+
+def mixers_share(family: str, cp: int, tp: int = 1) -> bool:
+    module = TrainModule(hf.build_meta(tiny_config(family), dtype=torch.float32, attention="eager"))
+    return all(can_share_documents(boundary.mixer, cp, tp) for boundary in module.mixers.values())
+
+
+def test_states_are_shared_where_heads_divide() -> None:
+    """qwen3_next has two heads of keys; recurrent_gemma reads positions; two norms of nemotron_h's groups on two ranks
+    each of four would need smaller groups than cp."""
+    assert mixers_share("qwen3_next", 2)
+    assert not mixers_share("qwen3_next", 2, tp=2)
+    assert not mixers_share("qwen3_next", 4)
+    assert mixers_share("bamba", 2, tp=4)
+    assert not mixers_share("nemotron_h", 4)
+    assert not mixers_share("recurrent_gemma", 2)
+
+
+def test_a_ring_is_refused_where_layers_carry_state() -> None:
+    assert ulysses_of_states(None, 4, divides=True) == ulysses_of_states(4, 4, divides=True) == 4
+    with pytest.raises(UserError, match=r"mesh\.ulysses=1: layers of this model carry state.*null or 4"):
+        ulysses_of_states(1, 4, divides=True)
+    with pytest.raises(UserError, match=r"mesh\.ulysses=4 does not divide all heads.*mesh\.ulysses=null"):
+        ulysses_of_states(4, 4, divides=False)
 
 
 @pytest.mark.parametrize("family", ["llama4_text", "stablelm"])

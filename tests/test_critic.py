@@ -281,6 +281,15 @@ def test_what_is_not_said_of_reference_and_critic_is_as_the_policys() -> None:
     assert value.temperature == 1.0 and value.optimizer.weight_decay == 0.3 and value.optimizer.ema_decay is None
 
 
+def test_weights_of_another_trainer_are_those_of_reference_and_critic_that_have_no_path_of_their_own() -> None:
+    for overrides, expected in (((), "."), (("reference.path=r", "critic.path=r"), None)):
+        config = read("model.weights=.", "optimizer.load_state=true", *overrides)
+        reference, critic = reference_config(config), critic_config(config)
+        assert reference is not None and critic is not None
+        assert reference.model.weights == critic.model.weights == expected
+        assert policy_config(config).optimizer.load_state and not critic.optimizer.load_state
+
+
 @pytest.mark.parametrize(
     ("override", "where", "value"),
     [

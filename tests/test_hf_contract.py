@@ -158,8 +158,10 @@ def test_parity() -> None:
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3", "mistral3"])
 def test_images_in_packed_rows(family: str) -> None:
-    """The tower runs in the base's forward, by get_image_features; get_rope_index gives positions of one document."""
-    assert examine(vision_config(family, vision_tokenizer(family))).images == ""
+    """The tower runs in the base's forward, by get_image_features and get_video_features; get_rope_index gives the
+    positions of one document."""
+    found = examine(vision_config(family, vision_tokenizer(family)))
+    assert found.images == "" and (found.videos == "") == (family == "qwen2_5_vl")
 
 
 def test_chat_templates_are_compiled_with_what_weft_reads() -> None:

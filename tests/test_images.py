@@ -6,6 +6,7 @@ import base64
 import gzip
 import json
 import os
+import re
 import shutil
 import struct
 import threading
@@ -129,7 +130,7 @@ def test_placeholders_are_never_trained(qwen: tuple[PreTrainedTokenizerBase, Ima
 
 def test_spans_move_with_what_replaces_a_placeholder() -> None:
     chat = MaskedText("ab@cd@ef", ((0, 2), (3, 7)))
-    moved, replaced = expanded(chat, "@", ["[1]", "[22]"])
+    moved, replaced = expanded(chat, [place.span() for place in re.finditer("@", chat.text)], ["[1]", "[22]"])
     assert moved.text == "ab[1]cd[22]ef"
     assert [moved.text[start:end] for start, end in moved.spans] == ["ab", "cd", "e"]
     assert [moved.text[start:end] for start, end in replaced] == ["[1]", "[22]"]
@@ -295,8 +296,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "bad base64": (user([{"type": "image", "image": "data:image/png;base64,@@"}]), "is not valid base64"),
     "no base64": (user([{"type": "image", "image": "data:image/png,abc"}]), "is no data: URI of base64"),
     "URL": (user("<image>", images=["https://example.com/a.png"]), "is fetched only with data.fetch_images=true"),
-    "video": (user([{"type": "video", "video": "a.mp4"}]), 'of type "video": weft reads text and images'),
-    "videos": (user("a", videos=["a.mp4"]), "`videos` is not in this version, which reads text and images"),
+    "audio": (user([{"type": "audio", "audio": "a.wav"}]), 'of type "audio": weft reads text, images and videos'),
+    "audios": (user("a", audios=["a.wav"]), "`audios` is not read in this version, where text, images and videos are"),
     "mark": (user("What is <|image_pad|>?"), "a text holds <|image_pad|>, with which this model marks the place"),
     "text": ({"text": "a", "images": ["a"]}, "`text` has no messages, to which images belong"),
     "no user": ({"messages": [{"role": "assistant", "content": "b"}], "images": ["a"]}, "no message of the user"),
@@ -320,7 +321,7 @@ def test_a_template_that_renders_no_images_is_named(qwen: tuple[PreTrainedTokeni
 
 
 def test_images_are_no_matter_of_a_model_of_text() -> None:
-    with pytest.raises(UserError, match=r"data\[0\]: has images, and model.path is a model of text alone"):
+    with pytest.raises(UserError, match=r"data\[0\]: has images or videos, and model.path is a model of text alone"):
         load_documents([question("What?", "a cat", [CAT])], byte_tokenizer(), max_length=100)
 
 
@@ -421,7 +422,8 @@ def test_checkpoints_have_the_limits_of_the_run(layout: str, tmp_path: Path, mod
         (path / "processor_config.json").write_text(json.dumps({"image_processor": own}))
     row = [question("What?", "a cat", [picture(120, 120)])]
     saved = changed_files(str(path), DataConfig(path="unused", image_pixels=limits))
-    assert [*saved] == ["processor_config.json" if layout == "nested" else "preprocessor_config.json"]
+    of_videos = ["video_preprocessor_config.json"] if family == "qwen2_5_vl" else []
+    assert [*saved] == ["processor_config.json" if layout == "nested" else "preprocessor_config.json", *of_videos]
     wanted = len(read(row, loaded(str(path), **limits))[0])
     assert wanted < len(read(row, loaded(str(path)))[0])
     for name, text in saved.items():

@@ -185,6 +185,7 @@ def test_a_value_out_of_range_is_refused(key: str) -> None:
         (["reference.path=m"], "reference.path would have no effect"),
         (["rl.on_policy=exact", "mesh.tp=2"], "with mesh.tp = 2 the sums of a layer are made of those of 2 ranks"),
         (["rl.on_policy=exact", "rl.algorithm=ppo", "critic.tp=4"], "set critic.tp=1"),
+        (["model.weights=.", "rollout.engine=sglang"], "weft export . --model org/m, and set model.path to that"),
     ],
 )
 def test_values_that_do_not_fit(overrides: list[str], words: str) -> None:

@@ -134,7 +134,7 @@ def test_long_prompts_are_an_error_or_left_out(tmp_path: Path) -> None:
         ({"prompt": "a", "images": ["x"]}, "has `images`, but `prompt` is a text .* rl.chat=true"),
         (
             {"prompt": [{"role": "user", "content": "a"}], "images": ["x"]},
-            "has images, and model.path is a model of text",
+            "has images or videos, and model.path is a model of text",
         ),
     ],
     ids=["question", "both", "nothing asked", "tools of a text", "tools unread", "images of a text", "images"],

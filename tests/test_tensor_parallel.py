@@ -23,16 +23,19 @@ from weft.engine import division_check
 from weft.engine.division_check import Division, check_division
 from weft.engine.startup import examine
 from weft.errors import UserError
-from weft.models import hf
+from weft.models import hf, mixer_part
+from weft.models.tp_parts import even_ranges, repeated_ranges
+from weft.models.tp_styles import find_styles
+from weft.models.train_module import TrainModule
 from weft.parallel import tensor
 from weft.sharding.boxes import Box
-from weft.sharding.cuts import Cut, even_ranges, repeated_ranges
+from weft.sharding.cuts import Cut
 
 CASES = [
     ("llama", "tp2"), ("llama_tied", "2xtp2"), ("qwen3", "tp4"), ("gemma3_text", "tp2"), ("gpt_oss", "tp4"),
     ("qwen3_moe", "2xtp2"), ("deepseek_v3", "tp2"), ("cohere2", "tp2"), ("olmo2", "tp4"), ("phi3_longrope", "tp4"),
     ("gpt2", "tp2"), ("falcon", "tp2"), ("stablelm", "tp2"), ("llama4_text", "tp2"), ("lfm2", "tp2"),
-    ("gemma4_text", "tp2"),
+    ("gemma4_text", "tp2"), ("qwen3_next", "tp2"), ("bamba", "tp2"), ("nemotron_h", "2xtp2"),
 ]  # fmt: skip
 
 
@@ -49,6 +52,13 @@ def test_steps_are_those_of_plain_transformers(family: str, mesh: str) -> None:
 ], ids=["recompute and last", "scatter and offload", "balanced experts"])  # fmt: skip
 def test_with_other_knobs(sections: dict[str, Any]) -> None:
     verdict = run(4, parity, saved_model("qwen3_moe"), "2xtp2", sections)[0]
+    assert verdict.passed, describe(verdict)
+
+
+def test_sums_of_channels_with_gradients_of_weights_later() -> None:
+    """The gradient of x_proj's weight is made of that of its own output, not of the sum."""
+    path = saved_model("mamba", num_hidden_layers=4)
+    verdict = run(4, parity, path, "pp2vxtp2", {})[0]
     assert verdict.passed, describe(verdict)
 
 
@@ -77,11 +87,15 @@ def test_a_bug_is_seen() -> None:
 
 # ---------------------------------------------------------------- before it starts: a small copy, divided over threads
 
-TOKENS_WHOLE = {"gemma4_text", "lfm2", "qwen3_next", "falcon", "jamba", "llama4_text", "gpt2"}
+TOKENS_WHOLE = {"gemma4_text", "falcon", "llama4_text", "gpt2"}
+HYBRIDS = (
+    "qwen3_5_text", "olmo_hybrid", "kimi_linear", "minimax", "mamba", "mamba2", "nemotron_h", "bamba", "falcon_h1",
+    "granitemoehybrid", "zamba2", "recurrent_gemma", "lfm2_moe", "qwen3_5_moe_text",
+)  # fmt: skip
 DIVIDED = (
     "llama", "qwen3", "gemma2", "gemma3_text", "gemma4_text", "gpt_oss", "qwen3_moe", "deepseek_v3", "stablelm",
     "cohere2", "lfm2", "qwen3_next", "falcon", "jamba", "llama4_text", "olmo2", "gpt2", "phi", "phi3_longrope",
-    "granite", "mixtral", "glm4_moe",
+    "granite", "mixtral", "glm4_moe", *HYBRIDS,
 )  # fmt: skip
 
 
@@ -90,6 +104,21 @@ def divided(family: str, tp: int = 2) -> float:
     found = check_division(config, examine(config), tp)
     assert found.sequence == (family not in TOKENS_WHOLE)
     return found.error
+
+
+@pytest.mark.parametrize("family", [*HYBRIDS, "qwen3_next", "jamba", "lfm2"])
+@pytest.mark.parametrize("tp", [2, 4])
+def test_mixers_that_carry_state_are_divided(family: str, tp: int) -> None:
+    """All of them, where their heads divide; a fused projection of two heads of keys does not divide by four."""
+    module = TrainModule(hf.build_meta(tiny_config(family), dtype=torch.float32, attention="eager"))
+    found = find_styles(module, module.hf_model.config.get_text_config(), tp).mixers
+    assert found.keys() == (set() if (family, tp) == ("qwen3_next", 4) else module.mixers.keys())
+
+
+@pytest.mark.parametrize("family", ["mamba2", "qwen3_5_text", "falcon_h1"])
+def test_mixers_on_more_ranks_than_groups_are_divided(family: str) -> None:
+    """Keys, B and C of a group are on several ranks, and a norm of a group is over several."""
+    assert divided(family, 4) < 1e-4
 
 
 @pytest.mark.parametrize("family", DIVIDED)
@@ -106,6 +135,13 @@ WRONG: dict[str, tuple[str, Any, str, Any]] = {
     "no sum of gradients": ("llama", tensor._SumGradient, "backward", staticmethod(lambda ctx, grad: (grad, None))),
     "copies are not summed": ("qwen3", division_check, "sum_partial_gradients", lambda *_: None),
     "biases of every rank": ("gpt_oss", tensor, "_share_bias", lambda *_: None),
+    "norms over a part of a mixer's heads": (
+        "mamba2",
+        mixer_part,
+        "_mean_square",
+        lambda parts, sums: parts.pow(2).mean(-1, keepdim=True),
+    ),
+    "time steps of a part of the channels": ("mamba", mixer_part, "added_up", lambda x, ranks: x),
     "norms over a part of the heads": ("olmo2", tensor, "_of_last", lambda cut, x: replace(cut, ranges=((),) * 2)),
 }
 
@@ -143,8 +179,8 @@ def refused(path: str, mesh: str) -> str:
      ("mesh.tp=4 does not divide the 6 heads of model.layers.0.self_attn.q_proj", "one of 1, 2, 3, 6")),
     ("qwen3", {"num_attention_heads": 12, "num_key_value_heads": 3}, "tp4",
      ("3 heads of keys and values", "one of 1, 3")),
-    ("mamba2", {}, "tp2", ("weft does not know how", "set mesh.tp=1")),
-], ids=["heads", "heads of keys", "a mixer that nobody knows"])  # fmt: skip
+    ("opt", {}, "tp2", ("weft does not know how", "set mesh.tp=1")),
+], ids=["heads", "heads of keys", "a matrix that no rule knows"])  # fmt: skip
 def test_what_does_not_divide_is_refused_by_name(
     family: str, changes: dict[str, Any], mesh: str, words: tuple[str, ...]
 ) -> None:

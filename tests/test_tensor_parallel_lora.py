@@ -45,6 +45,7 @@ FUSED = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
         ("gpt2", "tp2", {"lora": {"rank": 4, "targets": ("all-linear", "wte")}}),
         ("deepseek_v3", "tp2", {"lora": {"rank": 2}}),
         ("falcon", "2xtp2", {"lora": {"rank": 2}, "fsdp": {"cpu_offload": True}}),
+        ("mamba", "tp2", {"lora": {"rank": 4, "targets": ("all-linear",)}}),
     ],
 )  # fmt: skip
 def test_parity(family: str, mesh: str, sections: Sections) -> None:

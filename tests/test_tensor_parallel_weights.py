@@ -24,11 +24,13 @@ from weft.sharding.spread import Spread
 from weft.sharding.walker import checked, walk
 
 # Heads that are repeated (qwen3, gpt_oss), fused projections (phi3, gpt2, falcon), widths that do not divide evenly
-# (all of those on 4), experts, MLA, norms over all heads; experts dealt to ranks (ep), with tp inside.
+# (all of those on 4), experts, MLA, norms over all heads; mixers that carry state, layers that share a block (zamba2),
+# buffers that files have (minimax); experts dealt to ranks (ep), with tp inside.
 CASES = [
     ("llama_tied", "tp2"), ("qwen3", "tp4"), ("qwen3", "2xtp2"), ("gpt_oss", "tp4"), ("qwen3_moe", "2xtp2"),
     ("phi3_longrope", "tp4"), ("gpt2", "2xtp2"), ("falcon", "tp2"), ("deepseek_v3", "2xtp2"), ("olmo2", "tp4"),
     ("qwen3_moe", "4ep2"), ("gpt_oss", "ep2xtp2"), ("qwen3_moe", "3ep3"), ("llama4_text", "ep2"),
+    ("kimi_linear", "tp2"), ("zamba2", "tp2"), ("nemotron_h", "2xtp2"), ("minimax", "tp2"),
 ]  # fmt: skip
 
 

@@ -11,6 +11,9 @@ import torch
 from tests.cases import describe, expect_once, open_engine, world_of
 from tests.pool import run
 from tests.vision_zoo import FAMILIES, OTHERS, saved_vision_model
+from weft.engine import rows
+from weft.engine.dealt_images import deal_images
+from weft.engine.row import Row
 from weft.errors import UserError
 from weft.models import hf
 from weft.verification import harness
@@ -19,19 +22,26 @@ from weft.verification.harness import Verdict
 from weft.verification.image_documents import steps_with_images
 
 
-def parity(path: str, mesh: str, sections: dict[str, dict[str, Any]], bare: bool = True) -> Verdict | None:
-    """The verdict of `weft verify`'s own function on this mesh; on rank 0. bare: with a step of text alone."""
+def parity(
+    path: str, mesh: str, sections: dict[str, dict[str, Any]], bare: bool = True, videos: bool = False
+) -> Verdict | None:
+    """The verdict of `weft verify`'s own function on this mesh; on rank 0. bare: with a step of text alone. videos:
+    with some beside images, and instead of them."""
     with mock.patch.object(harness, "expect", expect_once):
         engine = open_engine(path, mesh, **{"step": {"max_tokens_per_device": 256}, **sections})
         plain = hf.build_random(hf.read_config(path), dtype=torch.float32, attention="eager", seed=0)
         vision = engine.built.vision
         assert vision is not None and not engine.built.findings.images
-        steps, images = steps_with_images(awkward_steps(100), vision, plain.model, bare=bare)
+        assert not (videos and engine.built.findings.videos)
+        steps, images = steps_with_images(awkward_steps(100), vision, plain.model, bare=bare, videos=videos)
         return harness.verify(engine, path, steps, [1e-3] * 3, images)
 
 
-def check(family: str, mesh: str, layers: int = 2, deep: int = 1, **sections: dict[str, Any]) -> None:
-    verdict = run(world_of(mesh), parity, saved_vision_model(family, layers, deep), mesh, sections)[0]
+def check(
+    family: str, mesh: str, layers: int = 2, deep: int = 1, videos: bool = False, **sections: dict[str, Any]
+) -> None:
+    path = saved_vision_model(family, layers, deep)
+    verdict = run(world_of(mesh), parity, path, mesh, sections, True, videos)[0]
     assert verdict.passed, describe(verdict)
 
 
@@ -68,6 +78,48 @@ def refused(path: str, mesh: str) -> str:
     with pytest.raises(UserError) as error:
         open_engine(path, mesh)
     return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("family", "mesh", "freeze"),
+    [
+        ("qwen2_5_vl", "1", []),
+        ("qwen2_5_vl", "3", []),
+        ("qwen2_5_vl", "2", ["vision", "projector"]),
+        ("qwen2_vl", "2", []),
+        ("qwen3_vl", "2", []),
+    ],
+)
+def test_videos(family: str, mesh: str, freeze: list[str]) -> None:
+    check(family, mesh, videos=True, model={"freeze": freeze})
+
+
+def parity_of_cut_documents(path: str, mesh: str, sections: dict[str, dict[str, Any]]) -> tuple[Verdict | None, int]:
+    """(the verdict of `parity` with videos, how many parts of documents with images this rank was given)."""
+    parts: list[bool] = []
+
+    def counted(row: Row, *args: Any) -> Row:
+        parts.append(True)
+        return deal_images(row, *args)
+
+    with mock.patch.object(rows, "deal_images", counted):
+        return parity(path, mesh, sections, videos=True), len(parts)
+
+
+@pytest.mark.parametrize(
+    ("family", "mesh", "freeze"),
+    [
+        ("qwen2_5_vl", "cp2", []),
+        ("qwen2_5_vl", "cp2u2", ["vision"]),
+        ("qwen2_5_vl", "2xcp2", []),
+        ("qwen3_vl", "cp2u2", []),
+    ],
+)
+def test_documents_with_images_that_are_cut(family: str, mesh: str, freeze: list[str]) -> None:
+    sections: dict[str, dict[str, Any]] = {"model": {"freeze": freeze}}
+    found = run(world_of(mesh), parity_of_cut_documents, saved_vision_model(family), mesh, sections)
+    assert found[0][0].passed, describe(found[0][0])
+    assert all(parts > 0 for _, parts in found)
 
 
 def test_images_with_experts_on_several_ranks() -> None:

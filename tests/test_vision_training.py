@@ -1,4 +1,5 @@
-"""Steps in which some ranks have images and others none: nobody waits for ever, and all gather and reduce alike."""
+"""Steps in which some ranks have images or videos and others none: nobody waits for ever, and all gather and reduce
+alike."""
 
 from __future__ import annotations
 
@@ -24,16 +25,20 @@ from weft.objectives.cross_entropy import CrossEntropy
 
 
 def drawn_documents(vision: Vision, source: random.Random, tokens_of: int) -> list[Document]:
-    """Some documents, most of text; an image has `tokens_of` placeholders."""
+    """Some documents, most of text; an image has `tokens_of` placeholders, a video four."""
     documents = []
     for number in range(source.randrange(1, 9)):
         generator = torch.Generator().manual_seed(source.randrange(10**6))
         images = [vision.sample(generator) for _ in range(source.choice((0, 0, 0, 1, 2)))]
+        videos = [vision.sample_video(generator) for _ in range(source.choice((0, 0, 0, 0, 1)))]
         ids = [source.randrange(3, 100) for _ in range(source.randrange(2, 30))]
         for _ in images:
             ids += [vision.image] * tokens_of + [5, 6]
-        inputs = joined(images)
-        media = Media.of(inputs, vision.patches(inputs)) if images else None
+        for _ in videos:
+            assert vision.video is not None
+            ids += [vision.video] * 4 + [5, 6]
+        inputs = joined([*images, *videos])
+        media = Media.of(inputs, vision.patches(inputs)) if inputs else None
         documents.append(Document(torch.tensor(ids), torch.ones(len(ids)), media=media, source=str(number)))
     return documents
 
@@ -67,7 +72,7 @@ def one_step(engine: Engine, documents: list[Document]) -> None:
 
 
 @pytest.mark.parametrize("reduce", ["scatter", "last"])
-def test_steps_in_which_other_ranks_have_images(reduce: str) -> None:
+def test_steps_in_which_other_ranks_have_images_and_videos(reduce: str) -> None:
     counts = run(3, train_on_random_steps, saved_vision_model("qwen2_5_vl"), "3", 50, reduce)[0]
     assert len(set(counts)) == 1 and counts[0][0] > 0
 
@@ -121,8 +126,8 @@ class Drawn(MeasuredDocuments):
         return 1
 
     def measures(self) -> Measures:
-        one = np.array([30])
-        return Measures(one, np.array([29.0]), np.array([29]), np.array([False]), np.array([16]), np.array([256]))
+        one, no = np.array([30]), np.array([False])
+        return Measures(one, np.array([29.0]), np.array([29]), no, np.array([16]), np.array([256]), no)
 
     def source(self, index: int) -> str:
         return "seen.jsonl:1"

@@ -26,7 +26,7 @@ _CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] + '\n' }}"
     "{% if m['content'] is string %}{{ m['content'] }}"
     "{% else %}{% for c in m['content'] %}"
-    "{% if c['type'] == 'image' %}PLACE{% else %}{{ c['text'] }}{% endif %}"
+    "{% if c['type'] == 'image' %}PLACE{% elif c['type'] == 'video' %}VIDEO{% else %}{{ c['text'] }}{% endif %}"
     "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
@@ -227,7 +227,8 @@ def vision_tokenizer(family: str) -> PreTrainedTokenizerFast:
     backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in (*_SPECIAL, *own.tokens)])
     named = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
     fast = PreTrainedTokenizerFast(tokenizer_object=backend, **named, extra_special_tokens=dict(own.named))
-    fast.chat_template = _CHATML.replace("PLACE", own.place.replace("\n", "\\n"))
+    place = own.place.replace("\n", "\\n")
+    fast.chat_template = _CHATML.replace("PLACE", place).replace("VIDEO", place.replace("image", "video"))
     return fast
 
 

@@ -221,6 +221,10 @@ def _export(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
     _alone("export")
     if arguments.check and (arguments.dtype or arguments.output or arguments.ema):
         raise UserError("--check writes nothing: leave --dtype, --output and --ema out.")
+    if arguments.optimizer and arguments.format != "dcp":
+        raise UserError("--optimizer goes with --format dcp: a HuggingFace directory has no place for it.")
+    if arguments.model and (arguments.check or arguments.ema or arguments.format == "dcp"):
+        raise UserError("--model is for what another trainer saved: leave --check, --ema and --format out.")
     path = local_path("weft export", arguments.path, output=bool(arguments.output or arguments.check))
     options = _options(ExportOptions, arguments, path=path, dtype=arguments.dtype or "bf16")
 

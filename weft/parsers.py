@@ -167,7 +167,7 @@ def data_parser() -> argparse.ArgumentParser:
 
 def export_parser() -> argparse.ArgumentParser:
     parser = _Parser("export")
-    parser.add_argument("path", metavar="RUN | CHECKPOINT", help="of a run folder the newest checkpoint is taken")
+    parser.add_argument("path", metavar="RUN | CHECKPOINT | DCP", help="of a run folder the newest checkpoint is taken")
     parser.add_argument("--dtype", choices=("auto", "bf16", "fp16", "fp32"), help="default: bf16")
     parser.add_argument("--output", metavar="DIR", help="where to write (default: beside the checkpoint)")
     parser.add_argument(
@@ -176,6 +176,16 @@ def export_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--ema", action="store_true", help="the average of the weights (optimizer.ema_decay) instead of the weights"
     )
+    parser.add_argument(
+        "--format", choices=("hf", "dcp"), default="hf",
+        help="what is written: a HuggingFace directory (default), or one that torch.distributed.checkpoint reads",
+    )  # fmt: skip
+    parser.add_argument("--optimizer", action="store_true", help="with --format dcp: the optimizer's state, too")
+    parser.add_argument(
+        "--model", metavar="MODEL",
+        help="of a directory that another trainer saved with torch.distributed.checkpoint: the HuggingFace model whose "
+        "config and tokenizer it goes with",
+    )  # fmt: skip
     return parser
 
 

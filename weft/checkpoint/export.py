@@ -130,6 +130,11 @@ def prepare_export(plan: ExportPlan, folder: Path) -> None:
         create(folder / file, layout)
     if plan.index is not None:
         _write_json(folder / INDEX, plan.index)
+    describe(plan, folder)
+
+
+def describe(plan: ExportPlan, folder: Path) -> None:
+    """Write what a folder holds besides weights: the config, the tokenizer, and how to generate."""
     _write_json(folder / plan.config_name, plan.config)
     for name, text in plan.texts.items():
         (folder / name).write_text(text, encoding="utf-8")

@@ -62,15 +62,21 @@ class VerifyOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions:
-    """`weft export`. path: a run folder or a checkpoint. output: None for a folder next to the checkpoint.
+    """`weft export`. path: a run folder, a checkpoint, or a directory of torch.distributed.checkpoint. output: None for
+    a folder next to it.
 
-    ema: export the average of the weights (optimizer.ema_decay) instead of the masters.
+    ema: export the average of the weights (optimizer.ema_decay) instead of the masters. format: of what is written.
+    optimizer: with format dcp, its state, too. model: of a directory of torch.distributed.checkpoint, the HuggingFace
+    model whose config and tokenizer it goes with.
     """
 
     path: str
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = "bf16"
     output: str | None = None
     ema: bool = False
+    format: Literal["hf", "dcp"] = "hf"
+    optimizer: bool = False
+    model: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

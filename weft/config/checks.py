@@ -80,6 +80,14 @@ INERT = (
     Inert("data.subset", lambda c: c.data.sources is not None, _SOURCES),
     Inert("data.columns", lambda c: c.data.sources is not None, _SOURCES),
     Inert("model.router_aux_loss_coef", lambda c: c.model.router_aux_loss == "none", "model.router_aux_loss is none"),
+    *(
+        Inert("optimizer.load_state", when, because)
+        for when, because in (
+            (lambda c: c.model.weights is None, "model.weights is null: there is no state to begin with"),
+            (lambda c: c.optimizer.name not in BUILT_IN, "only the state of adamw and sgd is known by its names"),
+            (lambda c: c.optimizer.name == "sgd" and c.optimizer.momentum == 0, "SGD without momentum has no state"),
+        )
+    ),
     Inert("optimizer.betas", lambda c: c.optimizer.name != "adamw", _ONLY_ADAMW),
     Inert("optimizer.eps", lambda c: c.optimizer.name != "adamw", _ONLY_ADAMW),
     Inert(
@@ -204,6 +212,11 @@ RANGES: dict[str, tuple[Test, str]] = {
         lambda v: set(v) <= {"min", "max"} and all(pixels >= 1 for pixels in v.values()) and _in_order(v),
         "{min: PIXELS, max: PIXELS}, or one of both: numbers from 1, the first not above the second",
     ),
+    "data.video": (
+        lambda v: _is_of_videos(v),
+        "{fps: ..., min_frames: ..., max_frames: ..., min_pixels: ..., max_pixels: ...}, or some of these: above 0, "
+        "whole numbers but for fps, no least above its most",
+    ),
     "data.template_kwargs": (
         lambda v: not set(v) & set(RESERVED_KWARGS),
         f"without {', '.join(RESERVED_KWARGS)}, which come from the data",
@@ -247,6 +260,14 @@ RANGES: dict[str, tuple[Test, str]] = {
 
 def _in_order(limits: Mapping[str, int]) -> bool:
     return len(limits) < 2 or limits["min"] <= limits["max"]
+
+
+def _is_of_videos(limits: Mapping[str, float]) -> bool:
+    names = [f"{edge}_{what}" for what in ("frames", "pixels") for edge in ("min", "max")]
+    whole = all(limits[name] == int(limits[name]) >= 1 for name in names if name in limits)
+    pairs = zip(names[::2], names[1::2], strict=True)
+    ordered = all(limits.get(least, 0) <= limits.get(most, float("inf")) for least, most in pairs)
+    return set(limits) <= {"fps", *names} and 0 < limits.get("fps", 1) <= 1000 and whole and ordered
 
 
 def _held_out(config: Any) -> bool:
@@ -338,6 +359,7 @@ def common_combinations(config: Any, free_columns: bool = False) -> Iterator[tup
             "model.init is random, and with lora no checkpoint would hold the base that is drawn, so that nobody "
             "could load the adapter: set model.init=pretrained, or train all weights (lora.rank=null).",
         )
+    yield from _weights_combinations(config)
     yield from _router_combinations(config)
     yield from _schedule_combinations(config.schedule, config.train.steps)
     every, kept = config.checkpoint.every, config.checkpoint.keep_every
@@ -346,6 +368,24 @@ def common_combinations(config: Any, free_columns: bool = False) -> Iterator[tup
             "checkpoint.keep_every",
             f"checkpoint.keep_every is {kept}, but checkpoints are made at multiples of checkpoint.every = {every}: "
             f"set checkpoint.keep_every={max(1, kept // every) * every}.",
+        )
+
+
+def _weights_combinations(config: Any) -> Iterator[tuple[str, str]]:
+    """Of model.weights."""
+    if config.model.weights is None:
+        return
+    if config.model.init == "random":
+        yield (
+            "model.init",
+            "model.init is random, but model.weights names weights: set model.weights=null, or model.init=pretrained.",
+        )
+    if config.lora.on:
+        yield (
+            "model.weights",
+            "model.weights does not go together with lora: an adapter names its base by model.path, which has other "
+            f"weights. Write a HuggingFace directory, weft export {config.model.weights} --model {config.model.path}, "
+            "and set model.path to that.",
         )
 
 

@@ -25,7 +25,16 @@ from weft.errors import UserError
 Schema = TypeVar("Schema")
 
 COMMAND_LINE = "command line"
-PATH_KEYS = ("model.path", "data.path", "eval.path", "eval.prompts", "lora.path", "run.dir", "run.staging")
+PATH_KEYS = (
+    "model.path",
+    "model.weights",
+    "data.path",
+    "eval.path",
+    "eval.prompts",
+    "lora.path",
+    "run.dir",
+    "run.staging",
+)
 
 
 def load_config(

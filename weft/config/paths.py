@@ -25,6 +25,7 @@ def check_paths(config: Any, explicit: Mapping[str, str] | None = None, *, weigh
     data, prompts = _data_paths(config), _prompts_path(config)
     named = [("model.path", config.model.path), ("lora.path", config.lora.path), ("run.dir", config.run.dir)]
     named += [("data.chat_template", config.data.chat_template), ("eval.prompts", prompts)]
+    named += [("model.weights", config.model.weights)]
     found = list(_unnameable([*data, *((key, path) for key, path in named if path is not None)]))
     if not found:
         found = [(key, data_problem(key, path)) for key, path in data if not is_url(path)]
@@ -34,6 +35,7 @@ def check_paths(config: Any, explicit: Mapping[str, str] | None = None, *, weigh
             found.append(("data.chat_template", _template_problem(config.data.chat_template)))
         if not is_url(config.model.path):
             found.append(("model.path", _model_problem(config, weights)))
+        found.append(("model.weights", _weights_problem(config.model.weights)))
         if not is_url(config.lora.path):
             found.append(("lora.path", _adapter_problem(config.lora.path)))
         found += [(key, named_problem(path, key)) for key, path in _import_paths(config)]
@@ -163,7 +165,7 @@ def _model_problem(config: Any, weights: bool) -> str:
     path = config.model.path
     folder = Path(path)
     if folder.is_dir():
-        return _folder_problem(folder, weights and config.model.init == "pretrained")
+        return _folder_problem(folder, weights and config.model.init == "pretrained" and config.model.weights is None)
     if folder.is_file():
         return f"model.path {path} is a file: name the folder that holds it."
     if not _looks_like_a_path(path):
@@ -184,11 +186,27 @@ def _folder_problem(folder: Path, weights: bool) -> str:
     if not has_config:
         return f"model.path {folder} holds no config.json, so it is not a HuggingFace model directory."
     if weights and not holds_weights(folder):
+        if dcp := next((found for found in (folder, folder / "dcp") if os.path.lexists(found / ".metadata")), None):
+            return (
+                f"model.path {folder} holds its weights as torch.distributed.checkpoint: set model.weights={dcp}, too."
+            )
         return (
             f"model.path {folder} holds no weights (*.safetensors): download them to it, or set model.init=random to "
             "train from scratch."
         )
     return ""
+
+
+def _weights_problem(path: str | None) -> str:
+    """Of model.weights; what the directory holds is said where it is read."""
+    if path is None or Path(path).expanduser().is_dir():
+        return ""
+    if is_url(path):
+        return (
+            f"model.weights {path}: weft reads it from a local or shared file system: copy it there, and name the copy."
+        )
+    near = near_names(Path(path), folders=True)
+    return f"model.weights {path} does not exist: name a directory that torch.distributed.checkpoint wrote.{near}"
 
 
 def _adapter_problem(path: str | None) -> str:

@@ -299,6 +299,13 @@ def _combinations(config: RlConfig) -> Iterator[tuple[str, str]]:
             "data.long_documents is truncate, but a prompt without its end asks something else: set it to error, or to "
             "drop, which leaves out prompts of more than rollout.max_prompt_tokens.",
         )
+    if config.model.weights is not None and config.rollout.engine == "sglang":
+        yield (
+            "model.weights",
+            "model.weights does not go together with rollout.engine=sglang, which starts with the weights at "
+            "model.path: set rollout.engine=vllm, or write a HuggingFace directory, weft export "
+            f"{config.model.weights} --model {config.model.path}, and set model.path to that.",
+        )
     yield from common_combinations(config, free_columns=True)
 
 

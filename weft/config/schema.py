@@ -26,6 +26,11 @@ class ModelConfig:
         "from train.seed.",
         "pretrained",
     )
+    weights: str | None = key(
+        "Directory of torch.distributed.checkpoint (torchtitan, ROLL, ...), or of verl, that is read in place of the "
+        "weights at model.path, which then needs config and tokenizer alone (docs/how-to/dcp.md).",
+        None,
+    )
     ignore_weights: tuple[str, ...] = key(
         "Globs of tensors in the model's files that its class does not have and that may be left out; others are an "
         "error.",
@@ -88,7 +93,7 @@ class MeshConfig:
     )
     ulysses: int | None = key(
         "Of the ranks of cp, how many exchange heads for tokens (Ulysses); groups of them exchange keys and values. "
-        "A divisor of cp and of the attention heads. null: what sends the fewest bytes.",
+        "A divisor of cp and of the attention heads; cp where layers carry state. null: what sends the fewest bytes.",
         None,
     )
     tp: int = key(
@@ -261,15 +266,20 @@ class DataConfig:
         "such limit.",
         default_factory=dict,
     )
+    video: dict[str, float] = key(  # noqa: RUF009 - dataclasses.field()
+        "How videos are seen, as in {fps: 2, max_frames: 768}: names of qwen-vl-utils (docs/reference/data.md#videos).",
+        default_factory=dict,
+    )
     check_images: bool = key(
-        "Decode every image before training, so that a damaged one is found then; false reads only the size of each.",
+        "Decode every image and video before training, so that a damaged one is found then; false reads only sizes.",
         True,
     )
     max_image_pixels: int = key(
         "Most pixels of an image that is decoded: a larger one is an error, before it fills the memory.", 89_478_485
     )
     fetch_images: bool = key(
-        "Fetch images of http and https URLs, once, while the data are read; they are kept with the tokens.", False
+        "Fetch images and videos of http and https URLs once, while the data are read; they are kept with the tokens.",
+        False,
     )
     max_row_bytes: int = key(
         "Largest row of the data in bytes (a line, an object, a row of a table): a larger one is an error that names "
@@ -385,6 +395,11 @@ class OptimizerConfig:
         "Dtype in which the optimizer keeps its state; `auto`: the masters'. Another one is rounded to nearest after "
         "every step, which is computed in fp32; bf16 halves the state's memory and is not exact.",
         "auto",
+    )
+    load_state: bool = key(
+        "Begin with the optimizer's state that is in model.weights (AdamW's moments and steps, SGD's momentum); steps, "
+        "learning rate and order of the data begin anew.",
+        False,
     )
     max_grad_norm: float | None = key("Clip the gradient of a step to this global norm; null: never.", 1.0)
     ema_decay: float | None = key(

@@ -20,7 +20,7 @@ FORMATS: dict[str, tuple[str, ...]] = {
     "instruction": ("instruction", "input", "output"),
     "input_ids": ("input_ids", "labels", "loss_mask"),
 }
-BESIDE = ("system", "tools", "chat_template_kwargs", "history", "images")
+BESIDE = ("system", "tools", "chat_template_kwargs", "history", "images", "videos")
 COLUMNS = (*(name for names in FORMATS.values() for name in names), *BESIDE)
 
 # Who speaks, in the words of chat templates. Only answers of the assistant are trained.

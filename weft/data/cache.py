@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from weft.data import table as tables
-from weft.data.image_files import Place
+from weft.data.places import Place
 from weft.data.sources import Part
 from weft.data.table import Chunk, DamagedTableError, Table
 from weft.errors import StorageError

@@ -74,7 +74,8 @@ class Documents(MeasuredDocuments):
         weights = losses.astype(np.float64)  # a trained token weighs 1
         patches: Array = np.concatenate([piece.table.patches[piece.kept] for piece in pieces])
         pairs: Array = np.concatenate([piece.table.pairs[piece.kept] for piece in pieces])
-        self._measures = Measures(lengths, weights, losses, np.zeros(len(losses), bool), patches, pairs)
+        videos: Array = np.concatenate([piece.table.videos[piece.kept] > 0 for piece in pieces])
+        self._measures = Measures(lengths, weights, losses, np.zeros(len(losses), bool), patches, pairs, videos)
 
     def __len__(self) -> int:
         return int(self._ends[-1])

@@ -14,9 +14,10 @@ from jinja2.exceptions import TemplateSyntaxError
 from weft.config.schema import DataConfig
 from weft.data.chat_template import ChatTemplate, Lost, RenderError, Rendering, Unclear, chosen_template
 from weft.data.conversation import Conversation, TrainOn, conversation, is_chat
-from weft.data.image_files import Measured, Place
+from weft.data.image_files import Measured
 from weft.data.images import Images, Placed, of_text_alone, read_images, texts_of
 from weft.data.loss_mask import AssistantMasks, MaskedText
+from weft.data.places import Place
 from weft.data.records import Record
 from weft.data.template_bounds import UnboundedError
 from weft.errors import BadRowError, UserError, first_line, runs_own_code
@@ -398,10 +399,10 @@ def _shown(rendering: Rendering) -> str:
 
 def changed_files(model: str, data: DataConfig) -> dict[str, str]:
     """Name -> text of files that every checkpoint has in place of the model's: the template of data.chat_template, and
-    the processor with data.image_pixels, so that whoever serves it needs neither key."""
+    the processor with data.image_pixels and data.video, so that whoever serves it needs neither key."""
     template = chosen_template(data)
     texts = {} if template is None else {"chat_template.jinja": template}
-    images = read_images(model, load_tokenizer(model), data) if data.image_pixels else None
+    images = read_images(model, load_tokenizer(model), data) if data.image_pixels or data.video else None
     return texts if images is None else texts | images.processor().files(model)
 
 

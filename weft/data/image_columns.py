@@ -1,9 +1,11 @@
-"""The images of a row: content parts that hold one, and the column `images` with its places in the texts.
+"""The images and videos of a row: content parts that hold one, and the columns `images` and `videos` with their places
+in the texts.
 
 {"role": "user", "content": [{"type": "image", "image": "cat.jpg"}, {"type": "text", "text": "What is it?"}]}
-{"messages": [{"role": "user", "content": "<image>What is it?"}, ...], "images": ["cat.jpg"]}
+{"messages": [{"role": "user", "content": "<video>What happens?"}, ...], "videos": ["cat.gif"]}
 
-Images are not opened here (weft/data/image_files.py does that). Templates are given {"type": "image"} for each.
+They are not opened here (image_files.py and video_files.py do that). Templates are given {"type": "image"}, or video,
+for each.
 """
 
 from __future__ import annotations
@@ -13,20 +15,24 @@ import binascii
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from weft.data.messages import IMAGE_PARTS, Message, decoded, kind
+from weft.data.messages import IMAGE_PARTS, VIDEO_PARTS, Message, decoded
+from weft.data.messages import kind as kind_of
 from weft.errors import UserError
 
-COLUMN = "images"
-MARK = "<image>"  # the place of an image in a text, where a row has the column
-_KEYS = ("image", "image_url", "url", "path", "base64", "bytes")
+COLUMN, VIDEOS = "images", "videos"
 _FORMS = "a path, a data: URI, base64, or {bytes, path} as datasets writes it"
 # What the base64 of a PNG, JPEG, GIF, WebP, BMP and TIFF begins with: no path of this length does.
 _BASE64 = re.compile(r"\A(?:iVBORw0KGgo|/9j/|R0lGOD|UklGR|Qk[0-9A-Za-z]|SUkqA|TU0AK)[A-Za-z0-9+/=\s]{40,}\Z")
+# What qwen-vl-utils reads of a part, and weft of data.video.
+_OF_EACH_VIDEO = (
+    "fps", "nframes", "min_frames", "max_frames", "min_pixels", "max_pixels", "total_pixels", "resized_height",
+    "resized_width", "video_start", "video_end",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,112 +50,196 @@ class Image:
         return self.path or self.url or "in the row"
 
 
+@dataclass(frozen=True, slots=True)
+class Video:
+    """Where a video of a row is: the file of all its frames, or their folder; or frames, each an image. fps: how many
+    of these are shown in a second, where the row says it."""
+
+    file: Image | None = None
+    frames: tuple[Image, ...] = ()
+    fps: float | None = None
+
+    def __str__(self) -> str:
+        """Its name in messages."""
+        if self.file is not None:
+            return str(self.file)
+        return f"{len(self.frames)} frames" + (f" from {self.frames[0]}" if self.frames else "")
+
+
+def images_alone(seen: Sequence[Image | Video]) -> tuple[Image, ...]:
+    """Those of a chat in which there are no videos."""
+    found = tuple(one for one in seen if isinstance(one, Image))
+    assert len(found) == len(seen), "videos are refused where messages are read"
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """column: of a row. mark: the place of one in a text, where a row has the column. parts: types of contents. keys:
+    of a part, under which it is. read: what is given in a column or part -> what it is."""
+
+    name: str
+    column: str
+    mark: str
+    parts: tuple[str, ...]
+    keys: tuple[str, ...]
+    read: Callable[[str, Any, str], Image | Video]
+
+    def payload(self, part: Mapping[str, Any]) -> Any:
+        """What a part says of it; None where the column has it."""
+        return next((part[key] for key in self.keys if part.get(key) is not None), None)
+
+
 def take_images(
     where: str, messages: Sequence[Message], row: Mapping[str, Any], folder: str
-) -> tuple[list[Message], tuple[Image, ...]]:
-    """(messages with a bare part for each image, the images in the order of these parts).
+) -> tuple[list[Message], tuple[Image | Video, ...]]:
+    """(messages with a bare part for each image and video, these in the order of the parts).
 
     folder: paths are relative to it. A part without an image, and each `<image>` in a text, takes the next image of the
-    column `images`; where neither is, the images stand before the first message of the user, as in TRL. Raises
-    UserError, also where not every place has an image and every image a place.
+    column `images`; where neither is, the images stand before the first message of the user, as in TRL. The same of
+    videos. Raises UserError, also where not every place has one and every one a place.
     """
-    column = [_image(f"{where}: `{COLUMN}`", given, folder) for given in _column(where, row)]
-    if not column and not any(isinstance(message.get("content"), list) for message in messages):
+    columns = {kind: _column(where, kind, row, folder) for kind in _KINDS}
+    if not any(columns.values()) and not any(isinstance(message.get("content"), list) for message in messages):
         return list(messages), ()
-    if column and not any(_places(message) for message in messages):
-        messages = _before_the_question(where, messages, len(column))
-    rest, images, made = iter(column), list[Image](), list[Message]()
-    places = 0
+    marked = [kind for kind in _KINDS if columns[kind]]
+    for kind in marked:
+        if not any(_places(message, kind) for message in messages):
+            messages = _before_the_question(where, messages, kind, len(columns[kind]))
+    rest, places = {kind: iter(columns[kind]) for kind in _KINDS}, dict.fromkeys(_KINDS, 0)
+    taken, made = list[Image | Video](), list[Message]()
     for number, message in enumerate(messages, start=1):
         content = message.get("content")
-        if column and isinstance(content, str) and MARK in content:
+        if isinstance(content, str) and any(kind.mark in content for kind in marked):
             content = [{"type": "text", "text": content}]
         if not isinstance(content, list):
             made.append(message)
             continue
-        parts = list(_parts(content, marks=bool(column)))
-        for part in parts:
-            if part["type"] == "text":
+        bare = []
+        for part in _parts(content, marked):
+            seen = _kind_of(part)
+            if seen is None:
+                bare.append(part)
                 continue
-            own = _payload(part)
-            found = next(rest, None) if own is None else _image(f"{where}: message {number}", own, folder)
-            places += own is None
-            images += [] if found is None else [found]
-        made.append({**message, "content": [part if part["type"] == "text" else {"type": "image"} for part in parts]})
-    _check_counts(where, row, len(column), places)
-    return made, tuple(images)
+            own = seen.payload(part)
+            found = next(rest[seen], None) if own is None else seen.read(f"{where}: message {number}", part, folder)
+            places[seen] += own is None
+            taken += [] if found is None else [found]
+            bare.append({"type": seen.name})
+        made.append({**message, "content": bare})
+    for kind in _KINDS:
+        _check_counts(where, row, kind, len(columns[kind]), places[kind])
+    return made, tuple(taken)
 
 
-def _check_counts(where: str, row: Mapping[str, Any], images: int, places: int) -> None:
-    if images == places:
+def _check_counts(where: str, row: Mapping[str, Any], kind: _Kind, found: int, places: int) -> None:
+    if found == places:
         return
-    hint = "" if images or "image" not in row else " Set data.columns={images: image}."
+    name = kind.name
+    hint = "" if found or name not in row else f" Set data.columns={{{kind.column}: {name}}}."
     raise UserError(
-        f"{where}: has {images} image{'s' * (images != 1)} in `{COLUMN}` and {places} place{'s' * (places != 1)} for "
-        f'them ({MARK} in a text, or a part {{"type": "image"}} without an image): each needs one of the other.{hint}'
+        f"{where}: has {found} {name}{'s' * (found != 1)} in `{kind.column}` and {places} place{'s' * (places != 1)} "
+        f'for them ({kind.mark} in a text, or a part {{"type": "{name}"}} without its {name}): each needs one of '
+        f"the other.{hint}"
     )
 
 
-def _column(where: str, row: Mapping[str, Any]) -> list[Any]:
-    given = decoded(where, COLUMN, row.get(COLUMN))
+def _column(where: str, kind: _Kind, row: Mapping[str, Any], folder: str) -> list[Image | Video]:
+    given = decoded(where, kind.column, row.get(kind.column))
     if given is None:
         return []
     listed = list(given) if isinstance(given, list | tuple) else [given]
-    if any(image is None for image in listed):
-        raise UserError(f"{where}: `{COLUMN}` holds null. Remove it, and its place in the text.")
-    return listed
+    if any(one is None for one in listed):
+        raise UserError(f"{where}: `{kind.column}` holds null. Remove it, and its place in the text.")
+    return [kind.read(f"{where}: `{kind.column}`", one, folder) for one in listed]
 
 
-def _places(message: Message) -> int:
-    """Places for images of the column."""
+def _places(message: Message, kind: _Kind) -> int:
+    """Places for what the column has."""
     content = message.get("content")
     if isinstance(content, str):
-        return content.count(MARK)
-    parts = _parts(content, marks=True) if isinstance(content, list) else ()
-    return sum(part["type"] != "text" and _payload(part) is None for part in parts)
+        return content.count(kind.mark)
+    parts = _parts(content, [kind]) if isinstance(content, list) else ()
+    return sum(_kind_of(part) is kind and kind.payload(part) is None for part in parts)
 
 
-def _before_the_question(where: str, messages: Sequence[Message], count: int) -> list[Message]:
+def _before_the_question(where: str, messages: Sequence[Message], kind: _Kind, count: int) -> list[Message]:
     place = next((i for i, message in enumerate(messages) if message["role"] == "user"), None)
     if place is None:
-        raise UserError(f"{where}: has `{COLUMN}`, and no message of the user to which they could belong.")
+        raise UserError(f"{where}: has `{kind.column}`, and no message of the user to which they could belong.")
     message, content = messages[place], messages[place].get("content")
     texts = content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
-    parts = [*({"type": "image"} for _ in range(count)), *texts]
+    parts = [*({"type": kind.name} for _ in range(count)), *texts]
     return [*messages[:place], {**message, "content": parts}, *messages[place + 1 :]]
 
 
-def _parts(content: Sequence[Any], marks: bool) -> Iterator[dict[str, Any]]:
-    """The parts of a content. marks: texts are cut at each place of an image."""
+def _parts(content: Sequence[Any], marked: Sequence[_Kind]) -> Iterator[dict[str, Any]]:
+    """The parts of a content. marked: texts are cut at each place of these."""
+    kinds = {kind.mark: kind for kind in marked}
     for part in content:
-        if part["type"] != "text" or not marks or MARK not in part["text"]:
+        if part["type"] != "text" or not any(mark in part["text"] for mark in kinds):
             yield part
             continue
-        for number, text in enumerate(part["text"].split(MARK)):
-            if number:
-                yield {"type": "image"}
-            if text:
+        for text in re.split(f"({'|'.join(map(re.escape, kinds))})", part["text"]):
+            if text in kinds:
+                yield {"type": kinds[text].name}
+            elif text:
                 yield {"type": "text", "text": text}
 
 
-def _payload(part: Mapping[str, Any]) -> Any:
-    """What a part says of its image; None where the column has it."""
-    assert part["type"] in IMAGE_PARTS
-    return next((part[key] for key in _KEYS if part.get(key) is not None), None)
+def _kind_of(part: Mapping[str, Any]) -> _Kind | None:
+    return next((kind for kind in _KINDS if part["type"] in kind.parts), None)
 
 
 def _image(where: str, given: Any, folder: str) -> Image:
     if isinstance(given, Mapping):
-        found = next((key for key in ("bytes", *_KEYS) if given.get(key) is not None), None)
+        found = next((key for key in ("bytes", *_IMAGE.keys) if given.get(key) is not None), None)
         if found is not None:
             return _image(where, given[found], folder)
     if isinstance(given, bytes | bytearray | memoryview):
         return Image(data=bytes(given))
     if isinstance(given, str):
         return _of_text(where, given, folder)
-    if hasattr(given, "convert") and hasattr(given, "size"):  # a PIL image; PIL itself may be missing
+    if _is_picture(given):
         return Image(picture=given)
     raise UserError(f"{where}: an image is {_FORMS}, not {_shown(given)}.")
+
+
+def _video(where: str, given: Any, folder: str) -> Video:
+    if isinstance(given, Mapping):
+        if own := [key for key in _OF_EACH_VIDEO if given.get(key) is not None]:
+            raise UserError(f"{where}: `{own[0]}` of a video is not read: set data.video, which is for all videos.")
+        found = next((key for key in ("bytes", *_VIDEO.keys) if given.get(key) is not None), None)
+        if found is not None:
+            inner = _video(where, given[found], folder)
+            return replace(inner, fps=_fps(where, given) or inner.fps)
+    if isinstance(given, list | tuple):
+        if len(given) < 2:
+            number = "one frame: write it as an image" if given else "no frames: remove it, and its place in the text"
+            raise UserError(f"{where}: a video has {number}.")
+        return Video(frames=tuple(_image(f"{where}: a frame", frame, folder) for frame in given))
+    if isinstance(given, str | bytes | bytearray | memoryview) or _is_picture(given):
+        return Video(file=_image(where, given, folder))
+    raise UserError(f"{where}: a video is {_FORMS}, a folder, or a list of frames, not {_shown(given)}.")
+
+
+def _is_picture(given: Any) -> bool:
+    """Whether this is a PIL image; PIL itself may be missing."""
+    return hasattr(given, "convert") and hasattr(given, "size")
+
+
+def _fps(where: str, part: Mapping[str, Any]) -> float | None:
+    """The rate of a list of frames, as qwen-vl-utils calls it."""
+    fps = part.get("sample_fps")
+    if fps is None:
+        return None
+    try:
+        rate = float(fps)
+    except (TypeError, ValueError):
+        rate = 0.0
+    if not 0 < rate < float("inf"):
+        raise UserError(f"{where}: `sample_fps` must be the frames of a second, above 0, not {json.dumps(fps)}.")
+    return rate
 
 
 def _of_text(where: str, text: str, folder: str) -> Image:
@@ -185,4 +275,13 @@ def _shown(value: Any) -> str:
     if isinstance(value, Mapping):
         return f"an object with {', '.join(f'`{key}`' for key in value) or 'no keys'}"
     plain = value is None or isinstance(value, bool | int | float | str | list)
-    return kind(value) if plain else f"a {type(value).__name__}"
+    return kind_of(value) if plain else f"a {type(value).__name__}"
+
+
+_IMAGE = _Kind(
+    "image", COLUMN, "<image>", IMAGE_PARTS, ("image", "image_url", "url", "path", "base64", "bytes"), _image
+)
+_VIDEO = _Kind(
+    "video", VIDEOS, "<video>", VIDEO_PARTS, ("video", "video_url", "url", "path", "base64", "bytes"), _video
+)
+_KINDS = (_IMAGE, _VIDEO)

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import io
 import os
-import struct
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import Any
 from weft.data.image_columns import Image
 from weft.errors import BadRowError, UserError, first_line
 from weft.files import regular_file
+from weft.models.clips import Clip, Sampling, Shape
 
 # Those that PIL decodes by itself: others run programs (EPS), or are no pictures.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "JPEG2000")
@@ -33,23 +33,30 @@ MAX_PIXELS = 89_478_485  # of an image that is decoded, as in PIL
 @dataclass(frozen=True, slots=True)
 class Checks:
     """decode: as data.check_images. max_pixels: as data.max_image_pixels. fetch: as data.fetch_images. rows: whether
-    images are those of rows, of which errors then speak."""
+    images are those of rows, of which errors then speak. video: as data.video."""
 
     decode: bool = True
     max_pixels: int = MAX_PIXELS
     fetch: bool = False
     rows: bool = True
+    video: Sampling = field(default_factory=Sampling)
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Of an image: its height and width in pixels, as it is seen; bytes of its file; when that was changed last, in
-    nanoseconds (0: it is no file)."""
+    """Of an image, or of all frames of a video: height and width in pixels, as it is seen; bytes of its files; when one
+    of them was changed last, in nanoseconds (0: it is no file). clip: of a video, which frames are taken."""
 
     height: int
     width: int
     size: int
     changed: int = 0
+    clip: Clip | None = None
+
+    @property
+    def shape(self) -> Shape:
+        """What a processor has to know to lay it out."""
+        return (self.height, self.width) if self.clip is None else (self.height, self.width, self.clip)
 
 
 def need_pillow(where: str) -> None:
@@ -68,7 +75,7 @@ def opening_pool() -> ThreadPoolExecutor:
 
 def measured(image: Image, where: str, checks: Checks) -> Measured:
     """What has to be known of an image before training. where: names the row and the image. Raises BadRowError."""
-    with _opened(image, where, checks) as (picture, size, changed):
+    with opened(image, where, checks) as (picture, size, changed):
         if checks.decode:
             picture.load()
         turned = picture.getexif().get(_ORIENTATION) in _TURNED
@@ -80,13 +87,17 @@ def pixels(image: Image, where: str, checks: Checks) -> tuple[Any, Measured]:
     """(the image as a PIL image in RGB, what `measured` says of it). Raises BadRowError."""
     from PIL import ImageOps
 
-    with _opened(image, where, checks) as (picture, size, changed):
+    with opened(image, where, checks) as (picture, size, changed):
         picture.load()
-        seen = ImageOps.exif_transpose(picture)
-        if seen.mode == "P" and "transparency" in seen.info:
-            seen = seen.convert("RGBA")  # PIL warns of what it does otherwise
-        seen = seen.convert("RGB")
+        seen = in_colours(ImageOps.exif_transpose(picture))
         return seen, Measured(seen.height, seen.width, size, changed)
+
+
+def in_colours(picture: Any) -> Any:
+    """The picture in RGB."""
+    if picture.mode == "P" and "transparency" in picture.info:
+        picture = picture.convert("RGBA")  # PIL warns of what it does otherwise
+    return picture.convert("RGB")
 
 
 def as_file(image: Image, where: str, checks: Checks) -> Image:
@@ -99,7 +110,7 @@ def as_file(image: Image, where: str, checks: Checks) -> Image:
 
 
 @contextmanager
-def _opened(image: Image, where: str, checks: Checks) -> Iterator[tuple[Any, int, int]]:
+def opened(image: Image, where: str, checks: Checks) -> Iterator[tuple[Any, int, int]]:
     """(PIL image, bytes, time of change); what goes wrong inside becomes a BadRowError."""
     name = f"{where} ({image})"
     need_pillow(name)
@@ -147,7 +158,18 @@ def _known() -> list[str]:
 
 
 def _checked(picture: Any, name: str, checks: Checks) -> Any:
-    width, height = picture.size
+    check_size(picture.size, name, checks)
+    if picture.mode in _DEEP:
+        raise BadRowError(
+            f"{name}: has {'16' if '16' in picture.mode else '32'} bits for a pixel ({picture.mode}), which would turn "
+            "white. Save it with 8 bits for each of red, green and blue."
+        )
+    return picture
+
+
+def check_size(size: tuple[int, int], name: str, checks: Checks) -> None:
+    """BadRowError for a picture of this width and height that is not decoded."""
+    width, height = size
     if width * height > checks.max_pixels:
         limit = f"{'data.max_image_pixels = ' if checks.rows else ''}{checks.max_pixels:,}"
         hint = ", or set data.max_image_pixels to more" if checks.rows else ""
@@ -155,14 +177,8 @@ def _checked(picture: Any, name: str, checks: Checks) -> Any:
             f"{name}: has {width:,} x {height:,} pixels, more than {limit}: decoding it could fill the memory. Make it "
             f"smaller{hint}."
         )
-    if min(picture.size) < 1:
+    if min(size) < 1:
         raise BadRowError(f"{name}: has {width} x {height} pixels. Remove it.")
-    if picture.mode in _DEEP:
-        raise BadRowError(
-            f"{name}: has {'16' if '16' in picture.mode else '32'} bits for a pixel ({picture.mode}), which would turn "
-            "white. Save it with 8 bits for each of red, green and blue."
-        )
-    return picture
 
 
 def _held(picture: Any) -> int:
@@ -191,67 +207,3 @@ def _is_empty(path: str) -> bool:
         return os.stat(path).st_size == 0
     except OSError:
         return False
-
-
-# ---------------------------------------------------------------- where images are found again
-
-# Of each image of a table: what it is found by, its size as seen, its bytes, and by kind: when its file was changed, or
-# the position of its row and its place among the row's images.
-_HEAD = struct.Struct("<BIIQqI")
-HEAD_BYTES = _HEAD.size
-PATH, _ROW, _COPY = b"PRC"
-
-
-def identity(packed: Any) -> Any:
-    """Of the bytes of a packed place those that belong to the digest of its document: nothing of where it is."""
-    return packed[1:17].tobytes()
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where an image is found again. measured: as it was when it was tokenised. path, or data: a copy of its bytes; or
-    its place among the images of the row at `position`."""
-
-    measured: Measured
-    path: str | None = None
-    data: bytes | None = None
-    position: int = 0
-    place: int = 0
-
-    def is_as_it_was(self) -> bool:
-        """Whether a file has the size and time of change that it had."""
-        assert self.path is not None
-        try:
-            now = os.stat(self.path)
-        except OSError:
-            return False
-        return (now.st_size, now.st_mtime_ns) == (self.measured.size, self.measured.changed)
-
-    def packed(self) -> bytes:
-        """The bytes that a table keeps."""
-        seen, kind = self.measured, _ROW if self.path is None else PATH
-        tail = b"" if self.path is None else os.fsencode(self.path)
-        if self.data is not None:
-            kind, tail = _COPY, self.data
-        number = seen.changed if kind == PATH else self.position
-        return _HEAD.pack(kind, seen.height, seen.width, seen.size, number, self.place) + tail
-
-    @classmethod
-    def of(cls, packed: bytes) -> Place:
-        """What `packed` made."""
-        kind, height, width, size, number, place = _HEAD.unpack_from(packed)
-        tail = packed[_HEAD.size :]
-        seen = Measured(height, width, size, number if kind == PATH else 0)
-        if kind == PATH:
-            return cls(seen, path=os.fsdecode(tail))
-        return cls(seen, data=tail) if kind == _COPY else cls(seen, position=number, place=place)
-
-
-def place_of(image: Image, measured: Measured, position: int | None, place: int) -> Place:
-    """Where an image is found again. position: of its row, if that can be read again."""
-    if image.path is not None:
-        return Place(measured, path=image.path)
-    if position is None or image.url is not None:
-        assert image.data is not None
-        return Place(measured, data=image.data)
-    return Place(measured, position=position, place=place)

@@ -1,5 +1,5 @@
-"""The images of documents: measured, checked and given their places in a text before training; loaded when a step needs
-them."""
+"""The images and videos of documents: measured, checked and given their places in a text before training; loaded when a
+step needs them."""
 
 from __future__ import annotations
 
@@ -10,23 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 from weft.config.schema import DataConfig
 from weft.data.chat_template import Span
-from weft.data.image_columns import Image
-from weft.data.image_files import (
-    Checks,
-    Measured,
-    Place,
-    as_file,
-    measured,
-    need_pillow,
-    opening_pool,
-    pixels,
-    place_of,
-)
+from weft.data.image_columns import Image, Video, images_alone
+from weft.data.image_files import Checks, Measured, as_file, measured, need_pillow, opening_pool, pixels
 from weft.data.image_urls import fetched
 from weft.data.loss_mask import MaskedText
+from weft.data.places import Place, place_of
 from weft.data.prompt_images import PromptImages
 from weft.data.records import Record
+from weft.data.video_files import frames_of, measured_video
 from weft.errors import BadRowError, UserError, first_line
+from weft.models.clips import Clip, Sampling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -36,8 +29,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A conversation's text with its images in place. chat: its text and trained spans. replaced: the characters that
-    stand for each image. places: where the images are found again. patches, pairs: as in Media."""
+    """A conversation's text with its images and videos in place. chat: its text and trained spans. replaced: the
+    characters that stand for each. places: where they are found again. patches, pairs: as in Media."""
 
     chat: MaskedText
     replaced: tuple[Span, ...] = ()
@@ -47,30 +40,37 @@ class Placed:
 
 
 class Images:
-    """How a vision model's images are read. It is sent to other processes without the processor, which each loads when
-    the first image comes.
+    """How a vision model's images and videos are read. It is sent to other processes without the processor, which each
+    loads when the first image comes.
 
-    placeholder, marks, settings, template: as in ImageProcessor. problem: why the model has no processor; "" where it
-    has one.
+    placeholder, video_placeholder, marks, settings, template: as in ImageProcessor. problem: why the model has no
+    processor; "" where it has one.
     """
 
     def __init__(
-        self, model: str, tokenizer: PreTrainedTokenizerBase, limits: Mapping[str, int], checks: Checks | None = None
+        self,
+        model: str,
+        tokenizer: PreTrainedTokenizerBase,
+        limits: Mapping[str, int],
+        checks: Checks | None = None,
+        video: Mapping[str, float] | None = None,
     ) -> None:
-        self._model, self._tokenizer, self._limits = model, tokenizer, dict(limits)
+        """limits: as data.image_pixels. video: as data.video."""
+        self._model, self._tokenizer, self._limits, self._video = model, tokenizer, dict(limits), dict(video or {})
         self.checks = checks or Checks()
         self._processor: ImageProcessor | None = None
-        self.problem, self.placeholder, self.settings = "", "", ""
+        self.problem, self.placeholder, self.video_placeholder, self.settings = "", "", "", ""
         self.template: str | None = None
         self.marks: tuple[str, ...] = ()
         try:
             processor = self.processor()
         except UserError as error:
-            if limits:
+            if limits or video:
                 raise
             self.problem = str(error)  # which matters to data with images alone
         else:
-            self.placeholder, self.marks = processor.placeholder, processor.marks
+            self.placeholder, self.video_placeholder = processor.placeholder, processor.video_placeholder
+            self.marks = processor.marks
             self.settings, self.template = processor.settings, processor.template
 
     def __getstate__(self) -> dict[str, Any]:
@@ -89,11 +89,12 @@ class Images:
             from weft.models.hf_processor import load_processor
 
             need_pillow(f"model.path: {self._model}")
-            self._processor = load_processor(self._model, hf.read_config(self._model), self._tokenizer, self._limits)
+            config = hf.read_config(self._model)
+            self._processor = load_processor(self._model, config, self._tokenizer, self._limits, self._video)
         return self._processor
 
     def read(self, records: Sequence[Record]) -> list[tuple[Record, list[Measured]]]:
-        """(the record with what was fetched, the sizes of its images) of each; every image is opened. Raises
+        """(the record with what was fetched, the sizes of its images and videos) of each; all are opened. Raises
         BadRowError, of the first record that it is about."""
         if not any(record.images for record in records):
             return [(record, []) for record in records]
@@ -106,10 +107,26 @@ class Images:
             return record, []
         if self.problem:
             raise UserError(f"{record.where}: has images. {self.problem}")
-        names = [_name(record.where, number, len(record.images)) for number in range(1, len(record.images) + 1)]
-        found = [fetched(image, name, self.checks.fetch) for image, name in zip(record.images, names, strict=True)]
-        sizes = [measured(image, name, self.checks) for image, name in zip(found, names, strict=True)]
+        names = _names(record.where, record.images)
+        found, sizes = list[Image | Video](), list[Measured]()
+        for seen, name in zip(record.images, names, strict=True):
+            if isinstance(seen, Video):
+                self._check_videos(name)
+                file = None if seen.file is None else fetched(seen.file, name, self.checks.fetch)
+                found.append(replace(seen, file=file))
+                sizes.append(measured_video(replace(seen, file=file), name, self.checks))
+            else:
+                image = fetched(seen, name, self.checks.fetch)
+                found.append(image)
+                sizes.append(measured(image, name, self.checks))
         return replace(record, images=tuple(found)), sizes
+
+    def _check_videos(self, name: str) -> None:
+        if not self.video_placeholder:
+            raise BadRowError(
+                f"{name}: weft does not know how {self.processor().kind} of model.path reads videos; those of "
+                "Qwen2-VL, Qwen2.5-VL and Qwen3-VL are known. Remove it, or write its frames as images."
+            )
 
     def refuse_marks(self, record: Record, texts: Iterator[str]) -> None:
         """Raises BadRowError where a text holds what stands for an image or a video."""
@@ -119,22 +136,17 @@ class Images:
                     raise BadRowError(
                         f"{record.where}: a text holds {mark}, with which this model marks the place of an image or "
                         "video. Take it out; images are parts of `content`, or stand in the column `images` with "
-                        "<image> in the text for each."
+                        "<image> in the text for each, and so do videos with <video>."
                     )
 
     def place(self, record: Record, chat: MaskedText, sizes: Sequence[Measured]) -> Placed:
         """The text with what replaces each placeholder, which is never trained. sizes: of the record's images. Raises
         BadRowError."""
-        found = chat.text.count(self.placeholder) if self.placeholder else 0
-        if found != len(record.images):
-            raise BadRowError(
-                f"{record.where}: has {len(record.images)} images, and the chat template writes {found} places for "
-                f"them ({self.placeholder}). Set data.chat_template to one that renders parts of type image."
-            )
+        places = self._places(record, chat.text)
         if not record.images:
             return Placed(chat)
         try:
-            layout = self.processor().layout(tuple((size.height, size.width) for size in sizes))
+            layout = self.processor().layout(tuple(size.shape for size in sizes))
         except UserError:
             raise
         except Exception as error:  # of a family's processor, for a size that it does not take
@@ -142,19 +154,42 @@ class Images:
             raise BadRowError(
                 f"{record.where}: the model's processor refuses images of {shown} pixels: {first_line(error)}."
             ) from error
-        places = (
-            place_of(image, size, record.position, number)
-            for number, (image, size) in enumerate(zip(record.images, sizes, strict=True))
+        found = (
+            place_of(record.where, seen, size, record.position, number)
+            for number, (seen, size) in enumerate(zip(record.images, sizes, strict=True))
         )
-        placed, replaced = expanded(chat, self.placeholder, layout.texts)
-        return Placed(placed, replaced, tuple(places), layout.patches, layout.pairs)
+        placed, replaced = expanded(chat, places, layout.texts)
+        return Placed(placed, replaced, tuple(found), layout.patches, layout.pairs)
+
+    def _places(self, record: Record, text: str) -> list[Span]:
+        """The characters of each placeholder in a rendering. BadRowError where they are not those of the record's
+        images and videos, in their order."""
+        marks = {mark: kind for mark, kind in ((self.placeholder, Image), (self.video_placeholder, Video)) if mark}
+        if not marks:
+            return []
+        found = [(m.span(), marks[m.group()]) for m in re.finditer("|".join(map(re.escape, marks)), text)]
+        if [kind for _, kind in found] == [type(seen) for seen in record.images]:
+            return [span for span, _ in found]
+        for mark, kind in marks.items():
+            name = "image" if kind is Image else "video"
+            count, own = sum(one is kind for _, one in found), sum(isinstance(seen, kind) for seen in record.images)
+            if count != own:
+                raise BadRowError(
+                    f"{record.where}: has {own} {name}s, and the chat template writes {count} places for them "
+                    f"({mark}). Set data.chat_template to one that renders parts of type {name}."
+                )
+        raise BadRowError(
+            f"{record.where}: the chat template writes the places of its images and videos in another order. Set "
+            "data.chat_template to one that keeps their order."
+        )
 
     def prompt(self, where: str, text: str, given: tuple[Image, ...]) -> tuple[str, PromptImages | None]:
         """(a rendered prompt with what stands for its images, these images). UserError where one cannot be opened, or
         the text has not one place for each."""
         record, sizes = self.read_one(Record(where, "messages", {}, given))
         placed = self.place(record, MaskedText(text, ()), sizes)
-        found = PromptImages(where, record.images, tuple(sizes), placed.patches, placed.pairs) if given else None
+        shown = images_alone(record.images)
+        found = PromptImages(where, shown, tuple(sizes), placed.patches, placed.pairs) if given else None
         return placed.chat.text, found
 
     def reply(
@@ -168,25 +203,28 @@ class Images:
             return text, replied
         own = new if replied is None else replied.followed_by(new)
         whole = own if before is None else before.followed_by(own)
-        sizes = tuple((size.height, size.width) for size in whole.sizes)
-        layout = self.processor().layout(sizes)
+        layout = self.processor().layout(tuple(size.shape for size in whole.sizes))
         return text, replace(own, patches=layout.patches, pairs=layout.pairs)
 
-    def inputs(self, where: str, images: Sequence[tuple[Image, Measured]]) -> tuple[dict[str, Any], int]:
-        """(the model's inputs for a document's images, their patches). Raises UserError where an image is not what it
-        was when it was tokenised."""
-        opened = []
-        for number, (image, was) in enumerate(images, start=1):
-            name = _name(where, number, len(images))
-            picture, seen = pixels(image, name, self.checks)
-            if (seen.height, seen.width, seen.size) != (was.height, was.width, was.size) or was.changed != seen.changed:
+    def inputs(self, where: str, images: Sequence[tuple[Image | Video, Measured]]) -> tuple[dict[str, Any], int]:
+        """(the model's inputs for a document's images and videos, their patches). Raises UserError where one is not
+        what it was when it was tokenised."""
+        processor, pictures, videos = self.processor(), list[Any](), list[tuple[list[Any], Clip]]()
+        names = _names(where, [image for image, _ in images])
+        for name, (image, was) in zip(names, images, strict=True):
+            if isinstance(image, Video):
+                frames, seen = frames_of(image, name, self.checks, lambda found: processor.resizing(found.shape))
+                videos += [] if seen.clip is None else [(frames, seen.clip)]
+            else:
+                picture, seen = pixels(image, name, self.checks)
+                pictures.append(picture)
+            if seen != was:
                 raise UserError(
                     f"{name} ({image}): has changed since the data were read: it is {seen.width} x {seen.height} "
                     f"pixels in {seen.size:,} bytes, and was {was.width} x {was.height} in {was.size:,}. Start again "
                     "when nothing writes to it."
                 )
-            opened.append(picture)
-        return self.processor().inputs(opened)
+        return processor.inputs(pictures, videos)
 
 
 def read_images(model: str, tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> Images | None:
@@ -196,27 +234,32 @@ def read_images(model: str, tokenizer: PreTrainedTokenizerBase, data: DataConfig
     from weft.models.hf_processor import is_vision_config
 
     if not is_vision_config(hf.read_config(model)):
-        if data.image_pixels:
-            raise UserError(f"data.image_pixels: model.path {model} has no vision tower: leave it out.")
+        if key := next((name for name in ("image_pixels", "video") if getattr(data, name)), None):
+            raise UserError(f"data.{key}: model.path {model} has no vision tower: leave it out.")
         return None
-    checks = Checks(data.check_images, data.max_image_pixels, data.fetch_images)
-    images = Images(model, tokenizer, data.image_pixels, checks)
+    checks = Checks(data.check_images, data.max_image_pixels, data.fetch_images, video=sampling_of(data.video))
+    images = Images(model, tokenizer, data.image_pixels, checks, data.video)
     if not tokenizer.chat_template and images.template:
         tokenizer.chat_template = images.template
     return images
 
 
+def sampling_of(video: Mapping[str, float]) -> Sampling:
+    """What data.video says of the frames that are taken."""
+    given = {name: int(video[name]) for name in ("min_frames", "max_frames") if name in video}
+    return replace(Sampling(float(video.get("fps", Sampling().fps))), **given)
+
+
 def of_text_alone(where: str) -> BadRowError:
-    """The error about a row or a prompt with images for a model without a vision tower."""
-    return BadRowError(f"{where}: has images, and model.path is a model of text alone.")
+    """The error about a row or a prompt with images or videos for a model without a vision tower."""
+    return BadRowError(f"{where}: has images or videos, and model.path is a model of text alone.")
 
 
-def expanded(chat: MaskedText, placeholder: str, texts: Sequence[str]) -> tuple[MaskedText, tuple[Span, ...]]:
-    """(the text with each placeholder replaced, the characters that replace them). Spans are moved, and cut where an
-    image is."""
+def expanded(chat: MaskedText, cuts: Sequence[Span], texts: Sequence[str]) -> tuple[MaskedText, tuple[Span, ...]]:
+    """(the text with each placeholder replaced, the characters that replace them). cuts: those of the placeholders.
+    Spans are moved, and cut where an image is."""
     pieces, spans, replaced = list[str](), list[Span](), list[Span]()
     begin = length = 0
-    cuts = [match.span() for match in re.finditer(re.escape(placeholder), chat.text)]
     for number, (start, end) in enumerate([*cuts, (len(chat.text), len(chat.text))]):
         pieces.append(chat.text[begin:start])
         moved = length - begin
@@ -243,5 +286,9 @@ def texts_of(value: Any) -> Iterator[str]:
             yield from texts_of(item)
 
 
-def _name(where: str, number: int, count: int) -> str:
-    return f"{where}: image" if count == 1 else f"{where}: image {number} of {count}"
+def _names(where: str, seen: Sequence[Image | Video]) -> list[str]:
+    """What messages call the images and videos of a document."""
+    kinds = ["video" if isinstance(one, Video) else "image" for one in seen]
+    numbers = [kinds[: place + 1].count(kind) for place, kind in enumerate(kinds)]
+    of = {kind: "" if kinds.count(kind) == 1 else f" {{}} of {kinds.count(kind)}" for kind in kinds}
+    return [f"{where}: {kind}{of[kind].format(number)}" for kind, number in zip(kinds, numbers, strict=True)]

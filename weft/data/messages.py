@@ -62,12 +62,19 @@ def with_parts(message: Message) -> Message:
 
 MEDIA = ("images", "videos", "audios")
 IMAGE_PARTS = ("image", "image_url", "input_image")
+VIDEO_PARTS = ("video", "video_url", "input_video")
 
 
 def read_messages(
-    where: str, column: str, value: Any, roles: Mapping[str, str] = MappingProxyType({}), images: bool = False
+    where: str,
+    column: str,
+    value: Any,
+    roles: Mapping[str, str] = MappingProxyType({}),
+    images: bool = False,
+    videos: bool = False,
 ) -> list[Message]:
-    """The messages of a column, each a new dict without nulls. roles: as data.roles. images: whether parts may be some.
+    """The messages of a column, each a new dict without nulls. roles: as data.roles. images, videos: whether parts may
+    be some.
 
     `from` and `value` become `role` and `content`; a `weight` of 0 or 1 becomes `train`; text parts stay as they are.
     Raises UserError for what is no message.
@@ -78,8 +85,9 @@ def read_messages(
     if not value:
         raise UserError(f"{where}: `{column}` is empty. Give it messages, or remove the document.")
     place = "message" if column == "messages" else f"message of `{column}`"
+    read = (*(IMAGE_PARTS if images else ()), *(VIDEO_PARTS if videos else ()))
     found = [
-        dict(message) if is_plain(message) else _message(f"{where}: {place} {number}", message, roles, images)
+        dict(message) if is_plain(message) else _message(f"{where}: {place} {number}", message, roles, read)
         for number, message in enumerate(value, start=1)
     ]
     if roles:
@@ -137,7 +145,7 @@ def decoded(where: str, column: str, value: Any) -> Any:
         ) from None
 
 
-def _message(where: str, value: Any, roles: Mapping[str, str], images: bool) -> Message:
+def _message(where: str, value: Any, roles: Mapping[str, str], read: Sequence[str]) -> Message:
     if not isinstance(value, dict):
         raise UserError(f"{where} must be an object with `role` and `content`, not {kind(value)}.")
     message = {name: item for name, item in value.items() if item is not None}
@@ -147,9 +155,10 @@ def _message(where: str, value: Any, roles: Mapping[str, str], images: bool) -> 
         raise UserError(f'{where}: `role` must be a string such as "user", not {kind(message.get("role"))}.')
     if unread := [name for name in MEDIA if message.get(name)]:
         raise UserError(
-            f"{where}: `{unread[0]}` of a message is not read: images are parts of `content`, or a column of the row."
+            f"{where}: `{unread[0]}` of a message is not read: images and videos are parts of `content`, or columns of "
+            "the row."
         )
-    _check_content(where, message, images)
+    _check_content(where, message, read)
     _check_calls(where, message)
     return _with_train(where, message)
 
@@ -171,13 +180,13 @@ def _from_sharegpt(message: Message, where: str, roles: Mapping[str, str]) -> Me
     return {**message, "tool_calls": [{"type": "function", "function": call} for call in calls]}
 
 
-def _check_content(where: str, message: Message, images: bool) -> None:
+def _check_content(where: str, message: Message, read: Sequence[str]) -> None:
     content = message.get("content")
     if isinstance(content, str):
         return
     if isinstance(content, list):
         for number, part in enumerate(content, start=1):
-            _check_part(f"{where}: part {number} of `content`", part, images)
+            _check_part(f"{where}: part {number} of `content`", part, read)
         return
     # A message may only think, or only call tools; its template knows what to do.
     if content is None and any(message.get(name) for name in ("tool_calls", "reasoning_content", "thinking")):
@@ -185,19 +194,21 @@ def _check_content(where: str, message: Message, images: bool) -> None:
     raise UserError(f"{where}: `content` must be a string or a list of text parts, not {kind(content)}.")
 
 
-def _check_part(where: str, part: Any, images: bool) -> None:
+def _check_part(where: str, part: Any, read: Sequence[str]) -> None:
     if not isinstance(part, dict) or "type" not in part:
         raise UserError(f'{where} must be an object such as {{"type": "text", "text": "..."}}, not {kind(part)}.')
-    if part["type"] in IMAGE_PARTS and images:
+    if part["type"] in read:
         return
     if part["type"] != "text":
-        raise UserError(f"{where} is of type {json.dumps(part['type'])}: {_reads(images)}. Remove it.")
+        raise UserError(f"{where} is of type {json.dumps(part['type'])}: {_reads(read)}. Remove it.")
     if not isinstance(part.get("text"), str):
         raise UserError(f"{where}: `text` must be a string, not {kind(part.get('text'))}.")
 
 
-def _reads(images: bool) -> str:
-    return "weft reads text and images" if images else "only text is read here"
+def _reads(read: Sequence[str]) -> str:
+    if not read:
+        return "only text is read here"
+    return "weft reads text, images and videos" if VIDEO_PARTS[0] in read else "only text and images are read here"
 
 
 def _check_calls(where: str, message: Message) -> None:

@@ -12,10 +12,11 @@ from transformers import PreTrainedTokenizerBase
 
 from weft.data.chat_template import RenderError
 from weft.data.encode import Encoding, has_template, renderer, unbounded
-from weft.data.image_columns import Image, take_images
+from weft.data.image_columns import VIDEOS, Image, images_alone, take_images
 from weft.data.images import Images, of_text_alone
 from weft.data.messages import Message, as_parts, read_messages
 from weft.data.prompt_images import PromptImages
+from weft.data.records import refuse_media
 from weft.data.template_bounds import UnboundedError
 from weft.errors import UserError, first_line
 from weft.files import regular_file
@@ -105,10 +106,11 @@ class _Reader:
             return self._of_text(where, given)
         if isinstance(given, list):
             read = read_messages(where, column, given, self.roles, images=self.images is not None)
+            refuse_media(where, value, VIDEOS)
             messages, found = take_images(where, read, value, folder)
             if found and self.images is None:
                 raise of_text_alone(where)
-            return self._of_chat(where, messages, found)
+            return self._of_chat(where, messages, images_alone(found))
         keys = ", ".join(f"`{key}`" for key in value) or "no keys"
         raise UserError(f"{where}: has {keys}; {_NEEDED}.")
 

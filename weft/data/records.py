@@ -6,7 +6,7 @@
 {"instruction": "...", "input": "...", "output": "..."}
 {"input_ids": [...], "labels": [...]}     tokens as they stand (weft/data/pretokenised.py)
 
-Beside them: `tools`, `system`, `chat_template_kwargs`, `history` of an instruction, and `images` of a chat
+Beside them: `tools`, `system`, `chat_template_kwargs`, `history` of an instruction, and `images` and `videos` of a chat
 (weft/data/image_columns.py).
 """
 
@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from weft.config.sources import FORMATS
 from weft.data.columns import renamed
-from weft.data.image_columns import Image, take_images
+from weft.data.image_columns import Image, Video, take_images
 from weft.data.messages import Message, kind, read_messages, read_tools
 from weft.data.pretokenised import read_tokens
 from weft.errors import UserError
@@ -30,7 +30,7 @@ ALL_FORMATS: tuple[Format, ...] = ("messages", "prompt", "text", "input_ids")
 NEEDED = "`messages`, `prompt` and `completion`, `text`, `instruction` and `output`, or `input_ids`"
 
 # Columns that change what a document means: ignoring them would train on something else than the user wrote.
-UNREAD_COLUMNS = ("videos", "audios", "documents")
+UNREAD_COLUMNS = ("audios", "documents")
 
 # Columns that users bring from other libraries: of conversations, and of questions.
 CONVERSATIONS, QUESTIONS = ("conversations", "conversation"), ("question", "problem", "query", "input")
@@ -47,15 +47,15 @@ class Record:
 
     where: "file:line" or "file[row]", for messages. value, by format: `messages` (dicts with `role` and more), with
     `tools` and `chat_template_kwargs` where the document has them; `prompt` and `completion`, both strings, or both
-    lists of messages, then with the same two; `text`; `input_ids` and `trained`, 1 for each that is. images: of a
-    chat, in the order of the parts of its messages that stand for them. position: of its row, for reading it again;
-    None where only reading everything before it would find it.
+    lists of messages, then with the same two; `text`; `input_ids` and `trained`, 1 for each that is. images: and
+    videos, of a chat, in the order of the parts of its messages that stand for them. position: of its row, for reading
+    it again; None where only reading everything before it would find it.
     """
 
     where: str
     format: Format
     value: dict[str, Any]
-    images: tuple[Image, ...] = ()
+    images: tuple[Image | Video, ...] = ()
     position: int | None = None
 
 
@@ -91,20 +91,23 @@ def parse_row(where: str, row: Mapping[str, Any], reading: Reading, folder: str 
     return _with_images(_READERS[_format(where, row, present)](where, present, reading), present, folder)
 
 
-def refuse_media(where: str, row: Mapping[str, Any]) -> None:
-    """Raises UserError where a row has more than text and images."""
-    if unread := [name for name in UNREAD_COLUMNS if row.get(name)]:
+def refuse_media(where: str, row: Mapping[str, Any], *more: str) -> None:
+    """Raises UserError where a row has columns of another kind than text, images and videos. more: columns that are not
+    read of this row, either."""
+    if unread := [name for name in (*more, *UNREAD_COLUMNS) if row.get(name)]:
+        read = "text and images" if more else "text, images and videos"
         raise UserError(
-            f"{where}: `{unread[0]}` is not in this version, which reads text and images. Remove the column if the "
-            "document is right without it."
+            f"{where}: `{unread[0]}` is not read in this version, where {read} are. Remove the column if the document "
+            "is right without it."
         )
 
 
 def _with_images(record: Record, row: Mapping[str, Any], folder: str) -> Record:
-    """The record with its images taken out of its messages, and out of the column `images`."""
+    """The record with its images and videos taken out of its messages, and out of the columns `images` and `videos`."""
     names = [name for name in ("messages", "prompt", "completion") if isinstance(record.value.get(name), list)]
     if not names:
         _refuse(record.where, row, ("images",), f"`{record.format}` has no messages, to which images belong")
+        _refuse(record.where, row, ("videos",), f"`{record.format}` has no messages, to which videos belong")
         return record
     messages = [message for name in names for message in record.value[name]]
     taken, images = take_images(record.where, messages, row, folder)
@@ -169,8 +172,12 @@ def _likely_columns(row: Mapping[str, Any]) -> str:
 
 
 def _read_messages(where: str, row: Mapping[str, Any], reading: Reading) -> Record:
-    messages = with_system(where, row, read_messages(where, "messages", row["messages"], reading.roles, True))
+    messages = with_system(where, row, _messages(where, "messages", row["messages"], reading))
     return Record(where, "messages", {"messages": messages, **template_inputs(where, row)})
+
+
+def _messages(where: str, column: str, value: Any, reading: Reading) -> list[Message]:
+    return read_messages(where, column, value, reading.roles, images=True, videos=True)
 
 
 def _read_text(where: str, row: Mapping[str, Any], reading: Reading) -> Record:
@@ -205,8 +212,8 @@ def _read_prompt(where: str, row: Mapping[str, Any], reading: Reading) -> Record
     elif isinstance(completion, dict):
         completion = [completion]
     value = {
-        "prompt": with_system(where, row, read_messages(where, "prompt", prompt, reading.roles, True)),
-        "completion": read_messages(where, "completion", completion, reading.roles, True),
+        "prompt": with_system(where, row, _messages(where, "prompt", prompt, reading)),
+        "completion": _messages(where, "completion", completion, reading),
     }
     return Record(where, "prompt", {**value, **template_inputs(where, row)})
 

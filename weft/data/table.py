@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from weft.data.blocks import where
 from weft.data.encode import Encoded
-from weft.data.image_files import HEAD_BYTES, PATH, Place, identity
+from weft.data.places import FILES, HEAD_BYTES, Place, identity
 from weft.data.records import ALL_FORMATS, Format, Record
 
 Array = NDArray[Any]
@@ -29,7 +29,7 @@ BadRow = tuple[int, str]  # its number, and what is wrong with it, which begins 
 _TOKENS = {"ids": np.int32, "trained": np.uint8}
 _DOCUMENTS = {
     "lengths": np.int32, "losses": np.int32, "numbers": np.int64, "formats": np.uint8,
-    "patches": np.int64, "pairs": np.int64, "reaches": np.int32, "images": np.int32,
+    "patches": np.int64, "pairs": np.int64, "reaches": np.int32, "images": np.int32, "videos": np.int32,
 }  # fmt: skip
 # Where the images of all documents are found: packed places end to end, and where each ends in its chunk.
 _PLACES = {"places": np.uint8}
@@ -42,8 +42,8 @@ _META = "table.json"
 class Chunk:
     """Some tokenised documents. ids, trained: of all tokens. lengths: tokens of each. losses: trained tokens of each,
     without the first, which nothing predicts. numbers: of their lines or rows. formats: indices into ALL_FORMATS. bad:
-    rows that were left out. patches, pairs, reaches: of each, as in Encoded. images: how many each has. places: of all
-    images, packed end to end; sizes: bytes of each of these."""
+    rows that were left out. patches, pairs, reaches: of each, as in Encoded. images: how many each has, with its
+    videos; videos: how many these are. places: of them all, packed end to end; sizes: bytes of each of these."""
 
     ids: Array
     trained: Array
@@ -55,6 +55,7 @@ class Chunk:
     pairs: Array
     reaches: Array
     images: Array
+    videos: Array
     places: Array
     sizes: Array
     bad: Sequence[BadRow] = ()
@@ -81,6 +82,7 @@ class Chunk:
             pairs=np.array([item.pairs for item in encoded], np.int64),
             reaches=np.array([item.reach for item in encoded], np.int32),
             images=np.array([len(item.places) for item in encoded], np.int32),
+            videos=np.array([sum(one.measured.clip is not None for one in item.places) for item in encoded], np.int32),
             places=np.frombuffer(b"".join(packed), np.uint8),
             sizes=np.array([len(one) for one in packed], np.int64),
             bad=bad,
@@ -135,7 +137,7 @@ class Table:
         self.lengths, self.losses = arrays["lengths"], arrays["losses"]
         self.numbers, self.formats = arrays["numbers"], arrays["formats"]
         self.patches, self.pairs = arrays["patches"], arrays["pairs"]
-        self.reaches, self.images = arrays["reaches"], arrays["images"]
+        self.reaches, self.images, self.videos = arrays["reaches"], arrays["images"], arrays["videos"]
         self._places, self._sizes = arrays["places"], arrays["sizes"]
         self.ends: Array = np.cumsum(self.lengths, dtype=np.int64)
         self.inputs: Callable[[str, Sequence[Place]], tuple[dict[str, Any], int]] | None = None
@@ -171,9 +173,9 @@ class Table:
         return [Place.of(self._places[e - n : e].tobytes()) for e, n in zip(ends, sizes, strict=True)]
 
     def image_files(self) -> Iterator[Place]:
-        """Those images of all documents that are files of their own."""
+        """Those images and videos of all documents that are files of their own."""
         for end, size in zip(np.cumsum(self._sizes).tolist(), self._sizes.tolist(), strict=True):
-            if self._places[end - size] == PATH:
+            if self._places[end - size] in FILES:
                 yield Place.of(self._places[end - size : end].tobytes())
 
     def media_of(self, index: int) -> tuple[Array, Array, Array]:

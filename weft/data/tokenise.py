@@ -15,9 +15,9 @@ from weft.cluster.machine import cpu_cores
 from weft.data import cache, table
 from weft.data.blocks import Block, leave_out, refuse
 from weft.data.encode import Encoded, Encoder, Encoding
-from weft.data.image_columns import Image
-from weft.data.image_files import Place
+from weft.data.image_columns import Image, Video
 from weft.data.images import Images
+from weft.data.places import Place
 from weft.data.records import Reading, Record
 from weft.data.sources import Part
 from weft.data.table import BadRow, Chunk, Table
@@ -56,18 +56,13 @@ class Work:
     def inputs(self, part: Part, where: str, places: Sequence[Place]) -> tuple[dict[str, Any], int]:
         """(the model's inputs for the images of a document of this part, their patches). where: names the document."""
         assert self.images is not None
-        rows: dict[int, tuple[Image, ...]] = {}
-        for position in {place.position for place in places if place.path is None and place.data is None}:
+        rows: dict[int, tuple[Image | Video, ...]] = {}
+        for position in {place.position for place in places if place.in_row}:
             assert part.row is not None
             ((_, record),) = part.row(position).records(self.reading)
             rows[position] = record.images
-
-        def found(place: Place) -> Image:
-            if place.path is not None or place.data is not None:
-                return Image(path=place.path, data=place.data)
-            return rows[place.position][place.place]
-
-        return self.images.inputs(where, [(found(place), place.measured) for place in places])
+        found = [(place.source(rows.get(place.position, ())), place.measured) for place in places]
+        return self.images.inputs(where, found)
 
     def encode(self, encoder: Encoder, block: Block) -> Chunk:
         """The documents of a block."""

@@ -21,9 +21,11 @@ from weft.models import hf
 from weft.models.cost import flop_facts, with_adapters
 from weft.models.flops import FlopFacts
 from weft.models.lora import LoraPlan, attach, untied_for
+from weft.models.mixer_part import can_share_documents
 from weft.models.train_module import TrainModule
 from weft.models.vision import Vision, find_vision
 from weft.sharding.adapter_files import plan_lora
+from weft.sharding.dcp_source import open_weights
 from weft.sharding.layout import Piece, layout_of
 from weft.sharding.load import LoadPlan, plan_load
 from weft.sharding.source import open_source
@@ -66,8 +68,9 @@ class BuiltModel:
 
     @property
     def cuts_documents(self) -> bool:
-        """Whether a document may be cut over ranks: a part would need the state, or the padding, of those before it."""
-        return self.layout == "packed" and not self.findings.mixers
+        """Whether a document may be cut over ranks: not where it is padded, or has a state of one piece."""
+        mixers = (boundary.mixer for boundary in self.module.mixers.values())
+        return self.layout == "packed" and all(can_share_documents(mixer, 1, 1) for mixer in mixers)
 
     @property
     def uses_bounds(self) -> bool:
@@ -151,7 +154,7 @@ def _plan(
     plan = None if lora is None else plan_lora(model, lora)
     untied = () if plan is None else untied_for(model, plan, merged=adapters == "merged")
     if weights and config.init == "pretrained":
-        source = open_source(config.path)
+        source = open_source(config.path) if config.weights is None else open_weights(config.weights, model)
         ignore, head = config.ignore_weights, set[str]()
         if values:
             ignore, head = (*ignore, f"{findings.head}.*"), value_head_names(model)

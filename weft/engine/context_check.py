@@ -4,6 +4,8 @@ threads that stand for ranks, and readouts and all gradients must equal those of
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from math import gcd
 from typing import Any
@@ -13,14 +15,18 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from weft.engine.context_row import cut_row
+from weft.engine.dealt_images import deal_images
 from weft.engine.division_check import compare, in_threads
 from weft.engine.document import Document
+from weft.engine.image_check import documents_with
+from weft.engine.media import Media
 from weft.engine.plan import DocumentMeta, StepPlan, plan_step
 from weft.engine.row import Row, build_row
 from weft.engine.startup import LENGTHS, documents_of, small_copy, text_vocabulary
 from weft.errors import UserError
 from weft.models.flops import FlopFacts
 from weft.models.train_module import TrainModule
+from weft.models.vision import Vision, find_vision
 from weft.ops.communicator import Communicator, ContextAxis
 from weft.ops.context import repeats
 
@@ -62,9 +68,12 @@ def _heads(flops: FlopFacts, config: PretrainedConfig, tp: int) -> tuple[list[in
     return heads, keys
 
 
-def check_context(config: PretrainedConfig, flops: FlopFacts, cp: int, ulysses: int, tp: int) -> float:
+def check_context(
+    config: PretrainedConfig, flops: FlopFacts, cp: int, ulysses: int, tp: int, images: bool = False
+) -> float:
     """The largest difference of a gradient, relative to the largest gradient of its parameter. UserError, naming the
-    family and what differs, where it is too large or the heads cannot be divided."""
+    family and what differs, where it is too large or the heads cannot be divided. images: of documents with images,
+    too."""
     heads, _ = _heads(flops, config, tp)
     wrong = [h for h in heads if h % ulysses]
     if cp % ulysses or wrong:
@@ -72,7 +81,7 @@ def check_context(config: PretrainedConfig, flops: FlopFacts, cp: int, ulysses: 
         raise UserError(f"mesh.ulysses={ulysses} does not divide {what}: set mesh.ulysses=null, and weft chooses.")
     small = small_copy(config, "per_document")
     ranks = _ranks_of_copy(small, cp, ulysses)
-    plan, documents = _documents(text_vocabulary(TrainModule(copy.deepcopy(small))), ranks)
+    plan, documents = _documents(TrainModule(copy.deepcopy(small)), ranks, images)
     expected = _whole(small, documents)
     return compare(lambda: _cut(small, documents, plan), expected, partial(_refusal, config), "documents")
 
@@ -86,22 +95,39 @@ def _refusal(config: PretrainedConfig, reason: str) -> UserError:
 
 def _ranks_of_copy(small: PreTrainedModel, cp: int, ulysses: int) -> tuple[int, int]:
     """(ring, Ulysses) of the copy: two of each that the mesh has several of, where its heads allow that."""
-    heads = int(getattr(small.config.get_text_config(), "num_attention_heads", None) or 1)
+    heads = int(getattr(small.config.get_text_config(), "num_attention_heads", None) or ulysses)
     return (2 if cp > ulysses else 1), (2 if ulysses > 1 and heads % 2 == 0 else 1)
 
 
-def _documents(vocabulary: int, ranks: tuple[int, int]) -> tuple[StepPlan, dict[int, Document]]:
+def _documents(module: TrainModule, ranks: tuple[int, int], images: bool) -> tuple[StepPlan, dict[int, Document]]:
     """Documents in a plan that cuts the longest ones."""
     ring, ulysses = ranks if ranks != (1, 1) else (2, 1)
-    weights = torch.linspace(0.5, 1.5, max(LENGTHS))
-    documents = {n: Document(ids, weights[: len(ids)]) for n, ids in enumerate(documents_of(vocabulary))}
-    metas = [DocumentMeta(len(d), 1.0, len(d) - 1, cost=float(len(d) ** 2), omitted=0) for d in documents.values()]
-    return plan_step(metas, ranks=ring * ulysses, budget=_BUDGET, ring=ring, ulysses=ulysses), documents
+    weights, vision = torch.linspace(0.5, 1.5, max(LENGTHS)), find_vision(module.base, module.facts)
+    made = [Document(ids, weights[: len(ids)]) for ids in documents_of(text_vocabulary(module))]
+    if images and vision is not None:
+        texts = [replace(d, tokens=d.tokens.masked_fill(vision.token_types(d.tokens) > 0, 1)) for d in made]
+        made = [_with_images(module, vision), *texts]
+    metas = [
+        DocumentMeta(len(d), 1.0, len(d) - 1, cost=float(len(d) ** 2), patches=d.media.patches if d.media else 0)
+        for d in made
+    ]
+    plan = plan_step(metas, ranks=ring * ulysses, budget=_BUDGET, ring=ring, ulysses=ulysses, cuts_images=images)
+    return plan, dict(enumerate(made))
+
+
+def _with_images(module: TrainModule, vision: Vision) -> Document:
+    """A document with three images of several sizes, longer than a row."""
+    ((ids, inputs),) = documents_with(
+        [[("image", 1), ("image", 3), ("image", 2)]], vision, module.base, text_vocabulary(module)
+    )
+    positions = vision.positions(module.base, ids, inputs)
+    weights = torch.linspace(0.5, 1.5, len(ids))
+    return Document(ids, weights, positions, media=Media.of(inputs, vision.patches(inputs)))
 
 
 def _backward(module: TrainModule, row: Row) -> Tensor:
     """[2, N] log-probabilities and entropies of a row, whose weighted sum has been differentiated."""
-    hidden = module.hidden(row.input_ids_BT, row.position_ids_BT, row.bounds)[0]
+    hidden = module.hidden(row.input_ids_BT, row.position_ids_BT, row.bounds, row.media, row.exchange)[0]
     got = module.head(hidden[row.selected_N], row.targets_N, ["logprob", "entropy"])
     ((got["logprob"] + 0.3 * got["entropy"]) * row.weights_N).sum().backward()
     return torch.stack([got["logprob"], got["entropy"]]).detach()
@@ -109,9 +135,18 @@ def _backward(module: TrainModule, row: Row) -> Tensor:
 
 def _whole(small: PreTrainedModel, documents: dict[int, Document]) -> tuple[Tensor, dict[str, Tensor]]:
     """(readouts of all documents in order, gradient of each parameter)."""
-    module, read = TrainModule(copy.deepcopy(small)), [len(d) for d in documents.values()]
-    row = build_row(list(documents), documents, read=read, length=sum(read), layout="packed", every_token=True)
-    return _backward(module, row), _gradients(module)
+    module = TrainModule(copy.deepcopy(small))
+    return _backward(module, _row(list(documents), documents, find_vision(module.base, module.facts))), _gradients(
+        module
+    )
+
+
+def _row(indices: Sequence[int], documents: dict[int, Document], vision: Vision | None) -> Row:
+    """Whole documents, and their images."""
+    read, images = [len(documents[i]) for i in indices], any(documents[i].media for i in indices)
+    return build_row(
+        indices, documents, read=read, length=sum(read), layout="packed", every_token=True, vision=vision, images=images
+    )
 
 
 def _gradients(module: TrainModule) -> dict[str, Tensor]:
@@ -127,12 +162,13 @@ def _cut(small: PreTrainedModel, documents: dict[int, Document], plan: StepPlan)
     def one(place: int, groups: Any) -> tuple[Tensor, dict[str, Tensor]]:
         axis = _axis(place, ring, ulysses, groups)
         module = TrainModule(copy.deepcopy(small))
+        vision = find_vision(module.base, module.facts)
         all_found = torch.zeros(2, sum(len(d) - 1 for d in documents.values()))
         for micro in range(plan.micro_batches):
             indices = plan.rows[micro][place]
-            read = [len(documents[i]) for i in indices]
-            row = build_row(indices, documents, read=read, length=sum(read), layout="packed", every_token=True)
-            row = cut_row(row, plan, micro, place, axis)
+            row = cut_row(_row(indices, documents, vision), plan, micro, place, axis)
+            if vision is not None and plan.shares_images(micro, place):
+                row = deal_images(row, documents, plan, micro, place, axis, vision)
             found = _backward(module, row)
             at = torch.tensor([starts[i] for i in indices], dtype=torch.int64)
             all_found[:, at[row.document_N] + row.token_N - 1] = found

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from threading import BrokenBarrierError
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +19,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from weft.engine.startup import Findings, bounds_of, documents_of, hidden_of, small_copy, text_vocabulary
 from weft.errors import UserError, first_line
+from weft.models.families import carries_state
+from weft.models.tp_mixers import mixer_style
 from weft.models.train_module import TrainModule
 from weft.ops.communicator import Communicator, ThreadCommunicator, ThreadGroup
 from weft.parallel.mesh import Axis
@@ -45,7 +47,7 @@ class Division:
 def check_division(config: PretrainedConfig, findings: Findings, tp: int) -> Division:
     """Check a division over `tp` ranks. UserError, naming the family and what differs, where it is not exact."""
     small = small_copy(config, "per_document")
-    whole, ranks = TrainModule(copy.deepcopy(small)), _ranks(small.config.get_text_config(), tp)
+    whole, ranks = TrainModule(copy.deepcopy(small)), _ranks(small, tp)
     documents = documents_of(text_vocabulary(whole))
     expected = run_copy(whole, documents, findings, weights_of(documents))
 
@@ -95,10 +97,12 @@ def _difference(found: Tensor, expected: Tensor, largest: float) -> float:
     return float((found - expected).abs().max()) / max(float(expected.abs().max()), 1e-3 * largest)
 
 
-def _ranks(text: Any, tp: int) -> int:
+def _ranks(small: PreTrainedModel, tp: int) -> int:
     """Into how many the copy is divided: as tp is, where its heads allow that, else in two."""
-    heads = int(getattr(text, "num_attention_heads", None) or tp)
-    return tp if tp <= 4 and heads % tp == 0 else 2
+    heads = int(getattr(small.config.get_text_config(), "num_attention_heads", None) or tp)
+    styles = [mixer_style(mixer) for mixer in small.modules() if carries_state(mixer)]
+    divide = heads % tp == 0 and all(style is None or style.divides(tp) for style in styles)
+    return tp if tp <= 4 and divide else 2
 
 
 def weights_of(documents: list[Tensor]) -> Tensor:

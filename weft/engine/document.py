@@ -59,7 +59,8 @@ class Document:
 
 
 class Measures(NamedTuple):
-    """The fields of DocumentMeta, and Media.pairs, for several documents without groups, each [documents]."""
+    """The fields of DocumentMeta, Media.pairs and Media.has_videos, for several documents without groups, each
+    [documents]."""
 
     length: NDArray[np.int64]
     weight: NDArray[np.float64]
@@ -67,6 +68,7 @@ class Measures(NamedTuple):
     routed: NDArray[np.bool_]
     patches: NDArray[np.int64]
     pairs: NDArray[np.int64]
+    videos: NDArray[np.bool_]
 
 
 class MeasuredDocuments(Sequence[Document]):
@@ -110,7 +112,7 @@ class Chosen(MeasuredDocuments):
         all_of, chosen = self._documents.measures(), np.asarray(self._indices, np.int64)
         return Measures(
             all_of.length[chosen], all_of.weight[chosen], all_of.loss_tokens[chosen], all_of.routed[chosen],
-            all_of.patches[chosen], all_of.pairs[chosen],
+            all_of.patches[chosen], all_of.pairs[chosen], all_of.videos[chosen],
         )  # fmt: skip
 
     def source(self, index: int) -> str:
@@ -132,6 +134,13 @@ def take(documents: Sequence[Document], indices: Sequence[int]) -> dict[int, Doc
     if isinstance(documents, MeasuredDocuments):
         return documents.take(indices)
     return {index: documents[index] for index in indices}
+
+
+def have_videos(documents: Sequence[Document]) -> bool:
+    """Whether any has a video; measured documents are not built."""
+    if isinstance(documents, MeasuredDocuments):
+        return bool(documents.measures().videos.any())
+    return any(document.media is not None and document.media.has_videos for document in documents)
 
 
 def first_sources(documents: Sequence[Document], indices: Sequence[int], most: int = 8) -> list[str]:

@@ -103,13 +103,14 @@ class Executor:
     ) -> dict[str, Tensor]:
         """One forward without an objective: the readouts `what` of a row on the device (TrainModule.forward)."""
         bounds = row.bounds if self.uses_bounds else None
-        media, borrowed = (row.media, row.borrowed) if received is None else (None, False)  # the first stage's
+        first = received is None  # images are the first stage's
+        media, borrowed, exchange = (row.media, row.borrowed, row.exchange) if first else (None, False, None)
         if balance is not None and balance.counting:  # nothing for the head
             row = replace(row, selected_N=row.selected_N[:0], targets_N=row.targets_N[:0])
         with self.load.counting(row.real_tokens if self.packed else row.input_ids_BT.numel()):
             return self.module(
                 row.input_ids_BT, row.position_ids_BT, bounds, row.selected_N, row.targets_N, what, direction, balance,
-                chosen_NC, media, borrowed, received, chunk,
+                chosen_NC, media, borrowed, received, chunk, exchange,
             )  # fmt: skip
 
     def forward(

@@ -1,10 +1,10 @@
-"""Before a model takes images: on the small copy, documents with images in a row must have the logits that
-HuggingFace's eager forward gives each alone, and an image may change no document but its own."""
+"""Before a model takes images or videos: on the small copy, documents with some in a row must have the logits that
+HuggingFace's eager forward gives each alone, and an image or a video may change no document but its own."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -18,6 +18,10 @@ from weft.models.vision import Vision, count_features, find_vision
 from weft.ops.attention_call import Bounds
 
 Sample = tuple[Tensor, dict[str, Tensor]]  # token ids, forward arguments of its images
+Seen = tuple[Literal["image", "video"], int]  # and how many times as large as the smallest
+# Four documents: two with something to see, and one of text behind each.
+_IMAGES: tuple[tuple[Seen, ...], ...] = ((("image", 1), ("image", 3)), (), (("image", 2),), ())
+_VIDEOS: tuple[tuple[Seen, ...], ...] = ((("image", 2), ("video", 1), ("video", 2)), (), (("video", 3),), ())
 
 
 def check_images(ours: TrainModule, theirs: PreTrainedModel, tolerance: float) -> str:
@@ -25,39 +29,65 @@ def check_images(ours: TrainModule, theirs: PreTrainedModel, tolerance: float) -
     vision = find_vision(ours.base, ours.facts)
     if vision is None:
         return "weft knows of no vision tower in it"
+    return _check(ours, theirs, vision, _IMAGES, tolerance)
+
+
+def check_videos(ours: TrainModule, theirs: PreTrainedModel, tolerance: float) -> str:
+    """Why this model, which takes images, cannot take videos; empty where it can."""
+    vision = find_vision(ours.base, ours.facts)
+    if vision is None or vision.clip is None:
+        return "weft does not know how it takes videos"
+    return _check(ours, theirs, vision, _VIDEOS, tolerance)
+
+
+def _check(
+    ours: TrainModule, theirs: PreTrainedModel, vision: Vision, kinds: Sequence[Sequence[Seen]], tolerance: float
+) -> str:
+    what = "videos" if kinds is _VIDEOS else "images"
     try:
-        samples = documents_with_images(vision, ours.base, len(ours.head.weight))
+        samples = documents_with(kinds, vision, ours.base, len(ours.head.weight))
         expected = [_alone(theirs, vision, *sample) for sample in samples]
         found = _row(ours, vision, samples)
-        moved = [_row(ours, vision, [*samples[:at], _other_image(samples[at]), *samples[at + 1 :]]) for at in (0, 2)]
+        moved = [_row(ours, vision, [*samples[:at], _other(samples[at]), *samples[at + 1 :]]) for at in (0, 2)]
     except Exception as error:  # whatever the family's code raises of such a row
-        return f"its code does not run on a row of documents with images ({first_line(error)})"
+        return f"its code does not run on a row of documents with {what} ({first_line(error)})"
     scale = max(float(logits.abs().max()) for logits in expected)
     worst = max(_distance(a, b) for a, b in zip(found, expected, strict=True)) / scale
     if not worst <= tolerance:
-        return f"logits of documents with images differ from HuggingFace's by {worst:.1e} of the largest"
+        return f"logits of documents with {what} differ from HuggingFace's by {worst:.1e} of the largest"
     for at, row in zip((0, 2), moved, strict=True):
         distances = [_distance(a, b) / scale for a, b in zip(row, found, strict=True)]
         if not distances[at] > tolerance:
-            return "another image changes nothing of its document"
+            return f"other {what} change nothing of their document"
         if max(distances[:at] + distances[at + 1 :]) > tolerance:
-            return "an image changes other documents of its row"
+            return f"{what} change other documents of their row"
     return ""
 
 
 @torch.no_grad()
-def documents_with_images(vision: Vision, base: Any, vocabulary: int) -> list[Sample]:
-    """Two images, none, one, none; in each, text between and around images."""
+def documents_with(kinds: Sequence[Sequence[Seen]], vision: Vision, base: Any, vocabulary: int) -> list[Sample]:
+    """Documents with these images and videos, text between and around them."""
     generator = torch.Generator().manual_seed(3)
     samples: list[Sample] = []
-    for wides in ((1, 3), (), (2,), ()):
-        ids = _words(generator, vocabulary, vision, 3)
-        images = [vision.sample(generator, wide) for wide in wides]
-        for image in images:
-            ids += [vision.image] * count_features(base, image) + _words(generator, vocabulary, vision, 5)
-        ids += _words(generator, vocabulary, vision, 0 if wides else 20)
-        samples.append((torch.tensor(ids), joined(images)))
+    for seen in kinds:
+        ids, media = _words(generator, vocabulary, vision, 3), list[dict[str, Tensor]]()
+        for kind, times in seen:
+            inputs = vision.sample(generator, times) if kind == "image" else vision.sample_video(generator, times)
+            for placeholder, count in placeholders(vision, base, inputs):
+                ids += [placeholder] * count + _words(generator, vocabulary, vision, 5)
+            media.append(inputs)
+        ids += _words(generator, vocabulary, vision, 0 if seen else 20)
+        samples.append((torch.tensor(ids), joined(media)))
     return samples
+
+
+def placeholders(vision: Vision, base: Any, inputs: Mapping[str, Tensor]) -> list[tuple[int, int]]:
+    """(token id, how many) of each run of placeholders of one image or video."""
+    count = count_features(base, inputs)
+    if "video_grid_thw" not in inputs:
+        return [(vision.image, count)]
+    assert vision.video is not None
+    return [(vision.video, own) for own in vision.runs(base, inputs, count)]
 
 
 def _words(generator: torch.Generator, vocabulary: int, vision: Vision, count: int) -> list[int]:
@@ -66,7 +96,7 @@ def _words(generator: torch.Generator, vocabulary: int, vision: Vision, count: i
     return [ids[n] for n in torch.randint(len(ids), (count,), generator=generator).tolist()]
 
 
-def _other_image(sample: Sample) -> Sample:
+def _other(sample: Sample) -> Sample:
     ids, inputs = sample
     return ids, {name: value + 1 if value.is_floating_point() else value for name, value in inputs.items()}
 

@@ -15,28 +15,34 @@ from torch import Tensor
 class Media:
     """The images and videos of one document.
 
-    inputs: forward arguments of the model (pixel_values, image_grid_thw, ...), in the order of the placeholders.
-    patches: positions that the vision tower forwards. pairs: of these, two of one image.
+    inputs: forward arguments of the model (pixel_values, image_grid_thw, ...), images and videos each in the order of
+    their placeholders. patches: positions that the vision tower forwards. pairs: of these, two of one image or frame.
     """
 
     inputs: dict[str, Tensor]
     patches: int
     pairs: int
 
+    @property
+    def has_videos(self) -> bool:
+        return "pixel_values_videos" in self.inputs
+
     @staticmethod
     def of(inputs: dict[str, Tensor], patches: Sequence[int]) -> Media:
-        """patches: of each image."""
+        """patches: of each image and frame."""
         return Media(inputs, sum(patches), sum(own**2 for own in patches))
 
 
 @dataclass(frozen=True, slots=True)
 class ImageRoom:
     """The room of a document with images in a row. tokens: of the row. per_patch: tokens that take as much memory as a
-    patch of its images. refusal: why the model cannot be trained on images; empty where it can."""
+    patch of its images. refusal: why the model cannot be trained on images; empty where it can. ranks: over which such
+    a document may be cut, whose rows `tokens` counts."""
 
     tokens: int
     per_patch: float
     refusal: str = ""
+    ranks: int = 1
 
     def of(self, patches: int) -> int:
         """Tokens that take as much memory as so many patches."""

@@ -30,31 +30,37 @@ class Group:
 Placed = list[dict[int, list[Interval]]]  # of each rank: document -> its tokens, rising
 
 
-def place(lengths: Sequence[int], costs: Sequence[int], group: Group) -> tuple[Placed, list[int]]:
+def place(
+    lengths: Sequence[int], costs: Sequence[int], group: Group, rooms: Sequence[int] | None = None
+) -> tuple[Placed, list[int]]:
     """Distribute one row's documents over the ranks of its group: (tokens of each rank by document, documents without
-    room).
+    room). rooms: tokens of capacity that each document takes, where images make it more than its length; of a part, in
+    proportion.
 
-    Documents longer than a rank's capacity are cut, over as few members of the ring as can hold them. Whole documents
-    go to the cheapest rank with room; if that leaves documents out, the longest are placed first.
+    Documents that take more than a rank's capacity are cut, over as few members of the ring as can hold them. Whole
+    documents go to the cheapest rank with room; if that leaves documents out, the longest are placed first.
     """
-    long = sorted((d for d in range(len(lengths)) if lengths[d] > group.capacity), key=lambda d: (-lengths[d], d))
-    cut, left = _cut(lengths, costs, long, group)
+    rooms = lengths if rooms is None else rooms
+    long = sorted((d for d in range(len(lengths)) if rooms[d] > group.capacity), key=lambda d: (-rooms[d], d))
+    cut, left = _cut(lengths, rooms, costs, long, group)
     whole = sorted(set(range(len(lengths))) - set(long))
     orders = [
         sorted(whole, key=lambda d: (-costs[d], d)),
-        sorted(whole, key=lambda d: (-lengths[d], d)),
+        sorted(whole, key=lambda d: (-rooms[d], d)),
     ]
-    found = [_deal_whole(lengths, costs, order, cut, group) for order in orders]
+    found = [_deal_whole(lengths, rooms, costs, order, cut, group) for order in orders]
     placed, rest = min(found, key=lambda one: sum(lengths[d] for d in one[1]))
     return placed, sorted([*left, *rest])
 
 
-def _cut(lengths: Sequence[int], costs: Sequence[int], long: list[int], group: Group) -> tuple[Placed, list[int]]:
+def _cut(
+    lengths: Sequence[int], rooms: Sequence[int], costs: Sequence[int], long: list[int], group: Group
+) -> tuple[Placed, list[int]]:
     """The documents that must be cut, and those of them that the others leave no room for."""
-    members = {d: min(group.ring, -(-lengths[d] // (group.capacity * group.ulysses))) for d in long}
+    members = {d: min(group.ring, -(-rooms[d] // (group.capacity * group.ulysses))) for d in long}
     while long:
         placed = _spread_over_ranks(lengths, costs, members, group)
-        if max(_tokens(placed)) <= group.capacity:
+        if max(_taken(placed, lengths, rooms)) <= group.capacity:
             return placed, [d for d in long if d not in members]
         narrow = [d for d in members if members[d] < group.ring]
         if narrow:
@@ -62,7 +68,8 @@ def _cut(lengths: Sequence[int], costs: Sequence[int], long: list[int], group: G
         elif len(members) > 1:
             members.popitem()
         else:
-            return _end_to_end(*next((d, lengths[d]) for d in members), group), [d for d in long if d not in members]
+            only = next(iter(members))
+            return _end_to_end(only, lengths[only], rooms[only], group), [d for d in long if d not in members]
     return [{} for _ in range(group.ranks)], []
 
 
@@ -81,24 +88,30 @@ def _spread_over_ranks(lengths: Sequence[int], costs: Sequence[int], members: di
 
 
 def _deal_whole(
-    lengths: Sequence[int], costs: Sequence[int], order: Sequence[int], cut: Placed, group: Group
+    lengths: Sequence[int],
+    rooms: Sequence[int],
+    costs: Sequence[int],
+    order: Sequence[int],
+    cut: Placed,
+    group: Group,
 ) -> tuple[Placed, list[int]]:
-    placed, left, tokens = [dict(one) for one in cut], list[int](), _tokens(cut)
+    placed, left, taken = [dict(one) for one in cut], list[int](), _taken(cut, lengths, rooms)
     spent = [sum(costs[d] * _count(own) / lengths[d] for d, own in one.items()) for one in cut]
     for document in order:
-        fitting = [rank for rank in range(group.ranks) if tokens[rank] + lengths[document] <= group.capacity]
+        fitting = [rank for rank in range(group.ranks) if taken[rank] + rooms[document] <= group.capacity]
         if not fitting:
             left.append(document)
             continue
         rank = min(fitting, key=lambda r: (spent[r], r))
         placed[rank][document] = [(0, lengths[document])]
-        tokens[rank] += lengths[document]
+        taken[rank] += rooms[document]
         spent[rank] += costs[document]
     return placed, left
 
 
-def _tokens(placed: Placed) -> list[int]:
-    return [sum(_count(own) for own in one.values()) for one in placed]
+def _taken(placed: Placed, lengths: Sequence[int], rooms: Sequence[int]) -> list[int]:
+    """Capacity that each rank has given."""
+    return [sum(-(-_count(own) * rooms[d] // lengths[d]) for d, own in one.items()) for one in placed]
 
 
 def zigzag(length: int, members: int) -> list[list[Interval]]:
@@ -142,7 +155,8 @@ def _count(intervals: Sequence[Interval]) -> int:
     return sum(stop - start for start, stop in intervals)
 
 
-def _end_to_end(document: int, length: int, group: Group) -> Placed:
-    """Cut wherever a rank is full: always possible."""
-    ends = [min(length, group.capacity * rank) for rank in range(group.ranks + 1)]
+def _end_to_end(document: int, length: int, room: int, group: Group) -> Placed:
+    """Cut wherever a rank is full, and in even parts where images take room: always possible."""
+    part = group.capacity if room == length else -(-length // group.ranks)
+    ends = [min(length, part * rank) for rank in range(group.ranks + 1)]
     return [{document: [own]} if own[0] < own[1] else {} for own in pairwise(ends)]

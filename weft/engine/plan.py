@@ -128,6 +128,10 @@ class StepPlan:
                 found[document] = found.get(document, 0) + 1
         return sorted(document for document, ranks in found.items() if ranks > 1)
 
+    def shares_images(self, micro_batch: int, rank: int) -> bool:
+        """Whether any rank of this rank's group shares a document with images."""
+        return any(self.documents[document].patches for document in self.shared(micro_batch, rank))
+
     def having(self, micro_batch: int, rank: int, document: int) -> list[int]:
         """The ranks of this rank's group that have this document of a micro-batch, or parts of it."""
         return [n for n in self._neighbours(rank) if document in self.rows[micro_batch][n]]
@@ -198,6 +202,7 @@ def plan_step(
     ring: int = 1,
     ulysses: int = 1,
     cuts: bool = True,
+    cuts_images: bool = False,
 ) -> StepPlan:
     """Deal a step's documents to m x ranks rows, with the smallest m for which every row fits the budget.
 
@@ -206,17 +211,18 @@ def plan_step(
     (count x longest <= budget, similar lengths together). shapes: row lengths are `free`, rounded up to one of a few
     (`buckets`), or the budget (`fixed`). alone_above: longer documents get a packed row of their own. ring, ulysses: so
     many consecutive ranks share documents that are longer than a row (packed only). cuts: whether a larger mesh may cut
-    documents of this model, for messages. UserError where a document fits no row, or those of a group.
+    documents of this model, for messages. cuts_images: whether documents with images may be cut, too. UserError where a
+    document fits no row, or those of a group.
     """
     sizes = _Sizes(budget, multiple, shapes)
     group = Group(ring, ulysses, sizes.capacity) if layout == "packed" else Group(1, 1, sizes.capacity)
-    _check(documents, sizes, layout, group.ranks, cuts and layout == "packed")
+    _check(documents, sizes, layout, group.ranks, cuts and layout == "packed", cuts_images)
     costs = [d.cost for d in documents]
     if not any(costs):
         costs = [float(d.read) for d in documents]
     scale = 2.0**_COST_BITS / max(costs)
     weighed = [round(cost * scale) for cost in costs]
-    if any(d.read > sizes.capacity for d in documents):
+    if any(d.room > sizes.capacity for d in documents):
         return _plan_cut(documents, costs, weighed, ranks, sizes, group, budget, alone_above)
     # Like lengths stand side by side, so that attention may take them together.
     if layout == "packed":
@@ -251,7 +257,7 @@ def _plan_cut(
     documents that find no room beside them are dealt to all ranks as ever."""
     rows: list[list[_Row]] = []
     left = list(range(len(documents)))
-    while any(documents[i].read > sizes.capacity for i in left):
+    while any(documents[i].room > sizes.capacity for i in left):
         packed = _packed(left, documents, weighed, ranks // group.ranks, sizes.capacity * group.ranks, alone_above)
         left = []
         for micro_batch in packed:
@@ -299,15 +305,17 @@ def _over_ranks(
 ) -> tuple[list[_Row], list[int]]:
     """(of each rank, its row; documents without room). Documents that are cut come first, rising, then whole ones by
     length."""
-    lengths = [documents[i].read for i in row]
-    placed, left = place(lengths, [weighed[i] for i in row], group)
+    rooms = [documents[i].room for i in row]
+    placed, left = place([documents[i].read for i in row], [weighed[i] for i in row], group, rooms)
     order = sorted(
-        range(len(row)), key=lambda n: (lengths[n] <= group.capacity, row[n] if lengths[n] > group.capacity else n)
+        range(len(row)), key=lambda n: (rooms[n] <= group.capacity, row[n] if rooms[n] > group.capacity else n)
     )
     return [{row[n]: tuple(one[n]) for n in order if n in one} for one in placed], [row[n] for n in left]
 
 
-def _check(documents: Sequence[DocumentMeta], sizes: _Sizes, layout: Layout, ranks: int, cuts: bool) -> None:
+def _check(
+    documents: Sequence[DocumentMeta], sizes: _Sizes, layout: Layout, ranks: int, cuts: bool, cuts_images: bool
+) -> None:
     if not documents:
         raise UserError("a step needs at least one document, got none")
     if layout == "padded" and sizes.shapes == "fixed":
@@ -318,12 +326,14 @@ def _check(documents: Sequence[DocumentMeta], sizes: _Sizes, layout: Layout, ran
     for index, document in enumerate(documents):
         if document.length < 1:
             raise UserError(f"document {index} of the step has no tokens: leave it out")
-        if document.patches and document.room > sizes.capacity:
-            needed = -(-document.room // sizes.multiple) * sizes.multiple
+        over_ranks = ranks if cuts_images else 1
+        if document.patches and document.room > sizes.capacity * over_ranks:
+            needed = -(-document.room // (sizes.multiple * over_ranks)) * sizes.multiple
+            of = f" on each of {ranks} ranks of mesh.cp" if over_ranks > 1 else ", and it is not cut"
             raise UserError(
                 f"document {index} of the step has {document.read} tokens, and its images take as much memory as "
-                f"{document.tower_tokens} more, but a row holds {sizes.capacity}, and documents with images are not "
-                f"cut: set step.max_tokens_per_device={needed} or more, or smaller images with data.image_pixels"
+                f"{document.tower_tokens} more, but a row holds {sizes.capacity}{of}: set step.max_tokens_per_device="
+                f"{needed} or more, or smaller images with data.image_pixels"
             )
         if document.read > sizes.capacity * ranks:
             needed = -(-document.read // (sizes.multiple * ranks)) * sizes.multiple

@@ -7,7 +7,7 @@ from functools import cache, partial
 
 from weft.config.schema import StepConfig
 from weft.engine.build import BuiltModel
-from weft.engine.document import Costs, Document, MeasuredDocuments, metas
+from weft.engine.document import Costs, Document, MeasuredDocuments, have_videos, metas
 from weft.engine.media import ImageRoom
 from weft.engine.plan import DocumentMeta, StepPlan, omitted_tokens, plan_step
 from weft.errors import UserError
@@ -25,12 +25,13 @@ class StepPlanner:
     ) -> None:
         """context: the ranks that documents may be cut over; None where none is. multiple: of which rows are."""
         self.step, self.mesh, self.layout, self.context, self.multiple = step, mesh, built.layout, context, multiple
-        self._cuts = built.cuts_documents
+        self._cuts = context is not None if mesh.cp_size > 1 else built.cuts_documents
         text = built.config.get_text_config()
         self._every_token_counts = bool(built.balance)  # the balancing loss of experts counts all tokens
-        self._no_images = built.findings.images
-        room = step.max_tokens_per_device // multiple * multiple
-        self.image_room = ImageRoom(room, built.flops.tower_memory, self._no_images)
+        self._no_images, self._no_videos = built.findings.images, built.findings.videos
+        self._cuts_images = context is not None and built.vision is not None and built.vision.has_grids
+        room = step.max_tokens_per_device // multiple * multiple * self._image_ranks
+        self.image_room = ImageRoom(room, built.flops.tower_memory, self._no_images, self._image_ranks)
         self._position_limit, self._dynamic = position_limit(text), rope_is_dynamic(text)
         # Of a length, and of a number of patches; a step has many of the same.
         self.costs = Costs(
@@ -42,6 +43,8 @@ class StepPlanner:
         found = metas(documents, self.costs)
         if self._no_images and any(meta.patches for meta in found):
             raise UserError(f"this model cannot be trained on images: {self._no_images}.")
+        if self._no_videos and have_videos(documents):
+            raise UserError(f"this model cannot be trained on videos: {self._no_videos}.")
         return found
 
     def check_images(self, documents: Sequence[Document]) -> None:
@@ -49,6 +52,9 @@ class StepPlanner:
         if not isinstance(documents, MeasuredDocuments):
             return
         columns = documents.measures()
+        if self._no_videos and not self._no_images and columns.videos.any():
+            where = documents.source(int(columns.videos.argmax()))
+            raise UserError(f"{where}: this model cannot be trained on videos: {self._no_videos}.")
         for index in columns.patches.nonzero()[0].tolist():
             self.check_image(documents.source(index), int(columns.length[index]), int(columns.patches[index]))
 
@@ -56,14 +62,24 @@ class StepPlanner:
         """See Engine.check_image."""
         if self._no_images:
             raise UserError(f"{where}: this model cannot be trained on images: {self._no_images}.")
-        extra = self.image_room.of(patches)
+        extra, per_rank = self.image_room.of(patches), self.multiple * self._image_ranks
         if length - self._omitted(length) + extra > self.image_room.tokens:
             raise UserError(
                 f"{where}: has {length} tokens, and its images, {patches} patches, take as much memory as {extra}; "
-                "a document with images is not cut, and has to fit step.max_tokens_per_device: set that to "
-                f"{-(-(length + extra) // self.multiple) * self.multiple} or more, or make images smaller with "
-                "data.image_pixels."
+                f"{self._fits}: set that to {-(-(length + extra) // per_rank) * self.multiple} or more, or make images "
+                "smaller with data.image_pixels."
             )
+
+    @property
+    def _image_ranks(self) -> int:
+        """Over which a document with images may be cut."""
+        return self.context.size if self.context is not None and self._cuts_images else 1
+
+    @property
+    def _fits(self) -> str:
+        if self._image_ranks > 1:
+            return f"a document has to fit step.max_tokens_per_device on each of {self._image_ranks} ranks of mesh.cp"
+        return "a document with images of this model is not cut, and has to fit step.max_tokens_per_device"
 
     def _omitted(self, length: int) -> int:
         """See DocumentMeta. Where a document's length chooses its rotary table, all of it is read."""
@@ -84,6 +100,7 @@ class StepPlanner:
             ring=1 if context is None else context.ring_size,
             ulysses=1 if context is None else context.ulysses_size,
             cuts=self._cuts,
+            cuts_images=self._cuts_images,
         )
 
     def _alone_above(self, metadata: Sequence[DocumentMeta], budget: int) -> int | None:

@@ -21,6 +21,7 @@ from weft.engine.media import joined
 from weft.models.vision import Vision
 from weft.objectives.shared_documents import SharedDocuments
 from weft.ops.attention_call import Bounds
+from weft.ops.communicator import FeatureExchange
 
 Layout = Literal["packed", "padded"]
 
@@ -31,7 +32,8 @@ class Row:
     per token. document_N: place in `documents` of each prediction's document. token_N: place of the target in its
     document. owner_M: place in `documents` of each token of the flattened row, -1 for padding; None unless asked for.
     media: forward arguments of its images; None where no rank has any. borrowed: they are of an image that is in no
-    document, so that this rank computes what the others do. routes: [tokens of the flattened row, layers, k], -1 for
+    document, so that this rank computes what the others do. exchange: media are the images that this rank computes, and
+    their features travel (dealt_images.py). routes: [tokens of the flattened row, layers, k], -1 for
     none; None where no document has any. real_tokens: tokens without padding. shared: of a row with documents that
     other ranks have parts of. alike: what other ranks must have, too."""
 
@@ -51,6 +53,7 @@ class Row:
     shared: SharedDocuments | None = None
     media: Mapping[str, Tensor] | None = None
     borrowed: bool = False
+    exchange: FeatureExchange | None = None
     alike: tuple[Alike, ...] = ()
 
     def pinned(self) -> Row:
@@ -76,6 +79,8 @@ class Row:
         changed: dict[str, Any] = {**tensors, "arrays": arrays if self.documents else _no_arrays(tensors["weights_N"])}
         if self.media is not None:
             changed["media"] = {name: move(value) for name, value in self.media.items()}
+        if self.exchange is not None:
+            changed["exchange"] = self.exchange.moved(move)
         return replace(self, **changed, shared=None if self.shared is None else self.shared.moved(move))
 
 

@@ -10,6 +10,7 @@ from functools import partial
 from torch import nn
 
 from weft.engine.context_row import cut_row
+from weft.engine.dealt_images import deal_images
 from weft.engine.document import Document
 from weft.engine.plan import Layout, StepPlan
 from weft.engine.replay import Replay
@@ -80,6 +81,8 @@ class RowBuilder:
         if plan.pieces:
             assert self.context is not None
             row = cut_row(row, plan, micro_batch, self.rank, self.context)
+            if self.vision is not None and plan.shares_images(micro_batch, self.rank):
+                row = deal_images(row, documents, plan, micro_batch, self.rank, self.context, self.vision)
         row = row if routed else replace(row, routes=None)
         return row.pinned() if self.pinned else row
 

@@ -21,6 +21,7 @@ from weft.engine.config import EngineConfig
 from weft.engine.context_check import check_context, choose_ulysses
 from weft.engine.division_check import check_division
 from weft.engine.expert_check import check_experts
+from weft.engine.loaded_state import check_state, load_state
 from weft.engine.pipeline_check import check_pipeline
 from weft.engine.router_bias import check_biases
 from weft.engine.schedule import DELAYED, placement_of
@@ -31,6 +32,7 @@ from weft.models.captured import check_readouts
 from weft.models.cost import costs_of_layers
 from weft.models.freeze import freeze
 from weft.models.lora import LoraPlan, freeze_base
+from weft.models.mixer_part import can_share_documents
 from weft.models.pipeline import Pipeline, cut_layers
 from weft.models.placement import Placement
 from weft.models.tp_styles import check_states
@@ -131,6 +133,8 @@ def assemble(
     if not setup.trained:
         return parts
     optimizer, ema = build_optimizer_and_ema(setup, built.module)
+    if fill and config.optimizer.load_state and built.load is not None:
+        load_state(optimizer, built.module, built.load, config.optimizer.name, setup.moments, made.divided.cuts)
     return replace(parts, optimizer=optimizer, ema=ema)
 
 
@@ -189,11 +193,13 @@ def build(setup: Setup, *, weights: bool = True, readouts: Collection[str] = ())
             freeze(module, config.model.freeze)
         else:
             freeze_base(module, built.lora)
+        if config.optimizer.load_state and built.load is not None:
+            check_state(module, built.load, config.optimizer.name)
         check_groups(module, config.optimizer)
     wanted = Wanted.of(readouts)
     check_readouts(module, len(module.head.weight), wanted, compiled=config.model.compile, mixers=module.mixers)
     if setup.mesh.tp is not None:
-        check_states(module, built.config.get_text_config(), wanted.hidden)
+        check_states(module, built.config.get_text_config(), wanted.hidden, setup.mesh.tp.size)
     if config.model.router_bias_rate is not None:
         check_biases(module, built.config.get_text_config().model_type)
     flops = replace(built.flops, tower_frozen=not _trains_tower(built))
@@ -299,14 +305,43 @@ def require_trained(setup: Setup, pipeline: Pipeline, layers: str) -> None:
 
 def context_of(setup: Setup, built: BuiltModel, config: PretrainedConfig) -> ContextAxis | None:
     """The ranks of cp, after a check that documents of this model can be cut. None for one rank, and for a model whose
-    layers carry state or whose documents are padded: those are dealt whole to the ranks of cp, as to any others.
-    config: of the class with logits."""
+    documents are padded, or have a state that cannot be shared: those are dealt whole to the ranks of cp, as to any
+    others. config: of the class with logits."""
     cp, tp, wanted = setup.mesh.cp_size, setup.mesh.tp_size, setup.config.mesh.ulysses
     if cp == 1 or not built.cuts_documents:
         return None
-    ulysses = choose_ulysses(built.flops, config, cp, tp) if wanted is None else wanted
-    check_context(config, built.flops, cp, ulysses, tp)
+    if not built.findings.mixers:
+        ulysses = choose_ulysses(built.flops, config, cp, tp) if wanted is None else wanted
+    elif wanted is None and not shares_states(built, cp, tp):
+        return None
+    else:
+        ulysses = ulysses_of_states(wanted, cp, divides=shares_states(built, cp, tp))
+    images = built.vision is not None and built.vision.has_grids and not built.findings.images
+    check_context(config, built.flops, cp, ulysses, tp, images)
     return context_axis(setup.mesh, ulysses)
+
+
+def shares_states(built: BuiltModel, cp: int, tp: int) -> bool:
+    """Whether all heads, of attention and of layers that carry state, divide by the ranks of cp."""
+    heads = (max(1, layer.heads // tp) for layer in built.flops.attention)
+    mixers = (boundary.mixer for boundary in built.module.mixers.values())
+    return all(h % cp == 0 for h in heads) and all(can_share_documents(mixer, cp, tp) for mixer in mixers)
+
+
+def ulysses_of_states(wanted: int | None, cp: int, *, divides: bool) -> int:
+    """All of cp: states are of whole documents. UserError where the config asks for another number, or for one that
+    does not divide the heads."""
+    if wanted not in (None, cp):
+        raise UserError(
+            f"mesh.ulysses={wanted}: layers of this model carry state, so that ranks share a document by heads alone: "
+            f"set mesh.ulysses=null or {cp}."
+        )
+    if not divides:
+        raise UserError(
+            f"mesh.ulysses={wanted} does not divide all heads, of attention and of layers that carry state: set "
+            "mesh.ulysses=null, and documents are dealt whole to the ranks of mesh.cp."
+        )
+    return cp
 
 
 def check_memory(setup: Setup, built: BuiltModel, made: Sharded, *, fill: bool) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from weft.engine.image_check import check_images
+from weft.engine.image_check import check_images, check_videos
 from weft.engine.row import Layout
 from weft.errors import UserError
 from weft.models import hf
@@ -44,7 +44,7 @@ class Findings:
     """The result of the checks. error: largest logit difference to HuggingFace, relative to the largest logit. attends:
     whether the model has attention. attention: the kinds of its calls. mixers: classes of the modules that carry
     state along the sequence. copy: the small copy, in words. head: name of
-    the head. images: why documents with images are refused; empty where they are not."""
+    the head. images, videos: why documents with them are refused; empty where they are not."""
 
     layout: Layout
     uses_bounds: bool
@@ -55,6 +55,7 @@ class Findings:
     copy: str
     head: str
     images: str = ""
+    videos: str = ""
 
 
 def implementation(config: PretrainedConfig, kernel: str) -> str:
@@ -119,10 +120,11 @@ def examine(config: PretrainedConfig) -> Findings:
         if worst <= tolerance:
             attends = family.attention is not None or bool(kinds)
             images = check_images(ours, theirs, WIDEST_TOLERANCE) if layout == "packed" else "its documents are padded"
+            videos = images or check_videos(ours, theirs, WIDEST_TOLERANCE)
             return Findings(
                 layout, uses_bounds and (attends or bool(ours.mixers)), worst, attends, tuple(sorted(kinds)),
                 tuple(sorted({type(boundary.mixer).__name__ for boundary in ours.mixers.values()})), words,
-                ours.facts.head, images,
+                ours.facts.head, images, videos,
             )  # fmt: skip
     raise _refusal(config, f"its logits differ from HuggingFace's eager forward by {worst:.1e} of the largest logit")
 

@@ -13,7 +13,8 @@ Internal symbols used, all checked on transformers 5.17 to 5.19:
 - integrations.moe.{ALL_EXPERTS_FUNCTIONS.register, _grouped_linear}; of modules under use_experts_implementation
   .config, .num_experts, .has_gate, .has_bias, .is_transposed, ._apply_gate
 - modeling_layers.GradientCheckpointingLayer; of vision models' bases .get_image_features (with .pooler_output, a tensor
-  or a sequence of them) and .get_rope_index(input_ids, mm_token_type_ids, ...), called in vision.py
+  or a sequence of them), .get_video_features(pixel_values_videos, video_grid_thw) and .get_rope_index(input_ids,
+  mm_token_type_ids, ...), called in vision.py
 - PreTrainedModel.set_attn_implementation by sub-config; utils.generic.is_flash_attention_requested in a module of a
   family, whose vision tower then calls with cu_seq_lens_q and max_length_q
 - utils.output_capturing.install_all_output_capturing_hooks (marks the model, which its forward reads)

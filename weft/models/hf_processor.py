@@ -1,10 +1,12 @@
-"""transformers' internals (hf.py) that turn images into the inputs of a model: its processors, used as they are.
+"""transformers' internals (hf.py) that turn images into the inputs of a model: its processors, used as they are. Videos
+are in hf_video.py.
 
 Used, checked on transformers 5.17 to 5.19:
 - ProcessorMixin.{get_attributes, _get_arguments_from_pretrained, check_argument_for_proper_class, image_token,
   image_token_ids, replace_image_token(image_inputs, image_idx)}; its call with return_text_replacement_offsets=True
   (for each placeholder `replacement`, in order)
-- models.auto.image_processing_auto.AutoImageProcessor (the public name wants torchvision in 5.17); AutoVideoProcessor
+- models.auto.image_processing_auto.AutoImageProcessor (the public name wants torchvision in 5.17); AutoVideoProcessor,
+  for families whose videos weft does not read
 - of image processors .model_input_names, .to_dict, .get_number_of_image_patches(height, width) and .size:
   shortest_edge and longest_edge are pixels of an image where model_input_names has image_grid_thw; longest_edge alone
   is a length
@@ -20,7 +22,7 @@ import importlib
 import json
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -32,6 +34,8 @@ import numpy as np
 
 from weft.errors import UserError, first_line, runs_own_code
 from weft.files import read_object
+from weft.models.clips import Clip, Shape
+from weft.models.hf_video import KNOWN, Frames, frames_of, settings_file, settings_of, video_inputs, video_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -48,8 +52,8 @@ _TRIED = ((40, 60), (100, 17), (230, 300))
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What stands for the images of a document. texts: by image, what replaces its placeholder. patches: positions that
-    the vision tower forwards for all of them. pairs: of these, two of one image."""
+    """What stands for the images and videos of a document. texts: of each, what replaces its placeholder. patches:
+    positions that the vision tower forwards for all of them. pairs: of these, two of one image or frame."""
 
     texts: tuple[str, ...]
     patches: int
@@ -57,12 +61,16 @@ class Layout:
 
 
 class ImageProcessor:
-    """A model's processor. placeholder: what its chat template writes for an image. marks: texts that stand for images
-    and videos, which no other text may hold. template: its own chat template, if any."""
+    """A model's processor. kind: its class. placeholder, video_placeholder: what its chat template writes for an image,
+    and for a video, "" where weft does not read its videos. marks: texts that stand for images and videos, which no
+    other text may hold. template: its own chat template, if any."""
 
-    def __init__(self, processor: Any, patch_size: int) -> None:
-        self._processor, self._patch_size = processor, patch_size
+    def __init__(self, processor: Any, patch_size: int, frames: Frames | None = None) -> None:
+        """frames: the settings of its videos."""
+        self._processor, self._patch_size, self._frames = processor, patch_size, frames
+        self.kind = type(processor).__name__
         self.placeholder: str = processor.image_token
+        self.video_placeholder: str = "" if frames is None else processor.video_token
         self.template: str | None = processor.chat_template if isinstance(processor.chat_template, str) else None
         ids = [token for token in processor.image_token_ids if token is not None]
         tokens = processor.tokenizer.convert_ids_to_tokens(ids)
@@ -78,14 +86,14 @@ class ImageProcessor:
         """All that texts and inputs depend on, besides the images."""
         own = {name: value for name, value in vars(self._processor).items() if isinstance(value, int | str | float)}
         images = self._processor.image_processor
-        said = [type(self._processor).__name__, type(images).__name__, own, images.to_dict(), self._patch_size]
+        said = [self.kind, type(images).__name__, own, images.to_dict(), self._patch_size, settings_of(self._frames)]
         return json.dumps(said, sort_keys=True, default=str)
 
     def files(self, path: str) -> dict[str, str]:
         """Name -> text of the processor's files at `path`, with the limits that this one has: so whoever serves the
-        trained model makes the same of an image."""
+        trained model makes the same of an image, and of a frame."""
         size = {name: value for name, value in dict(self._processor.image_processor.size).items() if value is not None}
-        found = {}
+        found = dict[str, dict[str, Any]]()
         for name in ("preprocessor_config.json", "processor_config.json"):
             content = _read_file(path, name)
             own = content if name.startswith("pre") else content.get("image_processor")
@@ -95,16 +103,36 @@ class ImageProcessor:
             for key, edge in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge")):
                 if key in own:
                     own[key] = size[edge]
-            found[name] = json.dumps(content, indent=2) + "\n"
-        return found
+            found[name] = content
+        if self._frames is not None:  # without settings of its own, a video processor takes those of images
+            own = self._frames.file(settings_file(lambda name: _read_file(path, name)))
+            nested = found.get("processor_config.json", {})
+            target = nested if "video_processor" in nested else found
+            target["video_processor" if target is nested else "video_preprocessor_config.json"] = own
+        return {name: json.dumps(content, indent=2) + "\n" for name, content in found.items()}
 
-    def _layout(self, sizes: tuple[Size, ...]) -> Layout:
-        """The layout of images of these sizes. Raises what the processor raises for a size that it refuses."""
-        if self._apart and len(sizes) > 1:
-            found = [self.layout((size,)) for size in sizes]
+    def _layout(self, shapes: tuple[Shape, ...]) -> Layout:
+        """The layout of images and videos of these shapes. Raises what the processor raises for a size that it
+        refuses."""
+        if self._apart and len(shapes) > 1:
+            found = [self.layout((shape,)) for shape in shapes]
             patches, pairs = sum(one.patches for one in found), sum(one.pairs for one in found)
             return Layout(tuple(text for one in found for text in one.texts), patches, pairs)
+        if len(shapes) == 1 and len(shapes[0]) == 3:
+            return self._of_video(*shapes[0])
+        sizes = tuple((shape[0], shape[1]) for shape in shapes)
         return self._counted(sizes[0]) if self._counts else self._processed(sizes)
+
+    def _of_video(self, height: int, width: int, clip: Clip) -> Layout:
+        assert self._frames is not None
+        grid = self._frames.grid(height, width, clip.taken)
+        time, own = grid[0], grid[1] * grid[2]
+        return Layout((video_text(self._processor, grid, clip),), time * own, time * own**2)
+
+    def resizing(self, shape: Shape) -> Callable[[Any], Any]:
+        """What makes a frame, a PIL image, of a video of this shape as large as the model sees it."""
+        assert self._frames is not None and len(shape) == 3
+        return self._frames.resizing(shape[0], shape[1], shape[2].taken)
 
     def _counted(self, size: Size) -> Layout:
         """The layout of an image by the processor's own count of its patches, tens of milliseconds faster; used where
@@ -130,11 +158,20 @@ class ImageProcessor:
         """Whether images are rows of patches, of which none depends on other images of the document."""
         return "image_grid_thw" in self._processor.image_processor.model_input_names
 
-    def inputs(self, images: Sequence[Any]) -> tuple[dict[str, Any], int]:
-        """(the model's inputs for a document's images in order, tensors by name, their patches). images: of PIL."""
-        out = self._call(images, return_tensors="pt")
+    def inputs(
+        self, images: Sequence[Any], videos: Sequence[tuple[Sequence[Any], Clip]] = ()
+    ) -> tuple[dict[str, Any], int]:
+        """(the model's inputs for a document's images and videos in order, tensors by name, their patches). images: of
+        PIL. videos: of each the frames, resized, and which they are."""
+        out = self._call(images, return_tensors="pt") if images else {}
+        import torch
+
         found = {name: value for name, value in out.items() if name not in _OF_TEXT}
-        return found, sum(self._each(found))
+        patches = sum(self._each(found)) if images else 0
+        each = [video_inputs(self._processor, self._frames, *video) for video in videos if self._frames is not None]
+        for name in each[0] if each else ():
+            found[name] = torch.cat([one[name] for one in each])
+        return found, patches + sum(int(grid) for one in each for grid in one["video_grid_thw"].prod(1))
 
     def prompt_inputs(self, text: str, images: Sequence[Any]) -> Any:
         """All inputs of the model for a rendered prompt, which has a placeholder for each image: a BatchFeature."""
@@ -162,13 +199,20 @@ def is_vision_config(config: Any) -> bool:
 
 
 def load_processor(
-    path: str, config: Any, tokenizer: PreTrainedTokenizerBase, pixels: Mapping[str, int]
+    path: str,
+    config: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    pixels: Mapping[str, int],
+    video: Mapping[str, float] | None = None,
 ) -> ImageProcessor:
-    """The processor of a model. config: of the model. pixels: `min` and `max`, as data.image_pixels. UserError where
-    there is none that works, or it has no such limits."""
+    """The processor of a model. config: of the model. pixels: `min` and `max`, as data.image_pixels. video: as
+    data.video. UserError where there is none that works, or it has no such limits."""
     check_torchvision()
+    frames = None
     try:
-        made = _class_of(path, config, tokenizer).from_pretrained(path, trust_remote_code=False)
+        family = _family(path, config)
+        frames = frames_of(family.__name__, settings_file(lambda name: _read_file(path, name)))
+        made = _class_of(path, family, tokenizer).from_pretrained(path, trust_remote_code=False)
     except UserError:
         raise
     except Exception as error:  # of any type: files of others, classes of many families
@@ -182,17 +226,25 @@ def load_processor(
     if getattr(made, "image_token", None) is None:
         raise UserError(f"model.path: the processor of {path} ({type(made).__name__}) has no placeholder for images.")
     _set_pixels(made, pixels)
+    if video and frames is None:
+        raise UserError(
+            f"data.video: weft does not know how {type(made).__name__} of model.path reads videos (known: "
+            f"{', '.join(KNOWN)}): leave it out."
+        )
+    if frames is not None:
+        frames = made.video_processor = frames.limited(video or {})
     patch = getattr(config.vision_config, "patch_size", None) or 14
-    return ImageProcessor(made, int(patch[0] if isinstance(patch, list | tuple) else patch))
+    return ImageProcessor(made, int(patch[0] if isinstance(patch, list | tuple) else patch), frames)
 
 
-def _class_of(path: str, config: Any, tokenizer: PreTrainedTokenizerBase) -> Any:
-    """The family's processor class, made to take this tokenizer, and no video processor where none can be made."""
+def _class_of(path: str, family: Any, tokenizer: PreTrainedTokenizerBase) -> Any:
+    """The family's processor class, made to take this tokenizer, and no video processor where none is needed or can be
+    made."""
     from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
-    family, videos = _family(path, config), find_spec("torchvision") is not None
+    videos = find_spec("torchvision") is not None and family.__name__ not in KNOWN
 
-    class Processor(family):  # type: ignore[misc, valid-type]
+    class Processor(family):
         @classmethod
         def _get_arguments_from_pretrained(cls, *args: Any, **kwargs: Any) -> list[Any]:
             made = {

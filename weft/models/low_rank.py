@@ -49,8 +49,9 @@ class LowRank(nn.Module):
         self._inputs = a_shape[1]
         self._own_inputs: Callable[[Tensor], Tensor] | None = None
 
-    def divide(self, own_inputs: Callable[[Tensor], Tensor]) -> None:
-        """Make A work on a part of the layer's inputs. own_inputs: [..., all inputs] -> [..., this rank's]."""
+    def divide(self, own_inputs: Callable[[Tensor], Tensor] | None) -> None:
+        """Make A work on a part of the layer's inputs. own_inputs: [..., all inputs] -> [..., this rank's]; None where
+        dropout is not of all of them."""
         self._own_inputs = own_inputs
 
     def down(self, x: Tensor) -> Tensor:

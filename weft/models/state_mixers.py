@@ -11,23 +11,26 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from weft.models.families import carries_state
+from weft.models.mixer_part import MixerShare, share_of_documents, view
 from weft.ops.attention_call import BOUNDS_ARGUMENT, Bounds
-from weft.ops.by_document import by_document
+from weft.ops.by_document import by_document, is_of_tokens
+from weft.ops.context import ContextRow, gather_documents, sum_to_tokens
 
 _CACHES = ("cache_params", "past_key_values")
 
 
 class Boundary:
     """Stands in place of a mixer's forward. bounds: of the next call, set by the mixer's layer.
-    calls: of packed rows."""
+    calls: of packed rows. share: the part of the mixer that this rank of mesh.tp computes; None: all of it."""
 
     def __init__(self, mixer: nn.Module) -> None:
         self.mixer = mixer
         self.bounds: Bounds | None = None
         self.calls = 0
+        self.share: MixerShare | None = None
         self._run: Callable[..., Any] = self._apart
         mixer.__dict__["forward"] = self.forward
 
@@ -40,7 +43,8 @@ class Boundary:
         return self._run(*args, **kwargs)
 
     def _apart(self, *args: Any, **kwargs: Any) -> Any:
-        own = partial(type(self.mixer).forward, self.mixer)
+        mixer = self.mixer if self.share is None else view(self.mixer, self.share)
+        own = partial(type(mixer).forward, mixer)
         bounds, self.bounds = self.bounds, None
         kwargs.pop(BOUNDS_ARGUMENT, None)  # some mixers hand all that they get to kernels
         if bounds is None or bounds.padded:
@@ -50,7 +54,42 @@ class Boundary:
         if "attention_mask" in kwargs:
             kwargs["attention_mask"] = None
         self.calls += 1
+        if bounds.context is not None:
+            return _over_ranks(mixer, bounds.context, *args, **kwargs)
         return by_document(own, bounds, *args, **kwargs)
+
+
+def _over_ranks(mixer: nn.Module, context: ContextRow, *args: Any, **kwargs: Any) -> Any:
+    """What by_document gives, of a row that begins with pieces of shared documents: of those each rank of Ulysses
+    computes all tokens for its part of the heads. So states and convolutions see whole documents. Collective over cp.
+    """
+    x, kwargs = _hidden_alone(args, kwargs)
+    axis, share = context.axis, None
+    if axis.ulysses is not None and axis.ring is None:
+        share = share_of_documents(mixer, axis.place, axis.ulysses, axis.size)
+    if share is None:
+        raise RuntimeError(f"{type(mixer).__name__}: its heads cannot be dealt to {axis.size} ranks of mesh.cp")
+    part = view(mixer, share)
+    whole = gather_documents(x[:, : context.tokens], context)
+    documents = by_document(partial(type(part).forward, part), context.documents(x.device), whole, **kwargs)
+    found = [sum_to_tokens(_first(documents), context)]
+    if context.whole:
+        own = partial(type(mixer).forward, mixer)
+        found.append(_first(by_document(own, context.rest(x.device), x[:, context.tokens :], **kwargs)))
+    row = torch.cat(found, 1)
+    return (row, *documents[1:]) if isinstance(documents, tuple) else row
+
+
+def _hidden_alone(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
+    """The hidden states, and the other arguments without what is of tokens, which such mixers are handed in vain."""
+    x = args[0] if args else kwargs["hidden_states"]
+    rest = {name: value for name, value in kwargs.items() if name != "hidden_states"}
+    return x, {name: None if is_of_tokens(value, x.shape[1]) else value for name, value in rest.items()}
+
+
+def _first(output: Any) -> Tensor:
+    found: Tensor = output[0] if isinstance(output, tuple) else output
+    return found
 
 
 class _Entrance:

@@ -6,6 +6,7 @@ intermediate width), those that leave it by inputs. A matrix that no rule knows 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,8 +17,11 @@ from transformers import PretrainedConfig
 from weft.errors import UserError
 from weft.models import hf
 from weft.models.experts import are_experts
+from weft.models.families import carries_state
 from weft.models.lora import parameter_of
 from weft.models.low_rank import LowRank
+from weft.models.tp_mixers import MixerStyle, mixer_style
+from weft.models.tp_parts import Part, Style
 from weft.models.train_module import TrainModule, ValueHead
 
 QUERY = ("q_proj", "q_b_proj")
@@ -27,53 +31,39 @@ LATENT = ("kv_b_proj",)  # MLA: keys and values of every head from one latent
 FUSED = ("qkv_proj", "c_attn")  # queries, keys and values, one after the other
 MIXED = ("query_key_value",)  # head by head, or group by group: its queries, then its key and its value
 GATE_UP = ("gate_proj", "up_proj", "c_fc", "fc1", "dense_h_to_4h", "w1", "w3")
-FUSED_GATE_UP = ("gate_up_proj",)
-OUT = ("o_proj", "out_proj", "dense", "down_proj", "c_proj", "fc2", "dense_4h_to_h", "w2")
-# What every rank of the axis computes with whole: low-rank entries of MLA, routers, gates of shared experts; mixers
-# that have no heads to divide, or run a state through them; what a layer adds of its own to the tokens' embeddings.
+FUSED_GATE_UP = ("gate_up_proj", "input_linear")
+OUT = ("o_proj", "out_proj", "dense", "down_proj", "c_proj", "fc2", "dense_4h_to_h", "w2", "output_linear")
+# What every rank of the axis computes with whole: low-rank entries of MLA, routers, gates of shared experts; what a
+# layer adds of its own to the tokens' embeddings; what projects the output of a shared block (zamba2).
 WHOLE = (
-    "q_a_proj", "kv_a_proj_with_mqa", "gate", "router", "shared_expert_gate",
-    "conv", "mamba", "linear_attn", "per_layer_input_gate", "per_layer_projection",
+    "q_a_proj", "kv_a_proj_with_mqa", "gate", "router", "shared_expert_gate", "per_layer_input_gate",
+    "per_layer_projection", "linear",
 )  # fmt: skip
+_LAYER = re.compile(r"DecoderLayer$")  # a layer inside of a layer (zamba2)
+_ADDITIONS = "_adapter_list"
 # Intermediate widths are dealt in so many columns, because grouped products want rows aligned to 16 bytes.
 _COLUMNS = 8
-
-
-@dataclass(frozen=True)
-class Part:
-    """`count` items of `width` elements each, consecutive along the divided dimension. heads: every rank gets equally
-    many. repeat: several ranks may hold the same item, where there are fewer items (heads of keys and values) than
-    ranks."""
-
-    count: int
-    width: int = 1
-    heads: bool = False
-    repeat: bool = False
-
-
-@dataclass(frozen=True)
-class Style:
-    """The division of one parameter. dim: divided part by part; None: every rank holds all of it."""
-
-    dim: int | None = None
-    parts: tuple[Part, ...] = ()
 
 
 @dataclass(frozen=True)
 class Styles:
     """The styles of a model. of: parameter -> style. regions: modules that compute with divided weights, so that their
     outputs are summed. biased: modules whose biases would be added once per rank. joined: norms over all heads together
-    -> the style of their input."""
+    -> the style of their input. mixers: those that carry state and are divided."""
 
     of: dict[str, Style] = field(default_factory=dict)
     regions: list[str] = field(default_factory=list)
     biased: list[str] = field(default_factory=list)
     joined: dict[str, Style] = field(default_factory=dict)
     attention: list[str] = field(default_factory=list)
+    mixers: dict[str, MixerStyle] = field(default_factory=dict)
 
 
-def find_styles(module: TrainModule, config: PretrainedConfig) -> Styles:
-    """The styles of all parameters. UserError, naming the parameter, where no rule knows a matrix."""
+def find_styles(module: TrainModule, config: PretrainedConfig, ranks: int) -> Styles:
+    """The styles of all parameters. UserError, naming the parameter, where no rule knows a matrix.
+
+    ranks: mixers whose heads do not divide by them are whole.
+    """
     found = Styles()
     of = found.of
     embedding = module.get_submodule(module.facts.embedding)
@@ -82,10 +72,11 @@ def find_styles(module: TrainModule, config: PretrainedConfig) -> Styles:
     if not isinstance(module.head, ValueHead):
         of |= {f"{module.facts.head}.{name}": vocabulary for name, _ in module.head.named_parameters()}
     for (name, layer), own in zip(module.layers, hf.layer_configs(config), strict=True):
-        _of_layer(name, layer, own, found)
+        _of_layer(name, layer, own, ranks, found)
     of.update(_of_adapters(module, of))
+    mixers = tuple(f"{name}." for name in module.mixers)
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        if name not in of and parameter.ndim > 1 and not _is_whole(name, module):
+        if name not in of and parameter.ndim > 1 and not name.startswith(mixers) and not _is_whole(name, module):
             raise UserError(
                 f"mesh.tp: weft does not know how {name} {list(parameter.shape)} of {module.facts.model_type} can be "
                 "divided: set mesh.tp=1."
@@ -94,9 +85,9 @@ def find_styles(module: TrainModule, config: PretrainedConfig) -> Styles:
     return found
 
 
-def check_states(module: TrainModule, config: PretrainedConfig, names: Sequence[str]) -> None:
+def check_states(module: TrainModule, config: PretrainedConfig, names: Sequence[str], ranks: int) -> None:
     """UserError where `hidden/MODULE` names a module whose output is divided over ranks."""
-    for region in find_styles(module, config).regions if names else ():
+    for region in find_styles(module, config, ranks).regions if names else ():
         inside = next((name for name in names if name.startswith(f"{region}.")), None)
         if inside is not None:
             raise UserError(
@@ -131,12 +122,42 @@ def _is_whole(name: str, module: TrainModule) -> bool:
     return inside == name or not set(WHOLE).isdisjoint(inside.split("."))
 
 
-def _of_layer(name: str, layer: nn.Module, config: PretrainedConfig, found: Styles) -> None:
+def _of_layer(name: str, layer: nn.Module, config: PretrainedConfig, ranks: int, found: Styles) -> None:
     for child_name, child in layer.named_children():
-        own = dict(_of_block(f"{name}.{child_name}", child, config, found))
+        path = f"{name}.{child_name}"
+        if _LAYER.search(type(child).__name__):
+            _of_layer(path, child, config, ranks, found)
+            continue
+        of_child = (
+            _of_mixer(path, child, ranks, found) if carries_state(child) else _of_block(path, child, config, found)
+        )
+        own = dict(of_child)
+        own |= dict(_of_additions(path, child, own))
         if any(style.dim is not None for style in own.values()):
-            found.regions.append(f"{name}.{child_name}")
+            found.regions.append(path)
             found.of.update(own)
+
+
+def _of_additions(name: str, block: nn.Module, of: Mapping[str, Style]) -> Iterator[tuple[str, Style]]:
+    """What a shared block adds to its projections, for each layer that runs it (zamba2): pairs of low-rank matrices."""
+    for path, module in block.named_modules(prefix=name):
+        owner, _, leaf = path.rpartition(".")
+        if leaf.endswith(_ADDITIONS):
+            adapted = leaf.removesuffix(_ADDITIONS).removeprefix("linear_")
+            style = of[f"{owner}.{adapted if adapted.endswith('_proj') else f'{adapted}_proj'}.weight"]
+            for tensor, _ in module.named_parameters(prefix=path):
+                yield tensor, style if tensor.endswith(".1.weight") else Style()
+
+
+def _of_mixer(name: str, mixer: nn.Module, ranks: int, found: Styles) -> Iterator[tuple[str, Style]]:
+    style = mixer_style(mixer)
+    if style is None or not style.divides(ranks):
+        return
+    found.mixers[name] = style
+    parameters = dict(mixer.named_parameters())
+    yield from ((f"{name}.{tensor}", cut) for tensor, cut in style.of.items() if tensor in parameters)
+    if f"{style.output}.bias" in parameters:
+        found.biased.append(f"{name}.{style.output}")
 
 
 def _of_block(name: str, block: nn.Module, config: PretrainedConfig, found: Styles) -> Iterator[tuple[str, Style]]:

@@ -21,10 +21,11 @@ from weft.models.facts import Facts, find_facts
 from weft.models.families import family_of
 from weft.models.low_rank import LowRank
 from weft.models.state_mixers import Boundary, keep_apart
-from weft.models.vision import without_features
+from weft.models.vision import of_row
 from weft.objectives.balance import Balance, balance_sum, count_choices
 from weft.objectives.readouts import HIDDEN, TOP, TOP_IDS, Wanted, needs_logits
 from weft.ops.attention_call import BOUNDS_ARGUMENT, Bounds
+from weft.ops.communicator import FeatureExchange
 from weft.ops.head import Direction, LogitTransform, VocabularyShard, chunked_readouts, logprob_and_top1
 from weft.ops.selected import selected_logits
 
@@ -218,9 +219,11 @@ class TrainModule(nn.Module):
         position_ids_BT: Tensor,
         bounds: Bounds | None,
         media: Mapping[str, Tensor] | None = None,
+        exchange: FeatureExchange | None = None,
     ) -> Tensor:
-        """Last hidden states [B, T, H]. media: forward arguments of the row's images."""
-        return self._base(input_ids_BT, position_ids_BT, bounds, **(media or {})).last_hidden_state
+        """Last hidden states [B, T, H]. media, exchange: see Row."""
+        with of_row(self.base, media or {}, False, exchange):
+            return self._base(input_ids_BT, position_ids_BT, bounds, **(media or {})).last_hidden_state
 
     def _base(
         self,
@@ -262,20 +265,21 @@ class TrainModule(nn.Module):
         borrowed: bool = False,
         received: Tensor | None = None,
         chunk: int = 0,
+        exchange: FeatureExchange | None = None,
     ) -> dict[str, Tensor]:
         """Readouts at the selected positions of the flattened [B T]; the head runs nowhere else.
 
         Of a stage of a pipeline but the last: `sent`, its hidden states, instead. received: those of the stage before.
         chunk: which of this rank's stages.
 
-        chosen_NC: see Head. media, borrowed: see Row. `hidden/MODULE`: [N, width], the output of a module at the
-        position of the prediction. balance: also returns `balance`, the row's sum of the experts' auxiliary loss, or
-        `choices` instead (objectives/balance.py), where a layer has experts.
+        chosen_NC: see Head. media, borrowed, exchange: see Row. `hidden/MODULE`: [N, width], the output of a module at
+        the position of the prediction. balance: also returns `balance`, the row's sum of the experts' auxiliary loss,
+        or `choices` instead (objectives/balance.py), where a layer has experts.
         """
         extra: dict[str, Any] = {} if balance is None else {"output_router_logits": True}
         extra |= media or {}
         names = Wanted.of(readouts).hidden
-        features = without_features(self.base) if borrowed else nullcontext()
+        features = of_row(self.base, extra, borrowed, exchange)
         passage = self.passages[chunk] if self.passages else None
         entered = nullcontext() if passage is None else passage.entered(received)
         with capture_outputs(self, names, input_ids_BT.numel()) as hidden, features, entered:

@@ -1,4 +1,4 @@
-"""What a model has for images: its vision tower, its placeholders, and how its positions follow images.
+"""What a model has for images and videos: its tower, its placeholders, and how its positions follow them.
 
 T tokens of a document, V rows that a vision tower reads.
 """
@@ -6,8 +6,8 @@ T tokens of a document, V rows that a vision tower reads.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from weft.models import hf
 from weft.models.facts import Facts
+from weft.ops.communicator import FeatureExchange
 
 # Families whose image tokens attend to each other both ways, by the model_type of the whole config.
 BOTH_WAYS = ("gemma3",)
@@ -29,8 +30,9 @@ class Vision:
 
     image, video: token ids of placeholders. parts: names of the modules that are neither decoder nor head. smallest:
     forward arguments of the smallest image. patch: pixels of a patch's side. both_ways: tokens of an image attend to
-    each other, later ones too. layers: after so many of the first decoder layers, features of the tower are added to
-    hidden states (DeepStack: Meng et al. 2024, arXiv:2406.04334).
+    each other, later ones too. clip: forward arguments of the shortest video; None where weft does not know how the
+    model takes one. layers: after so many of the first decoder layers, features of the tower are added to hidden states
+    (DeepStack: Meng et al. 2024, arXiv:2406.04334).
     """
 
     image: int
@@ -39,7 +41,18 @@ class Vision:
     smallest: Mapping[str, Tensor]
     patch: int
     both_ways: bool
+    clip: Mapping[str, Tensor] | None = None
     layers: int = 0
+
+    @property
+    def merge(self) -> int:
+        """Patches on each side of a feature, of towers with grids of patches."""
+        return int(self.smallest["image_grid_thw"][0, 1])
+
+    @property
+    def has_grids(self) -> bool:
+        """Whether images, and frames of videos, are rows of patches that the tower computes each for itself."""
+        return "image_grid_thw" in self.smallest
 
     def token_types(self, tokens_T: Tensor) -> Tensor:
         """[T]: 1 for placeholders of images, 2 of videos, else 0."""
@@ -56,23 +69,46 @@ class Vision:
         positions: Tensor = rule(tokens_T[None], mm_token_type_ids=types, **known)[0]
         return positions[-3:, 0]
 
+    def runs(self, base: nn.Module, inputs: Mapping[str, Tensor], count: int) -> list[int]:
+        """How the placeholders of a video lie in a text: all together, or those of each frame apart, as the family's
+        rule of positions asks. count: of them."""
+        assert self.video is not None
+        try:
+            self.positions(base, torch.full((count,), self.video), inputs)
+        except RuntimeError:  # it expects another number of placeholders side by side
+            frames = int(inputs["video_grid_thw"][0, 0])
+            return [count // frames] * frames
+        return [count]
+
     def patches(self, inputs: Mapping[str, Tensor]) -> list[int]:
-        """Of each image, the positions that the tower forwards for these arguments."""
-        if "image_grid_thw" in inputs:
-            return [height * width for time, height, width in inputs["image_grid_thw"].tolist() for _ in range(time)]
+        """Of each image, and of each frame that the tower sees, the positions that it forwards for these arguments."""
+        grids = [inputs[name].tolist() for name in ("image_grid_thw", "video_grid_thw") if name in inputs]
+        if grids:
+            return [height * width for grid in grids for time, height, width in grid for _ in range(time)]
         shape = inputs["pixel_values"].shape
         return [shape[-2] * shape[-1] // self.patch**2] * math.prod(shape[:-3])
 
     def sample(self, generator: torch.Generator, wide: int = 1) -> dict[str, Tensor]:
         """Forward arguments of an image of noise, `wide` times as wide as the smallest, where the tower allows that."""
         shapes = {name: value.shape for name, value in self.smallest.items()}
-        if "image_grid_thw" in shapes:
-            merge, width = int(self.smallest["image_grid_thw"][0, 1]), shapes["pixel_values"][1]
+        if self.has_grids:
+            merge, width = self.merge, shapes["pixel_values"][1]
             return {
                 "pixel_values": torch.randn(2 * wide * merge**2, width, generator=generator),
                 "image_grid_thw": torch.tensor([[1, 2 * merge, wide * merge]]),
             }
         return {**self.smallest, "pixel_values": torch.randn(shapes["pixel_values"], generator=generator)}
+
+    def sample_video(self, generator: torch.Generator, long: int = 1) -> dict[str, Tensor]:
+        """Forward arguments of a video of noise, `long` times as long as the shortest."""
+        assert self.clip is not None
+        time, height, width = self.clip["video_grid_thw"][0].tolist()
+        patches, wide = self.clip["pixel_values_videos"].shape
+        return {
+            **self.clip,
+            "pixel_values_videos": torch.randn(long * patches, wide, generator=generator),
+            "video_grid_thw": torch.tensor([[long * time, height, width]]),
+        }
 
     def last_seen(self, tokens_T: Tensor) -> Tensor:
         """[T]: the last token that each token sees: itself, or the last of its image."""
@@ -95,8 +131,9 @@ def find_vision(base: nn.Module, facts: Facts) -> Vision | None:
     if image is None or patch is None or smallest is None or not hasattr(base, "get_image_features"):
         return None
     video = getattr(config, "video_token_id", None)
+    clip = None if video is None else _clip(base, smallest)
     both_ways, deep = config.model_type in BOTH_WAYS, getattr(config.vision_config, "deepstack_visual_indexes", None)
-    return Vision(image, video, vision_parts(base, facts), smallest, patch, both_ways, len(deep or ()))
+    return Vision(image, video, vision_parts(base, facts), smallest, patch, both_ways, clip, len(deep or ()))
 
 
 def vision_parts(base: nn.Module, facts: Facts) -> tuple[str, ...]:
@@ -136,8 +173,13 @@ def _within(name: str, outer: Iterable[str]) -> bool:
 
 
 def count_features(base: nn.Module, inputs: Mapping[str, Tensor]) -> int:
-    """How many placeholders images with these forward arguments have."""
-    found: Any = base.get_image_features(**inputs, return_dict=True).pooler_output
+    """How many placeholders images, or videos, with these forward arguments have."""
+    of: Any = base
+    if "video_grid_thw" in inputs:
+        pixels, grids = inputs["pixel_values_videos"], inputs["video_grid_thw"]
+        found: Any = of.get_video_features(pixels, grids, return_dict=True).pooler_output
+    else:
+        found = of.get_image_features(**inputs, return_dict=True).pooler_output
     parts = found if isinstance(found, list | tuple) else [found]
     return sum(part.numel() // part.shape[-1] for part in parts)
 
@@ -163,10 +205,34 @@ def _smallest(config: Any, base: nn.Module, patch: int) -> dict[str, Tensor] | N
     return {"pixel_values": torch.full((*batch, 3, size, size), 0.5)}
 
 
+def _clip(base: nn.Module, smallest: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+    """The arguments of a video of two frames as the tower sees them, each twice as wide as the smallest image; None
+    where the model takes no grid of frames."""
+    named = all(hf.accepts_by_name(base, name) for name in ("pixel_values_videos", "video_grid_thw"))
+    if not named or "image_grid_thw" not in smallest or not hasattr(base, "get_video_features"):
+        return None
+    (_, height, width), pixels = smallest["image_grid_thw"][0].tolist(), smallest["pixel_values"]
+    seconds = {"second_per_grid_ts": torch.tensor([0.75])} if hf.accepts_by_name(base, "second_per_grid_ts") else {}
+    return {
+        "pixel_values_videos": pixels.repeat(4, 1),
+        "video_grid_thw": torch.tensor([[2, height, 2 * width]]),
+        **seconds,
+    }
+
+
 def _first(size: Any) -> int | None:
     """Of a height and a width, the height."""
     found = size[0] if isinstance(size, list | tuple) else size
     return found if isinstance(found, int) else None
+
+
+def of_row(
+    base: nn.Module, inputs: Mapping[str, Any], borrowed: bool, exchange: FeatureExchange | None
+) -> AbstractContextManager[None]:
+    """How a row's images and videos go through the tower. inputs, borrowed, exchange: as in Row."""
+    if exchange is not None:
+        return travelling(base, exchange)
+    return without_features(base) if borrowed else one_pass(base, inputs)
 
 
 @contextmanager
@@ -180,8 +246,64 @@ def without_features(base: nn.Module) -> Iterator[None]:
     def nothing(*args: Any, **kwargs: Any) -> Any:
         return torch.utils._pytree.tree_map_only(Tensor, lambda t: t[:0], of_class(base, *args, **kwargs))
 
-    object.__setattr__(base, "get_image_features", nothing)
+    with _in_place_of(base, get_image_features=nothing):
+        yield
+
+
+@contextmanager
+def one_pass(base: nn.Module, inputs: Mapping[str, Any]) -> Iterator[None]:
+    """Inside, the images and videos of a row go through the tower together, so that a rank with both gathers and
+    reduces its parameters as often as one with either."""
+    if not {"pixel_values", "pixel_values_videos"} <= inputs.keys():
+        yield
+        return
+    of_class: Any = type(base).get_image_features
+    kept: list[Any] = []
+
+    def images(pixel_values: Tensor, image_grid_thw: Tensor, **kwargs: Any) -> Any:
+        pixels = torch.cat([pixel_values, inputs["pixel_values_videos"].to(pixel_values)])
+        out = of_class(base, pixels, torch.cat([image_grid_thw, inputs["video_grid_thw"]]), **kwargs)
+        count = len(image_grid_thw)
+        kept.append(_changed(out, lambda parts: parts[count:]))
+        return _changed(out, lambda parts: parts[:count])
+
+    with _in_place_of(base, get_image_features=images, get_video_features=lambda *args, **kwargs: kept.pop()):
+        yield
+
+
+@contextmanager
+def travelling(base: nn.Module, exchange: FeatureExchange) -> Iterator[None]:
+    """Inside, the tower's features go to the ranks that have their tokens. The images that it is given are those that
+    this rank computes, frames of videos among them."""
+    of_class: Any = type(base).get_image_features
+    kept: list[Any] = []
+
+    def images(*args: Any, **kwargs: Any) -> Any:
+        out = _changed(of_class(base, *args, **kwargs), lambda parts: [exchange.run(torch.cat(list(parts)))])
+        kept.append(_changed(out, lambda parts: [parts[0][exchange.images :]]))
+        return _changed(out, lambda parts: [parts[0][: exchange.images]])
+
+    with _in_place_of(base, get_image_features=images, get_video_features=lambda *args, **kwargs: kept.pop()):
+        yield
+
+
+@contextmanager
+def _in_place_of(base: nn.Module, **methods: Callable[..., Any]) -> Iterator[None]:
+    """Inside, the base's own methods of these names are others."""
+    for name, method in methods.items():
+        object.__setattr__(base, name, method)
     try:
         yield
     finally:
-        object.__delattr__(base, "get_image_features")
+        for name in methods:
+            object.__delattr__(base, name)
+
+
+def _changed(out: Any, change: Callable[[Sequence[Tensor]], Sequence[Tensor]]) -> Any:
+    """A tower's output with its features changed: its fields hold a tensor for each image, or a list of such for each
+    of several layers. Other fields are left out, because nobody reads them."""
+
+    def of(value: Any) -> Any:
+        return change(value) if all(isinstance(one, Tensor) for one in value) else [of(one) for one in value]
+
+    return type(out)(**{name: of(value) for name, value in out.items() if isinstance(value, list | tuple)})

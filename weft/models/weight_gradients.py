@@ -36,7 +36,8 @@ class WeightGradients:
     def _enter(self, linear: nn.Module, args: tuple[Any, ...]) -> None:
         weight = linear._parameters["weight"]
         assert weight is not None
-        if weight.requires_grad and torch.is_grad_enabled() and args[0].requires_grad:
+        is_whole = weight.is_leaf  # and not a slice of one, in a part of a mixer
+        if is_whole and weight.requires_grad and torch.is_grad_enabled() and args[0].requires_grad:
             self._within.append((linear, weight))
             linear._parameters["weight"] = nn.Parameter(weight.detach(), requires_grad=False)
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
-import torch
 from torch import Tensor
 
-from weft.ops.communicator import Communicator, summed
+from weft.ops.communicator import Communicator, added_up
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,22 +26,8 @@ class SharedDocuments:
     def complete(self, values: Tensor) -> Tensor:
         """[D, ...] sums over this rank's tokens -> sums over whole documents; differentiable. Collective."""
         total = values.new_zeros(self.count, *values.shape[1:]).index_add(0, self.slots, values[self.places])
-        complete: Tensor = _SumBoth.apply(total, self.ranks)
-        return values.index_put((self.places,), complete[self.slots])
+        return values.index_put((self.places,), added_up(total, self.ranks)[self.slots])
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> SharedDocuments:
         """A copy whose tensors are passed through `move`."""
         return replace(self, places=move(self.places), slots=move(self.slots), counted=move(self.counted))
-
-
-class _SumBoth(torch.autograd.Function):
-    """The sum over ranks, which each rank's loss then depends on: so gradients are summed, too."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: Communicator) -> Tensor:
-        ctx.ranks = ranks
-        return summed(x, ranks)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return summed(grad, ctx.ranks), None

@@ -76,20 +76,23 @@ class _Split:
             return {name: self.of(own, number, unfold) for name, own in value.items()}
         if isinstance(value, tuple):
             return tuple(self.of(own, number, unfold) for own in value)
-        if not _is_of_tokens(value, self._tokens):
+        if not is_of_tokens(value, self._tokens):
             return value
         if id(value) not in self._parts:
             self._parts[id(value)] = value[0].split(self._sizes)
         return unfold(self._parts[id(value)][number])
 
 
-def _is_of_tokens(value: Any, tokens: int) -> bool:
+def is_of_tokens(value: Any, tokens: int) -> bool:
+    """Whether a tensor, or any of a tuple, is [1, tokens, ...]."""
+    if isinstance(value, tuple):
+        return any(is_of_tokens(own, tokens) for own in value)
     return isinstance(value, Tensor) and value.ndim > 1 and value.shape[:2] == (1, tokens)
 
 
 def _device(tokens: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
     for value in (*args, *kwargs.values()):
-        if _is_of_tokens(value, tokens):
+        if isinstance(value, Tensor) and is_of_tokens(value, tokens):
             return value.device
     raise RuntimeError(f"nothing that a mixer receives is of the {tokens} tokens of its row")
 

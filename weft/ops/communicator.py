@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -51,6 +51,23 @@ def summed(x: Tensor, ranks: Communicator) -> Tensor:
     return out
 
 
+def added_up(x: Tensor, ranks: Communicator) -> Tensor:
+    """The sum over the ranks, each of which goes on with it to something of its own: gradients are summed, too."""
+    out: Tensor = _AddUp.apply(x, ranks)
+    return out
+
+
+class _AddUp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Communicator) -> Tensor:
+        ctx.ranks = ranks
+        return summed(x, ranks)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return summed(grad, ctx.ranks), None
+
+
 def all_to_all(x: Tensor, ranks: Communicator, sent: list[int], received: list[int]) -> Tensor:
     """Communicator.all_to_all with a gradient, which travels back."""
     out: Tensor = _Exchange.apply(x, ranks, sent, received)
@@ -67,6 +84,30 @@ class _Exchange(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         ranks, sent, received = ctx.rest
         return ranks.all_to_all(grad, received, sent), None, None, None
+
+
+@dataclass(frozen=True, eq=False)
+class FeatureExchange:
+    """The features of images, on their way from the ranks that compute them to those that have their tokens.
+
+    sent: which of this rank's go, rank by rank. order: which of those received belong to the row's image tokens in
+    turn, then to its video tokens. images: how many are of images.
+    """
+
+    ranks: Communicator
+    sent: Tensor
+    sent_counts: list[int]
+    received_counts: list[int]
+    order: Tensor
+    images: int
+
+    def run(self, features_FH: Tensor) -> Tensor:
+        """The features of this row's tokens, from those that this rank has computed. Collective, with a gradient."""
+        received = all_to_all(features_FH[self.sent], self.ranks, self.sent_counts, self.received_counts)
+        return received[self.order]
+
+    def moved(self, move: Callable[[Tensor], Tensor]) -> FeatureExchange:
+        return replace(self, sent=move(self.sent), order=move(self.order))
 
 
 @dataclass(frozen=True)

@@ -91,6 +91,16 @@ class ContextRow:
         found: Bounds = self.cache["rest"]
         return found
 
+    def documents(self, device: torch.device) -> Bounds:
+        """The bounds of the shared documents, of all ranks' tokens in the order of `order`. Without a ring they are
+        whole."""
+        if "documents" not in self.cache:
+            numbers = np.sort(np.concatenate(self._group(self.member)))
+            lengths = tuple(stop - start for _, start, stop in _runs(numbers))
+            self.cache["documents"] = Bounds.packed(lengths, device)
+        found: Bounds = self.cache["documents"]
+        return found
+
     def _group(self, member: int) -> list[Numbers]:
         size = self.axis.ulysses_size
         return [_numbers(pieces) for pieces in self.held[member * size : (member + 1) * size]]
@@ -221,6 +231,25 @@ def _tokens_for_heads(out: Tensor, context: ContextRow, ranks: Communicator) -> 
     sent = out[0].transpose(0, 1).flatten(1).index_select(0, context.order(out.device)[1])
     got = all_to_all(sent, ranks, counts, [tokens] * size).unflatten(0, (size, tokens))
     return got.unflatten(2, (-1, out.shape[3])).transpose(1, 2).flatten(0, 1)[None]
+
+
+def gather_documents(x_1nH: Tensor, context: ContextRow) -> Tensor:
+    """[1, n, H] -> [1, S, H]: every rank of Ulysses gets all tokens, in the order of their documents. Gradients are
+    summed."""
+    assert context.axis.ulysses is not None
+    size, tokens = context.axis.ulysses_size, x_1nH.shape[1]
+    sent = x_1nH[0].repeat(size, 1)
+    got = all_to_all(sent, context.axis.ulysses, [tokens] * size, context.counts())
+    return got.index_select(0, context.order(got.device)[0])[None]
+
+
+def sum_to_tokens(out_1SH: Tensor, context: ContextRow) -> Tensor:
+    """[1, S, H] -> this rank's tokens of the sum over the ranks of Ulysses, [1, n, H]."""
+    assert context.axis.ulysses is not None
+    size, counts = context.axis.ulysses_size, context.counts()
+    tokens = counts[context.axis.place % size]
+    sent = out_1SH[0].index_select(0, context.order(out_1SH.device)[1])
+    return all_to_all(sent, context.axis.ulysses, counts, [tokens] * size).unflatten(0, (size, tokens)).sum(0)[None]
 
 
 # ---------------------------------------------------------------- what travels

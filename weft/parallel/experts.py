@@ -15,11 +15,12 @@ from torch import nn
 from weft.errors import UserError
 from weft.models.experts import experts_of, spread_experts
 from weft.models.low_rank import LowRank
+from weft.models.tp_parts import Range, even_ranges
 from weft.models.train_module import TrainModule
 from weft.ops.communicator import Communicator
 from weft.ops.dispatch import ExpertAxis
 from weft.parallel.mesh import ExpertRanks
-from weft.sharding.cuts import AnyCut, Cut, Cuts, NestedCut, Range, even_ranges
+from weft.sharding.cuts import AnyCut, Cut, Cuts, NestedCut
 
 
 def expert_parallel(module: TrainModule, ranks: ExpertRanks | None, cuts: Cuts) -> dict[str, AnyCut]:

@@ -23,13 +23,15 @@ from weft.errors import UserError
 from weft.models import hf
 from weft.models.experts import share_experts_bias
 from weft.models.low_rank import LowRank
-from weft.models.tp_styles import Part, Style, Styles, find_styles
+from weft.models.mixer_part import MixerShare
+from weft.models.tp_parts import Part, Range, Style, dealt, scaled_ranges
+from weft.models.tp_styles import Styles, find_styles
 from weft.models.train_module import TrainModule
 from weft.ops.communicator import Communicator, summed
 from weft.ops.head import VocabularyShard
 from weft.parallel.mesh import Axis, own_part
 from weft.parallel.sequence import GatherTokens, ReduceScatterTokens, join_last_states
-from weft.sharding.cuts import AnyCut, Cut, Range, even_ranges, repeated_ranges, scaled_ranges, split
+from weft.sharding.cuts import AnyCut, Cut, split
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ def tensor_parallel(
     """
     if axis is None:
         return TensorParallel({}, {})
-    styles = find_styles(module, config.get_text_config())
+    styles = find_styles(module, config.get_text_config(), axis.size)
     cuts = {
         name: _cut(name, tuple(parameter.shape), styles.of[name], axis)
         for name, parameter in module.named_parameters(remove_duplicate=False)
@@ -86,23 +88,20 @@ def _cut(name: str, shape: tuple[int, ...], style: Style, axis: Axis) -> Cut:
     ranges: list[tuple[Range, ...]] = [()] * axis.size
     offset, copies = 0, list[int]()
     for part in style.parts:
-        dealt, same = _dealt(name, part, axis.size)
-        copies.append(same)
-        placed = scaled_ranges(dealt, part.width, offset)
+        items = dealt(part, axis.size)
+        if items is None:
+            raise _does_not_divide(name, part, axis.size)
+        copies.append(items[1])
+        placed = scaled_ranges(items[0], part.width, offset)
         ranges = [(*before, own) for before, own in zip(ranges, placed, strict=True)]
-        offset += part.count * part.width
+        offset += part.size
     return Cut(shape, style.dim, tuple(ranges), tuple(copies), axis.place, axis.ranks)
 
 
-def _dealt(name: str, part: Part, ranks: int) -> tuple[list[Range], int]:
-    """What each rank has of a part, and how many have the same."""
-    if part.repeat and part.count < ranks and ranks % part.count == 0:
-        return repeated_ranges(part.count, ranks), ranks // part.count
-    if part.count % ranks == 0 or (not part.heads and part.count >= ranks):
-        return even_ranges(part.count, ranks), 1
+def _does_not_divide(name: str, part: Part, ranks: int) -> UserError:
     what = "heads of keys and values" if part.repeat else "heads" if part.heads else "columns"
     sizes = [str(n) for n in range(2, part.count + 1) if part.count % n == 0]
-    raise UserError(
+    return UserError(
         f"mesh.tp={ranks} does not divide the {part.count} {what} of {name}: set mesh.tp to one of "
         f"{', '.join(['1', *sizes])}."
     )
@@ -126,26 +125,32 @@ def _replace_parameters(module: TrainModule, cuts: dict[str, Cut]) -> None:
 
 def _hook(module: TrainModule, styles: Styles, cuts: dict[str, Cut], axis: Axis, sequence: bool) -> None:
     enter, leave = (GatherTokens, ReduceScatterTokens) if sequence else (_SumGradient, _Sum)
-    for name in styles.regions:
-        region = module.get_submodule(name)
+    for region in _modules(module, styles.regions):
         region.register_forward_pre_hook(_enter(axis.ranks, enter), with_kwargs=True)
         region.register_forward_hook(_leave(axis.ranks, leave))
     if sequence:
         join_last_states(module.base, axis.ranks, axis.place)
-    for name in styles.biased:
-        _share_bias(module.get_submodule(name), axis.size)
+    for layer in _modules(module, styles.biased):
+        _share_bias(layer, axis.size)
     for name, style in styles.joined.items():
         norm = module.get_submodule(name)
-        width = sum(part.count * part.width for part in style.parts)
+        width = sum(part.size for part in style.parts)
         joined = _cut(name, (width,), style, axis)
         norm.register_forward_pre_hook(lambda _, args, joined=joined: (_Join.apply(args[0], joined), *args[1:]))
         norm.register_forward_hook(lambda _, __, output, joined=joined: _part_of_last(output, joined))
-    for name in styles.attention:
-        _count_own_heads(module.get_submodule(name), axis.size)
+    for attention in _modules(module, styles.attention):
+        _count_own_heads(attention, axis.size)
+    for name, mixer in styles.mixers.items():
+        module.mixers[name].share = MixerShare(mixer, axis.place, axis.size, axis.neighbours, stored=True)
     for name, adapter in module.named_modules():
         if isinstance(adapter, LowRank) and cuts[f"{name}.A"].divides:
             adapter.divide(partial(_own_inputs, cuts[f"{name}.A"]))
     _divide_vocabulary(module, cuts, axis, leave)
+
+
+def _modules(module: nn.Module, names: list[str]) -> list[nn.Module]:
+    """Each once: layers may share a block, which then has several names."""
+    return list({id(child): child for child in map(module.get_submodule, names)}.values())
 
 
 def _enter(ranks: Communicator, operation: type[torch.autograd.Function]) -> Callable[..., Any]:

@@ -76,7 +76,14 @@ def _saved(config: PretrainedConfig, dtype: torch.dtype, shared: RowSharing, *, 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), _Grouped():
         out = module.base(input_ids=ids_BT, position_ids=positions_BT, use_cache=False)
     del out
-    return sum(storage.nbytes() for storage in found.values())
+    kept = sum(storage.nbytes() for storage in found.values())
+    return kept if recompute else kept + _gathered(module, shared) * dtype.itemsize
+
+
+def _gathered(module: TrainModule, shared: RowSharing) -> int:
+    """Elements of other ranks' hidden states, which each mixer that carries state reads of a cut document."""
+    hidden = int(module.get_submodule(module.facts.embedding).weight.shape[1])
+    return (shared.ulysses - 1) * len(module.mixers) * hidden * _TOKENS
 
 
 def _storage(tensor: Tensor) -> int:

@@ -10,24 +10,30 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from weft.checkpoint.adapters import plan_files
+from weft.checkpoint.dcp import write_dcp
 from weft.checkpoint.export import FullTensors, export_alone, plan_export
 from weft.checkpoint.resume import read_verified
 from weft.checkpoint.retention import TRAINER_STATE, commit, complete_steps, step_folder
 from weft.checkpoint.snapshot import DTYPES, exported
-from weft.checkpoint.state import EMA, DamagedError, TrainerState, check_contents, read_state, tied_names
+from weft.checkpoint.state import EMA, OPTIMIZER, DamagedError, TrainerState, check_contents, read_state, tied_names
 from weft.cluster.options import ExportOptions
 from weft.config.schema import ModelConfig
 from weft.engine.build import BuiltModel, build_model
 from weft.errors import UserError
+from weft.models import hf
 from weft.sharding.adapter_files import CONFIG, read_config
 from weft.sharding.boxes import Box, overlap
+from weft.sharding.dcp import is_dcp
 from weft.sharding.digests import DIGESTS, check_digests
+from weft.sharding.load import read_whole
+from weft.sharding.rank_files import holds_rank_files
 from weft.sharding.safetensors_files import TensorFile
 
 
@@ -41,6 +47,8 @@ class Shapes:
 def run(options: ExportOptions) -> Path:
     """Write the directory and return it; with adapters it is the adapter's, and `weft merge` writes the model. Raises
     UserError where the checkpoint has no complete trainer state with masters."""
+    if options.model is not None:
+        return _convert(options, options.model)
     checkpoint = find_checkpoint(Path(options.path))
     try:
         state = read_state(checkpoint)
@@ -49,10 +57,30 @@ def run(options: ExportOptions) -> Path:
         raise UserError(f"{checkpoint} holds no masters to export: {error}.") from error
     if options.ema and not any(name.startswith(EMA) for name in state.content["tensors"]):
         raise UserError(f"--ema: {checkpoint} holds no average of the weights: its run had no optimizer.ema_decay.")
-    name = f"{checkpoint.name}-{'ema-' * options.ema}{options.dtype}"
+    name = f"{checkpoint.name}-{'ema-' * options.ema}{'dcp-' * (options.format == 'dcp')}{options.dtype}"
     target = Path(options.output) if options.output else checkpoint.with_name(name)
-    write = _write_adapter if (checkpoint / CONFIG).is_file() else _write
-    write_folder(target, lambda partial: write(state, partial, DTYPES[options.dtype], average=options.ema))
+    write = partial(_write, state, options)
+    if (checkpoint / CONFIG).is_file():
+        if options.format == "dcp":
+            raise UserError(f"--format dcp: {checkpoint} holds an adapter: weft merge {checkpoint} writes the model.")
+        write = partial(_write_adapter, state, options)
+    write_folder(target, write)
+    return target
+
+
+def _convert(options: ExportOptions, model: str) -> Path:
+    """A HuggingFace directory of what another trainer saved with torch.distributed.checkpoint."""
+    built = _built(ModelConfig(path=model, weights=options.path))
+    assert built.load is not None
+    load, dtype = built.load, DTYPES[options.dtype]
+    target = Path(options.output) if options.output else Path(f"{options.path.rstrip('/')}-{options.dtype}")
+    try:
+        plan = plan_export(Shapes(built), dtype)
+        write_folder(
+            target, lambda folder: export_alone(plan, FullTensors(list(load.fills), partial(read_whole, load)), folder)
+        )
+    finally:
+        load.source.close()
     return target
 
 
@@ -80,10 +108,10 @@ def write_folder(target: Path, write: Callable[[Path], None]) -> None:
     """Let `write` fill a folder that gets its name only when it is complete. UserError where the name is taken."""
     if target.exists():
         raise UserError(f"--output: {target} exists already: name another folder.")
-    partial = target.with_name(target.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    write(partial)
-    commit(partial, target)
+    unfinished = target.with_name(target.name + ".partial")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    write(unfinished)
+    commit(unfinished, target)
 
 
 def find_checkpoint(path: Path) -> Path:
@@ -93,31 +121,58 @@ def find_checkpoint(path: Path) -> Path:
         return step_folder(path / "checkpoints", steps[-1])
     if any((path / name).is_file() for name in ("config.json", CONFIG)):
         return path.resolve()  # `latest` is a link
+    if is_dcp(path) or holds_rank_files(path):
+        raise UserError(
+            f"{path} is another trainer's checkpoint: name with --model the HuggingFace model whose config "
+            "and tokenizer it goes with, a folder or a hub id."
+        )
     raise UserError(f"{path}: is neither a run folder that holds checkpoints nor one of them, RUN/checkpoints/step-N.")
 
 
-def _write(state: TrainerState, folder: Path, dtype: torch.dtype | None, *, average: bool) -> None:
-    """The checkpoint's own directory tells names, layout, tokenizer, and dtypes where `dtype` is None.
+def _built(config: ModelConfig) -> BuiltModel:
+    return build_model(config, dtype=torch.float32, compute=torch.float32, device=torch.device("cpu"))
 
-    average: of the weights, instead of the masters.
-    """
-    built = build_model(
-        ModelConfig(path=str(state.checkpoint)),
-        dtype=torch.float32,
-        compute=torch.float32,
-        device=torch.device("cpu"),
-    )
-    plan = plan_export(Shapes(built), dtype)
+
+def _write(state: TrainerState, options: ExportOptions, folder: Path) -> None:
+    """The checkpoint's own directory tells names, layout, tokenizer, and dtypes where options.dtype is auto."""
+    built, average = _built(ModelConfig(path=str(state.checkpoint))), options.ema
+    plan = plan_export(Shapes(built), DTYPES[options.dtype])
     if built.load is not None:
         built.load.source.close()
     kept, owners = exported(state.content["tensors"], average=average), tied_names(built.module)
     names = {name: kept[owners.get(name, name)] for name in built.module.state_dict()}
-    with _weights(state, names) as weights:
-        export_alone(plan, weights, folder)
+    with _weights(state, names) as weights, ExitStack() as stack:
+        if options.format == "hf":
+            export_alone(plan, weights, folder)
+            return
+        moments, taken = {}, _steps(state)
+        steps = {name: taken[owners.get(name, name)] for name in names if owners.get(name, name) in taken}
+        for key, kept in _moments(state).items() if options.optimizer else ():
+            own = {name: kept[owners.get(name, name)] for name in names if owners.get(name, name) in kept}
+            moments[key] = stack.enter_context(_weights(state, own))
+        write_dcp(plan, weights, folder, hf.tied_parameters(built.module.hf_model), moments, steps)
 
 
-def _write_adapter(state: TrainerState, folder: Path, dtype: torch.dtype | None, *, average: bool) -> None:
+def _moments(state: TrainerState) -> dict[str, dict[str, str]]:
+    """Key of the optimizer's state -> parameter -> name in the trainer state."""
+    found: dict[str, dict[str, str]] = {}
+    for entry in state.content["tensors"]:
+        if entry.startswith(OPTIMIZER):
+            key, _, name = entry.removeprefix(OPTIMIZER).partition("/")
+            found.setdefault(key, {})[name] = entry
+    return found
+
+
+def _steps(state: TrainerState) -> dict[str, float]:
+    """Parameter -> AdamW's count of its steps."""
+    prefix = f"{OPTIMIZER}step/"
+    scalars = state.content["scalars"].items()
+    return {name.removeprefix(prefix): float(said["value"]) for name, said in scalars if name.startswith(prefix)}
+
+
+def _write_adapter(state: TrainerState, options: ExportOptions, folder: Path) -> None:
     """Of a run with adapters the adapter, in another dtype."""
+    dtype, average = DTYPES[options.dtype], options.ema
     entries, names = state.content["tensors"], exported(state.content["tensors"], average=average)
     tensors = {
         name: torch.empty(entries[kept]["shape"], dtype=dtype or getattr(torch, entries[kept]["dtype"]), device="meta")

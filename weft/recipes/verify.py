@@ -132,9 +132,10 @@ def verified_config(config: Config, path: str) -> Config:
     optimizer: OptimizerConfig = config.optimizer
     if optimizer.name == "adamw":
         optimizer = replace(optimizer, eps=max(optimizer.eps, EPSILON))
+    optimizer = replace(optimizer, load_state=False)
     return replace(
         config,
-        model=replace(config.model, path=path, init="pretrained", attention="auto"),
+        model=replace(config.model, path=path, init="pretrained", weights=None, attention="auto"),
         lora=replace(config.lora, dropout=0.0),
         fsdp=replace(config.fsdp, param_dtype="fp32", reduce_dtype="fp32", master_dtype="fp32"),
         optimizer=optimizer,
@@ -149,7 +150,7 @@ def choose_subject(config: SftConfig | RlConfig, options: VerifyOptions, ranks: 
     dist.broadcast_object_list(fits, src=0, group=ranks.group)  # free memory changes from one look to the next
     if layers is None and not fits[0]:
         layers = max(2, config.mesh.pp)
-    if layers is None and config.model.init == "pretrained":
+    if layers is None and config.model.init == "pretrained" and config.model.weights is None:
         return Subject(config.model.path, f"{config.model.path}, its own weights")
     shape = hf.read_config(config.model.path)
     words = f"{config.model.path}, random weights"

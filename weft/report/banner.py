@@ -23,6 +23,7 @@ from weft.config.schema import SftConfig
 from weft.config.urls import is_url
 from weft.data.documents import DataReport
 from weft.engine.engine import Engine
+from weft.engine.loaded_state import state_lines
 from weft.engine.plan import StepPlan
 from weft.engine.schedule import in_flight
 from weft.engine.sleep import Part
@@ -90,7 +91,8 @@ def print_dry_run(config: SftConfig | RlConfig, engine: Engine, *, parameters: b
     """The resolved config, the mesh and the sharding of a run that is not started."""
     say(to_yaml(config))
     folder = Path(config.model.path)
-    if config.model.init == "pretrained" and folder.is_dir() and not holds_weights(folder):
+    own = config.model.init == "pretrained" and config.model.weights is None
+    if own and folder.is_dir() and not holds_weights(folder):
         say(f"weights  there are none in {folder} yet: download them before you train")
     print_model(config, engine)
     say(f"rows     {_activations(engine)}")
@@ -164,7 +166,9 @@ def print_model(
     if engine.pipeline is not None:
         say(f"pp       {_stages(engine, engine.pipeline)}")
     if engine.mesh.tp_size > 1:
-        say(f"tp       layers divided over {engine.mesh.tp_size} ranks; {_COMPARED}")
+        whole = {type(own.mixer).__name__: None for own in engine.module.mixers.values() if own.share is None}
+        apart = "".join(f"{name} whole on each, because its heads do not divide; " for name in whole)
+        say(f"tp       layers divided over {engine.mesh.tp_size} ranks; {apart}{_COMPARED}")
     say(
         f"checked  on a small copy ({built.findings.copy}): logits within {built.findings.error:.0e} of HuggingFace's "
         f"eager forward, documents{', with images and without,' * _takes_images(engine)} do not see each other"
@@ -173,6 +177,8 @@ def print_model(
         say(line)
     if built.flops.expert:
         say(f"experts  {_balancing(engine)} (model.router_aux_loss); dropout and router jitter are 0")
+    for line in state_lines(engine.built.load, engine.config.optimizer) if engine.optimizer is not None else ():
+        say(line)
     for line in describe(engine.lora, engine.module, _elements_of(engine)) if engine.lora is not None else ():
         say(f"lora     {line}")
     if _layers(engine):

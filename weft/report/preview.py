@@ -24,9 +24,9 @@ from weft.terminal import Console, byte_count
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from weft.data.image_files import Place
     from weft.data.images import Images
     from weft.data.limits import Limits
+    from weft.data.places import Place
     from weft.data.table import Array, Table
     from weft.engine.plan import StepPlan
 
@@ -211,17 +211,19 @@ def _shortened(text: str, marks: Sequence[str]) -> str:
 
 
 def _image_lines(images: Images | None, tokenizer: PreTrainedTokenizerBase, places: Sequence[Place]) -> list[str]:
-    """Of each image of a document its size, and how many tokens it takes."""
+    """Of each image and video of a document its size, and how many tokens it takes."""
     if images is None or not places:
         return []
     lines = []
     for number, place in enumerate(places, start=1):
-        seen = place.measured
-        layout = images.processor().layout(((seen.height, seen.width),))
+        seen, clip = place.measured, place.measured.clip
+        layout = images.processor().layout((seen.shape,))
         tokens = len(tokenizer(layout.texts[0], add_special_tokens=False)["input_ids"])
+        what = "image" if clip is None else "video"
+        frames = "" if clip is None else f"{clip.taken:,} of {clip.total:,} frames ({clip.sampled_fps:.3g} a second), "
         lines.append(
-            f"image {number}: {seen.width} x {seen.height} pixels, {byte_count(seen.size)}, {tokens:,} tokens, "
-            f"{layout.patches:,} patches{f', {place.path}' if place.path else ''}"
+            f"{what} {number}: {frames}{seen.width} x {seen.height} pixels, {byte_count(seen.size)}, "
+            f"{tokens:,} tokens, {layout.patches:,} patches{f', {place.paths[0]}' if place.paths else ''}"
         )
     return lines
 

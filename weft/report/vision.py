@@ -34,7 +34,10 @@ def _part(engine: Engine, preset: str, elements: Mapping[str, int]) -> str:
 def _image(engine: Engine, pixels: Mapping[str, int]) -> str:
     """What the largest image takes of a row, where the config says how large it is."""
     vision, most = engine.built.vision, engine.config.step.max_tokens_per_device
+    ranks = engine.image_room.ranks
     whole = f"a document with images is not cut, and has to fit a row of {most:,} tokens"
+    if ranks > 1:
+        whole = f"a document with images has to fit {ranks} rows of {most:,} tokens, over which it is cut (mesh.cp)"
     if vision is None or "max" not in pixels or "image_grid_thw" not in vision.smallest:
         return whole
     merge = int(vision.smallest["image_grid_thw"][0, 1])

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from weft.data.chat_template import ChatTemplate, RenderError, Unclear, common_header
 from weft.data.conversation import Conversation, conversation
 from weft.data.encode import Encoder, Encoding, unbounded
-from weft.data.image_columns import Image, take_images
+from weft.data.image_columns import Image, images_alone, take_images
 from weft.data.images import Images, texts_of
 from weft.data.loss_mask import AssistantMasks
 from weft.data.messages import read_messages
@@ -132,9 +132,10 @@ class ChatRenderer:
             return messages, ()
         try:
             read = read_messages(f"{where}, a reply", "messages", [dict(message) for message in messages], images=True)
-            bare, images = take_images(f"{where}, a reply", read, {}, "")
+            bare, found = take_images(f"{where}, a reply", read, {}, "")
         except UserError as error:
             raise BadRowError(str(error)) from error
+        images = images_alone(found)
         if images and self.images is None:
             raise UserError(f"rl.environment: a reply to {where} has images, and model.path is a model of text alone.")
         self._refuse_marks(where, bare)

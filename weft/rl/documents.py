@@ -48,6 +48,7 @@ class _Samples(MeasuredDocuments):
             routed=np.array([self._routed and sample.routes is not None for sample in self.samples], np.bool_),
             patches=np.array([shown.patches if shown else 0 for shown in images], np.int64),
             pairs=np.array([shown.pairs if shown else 0 for shown in images], np.int64),
+            videos=np.zeros(len(images), np.bool_),
         )
 
     def source(self, index: int) -> str:

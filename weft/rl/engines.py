@@ -44,7 +44,7 @@ def critic_config(config: RlConfig) -> EngineConfig | None:
         return None
     own = config.critic
     base = _from_policy(policy_config(config), own)
-    optimizer = replace(config.optimizer, lr=own.lr, groups=(), ema_decay=None)
+    optimizer = replace(config.optimizer, lr=own.lr, groups=(), ema_decay=None, load_state=False)
     model = replace(base.model, recompute=config.model.recompute)
     return replace(base, model=model, optimizer=optimizer, temperature=1.0, value_head=own.head, replay=False)
 
@@ -135,6 +135,7 @@ def _from_policy(policy: EngineConfig, own: ReferenceConfig | CriticConfig) -> E
     model = ModelConfig(
         path=own.path or policy.model.path,
         init=policy.model.init if own.path is None else "pretrained",
+        weights=policy.model.weights if own.path is None else None,
         ignore_weights=policy.model.ignore_weights,
         attention=policy.model.attention,
         compile=policy.model.compile,

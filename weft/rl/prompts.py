@@ -16,7 +16,7 @@ from weft.config.rl_schema import RlConfig
 from weft.data.blocks import OnBad, Row, refuse
 from weft.data.columns import with_named
 from weft.data.encode import Encoding, has_template, read_encoding
-from weft.data.image_columns import COLUMN, Image, take_images
+from weft.data.image_columns import COLUMN, VIDEOS, Image, images_alone, take_images
 from weft.data.image_files import opening_pool
 from weft.data.images import Images, of_text_alone, texts_of
 from weft.data.messages import read_messages, with_parts
@@ -274,7 +274,7 @@ class _Reader:
         return [ids[:-1] if eos is not None and ids[-1:] == [eos] else ids for ids in found]
 
     def _row(self, where: str, row: dict[str, Any], source: Source, folder: str) -> _Read:
-        refuse_media(where, row)
+        refuse_media(where, row, VIDEOS)
         name = _prompt_column(where, row, source.columns)
         value = row[name]
         rest = {key: item for key, item in row.items() if key != name}
@@ -307,7 +307,8 @@ class _Reader:
             )
         if self.rules.tools and not rest.get("tools"):
             rest = {**rest, "tools": [dict(tool) for tool in self.rules.tools]}
-        messages, images = take_images(where, messages, rest, folder)
+        messages, found = take_images(where, messages, rest, folder)
+        images = images_alone(found)
         if images and self.images is None:
             raise of_text_alone(where)
         if self.images is not None:

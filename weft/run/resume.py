@@ -43,9 +43,9 @@ MAY_CHANGE = (
     "mesh", "fsdp", "checkpoint", "eval", "track", "profile", "run", "data.path", "data.sources", "data.split",
     "data.subset", "data.columns", "data.roles", "data.max_length", "data.long_documents", "data.bad_rows",
     "data.workers", "data.cache", "data.check_images", "data.max_image_pixels", "data.fetch_images",
-    "data.chat_template", "model.path", "model.attention", "model.recompute", "model.compile",
+    "data.chat_template", "model.path", "model.weights", "model.attention", "model.recompute", "model.compile",
     "step.max_tokens_per_device", "step.shapes", "train.timeout", "train.log_every", "train.max_nonfinite",
-    "train.deterministic",
+    "train.deterministic", "optimizer.load_state",
 )  # fmt: skip
 MAY_NOT = ("fsdp.master_dtype",)
 _SCHEDULED = ("schedule", "train.steps", "train.epochs")  # judged by the rates of the steps that are done

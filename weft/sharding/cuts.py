@@ -6,16 +6,15 @@ after the other, because a fused projection is cut part by part. Both axes may d
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
+from weft.models.tp_parts import Range
 from weft.ops.communicator import Communicator
 from weft.sharding.boxes import Box, Shard, shard_of
-
-Range = tuple[int, int]  # first, how many
 
 
 @dataclass(frozen=True)
@@ -230,22 +229,6 @@ def module_shards(module: nn.Module, cuts: Cuts, among: tuple[int, int] | None =
 def full_shape(name: str, tensor: Tensor, cuts: Cuts) -> tuple[int, ...]:
     """The shape of a tensor before mesh axes divided it."""
     return cuts[name].shape if name in cuts else tuple(tensor.shape)
-
-
-def even_ranges(count: int, ranks: int) -> list[Range]:
-    """`count` items distributed over ranks in order, as evenly as possible: one range per rank."""
-    ends = [count * (rank + 1) // ranks for rank in range(ranks)]
-    return [(first, end - first) for first, end in zip([0, *ends], ends, strict=False)]
-
-
-def repeated_ranges(count: int, ranks: int) -> list[Range]:
-    """One item per rank where there are fewer items than ranks: neighbouring ranks share an item."""
-    return [(rank * count // ranks, 1) for rank in range(ranks)]
-
-
-def scaled_ranges(ranges: Sequence[Range], width: int, offset: int) -> list[Range]:
-    """Ranges in elements from ranges in items that are `width` wide and start at `offset`."""
-    return [(offset + first * width, size * width) for first, size in ranges]
 
 
 def _along(box: Box, dim: int, start: int, size: int) -> Box:

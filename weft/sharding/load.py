@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -29,6 +29,7 @@ from weft.sharding.layout import Piece, layout_of
 from weft.sharding.source import Source
 from weft.telemetry import flight
 
+Fills = Mapping[str, Sequence[tuple[Piece, str]]]  # tensor of the model -> its pieces, each with its name in the files
 Progress = Callable[[int, int], None]  # (bytes filled so far, all bytes of this rank)
 _COMPARED_ROWS = 1 << 24  # elements of two tied tensors compared at once
 
@@ -82,19 +83,22 @@ def plan_load(
         in_files.setdefault(disk[name], in_files[disk[owner]])
     lacking = [p for p in pieces if p.disk not in in_files]
     fresh = frozenset(p.runtime for p in lacking if p.runtime in may_lack)
-    _raise_for("weights that the model needs are not in the files", [p.disk for p in lacking if p.runtime not in fresh])
+    key = source.key
+    needed = [piece.disk for piece in lacking if piece.runtime not in fresh]
+    _raise_for(key, "weights that the model needs are not in the files", needed)
     filled = [p for p in pieces if p.runtime not in fresh]
     wrong = [
         f"{file} is {list(source.shape(file))} and should be {list(p.shape)}"
         for p in filled
         if source.shape(file := in_files[p.disk]) != p.shape
     ]
-    _raise_for("the files do not fit config.json", wrong)
+    _raise_for(key, "the files do not fit config.json", wrong)
     tied = hf.tied_parameters(model)
     unused = sorted(set(names) - set(in_files.values()) - set(tied))
     patterns = [re.compile(pattern) for pattern in hf.unused_patterns(model)]
     known = [n for n in unused if any(p.search(n) for p in patterns) or any(fnmatchcase(n, glob) for glob in ignore)]
     _raise_for(
+        key,
         f"the files hold weights that {type(model).__name__} does not have (model.ignore_weights leaves out those that "
         "match its globs)",
         [name for name in unused if name not in known],
@@ -121,10 +125,10 @@ def _names_in_files(model: PreTrainedModel, pieces: list[Piece], names: list[str
     return found
 
 
-def _raise_for(what: str, names: list[str]) -> None:
+def _raise_for(key: str, what: str, names: list[str]) -> None:
     if names:
         more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-        raise UserError(f"model.path: {what}: {', '.join(names[:5])}{more}.")
+        raise UserError(f"{key}: {what}: {', '.join(names[:5])}{more}.")
 
 
 def _differ(source: Source, a: str, b: str) -> bool:
@@ -157,7 +161,18 @@ def load_weights(module: nn.Module, plan: LoadPlan, cuts: Cuts, progress: Progre
     others = {name for name, _ in every if name in plan.fresh or is_adapters(name)}
     empty = [name for name, tensor in every if id(tensor) not in filled and name not in others]
     assert not empty, f"nothing fills {empty[:3]}"
-    order = sorted(targets, key=lambda name: min(plan.source.place(file) for _, file in plan.fills[name]))
+    fill_tensors(targets, plan.fills, plan.source, cuts, progress)
+    return LoadReport(len(targets), plan.source.bytes_read - before, time.perf_counter() - began, plan.left_out)
+
+
+def fill_tensors(
+    targets: Mapping[str, Tensor], fills: Fills, source: Source, cuts: Cuts, progress: Progress | None = None
+) -> None:
+    """Fill sharded tensors in place, in the order of their bytes in the files; collective where shards are replicated.
+
+    targets: runtime name -> a tensor that is sharded as the model's of that name.
+    """
+    order = sorted(targets, key=lambda name: min(source.place(file) for _, file in fills[name]))
     total = sum(local_box(tensor)[1].nbytes for tensor in targets.values())
     done = 0
     for number, name in enumerate(order):
@@ -165,13 +180,12 @@ def load_weights(module: nn.Module, plan: LoadPlan, cuts: Cuts, progress: Progre
         own = shard_of(targets[name])
         if own.is_read_here(number):
             for shard in shards_of(targets[name], cuts.get(name)):
-                _fill(shard.values, shard.box, plan.fills[name], plan.source)
+                _fill(shard.values, shard.box, fills[name], source)
         for group in own.groups:
             dist.broadcast(own.values, group=group, group_src=number % dist.get_world_size(group))
         done += own.values.nbytes
         if progress is not None:
             progress(done, total)
-    return LoadReport(len(order), plan.source.bytes_read - before, time.perf_counter() - began, plan.left_out)
 
 
 @torch.no_grad()
@@ -185,7 +199,7 @@ def fill_random(module: TrainModule, cuts: Cuts, config: PretrainedConfig, dtype
 
 
 @torch.no_grad()
-def _fill(local: Tensor, box: Box, pieces: list[tuple[Piece, str]], source: Source) -> None:
+def _fill(local: Tensor, box: Box, pieces: Sequence[tuple[Piece, str]], source: Source) -> None:
     """Copy from every piece what it shares with this rank's box."""
     filled = 0
     for piece, name in sorted(pieces, key=lambda pair: source.place(pair[1])):

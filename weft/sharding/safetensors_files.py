@@ -85,17 +85,9 @@ class TensorFile:
     def read(self, name: str, box: Box | None = None) -> Tensor:
         """A box of a tensor, on the CPU in the file's dtype; adds to `bytes_read`."""
         entry = self.entries[name]
-        box = box or Box.whole(entry.shape)
-        # Beyond the tensor lie other tensors' bytes, and before the first one the header's.
-        assert all(0 <= a <= b <= n for a, b, n in zip(box.start, box.end, entry.shape, strict=True)), (name, box)
-        out = torch.empty(box.size, dtype=entry.dtype)
-        place = 0
-        view = memoryview(out.reshape(-1).view(torch.uint8).numpy())
-        for begin, length in runs(entry, box):
-            self._read_into(view[place : place + length], begin, name)
-            place += length
-        self.bytes_read += place
-        return out
+        values = read_box(self._descriptor, entry, box or Box.whole(entry.shape), f"{self.path}: {name}")
+        self.bytes_read += values.nbytes
+        return values
 
     def close(self) -> None:
         """Close the file."""
@@ -108,13 +100,6 @@ class TensorFile:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    def _read_into(self, view: memoryview, offset: int, name: str) -> None:
-        while view:
-            got = os.preadv(self._descriptor, [view], offset)
-            if got == 0:
-                raise UserError(f"{self.path}: ends inside {name}: the file is cut short. Fetch or write it again.")
-            view, offset = view[got:], offset + got
 
 
 class RangeFile:
@@ -140,6 +125,27 @@ class RangeFile:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         os.close(self._descriptor)
+
+
+def read_box(descriptor: int, entry: Entry, box: Box, what: str) -> Tensor:
+    """A box of a tensor of an open file, on the CPU in the file's dtype. what: file and tensor, for messages. UserError
+    where the file ends in it."""
+    # Beyond the tensor lie other tensors' bytes, and before the first one the header's.
+    assert all(0 <= a <= b <= n for a, b, n in zip(box.start, box.end, entry.shape, strict=True)), (what, box)
+    out, place = torch.empty(box.size, dtype=entry.dtype), 0
+    view = memoryview(out.reshape(-1).view(torch.uint8).numpy())
+    for begin, length in runs(entry, box):
+        _read_into(descriptor, view[place : place + length], begin, what)
+        place += length
+    return out
+
+
+def _read_into(descriptor: int, view: memoryview, offset: int, what: str) -> None:
+    while view:
+        got = os.preadv(descriptor, [view], offset)
+        if got == 0:
+            raise UserError(f"{what}: the file ends inside of it: it is cut short. Fetch or write it again.")
+        view, offset = view[got:], offset + got
 
 
 def lay_out(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> Layout:

@@ -17,7 +17,7 @@ from weft.files import is_own_file, read_object
 from weft.models import hf
 from weft.sharding.boxes import Box
 from weft.sharding.quantised import decoder_of
-from weft.sharding.safetensors_files import TensorFile
+from weft.sharding.safetensors_files import Entry, TensorFile
 
 INDEX = "model.safetensors.index.json"
 # Files of older formats that hold weights; reading them means unpickling them.
@@ -34,15 +34,30 @@ class Decoder(Protocol):
     def read(self, source: Source, box: Box) -> Tensor: ...
 
 
+class TensorReader(Protocol):
+    """A file of tensors, or what is read like one. entries: dtype, shape and first byte of each."""
+
+    path: Path
+    entries: dict[str, Entry]
+
+    @property
+    def bytes_read(self) -> int: ...
+
+    def read(self, name: str, box: Box | None = None) -> Tensor: ...
+
+    def close(self) -> None: ...
+
+
 @dataclass
 class Source:
     """files: tensor name -> its file. decoders: name of a quantised tensor -> its decoder. hidden: tensors that
-    decoders use."""
+    decoders use. key: of the config, which names it."""
 
     folder: Path
-    files: dict[str, TensorFile]
+    files: Mapping[str, TensorReader]
     decoders: dict[str, Decoder] = field(default_factory=dict)
     hidden: frozenset[str] = frozenset()
+    key: str = "model.path"
 
     @property
     def names(self) -> list[str]:

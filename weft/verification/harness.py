@@ -94,8 +94,9 @@ def verify(
         )
     expected = None
     images = images or {}
-    whole = [meta.room for step in steps for meta in to_documents(engine, step, images)[1] if meta.patches]
-    cut_documents(engine, max(len(ids) for step in steps for ids, _ in step), max(whole, default=0))
+    rooms = [meta.room for step in steps for meta in to_documents(engine, step, images)[1] if meta.patches]
+    room = -(-max(rooms, default=0) // engine.image_room.ranks)
+    cut_documents(engine, max(len(ids) for step in steps for ids, _ in step), room)
     randomize_adapters(engine)
     with saved_adapter(engine) as adapter:
         if engine.ranks.is_first:
@@ -112,12 +113,12 @@ def verify(
     return replace(verdict, remarks=[*verdict.remarks, *_context_remarks(engine, steps)])
 
 
-def cut_documents(engine: Engine, longest: int, whole: int = 0) -> None:
-    """whole: the room that documents need which are not cut. Where mesh.cp has several ranks, make rows so short that
+def cut_documents(engine: Engine, longest: int, room: int = 0) -> None:
+    """room: that a rank needs for documents with images. Where mesh.cp has several ranks, make rows so short that
     documents of this length are cut over all of them; not where the whole of a document decides its rotary table."""
     limit = position_limit(engine.built.config.get_text_config())
     if engine.context is not None and (limit is None or longest <= limit):
-        engine.budget = min(engine.budget, max(whole, -(-longest // engine.context.size) + 1))
+        engine.budget = min(engine.budget, max(room, -(-longest // engine.context.size) + 1))
 
 
 def _context_remarks(engine: Engine, steps: Sequence[Step]) -> list[str]:
@@ -127,7 +128,11 @@ def _context_remarks(engine: Engine, steps: Sequence[Step]) -> list[str]:
     if context is None or engine.budget >= max(len(ids) for step in steps for ids, _ in step):
         why = "its rotary table depends on a document's length"
         if context is None:
-            why = "its layers carry state" if engine.built.findings.mixers else "its documents are padded"
+            why = (
+                "its layers carry state that they cannot share"
+                if engine.built.findings.mixers
+                else "its documents are padded"
+            )
         return [f"cp       this model's documents are dealt whole to the ranks of cp: {why}"]
     return [
         f"cp       documents longer than {engine.budget} tokens were cut over {context.size} ranks "

@@ -1,4 +1,4 @@
-"""Synthetic documents with images of noise, for checks without user data."""
+"""Synthetic documents with images and videos of noise, for checks without user data."""
 
 from __future__ import annotations
 
@@ -10,16 +10,23 @@ import torch
 import torch.distributed as dist
 
 from weft.engine.engine import Engine
+from weft.engine.image_check import placeholders
 from weft.engine.media import joined
-from weft.models.vision import Vision, count_features
+from weft.models.vision import Vision
 from weft.verification.image_reference import Images
 from weft.verification.reference import Document, Reference
 
 
 def steps_with_images(
-    steps: Sequence[Sequence[Document]], vision: Vision, base: Any, seed: int = 0, bare: bool = True
+    steps: Sequence[Sequence[Document]],
+    vision: Vision,
+    base: Any,
+    seed: int = 0,
+    bare: bool = True,
+    videos: bool = False,
 ) -> tuple[list[list[Document]], Images]:
-    """The same steps with images in some documents: none, one or two; none at all in the last step, if `bare`.
+    """The same steps with images in some documents: none, one or two; none at all in the last step, if `bare`. videos:
+    of the documents with an image, every second has a video beside it, or in its place.
 
     base: a base model with weights, whose tower says how many placeholders an image has.
     """
@@ -32,27 +39,35 @@ def steps_with_images(
             text = [3 if i in (vision.image, vision.video) else i for i in ids]
             count = 0 if (bare and number == len(steps) - 1) or len(ids) < 3 else (place + 1) % 3
             found = [vision.sample(generator, source.randrange(1, 4)) for _ in range(count)]
+            if found and videos and place % 4 < 2:
+                found = [*found[1:], vision.sample_video(generator, source.randrange(1, 3))]
             document = text, list(mask)
             for inputs in found:
-                document = _inserted(document, vision.image, count_features(base, inputs), source)
+                document = _inserted(document, placeholders(vision, base, inputs), vision, source)
             if found:
                 images[tuple(document[0])] = joined(found)
             out[-1].append(document)
     return out, images
 
 
-def _inserted(document: Document, image: int, count: int, source: random.Random) -> Document:
-    """The document with one more image behind those that it has, text before and after it."""
+def _inserted(document: Document, runs: Sequence[tuple[int, int]], vision: Vision, source: random.Random) -> Document:
+    """The document with the placeholders of one more image or video behind those that it has, text before, between and
+    after them."""
     ids, mask = document
-    first = max((n + 1 for n, i in enumerate(ids) if i == image), default=0) + 1
-    if first >= len(ids):  # text between two images
-        ids, mask = [*ids, 5, 6], [*mask, 1.0, 1.0]
-    at = source.randrange(first, len(ids))
-    return [*ids[:at], *[image] * count, *ids[at:]], [*mask[:at], *[0.0] * count, *mask[at:]]
+    for placeholder, count in runs:
+        first = max((n + 1 for n, i in enumerate(ids) if i in (vision.image, vision.video)), default=0) + 1
+        if first >= len(ids):  # text between two of them
+            ids, mask = [*ids, 5, 6], [*mask, 1.0, 1.0]
+        at = source.randrange(first, len(ids))
+        ids, mask = (
+            [*ids[:at], *[placeholder] * count, *ids[at:]],
+            [*mask[:at], *[0.0] * count, *mask[at:]],
+        )
+    return ids, mask
 
 
 def steps_for(engine: Engine, path: str, steps: Sequence[Sequence[Document]]) -> tuple[list[list[Document]], Images]:
-    """The steps, with images if the model takes any; the same on every rank. Collective.
+    """The steps, with images and videos if the model takes any; the same on every rank. Collective.
 
     path: of the model's weights, which the first rank reads to learn how many placeholders an image has.
     """
@@ -63,7 +78,7 @@ def steps_for(engine: Engine, path: str, steps: Sequence[Sequence[Document]]) ->
     if engine.ranks.is_first:
         plain = Reference(path, str(engine.device)).plain.get_submodule(engine.module.facts.base)
         with torch.no_grad():
-            made = [steps_with_images(steps, vision, plain)]
+            made = [steps_with_images(steps, vision, plain, videos=not engine.built.findings.videos)]
     dist.broadcast_object_list(made, src=0, group=engine.ranks.group)
     found: tuple[list[list[Document]], Images] = made[0]
     return found

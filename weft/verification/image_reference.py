@@ -1,4 +1,4 @@
-"""The reference for documents with images. Imports nothing of weft, on purpose."""
+"""The reference for documents with images and videos. Imports nothing of weft, on purpose."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ Images = Mapping[tuple[int, ...], Mapping[str, Tensor]]  # token ids of a docume
 class ImageReference(Reference):
     """Gives the model the images of documents, as its processor would.
 
-    Images of a batch follow each other, in the order of its documents; SmolVLM's lie along the second dimension. Which
-    tokens are of images is said by their placeholders, to models that ask for it.
+    Images of a batch follow each other, in the order of its documents, and so do videos; SmolVLM's images lie along the
+    second dimension. Which tokens are of images or videos is said by their placeholders, to models that ask for it.
     """
 
     def __init__(self, images: Images, *options: Any) -> None:
@@ -31,10 +31,14 @@ class ImageReference(Reference):
         if not found:
             return {}
         arguments: dict[str, Any] = {
-            name: torch.cat([own[name] for own in found], dim=int(found[0][name].ndim == 5)).to(self.device)
-            for name in found[0]
+            name: torch.cat([own[name] for own in found if name in own], dim=int(value.ndim == 5)).to(self.device)
+            for one in found
+            for name, value in one.items()
         }
         config: Any = self.plain.config
         named = inspect.signature(self.plain.forward).parameters
-        types = (torch.tensor(ids, device=self.device) == config.image_token_id).int()
+        tokens = torch.tensor(ids, device=self.device)
+        types = (tokens == config.image_token_id).int()
+        if getattr(config, "video_token_id", None) is not None:
+            types += 2 * (tokens == config.video_token_id).int()
         return arguments | {name: types for name in ("mm_token_type_ids", "token_type_ids") if name in named}

@@ -67,11 +67,12 @@ class Draft:
         return next((moves[entry] for moves in tables if entry in moves), None)
 
     def fit_row(self, longest: int, what: str) -> None:
-        """Make a row hold the longest document, on one rank where it may have images, for then it is not cut."""
+        """Make a row hold the longest document, on one rank where it may have images, which not every model can cut."""
         cp = 1 if self.images else self.value("mesh.cp", 1)
         if longest > cp * self.value("step.max_tokens_per_device", 8192):
             shared = " over the ranks of mesh.cp" if cp > 1 else ""
-            whole = ", which is not cut where it has images" if self.images and self.value("mesh.cp", 1) > 1 else ""
+            apart = self.images and self.value("mesh.cp", 1) > 1
+            whole = " on one rank: with images not every model's are cut" if apart else ""
             self.take(
                 "step.max_tokens_per_device", -(-longest // cp), "", f"a row holds the longest {what}{shared}{whole}"
             )

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from weft.engine.document import Document
 from weft.objectives.base import Batch, Objective, Terms
+from weft.ops.attention_call import Bounds
 from weft.ops.communicator import GroupCommunicator
 from weft.ops.context import Piece, repeats
 from weft.verification.bugs import GRADIENTS, LOGPROB, LOSS, Original, Plant, bug, rehearsing
@@ -209,3 +210,35 @@ def repeated_keys_multiplied(plant: Plant, original: Original, call: Any, contex
         plant.hit()
         key, value = (x * times - (x * (times - 1)).detach() for x in (key, value))
     return original(replace(call, key_BKTD=key, value_BKTE=value), context, ranks)
+
+
+# ---------------------------------------------------------------- states
+
+
+@bug(
+    "B6", "weft.ops.context:ContextRow.documents",
+    "states and convolutions run on from one document that is cut to the next",
+    caught_by=LOGPROB, seen="verl-project/verl#6660", ranks=4,
+    needs="mesh.ulysses above 2, layers that carry state, and rows with two documents that are cut",
+)  # fmt: skip
+def state_runs_into_the_next(plant: Plant, original: Original, self: Any, device: torch.device) -> Bounds:
+    found: Bounds = original(self, device)
+    if rehearsing():
+        return found
+    plant.hits += len(found.lengths) > 1
+    return Bounds.packed((sum(found.lengths),), device)
+
+
+@bug(
+    "B37", "weft.ops.context:ContextRow.documents",
+    "states and convolutions begin again where a rank's tokens of a document begin",
+    caught_by=LOGPROB, seen="PrimeIntellect-ai/prime-rl#2562", ranks=2,
+    needs="mesh.ulysses above 1 and layers that carry state",
+)  # fmt: skip
+def state_begins_at_the_cut(plant: Plant, original: Original, self: Any, device: torch.device) -> Bounds:
+    found: Bounds = original(self, device)
+    if rehearsing():
+        return found
+    pieces = sorted(piece for own in self.held for piece in own)
+    plant.hits += len(pieces) > len(found.lengths)
+    return Bounds.packed(tuple(stop - start for _, start, stop in pieces), device)

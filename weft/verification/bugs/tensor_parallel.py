@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from weft.engine.document import Document
-from weft.models.tp_styles import Part, Style
+from weft.models.tp_parts import Part, Style
 from weft.ops.communicator import GroupCommunicator
 from weft.parallel.mesh import Axis, own_part
 from weft.parallel.tensor import TensorParallel, sum_partial_gradients
@@ -250,6 +250,19 @@ def expert_bias_of_every_rank(plant: Plant, original: Original, module: Any, ran
     _of_every_rank(plant, original, module, ranks, experts=True)
 
 
+@bug(
+    "B35", "weft.models.mixer_part:_mean_square",
+    "the output norm of a state mixer is of a rank's own heads, where it is of all of them",
+    caught_by=LOGPROB, seen=MEGATRON, ranks=2, needs=f"{NEEDS} and such a norm, as in bamba",
+)  # fmt: skip
+def mixer_norm_of_own_heads(plant: Plant, original: Original, parts: Tensor, sums: Any) -> Tensor:
+    if not rehearsing():
+        plant.hits += len(sums)
+        sums = ()
+    found: Tensor = original(parts, sums)
+    return found
+
+
 # ---------------------------------------------------------------- which part a rank has
 
 
@@ -263,7 +276,7 @@ def fused_cut_as_one(
 ) -> Cut:
     if not rehearsing() and len(style.parts) > 1:
         plant.hit()
-        style = replace(style, parts=(Part(sum(part.count * part.width for part in style.parts), 1),))
+        style = replace(style, parts=(Part(sum(part.size for part in style.parts), 1),))
     found: Cut = original(name, shape, style, axis)
     return found
 

@@ -1,0 +1,133 @@
+"""Where images and videos of tokenised documents are found again, as a table keeps it."""
+
+from __future__ import annotations
+
+import os
+import re
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from weft.data.image_columns import Image, Video
+from weft.data.image_files import Measured
+from weft.errors import BadRowError
+from weft.models.clips import Clip
+
+# Of each image and video of a table: what it is found by, its size as seen, its bytes, and by kind: when its files were
+# changed, or the position of its row and its place among the row's images; of a video also the fields of its Clip.
+_HEAD, _CLIP = struct.Struct("<BIIQqI"), struct.Struct("<IdI")
+HEAD_BYTES = _HEAD.size + _CLIP.size
+_PATH, _ROW, _COPY = b"PRC"
+_VIDEO_PATH, _VIDEO_ROW, _VIDEO_COPY, _FRAMES = b"prcf"
+FILES, VIDEOS = (_PATH, _VIDEO_PATH, _FRAMES), (_VIDEO_PATH, _VIDEO_ROW, _VIDEO_COPY, _FRAMES)
+
+
+def identity(packed: Any) -> Any:
+    """Of the first HEAD_BYTES of a packed place those that belong to the digest of its document: nothing of where it
+    is."""
+    clip = packed[_HEAD.size :].tobytes() if packed[0] in VIDEOS else b""
+    return packed[1:17].tobytes() + clip
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where an image or a video is found again. measured: as it was when it was tokenised. paths: of its file or
+    folder, or of its frames. data: a copy of its bytes. Where neither is: its place among the images of the row at
+    `position`."""
+
+    measured: Measured
+    paths: tuple[str, ...] = ()
+    data: bytes | None = None
+    position: int = 0
+    place: int = 0
+
+    @property
+    def in_row(self) -> bool:
+        """Whether its row has to be read again."""
+        return not self.paths and self.data is None
+
+    def source(self, row: Sequence[Image | Video]) -> Image | Video:
+        """The image or video. row: those of its row, if that was read again."""
+        if self.in_row:
+            return row[self.place]
+        clip, files = self.measured.clip, [Image(path=path) for path in self.paths]
+        file = Image(data=self.data) if self.data is not None else files[0]
+        if clip is None:
+            return file
+        return Video(file, fps=clip.fps) if len(files) < 2 else Video(frames=tuple(files), fps=clip.fps)
+
+    def is_as_it_was(self) -> bool:
+        """Whether its files have the size and time of change that they had."""
+        return state_of(self.paths) == (self.measured.size, self.measured.changed)
+
+    def packed(self) -> bytes:
+        """The bytes that a table keeps."""
+        seen, clip = self.measured, self.measured.clip
+        kind, tail = _ROW, b""
+        if self.paths:
+            kind, tail = _PATH, b"\0".join(os.fsencode(path) for path in self.paths)
+        elif self.data is not None:
+            kind, tail = _COPY, self.data
+        number = self.position if kind == _ROW else seen.changed
+        if clip is not None:
+            kind = _FRAMES if len(self.paths) > 1 else kind + _VIDEO_PATH - _PATH
+            tail = _CLIP.pack(clip.total, clip.fps, clip.taken) + tail
+        return _HEAD.pack(kind, seen.height, seen.width, seen.size, number, self.place) + tail
+
+    @classmethod
+    def of(cls, packed: bytes) -> Place:
+        """What `packed` made."""
+        kind, height, width, size, number, place = _HEAD.unpack_from(packed)
+        tail, clip = packed[_HEAD.size :], None
+        if kind in VIDEOS:
+            clip, tail = Clip(*_CLIP.unpack_from(tail)), tail[_CLIP.size :]
+        in_row = kind in (_ROW, _VIDEO_ROW)
+        seen = Measured(height, width, size, 0 if in_row else number, clip)
+        if kind in FILES:
+            return cls(seen, tuple(os.fsdecode(path) for path in tail.split(b"\0")))
+        return cls(seen, position=number, place=place) if in_row else cls(seen, data=tail)
+
+
+def state_of(paths: Sequence[str]) -> tuple[int, int] | None:
+    """(bytes, time of the last change) of all files, those of a folder among them; None where one is gone."""
+    try:
+        found = [os.stat(file) for path in paths for file in files_of(path)]
+    except OSError:
+        return None
+    return sum(one.st_size for one in found), max((one.st_mtime_ns for one in found), default=0)
+
+
+def files_of(path: str) -> list[str]:
+    """The file, or the files of a folder that are not hidden, in the order of the numbers in their names."""
+    if not os.path.isdir(path):
+        return [path]
+    names = [entry.name for entry in os.scandir(path) if entry.is_file() and not entry.name.startswith(".")]
+    return [os.path.join(path, name) for name in sorted(names, key=_in_order)]
+
+
+def _in_order(name: str) -> list[tuple[int, str]]:
+    """frame_2 comes before frame_10."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
+
+
+def place_of(where: str, seen: Image | Video, measured: Measured, position: int | None, place: int) -> Place:
+    """Where an image or video is found again. where: names it. position: of its row, if that can be read again. Raises
+    BadRowError where it cannot be found."""
+    if isinstance(seen, Video) and seen.file is None:
+        if all(frame.path is not None for frame in seen.frames):
+            return Place(measured, tuple(str(frame.path) for frame in seen.frames))
+        if position is None:
+            raise BadRowError(
+                f"{where}: its frames lie in a row that cannot be read again. Write the data as JSONL or Parquet, or "
+                "name files."
+            )
+        return Place(measured, position=position, place=place)
+    image = seen.file if isinstance(seen, Video) else seen
+    assert image is not None
+    if image.path is not None:
+        return Place(measured, (image.path,))
+    if position is None or image.url is not None:
+        assert image.data is not None
+        return Place(measured, data=image.data)
+    return Place(measured, position=position, place=place)

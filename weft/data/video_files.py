@@ -1,0 +1,198 @@
+"""Opening the videos of rows: their sizes and lengths before training, the frames that a model sees when a step needs
+them.
+
+A video is a folder or a list of frames, an animation that Pillow opens, or a container (mp4, ...), which PyAV decodes
+where it is installed. Frames of folders and lists are all taken; of the others, as data.video says. What cannot be
+opened is a BadRowError with row, video and reason.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+from weft.data.image_columns import Image, Video
+from weft.data.image_files import Checks, Measured, check_size, in_colours, measured, opened, pixels
+from weft.data.places import files_of, state_of
+from weft.errors import BadRowError, UserError, first_line
+from weft.models.clips import Clip
+
+_STILL = (b"\xff\xd8", b"BM", b"II*\0", b"MM\0*")  # JPEG, BMP, TIFF
+_TICK = 100  # milliseconds for which a frame that says none is shown, as browsers do
+
+Each = Callable[[Any], Any]  # makes of a frame, a PIL image, what is kept of it
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """Of a video: its frames' height and width, bytes and time of change as in Measured, which frames are taken, and
+    what returns them."""
+
+    measured: Measured
+    take: Callable[[Sequence[int], Each], list[Any]]
+
+
+def measured_video(video: Video, where: str, checks: Checks) -> Measured:
+    """What has to be known of a video before training. where: names the row and the video. Raises BadRowError."""
+    if video.fps is not None and not _is_listed(video):
+        raise BadRowError(f"{where} ({video}): `sample_fps` is of a list or folder of frames; files say it. Remove it.")
+    with _open(video, where, checks) as found:
+        return found.measured
+
+
+def _is_listed(video: Video) -> bool:
+    """Whether its frames are images of their own."""
+    return video.file is None or (video.file.path is not None and os.path.isdir(video.file.path))
+
+
+def frames_of(video: Video, where: str, checks: Checks, each: Callable[[Measured], Each]) -> tuple[list[Any], Measured]:
+    """(the frames that a model sees, what `measured_video` says of it). each: what is done to a frame as soon as it is
+    decoded, so that never all are in memory as they were. Raises BadRowError."""
+    with _open(video, where, checks) as found:
+        assert found.measured.clip is not None
+        return found.take(found.measured.clip.indices, each(found.measured)), found.measured
+
+
+@contextmanager
+def _open(video: Video, where: str, checks: Checks) -> Iterator[_Opened]:
+    name = f"{where} ({video})"
+    if video.file is None or _is_listed(video):
+        frames = video.frames or [Image(path=path) for path in files_of(str(video.file))]
+        yield _listed(frames, video.fps, name, checks)
+    elif _head(video.file, name) in ("animation", "still"):
+        with opened(video.file, where, checks) as (picture, size, changed):
+            yield _animated(picture, name, checks, size, changed)
+    else:
+        with _contained(video.file, name, checks) as found:
+            yield found
+
+
+def _listed(frames: Sequence[Image], fps: float | None, name: str, checks: Checks) -> _Opened:
+    """Frames that are images of their own; all are taken."""
+    if not frames:
+        raise BadRowError(f"{name}: has no frames. Remove it, and its place in the text.")
+    if len(frames) > checks.video.max_frames:
+        raise BadRowError(
+            f"{name}: has {len(frames):,} frames, all of which would be taken, and data.video allows "
+            f"{checks.video.max_frames:,} (max_frames). Leave some out, or set data.video={{max_frames: "
+            f"{len(frames)}}}."
+        )
+    if url := next((frame.url for frame in frames if frame.url is not None), None):
+        raise BadRowError(f"{name}: a frame is a URL ({url}), and only whole videos are fetched. Name files.")
+    said = [f"{name}: frame {number} of {len(frames)}" for number in range(1, len(frames) + 1)]
+    sizes = [measured(frame, own, checks) for frame, own in zip(frames, said, strict=True)]
+    for size, own in zip(sizes, said, strict=True):
+        if (size.height, size.width) != (sizes[0].height, sizes[0].width):
+            raise BadRowError(
+                f"{own} has {size.width} x {size.height} pixels, and the first {sizes[0].width} x {sizes[0].height}: "
+                "frames of a video have one size."
+            )
+    # Of a row that also holds frames themselves no time is kept.
+    changed = max(size.changed for size in sizes) if all(frame.path is not None for frame in frames) else 0
+    whole = Measured(
+        sizes[0].height, sizes[0].width, sum(size.size for size in sizes), changed,
+        Clip(len(frames), fps or checks.video.fps, len(frames)),
+    )  # fmt: skip
+
+    def take(indices: Sequence[int], each: Each) -> list[Any]:
+        return [each(pixels(frames[index], said[index], checks)[0]) for index in indices]
+
+    return _Opened(whole, take)
+
+
+def _animated(picture: Any, name: str, checks: Checks, size: int, changed: int) -> _Opened:
+    """A GIF, WebP or PNG with several frames, each shown for some time."""
+    count = int(getattr(picture, "n_frames", 1))
+    if count < 2:
+        raise BadRowError(
+            f"{name}: is a still image. A video is a folder of frames, a list of them, an animated GIF, WebP or PNG, "
+            "or a container such as mp4; an image is a part of type image."
+        )
+    shown = 0.0
+    for number in range(count):
+        picture.seek(number)
+        if checks.decode:
+            picture.load()
+        shown += float(picture.info.get("duration") or _TICK)
+    clip = checks.video.clip(count, count * 1000 / shown)
+
+    def take(indices: Sequence[int], each: Each) -> list[Any]:
+        found = []
+        for index in indices:
+            picture.seek(index)
+            picture.load()
+            found.append(each(in_colours(picture)))
+        return found
+
+    return _Opened(Measured(picture.height, picture.width, size, changed, clip), take)
+
+
+@contextmanager
+def _contained(file: Image, name: str, checks: Checks) -> Iterator[_Opened]:
+    """A container, by PyAV. Pictures are not turned where it says how, as transformers does not, either."""
+    if find_spec("av") is None:
+        raise UserError(
+            f"{name}: containers such as mp4 are decoded by PyAV, which is not installed: pip install av, or install "
+            "weft with its extra [video]; or write the frames to a folder and name that."
+        )
+    av: Any = importlib.import_module("av")
+    size, changed = (len(file.data), 0) if file.data is not None else state_of([str(file.path)]) or (0, 0)
+    try:
+        with av.open(str(file.path) if file.data is None else io.BytesIO(file.data)) as container:
+            yield _decoded(container, name, checks, size, changed)
+    except (UserError, MemoryError):
+        raise
+    except Exception as error:  # FFmpeg's errors are of many types
+        raise BadRowError(
+            f"{name}: cannot be decoded: {first_line(error)}. Mend the video, or remove the row."
+        ) from None
+
+
+def _decoded(container: Any, name: str, checks: Checks, size: int, changed: int) -> _Opened:
+    if not container.streams.video:
+        raise BadRowError(f"{name}: has no pictures, only sound. Remove it.")
+    stream = container.streams.video[0]
+    check_size((stream.codec_context.width, stream.codec_context.height), name, checks)
+    total = 0 if checks.decode else stream.frames
+    if not total:
+        total = sum(1 for _ in container.decode(stream))
+        container.seek(0)
+    if not total or not stream.average_rate:
+        raise BadRowError(f"{name}: has no frames. Remove it.")
+    clip = checks.video.clip(total, float(stream.average_rate))
+
+    def take(indices: Sequence[int], each: Each) -> list[Any]:
+        wanted = set(indices)
+        found = [each(one.to_image()) for n, one in enumerate(container.decode(stream)) if n in wanted]
+        if len(found) < len(wanted):
+            raise BadRowError(f"{name}: has fewer frames than it says. Mend the video, or remove the row.")
+        return found
+
+    return _Opened(Measured(stream.codec_context.height, stream.codec_context.width, size, changed, clip), take)
+
+
+def _head(file: Image, name: str) -> str:
+    """What a file is, by its first bytes."""
+    if file.picture is not None:
+        return "animation"
+    try:
+        head = file.data[:12] if file.data is not None else _first_bytes(str(file.path))
+    except OSError as error:
+        hint = " Paths are relative to the file of the row." if isinstance(error, FileNotFoundError) else ""
+        raise BadRowError(f"{name}: cannot be read: {error.strerror}.{hint}") from None
+    if not head:
+        raise BadRowError(f"{name}: is empty. Mend the video, or remove the row.")
+    if head.startswith((b"GIF8", b"\x89PNG")) or head[8:12] == b"WEBP":
+        return "animation"
+    return "still" if head.startswith(_STILL) else "container"
+
+
+def _first_bytes(path: str) -> bytes:
+    with open(path, "rb") as file:
+        return file.read(12)

@@ -1,0 +1,132 @@
+"""An optimizer that begins with the state in a torch.distributed.checkpoint directory (optimizer.load_state): the
+moments and steps that another trainer's AdamW, or SGD, had."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from weft.config.schema import OptimizerConfig
+from weft.errors import UserError
+from weft.models import hf
+from weft.models.train_module import TrainModule
+from weft.optim.custom_optimizer import ShardOptimizer
+from weft.optim.optimizer import stepped_by, stepped_on_device
+from weft.sharding.cuts import Cuts
+from weft.sharding.dcp_source import DcpSource
+from weft.sharding.layout import Piece
+from weft.sharding.load import LoadPlan, fill_tensors
+
+_MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
+_STEP = "step"
+_ELSE = "Set optimizer.load_state=false, and the optimizer starts anew."
+
+
+def check_state(module: TrainModule, plan: LoadPlan, optimizer: str) -> None:
+    """UserError where the directory lacks the state of a parameter that is trained, or has one of another optimizer.
+    module: before it is sharded. optimizer: its name in the config."""
+    source = _source_of(plan)
+    if source.numbered:
+        raise UserError(
+            f"optimizer.load_state: {source.folder} keeps the optimizer's state under numbers of parameters, which do "
+            "not say which they are of (get_state_dict of torch.distributed.checkpoint.state_dict would name them). "
+            f"{_ELSE}"
+        )
+    wanted = {*_MOMENTS[optimizer], *((_STEP,) if optimizer == "adamw" else ())}
+    other = sorted(source.keys - {*wanted, _STEP})
+    if other or not source.keys:
+        has = f"the state of another optimizer ({', '.join(other)})" if other else "no state of an optimizer"
+        raise UserError(f"optimizer.load_state: {source.folder} holds {has}; optimizer.name is {optimizer}. {_ELSE}")
+    trained = [name for name, tensor in _trained(module).items() if name in plan.fills]
+    lacking = [
+        f"{file} ({key})"
+        for name in trained
+        for _, file in plan.fills[name]
+        for key in sorted(wanted)
+        if _with_state(source, file, key, module) is None
+    ]
+    if lacking:
+        more = f" and {len(lacking) - 3} more" if len(lacking) > 3 else ""
+        raise UserError(
+            f"optimizer.load_state: {source.folder} lacks the state of {', '.join(lacking[:3])}{more}. {_ELSE}"
+        )
+
+
+def load_state(
+    optimizer: torch.optim.Optimizer | ShardOptimizer,
+    module: TrainModule,
+    plan: LoadPlan,
+    name: str,
+    dtypes: Sequence[torch.dtype],
+    cuts: Cuts,
+) -> None:
+    """Give a new optimizer the state of the directory; collective where shards are replicated. Each rank reads what it
+    holds. name: of the optimizer, in the config. dtypes: of its moments."""
+    source, trained = _source_of(plan), {n: p for n, p in _trained(module).items() if n in plan.fills}
+    for key, dtype in zip(_MOMENTS[name], dtypes, strict=True):
+        targets = {runtime: torch.zeros_like(parameter, dtype=dtype) for runtime, parameter in trained.items()}
+        fills = {runtime: _renamed(plan, runtime, source, key, module) for runtime in trained}
+        fill_tensors(targets, fills, source.moments(key), cuts)
+        for runtime, parameter in trained.items():
+            owner, stepped = stepped_by(optimizer, parameter)
+            owner.state[stepped][key] = targets[runtime]
+    on_device = stepped_on_device(optimizer)
+    for runtime, parameter in trained.items() if name == "adamw" else ():
+        owner, stepped = stepped_by(optimizer, parameter)
+        device = stepped.device if stepped in on_device else torch.device("cpu")
+        step = _step(runtime, _renamed(plan, runtime, source, _STEP, module), source)
+        owner.state[stepped][_STEP] = torch.tensor(step, dtype=torch.float32, device=device)
+    source.close()
+
+
+def state_lines(plan: LoadPlan | None, config: OptimizerConfig) -> list[str]:
+    """What is said at start of an optimizer whose weights come from such a directory."""
+    if plan is None or not isinstance(plan.source, DcpSource):
+        return []
+    source = plan.source
+    if config.load_state:
+        return [f"state    the optimizer begins with that of {source.folder}; steps and data begin anew"]
+    if source.numbered:
+        return [f"state    the optimizer starts anew: {source.folder} has its state under numbers of parameters alone"]
+    if source.keys:
+        return [f"state    the optimizer starts anew: optimizer.load_state=true takes that of {source.folder}"]
+    return ["state    the optimizer starts anew"]
+
+
+def _source_of(plan: LoadPlan) -> DcpSource:
+    assert isinstance(plan.source, DcpSource), "optimizer.load_state asks for model.weights"
+    return plan.source
+
+
+def _trained(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters that are trained, tied ones under each of their names."""
+    return {name: p for name, p in module.named_parameters(remove_duplicate=False) if p.requires_grad}
+
+
+def _with_state(source: DcpSource, file: str, key: str, module: TrainModule) -> str | None:
+    """The name of the weights under which this tensor has a state: its own, or that of what it is tied to."""
+    tied = hf.tied_parameters(module.hf_model)
+    others = [tied[file]] if file in tied else [name for name, owner in tied.items() if owner == file]
+    return next((name for name in (file, *others) if source.has_state(name, key)), None)
+
+
+def _renamed(plan: LoadPlan, runtime: str, source: DcpSource, key: str, module: TrainModule) -> list[tuple[Piece, str]]:
+    found = []
+    for piece, file in plan.fills[runtime]:
+        name = _with_state(source, file, key, module)
+        assert name is not None, (file, key)
+        found.append((piece, name))
+    return found
+
+
+def _step(runtime: str, pieces: Sequence[tuple[Piece, str]], source: DcpSource) -> float:
+    """How many steps a parameter has taken. UserError where its parts have taken different ones."""
+    steps = {source.number(file, _STEP) for _, file in pieces}
+    step = steps.pop()
+    if steps or step is None or not 0 <= step < 1 << 24:
+        raise UserError(
+            f"optimizer.load_state: {source.folder} does not hold one number of steps for {runtime}. {_ELSE}"
+        )
+    return step

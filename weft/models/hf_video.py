@@ -1,0 +1,171 @@
+"""transformers' internals (hf.py) that turn frames of a video into the inputs of a model.
+
+transformers' video processors import torchvision, which the registry builds for CUDA: it breaks beside a torch for the
+CPU. So what two of them compute is computed here, from their settings, with Pillow and with the model's own image
+processor, which cuts frames into the same patches. Frames are resized by Pillow also where torchvision is installed.
+
+Used, checked on transformers 5.19 and 5.23:
+- of processors .replace_video_token(video_inputs, video_idx): it reads video_grid_thw and, of video_metadata, fps and
+  frames_indices; of its .video_processor merge_size and temporal_patch_size. .video_token, .model_input_names
+- models.qwen2_vl.image_processing_pil_qwen2_vl.smart_resize, which Qwen2VLVideoProcessor has, too
+- of image processors of rows of patches: their options do_resize, image_mean, image_std, patch_size, merge_size and
+  temporal_patch_size; a patch is [channels, temporal_patch_size copies, patch_size, patch_size]
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import numpy as np
+
+from weft.errors import UserError
+from weft.models.clips import Clip
+
+_CLIP_MEAN, _CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+
+
+@dataclass(frozen=True)
+class Frames:
+    """A video processor's settings. whole: its limits are of the pixels of all frames together, else of each. The other
+    fields are transformers'."""
+
+    kind: str
+    whole: bool
+    shortest_edge: int
+    longest_edge: int
+    patch_size: int
+    merge_size: int = 2
+    temporal_patch_size: int = 2
+    image_mean: tuple[float, ...] = _CLIP_MEAN
+    image_std: tuple[float, ...] = _CLIP_STD
+    resample: int = 3
+    model_input_names: ClassVar = ["pixel_values_videos", "video_grid_thw"]  # which processors ask theirs for
+
+    def size(self, height: int, width: int, taken: int) -> tuple[int, int]:
+        """(height, width) of the frames that the model sees. Raises ValueError for a shape that its family refuses."""
+        factor = self.patch_size * self.merge_size
+        if self.whole:
+            return self._size_of_all(height, width, taken, factor)
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+        found: tuple[int, int] = smart_resize(height, width, factor, self.shortest_edge, self.longest_edge)
+        return found
+
+    def _size_of_all(self, height: int, width: int, taken: int, factor: int) -> tuple[int, int]:
+        """As Qwen3VLVideoProcessor computes it."""
+        if min(height, width) < factor:
+            scale = max(factor / height, factor / width)
+            height, width = int(height * scale), int(width * scale)
+        if max(height, width) > 200 * min(height, width):
+            raise ValueError(f"absolute aspect ratio must be smaller than 200, got {height} x {width}")
+        sides, step = (height, width), self.temporal_patch_size
+        pixels = round(taken / step) * step * math.prod(round(side / factor) * factor for side in sides)
+        if pixels > self.longest_edge:
+            beta = math.sqrt(taken * height * width / self.longest_edge)
+            found = [max(factor, math.floor(side / beta / factor) * factor) for side in sides]
+        elif pixels < self.shortest_edge:
+            beta = math.sqrt(self.shortest_edge / (taken * height * width))
+            found = [math.ceil(side * beta / factor) * factor for side in sides]
+        else:
+            found = [round(side / factor) * factor for side in sides]
+        return found[0], found[1]
+
+    def grid(self, height: int, width: int, taken: int) -> tuple[int, int, int]:
+        """video_grid_thw of a video of such frames: the last frame is repeated where the number asks for it."""
+        own = self.size(height, width, taken)
+        return -(-taken // self.temporal_patch_size), own[0] // self.patch_size, own[1] // self.patch_size
+
+    def resizing(self, height: int, width: int, taken: int) -> Callable[[Any], Any]:
+        """What makes a frame, a PIL image, as large as the model sees it."""
+        own = self.size(height, width, taken)
+        return lambda picture: picture.resize((own[1], own[0]), self.resample)
+
+    def limited(self, pixels: Mapping[str, float]) -> Frames:
+        """With the limits min_pixels and max_pixels of data.video."""
+        least = int(pixels.get("min_pixels", self.shortest_edge))
+        most = int(pixels.get("max_pixels", self.longest_edge))
+        if least > most:
+            raise UserError(
+                f"data.video: the least pixels ({least:,}) are above the most ({most:,}) of {self.kind}: set "
+                "min_pixels and max_pixels both."
+            )
+        return replace(self, shortest_edge=least, longest_edge=most)
+
+    def file(self, found: Mapping[str, Any]) -> dict[str, Any]:
+        """video_preprocessor_config.json with these settings. found: the settings of the model's files."""
+        rest = {name: value for name, value in found.items() if name not in _OF_IMAGES}
+        own = asdict(self)
+        size = {name: own.pop(name) for name in ("shortest_edge", "longest_edge")}
+        return {**rest, **{n: own[n] for n in _SHARED}, "size": size, "video_processor_type": self.kind}
+
+
+_OF_IMAGES = ("image_processor_type", "min_pixels", "max_pixels", "size", "processor_class")
+_SHARED = ("patch_size", "merge_size", "temporal_patch_size", "image_mean", "image_std", "resample")
+
+# By the class of a model's processor: what its video processor has by default.
+_PER_FRAME = Frames("Qwen2VLVideoProcessor", False, 128 * 28 * 28, 768 * 28 * 28, 14)
+_OF_ALL = Frames(
+    "Qwen3VLVideoProcessor", True, 128 * 32 * 32, 768 * 32 * 32, 16, image_mean=(0.5,) * 3, image_std=(0.5,) * 3
+)
+KNOWN = {"Qwen2VLProcessor": _PER_FRAME, "Qwen2_5_VLProcessor": _PER_FRAME, "Qwen3VLProcessor": _OF_ALL}
+
+
+def settings_file(read: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
+    """The settings of a model's video processor: those of the first file that transformers takes. read: a file's JSON,
+    {} where there is none."""
+    nested = read("processor_config.json").get("video_processor")
+    found = nested or read("video_preprocessor_config.json") or read("preprocessor_config.json")
+    return found if isinstance(found, dict) else {}
+
+
+def frames_of(processor: str, found: Mapping[str, Any]) -> Frames | None:
+    """The settings of the video processor beside a processor of this class; None where weft does not know it. found: as
+    settings_file. Raises UserError for settings that it does not know."""
+    default = KNOWN.get(processor)
+    if default is None:
+        return None
+    said = found.get("video_processor_type", default.kind)
+    if said != default.kind or found.get("cap_pixels_per_frame"):
+        return None
+    size = {**asdict(default), **(found.get("size") or {})}
+    edges = (found.get("min_pixels") or size["shortest_edge"], found.get("max_pixels") or size["longest_edge"])
+    given = {name: found[name] for name in _SHARED if found.get(name) is not None}
+    made: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+    return replace(default, shortest_edge=int(edges[0]), longest_edge=int(edges[1]), **made)
+
+
+def video_text(processor: Any, grid: tuple[int, int, int], clip: Clip) -> str:
+    """What replaces the placeholder of a video in a text."""
+    times = SimpleNamespace(fps=clip.fps, frames_indices=clip.indices)
+    inputs = {"video_grid_thw": np.array([grid]), "video_metadata": [times]}
+    return str(processor.replace_video_token(inputs, 0))
+
+
+def video_inputs(processor: Any, frames: Frames, pictures: Sequence[Any], clip: Clip) -> dict[str, Any]:
+    """The model's inputs for a video. pictures: its frames, resized."""
+    import torch
+
+    width, height = pictures[0].size
+    step, sides = frames.temporal_patch_size, (height // frames.patch_size, width // frames.patch_size)
+    time = -(-len(pictures) // step)
+    options = {name: getattr(frames, name) for name in _SHARED if name != "resample"}
+    images = [*pictures, *[pictures[-1]] * (time * step - len(pictures))]
+    found = processor.image_processor(images, do_resize=False, return_tensors="pt", **options)["pixel_values"]
+    # Of each frame the image processor makes `step` copies; here a patch is of so many frames.
+    rows, pixels = math.prod(sides), frames.patch_size**2
+    single = found.view(time, step, rows, -1, step, pixels)[..., 0, :]
+    patches = single.permute(0, 2, 3, 1, 4).reshape(time * rows, -1)
+    inputs = {"pixel_values_videos": patches, "video_grid_thw": torch.tensor([[time, *sides]])}
+    if "second_per_grid_ts" in processor.model_input_names:
+        inputs["second_per_grid_ts"] = torch.tensor([step / clip.sampled_fps])
+    return inputs
+
+
+def settings_of(frames: Frames | None) -> str:
+    """All that depends on these settings, as a text."""
+    return "" if frames is None else json.dumps(asdict(frames), sort_keys=True)

@@ -1,0 +1,179 @@
+"""A rank's part of a mixer that carries state: HuggingFace's own code, on some of the heads.
+
+The part is a view of the mixer: the same class and hooks, with slices of its weights and buffers, and attributes that
+count what is left. What it gives is summed over the ranks that have the other parts. Weights may be parts already, of
+mesh.tp; then buffers and attributes alone are cut.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from weft.models.tp_mixers import MixerStyle, mixer_style
+from weft.models.tp_parts import Range, Style, ranges_of
+from weft.ops.communicator import Communicator, MetaCommunicator, added_up
+
+_SUMS = "weft_sums"  # of a norm in a view: (ranks, how many) that have other parts of its input
+Sums = tuple[tuple[Communicator, int], ...]
+
+
+@dataclass(frozen=True)
+class MixerShare:
+    """Which part. ranks: those with the other parts. neighbours: so many ranks around this one, which share an item.
+    stored: parameters are cut already."""
+
+    style: MixerStyle
+    place: int
+    size: int
+    neighbours: Callable[[int], Communicator]
+    stored: bool
+
+
+def share_of_documents(mixer: nn.Module, place: int, ranks: Communicator, size: int) -> MixerShare | None:
+    """The part of a rank that shares whole documents with the others: `size` ranks, which know no smaller groups. None
+    where heads do not divide so, or the mixer reads more of tokens than hidden states."""
+    style = mixer_style(mixer)
+    if style is None or not style.hidden_alone or not style.divides(size):
+        return None
+    if any(style.sharing(norm, size) not in (1, size) for norm in style.norms):
+        return None
+    return MixerShare(style, place, size, lambda _: ranks, stored=False)
+
+
+def can_share_documents(mixer: nn.Module, size: int, tp: int) -> bool:
+    """Whether `size` ranks of cp can, on a mesh with so many of tp. mixer: a whole one."""
+    style = mixer_style(mixer)
+    if style is not None and tp > 1 and style.divides(tp):
+        mixer = view(mixer, MixerShare(style, 0, tp, MetaCommunicator, stored=False))
+    return share_of_documents(mixer, 0, MetaCommunicator(size), size) is not None
+
+
+def view(mixer: nn.Module, share: MixerShare) -> nn.Module:
+    """The part of a mixer. Differentiable: gradients of slices are those of the mixer's weights."""
+    style, own = share.style, _Copies(mixer)
+    for name, cut in style.of.items():
+        owner, leaf = own.holder(name)
+        if leaf in owner._buffers:
+            owner._buffers[leaf] = _taken(owner._buffers[leaf], cut, share)
+        elif not share.stored:
+            owner._parameters[leaf] = _taken(owner._parameters[leaf], cut, share)
+            if leaf == "weight" and "lora" in owner._modules:
+                _cut_adapter(own.module(f"{name.rpartition('.')[0]}.lora"), cut, share)
+    for name, parts in style.counts.items():
+        owner, leaf = own.holder(name)
+        owner.__dict__[leaf] = sum(size for _, size in ranges_of(parts, share.place, share.size))
+    for name in style.norms:
+        copies = style.sharing(name, share.size)
+        if copies > 1:
+            norm = own.module(name)
+            norm.__dict__[_SUMS] = (*getattr(norm, _SUMS, ()), (share.neighbours(copies), copies))
+            norm.__dict__["forward"] = partial(_norm, norm, dealt_groups(style, name, share.size))
+    for name in style.sums:
+        layer = own.module(name)
+        layer.__dict__["_forward_hooks"] = OrderedDict(layer._forward_hooks)
+        layer.register_forward_hook(partial(_sum_outputs, share.neighbours(share.size)))  # after all others
+    if not share.stored:
+        _share_bias(own.module(style.output), share.size)
+    part = own.module("")
+    part.__dict__.pop("forward", None)  # its boundary's
+    part.__dict__["training"] = False  # fused kernels for training normalise and project out by themselves
+    return part
+
+
+def dealt_groups(style: MixerStyle, norm: str, ranks: int) -> int:
+    """Groups of a norm on a rank."""
+    return max(1, style.norms[norm].count // ranks)
+
+
+class _Copies:
+    """Shallow copies of a module and of those of its children that are asked for, with dicts of their own."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self._made = {"": _copied(root)}
+
+    def module(self, path: str) -> Any:
+        """The copy of a child."""
+        if path not in self._made:
+            parent, _, leaf = path.rpartition(".")
+            holder = self.module(parent)
+            self._made[path] = holder._modules[leaf] = _copied(holder._modules[leaf])
+        return self._made[path]
+
+    def holder(self, name: str) -> tuple[Any, str]:
+        """(the copy of what holds a tensor or attribute, its name there)."""
+        owner, _, leaf = name.rpartition(".")
+        return self.module(owner), leaf
+
+
+def _copied(module: nn.Module) -> nn.Module:
+    copied = object.__new__(type(module))
+    own = {name: dict(module.__dict__[name]) for name in ("_parameters", "_buffers", "_modules")}
+    copied.__dict__ = {**module.__dict__, **own}
+    return copied
+
+
+def _taken(tensor: Tensor, style: Style, share: MixerShare) -> Tensor:
+    assert style.dim is not None
+    ranges = _joined(ranges_of(style.parts, share.place, share.size))
+    taken = [tensor.narrow(style.dim, first, size) for first, size in ranges]
+    return taken[0] if len(taken) == 1 else torch.cat(taken, style.dim)
+
+
+def _joined(ranges: list[Range]) -> list[Range]:
+    """The same with neighbours joined, so that what lies together is not copied."""
+    found = ranges[:1]
+    for first, size in ranges[1:]:
+        before, length = found[-1]
+        if before + length == first:
+            found[-1] = (before, length + size)
+        else:
+            found.append((first, size))
+    return found
+
+
+def _cut_adapter(adapter: Any, weight: Style, share: MixerShare) -> None:
+    """Of what is added to a weight: B is divided as its outputs are, or A as its inputs."""
+    leaf, dim = ("B", 0) if weight.dim == 0 else ("A", 1)
+    adapter._parameters[leaf] = _taken(adapter._parameters[leaf], Style(dim, weight.parts), share)
+    if leaf == "A":
+        adapter.divide(None)  # dropout is of the inputs here
+
+
+def _share_bias(layer: Any, size: int) -> None:
+    """A bias that every rank adds counts once."""
+    if layer._parameters.get("bias") is not None:
+        layer._parameters["bias"] = layer._parameters["bias"] / size
+
+
+def _sum_outputs(ranks: Communicator, layer: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+    return added_up(output, ranks)
+
+
+def _norm(norm: Any, groups: int, x: Tensor, gate: Tensor | None = None) -> Tensor:
+    """RMS norm of groups of heads that lie on several ranks, gated before or after it as the family's code says."""
+    dtype, x = x.dtype, x.float()
+    gate_last = getattr(norm, "norm_before_gate", False)
+    if gate is not None and not gate_last:
+        x = x * F.silu(gate.float())
+    parts = x.unflatten(-1, (groups, -1))
+    parts = parts * torch.rsqrt(_mean_square(parts, getattr(norm, _SUMS)) + norm.variance_epsilon)
+    x = norm.weight * parts.flatten(-2).to(dtype)
+    if gate is not None and gate_last:
+        x = x * F.silu(gate.float())
+    return x.to(dtype)
+
+
+def _mean_square(parts: Tensor, sums: Sums) -> Tensor:
+    """[..., groups, 1] of [..., groups, width on this rank], over the width on all ranks."""
+    found = parts.pow(2).mean(-1, keepdim=True)
+    for ranks, size in sums:
+        found = added_up(found, ranks) / size
+    return found

@@ -1,0 +1,251 @@
+"""How mixers that carry state are divided: by heads, groups of heads or channels, each of which has a state of its own.
+
+A kind of mixer is known by the names of its children and parameters. Its division is data: where heads lie in each
+projection, in the convolution and in what is per head; which attributes of the mixer count them; which outputs inside
+of it sum over all heads. A mixer that no rule knows, or whose sizes a rule does not explain, is whole on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from weft.models.tp_parts import Part, Style, dealt
+
+
+@dataclass(frozen=True)
+class MixerStyle:
+    """The division of one mixer; names are relative to it.
+
+    of: parameter or buffer -> style. output: the layer whose outputs ranks add up. counts: attribute -> the parts
+    whose elements it counts. norms: norms over heads that several ranks may have -> their groups; their input is
+    normalised within each. sums: layers whose outputs are sums over all channels. hidden_alone: its forward reads
+    hidden states and nothing else of tokens.
+    """
+
+    of: dict[str, Style]
+    output: str
+    counts: dict[str, tuple[Part, ...]] = field(default_factory=dict)
+    norms: dict[str, Part] = field(default_factory=dict)
+    sums: tuple[str, ...] = ()
+    hidden_alone: bool = True
+
+    def divides(self, ranks: int) -> bool:
+        """Whether every part divides by so many ranks."""
+        parts = [part for style in self.of.values() for part in style.parts]
+        return all(dealt(part, ranks) is not None for part in [*parts, *self.norms.values()])
+
+    def sharing(self, norm: str, ranks: int) -> int:
+        """The ranks over which a group of a norm is spread."""
+        items = dealt(self.norms[norm], ranks)
+        assert items is not None
+        return items[1]
+
+
+def mixer_style(mixer: nn.Module) -> MixerStyle | None:
+    """The division of a mixer with the sizes that it has; None where it is whole on every rank."""
+    names = {name for name, _ in mixer.named_children()} | {name for name, _ in mixer.named_parameters(recurse=False)}
+    for needed, rule in _RULES.items():
+        if names.issuperset(needed):
+            found = rule(mixer)
+            return found if _explains(mixer, found) else None
+    return None
+
+
+def _explains(mixer: nn.Module, style: MixerStyle) -> bool:
+    """Whether the parts of each tensor are all of it."""
+    tensors = {**dict(mixer.named_parameters()), **dict(mixer.named_buffers())}
+    return all(
+        sum(p.size for p in s.parts) == tensors[n].shape[s.dim] for n, s in style.of.items() if s.dim is not None
+    )
+
+
+def _style(
+    mixer: nn.Module,
+    *,
+    output: str,
+    inner: Part,
+    parts: Mapping[str, tuple[Part, ...]],
+    dims: Mapping[str, int] | None = None,
+    counts: Mapping[str, tuple[Part, ...]] | None = None,
+    norms: Mapping[str, Part] | None = None,
+    sums: tuple[str, ...] = (),
+    hidden_alone: bool = True,
+) -> MixerStyle:
+    """output: the layer that reads `inner`. parts: of layers, by their outputs, and of tensors; dims: where the latter
+    are not divided along the first dimension. Names that the mixer lacks are left out."""
+    tensors = {**dict(mixer.named_parameters()), **dict(mixer.named_buffers())}
+    of = {f"{output}.weight": Style(1, (inner,)), **{f"{name}.weight": Style(1, (inner,)) for name in sums}}
+    for name, own in parts.items():
+        for tensor in (name, f"{name}.weight", f"{name}.bias"):
+            if tensor in tensors:
+                of[tensor] = Style((dims or {}).get(name, 0), own)
+    there = {name: own for name, own in (counts or {}).items() if _has(mixer, name)}
+    return MixerStyle(of, output, there, dict(norms or {}), sums, hidden_alone)
+
+
+def _has(mixer: nn.Module, attribute: str) -> bool:
+    owner, _, leaf = attribute.rpartition(".")
+    return hasattr(mixer.get_submodule(owner), leaf)
+
+
+def _heads(count: int, width: int = 1) -> Part:
+    return Part(count, width, heads=True)
+
+
+def _repeated(count: int, width: int = 1) -> Part:
+    return Part(count, width, heads=True, repeat=True)
+
+
+def _state_space(m: Any) -> MixerStyle:
+    """Mamba-2 (Dao and Gu 2024, arXiv:2405.21060): B and C are of groups of heads."""
+    heads, inner = _heads(m.num_heads), _heads(m.num_heads, m.head_dim)
+    group = _repeated(m.n_groups, m.ssm_state_size)
+    convolved = (inner, group, group)
+    projected = (inner, *convolved, heads)
+    norms = {"norm": _norm_groups(m)} if hasattr(m.norm, "weight") else {}
+    return _style(
+        m, output="out_proj", inner=inner,
+        parts={
+            "in_proj": projected, "conv1d": convolved, "norm": (inner,), "mup_vector": projected,
+            "A_log": (heads,), "D": (heads,), "dt_bias": (heads,),
+        },
+        dims={"mup_vector": 2},
+        counts={
+            "num_heads": (heads,), "n_groups": (_repeated(m.n_groups),), "intermediate_size": (inner,),
+            "conv_dim": convolved, **{f"{name}.n_groups": (_one_wide(part),) for name, part in norms.items()},
+        },
+        norms=norms,
+    )  # fmt: skip
+
+
+def _one_wide(part: Part) -> Part:
+    """The same items, each one element wide."""
+    return Part(part.count, 1, part.heads, part.repeat)
+
+
+def _norm_groups(m: Any) -> Part:
+    """The gated output norm is of all heads together, or of each group; its code says which in two ways."""
+    width = int(m.norm.weight.shape[0])
+    size = getattr(m.norm, "group_size", None) or width // getattr(m.norm, "n_groups", 1)
+    groups = max(1, width // size)
+    return _repeated(groups, width // groups)
+
+
+def _selective(m: Any) -> MixerStyle:
+    """Mamba (Gu and Dao 2023, arXiv:2312.00752): channels; time steps, B and C are sums over all of them."""
+    inner = _heads(m.intermediate_size)
+    return _style(
+        m, output="out_proj", inner=inner, sums=("x_proj",),
+        parts={"in_proj": (inner, inner), "conv1d": (inner,), "dt_proj": (inner,), "A_log": (inner,), "D": (inner,)},
+    )  # fmt: skip
+
+
+def _delta_heads(m: Any) -> tuple[Part, Part, Part, dict[str, tuple[Part, ...]]]:
+    """(keys, values, what is per head of values, counts). Several heads of values share one of keys."""
+    keys, values = _repeated(m.num_k_heads, m.head_k_dim), _heads(m.num_v_heads, m.head_v_dim)
+    each = _heads(m.num_v_heads)
+    counts: dict[str, tuple[Part, ...]] = {
+        "num_k_heads": (_repeated(m.num_k_heads),), "num_v_heads": (each,), "key_dim": (keys,), "value_dim": (values,)
+    }  # fmt: skip
+    return keys, values, each, counts
+
+
+def _fused_delta_net(m: Any) -> MixerStyle:
+    """Gated delta nets (Yang et al. 2024, arXiv:2412.06464) whose projections hold, for each head of keys, all that
+    goes with it (qwen3_next)."""
+    times = m.num_v_heads // m.num_k_heads
+    keys, values = _heads(m.num_k_heads, m.head_k_dim), _heads(m.num_k_heads, times * m.head_v_dim)
+    each = _heads(m.num_k_heads, times)
+    return _style(
+        m, output="out_proj", inner=values,
+        parts={
+            "in_proj_qkvz": (_heads(m.num_k_heads, 2 * m.head_k_dim + 2 * times * m.head_v_dim),),
+            "in_proj_ba": (_heads(m.num_k_heads, 2 * times),),
+            "conv1d": (keys, keys, values), "A_log": (each,), "dt_bias": (each,),
+        },
+        counts={
+            "num_k_heads": (_heads(m.num_k_heads),), "num_v_heads": (each,), "key_dim": (keys,), "value_dim": (values,)
+        },
+    )  # fmt: skip
+
+
+def _delta_net(m: Any) -> MixerStyle:
+    """Gated delta nets with queries, keys and values one after the other (qwen3_5), or apart (olmo_hybrid)."""
+    keys, values, each, counts = _delta_heads(m)
+    joint = (keys, keys, values)
+    return _style(
+        m, output="out_proj" if hasattr(m, "out_proj") else "o_proj", inner=values, counts=counts,
+        parts={
+            "in_proj_qkv": joint, "in_proj_z": (values,), "in_proj_a": (each,), "in_proj_b": (each,),
+            "q_proj": (keys,), "k_proj": (keys,), "v_proj": (values,), "g_proj": (values,),
+            "a_proj": (each,), "b_proj": (each,), "conv1d": joint, "A_log": (each,), "dt_bias": (each,),
+        },
+    )  # fmt: skip
+
+
+def _kimi_delta(m: Any) -> MixerStyle:
+    """Kimi delta attention (arXiv:2510.26692): a decay per channel; low-rank entries are whole."""
+    heads, inner = _heads(m.num_heads), _heads(m.num_heads, m.head_dim)
+    return _style(
+        m, output="o_proj", inner=inner,
+        parts={
+            "q_proj": (inner,), "k_proj": (inner,), "v_proj": (inner,), "conv1d": (inner,) * 3, "b_proj": (heads,),
+            "g_b_proj": (inner,), "forget_gate.f_b_proj": (inner,), "forget_gate.dt_bias": (inner,),
+            "forget_gate.A_log": (heads,),
+        },
+        dims={"forget_gate.A_log": 2},
+        counts={"num_heads": (heads,), "qkv_dim": (inner,)},
+    )  # fmt: skip
+
+
+def _lightning(m: Any) -> MixerStyle:
+    """Lightning attention (MiniMax-01, arXiv:2501.08313): decays of heads are buffers, the norm is of all heads."""
+    heads, inner = _heads(m.num_attention_heads), _heads(m.num_attention_heads, m.head_dim)
+    return _style(
+        m, output="out_proj", inner=inner,
+        parts={
+            "qkv_proj": (_heads(m.num_attention_heads, 3 * m.head_dim),), "output_gate": (inner,), "norm": (inner,),
+            "slope_rate": (heads,), "query_decay": (heads,), "key_decay": (heads,), "diagonal_decay": (heads,),
+        },
+        dims={"diagonal_decay": 1},
+        counts={"num_attention_heads": (heads,)},
+        norms={"norm": _repeated(1, inner.size)},
+    )  # fmt: skip
+
+
+def _recurrent_unit(m: Any) -> MixerStyle:
+    """RG-LRU blocks (Griffin, arXiv:2402.19427): gates are of blocks of channels. They read positions, too."""
+    unit = m.rg_lru
+    blocks, inner = _heads(unit.num_attention_heads), _heads(unit.num_attention_heads, unit.block_width)
+    gates = (f"rg_lru.{gate}_gate_{leaf}" for gate in ("input", "recurrent") for leaf in ("weight", "bias"))
+    return _style(
+        m, output="linear_out", inner=inner, hidden_alone=False,
+        parts={
+            "linear_x": (inner,), "linear_y": (inner,), "conv_1d": (inner,), "rg_lru.recurrent_param": (inner,),
+            **dict.fromkeys(gates, (blocks,)),
+        },
+        counts={"rg_lru.num_attention_heads": (blocks,), "conv_1d.groups": (inner,), "lru_width": (inner,)},
+    )  # fmt: skip
+
+
+def _short_convolution(m: Any) -> MixerStyle:
+    """A gated convolution of channels (lfm2)."""
+    inner = _heads(int(m.out_proj.weight.shape[1]))
+    return _style(m, output="out_proj", inner=inner, parts={"in_proj": (inner,) * 3, "conv": (inner,)})
+
+
+_RULES: Mapping[tuple[str, ...], Callable[[Any], MixerStyle]] = {
+    ("in_proj_qkvz", "in_proj_ba", "conv1d", "out_proj"): _fused_delta_net,
+    ("in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "conv1d", "out_proj"): _delta_net,
+    ("q_proj", "k_proj", "v_proj", "g_proj", "a_proj", "b_proj", "conv1d", "o_proj"): _delta_net,
+    ("q_proj", "k_proj", "v_proj", "forget_gate", "g_b_proj", "conv1d", "o_proj"): _kimi_delta,
+    ("in_proj", "conv1d", "dt_bias", "A_log", "D", "norm", "out_proj"): _state_space,
+    ("in_proj", "conv1d", "x_proj", "dt_proj", "A_log", "D", "out_proj"): _selective,
+    ("qkv_proj", "output_gate", "norm", "out_proj"): _lightning,
+    ("linear_x", "linear_y", "conv_1d", "rg_lru", "linear_out"): _recurrent_unit,
+    ("conv", "in_proj", "out_proj"): _short_convolution,
+}

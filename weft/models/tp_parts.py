@@ -1,0 +1,69 @@
+"""How one tensor is divided over ranks: along one dimension, part by part, in whole items (heads, columns)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+Range = tuple[int, int]  # first, how many
+
+
+@dataclass(frozen=True)
+class Part:
+    """`count` items of `width` elements each, consecutive along the divided dimension. heads: every rank gets equally
+    many. repeat: several ranks may hold the same item, where there are fewer items (heads of keys and values) than
+    ranks."""
+
+    count: int
+    width: int = 1
+    heads: bool = False
+    repeat: bool = False
+
+    @property
+    def size(self) -> int:
+        """Elements."""
+        return self.count * self.width
+
+
+@dataclass(frozen=True)
+class Style:
+    """The division of one parameter. dim: divided part by part; None: every rank holds all of it."""
+
+    dim: int | None = None
+    parts: tuple[Part, ...] = ()
+
+
+def dealt(part: Part, ranks: int) -> tuple[list[Range], int] | None:
+    """The items of each rank, and how many ranks have the same. None where the part does not divide."""
+    if part.repeat and part.count < ranks and ranks % part.count == 0:
+        return repeated_ranges(part.count, ranks), ranks // part.count
+    if part.count % ranks == 0 or (not part.heads and part.count >= ranks):
+        return even_ranges(part.count, ranks), 1
+    return None
+
+
+def ranges_of(parts: Sequence[Part], place: int, ranks: int) -> list[Range]:
+    """The elements of one rank, part by part. The parts must divide."""
+    found, offset = [], 0
+    for part in parts:
+        items = dealt(part, ranks)
+        assert items is not None, (part, ranks)
+        found += scaled_ranges([items[0][place]], part.width, offset)
+        offset += part.size
+    return found
+
+
+def even_ranges(count: int, ranks: int) -> list[Range]:
+    """`count` items distributed over ranks in order, as evenly as possible: one range per rank."""
+    ends = [count * (rank + 1) // ranks for rank in range(ranks)]
+    return [(first, end - first) for first, end in zip([0, *ends], ends, strict=False)]
+
+
+def repeated_ranges(count: int, ranks: int) -> list[Range]:
+    """One item per rank where there are fewer items than ranks: neighbouring ranks share an item."""
+    return [(rank * count // ranks, 1) for rank in range(ranks)]
+
+
+def scaled_ranges(ranges: Sequence[Range], width: int, offset: int) -> list[Range]:
+    """Ranges in elements from ranges in items that are `width` wide and start at `offset`."""
+    return [(offset + first * width, size * width) for first, size in ranges]

@@ -1,0 +1,234 @@
+"""Pickles read as data: what other programs wrote with pickle or torch.save, of which nothing is ever run.
+
+A pickle is a program for a small stack machine. This one knows the instructions that build data, and answers those that
+would import or call something with a `Record` of the name and its arguments. Names that the caller does not list end
+the reading. So a file can at worst say something wrong about its own content.
+"""
+
+from __future__ import annotations
+
+import pickle
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+_LONGEST_NAME = 256  # of a module or a class
+_BYTES_PER_CONTAINER = 8  # at least, in any file; an empty dict takes one byte of it and 64 of memory
+PERSISTENT = "persistent id"  # the name under which references to storages are listed
+
+Maker = Callable[..., Any]
+
+
+def new_dict(*_: Any) -> dict[Any, Any]:
+    """The maker of OrderedDict and the like, which are filled afterwards."""
+    return {}
+
+
+class UnreadableError(ValueError):
+    """What a pickle holds that is not read, in words."""
+
+
+@dataclass(eq=False, slots=True)
+class Record:
+    """An object that a pickle asks for. args: of its constructor. state: what it would be given afterwards."""
+
+    name: str
+    args: tuple[Any, ...] = ()
+    state: Any = None
+    fields: dict[Any, Any] = field(default_factory=dict)
+
+    def get(self, key: str) -> Any:
+        """An attribute by its name; None where it has none."""
+        return self.state.get(key) if isinstance(self.state, dict) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """A class or function that a pickle refers to, which is not looked up."""
+
+    name: str
+
+
+def read_pickle(data: bytes, known: Mapping[str, Maker | None]) -> Any:
+    """The content of a pickle.
+
+    known: module.name of what it may refer to -> None, for a Record in place of each call, or a function of weft's own
+    that makes something of the arguments. UnreadableError for other names, other instructions and what is cut short.
+    """
+    machine = _Machine(data, known)
+    try:
+        while not machine.done:
+            _STEPS[machine.take(1)[0]](machine)
+        return machine.stack[-1]
+    except KeyError as error:
+        raise UnreadableError(f"it has an instruction, {error}, that no such file needs") from error
+    except UnreadableError:
+        raise
+    except (IndexError, TypeError, ValueError, struct.error, AttributeError, OverflowError) as error:
+        raise UnreadableError("its instructions do not fit together") from error
+
+
+_KEYS = (str, int, Record)  # of dicts; the hash of a tuple of tuples of tuples ... has no bound
+
+
+class _Machine:
+    def __init__(self, data: bytes, known: Mapping[str, Maker | None]) -> None:
+        self.data, self.place, self.known = data, 0, known
+        self.stack: list[Any] = []
+        self.marks: list[int] = []
+        self.memo: list[Any] = []
+        self.done = False
+        self._containers = 64 + len(data) // _BYTES_PER_CONTAINER
+
+    def take(self, count: int) -> bytes:
+        """The next bytes of the program."""
+        end = self.place + count
+        if end > len(self.data):
+            raise UnreadableError("it is cut short")
+        taken = self.data[self.place : end]
+        self.place = end
+        return taken
+
+    def number(self, form: str) -> Any:
+        return struct.unpack(form, self.take(struct.calcsize(form)))[0]
+
+    def line(self) -> str:
+        end = self.data.find(b"\n", self.place, self.place + _LONGEST_NAME)
+        if end < 0:
+            raise UnreadableError("it is cut short")
+        return self.take(end + 1 - self.place)[:-1].decode()
+
+    def push_new(self, container: Any) -> None:
+        self._containers -= 1
+        if self._containers < 0:
+            raise UnreadableError(f"no file of {len(self.data):,} bytes holds so many objects")
+        self.stack.append(container)
+
+    def above_mark(self) -> list[Any]:
+        mark = self.marks.pop()
+        found = self.stack[mark:]
+        if mark > len(self.stack):
+            raise IndexError
+        del self.stack[mark:]
+        return found
+
+    def remember(self, place: int) -> None:
+        """Only in order, as all writers do it: a place far ahead would ask for all the memory before it."""
+        if place > len(self.memo):
+            raise UnreadableError("its notes are out of order")
+        self.memo[place : place + 1] = [self.stack[-1]]
+
+    def refer(self, name: str) -> None:
+        if name not in self.known:
+            raise UnreadableError(f"it refers to {name[:100]!r}, which no such file needs")
+        self.stack.append(Named(name))
+
+    def call(self) -> None:
+        args, called = self.stack.pop(), self.stack.pop()
+        if type(args) is not tuple or type(called) is not Named:
+            raise TypeError
+        make = self.known[called.name]
+        self.push_new(Record(called.name, args) if make is None else make(*args))
+
+    def build(self) -> None:
+        state, record = self.stack.pop(), self.stack[-1]
+        if type(record) is Record:
+            record.state = state
+        elif type(record) is not dict:  # an OrderedDict has attributes that nobody reads
+            raise TypeError
+
+    def put(self, pairs: list[Any]) -> None:
+        owner = self.stack[-1]
+        target = owner.fields if type(owner) is Record else owner
+        if type(target) is not dict or len(pairs) % 2 or not all(type(key) in _KEYS for key in pairs[::2]):
+            raise TypeError
+        target.update(zip(pairs[::2], pairs[1::2], strict=True))
+
+    def extend(self, items: list[Any]) -> None:
+        if type(self.stack[-1]) is not list:
+            raise TypeError
+        self.stack[-1].extend(items)
+
+    def fold(self, count: int) -> None:
+        """The topmost items as a tuple."""
+        if count > len(self.stack):
+            raise IndexError
+        items = tuple(self.stack[-count:])
+        del self.stack[-count:]
+        self.push_new(items)
+
+    def global_from_stack(self) -> None:
+        name, module = self.stack.pop(), self.stack.pop()
+        if type(name) is not str or type(module) is not str:
+            raise TypeError
+        self.refer(f"{module}.{name}")
+
+    def persistent(self) -> None:
+        self.refer(PERSISTENT)
+        called, reference = self.stack.pop(), self.stack.pop()
+        self.stack += [called, (reference,)]
+        self.call()
+
+    def text(self, length: int) -> None:
+        self.stack.append(self.take(length).decode("utf-8"))
+
+    def stop(self) -> None:
+        self.done = True
+
+    def long(self) -> None:
+        self.stack.append(int.from_bytes(self.take(self.number("<B")), "little", signed=True))
+
+
+def _code(name: str) -> int:
+    code: bytes = getattr(pickle, name)
+    return code[0]
+
+
+_STEPS: dict[int, Callable[[_Machine], Any]] = {
+    _code(name): step
+    for name, step in {
+        "PROTO": lambda m: m.take(1),
+        "FRAME": lambda m: m.take(8),
+        "STOP": _Machine.stop,
+        "MARK": lambda m: m.marks.append(len(m.stack)),
+        "POP": lambda m: m.stack.pop(),
+        "NONE": lambda m: m.stack.append(None),
+        "NEWTRUE": lambda m: m.stack.append(True),
+        "NEWFALSE": lambda m: m.stack.append(False),
+        "BININT": lambda m: m.stack.append(m.number("<i")),
+        "BININT1": lambda m: m.stack.append(m.number("<B")),
+        "BININT2": lambda m: m.stack.append(m.number("<H")),
+        "LONG1": _Machine.long,
+        "BINFLOAT": lambda m: m.stack.append(m.number(">d")),
+        "SHORT_BINUNICODE": lambda m: m.text(m.number("<B")),
+        "BINUNICODE": lambda m: m.text(m.number("<I")),
+        "SHORT_BINBYTES": lambda m: m.stack.append(m.take(m.number("<B"))),
+        "BINBYTES": lambda m: m.stack.append(m.take(m.number("<I"))),
+        "EMPTY_TUPLE": lambda m: m.stack.append(()),
+        "TUPLE1": lambda m: m.fold(1),
+        "TUPLE2": lambda m: m.fold(2),
+        "TUPLE3": lambda m: m.fold(3),
+        "TUPLE": lambda m: m.push_new(tuple(m.above_mark())),
+        "EMPTY_LIST": lambda m: m.push_new([]),
+        "APPEND": lambda m: m.extend([m.stack.pop()]),
+        "APPENDS": lambda m: m.extend(m.above_mark()),
+        "EMPTY_DICT": lambda m: m.push_new({}),
+        "SETITEM": lambda m: m.put([m.stack.pop(-2), m.stack.pop()]),
+        "SETITEMS": lambda m: m.put(m.above_mark()),
+        "EMPTY_SET": lambda m: m.push_new([]),
+        "ADDITEMS": lambda m: m.extend(m.above_mark()),
+        "FROZENSET": lambda m: m.push_new(m.above_mark()),
+        "MEMOIZE": lambda m: m.remember(len(m.memo)),
+        "BINPUT": lambda m: m.remember(m.number("<B")),
+        "LONG_BINPUT": lambda m: m.remember(m.number("<I")),
+        "BINGET": lambda m: m.stack.append(m.memo[m.number("<B")]),
+        "LONG_BINGET": lambda m: m.stack.append(m.memo[m.number("<I")]),
+        "GLOBAL": lambda m: m.refer(f"{m.line()}.{m.line()}"),
+        "STACK_GLOBAL": _Machine.global_from_stack,
+        "REDUCE": _Machine.call,
+        "NEWOBJ": _Machine.call,
+        "BUILD": _Machine.build,
+        "BINPERSID": _Machine.persistent,
+    }.items()
+}
