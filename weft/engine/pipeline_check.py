@@ -15,7 +15,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from weft.engine.division_check import Ran, compare
 from weft.engine.document import Document
-from weft.engine.image_check import documents_with_images
+from weft.engine.image_check import IMAGES, VIDEOS, documents_with
 from weft.engine.media import Media
 from weft.engine.row import Row, build_row
 from weft.engine.startup import Findings, documents_of, small_copy, text_vocabulary
@@ -45,7 +45,7 @@ def check_pipeline(
     except Exception as error:  # whatever the family's code raises
         raise refusal(f"its layers could not be traced ({first_line(error)})") from error
     vision = None if findings.images else find_vision(whole.base, whole.facts)
-    for tried in [row] if vision is None else [row, _row_with_images(whole, vision)]:
+    for tried in [row] if vision is None else [row, _row_with_images(whole, vision, findings)]:
         expected = _run([copy.deepcopy(whole)], tried, findings, [])
         compare(partial(_staged, small, tried, findings, anatomy, delayed=delayed), expected, refusal, "its layers")
     return anatomy
@@ -71,9 +71,10 @@ def _row(vocabulary: int, findings: Findings) -> Row:
     return build_row(list(documents), documents, read=read, length=length, layout=findings.layout, every_token=True)
 
 
-def _row_with_images(module: TrainModule, vision: Vision) -> Row:
-    documents = {}
-    for number, (ids, inputs) in enumerate(documents_with_images(vision, module.base, text_vocabulary(module))):
+def _row_with_images(module: TrainModule, vision: Vision, findings: Findings) -> Row:
+    """Also with videos, where the model takes some."""
+    documents, kinds = {}, IMAGES if findings.videos else VIDEOS
+    for number, (ids, inputs) in enumerate(documents_with(kinds, vision, module.base, text_vocabulary(module))):
         media = Media.of(inputs, vision.patches(inputs)) if inputs else None
         positions = None if media is None else vision.positions(module.base, ids, inputs)
         documents[number] = Document(ids, torch.linspace(0.5, 1.5, len(ids)), positions, media=media)
