@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -46,16 +47,24 @@ Hook = Callable[[str, int], None]  # is told of each call of an actor: method, a
 
 
 def make_task(folder: Path) -> Path:
-    """A model of one layer, 9 additions to learn from and 3 to hold out."""
+    """A model of one layer, and one of two, 9 additions to learn from and 3 to hold out."""
     (folder / "adder").mkdir()
     make_tokenizer(folder / "adder")
     make_model(folder / "adder")
-    config = json.loads((folder / "adder/config.json").read_text())
-    config |= {"num_hidden_layers": 1, "layer_types": ["full_attention"], "hidden_size": 32, "intermediate_size": 64}
-    (folder / "adder/config.json").write_text(json.dumps(config))
+    shrink(folder / "adder", 1)
+    shutil.copytree(folder / "adder", folder / "adder-2")
+    shrink(folder / "adder-2", 2)
     write(folder / "additions.jsonl", problems()[:9])
     write(folder / "held-out.jsonl", problems()[9:12])
     return folder
+
+
+def shrink(model: Path, layers: int) -> None:
+    """Make a model that is yet to be drawn narrow, with so many layers."""
+    config = json.loads((model / "config.json").read_text())
+    config |= {"num_hidden_layers": layers, "layer_types": ["full_attention"] * layers}
+    config |= {"hidden_size": 32, "intermediate_size": 64}
+    (model / "config.json").write_text(json.dumps(config))
 
 
 def start(task: Path, run: Path, *more: str, hook: Hook | None = None, **options: Any) -> RlConfig:

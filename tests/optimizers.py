@@ -96,12 +96,37 @@ class Ramp(_Plain):
         weight.add_(gradient / group["step"], alpha=-group["lr"])
 
 
+class Summed(_Plain):
+    """Adds up its rates in its groups, which differ where rates do."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["rates"] = group.get("rates", 0.0) + group["lr"]
+        super().step()
+
+    def one(self, weight: nn.Parameter, gradient: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        weight.add_(gradient / (1 + group["rates"]), alpha=-group["lr"])
+
+
 class Together(Ramp):
     """Keeps the largest gradient that it has seen in its groups."""
 
     def one(self, weight: nn.Parameter, gradient: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         group["largest"] = max(group.get("largest", 0.0), float(gradient.abs().max()))
         super().one(weight, gradient, state, group)
+
+
+class Clipped(_Plain):
+    """Clips what it is given by the norm of all of it."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
+        for gradient in gradients:
+            gradient.div_(norm)
+        super().step()
 
 
 class TensorRate(_Plain):

@@ -18,6 +18,7 @@ from tests.cases import MESHES, world_of
 from tests.pool import run
 from tests.toy_tokenizers import byte_tokenizer, chat, write_jsonl
 from tests.zoo import tiny_config
+from weft.checkpoint.state import tensor_of
 from weft.cluster.options import Device, SftOptions
 from weft.config import schema
 from weft.engine.engine import Engine
@@ -161,9 +162,9 @@ def whole_state(folder: Path, step: int, engine: str = "") -> dict[str, torch.Te
     for file in content["files"]:
         tensors = load_file(state / file["name"])
         for name, (start, size) in file["boxes"].items():
-            place = tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))
-            assert found[name][place].isnan().all(), f"{name} is written twice"
-            found[name][place] = tensors[name]
+            whole, place = found[tensor_of(name)], tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))
+            assert whole[place].isnan().all(), f"{name} is written twice"
+            whole[place] = tensors[name]
     return found
 
 

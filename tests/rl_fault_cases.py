@@ -26,7 +26,7 @@ class RlCase:
     within: seconds, from the fault to the end of the controller. saved: the last step whose checkpoint stands. lost:
     for the table, where it does not follow from that. failed: samples without a reward in the whole run, if that is
     known. tidy: whether nothing is left in the temporary directory, before the next start removes it. megabytes: as
-    Case has them.
+    Case has them. resume_with: keys, where one rank goes on.
     """
 
     fault: RlFault
@@ -43,6 +43,7 @@ class RlCase:
     tidy: bool = True
     megabytes: int = 0
     resumes: bool = True
+    resume_with: list[str] = field(default_factory=list)
 
     @property
     def on_ray(self) -> bool:
@@ -86,7 +87,7 @@ def check_resume(case: RlCase, run: RlRun, folder: Path) -> None:
     try:
         if not case.resumes:
             return
-        again = RlRun(["--resume", "run"], folder, tmp=run.tmp).wait()
+        again = RlRun(["--resume", "run", *case.resume_with], folder, tmp=run.tmp).wait()
         said = again.output() + again.errors()
         assert again.status == 0, said
         where = f"resumed  step {case.saved} of {STEPS}" if case.saved else "resumed  run has no checkpoint yet"
@@ -170,6 +171,34 @@ def engines() -> dict[str, RlCase]:
             says=[r"rollout engine 0 .*is stopped \(SIGSTOP\)"],
         )  # fmt: skip
     return found
+
+
+def stages() -> dict[str, RlCase]:
+    """A trainer rank is a stage of layers; an engine of its own gets the weights of two."""
+    cut = ["model.path=../adder-2", "mesh.pp=2", "step.max_tokens_per_device=16", *TWO]
+    soon = ["rollout.timeout=3", "train.timeout=20"]
+    common: dict[str, Any] = {"on": "Ray, 2 ranks", "saved": 1, "resume_with": ["mesh.pp=1"]}
+    return {
+        "the last stage is killed in forward": RlCase(
+            fault=RlFault(do="kill", rank=1, micro=1), when="forward, step 2", status=10, words=cut, **common,
+            says=["trainer rank 1 died", "in step 2 of 3, forward of micro-batch 1"],
+        ),
+        "the first stage raises in backward": RlCase(
+            fault=RlFault(do="raise", phase="backward", rank=0, micro=2), when="backward, step 2", status=1, words=cut,
+            says=["trainer rank 0 failed: RuntimeError: boom", "in step 2 of 3, backward of micro-batch 2"],
+            traceback=True, **common,
+        ),
+        "the last stage is stopped reading logprobs": RlCase(
+            fault=RlFault(do="stop", phase="logprobs", step=1, rank=1), when="computing logprobs, step 2", status=11,
+            words=[*cut, *SOON, "rl.kl=0.1"], within=90.0, **common,
+            says=[r"trainer rank 1 .*is stopped \(SIGSTOP\)", "computing logprobs"],
+        ),
+        "an engine is stopped, syncing weights of two stages": RlCase(
+            fault=RlFault(who="engine", do="stop", phase="sync", step=0, nth=3), status=11, within=90.0,
+            when="syncing weights, step 2", words=[*cut, "rollout.engine=hf", *soon],
+            says=[r"rollout engine 0 .*is stopped \(SIGSTOP\)"], **common,
+        ),
+    }  # fmt: skip
 
 
 # ---------------------------------------------------------------- the controller
@@ -398,4 +427,4 @@ ALWAYS = {
     ),
 }  # fmt: skip
 
-RL_CASES = trainers() | engines() | controllers() | raising() | OTHERS | users() | ALWAYS
+RL_CASES = trainers() | engines() | stages() | controllers() | raising() | OTHERS | users() | ALWAYS

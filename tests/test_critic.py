@@ -107,7 +107,7 @@ def plain(path: str, weights: Tensors, clip: float | None) -> tuple[list[Tensor]
 
 @pytest.mark.parametrize(
     ("family", "mesh", "clip"),
-    [("llama", "4", CLIP), ("qwen3", "2x2", CLIP), ("gpt2", "2", CLIP), ("qwen3_moe", "1", None)],
+    [("llama", "4", CLIP), ("qwen3", "2x2", CLIP), ("gpt2", "pp2", CLIP), ("qwen3_moe", "1", None)],
 )
 def test_values_loss_and_gradients(family: str, mesh: str, clip: float | None) -> None:
     """qwen3's policy is tied: a critic's head has nothing to be tied to. On 4 ranks the head's one row is on one."""
@@ -127,16 +127,16 @@ def test_values_loss_and_gradients(family: str, mesh: str, clip: float | None) -
 # ---------------------------------------------------------------- checkpoints
 
 
-def saved_and_resumed(path: str, folder: str) -> bool:
+def saved_and_resumed(path: str, mesh: str, folder: str) -> bool:
     """A policy and its critic in one checkpoint; another critic goes on from it as this one does."""
-    policy, first = open_engine(path, "2"), critic(path, "2", "zeros")
+    policy, first = open_engine(path, mesh), critic(path, mesh, "zeros")
     assert not any(value.any() for value in values_of(first).values())  # zeros
     train(first)
     with Saver(policy, Path(folder), CheckpointConfig(async_=False), {}, others={"critic": first}) as saver:
         saver.save(1, {})
         checkpoint = saver.finish()
-    second = critic(str(checkpoint / "critic"), "2")  # of a classifier, whose head is kept
-    third = critic(path, "2")
+    second = critic(str(checkpoint / "critic"), mesh)  # of a classifier, whose head is kept
+    third = critic(path, mesh)
     load_state(third, read_state(checkpoint / "critic"))
     same = same_weights(first, second) and same_weights(first, third)
     train(first), train(third)
@@ -154,9 +154,10 @@ def same_weights(one: Engine, other: Engine) -> bool:
     return all(a == b and torch.equal(x, y) for (a, x), (b, y) in pairs)
 
 
-def test_a_critic_is_saved_beside_its_policy_as_a_classifier_and_resumed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mesh", ["2", "pp2"])
+def test_a_critic_is_saved_beside_its_policy_as_a_classifier_and_resumed(mesh: str, tmp_path: Path) -> None:
     path = saved_model("llama_tied")
-    assert all(run(2, saved_and_resumed, path, str(tmp_path)))
+    assert all(run(2, saved_and_resumed, path, mesh, str(tmp_path)))
     checkpoint = tmp_path / "checkpoints" / "step-000001"
     assert (checkpoint / "trainer_state").is_dir() and (checkpoint / "critic" / "trainer_state").is_dir()
     assert transformers.AutoConfig.from_pretrained(checkpoint).architectures == ["LlamaForCausalLM"]
@@ -298,6 +299,7 @@ def test_weights_of_another_trainer_are_those_of_reference_and_critic_that_have_
         ("dp_replicate=2", "mesh.dp_replicate", 2),
         ("dp_shard=2", "mesh.dp_shard", 2),
         ("tp=2", "mesh.tp", 2),
+        ("pp=2", "mesh.pp", 2),
         ("cpu_offload=true", "fsdp.cpu_offload", True),
         ("max_tokens_per_device=5000", "step.max_tokens_per_device", 5000),
         ("head=normal", "value_head", "normal"),

@@ -59,6 +59,8 @@ def answers(path: str, mesh: str) -> tuple[list[list[Completion]], bool]:
         ("qwen3", "tp4"),
         ("qwen3_moe", "2xtp2"),
         ("qwen3_moe", "4ep2"),
+        ("llama_tied", "pp2x2"),
+        ("qwen3_moe", "pp2xep2"),
     ],
 )
 def test_answers_are_those_of_a_plain_model(family: str, mesh: str) -> None:
@@ -106,6 +108,8 @@ def logprobs_of_both(path: str, mesh: str, sections: Sections) -> tuple[torch.Te
         ("qwen3", "2", {"rank": 4, "targets": ("q_proj", "embed_tokens")}),  # its head is tied to the embedding
         ("qwen3_moe", "2", {"rank": 2, "targets": ("all-linear", "mlp.experts.gate_up_proj")}),
         ("qwen3_moe", "2xtp2", {"rank": 2, "targets": ("all-linear", "mlp.experts.gate_up_proj", "embed_tokens")}),
+        ("qwen3_moe", "pp2xep2", {"rank": 2, "targets": ("all-linear", "mlp.experts.gate_up_proj")}),
+        ("qwen3", "pp2", {"rank": 4, "modules_to_save": ("lm_head",)}),
     ],
 )
 def test_adapters_are_merged_into_the_copy(family: str, mesh: str, lora: dict[str, Any]) -> None:

@@ -90,7 +90,9 @@ def exactness(path: str, mesh: str, plant: bool) -> dict[str, tuple[int, int] | 
     return found
 
 
-@pytest.mark.parametrize(("family", "mesh"), [("llama", "1"), ("qwen3", "2"), ("gemma3_text", "1"), ("qwen3_moe", "2")])
+@pytest.mark.parametrize(
+    ("family", "mesh"), [("llama", "1"), ("qwen3", "2"), ("gemma3_text", "1"), ("qwen3_moe", "pp2x2")]
+)
 def test_logprobs_are_recorded_as_the_trainer_reads_them(family: str, mesh: str) -> None:
     """Over hundreds of tokens, whole weights or shards, with windows, experts; and each thing done for it is needed."""
     ranks = run(world_of(mesh), exactness, saved_model(family), mesh, family == "llama")

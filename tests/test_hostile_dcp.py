@@ -7,12 +7,15 @@ import os
 import pickle
 import shutil
 import struct
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as torch_dcp
+from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from tests.cases import saved_model
@@ -22,6 +25,7 @@ from tests.pool import run
 from tests.test_load import refused
 from weft import cli
 from weft.errors import UserError
+from weft.sharding import dcp
 from weft.sharding.boxes import Box
 from weft.sharding.dcp import open_dcp
 from weft.sharding.pickles import UnreadableError, read_pickle
@@ -239,6 +243,25 @@ def test_a_file_that_is_none(folder: Path) -> None:
     (folder / ".metadata").unlink()
     os.mkfifo(folder / ".metadata")
     assert "is a FIFO" in message(folder)
+
+
+def test_more_files_than_a_process_may_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a run of many ranks: few are open at once."""
+    monkeypatch.setattr(dcp, "_MOST_OPEN", 2)
+    tensors = {f"w{number}": W + number for number in range(5)}
+    with warnings.catch_warnings(action="ignore"):
+        torch_dcp.save(
+            tensors, storage_writer=FileSystemWriter(tmp_path / "d", single_file_per_rank=False), no_dist=True
+        )
+    directory = open_dcp(str(tmp_path / "d"), KEY)
+    for _ in range(2):
+        for name, tensor in tensors.items():
+            assert torch.equal(directory.read(name, Box.whole((4, 3))), tensor)
+            assert len(directory._files) <= 2
+    directory.close()
+    (tmp_path / "d" / "__0_3.distcp").unlink()
+    with pytest.raises(UserError, match="cannot be opened: No such file"):
+        [directory.read(name, Box.whole((4, 3))) for name in tensors]
 
 
 def test_files_that_are_cut_short(folder: Path) -> None:

@@ -41,9 +41,9 @@ USABLE: dict[str, dict[str, Any]] = {
 }
 
 
-def rule_of(name: str, *, sharded: bool = True, **keys: Any) -> CustomOptimizerSpec:
+def rule_of(name: str, *, sharded: bool = True, staged: bool = False, **keys: Any) -> CustomOptimizerSpec:
     config = OptimizerConfig(name=name, **keys)
-    return find_rule(config, sharded=sharded, dtype=torch.float32, device=torch.device("cpu"))
+    return find_rule(config, sharded=sharded, staged=staged, dtype=torch.float32, device=torch.device("cpu"))
 
 
 # ---------------------------------------------------------------- exact on shards
@@ -75,7 +75,7 @@ def test_steps_are_those_of_the_whole() -> None:
     run(3, steps_are_those_of_the_whole)
 
 
-@pytest.mark.parametrize(("family", "mesh", "name"), [("llama", "2x2", "RAdam"), ("qwen3_moe", "2", "Adamax")])
+@pytest.mark.parametrize(("family", "mesh", "name"), [("llama", "2x2", "RAdam"), ("qwen3_moe", "pp2", "Adamax")])
 def test_training_is_that_of_one_process(family: str, mesh: str, name: str) -> None:
     optimizer = {"name": f"torch.optim.{name}", "options": {"eps": 1e-5, "betas": [0.9, 0.95]}}
     verdict = run(4 if mesh == "2x2" else 2, parity, saved_model(family), mesh, {"optimizer": optimizer})[0]
@@ -252,6 +252,25 @@ def test_what_is_refused_where_it_is_sharded_is_not_where_it_is_whole() -> None:
     for name in ("torch.optim.Adafactor", "tests.optimizers.Normed", "tests.optimizers.Rows"):
         rule_of(name, sharded=False)
     rule_of("tests.optimizers.NoDecay", weight_decay=0.0)
+
+
+@pytest.mark.parametrize("name", USABLE)
+def test_stages_may_have_what_steps_each_tensor_by_itself(name: str) -> None:
+    rule_of(name, staged=True, **USABLE[name])
+    rule_of("torch.optim.Adafactor", sharded=False, staged=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("Together", r"keeps largest in its groups, which depends on all tensors, .*mesh\.pp=1"),
+        ("Clipped", r"steps a tensor otherwise beside others than alone, .*mesh\.pp=1"),
+    ],
+)
+def test_refused_in_stages(name: str, words: str) -> None:
+    rule_of(f"tests.optimizers.{name}", sharded=False)
+    with pytest.raises(UserError, match=words):
+        rule_of(f"tests.optimizers.{name}", sharded=False, staged=True)
 
 
 def test_trying_it_draws_no_random_numbers_of_the_run() -> None:

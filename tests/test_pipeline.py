@@ -349,8 +349,7 @@ def test_the_schedule_says_how_many_rows_are_kept(mesh: str, kept: list[int]) ->
 
 APART = [
     "fsdp.wrap=[layers]",
-    "fsdp.overrides={lm_head: replicate}", "fsdp.cast_forward_inputs=[lm_head]", "optimizer.name=torch.optim.RAdam",
-    "eval.prompts=[a]",
+    "fsdp.overrides={lm_head: replicate}", "fsdp.cast_forward_inputs=[lm_head]",
 ]  # fmt: skip
 
 
@@ -365,9 +364,16 @@ def test_what_does_not_go_together_is_refused_by_key(word: str) -> None:
         load_config([], [*given(), word])
 
 
-def test_reinforcement_learning_is_refused() -> None:
-    with pytest.raises(UserError, match=r"mesh\.pp is 2, and `weft rl` does not run in stages yet"):
-        load_config([], [*given(), "rl.reward=[math]"], RlConfig)
+STAGED_CRITIC = ["rl.reward=[math]", "rl.algorithm=ppo", "mesh.pp=1", "critic.pp=2"]
+
+
+def test_a_critic_alone_may_be_in_stages_and_is_refused_the_same() -> None:
+    config = load_config([], [*given(), *STAGED_CRITIC, "mesh.pp_schedule=GPipe"], RlConfig)
+    assert config.mesh.pp == 1 and config.critic.pp == 2
+    with pytest.raises(UserError, match=r"fsdp\.wrap does not go together with critic\.pp = 2: .*critic\.pp=1"):
+        load_config([], [*given(), *STAGED_CRITIC, "fsdp.wrap=[layers]"], RlConfig)
+    with pytest.raises(UserError, match=r"mesh\.pp_schedule would have no effect"):
+        load_config([], [*given(), *STAGED_CRITIC[:-1], "mesh.pp_schedule=GPipe"], RlConfig)
 
 
 def opened(path: str, sections: dict[str, Any]) -> str:

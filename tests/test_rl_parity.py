@@ -30,8 +30,9 @@ KEYS = (
 
 
 @cache
-def model(family: str) -> str:
-    path = saved_model(family)
+def model(family: str, mesh: str = "1") -> str:
+    several = "pp_schedule" in MESHES[mesh]  # stages on each rank
+    path = saved_model(family, **({"num_hidden_layers": 4} if several else {}))
     byte_tokenizer().save_pretrained(path)  # nothing is tokenised
     return path
 
@@ -76,12 +77,21 @@ CASES = [
     ("qwen3", "2xtp2", ("rl.epochs=2", "rl.kl=0.1", "lora.rank=4",
                         "optimizer.name=sgd", "optimizer.eps=null")),
     ("llama_tied", "2xtp2", (*PPO, "reference.tp=1", "reference.dp_shard=4", "critic.dp_shard=1", "critic.tp=4")),
+    ("qwen3", "pp2v", ("rl.kl=0.05", "rl.entropy=0.01", "rl.updates=2")),  # tied, both ends on one rank
+    ("llama", "pp2x2", PPO),
+    ("qwen3_moe", "pp2ix2", ("rl.algorithm=gspo", "rl.epochs=2", "rl.kl=0.1", "model.recompute=full")),
+    ("llama", "pp2", ("rl.epochs=2", "rl.correction=icepop", "lora.rank=4", "rl.kl=0.1",
+                      "optimizer.name=sgd", "optimizer.eps=null")),
+    ("llama", "pp2xcp2", ()),  # the update reads the old policy itself
+    ("llama_tied", "2xtp2", (*PPO, "reference.pp=2", "reference.dp_shard=1", "critic.dp_shard=1", "critic.tp=1",
+                             "critic.pp=2", "critic.dp_replicate=2")),
+    ("llama", "pp2x2", (*PPO, "reference.pp=1", "reference.tp=2", "critic.pp=1", "critic.dp_shard=4")),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("family", "mesh", "keys"), CASES)
 def test_updates_are_those_of_one_plain_process(family: str, mesh: str, keys: tuple[str, ...]) -> None:
-    verdict: Verdict = run(world_of(mesh), verdict_of, None, model(family), mesh, keys)[0]
+    verdict: Verdict = run(world_of(mesh), verdict_of, None, model(family, mesh), mesh, keys)[0]
     assert verdict.passed, describe(verdict)
     names = {figure.name for figure in verdict.figures}
     assert "the engine samples what the trainer reads" in names and "weights after 6 updates" in names

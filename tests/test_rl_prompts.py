@@ -136,8 +136,26 @@ def test_long_prompts_are_an_error_or_left_out(tmp_path: Path) -> None:
             {"prompt": [{"role": "user", "content": "a"}], "images": ["x"]},
             "has images or videos, and model.path is a model of text",
         ),
+        (
+            {"prompt": [{"role": "user", "content": "<video>a"}], "videos": ["x"]},
+            "`videos` is not read in this version, where text and images are",
+        ),
+        (
+            {"prompt": [{"role": "user", "content": [{"type": "video", "video": "x"}]}]},
+            'is of type "video": only text and images are read here',
+        ),
     ],
-    ids=["question", "both", "nothing asked", "tools of a text", "tools unread", "images of a text", "images"],
+    ids=[
+        "question",
+        "both",
+        "nothing asked",
+        "tools of a text",
+        "tools unread",
+        "images of a text",
+        "images",
+        "videos",
+        "video",
+    ],
 )
 def test_a_bad_row_is_named(row: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):

@@ -24,6 +24,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests import forked
+from tests.local_rl import shrink
 from tests.machine import business
 from weft.rollout.records import FOLDER, read_rollouts, rollout_files
 
@@ -63,9 +64,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("additions")
     words = [str(ROOT / "examples/make_arithmetic_demo.py"), str(folder)]
     assert forked.run(partial(forked.script, words), folder).returncode == 0
-    config = json.loads((folder / "adder/config.json").read_text())
-    config |= {"num_hidden_layers": 1, "layer_types": ["full_attention"], "hidden_size": 32, "intermediate_size": 64}
-    (folder / "adder/config.json").write_text(json.dumps(config))
+    shrink(folder / "adder", 1)
     for name, rows in (("additions", 40), ("held-out", 6)):
         lines = (folder / f"{name}.jsonl").read_text().splitlines()[:rows]
         (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
@@ -153,17 +152,35 @@ def test_rollouts_are_trained_from_again_to_the_same_weights(task: Path, whole: 
 
 def test_a_run_whose_ranks_divide_each_layer(task: Path) -> None:
     """Both ranks generate and have the same documents; the weights are those of one rank on the same rollouts."""
-    run, keys = task / "divided", ["train.steps=6", "rl.kl=0.01", "optimizer.eps=1e-5"]
-    weft(command(task, run, *keys, "--nproc", "2", "mesh.dp_shard=1", "mesh.tp=2"))
-    assert all(line["documents"] == 8 for line in lines_of(run))
-    differences = [line.get("sampling/sampling_logp_difference/max", 0.0) for line in lines_of(run)]
-    assert 0 < max(differences) < 1e-5
+    assert compare_with_one_rank(task, "divided", ["mesh.tp=2"]) > 0
+
+
+def test_a_run_in_stages_of_layers(task: Path) -> None:
+    """The same; trainers sleep while both generate, an evaluation and all checkpoints included."""
+    shutil.copytree(task / "adder", task / "adder-2")
+    shrink(task / "adder-2", 2)
+    keys = [f"eval.path={task}/held-out.jsonl", "eval.every=2", "checkpoint.every=2"]
+    staged = ["mesh.pp=2", "cluster.sleep=[parameters, optimizer, gradients]"]
+    compare_with_one_rank(task, "stages", staged, [f"model.path={task}/adder-2", *keys])
+    assert all("bubble" in line for line in lines_of(task / "stages")[1:])
+
+
+def compare_with_one_rank(task: Path, name: str, mesh: list[str], keys: Sequence[str] = ()) -> float:
+    """Returns the largest difference of a token's logprob between engine and trainer."""
+    run, keys = task / name, [*keys, "train.steps=6", "rl.kl=0.01", "optimizer.eps=1e-5"]
+    weft(command(task, run, *keys, "--nproc", "2", "mesh.dp_shard=1", *mesh))
+    lines = [line for line in lines_of(run) if line["step"]]
+    assert all(line["documents"] == 8 for line in lines)
+    differences = [line.get("sampling/sampling_logp_difference/max", 0.0) for line in lines]
+    assert max(differences) < 1e-5
     groups = [group for path in rollout_files(run / FOLDER).values() for group in read_rollouts(path)]
     assert len({tuple(sample.tokens.tolist()) for group in groups for sample in group.samples}) > len(groups)
-    weft(command(task, task / "whole-layers", *keys, "--nproc", "1", "--replay", str(run / FOLDER)))
-    one, other = weights(run), weights(task / "whole-layers")
-    for name, tensor in one.items():
-        torch.testing.assert_close(tensor, other[name], rtol=0, atol=2e-5)  # each step moves them by up to 1e-3
+    one_rank = task / f"{name}-on-one-rank"
+    weft(command(task, one_rank, *keys, "--nproc", "1", "--replay", str(run / FOLDER)))
+    one, other = weights(run), weights(one_rank)
+    for parameter, tensor in one.items():
+        torch.testing.assert_close(tensor, other[parameter], rtol=0, atol=2e-5)  # each step moves them by up to 1e-3
+    return float(max(differences))
 
 
 def test_engines_of_their_own_run_ahead_of_training(task: Path) -> None:

@@ -90,9 +90,15 @@ def sleeps_and_steps(path: str, mesh: str, sections: dict[str, dict[str, Any]]) 
     return {**checks, "steps are those without sleep": equal(local(napping), local(steady))}
 
 
-@pytest.mark.parametrize(("setting", "mesh"), [*zip(SETTINGS, ("2", "2x2", "3", "1"), strict=True)])
-def test_after_waking_everything_is_as_it_was(setting: str, mesh: str) -> None:
-    for checks in run(world_of(mesh), sleeps_and_steps, saved_model("llama"), mesh, SETTINGS[setting]):
+SLEEPING = [
+    *((name, "llama", mesh) for name, mesh in zip(SETTINGS, ("2", "2x2", "3", "1"), strict=True)),
+    ("adamw and ema", "qwen3_moe", "pp2xep2"),
+]
+
+
+@pytest.mark.parametrize(("setting", "family", "mesh"), SLEEPING)
+def test_after_waking_everything_is_as_it_was(setting: str, family: str, mesh: str) -> None:
+    for checks in run(world_of(mesh), sleeps_and_steps, saved_model(family), mesh, SETTINGS[setting]):
         assert all(checks.values()), checks
 
 

@@ -27,6 +27,7 @@ from weft.recipes import merge
 from weft.rollout.base import Completion, Request, Sampling, Synced
 from weft.rollout.generate import Generator
 from weft.rollout.standalone import Filled, Standalone
+from weft.rollout.sync import buckets as contents
 from weft.rollout.sync import sender as sending
 from weft.rollout.sync.protocol import SyncError, Ticket
 from weft.rollout.sync.sender import Receiver, Sender, SyncOptions
@@ -185,6 +186,12 @@ CASES: dict[str, tuple[str, str, dict[str, Any], str, str]] = {
         "qwen3_moe", "ep2", {"rank": 2, "targets": ("all-linear", "mlp.experts.gate_up_proj")}, "shared", "gathered",
     ),
     "tp, files": ("gpt_oss", "tp2", {}, "files", ""),
+    "stages, tied": ("qwen3", "pp2x2", {}, "shared", ""),
+    "stages, gathered": ("deepseek_v3", "pp2x2", {}, "group", "gathered"),
+    "stages, files": ("llama_tied", "pp2x2x1", {}, "files", ""),
+    "stages, adapters, gathered": (
+        "qwen3_moe", "pp2xep2", {"rank": 2, "targets": ("all-linear", "mlp.experts.gate_up_proj")}, "group", "gathered",
+    ),
     "in the engine's dtype": ("llama_tied", "1", {}, "shared", "bf16"),
     "adapters": ("llama", "2", {"rank": 4, "modules_to_save": ("lm_head",)}, "shared", ""),
     "adapters of what is tied": ("qwen3", "1", {"rank": 4, "targets": ("q_proj", "embed_tokens")}, "group", ""),
@@ -216,6 +223,22 @@ def test_after_each_sync_an_engine_is_one_loaded_from_the_export(
             )
         process.begin(fresh, folder, dtype, version)
         assert found == process.result()
+
+
+def written(path: str, mesh: str) -> tuple[int, int]:
+    """(bytes that this rank writes into shared buckets, bytes of the model)."""
+    engine = open_engine(path, mesh)
+    content = contents.weights(engine, torch.float32)
+    plan, memory = contents.Plan(engine, content, 30_000), torch.empty(content.room, dtype=torch.uint8)
+    shares = [share for bucket in plan._shares for share in bucket]
+    return sum(share.row.within(memory)[share.target].nbytes for share in shares), content.bytes
+
+
+@pytest.mark.parametrize(("family", "mesh"), [("qwen3", "pp2x2"), ("deepseek_v3", "pp2x2x1"), ("gpt_oss", "ep2xtp2")])
+def test_every_byte_is_written_by_one_rank(family: str, mesh: str) -> None:
+    """Also of what is tied over two stages, and of the buffers and small tensors that all have."""
+    by_rank = pool.run(world_of(mesh), written, saved_model(family), mesh)
+    assert sum(own for own, _ in by_rank) == by_rank[0][1]
 
 
 # ---------------------------------------------------------------- when it fails

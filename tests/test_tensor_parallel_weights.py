@@ -21,7 +21,7 @@ from weft.checkpoint import export
 from weft.sharding.cuts import Cut
 from weft.sharding.safetensors_files import TensorFile
 from weft.sharding.spread import Spread
-from weft.sharding.walker import checked, walk
+from weft.sharding.walker import walk
 
 # Heads that are repeated (qwen3, gpt_oss), fused projections (phi3, gpt2, falcon), widths that do not divide evenly
 # (all of those on 4), experts, MLA, norms over all heads; mixers that carry state, layers that share a block (zamba2),
@@ -30,6 +30,7 @@ CASES = [
     ("llama_tied", "tp2"), ("qwen3", "tp4"), ("qwen3", "2xtp2"), ("gpt_oss", "tp4"), ("qwen3_moe", "2xtp2"),
     ("phi3_longrope", "tp4"), ("gpt2", "2xtp2"), ("falcon", "tp2"), ("deepseek_v3", "2xtp2"), ("olmo2", "tp4"),
     ("qwen3_moe", "4ep2"), ("gpt_oss", "ep2xtp2"), ("qwen3_moe", "3ep3"), ("llama4_text", "ep2"),
+    ("qwen3", "pp2x2"), ("deepseek_v3", "pp2"), ("gpt_oss", "pp2xep2"), ("gpt2", "pp2xtp2"), ("llama_tied", "pp2x2x1"),
     ("kimi_linear", "tp2"), ("zamba2", "tp2"), ("nemotron_h", "2xtp2"), ("minimax", "tp2"),
 ]  # fmt: skip
 
@@ -50,8 +51,8 @@ def wrong_tensors(path: str, mesh: str, **sections: dict[str, Any]) -> list[str]
             parameter.mul_(1.5)
     stored, manifest, found = tensors_of(Path(path)), export.manifest_of(engine), list[str]()
     for bucket in (2_000, 40_000, 10**9):
-        stream = walk(engine.module, engine.built.pieces, manifest, engine.divided.cuts, bucket_bytes=bucket)
-        walked = {name: tensor.clone() for name, tensor in checked(stream, manifest)}
+        stream = engine.walk(engine.built.pieces, manifest, bucket_bytes=bucket)
+        walked = {name: tensor.clone() for name, tensor in stream}
         found += [name for name, tensor in walked.items() if not torch.equal(tensor, _times(stored[name], tensor))]
     return found
 
@@ -77,16 +78,24 @@ def test_what_is_divided_and_replicated_is_walked_whole() -> None:
 # ---------------------------------------------------------------- answers of a run
 
 
-@pytest.mark.parametrize("lora", [{}, {"rank": 2, "targets": ("all-linear", "lm_head")}], ids=["whole", "adapters"])
-def test_prompts_are_answered_as_by_one_process(lora: dict[str, Any], tmp_path: Path) -> None:
-    """Dealt to all ranks: those of a tp group answer different ones."""
+ANSWERING: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "whole": ({}, ("2xtp2", "pp2x2")),
+    "adapters": ({"rank": 2, "targets": ("all-linear", "lm_head")}, ("2xtp2", "tp2")),
+    "adapters in layers": ({"rank": 2}, ("pp2xtp2",)),
+}
+
+
+@pytest.mark.parametrize("name", ANSWERING)
+def test_prompts_are_answered_as_by_one_process(name: str, tmp_path: Path) -> None:
+    """Dealt to all ranks: those of a tp group, or of other stages, answer different ones."""
+    lora, meshes = ANSWERING[name]
     asked = {"prompts": tuple("abcdefg"), "max_new_tokens": 6, "every": 2}
     sections: Sections = {"eval": asked, "train": {"steps": 4, "epochs": None, "seed": 3}, "lora": lora}
-    for mesh in ("1", "2xtp2", "tp2"):
+    for mesh in ("1", *meshes):
         process(tmp_path / mesh, mesh, sections=sections)
-    answers = {mesh: (tmp_path / mesh / "samples.jsonl").read_text() for mesh in ("1", "2xtp2", "tp2")}
-    assert answers["1"].count("prompt") == 2 * len("abcdefg")
-    assert answers["1"] == answers["2xtp2"] == answers["tp2"]
+    expected, *answers = [(tmp_path / mesh / "samples.jsonl").read_text() for mesh in ("1", *meshes)]
+    assert expected.count("prompt") == 2 * len("abcdefg")
+    assert answers == [expected] * len(meshes)
 
 
 # ---------------------------------------------------------------- bugs, planted

@@ -83,7 +83,6 @@ def refused(path: str, mesh: str) -> str:
 @pytest.mark.parametrize(
     ("family", "mesh", "freeze"),
     [
-        ("qwen2_5_vl", "1", []),
         ("qwen2_5_vl", "3", []),
         ("qwen2_5_vl", "2", ["vision", "projector"]),
         ("qwen2_vl", "2", []),
@@ -111,7 +110,6 @@ def parity_of_cut_documents(path: str, mesh: str, sections: dict[str, dict[str, 
     [
         ("qwen2_5_vl", "cp2", []),
         ("qwen2_5_vl", "cp2u2", ["vision"]),
-        ("qwen2_5_vl", "2xcp2", []),
         ("qwen3_vl", "cp2u2", []),
     ],
 )

@@ -161,6 +161,16 @@ FAMILIES: dict[str, Vision] = {
         processor={"patch_size": 8, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1},
         ids={"image_token_id": "<image>"},
     ),
+    "llava_next": Vision(
+        "LlavaNextConfig", "LlavaNextForConditionalGeneration", place="<image>\n", tokens=("<image>",),
+        text=_TEXT | {"model_type": "llama"},
+        vision=_SIGLIP | {"model_type": "clip_vision_model", "projection_dim": 32},
+        own={"image_grid_pinpoints": [[32, 64], [64, 32]]}, type="LlavaNextImageProcessor",
+        images={"size": {"shortest_edge": 32}, "crop_size": {"height": 32, "width": 32},
+                "image_grid_pinpoints": [[32, 64], [64, 32]]},
+        processor={"patch_size": 8, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1},
+        ids={"image_token_index": "<image>"},
+    ),
     "internvl": Vision(
         "InternVLConfig", "InternVLForConditionalGeneration", place="<IMG_CONTEXT>\n",
         tokens=("<img>", "</img>", "<IMG_CONTEXT>", "<video>"),

@@ -12,7 +12,7 @@ from torch import Tensor
 from weft.checkpoint.export import ExportPlan, save_planned
 from weft.engine.engine import Engine
 from weft.sharding.adapter_files import CONFIG, WEIGHTS, file_names, to_json
-from weft.sharding.boxes import Box, Shard
+from weft.sharding.boxes import Shard
 from weft.sharding.cuts import full_shape, shards_of
 from weft.sharding.layout import Piece
 
@@ -35,8 +35,7 @@ def plan_files(tensors: Mapping[str, Tensor], config: dict[str, Any], source: Pa
     """The files of a saved adapter. tensors: on meta, by the model's names, in file order."""
     pieces, manifest = [], {}
     for name, stored in file_names(tensors).items():
-        shape = tuple(tensors[name].shape)
-        pieces.append(Piece(stored, name, Box.whole(shape), tuple(range(len(shape)))))
+        pieces.append(Piece.whole(stored, name, tuple(tensors[name].shape)))
         manifest[stored] = tensors[name]
     return ExportPlan(pieces, manifest, {WEIGHTS: list(manifest)}, None, config, source, CONFIG)
 

@@ -236,9 +236,13 @@ def _own_slices(plan: ExportPlan, shards: Mapping[str, Sequence[Readable]]) -> I
 
 def save_huggingface(engine: Engine, target: Path, *, shard_bytes: int = _SHARD_BYTES) -> None:
     """Write the model as a HuggingFace directory, atomically; collective."""
-    held = module_shards(engine.module, engine.divided.cuts, engine.mesh.stage_place)
-    shards = {name: own for name, own in held.items() if name not in engine.borrowed}
-    save_planned(engine, plan_export(engine, shard_bytes=shard_bytes), shards, target)
+    save_planned(engine, plan_export(engine, shard_bytes=shard_bytes), written_shards(engine), target)
+
+
+def written_shards(engine: Engine) -> dict[str, list[Shard]]:
+    """This rank's shards of what its stage writes, by the model's names."""
+    held, borrowed = module_shards(engine.module, engine.divided.cuts, engine.mesh.stage_place), engine.borrowed
+    return {name: own for name, own in held.items() if name not in borrowed}
 
 
 def save_planned(engine: Engine, plan: ExportPlan, shards: Mapping[str, Sequence[Shard]], target: Path) -> None:

@@ -157,8 +157,8 @@ def find_scalars(engine: Engine) -> dict[str, dict[str, Any]]:
         for key, value in states.get(parameter, {}).items():
             if is_number(value):
                 found[f"{OPTIMIZER}{key}/{name}"] = _described(value)
-    for number, group in enumerate(engine.optimizer.param_groups):
-        for key in counters(engine.optimizer):
+    for number, (group, keys) in counters(engine.optimizer).items():
+        for key in keys:
             if key in group:
                 found[f"{GROUPS}{number}/{key}"] = _described(group[key])
     return found
@@ -409,12 +409,14 @@ def _make_optimizer_state(engine: Engine, state: TrainerState) -> None:
             if shape != list(full_shape(entry.rpartition("/")[2], parameter, engine.divided.cuts)):
                 empty = torch.zeros(shape, dtype=dtype, device=stepped.device)
             optimizer.state[stepped][key] = empty
+    groups = counters(engine.optimizer)
     for entry, number in content["scalars"].items():
         if entry.startswith(GROUPS):
             place, _, key = entry.removeprefix(GROUPS).partition("/")
-            if not place.isdecimal() or int(place) >= len(engine.optimizer.param_groups):
+            if place.isdecimal() and int(place) in groups:
+                groups[int(place)][0][key] = _number(number, engine.storage, False)
+            elif engine.pipeline is None:  # else another stage may have it
                 raise DamagedError(f"it is of another optimizer: there is no group {place}")
-            engine.optimizer.param_groups[int(place)][key] = _number(number, engine.storage, False)
             continue
         if parameter_of(entry) in elsewhere:
             continue

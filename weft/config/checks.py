@@ -68,9 +68,16 @@ _NO_DOCUMENTS = "neither eval.path nor eval.sources is set: no documents are eva
 _NOTHING_TO_EVALUATE = "none of eval.path, eval.sources and eval.prompts is set"
 _SOURCES = "data.sources is set: set it for each source"
 
+
+def _no_stages(config: Any) -> bool:
+    """Of the model; in `weft rl` its reference and critic may have their own."""
+    sections = (getattr(config, name, None) for name in ("mesh", "reference", "critic"))
+    return all((getattr(section, "pp", None) or 1) == 1 for section in sections)
+
+
 INERT = (
-    Inert("mesh.pp_schedule", lambda c: c.mesh.pp == 1, "mesh.pp is 1: there are no stages"),
-    Inert("mesh.pp_stages_per_rank", lambda c: c.mesh.pp == 1, "mesh.pp is 1: there are no stages"),
+    Inert("mesh.pp_schedule", _no_stages, "mesh.pp is 1: there are no stages"),
+    Inert("mesh.pp_stages_per_rank", _no_stages, "mesh.pp is 1: there are no stages"),
     Inert(
         "mesh.pp_stages_per_rank",
         lambda c: not c.mesh.pp_schedule.startswith("Interleaved"),
@@ -303,25 +310,20 @@ def _combinations(config: Any) -> Iterator[tuple[str, str]]:
         )
     yield from common_combinations(config)
     yield from _eval_combinations(config.eval)
-    if config.mesh.pp > 1:
-        yield from _pipeline_combinations(config)
 
 
-def _pipeline_combinations(config: Any) -> Iterator[tuple[str, str]]:
-    """What does not go together with stages of layers."""
-    fsdp, names = config.fsdp, "names modules, which the ranks of mesh.pp do not all have"
+def pipeline_combinations(config: Any, axis: str, stages: int) -> Iterator[tuple[str, str]]:
+    """What does not go together with stages of layers. axis: the key that asks for them."""
+    fsdp, names = config.fsdp, f"names modules, which the ranks of {axis} do not all have"
     refused: tuple[tuple[str, bool, str, object], ...] = (
         ("fsdp.wrap", fsdp.wrap != "auto", f"it {names}", "auto"),
         ("fsdp.overrides", bool(fsdp.overrides), f"it {names}", {}),
         ("fsdp.cast_forward_inputs", bool(fsdp.cast_forward_inputs), f"it {names}", []),
-        ("optimizer.name", config.optimizer.name not in BUILT_IN,
-         "an optimizer by import path may keep numbers of its groups, which differ from stage to stage", "adamw"),
-        ("eval.prompts", config.eval.prompts is not None, "a rank would need the whole model to sample from it", None),
     )  # fmt: skip
     for key, found, why, instead in refused:
         if found:
-            text = f"{key} does not go together with mesh.pp = {config.mesh.pp}: {why}. "
-            yield key, f"{text}Set {key}={show_value(instead)}, or mesh.pp=1."
+            text = f"{key} does not go together with {axis} = {stages}: {why}. "
+            yield key, f"{text}Set {key}={show_value(instead)}, or {axis}=1."
     if config.mesh.pp_schedule.endswith("ZeroBubble"):
         yield from _zero_bubble_combinations(config)
 
@@ -361,6 +363,8 @@ def common_combinations(config: Any, free_columns: bool = False) -> Iterator[tup
         )
     yield from _weights_combinations(config)
     yield from _router_combinations(config)
+    if config.mesh.pp > 1:
+        yield from pipeline_combinations(config, "mesh.pp", config.mesh.pp)
     yield from _schedule_combinations(config.schedule, config.train.steps)
     every, kept = config.checkpoint.every, config.checkpoint.keep_every
     if kept is not None and every and kept % every:

@@ -21,6 +21,7 @@ from weft.config.checks import (
     Test,
     common_combinations,
     held_out_problems,
+    pipeline_combinations,
 )
 from weft.config.checks import (
     EXCLUSIVE as SFT_EXCLUSIVE,
@@ -214,12 +215,14 @@ RANGES: dict[str, tuple[Test, str]] = {
     "reference.dp_replicate": AXIS,
     "reference.dp_shard": AXIS,
     "reference.tp": AT_LEAST_1,
+    "reference.pp": AT_LEAST_1,
     "reference.max_tokens_per_device": AT_LEAST_2,
     "critic.lr": POSITIVE,
     "critic.clip": (lambda v: v > 0, "above 0, or null for no clipping"),
     "critic.dp_replicate": AXIS,
     "critic.dp_shard": AXIS,
     "critic.tp": AT_LEAST_1,
+    "critic.pp": AT_LEAST_1,
     "critic.max_tokens_per_device": AT_LEAST_2,
     "rollout.max_prompt_tokens": AT_LEAST_1,
     "rollout.max_new_tokens": AT_LEAST_1,
@@ -268,12 +271,10 @@ def _combinations(config: RlConfig) -> Iterator[tuple[str, str]]:
     yield from _eval_combinations(config.eval)
     yield from _algorithm_combinations(config.rl, config.rollout.max_new_tokens)
     yield from _exact_combinations(config)
-    if config.mesh.pp > 1:
-        yield (
-            "mesh.pp",
-            f"mesh.pp is {config.mesh.pp}, and `weft rl` does not run in stages yet: its reference, critic and engines "
-            "take whole models from the ranks. Set mesh.pp=1.",
-        )
+    for section in ("reference", "critic"):
+        own = getattr(config, section)
+        if (own.pp or 1) > 1 and (config.mesh.pp == 1 or own.ranks is not None):  # else it is as the policy
+            yield from pipeline_combinations(config, f"{section}.pp", own.pp)
     longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
     for section in ("step", "reference", "critic"):
         row = getattr(config, section).max_tokens_per_device

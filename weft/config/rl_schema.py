@@ -315,6 +315,7 @@ class ReferenceConfig:
         "Ranks over which its weights are sharded; null: mesh.dp_shard, or all with reference.ranks.", None
     )
     tp: int | None = key("Ranks that divide each of its layers; null: mesh.tp, or 1 with reference.ranks.", None)
+    pp: int | None = key("Stages of its layers, as mesh.pp has them; null: mesh.pp, or 1 with reference.ranks.", None)
     cpu_offload: bool | None = key("Keep its weights in the host's memory; null: fsdp.cpu_offload.", None)
     max_tokens_per_device: int | None = key(
         "Tokens of one of its forwards on one rank; null: step.max_tokens_per_device. It keeps no activations, so that "
@@ -352,6 +353,7 @@ class CriticConfig:
     )
     dp_shard: int | None = key("Ranks over which it is sharded; null: mesh.dp_shard, or all with critic.ranks.", None)
     tp: int | None = key("Ranks that divide each of its layers; null: mesh.tp, or 1 with critic.ranks.", None)
+    pp: int | None = key("Stages of its layers, as mesh.pp has them; null: mesh.pp, or 1 with critic.ranks.", None)
     cpu_offload: bool | None = key(
         "Keep its parameters, gradients and optimizer state in the host's memory; null: fsdp.cpu_offload.", None
     )

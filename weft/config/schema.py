@@ -108,7 +108,7 @@ class MeshConfig:
     )
     pp: int = key(
         "Stages of consecutive decoder layers, each on ranks of its own (pipeline parallelism): a row's hidden states "
-        "travel from stage to stage, and the other axes are of one stage's ranks. `weft sft` only.",
+        "travel from stage to stage, and the other axes are of one stage's ranks.",
         1,
     )
     pp_schedule: Literal["1F1B", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"] = key(

@@ -41,7 +41,10 @@ from weft.parallel.fsdp import fsdp_modules
 from weft.parallel.mesh import Mesh, full_tensor
 from weft.parallel.stages import Link, of_all_stages, sum_shared_gradients
 from weft.parallel.tensor import random_difference, sum_partial_gradients
+from weft.sharding.layout import Piece
 from weft.sharding.load import Progress
+from weft.sharding.spread import Lane
+from weft.sharding.walker import checked, walk
 from weft.telemetry import flight
 
 
@@ -427,6 +430,21 @@ class Engine:
         for name, tensor in of_all_stages(self.pipeline, self.mesh.pp, self.device, self.pipeline.holders, whole):
             assert tensor is not None
             yield name, tensor
+
+    def walk(
+        self, pieces: Sequence[Piece], manifest: Mapping[str, Tensor], *, bucket_bytes: int = 1 << 29
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor of a manifest, whole, on every rank: sharding/walker.py, checked. Collective."""
+        self.require_awake("parameters")
+        lane, cuts = self._lane(), self.divided.cuts
+        stream = walk(self.module, pieces, manifest, cuts, lane=lane, bucket_bytes=bucket_bytes)
+        return checked(stream, manifest)
+
+    def _lane(self) -> Lane | None:
+        if self.pipeline is None or self.mesh.pp is None:
+            return None
+        meshes = [self.mesh.dp] if self.mesh.experts is None else [self.mesh.dp, self.mesh.experts]
+        return Lane(self.mesh.pp.onward, self.mesh.pp.place, self.pipeline.holders, meshes)
 
     def gradient_norm(self) -> float:
         """The global norm of the gradient accumulated so far."""

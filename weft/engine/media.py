@@ -59,14 +59,19 @@ def joined(each: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """The arguments of several documents as one: images follow each other.
 
     Images lie along the first dimension; along the second where a batch of documents is the first (SmolVLM's
-    pixel_values [1, images, 3, H, W]). Smaller images are padded with zeros, at the right and below, to the largest, as
-    the processors do.
+    pixel_values [1, images, 3, H, W]), but not where they are cut into tiles (LLaVA-NeXT's [images, tiles, 3, H, W],
+    with image_sizes). Smaller images are padded with zeros, at the right and below, to the largest, and fewer tiles to
+    the most, as the processors do.
     """
     names = {name: None for inputs in each for name in inputs}
-    return {name: _joined([inputs[name] for inputs in each if name in inputs]) for name in names}
+    tiled = "image_sizes" in names
+    return {name: _joined([inputs[name] for inputs in each if name in inputs], tiled) for name in names}
 
 
-def _joined(parts: Sequence[Tensor]) -> Tensor:
+def _joined(parts: Sequence[Tensor], tiled: bool) -> Tensor:
+    if tiled and parts[0].ndim == 5:
+        tiles = max(part.shape[1] for part in parts)
+        return torch.cat([F.pad(part, (0,) * 7 + (tiles - part.shape[1],)) for part in parts])
     images = 1 if parts[0].ndim == 5 or (parts[0].ndim == 4 and not parts[0].is_floating_point()) else 0
     if parts[0].ndim > 2:
         size = [max(part.shape[dim] for part in parts) for dim in (-2, -1)]

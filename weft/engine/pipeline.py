@@ -6,6 +6,7 @@ Every rank builds every row of its documents, so that all know the shape of what
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,6 +19,7 @@ from weft.engine.config import EngineConfig
 from weft.engine.executor import Asked, Executor, Factors, Forwarded, Trained, Use
 from weft.engine.metrics import Sums
 from weft.engine.plan import StepPlan
+from weft.engine.replay import RouteCounts
 from weft.engine.row import Row
 from weft.engine.rows import Rows
 from weft.engine.schedule import DELAYED, Action, bubble, order
@@ -37,12 +39,13 @@ from weft.telemetry.timing import waiting
 @dataclass(frozen=True)
 class _Done:
     """A row in a stage between its forward and its backward. received: None in the first stage. sent: None in the last,
-    which has `forwarded`. balance, balance_loss: of the experts in this stage, but the last."""
+    which has `forwarded`. routes: of its layers. balance, balance_loss: of its experts, but of the last stage's."""
 
     row: Row
     received: Tensor | None
     sent: Tensor | None
-    forwarded: Forwarded | None = None
+    forwarded: Forwarded | None
+    routes: RouteCounts
     balance: Tensor | None = None
     balance_loss: Tensor | None = None
 
@@ -89,6 +92,8 @@ class PipelineExecutor(Executor):
                 delayed[key] = self._backward(action, finished, last=micro == micro_batches - 1)
                 done.losses[micro] = done.losses[micro] + self._seen(finished, sums)
                 held.drop(micro)
+                if routed:
+                    sums.add("routing/differing", *finished.routes.share(self.device))
         self.link.finish()
         self.name_metrics(objective, sums)
         return done
@@ -117,16 +122,16 @@ class PipelineExecutor(Executor):
         received = self.link.receive(Message(True, stage, action.micro))
         if received is not None:
             received.requires_grad_()
-        with numerics(self.config.exact):
+        with self.replay.following(row) as routes, numerics(self.config.exact):
             if stage == self.placement.stages - 1:
                 found = self.forwarded(row, objective, factors, action.micro, received, action.chunk)
-                return _Done(row, received, None, found)
+                return _Done(row, received, None, found, routes)
             asked = self.balanced(row, factors, action.micro)
             made = self.read(row, frozenset(), balance=asked, received=received, chunk=action.chunk)
         self.link.send(stage, True, action.micro, made["sent"], row.input_ids_BT.shape)
         balance = made.get("balance")
         loss = None if balance is None else self.balance_loss(balance, factors)
-        return _Done(row, received, made["sent"], None, balance, loss)
+        return _Done(row, received, made["sent"], None, routes, balance, loss)
 
     def _backward(self, action: Action, done: _Done, *, last: bool) -> Delayed:
         """What is left to do for the gradients of weights. last: of the chunk's micro-batches."""
@@ -134,7 +139,7 @@ class PipelineExecutor(Executor):
         gradient = self.link.receive(Message(False, stage, action.micro))
         when = self.config.fsdp.reduce if self.weights is None else "later"
         reduce_when(self.module, when, last=last, of=self.units[action.chunk])
-        with numerics(self.config.exact):
+        with self.replay.following(done.row), numerics(self.config.exact):  # layers that are recomputed
             if done.forwarded is not None:
                 done.forwarded.loss.backward()
             else:
@@ -171,10 +176,11 @@ class PipelineExecutor(Executor):
                 row = held[micro]
                 asked = ask(row)
                 received = self.link.receive(Message(True, stage, micro))
-                found = self.read(
-                    row, asked.what, balance=asked.balance, chosen_NC=asked.chosen_NC, received=received,
-                    chunk=action.chunk,
-                )  # fmt: skip
+                with self.replay.following(row) if following else nullcontext():
+                    found = self.read(
+                        row, asked.what, balance=asked.balance, chosen_NC=asked.chosen_NC, received=received,
+                        chunk=action.chunk,
+                    )  # fmt: skip
                 last = stage == self.placement.stages - 1
                 if last or asked.balance is not None:
                     use(micro, row, found)

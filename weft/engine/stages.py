@@ -132,7 +132,7 @@ def assemble(
     parts = replace(parts, loaded=fill_weights(setup, built, made, progress, fill=fill))
     if not setup.trained:
         return parts
-    optimizer, ema = build_optimizer_and_ema(setup, built.module)
+    optimizer, ema = build_optimizer_and_ema(setup, built.module, made.pipeline)
     if fill and config.optimizer.load_state and built.load is not None:
         load_state(optimizer, built.module, built.load, config.optimizer.name, setup.moments, made.divided.cuts)
     return replace(parts, optimizer=optimizer, ema=ema)
@@ -159,6 +159,7 @@ def describe(config: EngineConfig, ranks: Ranks, mesh: Mesh | None = None) -> Se
         rule = find_rule(
             config.optimizer,
             sharded=sizes.shards * sizes.tp > 1,
+            staged=sizes.pp > 1,
             dtype=precision.master,
             device=storage if ranks.assumed is None else torch.device("cpu"),
         )
@@ -193,7 +194,7 @@ def build(setup: Setup, *, weights: bool = True, readouts: Collection[str] = ())
             freeze(module, config.model.freeze)
         else:
             freeze_base(module, built.lora)
-        if config.optimizer.load_state and built.load is not None:
+        if config.optimizer.load_state and built.load is not None and config.model.weights is not None:
             check_state(module, built.load, config.optimizer.name)
         check_groups(module, config.optimizer)
     wanted = Wanted.of(readouts)
@@ -224,7 +225,7 @@ def shard_model(setup: Setup, built: BuiltModel, readouts: Collection[str] = ())
     if setup.mesh.ep is not None:
         check_experts(checked, built.findings, setup.mesh.ep.size)
     context = context_of(setup, built, checked)
-    stages, adapter_config = stages_of(setup, built, Wanted.of(readouts).hidden), None
+    stages, adapter_config = stages_of(setup, built, checked, Wanted.of(readouts).hidden), None
     if stages is not None and built.lora is not None:
         check_adapters_in_layers(module, built.lora)
         adapter_config = to_json(built.lora, built.path, module)
@@ -244,9 +245,9 @@ def shard_model(setup: Setup, built: BuiltModel, readouts: Collection[str] = ())
     )  # fmt: skip
 
 
-def stages_of(setup: Setup, built: BuiltModel, hidden: Sequence[str]) -> Stages | None:
-    """How the layers are cut over mesh.pp, after a check that this model's can be. hidden: modules whose outputs are
-    read."""
+def stages_of(setup: Setup, built: BuiltModel, config: PretrainedConfig, hidden: Sequence[str]) -> Stages | None:
+    """How the layers are cut over mesh.pp, after a check that this model's can be. config: of the class with logits.
+    hidden: modules whose outputs are read."""
     pp, module = setup.mesh.pp_size, built.module
     if pp == 1:
         return None
@@ -260,7 +261,7 @@ def stages_of(setup: Setup, built: BuiltModel, hidden: Sequence[str]) -> Stages 
     spans = cut_layers(costs, head, placement.stages, least)
     each = tuple(sum(costs[first:end]) + head * (end == len(costs)) for first, end in spans)
     delayed = mesh.pp_schedule in DELAYED
-    anatomy = check_pipeline(built.config, built.findings, setup.precision.compute, delayed=delayed)
+    anatomy = check_pipeline(config, built.findings, setup.precision.compute, delayed=delayed)
     return Stages(tuple(spans), placement, anatomy, each)
 
 
@@ -381,11 +382,13 @@ def fill_weights(
 
 
 def build_optimizer_and_ema(
-    setup: Setup, module: nn.Module
+    setup: Setup, module: nn.Module, pipeline: Pipeline | None = None
 ) -> tuple[torch.optim.Optimizer | ShardOptimizer, Ema | None]:
-    """The optimizer over the shards of a filled module, and the average of the weights if the config asks for one."""
+    """The optimizer over the shards of a filled module, and the average of the weights if the config asks for one.
+    pipeline: the model of which the module is a stage."""
     config = setup.config.optimizer
-    optimizer = build_optimizer(module.named_parameters(remove_duplicate=False), config, setup.rule)
+    whole = None if pipeline is None else pipeline.named_parameters
+    optimizer = build_optimizer(module.named_parameters(remove_duplicate=False), config, setup.rule, whole)
     ema = None if config.ema_decay is None else Ema(module.parameters(), config.ema_decay)
     if setup.ranks.device.type == "cpu":
         keep_freed_memory()  # not before: what loading frees should go back

@@ -49,12 +49,16 @@ class Pipeline:
     anatomy: Anatomy
 
     @property
+    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """All parameters, tied ones under each name."""
+        return [(name, tensor) for name, tensor in self.tensors.items() if isinstance(tensor, nn.Parameter)]
+
+    @property
     def parameters(self) -> list[str]:
         """Names of all parameters, tied ones once, in the model's order."""
         first: dict[int, str] = {}
-        for name, tensor in self.tensors.items():
-            if isinstance(tensor, nn.Parameter):
-                first.setdefault(id(tensor), name)
+        for name, parameter in self.named_parameters:
+            first.setdefault(id(parameter), name)
         return list(first.values())
 
     def shared(self, place: int) -> frozenset[str]:

@@ -52,9 +52,11 @@ class ShardOptimizer:
     Groups are those of the optimizer; `state` is keyed by the model's parameters, with tensors of the shard's shape.
     """
 
-    def __init__(self, groups: Groups, rule: CustomOptimizerSpec) -> None:
-        """groups: of the model's parameters, with their settings."""
+    def __init__(self, groups: Groups, rule: CustomOptimizerSpec, numbers: Sequence[int] | None = None) -> None:
+        """groups: of this rank's parameters, with their settings. numbers: of each among those of the whole model,
+        where other stages of layers have others; default: in order."""
         self.counters = rule.counters
+        self._numbers = range(len(groups)) if numbers is None else numbers
         self._shards: dict[nn.Parameter, nn.Parameter] = {
             parameter: nn.Parameter(own_part(parameter).detach()) for group in groups for parameter in group["params"]
         }
@@ -65,6 +67,11 @@ class ShardOptimizer:
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         return self._optimizer.param_groups
+
+    @property
+    def numbered_groups(self) -> dict[int, dict[str, Any]]:
+        """Those of this rank by their number in the whole model."""
+        return dict(zip(self._numbers, self.param_groups, strict=True))
 
     @property
     def state(self) -> dict[nn.Parameter, dict[str, Any]]:
@@ -96,12 +103,12 @@ class ShardOptimizer:
 
 
 def find_rule(
-    config: OptimizerConfig, *, sharded: bool, dtype: torch.dtype, device: torch.device
+    config: OptimizerConfig, *, sharded: bool, staged: bool = False, dtype: torch.dtype, device: torch.device
 ) -> CustomOptimizerSpec:
     """The optimizer at the import path optimizer.name, after the trial.
 
-    sharded: whether ranks hold parts of parameters. dtype, device: of the masters. UserError where it does not exist,
-    rejects the options, or fails the trial.
+    sharded: whether ranks hold parts of parameters. staged: whether they hold some of the parameters. dtype, device: of
+    the masters. UserError where it does not exist, rejects the options, or fails the trial.
     """
     kind, decays = find_class(config)
     options: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in config.options.items()}
@@ -110,7 +117,7 @@ def find_rule(
         taken = [{k: v for k, v in group.items() if decays or k != "weight_decay"} for group in groups]
         return kind(taken, lr=config.lr, **options)
 
-    found = _Trial(config.name, make, dtype, device).run(sharded)
+    found = _Trial(config.name, make, dtype, device).run(sharded, staged)
     kept = [
         tuple(v.dtype for v in state.values() if isinstance(v, Tensor) and v.shape == shape)
         for shape, state in zip(_SHAPES, found.state, strict=True)
@@ -161,15 +168,16 @@ class _Run:
 
 @dataclass(frozen=True)
 class _Trial:
-    """Steps of an optimizer on small tensors, as wholes and as the rows that two ranks would hold."""
+    """Steps of an optimizer on small tensors, as wholes, as the rows that two ranks would hold, and one by one, as
+    stages would hold them."""
 
     path: str
     make: Callable[[Groups], torch.optim.Optimizer]
     dtype: torch.dtype
     device: torch.device
 
-    def run(self, sharded: bool) -> _Run:
-        """Its steps on whole tensors. UserError where it could not be used, saved or sharded."""
+    def run(self, sharded: bool, staged: bool) -> _Run:
+        """Its steps on whole tensors. UserError where it could not be used, saved, sharded or given some of them."""
         with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
             try:
                 whole = self._run()
@@ -188,7 +196,22 @@ class _Trial:
                 )
             if sharded:
                 self._check_rows(whole, [self._run(rows) for rows in _RANKS])
+            if staged:
+                self._check_alone(self._run(together=True), [self._run(together=True, alone=n) for n in (0, 1)])
         return whole
+
+    def _check_alone(self, whole: _Run, parts: Sequence[_Run]) -> None:
+        """UserError unless the steps of each tensor are what they are beside the others of its group."""
+        advice = (
+            "so its steps would depend on which stage has a tensor. It can be used with mesh.pp=1; adamw, sgd and "
+            "others that step each tensor by itself, in stages, too."
+        )
+        for key, values in whole.counters.items():
+            if any(part.counters.get(key) != values for part in parts):
+                raise self._refused(f"keeps {key} in its groups, which depends on all tensors, {advice}")
+        for before, after, part in zip(whole.before, whole.after, parts, strict=True):
+            if not (part.after[0] - after).abs().max() <= _ROUNDING[self.dtype] * (after - before).abs().max():
+                raise self._refused(f"steps a tensor otherwise beside others than alone, {advice}")
 
     def _check_rows(self, whole: _Run, parts: Sequence[_Run]) -> None:
         """UserError unless the steps of the rows are those of the whole."""
@@ -210,9 +233,17 @@ class _Trial:
             if not (found - after).abs().max() <= _ROUNDING[self.dtype] * (after - before).abs().max():
                 raise self._refused(f"steps a tensor otherwise than its rows, {advice}")
 
-    def _run(self, rows: slice = slice(None), *, lr: float = _LR, carried: Sequence[str] | None = None) -> _Run:
-        """Some steps. carried: by an optimizer that is replaced on the way by another, which gets its state and these
-        entries of its groups."""
+    def _run(
+        self,
+        rows: slice = slice(None),
+        *,
+        together: bool = False,
+        alone: int | None = None,
+        lr: float = _LR,
+        carried: Sequence[str] | None = None,
+    ) -> _Run:
+        """Some steps. together: in one group. alone: only the tensor of this number. carried: by an optimizer that is
+        replaced on the way by another, which gets its state and these entries of its groups."""
         torch.manual_seed(0)
         generator = torch.Generator().manual_seed(0)
 
@@ -220,19 +251,20 @@ class _Trial:
             sizes = torch.linspace(0.5, 2.0, shape[0]).view(-1, *[1] * (len(shape) - 1))  # rows of unlike norms
             return (torch.randn(shape, generator=generator) * sizes)[rows].to(self.device, self.dtype)
 
-        parameters = [nn.Parameter(draw(shape)) for shape in _SHAPES]
+        drawn = [nn.Parameter(draw(shape)) for shape in _SHAPES]
+        parameters = drawn if alone is None else drawn[alone : alone + 1]
         before = [parameter.detach().clone() for parameter in parameters]
-        optimizer = self._over(parameters)
+        optimizer = self._over(parameters, together)
         fresh = _entries(optimizer)
         for number in range(_STEPS):
             if carried is not None and number == _BREAK:
-                optimizer, old = self._over(parameters), optimizer
+                optimizer, old = self._over(parameters, together), optimizer
                 for group, entries in zip(optimizer.param_groups, _entries(old), strict=True):
                     group.update({key: entries[key] for key in carried if key in entries})
                 for parameter in parameters:
                     optimizer.state[parameter].update(_copied(old.state[parameter]))
             set_rates(optimizer.param_groups, lr / (1 + number))
-            for parameter, shape in zip(parameters, _SHAPES, strict=True):
+            for parameter, shape in zip(drawn, _SHAPES, strict=True):
                 parameter.grad = draw(shape)
             optimizer.step()
         state = [dict(optimizer.state[parameter]) for parameter in parameters]
@@ -240,7 +272,9 @@ class _Trial:
             before, [parameter.detach() for parameter in parameters], state, _changed(fresh, _entries(optimizer))
         )
 
-    def _over(self, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+    def _over(self, parameters: Sequence[nn.Parameter], together: bool) -> torch.optim.Optimizer:
+        if together:
+            return self.make([{"params": list(parameters), "weight_decay": 0.1, "lr_scale": 1.0}])
         return self.make([{"params": [p], "weight_decay": 0.1 * (p.ndim > 1), "lr_scale": 1.0} for p in parameters])
 
     def _refused(self, why: str) -> UserError:

@@ -31,9 +31,13 @@ _CPU_CHUNK = 1 << 16
 
 
 def build_optimizer(
-    named_parameters: NamedParameters, config: OptimizerConfig, rule: CustomOptimizerSpec | None = None
+    named_parameters: NamedParameters,
+    config: OptimizerConfig,
+    rule: CustomOptimizerSpec | None = None,
+    whole: NamedParameters | None = None,
 ) -> torch.optim.Optimizer | ShardOptimizer:
     """The optimizer over the parameters that require a gradient. rule: that of config.name, if it is an import path.
+    whole: of the model of which these are a stage's.
 
     Otherwise AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101) or SGD. Parameters with different treatment or
     different meshes are in different groups, because torch's list kernels take one mesh at a time. State has the
@@ -49,7 +53,9 @@ def build_optimizer(
         for (treatment, _), parameters in groups.items()
     ]
     if rule is not None:
-        return ShardOptimizer(settings, rule)
+        every = None if whole is None else list(dict.fromkeys(treatments(whole, config).values()))
+        numbers = None if every is None else [every.index(treatment) for treatment, _ in groups]
+        return ShardOptimizer(settings, rule, numbers)
     masters = {parameter.dtype for parameters in groups.values() for parameter in parameters}
     state = {state_dtype(config, master) for master in masters}
     has_state = config.name == "adamw" or config.momentum > 0
@@ -90,9 +96,11 @@ def stepped_by(
     return optimizer.stepped(parameter) if isinstance(optimizer, ShardOptimizer) else (optimizer, parameter)
 
 
-def counters(optimizer: torch.optim.Optimizer | ShardOptimizer) -> tuple[str, ...]:
-    """Names of the entries in parameter groups that belong to the state."""
-    return optimizer.counters if isinstance(optimizer, ShardOptimizer) else ()
+def counters(optimizer: torch.optim.Optimizer | ShardOptimizer) -> dict[int, tuple[dict[str, Any], tuple[str, ...]]]:
+    """(parameter group, names of its entries that belong to the state), by the group's number in the whole model."""
+    if not isinstance(optimizer, ShardOptimizer):
+        return {}
+    return {number: (group, optimizer.counters) for number, group in optimizer.numbered_groups.items()}
 
 
 def stepped_on_device(optimizer: torch.optim.Optimizer | ShardOptimizer) -> set[nn.Parameter]:

@@ -117,9 +117,9 @@ def check_rl(config: Any, subject: Subject, ranks: Ranks, options: VerifyOptions
     model = replace(exact.model, router_aux_loss="none", router_aux_loss_coef=None)  # that of `weft sft` is verified
     critic, reference = replace(exact.critic, lr=exact.optimizer.lr), exact.reference  # the rates are multiples of it
     if critic.ranks is not None:  # in the policy's ranks, as it would be without the key
-        critic = replace(critic, ranks=None, dp_replicate=None, dp_shard=None, tp=None)
+        critic = replace(critic, ranks=None, dp_replicate=None, dp_shard=None, tp=None, pp=None)
     if reference.ranks is not None:
-        reference = replace(reference, ranks=None, dp_replicate=None, dp_shard=None, tp=None)
+        reference = replace(reference, ranks=None, dp_replicate=None, dp_shard=None, tp=None, pp=None)
     exact = replace(exact, model=model, critic=critic, reference=reference)
     rollouts = None if options.rollouts is None else recorded_rollouts(options.rollouts)
     trainer = Trainer(exact, ranks.device.type)
@@ -149,7 +149,7 @@ def choose_subject(config: SftConfig | RlConfig, options: VerifyOptions, ranks: 
     fits = [_fits(config, ranks)]
     dist.broadcast_object_list(fits, src=0, group=ranks.group)  # free memory changes from one look to the next
     if layers is None and not fits[0]:
-        layers = max(2, config.mesh.pp)
+        layers = max(2, *_stages(config))
     if layers is None and config.model.init == "pretrained" and config.model.weights is None:
         return Subject(config.model.path, f"{config.model.path}, its own weights")
     shape = hf.read_config(config.model.path)
@@ -169,6 +169,12 @@ def choose_subject(config: SftConfig | RlConfig, options: VerifyOptions, ranks: 
             load_tokenizer(config.model.path).save_pretrained(shared[0])
     dist.barrier(ranks.group)
     return Subject(shared[0], words, cut=layers is not None)
+
+
+def _stages(config: SftConfig | RlConfig) -> list[int]:
+    """Of the model, its reference and its critic: each needs a layer."""
+    others = (config.reference.pp, config.critic.pp) if isinstance(config, RlConfig) else ()
+    return [config.mesh.pp, *(pp or 1 for pp in others)]
 
 
 def _of_a_copy(error: UserError, subject: Subject) -> str:

@@ -177,7 +177,8 @@ def print_model(
         say(line)
     if built.flops.expert:
         say(f"experts  {_balancing(engine)} (model.router_aux_loss); dropout and router jitter are 0")
-    for line in state_lines(engine.built.load, engine.config.optimizer) if engine.optimizer is not None else ():
+    begins = engine.optimizer is not None and engine.loaded is not None
+    for line in state_lines(engine.built.load, engine.config.optimizer) if begins else ():
         say(line)
     for line in describe(engine.lora, engine.module, _elements_of(engine)) if engine.lora is not None else ():
         say(f"lora     {line}")

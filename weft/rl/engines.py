@@ -145,6 +145,8 @@ def _from_policy(policy: EngineConfig, own: ReferenceConfig | CriticConfig) -> E
         dp_replicate=own.dp_replicate or usual.dp_replicate, dp_shard=own.dp_shard or usual.dp_shard,
         tp=own.tp or usual.tp, cp=usual.cp, ulysses=usual.ulysses if own.path is None else None,
         ep=usual.ep if own.path is None and own.dp_shard in (None, usual.dp_shard) else 1,
+        pp=own.pp or usual.pp, pp_schedule=policy.mesh.pp_schedule,
+        pp_stages_per_rank=policy.mesh.pp_stages_per_rank,
     )  # fmt: skip
     fsdp = policy.fsdp if own.path is None else replace(policy.fsdp, wrap="auto", overrides={}, cast_forward_inputs=())
     if own.cpu_offload is not None:

@@ -206,8 +206,11 @@ class ReferenceCriticRank:
 def readout(
     engine: Engine, samples: Sequence[Sample], what: str, opener: ImageOpener, routes: bool = False
 ) -> dict[int, Floats]:
-    """[T] per sample of this rank, by index; zero at tokens that the policy did not sample."""
+    """[T] per sample of this rank, by index; zero at tokens that the policy did not sample. Of ranks with the same
+    samples, the first returns them."""
     flight.at("logprobs")
     plan, own = engine.deal(ReadSamples(samples, routes, opener))
     read = engine.readout(plan, own, (what,))
+    if engine.mesh.same_documents[0]:
+        return {}
     return {i: np.where(samples[i].sampled, found[what].numpy(), 0).astype(np.float32) for i, found in read.items()}

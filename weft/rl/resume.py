@@ -35,7 +35,7 @@ from weft.run.resume import Start
 if TYPE_CHECKING:
     from weft.recipes.rl import Plan, Run
 
-_BESIDE = ("ranks", "dp_replicate", "dp_shard", "tp", "cpu_offload", "max_tokens_per_device")
+_BESIDE = ("ranks", "dp_replicate", "dp_shard", "tp", "pp", "cpu_offload", "max_tokens_per_device")
 # Keys that change how a run computes or generates, not what it learns.
 MAY_CHANGE = (
     "cluster", "rl.reward_timeout", "rl.reward_workers", "rl.environment_timeout",

@@ -6,8 +6,9 @@ It is filled by the tensor walker, like any other engine, and emptied on sleep, 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
+import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -19,12 +20,12 @@ from weft.engine.startup import implementation
 from weft.errors import UserError, first_line
 from weft.models import hf
 from weft.models.lora import add_delta
-from weft.parallel.mesh import full_tensor
 from weft.parallel.parallelize import materialize, move_buffers
 from weft.rollout.base import Completion, Request
 from weft.rollout.generate import MAX_TOKENS, Generator, Numbered
 from weft.sharding.boxes import Box
-from weft.sharding.walker import checked, walk
+from weft.sharding.cuts import full_shape
+from weft.sharding.layout import Piece
 from weft.telemetry import flight
 
 
@@ -59,9 +60,8 @@ class EmbeddedEngine:
             self._emptied.restore()
             self._emptied = None
         state = {} if model is None else model.state_dict(keep_vars=True)
-        manifest, cuts = self._manifest(), self.engine.divided.cuts
         pieces = {piece.disk: piece for piece in self.engine.built.pieces}
-        for name, tensor in checked(walk(self.engine.module, pieces.values(), manifest, cuts), manifest):
+        for name, tensor in self.engine.walk(list(pieces.values()), self._manifest()):
             flight.beat()
             if model is not None:
                 piece = pieces[name]
@@ -120,18 +120,25 @@ class EmbeddedEngine:
 
     def _add_adapters(self, state: Mapping[str, Tensor]) -> None:
         """W + s B A of what is adapted, rounded once to the copy's dtype; collective. state: of the copy, or empty."""
-        lora, parameters = self.engine.lora, dict(self.engine.module.named_parameters())
-        cuts = self.engine.divided.cuts
+        lora = self.engine.lora
         if lora is None:
             return
         for name, owner in hf.tied_parameters(self.engine.built.module.hf_model).items():
             if name in state and name not in self._tied():
                 state[name].detach().copy_(state[owner].detach())  # the walker gave it under its owner's name alone
-        for target in lora.targets:
-            a, b = (full_tensor(parameters[name], cuts.get(name)).float() for name in target.names)
+        matrices = self._matrices([name for target in lora.targets for name in target.names])
+        for target, a, b in zip(lora.targets, matrices, matrices, strict=True):
             if state:
                 weight = state[target.weight].detach()
                 weight.copy_(add_delta(weight.float(), target, lora, a, b))
+
+    def _matrices(self, names: Sequence[str]) -> Iterator[Tensor]:
+        """These parameters of adapters, whole, in fp32; collective."""
+        parameters, cuts = self.engine.whole_parameters(), self.engine.divided.cuts
+        shapes = {name: full_shape(name, parameters[name], cuts) for name in names}
+        manifest = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+        pieces = [Piece.whole(name, name, shape) for name, shape in shapes.items()]
+        return (tensor.clone() for _, tensor in self.engine.walk(pieces, manifest))
 
 
 def end_tokens(engine: Engine, tokenizer: PreTrainedTokenizerBase) -> list[int]:

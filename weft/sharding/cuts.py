@@ -187,10 +187,10 @@ class HeldBox:
         return all(index == number % size for index, size in self.replicas)
 
 
-def held_boxes(tensor: Tensor, cut: AnyCut | None) -> list[HeldBox]:
-    """The boxes of the model's whole tensor that this rank holds. cut: None where no axis divides it."""
-    shard = shard_of(tensor)
-    return _held(shard, cut)
+def held_boxes(tensor: Tensor, cut: AnyCut | None, among: tuple[int, int] | None = None) -> list[HeldBox]:
+    """The boxes of the model's whole tensor that this rank holds. cut: None where no axis divides it. among: see
+    shard_of."""
+    return _held(shard_of(tensor, among), cut)
 
 
 def _held(shard: Shard, cut: AnyCut | None) -> list[HeldBox]:

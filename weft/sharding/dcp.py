@@ -30,6 +30,7 @@ METADATA = ".metadata"
 _LONGEST_METADATA = 1 << 28
 _MOST_DIMENSIONS = 8
 _LONGEST_NAME = 1000
+_MOST_OPEN = 64  # files at once, of thousands of ranks
 _SLAB_BYTES = 1 << 25  # read at once, beside the box that is put together
 
 _CLASSES = "torch.distributed.checkpoint.metadata."
@@ -113,7 +114,12 @@ class DcpDirectory:
 
     def _file(self, name: str) -> int:
         if name not in self._files:
-            self._files[name] = os.open(self.folder / name, os.O_RDONLY)
+            if len(self._files) >= _MOST_OPEN:
+                os.close(self._files.pop(next(iter(self._files))))
+            try:
+                self._files[name] = os.open(self.folder / name, os.O_RDONLY)
+            except OSError as error:
+                raise UserError(f"{self.key}: {self.folder / name} cannot be opened: {error.strerror}.") from error
         return self._files[name]
 
     def _saved(self, name: str, dtype: torch.dtype, chunk: Box, place: Place) -> SavedTensor:

@@ -32,6 +32,11 @@ class Piece:
     box: Box
     dims: tuple[int, ...]
 
+    @staticmethod
+    def whole(disk: str, runtime: str, shape: tuple[int, ...]) -> Piece:
+        """A whole tensor of the model, as it is."""
+        return Piece(disk, runtime, Box.whole(shape), tuple(range(len(shape))))
+
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the checkpoint's tensor."""

@@ -1,18 +1,21 @@
 """How a sharded tensor is spread over ranks, and what each rank sends when it is gathered.
 
 Tensor and expert parallelism divide a tensor first; FSDP2 then shards each part over an axis of a mesh. Either may
-leave it whole.
+leave it whole. A stage of layers sends each of its ranks' shares to the rank at the same place in the other stages,
+which then gather as if they had held it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
 from weft.ops.communicator import Communicator
@@ -24,10 +27,23 @@ Place = tuple[int, int]  # of a rank: among those that divide the tensor first, 
 
 class GatherGroup(NamedTuple):
     """The ranks that a tensor is gathered from: an axis of a mesh, and the ranks that compute with other parts of it
-    (tp, ep); None where there are no others."""
+    (tp, ep); None where there are no others. source: (ranks at this one's place in each stage, the stage that sends);
+    None where every stage holds it."""
 
     axis: tuple[DeviceMesh, int] | None = None
     parts: Communicator | None = None
+    source: tuple[dist.ProcessGroup, int] | None = None
+
+
+@dataclass(frozen=True)
+class Lane:
+    """The ranks at this one's place in each stage of layers. place: of this rank's stage. holders: the stages that hold
+    each tensor of the model, rising. meshes: those that FSDP shards over, which every stage has alike."""
+
+    group: dist.ProcessGroup
+    place: int
+    holders: Mapping[str, Sequence[int]]
+    meshes: Sequence[DeviceMesh]
 
 
 class Share(NamedTuple):
@@ -39,24 +55,44 @@ class Share(NamedTuple):
 
 @dataclass(frozen=True)
 class Spread:
-    """The placement of one tensor. shape: of the whole tensor. cut: its division by tp and ep, or None."""
+    """The placement of one tensor. shape: of the whole tensor. cut: its division by tp and ep, or None. mesh,
+    placements: FSDP's; None and () for a plain tensor. tensor: None where another stage holds it."""
 
-    tensor: Tensor
     shape: tuple[int, ...]
     cut: AnyCut | None
     group: GatherGroup
+    mesh: DeviceMesh | None
+    placements: tuple[Placement, ...]
+    device: torch.device
+    tensor: Tensor | None = None
 
     @classmethod
     def of(cls, name: str, tensor: Tensor, cuts: Cuts) -> Spread:
         """RuntimeError where a tensor has an unknown placement."""
+        mesh, placements = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else (None, ())
+        shape = full_shape(name, tensor, cuts)
+        return cls._placed(name, shape, cuts, mesh, tuple(placements), tensor.device, tensor)
+
+    @classmethod
+    def _placed(
+        cls,
+        name: str,
+        shape: tuple[int, ...],
+        cuts: Cuts,
+        mesh: DeviceMesh | None,
+        placements: tuple[Placement, ...],
+        device: torch.device,
+        tensor: Tensor | None = None,
+    ) -> Spread:
         cut = cuts.get(name)
         cut = cut if cut is not None and cut.divides else None
-        group = GatherGroup(_sharded_axis(name, tensor), None if cut is None else cut.ranks)
-        return cls(tensor, full_shape(name, tensor, cuts), cut, group)
+        group = GatherGroup(_sharded_axis(name, mesh, placements), None if cut is None else cut.ranks)
+        return cls(shape, cut, group, mesh, placements, device, tensor)
 
     @property
     def values(self) -> Tensor:
-        """The elements on this rank."""
+        """The elements on this rank, whose stage holds some."""
+        assert self.tensor is not None
         return local_box(self.tensor)[1]
 
     @property
@@ -71,6 +107,14 @@ class Spread:
         """The place of this rank."""
         along = 0 if self.group.axis is None else self.group.axis[0].get_local_rank(self.group.axis[1])
         return (0 if self.cut is None else self.cut.place), along
+
+    @property
+    def is_by_rows(self) -> bool:
+        """Whether the ranks' parts, end to end, are the tensor."""
+        if self.group.axis is None:
+            return False
+        placement = self.placements[self.group.axis[1]]
+        return isinstance(placement, Shard) and placement.dim == 0
 
     def shares(self, part: Box, place: Place) -> list[Share]:
         """What the rank at `place` sends of `part`, a box of the whole tensor. Where several ranks hold the same,
@@ -91,25 +135,57 @@ class Spread:
         shape = self.shape if self.cut is None else self.cut.local_shape(place[0])  # parts may differ in size
         if self.group.axis is None:
             return Box.whole(shape)
-        assert isinstance(self.tensor, DTensor)
         mesh, axis = self.group.axis
         coordinate = list(mesh.get_coordinate() or ())
         coordinate[axis] = place[1]
-        size, start = _compute_local_shape_and_global_offset(shape, mesh.shape, coordinate, self.tensor.placements)
+        size, start = _compute_local_shape_and_global_offset(shape, mesh.shape, coordinate, self.placements)
         return Box(tuple(start), tuple(size))
 
 
-def spreads_of(tensors: Mapping[str, Tensor], names: Iterable[str], cuts: Cuts) -> dict[str, Spread]:
-    """The Spread of each named tensor."""
-    return {name: Spread.of(name, tensors[name], cuts) for name in dict.fromkeys(names)}
+def spreads_of(
+    tensors: Mapping[str, Tensor], names: Iterable[str], cuts: Cuts, lane: Lane | None = None
+) -> dict[str, Spread]:
+    """The Spread of each named tensor. lane: of a stage, for names of all of them; then collective over it."""
+    wanted = list(dict.fromkeys(names))
+    found = {name: Spread.of(name, tensors[name], cuts) for name in wanted if name in tensors}
+    return found if lane is None else _of_all_stages(found, wanted, cuts, lane)
 
 
-def _sharded_axis(name: str, tensor: Tensor) -> tuple[DeviceMesh, int] | None:
+def _of_all_stages(own: Mapping[str, Spread], names: Sequence[str], cuts: Cuts, lane: Lane) -> dict[str, Spread]:
+    """With those of other stages, as the first stage that holds each says."""
+    sent = {name: _described(s, lane) for name, s in own.items() if lane.holders[name][0] == lane.place}
+    said: list[Any] = [None] * dist.get_world_size(lane.group)
+    dist.all_gather_object(said, sent, group=lane.group)
+    found = {}
+    for name in names:
+        stages = lane.holders[name]
+        spread = own.get(name) or _as_described(name, cuts, lane, *said[stages[0]][name])
+        if len(stages) < len(said):
+            spread = replace(spread, group=spread.group._replace(source=(lane.group, stages[0])))
+        found[name] = spread
+    return found
+
+
+_Described = tuple[tuple[int, ...], int | None, tuple[Placement, ...], str]  # shape, number of the mesh, ..., device
+
+
+def _described(spread: Spread, lane: Lane) -> _Described:
+    mesh = None if spread.mesh is None else list(lane.meshes).index(spread.mesh)
+    return spread.shape, mesh, spread.placements, spread.device.type
+
+
+def _as_described(
+    name: str, cuts: Cuts, lane: Lane, shape: tuple[int, ...], mesh: int | None, placements: Any, device: str
+) -> Spread:
+    own = None if mesh is None else lane.meshes[mesh]
+    return Spread._placed(name, shape, cuts, own, placements, torch.device(device))
+
+
+def _sharded_axis(name: str, mesh: DeviceMesh | None, placements: Sequence[Placement]) -> tuple[DeviceMesh, int] | None:
     """The mesh axis over which FSDP shards a tensor; None where every rank holds what there is of it."""
-    if not isinstance(tensor, DTensor):
+    if mesh is None:
         return None
-    mesh = tensor.device_mesh
-    axes = [a for a, place in enumerate(tensor.placements) if not isinstance(place, Replicate) and mesh.size(a) > 1]
-    if len(axes) > 1 or not all(isinstance(tensor.placements[axis], Shard) for axis in axes):
-        raise RuntimeError(f"{name} is placed as {tensor.placements}: weft cannot gather that")
+    axes = [a for a, place in enumerate(placements) if not isinstance(place, Replicate) and mesh.size(a) > 1]
+    if len(axes) > 1 or not all(isinstance(placements[axis], Shard) for axis in axes):
+        raise RuntimeError(f"{name} is placed as {tuple(placements)}: weft cannot gather that")
     return (mesh, axes[0]) if axes else None

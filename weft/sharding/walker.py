@@ -2,7 +2,8 @@
 
 Tensors are cast before they are gathered, so that the receiver's dtype is sent. The next bucket is gathered while one
 is consumed; each has half of the bytes allowed. A larger tensor is gathered alone. What tensor parallelism divides is
-gathered over FSDP's ranks first, and then over those of tp.
+gathered over FSDP's ranks first, and then over those of tp. What one stage of layers holds it sends to the others, each
+rank its own share, before all of them gather it.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
 
 from weft.sharding.boxes import Box
 from weft.sharding.cuts import Cuts
 from weft.sharding.layout import Piece
-from weft.sharding.spread import GatherGroup, Share, Spread, spreads_of
+from weft.sharding.spread import GatherGroup, Lane, Share, Spread, spreads_of
 from weft.versions import all_gather_single
 
 _ALIGNMENT = 16  # bytes; every tensor of a bucket begins at a multiple of its element
@@ -30,17 +31,18 @@ def walk(
     manifest: Mapping[str, Tensor],
     cuts: Cuts,
     *,
+    lane: Lane | None = None,
     bucket_bytes: int = 1 << 29,
 ) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of `manifest` (names, shapes, dtypes; from checkpoint/export.py) in order, on the model's device.
 
     Collective: all ranks of the mesh walk together, and each receives every tensor. A yielded tensor may be a view of
-    reused memory: copy it before taking the next. cuts: how tp divides the model's tensors. bucket_bytes: bytes in
-    flight, beside which a rank of tp holds its own part of a bucket; only a single tensor that cannot be split may
-    exceed them. RuntimeError where the ranks together lack some of a tensor.
+    reused memory: copy it before taking the next. cuts: how tp divides the model's tensors. lane: where the module is a
+    stage of the model. bucket_bytes: bytes in flight, beside which a rank of tp holds its own part of a bucket; only a
+    single tensor that cannot be split may exceed them. RuntimeError where the ranks together lack some of a tensor.
     """
     groups = _by_runtime(pieces)
-    state = spreads_of(module.state_dict(keep_vars=True), groups, cuts)
+    state = spreads_of(module.state_dict(keep_vars=True), groups, cuts, lane)
     parts = [part for group in groups.values() for part in _cut(state, group, manifest, bucket_bytes // 2)]
     pending: _Gather | None = None
     for bucket in _buckets(parts, bucket_bytes // 2):
@@ -159,7 +161,8 @@ def _own(spread: Spread, part: _Part) -> Tensor:
 
 
 class _Shipment:
-    """The parts of one group: each rank sends its boxes of all of them, end to end, as bytes."""
+    """The parts of one group: each rank of the stage that has them sends its boxes of all of them, end to end, as
+    bytes."""
 
     def __init__(self, group: GatherGroup, parts: list[_Part], state: Mapping[str, Spread]) -> None:
         """Casts this rank's shares, and begins to gather over FSDP's axis."""
@@ -168,13 +171,18 @@ class _Shipment:
         self.laid = [_lay_out(parts, [state[p.runtime].shares(p.box, place) for p in parts]) for place in first.places]
         self.length = max(length for _, length in self.laid)
         own = self.laid[first.places.index(first.own_place)][0]
-        sent = torch.empty(self.length, dtype=torch.uint8, device=first.values.device)
+        sent = torch.empty(self.length, dtype=torch.uint8, device=first.device)
         for part in parts:
             spread = state[part.runtime]
+            if spread.tensor is None:  # it comes from another stage
+                continue
             values, shares = spread.values, spread.shares(part.box, spread.own_place)
             for (begin, box), share in zip(own[part], shares, strict=True):
                 _bytes(sent, begin, box, part.dtype).copy_(values[share.within])
-        self.in_order = group.parts is None and len(parts) == 1 and _is_by_rows(first)
+        if group.source is not None:
+            stages, source = group.source
+            dist.broadcast(sent, group=stages, group_src=source)
+        self.in_order = group.parts is None and len(parts) == 1 and first.is_by_rows
         self.gathered = [sent]  # by place on tp, once that is gathered too
         self.work: Any = None
         self.sent: Tensor | None = sent  # until it has arrived
@@ -226,11 +234,3 @@ def _lay_out(parts: Sequence[_Part], shares: Sequence[Sequence[Share]]) -> tuple
 def _bytes(memory: Tensor, begin: int, box: Box, dtype: torch.dtype) -> Tensor:
     """The elements of a box that lie in these bytes."""
     return memory[begin : begin + box.numel * dtype.itemsize].view(dtype).view(box.size)
-
-
-def _is_by_rows(spread: Spread) -> bool:
-    """Whether the ranks' parts, end to end, are the tensor."""
-    if spread.group.axis is None or not isinstance(spread.tensor, DTensor):
-        return False
-    placement = spread.tensor.placements[spread.group.axis[1]]
-    return isinstance(placement, Shard) and placement.dim == 0

@@ -18,7 +18,8 @@ class ImageReference(Reference):
     """Gives the model the images of documents, as its processor would.
 
     Images of a batch follow each other, in the order of its documents, and so do videos; SmolVLM's images lie along the
-    second dimension. Which tokens are of images or videos is said by their placeholders, to models that ask for it.
+    second dimension, LLaVA-NeXT's, in tiles, along the first. Which tokens are of images or videos is said by their
+    placeholders, to models that ask for it.
     """
 
     def __init__(self, images: Images, *options: Any) -> None:
@@ -31,7 +32,7 @@ class ImageReference(Reference):
         if not found:
             return {}
         arguments: dict[str, Any] = {
-            name: torch.cat([own[name] for own in found if name in own], dim=int(value.ndim == 5)).to(self.device)
+            name: torch.cat([own[name] for own in found if name in own], _images(value, one)).to(self.device)
             for one in found
             for name, value in one.items()
         }
@@ -42,3 +43,8 @@ class ImageReference(Reference):
         if getattr(config, "video_token_id", None) is not None:
             types += 2 * (tokens == config.video_token_id).int()
         return arguments | {name: types for name in ("mm_token_type_ids", "token_type_ids") if name in named}
+
+
+def _images(value: Tensor, inputs: Mapping[str, Tensor]) -> int:
+    """The dimension along which images lie."""
+    return int(value.ndim == 5 and "image_sizes" not in inputs)

@@ -17,14 +17,13 @@ import torch
 from torch import Tensor
 
 from weft.checkpoint.adapters import adapter_shards, plan_adapter
-from weft.checkpoint.export import manifest_of, plan_export, save_planned
+from weft.checkpoint.export import manifest_of, plan_export, save_planned, written_shards
 from weft.engine.engine import Engine
 from weft.rollout.sync.protocol import Entry
 from weft.sharding.boxes import Box, local_values, overlap
-from weft.sharding.cuts import HeldBox, held_boxes, module_shards
+from weft.sharding.cuts import HeldBox, held_boxes
 from weft.sharding.layout import Piece
 from weft.sharding.safetensors_files import TensorFile
-from weft.sharding.walker import checked, walk
 
 ALIGNMENT = 64  # bytes; tensors of a bucket begin at multiples of it
 
@@ -118,18 +117,20 @@ class Plan:
 
     def __init__(self, engine: Engine, content: Content, size: int) -> None:
         """size: at which a bucket is full; a tensor that is larger has its own."""
-        state, cuts = engine.module.state_dict(keep_vars=True), engine.divided.cuts
-        held = {name: held_boxes(tensor, cuts.get(name)) for name, tensor in state.items()}
+        cuts, among, borrowed = engine.divided.cuts, engine.mesh.stage_place, engine.borrowed
+        state = engine.module.state_dict(keep_vars=True)
+        own = {name: tensor for name, tensor in state.items() if name not in borrowed}
+        held = {name: held_boxes(tensor, cuts.get(name), among) for name, tensor in own.items()}
         numbers = {name: number for number, name in enumerate(held)}
         self.buckets = list[list[Row]]()
         self._shares = list[list[_Share]]()
         for bucket in _planned(content, size):
             self.buckets.append([row for row, _ in bucket])
             shares = [
-                _share(row, piece, own)
+                _share(row, piece, box)
                 for row, piece in bucket
-                for own in held[piece.runtime]
-                if own.is_mine(numbers[piece.runtime])
+                for box in held.get(piece.runtime, ())  # nothing of what another stage has
+                if box.is_mine(numbers[piece.runtime])
             ]
             self._shares.append([share for share in shares if share is not None])
 
@@ -176,9 +177,8 @@ def _planned(content: Content, size: int) -> Iterator[list[tuple[Row, Piece]]]:
 def gathered(engine: Engine, content: Content, buckets: Buckets) -> Iterator[list[Row]]:
     """The same through the walker, on any mesh: every rank gets every tensor, and writes it where it has a memory."""
     entries, rows, number = content.entries, list[Row](), 0
-    stream = walk(engine.module, content.pieces, content.manifest, engine.divided.cuts, bucket_bytes=2 * buckets.size)
     memory = buckets.memory(number)
-    for name, tensor in checked(stream, content.manifest):
+    for name, tensor in engine.walk(content.pieces, content.manifest, bucket_bytes=2 * buckets.size):
         row = _place(rows[-1:], entries[name], buckets.size)
         if row is None:
             yield rows
@@ -198,8 +198,7 @@ def exported(engine: Engine, content: Content, folder: Path) -> Iterator[tuple[P
     if content.kind == "adapter":
         save_planned(engine, plan_adapter(engine), adapter_shards(engine), folder)
     else:
-        shards = module_shards(engine.module, engine.divided.cuts)
-        save_planned(engine, plan_export(engine, content.dtype), shards, folder)
+        save_planned(engine, plan_export(engine, content.dtype), written_shards(engine), folder)
     entries = content.entries
     for path in sorted(folder.glob("*.safetensors")):
         with TensorFile.open(path) as file:
