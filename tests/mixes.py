@@ -15,6 +15,7 @@ from pathlib import Path
 from tests.cases import MESHES, parity, saved_model, world_of
 from tests.pool import run
 from tests.support import machine, rows
+from tests.test_pipeline import model_of
 
 PAGE = Path(__file__).parent.parent / "docs" / "reference" / "mixes.md"
 FAMILIES = ("llama", "qwen3", "gemma3_text", "qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "glm4_moe")
@@ -22,6 +23,7 @@ DENSE = ("llama", "qwen3", "gemma3_text")
 MIXES = (
     "2xtp2", "2x1xtp2", "2xcp2", "2x1xcp2", "cp2xtp2", "4ep2", "2xep2", "ep2xtp2", "ep2xcp2", "ep4xcp2", "pp2x2",
     "pp2x2x1", "pp2xtp2", "pp2xcp2", "pp2xep2", "pp2xep2xcp2", "pp2x2xtp2", "pp2xep2xtp2", "ep2xcp2xtp2",
+    "pp2ixtp2", "pp2vx2",
 )  # fmt: skip
 INTRODUCTION = """\
 # Mixes of axes
@@ -31,7 +33,8 @@ random models) readouts, loss, the gradient of every parameter and the weights a
 of plain transformers in one process; **ok** is within the tolerances of `weft verify`, which
 [architecture.md](../architecture.md#the-proof) has. A cell without experts or layers for its axes is empty. The meshes
 are named as in tests/cases.py: data axes first (`2x1` is dp_replicate 2 x dp_shard 1), `4ep2` has four data ranks, of
-which two each have the same experts. With cp, rows are so short that documents are cut.
+which two each have the same experts, `pp2i` has the schedule Interleaved1F1B and `pp2v` ZBVZeroBubble, with two stages
+on each rank. With cp, rows are so short that documents are cut.
 
 """
 
@@ -45,7 +48,8 @@ def verdict(family: str, mix: str) -> str:
     """The cell of one run."""
     sections = {"step": {"max_tokens_per_device": 40}} if "cp" in MESHES[mix] else {}
     try:
-        found = run(world_of(mix), parity, saved_model(family), mix, sections, timeout=300)[0]
+        path = model_of(family, mix) if "pp" in mix else saved_model(family)
+        found = run(world_of(mix), parity, path, mix, sections, timeout=300)[0]
     except AssertionError as error:
         refusals = [line for line in str(error).splitlines() if "UserError: " in line]
         return f"refused: {refusals[-1].partition('UserError: ')[2]}" if refusals else f"failed: {error}"[:200]

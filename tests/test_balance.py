@@ -46,7 +46,8 @@ def test_of_a_step_its_rows_add_up_to_transformers_loss_of_all_tokens() -> None:
     rows = [[torch.randn(n + 2, experts, requires_grad=True) for _ in range(3)] for n in tokens]
     owners = [torch.cat([torch.arange(n) // 5, torch.tensor([-1, -1])]) for n in tokens]
     asked = [Balance(owner, int(owner.max()) + 1, top_k) for owner in owners]
-    shares = sum(count_choices(row, balance) for row, balance in zip(rows, asked, strict=True)) / sum(tokens)
+    counts = [count_choices(row, balance).sum(0) for row, balance in zip(rows, asked, strict=True)]
+    shares = sum(counts) / (3 * sum(tokens))
     assert isinstance(shares, torch.Tensor) and float(shares.sum()) == pytest.approx(top_k)
     parts = [balance_sum(row, replace(balance, shares_E=shares)) for row, balance in zip(rows, asked, strict=True)]
     whole = tuple(torch.cat([row[layer][:n] for row, n in zip(rows, tokens, strict=True)]) for layer in range(3))
@@ -79,6 +80,8 @@ AUX_STEP = {**AUX, "router_aux_loss": "step"}
         ("mixtral", "2", {}),
         ("gpt_oss", "2x2", {}),
         ("qwen3_next", "2", {}),
+        ("qwen3_moe", "pp2xcp2", {}),
+        ("gpt_oss", "pp2", {}),
     ],
 )
 def test_parity_with_transformers_own_loss_of_each_document(family: str, mesh: str, model: dict[str, Any]) -> None:
@@ -93,10 +96,17 @@ def test_parity_with_transformers_own_loss_of_each_document(family: str, mesh: s
         ("qwen3_moe", "4", {"recompute": "full"}),
         ("mixtral", "2", {}),
         ("gpt_oss", "2x2", {}),
+        ("qwen3_moe", "pp2x2", {}),
     ],
 )
 def test_parity_with_transformers_own_loss_of_the_whole_step(family: str, mesh: str, model: dict[str, Any]) -> None:
     verdict = run(world_of(mesh), parity, saved_model(family), mesh, {"model": {**AUX_STEP, **model}})[0]
+    assert verdict.passed, describe(verdict)
+
+
+@pytest.mark.parametrize(("mesh", "model"), [("pp2i", AUX), ("pp2v", AUX_STEP)])
+def test_parity_in_several_stages_per_rank(mesh: str, model: dict[str, Any]) -> None:
+    verdict = run(2, parity, saved_model("qwen3_moe", num_hidden_layers=4), mesh, {"model": model})[0]
     assert verdict.passed, describe(verdict)
 
 
@@ -118,7 +128,7 @@ def cuts_of_a_step(path: str, mesh: str) -> list[float]:
 
 
 def test_the_metric_is_the_loss_of_the_whole_step_whatever_the_cut() -> None:
-    for mesh in ("1", "2"):
+    for mesh in ("1", "2", "pp2"):
         *found, expected = run(world_of(mesh), cuts_of_a_step, saved_model("qwen3_moe"), mesh)[0]
         assert found == pytest.approx([expected] * len(found), rel=1e-5)
 
@@ -137,7 +147,7 @@ def counted_twice(path: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
     def watched(logits: Any, balance: Balance) -> torch.Tensor:
         assert balance.shares_E is not None
         shares.append(balance.shares_E)
-        chosen.append(count_choices(logits, balance))
+        chosen.append(count_choices(logits, balance).sum(0) / len(logits))
         return balance_sum(logits, balance)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -47,6 +47,7 @@ CASES = {
     "tied-weight-counted-twice": Case("qwen3", "pp2"),
     "tied-weight-summed-per-stage": Case("qwen3", "pp2i", changes=FOUR_LAYERS),
     "stages-in-another-order": Case(mesh="pp2i", changes=FOUR_LAYERS),
+    "balance-of-own-layers": Case("qwen3_moe", "pp2", BALANCED.sections),
     "last-weights-forgotten": Case(mesh="pp2z"),
     "weights-after-the-sum": Case(mesh="pp2z"),
     "repeated-keys-multiplied": Case("qwen3", "cp2u2", changes=(("num_key_value_heads", 1),)),

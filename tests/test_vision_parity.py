@@ -14,6 +14,7 @@ from tests.vision_zoo import FAMILIES, OTHERS, saved_vision_model
 from weft.engine import rows
 from weft.engine.dealt_images import deal_images
 from weft.engine.row import Row
+from weft.errors import UserError
 from weft.models import hf
 from weft.verification import harness
 from weft.verification.documents import awkward_steps
@@ -36,8 +37,11 @@ def parity(
         return harness.verify(engine, path, steps, [1e-3] * 3, images)
 
 
-def check(family: str, mesh: str, videos: bool = False, **sections: dict[str, Any]) -> None:
-    verdict = run(world_of(mesh), parity, saved_vision_model(family), mesh, sections, True, videos)[0]
+def check(
+    family: str, mesh: str, layers: int = 2, deep: int = 1, videos: bool = False, **sections: dict[str, Any]
+) -> None:
+    path = saved_vision_model(family, layers, deep)
+    verdict = run(world_of(mesh), parity, path, mesh, sections, True, videos)[0]
     assert verdict.passed, describe(verdict)
 
 
@@ -50,6 +54,30 @@ def test_families(family: str) -> None:
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
 def test_meshes(family: str, mesh: str) -> None:
     check(family, mesh)
+
+
+FROZEN = {"model": {"freeze": ("model.visual",)}}
+STAGES: list[tuple[str, str, int, dict[str, Any]]] = [
+    ("qwen2_5_vl", "pp2x2", 2, {}), ("qwen3_vl", "pp2x2", 3, FROZEN), ("qwen3_vl", "pp2v", 5, {}),
+    ("gemma3", "pp2xcp2", 2, {}), ("llava", "pp2", 2, {}), ("qwen2_5_vl", "pp2xcp2", 2, {}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "mesh", "layers", "sections"), STAGES, ids=[f"{f} {m}" for f, m, *_ in STAGES])
+def test_the_tower_is_in_the_first_stage(family: str, mesh: str, layers: int, sections: dict[str, Any]) -> None:
+    """With features of qwen3_vl's after two layers."""
+    check(family, mesh, layers, deep=2, **sections)
+
+
+def test_layers_that_take_features_are_in_the_first_stage() -> None:
+    said = run(3, refused, saved_vision_model("qwen3_vl", 3, 2), "pp3")
+    assert "first 2 of which take features of images and are in the first stage, allow: set mesh.pp=2." in said[0]
+
+
+def refused(path: str, mesh: str) -> str:
+    with pytest.raises(UserError) as error:
+        open_engine(path, mesh)
+    return str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -271,16 +271,20 @@ _folder = tempfile.TemporaryDirectory(prefix="weft-tests-")
 
 
 @cache
-def saved_vision_model(family: str) -> str:
-    """A directory with a tiny random model of this family, without a processor; weights as large as in saved_model."""
-    config = vision_config(family, vision_tokenizer(family), initializer_range=0.2)
+def saved_vision_model(family: str, layers: int = 2, deep: int = 1) -> str:
+    """A directory with a tiny random model of this family, without a processor; weights as large as in saved_model.
+    deep: decoder layers that take features of the tower, where the family has such."""
+    config = vision_config(family, vision_tokenizer(family), initializer_range=0.2, num_hidden_layers=layers)
+    if hasattr(config.vision_config, "deepstack_visual_indexes"):
+        config.vision_config.deepstack_visual_indexes = list(range(deep))
     model = hf.build_random(config, dtype=torch.float32, attention="eager", seed=0)
     with torch.no_grad():  # gemma3's projector begins as zeros, and would hide its images
         for parameter in model.parameters():
             if not parameter.any():
                 parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)) * 0.2)
-    model.save_pretrained(Path(_folder.name) / family)
-    return str(Path(_folder.name) / family)
+    path = Path(_folder.name) / f"{family}-{layers}-{deep}"
+    model.save_pretrained(path)
+    return str(path)
 
 
 def picture(height: int, width: int, seed: int = 0) -> Image.Image:

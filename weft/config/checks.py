@@ -316,8 +316,6 @@ def pipeline_combinations(config: Any, axis: str, stages: int) -> Iterator[tuple
     """What does not go together with stages of layers. axis: the key that asks for them."""
     fsdp, names = config.fsdp, f"names modules, which the ranks of {axis} do not all have"
     refused: tuple[tuple[str, bool, str, object], ...] = (
-        ("model.router_aux_loss", config.model.router_aux_loss != "none",
-         "the balancing loss of experts is made of all layers, and its gradient begins on the last stage", "none"),
         ("fsdp.wrap", fsdp.wrap != "auto", f"it {names}", "auto"),
         ("fsdp.overrides", bool(fsdp.overrides), f"it {names}", {}),
         ("fsdp.cast_forward_inputs", bool(fsdp.cast_forward_inputs), f"it {names}", []),

@@ -235,8 +235,8 @@ class Engine:
         sums.add(WRONG, 0.0, 1.0)
         flight.planned(plan.fingerprint())
         rows = documents if isinstance(documents, Rows) else self.rows(plan, documents, objective)
-        shares_E = self._executor.expert_shares(rows, plan.totals.tokens)
-        factors = Factors(normaliser, self.balance / plan.totals.tokens, self._scale, shares_E)
+        factors = Factors(normaliser, self.balance / plan.totals.tokens, self._scale)
+        factors = self._executor.count(rows, factors, plan.totals.tokens)
         routed = self.config.replay and any(meta.routed for meta in plan.documents)
         done = self._executor.train(rows, objective, factors, sums, routed=routed)
         if self.pipeline is not None:

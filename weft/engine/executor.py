@@ -5,7 +5,7 @@ N predictions of a row, E experts, C tokens whose logits an objective asks for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 
@@ -22,7 +22,7 @@ from weft.engine.replay import Replay
 from weft.engine.row import Row
 from weft.engine.rows import Rows
 from weft.models.experts import experts_of
-from weft.objectives.balance import Balance
+from weft.objectives.balance import Balance, Counted
 from weft.objectives.base import Batch, Objective, Terms, check_terms, chosen_tokens
 from weft.ops.exact import numerics
 from weft.ops.head import Direction
@@ -38,12 +38,14 @@ WRONG = "_wrong"  # metric: how many rows had another gradient than Objective.up
 @dataclass(frozen=True)
 class Factors:
     """Factors that all rows of a step share. normaliser: divides the objective's loss sum. balance: multiplies the sum
-    of the experts' auxiliary loss. scale: multiplies gradients, for fp16. shares_E: see Balance."""
+    of the experts' auxiliary loss. scale: multiplies gradients, for fp16. shares_E: see Balance. counted: by
+    micro-batch; empty where a row needs no more than itself."""
 
     normaliser: float
     balance: float
     scale: float
-    shares_E: Tensor | None
+    shares_E: Tensor | None = None
+    counted: Sequence[Counted] = ()
 
 
 @dataclass(frozen=True)
@@ -60,10 +62,11 @@ class Forwarded:
 
 @dataclass(frozen=True)
 class Asked:
-    """What a forward without gradients is to read. chosen_NC: see TrainModule.forward."""
+    """What a forward without gradients is to read. chosen_NC, balance: see TrainModule.forward."""
 
     what: frozenset[str]
     chosen_NC: Tensor | None = None
+    balance: Balance | None = None
 
 
 @dataclass
@@ -77,14 +80,16 @@ class Trained:
 class Executor:
     """Runs one engine's model, of which this rank has all layers."""
 
+    staged = False  # this rank has some of the layers
+
     def __init__(self, config: EngineConfig, built: BuiltModel, mesh: Mesh, device: torch.device) -> None:
         self.config, self.module, self.mesh, self.device = config, built.module, mesh, device
         self.uses_bounds, self.balance, self.top_k = built.uses_bounds, built.balance, built.flops.experts_per_token
-        experts = built.flops.experts if built.flops.expert else 0
+        self.experts = built.flops.experts if built.flops.expert else 0
         # Hooks inside of compiled layers would be traced.
         counted = () if config.model.compile else experts_of(self.module).values()
         self.load, self.packed = ExpertLoad(counted, mesh), built.layout == "packed"
-        self.replay = Replay(self.module, experts, self.top_k, config.model.compile)
+        self.replay = Replay(self.module, self.experts, self.top_k, config.model.compile)
 
     def read(
         self,
@@ -98,10 +103,14 @@ class Executor:
     ) -> dict[str, Tensor]:
         """One forward without an objective: the readouts `what` of a row on the device (TrainModule.forward)."""
         bounds = row.bounds if self.uses_bounds else None
+        first = received is None  # images are the first stage's
+        media, borrowed, exchange = (row.media, row.borrowed, row.exchange) if first else (None, False, None)
+        if balance is not None and balance.counting:  # nothing for the head
+            row = replace(row, selected_N=row.selected_N[:0], targets_N=row.targets_N[:0])
         with self.load.counting(row.real_tokens if self.packed else row.input_ids_BT.numel()):
             return self.module(
                 row.input_ids_BT, row.position_ids_BT, bounds, row.selected_N, row.targets_N, what, direction, balance,
-                chosen_NC, row.media, row.borrowed, received, chunk, row.exchange,
+                chosen_NC, media, borrowed, received, chunk, exchange,
             )  # fmt: skip
 
     def forward(
@@ -109,15 +118,14 @@ class Executor:
         row: Row,
         objective: Objective,
         direction: Direction | None,
-        shares_E: Tensor | None,
+        balance: Balance | None,
         received: Tensor | None = None,
         chunk: int = 0,
     ) -> Terms:
         """One forward: the objective's terms for a row, with the auxiliary loss of its experts."""
-        balance = self._balance(row, shares_E) if self.balance else None
         chosen_NC = chosen_tokens(objective, row.targets_N, row.arrays)
-        readouts = self.read(row, objective.readouts, direction, balance, chosen_NC, received, chunk)
-        balance_sum = readouts.pop("balance", None)
+        readouts = self.read(row, objective.readouts, direction, balance, chosen_NC, received=received, chunk=chunk)
+        balance_sum = readouts.pop("balance", None if balance is None else row.weights_N.new_zeros(()))
         batch = Batch(readouts, row.weights_N, row.document_N, row.documents, row.arrays, row.shared)
         return replace(check_terms(objective(batch), objective), balance_sum=balance_sum)
 
@@ -132,7 +140,7 @@ class Executor:
         reduce_when(self.module, self.config.fsdp.reduce, last=last)
         end_backward(self.module, last)
         with self.replay.following(row) as seen_routes, numerics(self.config.exact):
-            done = self.forwarded(row, objective, factors)
+            done = self.forwarded(row, objective, factors, micro)
             flight.at("backward", micro + 1)
             if done.loss.requires_grad:
                 done.loss.backward()
@@ -144,18 +152,23 @@ class Executor:
         return done.seen
 
     def forwarded(
-        self, row: Row, objective: Objective, factors: Factors, received: Tensor | None = None, chunk: int = 0
-    ) -> Forwarded:
+        self, row: Row, objective: Objective, factors: Factors, micro: int, received: Tensor | None = None,
+        chunk: int = 0,
+    ) -> Forwarded:  # fmt: skip
         """The forward of one row, up to what is differentiated."""
         upstream_N = objective.upstream(row.weights_N)
         direction = None if upstream_N is None else Direction(upstream_N)
-        terms = self.forward(row, objective, direction, factors.shares_E, received, chunk)
-        loss, seen = terms.loss_sum / factors.normaliser, terms.loss_sum.detach()
+        terms = self.forward(row, objective, direction, self.balanced(row, factors, micro), received, chunk)
+        loss, seen = terms.loss_sum / factors.normaliser * factors.scale, terms.loss_sum.detach()
         if terms.balance_sum is not None:
-            # Routers are whole on every rank of tp, and their gradients are summed over them.
-            factor = factors.balance / self.mesh.tp_size
-            loss, seen = loss + terms.balance_sum * factor, seen + terms.balance_sum.detach()
-        return Forwarded(row, terms, loss * factors.scale, seen, direction)
+            loss = loss + self.balance_loss(terms.balance_sum, factors)
+            seen = seen + terms.balance_sum.detach()
+        return Forwarded(row, terms, loss, seen, direction)
+
+    def balance_loss(self, balance_sum: Tensor, factors: Factors) -> Tensor:
+        """What is differentiated of a row's auxiliary loss. Routers are whole on every rank of tp, and their gradients
+        are summed over them."""
+        return balance_sum * (factors.balance / self.mesh.tp_size) * factors.scale
 
     def account(self, done: Forwarded, sums: Sums) -> None:
         """Add what a row says of itself, after its backward."""
@@ -177,15 +190,19 @@ class Executor:
             done.losses.append(loss)
         return done
 
-    def visit(self, rows: Rows, phase: str, ask: Callable[[Row], Asked], use: Use, *, following: bool = False) -> None:
-        """Read every row without gradients and give what was found to `use`. following: the routes of documents."""
-        with self.without_gradients():
+    def visit(
+        self, rows: Rows, phase: str, ask: Callable[[Row], Asked], use: Use, *, following: bool = False,
+        evaluating: bool = True,
+    ) -> None:  # fmt: skip
+        """Read every row without gradients and give what was found to `use`. following: the routes of documents.
+        evaluating: in evaluation mode."""
+        with self.without_gradients(evaluating=evaluating):
             for micro, sources in enumerate(rows.sources):
                 flight.at(phase, micro + 1, sources)
                 row = rows[micro].to(self.device)
                 asked = ask(row)
                 with self.replay.following(row) if following else nullcontext():
-                    found = self.read(row, asked.what, chosen_NC=asked.chosen_NC)
+                    found = self.read(row, asked.what, balance=asked.balance, chosen_NC=asked.chosen_NC)
                 use(micro, row, found)
 
     def name_metrics(self, objective: Objective, sums: Sums) -> None:
@@ -203,29 +220,56 @@ class Executor:
             self.module.train(was_training)
             reshard(self.module)
 
-    def expert_shares(self, rows: Rows, tokens: int) -> Tensor | None:
-        """[E]: how many of a token's choices fall on each expert, averaged over the step's tokens; collective.
+    def count(self, rows: Rows, factors: Factors, tokens: int) -> Factors:
+        """The factors with what the experts' auxiliary loss needs to know of all rows, or all layers, before the
+        forwards with gradients; collective. tokens: of the step.
 
-        None unless model.router_aux_loss=step. Costs a forward of every row, on the random numbers (dropout of
-        adapters) that the forward with gradients will draw.
+        Costs a forward of every row, on the random numbers (dropout of adapters) that the forward with gradients will
+        draw, where the loss is the step's or layers are on several ranks.
         """
-        if not self.balance or self.config.model.router_aux_loss != "step":
-            return None
-        counts = []
-        devices = [self.device] if self.device.type == "cuda" else []
-        with self.without_gradients(evaluating=False), torch.random.fork_rng(devices):
-            for micro, sources in enumerate(rows.sources):
-                flight.at("count", micro + 1, sources)
-                row = rows[micro].to(self.device)
-                row = replace(row, selected_N=row.selected_N[:0], targets_N=row.targets_N[:0])  # nothing for the head
-                balance = replace(self._balance(row), counting=True)
-                with self.replay.following(row):
-                    counts.append(self.read(row, frozenset(), balance=balance)["choices"].double())
-        total_E = torch.stack(counts).sum(0)
+        step = self.config.model.router_aux_loss == "step"
+        if not self.balance or not (step or self.staged):
+            return factors
+        chosen, layers = self._choices(rows)
+        if not step:
+            return replace(factors, counted=[Counted(layers, own_DE.float()) for own_DE in chosen])
+        total_E = torch.stack([own_DE.sum(0) for own_DE in chosen]).sum(0) / layers
         with waiting():
             dist.all_reduce(total_E, group=self.mesh.loss_group)
-        return (total_E / tokens).float()
+        return replace(factors, shares_E=(total_E / tokens).float(), counted=[Counted(layers, None)] * len(chosen))
 
-    def _balance(self, row: Row, shares_E: Tensor | None = None) -> Balance:
+    def _choices(self, rows: Rows) -> tuple[list[Tensor], int]:
+        """(of each micro-batch [D, E], the choices of its documents, summed over layers; number of layers with
+        routers)."""
+        chosen = [torch.zeros(0)] * len(rows.sources)
+        layers = [torch.zeros((), dtype=torch.float64, device=self.device) for _ in chosen]
+
+        def use(micro: int, row: Row, found: dict[str, Tensor]) -> None:
+            if not len(chosen[micro]):
+                chosen[micro] = torch.zeros(len(row.documents), self.experts, dtype=torch.float64, device=self.device)
+            if "choices" in found:
+                chosen[micro] += found["choices"]
+                layers[micro] += found["layers"].to(self.device)
+
+        devices = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices):
+            self.visit(rows, "count", self._ask_choices, use, following=True, evaluating=False)
+        self.of_all_layers([*chosen, layers[0]])
+        return chosen, int(layers[0])
+
+    def _ask_choices(self, row: Row) -> Asked:
+        balance = self.balanced(row, None, 0)
+        assert balance is not None
+        return Asked(frozenset(), balance=replace(balance, counting=True))
+
+    def of_all_layers(self, sums: Sequence[Tensor]) -> None:
+        """Add, in place, what ranks with other layers have; collective over them."""
+
+    def balanced(self, row: Row, factors: Factors | None, micro: int) -> Balance | None:
+        """What a forward of this row needs for the auxiliary loss of its experts."""
+        if not self.balance:
+            return None
         assert row.owner_M is not None
-        return Balance(row.owner_M, len(row.documents), self.top_k, shares_E, shared=row.shared)
+        counted = None if factors is None or not factors.counted else factors.counted[micro]
+        shares_E = None if factors is None else factors.shares_E
+        return Balance(row.owner_M, len(row.documents), self.top_k, shares_E, shared=row.shared, counted=counted)

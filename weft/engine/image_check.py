@@ -20,8 +20,8 @@ from weft.ops.attention_call import Bounds
 Sample = tuple[Tensor, dict[str, Tensor]]  # token ids, forward arguments of its images
 Seen = tuple[Literal["image", "video"], int]  # and how many times as large as the smallest
 # Four documents: two with something to see, and one of text behind each.
-_IMAGES: tuple[tuple[Seen, ...], ...] = ((("image", 1), ("image", 3)), (), (("image", 2),), ())
-_VIDEOS: tuple[tuple[Seen, ...], ...] = ((("image", 2), ("video", 1), ("video", 2)), (), (("video", 3),), ())
+IMAGES: tuple[tuple[Seen, ...], ...] = ((("image", 1), ("image", 3)), (), (("image", 2),), ())
+VIDEOS: tuple[tuple[Seen, ...], ...] = ((("image", 2), ("video", 1), ("video", 2)), (), (("video", 3),), ())
 
 
 def check_images(ours: TrainModule, theirs: PreTrainedModel, tolerance: float) -> str:
@@ -29,7 +29,7 @@ def check_images(ours: TrainModule, theirs: PreTrainedModel, tolerance: float) -
     vision = find_vision(ours.base, ours.facts)
     if vision is None:
         return "weft knows of no vision tower in it"
-    return _check(ours, theirs, vision, _IMAGES, tolerance)
+    return _check(ours, theirs, vision, IMAGES, tolerance)
 
 
 def check_videos(ours: TrainModule, theirs: PreTrainedModel, tolerance: float) -> str:
@@ -37,13 +37,13 @@ def check_videos(ours: TrainModule, theirs: PreTrainedModel, tolerance: float) -
     vision = find_vision(ours.base, ours.facts)
     if vision is None or vision.clip is None:
         return "weft does not know how it takes videos"
-    return _check(ours, theirs, vision, _VIDEOS, tolerance)
+    return _check(ours, theirs, vision, VIDEOS, tolerance)
 
 
 def _check(
     ours: TrainModule, theirs: PreTrainedModel, vision: Vision, kinds: Sequence[Sequence[Seen]], tolerance: float
 ) -> str:
-    what = "videos" if kinds is _VIDEOS else "images"
+    what = "videos" if kinds is VIDEOS else "images"
     try:
         samples = documents_with(kinds, vision, ours.base, len(ours.head.weight))
         expected = [_alone(theirs, vision, *sample) for sample in samples]

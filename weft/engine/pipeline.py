@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
@@ -23,6 +24,7 @@ from weft.engine.row import Row
 from weft.engine.rows import Rows
 from weft.engine.schedule import DELAYED, Action, bubble, order
 from weft.models.pipeline import Pipeline
+from weft.models.placement import Placement
 from weft.models.train_module import TrainModule
 from weft.models.weight_gradients import Delayed, WeightGradients
 from weft.objectives.base import Objective, metrics_of
@@ -31,22 +33,27 @@ from weft.parallel.fsdp import end_backward, reduce_now, reduce_when
 from weft.parallel.mesh import Mesh
 from weft.parallel.stages import Link, Message
 from weft.telemetry import flight
+from weft.telemetry.timing import waiting
 
 
 @dataclass(frozen=True)
 class _Done:
     """A row in a stage between its forward and its backward. received: None in the first stage. sent: None in the last,
-    which has `forwarded`. routes: of its layers."""
+    which has `forwarded`. routes: of its layers. balance, balance_loss: of its experts, but of the last stage's."""
 
     row: Row
     received: Tensor | None
     sent: Tensor | None
     forwarded: Forwarded | None
     routes: RouteCounts
+    balance: Tensor | None = None
+    balance_loss: Tensor | None = None
 
 
 class PipelineExecutor(Executor):
     """Runs the stages of one rank. Losses, metrics and readouts are those of the last stage."""
+
+    staged = True
 
     def __init__(
         self, config: EngineConfig, built: BuiltModel, mesh: Mesh, device: torch.device, link: Link, pipeline: Pipeline,
@@ -66,8 +73,8 @@ class PipelineExecutor(Executor):
         self.link.connect()
         done = Trained([torch.zeros((), device=self.device)] * micro_batches)
         actions = order(self.schedule, self.placement, self.axis.place, micro_batches)
-        held = _Held(rows, self.device, self.placement.chunks)
-        waiting: dict[tuple[int, int], _Done] = {}
+        held = _Held(rows, self.device, self.placement, self.axis.place)
+        between: dict[tuple[int, int], _Done] = {}
         delayed: dict[tuple[int, int], Delayed] = {}
         for place, action in enumerate(actions):
             for near in actions[place : place + 2]:  # what the next one needs travels while this one computes
@@ -77,21 +84,30 @@ class PipelineExecutor(Executor):
             end_backward(self.module, action == actions[-1])
             if action.kind == "forward":
                 done.alike += held[micro].alike if action.chunk == 0 else ()
-                waiting[key] = self._forward(action, held[micro], objective, factors)
+                between[key] = self._forward(action, held[micro], objective, factors)
             elif action.kind == "weights":
                 self._weights(action, delayed.pop(key), last=micro == micro_batches - 1)
             else:
-                finished = waiting.pop(key)
+                finished = between.pop(key)
                 delayed[key] = self._backward(action, finished, last=micro == micro_batches - 1)
+                done.losses[micro] = done.losses[micro] + self._seen(finished, sums)
                 held.drop(micro)
-                if finished.forwarded is not None:
-                    self.account(finished.forwarded, sums)
-                    done.losses[micro] = finished.forwarded.seen
                 if routed:
                     sums.add("routing/differing", *finished.routes.share(self.device))
         self.link.finish()
         self.name_metrics(objective, sums)
         return done
+
+    def _seen(self, done: _Done, sums: Sums) -> Tensor | float:
+        """A stage's part of a row's loss sum, whose metrics are added to `sums`."""
+        if done.forwarded is not None:
+            self.account(done.forwarded, sums)
+            return done.forwarded.seen
+        if not self.balance:
+            return 0.0
+        own = 0.0 if done.balance is None else done.balance.detach()
+        sums.add("aux_loss", own, 0.0)  # the last stage counts the tokens
+        return own
 
     def _stage(self, action: Action) -> int:
         return self.placement.stage_of(self.axis.place, action.chunk)
@@ -108,11 +124,14 @@ class PipelineExecutor(Executor):
             received.requires_grad_()
         with self.replay.following(row) as routes, numerics(self.config.exact):
             if stage == self.placement.stages - 1:
-                found = self.forwarded(row, objective, factors, received, action.chunk)
+                found = self.forwarded(row, objective, factors, action.micro, received, action.chunk)
                 return _Done(row, received, None, found, routes)
-            sent = self.read(row, frozenset(), received=received, chunk=action.chunk)["sent"]
-        self.link.send(stage, True, action.micro, sent, row.input_ids_BT.shape)
-        return _Done(row, received, sent, None, routes)
+            asked = self.balanced(row, factors, action.micro)
+            made = self.read(row, frozenset(), balance=asked, received=received, chunk=action.chunk)
+        self.link.send(stage, True, action.micro, made["sent"], row.input_ids_BT.shape)
+        balance = made.get("balance")
+        loss = None if balance is None else self.balance_loss(balance, factors)
+        return _Done(row, received, made["sent"], None, routes, balance, loss)
 
     def _backward(self, action: Action, done: _Done, *, last: bool) -> Delayed:
         """What is left to do for the gradients of weights. last: of the chunk's micro-batches."""
@@ -125,7 +144,8 @@ class PipelineExecutor(Executor):
                 done.forwarded.loss.backward()
             else:
                 assert done.sent is not None
-                done.sent.backward(gradient)
+                more = [] if done.balance_loss is None else [done.balance_loss]
+                torch.autograd.backward([done.sent, *more], [gradient, *[None for _ in more]])
         if done.received is not None:
             self.link.send(stage, False, action.micro, done.received.grad, done.row.input_ids_BT.shape)
         return [] if self.weights is None else self.weights.take()
@@ -138,13 +158,16 @@ class PipelineExecutor(Executor):
         reduce_when(self.module, self.config.fsdp.reduce, last=last, of=self.units[action.chunk])
         reduce_now(self.module)
 
-    def visit(self, rows: Rows, phase: str, ask: Callable[[Row], Asked], use: Use, *, following: bool = False) -> None:
-        """See Executor.visit; `use` is called by the rank of the last stage alone."""
-        held = _Held(rows, self.device, self.placement.chunks)
+    def visit(
+        self, rows: Rows, phase: str, ask: Callable[[Row], Asked], use: Use, *, following: bool = False,
+        evaluating: bool = True,
+    ) -> None:  # fmt: skip
+        """See Executor.visit; `use` is called for the last stage alone, but where choices of experts are read."""
+        held = _Held(rows, self.device, self.placement, self.axis.place)
         self.link.connect()
         whole = order(self.schedule, self.placement, self.axis.place, len(rows.sources))
         forwards = [action for action in whole if action.kind == "forward"]
-        with self.without_gradients():
+        with self.without_gradients(evaluating=evaluating):
             for place, action in enumerate(forwards):
                 micro, stage = action.micro, self._stage(action)
                 flight.at(phase, micro + 1, rows.sources[micro])
@@ -154,13 +177,25 @@ class PipelineExecutor(Executor):
                 asked = ask(row)
                 received = self.link.receive(Message(True, stage, micro))
                 with self.replay.following(row) if following else nullcontext():
-                    found = self.read(row, asked.what, chosen_NC=asked.chosen_NC, received=received, chunk=action.chunk)
-                if stage == self.placement.stages - 1:
+                    found = self.read(
+                        row, asked.what, balance=asked.balance, chosen_NC=asked.chosen_NC, received=received,
+                        chunk=action.chunk,
+                    )  # fmt: skip
+                last = stage == self.placement.stages - 1
+                if last or asked.balance is not None:
                     use(micro, row, found)
-                else:
+                if not last:
                     self.link.send(stage, True, micro, found["sent"], row.input_ids_BT.shape)
                 held.drop(micro)
             self.link.finish()
+
+    def of_all_layers(self, sums: Sequence[Tensor]) -> None:
+        """See Executor.of_all_layers."""
+        joined = torch.cat([own.flatten() for own in sums])
+        with waiting():
+            dist.all_reduce(joined, group=self.axis.onward)
+        for own, part in zip(sums, joined.split([own.numel() for own in sums]), strict=True):
+            own.copy_(part.view_as(own))
 
     def name_metrics(self, objective: Objective, sums: Sums) -> None:
         """See Executor.name_metrics."""
@@ -196,13 +231,15 @@ def _units_of_chunks(module: TrainModule, pipeline: Pipeline, place: int) -> lis
 class _Held:
     """Rows on the device, each built once, from when its shape is needed until each chunk of layers has dropped it."""
 
-    def __init__(self, rows: Rows, device: torch.device, chunks: int) -> None:
-        self._rows, self._device, self._left = rows, device, dict.fromkeys(range(len(rows.sources)), chunks)
+    def __init__(self, rows: Rows, device: torch.device, placement: Placement, place: int) -> None:
+        self._rows, self._device, self._images = rows, device, place == placement.rank_of(0)
+        self._left = dict.fromkeys(range(len(rows.sources)), placement.chunks)
         self._made: dict[int, Row] = {}
 
     def __getitem__(self, micro: int) -> Row:
         if micro not in self._made:
-            self._made[micro] = self._rows[micro].to(self._device)
+            row = self._rows[micro]
+            self._made[micro] = (row if self._images else replace(row, media=None, borrowed=False)).to(self._device)
         return self._made[micro]
 
     def drop(self, micro: int) -> None:

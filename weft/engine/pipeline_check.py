@@ -15,12 +15,15 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from weft.engine.division_check import Ran, compare
 from weft.engine.document import Document
+from weft.engine.image_check import IMAGES, VIDEOS, documents_with
+from weft.engine.media import Media
 from weft.engine.row import Row, build_row
 from weft.engine.startup import Findings, documents_of, small_copy, text_vocabulary
 from weft.errors import UserError, first_line
 from weft.models.pipeline import Anatomy, Outside, keep_stages, plan_pipeline
 from weft.models.placement import Placement
 from weft.models.train_module import TrainModule
+from weft.models.vision import Vision, find_vision
 from weft.models.weight_gradients import WeightGradients
 
 
@@ -41,8 +44,10 @@ def check_pipeline(
         raise refusal(str(error)) from error
     except Exception as error:  # whatever the family's code raises
         raise refusal(f"its layers could not be traced ({first_line(error)})") from error
-    expected = _run([whole], row, findings, [])
-    compare(lambda: _staged(small, row, findings, anatomy, delayed=delayed), expected, refusal, "its layers")
+    vision = None if findings.images else find_vision(whole.base, whole.facts)
+    for tried in [row] if vision is None else [row, _row_with_images(whole, vision, findings)]:
+        expected = _run([copy.deepcopy(whole)], tried, findings, [])
+        compare(partial(_staged, small, tried, findings, anatomy, delayed=delayed), expected, refusal, "its layers")
     return anatomy
 
 
@@ -66,10 +71,24 @@ def _row(vocabulary: int, findings: Findings) -> Row:
     return build_row(list(documents), documents, read=read, length=length, layout=findings.layout, every_token=True)
 
 
+def _row_with_images(module: TrainModule, vision: Vision, findings: Findings) -> Row:
+    """Also with videos, where the model takes some."""
+    documents, kinds = {}, IMAGES if findings.videos else VIDEOS
+    for number, (ids, inputs) in enumerate(documents_with(kinds, vision, module.base, text_vocabulary(module))):
+        media = Media.of(inputs, vision.patches(inputs)) if inputs else None
+        positions = None if media is None else vision.positions(module.base, ids, inputs)
+        documents[number] = Document(ids, torch.linspace(0.5, 1.5, len(ids)), positions, media=media)
+    read = [len(document) for document in documents.values()]
+    return build_row(
+        list(documents), documents, read=read, length=sum(read), layout="packed", every_token=True, vision=vision,
+        images=True,
+    )  # fmt: skip
+
+
 def _forward(module: TrainModule, row: Row, findings: Findings, received: Tensor | None) -> dict[str, Tensor]:
     found: dict[str, Tensor] = module(
         row.input_ids_BT, row.position_ids_BT, row.bounds if findings.uses_bounds else None, row.selected_N,
-        row.targets_N, ("logprob", "entropy"), received=received,
+        row.targets_N, ("logprob", "entropy"), media=row.media if received is None else None, received=received,
     )  # fmt: skip
     return found
 

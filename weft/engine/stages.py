@@ -255,42 +255,44 @@ def stages_of(setup: Setup, built: BuiltModel, config: PretrainedConfig, hidden:
     pp = setup.mesh.pp_size
     if pp == 1:
         return None
-    check_stages(built, hidden)
-    mesh, weighed = setup.config.mesh, costs_of_layers(built.module, USUAL_LENGTH)
-    placement = placement_of(mesh.pp_schedule, pp, mesh.pp_stages_per_rank)
-    check_layers(len(weighed[0]), placement)
-    delayed = mesh.pp_schedule in DELAYED
-    anatomy = check_pipeline(config, built.findings, setup.precision.compute, delayed=delayed)
-    return cut_stages(weighed, placement, anatomy)
-
-
-def check_stages(built: BuiltModel, hidden: Sequence[str]) -> None:
-    """UserError where what a run wants does not go together with stages."""
-    if built.vision is not None:
-        raise UserError("mesh.pp: a model with a vision tower is not cut into stages: set mesh.pp=1.")
     if hidden:
         raise UserError(f"mesh.pp: `hidden/{hidden[0]}` may be on another stage than the loss: set mesh.pp=1.")
+    mesh, weighed = setup.config.mesh, costs_of_layers(built.module, USUAL_LENGTH)
+    placement = placement_of(mesh.pp_schedule, pp, mesh.pp_stages_per_rank)
+    check_layers(len(weighed[0]), placement, least_layers(built))
+    delayed = mesh.pp_schedule in DELAYED
+    anatomy = check_pipeline(config, built.findings, setup.precision.compute, delayed=delayed)
+    return cut_stages(weighed, placement, anatomy, least_layers(built))
 
 
-def cut_stages(weighed: tuple[list[float], float], placement: Placement, anatomy: Anatomy) -> Stages:
-    """weighed: cost of each layer, and of the head; of which there are enough (`check_layers`)."""
+def least_layers(built: BuiltModel) -> int:
+    """So many layers have to be in the first stage: those that take features of images."""
+    return 1 if built.vision is None else max(1, built.vision.layers)
+
+
+def cut_stages(weighed: tuple[list[float], float], placement: Placement, anatomy: Anatomy, least: int = 1) -> Stages:
+    """weighed: cost of each layer, and of the head; of which there are enough (`check_layers`). least: so many layers
+    are in the first stage."""
     costs, head = weighed
-    spans = cut_layers(costs, head, placement.stages)
+    spans = cut_layers(costs, head, placement.stages, least)
     each = tuple(sum(costs[first:end]) + head * (end == len(costs)) for first, end in spans)
     return Stages(tuple(spans), placement, anatomy, each)
 
 
-def check_layers(layers: int, placement: Placement) -> None:
-    """UserError where a stage would have no layer."""
-    pp, chunks = placement.ranks, placement.chunks
-    if placement.stages <= layers:
+def check_layers(layers: int, placement: Placement, least: int = 1) -> None:
+    """UserError where a stage would have no layer. least: so many layers have to be in the first stage."""
+    pp, free = placement.ranks, layers - least + 1
+    if placement.stages <= free:
         return
-    if layers < pp:
-        raise UserError(f"mesh.pp={pp} is more than the {layers} decoder layers of this model: set mesh.pp={layers}.")
-    fewer = f"mesh.pp_stages_per_rank={layers // pp}" if layers // pp > 1 else "mesh.pp_schedule=1F1B"
+    there = f"the {layers} decoder layers of this model"
+    if least > 1:
+        there += f", the first {least} of which take features of images and are in the first stage,"
+    if free < pp:
+        raise UserError(f"mesh.pp={pp} is more than {there} allow: set mesh.pp={free}.")
+    fewer = f"mesh.pp_stages_per_rank={free // pp}" if free // pp > 1 else "mesh.pp_schedule=1F1B"
     raise UserError(
-        f"mesh.pp={pp} with {chunks} stages per rank are {placement.stages} stages, and this model has {layers} "
-        f"decoder layers: set {fewer}."
+        f"mesh.pp={pp} with {placement.chunks} stages per rank are {placement.stages} stages, more than {there} "
+        f"allow: set {fewer}."
     )
 
 

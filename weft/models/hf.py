@@ -17,6 +17,7 @@ Internal symbols used, all checked on transformers 5.17 to 5.19:
   mm_token_type_ids, ...), called in vision.py
 - PreTrainedModel.set_attn_implementation by sub-config; utils.generic.is_flash_attention_requested in a module of a
   family, whose vision tower then calls with cu_seq_lens_q and max_length_q
+- utils.output_capturing.install_all_output_capturing_hooks (marks the model, which its forward reads)
 - PretrainedConfig._experts_implementation; pytorch_utils.Conv1D
 - DynamicCache(config=).layers, .update(key_states, value_states, layer_idx); of its layers that keep states
   .conv_states, .recurrent_states (number -> tensor [rows, ...] or None);
@@ -55,6 +56,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
 )
 from transformers.pytorch_utils import Conv1D
+from transformers.utils.output_capturing import install_all_output_capturing_hooks
 
 from weft.errors import UserError, first_line, runs_own_code
 from weft.files import check_folder
@@ -253,6 +255,12 @@ def has_auxiliary_loss(model: PreTrainedModel) -> bool:
     """Whether the base returns router logits and the family's code has the load balancing loss."""
     recorded = getattr(model.base_model, "_can_record_outputs", None) or {}
     return "router_logits" in recorded and hasattr(sys.modules[type(model).__module__], "load_balancing_loss_func")
+
+
+def record_outputs(base: nn.Module) -> None:
+    """Hook all modules whose outputs transformers records when asked, such as logits of routers. By itself it does so
+    in the first forward, for the modules that are there then."""
+    install_all_output_capturing_hooks(base)
 
 
 def tied_parameters(model: PreTrainedModel) -> dict[str, str]:

@@ -20,6 +20,7 @@ from weft.errors import UserError
 from weft.models import hf
 from weft.models.placement import Placement
 from weft.models.train_module import Head, Passage, TrainModule
+from weft.models.vision import vision_parts
 
 Span = tuple[int, int]  # first layer of a stage, and the one after its last
 
@@ -183,12 +184,14 @@ def keep_stages(module: TrainModule, pipeline: Pipeline, place: int, kind: Outsi
 
 
 def _outside(module: TrainModule) -> list[tuple[str, nn.Module]]:
-    """(name, module) of those with weights of their own outside of the layers."""
-    layers = f"{module.facts.layers}."
+    """(name, module) of those with weights of their own outside of the layers; of a vision tower and what follows it,
+    each as a whole."""
+    layers, whole = f"{module.facts.layers}.", vision_parts(module.base, module.facts)
+    inside = (layers, *(f"{part}." for part in whole))
     return [
         (name, child)
         for name, child in module.named_modules()
-        if not name.startswith(layers) and any(True for _ in child.parameters(recurse=False))
+        if not name.startswith(inside) and (name in whole or any(True for _ in child.parameters(recurse=False)))
     ]
 
 
@@ -223,10 +226,11 @@ def _place(module: nn.Module, name: str) -> tuple[nn.Module, str]:
     return module.get_submodule(parent), leaf
 
 
-def cut_layers(costs: Sequence[float], head: float, stages: int) -> list[Span]:
-    """Consecutive layers for each stage so that the dearest stage is as cheap as it can be; the last one has the head.
+def cut_layers(costs: Sequence[float], head: float, stages: int, least: int = 1) -> list[Span]:
+    """Consecutive layers for each stage so that the dearest stage is as cheap as it can be; the last one has the head,
+    and the first one `least` layers or more.
 
-    There are as many layers as stages, or more. Of equal cuts the one whose first stages have more layers.
+    There are layers enough for that. Of equal cuts the one whose first stages have more layers.
     """
     count = len(costs)
     sums = [0.0]
@@ -238,7 +242,7 @@ def cut_layers(costs: Sequence[float], head: float, stages: int) -> list[Span]:
     for left in range(2, stages + 1):
         before, best = best, []
         for first in range(count):
-            ends = range(first + 1, count - left + 2)
+            ends = range(max(first + 1, least if left == stages else 0), count - left + 2)
             found = [(max(sums[end] - sums[first], before[end][0]), -end) for end in ends]
             dearest, end = min(found, default=(float("inf"), 0))
             best.append((dearest, -end))

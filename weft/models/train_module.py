@@ -269,12 +269,12 @@ class TrainModule(nn.Module):
     ) -> dict[str, Tensor]:
         """Readouts at the selected positions of the flattened [B T]; the head runs nowhere else.
 
-        Of a stage of a pipeline but the last: `sent`, its hidden states. received: those of the stage before. chunk:
-        which of this rank's stages.
+        Of a stage of a pipeline but the last: `sent`, its hidden states, instead. received: those of the stage before.
+        chunk: which of this rank's stages.
 
         chosen_NC: see Head. media, borrowed, exchange: see Row. `hidden/MODULE`: [N, width], the output of a module at
         the position of the prediction. balance: also returns `balance`, the row's sum of the experts' auxiliary loss,
-        or `choices` alone (objectives/balance.py).
+        or `choices` instead (objectives/balance.py), where a layer has experts.
         """
         extra: dict[str, Any] = {} if balance is None else {"output_router_logits": True}
         extra |= media or {}
@@ -284,12 +284,18 @@ class TrainModule(nn.Module):
         entered = nullcontext() if passage is None else passage.entered(received)
         with capture_outputs(self, names, input_ids_BT.numel()) as hidden, features, entered:
             out = self._base(input_ids_BT, position_ids_BT, bounds, passage, **extra)
+        routed = {} if balance is None else _of_routers(getattr(out, "router_logits", None), balance)
         if passage is not None and not passage.is_last:
-            return {"sent": passage.take()}
+            return {"sent": passage.take()} | routed
         found = self.head(out.last_hidden_state.flatten(0, 1)[selected_N], targets_N, readouts, direction, chosen_NC)
         found |= {HIDDEN + name: hidden[name][selected_N] for name in names}
-        if balance is not None and balance.counting:
-            found["choices"] = count_choices(out.router_logits, balance)
-        elif balance is not None:
-            found["balance"] = balance_sum(out.router_logits, balance)
-        return found
+        return found | routed
+
+
+def _of_routers(logits: Sequence[Tensor] | None, balance: Balance) -> dict[str, Tensor]:
+    """logits: of each layer with experts."""
+    if not logits:
+        return {}
+    if balance.counting:
+        return {"choices": count_choices(logits, balance), "layers": torch.tensor(float(len(logits)))}
+    return {"balance": balance_sum(logits, balance)}

@@ -31,7 +31,8 @@ class Vision:
     image, video: token ids of placeholders. parts: names of the modules that are neither decoder nor head. smallest:
     forward arguments of the smallest image. patch: pixels of a patch's side. both_ways: tokens of an image attend to
     each other, later ones too. clip: forward arguments of the shortest video; None where weft does not know how the
-    model takes one.
+    model takes one. layers: after so many of the first decoder layers, features of the tower are added to hidden states
+    (DeepStack: Meng et al. 2024, arXiv:2406.04334).
     """
 
     image: int
@@ -41,6 +42,7 @@ class Vision:
     patch: int
     both_ways: bool
     clip: Mapping[str, Tensor] | None = None
+    layers: int = 0
 
     @property
     def merge(self) -> int:
@@ -130,7 +132,8 @@ def find_vision(base: nn.Module, facts: Facts) -> Vision | None:
         return None
     video = getattr(config, "video_token_id", None)
     clip = None if video is None else _clip(base, smallest)
-    return Vision(image, video, vision_parts(base, facts), smallest, patch, config.model_type in BOTH_WAYS, clip)
+    both_ways, deep = config.model_type in BOTH_WAYS, getattr(config.vision_config, "deepstack_visual_indexes", None)
+    return Vision(image, video, vision_parts(base, facts), smallest, patch, both_ways, clip, len(deep or ()))
 
 
 def vision_parts(base: nn.Module, facts: Facts) -> tuple[str, ...]:

@@ -20,11 +20,21 @@ from weft.objectives.shared_documents import SharedDocuments
 
 
 @dataclass(frozen=True)
+class Counted:
+    """What was counted before the forward of a row. layers: with routers, in the whole model. chosen_DE: their choices
+    for each document; None where shares of the step are known."""
+
+    layers: int
+    chosen_DE: Tensor | None
+
+
+@dataclass(frozen=True)
 class Balance:
     """What the auxiliary loss needs of a row.
 
     owner_M: index of each token's document, -1 for padding, which is not counted. shares_E: F over the whole step; None
     to balance each document. counting: only the choices are wanted. shared: documents that other ranks have parts of.
+    counted: where layers of other ranks count, too.
     """
 
     owner_M: Tensor
@@ -33,6 +43,7 @@ class Balance:
     shares_E: Tensor | None = None
     counting: bool = False
     shared: SharedDocuments | None = None
+    counted: Counted | None = None
 
     def complete(self, values: Tensor) -> Tensor:
         """[documents, ...] sums over the row's tokens -> over all tokens of its documents."""
@@ -42,15 +53,19 @@ class Balance:
 def balance_sum(router_logits: Sequence[Tensor], balance: Balance) -> Tensor:
     """Sum over the row's tokens of the auxiliary loss of their document, or of the step: a scalar with gradient.
 
-    For the step, it is the contribution of the row's probabilities to tokens x loss; rows add up to the whole.
+    For the step, it is the contribution of the row's probabilities to tokens x loss; rows add up to the whole. So do
+    layers, where choices of all of them were counted.
     """
-    probabilities = _probabilities(router_logits)
-    experts, layers = probabilities[0].shape[-1], len(probabilities)
+    probabilities, counted = _probabilities(router_logits), balance.counted
+    experts, layers = probabilities[0].shape[-1], len(probabilities) if counted is None else counted.layers
     probability_DE = _by_document(probabilities, balance)
     if balance.shares_E is not None:
         return experts * (balance.shares_E * probability_DE.sum(0)).sum() / layers
     probability_DE = balance.complete(probability_DE)
-    chosen_DE = balance.complete(_by_document(_choices(probabilities, balance.top_k), balance))
+    chosen_DE = None if counted is None else counted.chosen_DE
+    if chosen_DE is None:
+        chosen_DE = _by_document(_choices(probabilities, balance.top_k), balance)
+    chosen_DE = balance.complete(chosen_DE)
     tokens_D = balance.complete(_count(_places(balance), balance.documents + 1)[:-1]).clamp(min=1)
     loss_D = experts * (chosen_DE * probability_DE).sum(-1) / (tokens_D * layers).float().square()
     loss_D = loss_D * tokens_D
@@ -58,9 +73,8 @@ def balance_sum(router_logits: Sequence[Tensor], balance: Balance) -> Tensor:
 
 
 def count_choices(router_logits: Sequence[Tensor], balance: Balance) -> Tensor:
-    """[E]: how often the row's tokens choose each expert, averaged over the layers."""
-    choices = _choices(_probabilities(router_logits), balance.top_k)
-    return _by_document(choices, balance).sum(0) / len(router_logits)
+    """[D, E]: how often each document's tokens choose each expert, summed over the layers."""
+    return _by_document(_choices(_probabilities(router_logits), balance.top_k), balance)
 
 
 def _probabilities(router_logits: Sequence[Tensor]) -> list[Tensor]:

@@ -94,6 +94,8 @@ def parallelize(
     if stages is not None:
         assert mesh.pp is not None
         pipeline = plan_pipeline(module, stages.spans, stages.placement, stages.anatomy)
+        if stages.placement.chunks > 1 and model.router_aux_loss != "none":
+            hf.record_outputs(module.base)
         wide = torch.float32 if stages.anatomy.wide else precision.compute
         keep_stages(module, pipeline, mesh.pp.place, Outside(wide, device, mesh.tp_size if sequence else 1))
 

@@ -29,10 +29,10 @@ from weft.engine.stages import (
     build,
     check_adapters_in_layers,
     check_layers,
-    check_stages,
     cut_stages,
     cuts_images,
     describe,
+    least_layers,
     ulysses_of,
 )
 from weft.errors import UserError
@@ -219,7 +219,6 @@ class Blueprint:
 
     @cached_property
     def _anatomy(self) -> Anatomy:
-        check_stages(self.built, ())
         delayed = self.config.mesh.pp_schedule in DELAYED
         compute = self.setup.precision.compute
         return check_pipeline(self.built.config, self.built.findings, compute, delayed=delayed)
@@ -232,8 +231,8 @@ class Blueprint:
             if self.built.lora is not None:
                 check_adapters_in_layers(self.module, self.built.lora)
             placement = placement_of(self.config.mesh.pp_schedule, pp, self.config.mesh.pp_stages_per_rank)
-            check_layers(len(self.costs[0]), placement)
-            stages = cut_stages(self.costs, placement, self._anatomy)
+            check_layers(len(self.costs[0]), placement, least_layers(self.built))
+            stages = cut_stages(self.costs, placement, self._anatomy, least_layers(self.built))
             pipeline = plan_pipeline(self.module, stages.spans, placement, stages.anatomy)
             self._pipelines[pp] = stages, pipeline
         return self._pipelines[pp]

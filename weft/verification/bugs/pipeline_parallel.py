@@ -53,7 +53,7 @@ def scaled_by_micro_batches(
 @bug(
     "B39", "weft.engine.pipeline:PipelineExecutor._weights",
     "gradients of weights that wait for the end of a step are forgotten for its last micro-batch",
-    caught_by=GRADIENTS, seen=MEGATRON, ranks=2, needs=f"{NEEDS} and a zero-bubble schedule",
+    caught_by=GRADIENTS, seen="pytorch/pytorch#144530", ranks=2, needs=f"{NEEDS} and a zero-bubble schedule",
 )  # fmt: skip
 def last_weights_forgotten(
     plant: Plant, original: Original, self: Any, action: Action, delayed: Delayed, *, last: bool
@@ -104,6 +104,15 @@ def layer_skipped(plant: Plant, original: Original, module: Any, pipeline: Pipel
         plant.hit()
         layer = module.layers[pipeline.spans[pipeline.placement.stage_of(place, 0)][0]][1]
         layer.register_forward_hook(lambda _, args, output: args[0] + 0.0 * output)
+
+
+@bug(
+    "B39", "weft.engine.pipeline:PipelineExecutor.of_all_layers",
+    "the balancing loss of experts is made of a rank's own layers, and not of all",
+    caught_by=GRADIENTS, seen=MEGATRON, ranks=2, needs=f"{NEEDS} and model.router_aux_loss",
+)  # fmt: skip
+def balance_of_own_layers(plant: Plant, original: Original, self: Any, sums: Any) -> None:
+    plant.hit()
 
 
 # ---------------------------------------------------------------- what two stages hold

@@ -372,5 +372,7 @@ def balance_over_the_row(plant: Plant, original: Original, logits: Any, balance:
 def balance_of_the_micro_batch(plant: Plant, original: Original, logits: Any, balance: Balance) -> Tensor:
     plant.hit()
     tokens = (balance.owner_M >= 0).sum().clamp(min=1)
-    total: Tensor = original(logits, replace(balance, shares_E=count_choices(logits, balance) / tokens))
+    total: Tensor = original(
+        logits, replace(balance, shares_E=count_choices(logits, balance).sum(0) / len(logits) / tokens)
+    )
     return total
