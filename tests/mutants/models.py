@@ -50,7 +50,7 @@ MUTANTS = (
     Mutant("parallel/fsdp.py", "reduce_when", '(last or when != "last")', "True", "tests/test_engine.py"),
     Mutant("parallel/units.py", "own_parameters", "if id(p) not in seen", "", "tests/test_knobs_wrap.py"),
     Mutant("parallel/inputs.py", "InputCasts._hook", "value.is_floating_point()", "True", "tests/test_knobs_inputs.py"),
-    Mutant("planner/memory.py", "_gathered", "others[:2]", "others[:1]", "tests/test_memory.py tests/test_memory_advice.py"),
+    Mutant("planner/memory.py", "gathered_elements", "others[:2]", "others[:1]", "tests/test_memory.py tests/test_memory_advice.py"),
     Mutant("planner/memory.py", "_largest_shard", "math.ceil", "math.floor", "tests/test_memory.py tests/test_memory_advice.py"),
     Mutant("planner/memory.py", "MemoryNeeds.resident", " + self.optimizer", "", "tests/test_memory.py tests/test_memory_advice.py"),
     Mutant("planner/memory.py", "check_fits", "needs.resident <= room", "needs.weights <= room", "tests/test_memory.py tests/test_memory_advice.py"),
