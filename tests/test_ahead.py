@@ -50,7 +50,7 @@ def table_of(lengths: Sequence[int], long: LongDocuments = "error", longest: int
         numbers = np.arange(1, len(own) + 1, dtype=np.int64)
         none = np.zeros(len(own), np.int64)
         few = none.astype(np.int32)
-        images = (none, none, few, few, np.empty(0, np.uint8), np.empty(0, np.int64))
+        images = (none, none, few, few, few, np.empty(0, np.uint8), np.empty(0, np.int64))
         formats = np.zeros(len(own), np.uint8)
         chunk = Chunk(ids, trained, np.array(own, np.int32), losses, numbers, formats, *images)
         pieces.append(Limits(longest, long=long).piece(in_memory(origin, True, [chunk]), ""))
