@@ -105,6 +105,7 @@ def built_by_rank(lengths: Sequence[int]) -> list[list[int]]:
                 with (
                     mock.patch.object(Documents, "build", build),
                     mock.patch.object(Mesh, "loss_rank", mock.PropertyMock(return_value=rank)),
+                    mock.patch.object(engine._planner, "_rank", rank),
                 ):
                     plan, rows = sft.lay_out(engine, documents, CrossEntropy(), Step(1, 1, list(range(COUNT))))
                 in_rows = [index for micro in range(plan.micro_batches) for index in rows[micro].documents]
