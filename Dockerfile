@@ -11,6 +11,6 @@ ENV PIP_NO_CACHE_DIR=1 PYTHONUNBUFFERED=1
 RUN pip install ${TORCH_INSTALL_ARGS} torch==2.13.0
 COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY weft weft
-RUN pip install -c constraints.txt '.[data,vision,rl,lora,remote,track]'
+RUN pip install -c constraints.txt '.[data,vision,video,rl,lora,remote,track]'
 WORKDIR /work
 ENTRYPOINT ["weft"]

@@ -160,7 +160,7 @@ OF_THE_COMMAND = [
 ]  # fmt: skip
 
 OF_THE_CONFIG = [
-    Mistake("a key misspelt", sft("optimizer.learning_rat=1e-3"), ["did you mean optimizer.lr?"],
+    Mistake("a key misspelt", sft("optimizer.learning_rat=1e-3"), ["did you mean learning_rate?", "say `optimizer.lr`"],
             sft("optimizer.lr=1e-3")),
     Mistake("a key without its section", sft("lr=1e-3"), ["say `optimizer.lr`"], sft("optimizer.lr=1e-3")),
     Mistake("a key of another trainer", sft("train.gradient_accumulation_steps=2"), ["`step.documents` = per-device"],

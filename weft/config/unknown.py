@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from weft.config.compat.names import advice_for, likely_trainer
+from weft.config.compat.trainer import TABLES
 from weft.config.keys import schema_keys, sections
 from weft.config.rl_schema import RlConfig
 from weft.config.schema import SftConfig
@@ -107,6 +108,9 @@ def _nearest(name: str, schema: type) -> str:
         own = [key.leaf for key in keys.values() if key.name.startswith(section + ".")]
         candidates = [f"{section}.{match}" for match in difflib.get_close_matches(leaf, own, n=2)]
     if not candidates:
+        meant = difflib.get_close_matches(leaf, TABLES.names, n=1, cutoff=0.9)  # a name of others with a letter wrong
+        if meant:
+            return f"did you mean {meant[0]}? If so: {advice_for(meant[0], reinforcement='rl' in sections(schema))}"
         candidates = difflib.get_close_matches(name, keys, n=2, cutoff=0.7)
     if candidates:
         return f"did you mean {' or '.join(candidates)}?"
