@@ -25,12 +25,13 @@ from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
 from weft.models import hf
 from weft.models.flops import FlopFacts
+from weft.objectives.cross_entropy import CrossEntropy
 from weft.recipes.verify import EPSILON
 from weft.verification import harness
 from weft.verification.documents import awkward_steps
 from weft.verification.expected import Expected, Trainer, expect
 from weft.verification.harness import Verdict
-from weft.verification.observed import Step
+from weft.verification.observed import Step, to_documents
 
 MESHES: dict[str, dict[str, Any]] = {
     "1": {}, "2": {"dp_shard": 2}, "3": {"dp_shard": 3}, "4": {"dp_shard": 4},
@@ -150,6 +151,21 @@ def engine_config(path: str, mesh: str, **sections: dict[str, Any]) -> EngineCon
         step=StepConfig(**{"max_tokens_per_device": 128, **sections.get("step", {})}),
         optimizer=OptimizerConfig(**{"eps": EPSILON, **sections.get("optimizer", {})}),
     )
+
+
+def bytes_held(engine: Engine) -> tuple[int, int, int]:
+    """(weights, gradients, optimizer state) on this rank after a step and the next one's backward."""
+    documents, metas = to_documents(engine, awkward_steps(128)[0])
+    for last in (False, True):
+        engine.accumulate(engine.plan(metas), documents, CrossEntropy())
+        if not last:
+            engine.apply(1e-3)
+    assert engine.optimizer is not None
+    parameters = list(engine.module.parameters())
+    states = [v.to_local() for s in engine.optimizer.state.values() for k, v in s.items() if k != "step"]
+    gradients = [p.grad.to_local() for p in parameters if p.grad is not None]
+    weights = sum(p.to_local().nbytes for p in parameters)
+    return weights, sum(g.nbytes for g in gradients), sum(v.nbytes for v in states)
 
 
 def parity(path: str, mesh: str, sections: dict[str, dict[str, Any]], device: Device = "cpu") -> Verdict | None:

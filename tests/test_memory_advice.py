@@ -12,38 +12,20 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from tests.cases import open_engine, saved_model, world_of
+from tests.cases import bytes_held, open_engine, saved_model, world_of
 from tests.pool import run
 from weft.config.schema import FsdpConfig, OptimizerConfig
 from weft.errors import UserError
-from weft.objectives.cross_entropy import CrossEntropy
 from weft.planner.memory import MemoryNeeds, capacity, check_draws, check_fits, hint, local_ranks
 from weft.sharding import load
-from weft.verification.documents import awkward_steps
-from weft.verification.observed import to_documents
 
 GIB = 1 << 30
 
 
 def counted(path: str, mesh: str, sections: dict[str, Any]) -> tuple[MemoryNeeds, MemoryNeeds]:
-    """What was foreseen, and the bytes that are there after a step's backward and update."""
+    """What was foreseen, and what is there."""
     engine = open_engine(path, mesh, **sections)
-    documents, metas = to_documents(engine, awkward_steps(128)[0])
-    for last in (False, True):
-        engine.accumulate(engine.plan(metas), documents, CrossEntropy())
-        if not last:
-            engine.apply(1e-3)
-    assert engine.optimizer is not None
-    parameters = list(engine.module.parameters())
-    states = [v.to_local() for s in engine.optimizer.state.values() for k, v in s.items() if k != "step"]
-    seen = MemoryNeeds(
-        sum(p.to_local().nbytes for p in parameters),
-        sum(p.grad.to_local().nbytes for p in parameters if p.grad is not None),
-        sum(v.nbytes for v in states),
-        0,
-        0,
-    )
-    return engine.memory, seen
+    return engine.memory, MemoryNeeds(*bytes_held(engine), 0, 0)
 
 
 @pytest.mark.parametrize(

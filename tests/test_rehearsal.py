@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 
-from tests.cases import MESHES, engine_config, open_engine, saved_model, world_of
+from tests.cases import MESHES, bytes_held, engine_config, open_engine, saved_model, world_of
 from tests.pool import run
 from tests.vision_zoo import vision_folder
 from weft import cli
@@ -32,8 +32,6 @@ from weft.rehearsal.search import BEST, Search, meshes, search
 from weft.rehearsal.simulate import Step, plan_of, rows_of, watched_step
 from weft.rehearsal.timing import time_of
 from weft.rehearsal.traffic import transfers
-from weft.verification.documents import awkward_steps
-from weft.verification.observed import to_documents
 
 ROOT = Path(__file__).parent.parent
 
@@ -55,18 +53,7 @@ def blueprint(family: str, mesh: str, sections: dict[str, Any], **changes: Any) 
 
 
 def counted(path: str, mesh: str, sections: dict[str, Any]) -> tuple[int, int, int]:
-    """(weights, gradients, optimizer state): the bytes on this rank after a step's backward and update."""
-    engine = open_engine(path, mesh, **sections)
-    documents, metas = to_documents(engine, awkward_steps(128)[0])
-    for last in (False, True):
-        engine.accumulate(engine.plan(metas), documents, CrossEntropy())
-        if not last:
-            engine.apply(1e-3)
-    assert engine.optimizer is not None
-    parameters = list(engine.module.parameters())
-    states = [v.to_local() for s in engine.optimizer.state.values() for k, v in s.items() if k != "step"]
-    gradients = [p.grad.to_local() for p in parameters if p.grad is not None]
-    return tuple(sum(t.nbytes for t in found) for found in ([p.to_local() for p in parameters], gradients, states))  # type: ignore[return-value]
+    return bytes_held(open_engine(path, mesh, **sections))
 
 
 def bytes_of(held: Held) -> tuple[int, int, int]:
