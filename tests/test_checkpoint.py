@@ -368,7 +368,7 @@ def saves_infinity(folder: str) -> tuple[str, list[str]]:
     saver = opened(folder)
     saver.save(1, {})
     saver.wait()
-    saver.take_news()
+    saver.pop_messages()
     if torch.distributed.get_rank() == 1:
         name = next(name for name, piece in find_parts(saver.engine).items() if name.startswith("weights/"))
         find_parts(saver.engine)[name].local.view(-1)[0] = float("inf")
@@ -377,7 +377,7 @@ def saves_infinity(folder: str) -> tuple[str, list[str]]:
         try:
             saver.finish()
         except FloatingPointError as error:
-            return str(error), saver.take_news()
+            return str(error), saver.pop_messages()
     return "", []
 
 
@@ -423,11 +423,11 @@ def loses_checkpoints(folder: str) -> list[list[str]]:
         for step in range(1, 5):
             saver.save(step, {})
             saver.wait()
-            news.append([text for text in saver.take_news() if text.startswith("gone")])
+            news.append([text for text in saver.pop_messages() if text.startswith("gone")])
             if step in (2, 4):
                 shutil.rmtree(step_folder(Path(folder, "checkpoints"), step - 1))
         saver.finish()
-        news.append([text for text in saver.take_news() if text.startswith("gone")])
+        news.append([text for text in saver.pop_messages() if text.startswith("gone")])
     return news
 
 

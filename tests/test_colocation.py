@@ -120,7 +120,7 @@ def trained(
             return 0
         waiting = sleeper._asleep[part]
         if part == "optimizer" and plant == "wakes empty":
-            for chunk in waiting.loan.chunks:
+            for chunk in waiting.allocation.chunks:
                 chunk.zero_()
         return wake(sleeper, part)
 

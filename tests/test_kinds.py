@@ -13,7 +13,7 @@ from weft.engine.startup import examine
 from weft.errors import UserError
 from weft.models import shrink
 from weft.models.facts import find_facts
-from weft.models.kinds import Kinds, kinds_of, meta_model
+from weft.models.kinds import LayerKinds, kinds_of, meta_model
 from weft.models.shrink import fewer_layers, narrow
 
 _RECURRENT = ["recurrent", "recurrent", "attention"]
@@ -76,7 +76,7 @@ def test_a_flag_makes_a_kind_where_the_classes_are_the_same() -> None:
 # ---------------------------------------------------------------- a copy without one
 
 
-def without_late_kinds(config: PretrainedConfig, layers: int, whole: Kinds) -> PretrainedConfig:
+def without_late_kinds(config: PretrainedConfig, layers: int, whole: LayerKinds) -> PretrainedConfig:
     """As if the first layers were all there is."""
     return shrink._with_layers(config, list(range(layers)))
 

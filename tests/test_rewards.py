@@ -80,7 +80,7 @@ def test_what_fails_costs_its_sample() -> None:
         assert text in errors[i]
     assert [i for i, error in enumerate(errors) if not error] == [0, 2, 5, 9]
     assert not [p for p in psutil.Process().children() if "weft.rl.reward_worker" in p.cmdline()]
-    news = failures.take_news()
+    news = failures.pop_messages()
     assert len(news) == 3 and news[0].startswith(
         "reward   as_number failed for sample 4.0/1 (data.jsonl:5): ValueError"
     )

@@ -229,8 +229,8 @@ def test_a_tensor_over_several_chunks(shape: tuple[int, ...], dtype: torch.dtype
     tensor = (torch.arange(prod(shape)).reshape(shape) % 7).to(dtype)
     with mock.patch.object(host, "CHUNK", 512):
         pool = HostPool(torch.device("cpu"))
-        loan = pool.take([100, tensor.nbytes, 3])
-        held = HostTensor(shape, dtype, loan.pieces[1])
+        allocation = pool.take([100, tensor.nbytes, 3])
+        held = HostTensor(shape, dtype, allocation.pieces[1])
         held.fill(tensor)
         assert all(len(piece) <= 512 for piece in held.pieces)
         assert torch.equal(torch.cat(list(held.flat())), tensor.reshape(-1))
@@ -240,6 +240,6 @@ def test_a_tensor_over_several_chunks(shape: tuple[int, ...], dtype: torch.dtype
             box = tuple(slice(start, draw.randint(start + 1, n)) for start, n in zip(starts, shape, strict=True))
             assert torch.equal(held[box], tensor[box])
         for _ in range(2):  # once is enough
-            pool.give(loan)
+            pool.give(allocation)
         there = pool.bytes
         assert len(pool.take([512] * (there // 512)).chunks) == there // 512 and pool.bytes == there

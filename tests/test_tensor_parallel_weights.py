@@ -20,7 +20,7 @@ from tests.resuming import Sections, process
 from weft.checkpoint import export
 from weft.sharding.cuts import Cut
 from weft.sharding.safetensors_files import TensorFile
-from weft.sharding.spread import Spread
+from weft.sharding.tensor_placement import TensorPlacement
 from weft.sharding.walker import walk
 
 # Heads that are repeated (qwen3, gpt_oss), fused projections (phi3, gpt2, falcon), widths that do not divide evenly
@@ -140,7 +140,7 @@ def placed_as_nobody_knows() -> None:
     """torch has placements for what is sharded that are no Shard; memory that nothing fills would be handed out."""
     tensor = DTensor.from_local(torch.ones(2), init_device_mesh("cpu", (2,)), (Partial(),))
     with pytest.raises(RuntimeError, match="w is placed as .*: weft cannot gather that"):
-        Spread.of("w", tensor, {})
+        TensorPlacement.of("w", tensor, {})
 
 
 def test_a_placement_that_nobody_knows_is_an_error() -> None:
@@ -150,12 +150,12 @@ def test_a_placement_that_nobody_knows_is_an_error() -> None:
 def lacking(path: str) -> str:
     """A rank's share is forgotten."""
     engine = open_engine(path, "2")
-    manifest, shares = export.manifest_of(engine), Spread.shares
+    manifest, shares = export.manifest_of(engine), TensorPlacement.shares
 
-    def forget(self: Spread, part: Any, place: Any) -> Any:
+    def forget(self: TensorPlacement, part: Any, place: Any) -> Any:
         return [] if place == (0, 1) else shares(self, part, place)
 
-    with mock.patch.object(Spread, "shares", forget), pytest.raises(RuntimeError) as caught:
+    with mock.patch.object(TensorPlacement, "shares", forget), pytest.raises(RuntimeError) as caught:
         list(walk(engine.module, engine.built.pieces, manifest, {}))
     return str(caught.value)
 

@@ -22,7 +22,7 @@ MUTANTS = (
     Mutant("models/train_module.py", "Head._whole", "temperature=self.temperature, direction", "direction", "tests/test_temperature.py"),
     Mutant("engine/startup.py", "_check_layout", "for place in (0, 2):", "for place in ():", "tests/test_startup.py"),
     Mutant("engine/startup.py", "_check_layout", "others = [i for i in range(len(documents)) if i != place]", "others = [place + 1]", "tests/test_startup.py"),
-    Mutant("models/kinds.py", "Kinds.are_those_of", "set(self.layers) == set(other.layers) and ", "", "tests/test_kinds.py tests/test_startup.py"),
+    Mutant("models/kinds.py", "LayerKinds.are_those_of", "set(self.layers) == set(other.layers) and ", "", "tests/test_kinds.py tests/test_startup.py"),
     Mutant("sharding/walker.py", "checked", "if missing:", "if False:", "tests/test_load.py"),
     Mutant("sharding/walker.py", "_buckets", "bucket and sum(other.bytes for other in bucket) + part.bytes > limit", "bucket", "tests/test_load.py"),
     Mutant("sharding/walker.py", "_cut", "whole.bytes <= limit or not shape", "True", "tests/test_load.py"),

@@ -84,7 +84,7 @@ MUTANTS = (
     Mutant("engine/pipeline.py", "PipelineExecutor._backward", "self.replay.following(done.row), numerics", "nullcontext(), numerics", "tests/test_rl_parity.py::test_updates_are_those_of_one_plain_process[qwen3_moe-pp2ix2-keys22]"),
     Mutant("engine/pipeline.py", "PipelineExecutor.visit", "if following else", "if False else", "tests/test_rl_parity.py::test_updates_are_those_of_one_plain_process[qwen3_moe-pp2ix2-keys22]"),
     Mutant("sharding/walker.py", "_Shipment.__init__", "dist.broadcast(sent, group=stages, group_src=source)", "pass", "tests/test_tensor_parallel_weights.py::test_what_is_divided_is_walked_whole"),
-    Mutant("sharding/spread.py", "_of_all_stages", "if len(stages) < len(said)", "if False", "tests/test_tensor_parallel_weights.py::test_what_is_divided_is_walked_whole"),
+    Mutant("sharding/tensor_placement.py", "_of_all_stages", "if len(stages) < len(said)", "if False", "tests/test_tensor_parallel_weights.py::test_what_is_divided_is_walked_whole"),
     Mutant("rollout/sync/buckets.py", "Plan.__init__", "if name not in borrowed", "if True", "tests/test_sync.py::test_every_byte_is_written_by_one_rank"),
     Mutant("optim/custom_optimizer.py", "_Trial._check_alone", "part.counters.get(key) != values", "False", "tests/test_optimizer_foreign.py::test_refused_in_stages"),
     Mutant("optim/optimizer.py", "build_optimizer", "None if whole is None else list", "None if True else list", "tests/test_resume_meshes.py::test_numbers_of_groups_are_those_of_the_whole_model"),

@@ -168,7 +168,7 @@ class Saver:
     def _busy(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
-    def take_news(self) -> list[str]:
+    def pop_messages(self) -> list[str]:
         """The first rank's new messages for the user."""
         news, self.news = self.news, []
         return news
@@ -242,7 +242,7 @@ class Saver:
             time.sleep(_POLL_SECONDS)
         self._cancel.set()
         if self._ending:
-            say(*self.take_news(), error=True)
+            say(*self.pop_messages(), error=True)
 
     def _tell(self, news: str) -> None:
         """From the writer's thread: at once where the run ends, since other ranks leave when this save's notes go."""

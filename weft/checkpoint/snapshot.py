@@ -40,7 +40,7 @@ from weft.checkpoint.state import (
 )
 from weft.config.schema import CheckpointConfig
 from weft.engine.engine import Engine
-from weft.engine.host import HostTensor, Loan
+from weft.engine.host import Allocation, HostTensor
 from weft.parallel import fsdp
 from weft.sharding.boxes import Box
 from weft.sharding.digests import BoxDigest, check_boxes, not_as_written, write_digests
@@ -51,13 +51,13 @@ _LARGEST_HALF = torch.finfo(torch.float16).max
 
 @dataclass(frozen=True)
 class Copies:
-    """An engine's state at one moment. copies: this rank's elements by name, in the host memory of `loan`. boxes: which
+    """An engine's state at one moment. copies: this rank's elements by name, in `allocation`. boxes: which
     part of each tensor they are. state: the engine's part of state.json, on the first rank."""
 
     copies: Mapping[str, HostTensor]
     boxes: Mapping[str, Box]
     state: Mapping[str, Any]
-    loan: Loan
+    allocation: Allocation
 
 
 @dataclass(frozen=True)
@@ -108,18 +108,18 @@ class Contents:
         parts = find_parts(self.engine)
         wanted = parts.keys() if self.keep_state else set(self._exported.values())
         mine = {name: part for name, part in parts.items() if part.writes and name in wanted}
-        loan = self.engine.sleeper.pool.take([part.local.nbytes for part in mine.values()], by_writer=True)
+        allocation = self.engine.sleeper.pool.take([part.local.nbytes for part in mine.values()], by_writer=True)
         copies = {}
-        for (name, part), pieces in zip(mine.items(), loan.pieces, strict=True):
+        for (name, part), pieces in zip(mine.items(), allocation.pieces, strict=True):
             copies[name] = HostTensor(tuple(part.local.shape), part.local.dtype, pieces)
             copies[name].fill(part.local)
         boxes = {name: part.box for name, part in mine.items()}
         state = self._state(parts) if self.keep_state else {}
-        return Copies(copies, boxes, state, loan)
+        return Copies(copies, boxes, state, allocation)
 
     def release(self, copies: Copies) -> None:
         """Return the host memory of written copies."""
-        self.engine.sleeper.pool.give(copies.loan)
+        self.engine.sleeper.pool.give(copies.allocation)
 
     def _state(self, parts: Mapping[str, Part]) -> dict[str, Any]:
         """On the first rank, the engine's part of state.json, with what all stages hold; collective over the ranks that

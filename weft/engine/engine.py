@@ -43,7 +43,7 @@ from weft.parallel.stages import Link, of_all_stages, sum_shared_gradients
 from weft.parallel.tensor import random_difference, sum_partial_gradients
 from weft.sharding.layout import Piece
 from weft.sharding.load import Progress
-from weft.sharding.spread import Lane
+from weft.sharding.tensor_placement import Lane
 from weft.sharding.walker import checked, walk
 from weft.telemetry import flight
 

@@ -22,7 +22,7 @@ _ALIGNED = 512  # bytes: where everything begins; a chunk is a multiple
 
 
 @dataclass(eq=False)
-class Loan:
+class Allocation:
     """Chunks in use. pieces: for each size that was asked for, its bytes (uint8), in order."""
 
     chunks: list[Tensor]
@@ -38,11 +38,11 @@ class HostPool:
         """storage: the device of the tensors."""
         self.storage, self.pinned = storage, storage.type == "cuda"
         self._idle: list[Tensor] = []
-        self._writers = 0  # loans that a thread will give back, whatever the others do
+        self._writers = 0  # allocations that a thread will give back, whatever the others do
         self._changed = threading.Condition()
         self.bytes = 0  # of all chunks
 
-    def take(self, sizes: Sequence[int], *, by_writer: bool = False) -> Loan:
+    def take(self, sizes: Sequence[int], *, by_writer: bool = False) -> Allocation:
         """Memory for items of these sizes, in bytes.
 
         by_writer: a thread that writes to disk returns it; later calls wait for that before they allocate more.
@@ -58,14 +58,14 @@ class HostPool:
             for _ in range(wanted - len(chunks)):
                 chunks.append(torch.empty(CHUNK, dtype=torch.uint8, pin_memory=self.pinned))
                 self.bytes += CHUNK
-        return Loan(chunks, list(_cut(chunks, sizes)), by_writer)
+        return Allocation(chunks, list(_cut(chunks, sizes)), by_writer)
 
-    def give(self, loan: Loan) -> None:
-        """Return a loan; a second call does nothing."""
+    def give(self, allocation: Allocation) -> None:
+        """Return a allocation; a second call does nothing."""
         with self._changed:
-            self._idle += loan.chunks
-            self._writers -= loan.by_writer
-            loan.chunks, loan.pieces, loan.by_writer = [], [], False
+            self._idle += allocation.chunks
+            self._writers -= allocation.by_writer
+            allocation.chunks, allocation.pieces, allocation.by_writer = [], [], False
             self._changed.notify_all()
 
 

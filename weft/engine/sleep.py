@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from weft.engine.host import HostPool, Loan
+from weft.engine.host import Allocation, HostPool
 from weft.optim.custom_optimizer import ShardOptimizer
 from weft.optim.optimizer import Ema
 from weft.parallel.mesh import own_part
@@ -29,7 +29,7 @@ class _Waiting:
 
     storages: list[torch.UntypedStorage]
     sizes: list[int]
-    loan: Loan
+    allocation: Allocation
 
     @property
     def bytes(self) -> int:
@@ -80,7 +80,7 @@ class Sleeper:
         for own, host in _pairs(waiting):
             own.copy_(host, non_blocking=True)
         self._synchronise()
-        self.pool.give(waiting.loan)
+        self.pool.give(waiting.allocation)
         return waiting.bytes
 
     def _synchronise(self) -> None:
@@ -118,7 +118,7 @@ class Emptied:
 
 def _pairs(waiting: _Waiting) -> Iterator[tuple[Tensor, Tensor]]:
     """(bytes of a storage, their place on the host), as long as both go."""
-    for storage, pieces in zip(waiting.storages, waiting.loan.pieces, strict=True):
+    for storage, pieces in zip(waiting.storages, waiting.allocation.pieces, strict=True):
         own, done = _bytes_of(storage), 0
         for piece in pieces:
             yield own[done : done + len(piece)], piece

@@ -21,7 +21,7 @@ from weft.engine.row import Layout
 from weft.errors import UserError
 from weft.models import hf
 from weft.models.families import family_of
-from weft.models.kinds import Kinds, kinds_of
+from weft.models.kinds import LayerKinds, kinds_of
 from weft.models.shrink import fewer_layers, narrow
 from weft.models.train_module import TrainModule
 from weft.ops import attention
@@ -161,7 +161,7 @@ def small_copy(config: PretrainedConfig, kernel: str = "auto") -> PreTrainedMode
     return _small_copies(config, kernel)[0]
 
 
-def _shrinkings(config: PretrainedConfig, whole: Kinds) -> list[tuple[str, Callable[[], PretrainedConfig]]]:
+def _shrinkings(config: PretrainedConfig, whole: LayerKinds) -> list[tuple[str, Callable[[], PretrainedConfig]]]:
     """(in words, how to make one), the cheapest first."""
     fewer = fewer_layers(config, 2, whole)
     count = f"{fewer.get_text_config().num_hidden_layers} layers"

@@ -24,7 +24,7 @@ _NUMBERS = re.compile(r"\.\d+(?=\.|$)")
 
 
 @dataclass(frozen=True)
-class Kinds:
+class LayerKinds:
     """layers: the kind of each decoder layer, in order. rest: the classes of all other modules. numbering: attributes
     that hold the layer's own number, so that a 0 is no different from other sizes."""
 
@@ -38,7 +38,7 @@ class Kinds:
         return set(self.layers) == set(other.layers) and self.rest == other.rest
 
 
-def kinds_of(config: PretrainedConfig) -> Kinds:
+def kinds_of(config: PretrainedConfig) -> LayerKinds:
     """The kinds of the model that this config describes. UserError where its decoder layers cannot be found."""
     return _kinds(meta_model(config), None)
 
@@ -48,7 +48,7 @@ def meta_model(config: PretrainedConfig) -> PreTrainedModel:
     return hf.build_meta(copy.deepcopy(config), dtype=torch.float32, attention="eager")
 
 
-def _kinds(model: PreTrainedModel, numbering: frozenset[str] | None) -> Kinds:
+def _kinds(model: PreTrainedModel, numbering: frozenset[str] | None) -> LayerKinds:
     path = find_facts(model).layers
     said = [_statements(layer) for layer in model.get_submodule(path).children()]
     types = getattr(model.config.get_text_config(), "layer_types", None) or ()
@@ -60,7 +60,7 @@ def _kinds(model: PreTrainedModel, numbering: frozenset[str] | None) -> Kinds:
         for statements in said
     )
     rest = (type(module).__name__ for name, module in model.named_modules() if not f"{name}.".startswith(f"{path}."))
-    return Kinds(layers, frozenset(rest), numbering)
+    return LayerKinds(layers, frozenset(rest), numbering)
 
 
 def _statements(layer: nn.Module) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from weft.models.cost import experts_of
-from weft.models.kinds import Kinds, meta_model
+from weft.models.kinds import LayerKinds, meta_model
 
 _WINDOW = 16  # every window and chunk of a small copy; check rows are longer
 _ORIGINAL_POSITIONS = 64
@@ -30,7 +30,7 @@ _WITH_HIDDEN = ("mamba_n_heads", "n_mamba_heads", "mamba_num_heads", "mamba_d_ss
 _TOKEN_IDS = ("pad_token_id", "bos_token_id", "eos_token_id")
 
 
-def fewer_layers(config: PretrainedConfig, layers: int, whole: Kinds) -> PretrainedConfig:
+def fewer_layers(config: PretrainedConfig, layers: int, whole: LayerKinds) -> PretrainedConfig:
     """A copy with `layers` layers, or more where that is needed to have every kind in `whole`. Widths stay.
 
     Where the config has per-layer lists, the first layer of each kind is kept; otherwise the shortest prefix of the
@@ -71,7 +71,7 @@ def _renumber(text: Any, kept: list[int]) -> None:
         text.per_layer_config = {new: said[str(old)] for new, old in enumerate(kept) if str(old) in said} or None
 
 
-def _has_all_kinds(config: PretrainedConfig, whole: Kinds) -> bool:
+def _has_all_kinds(config: PretrainedConfig, whole: LayerKinds) -> bool:
     try:
         return whole.are_those_of(meta_model(config))
     except Exception:  # lists that do not fit together any more: whatever the family raises of them

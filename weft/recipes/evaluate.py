@@ -178,7 +178,7 @@ class Evaluator:
         kept = str(step_folder(checkpoints, best.step)) if self.keep_best else None
         return {"step": best.step, self.config.metric: best.value, "checkpoint": kept}
 
-    def take_news(self) -> list[str]:
+    def pop_messages(self) -> list[str]:
         """New messages for the user."""
         news, self._news = self._news, []
         return news

@@ -254,7 +254,7 @@ async def train(run: Run) -> None:
                 step.phases.add(switch.take_seconds())
                 run.version = number
                 found = await evaluate(evaluator, number, plan)
-                progress.notes(step.failures.take_news())
+                progress.notes(step.failures.pop_messages())
                 for line in recorder.record(step, lines, synced, found):
                     progress.step(line)
                 progress.notes(recorder.record_evaluation(number * plan.per_rollout, found))
@@ -264,7 +264,7 @@ async def train(run: Run) -> None:
                     async with switch.trainers_awake(back=not done):
                         with run.phases("save"):
                             progress.notes(await save(run, recorder, step))
-                progress.notes(uploads.take_news())
+                progress.notes(uploads.pop_messages())
                 if done:
                     break
                 await producer.trained(number)
@@ -331,7 +331,7 @@ async def collect(run: Run) -> None:
             for number in range(run.start.rollout + 1, run.plan.rollouts + 1):
                 step = await roll_out(run, switch.engine, sampling, number)
                 step.metrics |= {**reward_metrics(step.groups), **step.failures.metrics()}
-                progress.notes(step.failures.take_news())
+                progress.notes(step.failures.pop_messages())
                 progress.step(recorder.record_rollout(step))
                 if signals.number:
                     break

@@ -136,7 +136,7 @@ def train(
     ):
         if not start.step:
             recorder.record_start(evaluator.at(0, len(steps)))
-        progress.notes(evaluator.take_news())
+        progress.notes(evaluator.pop_messages())
         for step, laid_out in laid_out_ahead:
             sources = first_sources(data.documents, step.documents)
             with profiled(config.profile, step.number, folder, engine.ranks.rank), phases("train"):
@@ -152,7 +152,7 @@ def train(
             memory_gib, stop, overdue, failed = agree(engine, signals, saver)
             line = recorder.record(step, taken, memory_gib, found)
             progress.step(line)
-            progress.notes(evaluator.take_news())
+            progress.notes(evaluator.pop_messages())
             if hooks.on_step is not None:
                 hooks.on_step(line)
             recorder.stop_if_diverged(line, sources)
@@ -164,13 +164,13 @@ def train(
                 with phases("save"):
                     state = recorder.progress(step, updates, phases) | evaluator.state()
                     saver.save(step.number, state, best=evaluator.is_to_keep)
-            progress.notes([*saver.take_news(), *uploads.take_news()])
+            progress.notes([*saver.pop_messages(), *uploads.pop_messages()])
             if done:
                 break
         flight.at("save")
         with phases("save"):
             saved = saver.finish()
-        progress.notes(saver.take_news())
+        progress.notes(saver.pop_messages())
     early = step.number < len(steps)
     stopped = (signal.Signals(stop).name if stop else evaluator.best.ends) if early else None
     recorder.finish(phases, saved, stopped, evaluator.summary(saved.parent))

@@ -71,7 +71,7 @@ class Mirror:
                 "trained; start again once it can."
             ) from error
 
-    def take_news(self) -> list[str]:
+    def pop_messages(self) -> list[str]:
         """New messages for the user."""
         news, self._news = self._news, []
         return news
@@ -96,7 +96,7 @@ class Mirror:
                 f"not all of the run is on {self.remote.store.url}: {self._failure}. It is whole on this machine, in "
                 f"{self.run.parent} as {self.run.name}. To upload it from here: {self.retry}"
             )
-        return self.take_news()
+        return self.pop_messages()
 
     # ------------------------------------------------------------ the thread
 

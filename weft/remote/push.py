@@ -69,7 +69,7 @@ class Pusher:
         self._thread = threading.Thread(target=self._work, name="push", daemon=True)
         self._thread.start()
 
-    def take_news(self) -> list[str]:
+    def pop_messages(self) -> list[str]:
         """New messages for the user."""
         news, self._news = self._news, []
         return news
@@ -83,7 +83,7 @@ class Pusher:
         while self._thread.is_alive():
             self._thread.join(_POLL_SECONDS)
             beat()
-        return self.take_news()
+        return self.pop_messages()
 
     def give_up(self) -> None:
         """Start no more uploads, because the run ends with an error; a running one ends with the process."""

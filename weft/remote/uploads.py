@@ -52,10 +52,10 @@ class Uploads(AbstractContextManager["Uploads"]):
                 thread.start()
         return self
 
-    def take_news(self) -> list[str]:
+    def pop_messages(self) -> list[str]:
         """New messages for the user."""
         threads = (self._mirror, self._pusher)
-        return [text for thread in threads if thread is not None for text in thread.take_news()]
+        return [text for thread in threads if thread is not None for text in thread.pop_messages()]
 
     def finish(self, stopped: bool, beat: Callable[[], None]) -> list[str]:
         """Wait until everything is uploaded; the messages for the user. StorageError where an object store lacks
@@ -66,7 +66,7 @@ class Uploads(AbstractContextManager["Uploads"]):
         try:
             return [*news, *self._mirror.finish(beat)]
         except StorageError:
-            say_all([*news, *self._mirror.take_news()])
+            say_all([*news, *self._mirror.pop_messages()])
             raise
 
     def __exit__(

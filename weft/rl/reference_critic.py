@@ -184,14 +184,14 @@ class ReferenceCriticRank:
         assert self.saver is not None
         flight.at("save")
         self.saver.save(step, progress)
-        return [f"critic: {text}" for text in self.saver.take_news()]
+        return [f"critic: {text}" for text in self.saver.pop_messages()]
 
     def finish(self) -> list[str]:
         """Wait for the last save; returns messages."""
         assert self.saver is not None
         flight.at("save")
         self.saver.finish()
-        return [f"critic: {text}" for text in self.saver.take_news()]
+        return [f"critic: {text}" for text in self.saver.pop_messages()]
 
     def ending(self, error: BaseException) -> None:
         """As Trainer.ending."""

@@ -56,7 +56,7 @@ class Failures:
         by_name = {f"rewards/{name}/failed": float(count) for name, count in failed.items()}
         return {"rewards/failed": float(failed.total()), **by_name}
 
-    def take_news(self) -> list[str]:
+    def pop_messages(self) -> list[str]:
         """Messages about the first failures since the last call."""
         news, self._news = self._news, []
         return news

@@ -308,13 +308,13 @@ class Trainer:
         assert self.saver is not None
         flight.at("save")
         self.saver.save(step, progress)
-        return self.saver.take_news()
+        return self.saver.pop_messages()
 
     def finish(self) -> tuple[str, list[str]]:
         """Wait for the last save; returns its folder and messages."""
         assert self.saver is not None
         flight.at("save")
-        return str(self.saver.finish()), self.saver.take_news()
+        return str(self.saver.finish()), self.saver.pop_messages()
 
     def ending(self, error: BaseException) -> None:
         """Called after a call failed on this rank: if it failed on all ranks, the save in progress is finished

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from weft.sharding.boxes import Box
 from weft.sharding.cuts import Cuts
 from weft.sharding.layout import Piece
-from weft.sharding.spread import GatherGroup, Lane, Share, Spread, spreads_of
+from weft.sharding.tensor_placement import GatherGroup, Lane, Share, TensorPlacement, placements_of
 from weft.versions import all_gather_single
 
 _ALIGNMENT = 16  # bytes; every tensor of a bucket begins at a multiple of its element
@@ -42,7 +42,7 @@ def walk(
     single tensor that cannot be split may exceed them. RuntimeError where the ranks together lack some of a tensor.
     """
     groups = _by_runtime(pieces)
-    state = spreads_of(module.state_dict(keep_vars=True), groups, cuts, lane)
+    state = placements_of(module.state_dict(keep_vars=True), groups, cuts, lane)
     parts = [part for group in groups.values() for part in _cut(state, group, manifest, bucket_bytes // 2)]
     pending: _Gather | None = None
     for bucket in _buckets(parts, bucket_bytes // 2):
@@ -99,7 +99,7 @@ def _by_runtime(pieces: Iterable[Piece]) -> dict[str, list[Piece]]:
 
 
 def _cut(
-    state: Mapping[str, Spread], pieces: list[Piece], manifest: Mapping[str, Tensor], limit: int
+    state: Mapping[str, TensorPlacement], pieces: list[Piece], manifest: Mapping[str, Tensor], limit: int
 ) -> Iterator[_Part]:
     """A tensor whole, or, where it is larger than `limit`, in ranges of rows that split no piece (experts)."""
     shape = state[pieces[0].runtime].shape
@@ -132,7 +132,9 @@ def _buckets(parts: Sequence[_Part], limit: int) -> Iterator[list[_Part]]:
 class _Gather:
     """The parts of a bucket in flight: one shipment for each group that some of them are spread over."""
 
-    def __init__(self, state: Mapping[str, Spread], bucket: list[_Part], manifest: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self, state: Mapping[str, TensorPlacement], bucket: list[_Part], manifest: Mapping[str, Tensor]
+    ) -> None:
         self.state, self.bucket, self.manifest = state, bucket, manifest
         by_group: dict[GatherGroup, list[_Part]] = {}
         for part in bucket:
@@ -147,24 +149,24 @@ class _Gather:
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """In the order of the bucket's parts."""
         for part in self.bucket:
-            spread = self.state[part.runtime]
-            shipment = self.shipments.get(spread.group)
-            values = _own(spread, part) if shipment is None else shipment.take(part)
+            placement = self.state[part.runtime]
+            shipment = self.shipments.get(placement.group)
+            values = _own(placement, part) if shipment is None else shipment.take(part)
             for piece in part.pieces:
                 tensor = piece.to_disk(values[piece.box.within(part.box)])
                 yield piece.disk, tensor.to(self.manifest[piece.disk].dtype)
 
 
-def _own(spread: Spread, part: _Part) -> Tensor:
+def _own(placement: TensorPlacement, part: _Part) -> Tensor:
     """A part of a tensor that this rank holds whole."""
-    return spread.values[part.box.within(Box.whole(spread.shape))].to(part.dtype)
+    return placement.values[part.box.within(Box.whole(placement.shape))].to(part.dtype)
 
 
 class _Shipment:
     """The parts of one group: each rank of the stage that has them sends its boxes of all of them, end to end, as
     bytes."""
 
-    def __init__(self, group: GatherGroup, parts: list[_Part], state: Mapping[str, Spread]) -> None:
+    def __init__(self, group: GatherGroup, parts: list[_Part], state: Mapping[str, TensorPlacement]) -> None:
         """Casts this rank's shares, and begins to gather over FSDP's axis."""
         self.group, self.parts = group, parts
         first = state[parts[0].runtime]
@@ -173,10 +175,10 @@ class _Shipment:
         own = self.laid[first.places.index(first.own_place)][0]
         sent = torch.empty(self.length, dtype=torch.uint8, device=first.device)
         for part in parts:
-            spread = state[part.runtime]
-            if spread.tensor is None:  # it comes from another stage
+            placement = state[part.runtime]
+            if placement.tensor is None:  # it comes from another stage
                 continue
-            values, shares = spread.values, spread.shares(part.box, spread.own_place)
+            values, shares = placement.values, placement.shares(part.box, placement.own_place)
             for (begin, box), share in zip(own[part], shares, strict=True):
                 _bytes(sent, begin, box, part.dtype).copy_(values[share.within])
         if group.source is not None:

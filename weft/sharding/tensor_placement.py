@@ -1,4 +1,4 @@
-"""How a sharded tensor is spread over ranks, and what each rank sends when it is gathered.
+"""The placement of a sharded tensor over ranks, and what each rank sends when it is gathered.
 
 Tensor and expert parallelism divide a tensor first; FSDP2 then shards each part over an axis of a mesh. Either may
 leave it whole. A stage of layers sends each of its ranks' shares to the rank at the same place in the other stages,
@@ -54,7 +54,7 @@ class Share(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Spread:
+class TensorPlacement:
     """The placement of one tensor. shape: of the whole tensor. cut: its division by tp and ep, or None. mesh,
     placements: FSDP's; None and () for a plain tensor. tensor: None where another stage holds it."""
 
@@ -67,7 +67,7 @@ class Spread:
     tensor: Tensor | None = None
 
     @classmethod
-    def of(cls, name: str, tensor: Tensor, cuts: Cuts) -> Spread:
+    def of(cls, name: str, tensor: Tensor, cuts: Cuts) -> TensorPlacement:
         """RuntimeError where a tensor has an unknown placement."""
         mesh, placements = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else (None, ())
         shape = full_shape(name, tensor, cuts)
@@ -83,7 +83,7 @@ class Spread:
         placements: tuple[Placement, ...],
         device: torch.device,
         tensor: Tensor | None = None,
-    ) -> Spread:
+    ) -> TensorPlacement:
         cut = cuts.get(name)
         cut = cut if cut is not None and cut.divides else None
         group = GatherGroup(_sharded_axis(name, mesh, placements), None if cut is None else cut.ranks)
@@ -142,16 +142,18 @@ class Spread:
         return Box(tuple(start), tuple(size))
 
 
-def spreads_of(
+def placements_of(
     tensors: Mapping[str, Tensor], names: Iterable[str], cuts: Cuts, lane: Lane | None = None
-) -> dict[str, Spread]:
-    """The Spread of each named tensor. lane: of a stage, for names of all of them; then collective over it."""
+) -> dict[str, TensorPlacement]:
+    """The TensorPlacement of each named tensor. lane: of a stage, for names of all of them; then collective over it."""
     wanted = list(dict.fromkeys(names))
-    found = {name: Spread.of(name, tensors[name], cuts) for name in wanted if name in tensors}
+    found = {name: TensorPlacement.of(name, tensors[name], cuts) for name in wanted if name in tensors}
     return found if lane is None else _of_all_stages(found, wanted, cuts, lane)
 
 
-def _of_all_stages(own: Mapping[str, Spread], names: Sequence[str], cuts: Cuts, lane: Lane) -> dict[str, Spread]:
+def _of_all_stages(
+    own: Mapping[str, TensorPlacement], names: Sequence[str], cuts: Cuts, lane: Lane
+) -> dict[str, TensorPlacement]:
     """With those of other stages, as the first stage that holds each says."""
     sent = {name: _described(s, lane) for name, s in own.items() if lane.holders[name][0] == lane.place}
     said: list[Any] = [None] * dist.get_world_size(lane.group)
@@ -159,26 +161,26 @@ def _of_all_stages(own: Mapping[str, Spread], names: Sequence[str], cuts: Cuts, 
     found = {}
     for name in names:
         stages = lane.holders[name]
-        spread = own.get(name) or _as_described(name, cuts, lane, *said[stages[0]][name])
+        placement = own.get(name) or _as_described(name, cuts, lane, *said[stages[0]][name])
         if len(stages) < len(said):
-            spread = replace(spread, group=spread.group._replace(source=(lane.group, stages[0])))
-        found[name] = spread
+            placement = replace(placement, group=placement.group._replace(source=(lane.group, stages[0])))
+        found[name] = placement
     return found
 
 
 _Described = tuple[tuple[int, ...], int | None, tuple[Placement, ...], str]  # shape, number of the mesh, ..., device
 
 
-def _described(spread: Spread, lane: Lane) -> _Described:
-    mesh = None if spread.mesh is None else list(lane.meshes).index(spread.mesh)
-    return spread.shape, mesh, spread.placements, spread.device.type
+def _described(placement: TensorPlacement, lane: Lane) -> _Described:
+    mesh = None if placement.mesh is None else list(lane.meshes).index(placement.mesh)
+    return placement.shape, mesh, placement.placements, placement.device.type
 
 
 def _as_described(
     name: str, cuts: Cuts, lane: Lane, shape: tuple[int, ...], mesh: int | None, placements: Any, device: str
-) -> Spread:
+) -> TensorPlacement:
     own = None if mesh is None else lane.meshes[mesh]
-    return Spread._placed(name, shape, cuts, own, placements, torch.device(device))
+    return TensorPlacement._placed(name, shape, cuts, own, placements, torch.device(device))
 
 
 def _sharded_axis(name: str, mesh: DeviceMesh | None, placements: Sequence[Placement]) -> tuple[DeviceMesh, int] | None:
