@@ -152,6 +152,7 @@ def test_home_is_expanded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
         ("step.shapes=bucket", "one of free, buckets, fixed, not bucket"),
         ("model.recompute=selective", "selective is not in this version yet"),
         ("model.freeze=lm_head", "a list of strings, not lm_head: write [lm_head]"),
+        ("model.freeze=[*.norm, lm_head]", "write ['*.norm', lm_head]"),
         ("model.freeze=[1]", "a list of strings"),
         ("fsdp.overrides=[lm_head]", "a mapping of names to one of full, replicate or an integer"),
         ("fsdp.overrides={lm_head: whole}", "a mapping of names to"),

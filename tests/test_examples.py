@@ -134,7 +134,7 @@ def test_a_dry_run_of_stages_with_experts_and_long_documents(
     assert "8 stages of layers: 0 to 11 (30,475,389,952 parameters), 12 to 23" in out
     assert "cut over up to 4 ranks (ring 4)" in out and "ep 8 0-7 | 8-15" in out
     assert "weights 14.19 GiB + gradients 14.19 GiB + optimizer 14.19 GiB = 42.57 GiB a rank" in out
-    assert cli.main([*words, "fsdp.cast_forward_inputs=[*.norm]"]) == 2
+    assert cli.main([*words, "fsdp.cast_forward_inputs=['*.norm']"]) == 2
     assert "fsdp.cast_forward_inputs does not go together with mesh.pp = 8" in capsys.readouterr().err
 
 

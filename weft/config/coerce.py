@@ -6,6 +6,7 @@ An integer is accepted for a number; otherwise a value has the type or is refuse
 from __future__ import annotations
 
 import math
+import re
 import types
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -13,6 +14,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from weft.config.yaml12 import Node, show
 
 _YAML_1_1_WORDS = {"yes": "true", "on": "true", "no": "false", "off": "false"}
+_PLAIN = re.compile(r"[\w./][\w./ @+-]*")  # what needs no quotes in a list
 
 
 class MismatchError(Exception):
@@ -87,12 +89,19 @@ def _coerce_literal(node: Node, choices: tuple[Any, ...]) -> Any:
 def _coerce_tuple(node: Node, members: tuple[Any, ...]) -> tuple[Any, ...]:
     if not isinstance(node.value, list):
         several = members[-1] is ... and isinstance(node.value, str | int)
-        raise MismatchError(f"write [{node.value}]" if several else "")
+        raise MismatchError(f"write {_as_list(str(node.value))}" if several else "")
     if members[-1] is ...:
         return tuple(coerce(Node(value, node.where), members[0]) for value in node.value)
     if len(node.value) != len(members):
         raise MismatchError(f"it has {len(node.value)} values")
     return tuple(coerce(Node(value, node.where), hint) for value, hint in zip(node.value, members, strict=True))
+
+
+def _as_list(text: str) -> str:
+    """A list in YAML of what stands for one item, or for a list that YAML could not read, such as [*.norm]."""
+    listed = text.startswith("[") and text.endswith("]")
+    items = [item.strip() for item in text[1:-1].split(",")] if listed else [text]
+    return f"[{', '.join(item if _PLAIN.fullmatch(item) else repr(item) for item in items)}]"
 
 
 def _coerce_mapping(node: Node, members: tuple[Any, ...]) -> dict[str, Any]:
