@@ -86,8 +86,8 @@ def shards_left_behind(path: str) -> Any:
     """Parity where the optimizer steps the shards that it was given first, wherever FSDP2 keeps them now."""
     original = ShardOptimizer.__init__
 
-    def init(self: ShardOptimizer, groups: Any, rule: Any) -> None:
-        original(self, groups, rule)
+    def init(self: ShardOptimizer, *given: Any) -> None:
+        original(self, *given)
         for shard in self._shards.values():
             shard.data = shard.data.clone()
 
