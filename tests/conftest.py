@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     may take any time."""
     known: dict[str, float] = json.loads(SECONDS.read_text())
     items.sort(key=lambda item: -known.get(item.path.name, math.inf))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_group_outlives_its_file() -> Iterator[None]:
+    """A process group that an engine in the tests' own process has made would be in the way of pretended ones."""
+    yield
+    process = sys.modules.get("weft.cluster.process")
+    if process is not None:
+        process.leave()
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
