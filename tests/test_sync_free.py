@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.cases import open_engine, saved_model
 from tests.pool import run
 from tests.rl_samples import algorithm
+from weft.cluster.simulated import read
 from weft.engine.document import Document
 from weft.engine.engine import Engine
 from weft.objectives.base import Objective
@@ -81,7 +82,7 @@ def _caller() -> str:
     while frame is not None:
         path = Path(frame.f_code.co_filename)
         parts = path.parts
-        if "weft" in parts[:-1] and "tests" not in parts:
+        if "weft" in parts[:-1] and "tests" not in parts and frame.f_code is not read.__code__:
             where = "/".join(parts[len(parts) - parts[::-1].index("weft") :])
             return f"{where} {frame.f_code.co_qualname}"
         if "optim" in parts and path.name not in ("optimizer.py",):
