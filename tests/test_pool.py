@@ -46,7 +46,8 @@ def test_of_a_rank_that_dies_the_error_has_signal_stack_and_what_ran_before() ->
     pool.run(2, total)
     text = message(one_aborts)
     assert "rank 1 died by SIGABRT" in text
-    assert "in one_aborts" in text and "gloo::transport::tcp::Loop::run()" in text  # stacks of Python and of C++
+    assert "in one_aborts" in text  # the stack of Python, then of C++, unless torch was not given the time to take it
+    assert "gloo::transport::tcp::Loop::run()" in text or "signal lost waiting for stacktrace" in text
     assert text.endswith("tests.test_pool.total on 2, tests.test_pool.one_aborts on 2")
 
 

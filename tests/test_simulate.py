@@ -78,7 +78,9 @@ def test_a_simulated_step_is_that_of_real_ranks(
         if "v" in mesh:  # gradients of weights are computed by parts of graphs, which go when Python collects them
             assert peak.total == pytest.approx(then.total, rel=0.1)
             continue
-        assert (peak.classes, peak.phase, peak.micro_batch) == (then.classes, then.phase, then.micro_batch)
+        kept, were = ({k: v for k, v in one.classes.items() if k != "temporary"} for one in (peak, then))
+        assert (kept, peak.phase, peak.micro_batch) == (were, then.phase, then.micro_batch)
+        assert peak.total == pytest.approx(then.total, rel=0.05)  # temporary ones go when Python collects them
         assert peak.most == pytest.approx(then.most, rel=0.15)  # messages leave a little later
 
 

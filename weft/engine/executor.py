@@ -238,7 +238,7 @@ class Executor:
             dist.all_reduce(total_E, group=self.mesh.loss_group)
         return replace(factors, shares_E=(total_E / tokens).float(), counted=[Counted(layers, None)] * len(chosen))
 
-    def _choices(self, rows: Rows) -> tuple[list[Tensor], int]:
+    def _choices(self, rows: Rows) -> tuple[list[Tensor], Tensor]:
         """(of each micro-batch [D, E], the choices of its documents, summed over layers; number of layers with
         routers)."""
         chosen = [torch.zeros(0)] * len(rows.sources)
@@ -255,7 +255,7 @@ class Executor:
         with torch.random.fork_rng(devices):
             self.visit(rows, "count", self._ask_choices, use, following=True, evaluating=False)
         self.of_all_layers([*chosen, layers[0]])
-        return chosen, int(layers[0])
+        return chosen, layers[0].float()
 
     def _ask_choices(self, row: Row) -> Asked:
         balance = self.balanced(row, None, 0)

@@ -24,7 +24,7 @@ class Counted:
     """What was counted before the forward of a row. layers: with routers, in the whole model. chosen_DE: their choices
     for each document; None where shares of the step are known."""
 
-    layers: int
+    layers: Tensor
     chosen_DE: Tensor | None
 
 
