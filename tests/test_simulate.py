@@ -67,7 +67,8 @@ def simulated(path: str, mesh: str, sections: dict[str, Any], step: Step, rank: 
 def test_a_simulated_step_is_that_of_real_ranks(
     family: str, mesh: str, sections: dict[str, Any], micro_batches: int
 ) -> None:
-    """To the byte: what is held, what was in memory at the fullest by class, and every collective."""
+    """To the byte: what is held, what was in memory at the fullest by class but for temporary tensors, and every
+    collective."""
     path, world, step = saved_model(family, num_hidden_layers=4), world_of(mesh), step_on(mesh, micro_batches)
     there = run(world, really, path, mesh, sections, step)
     for rank in {0, world - 1}:
@@ -81,7 +82,8 @@ def test_a_simulated_step_is_that_of_real_ranks(
         kept, were = ({k: v for k, v in one.classes.items() if k != "temporary"} for one in (peak, then))
         assert (kept, peak.phase, peak.micro_batch) == (were, then.phase, then.micro_batch)
         assert peak.total == pytest.approx(then.total, rel=0.05)  # temporary ones go when Python collects them
-        assert peak.most == pytest.approx(then.most, rel=0.15)  # messages leave a little later
+        most, seen = ({k: v for k, v in one.most.items() if k != "temporary"} for one in (peak, then))
+        assert most == pytest.approx(seen, rel=0.15)  # messages leave a little later
 
 
 def test_experts_get_as_many_tokens_together_as_on_real_ranks() -> None:
