@@ -8,6 +8,7 @@ that a run reaches are assumptions, which are printed and can be replaced.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from weft.cluster.machine import Accelerator
 from weft.errors import UserError
@@ -87,11 +88,12 @@ def machine_of(accelerator: Accelerator, **others: float | int | None) -> Machin
     GB/s."""
     tflops, memory, link, network = _RATES[accelerator.name]
     found = Machine(accelerator, tflops * 1e12, memory * GB, link * GB, network * GB)
-    changed = {name: value for name, value in others.items() if value is not None}
+    changed: dict[str, Any] = {name: value for name, value in others.items() if value is not None}
     for rate in ("link", "network"):
         if rate in changed:
             changed[rate] *= GB
     for name, value in changed.items():
-        if not value > 0 or (name in ("matmul", "attention") and value > 1):
-            raise UserError(f"--{name} {value:g}: must be above 0{', and at most 1' if name[0] in 'ma' else ''}.")
-    return replace(found, **changed)  # type: ignore[arg-type]
+        share = name in ("matmul", "attention")
+        if not value > 0 or (share and value > 1):
+            raise UserError(f"--{name} {value:g}: must be above 0{', and at most 1' if share else ''}.")
+    return replace(found, **changed)
