@@ -89,11 +89,11 @@ def machine_of(accelerator: Accelerator, **others: float | int | None) -> Machin
     tflops, memory, link, network = _RATES[accelerator.name]
     found = Machine(accelerator, tflops * 1e12, memory * GB, link * GB, network * GB)
     changed: dict[str, Any] = {name: value for name, value in others.items() if value is not None}
-    for rate in ("link", "network"):
-        if rate in changed:
-            changed[rate] *= GB
     for name, value in changed.items():
         share = name in ("matmul", "attention")
         if not value > 0 or (share and value > 1):
             raise UserError(f"--{name} {value:g}: must be above 0{', and at most 1' if share else ''}.")
+    for rate in ("link", "network"):
+        if rate in changed:
+            changed[rate] *= GB
     return replace(found, **changed)
