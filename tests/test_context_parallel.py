@@ -23,6 +23,7 @@ from weft.config.rl_schema import RlAlgorithm
 from weft.engine import context_check
 from weft.engine.context_check import check_context, choose_ulysses
 from weft.engine.dealt_images import deal_images
+from weft.engine.division_check import STATE_TOLERANCE
 from weft.engine.document import Document
 from weft.engine.engine import Engine
 from weft.engine.pieces import Group, place, spread, zigzag
@@ -176,8 +177,9 @@ STATES = (
 
 @pytest.mark.parametrize("family", STATES)
 def test_documents_of_layers_that_carry_state_are_cut(family: str) -> None:
-    """Each of two ranks computes whole documents for half of the heads."""
-    assert checked(family, 2, 2) < 5e-5
+    """Each of two ranks computes whole documents for half of the heads. States amplify rounding, by how much depends on
+    the processor: a tenth of what is refused is allowed."""
+    assert checked(family, 2, 2) < STATE_TOLERANCE / 10
 
 
 def mixers_share(family: str, cp: int, tp: int = 1) -> bool:

@@ -20,7 +20,7 @@ from tests.cases import describe, open_engine, parity, saved_model, world_of
 from tests.pool import run
 from tests.zoo import tiny_config
 from weft.engine import division_check
-from weft.engine.division_check import Division, check_division
+from weft.engine.division_check import STATE_TOLERANCE, Division, check_division
 from weft.engine.startup import examine
 from weft.errors import UserError
 from weft.models import hf, mixer_part
@@ -123,7 +123,9 @@ def test_mixers_on_more_ranks_than_groups_are_divided(family: str) -> None:
 
 @pytest.mark.parametrize("family", DIVIDED)
 def test_a_small_copy_of_each_family_is_divided(family: str) -> None:
-    assert divided(family) < 5e-5
+    """States amplify rounding, by how much depends on the processor: a tenth of what is refused is allowed."""
+    module = TrainModule(hf.build_meta(tiny_config(family), dtype=torch.float32, attention="eager"))
+    assert divided(family) < (STATE_TOLERANCE / 10 if module.mixers else 5e-5)
 
 
 def test_heads_that_are_repeated_are_checked() -> None:

@@ -49,9 +49,8 @@ class Trainer:
 
     freeze: patterns of frozen parameters. balance: factor of the experts' auxiliary loss. whole_step: it is computed
     over all documents together. adapter: a peft folder, which is then trained. pads: whether padding changes only
-    rounding; not so where rotary tables depend on the longest document. rounds: what fp32 rounds off, the difference to
-    fp64, is noise, too: mesh.tp adds up sums in parts, and states that run along images carry roundings far. images: of
-    documents, by their ids.
+    rounding; not so where rotary tables depend on the longest document. rounds: the difference to fp64 is
+    noise, too. images: of documents, by their ids.
     """
 
     path: str

@@ -4,8 +4,9 @@ call the same `verify`.
 Gradient of a parameter: max|g - g_ref| / max(max|g_ref|, 1e-3 G), G the model's largest |g_ref|, at most 1e-5. Weights
 after the steps: ||w - w_ref|| / ||w_ref - w_0||, at most 2e-4 per parameter under AdamW, 1e-5 over all together under
 SGD. Beside each figure stands the reference's own noise: the larger of the same documents in another order, and of the
-same documents as right-padded batches of four; of a dense model on mesh.tp, which adds up sums in parts, also of the
-same in fp64, which is what fp32 rounds off. A tolerance widens to ten times that noise, and never beyond 1e-3.
+same documents as right-padded batches of four; of a dense model on mesh.tp, which adds up sums in parts, and of one
+whose layers carry state, also of the same in fp64, which is what fp32 rounds off. A tolerance widens to ten times that
+noise, and never beyond 1e-3.
 """
 
 from __future__ import annotations
@@ -24,7 +25,16 @@ from weft.models.freeze import resolved
 from weft.verification.adapter import as_in_files, optimizer_by_files, randomize_adapters, renamed, saved_adapter
 from weft.verification.expected import Expected, ExpectedGradient, Trainer, expect
 from weft.verification.image_reference import Images
-from weft.verification.observed import Observed, Step, Tensors, neighbours, observe, one_gradient, to_documents
+from weft.verification.observed import (
+    Observed,
+    Step,
+    Tensors,
+    neighbours,
+    observe,
+    one_gradient,
+    readout_distance,
+    to_documents,
+)
 from weft.verification.routing import Differences, Routes
 
 GRADIENT = 1e-5
@@ -148,8 +158,14 @@ def _trainer(engine: Engine, path: str, lrs: Sequence[float], adapter: str | Non
         resolved(engine.module, model.freeze),
         engine.balance, model.router_aux_loss == "step", adapter,
         pads=position_limit(engine.built.config.get_text_config()) is None, images=images,
-        rounds=engine.mesh.tp_size > 1 or bool(images and engine.module.mixers),
+        rounds=rounds(engine),
     )  # fmt: skip
+
+
+def rounds(engine: Engine) -> bool:
+    """Whether what fp32 rounds off, the difference to fp64, counts as noise: mesh.tp adds up sums in parts, and states
+    along a sequence carry roundings far."""
+    return engine.mesh.tp_size > 1 or bool(engine.module.mixers)
 
 
 def judge(seen: Observed, expected: Expected, optimizer: str, state: torch.dtype = torch.float32) -> Verdict:
@@ -173,19 +189,14 @@ def _readout_figures(seen: Observed, expected: Expected) -> list[Figure]:
     worst = {"logprob": 0.0, "entropy": 0.0}
     for index, pair in enumerate(expected.readouts):
         for name, values in zip(worst, pair, strict=True):
-            worst[name] = _larger(worst[name], _readout_distance(seen.readouts[index][name], values))
-    moves = [_readout_distance(seen.alone[i]["logprob"], values["logprob"]) for i, values in seen.readouts.items()]
+            worst[name] = _larger(worst[name], readout_distance(seen.readouts[index][name], values))
+    moves = [readout_distance(seen.alone[i]["logprob"], values["logprob"]) for i, values in seen.readouts.items()]
     return [
         Figure("readout: logprob", worst["logprob"], SCALAR),
         Figure("readout: entropy", worst["entropy"], SCALAR),
         Figure("packed against alone", max(moves), SCALAR),
         Figure("neighbours do not move", seen.neighbours, SCALAR / 10),
     ]
-
-
-def _readout_distance(ours: Tensor, expected: Tensor) -> float:
-    """The largest difference, relative to the largest value where that is above 1."""
-    return float((ours - expected).abs().max()) / max(1.0, float(expected.abs().max()))
 
 
 def _gradient_figures(seen: Observed, steps: Sequence[ExpectedGradient]) -> tuple[list[Figure], list[Figure]]:

@@ -125,11 +125,17 @@ def _readouts(engine: Engine, step: Step, budget: int | None, images: Images) ->
 
 
 def neighbours(engine: Engine, step: Step, images: Images = _NONE) -> float:
-    """The largest change of any other document's logprobs when the longest document, of text, changes."""
+    """The largest change of any other document's logprobs when the longest document, of text, changes; relative to the
+    largest logprob where that is above 1, because rounding is: experts and ranks batch tokens by what a row holds."""
     before = _readouts(engine, step, None, images)
     longest = max(range(len(step)), key=lambda i: (tuple(step[i][0]) not in images, len(step[i][0])))
     ids, mask = step[longest]
     changed = [*step[:longest], (ids[::-1], mask), *step[longest + 1 :]]
     after = _readouts(engine, changed, None, images)
-    moves = [float((after[i]["logprob"] - before[i]["logprob"]).abs().max()) for i in before if i != longest]
+    moves = [readout_distance(after[i]["logprob"], before[i]["logprob"]) for i in before if i != longest]
     return max(moves, default=0.0)
+
+
+def readout_distance(ours: Tensor, expected: Tensor) -> float:
+    """The largest difference, relative to the largest value where that is above 1."""
+    return float((ours - expected).abs().max()) / max(1.0, float(expected.abs().max()))

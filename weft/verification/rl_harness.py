@@ -41,6 +41,7 @@ from weft.verification.harness import (
     compare_gradients,
     compare_weights,
     cut_documents,
+    rounds,
     worst_five,
     worst_of,
 )  # fmt: skip
@@ -93,20 +94,26 @@ def verify_rl(trainer: Trainer, lr: float, rollouts: Rollouts | None = None) -> 
     for engine in (trainer.engine, trainer.reference, trainer.critic):
         if engine is not None:
             cut_documents(engine, max(len(sample) for groups in rollouts for sample in samples_of(groups)))
-    plain = others = None
+    plain: RunResults | None = None
+    others: list[RunResults] = []
     start = _weights(trainer)
     with saved_adapter(trainer.engine) as adapter:
         if trainer.ranks.is_first:
             plain = _Plain(trainer, start, adapter).run(rollouts, lr)
-            others = _Plain(trainer, start, adapter).run(rollouts, lr, reverse=True)
+            others = [_Plain(trainer, start, adapter).run(rollouts, lr, reverse=True)]
+            if rounds(trainer.engine) and not trainer.engine.built.flops.expert:  # which might choose other experts
+                others.append(_Plain(trainer, start, adapter, double=True).run(rollouts, lr))
     seen = _observe(trainer, rollouts, lr)
-    if plain is None or others is None:
+    if plain is None:
         return None
     figures += _read_figures(seen, plain)
-    figures, worst = _learner_figures(seen.policy, plain.policy, others.policy, start[0], config, "", figures)
+    figures, worst = _learner_figures(
+        seen.policy, plain.policy, [other.policy for other in others], start[0], config, "", figures
+    )
     if seen.critic is not None:
-        assert plain.critic is not None and others.critic is not None and start[1] is not None
-        figures, more = _learner_figures(seen.critic, plain.critic, others.critic, start[1], config, CRITIC, figures)
+        assert plain.critic is not None and start[1] is not None
+        noisy = [other.critic for other in others if other.critic is not None]
+        figures, more = _learner_figures(seen.critic, plain.critic, noisy, start[1], config, CRITIC, figures)
         worst = worst_five([*worst, *more])
     return Verdict(figures, worst)
 
@@ -234,9 +241,11 @@ def _observe_gradients(trainer: Trainer, samples: Sequence[Sample], seen: RunRes
 
 
 class _Plain:
-    """The same in one plain process; on the first rank alone."""
+    """The same in one plain process; on the first rank alone. double: models compute in fp64."""
 
-    def __init__(self, trainer: Trainer, start: tuple[Tensors, Tensors | None], adapter: str | None) -> None:
+    def __init__(
+        self, trainer: Trainer, start: tuple[Tensors, Tensors | None], adapter: str | None, *, double: bool = False
+    ) -> None:
         self.trainer, self.config, self.start = trainer, trainer.config, start
         engine, config = trainer.engine, trainer.config
         path, self.device = config.model.path, str(engine.device)
@@ -249,16 +258,24 @@ class _Plain:
             config.rl, config.rollout.temperature, config.rollout.max_new_tokens, config.critic.clip, self._following
         )
         self.policy.rule = rule
+        self._widen(self.policy, double)
         self.policy.start(self._optimizer(engine), config.optimizer.max_grad_norm)
         self.reference: PlainPolicy | None = None
         if config.rl.kl > 0 and not isinstance(self.policy, PeftPolicy):
             self.reference = PlainPolicy(config.reference.path or path, self.device)
             self.reference.rule = rule
+            self._widen(self.reference, double)
         self.critic: PlainCritic | None = None
         if trainer.critic is not None and start[1] is not None:
             self.critic = PlainCritic(config.critic.path or path, start[1], self.device)
             self.critic.rule = rule
+            self._widen(self.critic, double)
             self.critic.start(self._optimizer(trainer.critic), config.optimizer.max_grad_norm)
+
+    @staticmethod
+    def _widen(plain: PlainPolicy | PeftPolicy | PlainCritic, double: bool) -> None:
+        if double:
+            plain.model.double()
 
     def _optimizer(self, engine: Engine) -> torch.optim.Optimizer:
         c, plain = optimizer_by_files(engine), self.policy if engine is self.trainer.engine else self.critic
@@ -358,14 +375,18 @@ def _read_figures(seen: RunResults, plain: RunResults) -> list[Figure]:
 def _learner_figures(
     seen: ModelResults,
     plain: ModelResults,
-    other: ModelResults,
+    others: Sequence[ModelResults],
     start: Tensors,
     config: RlConfig,
     prefix: str,
     before: list[Figure],
 ) -> tuple[list[Figure], list[Figure]]:
-    """Those before and of one of policy and critic; its parameters whose gradients differ most."""
-    own = {figure.name: figure.value for figure in compare_gradients(other.first[3], plain.first[3], {})}
+    """Those before and of one of policy and critic; its parameters whose gradients differ most. others: the plain side
+    by other orders of summation, and in fp64."""
+    own: dict[str, float] = {}
+    for other in others:
+        for figure in compare_gradients(other.first[3], plain.first[3], {}):
+            own[figure.name] = max(own.get(figure.name, 0.0), figure.value)
     parameters = compare_gradients(seen.first[3], plain.first[3], own)
     micro = compare_gradients(seen.micro, plain.first[3], own)
     updates = len(plain.curve)
@@ -373,7 +394,7 @@ def _learner_figures(
     losses = [abs(ours[0] - loss) / max(size, 1e-6) for ours, (loss, size, _) in pairs]
     norms = [abs(ours[2] - norm) / max(norm, 1e-6) for ours, (_, _, norm) in pairs]
     loss, size, norm, _ = plain.first
-    others, optimizer = [other.weights], config.optimizer.name
+    weights, optimizer = [other.weights for other in others], config.optimizer.name
     figures = [
         Figure("loss", abs(seen.first[0] - loss) / max(size, 1e-6), SCALAR),
         Figure("gradient norm", abs(seen.first[2] - norm) / max(norm, 1e-6), SCALAR),
@@ -381,7 +402,7 @@ def _learner_figures(
         worst_of("gradients, many micro-batches", micro),
         Figure(f"loss along {updates} updates", max(losses), 10 * SCALAR),
         Figure(f"gradient norm along {updates} updates", max(norms), 10 * SCALAR),
-        compare_weights(f"weights after {updates} updates", seen.weights, plain.weights, start, others, optimizer),
+        compare_weights(f"weights after {updates} updates", seen.weights, plain.weights, start, weights, optimizer),
     ]
     named = [Figure(prefix + f.name, f.value, f.tolerance, f.noise, f.note) for f in figures]
     return [*before, *named], [Figure(prefix + f.name, f.value, f.tolerance, f.noise) for f in worst_five(parameters)]
