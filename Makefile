@@ -18,6 +18,9 @@ VERSIONS := 2.11-5.17-3.12 2.15-5.23-3.13
 GPU_OUT ?= .gpu
 MINUTES ?= 9
 
+# Where it is set, each of the suite's hundreds of processes compiles weft anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: setup demo demo-sft demo-vision test lint types suite mutants faults mistakes support verify-all test-soak test-install test-compat test-oracle test-versions test-vllm bench bench-sft bench-images bench-rl gpu docs format clean
 
 setup: $(STAMP)

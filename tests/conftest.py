@@ -27,6 +27,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: -known.get(item.path.name, math.inf))
 
 
+@pytest.fixture(autouse=True)
+def _checks_run_again() -> None:
+    """Many tests replace what checks of an architecture call."""
+    startup = sys.modules.get("weft.engine.startup")
+    if startup is not None:
+        startup.forget_checks()
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _no_group_outlives_its_file() -> Iterator[None]:
     """A process group that an engine in the tests' own process has made would be in the way of pretended ones."""

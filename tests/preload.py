@@ -1,6 +1,7 @@
 """Imported once by the fork server, so that ranks start with torch and transformers in memory."""
 
 import contextlib
+import gc
 import importlib
 import warnings
 
@@ -16,3 +17,4 @@ for name in MODULES:
 import transformers  # noqa: E402
 
 transformers.logging.set_verbosity_error()
+gc.freeze()  # else the first collection in each fork copies all that it shares with the server

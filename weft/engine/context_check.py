@@ -22,7 +22,7 @@ from weft.engine.image_check import documents_with
 from weft.engine.media import Media
 from weft.engine.plan import DocumentMeta, StepPlan, plan_step
 from weft.engine.row import Row, build_row
-from weft.engine.startup import LENGTHS, documents_of, small_copy, text_vocabulary
+from weft.engine.startup import LENGTHS, documents_of, once_per_process, small_copy, text_vocabulary
 from weft.errors import UserError
 from weft.models.flops import FlopFacts
 from weft.models.train_module import TrainModule
@@ -74,6 +74,7 @@ def _heads(flops: FlopFacts, config: PretrainedConfig, tp: int) -> tuple[list[in
     return heads, keys
 
 
+@once_per_process
 def check_context(
     config: PretrainedConfig, flops: FlopFacts, cp: int, ulysses: int, tp: int, images: bool = False
 ) -> float:

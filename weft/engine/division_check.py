@@ -17,7 +17,15 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from weft.engine.startup import Findings, bounds_of, documents_of, hidden_of, small_copy, text_vocabulary
+from weft.engine.startup import (
+    Findings,
+    bounds_of,
+    documents_of,
+    hidden_of,
+    once_per_process,
+    small_copy,
+    text_vocabulary,
+)
 from weft.errors import UserError, first_line
 from weft.models.families import carries_state
 from weft.models.tp_mixers import mixer_style
@@ -46,6 +54,7 @@ class Division:
     sequence: bool
 
 
+@once_per_process
 def check_division(config: PretrainedConfig, findings: Findings, tp: int) -> Division:
     """Check a division over `tp` ranks. UserError, naming the family and what differs, where it is not exact."""
     small = small_copy(config, "per_document")

@@ -41,6 +41,7 @@ from weft.parallel.fsdp import fsdp_modules
 from weft.parallel.mesh import Mesh, full_tensor
 from weft.parallel.stages import Link, of_all_stages, sum_shared_gradients
 from weft.parallel.tensor import random_difference, sum_partial_gradients
+from weft.sharding.cuts import AnyCut
 from weft.sharding.layout import Piece
 from weft.sharding.load import Progress
 from weft.sharding.tensor_placement import Lane
@@ -421,15 +422,13 @@ class Engine:
         Collective: gathered one by one, on the rank's device, in the stored dtype.
         """
         self.require_awake("parameters")
-        held = self.module.state_dict(keep_vars=True)
-
-        def whole(name: str) -> Tensor:
-            return full_tensor(held[name], self.divided.cuts.get(name))
-
+        held, cuts = self.module.state_dict(keep_vars=True), self.divided.cuts
         if self.mesh.pp is None or self.pipeline is None:
-            yield from ((name, whole(name)) for name in held)
+            yield from ((name, full_tensor(tensor, cuts.get(name))) for name, tensor in held.items())
             return
-        for name, tensor in of_all_stages(self.pipeline, self.mesh.pp, self.device, self.pipeline.holders, whole):
+        names = self.pipeline.holders
+        stream = of_all_stages(self.pipeline, self.mesh.pp, self.device, names, held, cuts, full_tensor)
+        for name, tensor in stream:
             assert tensor is not None
             yield name, tensor
 
@@ -474,14 +473,13 @@ class Engine:
     def gradients(self) -> Iterator[tuple[str, Tensor | None]]:
         """(name, whole gradient) of every parameter; None where no row used it. Collective."""
         self._complete_gradients()
-        held = dict(self.module.named_parameters())
+        held, cuts = {name: p.grad for name, p in self.module.named_parameters()}, self.divided.cuts
 
-        def whole(name: str) -> Tensor | None:
-            gradient, cut = held[name].grad, self.divided.cuts.get(name)
-            return None if gradient is None else full_tensor(gradient, cut) / self._scale
+        def whole(gradient: Tensor, cut: AnyCut | None) -> Tensor:
+            return full_tensor(gradient, cut) / self._scale
 
         if self.mesh.pp is None or self.pipeline is None:
-            yield from ((name, whole(name)) for name in held)
+            yield from ((n, None if g is None else whole(g, cuts.get(n))) for n, g in held.items())
         else:
             names = self.pipeline.parameters
-            yield from of_all_stages(self.pipeline, self.mesh.pp, self.device, names, whole)
+            yield from of_all_stages(self.pipeline, self.mesh.pp, self.device, names, held, cuts, whole)

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from weft.engine.division_check import Ran, compare, in_threads, run_copy, weights_of
-from weft.engine.startup import Findings, documents_of, small_copy, text_vocabulary
+from weft.engine.startup import Findings, documents_of, once_per_process, small_copy, text_vocabulary
 from weft.errors import UserError
 from weft.models.experts import experts_of
 from weft.models.train_module import TrainModule
@@ -20,6 +20,7 @@ from weft.parallel.experts import expert_parallel
 from weft.parallel.mesh import ExpertRanks
 
 
+@once_per_process
 def check_experts(config: PretrainedConfig, findings: Findings, ep: int) -> float:
     """The largest difference of a gradient, relative to the largest gradient of its parameter. UserError, naming the
     family and what differs, where it is too large, or the model has no experts to divide."""

@@ -18,7 +18,7 @@ from weft.engine.document import Document
 from weft.engine.image_check import IMAGES, VIDEOS, documents_with
 from weft.engine.media import Media
 from weft.engine.row import Row, build_row
-from weft.engine.startup import Findings, documents_of, small_copy, text_vocabulary
+from weft.engine.startup import Findings, documents_of, once_per_process, small_copy, text_vocabulary
 from weft.errors import UserError, first_line
 from weft.models.pipeline import Anatomy, Outside, keep_stages, plan_pipeline
 from weft.models.placement import Placement
@@ -27,6 +27,7 @@ from weft.models.vision import Vision, find_vision
 from weft.models.weight_gradients import WeightGradients
 
 
+@once_per_process
 def check_pipeline(
     config: PretrainedConfig, findings: Findings, compute: torch.dtype, *, delayed: bool = False
 ) -> Anatomy:

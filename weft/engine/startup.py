@@ -11,6 +11,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import wraps
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -37,6 +39,30 @@ KNOWN_LAYER_TYPES = {
     "full_attention", "sliding_attention", "chunked_attention", "attention", "linear_attention", "mamba", "conv",
     "recurrent", "hybrid", "dense", "sparse", "moe", "mlp",
 }  # fmt: skip
+
+
+Check = TypeVar("Check", bound=Callable[..., Any])
+_results: dict[tuple[Any, ...], Any] = {}
+
+
+def once_per_process(check: Check) -> Check:
+    """Decorate a check of an architecture, so that a process runs it once for equal arguments: a policy, its reference
+    and its critic are of one architecture. check: takes a config and hashable arguments. Errors are not kept."""
+
+    @wraps(check)
+    def cached(config: PretrainedConfig, *args: Any, **kwargs: Any) -> Any:
+        of_config = (type(config), config.to_json_string(use_diff=False))
+        key = (check.__qualname__, *of_config, args, tuple(sorted(kwargs.items())))
+        if key not in _results:
+            _results[key] = check(config, *args, **kwargs)
+        return _results[key]
+
+    return cast(Check, cached)
+
+
+def forget_checks() -> None:
+    """Drop all results of checks: what they ran is another function now."""
+    _results.clear()
 
 
 @dataclass(frozen=True)
@@ -93,6 +119,7 @@ def check_kernel(
         )
 
 
+@once_per_process
 def examine(config: PretrainedConfig) -> Findings:
     """Run the checks for this architecture. UserError, naming the family, where no layout is exact."""
     hf.register_kernels()

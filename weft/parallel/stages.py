@@ -6,7 +6,7 @@ Shapes come from the plan, which all stages know, and never from a message. B ba
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -19,6 +19,7 @@ from weft.cluster.simulated import has_ended
 from weft.models.pipeline import Pipeline
 from weft.models.placement import Placement
 from weft.parallel.mesh import PipelineAxis, own_part
+from weft.sharding.cuts import AnyCut, Cuts, full_shape
 from weft.telemetry import flight
 from weft.telemetry.timing import waiting
 
@@ -167,24 +168,28 @@ def of_all_stages(
     axis: PipelineAxis,
     device: torch.device,
     names: Iterable[str],
-    whole: Callable[[str], Tensor | None],
+    held: Mapping[str, Tensor | None],
+    cuts: Cuts,
+    whole: Callable[[Tensor, AnyCut | None], Tensor],
 ) -> Iterator[tuple[str, Tensor | None]]:
-    """(name, tensor) of these names of the whole model, on every stage; collective. whole: of a name that this stage
-    holds, the whole tensor, or None where there is none."""
+    """(name, whole tensor) of these names of the whole model, on every stage, gathered one by one; None where the stage
+    that holds the name has no tensor of it. Collective.
+
+    held: the shards of this stage. cuts: how tp and ep divide them. whole: gathers one, in its dtype.
+    """
+    mine = {n: (full_shape(n, t, cuts), t.dtype) for n, t in held.items() if t is not None}
+    known: list[dict[str, tuple[tuple[int, ...], torch.dtype]]] = [{}] * axis.size
+    dist.all_gather_object(known, mine, group=axis.onward)
     for name in names:
         stages = pipeline.holders[name]
-        source, found = stages[0], None
-        if axis.place in stages:
-            found = whole(name)
-        said: list[Any] = [None if found is None else (tuple(found.shape), found.dtype)]
-        dist.broadcast_object_list(said, group=axis.onward, group_src=source)
-        if said[0] is None:
+        own = held.get(name) if axis.place in stages else None
+        found = None if own is None else whole(own, cuts.get(name)).contiguous()
+        if name not in known[stages[0]]:
             yield name, None
             continue
-        shape, dtype = said[0]
-        if axis.place != source:
+        if axis.place != stages[0]:
+            shape, dtype = known[stages[0]][name]
             found = torch.empty(shape, dtype=dtype, device=device)
         assert found is not None
-        found = found.contiguous()
-        dist.broadcast(found, group=axis.onward, group_src=source)
+        dist.broadcast(found, group=axis.onward, group_src=stages[0])
         yield name, found

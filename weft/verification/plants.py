@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from weft.cluster.process import everyone, place_among_all
+from weft.engine.startup import forget_checks
 from weft.errors import UserError
 from weft.verification.bugs import (  # they register their bugs
     PLANTS,
@@ -66,10 +67,12 @@ def planted(name: str | None) -> Iterator[Plant | None]:
         return bug.replacement(plant, original, *args, **kwargs)
 
     setattr(owner, attribute, replacement)
+    forget_checks()
     try:
         yield plant
     finally:
         setattr(owner, attribute, original)
+        forget_checks()
     plant.hits = _over_all_ranks(plant.hits)
     if not plant.hits:
         needs = f" It needs {bug.needs}." if bug.needs else ""
