@@ -105,6 +105,7 @@ test-install: .venv-install/.installed
 # Families x mixes of axes on up to eight ranks (twenty minutes); docs/reference/mixes.md. WORDS=... are mixes.
 verify-all: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mixes $(WORDS)
+	$(BIN)/python -m pytest -m table $(PYTEST_ARGS)
 
 # The oldest supported transformers beside the installed one, and what it needs that the newest does without.
 test-compat: $(STAMP) $(COMPAT_DIR)/.installed

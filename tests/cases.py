@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -173,6 +174,25 @@ def parity(path: str, mesh: str, sections: dict[str, dict[str, Any]], device: De
     with mock.patch.object(harness, "expect", expect_once):
         engine = open_engine(path, mesh, device=device, **sections)
         return harness.verify(engine, path, awkward_steps(128), [1e-3] * 3)
+
+
+@contextmanager
+def graphs_as_traced() -> Iterator[None]:
+    """Inside: model.compile runs graphs, forward and backward, as they were traced. Their C++ takes a minute, and is
+    the same on every mesh."""
+    whole = torch.nn.Module.compile
+
+    def traced(module: torch.nn.Module, **options: Any) -> None:
+        whole(module, backend="aot_eager", **options)
+
+    with mock.patch.object(torch.nn.Module, "compile", traced):
+        yield
+
+
+def traced_parity(path: str, mesh: str, sections: dict[str, dict[str, Any]]) -> Verdict | None:
+    """The same with model.compile."""
+    with graphs_as_traced():
+        return parity(path, mesh, sections | {"model": {"compile": True}})
 
 
 def expect_once(trainer: Trainer, steps: Sequence[Step], facts: FlopFacts) -> Expected:

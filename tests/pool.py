@@ -42,6 +42,7 @@ _context = multiprocessing.get_context("forkserver")
 _workers: list[_Worker] = []
 _CRASHES = (-signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS)
 _crashed: list[str] = []  # what was said of the crash that new processes were the answer to
+_modules = [0]  # that a rank had imported after an earlier case
 _ran = deque[str](maxlen=12)  # what the processes were last given, the last one last
 
 
@@ -200,3 +201,6 @@ def _in_group(rank: int, world: int, path: str, function: Callable[..., Any], ar
         _clear_sharding_prop_cache()
         clear_redistribute_planner_cache()
         gc.collect()
+        if len(sys.modules) > _modules[0]:  # what a case imported stays, and need not be looked through again
+            _modules[0] = len(sys.modules)
+            gc.freeze()

@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.cases import describe, open_engine, parity, saved_model, world_of
+from tests.cases import describe, open_engine, parity, saved_model, traced_parity, world_of
 from tests.pool import run
 from tests.vision_zoo import vision_config, vision_tokenizer
 from tests.zoo import tiny_config
@@ -92,7 +92,7 @@ def test_layers_that_carry_state_with_other_knobs(family: str, mesh: str, sectio
 
 
 def test_with_compiled_layers() -> None:
-    verdict = run(2, parity, saved_model("qwen3"), "cp2u2", SHORT | {"model": {"compile": True}})[0]
+    verdict = run(2, traced_parity, saved_model("qwen3"), "cp2u2", SHORT)[0]
     assert verdict.passed, describe(verdict)
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.cases import describe, open_engine, parity, saved_model, world_of
+from tests.cases import describe, graphs_as_traced, open_engine, parity, saved_model, world_of
 from tests.pool import run
 from tests.zoo import tiny_config
 from weft.engine.division_check import in_threads
@@ -71,8 +71,9 @@ def test_with_other_knobs(name: str) -> None:
 
 def gradients(path: str, compiled: bool) -> dict[str, Tensor]:
     """Of one step on ep 2."""
-    engine = open_engine(path, "ep2", model={"compile": compiled})
-    engine.accumulate(*engine.deal(documents()), CrossEntropy())
+    with graphs_as_traced():
+        engine = open_engine(path, "ep2", model={"compile": compiled})
+        engine.accumulate(*engine.deal(documents()), CrossEntropy())
     return {name: gradient for name, gradient in engine.gradients() if gradient is not None}
 
 

@@ -67,7 +67,8 @@ def test_parts_add_up(family: str, changes: dict[str, Any], ranks: int) -> None:
     parts = in_threads(ranks, one)
     out, gradients = run(whole, whole, x, weights)
     assert names == set(dict(whole.named_parameters()))  # a view leaves its mixer as it was
-    torch.testing.assert_close(torch.stack([own for own, _ in parts]).sum(0), out, rtol=1e-4, atol=1e-5)
+    total = torch.stack([own for own, _ in parts]).sum(0)  # some elements are small sums of what cancels
+    assert float((total - out).abs().max()) < 1e-4 * float(out.abs().max())
     for name, gradient in gradients.items():
         total = torch.stack([own[name] for _, own in parts if name in own]).sum(0)
         assert float((total - gradient).abs().max()) < 1e-4 * float(gradient.abs().max()), name

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from tests import test_eval, test_export, test_lora, test_resume
-from tests.cases import MESHES, describe, open_engine, parity, saved_model, world_of
+from tests.cases import MESHES, describe, open_engine, parity, saved_model, traced_parity, world_of
 from tests.pool import run
 from tests.resuming import Sections, equal, inputs, lines, process, whole_state
 from tests.zoo import tiny_config
@@ -98,7 +98,7 @@ def test_documents_that_are_cut_over_ranks_of_a_stage(family: str) -> None:
 
 
 def test_with_compiled_layers() -> None:
-    verdict = run(2, parity, saved_model("qwen3"), "pp2", {"model": {"compile": True}})[0]
+    verdict = run(2, traced_parity, saved_model("qwen3"), "pp2", {})[0]
     assert verdict.passed, describe(verdict)
 
 

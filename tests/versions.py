@@ -20,7 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "reference" / "versions.md"
-MARKERS = "not soak and not oracle and (not slow or versions)"
+MARKERS = "not soak and not oracle and not table and (not slow or versions)"
 VERSIONS = (
     "import platform, torch, transformers as t; print(platform.python_version(), torch.__version__, t.__version__)"
 )
