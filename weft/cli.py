@@ -185,7 +185,7 @@ def _check_dry_run(arguments: argparse.Namespace) -> None:
 
 
 def _restarts(arguments: argparse.Namespace) -> int:
-    """How many restarts are this process's affair: its ranks have the option too."""
+    """The number of restarts that this process is to make: its ranks have the option too."""
     if arguments.restarts and joined() and launchers_folder() is None:
         raise UserError("--restarts is for ranks that weft starts: under torchrun use its --max-restarts.")
     return 0 if joined() else int(arguments.restarts)

@@ -93,7 +93,7 @@ def _number(text: str) -> int:
 
 
 def _config_parser(name: str) -> argparse.ArgumentParser:
-    """Of a command that reads a config and starts ranks."""
+    """The parser of a command that reads a config and starts ranks."""
     parser = _Parser(name)
     parser.add_argument(
         "config", nargs="*", metavar="CONFIG | section.key=value", help="YAML files, merged left to right; overrides"

@@ -314,7 +314,7 @@ def _config(engine: HasModel, manifest: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def _most_common_dtype(tensors: Mapping[str, Tensor]) -> torch.dtype:
-    """By number of elements."""
+    """The dtype that most elements have."""
     sizes: Counter[torch.dtype] = Counter()
     for tensor in tensors.values():
         sizes[tensor.dtype] += tensor.numel()

@@ -57,7 +57,7 @@ class _Best:
 
 
 def _summary() -> dict[str, Any]:
-    """Of RunSummary.counts, whose lists and deques are lists in JSON."""
+    """The types of RunSummary.counts, whose lists and deques are lists in JSON."""
     hints = {name: hint for name, hint in get_type_hints(RunSummary).items() if name not in ("model", "data")}
     numbers = tuple[float | None, ...]
     return {f"summary.{n}": numbers if get_origin(hint) in (list, deque) else hint for n, hint in hints.items()}

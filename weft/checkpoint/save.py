@@ -245,7 +245,7 @@ class Saver:
             say(*self.pop_messages(), error=True)
 
     def _tell(self, news: str) -> None:
-        """From the writer's thread: at once where the run ends, since other ranks leave when this save's notes go."""
+        """Print from the writer's thread, at once where the run ends: other ranks leave when this save's notes go."""
         if self._ending:
             say(news, error=True)
         else:
@@ -326,7 +326,7 @@ class Saver:
         job.notes.leave("prepared")
 
     def _write(self, job: Job) -> list[Written]:
-        """Of each engine; random numbers go with the first."""
+        """Write the part of each engine; random numbers go with the first."""
         found = []
         for number, (contents, copies) in enumerate(zip(self._contents, job.copies, strict=True)):
             generators = {} if number else job.generators
@@ -339,7 +339,7 @@ class Saver:
             contents.release(copies)
 
     def _join(self, job: Job) -> list[int]:
-        """Of each engine."""
+        """Join the parts of each engine."""
         return [c.join(job.partial, job.notes.seams(number)) for number, c in enumerate(self._contents)]
 
     def _check(self, job: Job) -> None:

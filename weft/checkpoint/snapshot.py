@@ -85,7 +85,7 @@ class Written:
 
     @staticmethod
     def of(fields: Mapping[str, Any]) -> Written:
-        """From the fields of a rank's note."""
+        """Build it from the fields of a rank's note."""
         exported = {**fields["exported"], "digests": [BoxDigest(**digest) for digest in fields["exported"]["digests"]]}
         file = None if fields["file"] is None else RankFile(**fields["file"])
         return Written(Exported(**exported), file, fields["nonfinite"])

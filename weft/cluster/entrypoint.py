@@ -133,7 +133,7 @@ def _report(report: RankReport, debug: bool) -> int:
 
 
 def _end_hung(what: str, stack: str, debug: bool) -> None:
-    """From the watchdog's thread: report for the main one, which is stuck, and end the process."""
+    """Report for the main thread, which is stuck, from the watchdog's thread, and end the process."""
     calls = [line.strip() for line in stack.splitlines() if line.strip().startswith("File ")]
     report = RankReport(
         own_rank(), time.monotonic(), f"{what} ({flight.own.key})", stack, "hang", flight.own.record().where(),

@@ -69,7 +69,7 @@ class Failure:
 def diagnose(
     found: Sequence[RankReport], exits: Mapping[int, int], seen: Evidence, nproc: int, debug: bool = False
 ) -> Failure:
-    """Which rank failed first, and how.
+    """Find the rank that failed first, and how it failed.
 
     found: reports, the earliest first. exits: rank -> exit status (negative: the signal) of the ranks that failed, in
     the order in which the launcher noticed. seen: what the launcher saw of the ranks.

@@ -76,7 +76,7 @@ def _variables(launcher: Launcher, environment: Mapping[str, str], world: int) -
 
 
 def _first_host(environment: Mapping[str, str]) -> str:
-    """Of Slurm's list, such as node[03-05,07],login: every bracket stands for its first number."""
+    """The first host of Slurm's list, such as node[03-05,07],login; a bracket stands for its first number."""
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
     return re.sub(r"\[([^],-]*)[^]]*\]", r"\1", nodes).partition(",")[0]
 

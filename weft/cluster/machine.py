@@ -100,7 +100,7 @@ def end_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
 
 
 def oom_kills() -> int | None:
-    """How often the kernel has killed a process of this container for want of memory; None where it does not say."""
+    """The number of processes of this container that the kernel killed for want of memory; None if unknown."""
     for path in _memory_event_files():
         try:
             counts = dict(line.split() for line in path.read_text().splitlines())
@@ -111,7 +111,7 @@ def oom_kills() -> int | None:
 
 
 def _memory_event_files() -> Iterator[Path]:
-    """Of this process's own control group, by its path and by where containers see it (v2, then v1)."""
+    """The event files of this process's control group, by its path and by where containers see it (v2, then v1)."""
     try:
         groups = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
     except OSError:

@@ -37,7 +37,7 @@ class Ranks:
 
     @property
     def tensors_on(self) -> torch.device:
-        """Where this rank's tensors are: on its device, if that is there."""
+        """The device of this rank's tensors: its own, if this machine has it."""
         if self.simulated is not None:
             return torch.device("cpu")
         return self.device if self.assumed is None else torch.device("meta")

@@ -96,7 +96,7 @@ def of_stop(rank: int, status: int) -> RankReport:
 
 
 def folder() -> Path | None:
-    """Where this rank's report goes; None where weft did not start it."""
+    """The folder of this rank's report; None if weft did not start the rank."""
     value = os.environ.get(FOLDER_VARIABLE)
     return Path(value) if value else None
 

@@ -109,7 +109,7 @@ class Watch:
         return [child for _, child in self._ranks()]
 
     def _ranks(self) -> Iterator[tuple[int, psutil.Process]]:
-        """Those that have a record; and children of this process that do not yet, by their environment."""
+        """The ranks that have a record, and children of this process that have none yet, by their environment."""
         records = flight.read_all(self._scratch / flight.FOLDER)
         children = {child.pid: child for child in psutil.Process().children()}
         for rank, record in records.items():

@@ -70,7 +70,7 @@ _SOURCES = "data.sources is set: set it for each source"
 
 
 def _no_stages(config: Any) -> bool:
-    """Of the model; in `weft rl` its reference and critic may have their own."""
+    """Problems of mesh.pp for the model; in `weft rl` its reference and critic may have their own."""
     sections = (getattr(config, name, None) for name in ("mesh", "reference", "critic"))
     return all((getattr(section, "pp", None) or 1) == 1 for section in sections)
 
@@ -343,7 +343,7 @@ def _zero_bubble_combinations(config: Any) -> Iterator[tuple[str, str]]:
 
 
 def common_combinations(config: Any, free_columns: bool = False) -> Iterator[tuple[str, str]]:
-    """Those of the sections that all training has. free_columns: the data may have columns of any name."""
+    """Problems of the sections that all training has. free_columns: the data may have columns of any name."""
     cp, ulysses = config.mesh.cp, config.mesh.ulysses
     if ulysses and cp % ulysses:
         yield (
@@ -376,7 +376,7 @@ def common_combinations(config: Any, free_columns: bool = False) -> Iterator[tup
 
 
 def _weights_combinations(config: Any) -> Iterator[tuple[str, str]]:
-    """Of model.weights."""
+    """Problems of model.weights."""
     if config.model.weights is None:
         return
     if config.model.init == "random":
@@ -423,7 +423,7 @@ def _eval_combinations(evaluation: Any) -> Iterator[tuple[str, str]]:
 
 
 def held_out_problems(evaluation: Any, free_columns: bool = False) -> Iterator[tuple[str, str]]:
-    """Of eval.path and eval.sources. free_columns: as for common_combinations."""
+    """Problems of eval.path and eval.sources. free_columns: as for common_combinations."""
     sources = evaluation.sources
     if evaluation.path is not None and sources is not None:
         yield "eval.sources", "eval.path and eval.sources are both set: keep one, and set the other to null."

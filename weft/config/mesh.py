@@ -30,7 +30,7 @@ class MeshSizes:
 
     @property
     def all(self) -> tuple[int, ...]:
-        """In the order of AXES."""
+        """The sizes of all axes, in the order of AXES."""
         return self.pp, self.dp_replicate, self.dp_shard, self.cp, self.tp
 
     @property

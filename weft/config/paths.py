@@ -130,7 +130,7 @@ def _prompts_problem(path: str) -> str:
 
 
 def _template_problem(path: str | None) -> str:
-    """Of one that is no name of weft's."""
+    """The problem of a template that is no name of weft's."""
     if path is None or not path.endswith(".jinja") or os.path.lexists(path):
         return ""
     return f"data.chat_template {path} does not exist; it must be a Jinja file, or a name.{near_names(Path(path))}"
@@ -198,7 +198,7 @@ def _folder_problem(folder: Path, weights: bool) -> str:
 
 
 def _weights_problem(path: str | None) -> str:
-    """Of model.weights; what the directory holds is said where it is read."""
+    """The problem of model.weights. What the directory holds is checked where it is read."""
     if path is None or Path(path).expanduser().is_dir():
         return ""
     if is_url(path):

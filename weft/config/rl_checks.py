@@ -460,7 +460,7 @@ def _algorithm_combinations(rl: RlAlgorithm, longest: int) -> Iterator[tuple[str
 
 
 def _presets(value: Callable[[str], Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Those of rl.like, which go before the paper's, and of rl.algorithm."""
+    """The presets of rl.like, which go before those of the paper, and of rl.algorithm."""
     algorithm = value("rl.algorithm")
     for name, table in (("rl.like", LIKE.get(value("rl.like"), {})), ("rl.algorithm", PRESETS)):
         yield name, {f"rl.{leaf}": preset for leaf, preset in table.get(algorithm, {}).items()}

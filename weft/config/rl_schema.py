@@ -416,6 +416,6 @@ NEEDS_MATH_VERIFY = "rl.reward: math needs math-verify: pip install 'math-verify
 
 
 def reward_names(paths: Sequence[str]) -> list[str]:
-    """Of rl.reward, in metrics and other keys: the function's name; the whole path where two have it."""
+    """The names of rl.reward in metrics and other keys: the function's name, or the whole path where two share it."""
     short = [re.split(r"[.:]", path)[-1] for path in paths]
     return [path if short.count(name) > 1 else name for path, name in zip(paths, short, strict=True)]

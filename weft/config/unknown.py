@@ -97,7 +97,7 @@ def _is_typo(name: str, node: Node, schema: type) -> bool:
 
 
 def _nearest(name: str, schema: type) -> str:
-    """The same leaf elsewhere, else names spelled alike, else what there is."""
+    """The nearest known keys: the same leaf elsewhere, else names spelled alike, else all keys of the section."""
     keys = schema_keys(schema)
     section, _, leaf = name.rpartition(".")
     candidates = [key.name for key in keys.values() if key.leaf == leaf]

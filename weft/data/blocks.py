@@ -77,7 +77,7 @@ class _Rows(ABC, Generic[_Item]):
 
     @abstractmethod
     def _items(self) -> Iterator[tuple[int, str, _Item]]:
-        """Of each row its number, how messages name it, and what `_row` reads it from."""
+        """Yield each row's number, its name in messages, and what `_row` reads it from."""
 
     @abstractmethod
     def _row(self, number: int, name: str, item: _Item) -> Row: ...

@@ -231,7 +231,7 @@ class _Loaded:
         return tuple((self.source.label, text) for piece in self.pieces for _, text in bad_rows_of(piece.table))
 
     def only(self, chosen: Array) -> _Loaded:
-        """Those of its documents for which `chosen`, a mask of them, is true."""
+        """The documents for which the mask `chosen` is true."""
         ends = np.cumsum([len(piece.kept) for piece in self.pieces])
         masks = np.split(chosen, ends[:-1])
         return _Loaded(self.source, [piece.only(mask) for piece, mask in zip(self.pieces, masks, strict=True)])

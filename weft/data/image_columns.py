@@ -67,7 +67,7 @@ class Video:
 
 
 def images_alone(seen: Sequence[Image | Video]) -> tuple[Image, ...]:
-    """Those of a chat in which there are no videos."""
+    """The images of a chat, which must have no videos."""
     found = tuple(one for one in seen if isinstance(one, Image))
     assert len(found) == len(seen), "videos are refused where messages are read"
     return found

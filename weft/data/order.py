@@ -21,7 +21,7 @@ def epoch_order(n: int, seed: int, epoch: int, shuffle: bool) -> list[int]:
 
 
 def permutation(n: int, words: str) -> list[int]:
-    """Of the numbers below n, drawn from these words."""
+    """A permutation of the numbers below n, drawn from these words."""
     draw = random.Random(int.from_bytes(hashlib.sha256(words.encode()).digest(), "big")).random
     keys = [draw() for _ in range(n)]
     return sorted(range(n), key=keys.__getitem__)
@@ -40,7 +40,7 @@ class Share:
         return max(1, math.floor(self.weight * self.documents + 0.5))
 
     def chosen(self, source: int, seed: int, epoch: int, shuffle: bool) -> list[int]:
-        """Which of the source's documents epoch 1, 2, ... takes; one may be there twice.
+        """The indices of the source's documents that epoch 1, 2, ... takes; one may occur twice.
 
         The source is passed over again and again, each time in an order of its own drawn from the seed, and each epoch
         takes what follows in that sequence. So no document comes a second time before all have come once: at weight
@@ -113,7 +113,7 @@ class Steps:
         self.total = steps if steps is not None else sum(self._count(epoch + 1) for epoch in range(epochs or 0))
 
     def __len__(self) -> int:
-        """How many optimizer steps the run has."""
+        """The number of optimizer steps of the run."""
         return self.total
 
     def __iter__(self) -> Iterator[Step]:

@@ -29,7 +29,7 @@ class PromptImages:
 
     @property
     def names(self) -> list[str]:
-        """Of each image the path, as rollouts and samples record it."""
+        """The path of each image, as rollouts and samples record it."""
         return [str(image) for image in self.images]
 
     def pictures(self) -> list[Any]:

@@ -163,7 +163,7 @@ class Table:
         return np.cumsum(self.images, dtype=np.int64), np.cumsum(self._sizes, dtype=np.int64)
 
     def places(self, index: int) -> list[Place]:
-        """Where the images of a document are found, in order."""
+        """The places of a document's images, in order."""
         if not self.images[index]:
             return []
         documents, images = self._image_ends
@@ -173,7 +173,7 @@ class Table:
         return [Place.of(self._places[e - n : e].tobytes()) for e, n in zip(ends, sizes, strict=True)]
 
     def image_files(self) -> Iterator[Place]:
-        """Those images and videos of all documents that are files of their own."""
+        """The image and video files of all documents."""
         for end, size in zip(np.cumsum(self._sizes).tolist(), self._sizes.tolist(), strict=True):
             if self._places[end - size] in FILES:
                 yield Place.of(self._places[end - size : end].tobytes())

@@ -84,7 +84,7 @@ def _keep(bad: list[BadRow], number: int, error: UserError) -> None:
 def _one_by_one(
     encoder: Encoder, numbered: Sequence[tuple[int, Record]], bad: list[BadRow]
 ) -> tuple[list[tuple[int, Record]], list[Encoded]]:
-    """Those that can be encoded; the others go to `bad`."""
+    """The records that can be encoded; the others go to `bad`."""
     kept, encoded = [], []
     for number, record in numbered:
         try:

@@ -163,7 +163,7 @@ def _gradients(module: TrainModule) -> dict[str, Tensor]:
 
 
 def _cut(small: PreTrainedModel, documents: dict[int, Document], plan: StepPlan) -> tuple[Tensor, dict[str, Tensor]]:
-    """The same of threads that share the documents; gradients summed."""
+    """Readouts and gradients, as `_whole` gives them, of threads that share the documents; gradients are summed."""
     assert plan.group is not None
     ring, ulysses = plan.group.ring, plan.group.ulysses
     starts = [sum(len(d) - 1 for d in list(documents.values())[:n]) for n in range(len(documents))]

@@ -103,7 +103,7 @@ def errors(call: Call, run: Callable[[Call], Tensor]) -> dict[str, float]:
 
 
 def _with_gradients(call: Call, run: Callable[[Call], Tensor], upstream: Tensor) -> dict[str, Tensor]:
-    """In the dtype of `upstream`."""
+    """Outputs and gradients in the dtype of `upstream`."""
     names = {"query_BHTD": "queries", "key_BKTD": "keys", "value_BKTE": "values", "sinks_H": "sinks"}
     given = {name: getattr(call, name) for name in names if getattr(call, name) is not None}
     inputs = {name: x.detach().clone().to(upstream.dtype).requires_grad_() for name, x in given.items()}

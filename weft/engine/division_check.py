@@ -76,7 +76,7 @@ Ran = tuple[Tensor, dict[str, Tensor]]  # readouts, gradients
 
 
 def tolerance_of(module: TrainModule) -> float:
-    """Of a small copy's gradients."""
+    """The tolerance for a small copy's gradients."""
     return STATE_TOLERANCE if module.mixers else GRADIENT_TOLERANCE
 
 
@@ -148,7 +148,7 @@ def run_copy(module: TrainModule, documents: list[Tensor], findings: Findings, w
 def _divided(
     small: PreTrainedModel, documents: list[Tensor], findings: Findings, ranks: int, *, sequence: bool
 ) -> Callable[[], Ran]:
-    """The same of `ranks` threads; gradients whole."""
+    """Readouts and whole gradients, as `run_copy` gives them, of `ranks` threads."""
 
     def one(place: int, groups: Groups) -> Ran:
         def neighbours(size: int) -> Communicator:

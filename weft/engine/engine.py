@@ -176,7 +176,7 @@ class Engine:
         self._planner.check_images(documents)
 
     def check_image(self, where: str, length: int, patches: int) -> None:
-        """The same for one document that is not there yet. where: names it. patches: as in Media."""
+        """Check one document that is not built yet. where: names it in messages. patches: as in Media."""
         self._planner.check_image(where, length, patches)
 
     def plan(self, metadata: Sequence[DocumentMeta], *, budget: int | None = None) -> StepPlan:

@@ -47,7 +47,7 @@ def _refusal(config: PretrainedConfig, reason: str) -> UserError:
 
 
 def _divided(small: PreTrainedModel, documents: list[Tensor], findings: Findings, ranks: int) -> Ran:
-    """The same of `ranks` threads, each with every `ranks`-th document; gradients whole, and added up."""
+    """Readouts and summed gradients of `ranks` threads, each with every `ranks`-th document."""
     of_each = weights_of(documents).split([len(ids) - 1 for ids in documents], 1)
 
     def one(place: int, groups: Any) -> Ran:

@@ -122,7 +122,7 @@ def _renamed(plan: LoadPlan, runtime: str, source: DcpSource, key: str, module: 
 
 
 def _step(runtime: str, pieces: Sequence[tuple[Piece, str]], source: DcpSource) -> float:
-    """How many steps a parameter has taken. UserError where its parts have taken different ones."""
+    """The number of steps that a parameter has taken. UserError where its parts have taken different numbers."""
     steps = {source.number(file, _STEP) for _, file in pieces}
     step = steps.pop()
     if steps or step is None or not 0 <= step < 1 << 24:

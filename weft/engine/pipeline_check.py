@@ -31,7 +31,7 @@ from weft.models.weight_gradients import WeightGradients
 def check_pipeline(
     config: PretrainedConfig, findings: Findings, compute: torch.dtype, *, delayed: bool = False
 ) -> Anatomy:
-    """How the model's code runs its layers. UserError, naming the family and the reason, where stages are not exact.
+    """Find how the model's code runs its layers. UserError, naming family and reason, where stages are not exact.
 
     delayed: gradients of weights are computed after the backward.
     """
@@ -118,7 +118,7 @@ def _run(stages: list[TrainModule], row: Row, findings: Findings, delayed: Seque
 
 
 def _staged(small: PreTrainedModel, row: Row, findings: Findings, anatomy: Anatomy, *, delayed: bool) -> Ran:
-    """The same of stages of one layer each."""
+    """Readouts and gradients, as `_run` gives them, of stages of one layer each."""
     modules = []
     count = len(TrainModule(copy.deepcopy(small)).layers)
     for place in range(count):

@@ -40,7 +40,7 @@ def check_biases(module: nn.Module, family: str) -> None:
 
 
 class RouterBiases:
-    """Those of one engine's model."""
+    """The router biases of one engine's model."""
 
     def __init__(self, module: nn.Module, load: ExpertLoad, rate: float) -> None:
         self._biases, self._load, self._rate = list(find_biases(module).values()), load, rate

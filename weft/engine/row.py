@@ -185,7 +185,7 @@ def _routes(documents: Sequence[Document], starts: Sequence[int], read: Sequence
 
 
 def _starts(read: Sequence[int], length: int, layout: Layout) -> list[int]:
-    """Where each document begins in the flattened row."""
+    """The offset of each document in the flattened row."""
     if layout == "padded":
         return [place * length for place in range(len(read))]
     return list(accumulate(read, initial=0))[:-1]
@@ -237,5 +237,5 @@ def _array_names(documents: Sequence[Document]) -> list[str]:
 
 
 def _no_arrays(like: Tensor) -> dict[str, Tensor]:
-    """Of a row without documents: nobody here knows the arrays' names, and objectives ask for them all the same."""
+    """The arrays of a row without documents: this rank does not know their names, and objectives ask for them."""
     return defaultdict(lambda: torch.zeros(0, device=like.device))

@@ -87,7 +87,7 @@ class RowBuilder:
         return row.pinned() if self.pinned else row
 
     def _placed(self, document: Document) -> Document:
-        """With the positions that its images give it."""
+        """The document with the positions that its images give it."""
         if document.media is None:
             return document
         assert self.vision is not None, "planner refuses images otherwise"

@@ -250,7 +250,7 @@ def shard_model(setup: Setup, built: BuiltModel, readouts: Collection[str] = ())
 
 
 def stages_of(setup: Setup, built: BuiltModel, config: PretrainedConfig, hidden: Sequence[str]) -> Stages | None:
-    """How the layers are cut over mesh.pp, after a check that this model's can be. config: of the class with logits.
+    """Cut the layers over mesh.pp, after a check that this model allows it. config: of the class with logits.
     hidden: modules whose outputs are read."""
     pp = setup.mesh.pp_size
     if pp == 1:

@@ -272,7 +272,7 @@ def hidden_of(module: TrainModule, documents: list[Tensor], layout: Layout, boun
 
 
 def bounds_of(documents: list[Tensor], layout: Layout, uses_bounds: bool) -> Bounds | None:
-    """Those of a row of these documents."""
+    """The bounds of a row of these documents."""
     if not uses_bounds:
         return None
     lengths = tuple(len(ids) for ids in documents)

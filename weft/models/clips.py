@@ -20,7 +20,7 @@ class Clip:
 
     @property
     def indices(self) -> list[int]:
-        """Of the frames that are taken, rising."""
+        """The indices of the frames that are taken, rising."""
         found: list[int] = np.linspace(0, self.total - 1, self.taken).round().astype(int).tolist()
         return found
 

@@ -79,7 +79,7 @@ def _attention_by_layer(config: Any) -> list[AttentionFacts | None]:
 
 
 def _attention_of(kind: str, config: Any) -> AttentionFacts | None:
-    """Of a layer of this type; None where it has none that grows with the document."""
+    """The attention of a layer of this type; None where it has none that grows with the document."""
     windows = {
         "full_attention": None,
         "sliding_attention": "sliding_window",

@@ -86,7 +86,7 @@ class Frames:
         return lambda picture: picture.resize((own[1], own[0]), self.resample)
 
     def limited(self, pixels: Mapping[str, float]) -> Frames:
-        """With the limits min_pixels and max_pixels of data.video."""
+        """The processor with the limits min_pixels and max_pixels of data.video."""
         least = int(pixels.get("min_pixels", self.shortest_edge))
         most = int(pixels.get("max_pixels", self.longest_edge))
         if least > most:

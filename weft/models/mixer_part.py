@@ -128,7 +128,7 @@ def _taken(tensor: Tensor, style: Style, share: MixerShare) -> Tensor:
 
 
 def _joined(ranges: list[Range]) -> list[Range]:
-    """The same with neighbours joined, so that what lies together is not copied."""
+    """The ranges with neighbours joined, so that what lies together is not copied."""
     found = ranges[:1]
     for first, size in ranges[1:]:
         before, length = found[-1]
@@ -140,7 +140,7 @@ def _joined(ranges: list[Range]) -> list[Range]:
 
 
 def _cut_adapter(adapter: Any, weight: Style, share: MixerShare) -> None:
-    """Of what is added to a weight: B is divided as its outputs are, or A as its inputs."""
+    """The part of an adapter: B is divided as the weight's outputs are, or A as its inputs."""
     leaf, dim = ("B", 0) if weight.dim == 0 else ("A", 1)
     adapter._parameters[leaf] = _taken(adapter._parameters[leaf], Style(dim, weight.parts), share)
     if leaf == "A":

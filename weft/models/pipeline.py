@@ -139,7 +139,7 @@ class Idle(nn.Module):
 
 
 def plan_pipeline(module: TrainModule, spans: Sequence[Span], placement: Placement, anatomy: Anatomy) -> Pipeline:
-    """Which rank holds what of a whole model (on meta). UserError where layers of several ranks share weights."""
+    """Plan which rank holds what of a whole model (on meta). UserError where layers of several ranks share weights."""
     after = anatomy.after | {module.facts.head}
     made = Pipeline(tuple(spans), placement, {}, {}, replace(anatomy, after=after))
     tensors = module.state_dict(keep_vars=True)

@@ -32,7 +32,7 @@ class Placement:
         return chunk * self.ranks + (self.ranks - 1 - rank if self.folded and chunk % 2 else rank)
 
     def stages_of(self, rank: int) -> list[int]:
-        """In the order of layers."""
+        """The stages of a rank, in the order of layers."""
         return [self.stage_of(rank, chunk) for chunk in range(self.chunks)]
 
     def chunk_of(self, stage: int) -> int:

@@ -123,7 +123,7 @@ def _state_space(m: Any) -> MixerStyle:
 
 
 def _one_wide(part: Part) -> Part:
-    """The same items, each one element wide."""
+    """The items, each one element wide."""
     return Part(part.count, 1, part.heads, part.repeat)
 
 

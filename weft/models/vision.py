@@ -173,7 +173,7 @@ def _within(name: str, outer: Iterable[str]) -> bool:
 
 
 def count_features(base: nn.Module, inputs: Mapping[str, Tensor]) -> int:
-    """How many placeholders images, or videos, with these forward arguments have."""
+    """The number of placeholders of images, or videos, with these forward arguments."""
     of: Any = base
     if "video_grid_thw" in inputs:
         pixels, grids = inputs["pixel_values_videos"], inputs["video_grid_thw"]
@@ -224,7 +224,7 @@ def _clip(base: nn.Module, smallest: Mapping[str, Tensor]) -> dict[str, Tensor] 
 
 
 def _first(size: Any) -> int | None:
-    """Of a height and a width, the height."""
+    """The height, of a height and a width."""
     found = size[0] if isinstance(size, list | tuple) else size
     return found if isinstance(found, int) else None
 

@@ -82,7 +82,7 @@ def _probabilities(router_logits: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _choices(probabilities: Iterable[Tensor], top_k: int) -> Iterable[Tensor]:
-    """Of each layer [M, E]: 1 where a token chooses an expert."""
+    """For each layer, [M, E]: 1 where a token chooses an expert."""
     for probability_ME in probabilities:
         yield torch.zeros_like(probability_ME).scatter_(1, probability_ME.topk(top_k, dim=-1).indices, 1.0)
 

@@ -175,7 +175,7 @@ class PolicyLoss:
         self._read: list[tuple[tuple[int, ...], Tensor, Tensor]] = []  # of each row: documents, document_N, logprobs
 
     def old_logprobs(self) -> dict[int, Tensor]:
-        """Where old is current: index in the step -> logprobs of the document's trained tokens."""
+        """Where the old policy is the current one: index in the step -> logprobs of the document's trained tokens."""
         found: dict[int, Tensor] = {}
         for documents, document_N, logprob in self._read:
             counts = document_N.bincount(minlength=len(documents)).tolist()

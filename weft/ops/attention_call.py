@@ -21,7 +21,7 @@ BOUNDS_ARGUMENT = "doc_bounds"
 
 @dataclass(eq=False)
 class Bounds:
-    """Where the documents of a row begin and end.
+    """The bounds of a row's documents.
 
     lengths: tokens of each document. padded: one document per batch entry, right-padded, instead of end to end.
     cu_seqlens: [documents + 1] int32 on the row's device, for kernels that need it. firsts: each document's first

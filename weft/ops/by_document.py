@@ -71,7 +71,7 @@ class _Split:
         self._parts: dict[int, tuple[Tensor, ...]] = {}
 
     def of(self, value: Any, number: int, unfold: Callable[[Tensor], Tensor]) -> Any:
-        """The same structure, with the part of this group in place of what is of tokens."""
+        """The structure with this group's part in place of each tensor over tokens."""
         if isinstance(value, dict):
             return {name: self.of(own, number, unfold) for name, own in value.items()}
         if isinstance(value, tuple):

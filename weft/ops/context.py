@@ -177,7 +177,7 @@ def _shared(call: Call, context: ContextRow, run: Run) -> Tensor:
 
 
 def _attend(call: Call, context: ContextRow, run: Run) -> Tensor:
-    """Of all tokens of this member of the ring, which see tokens of the others."""
+    """Attention of this ring member's tokens, which see tokens of the others."""
     key, value = call.key_BKTD, call.value_BKTE
     keys = context.keys(call.window, key.device)
     if context.axis.ring is not None:
@@ -195,7 +195,7 @@ def _attend(call: Call, context: ContextRow, run: Run) -> Tensor:
 
 
 def repeats(key_heads: int, query_heads: int, ranks: int) -> int:
-    """How often each head of keys is sent, so that all ranks get equally many, and each what its queries need."""
+    """The copies of each key head that are sent, so that all ranks get equally many, and each what its queries need."""
     fewest = ranks // gcd(key_heads, ranks)
     return fewest if query_heads % (key_heads * fewest) == 0 else query_heads // key_heads
 

@@ -264,7 +264,7 @@ class _Readouts(torch.autograd.Function):
 
 
 class NeededGradients(NamedTuple):
-    """Which inputs need gradients."""
+    """The inputs that need gradients."""
 
     hidden: bool
     weight: bool
@@ -415,7 +415,7 @@ class _Running(NamedTuple):
         return cls(full(lowest), full(float("nan")), full(0.0) if entropy else None, full(lowest) if largest else None)
 
     def joined(self, ranks: Communicator) -> _Running:
-        """Of the whole vocabulary, from the parts of the ranks; collective. [tokens] numbers travel, never logits.
+        """Readouts over the whole vocabulary, from the ranks' parts; collective. [tokens] numbers travel, never logits.
 
         By the chain rule of entropy, as `_merge` has it: H = sum_i w_i (H_i - log w_i), w_i the masses of the parts.
         """

@@ -38,7 +38,7 @@ def per_document(call: Call) -> Tensor:
 
 
 def _later_parts(call: Call, lengths: tuple[int, ...], key_lengths: tuple[int, ...]) -> Tensor:
-    """Of documents whose queries are the last of their keys."""
+    """Attention of documents whose queries are the last of their keys."""
     query = call.query_BHTD.split(list(lengths), 2)
     key, value = (x.split(list(key_lengths), 2) for x in (call.key_BKTD, call.value_BKTE))
     found = [
@@ -49,7 +49,7 @@ def _later_parts(call: Call, lengths: tuple[int, ...], key_lengths: tuple[int, .
 
 
 def _with_images(call: Call, last_T: Tensor) -> Tensor:
-    """Of documents whose images see later tokens of their own, each by itself."""
+    """Attention of documents whose images see later tokens of their own, one document at a time."""
     lengths = list(call.bounds.lengths)
     parts = zip(*(x.split(lengths, 2) for x in (call.query_BHTD, call.key_BKTD, call.value_BKTE)), strict=True)
     starts = accumulate(lengths, initial=0)

@@ -83,7 +83,7 @@ class _Running(NamedTuple):
         return _Running(*(values[rows] for values in self))
 
     def joined(self, shard: VocabularyShard) -> _Running:
-        """Of the whole vocabulary, from the parts of the ranks; collective. Of each part its K largest travel."""
+        """Top-k over the whole vocabulary, from the ranks' parts; collective. Of each part its K largest travel."""
         ranks, count = shard.ranks, self.top.shape[1]
         largest = self.lse.clone()
         ranks.max_(largest)

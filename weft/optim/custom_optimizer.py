@@ -70,7 +70,7 @@ class ShardOptimizer:
 
     @property
     def numbered_groups(self) -> dict[int, dict[str, Any]]:
-        """Those of this rank by their number in the whole model."""
+        """This rank's groups by their number in the whole model."""
         return dict(zip(self._numbers, self.param_groups, strict=True))
 
     @property

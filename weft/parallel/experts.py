@@ -66,7 +66,7 @@ def _divide(name: str, experts: Any, ranks: ExpertRanks, cuts: Cuts) -> dict[str
 def cut_of_expert(
     shape: tuple[int, ...], count: int, before: Cut | None, ranks: ExpertRanks, *, strided: bool
 ) -> AnyCut:
-    """How one of the tensors of a layer's `count` experts is divided. before: by tp. strided: see `_cut`."""
+    """The division of one tensor of a layer's `count` experts. before: by tp. strided: see `_cut`."""
     outer = _cut(shape, even_ranges(count, ranks.size), strided, ranks)
     return outer if before is None else _nested(outer, before, ranks.with_tp)
 

@@ -129,7 +129,7 @@ class Mesh:
         return self.world.get_group()
 
     def sharded_over(self, size: int) -> DeviceMesh:
-        """The same ranks, sharded over groups of `size` (a divisor of `shards`) and replicated across them."""
+        """A mesh of these ranks, sharded over groups of `size` (a divisor of `shards`), replicated across them."""
         if size == self.shards:
             return self.dp
         # Of two axes of one name, `get_group` would take the root's.
@@ -171,7 +171,7 @@ class Mesh:
 
     @property
     def axes(self) -> dict[str, int]:
-        """Those that there are: dp_replicate and dp_shard always, the others where they have several ranks."""
+        """The axes of this mesh: dp_replicate and dp_shard always, the others where they have several ranks."""
         return self.sizes.named
 
 
@@ -191,7 +191,7 @@ def build_mesh(sizes: MeshSizes, device_type: str) -> Mesh:
 
 
 def _as_one(root: DeviceMesh, axes: Sequence[str], name: str) -> DeviceMesh:
-    """Those of `axes` that the root has, as one axis: the only one as it is, several under `name`."""
+    """The axes of `axes` that the root has, as one axis: a single one as it is, several flattened under `name`."""
     present = tuple(axis for axis in root.mesh_dim_names or () if axis in axes)
     return root[present] if len(present) == 1 else root[present]._flatten(name)
 

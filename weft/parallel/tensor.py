@@ -82,7 +82,7 @@ def _partial(cuts: dict[str, Cut], axis: Axis, inside: tuple[str, ...]) -> dict[
 
 
 def cut_of(name: str, shape: tuple[int, ...], style: Style, axis: Axis) -> Cut:
-    """How a parameter of this style is divided. UserError where its sizes do not divide."""
+    """The division of a parameter of this style. UserError where its sizes do not divide."""
     if style.dim is None:
         whole = ((0, shape[0]),) if shape else ((0, 1),)
         return Cut(shape, 0, (whole,) * axis.size, (axis.size,), axis.place, axis.ranks)

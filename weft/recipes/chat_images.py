@@ -105,7 +105,7 @@ class ChatImages:
 
 
 def _file(option: str, given: str) -> Image:
-    """Where an image is. Raises UserError where it is no file."""
+    """The path of an image. Raises UserError where it is no file."""
     scheme, found, _ = given.partition("://")
     if found and scheme.lower() == "file":
         return Image(path=unquote(urlsplit(given).path))

@@ -171,7 +171,7 @@ def _steps(state: TrainerState) -> dict[str, float]:
 
 
 def _write_adapter(state: TrainerState, options: ExportOptions, folder: Path) -> None:
-    """Of a run with adapters the adapter, in another dtype."""
+    """Write the adapter of a run with adapters, in another dtype."""
     dtype, average = DTYPES[options.dtype], options.ema
     entries, names = state.content["tensors"], exported(state.content["tensors"], average=average)
     tensors = {

@@ -81,7 +81,7 @@ def step_of(config: SftConfig | RlConfig, lengths: Sequence[int]) -> Step:
 
 
 def ranks_to_simulate(memory: Sequence[Memory]) -> list[Memory]:
-    """Of the stages: the first rank's, and the one with the fullest rank."""
+    """The ranks of the stages to simulate: the first rank's stage, and the one with the fullest rank."""
     fullest = max(memory, key=lambda one: one.fullest)
     return [memory[0]] if fullest is memory[0] else [memory[0], fullest]
 

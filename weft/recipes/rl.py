@@ -175,7 +175,7 @@ class Plan:
 
     @staticmethod
     def of(config: RlConfig, stream: PromptStream) -> Plan:
-        """From train.steps, or train.epochs passes over the prompts."""
+        """Compute it from train.steps, or from train.epochs passes over the prompts."""
         per_rollout = config.rl.updates * config.rl.epochs
         if config.train.steps is not None:
             return Plan(-(-config.train.steps // per_rollout), per_rollout)

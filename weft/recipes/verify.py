@@ -172,7 +172,7 @@ def choose_subject(config: SftConfig | RlConfig, options: VerifyOptions, ranks: 
 
 
 def _stages(config: SftConfig | RlConfig) -> list[int]:
-    """Of the model, its reference and its critic: each needs a layer."""
+    """The numbers of stages of the model, its reference and its critic; each stage needs a layer."""
     others = (config.reference.pp, config.critic.pp) if isinstance(config, RlConfig) else ()
     return [config.mesh.pp, *(pp or 1 for pp in others)]
 

@@ -143,7 +143,7 @@ class Blueprint:
         return sum(math.prod(weight.shape) for weight in self.weights if weight.trained)
 
     def styles(self, tp: int) -> Styles:
-        """How so many ranks may divide each weight."""
+        """The ways in which so many ranks may divide each weight."""
         if tp not in self._styles:
             self._styles[tp] = find_styles(self.module, self.text, tp)
         return self._styles[tp]
@@ -224,7 +224,7 @@ class Blueprint:
         return check_pipeline(self.built.config, self.built.findings, compute, delayed=delayed)
 
     def stages(self, pp: int) -> tuple[Stages, Pipeline] | None:
-        """How pp ranks have the layers; None for one. UserError where they cannot."""
+        """The layers of each of pp ranks; None for one rank. UserError where the model cannot be cut so."""
         if pp == 1:
             return None
         if pp not in self._pipelines:
@@ -253,7 +253,7 @@ class Blueprint:
         return self._sequence[alike]
 
     def ulysses(self, cp: int, tp: int) -> int | None:
-        """How many ranks of cp exchange heads; None where documents are not cut. UserError where they cannot be."""
+        """The cp ranks that exchange heads; None where documents are not cut. UserError where they cannot be."""
         if (cp, tp) not in self._ulysses:
             found = ulysses_of(self.built, self.checked, self.config.mesh.ulysses, cp, tp)
             alike = cp > (found or 1), (found or 1) > 1

@@ -108,11 +108,11 @@ class Holdings:
         return Held(place, weights, trained * master, trained * moments, trained * average, tuple(found))
 
     def heaviest(self) -> Held:
-        """Of the rank that holds most between steps."""
+        """The holdings of the rank that holds most between steps."""
         return max(self.by_stage(), key=lambda held: held.resident)
 
     def by_stage(self) -> list[Held]:
-        """Of the rank of each stage that holds most between steps."""
+        """For each stage, the holdings of the rank that holds most between steps."""
         places = list(self._candidates())
         each = [[self.of(replace(place, pp=stage)) for place in places] for stage in range(self.mesh.pp)]
         return [max(held, key=lambda one: one.resident) for held in each]

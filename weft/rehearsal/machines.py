@@ -54,7 +54,7 @@ class Machine:
         ]
 
     def ranks_here(self, size: int, stride: int) -> int:
-        """How many of a group's ranks share a machine. stride: between their numbers."""
+        """The number of a group's ranks that share a machine. stride: between their numbers."""
         return max(1, min(size, self.ranks // stride)) if stride < self.ranks else 1
 
     def gathering(self, payload: float, size: int, stride: int) -> float:

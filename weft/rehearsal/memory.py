@@ -60,7 +60,7 @@ def memory_of(model: Blueprint, mesh: MeshSizes, rows: RowFacts | None, *, recom
 def memory_by_stage(
     model: Blueprint, mesh: MeshSizes, rows: RowFacts | None, *, recompute: bool | None = None
 ) -> list[Memory]:
-    """Of the rank of each stage that holds most."""
+    """For each stage, the memory of the rank that holds most."""
     full = model.config.model.recompute == "full" if recompute is None else recompute
     return [_of_stage(model, mesh, held, rows, recompute=full) for held in Holdings(model, mesh).by_stage()]
 

@@ -82,7 +82,7 @@ def _of_communicators(engine: Engine) -> Iterator[tuple[str, dist.ProcessGroup]]
 
 
 def _of_mesh(mesh: Mesh) -> Iterator[tuple[str, dist.ProcessGroup]]:
-    """Those that say most come first."""
+    """(name, group) of each axis of a mesh; the most specific names come first."""
     if mesh.tp is not None:
         yield "tp", mesh.tp_group
     if mesh.pp is not None:

@@ -50,7 +50,7 @@ class RowFacts:
 
     @staticmethod
     def of(model: Blueprint, plan: StepPlan) -> RowFacts:
-        """Of a plan of this model's documents."""
+        """The facts of the rows of a plan of this model's documents."""
         each = [max(costs) for costs in plan.costs]
         mean, totals = sum(each) / len(each), plan.totals
         linear, _ = model_flops(model.built.flops)
@@ -80,7 +80,7 @@ def planner_of(model: Blueprint, mesh: MeshSizes) -> StepPlanner:
 
 
 def meta_of(planner: StepPlanner, length: int) -> DocumentMeta:
-    """Of a document of text."""
+    """The metadata of a document of text."""
     omitted = planner.costs.omitted(length)
     cost = planner.costs.tokens(length - omitted)
     return DocumentMeta(length, float(length - 1), length - 1, cost=cost, omitted=omitted)

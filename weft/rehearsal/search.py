@@ -159,7 +159,7 @@ def meshes(wanted: Search) -> Iterator[MeshSizes]:
 
 
 def _divisors(number: int, most: int) -> list[int]:
-    """Those that machines and shapes are made of: powers of two, and what is left of the number beside them."""
+    """The divisors that machines and shapes are made of: powers of two, times what is left of the number."""
     odd = number
     while odd % 2 == 0:
         odd //= 2

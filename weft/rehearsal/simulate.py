@@ -115,7 +115,7 @@ def rows_of(engine: Engine, plan: StepPlan, step: Step) -> Rows:
 
 
 def _documents(step: Step) -> list[Document]:
-    """Of equal tokens: those of one length are one document."""
+    """The documents of a step; those of one length are one object, because tokens do not matter."""
     like: dict[int, Document] = {}
     for length in set(step.lengths):
         ones = torch.ones(length)

@@ -51,7 +51,7 @@ class Transfer:
         return once * self.calls * (2 if self.kind == "all-reduce" else 1)
 
     def seconds(self, machine: Machine) -> float:
-        """Of all calls, one after the other."""
+        """The seconds of all calls, one after the other."""
         if not self.payload:
             return 0.0
         if self.kind == "send":

@@ -161,7 +161,7 @@ def held_by(engine: Engine) -> dict[str, list[Tensor]]:
 
 
 def _gradients_of(groups: Iterable[Any]) -> Iterator[Tensor]:
-    """With those that wait for the step's last micro-batch."""
+    """Gradients, with those that wait for the step's last micro-batch."""
     for group in groups:
         if group._partial_reduce_output is not None:
             yield group._partial_reduce_output

@@ -161,7 +161,7 @@ class Mirror:
         )
 
     def _files(self, step: int) -> list[Path]:
-        """Of a checkpoint, and that of a critic beside it."""
+        """The files of a checkpoint, and of a critic's beside it."""
         folders = [step_folder(self.run / inner, step) for inner in (CHECKPOINTS, f"{CRITIC}/{CHECKPOINTS}")]
         files = [path for folder in folders for path in sorted(folder.rglob("*")) if path.is_file()]
         return [path for path in files if not any(part.endswith(_PASSING) for part in path.parts)]

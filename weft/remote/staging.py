@@ -40,7 +40,7 @@ def staging_folder(named: str | None) -> Path:
 
 
 def run_folder(url: str, staging: Path) -> LocalCopy:
-    """Where a run on a store has its folder on this machine; messages call it by its URL."""
+    """The folder on this machine of a run on a store; messages call it by its URL."""
     url = url.rstrip("/")
     name = Path(urlsplit(url).path).name or urlsplit(url).netloc
     folder = LocalCopy(str(staging / "runs" / f"{name}-{digest(url)}"), url)

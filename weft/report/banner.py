@@ -264,7 +264,7 @@ def _prefetch(depth: int | tuple[int, int] | None) -> str:
 
 
 def _layers(engine: Engine) -> str:
-    """How the decoder layers are computed, where it is not plainly."""
+    """In words, how the decoder layers are computed; empty for the plain way."""
     model = engine.config.model
     recompute = ["run again in backward (recompute)"] if model.recompute == "full" else []
     return ", ".join([*recompute, *(["compiled"] if model.compile else [])])
@@ -316,7 +316,7 @@ def pipeline_hint(engine: Engine, plan: StepPlan) -> list[str]:
 
 
 def _elements_of(engine: Engine) -> dict[str, int]:
-    """Of each parameter, however it is divided."""
+    """The elements of each parameter, however it is divided."""
     cuts = engine.divided.cuts
     return {name: math.prod(full_shape(name, p, cuts)) for name, p in engine.whole_parameters().items()}
 
@@ -326,7 +326,7 @@ def _elements(module: nn.Module) -> int:
 
 
 def _context(engine: Engine) -> str:
-    """How mesh.cp shares documents."""
+    """In words, how mesh.cp shares documents."""
     context, most = engine.context, engine.config.step.max_tokens_per_device
     if context is None:
         return "documents of this model are not cut on this mesh, but dealt whole to these ranks"
@@ -514,7 +514,7 @@ def _figure(found: Mapping[str, Any]) -> str:
 
 
 def _from_to(first: Sequence[float], last: Sequence[float], several: bool, steps: str) -> str:
-    """From the first to the last, as means where there are enough steps for two (several)."""
+    """A metric from the first step to the last, as means of several where there are enough steps for two means."""
     if several:
         means = [number(sum(values) / len(values), ".4f") for values in (first, last)]
         return f"{means[0]} -> {means[1]} (means of the first and the last {len(last)} {steps})"

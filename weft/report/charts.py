@@ -129,7 +129,7 @@ def number(value: float, percent: bool = False, digits: int = 4) -> str:
 
 
 def _numbers(values: Sequence[float], percent: bool) -> list[str]:
-    """With as many digits as tell them apart: ratios of almost the same policies are all close to 1."""
+    """The numbers as text, with as many digits as tell them apart: ratios of similar policies are all close to 1."""
     for digits in range(4, 13):
         texts = [number(value, percent, digits) for value in values]
         if len(set(texts)) == len(texts):

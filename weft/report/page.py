@@ -221,7 +221,7 @@ def _rollouts(folder: Path, notes: list[str]) -> Mapping[str, Any] | None:
 
 
 def _text(path: Path, notes: list[str]) -> str:
-    """Of a file, empty where there is none."""
+    """The text of a file; empty if there is none."""
     if not path.is_file():
         return ""
     try:
@@ -425,7 +425,7 @@ def _status(run: RunData) -> str:
 
 
 def _samples(run: RunData) -> list[dict[str, Any]]:
-    """By prompt and its images, in order: the answers, the newest first."""
+    """The answers to each prompt and its images, in order; the newest first."""
     found: dict[str, dict[str, Any]] = {}
     for sample in run.samples:
         prompt, images = _words(sample.get("prompt", "")), sample.get("images")

@@ -142,7 +142,7 @@ def _show_time(time: StepTime) -> None:
 
 
 def _show_transfers(transfers: Sequence[Transfer]) -> None:
-    """Those of a step, the largest first; layers that send alike are one row."""
+    """Print the transfers of a step, the largest first; layers that send alike are one row."""
     table = new_table("collectives of a rank in a step", "what", "kind", "group", ">calls", ">bytes each", ">received")
 
     def key(one: Transfer) -> tuple[str, str, str, int, float]:

@@ -211,7 +211,7 @@ def _shortened(text: str, marks: Sequence[str]) -> str:
 
 
 def _image_lines(images: Images | None, tokenizer: PreTrainedTokenizerBase, places: Sequence[Place]) -> list[str]:
-    """Of each image and video of a document its size, and how many tokens it takes."""
+    """The size of each image and video of a document, and the number of tokens that it takes."""
     if images is None or not places:
         return []
     lines = []

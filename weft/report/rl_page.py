@@ -114,7 +114,7 @@ def _by_run(runs: Sequence[RunData], key: str) -> list[Series]:
 
 
 def _held_out(runs: Sequence[RunData], key: str, colour: int) -> list[Series]:
-    """Of several runs in the colour of each."""
+    """Held-out curves of several runs, each in its colour."""
     several = len(runs) > 1
     return [
         Series(

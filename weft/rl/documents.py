@@ -167,14 +167,14 @@ def _trained_tokens(sample: Sample) -> Flags:
 
 
 def _weight(sample: Sample, config: RlConfig) -> np.float32:
-    """Of a trained token 1; 1 / G of G with sequence_mean; 1 / rollout.max_new_tokens with sequence_sum."""
+    """The weight of a trained token: 1; 1 / G of G with sequence_mean; 1 / rollout.max_new_tokens with sequence_sum."""
     if config.rl.aggregation == "sequence_mean":
         return np.float32(1.0 / np.count_nonzero(_trained_tokens(sample)))
     return np.float32(1.0 / config.rollout.max_new_tokens if config.rl.aggregation == "sequence_sum" else 1.0)
 
 
 def _column(arrays: Sequence[NDArray[Any]], dtype: type) -> tuple[Tensor, ...]:
-    """The same as tensors, which lie in one: samples may be short and many."""
+    """The arrays as tensors, which are views of one: samples may be short and many."""
     joined: NDArray[Any] = np.concatenate(arrays).astype(dtype, copy=False)
     parts: tuple[Tensor, ...] = torch.from_numpy(joined).split([len(array) for array in arrays])
     return parts

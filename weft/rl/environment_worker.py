@@ -206,7 +206,7 @@ def _loop() -> asyncio.AbstractEventLoop:
 
 
 def _kill(process: int) -> None:
-    """With all that it has started."""
+    """Kill a process with all that it has started."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process, signal.SIGKILL)
 

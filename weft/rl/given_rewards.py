@@ -30,7 +30,7 @@ def name_rewards(given: Any) -> tuple[list[str], dict[str, bytes]]:
 
 
 def _import_path(function: Any) -> str | None:
-    """Where other processes find this function; None where they do not."""
+    """The import path under which other processes find this function; None if there is none."""
     if not callable(function):
         raise UserError(
             f"reward: {function!r:.80} is of type {type(function).__name__}: give a function, the name of a built-in "
@@ -60,7 +60,7 @@ def _own_name(function: Any, place: int, taken: Sequence[str]) -> str:
 
 
 def _pickled(function: Any, name: str) -> bytes:
-    """By value, with what it uses of this program (cloudpickle)."""
+    """The function pickled by value, with what it uses of this program (cloudpickle)."""
     cloudpickle = import_extra("cloudpickle", "rl", "a reward function of a program")
     try:
         data: bytes = cloudpickle.dumps(function)

@@ -328,7 +328,7 @@ def _text_prompt(where: str, text: str, rest: dict[str, Any]) -> _Read:
 
 
 def _prompt_column(where: str, row: Mapping[str, Any], columns: Mapping[str, str]) -> str:
-    """Which column holds the prompt."""
+    """The column that holds the prompt."""
     found = [name for name in ("prompt", "messages") if row.get(name) is not None]
     named = [name for name in found if name in columns]
     if len(named) == 1 or len(found) == 1:

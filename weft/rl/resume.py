@@ -113,7 +113,7 @@ def _contents_changed(content: Mapping[str, Any], config: RlConfig, prompts: Pro
 
 
 def find_collected(folder: Path) -> RlStart:
-    """Where `--rollout-only` resumes: after the last complete rollout step of RUN."""
+    """Find where `--rollout-only` resumes: after the last complete rollout step of RUN."""
     if steps := complete_steps(folder / "checkpoints"):
         raise UserError(
             f"--resume {folder} --rollout-only: this run has trained. For rollouts of its weights start another: "
@@ -166,7 +166,7 @@ def _whole(checkpoint: Path) -> tuple[TrainerState | None, str]:
 
 
 def _set_aside_critic(checkpoints: Path, step: int) -> None:
-    """Of a critic in ranks of its own."""
+    """Set aside checkpoints of a critic in ranks of its own."""
     set_aside(checkpoints, step)
     if step_folder(checkpoints, step).is_dir():
         point_latest(step_folder(checkpoints, step))

@@ -190,7 +190,7 @@ class Transcript:
 
     @property
     def images(self) -> PromptImages | None:
-        """Those of the prompt, then those of replies."""
+        """The images of the prompt, then those of replies."""
         return shown(self.prompt, self.replied)
 
     @property

@@ -275,7 +275,7 @@ class Generator:
         return None if images is None or self._opener is None else self._opener(images)
 
     def _fitting(self, entry: _Waiting, joining: Sequence[_Waiting]) -> int:
-        """How many samples of an entry may join now, beside those that run and `joining`: all, where they ever fit."""
+        """The samples of an entry that may join those that run and `joining`; all of them if they ever fit."""
         running = len(self._running) + sum(len(other.samples) for other in joining)
         lengths = [
             entry.job.length,

@@ -92,7 +92,7 @@ class Sample:
 
     @property
     def images(self) -> PromptImages | None:
-        """Those of its prompt, then those of replies."""
+        """The images of its prompt, then those of replies."""
         return shown(self.prompt, self.replied)
 
     @property

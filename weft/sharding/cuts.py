@@ -51,7 +51,7 @@ class Cut:
         return (self.ranks,)
 
     def at(self, place: int) -> Cut:
-        """The same of another rank of the axis."""
+        """The cut of another rank of the axis."""
         return replace(self, place=place)
 
     def boxes(self, held: Box) -> list[tuple[Box, Box, int]]:
@@ -137,7 +137,7 @@ class NestedCut:
         return (self.outer.ranks, self.inner.ranks)
 
     def at(self, place: int) -> NestedCut:
-        """The same of another rank."""
+        """The cut of another rank."""
         outer, inner = divmod(place, self.inner.size)
         shape = self.outer.local_shape(outer)
         return replace(self, outer=self.outer.at(outer), inner=replace(self.inner, shape=shape, place=inner))

@@ -123,7 +123,7 @@ class DcpDirectory:
         return self._files[name]
 
     def _saved(self, name: str, dtype: torch.dtype, chunk: Box, place: Place) -> SavedTensor:
-        """Where the elements of a chunk are, after a comparison with what .metadata says."""
+        """Find the elements of a chunk, and compare them with what .metadata says."""
         if place not in self._chunks:
             with self._readable(place, name):
                 found = read_archive(self._file(place.file), place.begin, place.length)

@@ -81,7 +81,7 @@ class DcpSource(Source):
         return name in self.views and key in self.states.get(self.views[name].stored, {})
 
     def moments(self, key: str) -> Source:
-        """Of the optimizer's state, the tensors of one key, under the names of the weights that they belong to."""
+        """The optimizer's tensors of one key, under the names of the weights that they belong to."""
         found = {}
         for name, view in self.views.items():
             stored = self.states.get(view.stored, {}).get(key)
@@ -97,7 +97,7 @@ class DcpSource(Source):
 
     @property
     def keys(self) -> set[str]:
-        """Those of the optimizer's state: exp_avg, step, ..."""
+        """The keys of the optimizer's state: exp_avg, step, ..."""
         return {key for keys in self.states.values() for key in keys}
 
 

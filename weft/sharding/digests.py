@@ -46,7 +46,7 @@ class BoxDigest:
 
 
 def sha256(values: Tensor) -> str:
-    """Of a tensor's bytes, row-major."""
+    """The SHA-256 of a tensor's bytes, row-major."""
     values = values.contiguous()
     return hashlib.sha256(bytes_of(values).data).hexdigest()
 

@@ -73,7 +73,7 @@ def _merge(folder: Path) -> str:
 
 
 def _files(folder: Path, key: str) -> list[Path]:
-    """In the order of the ranks; each is there."""
+    """The files in the order of the ranks, each of which must be there."""
     found = [match for file in folder.iterdir() if (match := _FILE.fullmatch(file.name))]
     worlds = {int(match[1]) for match in found}
     world = worlds.pop()

@@ -154,7 +154,7 @@ def placements_of(
 def _of_all_stages(
     own: Mapping[str, TensorPlacement], names: Sequence[str], cuts: Cuts, lane: Lane
 ) -> dict[str, TensorPlacement]:
-    """With those of other stages, as the first stage that holds each says."""
+    """Add the tensors of other stages, as the first stage that holds each says."""
     sent = {name: _described(s, lane) for name, s in own.items() if lane.holders[name][0] == lane.place}
     said: list[Any] = [None] * dist.get_world_size(lane.group)
     dist.all_gather_object(said, sent, group=lane.group)

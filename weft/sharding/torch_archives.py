@@ -111,7 +111,7 @@ class _Archive:
         return place, member.file_size
 
     def _tensor(self, storage: Any, offset: Any, shape: Any, strides: Any, _grad: Any, _hooks: Any, *more: Any) -> Any:
-        """Of the arguments of torch's function of that name; `more` begins with a dtype where the storage has none."""
+        """Rebuild from arguments of torch's function of that name; `more` begins with a dtype if storages have none."""
         kind, key = storage.args[0][1], storage.args[0][2]
         if type(kind) is not Named or type(key) is not str or not key.isdecimal():
             raise TypeError

@@ -147,7 +147,7 @@ class _Gather:
         return sum(part.bytes for part in self.bucket)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """In the order of the bucket's parts."""
+        """The tensors in the order of the bucket's parts."""
         for part in self.bucket:
             placement = self.state[part.runtime]
             shipment = self.shipments.get(placement.group)

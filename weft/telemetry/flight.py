@@ -136,7 +136,7 @@ class Flight:
 
     @property
     def patience(self) -> str:
-        """How long others are waited for, for messages."""
+        """In words, how long other ranks are waited for."""
         return self.key if self._timeout is None else f"{self._timeout:g} seconds ({self.key})"
 
     def in_run(self, run: Path) -> None:

@@ -138,7 +138,7 @@ class RunSummary:
         return dict(plain(content))
 
     def _rewards(self) -> dict[str, list[float]]:
-        """Of reinforcement learning."""
+        """The counts of reinforcement learning."""
         if not self.first_rewards:
             return {}
         return {"first_rewards": self.first_rewards, "last_rewards": list(self.last_rewards)}

@@ -151,7 +151,7 @@ def _context_remarks(engine: Engine, steps: Sequence[Step]) -> list[str]:
 
 
 def _trainer(engine: Engine, path: str, lrs: Sequence[float], adapter: str | None, images: Images) -> Trainer:
-    """Of references that do what this engine is to do."""
+    """The trainer of references that do what this engine is to do."""
     model = engine.config.model
     return Trainer(
         path, lrs, optimizer_by_files(engine), str(engine.device), engine.module.facts.layers,

@@ -25,7 +25,7 @@ def steps_with_images(
     bare: bool = True,
     videos: bool = False,
 ) -> tuple[list[list[Document]], Images]:
-    """The same steps with images in some documents: none, one or two; none at all in the last step, if `bare`. videos:
+    """The steps, with images in some documents: none, one or two; none at all in the last step, if `bare`. videos:
     of the documents with an image, every second has a video beside it, or in its place.
 
     base: a base model with weights, whose tower says how many placeholders an image has.

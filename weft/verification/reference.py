@@ -66,7 +66,7 @@ class Reference:
         return self._backward([([ids], [mask], None) for ids, mask in documents], documents), self._gradients()
 
     def padded_gradients(self, documents: Sequence[Document], size: int = 4) -> dict[str, Tensor]:
-        """The same from right-padded batches of `size` with a mask: the reference's own rounding noise."""
+        """Gradients from right-padded batches of `size` with a mask, which show the reference's own rounding noise."""
         batches: list[Batch] = []
         for start in range(0, len(documents), size):
             batch = documents[start : start + size]

@@ -211,7 +211,7 @@ def _number(value: object) -> float:
 
 
 def _observe_gradients(trainer: Trainer, samples: Sequence[Sample], seen: RunResults) -> None:
-    """Of the first update, in one cut and in many micro-batches."""
+    """Observe gradients of the first update, in one cut and in many micro-batches."""
     documents = dict(enumerate(documents_of(samples, trainer.config)))
     masked = TrainedSamples(samples, trainer.config).masked
     longest = max((len(document) for document in documents.values()), default=1)
@@ -241,7 +241,7 @@ def _observe_gradients(trainer: Trainer, samples: Sequence[Sample], seen: RunRes
 
 
 class _Plain:
-    """The same in one plain process; on the first rank alone. double: models compute in fp64."""
+    """The updates in one plain process, on the first rank alone. double: models compute in fp64."""
 
     def __init__(
         self, trainer: Trainer, start: tuple[Tensors, Tensors | None], adapter: str | None, *, double: bool = False
@@ -381,7 +381,7 @@ def _learner_figures(
     prefix: str,
     before: list[Figure],
 ) -> tuple[list[Figure], list[Figure]]:
-    """Those before and of one of policy and critic; its parameters whose gradients differ most. others: the plain side
+    """The figures `before` and those of a policy or critic, and its parameters that differ most. others: the plain side
     by other orders of summation, and in fp64."""
     own: dict[str, float] = {}
     for other in others:

@@ -139,7 +139,7 @@ class Replay:
             handle.remove()
 
     def _locate(self, place: _Place, input_ids_BT: Tensor, bounds: Any) -> None:
-        """Which known documents a row holds, in the order of its tokens; None for padding."""
+        """The known documents that a row holds, in the order of its tokens; None for padding."""
         rows = input_ids_BT.cpu()
         if len(rows) == 1 and not bounds.padded:
             pieces = [tuple(piece.tolist()) for piece in rows[0].split(list(bounds.lengths))]

@@ -126,7 +126,7 @@ def _known(schema: type) -> set[str]:
 
 
 def _disagreements(tables: Tables) -> Iterator[str]:
-    """Of a name that several trainers have, one thing is said."""
+    """A problem for each name that the tables of two trainers answer differently."""
     for what in ("names", "rl"):
         said: dict[str, tuple[str, str]] = {}
         if what == "names":

@@ -41,7 +41,7 @@ class Draft:
 
     @property
     def keys(self) -> dict[str, Key]:
-        """Those that it may set."""
+        """The keys that a draft may set."""
         return schema_keys(self.schema)
 
     def entry(self, name: str) -> str:

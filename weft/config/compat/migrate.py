@@ -71,8 +71,8 @@ def migrate(files: Sequence[str], ranks: int | None = None) -> str:
 
 
 def _trainer_of(found: Mapping[str, Any], files: Sequence[str]) -> tuple[Trainer, list[str], type]:
-    """Whose files these are, by which names, and the schema of the command that does the same; UserError where that is
-    not said, or where they ask for what no draft is made of."""
+    """(trainer of these files, names that tell it, schema of the command that does the same). UserError where files do
+    not tell it, or ask for what no draft is made of."""
     what = f"{', '.join(files)}: {'it is' if len(files) == 1 else 'they are'}"
     if found and set(found) <= set(schema_keys(SftConfig)):
         raise UserError(f"{what} a config of weft already: look at it with `weft sft {files[0]} --dry-run`.")

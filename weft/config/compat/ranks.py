@@ -16,7 +16,7 @@ _RANGE = re.compile(r"list\(range\((?:(\d+), *)?(\d+)\)\)")
 
 
 def gpus_of(found: Mapping[str, Any], trainer: Trainer) -> int | None:
-    """How many trained, where the config says so."""
+    """The number of GPUs that trained; None where the config does not say."""
     for name, value in found.items():
         if entry_of(name, dict.fromkeys(trainer.table.devices)) is not None and (devices := devices_of(value)):
             return len(devices)
@@ -40,7 +40,7 @@ def devices_of(value: Any) -> list[int]:
 
 
 def shared_by(found: Mapping[str, Any]) -> int:
-    """How many GPUs of the old run worked on the same documents."""
+    """The number of GPUs of the old run that worked on the same documents."""
     sizes = (value for name, value in found.items() if entry_of(name) in TABLES.shared.ranks.sharing)
     return math.prod(value for value in sizes if isinstance(value, int) and value > 0)
 

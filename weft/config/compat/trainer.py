@@ -178,7 +178,7 @@ class Trainer:
             self.rl_means = _meanings(rl.means, rl.silent, both, f"{where} means:", f"{where} silent:")
 
     def signs_in(self, names: Iterable[str]) -> list[str]:
-        """Those of these dotted names that are signs of this trainer."""
+        """The dotted names among these that are signs of this trainer."""
         return [name for name in names if any(fnmatchcase(name.replace("-", "_"), sign) for sign in self.table.signs)]
 
     def task(self, name: str, value: Any) -> str | None:

@@ -46,7 +46,7 @@ def _take(draft: Draft, unsaid: Mapping[str, Any]) -> None:
 
 
 def _settle_adapters(draft: Draft) -> None:
-    """With adapters, what is frozen says where none are made."""
+    """Express a frozen tower by lora.targets, where the old config has adapters."""
     if draft.value("lora.rank") is None or "vision" not in draft.value("model.freeze", ()):
         return
     names = draft.taken.pop("model.freeze")[2]

@@ -46,7 +46,7 @@ class Content:
 
     @property
     def bytes(self) -> int:
-        """Of all tensors."""
+        """The bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self.manifest.values())
 
     @property
@@ -98,7 +98,7 @@ class Buckets(Protocol):
 
     @property
     def size(self) -> int:
-        """In bytes, at which one is full. A tensor that is larger has its own."""
+        """The size in bytes at which a bucket is full. A larger tensor has a bucket of its own."""
         ...
 
     def memory(self, number: int) -> Tensor | None:
@@ -107,7 +107,7 @@ class Buckets(Protocol):
 
 
 def _place(rows: list[Row], entry: Entry, size: int) -> Row | None:
-    """Where a tensor goes after these; None where it does not fit any more."""
+    """The place of a tensor after these; None if it does not fit any more."""
     offset = -(-rows[-1].end // ALIGNMENT) * ALIGNMENT if rows else 0
     return Row(entry, offset) if not rows or offset + entry.length <= size else None
 
@@ -175,7 +175,7 @@ def _planned(content: Content, size: int) -> Iterator[list[tuple[Row, Piece]]]:
 
 
 def gathered(engine: Engine, content: Content, buckets: Buckets) -> Iterator[list[Row]]:
-    """The same through the walker, on any mesh: every rank gets every tensor, and writes it where it has a memory."""
+    """Fill buckets through the walker, on any mesh: every rank gets every tensor, and writes it if it has a memory."""
     entries, rows, number = content.entries, list[Row](), 0
     memory = buckets.memory(number)
     for name, tensor in engine.walk(content.pieces, content.manifest, bucket_bytes=2 * buckets.size):

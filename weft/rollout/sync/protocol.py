@@ -377,7 +377,7 @@ def _number(value: Any) -> int:
 
 
 def _entry(row: Any) -> Entry:
-    """From a manifest, or the table of a bucket."""
+    """Parse an entry of a manifest, or of the table of a bucket."""
     name, dtype, shape = row
     if dtype not in WIDTHS:
         raise ValueError(f"{dtype!r:.40} is no dtype")

@@ -361,7 +361,7 @@ class Sender:
             return None
 
     def _agree(self) -> None:
-        """Where one rank has failed all raise what it raised; one all-reduce, collective."""
+        """Raise on all ranks what one rank raised; one all-reduce, collective."""
         self._once_agreed(_nothing)()
 
     def _once_agreed(self, action: Callable[[], None]) -> Callable[[], None]:

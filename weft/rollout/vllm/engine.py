@@ -185,7 +185,7 @@ class VllmEngine:
 
     @asynccontextmanager
     async def _unfinished_again(self) -> AsyncIterator[None]:
-        """With settings.drops, what is under way ends before, and begins anew after."""
+        """Around a change of weights: with settings.drops, requests under way are aborted, and begin anew after it."""
         if self.settings.drops:
             self._going.clear()
             self._dropped += 1

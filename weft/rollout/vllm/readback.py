@@ -60,7 +60,7 @@ def digests_of(model: torch.nn.Module) -> Digests:
 
 
 def _packed(module: Any) -> int:
-    """Of the weight of a linear layer on CPU, as its packed copy has it."""
+    """The weight of a linear layer on CPU, as its packed copy has it."""
     weight = module.weight
     width = weight.shape[1] if weight.dim() == 2 else getattr(module, "input_size_per_partition", module.input_size)
     identity = torch.eye(width, dtype=weight.dtype)
