@@ -355,7 +355,7 @@ def _is_json(value: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """What numpy and torch hold, as Python has it."""
+    """Convert values of numpy and torch to plain Python."""
     if hasattr(value, "tolist"):
         return value.tolist()
     raise TypeError(f"{type(value).__name__} is no JSON")

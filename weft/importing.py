@@ -87,7 +87,7 @@ def named_problem(path: str, key: str) -> str:
 
 
 def _names(origin: str | None) -> set[str] | None:
-    """What a module defines at its top level; None where it can have more than its source says."""
+    """The names that a module defines at its top level; None if it can have more than its source says."""
     if origin is None:
         return set()  # a folder
     try:

@@ -33,8 +33,8 @@ def require_agreement(items: Mapping[str, str], group: dist.ProcessGroup) -> Non
 
 
 class Alike(NamedTuple):
-    """What several ranks hold alike. number: made of it, below 2**24. place, size: this rank's among those that hold
-    it."""
+    """A checksum of something that several ranks hold alike. number: the checksum, below 2**24. place, size: this
+    rank's place among the ranks that hold it, and their number."""
 
     what: str
     number: int
@@ -52,7 +52,7 @@ def term(number: Number, place: int, size: int) -> Number:
 
 
 def require_alike(what: str, items: Mapping[str, str], group: dist.ProcessGroup) -> NoReturn:
-    """As require_agreement, of items that a rank may lack: those that have one have to agree on it."""
+    """As require_agreement, for items that a rank may lack: the ranks that have an item must agree on it."""
     said: list[Mapping[str, str]] = [{}] * dist.get_world_size(group)
     dist.all_gather_object(said, dict(items), group=group)
     ranks, values = dist.get_process_group_ranks(group), dict[str, dict[str, list[int]]]()

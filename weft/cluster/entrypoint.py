@@ -93,7 +93,7 @@ def own_rank() -> int:
 
 
 def _settle_in(scratch: Path) -> None:
-    """What a rank of weft's launcher does first, so that its end is noticed and explained."""
+    """Prepare a rank of weft's launcher, so that its end is noticed and explained."""
     end_with_parent()
     write_stacks_to(scratch / STACKS / str(own_rank()))
     flight.own.open(scratch / flight.FOLDER / flight.live_name(own_rank()))

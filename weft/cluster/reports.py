@@ -78,7 +78,7 @@ def of_exception(rank: int, error: BaseException) -> RankReport:
 
 
 def _too_deep(error: RecursionError) -> str:
-    """What to say of input that is nested deeper than Python goes: by whom it was read."""
+    """The message for input that is nested too deeply for Python, by its reader."""
     calls = traceback.extract_tb(error.__traceback__)
     ours = [call for call in calls if f"{os.sep}weft{os.sep}" in call.filename] or calls
     place = f" ({ours[-1].name}, {Path(ours[-1].filename).name}:{ours[-1].lineno})" if ours else ""

@@ -165,7 +165,7 @@ def _settle(tree: Node, schema: type) -> dict[str, str]:
 
 
 def fill_presets(tree: Node, schema: type) -> None:
-    """What a key like rl.algorithm sets of others that nobody has set. Not the user's: none is refused as inert."""
+    """Fill the keys that a key like rl.algorithm sets and nobody else has set. None of them is refused as inert."""
 
     def value(name: str) -> Any:
         chosen = _find(tree, name)

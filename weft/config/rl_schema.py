@@ -26,7 +26,7 @@ from weft.config.schema import (
 
 @dataclass(frozen=True, kw_only=True)
 class RlAlgorithm:
-    """What is learnt, from which rewards."""
+    """The algorithm, its rewards and its loss."""
 
     reward: tuple[str, ...] = key(
         "Reward functions: names of built-in ones (math, exact_match, regex, format, length), or import paths, as in "
@@ -188,7 +188,7 @@ class RlAlgorithm:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
-    """What generates, and how tokens are drawn."""
+    """The rollout engine, and how it samples."""
 
     engine: Literal["embedded", "hf", "vllm", "sglang"] = key(
         "`embedded`: a copy of the model in the trainer's own ranks, taking turns with training. `hf`: the same "
@@ -326,7 +326,7 @@ class ReferenceConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CriticConfig:
-    """What rl.advantage=gae learns values with: an engine of its own beside the policy's, which trains."""
+    """The critic of rl.advantage=gae: an engine of its own beside the policy's, which trains."""
 
     path: str | None = key(
         "What it is made from: a model, whose head is replaced by one that gives one number per token, or a "

@@ -335,7 +335,7 @@ class LoraConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class StepConfig:
-    """What one optimizer step trains on, and how it is cut into micro-batches."""
+    """The documents of an optimizer step, and how they are cut into micro-batches."""
 
     documents: int | None = key("Documents in an optimizer step, over all ranks; null where step.tokens is set.", 64)
     tokens: int | None = key(
@@ -453,7 +453,8 @@ class TrainConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """What is saved of a run, and when. Every checkpoint is a HuggingFace directory (docs/reference/checkpoints.md)."""
+    """When checkpoints are saved, and what is in them. Every checkpoint is a HuggingFace directory
+    (docs/reference/checkpoints.md)."""
 
     every: int = key("Optimizer steps between checkpoints; 0: only the last. The last step is always saved.", 100)
     every_minutes: float | None = key("Save after so many minutes without a checkpoint, too; null: never.", None)
@@ -505,7 +506,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EvalConfig:
-    """What is looked at while training, and what follows from it. docs/reference/evaluation.md tells more."""
+    """Evaluation during training, and what follows from it. docs/reference/evaluation.md tells more."""
 
     path: str | None = key("Held-out documents: data like data.path's, with the columns that data.columns says.", None)
     sources: tuple[SourceConfig, ...] | None = key(

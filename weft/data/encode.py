@@ -221,7 +221,7 @@ class Encoder:
         return [ids[n:] if ids[:n] == anchor else apart for ids, apart in zip(anchored, plain, strict=True)]
 
     def _find_prefix(self) -> list[int]:
-        """What the tokenizer puts before a text, such as bos."""
+        """Find the tokens that the tokenizer puts before a text, such as bos."""
         bare = self.plain(["a"])[0]
         full: list[int] = self.tokenizer("a", verbose=False)["input_ids"]
         for i in range(len(full) - len(bare) + 1):
@@ -288,7 +288,7 @@ def unbounded(where: str, error: UnboundedError) -> str:
 
 
 def _clock(date: str | None) -> dict[str, Any]:
-    """What templates ask for the time, on that day."""
+    """The clock that templates ask for the time, on that day."""
     return {} if date is None else {"strftime_now": datetime.datetime.fromisoformat(date).strftime}
 
 
@@ -308,7 +308,7 @@ def _own_template(tokenizer: PreTrainedTokenizerBase, where: str, chat: Conversa
 
 
 def _check_read(where: str, chat: Conversation, template: ChatTemplate) -> None:
-    """What a template never reads would be lost without a word."""
+    """Refuse messages of which the template never reads a part: it would be lost without a word."""
     advice = "Remove it, or set data.chat_template to one that does."
     if chat.tools and not template.names("tools"):
         raise BadRowError(f"{where}: has `tools`, which the chat template does not render. {advice}")

@@ -287,7 +287,7 @@ def texts_of(value: Any) -> Iterator[str]:
 
 
 def _names(where: str, seen: Sequence[Image | Video]) -> list[str]:
-    """What messages call the images and videos of a document."""
+    """The names of a document's images and videos in messages."""
     kinds = ["video" if isinstance(one, Video) else "image" for one in seen]
     numbers = [kinds[: place + 1].count(kind) for place, kind in enumerate(kinds)]
     of = {kind: "" if kinds.count(kind) == 1 else f" {{}} of {kinds.count(kind)}" for kind in kinds}

@@ -77,7 +77,7 @@ class Place:
 
     @classmethod
     def of(cls, packed: bytes) -> Place:
-        """What `packed` made."""
+        """The place that `packed` encoded."""
         kind, height, width, size, number, place = _HEAD.unpack_from(packed)
         tail, clip = packed[_HEAD.size :], None
         if kind in VIDEOS:

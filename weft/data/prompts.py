@@ -85,7 +85,7 @@ class _Reader:
     images: Images | None
 
     def of_question(self, where: str, text: str) -> Prompt:
-        """What a user says where there is a chat template, else a text to be continued."""
+        """A user's message if there is a chat template, else a text to be continued."""
         if has_template(self.tokenizer, self.encoding):
             return self._of_chat(where, [{"role": "user", "content": text}])
         return self._of_text(where, text)

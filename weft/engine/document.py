@@ -43,7 +43,7 @@ class Document:
         return int(self.tokens.shape[0])
 
     def meta(self, cost: float = 0.0, omitted: int = 0, tower_tokens: int = 0) -> DocumentMeta:
-        """cost, omitted, tower_tokens: as DocumentMeta has them."""
+        """This document's metadata. cost, omitted, tower_tokens: as in DocumentMeta."""
         predicted = self.weights[1:].numpy().astype(np.float64)  # for short documents a third of torch's time
         return DocumentMeta(
             length=len(self),
@@ -80,7 +80,7 @@ class MeasuredDocuments(Sequence[Document]):
 
     @abstractmethod
     def source(self, index: int) -> str:
-        """Document.source of one."""
+        """The `source` of the document of this index."""
 
     @abstractmethod
     def build(self, index: int) -> Document:
@@ -152,8 +152,8 @@ def first_sources(documents: Sequence[Document], indices: Sequence[int], most: i
 
 @dataclass(frozen=True)
 class Costs:
-    """What documents cost in one model. omitted: length -> DocumentMeta.omitted. tokens: tokens that a forward reads ->
-    FLOPs. images: patches and pairs of a document's -> (FLOPs, DocumentMeta.tower_tokens)."""
+    """The costs of documents in one model. omitted: length -> DocumentMeta.omitted. tokens: tokens that a forward reads
+    -> FLOPs. images: patches and pairs of a document's -> (FLOPs, DocumentMeta.tower_tokens)."""
 
     omitted: Callable[[int], int]
     tokens: Callable[[int], float]

@@ -168,7 +168,7 @@ class Engine:
         return self._planner.image_room
 
     def metas(self, documents: Sequence[Document]) -> list[DocumentMeta]:
-        """The metadata of each; measured documents are not built for it."""
+        """The metadata of each document; measured documents are not built."""
         return self._planner.metas(documents)
 
     def check_images(self, documents: Sequence[Document]) -> None:
@@ -253,8 +253,8 @@ class Engine:
     def _reduce(
         self, plan: StepPlan, sources: list[list[str]], sums: Sums, losses: list[Tensor], alike: list[Alike]
     ) -> dict[str, float | None]:
-        """All metrics, in one reduction. It also carries whether any loss was not finite, and compares plans, and what
-        ranks hold alike."""
+        """Reduce all metrics in one all-reduce, which also carries whether any loss was not finite, and compares plans
+        and what several ranks hold alike."""
         flight.at("reduce", documents=[source for row in sources for source in row])
         finite = torch.stack(losses).isfinite()
         sums.add("_nonfinite", (~finite).sum(), 1.0)
@@ -323,7 +323,7 @@ class Engine:
         return dict(sorted(out.items()))
 
     def _join_parts(self, plan: StepPlan, micro: int, by_document: dict[int, Tensor]) -> dict[int, Tensor]:
-        """[T] of each document of this rank, where other ranks have parts of some: their values in place of zeros."""
+        """Fill in, [T] per document of this rank, the values that other ranks computed of documents they share."""
         shared = plan.shared(micro, self.mesh.loss_rank)
         if not shared or self.context is None:
             return by_document
@@ -460,7 +460,8 @@ class Engine:
         self._complete = False
 
     def _complete_gradients(self) -> None:
-        """Before anything looks at them, and once: a second time would count parts twice."""
+        """Sum partial gradients over tp and pp, before anything reads them, and once: a second sum would count
+        twice."""
         if self._complete:
             return
         if self.divided.partial:

@@ -50,8 +50,8 @@ class Factors:
 
 @dataclass(frozen=True)
 class Forwarded:
-    """A row after its forward. loss: what is differentiated. seen: the loss sum. direction: of its gradient, where that
-    is known."""
+    """A row after its forward. loss: the tensor to differentiate. seen: the loss sum. direction: the gradient of
+    `loss`, where that is known."""
 
     row: Row
     terms: Terms
@@ -62,7 +62,7 @@ class Forwarded:
 
 @dataclass(frozen=True)
 class Asked:
-    """What a forward without gradients is to read. chosen_NC, balance: see TrainModule.forward."""
+    """What to read in a forward without gradients. chosen_NC, balance: see TrainModule.forward."""
 
     what: frozenset[str]
     chosen_NC: Tensor | None = None
@@ -71,7 +71,8 @@ class Asked:
 
 @dataclass
 class Trained:
-    """What a step's micro-batches gave. losses: sums, of each micro-batch. alike: what other ranks must have, too."""
+    """The results of a step's micro-batches. losses: the loss sum of each. alike: numbers that other ranks must
+    share."""
 
     losses: list[Tensor] = field(default_factory=list)
     alike: list[Alike] = field(default_factory=list)
@@ -166,12 +167,12 @@ class Executor:
         return Forwarded(row, terms, loss, seen, direction)
 
     def balance_loss(self, balance_sum: Tensor, factors: Factors) -> Tensor:
-        """What is differentiated of a row's auxiliary loss. Routers are whole on every rank of tp, and their gradients
-        are summed over them."""
+        """The part of a row's auxiliary loss to differentiate. Routers are whole on every rank of tp, and their
+        gradients are summed over them."""
         return balance_sum * (factors.balance / self.mesh.tp_size) * factors.scale
 
     def account(self, done: Forwarded, sums: Sums) -> None:
-        """Add what a row says of itself, after its backward."""
+        """Add a row's metrics to the sums, after its backward."""
         if done.terms.balance_sum is not None:
             sums.add("aux_loss", done.terms.balance_sum, done.row.real_tokens)
         for flag in () if done.direction is None else done.direction.wrong:
@@ -194,7 +195,7 @@ class Executor:
         self, rows: Rows, phase: str, ask: Callable[[Row], Asked], use: Use, *, following: bool = False,
         evaluating: bool = True,
     ) -> None:  # fmt: skip
-        """Read every row without gradients and give what was found to `use`. following: the routes of documents.
+        """Read every row without gradients and pass the readouts to `use`. following: replay the documents' routes.
         evaluating: in evaluation mode."""
         with self.without_gradients(evaluating=evaluating):
             for micro, sources in enumerate(rows.sources):
@@ -239,7 +240,7 @@ class Executor:
         return replace(factors, shares_E=(total_E / tokens).float(), counted=[Counted(layers, None)] * len(chosen))
 
     def _choices(self, rows: Rows) -> tuple[list[Tensor], Tensor]:
-        """(of each micro-batch [D, E], the choices of its documents, summed over layers; number of layers with
+        """(for each micro-batch [D, E], the experts chosen by its documents, summed over layers; number of layers with
         routers)."""
         chosen = [torch.zeros(0)] * len(rows.sources)
         layers = [torch.zeros((), dtype=torch.float64, device=self.device) for _ in chosen]
@@ -263,10 +264,10 @@ class Executor:
         return Asked(frozenset(), balance=replace(balance, counting=True))
 
     def of_all_layers(self, sums: Sequence[Tensor]) -> None:
-        """Add, in place, what ranks with other layers have; collective over them."""
+        """Add, in place, the tensors of ranks with other layers; collective over them."""
 
     def balanced(self, row: Row, factors: Factors | None, micro: int) -> Balance | None:
-        """What a forward of this row needs for the auxiliary loss of its experts."""
+        """The inputs of a forward of this row for the auxiliary loss of its experts."""
         if not self.balance:
             return None
         assert row.owner_M is not None

@@ -99,7 +99,7 @@ class PipelineExecutor(Executor):
         return done
 
     def _seen(self, done: _Done, sums: Sums) -> Tensor | float:
-        """A stage's part of a row's loss sum, whose metrics are added to `sums`."""
+        """This stage's part of a row's loss sum; adds the row's metrics to `sums`."""
         if done.forwarded is not None:
             self.account(done.forwarded, sums)
             return done.forwarded.seen
@@ -134,7 +134,8 @@ class PipelineExecutor(Executor):
         return _Done(row, received, made["sent"], None, routes, balance, loss)
 
     def _backward(self, action: Action, done: _Done, *, last: bool) -> Delayed:
-        """What is left to do for the gradients of weights. last: of the chunk's micro-batches."""
+        """Run a backward; returns what is left to do for the gradients of weights. last: of the chunk's
+        micro-batches."""
         stage = self._stage(action)
         gradient = self.link.receive(Message(False, stage, action.micro))
         when = self.config.fsdp.reduce if self.weights is None else "later"
@@ -151,7 +152,8 @@ class PipelineExecutor(Executor):
         return [] if self.weights is None else self.weights.take()
 
     def _weights(self, action: Action, delayed: Delayed, *, last: bool) -> None:
-        """The rest of a backward. All gradients of its chunk are reduced with these: those that it left, too."""
+        """Compute the weight gradients that a backward left. With the last of a chunk, all its gradients are
+        reduced."""
         with torch.no_grad(), numerics(self.config.exact):
             for add in delayed:
                 add()

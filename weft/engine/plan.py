@@ -31,7 +31,7 @@ _COST_BITS = 32
 
 @dataclass(frozen=True, slots=True)
 class DocumentMeta:
-    """What the step plan needs to know of a document.
+    """A document's metadata for the step plan.
 
     length: tokens. omitted: tokens at its end that no forward reads. weight: sum of the loss weights of its predicted
     tokens (all but the first). loss_tokens: predicted tokens with a non-zero weight. group: documents of one group may
@@ -56,7 +56,7 @@ class DocumentMeta:
 
     @property
     def room(self) -> int:
-        """Tokens of max_tokens_per_device that it takes."""
+        """The tokens of max_tokens_per_device that the document takes."""
         return self.read + self.tower_tokens
 
 
@@ -292,7 +292,7 @@ def _packed(
     capacity: int,
     alone_above: int | None,
 ) -> list[list[list[int]]]:
-    """[k][r] some of the documents, in rows of this capacity, in each the longest first."""
+    """[k][r]: rows of this capacity with some of the documents, the longest first."""
     limit = capacity if alone_above is None else alone_above
     lengths = [documents[i].room if documents[i].read <= limit else capacity for i in chosen]
     rows = pack(lengths, [weighed[i] for i in chosen], ranks=ranks, capacity=capacity)
@@ -303,8 +303,8 @@ def _packed(
 def _over_ranks(
     row: Sequence[int], documents: Sequence[DocumentMeta], weighed: Sequence[int], group: Group
 ) -> tuple[list[_Row], list[int]]:
-    """(of each rank, its row; documents without room). Documents that are cut come first, rising, then whole ones by
-    length."""
+    """(row of each rank; documents for which there was no room). In a row, cut documents come first in rising order,
+    then whole ones by length."""
     rooms = [documents[i].room for i in row]
     placed, left = place([documents[i].read for i in row], [weighed[i] for i in row], group, rooms)
     order = sorted(
@@ -348,8 +348,8 @@ def _check(
 
 
 def _deal_to_ranks(rows: list[list[int]], ranks: int) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """[k][r] from rows sorted by falling cost. Every other micro-batch backwards, so that no rank has the dearest row
-    of each (nothing may wait for the others where gradients are reduced only once)."""
+    """[k][r] from rows sorted by falling cost. Every other micro-batch is dealt backwards, so that no rank has the most
+    expensive row of each: with gradients reduced only once, ranks need not wait for each other in between."""
     micro_batches = []
     for k, start in enumerate(range(0, len(rows), ranks)):
         dealt = [tuple(row) for row in rows[start : start + ranks]]
@@ -364,7 +364,7 @@ def _row_cost(costs: list[float], layout: Layout) -> float:
 
 
 class _Sizes:
-    """The lengths that rows may have."""
+    """Row lengths that step.shapes allows."""
 
     def __init__(self, budget: int, multiple: int, shapes: Shapes) -> None:
         self.multiple, self.shapes = multiple, shapes
@@ -377,7 +377,7 @@ class _Sizes:
             )
 
     def of(self, tokens: int) -> int:
-        """The length of a row, or of a `padded` document, of so many tokens."""
+        """The padded length of a row, or of a `padded` document, with so many tokens."""
         if self.shapes == "fixed":
             return self.capacity
         tokens = max(tokens, _SHORTEST_ROW)

@@ -29,8 +29,8 @@ class StepPlanner:
         *,
         several: bool,
     ) -> None:
-        """ranks: this one's place among those with different documents, and how many they are. context: those that
-        documents may be cut over; None where none is. multiple: of which rows are. several: mesh.cp is above 1."""
+        """ranks: (this rank's place among ranks with different documents, their number). context: the ranks that share
+        documents; None for none. multiple: row lengths are multiples of it. several: mesh.cp is above 1."""
         self.step, self.layout, self.context, self.multiple = step, built.layout, context, multiple
         self._rank, self._ranks = ranks
         self._cuts = context is not None if several else built.cuts_documents
@@ -47,7 +47,7 @@ class StepPlanner:
         )
 
     def metas(self, documents: Sequence[Document]) -> list[DocumentMeta]:
-        """The metadata of each; measured documents are not built for it."""
+        """The metadata of each document; measured documents are not built."""
         found = metas(documents, self.costs)
         if self._no_images and any(meta.patches for meta in found):
             raise UserError(f"this model cannot be trained on images: {self._no_images}.")
@@ -80,7 +80,7 @@ class StepPlanner:
 
     @property
     def _image_ranks(self) -> int:
-        """Over which a document with images may be cut."""
+        """The number of ranks over which a document with images may be cut."""
         return self.context.size if self.context is not None and self._cuts_images else 1
 
     @property

@@ -87,7 +87,7 @@ class Replicas:
 
 
 def _place(groups: Groups) -> tuple[int, int]:
-    """This rank's among all that hold the same, and how many these are."""
+    """(This rank's place among the ranks that hold the same, their number)."""
     place, several = 0, 1
     for index, size in groups:
         place, several = place * size + index, several * size
@@ -95,7 +95,7 @@ def _place(groups: Groups) -> tuple[int, int]:
 
 
 def _number(copies: Sequence[_Copy]) -> Tensor:
-    """Below 2**24: the bits of all elements as integers, added up. Small tensors are joined, to be one kernel."""
+    """A checksum below 2**24: the bits of all elements as integers, summed. Small tensors are joined for one kernel."""
     values = [_integers(copy.values) for copy in copies]
     small = [v for v in values if v.numel() < 65536]
     by_type: dict[torch.dtype, list[Tensor]] = defaultdict(list)
@@ -127,8 +127,8 @@ def shared_documents(
     rank: int,
     same: tuple[int, int],
 ) -> tuple[Alike, ...]:
-    """What a row has in common with other ranks. row: of whole documents. rank: among those with different ones. same:
-    this rank's place among those with the same, and how many they are."""
+    """The documents that a row has in common with other ranks. row: of whole documents. rank: this rank's place among
+    ranks with different documents. same: (its place among ranks with the same documents, their number)."""
     found = []
     if same[1] > 1:
         number = _crc([row.input_ids_BT, row.targets_N, row.weights_N, row.position_ids_BT, *row.arrays.values()])

@@ -159,7 +159,7 @@ def _owners(places: _Places, tokens: int) -> Tensor:
 
 
 def _media(documents: Sequence[Document], vision: Vision) -> dict[str, Any]:
-    """The images of a row; where it has none, the smallest one."""
+    """The images of a row; if it has none, the smallest possible one."""
     found = [document.media.inputs for document in documents if document.media is not None]
     return {"media": joined(found or [dict(vision.smallest)]), "borrowed": not found}
 

@@ -21,8 +21,9 @@ _INTERLEAVED: tuple[Schedule, ...] = ("Interleaved1F1B", "InterleavedZeroBubble"
 
 
 class Action(NamedTuple):
-    """What a rank does of one micro-batch in one of its chunks of layers. backward: gradients of what came in, and of
-    weights but for those that `weights` computes, in schedules of DELAYED."""
+    """One action of a rank: forward, backward or weight gradients of one micro-batch in one of its chunks of layers.
+    backward: gradients of what came in, and of weights but for those that `weights` computes, in schedules of
+    DELAYED."""
 
     kind: Kind
     micro: int
@@ -37,8 +38,8 @@ def placement_of(schedule: Schedule, ranks: int, chunks: int | None) -> Placemen
 
 
 def order(schedule: Schedule, placement: Placement, place: int, micro_batches: int) -> list[Action]:
-    """What the rank at `place` does, in order. In each chunk, micro-batches go forward and backward by their numbers;
-    and of what one rank sends another in one direction, both know one order."""
+    """The actions of the rank at `place`, in order. In each chunk, micro-batches go forward and backward by their
+    numbers, so that sender and receiver know the order of what travels between them."""
     if schedule == "ZBVZeroBubble":
         return _folded(placement.ranks, place, micro_batches)
     ranks, chunks = placement.ranks, placement.chunks
@@ -65,8 +66,8 @@ def _rounds(micro_batches: int, size: int) -> list[range]:
 
 
 def _with_weights(actions: Sequence[Action], delay: int) -> list[Action]:
-    """The gradients of weights follow their backward, `delay` backwards later: a later rank, which begins its backwards
-    sooner, has them left for when it would wait at the end."""
+    """Put weight gradients `delay` backwards after their backward. A later rank begins its backwards sooner, and has
+    weight gradients left to compute when it would otherwise wait at the end."""
     found: list[Action] = []
     waiting: list[Action] = []
     for action in actions:
@@ -78,7 +79,7 @@ def _with_weights(actions: Sequence[Action], delay: int) -> list[Action]:
 
 
 def _folded(ranks: int, place: int, micro_batches: int) -> list[Action]:
-    """The V schedule: as for enough micro-batches to fill the pipeline, less those that there are not."""
+    """The V schedule: that of enough micro-batches to fill the pipeline, without those that the step does not have."""
     left, full = ranks - place, max(micro_batches, 2 * ranks - 1)
     # Letters of kinds, small ones of the first chunk: forward, backward, weights.
     found = "f" * (2 * left - 1) + "Ff" * place + "FBW" * left

@@ -58,7 +58,7 @@ USUAL_LENGTH = 4096  # of documents, by which attention and matrices of a layer 
 
 @dataclass(frozen=True)
 class Setup:
-    """What is known before the model. storage: the device of shards between their uses.
+    """What is decided before the model is built. storage: the device of shards between their uses.
 
     rule: the optimizer that the config names by import path, tried; None for weft's own. moments: dtypes of the
     optimizer's tensors of each parameter's shape. state_dtypes: of all its tensors.
@@ -80,7 +80,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Sharded:
-    """What sharding gives. divided: what tp divides. stages: how mesh.pp cuts the layers; pipeline: what each stage
+    """The results of sharding. divided: what tp divides. stages: how mesh.pp cuts the layers; pipeline: what each stage
     holds; both None for one stage. adapter_config: of the whole model's adapters, None without or for one stage.
     context: the ranks over which documents are cut. memory: bytes that a rank needs.
     room: bytes that it has on the storage device."""
@@ -98,7 +98,7 @@ class Sharded:
 
 @dataclass(frozen=True)
 class Parts:
-    """What the stages return together. loaded: None where no file was read. optimizer: None where nothing is
+    """The results of all stages. loaded: None where no file was read. optimizer: None where nothing is
     trained."""
 
     setup: Setup
@@ -151,7 +151,7 @@ def set_deterministic(wanted: bool) -> None:
 
 
 def describe(config: EngineConfig, ranks: Ranks, mesh: Mesh | None = None) -> Setup:
-    """Mesh, dtypes and devices. mesh: another engine's, which is used where it has the same sizes."""
+    """Decide on mesh, dtypes and devices. mesh: another engine's, reused if it has the same sizes."""
     sizes = resolve_mesh(config.mesh, ranks.world)
     if mesh is None or mesh.sizes != sizes:
         mesh = build_mesh(sizes, ranks.mesh_device)
@@ -174,7 +174,7 @@ def describe(config: EngineConfig, ranks: Ranks, mesh: Mesh | None = None) -> Se
 
 
 def build(setup: Setup, *, weights: bool = True, readouts: Collection[str] = ()) -> BuiltModel:
-    """The model on the meta device, with untrained parameters frozen. weights: False opens no file of weights.
+    """Build the model on the meta device, and freeze what is not trained. weights: False opens no file of weights.
 
     UserError where the model lacks one of the readouts, or the config's auxiliary loss or parameter groups do not fit
     it.
@@ -266,13 +266,13 @@ def stages_of(setup: Setup, built: BuiltModel, config: PretrainedConfig, hidden:
 
 
 def least_layers(built: BuiltModel) -> int:
-    """So many layers have to be in the first stage: those that take features of images."""
+    """The number of layers that the first stage must have: those that take features of images."""
     return 1 if built.vision is None else max(1, built.vision.layers)
 
 
 def cut_stages(weighed: tuple[list[float], float], placement: Placement, anatomy: Anatomy, least: int = 1) -> Stages:
-    """weighed: cost of each layer, and of the head; of which there are enough (`check_layers`). least: so many layers
-    are in the first stage."""
+    """Cut the layers into stages of like cost. weighed: (cost of each layer, cost of the head); `check_layers` has
+    passed. least: the layers that the first stage must have."""
     costs, head = weighed
     spans = cut_layers(costs, head, placement.stages, least)
     each = tuple(sum(costs[first:end]) + head * (end == len(costs)) for first, end in spans)
@@ -341,8 +341,8 @@ def cuts_images(built: BuiltModel) -> bool:
 
 
 def ulysses_of(built: BuiltModel, config: PretrainedConfig, wanted: int | None, cp: int, tp: int) -> int | None:
-    """How many ranks of cp exchange heads; None where documents are not cut. UserError where states of layers cannot be
-    shared as the config asks. wanted: mesh.ulysses."""
+    """The number of cp ranks that exchange heads; None where documents are not cut. UserError where states of layers
+    cannot be shared as the config asks. wanted: mesh.ulysses."""
     if cp == 1 or not built.cuts_documents:
         return None
     if not built.findings.mixers:
@@ -360,8 +360,8 @@ def shares_states(built: BuiltModel, cp: int, tp: int) -> bool:
 
 
 def ulysses_of_states(wanted: int | None, cp: int, *, divides: bool) -> int:
-    """All of cp: states are of whole documents. UserError where the config asks for another number, or for one that
-    does not divide the heads."""
+    """The Ulysses size for layers that carry state: all of cp, because a state is of a whole document. UserError where
+    the config asks for another size, or where heads do not divide by it."""
     if wanted not in (None, cp):
         raise UserError(
             f"mesh.ulysses={wanted}: layers of this model carry state, so that ranks share a document by heads alone: "
@@ -426,6 +426,6 @@ def build_optimizer_and_ema(
 
 
 def new_loss_scale(setup: Setup) -> LossScale | None:
-    """None but for training in fp16."""
+    """The loss scale of a training in fp16; None otherwise."""
     fsdp, fp16 = setup.config.fsdp, setup.precision.compute == torch.float16
     return LossScale(fsdp.loss_scale, fsdp.loss_scale_interval) if fp16 and setup.trained else None

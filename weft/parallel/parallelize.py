@@ -66,7 +66,7 @@ def parallelize(
     sequence: bool = False,
     stages: Stages | None = None,
 ) -> tuple[list[Unit], TensorParallel, Pipeline | None]:
-    """Shard the model in place; its FSDP units, what tensor and expert parallelism have divided, and what stages hold.
+    """Shard the model in place; returns its FSDP units, what tp and ep have divided, and what the stages hold.
     sequence: with tp, tokens between blocks, too. stages: None for one."""
     # 0. Compute with parts: what is stored is divided before anything looks at it.
     divided = tensor_parallel(module, mesh.tp, config, sequence=sequence)

@@ -44,7 +44,7 @@ class Machine:
     usable: float = 0.92
 
     def lines(self) -> list[str]:
-        """What is assumed."""
+        """The assumptions, as lines to print."""
         return [
             f"{self.accelerator.name}: {self.peak / 1e12:g} TFLOP/s, memory {self.memory_rate / GB:g} GB/s; machines "
             f"of {self.ranks}: {self.link / GB:g} GB/s within, {self.network / GB:g} GB/s for each between them;",

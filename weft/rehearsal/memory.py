@@ -46,7 +46,7 @@ class Memory:
 
     @property
     def needs(self) -> MemoryNeeds:
-        """What a dry run says of it."""
+        """The needs as a dry run prints them."""
         held = self.held
         return MemoryNeeds(held.weights, held.gradients, held.optimizer, self.gathered, 0, held.average)
 

@@ -63,7 +63,7 @@ class Transfer:
 
 
 def transfers(model: Blueprint, mesh: MeshSizes, held: Held, load: Load, *, recompute: bool) -> list[Transfer]:
-    """What a rank takes part in, in one step."""
+    """The collectives of a rank in one step."""
     found = [
         *_of_units(model, mesh, held, load),
         *_of_tp(model, mesh, held, load, recompute=recompute),

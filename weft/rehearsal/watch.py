@@ -131,7 +131,7 @@ class Watch(TorchDispatchMode):
             self._life(tensor).kind = kind
 
     def _know_buffers(self, operation: str, args: Any, kwargs: Any) -> None:
-        """What FSDP joins for its collectives."""
+        """Note the buffers that FSDP packs for its collectives."""
         if operation == "fsdp::all_gather_copy_in":
             self._know(args[1:2], "gathered")
         elif operation == "fsdp::chunk_cat":

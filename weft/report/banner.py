@@ -101,7 +101,7 @@ def print_dry_run(config: SftConfig | RlConfig, engine: Engine, *, parameters: b
 
 
 def _activations(engine: Engine) -> str:
-    """What the largest row keeps for its backward."""
+    """The activations that the largest row keeps for its backward."""
     model, tokens = engine.config.model, engine.config.step.max_tokens_per_device
     most = "at most " if engine.lora is not None or model.freeze else ""
     stages = engine.stages
@@ -205,7 +205,7 @@ def _rooms(engine: Engine) -> str:
 
 
 def _host(config: SftConfig | RlConfig, engines: Sequence[Engine], asleep: Sequence[Part]) -> str:
-    """What the engines of a rank keep on the host for a while."""
+    """The host memory that a rank's engines use while a checkpoint is written, or while parts sleep."""
     state = config.checkpoint.trainer_state != "none"
     needs = []
     for engine in engines:

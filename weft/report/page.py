@@ -442,7 +442,7 @@ def _words(value: object) -> str:
 
 
 def _learnt(run: RunData) -> dict[str, tuple[str, str]]:
-    """What training was for: the loss, or reward and accuracy."""
+    """The curves of the goal: the loss, or reward and accuracy."""
     rl = is_rl(run)
     figures: dict[str, tuple[str, str]] = {}
     values = [value for value in run.points("reward" if rl else "loss")[1] if value is not None]

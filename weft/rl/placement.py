@@ -54,7 +54,7 @@ def resolve_placement(
 
 
 def _by_rule(config: RlConfig, options: RlOptions, rollouts: int) -> tuple[Placement | None, str]:
-    """What needs no trial, and why."""
+    """The placement, where it follows without a trial, and why."""
     cluster, rollout = config.cluster, config.rollout
     if cluster.max_staleness:
         return "disaggregated", "with cluster.max_staleness engines generate while trainers train"

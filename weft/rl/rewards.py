@@ -218,7 +218,7 @@ def try_rewards(
 
 
 def _missing(name: str, signature: RewardSignature, prompt: Prompt) -> str | None:
-    """What a function needs, and a prompt's row does not have."""
+    """The columns that a function needs and a prompt's row lacks."""
     absent = next((column for column in signature.required if column not in prompt.columns), None)
     if absent is None and (not signature.reference or has_reference(prompt.columns)):
         return None

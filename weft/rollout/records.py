@@ -148,7 +148,7 @@ def _replied(images: PromptImages | None) -> dict[str, Any]:
 
 
 def _images(row: Mapping[str, Any]) -> PromptImages | None:
-    """What _replied wrote."""
+    """Read the images that `_replied` wrote."""
     if row.get("reply_images") is None:
         return None
     kept = row["reply_images"]

@@ -52,7 +52,7 @@ def saved_adapter(engine: Engine) -> Iterator[str | None]:
 
 
 def _names(engine: Engine) -> dict[str, str]:
-    """What is trained -> its name in the reference: that of the adapter's file without its prefix."""
+    """Name of a trained tensor -> its name in the reference: that of the adapter's file without its prefix."""
     if engine.lora is None:
         return {}
     trained = (name for name in engine.whole_parameters() if engine.lora.trains(name))

@@ -103,7 +103,7 @@ def _line(bug: Bug) -> str:
 
 
 def _owner(target: str) -> tuple[Any, str]:
-    """What holds the target, a module or a class, and the target's name in it."""
+    """(Module or class that holds the target, the target's name in it)."""
     module, _, path = target.partition(":")
     *outer, attribute = path.split(".")
     return reduce(getattr, outer, import_module(module)), attribute

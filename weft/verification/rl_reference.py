@@ -179,7 +179,7 @@ class _Update(Reference, ABC):
 
     @abstractmethod
     def total(self, rows: Sequence[Row]) -> float:
-        """What the weighted sum of a step is divided by."""
+        """The divisor of a step's weighted sum."""
 
     def gradients(self, documents: Sequence[Any]) -> tuple[float, dict[str, Tensor]]:
         """(loss, every parameter's gradient) of one update over these rows."""
@@ -212,7 +212,7 @@ class _Policy(_Update):
         return loss - rl.entropy * entropy * self._entropy_share(row)
 
     def _entropy_share(self, row: Row) -> float:
-        """What makes of the loss's weight of a token, and of what its sum is divided by, those of entropies."""
+        """The factor that turns a token's weight and divisor in the loss into those of rl.entropy_aggregation."""
         tokens, samples = sum(len(r.drawn) for r in self.trained), len(self.trained)
         if self.rule.rl.entropy_aggregation is None:
             return 1.0

@@ -78,7 +78,7 @@ class Draft:
             )
 
     def advice(self, name: str) -> str | None:
-        """What to do about a name."""
+        """The advice about a name."""
         return advice_for(name, reinforcement=self.rl is not None)
 
     def value(self, key: str, default: Any = None) -> Any:

@@ -61,7 +61,7 @@ class Content:
 
 
 def entry_of(name: str, tensor: Tensor) -> Entry:
-    """What is said of a tensor before it comes."""
+    """The entry that announces a tensor."""
     return Entry(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
 
 
