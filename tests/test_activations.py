@@ -20,12 +20,12 @@ from weft.engine.document import Document
 from weft.engine.plan import DocumentMeta, plan_step
 from weft.engine.row import build_row
 from weft.engine.startup import hidden_of, implementation
+from weft.memory.activations import RowSharing, saved_bytes
 from weft.models import hf
 from weft.models.train_module import TrainModule
 from weft.ops.attention_call import Bounds
 from weft.parallel.mesh import Axis
 from weft.parallel.tensor import tensor_parallel
-from weft.planner.activations import RowSharing, saved_bytes
 
 TOKENS = 192
 

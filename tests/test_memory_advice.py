@@ -16,7 +16,7 @@ from tests.cases import bytes_held, open_engine, saved_model, world_of
 from tests.pool import run
 from weft.config.schema import FsdpConfig, OptimizerConfig
 from weft.errors import UserError
-from weft.planner.memory import MemoryNeeds, capacity, check_draws, check_fits, hint, local_ranks
+from weft.memory.estimate import MemoryNeeds, capacity, check_draws, check_fits, hint, local_ranks
 from weft.sharding import load
 
 GIB = 1 << 30

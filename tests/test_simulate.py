@@ -20,13 +20,13 @@ from weft.config.schema import MeshConfig, ModelConfig, StepConfig
 from weft.engine.config import EngineConfig
 from weft.errors import UserError
 from weft.objectives.cross_entropy import CrossEntropy
-from weft.rehearsal.blueprint import Blueprint
-from weft.rehearsal.memory import Memory, memory_by_stage
-from weft.rehearsal.observed_collectives import Kind, Total
-from weft.rehearsal.observed_memory import Peak
-from weft.rehearsal.rows import RowFacts, plan_rows
-from weft.rehearsal.simulate import Simulated, Step, plan_of, rows_of, simulate, watched_step
-from weft.rehearsal.traffic import Transfer, transfers
+from weft.planner.blueprint import Blueprint
+from weft.planner.memory import Memory, memory_by_stage
+from weft.planner.observed_collectives import Kind, Total
+from weft.planner.observed_memory import Peak
+from weft.planner.rows import RowFacts, plan_rows
+from weft.planner.simulate import Simulated, Step, plan_of, rows_of, simulate, watched_step
+from weft.planner.traffic import Transfer, transfers
 
 ROOT = Path(__file__).parent.parent
 Seen = tuple[dict[str, int], Peak, dict[Kind, Total]]

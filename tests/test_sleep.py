@@ -28,9 +28,9 @@ from weft.engine import host
 from weft.engine.engine import Engine
 from weft.engine.host import HostPool, HostTensor
 from weft.engine.sleep import PARTS, Part
+from weft.memory.estimate import HostNeeds, host_bytes
 from weft.objectives.cross_entropy import CrossEntropy
 from weft.parallel.mesh import own_part
-from weft.planner.memory import HostNeeds, host_bytes
 from weft.sharding.boxes import Box, shard_of
 from weft.verification.documents import awkward_steps
 from weft.verification.observed import to_documents

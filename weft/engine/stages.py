@@ -27,6 +27,15 @@ from weft.engine.router_bias import check_biases
 from weft.engine.schedule import DELAYED, placement_of
 from weft.engine.value_head import fill_value_head
 from weft.errors import UserError
+from weft.memory.estimate import (
+    MemoryNeeds,
+    TrainingState,
+    capacity,
+    check_draws,
+    check_fits,
+    local_ranks,
+    memory_needs,
+)
 from weft.models import hf
 from weft.models.captured import check_readouts
 from weft.models.cost import costs_of_layers
@@ -48,7 +57,6 @@ from weft.parallel.mesh import Mesh, build_mesh, context_axis
 from weft.parallel.parallelize import Precision, Stages, materialize, move_buffers, parallelize
 from weft.parallel.tensor import TensorParallel
 from weft.parallel.units import Unit
-from weft.planner.memory import MemoryNeeds, TrainingState, capacity, check_draws, check_fits, local_ranks, memory_needs
 from weft.sharding.adapter_files import fill_adapters, to_json
 from weft.sharding.cuts import full_shape
 from weft.sharding.load import LoadReport, Progress, fill_random, load_weights

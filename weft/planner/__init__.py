@@ -1,1 +1,1 @@
-"""Estimates of what a run needs, before it starts."""
+"""Memory and time of a run on a mesh of any size, in one process and without its ranks."""

@@ -1,231 +1,189 @@
-"""What weights, gradients and optimizer state will take, from shapes alone, and advice before anything is loaded."""
+"""The memory of each rank of a mesh at its fullest, by what it is for."""
 
 from __future__ import annotations
 
-import math
-import os
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 
-import psutil
 import torch
-from torch import nn
-from torch.distributed.tensor import DTensor, Shard
-from transformers import PretrainedConfig
 
-from weft.cluster.machine import Accelerator
-from weft.config.schema import FsdpConfig, OptimizerConfig
-from weft.errors import UserError
-from weft.models import hf
-from weft.parallel.mesh import Mesh
-from weft.parallel.parallelize import Precision
-from weft.parallel.units import Unit, own_parameters
-from weft.terminal import byte_count
-
-SMALL = 0.4  # of a device: what a whole model may take beside its activations
+from weft.config.mesh import MeshSizes
+from weft.engine.schedule import in_flight
+from weft.memory.activations import RowSharing
+from weft.memory.estimate import HostNeeds, MemoryNeeds, gathered_elements, host_bytes
+from weft.models.train_module import ValueHead
+from weft.ops.head import block_bytes, tile_bytes
+from weft.planner.blueprint import Blueprint
+from weft.planner.holdings import Held, HeldUnit, Holdings
+from weft.planner.rows import RowFacts
 
 
 @dataclass(frozen=True)
-class MemoryNeeds:
-    """Bytes per rank: the most of any rank, equal on all. gathered: the largest set of gathered parameters, in the
-    compute dtype. whole: what a rank would hold if nothing were sharded, without `gathered`. average: the average of
-    the weights (optimizer.ema_decay)."""
+class Memory:
+    """Bytes of one rank. held: between steps, with gradients. gathered: parameters of units, in the compute dtype.
+    unreduced: gradients of the largest unit, before they are on the ranks that keep them. rows: what the largest row
+    keeps for backward. in_flight: what further rows of a pipeline keep. experts: rows that travel to experts, and back.
+    head: logits, and gradients of the head's inputs. host: on the host, for what is being saved. unknown: why what
+    rows keep is not known; empty where it is. lingering: gradients that FSDP sent last, which it lets go in the next
+    row's backward. again: what `rows` has of a layer that runs again in backward."""
 
-    weights: int
-    gradients: int
-    optimizer: int
+    held: Held
     gathered: int
-    whole: int
-    average: int = 0
+    unreduced: int
+    rows: int
+    in_flight: int
+    experts: int
+    head: int
+    host: int
+    unknown: str = ""
+    lingering: int = 0
+    again: int = 0
 
     @property
-    def resident(self) -> int:
-        """Bytes between steps; gradients are included, because they exist at the end of a step."""
-        return self.weights + self.gradients + self.optimizer + self.average
+    def fullest(self) -> int:
+        """The head and a layer's backward take turns."""
+        alternating = max(self.head + self.lingering, self.again + self.unreduced + self.experts)
+        return self.held.resident + self.gathered + self.rows - self.again + self.in_flight + alternating
 
-    def __str__(self) -> str:
-        parts = (
-            ("weights", self.weights),
-            ("gradients", self.gradients),
-            ("optimizer", self.optimizer),
-            ("average", self.average),
-        )
-        words = " + ".join(f"{name} {byte_count(size)}" for name, size in parts if size)
-        return f"{words} = {byte_count(self.resident)} a rank, gathered units {byte_count(self.gathered)}"
+    @property
+    def needs(self) -> MemoryNeeds:
+        """The needs as a dry run prints them."""
+        held = self.held
+        return MemoryNeeds(held.weights, held.gradients, held.optimizer, self.gathered, 0, held.average)
 
 
-@dataclass(frozen=True)
-class TrainingState:
-    """What training stores per trained element, beside weight and gradient. moments: dtypes of the optimizer's tensors.
-    average: whether an fp32 average of the weights is kept."""
-
-    moments: Sequence[torch.dtype]
-    average: bool = False
+def memory_of(model: Blueprint, mesh: MeshSizes, rows: RowFacts | None, *, recompute: bool | None = None) -> Memory:
+    """Of the rank that needs most, on the fullest stage. rows: of a step; without them, rows are as long as
+    step.max_tokens_per_device allows, and a pipeline has enough of them. recompute: None as model.recompute says."""
+    return max(memory_by_stage(model, mesh, rows, recompute=recompute), key=lambda memory: memory.fullest)
 
 
-def memory_needs(
-    module: nn.Module,
-    units: Sequence[Unit],
-    precision: Precision,
-    training: TrainingState | None,
-    reshard: bool | int = True,
-) -> MemoryNeeds:
-    """The needs of a sharded module, which may be on meta. training: None for inference. reshard:
-    fsdp.reshard_after_forward."""
-    parameters = list(module.parameters())
-    trained = [p for p in parameters if p.requires_grad and training is not None]
-    master = precision.master.itemsize
-    moments = 0 if training is None else sum(dtype.itemsize for dtype in training.moments)
-    average = torch.float32.itemsize if training is not None and training.average else 0
-    return MemoryNeeds(
-        weights=_held_bytes(parameters),
-        gradients=_held(trained) * master,
-        optimizer=_held(trained) * moments,
-        gathered=_gathered(parameters, units, reshard) * precision.compute.itemsize,
-        whole=sum(p.numel() * p.element_size() for p in parameters) + _elements(trained) * (master + moments + average),
-        average=_held(trained) * average,
+def memory_by_stage(
+    model: Blueprint, mesh: MeshSizes, rows: RowFacts | None, *, recompute: bool | None = None
+) -> list[Memory]:
+    """For each stage, the memory of the rank that holds most."""
+    full = model.config.model.recompute == "full" if recompute is None else recompute
+    return [_of_stage(model, mesh, held, rows, recompute=full) for held in Holdings(model, mesh).by_stage()]
+
+
+def _of_stage(model: Blueprint, mesh: MeshSizes, held: Held, rows: RowFacts | None, *, recompute: bool) -> Memory:
+    config, precision = model.config, model.setup.precision
+    compute = precision.compute.itemsize
+    tokens, micro_batches = longest_row(model, rows)
+    units = [(unit.elements, unit.keep) for unit in held.units for _ in range(unit.count)]
+    found = Memory(
+        held,
+        gathered=gathered_elements(units, config.fsdp.reshard_after_forward) * compute,
+        unreduced=_unreduced(model, held, micro_batches) if model.setup.trained else 0,
+        rows=0,
+        in_flight=0,
+        experts=_expert_rows(model, mesh, tokens),
+        head=_head(model, mesh, tokens) if held.place.pp == last_place(model, mesh) else 0,
+        host=_host(model, mesh, held),
+        lingering=_lingering(model, held, micro_batches) if model.setup.trained else 0,
     )
+    if not model.setup.trained:
+        return found
+    try:
+        saved = model.saved(sharing(model, mesh, rows))
+    except Exception as error:  # whatever a family does that needs values
+        return replace(found, unknown=type(error).__name__)
+    layers = model.layers(mesh.pp, held.place.pp)
+    several = rows_in_flight(model, mesh, held.place.pp, micro_batches)
+    one = saved.bytes(tokens, recompute=recompute, layers=layers)
+    all_rows = saved.bytes(tokens, recompute=recompute, layers=layers, rows=several)
+    again = round(saved.again(layers) * tokens) if recompute else 0
+    return replace(found, rows=one, in_flight=all_rows - one, again=again)
 
 
-@dataclass(frozen=True)
-class HostNeeds:
-    """Bytes of one engine that a rank holds on the host for a while. saved: a checkpoint that is being written. asleep:
-    parts that sleep."""
-
-    saved: int
-    asleep: int
-
-    @staticmethod
-    def of(needs: MemoryNeeds, *, adapters: bool, state: bool, replicas: int, parts: Collection[str]) -> HostNeeds:
-        """adapters: only trained parameters are saved. state: trainer state is saved with the weights. replicas: ranks
-        that hold the same and share the writing. parts: those that sleep."""
-        masters = needs.gradients if adapters else needs.weights  # as many elements as have a gradient, in its dtype
-        moments = needs.optimizer + needs.average
-        slept = needs.weights * ("parameters" in parts) + moments * ("optimizer" in parts)
-        return HostNeeds((masters + moments * state) // replicas, slept)
+def longest_row(model: Blueprint, rows: RowFacts | None) -> tuple[int, int | None]:
+    """(tokens of the longest row, micro-batches; None for many)."""
+    if rows is None:
+        return model.config.step.max_tokens_per_device, None
+    return rows.longest, rows.load.micro_batches
 
 
-def host_bytes(engines: Sequence[HostNeeds]) -> int:
-    """Size of the host pool that a rank's engines share (engine/host.py); saving and sleeping take turns."""
-    return max(sum(needs.saved for needs in engines), sum(needs.asleep for needs in engines))
+def rows_in_flight(model: Blueprint, mesh: MeshSizes, place: int, micro_batches: int | None) -> float:
+    """Rows of which a rank of mesh.pp keeps what backward needs; with several stages per rank, a share of its layers
+    for each."""
+    found = model.stages(mesh.pp)
+    if found is None:
+        return 1.0
+    placement, schedule = found[0].placement, model.config.mesh.pp_schedule
+    many = 4 * placement.stages if micro_batches is None else micro_batches
+    if schedule != "GPipe":
+        many = min(many, 4 * placement.stages)  # more change nothing
+    return in_flight(schedule, placement, place, many) / placement.chunks
 
 
-def capacity(storage: torch.device, local_ranks: int, assumed: Accelerator | None = None) -> int:
-    """Bytes available to a rank for its shards: on its accelerator, or its part of the host's memory."""
-    if storage.type == "cuda" and assumed is not None:
-        return assumed.memory
-    if storage.type == "cuda":
-        return int(torch.cuda.get_device_properties(storage).total_memory)
-    total, limit = int(psutil.virtual_memory().total), Path("/sys/fs/cgroup/memory.max")
-    if limit.exists() and limit.read_text().strip().isdigit():
-        total = min(total, int(limit.read_text()))
-    return total // local_ranks
+def last_place(model: Blueprint, mesh: MeshSizes) -> int:
+    """The place on mesh.pp that has the loss."""
+    found = model.stages(mesh.pp)
+    return 0 if found is None else found[0].placement.last
 
 
-def local_ranks(world: int) -> int:
-    """Number of ranks on this machine, which share its memory."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", world))
+def sharing(model: Blueprint, mesh: MeshSizes, rows: RowFacts | None) -> RowSharing:
+    """The ranks that share the largest row, which is part of one document where that can be."""
+    cuts = rows is None or rows.cuts
+    ulysses = model.ulysses(mesh.cp, mesh.tp) if cuts else None
+    ring, heads = (1, 1) if ulysses is None else (mesh.cp // ulysses, ulysses)
+    return RowSharing(mesh.tp, ring, heads, model.sequence(mesh.tp))
 
 
-def check_fits(needs: MemoryNeeds, room: int, mesh: Mesh, fsdp: FsdpConfig, optimizer: OptimizerConfig) -> None:
-    """UserError, with three keys that help, where a rank cannot hold its shards even without activations."""
-    if needs.resident <= room:
-        return
-    raise UserError(
-        f"the model does not fit: {needs}, but a rank has {byte_count(room)} of memory, and activations come on top. "
-        f"What helps: {'; '.join(_remedies(mesh, fsdp, optimizer)[:3])}."
-    )
+def _unreduced(model: Blueprint, held: Held, micro_batches: int | None) -> int:
+    """In the compute dtype as autograd gives them, and as they are sent. With fsdp.reduce=last those of all units stay
+    where they are until the step's last micro-batch."""
+    precision, trained = model.setup.precision, [unit for unit in held.units if unit.trained]
+    largest = max((_both(unit, precision.compute, precision.reduce) for unit in trained), default=0)
+    if model.config.fsdp.reduce == "last" and micro_batches != 1:
+        return largest + sum(unit.trained * unit.count for unit in trained) * precision.reduce.itemsize
+    return largest
 
 
-def check_draws(elements: int, room: int) -> None:
-    """UserError where a rank has too little host memory to draw all initial weights in fp32."""
-    drawn = elements * torch.float32.itemsize
-    if drawn > room:
-        raise UserError(
-            f"model.init=random: each rank draws the whole model, {byte_count(drawn)}, and has {byte_count(room)} of "
-            "this machine's memory. What helps: fewer ranks on a machine; weights that are drawn once and saved by "
-            "transformers, as model.path; a smaller model."
-        )
+def _lingering(model: Blueprint, held: Held, micro_batches: int | None) -> int:
+    """The root's, whose gradients come last in a backward."""
+    if micro_batches == 1 or model.config.fsdp.reduce == "last":
+        return 0
+    roots = (unit for unit in held.units if unit.name == "root" and unit.shards > 1)
+    return sum(unit.trained_padded for unit in roots) * model.setup.precision.reduce.itemsize
 
 
-def hint(needs: MemoryNeeds, room: int, mesh: Mesh) -> str | None:
-    """Advice where one accelerator could hold the whole model several times, so that sharding only costs speed."""
-    if mesh.shards == 1 or needs.whole > SMALL * room:
-        return None
-    return (
-        f"the whole model takes {byte_count(needs.whole)} of {byte_count(room)} on each device: with "
-        f"mesh.dp_replicate={mesh.loss_ranks // mesh.cp_size} mesh.dp_shard=1 nothing needs to be gathered, which is "
-        "faster"
-    )
+def _both(unit: HeldUnit, compute: torch.dtype, reduce: torch.dtype) -> int:
+    return unit.trained * compute.itemsize + unit.trained_padded * reduce.itemsize
 
 
-def _remedies(mesh: Mesh, fsdp: FsdpConfig, optimizer: OptimizerConfig) -> list[str]:
-    found = []
-    if mesh.dp_replicate > 1:
-        found.append(f"mesh.dp_replicate=1 mesh.dp_shard={mesh.loss_ranks // mesh.cp_size} (shards over all ranks)")
-    else:
-        found.append(f"more ranks to shard over (mesh.dp_shard is {mesh.dp_shard})")
-    if mesh.dp.device_type != "cpu" and not fsdp.cpu_offload:
-        found.append("fsdp.cpu_offload=true (slow)")
-    if optimizer.name == "adamw" and optimizer.state_dtype != "bf16" and fsdp.master_dtype == "fp32":
-        found.append("optimizer.state_dtype=bf16")
-    if fsdp.master_dtype == "fp32":
-        found.append("fsdp.master_dtype=bf16 (small updates are lost)")
-    if optimizer.ema_decay is not None:
-        found.append("optimizer.ema_decay=null (no average)")
-    return [*found, "lora.rank=16 or model.freeze (less is trained)", "a smaller model"]
+def _expert_rows(model: Blueprint, mesh: MeshSizes, tokens: int) -> int:
+    """Rows sent and received by a rank, where routers choose evenly; more where they do not."""
+    if mesh.ep == 1:
+        return 0
+    return 2 * tokens * rows_of_a_token(model) * model.text.hidden_size * model.setup.precision.compute.itemsize
 
 
-def cache_bytes(config: PretrainedConfig, itemsize: int) -> int:
-    """Upper bound of a KV cache's bytes per token: keys and values of all layers."""
-    widths = 0.0
-    for layer in hf.layer_configs(config):
-        heads = layer.num_attention_heads
-        width = getattr(layer, "head_dim", None) or layer.hidden_size // heads
-        widths += (getattr(layer, "num_key_value_heads", None) or heads) * width
-    return int(2 * widths * itemsize)
+def rows_of_a_token(model: Blueprint) -> int:
+    """Rows that travel to experts for each token: its choices, or all experts where each gets every token."""
+    facts = model.built.flops
+    every = not all(hasattr(child, "has_gate") for child in model.experts.values())
+    return facts.experts if every else facts.experts_per_token
 
 
-def _held(parameters: Iterable[nn.Parameter]) -> int:
-    """Elements on the rank that holds most of them: shards are rounded up to whole rows."""
-    return sum(math.prod(_largest_shard(parameter)) for parameter in parameters)
+def _head(model: Blueprint, mesh: MeshSizes, tokens: int) -> int:
+    """Tiles of logits and the gradients that ops/head.py makes of them, of a row whose tokens are all trained."""
+    head, compute = model.module.head, model.setup.precision.compute.itemsize
+    if isinstance(head, ValueHead):
+        return 0
+    width = int(head.weight.shape[1])
+    vocabulary = -(-int(head.weight.shape[0]) // mesh.tp)
+    kind = "cpu" if model.setup.ranks.device.type == "cpu" else "cuda"
+    tiles = min(tile_bytes(kind) // 4, tokens * vocabulary) * compute
+    hidden = tokens * width * (4 + compute)
+    if not head.weight.requires_grad or not model.setup.trained:
+        return tiles + hidden
+    wide = compute if compute == 4 else 4 + compute
+    # Where the vocabulary is divided, logits are computed once more in backward, in two blocks of fp32.
+    blocks = 2 * min(block_bytes(kind), 4 * tiles // compute) if mesh.tp > 1 and compute != 4 else 0
+    return tiles + hidden + vocabulary * width * wide + blocks
 
 
-def _held_bytes(parameters: Iterable[nn.Parameter]) -> int:
-    """Their bytes there: a frozen base may be kept in another dtype than the masters."""
-    return sum(math.prod(_largest_shard(parameter)) * parameter.element_size() for parameter in parameters)
-
-
-def _largest_shard(parameter: nn.Parameter) -> list[int]:
-    shape = list(parameter.shape)
-    if isinstance(parameter, DTensor):
-        for axis, placement in enumerate(parameter.placements):
-            if isinstance(placement, Shard):
-                shape[placement.dim] = math.ceil(shape[placement.dim] / parameter.device_mesh.size(axis))
-    return shape
-
-
-def _elements(parameters: Iterable[nn.Parameter]) -> int:
-    return sum(parameter.numel() for parameter in parameters)
-
-
-def _gathered(parameters: Sequence[nn.Parameter], units: Sequence[Unit], reshard: bool | int) -> int:
-    owned = [(_elements(own), unit.keep) for unit, own in zip(units, own_parameters(units), strict=True)]
-    root = _elements(parameters) - sum(count for count, _ in owned)
-    return gathered_elements([*owned, (root, True)], reshard)
-
-
-def gathered_elements(units: Iterable[tuple[int, bool]], reshard: bool | int) -> int:
-    """Elements that are gathered at once. units: (elements, whether they stay gathered) of each, with the root.
-
-    What stays, with the two largest of the others: the one that runs and the next. reshard: fsdp.reshard_after_forward;
-    a number keeps so large a part of the others.
-    """
-    units = list(units)
-    kept = sum(count for count, keep in units if keep)
-    others = sorted((count for count, keep in units if not keep), reverse=True)
-    if reshard is False:
-        return kept + sum(others)
-    part = 0 if reshard is True else sum(others[2:]) // reshard
-    return kept + sum(others[:2]) + part
+def _host(model: Blueprint, mesh: MeshSizes, held: Held) -> int:
+    needs = MemoryNeeds(held.weights, held.gradients, held.optimizer, 0, 0, held.average)
+    adapters = model.built.lora is not None
+    return host_bytes([HostNeeds.of(needs, adapters=adapters, state=True, replicas=mesh.dp_replicate, parts=())])

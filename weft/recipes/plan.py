@@ -21,14 +21,14 @@ from weft.engine.config import EngineConfig
 from weft.errors import UserError, first_line
 from weft.objectives.load import choose_objective
 from weft.objectives.policy import PolicyLoss
+from weft.planner.blueprint import Blueprint
+from weft.planner.machines import Machine, machine_of
+from weft.planner.memory import Memory, memory_by_stage
+from weft.planner.rows import RowFacts, StepLengths, plan_rows
+from weft.planner.search import Search, search
+from weft.planner.simulate import Step, simulate
+from weft.planner.timing import time_of
 from weft.recipes.run_data import deal, read_data
-from weft.rehearsal.blueprint import Blueprint
-from weft.rehearsal.machines import Machine, machine_of
-from weft.rehearsal.memory import Memory, memory_by_stage
-from weft.rehearsal.rows import RowFacts, StepLengths, plan_rows
-from weft.rehearsal.search import Search, search
-from weft.rehearsal.simulate import Step, simulate
-from weft.rehearsal.timing import time_of
 from weft.report.plan import Described, show_described, show_engines, show_search
 from weft.report.simulated import show_simulated
 from weft.report.tables import EngineRow

@@ -15,7 +15,7 @@ from weft.config.sources import looks_like_hub_dataset
 from weft.data.encode import load_tokenizer
 from weft.engine.engine import Engine
 from weft.errors import UserError
-from weft.planner.memory import cache_bytes
+from weft.memory.estimate import cache_bytes
 from weft.recipes.rl import Plan, Task, check_task, read_task
 from weft.report.banner import print_dry_run
 from weft.report.tables import EngineRow, engine_table, show

@@ -20,11 +20,11 @@ from weft.data.encode import load_tokenizer
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
 from weft.errors import UserError
+from weft.memory.estimate import local_ranks
 from weft.models import hf
 from weft.models.kinds import kinds_of
 from weft.models.shrink import fewer_layers
 from weft.parallel.parallelize import Precision
-from weft.planner.memory import local_ranks
 from weft.rl.trainer import Trainer
 from weft.verification.documents import awkward_steps
 from weft.verification.harness import Verdict, compare_once, verify

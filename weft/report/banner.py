@@ -27,6 +27,8 @@ from weft.engine.loaded_state import state_lines
 from weft.engine.plan import StepPlan
 from weft.engine.schedule import in_flight
 from weft.engine.sleep import Part
+from weft.memory.activations import RowSharing, saved_bytes
+from weft.memory.estimate import HostNeeds, hint, host_bytes
 from weft.models.lora import describe
 from weft.models.pipeline import Pipeline
 from weft.ops.attention import EXACT, choose
@@ -34,8 +36,6 @@ from weft.optim.groups import describe_groups
 from weft.parallel.mesh import Mesh
 from weft.parallel.parallelize import Stages, layers_of
 from weft.parallel.units import Unit, own_parameters
-from weft.planner.activations import RowSharing, saved_bytes
-from weft.planner.memory import HostNeeds, hint, host_bytes
 from weft.report.progress import duration, number
 from weft.report.tables import (
     AxisRow,

@@ -9,13 +9,13 @@ from itertools import groupby
 
 from weft.config.mesh import MeshSizes
 from weft.engine.plan import StepPlan
-from weft.rehearsal.blueprint import Blueprint
-from weft.rehearsal.machines import Machine
-from weft.rehearsal.memory import Memory
-from weft.rehearsal.rows import StepLengths
-from weft.rehearsal.search import Found, Proposal
-from weft.rehearsal.timing import StepTime
-from weft.rehearsal.traffic import Transfer
+from weft.planner.blueprint import Blueprint
+from weft.planner.machines import Machine
+from weft.planner.memory import Memory
+from weft.planner.rows import StepLengths
+from weft.planner.search import Found, Proposal
+from weft.planner.timing import StepTime
+from weft.planner.traffic import Transfer
 from weft.report.tables import EngineRow, engine_table, new_table, show
 from weft.terminal import byte_count, say
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from weft.rehearsal.memory import Memory
-from weft.rehearsal.simulate import Simulated
+from weft.planner.memory import Memory
+from weft.planner.simulate import Simulated
 from weft.report.tables import new_table, show
 from weft.terminal import byte_count, say
 

@@ -23,15 +23,15 @@ from weft.config.schema import MeshConfig
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
 from weft.objectives.cross_entropy import CrossEntropy
-from weft.rehearsal.blueprint import Blueprint
-from weft.rehearsal.held import Held, Holdings, Place
-from weft.rehearsal.machines import Machine, machine_of
-from weft.rehearsal.memory import memory_by_stage
-from weft.rehearsal.rows import RowFacts, plan_rows
-from weft.rehearsal.search import BEST, Search, meshes, search
-from weft.rehearsal.simulate import Step, plan_of, rows_of, watched_step
-from weft.rehearsal.timing import time_of
-from weft.rehearsal.traffic import transfers
+from weft.planner.blueprint import Blueprint
+from weft.planner.holdings import Held, Holdings, Place
+from weft.planner.machines import Machine, machine_of
+from weft.planner.memory import memory_by_stage
+from weft.planner.rows import RowFacts, plan_rows
+from weft.planner.search import BEST, Search, meshes, search
+from weft.planner.simulate import Step, plan_of, rows_of, watched_step
+from weft.planner.timing import time_of
+from weft.planner.traffic import transfers
 
 ROOT = Path(__file__).parent.parent
 
@@ -242,7 +242,7 @@ def test_the_best_meshes_are_those_of_all() -> None:
 def tried(wanted: Search, mesh: MeshSizes) -> Any:
     """The proposal of one mesh; None where it is refused."""
     single = replace(wanted)
-    with mock.patch("weft.rehearsal.search.meshes", return_value=[mesh]):
+    with mock.patch("weft.planner.search.meshes", return_value=[mesh]):
         return next(iter(search(single).best), None)
 
 

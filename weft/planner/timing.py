@@ -9,12 +9,12 @@ from itertools import groupby
 
 from weft.config.mesh import MeshSizes
 from weft.engine.schedule import DELAYED, Action, bubble, order
-from weft.rehearsal.blueprint import Blueprint
-from weft.rehearsal.held import Held, Holdings
-from weft.rehearsal.machines import Machine
-from weft.rehearsal.memory import last_place
-from weft.rehearsal.rows import RowFacts
-from weft.rehearsal.traffic import Transfer, transfers
+from weft.planner.blueprint import Blueprint
+from weft.planner.holdings import Held, Holdings
+from weft.planner.machines import Machine
+from weft.planner.memory import last_place
+from weft.planner.rows import RowFacts
+from weft.planner.traffic import Transfer, transfers
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,11 @@ from weft.config.mesh import MeshSizes
 from weft.engine.schedule import DELAYED, placement_of
 from weft.errors import UserError, first_line
 from weft.models.flops import document_flops
-from weft.rehearsal.blueprint import Blueprint
-from weft.rehearsal.machines import Machine
-from weft.rehearsal.memory import Memory, memory_of, rows_of_a_token
-from weft.rehearsal.rows import RowFacts, plan_rows
-from weft.rehearsal.timing import StepTime, time_of
+from weft.planner.blueprint import Blueprint
+from weft.planner.machines import Machine
+from weft.planner.memory import Memory, memory_of, rows_of_a_token
+from weft.planner.rows import RowFacts, plan_rows
+from weft.planner.timing import StepTime, time_of
 
 BEST = 5
 _MOST_STAGES = 32

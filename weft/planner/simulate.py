@@ -31,9 +31,9 @@ from weft.engine.schedule import in_flight
 from weft.errors import UserError, first_line
 from weft.objectives.base import Objective
 from weft.ops.shapes import GroupedProducts
-from weft.rehearsal.observed_collectives import Collectives
-from weft.rehearsal.observed_memory import Peak
-from weft.rehearsal.watch import Watch, held_by
+from weft.planner.observed_collectives import Collectives
+from weft.planner.observed_memory import Peak
+from weft.planner.watch import Watch, held_by
 
 
 @dataclass(frozen=True)

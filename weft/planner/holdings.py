@@ -16,7 +16,7 @@ from weft.parallel.experts import cut_of_expert
 from weft.parallel.mesh import Axis, ExpertRanks
 from weft.parallel.tensor import cut_of
 from weft.parallel.units import Strategy
-from weft.rehearsal.blueprint import Blueprint, Units, Weight
+from weft.planner.blueprint import Blueprint, Units, Weight
 
 _NOBODY = MetaCommunicator(1)
 

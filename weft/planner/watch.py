@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_iter
 from weft.engine.engine import Engine
 from weft.parallel.fsdp import fsdp_modules
 from weft.parallel.mesh import own_part
-from weft.rehearsal.observed_collectives import Collectives, parts_of
-from weft.rehearsal.observed_memory import Life, Moment, Peak, peak_of
+from weft.planner.observed_collectives import Collectives, parts_of
+from weft.planner.observed_memory import Life, Moment, Peak, peak_of
 from weft.telemetry import flight
 
 # With these FSDP fills gathered parameters: of several ranks, and of one.

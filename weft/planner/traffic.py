@@ -14,11 +14,11 @@ from typing import Literal
 from weft.config.mesh import MeshSizes
 from weft.engine.context_check import received_per_token
 from weft.models.train_module import ValueHead
-from weft.rehearsal.blueprint import Blueprint
-from weft.rehearsal.held import Held, HeldUnit, shard_elements
-from weft.rehearsal.machines import Machine
-from weft.rehearsal.memory import last_place, rows_of_a_token
-from weft.rehearsal.rows import Load
+from weft.planner.blueprint import Blueprint
+from weft.planner.holdings import Held, HeldUnit, shard_elements
+from weft.planner.machines import Machine
+from weft.planner.memory import last_place, rows_of_a_token
+from weft.planner.rows import Load
 
 Kind = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "send"]
 Phase = Literal["forward", "backward", "step"]

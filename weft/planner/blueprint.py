@@ -36,6 +36,7 @@ from weft.engine.stages import (
     ulysses_of,
 )
 from weft.errors import UserError
+from weft.memory.activations import RowSharing, Saved, saved_bytes
 from weft.models import hf
 from weft.models.cost import costs_of_layers
 from weft.models.experts import experts_of
@@ -45,7 +46,6 @@ from weft.models.train_module import TrainModule
 from weft.parallel.experts import strided
 from weft.parallel.parallelize import Stages, layers_of
 from weft.parallel.units import Strategy, Unit, find_units, own_parameters
-from weft.planner.activations import RowSharing, Saved, saved_bytes
 
 _EXPERT_RANKS = 8
 _WIDE_TP = 8

@@ -10,7 +10,7 @@ from weft.engine.plan import DocumentMeta, StepPlan
 from weft.engine.planning import StepPlanner
 from weft.models.flops import model_flops
 from weft.ops.communicator import ContextAxis, MetaCommunicator
-from weft.rehearsal.blueprint import Blueprint
+from weft.planner.blueprint import Blueprint
 
 
 @dataclass(frozen=True)
