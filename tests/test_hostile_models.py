@@ -272,6 +272,10 @@ CONFIGS: dict[str, tuple[str, str]] = {
     "layers that are text": ('{"model_type": "llama", "num_hidden_layers": "2"}', "cannot read a model config"),
     "architectures that are a number": ('{"model_type": "llama", "architectures": 7}', "s is 7|field 'architectures'"),
     "a class that is a number": ('{"model_type": "llama", "architectures": [7]}', r"s is \[7\]|field 'architectures'"),
+    "layers without end": ('{"model_type": "llama", "num_hidden_layers": 1000000000}', "over 10,000"),
+    "blocks of a tower without end": (
+        '{"model_type": "qwen2_5_vl", "vision_config": {"depth": 1000000000}}', "depth is 1000000000, and no model"),
+    "experts without end": ('{"model_type": "qwen2_moe", "num_experts": 1000000000}', "num_experts is 1000000000"),
     "rope that is a number": ('{"model_type": "llama", "rope_parameters": 7}', "cannot read a model config"),
 }  # fmt: skip
 

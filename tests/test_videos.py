@@ -19,6 +19,7 @@ import torch
 from PIL import Image
 from transformers import PreTrainedTokenizerBase
 
+from tests.test_hostile_config import SPECIAL
 from tests.toy_tokenizers import write_jsonl
 from tests.vision_zoo import encoded, picture, vision_folder
 from weft import cli
@@ -366,6 +367,17 @@ def test_videos_that_are_refused(name: str, folders: Callable[[str], str], monke
     with pytest.raises(UserError) as caught:
         read([asked("a"), row], loaded(folders("qwen2_5_vl"), video={**SMALL, "max_frames": 8}))
     assert str(caught.value).startswith("data[1]: ") and words in str(caught.value)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", SPECIAL)
+def test_a_video_that_is_no_file(kind: str, tmp_path: Path, qwen: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    make, says = SPECIAL[kind]
+    make(Path("a.mp4"))
+    says = "Too many levels" if kind == "loop" else says
+    with pytest.raises(UserError, match=f"a.mp4.*{says}"):
+        read([asked(video(str(tmp_path / "a.mp4")))], qwen)
 
 
 def test_families_whose_videos_are_not_read_are_named(folders: Callable[[str], str]) -> None:

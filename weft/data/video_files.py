@@ -15,12 +15,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from weft.data.image_columns import Image, Video
 from weft.data.image_files import Checks, Measured, check_size, in_colours, measured, opened, pixels
 from weft.data.places import files_of, state_of
 from weft.errors import BadRowError, UserError, first_line
+from weft.files import regular_file
 from weft.models.clips import Clip
 
 _STILL = (b"\xff\xd8", b"BM", b"II*\0", b"MM\0*")  # JPEG, BMP, TIFF
@@ -183,6 +185,8 @@ def _head(file: Image, name: str) -> str:
         return "animation"
     try:
         head = file.data[:12] if file.data is not None else _first_bytes(str(file.path))
+    except UserError as error:
+        raise BadRowError(f"{name}: {error}") from None
     except OSError as error:
         hint = " Paths are relative to the file of the row." if isinstance(error, FileNotFoundError) else ""
         raise BadRowError(f"{name}: cannot be read: {error.strerror}.{hint}") from None
@@ -194,5 +198,7 @@ def _head(file: Image, name: str) -> str:
 
 
 def _first_bytes(path: str) -> bytes:
+    if os.path.exists(path):
+        regular_file(Path(path), "a video")
     with open(path, "rb") as file:
         return file.read(12)

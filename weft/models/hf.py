@@ -112,7 +112,22 @@ def read_config(path: str) -> PretrainedConfig:
         raise UserError(
             f"model.path: {path}: config.json: architectures is {named!r:.80}, not a list of classes' names."
         )
+    _check_counts(config, path)
     return config
+
+
+# Modules are made one by one: a config that asks for a billion layers would be built until memory ends.
+_COUNT_KEY, _MOST_MODULES = re.compile(r"(layers?|depths?|blocks?|experts)$"), 10_000
+
+
+def _check_counts(config: PretrainedConfig, path: str) -> None:
+    for owner in _with_sub_configs(config):
+        for name, value in vars(owner).items():
+            if type(value) is int and value > _MOST_MODULES and _COUNT_KEY.search(name):
+                raise UserError(
+                    f"model.path: {path}: config.json: {name} is {value}, and no model has over {_MOST_MODULES:,}. "
+                    "Fetch it again."
+                )
 
 
 def without_noise(config: PretrainedConfig) -> PretrainedConfig:
