@@ -26,6 +26,7 @@ from weft.files import regular_file
 from weft.models.clips import Clip
 
 _STILL = (b"\xff\xd8", b"BM", b"II*\0", b"MM\0*")  # JPEG, BMP, TIFF
+_MOST_CANVASES = 20  # times the largest image are what all frames of an animation may have
 _TICK = 100  # milliseconds for which a frame that says none is shown, as browsers do
 
 Each = Callable[[Any], Any]  # makes of a frame, a PIL image, what is kept of it
@@ -116,6 +117,7 @@ def _animated(picture: Any, name: str, checks: Checks, size: int, changed: int) 
             f"{name}: is a still image. A video is a folder of frames, a list of them, an animated GIF, WebP or PNG, "
             "or a container such as mp4; an image is a part of type image."
         )
+    _check_drawing(count, picture.size, name, checks)
     shown = 0.0
     for number in range(count):
         picture.seek(number)
@@ -133,6 +135,17 @@ def _animated(picture: Any, name: str, checks: Checks, size: int, changed: int) 
         return found
 
     return _Opened(Measured(picture.height, picture.width, size, changed, clip), take)
+
+
+def _check_drawing(count: int, size: tuple[int, int], name: str, checks: Checks) -> None:
+    """Each frame of an animation is drawn on a whole canvas, however few bytes the file has for it."""
+    width, height = size
+    if count * width * height > _MOST_CANVASES * checks.max_pixels:
+        raise BadRowError(
+            f"{name}: has {count:,} frames of {width:,} x {height:,} pixels, together more than {_MOST_CANVASES} x "
+            f"data.max_image_pixels ({checks.max_pixels:,}): drawing them would take too long. Make it smaller, leave "
+            "frames out, or set data.max_image_pixels to more."
+        )
 
 
 @contextmanager

@@ -59,7 +59,7 @@ from transformers.pytorch_utils import Conv1D
 from transformers.utils.output_capturing import install_all_output_capturing_hooks
 
 from weft.errors import UserError, first_line, runs_own_code
-from weft.files import check_folder
+from weft.files import check_counts, check_folder
 from weft.hub import check_model_is_there
 from weft.ops import attention
 from weft.ops.tower_attention import attend_in_tower
@@ -112,22 +112,21 @@ def read_config(path: str) -> PretrainedConfig:
         raise UserError(
             f"model.path: {path}: config.json: architectures is {named!r:.80}, not a list of classes' names."
         )
-    _check_counts(config, path)
+    if not isinstance(text := config.get_text_config(), PretrainedConfig):
+        raise UserError(f"model.path: {path}: config.json: the config of its text is {text!r:.80}, not an object.")
+    check_counts(config.to_dict(), path)
     return config
 
 
-# Modules are made one by one: a config that asks for a billion layers would be built until memory ends.
-_COUNT_KEY, _MOST_MODULES = re.compile(r"(layers?|depths?|blocks?|experts)$"), 10_000
-
-
-def _check_counts(config: PretrainedConfig, path: str) -> None:
-    for owner in _with_sub_configs(config):
-        for name, value in vars(owner).items():
-            if type(value) is int and value > _MOST_MODULES and _COUNT_KEY.search(name):
-                raise UserError(
-                    f"model.path: {path}: config.json: {name} is {value}, and no model has over {_MOST_MODULES:,}. "
-                    "Fetch it again."
-                )
+def vocabulary_size(path: str) -> int:
+    """Of the model at `path`. UserError where its config has none."""
+    size = getattr(read_config(path).get_text_config(), "vocab_size", None)
+    if type(size) is not int or size < 1:
+        raise UserError(
+            f"model.path: {path}: config.json: vocab_size is {size!r:.80}, not a number of tokens: is it a language "
+            "model?"
+        )
+    return size
 
 
 def without_noise(config: PretrainedConfig) -> PretrainedConfig:
