@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.request import (
     HTTPDefaultErrorHandler,
@@ -132,7 +133,7 @@ class _NotedSecure(HTTPSConnection, _Noted):
 class _Http(HTTPHandler):
     def __init__(self, connections: _Connections) -> None:
         super().__init__()
-        self._kind = type("_Connection", (_Noted,), {"connections": connections})
+        self._kind: Any = type("_Connection", (_Noted,), {"connections": connections})
 
     def http_open(self, req: Request) -> HTTPResponse:
         return self.do_open(self._kind, req)
@@ -141,7 +142,7 @@ class _Http(HTTPHandler):
 class _Https(HTTPSHandler):
     def __init__(self, connections: _Connections) -> None:
         super().__init__()
-        self._kind = type("_Connection", (_NotedSecure,), {"connections": connections})
+        self._kind: Any = type("_Connection", (_NotedSecure,), {"connections": connections})
 
     def https_open(self, req: Request) -> HTTPResponse:
         return self.do_open(self._kind, req)
