@@ -2,7 +2,8 @@
 
 Each case is a seed that was changed at random, from the case's number alone, so that one that fails comes again. Bytes
 are changed, and JSON (a whole file, a line of one, the header of safetensors) in its structure. All cases run in one
-forked process: what hangs or crashes native code ends that process, and the case that did it is still on the disk.
+forked process: what hangs or crashes native code ends that process, and the case that did it is still on the disk. Its
+limit counts processor time, so that a busy machine is no finding; what waits has a longer one.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.machine import business
 from weft.errors import UserError
 
-SECONDS, MEGABYTES = 5.0, 500  # that one case may take
+SECONDS, MEGABYTES = 5.0, 500  # of processor time and memory that one case may take
+_WAITS = 12  # times as long may it be under way, much of which other processes may have had the cores
 _LENGTH = 8  # bytes before the header of safetensors, which say how long it is
 _MARK = "@hostile@"
 
@@ -46,7 +47,8 @@ def fuzz(
     allowed: tuple[type[BaseException], ...] = (UserError,),
 ) -> None:
     """Give `parse` the seeds and so many changed ones, each as a file with this suffix. AssertionError, with the case,
-    where it raises what is not allowed, takes 5 seconds, ends the process, or asks for 500 MB more than there were."""
+    where it raises what is not allowed, computes for 5 seconds, waits for a minute, ends the process, or asks for 500
+    MB more than there were."""
     memory = "/dev/shm" if os.path.isdir("/dev/shm") else None  # thousands of files, which no disk need see
     with tempfile.TemporaryDirectory(prefix="weft-fuzz-", dir=memory) as name:
         file, report = Path(name, f"case{suffix}"), Path(name, "report")
@@ -55,7 +57,11 @@ def fuzz(
             _run(parse, seeds, count, file, report, allowed)
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         if status != 0:
-            how = {-signal.SIGALRM: f"took longer than {SECONDS:g} s", 1: "raised"}.get(status, f"ended with {status}")
+            how = {
+                -signal.SIGPROF: f"computed for longer than {SECONDS:g} s",
+                -signal.SIGALRM: f"waited for longer than {_WAITS * SECONDS:g} s",
+                1: "raised",
+            }.get(status, f"ended with {status}")
             content = file.read_bytes() if file.exists() else b""
             raise AssertionError(f"{_shown(content)}\n{how}\n{report.read_text() if report.exists() else ''}")
 
@@ -72,25 +78,32 @@ def _run(
     status = 1
     gc.freeze()  # what the suite left behind is not collected here: destructors would wait for threads of the parent
     try:
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # which ends native code, too
+        for number in (signal.SIGPROF, signal.SIGALRM):
+            signal.signal(number, signal.SIG_DFL)  # which ends native code, too
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (used + MEGABYTES * 10**6,) * 2)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         for number in range(len(seeds) + count):
             content = seeds[number] if number < len(seeds) else changed(seeds, number)
             file.write_bytes(content)
-            signal.setitimer(signal.ITIMER_REAL, SECONDS * business())
+            _allow(SECONDS)
             try:
                 parse(file)
             except allowed:
                 pass
             finally:
-                signal.setitimer(signal.ITIMER_REAL, 0.0)
+                _allow(0.0)
         status = 0
     except BaseException:
         report.write_text(traceback.format_exc()[-4000:])
     finally:
         os._exit(status)
+
+
+def _allow(seconds: float) -> None:
+    """From now on; 0 for without end."""
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    signal.setitimer(signal.ITIMER_REAL, _WAITS * seconds)
 
 
 def changed(seeds: Sequence[bytes], number: int) -> bytes:

@@ -253,6 +253,10 @@ def raising() -> dict[str, RlCase]:
             fault=RlFault(do="raise", phase=phase, step=step), when=when, status=1, words=keys, saved=saved,
             says=["trainer rank 0 failed: RuntimeError: boom", WHERE[name], "Traceback"], traceback=True,
         )  # fmt: skip
+    found["what computes advantages raises"] = RlCase(  # in the controller: no trainer computes them
+        fault=RlFault(who="controller", do="raise", phase="advantages", nth=2), status=1, saved=1,
+        when="computing advantages, step 2", says=["RuntimeError: boom", "Traceback"], traceback=True,
+    )  # fmt: skip
     return found
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -54,6 +56,40 @@ def test_every_line_of_standard_input_is_answered_on_its_own(
     prompts = [f"<|start|>system\nbe<|end|>\n<|start|>user\n{t}<|end|>\n<|start|>assistant\n" for t in ("hi", "you")]
     answers = [expected(run / "checkpoints" / "step-000004", prompt, 6) for prompt in prompts]
     assert capsys.readouterr().out == "".join(answer + "\n" for answer in answers)
+
+
+GENERATION: dict[str, dict[str, Any]] = {
+    "beams": {"num_beams": 4}, "several answers": {"num_return_sequences": 3, "do_sample": True},
+    "a dict": {"return_dict_in_generate": True}, "texts that end it": {"stop_strings": ["zzz"]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GENERATION)
+def test_what_models_say_of_generation_does_not_end_it(name: str, run: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(run / "checkpoints" / "step-000002", tmp_path / "model")
+    (folder / "generation_config.json").write_text(json.dumps(GENERATION[name]))
+    chat = open_chat(ChatOptions(path=str(folder), max_new_tokens=3, temperature=0.0, device="cpu"))
+    assert isinstance(chat.say("a"), str) and len(chat.messages) == 2
+
+
+HOSTILE: dict[str, dict[str, Any]] = {
+    "a penalty that is text": {"repetition_penalty": "x"}, "no words": {"bad_words_ids": 7},
+    "code from elsewhere": {"dola_layers": "low"}, "a constraint": {"constraints": [1]},
+    "a length": {"min_new_tokens": []}, "a token": {"forced_eos_token_id": 1.5},
+    "a decay": {"exponential_decay_length_penalty": 0},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_what_models_say_of_generation_is_refused_in_a_sentence(
+    name: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = shutil.copytree(run / "checkpoints" / "step-000002", tmp_path / "model")
+    (folder / "generation_config.json").write_text(json.dumps(HOSTILE[name]))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hi\n"))
+    assert cli.main(["chat", str(folder), "--max-new-tokens", "4", "--device", "cpu"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and "Traceback" not in said and str(folder) in said
 
 
 def test_turns_follow_on_each_other_until_a_new_beginning(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

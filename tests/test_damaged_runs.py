@@ -93,6 +93,24 @@ def test_files_that_are_none(damage: Callable[[Path], None], tmp_path: Path) -> 
     assert cli.main(["report", str(run)]) == 0
 
 
+def to_a_file(path: Path) -> None:
+    path.with_name("other").write_text("precious")
+    path.symlink_to("other")
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("make", [to_a_file, os.mkfifo, Path.mkdir, lambda path: path.symlink_to("nowhere")])
+def test_a_report_is_written_to_no_file_that_a_run_points_at(
+    make: Callable[[Path], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(tmp_path / "run")
+    make(run / "report.html")
+    assert cli.main(["report", str(run)]) == 2
+    assert f"{run}/report.html: is no regular file, so it is not written to" in capsys.readouterr().err
+    assert not (run / "nowhere").exists() and (make is not to_a_file or (run / "other").read_text() == "precious")
+    assert cli.main(["report", str(run), "--output", str(tmp_path / "page.html")]) == 0
+
+
 def rows(**changes: object) -> pa.Table:
     row = {
         "step": 1, "prompt_index": 0, "visit": 0, "number": 0, "source": "a:1", "prompt": "p", "completion": "c",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests import control_group
 from weft.cluster import entrypoint, machine, reports
 from weft.cluster.consistency import differences
 from weft.cluster.failures import Failure, diagnose
@@ -317,6 +319,58 @@ def test_the_kernels_count_of_kills(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert machine.oom_kills() == {2: 2, 1: 4}[version]
     monkeypatch.setattr(machine, "_memory_event_files", lambda: iter([tmp_path / "none"]))
     assert machine.oom_kills() is None
+
+
+GROUPS = {  # lines of /proc/self/cgroup -> the file of the kernel's counts
+    "v2": ("0::/a.slice/b", "sys/fs/cgroup/a.slice/b/memory.events"),
+    "v2 in a container": ("0::/", "sys/fs/cgroup/memory.events"),
+    "v2 in a container that sees the host's path": ("0::/a.slice/b", "sys/fs/cgroup/memory.events"),
+    "v1": ("5:cpu:/a\n4:memory:/b:c\n1:name=systemd:/a", "sys/fs/cgroup/memory/b:c/memory.oom_control"),
+    "v1 beside a v2 without memory": ("4:memory:/b\n0::/a", "sys/fs/cgroup/memory/b/memory.oom_control"),
+}
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_the_kernels_counts_are_found_in_either_version(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    groups, file = GROUPS[name]
+    monkeypatch.setattr(machine, "Path", lambda path: tmp_path / path.lstrip("/"))
+    for place, text in (("proc/self/cgroup", groups), (file, "oom_kill 3\n")):
+        (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / place).write_text(text)
+    assert machine.oom_kills() == 3
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_memory_of_a_test_is_limited_in_either_version(
+    version: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel does its part in test_faults.py, where this user may make such groups, in the version that is here."""
+    own = tmp_path / ("sys/fs/cgroup/a" if version == 2 else "sys/fs/cgroup/memory/a")
+    files = ("memory.max", "cgroup.procs") if version == 2 else ("memory.limit_in_bytes", "cgroup.procs")
+    for place, text in (
+        (tmp_path / "proc/self/cgroup", "0::/a" if version == 2 else "4:memory:/a\n0::/"),
+        (tmp_path / "sys/fs/cgroup/cgroup.controllers", "memory") if version == 2 else (tmp_path / "none", ""),
+    ):
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_text(text)
+    own.mkdir(parents=True)
+    monkeypatch.setattr(control_group, "Path", lambda path: tmp_path / path.lstrip("/"))
+    made = Path.mkdir
+
+    def as_the_kernel_does(folder: Path, *arguments: object) -> None:
+        made(folder)
+        for file in files:
+            (folder / file).touch()
+
+    monkeypatch.setattr(Path, "mkdir", as_the_kernel_does)
+    monkeypatch.setattr(Path, "rmdir", lambda folder: shutil.rmtree(folder))
+    with control_group.memory_group(7) as folder:
+        assert folder is not None and folder.parent == own
+        control_group.enter(folder)
+        assert [(folder / file).read_text() for file in files] == [str(7 << 20), str(os.getpid())]
+    assert not folder.exists()
 
 
 def test_time_in_which_the_process_was_frozen_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +17,11 @@ from weft.errors import UserError
 SEEDS = [b'{"a": [1, {"b": "c"}], "d": 1.5}']
 
 
+def computes(path: Path) -> None:
+    while True:
+        pass
+
+
 def waits(path: Path) -> None:
     os.mkfifo(path.with_name("fifo"))
     path.with_name("fifo").open()
@@ -23,7 +29,8 @@ def waits(path: Path) -> None:
 
 WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
     "raises": (lambda path: {}["no key"], "KeyError: 'no key'"),
-    "waits": (waits, "took longer than"),
+    "computes": (computes, "computed for longer than 0.2 s"),
+    "waits": (waits, "waited for longer than 0.4 s"),
     "takes memory": (lambda path: bytearray(2 * fuzz.MEGABYTES * 10**6), "MemoryError"),
     "crashes": (lambda path: os.kill(os.getpid(), signal.SIGKILL), "ended with -9"),
     "exits": (lambda path: os._exit(3), "ended with 3"),
@@ -34,7 +41,7 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
 def test_what_a_reader_must_not_do(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In one case of many, which is shown."""
     monkeypatch.setattr(fuzz, "SECONDS", 0.2)
-    monkeypatch.setattr(fuzz, "business", lambda: 1.0)
+    monkeypatch.setattr(fuzz, "_WAITS", 2 if name == "waits" else 300)
     does, words = WRONG[name]
 
     def parse(path: Path) -> None:
@@ -54,6 +61,12 @@ def test_errors_that_are_allowed() -> None:
     fuzz.fuzz(parse, SEEDS, 20, suffix=".json")
     with pytest.raises(AssertionError, match="UserError: damaged"):
         fuzz.fuzz(parse, SEEDS, 20, suffix=".json", allowed=(KeyError,))
+
+
+def test_the_time_of_other_processes_is_no_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A case that is under way for longer than it may compute, as on a busy machine."""
+    monkeypatch.setattr(fuzz, "SECONDS", 1.0)
+    fuzz.fuzz(lambda path: time.sleep(1.5), SEEDS, 1, suffix=".json")
 
 
 def test_cases_are_many_and_the_same_each_time() -> None:

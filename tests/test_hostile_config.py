@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import time
@@ -13,6 +14,7 @@ import pytest
 from weft import cli
 from weft.config import load_config
 from weft.config.load import read_config_file
+from weft.data.order import Steps
 from weft.errors import UserError
 
 BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
@@ -56,6 +58,28 @@ def test_aliases_that_are_no_bomb_stay(tmp_path: Path) -> None:
     assert read_config_file(str(path)).value["run"].value["dir"].value == "/some/where"
 
 
+LARGE = (
+    "train.steps", "train.epochs", "step.documents", "step.max_tokens_per_device", "data.max_length", "data.workers",
+    "train.timeout", "checkpoint.keep", "mesh.dp_shard", "fsdp.prefetch", "train.log_every", "eval.every",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("key", LARGE)
+@pytest.mark.parametrize("value", ["2147483648", "9" * 30])
+def test_numbers_beyond_all_bounds(value: str, key: str) -> None:
+    """Libraries count in 31, 32 or 63 bits; a list of so many is memory."""
+    others = ["train.epochs=null"] if key == "train.steps" else []
+    with pytest.raises(UserError, match=f"{key} is .*; it must be at most 2147483647"):
+        load_config([], [f"{key}={value}", "model.path=m/m", "data.path=d/d", *others], weights=False)
+    rest = {"data.max_row_bytes": "1099511627776", "train.seed": "9" * 15}
+    load_config([], [*(f"{name}={most}" for name, most in rest.items()), "model.path=m/m", "data.path=d/d"])
+
+
+@pytest.mark.timeout(60)
+def test_epochs_are_multiplied() -> None:
+    assert len(Steps([1] * 5, documents=2, epochs=2**31 - 1)) == 3 * (2**31 - 1)
+
+
 @pytest.mark.parametrize("value", ["[" * 100_000, "1" * 10_000, "!!int x", "&a [*a]"])
 def test_a_hostile_override(value: str) -> None:
     with pytest.raises(UserError) as caught:
@@ -86,6 +110,42 @@ def test_toml_that_is_nested(tmp_path: Path) -> None:
     path.write_text("a = " + "[" * 100_000)
     with pytest.raises(UserError, match="nested too deeply"):
         load_config([str(path)], [])
+
+
+LONG = "x" * 300
+NAMES = ([f"run.dir={LONG}"], [LONG], ["--resume", LONG], ["loop/a"], ["--resume", "loop"])
+
+
+COMMANDS = ("report", "rollouts", "export", "merge", "chat", "migrate")
+LINES = [["sft", *words] for words in NAMES] + [[one, name] for name in (LONG, "loop", "loop/a") for one in COMMANDS]
+
+
+@pytest.mark.parametrize("words", LINES, ids=lambda words: " ".join(words)[:20])
+def test_names_that_no_file_can_have(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("loop").symlink_to("loop")
+    assert cli.main(words) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and "Traceback" not in said
+
+
+def test_neighbours_that_cannot_be_looked_at_are_not_proposed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name is missing beside one whose kind the system does not tell."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.yaml", "b.yaml"):
+        Path(name).touch()
+    stat = os.stat
+
+    def denied(path: object, *arguments: object, **options: object) -> os.stat_result:
+        if str(path).endswith("b.yaml"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return stat(path, *arguments, **options)  # type: ignore[call-overload, no-any-return]
+
+    monkeypatch.setattr(os, "stat", denied)
+    with pytest.raises(UserError, match="no such config file. Did you mean"):
+        load_config(["c.yaml"], [])
 
 
 def make_socket(path: Path) -> None:

@@ -272,6 +272,12 @@ CONFIGS: dict[str, tuple[str, str]] = {
     "layers that are text": ('{"model_type": "llama", "num_hidden_layers": "2"}', "cannot read a model config"),
     "architectures that are a number": ('{"model_type": "llama", "architectures": 7}', "s is 7|field 'architectures'"),
     "a class that is a number": ('{"model_type": "llama", "architectures": [7]}', r"s is \[7\]|field 'architectures'"),
+    "layers without end": ('{"model_type": "llama", "num_hidden_layers": 1000000000}', "over 10,000"),
+    "blocks of a tower without end": (
+        '{"model_type": "qwen2_5_vl", "vision_config": {"depth": 1000000000}}', "depth is 1000000000, and no model"),
+    "labels without end": ('{"model_type": "llama", "num_labels": 2147483648}', "num_labels is 2147483648"),
+    "a text that is no config": ('{"model_type": "llama", "text_config": "x"}', "the config of its text is 'x'"),
+    "experts without end": ('{"model_type": "qwen2_moe", "num_experts": 1000000000}', "num_experts is 1000000000"),
     "rope that is a number": ('{"model_type": "llama", "rope_parameters": 7}', "cannot read a model config"),
 }  # fmt: skip
 
@@ -283,6 +289,15 @@ def test_a_config_that_lies_is_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=words) as caught:
         hf.read_config(str(tmp_path))
     assert str(tmp_path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("size", [None, -1, 0, "x", [8]])
+def test_a_vocabulary_that_is_none(size: Any, tmp_path: Path) -> None:
+    kind = {"model_type": "vit"} if size is None else {"model_type": "llama", "vocab_size": size}
+    (tmp_path / "config.json").write_text(json.dumps(kind))
+    with pytest.raises(UserError, match="config.json: vocab_size is|cannot read a model config") as caught:
+        hf.vocabulary_size(str(tmp_path))
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["logging", "pipeline", "LlamaConfig", "a\0b", ""])

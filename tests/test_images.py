@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import gzip
 import json
 import os
 import re
 import shutil
+import socket
 import struct
 import threading
+import time
 import zlib
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -26,6 +29,7 @@ from tests.toy_tokenizers import byte_tokenizer, write_jsonl
 from tests.vision_zoo import FAMILIES, encoded, picture, question, vision_folder
 from weft.config.load import load_config
 from weft.config.schema import DataConfig, SftConfig
+from weft.data import image_urls
 from weft.data.documents import Documents, load_documents
 from weft.data.encode import Encoding, changed_files
 from weft.data.image_files import Checks
@@ -481,6 +485,33 @@ def test_fetch_images_fetches_them_once(server: str, models: Callable[[str], str
     for name, words in {"none.png": "the server answers 404", "file": "cannot be fetched"}.items():
         with pytest.raises(UserError, match=words):
             read([question("What?", "a cat", [f"{server}/{name}"])], model)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("begin", [b"", b"HTTP/1.1 200 OK\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 99999\r\n\r\n"])
+@pytest.mark.parametrize("scheme", ["http", "https"])
+def test_a_server_that_sends_a_byte_at_a_time_is_left(
+    scheme: str, begin: bytes, models: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each byte comes within the time that a byte has; over https, those of a handshake."""
+    monkeypatch.setattr(image_urls, "_WHOLE", 0.5)
+    handshake = b"\x16\x03\x03\x3f\xff\x02\x00\x3f\xfb" if scheme == "https" else b""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            connection, _ = listener.accept()
+            with connection, contextlib.suppress(OSError):
+                connection.sendall(handshake or begin)
+                while True:
+                    connection.sendall(b"a")
+                    time.sleep(0.05)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        row = question("What?", "a cat", [f"{scheme}://127.0.0.1:{listener.getsockname()[1]}/cat.png"])
+        with pytest.raises(UserError, match="cannot be fetched: it has not come within"):
+            read([row], loaded(models("qwen2_5_vl"), Checks(fetch=True)))
+        thread.join()
 
 
 # ---------------------------------------------------------------- what of transformers is relied on

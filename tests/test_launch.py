@@ -195,6 +195,43 @@ def test_ranks_that_do_not_know_the_first_host_are_refused() -> None:
         join_launcher(dict(HYDRA))
 
 
+NO_RANKS = [
+    ({"RANK": "a", "WORLD_SIZE": "2"}, "RANK='a', which should be a number, 0 or more"),
+    ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK='-1', which"),
+    ({"RANK": "", "WORLD_SIZE": "2"}, "RANK='', which"),
+    ({"RANK": "\u0663", "WORLD_SIZE": "4"}, "RANK='\u0663', which"),
+    ({"RANK": "x"}, "RANK='x', which"),
+    ({"RANK": "0", "WORLD_SIZE": "0"}, "WORLD_SIZE='0', which should be a number, 1 or more"),
+    ({"RANK": "0", "WORLD_SIZE": "9" * 5000}, "WORLD_SIZE='999"),
+    ({"RANK": "7", "WORLD_SIZE": "2"}, "RANK=7 and WORLD_SIZE=2, but ranks count from 0"),
+    ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "1.5"}, "LOCAL_RANK='1.5', which"),
+    ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE='0', which"),
+    ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "65536"}, "MASTER_PORT='65536', which should be a number, 0 to"),
+    ({"WORLD_SIZE": "x"}, "WORLD_SIZE='x', which"),
+    (OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "x"}, "OMPI_COMM_WORLD_SIZE='x', which"),
+    (OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "x"}, "RANK='x', which"),
+    (STEP | {"SLURM_STEP_TASKS_PER_NODE": "8", "SLURM_JOB_ID": "x"}, "SLURM_JOB_ID='x', which"),
+]
+
+
+@pytest.mark.parametrize(("environment", "says"), NO_RANKS, ids=range(len(NO_RANKS)))
+def test_variables_of_no_rank_are_refused(environment: dict[str, str], says: str) -> None:
+    with pytest.raises(UserError, match=re.escape(says)) as caught:
+        join_launcher(dict(environment))
+    assert len(str(caught.value)) < 300
+    if {"RANK", "WORLD_SIZE"} <= environment.keys():
+        with pytest.raises(UserError, match=re.escape(says)):
+            process._rank_environment({"MASTER_ADDR": "a", "MASTER_PORT": "1", **environment})
+
+
+def test_a_variable_of_no_rank_ends_the_program_with_a_sentence() -> None:
+    variables = {**os.environ, "RANK": "x", "WORLD_SIZE": "2"}
+    done = subprocess.run(
+        [sys.executable, "-m", "weft", "--version"], env=variables, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 2 and done.stderr.startswith("error: the environment says RANK='x'")
+
+
 def test_under_torchrun_it_joins() -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run([*torchrun, SCRIPT, "fine"], capture_output=True, text=True, timeout=60)

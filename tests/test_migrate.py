@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.test_hostile_config import SPECIAL
 from weft import cli
 from weft.config import SftConfig, load_config
 from weft.config.compat.draft import Draft
@@ -18,6 +19,7 @@ from weft.config.keys import schema_keys
 from weft.config.rl_checks import INERT
 from weft.config.rl_schema import RlConfig
 from weft.config.yaml12 import Node, read_file
+from weft.errors import UserError
 
 FOREIGN = Path(__file__).parent / "foreign"
 WITHOUT_DRAFT = "verl_vision.yaml"  # reinforcement learning of a trainer whose table has names of it alone
@@ -38,6 +40,33 @@ def expect(found: dict[str, Any], expected: dict[str, Any]) -> None:
     known = {key: value for key, value in expected.items() if key in schema_keys(SftConfig)}
     got = {key: float(value) if str(value).replace("e-", "").isdigit() else value for key, value in found.items()}
     assert {key: got.get(key) for key in known} == known
+
+
+HOSTILE_SCRIPTS = {
+    "variables that double": ("A=xxxxxxxxxx\n" + "A=$A$A\n" * 60, "with its variables put in, a word has over 100,000"),
+    "a quote in a variable": ('A="it\'s"\npython train.py $A\n', "No closing quotation"),
+    "a quote": ("python train.py 'a\n", "No closing quotation"),
+    "no UTF-8": ("\udcff", "can't decode"),
+}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", HOSTILE_SCRIPTS)
+def test_a_script_that_attacks_its_reader(name: str, tmp_path: Path) -> None:
+    text, words = HOSTILE_SCRIPTS[name]
+    (tmp_path / "a.sh").write_text(text, errors="surrogateescape")
+    with pytest.raises(UserError, match=f"a.sh: cannot be read as a shell script: .*{words}"):
+        migrate([str(tmp_path / "a.sh")])
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", SPECIAL)
+def test_a_script_that_is_no_file(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    make, says = SPECIAL[kind]
+    make(Path("a.sh"))
+    with pytest.raises(UserError, match=f"a.sh: is {says}"):
+        migrate(["a.sh"])
 
 
 def test_trl() -> None:

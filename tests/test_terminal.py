@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import os
 import re
 import subprocess
 import sys
@@ -183,6 +184,27 @@ def test_sft(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "title" in harmless(done.stdout)
     harmless(done.stderr)
+
+
+@pytest.mark.parametrize("words", [["--help"], ["--version"], ["migrate", "a.yaml"]], ids=lambda words: words[0])
+@pytest.mark.parametrize("full", [False, True], ids=["gone", "full"])
+def test_output_that_nobody_takes(words: list[str], full: bool, tmp_path: Path) -> None:
+    """As of `weft ... | head`, whose reader ends when it has enough; or on a disk that is full."""
+    Path("a.yaml").write_text("per_device_train_batch_size: 2\nlearning_rate: 1e-4\nlr_scheduler_type: cosine\n")
+    reads, writes = os.pipe()
+    os.close(reads)
+    environment = forked.environment(PYTHONPATH=str(Path(cli.__file__).parent.parent))
+    with open("/dev/full" if full else writes, "wb") as out:
+        done = subprocess.run(
+            [sys.executable, "-m", "weft", *words], stdout=out, stderr=subprocess.PIPE, env=environment, timeout=60
+        )
+    said = done.stderr.decode()
+    assert "Traceback" not in said and "Exception ignored" not in said
+    assert (
+        (done.returncode, "No space left" in said) == (13, True)
+        if full
+        else (done.returncode == 2 and said.startswith("error: what reads the output of this command has ended"))
+    )
 
 
 def test_the_log_of_a_program_is_its_own() -> None:

@@ -7,7 +7,9 @@ import io
 import json
 import re
 import shutil
+import struct
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +21,7 @@ import torch
 from PIL import Image
 from transformers import PreTrainedTokenizerBase
 
+from tests.test_hostile_config import SPECIAL
 from tests.toy_tokenizers import write_jsonl
 from tests.vision_zoo import encoded, picture, vision_folder
 from weft import cli
@@ -366,6 +369,29 @@ def test_videos_that_are_refused(name: str, folders: Callable[[str], str], monke
     with pytest.raises(UserError) as caught:
         read([asked("a"), row], loaded(folders("qwen2_5_vl"), video={**SMALL, "max_frames": 8}))
     assert str(caught.value).startswith("data[1]: ") and words in str(caught.value)
+
+
+@pytest.mark.timeout(60)
+def test_an_animation_that_takes_hours_to_draw(qwen: Model) -> None:
+    """A quarter of a megabyte for 10,000 frames of 81 million pixels, of which each changes one."""
+    head = b"GIF89a" + struct.pack("<HHBBB", 9000, 9000, 0x80, 0, 0) + b"\0\0\0\xff\xff\xff"
+    frame = b"\x21\xf9\x04\x08\x01\0\0\0\x2c" + struct.pack("<HHHHB", 0, 0, 1, 1, 0) + b"\x02\x02\x44\x01\0"
+    given = base64.b64encode(head + frame * 10_000 + b";").decode()
+    began = time.process_time()
+    with pytest.raises(UserError, match="has 10,000 frames of 9,000 x 9,000 pixels, together more than 20 x"):
+        read([asked(video(given))], qwen)
+    assert time.process_time() - began < 10.0
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", SPECIAL)
+def test_a_video_that_is_no_file(kind: str, tmp_path: Path, qwen: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    make, says = SPECIAL[kind]
+    make(Path("a.mp4"))
+    says = "Too many levels" if kind == "loop" else says
+    with pytest.raises(UserError, match=f"a.mp4.*{says}"):
+        read([asked(video(str(tmp_path / "a.mp4")))], qwen)
 
 
 def test_families_whose_videos_are_not_read_are_named(folders: Callable[[str], str]) -> None:

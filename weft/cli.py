@@ -114,11 +114,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line. Returns the exit status (docs/reference/failures.md)."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help", "help"):
-        say(_program_help())
-        return SUCCESS if words else USER_ERROR
+        return guarded(lambda: say(_program_help())) or (SUCCESS if words else USER_ERROR)
     if words[0] == "--version":
-        say(f"weft {__version__}")
-        return SUCCESS
+        return guarded(lambda: say(f"weft {__version__}"))
     debug = "--debug" in words
     jobs: list[Job] = []
 

@@ -7,8 +7,9 @@ import errno
 import hashlib
 import json
 import os
+import re
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -85,11 +86,27 @@ def check_folder(path: str) -> None:
     for file in sorted(file for pattern in _OF_MODELS for file in folder.glob(pattern)):
         regular_file(file, "a file of a model")
     if (folder / "config.json").exists():
-        read_object(folder / "config.json", "the config of a model")
+        check_counts(read_object(folder / "config.json", "the config of a model"), path)
     if (folder / _GENERATION).exists():
         ends = read_object(folder / _GENERATION, "the config of generation").get("eos_token_id")
         if not all(type(token) is int for token in (ends if isinstance(ends, list) else [ends]) if token is not None):
             raise UserError(f"{folder / _GENERATION}: eos_token_id is {ends!r}, not a token's number, or several.")
+
+
+# Modules and labels are made one by one: what asks for a billion of them would be built until memory ends.
+_COUNTS = {re.compile(r"(layers?|depths?|blocks?|experts)$"): 10_000, re.compile(r"num_labels$"): 1_000_000}
+
+
+def check_counts(config: Mapping[str, Any], path: str) -> None:
+    """UserError where the config of the model at `path` asks for more of anything than any model has."""
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            check_counts(value, path)
+        most = next((most for names, most in _COUNTS.items() if names.search(str(name))), None)
+        if most is not None and type(value) is int and value > most:
+            raise UserError(
+                f"model.path: {path}: config.json: {name} is {value}, and no model has over {most:,}. Fetch it again."
+            )
 
 
 def link_files(folder: Path, files: Iterable[Path], into: Path) -> None:

@@ -8,6 +8,7 @@ Python: \\x1b.
 from __future__ import annotations
 
 import logging
+import os
 import re
 import sys
 import traceback
@@ -19,6 +20,8 @@ from typing import Any
 import rich.console
 from rich.console import ConsoleOptions, RenderableType
 from rich.segment import Segment
+
+from weft.errors import UserError
 
 # C0 but tab and line feed, DEL and C1; line separators; what overrides the direction of text; halves of characters.
 _COMMANDS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -49,7 +52,11 @@ def say(*texts: object, error: bool = False, end: str = "\n", as_is: bool = Fals
     """Print each text on a line, unbuffered. error: to standard error. as_is: without replacing local copies by
     URLs."""
     stream = sys.stderr if error else sys.stdout
-    print("\n".join(clean(str(text), as_is=as_is) for text in texts), file=stream, end=end, flush=True)
+    try:
+        print("\n".join(clean(str(text), as_is=as_is) for text in texts), file=stream, end=end, flush=True)
+    except BrokenPipeError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # what is left would be written at the end again
+        raise UserError("what reads the output of this command has ended: send it to a file instead.") from error
 
 
 def say_all(texts: Iterable[object], *, error: bool = False) -> None:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
 from weft.cluster.machine import PORTS, cpu_cores
 from weft.errors import UserError
 
-_LOOPBACK = "127.0.0.1"
+_LOOPBACK, _LAST_PORT = "127.0.0.1", 65535
 
 
 @dataclass(frozen=True)
@@ -42,14 +43,42 @@ LAUNCHERS = (
 
 def join_launcher(environment: MutableMapping[str, str] = os.environ) -> None:
     """Set torchrun's variables where a launcher has started several processes, unless they are set. Raises UserError
-    where nothing says which host the first rank is on."""
-    if "RANK" in environment or "WORLD_SIZE" in environment:
-        return
-    for launcher in LAUNCHERS:
-        world = int(environment.get(launcher.world, 1))
-        if world > 1 and launcher.rank in environment:
-            environment.update(_variables(launcher, environment, world))
-            return
+    where nothing says which host the first rank is on, and for variables that are those of no rank."""
+    if "RANK" not in environment and "WORLD_SIZE" not in environment:
+        for launcher in LAUNCHERS:
+            world = _number(environment, launcher.world, 1)
+            if world > 1 and launcher.rank in environment:
+                environment.update(_variables(launcher, environment, world))
+                break
+    check_ranks(environment)
+
+
+def check_ranks(environment: Mapping[str, str]) -> None:
+    """UserError where torchrun's variables are no numbers, or those of no rank."""
+    world, rank = _number(environment, "WORLD_SIZE", sys.maxsize, least=1), _number(environment, "RANK", 0)
+    if rank >= world:
+        raise UserError(
+            f"the environment says RANK={rank} and WORLD_SIZE={world}, but ranks count from 0: start with torchrun, or "
+            "unset RANK and WORLD_SIZE to let weft start its own ranks."
+        )
+    _number(environment, "LOCAL_RANK", 0)
+    _number(environment, "LOCAL_WORLD_SIZE", 1, least=1)
+    _number(environment, "MASTER_PORT", 0, most=_LAST_PORT)
+
+
+def _number(environment: Mapping[str, str], name: str, default: int, least: int = 0, most: int = sys.maxsize) -> int:
+    """Of a variable; `default` where it is not set."""
+    said = environment.get(name)
+    if said is None:
+        return default
+    number = int(said) if re.fullmatch(r"\d{1,18}", said.strip(), re.ASCII) else -1
+    if not least <= number <= most:
+        upto = f" to {most}" if most < sys.maxsize else " or more"
+        raise UserError(
+            f"the environment says {name}={said[:80]!r}, which should be a number, {least}{upto}: set it to one, or "
+            "unset it."
+        )
+    return number
 
 
 def _variables(launcher: Launcher, environment: Mapping[str, str], world: int) -> dict[str, str]:
@@ -84,5 +113,5 @@ def _first_host(environment: Mapping[str, str]) -> str:
 def _job(environment: Mapping[str, str]) -> int:
     """A number that all ranks have, and no other run on their hosts: of Slurm's step, else of the parent process."""
     if "SLURM_JOB_ID" in environment:
-        return int(environment["SLURM_JOB_ID"]) * 7 + int(environment.get("SLURM_STEP_ID", 0))
+        return _number(environment, "SLURM_JOB_ID", 0) * 7 + _number(environment, "SLURM_STEP_ID", 0)
     return os.getppid()

@@ -14,6 +14,7 @@ from types import TracebackType
 import torch
 import torch.distributed as dist
 
+from weft.cluster.launchers import check_ranks
 from weft.cluster.machine import Accelerator, cpu_cores
 from weft.cluster.options import Device
 from weft.cluster.simulated import Simulation
@@ -211,4 +212,5 @@ def _rank_environment(environment: Mapping[str, str]) -> tuple[int, int] | None:
             f"RANK and WORLD_SIZE are set, but {' and '.join(missing)} is not: start with torchrun, or unset RANK and "
             "WORLD_SIZE to let weft start its own ranks."
         )
+    check_ranks(environment)
     return int(environment["RANK"]), int(environment["WORLD_SIZE"])

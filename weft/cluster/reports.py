@@ -65,6 +65,8 @@ def of_exception(rank: int, error: BaseException) -> RankReport:
     message = str(error) if plain else f"{type(error).__name__}: {error}"
     if isinstance(error, RecursionError):
         plain, message = True, _too_deep(error)
+    if kind == "user" and isinstance(error, OSError):
+        plain, message = True, f"{error.filename}: {error.strerror}. Name another file or folder."
     message = "\n".join([message.rstrip(": "), *getattr(error, "__notes__", [])])  # where and why, added on the way up
     where = record.where()
     if plain:

@@ -27,6 +27,8 @@ STATUS: dict[Kind, int] = {
 # Errors of a storage that is full, read-only, broken or gone, whatever the file.
 STORAGE = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE, errno.EFBIG}
 
+_OF_NAMES = {errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES}
+
 # What libraries say in errors of no type of their own: gloo, c10d's store, torch's allocators, safetensors, DCP.
 _WORDS: tuple[tuple[Kind, tuple[str, ...]], ...] = (
     ("memory", ("out of memory", "not enough memory", "can't allocate memory", "cannot allocate memory")),
@@ -44,6 +46,8 @@ def kind_of(error: BaseException, run: str = "") -> Kind:
         return "storage" if isinstance(error, StorageError) else "user"
     if isinstance(error, ActorError):
         return cast(Kind, error.kind)
+    if is_of_a_name(error) and not _lost_in_run(error, run):
+        return "user"
     if isinstance(error, RecursionError):
         return "user"  # weft goes down as deep as what it reads, and no deeper
     for link in _chain(error):
@@ -51,6 +55,11 @@ def kind_of(error: BaseException, run: str = "") -> Kind:
         if kind is not None:
             return kind
     return "failed"
+
+
+def is_of_a_name(error: BaseException) -> bool:
+    """Whether a file's name is all that is wrong: nothing can have it, or this user may not look at what has it."""
+    return isinstance(error, OSError) and error.errno in _OF_NAMES and isinstance(error.filename, str)
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from weft.config.checks import SFT, Rules, show_value
 from weft.config.keys import get, schema_keys
 from weft.config.rl_checks import RULES
 from weft.config.rl_schema import RlConfig
+
+_LARGEST = 2**31 - 1
+_OF_ANY_SIZE = ("train.seed", "data.max_row_bytes")  # the latter has a limit of its own
 
 
 def check_config(config: Any, explicit: Mapping[str, str] | None = None) -> list[str]:
@@ -42,7 +45,17 @@ def _ranges(config: Any, where: Mapping[str, str], rules: Rules) -> list[str]:
             default = schema_keys(type(config))[name].default
             requirement += f" (default: {show_value(default)})"
             problems.append(f"{_at(where, name)}{name} is {show_value(value)}; it must be {requirement}.")
-    return problems
+    return problems or list(_beyond_all(config, where))
+
+
+def _beyond_all(config: Any, where: Mapping[str, str]) -> Iterator[str]:
+    """Problems of numbers that libraries could not hold: counts and sizes, and seconds that are waited."""
+    for name in schema_keys(type(config)):
+        value = get(config, name)
+        numbers = value if isinstance(value, tuple) else (value,)
+        kinds = (int, float) if name.endswith("timeout") else (int,)
+        if name not in _OF_ANY_SIZE and any(type(number) in kinds and number > _LARGEST for number in numbers):
+            yield f"{_at(where, name)}{name} is {show_value(value)}; it must be at most {_LARGEST}."
 
 
 def _exclusive(config: Any, where: Mapping[str, str], rules: Rules) -> list[str]:

@@ -97,10 +97,10 @@ def holds_weights(folder: Path) -> bool:
 
 def near_names(file: Path, folders: bool = False) -> str:
     """' Did you mean a/b.yaml?', with names similar to the missing one in its folder; or ""."""
-    if not file.parent.is_dir():
+    if not os.path.isdir(file.parent):
         return f" The folder {file.parent} does not exist."
     entries = (entry for entry in file.parent.iterdir() if not entry.name.startswith("."))
-    names = [entry.name for entry in entries if entry.is_dir() == folders and entry.name != file.name]
+    names = [entry.name for entry in entries if os.path.isdir(entry) == folders and entry.name != file.name]
     close = difflib.get_close_matches(file.name, names, n=3, cutoff=0.5)
     if not close and not folders:
         close = sorted(name for name in names if Path(name).suffix == file.suffix)[:3]

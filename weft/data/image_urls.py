@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import socket
+import threading
 import time
-from dataclasses import replace
-from http.client import HTTPException
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.request import (
     HTTPDefaultErrorHandler,
@@ -22,11 +27,10 @@ from weft.errors import BadRowError, first_line
 from weft.version import __version__
 
 _SECONDS = 30.0  # without a byte
+_WHOLE = 60.0  # for all of it: a server may send a byte at a time
 _MOST_BYTES = 64 << 20
 _TRIES = 3
-_HANDLERS = (
-    ProxyHandler, HTTPHandler, HTTPSHandler, HTTPRedirectHandler, HTTPErrorProcessor, HTTPDefaultErrorHandler,
-)  # fmt: skip
+_HANDLERS = (ProxyHandler, HTTPRedirectHandler, HTTPErrorProcessor, HTTPDefaultErrorHandler)
 
 
 def fetched(image: Image, where: str, allowed: bool) -> Image:
@@ -45,6 +49,10 @@ def fetched(image: Image, where: str, allowed: bool) -> Image:
             reason = f"the server answers {error.code} ({error.reason})"
             if error.code < 500:
                 break
+        except TimeoutError as error:
+            reason = first_line(error)
+            if str(error) == _TOO_SLOW:
+                break
         except (URLError, HTTPException, OSError, ValueError) as error:
             reason = first_line(error)
         if attempt + 1 < _TRIES:
@@ -55,10 +63,86 @@ def fetched(image: Image, where: str, allowed: bool) -> Image:
 def _read(url: str) -> bytes:
     """Only http and https are spoken, also after a redirection."""
     opener = OpenerDirector()
-    for handler in _HANDLERS:
-        opener.add_handler(handler())
-    with opener.open(Request(url, headers={"User-Agent": f"weft/{__version__}"}), timeout=_SECONDS) as answer:
+    connections = _Connections()
+    for handler in (*(kind() for kind in _HANDLERS), _Http(connections), _Https(connections)):
+        opener.add_handler(handler)
+    request = Request(url, headers={"User-Agent": f"weft/{__version__}"})
+    with connections.ended_in_time(), opener.open(request, timeout=_SECONDS) as answer:
         data: bytes = answer.read(_MOST_BYTES + 1)
     if len(data) > _MOST_BYTES:
         raise ValueError(f"it has more than {_MOST_BYTES >> 20} MiB")
     return data
+
+
+# ---------------------------------------------------------------- a time limit for all that a server sends
+
+_TOO_SLOW = f"it has not come within {_WHOLE:g} s"
+
+
+@dataclass
+class _Connections:
+    """Connections of one request, which a timer ends: timeouts of sockets begin anew with every byte."""
+
+    made: list[socket.socket] = field(default_factory=list)
+    ended: bool = False
+
+    def add(self, connection: socket.socket) -> None:
+        self.made.append(connection.dup())  # TLS takes the descriptor of the other
+        if self.ended:
+            self.end()
+
+    def end(self) -> None:
+        self.ended = True
+        for connection in self.made:
+            with suppress(OSError):  # it has ended already
+                connection.shutdown(socket.SHUT_RDWR)
+
+    @contextmanager
+    def ended_in_time(self) -> Iterator[None]:
+        """Raises TimeoutError for what takes longer, whatever it raises itself."""
+        timer = threading.Timer(_WHOLE, self.end)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        except (HTTPException, OSError):
+            if not self.ended:
+                raise
+        finally:
+            timer.cancel()
+            for connection in self.made:
+                connection.close()
+        if self.ended:
+            raise TimeoutError(_TOO_SLOW)
+
+
+class _Noted(HTTPConnection):
+    """Tells `connections` of its socket as soon as there is one."""
+
+    connections: _Connections
+
+    def connect(self) -> None:
+        super().connect()
+        self.connections.add(self.sock)
+
+
+class _NotedSecure(HTTPSConnection, _Noted):
+    """HTTPSConnection connects as _Noted does before it speaks TLS."""
+
+
+class _Http(HTTPHandler):
+    def __init__(self, connections: _Connections) -> None:
+        super().__init__()
+        self._kind: Any = type("_Connection", (_Noted,), {"connections": connections})
+
+    def http_open(self, req: Request) -> HTTPResponse:
+        return self.do_open(self._kind, req)
+
+
+class _Https(HTTPSHandler):
+    def __init__(self, connections: _Connections) -> None:
+        super().__init__()
+        self._kind: Any = type("_Connection", (_NotedSecure,), {"connections": connections})
+
+    def https_open(self, req: Request) -> HTTPResponse:
+        return self.do_open(self._kind, req)

@@ -110,7 +110,7 @@ class Steps:
         self._seed = seed
         self._shuffle = shuffle
         self._counts: list[int] = []  # steps of each epoch dealt so far
-        self.total = steps if steps is not None else sum(self._count(epoch + 1) for epoch in range(epochs or 0))
+        self.total = self._in_epochs(epochs) if epochs is not None else steps or 0
 
     def __len__(self) -> int:
         """The number of optimizer steps of the run."""
@@ -131,6 +131,11 @@ class Steps:
                     yield Step(first + i, epoch, documents)
             first += self._count(epoch)
             epoch += 1
+
+    def _in_epochs(self, epochs: int) -> int:
+        if self._documents is not None:  # they are alike, and may be very many
+            return epochs * self._count(1)
+        return sum(self._count(epoch + 1) for epoch in range(epochs))
 
     def _count(self, epoch: int) -> int:
         if self._documents is not None:

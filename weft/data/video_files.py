@@ -15,15 +15,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from weft.data.image_columns import Image, Video
 from weft.data.image_files import Checks, Measured, check_size, in_colours, measured, opened, pixels
 from weft.data.places import files_of, state_of
 from weft.errors import BadRowError, UserError, first_line
+from weft.files import regular_file
 from weft.models.clips import Clip
 
 _STILL = (b"\xff\xd8", b"BM", b"II*\0", b"MM\0*")  # JPEG, BMP, TIFF
+_MOST_CANVASES = 20  # times the largest image are what all frames of an animation may have
 _TICK = 100  # milliseconds for which a frame that says none is shown, as browsers do
 
 Each = Callable[[Any], Any]  # makes of a frame, a PIL image, what is kept of it
@@ -114,6 +117,7 @@ def _animated(picture: Any, name: str, checks: Checks, size: int, changed: int) 
             f"{name}: is a still image. A video is a folder of frames, a list of them, an animated GIF, WebP or PNG, "
             "or a container such as mp4; an image is a part of type image."
         )
+    _check_drawing(count, picture.size, name, checks)
     shown = 0.0
     for number in range(count):
         picture.seek(number)
@@ -131,6 +135,17 @@ def _animated(picture: Any, name: str, checks: Checks, size: int, changed: int) 
         return found
 
     return _Opened(Measured(picture.height, picture.width, size, changed, clip), take)
+
+
+def _check_drawing(count: int, size: tuple[int, int], name: str, checks: Checks) -> None:
+    """Each frame of an animation is drawn on a whole canvas, however few bytes the file has for it."""
+    width, height = size
+    if count * width * height > _MOST_CANVASES * checks.max_pixels:
+        raise BadRowError(
+            f"{name}: has {count:,} frames of {width:,} x {height:,} pixels, together more than {_MOST_CANVASES} x "
+            f"data.max_image_pixels ({checks.max_pixels:,}): drawing them would take too long. Make it smaller, leave "
+            "frames out, or set data.max_image_pixels to more."
+        )
 
 
 @contextmanager
@@ -183,6 +198,8 @@ def _head(file: Image, name: str) -> str:
         return "animation"
     try:
         head = file.data[:12] if file.data is not None else _first_bytes(str(file.path))
+    except UserError as error:
+        raise BadRowError(f"{name}: {error}") from None
     except OSError as error:
         hint = " Paths are relative to the file of the row." if isinstance(error, FileNotFoundError) else ""
         raise BadRowError(f"{name}: cannot be read: {error.strerror}.{hint}") from None
@@ -194,5 +211,7 @@ def _head(file: Image, name: str) -> str:
 
 
 def _first_bytes(path: str) -> bytes:
+    if os.path.exists(path):
+        regular_file(Path(path), "a video")
     with open(path, "rb") as file:
         return file.read(12)

@@ -59,7 +59,7 @@ from transformers.pytorch_utils import Conv1D
 from transformers.utils.output_capturing import install_all_output_capturing_hooks
 
 from weft.errors import UserError, first_line, runs_own_code
-from weft.files import check_folder
+from weft.files import check_counts, check_folder
 from weft.hub import check_model_is_there
 from weft.ops import attention
 from weft.ops.tower_attention import attend_in_tower
@@ -112,7 +112,21 @@ def read_config(path: str) -> PretrainedConfig:
         raise UserError(
             f"model.path: {path}: config.json: architectures is {named!r:.80}, not a list of classes' names."
         )
+    if not isinstance(text := config.get_text_config(), PretrainedConfig):
+        raise UserError(f"model.path: {path}: config.json: the config of its text is {text!r:.80}, not an object.")
+    check_counts(config.to_dict(), path)
     return config
+
+
+def vocabulary_size(path: str) -> int:
+    """Of the model at `path`. UserError where its config has none."""
+    size = getattr(read_config(path).get_text_config(), "vocab_size", None)
+    if type(size) is not int or size < 1:
+        raise UserError(
+            f"model.path: {path}: config.json: vocab_size is {size!r:.80}, not a number of tokens: is it a language "
+            "model?"
+        )
+    return size
 
 
 def without_noise(config: PretrainedConfig) -> PretrainedConfig:

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreT
 from weft.checkpoint.retention import chosen_step, complete_steps
 from weft.cluster.options import ChatOptions
 from weft.cluster.process import choose_device
+from weft.cluster.status import kind_of
 from weft.data.chat_template import RenderError
 from weft.data.encode import Encoding, load_tokenizer, renderer
 from weft.data.messages import Message
@@ -30,6 +31,7 @@ from weft.terminal import say
 
 _MARK = "weft-mark"  # stands for an answer in a rendering, to see what the template puts around one
 _HELP = "/new begins a new conversation, /exit or Ctrl-D ends, Ctrl-C stops an answer, /help says this."
+_FOR_STREAMS = {"num_beams": 1, "num_return_sequences": 1, "return_dict_in_generate": False}
 _HELP_IMAGES = "/image PATH adds an image to your next message, which may have several."
 
 
@@ -185,10 +187,17 @@ class Chat:
         ends = end_tokens(self.tokenizer, self.model.generation_config.eos_token_id)
         streamer = _Streamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
         pad = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else ends[0] if ends else None
-        with torch.inference_mode():
-            tokens = self.model.generate(
-                **inputs, streamer=streamer, eos_token_id=ends or None, pad_token_id=pad, **self.settings
-            )
+        told = {"eos_token_id": ends or None, "pad_token_id": pad, "tokenizer": self.tokenizer, **self.settings}
+        try:
+            with torch.inference_mode():
+                tokens = self.model.generate(**inputs, streamer=streamer, **_FOR_STREAMS, **told)
+        except Exception as error:  # whatever transformers makes of the model's generation_config.json
+            if kind_of(error) != "failed":
+                raise
+            refusal = runs_own_code(self.where, error, "weft chat")
+            raise refusal or UserError(
+                f"{self.where} gives no answer: {first_line(error)}. Look into its generation_config.json."
+            ) from error
         return str(self.tokenizer.decode(tokens[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
 
 

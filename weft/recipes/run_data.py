@@ -68,7 +68,7 @@ def read_data(
         max_length=max_length,
         max_length_key=key,
         long_documents=config.data.long_documents,
-        vocab_size=hf.read_config(config.model.path).get_text_config().vocab_size,
+        vocab_size=hf.vocabulary_size(config.model.path),
         encoding=read_encoding(config.data, tokenizer),
         bad_rows=config.data.bad_rows,
         images=images,

@@ -91,7 +91,7 @@ def compute_in_fp32() -> None:
 
 def check(config: Any, subject: Subject, ranks: Ranks, options: VerifyOptions) -> Verdict | None:
     """The verdict in fp32, with figures of the configured dtype as remarks; on the first rank."""
-    steps = awkward_steps(hf.read_config(subject.path).get_text_config().vocab_size)
+    steps = awkward_steps(hf.vocabulary_size(subject.path))
     exact = verified_config(config, subject.path)
     verdict = _verdict(Engine(EngineConfig.of(exact), ranks), subject.path, steps)
     if Precision.of(config.fsdp, ranks.device) == Precision.of(exact.fsdp, ranks.device):

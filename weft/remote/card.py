@@ -17,12 +17,13 @@ from weft.checkpoint.retention import STATE_FILE, TRAINER_STATE
 from weft.config.sources import looks_like_hub_dataset
 from weft.config.yaml12 import read_sections
 from weft.errors import UserError
-from weft.files import read_object
+from weft.files import read_object, regular_file
 from weft.sharding.adapter_files import CONFIG as ADAPTER
 from weft.version import __version__
 
 CARD = "README.md"
 _SECONDS = 5.0
+_MOST_OF_CARD = 1 << 20  # characters of a base model's card that are looked at
 # Of a line of metrics.jsonl, what a card shows, beside all of eval/ and reward/.
 _SHOWN = ("loss", "reward", "lr", "tokens", "kl")
 
@@ -192,8 +193,9 @@ def _license_of(base: str) -> str | None:
 
 
 def _license_in(card: Path) -> str | None:
-    with suppress(OSError, ValueError, yaml.YAMLError):
-        found = re.match(r"---\s*\n(.*?)\n---", card.read_text(encoding="utf-8"), re.DOTALL)
+    with suppress(OSError, ValueError, RecursionError, yaml.YAMLError):
+        with regular_file(card, "a model card").open(encoding="utf-8") as file:
+            found = re.match(r"---\s*\n(.*?)\n---", file.read(_MOST_OF_CARD), re.DOTALL)
         front = yaml.safe_load(found[1]) if found else None
         named = front.get("license") if isinstance(front, dict) else None
         return named if isinstance(named, str) else None

@@ -93,7 +93,10 @@ def run(options: ReportOptions) -> tuple[Path, list[str]]:
 
 
 def _default_path(runs: Sequence[RunData]) -> Path:
-    return runs[0].folder / "report.html" if len(runs) == 1 else Path("report.html")
+    target = runs[0].folder / "report.html" if len(runs) == 1 else Path("report.html")
+    if os.path.lexists(target) and (target.is_symlink() or not target.is_file()):
+        raise UserError(f"{target}: is no regular file, so it is not written to: remove it, or set --output.")
+    return target
 
 
 def read_run(folder: Path) -> RunData:

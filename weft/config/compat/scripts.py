@@ -10,10 +10,12 @@ from pathlib import Path
 
 from weft.config.yaml12 import Node, node_of, read_value
 from weft.errors import UserError
+from weft.files import regular_file
 
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 _OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_][\w.]*)=(.*)", re.DOTALL)
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?::?-([^{}]*))?\})")
+_MOST = 100_000  # characters of a word: variables of variables double fast
 # A line is read where it has one of these commands, or begins with an option as lines of arrays do.
 _COMMAND = re.compile(r"(?:.*/)?(?:python[\d.]*|torchrun|accelerate|deepspeed|\S+\.py)")
 
@@ -22,16 +24,19 @@ def read_script(path: str) -> Node:
     """name -> value of all options and overrides of commands that start Python. Variables that the script sets are
     substituted, with defaults for others (`${NAME:-default}`); unknown ones stay."""
     try:
-        lines = list(_lines(Path(path).read_text(encoding="utf-8")))
+        found = _found(regular_file(Path(path), "a shell script").read_text(encoding="utf-8"))
+    except UserError:
+        raise
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: cannot be read as a shell script: {error}") from error
-    variables = {"HOME": os.path.expanduser("~")}
-    found: dict[str, list[str]] = {}
-    for words in lines:
-        for name, given in _values(_arguments(words, variables)):
-            found[name] = given
     values = {name: [read_value(word, path).value for word in given] for name, given in found.items()}
     return node_of({name: given[0] if len(given) == 1 else given or True for name, given in values.items()}, path)
+
+
+def _found(text: str) -> dict[str, list[str]]:
+    """Of each option and override its last values. Raises ValueError for what no shell would read."""
+    variables = {"HOME": os.path.expanduser("~")}
+    return {name: given for words in _lines(text) for name, given in _values(_arguments(words, variables))}
 
 
 def _lines(text: str) -> Iterator[list[str]]:
@@ -82,6 +87,8 @@ def _expanded(word: str, variables: dict[str, str]) -> str:
 
     for _ in range(4):  # a default may name another variable
         word = _VARIABLE.sub(value, word)
+        if len(word) > _MOST:
+            raise ValueError(f"with its variables put in, a word has over {_MOST:,} characters")
     return word
 
 

@@ -12,6 +12,8 @@ from typing import Any
 
 from weft.config.rl_schema import RlConfig
 from weft.config.schema import LoraConfig
+from weft.errors import UserError
+from weft.files import read_object
 from weft.rollout.vllm.interpreter import Interpreter
 from weft.version import PACKAGE
 
@@ -163,7 +165,11 @@ def _rank_of(lora: LoraConfig) -> int:
     if lora.rank is not None:
         return lora.rank
     assert lora.path is not None
-    return int(json.loads((Path(lora.path).expanduser() / "adapter_config.json").read_text())["r"])
+    config = Path(lora.path).expanduser() / "adapter_config.json"
+    rank = read_object(config, "the config of an adapter").get("r")
+    if type(rank) is not int or rank < 1:
+        raise UserError(f"{config}: r cannot be {rank!r}. Fetch or write it again.")
+    return rank
 
 
 def _lora_rank(rank: int) -> int:
