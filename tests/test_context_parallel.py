@@ -30,6 +30,7 @@ from weft.engine.pieces import Group, place, spread, zigzag
 from weft.engine.plan import DocumentMeta, StepPlan, plan_step
 from weft.engine.row import Row
 from weft.engine.stages import ulysses_of_states
+from weft.engine.startup import forget_checks
 from weft.errors import UserError
 from weft.models import hf
 from weft.models.flops import AttentionFacts, FlopFacts
@@ -147,6 +148,7 @@ def test_documents_with_images_are_checked(family: str, cp: int, ulysses: int) -
     with mock.patch.object(context_check, "deal_images", counted):
         assert check_context(config, FlopFacts(1), cp, ulysses, 1, images=True) < 1e-5
     assert len(parts) == cp and len(computing) >= 2
+    forget_checks()
     with mock.patch.object(FeatureExchange, "run", as_they_come), pytest.raises(UserError, match="differ"):
         check_context(config, FlopFacts(1), cp, ulysses, 1, images=True)
 
