@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -349,6 +349,8 @@ def users() -> dict[str, RlCase]:
     for name, do, says in USER_FAULTS:
         add(name, do, 3, says=f"reward   reward failed for sample .*{says}")
     add("uses up memory, and the kernel kills it", "fill memory", 3, says="was ended by signal 9", megabytes=900)
+    killed = "reward uses up memory, and the kernel kills it"  # after it has looked for pages to take back, for seconds
+    found[killed] = replace(found[killed], words=[*OF_USER, "rl.reward_timeout=30"])
     add("prints megabytes", "print megabytes")
     for name, do, says in ENVIRONMENT_FAULTS:
         add(name, do, 3, words=ENVIRONMENT, says=f"reward   environment failed for sample .*{says}")
