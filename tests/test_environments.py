@@ -242,6 +242,18 @@ def test_more_conversations_than_there_is_room_for_wait() -> None:
     assert [s.rewards for s in play(Scripted("say a", "b"), env, count=5).samples] == [{"environment": 1.25}] * 5
 
 
+def test_a_controller_may_have_thousands_of_files_open() -> None:
+    """Of hundreds of conversations, of Ray, of data: descriptors of the fork server have numbers above 1023, then."""
+    with open(os.devnull) as file:
+        others = [os.dup(file.fileno()) for _ in range(1100)]
+    try:
+        (sample,) = play(Scripted("say a", "b"), episodes(Echo)).samples
+    finally:
+        for descriptor in others:
+            os.close(descriptor)
+    assert sample.rewards == {"environment": 1.25} and "error" not in sample.notes
+
+
 def test_a_fork_server_that_is_killed_is_replaced() -> None:
     async def run() -> list[Sample]:
         env, samples = episodes(Echo), list[Sample]()

@@ -74,13 +74,17 @@ class ForkServer:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._wakes.fileno(), warn_on_full_buffer=False)
         gc.freeze()  # else a collection in a child copies all that was shared with it
+        orders, events = select.poll(), select.poll()  # select() takes no descriptor above 1023
+        orders.register(self._control, select.POLLIN)
+        for waited_for in (self._control, self._woken):
+            events.register(waited_for, select.POLLIN)
         while True:
-            select.select([self._control, self._woken], [], [])
+            events.poll()
             with contextlib.suppress(BlockingIOError):
                 self._woken.recv(1 << 12)
             try:
                 self._bury()
-                if select.select([self._control], [], [], 0)[0] and not self._obey():
+                if orders.poll(0) and not self._obey():
                     break
             except ConnectionError:
                 break
