@@ -85,6 +85,7 @@ def without_late_kinds(config: PretrainedConfig, layers: int, whole: LayerKinds)
 def test_a_copy_that_lacks_a_kind_is_not_examined(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = tiny_config(family, **({"first_k_dense_replace": 2} if family == "deepseek_v3" else {}))
     expected = examine(config)
+    startup.forget_checks()
     monkeypatch.setattr(startup, "fewer_layers", without_late_kinds)
     findings = examine(config)
     assert findings.copy == "all layers, narrow"
