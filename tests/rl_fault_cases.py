@@ -257,6 +257,12 @@ def raising() -> dict[str, RlCase]:
         fault=RlFault(who="controller", do="raise", phase="advantages", nth=2), status=1, saved=1,
         when="computing advantages, step 2", says=["RuntimeError: boom", "Traceback"], traceback=True,
     )  # fmt: skip
+    for on in ("one process", "Ray, 1 rank"):
+        found["what computes advantages hangs" + (", with Ray" if "Ray" in on else "")] = RlCase(
+            fault=RlFault(who="controller", do="sleep", phase="advantages", nth=2), status=11, saved=1, on=on,
+            when="computing advantages, step 2", words=["train.timeout=10"], tidy=False,
+            says=[r"has not come back from one call for 1\d seconds \(train.timeout\)", "compute_advantages", "Go on with"],
+        )  # fmt: skip
     return found
 
 

@@ -28,7 +28,7 @@ QUICK = (
     "trainer rank 1 is killed in forward", "the first stage raises in backward",
     "SIGTERM, generating, step 2", "SIGINT, updating, step 2", "SIGTERM, loading the models",
     "the controller is killed, syncing weights, step 2",
-    "a trainer raises evaluating", "accelerator's memory", "disk full under rollouts", "folder vanishes before a save",
+    "what computes advantages hangs", "a trainer raises evaluating", "accelerator's memory", "disk full under rollouts", "folder vanishes before a save",
     "a sync brings other bytes", "overlong prompts",
     "reward process is stopped", "reward crashes in native code", "reward returns infinity", "reward prints megabytes",
     "reward uses up memory, and the kernel kills it", "all rewards are alike, for ever",

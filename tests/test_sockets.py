@@ -7,9 +7,9 @@ import os
 import socket
 import subprocess
 import sys
-import time
+import threading
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -62,6 +62,25 @@ def is_private(address: str) -> bool:
     )
 
 
+@contextmanager
+def watched(run: Run) -> Iterator[set[tuple[str, str]]]:
+    """What a run listens on at any time inside, looked for several times a second."""
+    found, over = set[tuple[str, str]](), threading.Event()
+
+    def look() -> None:
+        while not over.wait(0.2):
+            with suppress(psutil.NoSuchProcess):
+                found.update(listening(run.pid))
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        yield found
+    finally:
+        over.set()
+        thread.join()
+
+
 def test_what_is_outside_is_found(tmp_path: Path) -> None:
     """Each kind once, so that the tests below can fail."""
     (tmp_path / "private").mkdir(mode=0o700)
@@ -84,11 +103,8 @@ def test_what_is_outside_is_found(tmp_path: Path) -> None:
 
 def test_verify(here: Path) -> None:
     run = Run(("verify", *WORDS, "--nproc", "2"), here)
-    found = set[tuple[str, str]]()
-    while run.process.is_alive():
-        with suppress(psutil.NoSuchProcess):
-            found |= listening(run.pid)
-        time.sleep(0.1)
+    with watched(run) as found:
+        run.wait()
     assert found and not list(outside(found)), found
 
 
@@ -122,8 +138,8 @@ def test_sft(nproc: int, here: Path) -> None:
     words = ("sft", *WORDS, "train.epochs=100000", "train.log_every=1", f"run.dir=run-{nproc}", "--nproc", str(nproc))
     run = Run(words, here)
     try:
-        run.wait_for(r"step +2/")
-        found = listening(run.pid)
+        with watched(run) as found:
+            run.wait_for(r"step +2/")
         assert not list(outside(found)), found
         assert nproc == 1 or found, "ranks meet somewhere"
     finally:
@@ -138,15 +154,15 @@ def test_rl(here: Path) -> None:
     run = Run(
         (
             "rl", "model.path=model", "data.path=asked.jsonl", "rl.reward=[length]", "rl.prompts=2", "rl.group_size=2",
-            "rollout.engine=hf", "rollout.max_prompt_tokens=32", "rollout.max_new_tokens=4",
+            "rollout.engine=hf", "cluster.placement=colocated", "rollout.max_prompt_tokens=32", "rollout.max_new_tokens=4",
             "step.max_tokens_per_device=128", "train.steps=100000", "train.log_every=1", "run.dir=run-rl",
             "--nproc", "2",
         ),
         here,
     )  # fmt: skip
     try:
-        run.wait_for(r"step +2/", timeout=240.0)
-        found = listening(run.pid)
+        with watched(run) as found:
+            run.wait_for(r"step +2/", timeout=240.0)
         assert not list(outside(found)), found
         assert {name for name, _ in found} >= {"gcs_server", "raylet"}
         joined = join_ray(run)

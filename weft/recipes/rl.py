@@ -41,7 +41,7 @@ from weft.rl.environments import environment_class
 from weft.rl.episodes import Episodes, load_environment
 from weft.rl.evaluate import HeldOutPrompts, RlEvaluator, read_held_out_prompts
 from weft.rl.exact import require_exact, try_engine
-from weft.rl.failure import report_failures
+from weft.rl.failure import report_failures, watching_controller
 from weft.rl.meter import Meter, Show
 from weft.rl.placement import TIMED, resolve_placement
 from weft.rl.producer import Producer
@@ -369,6 +369,7 @@ async def prepare(run: Run, opened: AsyncExitStack) -> tuple[PhaseSwitch, Sampli
         switch = PhaseSwitch(engine, trainers, shared=shares_devices(config), parts=parts)
         await switch.to_training()
     print_rl_opening(run, opening, notes)
+    opened.enter_context(watching_controller(config.train.timeout, run.held.folder, run.resume_command))
     evaluator = RlEvaluator(config, task.held_out, engine, task.rewards, task.tokenizer, task.episodes, ends, run.show)
     return switch, sampling_of(config, ends), evaluator
 

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import sys
+import threading
+import time
+import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 
 from weft.cluster.failures import describe_what_is_left
 from weft.cluster.rays import ActorGroup
-from weft.cluster.status import kind_of
+from weft.cluster.status import STATUS, kind_of
+from weft.cluster.watchdog import periodically
 from weft.errors import ActorError, StorageError
+from weft.terminal import say
+
+_TICK = 0.5
+_SHOWN_CALLS = 4
 
 
 @contextmanager
@@ -36,10 +47,50 @@ def report_failures(folder: Path, groups: Mapping[str, ActorGroup], again: str) 
 
 def _said(error: OSError, folder: Path, again: str) -> str:
     where = f"{error.filename}: " if error.filename else ""
-    latest, stands = folder / "checkpoints" / "latest", ""
-    if latest.exists():
-        stands = f" The last whole checkpoint is {latest.parent / os.readlink(latest)}."
+    stands = _last_whole(folder)
     return (
         f"could not write {where}{error.strerror or error}. The storage is full, read-only or gone: look at `df -h` "
-        f"and at the folder.{stands} Then go on: {again}"
+        f"and at the folder. {stands}Then go on: {again}"
     )
+
+
+@contextmanager
+def watching_controller(timeout: float, folder: Path, again: str) -> Iterator[None]:
+    """Inside, a function that holds the controller's event loop for `timeout` seconds ends the process with its stack.
+
+    The actors' watchdog acts only while the controller waits for actors; this one is for what runs in the controller,
+    where rl.advantage and on_step are the user's. again: the command that resumes.
+    """
+    loop, main = asyncio.get_running_loop(), threading.get_ident()
+    answered, then_frozen = time.monotonic(), 0.0
+
+    def answer(frozen: float) -> None:
+        nonlocal answered, then_frozen
+        answered, then_frozen = time.monotonic(), frozen
+
+    def look(frozen: float) -> None:
+        loop.call_soon_threadsafe(answer, frozen)
+        seconds = time.monotonic() - answered - (frozen - then_frozen)
+        if seconds > timeout:
+            say(_held(seconds, sys._current_frames().get(main), folder, again), error=True)
+            sys.stderr.flush()
+            os._exit(STATUS["hang"])
+
+    with periodically(look, _TICK, "weft controller watchdog"):
+        yield
+
+
+def _held(seconds: float, frame: FrameType | None, folder: Path, again: str) -> str:
+    """The message for a controller whose event loop has been held."""
+    calls = traceback.format_stack(frame)[-_SHOWN_CALLS:] if frame is not None else []
+    return (
+        f"error: the controller has not come back from one call for {seconds:.0f} seconds (train.timeout). A function "
+        f"that runs in it, such as rl.advantage or on_step, hangs or takes longer than that:\n{''.join(calls).rstrip()}\n"
+        f"{_last_whole(folder)}Go on with: {again}"
+    )
+
+
+def _last_whole(folder: Path) -> str:
+    """A sentence about the last whole checkpoint; empty without one."""
+    latest = folder / "checkpoints" / "latest"
+    return f"The last whole checkpoint is {latest.parent / os.readlink(latest)}. " if latest.exists() else ""
