@@ -1,6 +1,6 @@
 """The engine configs of policy, reference (only read) and critic (trained), and the engines of the latter two.
 
-Reference and critic follow the policy's config, except for the mesh, dtype and token budget that their sections set.
+Reference and critic follow the policy's config, except where their sections set path, mesh, dtype or token budget.
 """
 
 from __future__ import annotations

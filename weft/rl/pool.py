@@ -135,7 +135,7 @@ class EmbeddedPool(BatchPool):
         await self.actors.all("sleep_engine")
 
     async def sync(self, version: int) -> Synced:
-        """Copy the trainers' present weights to the engines."""
+        """Copy the trainers' current weights to the engines."""
         synced: Synced = (await self.actors.all("sync", version))[0]
         return synced
 

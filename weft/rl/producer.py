@@ -15,8 +15,9 @@ class Producer(Generic[Step]):
     """`async with Producer(make, first, last, ahead) as producer:` then repeat `await producer.take()`, train, sync,
     `await producer.trained(number)`.
 
-    make: makes the rollout step of a number. first, last: numbers of rollout steps. ahead: cluster.max_staleness. Step
-    n starts once step n - 1 - ahead is trained, so with 0 generation and training never overlap.
+    make: makes a rollout step, given its number. first, last: numbers of the first and the last step. ahead:
+    cluster.max_staleness. Step n starts once step n - 1 - ahead is trained, so with 0 generation and training never
+    overlap.
     """
 
     def __init__(self, make: Callable[[int], Awaitable[Step]], first: int, last: int, ahead: int) -> None:

@@ -179,7 +179,7 @@ class Trainer:
         """Returns a line to print. UserError if the embedded engine's logprobs differ from the trainer's."""
         flight.at("logprobs")
         rollout, asleep = self.config.rollout, tuple(self.engine.asleep)
-        self.engine.wake()  # prove_exact copies the parameters and reads with them
+        self.engine.wake()  # the trainer must read the samples
         proof = prove_exact(self.engine, self.embedded, rollout.max_prompt_tokens, rollout.max_new_tokens)
         if asleep:
             self.engine.sleep(*asleep)
