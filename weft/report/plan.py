@@ -159,7 +159,7 @@ def _show_transfers(transfers: Sequence[Transfer]) -> None:
 
 
 def show_engines(rows: Sequence[EngineRow]) -> None:
-    """Prints the memory of the engines of these ranks, if there are any."""
+    """Prints the memory of further engines, such as reference and critic, if there are any."""
     if rows:
         show(engine_table(rows))
 

@@ -12,7 +12,7 @@ from weft.models.flops import Throughput
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """The outcome of an optimizer step. metrics: reduced over all ranks. seconds: from planning to the update."""
+    """The outcome of an optimizer step. metrics: reduced over all ranks. seconds: wall time of the step."""
 
     plan: StepPlan
     metrics: Mapping[str, float | None]
