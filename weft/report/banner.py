@@ -483,7 +483,7 @@ def closing(summary: Mapping[str, Any], folder: Path) -> list[str]:
     )
     if summary["saved"] is not None:
         lines.append(f"model    {summary['saved']}")
-    remote = is_url(display_name(str(folder)))  # `weft merge` writes nothing to a remote run folder by itself
+    remote = is_url(display_name(str(folder)))  # for a URL, `weft merge` requires --output
     if summary["saved"] is not None and not str(summary["stopped"]).startswith("SIG"):
         lines.append(f"next     weft chat {folder}      talk to it")
         if (Path(summary["saved"]) / "adapter_config.json").is_file():
