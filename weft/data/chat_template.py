@@ -120,7 +120,7 @@ class ChatTemplate:
             raise
         except TemplateError as error:
             raise RenderError(first_line(error)[:_SAID]) from error
-        except Exception as error:  # whatever Python raises for what the template does
+        except Exception as error:  # the expressions of a template can raise any exception
             raise RenderError(f"{type(error).__name__}: {first_line(error)}"[:_SAID]) from error
 
     def _as_read(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -148,7 +148,7 @@ class ChatTemplate:
                 text = self._rendered(probe, {}, None, False).text
             except UnboundedError:
                 raise
-            except Exception:  # whatever Python raises for what the template does
+            except Exception:  # the expressions of a template can raise any exception
                 text = ""
             self._read_as[role, parts] = _PROBE in text and not re.search(r"['\"]type['\"]", text)
         return self._read_as[role, parts]

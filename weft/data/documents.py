@@ -154,9 +154,9 @@ def load_documents(
 ) -> tuple[Documents, DataReport]:
     """Reads, checks and tokenises data. docs/reference/data.md lists the accepted forms.
 
-    Trained are, unless `encoding` says otherwise: of a conversation, the answers and the tokens that end them; of
-    `prompt` and `completion`, the completion and the end-of-text token; of `text`, everything. weights[i] of a document
-    is 1.0 if token i is trained as a target, else 0.0. Documents keep the order of their sources.
+    Unless `encoding` says otherwise, the trained tokens are: the answers of a conversation and the tokens that end
+    them; the completion of a prompt and the end-of-text token; all of a `text`. weights[i] of a document is 1.0 if
+    token i is trained as a target, else 0.0. Documents keep the order of their sources.
 
     max_length: longest document in tokens. max_length_key: the config key that set it, for messages. long_documents:
     whether longer documents are an error, truncated, or dropped. vocab_size: if given, token ids must be below it.

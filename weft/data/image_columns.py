@@ -99,7 +99,8 @@ def take_images(
     A part without an image, and each `<image>` in a text, takes the next image of the column `images`. If there is no
     such place, the images go before the text of the first user message, as in TRL. Videos are treated the same.
 
-    folder: paths are relative to it. Raises UserError for an invalid one, and if places and columns differ in number.
+    folder: paths are relative to it. Raises UserError for an invalid image or video, and if a column does not have as
+    many as there are places for it.
     """
     columns = {kind: _column(where, kind, row, folder) for kind in _KINDS}
     if not any(columns.values()) and not any(isinstance(message.get("content"), list) for message in messages):

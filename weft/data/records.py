@@ -34,7 +34,7 @@ UNREAD_COLUMNS = ("audios", "documents")
 
 # Columns of other libraries' data that hold conversations, and questions.
 CONVERSATIONS, QUESTIONS = ("conversations", "conversation"), ("question", "problem", "query", "input")
-# Columns that hold the answers to `prompt` where there is no `completion`.
+# Columns that may hold the answer to `prompt` if there is no `completion` -> their paths in data.columns.
 ANSWERS = {
     "response": "response", "answer": "answer", "label": "label", "output": "output", "solution": "solution",
     "reward_model": "reward_model.ground_truth", "chosen": "chosen",

@@ -142,7 +142,7 @@ def _tokens(part: Part, work: Work, how: Tokenising, shown: Shown) -> Table:
 
 def _cores(alone: bool) -> int:
     """The default number of workers of this rank: its share of the cores, or all if no other rank tokenises this part
-    (`alone`). 1 if there are two cores or fewer: a single process with its threads fills two.
+    (`alone`). 1 if that is two cores or fewer: a single process with its threads fills two.
     """
     cores = cpu_cores() if alone else cpu_cores() // int(os.environ["LOCAL_WORLD_SIZE"])
     return cores if cores > _THREADS else 1

@@ -143,8 +143,8 @@ def verified_config(config: Config, path: str) -> Config:
 
 
 def choose_subject(config: SftConfig | RlConfig, options: VerifyOptions, ranks: Ranks, folder: str) -> Subject:
-    """The user's own weights if the reference fits into memory; otherwise, or with --layers, a copy with fewer layers
-    and random weights. folder: where the first rank of each machine writes the copy. Collective."""
+    """The user's own weights, or a copy with random weights. The copy has fewer layers with --layers, or if the
+    reference would not fit into memory. folder: where the copy is written; the first rank's is used. Collective."""
     layers = options.layers
     fits = [_fits(config, ranks)]
     dist.broadcast_object_list(fits, src=0, group=ranks.group)  # each rank may see other free memory

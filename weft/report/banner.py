@@ -152,7 +152,7 @@ def print_model(
     config: SftConfig | RlConfig, engine: Engine, beside: Sequence[Engine] = (), asleep: Sequence[Part] = ()
 ) -> None:
     """Prints the model, its sharding and memory. beside: other engines on the same ranks. asleep: the parts of all
-    engines that are moved to the host at times."""
+    engines that sleep at times (engine/sleep.py)."""
     built = engine.built
     for line in untested_versions():
         say(f"warning  {line}")

@@ -107,8 +107,7 @@ def _label(source: Source, origin: str) -> str:
 
 
 def refuse_bad(bad: Sequence[str], rows: int) -> None:
-    """Raises UserError if there are bad rows. bad: their errors, each beginning with file:line. rows: number of all
-    rows."""
+    """Raises UserError if there are bad rows. bad: their errors, each beginning with file:line. rows: all rows."""
     if bad:
         raise UserError(
             "\n".join([f"{len(bad):,} of {rows:,} rows cannot be trained on:", *_named(bad)])
