@@ -1,1 +1,1 @@
-"""Data: JSONL lines -> Documents with loss weights, and the order in which optimizer steps take them."""
+"""Data: rows -> Documents with loss weights, and the order in which optimizer steps take them."""

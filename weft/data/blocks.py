@@ -1,7 +1,7 @@
-"""Pieces of a source that one process reads and tokenises at a time; they are sent to worker processes.
+"""Blocks: the pieces of a source that one process reads and tokenises at a time. Blocks are sent to worker processes.
 
-A source that cannot be read raises UserError. A row that is no document is given to the callback `bad`, which may
-return to skip it.
+A source that cannot be read raises UserError. A row that is not a valid document is passed to the callback `bad`; the
+row is skipped if the callback returns.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from weft.data.records import Reading, Record, check_unicode, json_row, parse_ro
 from weft.errors import UserError, first_line
 from weft.files import regular_file
 
-# As data.max_row_bytes has it by default.
+# The default of data.max_row_bytes.
 MAX_ROW_BYTES = 32 << 20
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
@@ -31,8 +31,11 @@ _Line = TypeVar("_Line", str, bytes, covariant=True)
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """number: of its line, or its index. where: for messages. escaped: the text may hold half of a surrogate pair.
-    position: as in Record."""
+    """One row of a source.
+
+    number: the number of its line (from 1), or its index (from 0). where: its name in messages. escaped: whether the
+    text may hold half of a surrogate pair. position: as in Record.
+    """
 
     number: int
     where: str
@@ -41,43 +44,43 @@ class Row:
     position: int | None = None
 
 
-OnBad = Callable[[int, UserError], None]  # is given the number of a row, and what is wrong with it
+OnBad = Callable[[int, UserError], None]  # (number of the row, what is wrong with it)
 
 
 def refuse(number: int, error: UserError) -> None:
-    """The callback that raises the error of a bad row."""
+    """The callback for data.bad_rows=error: raises the error, with the advice of `leave_out`."""
     raise leave_out(error)
 
 
 def leave_out(error: UserError) -> UserError:
-    """The error of a bad row, with the advice to set data.bad_rows=drop."""
+    """Returns the error of a bad row with the advice to set data.bad_rows=drop."""
     return UserError(f"{error} Or set data.bad_rows=drop, which leaves such rows out.")
 
 
 class Block(Protocol):
-    """size: the bytes of the source that it covers."""
+    """size: bytes of the source that the block covers, about."""
 
     @property
     def size(self) -> int: ...
 
     def folder(self) -> str:
-        """What paths in its rows are relative to."""
+        """The folder that paths in the rows are relative to."""
 
     def rows(self, bad: OnBad = refuse) -> Iterator[Row]:
-        """Its readable rows, in order."""
+        """Yields the readable rows, in order."""
 
     def records(self, reading: Reading, bad: OnBad = refuse) -> Iterator[tuple[int, Record]]:
-        """(line or row number, document) of each valid row."""
+        """Yields (line or row number, document) for each valid row."""
 
 
 class _Rows(ABC, Generic[_Item]):
-    """What all kinds of blocks share."""
+    """The base class of all blocks."""
 
     __slots__ = ()
 
     @abstractmethod
     def _items(self) -> Iterator[tuple[int, str, _Item]]:
-        """Yield each row's number, its name in messages, and what `_row` reads it from."""
+        """Yields (number of the row, its name in messages, the item that `_row` makes the row from)."""
 
     @abstractmethod
     def _row(self, number: int, name: str, item: _Item) -> Row: ...
@@ -87,7 +90,7 @@ class _Rows(ABC, Generic[_Item]):
         """The file or table of the rows."""
 
     def folder(self) -> str:
-        """What paths in its rows are relative to."""
+        """The folder that paths in the rows are relative to."""
         origin = self._origin()
         return origin if os.path.isdir(origin) else os.path.dirname(origin)
 
@@ -117,9 +120,12 @@ class _Rows(ABC, Generic[_Item]):
 
 @dataclass(frozen=True, slots=True)
 class FileBlock(_Rows[tuple[int, bytes]]):
-    """The lines of a JSONL file that begin in its bytes start..stop, each with its first byte. newlines: in the bytes
-    before `start`; None if not counted: then a line's number is its first byte. most: bytes of a line. stamp: the state
-    of the file when it was opened, for the check that it did not change."""
+    """The lines of a JSONL file whose first byte is in start..stop (stop excluded).
+
+    newlines: line ends before byte `start`; None if not counted, and then a line's number is the offset of its first
+    byte. most: the largest allowed line, in bytes. stamp: the state of the file when it was opened; reading checks that
+    the file did not change.
+    """
 
     path: str
     start: int
@@ -157,9 +163,9 @@ class FileBlock(_Rows[tuple[int, bytes]]):
         return replace(_row_of_line(number, name, line), position=start)
 
     def _read(self) -> tuple[bytes, int, int]:
-        """Whole lines, where the first begins, and 1 where a line that began earlier was skipped.
+        """(whole lines, offset of the first, 1 if the end of a line that began before `start` was skipped, else 0).
 
-        Of a line that is longer than `most` no more is read than shows it; the block that it begins in says so.
+        Of a line longer than `most`, only as much is kept as shows its length; the block where it begins reports it.
         """
         with reading(self.path, self.stamp), open(self.path, "rb") as file:
             skipped = 0
@@ -178,7 +184,7 @@ class FileBlock(_Rows[tuple[int, bytes]]):
 
 @dataclass(frozen=True, slots=True)
 class LineBlock(_Rows[bytes]):
-    """Lines of a JSONL file, with their numbers; none is blank."""
+    """Lines of a JSONL file with their numbers, without blank lines."""
 
     path: str
     lines: Sequence[tuple[int, bytes]]
@@ -200,8 +206,8 @@ class LineBlock(_Rows[bytes]):
 
 @dataclass(frozen=True, slots=True)
 class RowBlock(_Rows[Any]):
-    """Rows as Python values, with an error in place of an unreadable one. numbers: of their lines (by_line), or
-    indices. escaped: as in Row. again: whether a number is enough to read its row again."""
+    """Rows as Python values; an unreadable row is a UserError instead. numbers: the lines of the rows if by_line, else
+    their indices. escaped: as in Row. again: whether a row can be read again by its number."""
 
     origin: str
     values: Sequence[Any]
@@ -226,8 +232,8 @@ class RowBlock(_Rows[Any]):
 
 @dataclass(frozen=True, slots=True)
 class ArrowBlock(_Rows[Any]):
-    """Rows of a pyarrow.Table. first: the index of its first row in the whole table. most: bytes of a row. again: as in
-    RowBlock."""
+    """Rows of a pyarrow.Table. first: the index of the block's first row in the whole source. most: the largest allowed
+    row, in bytes. again: as in RowBlock."""
 
     origin: str
     table: Any
@@ -246,7 +252,7 @@ class ArrowBlock(_Rows[Any]):
             yield number, where(self.origin, number, by_line=False), values
 
     def _row(self, number: int, name: str, item: Any) -> Row:
-        if not isinstance(item, dict):  # a table of one row, of some that are large
+        if not isinstance(item, dict):  # a table of one row: `_items` slices a large table
             if item.nbytes > self.most:
                 raise too_large(name, self.most)
             item = item.to_pylist()[0]
@@ -258,14 +264,14 @@ class ArrowBlock(_Rows[Any]):
 
 @dataclass(frozen=True, slots=True)
 class Stamp:
-    """Size and modification time of a file, which change when it is written."""
+    """Size in bytes and modification time in nanoseconds of a file: a write changes at least one of them."""
 
     size: int
     changed: int
 
     @classmethod
     def of(cls, path: str) -> Stamp:
-        """The present stamp of a file. Raises UserError for anything but a regular file."""
+        """The current stamp of a file. Raises UserError for anything but a regular file."""
         with reading(path):
             found = regular_file(Path(path), "a file of data").stat()
             return cls(found.st_size, found.st_mtime_ns)
@@ -273,7 +279,8 @@ class Stamp:
 
 @contextmanager
 def reading(path: str, stamp: Stamp | None = None, key: str = "data.path") -> Iterator[None]:
-    """Inside, errors of reading a file become UserErrors. stamp: the file must still have it at the end."""
+    """A context in which errors of reading a file become UserErrors. stamp: if given, it must still match at the end.
+    key: the config key for messages."""
     try:
         yield
         if stamp is not None:
@@ -295,7 +302,10 @@ class _Lines(Protocol[_Line]):
 
 
 def lines_of(file: _Lines[AnyStr], path: str, most: int) -> Iterator[tuple[int, AnyStr]]:
-    """Yield numbered lines. Raises UserError at the first line longer than `most` bytes, without reading all of it."""
+    """Yields (number from 1, line). Raises UserError at the first line longer than `most`, without reading all of it.
+
+    most: bytes for a binary file, characters for a text file.
+    """
     number = 0
     while line := file.readline(most + 1):
         number += 1
@@ -305,7 +315,7 @@ def lines_of(file: _Lines[AnyStr], path: str, most: int) -> Iterator[tuple[int, 
 
 
 def too_large(name: str, most: int) -> UserError:
-    """The error of a row that is larger than data.max_row_bytes."""
+    """The error for a row that is larger than data.max_row_bytes."""
     return UserError(
         f"{name}: is larger than data.max_row_bytes = {most:,} bytes. Remove it; or if it is a document, set "
         f"data.max_row_bytes to more."
@@ -317,7 +327,7 @@ def _row_of_line(number: int, name: str, line: bytes) -> Row:
 
 
 def not_blank(lines: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, bytes]]:
-    """Numbered lines without blank ones and without a byte order mark."""
+    """The numbered lines without blank lines and without the byte order mark of line 1."""
     for number, line in lines:
         text = line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line
         if text.strip():
@@ -325,12 +335,12 @@ def not_blank(lines: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, bytes]]
 
 
 def where(origin: str, number: int, by_line: bool) -> str:
-    """A document's name in messages: file:line, or file[row] with rows counted from 0."""
+    """The name of a row in messages: file:line, or file[row] with rows counted from 0."""
     return f"{origin}:{number}" if by_line else f"{origin}[{number}]"
 
 
 def without_nulls(value: Any) -> Any:
-    """The value without nulls in its objects: in a table every object has the keys of all others."""
+    """The value without null entries in its objects. In an Arrow table every object has the keys of all objects."""
     if isinstance(value, dict):
         return {name: without_nulls(item) for name, item in value.items() if item is not None}
     if isinstance(value, list):

@@ -1,5 +1,4 @@
-"""A cache of tokens on disk, by content, so that large data is tokenised once for all ranks of a machine and for later
-runs."""
+"""A content-addressed cache of tokens on disk: all ranks of a machine and later runs share one tokenisation."""
 
 from __future__ import annotations
 
@@ -27,13 +26,13 @@ from weft.version import __version__
 if TYPE_CHECKING:
     from weft.data.tokenise import Work
 
-_SECONDS = 0.2  # between two looks at a lock
-_LOOKING = 16  # threads that look at files of images
+_SECONDS = 0.2  # between two attempts to take a lock
+_LOOKING = 16  # threads that stat image files
 
 
 def key(part: Part, work: Work) -> str | None:
-    """Digest of everything that the tokens depend on: the data's bytes, how rows are parsed, the tokenizer, the code.
-    None if unknown."""
+    """Digest of everything that the tokens depend on: the bytes of the data, how rows are parsed, the tokenizer, the
+    code. None if the data have no digest or the tokenizer is not a fast one: such tokens are not cached."""
     tokenizer = work.tokenizer
     if part.digest is None or not tokenizer.is_fast:
         return None
@@ -47,7 +46,8 @@ def key(part: Part, work: Work) -> str | None:
 
 
 def _of_images(part: Part, work: Work) -> list[str]:
-    """What tokens and places of images depend on, besides the rows. Paths in rows are relative to the data's."""
+    """What the tokens and places of images depend on besides the rows. It has the path of the data, because image paths
+    in rows are relative to it."""
     images = work.images
     if images is None:
         return []
@@ -55,8 +55,8 @@ def _of_images(part: Part, work: Work) -> list[str]:
 
 
 def table(folder: str, name: str, part: Part, chunks: Callable[[], Generator[Chunk]]) -> Table:
-    """The table `name` of a cache folder; the first process that asks makes it from `chunks`, others wait. A damaged
-    table is made again, because a disk may lose recent writes in a crash."""
+    """The table `name` of a cache folder. The first process to ask builds it from `chunks`; other processes wait. A
+    damaged table is built again: a crash may lose recent writes. Raises StorageError if the folder cannot be used."""
     root = Path(folder).expanduser() / "tokens"
     kept = root / name
     try:
@@ -77,19 +77,19 @@ def table(folder: str, name: str, part: Part, chunks: Callable[[], Generator[Chu
 
 
 def _whole(kept: Path, part: Part) -> Table | None:
-    """The table that is kept; None where there is none, a damaged one, or one of images that have changed since."""
+    """The cached table; None if it is missing, damaged, or refers to image files that have changed since."""
     try:
         found = tables.read(kept, part.origin, part.by_line) if kept.is_dir() else None
     except DamagedTableError:
         return None
     if found is None or not found.images.any():
         return found
-    with ThreadPoolExecutor(_LOOKING) as pool:  # most of the time they wait for the file system
+    with ThreadPoolExecutor(_LOOKING) as pool:  # stat mostly waits for the file system
         return found if all(pool.map(Place.is_as_it_was, found.image_files())) else None
 
 
 def _make(kept: Path, chunks: Callable[[], Generator[Chunk]]) -> None:
-    """Under its lock, so that what others have begun was given up."""
+    """Build and publish a table. The caller holds its lock, so any partial folder found here was abandoned."""
     for given_up in kept.parent.glob(f"{kept.name}.*.partial"):
         shutil.rmtree(given_up, ignore_errors=True)
     partial = kept.with_name(f"{kept.name}.{os.getpid()}.partial")
@@ -105,7 +105,7 @@ def _make(kept: Path, chunks: Callable[[], Generator[Chunk]]) -> None:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """The lock of one table; it falls when its holder ends, however that happens."""
+    """Hold the lock of one table. The kernel releases the lock when its holder exits, even by a crash."""
     with path.open("a") as file:
         while True:
             try:
@@ -119,7 +119,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 @cache
 def _code() -> str:
-    """Digest of the files of weft that read and tokenise."""
+    """Digest of the source files of weft.data, which read and tokenise."""
     digest = hashlib.blake2b(digest_size=8)
     for path in sorted(Path(__file__).parent.rglob("*")):
         if path.is_file() and path.suffix in (".py", ".jinja"):

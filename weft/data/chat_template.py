@@ -1,4 +1,4 @@
-"""Chat templates: where they come from, and a rendering that says which message each character belongs to."""
+"""Chat templates: choosing one, and rendering it so that each character is attributed to a message."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from weft.models import hf_template
 GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 NAMED = Path(__file__).parent / "templates"
 
-# A text in a message of each role, and what has to stand before and behind it: is it written?
+# Probes of whether a template renders the content of a role: for each role, the messages before and after the probe.
 _PROBE = "\ue5e3\ue5e4"
 _PROBES: dict[str, tuple[list[tuple[str, str]], list[tuple[str, str]]]] = {
     "user": ([], []),
@@ -33,17 +33,18 @@ _PROBES: dict[str, tuple[list[tuple[str, str]], list[tuple[str, str]]]] = {
     "system": ([], [("user", "question")]),
     "tool": ([("user", "question"), ("assistant", "answer")], []),
 }
-_SAID = 300  # characters of what a template says
+_SAID = 300  # characters of a template's own error message that are shown
 
-Span = tuple[int, int]  # first character and the one behind the last
+Span = tuple[int, int]  # [start, end) in characters
 
 
 @dataclass(frozen=True, slots=True)
 class Rendering:
     """A rendered conversation.
 
-    regions: message -> the characters that the template wrote while it was at this message, where they are one piece;
-    scattered: messages where they are several. marked: what lies between generation markers.
+    regions: index of a message -> the characters that the template wrote during the loop turn of this message, if they
+    are contiguous. scattered: indices of the messages whose characters are not. marked: the spans between generation
+    markers.
     """
 
     text: str
@@ -52,17 +53,17 @@ class Rendering:
     marked: tuple[Span, ...] = ()
 
     def of(self, message: int) -> str:
-        """The text of a message, "" where it has none."""
+        """The region of a message as text; "" if it has no region."""
         start, end = self.regions.get(message, (0, 0))
         return self.text[start:end]
 
 
 class RenderError(Exception):
-    """A template raised an exception: it does not support these messages. The message is the template's."""
+    """A template raised an exception: it does not support these messages. The text is the template's error message."""
 
 
 class Unclear(Exception):
-    """The trained part of a rendering is ambiguous; the message says why."""
+    """The trained part of a rendering is ambiguous; the error message says why."""
 
     def __init__(self, reason: str, rendering: Rendering) -> None:
         super().__init__(reason)
@@ -70,15 +71,15 @@ class Unclear(Exception):
 
 
 class Lost(Unclear):
-    """A rendering omits a text of its conversation."""
+    """A rendering omits some text of its conversation."""
 
 
 class ChatTemplate:
-    """A Jinja chat template, with transformers' filters and globals, that notes what it writes for which message.
+    """A Jinja chat template, with transformers' filters and globals, that records what it writes for which message.
 
-    Notes are outputs at the beginning and end of its loops and of what generation markers enclose, put into the parsed
-    template. They are empty strings, so the text is the template's own. Macros and captured blocks are left out: their
-    text is not yet in place.
+    Notes are extra outputs inserted into the parsed template: around loops, at each loop turn, and around generation
+    markers. A note is an empty string, so the rendered text is unchanged. Macros and captured blocks get no notes,
+    because their text is placed in the output only later.
     """
 
     def __init__(self, source: str, variables: Mapping[str, Any]) -> None:
@@ -92,7 +93,7 @@ class ChatTemplate:
         self._words = frozenset(re.findall(r"\w+", source))
         self._read_as: dict[tuple[str, bool], bool] = {}
         self.has_markers = bool(GENERATION_TAG.search(source))
-        # Where no notes can be, in macros, it is transformers' own tracker that finds markers.
+        # Markers inside macros get no notes; transformers' own tracker finds those.
         self._track: Any = environment.activate_tracker if noted.unseen_markers else None
 
     def names(self, word: str) -> bool:
@@ -107,8 +108,8 @@ class ChatTemplate:
         tools: Sequence[Any] | None = None,
         ask: bool = False,
     ) -> Rendering:
-        """The conversation as text. ask: with the generation prompt. Raises RenderError; UnboundedError where the
-        template exceeds its limits."""
+        """Renders a conversation. ask: whether to add the generation prompt. Raises RenderError if the template fails,
+        and UnboundedError if it exceeds its limits."""
         try:
             messages = [self._as_read(message) for message in messages]
             self._bounds.begin()
@@ -119,12 +120,12 @@ class ChatTemplate:
             raise
         except TemplateError as error:
             raise RenderError(first_line(error)[:_SAID]) from error
-        except Exception as error:  # whatever Python raises for what the template does
+        except Exception as error:  # the expressions of a template can raise any exception
             raise RenderError(f"{type(error).__name__}: {first_line(error)}"[:_SAID]) from error
 
     def _as_read(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
-        """A message with its content as a list of parts where it came as one, or where the template reads nothing else
-        (SmolVLM, Idefics3, LLaVA-NeXT), if it reads lists at all."""
+        """The message with its content as a list of parts, if the data gave a list or the template reads no plain text
+        (SmolVLM, Idefics3, LLaVA-NeXT); unchanged if the template reads no lists."""
         content = message.get("content")
         if not isinstance(content, str):
             return message
@@ -134,7 +135,7 @@ class ChatTemplate:
         return {**message, "content": parts or [{"type": "text", "text": content}]}
 
     def _reads(self, role: str, *, parts: bool) -> bool:
-        """Whether the template writes a content of this role that is a list of parts, or else a text; tried once."""
+        """Whether the template renders content of this role given as a list of parts (`parts`) or as a text. Cached."""
         role = role if role in _PROBES else "user"
         if (role, parts) not in self._read_as:
             before, behind = _PROBES[role]
@@ -147,7 +148,7 @@ class ChatTemplate:
                 text = self._rendered(probe, {}, None, False).text
             except UnboundedError:
                 raise
-            except Exception:  # whatever Python raises for what the template does
+            except Exception:  # the expressions of a template can raise any exception
                 text = ""
             self._read_as[role, parts] = _PROBE in text and not re.search(r"['\"]type['\"]", text)
         return self._read_as[role, parts]
@@ -174,7 +175,7 @@ class ChatTemplate:
 
 
 class _Note(str):
-    """An empty text that says where a loop or a marked part is. place: of the message that a turn of a loop is at."""
+    """An empty string that marks a position in the output. place: index of the message of a loop turn, else None."""
 
     place: int | None
 
@@ -198,7 +199,7 @@ _NOTES = {
 
 
 class _Message(dict[str, Any]):
-    """A message that knows its place, and is equal to one that does not."""
+    """A message that carries its index; it compares equal to a plain dict."""
 
     def __init__(self, message: Mapping[str, Any], place: int) -> None:
         super().__init__(message)
@@ -211,14 +212,14 @@ def _at(place: int) -> _Note:
 
 
 def _place_of(item: Any) -> _Note:
-    """A filter in the template: where a turn of a loop over `item` is."""
+    """The filter that a loop turn prints first: the note of message `item`, or _ELSEWHERE for another item."""
     return item._note if type(item) is _Message else _ELSEWHERE
 
 
 def _pieces(stream: Iterable[str], blocks: list[str], marked: list[Span]) -> dict[int, list[Span]]:
-    """Collects what a template writes in `blocks`, what of it is `marked`, and which of it belongs to which message."""
+    """Appends the text to `blocks` and the spans between markers to `marked`. Returns message -> its spans."""
     pieces: dict[int, list[Span]] = {}
-    stack: list[int | None] = []  # what each open loop is at; None: no message
+    stack: list[int | None] = []  # the message of each open loop; None: its items are no messages
     marks: list[int] = []
     start = length = 0
     for block in stream:
@@ -252,17 +253,17 @@ def _add(spans: list[Span], start: int, end: int) -> None:
     spans.append((start, end))
 
 
-# Asked of messages and their calls by every template, as attributes, which the sandbox looks for at length before it
-# takes the item; both ways of asking give the same.
+# Templates read these keys of messages and calls as attributes. The sandbox tries a slow attribute lookup before the
+# item; reading the item at once gives the same value.
 _ITEMS = frozenset(
     ("role", "content", "tool_calls", "reasoning_content", "thinking", "name", "function", "arguments", "type", "text")
 )
 
 
 class _Noted(NodeTransformer):
-    """Puts notes around the loops of a template, at the beginning of each turn, and around what markers enclose.
+    """Inserts notes around loops, at the beginning of each loop turn, and around generation markers.
 
-    unseen_markers: generation markers that are where no notes can be.
+    unseen_markers: how many generation markers are where no notes can be inserted.
     """
 
     def __init__(self) -> None:
@@ -303,10 +304,10 @@ def _is_marker(node: nodes.CallBlock) -> bool:
 
 
 def _compiled(environment: Any, source: str, noted: _Noted) -> Any:
-    """The code of a template, bounded and noted. Raises TemplateSyntaxError."""
+    """The compiled code of a template, with limits and notes inserted. Raises TemplateSyntaxError."""
     try:
         return environment.compile(noted.visit(Bounded().visit(environment.parse(source))))
-    except (RecursionError, MemoryError, SyntaxError, OverflowError) as error:  # Python's, of nesting
+    except (RecursionError, MemoryError, SyntaxError, OverflowError) as error:  # Python's limits on nesting
         raise TemplateSyntaxError(f"it is nested too deeply ({type(error).__name__})", 1) from None
 
 
@@ -320,7 +321,7 @@ def common_start(a: str, b: str) -> int:
 
 
 def common_header(text: str, prompt: str, tokens: Sequence[str]) -> str:
-    """The longest common prefix of text and prompt that splits none of the prompt's tokens."""
+    """The longest common prefix of `text` and `prompt` that does not split any of `tokens` in the prompt."""
     n = common_start(text, prompt)
     cut = (
         i
@@ -332,7 +333,7 @@ def common_header(text: str, prompt: str, tokens: Sequence[str]) -> str:
 
 
 def chosen_template(data: DataConfig) -> str | None:
-    """The source of data.chat_template: a Jinja file, or one of those that come with weft. Raises UserError."""
+    """The Jinja source that data.chat_template names, a file or a template of weft; None if unset. Raises UserError."""
     name = data.chat_template
     if name is None:
         return None
@@ -348,7 +349,7 @@ def chosen_template(data: DataConfig) -> str | None:
             f"data.chat_template: there is no file {name} (looked from {Path.cwd()}), and no template of that name. "
             f"Name a Jinja file, or one of: {', '.join(known)}.{near_names(path)}"
         ) from None
-    except UserError as error:  # no regular file
+    except UserError as error:  # not a regular file
         raise UserError(f"data.chat_template: cannot read {error}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"data.chat_template: cannot read {name}: {error}.") from None

@@ -1,4 +1,4 @@
-"""data.columns: which of the user's columns holds which of weft's."""
+"""data.columns: the mapping from weft's column names to the user's columns."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _OPTIONAL = ("input", *BESIDE)
 
 
 def renamed(where: str, row: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
-    """The row under weft's names.
+    """The row with weft's column names.
 
-    A column of a format that `columns` names makes that the format: columns of others are left out then, so that a
-    table may hold several. Raises UserError where the row does not have what a path names.
+    If `columns` names a column of a format, the row has that format and the columns of other formats are left out; so a
+    table may hold several. Raises UserError if a required path is not in the row.
     """
     named = [form for form, names in FORMATS.items() if any(name in columns for name in names)]
     kept = {name for form in named or FORMATS for name in FORMATS[form]} | set(BESIDE)
@@ -28,13 +28,13 @@ def renamed(where: str, row: Mapping[str, Any], columns: Mapping[str, str]) -> d
 
 
 def with_named(where: str, row: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
-    """The row with all its columns, and those of `columns` under their names. Raises UserError as `renamed` does."""
+    """The row with all its columns, plus those in `columns` under weft's names. Raises UserError as `renamed` does."""
     found = {name: _find(where, row, name, path) for name, path in columns.items()}
     return {**row, **{name: value for name, value in found.items() if value is not None or name not in _OPTIONAL}}
 
 
 def _find(where: str, row: Mapping[str, Any], name: str, path: str) -> Any:
-    """The value at a path: a name of the row as it stands, else names and list indices joined by dots."""
+    """The value at a path: a column of exactly this name, else keys and list indices joined by dots."""
     if path in row:
         return row[path]
     value: Any = row

@@ -1,4 +1,4 @@
-"""A record -> the messages that a chat template is given, and which of them are trained."""
+"""A record -> the messages for the chat template, and which of them are trained."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from weft.strict_json import JsonError, parse
 
 TrainOn = Literal["answers", "last", "all"]
 
-# Templates read one of these names, and data have one of them.
+# Each template reads one of these names, and each data set uses one of them; messages are given both.
 _REASONING = ("reasoning_content", "thinking")
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Messages for a chat template. trained: indices of the trained answers. kwargs: for this conversation alone."""
+    """Input of a chat template. kwargs: template variables of this conversation alone. trained: indices of the trained
+    answers."""
 
     messages: list[dict[str, Any]]
     tools: list[Any] | None
@@ -28,21 +29,21 @@ class Conversation:
     trained: tuple[int, ...]
 
     def replaced(self, place: int, **changes: Any) -> Conversation:
-        """The conversation with some keys of a message changed; None takes a key away."""
+        """The conversation with some keys of message `place` changed; None removes a key."""
         message = {key: value for key, value in {**self.messages[place], **changes}.items() if value is not None}
         messages = [*self.messages[:place], message, *self.messages[place + 1 :]]
         return Conversation(messages, self.tools, self.kwargs, self.trained)
 
 
 def is_chat(record: Record) -> bool:
-    """Whether a record goes through the chat template: `messages`, or a `prompt` that is a list of them."""
+    """Whether a record goes through the chat template: it has `messages`, or its `prompt` is a list of messages."""
     return record.format == "messages" or (record.format == "prompt" and not isinstance(record.value["prompt"], str))
 
 
 def conversation(record: Record, train_on: TrainOn, *, text_arguments: bool = False) -> Conversation:
-    """The conversation of a record for which is_chat. Raises UserError.
+    """The conversation of a chat record (see is_chat). Raises UserError.
 
-    text_arguments: arguments of tool calls are JSON text, which some templates ask for; else they are objects.
+    text_arguments: give the arguments of tool calls as JSON text, which some templates need, instead of as objects.
     """
     value = record.value
     raw: Sequence[Mapping[str, Any]] = value.get("messages") or ()
@@ -89,7 +90,7 @@ def _as_messages(completion: Any) -> list[Any]:
 
 
 def _message(where: str, raw: Mapping[str, Any], text_arguments: bool) -> dict[str, Any]:
-    """Null means absent; text parts are joined, and remembered; a call without text has an empty one."""
+    """The message for the template: null means absent, text parts become Parts, missing content becomes ""."""
     message = {key: value for key, value in raw.items() if value is not None and key != "train"}
     content = message.get("content", "")
     message["content"] = Parts(content) if isinstance(content, list) and content else _text(content)
@@ -107,7 +108,7 @@ def _text(content: Any) -> Any:
 
 
 def _call(where: str, raw: Mapping[str, Any], text_arguments: bool) -> dict[str, Any]:
-    """{"type": "function", "function": {"name", "arguments"}}, whatever its writer left out."""
+    """The call as {"type": "function", "function": {"name", "arguments"}}; missing parts are filled in."""
     call = {key: value for key, value in raw.items() if value is not None}
     function = dict(call.get("function") or {key: call.pop(key) for key in ("name", "arguments") if key in call})
     arguments = function.get("arguments")

@@ -1,4 +1,4 @@
-"""Sources -> Documents, found by index, and a report of what was read."""
+"""Sources -> Documents, which are built by index on access, and a report of what was read."""
 
 from __future__ import annotations
 
@@ -28,12 +28,13 @@ from weft.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class DataReport:
-    """Statistics of data that was read. Counts are of documents or tokens.
+    """Statistics of the data that were read.
 
-    longest: tokens of the longest document, after truncation. path: of one source; the names of several. digest:
-    hexadecimal, of all tokens and loss weights in order, and of the weights of sources. formats: documents by format.
-    in_epoch: documents of an epoch. sources: one report each, where data.sources is set. bad: (source, error) of each
-    row that was left out.
+    path: the label of the source, or "N sources". tokens, loss_tokens: all tokens, and those with a loss. longest:
+    tokens of the longest document after truncation. digest: hexadecimal, of all tokens and loss masks in order, and of
+    the weights of several sources. dropped, truncated: documents that were too long. formats: (format, documents).
+    in_epoch: documents of an epoch. sources: one report each, with data.sources. bad: (source, error) of each row that
+    was left out.
     """
 
     path: str
@@ -64,7 +65,7 @@ class DataReport:
 
 
 class Documents(MeasuredDocuments):
-    """Documents, built from flat arrays on access. shares: their sources, which determine the order."""
+    """Documents, built from flat arrays on access. shares: their sources in order, from which the order is drawn."""
 
     def __init__(self, pieces: Sequence[Piece], shares: Sequence[Share], loaded: Sequence[_Loaded] = ()) -> None:
         self._pieces, self.shares, self.loaded = pieces, shares, loaded
@@ -100,21 +101,21 @@ class Documents(MeasuredDocuments):
         )
 
     def take(self, indices: Sequence[int]) -> dict[int, Document]:
-        """Several at a time where they have images, which are decoded and processed here."""
+        """Builds the documents, several in parallel if any has images: building one decodes and processes them."""
         if not self._measures.patches.any():
             return super().take(indices)
         with opening_pool() as pool:
             return dict(zip(indices, pool.map(self.build, indices), strict=True))
 
     def _place(self, index: int) -> tuple[Piece, int]:
-        """Its piece, and its row in that."""
+        """(the piece that holds document `index`, its row in the piece)."""
         number = int(np.searchsorted(self._ends, index, side="right"))
         piece = self._pieces[number]
         return piece, index - int(self._ends[number]) + len(piece.kept)
 
 
 def _media(table: Table, index: int) -> Media | None:
-    """The images of a document, decoded and processed. Raises UserError where one has changed since it was read."""
+    """The decoded and processed images of a document. Raises UserError if one has changed since the data were read."""
     places = table.places(index)
     if not places:
         return None
@@ -126,7 +127,7 @@ def _media(table: Table, index: int) -> Media | None:
 
 
 def lengths_of(documents: Sequence[Document]) -> list[int]:
-    """Tokens of each document, without building it where possible."""
+    """Tokens of each document; documents that are measured are not built."""
     if isinstance(documents, MeasuredDocuments):
         lengths: list[int] = documents.measures().length.tolist()
         return lengths
@@ -134,7 +135,7 @@ def lengths_of(documents: Sequence[Document]) -> list[int]:
 
 
 def shares_of(documents: Sequence[Document]) -> Sequence[Share] | None:
-    """The sources of documents, where known."""
+    """The sources of the documents; None if unknown."""
     return documents.shares if isinstance(documents, Documents) else None
 
 
@@ -151,18 +152,18 @@ def load_documents(
     images: Images | None = None,
     how: Tokenising | None = None,
 ) -> tuple[Documents, DataReport]:
-    """Reads, checks and tokenises data; docs/reference/data.md says which forms it may have.
+    """Reads, checks and tokenises data. docs/reference/data.md lists the accepted forms.
 
-    A conversation trains its answers and the tokens that end them; `prompt` and `completion` the completion and the
-    end-of-text token; `text` everything; unless `encoding` says otherwise. weights[i] is 1.0 where token i is trained
-    as a target, else 0.0. Documents keep the order of their sources, whatever the number of processes.
+    Unless `encoding` says otherwise, the trained tokens are: the answers of a conversation and the tokens that end
+    them; the completion of a prompt and the end-of-text token; all of a `text`. weights[i] of a document is 1.0 if
+    token i is trained as a target, else 0.0. Documents keep the order of their sources.
 
-    max_length: longest document in tokens; max_length_key: the config key it came from, for messages. long_documents:
-    whether longer ones are an error, lose their end, or are left out. vocab_size: where given, ids must be below it.
-    encoding: what is trained, and the chat template. bad_rows: whether a row that cannot be trained on is an error, or
-    left out. images: of a vision model. how: processes and cache; by default neither.
+    max_length: longest document in tokens. max_length_key: the config key that set it, for messages. long_documents:
+    whether longer documents are an error, truncated, or dropped. vocab_size: if given, token ids must be below it.
+    encoding: what is trained, and the chat template. bad_rows: whether a row that cannot be trained on is an error or
+    dropped. images: the image reader of a vision model. how: processes and cache; by default one process, no cache.
 
-    Raises UserError with file and line for whatever the user has to mend in the data.
+    Raises UserError, with file and line, for anything that the user has to fix in the data.
     """
     sources, drop = open_data(data), bad_rows == "drop"
     jobs = [
@@ -186,8 +187,11 @@ def load_documents(
 def hold_out(
     documents: Documents, share: float, seed: int
 ) -> tuple[tuple[Documents, DataReport], tuple[Documents, DataReport]]:
-    """(training documents, held-out documents): `share` of each source is held out, rounded, at least one document,
-    drawn from the seed; both keep their order. UserError where no training document would be left."""
+    """Splits documents into (training, held-out), each with its report; both keep their order.
+
+    share: the fraction of each source to hold out, rounded to at least one document, drawn from the seed. Raises
+    UserError if a source would have no training document left.
+    """
     left, held = [], []
     for number, one in enumerate(documents.loaded):
         count = max(1, round(share * one.share.documents))
@@ -231,7 +235,7 @@ class _Loaded:
         return tuple((self.source.label, text) for piece in self.pieces for _, text in bad_rows_of(piece.table))
 
     def only(self, chosen: Array) -> _Loaded:
-        """The documents for which the mask `chosen` is true."""
+        """The source reduced to the documents where the mask `chosen` is true."""
         ends = np.cumsum([len(piece.kept) for piece in self.pieces])
         masks = np.split(chosen, ends[:-1])
         return _Loaded(self.source, [piece.only(mask) for piece, mask in zip(self.pieces, masks, strict=True)])

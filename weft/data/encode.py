@@ -1,4 +1,4 @@
-"""Records -> token ids and which of them are trained."""
+"""Records -> token ids, and a mask of the trained ones."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ _SHOWN = 1500  # characters of a rendering that an error shows
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
-    """How records become tokens. chat_template: a Jinja source that replaces the tokenizer's own. date: the date that
-    templates write, YYYY-MM-DD; None: today."""
+    """How records become tokens. train_on: as data.train_on. chat_template: Jinja source that replaces the tokenizer's.
+    template_kwargs: variables of the template. date: the date that templates write, YYYY-MM-DD; None: today."""
 
     train_on: TrainOn = "answers"
     chat_template: str | None = None
@@ -43,8 +43,8 @@ class Encoding:
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """Token ids, and 1 for each that is trained as a target, else 0. places, patches, pairs: of its images, as in
-    Placed. reach: tokens up to the end of the last image, 0 without any."""
+    """A tokenised document. trained: 1 for each token that is trained as a target, else 0. places, patches, pairs: of
+    its images, as in Placed. reach: tokens up to the end of the last image; 0 without images."""
 
     ids: list[int]
     trained: list[int]
@@ -55,17 +55,17 @@ class Encoded:
 
 
 class Encoder:
-    """Encodes records with one tokenizer, whose own additions to a text are determined once. Threads may share an
-    Encoder; they run in parallel only while chats are tokenised."""
+    """Encodes records with one tokenizer. Threads may share an Encoder; a lock lets them run in parallel only while
+    chats are tokenised."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, encoding: Encoding | None = None, images: Images | None = None
     ) -> None:
-        """images: of a vision model."""
+        """images: the image reader of a vision model."""
         self.tokenizer, self._images = tokenizer, images
         self.encoding = encoding or Encoding()
         self._prefix = self._find_prefix()
-        self._backend: Any = None  # for chats, once there is one
+        self._backend: Any = None  # for chats, made at the first
         self._answers: dict[str, AssistantMasks] = {}  # by the template's source
         self._lock = Lock()
 
@@ -107,7 +107,7 @@ class Encoder:
         return [Encoded(record.value["input_ids"], record.value["trained"]) for record in records]
 
     def _prompts(self, records: Sequence[Record]) -> list[Encoded]:
-        """Prompt and completion are tokenised apart, so that the prompt is what generation will be given."""
+        """Prompt and completion are tokenised separately: the prompt must have the tokens that generation will see."""
         eos = self._eos(records[0])
         with self._lock:
             prompts = self.plain([record.value["prompt"] for record in records])
@@ -120,7 +120,7 @@ class Encoder:
         return out
 
     def _chats(self, records: Sequence[Record]) -> list[Encoded]:
-        """Each conversation is rendered and tokenised as a whole; a token that has a trained character is trained."""
+        """Each conversation is rendered and tokenised as a whole; a token with any trained character is trained."""
         records, sizes = self._with_sizes(records)
         with self._lock:
             if self._backend is None:
@@ -131,7 +131,7 @@ class Encoder:
         return [_encoded(encoding, one) for encoding, one in zip(encodings, placed, strict=True)]
 
     def _with_sizes(self, records: Sequence[Record]) -> tuple[Sequence[Record], list[list[Measured]]]:
-        """The records and the sizes of their images, all of which are opened."""
+        """(records with fetched images, sizes of the images of each). Opens every image."""
         if self._images is not None:
             read = self._images.read(records)
             return [record for record, _ in read], [sizes for _, sizes in read]
@@ -145,7 +145,7 @@ class Encoder:
         return self._images.place(record, chat, sizes)
 
     def _rendered(self, record: Record) -> MaskedText:
-        """Templates take the arguments of tool calls as objects, a few as JSON text."""
+        """Renders with tool-call arguments as objects; if the template refuses, as JSON text. Raises BadRowError."""
         chat = conversation(record, self.encoding.train_on)
         try:
             return self._find(record, chat)
@@ -182,7 +182,7 @@ class Encoder:
         return answers.whole(chat, kwargs) if self.encoding.train_on == "all" else answers.find(chat, kwargs)
 
     def masks_of(self, record: Record, chat: Conversation) -> AssistantMasks:
-        """The loss masks for a conversation; with tools a tokenizer may have another template."""
+        """The AssistantMasks of the template for this conversation; a tokenizer may have another template for tools."""
         source = self.encoding.chat_template
         if source is None and record.images and self._images is not None:
             source = self._images.template
@@ -209,8 +209,8 @@ class Encoder:
     def continuations(self, texts: list[str]) -> list[list[int]]:
         """Token ids of texts that continue other texts.
 
-        SentencePiece-like tokenizers put a space before a text, which is wrong inside a document. They are recognised
-        by their tokens of "a"; their texts are tokenised after a line break whose tokens are then removed.
+        SentencePiece-like tokenizers put a space before a text, which is wrong inside a document. If "\\na" is not
+        tokenised as "\\n" followed by "a", each text is tokenised after a line break, whose tokens are then removed.
         """
         plain = self.plain(texts)
         letter, anchor, both = self.plain(["a", "\n", "\na"])
@@ -221,7 +221,7 @@ class Encoder:
         return [ids[n:] if ids[:n] == anchor else apart for ids, apart in zip(anchored, plain, strict=True)]
 
     def _find_prefix(self) -> list[int]:
-        """Find the tokens that the tokenizer puts before a text, such as bos."""
+        """The tokens that the tokenizer puts before a text, such as bos."""
         bare = self.plain(["a"])[0]
         full: list[int] = self.tokenizer("a", verbose=False)["input_ids"]
         for i in range(len(full) - len(bare) + 1):
@@ -244,7 +244,7 @@ class Encoder:
 
 
 def read_encoding(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Encoding:
-    """The encoding of a config. date is set only for templates that write one. Raises UserError."""
+    """The encoding of a config. Its date is set only if the template writes a date. Raises UserError."""
     source = chosen_template(data)
     if data.chat_template == "chatml" and "<|im_end|>" not in tokenizer.get_added_vocab():
         raise UserError(
@@ -256,14 +256,14 @@ def read_encoding(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Encod
 
 
 def has_template(tokenizer: PreTrainedTokenizerBase, encoding: Encoding | None) -> bool:
-    """Whether conversations can be rendered."""
+    """Whether there is a chat template, the tokenizer's or the encoding's."""
     return bool(tokenizer.chat_template or (encoding and encoding.chat_template))
 
 
 def renderer(
     tokenizer: PreTrainedTokenizerBase, encoding: Encoding
 ) -> Callable[[Sequence[Mapping[str, Any]], bool], str]:
-    """A function (messages, whether to add the generation prompt) -> rendering, by the template used for documents."""
+    """A function (messages, whether to add the generation prompt) -> text, with the template used for documents."""
     source = encoding.chat_template or tokenizer.get_chat_template()
     template = _template(source, tokenizer, encoding)
     return lambda messages, ask: template.render(messages, encoding.template_kwargs, ask=ask).text
@@ -280,7 +280,7 @@ def _template(source: str, tokenizer: PreTrainedTokenizerBase, encoding: Encodin
 
 
 def unbounded(where: str, error: UnboundedError) -> str:
-    """The error of a template that exceeds its limits. where: the document that it renders."""
+    """The message about a template that exceeds its limits. where: the name of the document."""
     return (
         f"{where}: the chat template was stopped at this document: {error}, which no conversation needs. Set "
         "data.chat_template to another, or remove the document."
@@ -288,7 +288,7 @@ def unbounded(where: str, error: UnboundedError) -> str:
 
 
 def _clock(date: str | None) -> dict[str, Any]:
-    """The clock that templates ask for the time, on that day."""
+    """The template function `strftime_now`, fixed to the date; empty for None: the template then reads the clock."""
     return {} if date is None else {"strftime_now": datetime.datetime.fromisoformat(date).strftime}
 
 
@@ -308,7 +308,7 @@ def _own_template(tokenizer: PreTrainedTokenizerBase, where: str, chat: Conversa
 
 
 def _check_read(where: str, chat: Conversation, template: ChatTemplate) -> None:
-    """Refuse messages of which the template never reads a part: it would be lost without a word."""
+    """Raises BadRowError if messages have a part that the template never reads: it would be lost silently."""
     advice = "Remove it, or set data.chat_template to one that does."
     if chat.tools and not template.names("tools"):
         raise BadRowError(f"{where}: has `tools`, which the chat template does not render. {advice}")
@@ -325,10 +325,10 @@ def _check_read(where: str, chat: Conversation, template: ChatTemplate) -> None:
 
 
 def _chat_backend(tokenizer: PreTrainedTokenizerBase, where: str) -> Any:
-    """The tokenizers.Tokenizer for chats, whose offsets cover every character of a text.
+    """A tokenizers.Tokenizer for chats, whose offsets cover every character of a text. Raises UserError if none does.
 
-    Byte-level tokenizers may trim spaces from offsets in their post-processor (Llama 3 does), so that a space at
-    either end of an answer has no token. Chat templates write their own special tokens: chats need no post-processor.
+    The post-processor is removed: chat templates write their own special tokens, and byte-level post-processors may
+    trim spaces from offsets (Llama 3's does), so that a space at either end of an answer would have no token.
     """
     if not tokenizer.is_fast:
         raise UserError(
@@ -353,7 +353,7 @@ def _chat_backend(tokenizer: PreTrainedTokenizerBase, where: str) -> Any:
 
 
 def _encoded(encoding: Any, placed: Placed) -> Encoded:
-    """encoding: tokenizers.Encoding of the text."""
+    """encoding: the tokenizers.Encoding of placed.chat.text."""
     trained, reach = _trained_tokens(encoding, placed.chat), 0
     for start, end in placed.replaced:
         first, last = _token_at(encoding, start, end), encoding.char_to_token(end - 1)
@@ -364,14 +364,14 @@ def _encoded(encoding: Any, placed: Placed) -> Encoded:
 
 
 def _trained_tokens(encoding: Any, chat: MaskedText) -> list[int]:
-    """1 for each token that has a trained character. encoding: tokenizers.Encoding of chat.text."""
+    """1 for each token with a trained character, else 0. encoding: the tokenizers.Encoding of chat.text."""
     mask = [0] * len(encoding)
     for start, end in chat.spans:
         first = _token_at(encoding, start, end)
         behind = _token_at(encoding, end, len(chat.text))
         if behind is None:
             behind = len(mask)
-        elif encoding.token_to_chars(behind)[0] < end:  # it holds characters of both sides
+        elif encoding.token_to_chars(behind)[0] < end:  # this token has characters on both sides of the end
             behind += 1
         if first is not None:
             mask[first:behind] = [1] * (behind - first)
@@ -379,7 +379,7 @@ def _trained_tokens(encoding: Any, chat: MaskedText) -> list[int]:
 
 
 def _token_at(encoding: Any, position: int, limit: int) -> int | None:
-    """The first token that has this character, or one behind it before the limit."""
+    """The token of the first character in [position, limit) that has one; None if none has."""
     for i in range(position, limit):
         token: int | None = encoding.char_to_token(i)
         if token is not None:
@@ -388,7 +388,7 @@ def _token_at(encoding: Any, position: int, limit: int) -> int | None:
 
 
 def _shown(rendering: Rendering) -> str:
-    """The text with the number of each message before its part, indented, the middle left out where it is long."""
+    """The rendering, indented, with each message as [number:text:number]; the middle of a long one is left out."""
     text = rendering.text
     for place, (start, end) in sorted(rendering.regions.items(), key=lambda item: -item[1][0]):
         text = f"{text[:start]}[{place + 1}:{text[start:end]}:{place + 1}]{text[end:]}"
@@ -398,8 +398,8 @@ def _shown(rendering: Rendering) -> str:
 
 
 def changed_files(model: str, data: DataConfig) -> dict[str, str]:
-    """Name -> text of files that every checkpoint has in place of the model's: the template of data.chat_template, and
-    the processor with data.image_pixels and data.video, so that whoever serves it needs neither key."""
+    """Name -> text of the files that replace the model's in every checkpoint: the template of data.chat_template, and
+    the processor with data.image_pixels and data.video. A server of the checkpoint then needs none of these keys."""
     template = chosen_template(data)
     texts = {} if template is None else {"chat_template.jinja": template}
     images = read_images(model, load_tokenizer(model), data) if data.image_pixels or data.video else None
@@ -407,8 +407,8 @@ def changed_files(model: str, data: DataConfig) -> dict[str, str]:
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model (a directory or hub id). Raises UserError where there is none that works."""
-    from transformers import (  # brings torch and half of transformers, which workers may do without
+    """The tokenizer of a model (a directory or hub id). Raises UserError if there is none or it cannot be loaded."""
+    from transformers import (  # late, because it imports torch, which workers do not need
         AutoTokenizer,
         PreTrainedTokenizerBase,
     )
@@ -417,14 +417,14 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     check_model_is_there(path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    except Exception as error:  # the tokenizers library raises plain ones
+    except Exception as error:  # the tokenizers library raises plain Exceptions
         if refusal := runs_own_code(path, error):
             raise refusal from error
         raise UserError(
             f"model.path: no tokenizer could be read from {path}: {first_line(error)}. It needs tokenizer.json and "
             "tokenizer_config.json beside config.json; copy them from the model you started from."
         ) from error
-    # Given a config alone, transformers makes an empty tokenizer and says nothing.
+    # Given only a config.json, transformers silently makes an empty tokenizer.
     if len(tokenizer) <= len(tokenizer.get_added_vocab()):
         raise UserError(
             f"model.path: {path} holds no tokenizer. Copy tokenizer.json and tokenizer_config.json of the model you "

@@ -1,11 +1,11 @@
-"""The images and videos of a row: content parts that hold one, and the columns `images` and `videos` with their places
-in the texts.
+"""The images and videos of a row: from content parts, and from the columns `images` and `videos`, whose places are
+marked in the texts.
 
 {"role": "user", "content": [{"type": "image", "image": "cat.jpg"}, {"type": "text", "text": "What is it?"}]}
 {"messages": [{"role": "user", "content": "<video>What happens?"}, ...], "videos": ["cat.gif"]}
 
-They are not opened here (image_files.py and video_files.py do that). Templates are given {"type": "image"}, or video,
-for each.
+Nothing is opened here (image_files.py and video_files.py do that). For each image or video, chat templates get a bare
+part {"type": "image"} or {"type": "video"}.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from weft.errors import UserError
 
 COLUMN, VIDEOS = "images", "videos"
 _FORMS = "a path, a data: URI, base64, or {bytes, path} as datasets writes it"
-# What the base64 of a PNG, JPEG, GIF, WebP, BMP and TIFF begins with: no path of this length does.
+# The first characters of a PNG, JPEG, GIF, WebP, BMP or TIFF in base64. No path looks like this and is as long.
 _BASE64 = re.compile(r"\A(?:iVBORw0KGgo|/9j/|R0lGOD|UklGR|Qk[0-9A-Za-z]|SUkqA|TU0AK)[A-Za-z0-9+/=\s]{40,}\Z")
-# What qwen-vl-utils reads of a part, and weft of data.video.
+# Keys that qwen-vl-utils reads from each part; weft sets them for all videos in data.video.
 _OF_EACH_VIDEO = (
     "fps", "nframes", "min_frames", "max_frames", "min_pixels", "max_pixels", "total_pixels", "resized_height",
     "resized_width", "video_start", "video_end",
@@ -37,8 +37,8 @@ _OF_EACH_VIDEO = (
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """Where an image of a row is: one of path (absolute), data (its encoded bytes), url and picture (a PIL image). Data
-    come to a url once it is fetched."""
+    """Where an image of a row is. Exactly one of path (absolute), data (the encoded bytes), url and picture (a PIL
+    image) is set; a fetched url has data as well."""
 
     path: str | None = None
     data: bytes | None = None
@@ -52,8 +52,8 @@ class Image:
 
 @dataclass(frozen=True, slots=True)
 class Video:
-    """Where a video of a row is: the file of all its frames, or their folder; or frames, each an image. fps: how many
-    of these are shown in a second, where the row says it."""
+    """Where a video of a row is. file: one file or a folder of frames; else frames: one image each. fps: frames a
+    second of a folder or list of frames, if the row gives it."""
 
     file: Image | None = None
     frames: tuple[Image, ...] = ()
@@ -67,7 +67,7 @@ class Video:
 
 
 def images_alone(seen: Sequence[Image | Video]) -> tuple[Image, ...]:
-    """The images of a chat, which must have no videos."""
+    """The images of a chat; asserts that there are no videos."""
     found = tuple(one for one in seen if isinstance(one, Image))
     assert len(found) == len(seen), "videos are refused where messages are read"
     return found
@@ -75,8 +75,9 @@ def images_alone(seen: Sequence[Image | Video]) -> tuple[Image, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """column: of a row. mark: the place of one in a text, where a row has the column. parts: types of contents. keys:
-    of a part, under which it is. read: what is given in a column or part -> what it is."""
+    """Images or videos. column: their column of a row. mark: what marks the place of one in a text, if the row has the
+    column. parts: their types of content parts. keys: the keys of a part that may hold one. read: (name in messages,
+    value of the column or part, folder) -> Image or Video."""
 
     name: str
     column: str
@@ -86,18 +87,20 @@ class _Kind:
     read: Callable[[str, Any, str], Image | Video]
 
     def payload(self, part: Mapping[str, Any]) -> Any:
-        """What a part says of it; None where the column has it."""
+        """The image or video that a part holds; None if it is to come from the column."""
         return next((part[key] for key in self.keys if part.get(key) is not None), None)
 
 
 def take_images(
     where: str, messages: Sequence[Message], row: Mapping[str, Any], folder: str
 ) -> tuple[list[Message], tuple[Image | Video, ...]]:
-    """(messages with a bare part for each image and video, these in the order of the parts).
+    """Returns (messages with a bare part for each image and video, the images and videos in the order of the parts).
 
-    folder: paths are relative to it. A part without an image, and each `<image>` in a text, takes the next image of the
-    column `images`; where neither is, the images stand before the first message of the user, as in TRL. The same of
-    videos. Raises UserError, also where not every place has one and every one a place.
+    A part without an image, and each `<image>` in a text, takes the next image of the column `images`. If there is no
+    such place, the images go before the text of the first user message, as in TRL. Videos are treated the same.
+
+    folder: paths are relative to it. Raises UserError for an invalid image or video, and if a column does not have as
+    many as there are places for it.
     """
     columns = {kind: _column(where, kind, row, folder) for kind in _KINDS}
     if not any(columns.values()) and not any(isinstance(message.get("content"), list) for message in messages):
@@ -155,7 +158,7 @@ def _column(where: str, kind: _Kind, row: Mapping[str, Any], folder: str) -> lis
 
 
 def _places(message: Message, kind: _Kind) -> int:
-    """Places for what the column has."""
+    """The number of places in a message that take an image or video from the column."""
     content = message.get("content")
     if isinstance(content, str):
         return content.count(kind.mark)
@@ -174,7 +177,7 @@ def _before_the_question(where: str, messages: Sequence[Message], kind: _Kind, c
 
 
 def _parts(content: Sequence[Any], marked: Sequence[_Kind]) -> Iterator[dict[str, Any]]:
-    """The parts of a content. marked: texts are cut at each place of these."""
+    """The parts of a content. marked: kinds whose marks in texts become bare parts."""
     kinds = {kind.mark: kind for kind in marked}
     for part in content:
         if part["type"] != "text" or not any(mark in part["text"] for mark in kinds):
@@ -224,12 +227,12 @@ def _video(where: str, given: Any, folder: str) -> Video:
 
 
 def _is_picture(given: Any) -> bool:
-    """Whether this is a PIL image; PIL itself may be missing."""
+    """Whether this is a PIL image, told without importing PIL, which may be missing."""
     return hasattr(given, "convert") and hasattr(given, "size")
 
 
 def _fps(where: str, part: Mapping[str, Any]) -> float | None:
-    """The rate of a list of frames, as qwen-vl-utils calls it."""
+    """The frames a second of a list of frames, under qwen-vl-utils' key `sample_fps`; None if not given."""
     fps = part.get("sample_fps")
     if fps is None:
         return None

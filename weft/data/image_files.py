@@ -1,7 +1,7 @@
-"""Opening the images of rows: their sizes before training, their pixels when a step needs them.
+"""Opening the images of rows: for their sizes before training, for their pixels when a step needs them.
 
-Every image is turned as its EXIF orientation says and made RGB, as transformers' load_image does. What cannot be opened
-is a BadRowError with row, image and reason.
+Every image is turned by its EXIF orientation and converted to RGB, as in transformers' load_image. An image that cannot
+be opened raises BadRowError with row, image and reason.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from weft.errors import BadRowError, UserError, first_line
 from weft.files import regular_file
 from weft.models.clips import Clip, Sampling, Shape
 
-# Those that PIL decodes by itself: others run programs (EPS), or are no pictures.
+# The formats that PIL decodes by itself: others run external programs (EPS), or are not pictures.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "JPEG2000")
-_ORIENTATION, _TURNED = 0x0112, (5, 6, 7, 8)  # of EXIF; those for which height and width change places
-_DEEP = ("I", "F", "I;16", "I;16B", "I;16L", "I;16N")  # which convert to white
-MAX_PIXELS = 89_478_485  # of an image that is decoded, as in PIL
+_ORIENTATION, _TURNED = 0x0112, (5, 6, 7, 8)  # the EXIF tag; its values that swap height and width
+_DEEP = ("I", "F", "I;16", "I;16B", "I;16L", "I;16N")  # PIL modes that would turn white in RGB
+MAX_PIXELS = 89_478_485  # PIL's own limit for an image that is decoded
 
 
 @dataclass(frozen=True, slots=True)
 class Checks:
     """decode: as data.check_images. max_pixels: as data.max_image_pixels. fetch: as data.fetch_images. rows: whether
-    images are those of rows, of which errors then speak. video: as data.video."""
+    the images come from rows, so that errors give advice about rows. video: as data.video."""
 
     decode: bool = True
     max_pixels: int = MAX_PIXELS
@@ -44,8 +44,11 @@ class Checks:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Of an image, or of all frames of a video: height and width in pixels, as it is seen; bytes of its files; when one
-    of them was changed last, in nanoseconds (0: it is no file). clip: of a video, which frames are taken."""
+    """Measurements of an image, or of a video, whose frames all have one size.
+
+    height, width: in pixels, after turning. size: bytes of the files (pixels of a PIL image in memory). changed: the
+    last modification of the files, in nanoseconds; 0 if there are none. clip: the frames that are taken of a video.
+    """
 
     height: int
     width: int
@@ -55,12 +58,12 @@ class Measured:
 
     @property
     def shape(self) -> Shape:
-        """What a processor has to know to lay it out."""
+        """What a processor needs to compute the layout."""
         return (self.height, self.width) if self.clip is None else (self.height, self.width, self.clip)
 
 
 def need_pillow(where: str) -> None:
-    """UserError where PIL is missing. where: what needs it."""
+    """Raises UserError if Pillow is missing. where: what needs it, for the message."""
     if find_spec("PIL") is None:
         raise UserError(
             f"{where}: images are read by Pillow, which is not installed: pip install pillow, or install weft with its "
@@ -69,12 +72,13 @@ def need_pillow(where: str) -> None:
 
 
 def opening_pool() -> ThreadPoolExecutor:
-    """Threads that open, decode and process images side by side; PIL lets others run meanwhile."""
+    """Threads that open, decode and process images in parallel; PIL releases the GIL while it decodes."""
     return ThreadPoolExecutor(4, thread_name_prefix="images")
 
 
 def measured(image: Image, where: str, checks: Checks) -> Measured:
-    """What has to be known of an image before training. where: names the row and the image. Raises BadRowError."""
+    """Measures an image before training, and decodes it if checks.decode. where: names the row and the image. Raises
+    BadRowError."""
     with opened(image, where, checks) as (picture, size, changed):
         if checks.decode:
             picture.load()
@@ -84,7 +88,7 @@ def measured(image: Image, where: str, checks: Checks) -> Measured:
 
 
 def pixels(image: Image, where: str, checks: Checks) -> tuple[Any, Measured]:
-    """(the image as a PIL image in RGB, what `measured` says of it). Raises BadRowError."""
+    """(the image as a PIL image in RGB, its measurements). Raises BadRowError."""
     from PIL import ImageOps
 
     with opened(image, where, checks) as (picture, size, changed):
@@ -96,12 +100,12 @@ def pixels(image: Image, where: str, checks: Checks) -> tuple[Any, Measured]:
 def in_colours(picture: Any) -> Any:
     """The picture in RGB."""
     if picture.mode == "P" and "transparency" in picture.info:
-        picture = picture.convert("RGBA")  # PIL warns of what it does otherwise
+        picture = picture.convert("RGBA")  # avoids a warning of PIL
     return picture.convert("RGB")
 
 
 def as_file(image: Image, where: str, checks: Checks) -> Image:
-    """A picture in memory as the bytes of a PNG, of what `pixels` says; another image as it is. Raises BadRowError."""
+    """A PIL image in memory encoded as PNG, after `pixels`; any other image unchanged. Raises BadRowError."""
     if image.picture is None:
         return image
     held = io.BytesIO()
@@ -111,7 +115,7 @@ def as_file(image: Image, where: str, checks: Checks) -> Image:
 
 @contextmanager
 def opened(image: Image, where: str, checks: Checks) -> Iterator[tuple[Any, int, int]]:
-    """(PIL image, bytes, time of change); what goes wrong inside becomes a BadRowError."""
+    """Yields (PIL image, size, modification time), the latter two as in Measured. Errors inside become BadRowErrors."""
     name = f"{where} ({image})"
     need_pillow(name)
     try:
@@ -148,8 +152,8 @@ def _decoder(file: Any) -> Any:
 
 @cache
 def _known() -> list[str]:
-    """The formats that this Pillow was built with. Its warnings (of sizes, which are checked here, and of damaged EXIF)
-    are silenced for good, because threads share the filters."""
+    """The formats that this Pillow was built with. Silences Pillow's warnings (about sizes, which weft checks itself,
+    and damaged EXIF) for the whole process, because threads share the warning filters."""
     from PIL import Image as Pil
 
     warnings.filterwarnings("ignore", module=r"PIL\.")
@@ -168,7 +172,7 @@ def _checked(picture: Any, name: str, checks: Checks) -> Any:
 
 
 def check_size(size: tuple[int, int], name: str, checks: Checks) -> None:
-    """BadRowError for a picture of this width and height that is not decoded."""
+    """Raises BadRowError if a picture of this (width, height) is too large to decode, or empty."""
     width, height = size
     if width * height > checks.max_pixels:
         limit = f"{'data.max_image_pixels = ' if checks.rows else ''}{checks.max_pixels:,}"

@@ -1,4 +1,4 @@
-"""Opening the images of prompts where a model needs them."""
+"""Opening the images of prompts in the processes that run a model."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from weft.data.images import Images, read_images
 from weft.data.prompt_images import PromptImages
 from weft.engine.media import Media
 
-_ROOM = 1 << 30  # bytes of opened images that a process keeps: those of some hundred prompts
+_ROOM = 1 << 30  # bytes of opened images that a process keeps: the images of a few hundred prompts
 
 
 class ImageOpener:
-    """Opens images of prompts in one process. The last ones are kept: the samples of a prompt share its images, and a
-    step reads each sample several times."""
+    """Opens images of prompts in one process, with an LRU cache: the samples of a prompt share its images, and a step
+    reads each sample several times."""
 
     def __init__(self, read: Callable[[], Images | None], room: int = _ROOM) -> None:
-        """read: says how the model's images are read, None for a model of text; called when the first image comes, so
-        that who sees none loads no tokenizer and no processor. room: bytes that are kept."""
+        """read: returns the image reader of the model, None for a text model; called at the first image, so that a
+        process without images loads no tokenizer and no processor. room: bytes to keep."""
         self._read, self._room, self._held = read, room, 0
         self._images: Images | None = None
         self._kept: OrderedDict[tuple[str, tuple[Measured, ...], tuple[int, ...]], Media] = OrderedDict()
 
     def __call__(self, wanted: PromptImages) -> Media:
-        """The inputs of the model. Raises UserError where an image has changed since the prompts were read."""
+        """The model's inputs for these images. Raises UserError if one has changed since the prompts were read."""
         self._images = self._images or self._read()
         assert self._images is not None, "prompts with images are refused by models of text"
-        # Replies of an environment are told apart by their bytes: a prompt has others in each sample.
+        # Each sample of a prompt has its own images in environment replies: their bytes tell the samples apart.
         key = wanted.where, wanted.sizes, tuple(hash(image.data) for image in wanted.images)
         if key in self._kept:
             self._kept.move_to_end(key)
             return self._kept[key]
         images = list(zip(wanted.images, wanted.sizes, strict=True))
-        with torch.inference_mode(False):  # an engine opens them first, and training saves them for its backward pass
+        with torch.inference_mode(False):  # an engine may open them first, and training needs them in a backward pass
             inputs, patches = self._images.inputs(wanted.where, images)
         assert patches == wanted.patches, f"{wanted.where}: {patches} patches of images, {wanted.patches} expected"
         media = self._kept[key] = Media(inputs, patches, wanted.pairs)
@@ -49,7 +49,7 @@ class ImageOpener:
 
 
 def image_opener(model: str, data: DataConfig) -> ImageOpener:
-    """The opener of a config's images."""
+    """The opener for the images of a config."""
     return ImageOpener(lambda: read_images(model, load_tokenizer(model), data))
 
 

@@ -1,4 +1,4 @@
-"""Images of URLs, fetched once while the data are read, where data.fetch_images allows it."""
+"""Images at URLs: fetched once, while the data are read, if data.fetch_images allows it."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from weft.data.image_columns import Image
 from weft.errors import BadRowError, first_line
 from weft.version import __version__
 
-_SECONDS = 30.0  # without a byte
-_WHOLE = 60.0  # for all of it: a server may send a byte at a time
+_SECONDS = 30.0  # the longest pause between two bytes
+_WHOLE = 60.0  # for the whole answer: a server may send one byte at a time
 _MOST_BYTES = 64 << 20
 _TRIES = 3
 _HANDLERS = (ProxyHandler, HTTPRedirectHandler, HTTPErrorProcessor, HTTPDefaultErrorHandler)
 
 
 def fetched(image: Image, where: str, allowed: bool) -> Image:
-    """The image with its bytes, where it is a URL. allowed: as data.fetch_images. Raises BadRowError."""
+    """The image, with its bytes fetched if it is a URL. allowed: as data.fetch_images. Raises BadRowError."""
     if image.url is None or image.data is not None:
         return image
     if not allowed:
@@ -61,7 +61,7 @@ def fetched(image: Image, where: str, allowed: bool) -> Image:
 
 
 def _read(url: str) -> bytes:
-    """Only http and https are spoken, also after a redirection."""
+    """The bytes at a URL. The opener has handlers for http and https alone, also for redirections."""
     opener = OpenerDirector()
     connections = _Connections()
     for handler in (*(kind() for kind in _HANDLERS), _Http(connections), _Https(connections)):
@@ -74,32 +74,32 @@ def _read(url: str) -> bytes:
     return data
 
 
-# ---------------------------------------------------------------- a time limit for all that a server sends
+# ---------------------------------------------------------------- a time limit for a whole answer
 
 _TOO_SLOW = f"it has not come within {_WHOLE:g} s"
 
 
 @dataclass
 class _Connections:
-    """Connections of one request, which a timer ends: timeouts of sockets begin anew with every byte."""
+    """The connections of one request. A timer ends them, because the timeout of a socket restarts at every byte."""
 
     made: list[socket.socket] = field(default_factory=list)
     ended: bool = False
 
     def add(self, connection: socket.socket) -> None:
-        self.made.append(connection.dup())  # TLS takes the descriptor of the other
+        self.made.append(connection.dup())  # TLS takes over the descriptor of the original
         if self.ended:
             self.end()
 
     def end(self) -> None:
         self.ended = True
         for connection in self.made:
-            with suppress(OSError):  # it has ended already
+            with suppress(OSError):  # already closed
                 connection.shutdown(socket.SHUT_RDWR)
 
     @contextmanager
     def ended_in_time(self) -> Iterator[None]:
-        """Raises TimeoutError for what takes longer, whatever it raises itself."""
+        """Raises TimeoutError if the body takes longer than _WHOLE seconds, instead of the body's own network error."""
         timer = threading.Timer(_WHOLE, self.end)
         timer.daemon = True
         timer.start()
@@ -117,7 +117,7 @@ class _Connections:
 
 
 class _Noted(HTTPConnection):
-    """Tells `connections` of its socket as soon as there is one."""
+    """Adds its socket to `connections` as soon as it is connected."""
 
     connections: _Connections
 
@@ -127,7 +127,7 @@ class _Noted(HTTPConnection):
 
 
 class _NotedSecure(HTTPSConnection, _Noted):
-    """HTTPSConnection connects as _Noted does before it speaks TLS."""
+    """_Noted for HTTPS: HTTPSConnection.connect calls _Noted.connect before the TLS handshake."""
 
 
 class _Http(HTTPHandler):

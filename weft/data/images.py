@@ -1,5 +1,5 @@
-"""The images and videos of documents: measured, checked and given their places in a text before training; loaded when a
-step needs them."""
+"""The images and videos of documents: measured, checked and placed in the text before training, loaded when a step
+needs them."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A conversation's text with its images and videos in place. chat: its text and trained spans. replaced: the
-    characters that stand for each. places: where they are found again. patches, pairs: as in Media."""
+    """A conversation's text with placeholders expanded for its images and videos. chat: the text and its trained spans.
+    replaced: the span of characters of each. places: where to find each again. patches, pairs: as in Media."""
 
     chat: MaskedText
     replaced: tuple[Span, ...] = ()
@@ -40,11 +40,11 @@ class Placed:
 
 
 class Images:
-    """How a vision model's images and videos are read. It is sent to other processes without the processor, which each
-    loads when the first image comes.
+    """Reads the images and videos of a vision model. Pickling leaves the processor out; each process loads it at the
+    first image.
 
     placeholder, video_placeholder, marks, settings, template: as in ImageProcessor. problem: why the model has no
-    processor; "" where it has one.
+    processor; "" if it has one.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Images:
         except UserError as error:
             if limits or video:
                 raise
-            self.problem = str(error)  # which matters to data with images alone
+            self.problem = str(error)  # an error only for data with images
         else:
             self.placeholder, self.video_placeholder = processor.placeholder, processor.video_placeholder
             self.marks = processor.marks
@@ -78,14 +78,14 @@ class Images:
 
     @property
     def placeholders(self) -> tuple[int, ...]:
-        """The tokens that stand for images and videos, which no answer may hold."""
+        """The token ids that stand for images and videos, which no answer may contain."""
         known = self._tokenizer.get_vocab()
         return tuple(known[mark] for mark in self.marks if mark in known)
 
     def processor(self) -> ImageProcessor:
-        """The model's processor. Raises UserError where there is none."""
+        """The model's processor. Raises UserError if there is none."""
         if self._processor is None:
-            from weft.models import hf  # with torch, which processes that tokenise texts do without
+            from weft.models import hf  # late, because it imports torch, which tokenising texts does not need
             from weft.models.hf_processor import load_processor
 
             need_pillow(f"model.path: {self._model}")
@@ -94,15 +94,15 @@ class Images:
         return self._processor
 
     def read(self, records: Sequence[Record]) -> list[tuple[Record, list[Measured]]]:
-        """(the record with what was fetched, the sizes of its images and videos) of each; all are opened. Raises
-        BadRowError, of the first record that it is about."""
+        """(the record with its URLs fetched, the measurements of its images and videos) for each record. Opens all of
+        them in parallel. Raises the error of the first bad record: BadRowError, or UserError without a processor."""
         if not any(record.images for record in records):
             return [(record, []) for record in records]
         with opening_pool() as pool:
             return list(pool.map(self.read_one, records))
 
     def read_one(self, record: Record) -> tuple[Record, list[Measured]]:
-        """As read, for one record."""
+        """As `read`, for one record."""
         if not record.images:
             return record, []
         if self.problem:
@@ -129,7 +129,7 @@ class Images:
             )
 
     def refuse_marks(self, record: Record, texts: Iterator[str]) -> None:
-        """Raises BadRowError where a text holds what stands for an image or a video."""
+        """Raises BadRowError if a text contains a token that stands for an image or a video."""
         for text in texts:
             for mark in self.marks:
                 if mark in text:
@@ -140,8 +140,8 @@ class Images:
                     )
 
     def place(self, record: Record, chat: MaskedText, sizes: Sequence[Measured]) -> Placed:
-        """The text with what replaces each placeholder, which is never trained. sizes: of the record's images. Raises
-        BadRowError."""
+        """The text with each placeholder expanded; the expansion is never trained. sizes: measurements of the record's
+        images and videos. Raises BadRowError."""
         places = self._places(record, chat.text)
         if not record.images:
             return Placed(chat)
@@ -149,7 +149,7 @@ class Images:
             layout = self.processor().layout(tuple(size.shape for size in sizes))
         except UserError:
             raise
-        except Exception as error:  # of a family's processor, for a size that it does not take
+        except Exception as error:  # processors raise errors of any type for sizes that they do not take
             shown = ", ".join(f"{size.width} x {size.height}" for size in sizes)
             raise BadRowError(
                 f"{record.where}: the model's processor refuses images of {shown} pixels: {first_line(error)}."
@@ -162,8 +162,8 @@ class Images:
         return Placed(placed, replaced, tuple(found), layout.patches, layout.pairs)
 
     def _places(self, record: Record, text: str) -> list[Span]:
-        """The characters of each placeholder in a rendering. BadRowError where they are not those of the record's
-        images and videos, in their order."""
+        """The span of each placeholder in a rendering. Raises BadRowError if their kinds and order are not those of the
+        record's images and videos."""
         marks = {mark: kind for mark, kind in ((self.placeholder, Image), (self.video_placeholder, Video)) if mark}
         if not marks:
             return []
@@ -184,8 +184,8 @@ class Images:
         )
 
     def prompt(self, where: str, text: str, given: tuple[Image, ...]) -> tuple[str, PromptImages | None]:
-        """(a rendered prompt with what stands for its images, these images). UserError where one cannot be opened, or
-        the text has not one place for each."""
+        """(a rendered prompt with placeholders expanded, its images or None). Raises UserError if an image cannot be
+        opened, or the text does not have one place for each."""
         record, sizes = self.read_one(Record(where, "messages", {}, given))
         placed = self.place(record, MaskedText(text, ()), sizes)
         shown = images_alone(record.images)
@@ -195,8 +195,8 @@ class Images:
     def reply(
         self, where: str, text: str, given: tuple[Image, ...], before: PromptImages | None, replied: PromptImages | None
     ) -> tuple[str, PromptImages | None]:
-        """(a rendered reply with what stands for its images, the images of all replies). before, replied: the images of
-        the prompt and of earlier replies. Raises BadRowError as `prompt`."""
+        """(a rendered reply with placeholders expanded, the images of all replies so far). before, replied: the images
+        of the prompt, and of earlier replies. Raises UserError as `prompt` does."""
         given = tuple(as_file(image, f"{where}: image", self.checks) for image in given)
         text, new = self.prompt(where, text, given)
         if new is None:
@@ -207,8 +207,8 @@ class Images:
         return text, replace(own, patches=layout.patches, pairs=layout.pairs)
 
     def inputs(self, where: str, images: Sequence[tuple[Image | Video, Measured]]) -> tuple[dict[str, Any], int]:
-        """(the model's inputs for a document's images and videos, their patches). Raises UserError where one is not
-        what it was when it was tokenised."""
+        """(the model's inputs for a document's images and videos, the number of their patches). Raises UserError if one
+        has changed since it was tokenised."""
         processor, pictures, videos = self.processor(), list[Any](), list[tuple[list[Any], Clip]]()
         names = _names(where, [image for image, _ in images])
         for name, (image, was) in zip(names, images, strict=True):
@@ -228,8 +228,8 @@ class Images:
 
 
 def read_images(model: str, tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> Images | None:
-    """How a config's images are read; None for a model of text. A chat template that only the processor has becomes
-    the tokenizer's. Raises UserError."""
+    """The image reader of a config; None for a text model. If only the processor has a chat template, it becomes the
+    tokenizer's. Raises UserError."""
     from weft.models import hf
     from weft.models.hf_processor import is_vision_config
 
@@ -245,19 +245,19 @@ def read_images(model: str, tokenizer: PreTrainedTokenizerBase, data: DataConfig
 
 
 def sampling_of(video: Mapping[str, float]) -> Sampling:
-    """What data.video says of the frames that are taken."""
+    """data.video as a Sampling."""
     given = {name: int(video[name]) for name in ("min_frames", "max_frames") if name in video}
     return replace(Sampling(float(video.get("fps", Sampling().fps))), **given)
 
 
 def of_text_alone(where: str) -> BadRowError:
-    """The error about a row or a prompt with images or videos for a model without a vision tower."""
+    """The error for a row or a prompt with images or videos when the model has no vision tower."""
     return BadRowError(f"{where}: has images or videos, and model.path is a model of text alone.")
 
 
 def expanded(chat: MaskedText, cuts: Sequence[Span], texts: Sequence[str]) -> tuple[MaskedText, tuple[Span, ...]]:
-    """(the text with each placeholder replaced, the characters that replace them). cuts: those of the placeholders.
-    Spans are moved, and cut where an image is."""
+    """(the text with each placeholder replaced, the span of each replacement). cuts: the spans of the placeholders.
+    texts: the replacements. Trained spans are shifted, and split around replacements."""
     pieces, spans, replaced = list[str](), list[Span](), list[Span]()
     begin = length = 0
     for number, (start, end) in enumerate([*cuts, (len(chat.text), len(chat.text))]):
@@ -275,7 +275,7 @@ def expanded(chat: MaskedText, cuts: Sequence[Span], texts: Sequence[str]) -> tu
 
 
 def texts_of(value: Any) -> Iterator[str]:
-    """All texts in the messages and tools of a conversation."""
+    """Yields all strings inside a value, such as the messages and tools of a conversation."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):

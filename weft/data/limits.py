@@ -1,4 +1,4 @@
-"""Checks of tokenised documents, and the treatment of those that are too long. Messages name file and line."""
+"""Checks of tokenised documents, and the treatment of too long ones. Error messages name file and line."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ LongDocuments = Literal["error", "truncate", "drop"]
 
 @dataclass(frozen=True)
 class Piece:
-    """The documents of a table that are trained on, after truncation and dropping. source: its name, "" without
-    data.sources. kept: indices into the table. lengths: tokens after truncation. dropped: documents that were too
-    long."""
+    """The documents of a table that are trained on, after truncation and dropping. source: name of the source, ""
+    without data.sources. kept: their indices in the table. lengths: tokens of each after truncation. dropped: how many
+    documents were dropped as too long."""
 
     table: Table
     source: str
@@ -35,7 +35,7 @@ class Piece:
 
     @cached_property
     def losses(self) -> Array:
-        """Trained tokens of each document, except the first token, which nothing predicts."""
+        """Trained tokens of each document. The first token of a document does not count: nothing predicts it."""
         losses = self.table.losses[self.kept].astype(np.int64)
         for place in np.flatnonzero(self.lengths < self.table.lengths[self.kept]):
             losses[place] = self.table.losses_of(int(self.kept[place]), int(self.lengths[place]))
@@ -46,7 +46,7 @@ class Piece:
         return replace(self, kept=self.kept[chosen], lengths=self.lengths[chosen])
 
     def digest(self) -> str:
-        """Digest of the documents as they are trained on."""
+        """Digest of the documents after truncation and dropping."""
         if len(self.kept) == len(self.table) and not self.truncated:
             return self.table.digest
         digest = Digest()
@@ -58,9 +58,9 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """max_length: tokens of the longest document, from the config key `key`. long: what happens to longer ones.
-    vocab_size: ids must be below it, if given. drop_untrained: documents without a trained token are dropped; else they
-    are an error."""
+    """max_length: longest document in tokens, set by the config key `key`. long: what happens to longer ones.
+    vocab_size: if given, token ids must be below it. drop_untrained: drop documents without a trained token, instead of
+    raising an error."""
 
     max_length: int
     key: str = "data.max_length"
@@ -127,7 +127,7 @@ class Limits:
             )
 
     def _check_images(self, tables: Sequence[Table]) -> None:
-        """UserError where truncation would leave an image without a part of its tokens."""
+        """Raises UserError if truncation would cut off tokens of an image."""
         cut = [(table, int(index)) for table in tables for index in np.flatnonzero(table.reaches > self.max_length)]
         if cut:
             table, index = cut[0]
@@ -142,8 +142,8 @@ _OVER_CP = "step.max_tokens_per_device x mesh.cp"
 
 
 def length_limit(data: DataConfig, budget: int, ranks: int = 1) -> tuple[int, str]:
-    """(longest document in tokens, the key that sets it). budget: step.max_tokens_per_device. ranks: of mesh.cp, over
-    which a document may be cut."""
+    """(longest document in tokens, the config key that sets it). budget: step.max_tokens_per_device. ranks: the size of
+    mesh.cp, over which a document may be cut."""
     if data.max_length is None:
         return budget * ranks, "step.max_tokens_per_device" if ranks == 1 else _OVER_CP
     return min(data.max_length, budget * ranks), "data.max_length"
@@ -167,7 +167,7 @@ def _check_ids(table: Table, vocab_size: int | None) -> None:
 
 
 def check_trained(tables: Sequence[Table]) -> None:
-    """UserError where a document has no trained token. Its first token is predicted from nothing and does not count."""
+    """Raises UserError if a document has no trained token. Its first token does not count: nothing predicts it."""
     empty = [(table, int(index)) for table in tables for index in np.flatnonzero(table.losses == 0)]
     if not empty:
         return
@@ -177,7 +177,7 @@ def check_trained(tables: Sequence[Table]) -> None:
 
 
 def bad_rows(table: Table) -> list[BadRow]:
-    """The rows that gave no document or no trained token, with their errors, in order."""
+    """(row number, error) of the rows that gave no document, or one without a trained token, in order."""
     empty = (int(index) for index in np.flatnonzero(table.losses == 0))
     return sorted([*table.bad, *((int(table.numbers[index]), _untrained(table, index)) for index in empty)])
 

@@ -1,8 +1,8 @@
-"""The loss mask of a rendered conversation, in characters: of each assistant message, what a model has to generate.
+"""The loss mask of a rendered conversation, in characters: the part of each assistant message that a model generates.
 
-A message's text is what the template writes while its loop is at that message. The generation prompt at its beginning
-is not trained, nor is anything after the token that ends the turn. Both are learned once per template, from a
-conversation whose answers are unambiguous, and checked in every document.
+The region of a message is what the template writes during its loop turn. The generation prompt at the beginning of the
+region is not trained, nor is anything after the token that ends the turn. Both are learned once per template, from an
+example conversation with unambiguous answers, and checked in every document.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _TOOL_ROLES = ("tool", "function", "ipython")
 class TurnFormat:
     """What a template writes around an answer.
 
-    headers: texts that it may write before the answer, longest first. closings: texts that it may write after it.
-    follower: where it writes none, the special token of the next turn, which ends the answer; else "".
+    headers: texts that may precede an answer, longest first. closings: texts that may follow one; "" is none. follower:
+    if there is no closing, the special token of the next turn, which then ends the answer; else "".
     """
 
     headers: tuple[str, ...]
@@ -43,15 +43,15 @@ class TurnFormat:
 
 @dataclass(frozen=True, slots=True)
 class MaskedText:
-    """A conversation's text, and the spans of characters that are trained."""
+    """A conversation's text and its trained spans of characters."""
 
     text: str
     spans: tuple[Span, ...]
 
 
 class AssistantMasks:
-    """Finds the assistant messages in the renderings of one template. specials: the tokenizer's special tokens. added:
-    the other tokens that were added to its vocabulary."""
+    """Finds the trained spans in the renderings of one template. specials: the tokenizer's special tokens. added: the
+    other tokens that were added to its vocabulary."""
 
     def __init__(self, template: ChatTemplate, specials: Sequence[str], added: Sequence[str] = ()) -> None:
         self.template = template
@@ -60,7 +60,7 @@ class AssistantMasks:
         self._turns: dict[tuple[bool, str], TurnFormat | None] = {}
 
     def find(self, chat: Conversation, kwargs: Mapping[str, Any]) -> MaskedText:
-        """The conversation's text and trained spans. Raises Unclear where they are ambiguous, and RenderError."""
+        """The conversation's text and trained spans. Raises Unclear if the spans are ambiguous, and RenderError."""
         rendering = self.template.render(chat.messages, kwargs, tools=chat.tools)
         if not chat.trained:
             return MaskedText(rendering.text, ())
@@ -73,20 +73,20 @@ class AssistantMasks:
         text, spans = rendering.text, {}
         for place in chat.trained:
             (start, end), ending = self._answer(chat, kwargs, rendering, place)
-            text += ending  # of the last answer, where the template would write it with the next question
+            text += ending  # only of the last answer: the template writes this end of turn with the next question
             spans[place] = [(start, end + len(ending))]
         TextChecks(self.template, chat, kwargs, rendering, spans).run()
         return MaskedText(text, tuple(span for [span] in spans.values()))
 
     def whole(self, chat: Conversation, kwargs: Mapping[str, Any]) -> MaskedText:
-        """The conversation's text, all of it trained. Raises RenderError."""
+        """The conversation's text, with one trained span over all of it. Raises RenderError."""
         text = self.template.render(chat.messages, kwargs, tools=chat.tools).text
         return MaskedText(text, ((0, len(text)),))
 
     def _answer(
         self, chat: Conversation, kwargs: Mapping[str, Any], rendering: Rendering, place: int
     ) -> tuple[Span, str]:
-        """(span of the trained part of an answer, the end of turn that the text lacks)."""
+        """(trained span of the answer at index `place`, the end of turn to append to the text; "" if it has one)."""
         if place in rendering.scattered:
             raise Unclear(f"message {place + 1} is rendered in several pieces", rendering)
         if place not in rendering.regions:
@@ -94,7 +94,7 @@ class AssistantMasks:
         start, end = rendering.regions[place]
         turns = self._around(chat, kwargs, place)
         header = _header(rendering.of(place), turns)
-        if header is None:  # this conversation is unlike those that the turns were learned from
+        if header is None:  # the examples that the format was learned from do not cover this conversation
             turns = self._study(chat, kwargs, place)
             header = _header(rendering.of(place), turns)
         if header is None:
@@ -115,8 +115,8 @@ class AssistantMasks:
         raise Unclear(f"no special token ends message {place + 1}, so that a model would never stop", rendering)
 
     def _around(self, chat: Conversation, kwargs: Mapping[str, Any], place: int) -> TurnFormat:
-        """The turn format of an answer at this position; learned once for answers to a tool's result, and once for
-        others."""
+        """The turn format of the answer at index `place`: learned once for answers to tool results and once for others;
+        from this conversation if the template rejects the examples."""
         after_tool = place > 0 and chat.messages[place - 1]["role"] in _TOOL_ROLES
         key = after_tool, json.dumps(kwargs, sort_keys=True, default=str) if kwargs else ""
         if key not in self._turns:
@@ -124,8 +124,7 @@ class AssistantMasks:
         return self._turns[key] or self._study(chat, kwargs, place)
 
     def _learn(self, after_tool: bool, kwargs: Mapping[str, Any]) -> TurnFormat | None:
-        """The turn format in the middle and at the end of a conversation; None where the template rejects the
-        examples."""
+        """The turn format in the middle and at the end of example conversations; None if the template rejects all."""
         before = [_USER, _CALL, _RESULT] if after_tool else [_USER]
         middle = Conversation([*before, _ANSWER, _USER, _ANSWER], None, {}, ())
         last = Conversation([*before, _ANSWER], None, {}, ())
@@ -146,7 +145,7 @@ class AssistantMasks:
         )
 
     def _study(self, chat: Conversation, kwargs: Mapping[str, Any], place: int) -> TurnFormat:
-        """The turn format of the answer at this position of a conversation."""
+        """The turn format of the answer at index `place` of a conversation. Raises Unclear."""
         marked = chat.replaced(place, content=SENTINEL, reasoning_content=None, thinking=None, tool_calls=None)
         full = self.template.render(marked.messages, kwargs, tools=chat.tools)
         try:
@@ -173,7 +172,8 @@ class AssistantMasks:
         return TurnFormat(headers, (closing,), "" if closing else self._follower(full.text, end, headers) or "")
 
     def _follower(self, text: str, end: int, headers: Sequence[str]) -> str | None:
-        """The special token of the next turn that ends this one; not one with which answers begin, too."""
+        """The special token at `end`, which begins the next turn and so ends this one; None if answers begin with it,
+        too."""
         found = next((token for token in self.specials if text.startswith(token, end)), None)
         return None if found is None or any(found in header for header in headers) else found
 
@@ -183,7 +183,7 @@ def _header(text: str, turns: TurnFormat) -> str | None:
 
 
 def _within_markers(chat: Conversation, rendering: Rendering) -> dict[int, list[Span]]:
-    """The spans between generation markers, by trained message."""
+    """Index of a trained message -> its spans between generation markers."""
     spans: dict[int, list[Span]] = {}
     for message, span in _owners(chat, rendering):
         if message in chat.trained and span[0] < span[1]:
@@ -192,7 +192,7 @@ def _within_markers(chat: Conversation, rendering: Rendering) -> dict[int, list[
 
 
 def _owners(chat: Conversation, rendering: Rendering) -> Iterator[tuple[int, Span]]:
-    """(message, span) of every marked span: by the message that was being rendered, else by order."""
+    """Yields (message, span) of every marked span: by regions if they hold all spans, else by order. Raises Unclear."""
     answers = [i for i, message in enumerate(chat.messages) if message["role"] == "assistant"]
     by_region = [
         next((i for i, (start, end) in rendering.regions.items() if start <= span[0] and span[1] <= end), None)

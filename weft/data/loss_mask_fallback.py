@@ -1,7 +1,7 @@
 """The trained characters of a conversation, for templates whose loops do not show which message they write: each text
 is replaced by a sentinel, and the renderings are compared.
 
-It costs one rendering for every text of every message, so it is used only where ChatTemplate's notes say nothing.
+This costs one rendering for every text of every message, so it is used only if ChatTemplate's notes find no message.
 tests/test_masks.py checks that both ways give the same masks.
 """
 
@@ -15,12 +15,12 @@ from typing import Any
 from weft.data.chat_template import ChatTemplate, Rendering, Span, Unclear, common_header, common_start
 from weft.data.conversation import Conversation
 
-SENTINEL = "\ue5e1\ue5e2"  # of a private-use area: in no data, and templates leave it alone
+SENTINEL = "\ue5e1\ue5e2"  # private-use characters: not in data, and templates copy them unchanged
 
 
 class MasksByComparison:
-    """One conversation, its rendering, and the character span of each message. specials: the special tokens. added: the
-    other tokens that were added to the vocabulary."""
+    """The masks of one conversation. specials: the tokenizer's special tokens. added: the other tokens that were added
+    to its vocabulary."""
 
     def __init__(
         self,
@@ -39,8 +39,8 @@ class MasksByComparison:
         self._hulls = {place: self._hull(place) for place in range(len(chat.messages))}
 
     def find(self) -> tuple[str, tuple[Span, ...]]:
-        """(text, trained spans). The text is the rendering, with the end of turn that the last answer may lack. Raises
-        Unclear."""
+        """(text, trained spans). The text is the rendering; an end of turn is appended if the last answer lacks one.
+        Raises Unclear."""
         text, spans = self.text, []
         for place in self._chat.trained:
             start, end = self._start(place), self._end(place)
@@ -53,7 +53,7 @@ class MasksByComparison:
         return text, tuple(spans)
 
     def _start(self, place: int) -> int:
-        """The character after the generation prompt of this answer."""
+        """The position after the generation prompt of the answer at index `place`. Raises Unclear."""
         first, last = self._bounds(place)[0], self._place(place)[0]
         prompt = self._template.render(self._chat.messages[:place], self._kwargs, tools=self._chat.tools, ask=True).text
         if self.text.startswith(prompt) and first <= len(prompt) <= last:
@@ -65,14 +65,14 @@ class MasksByComparison:
         raise self._unclear(f"nothing before message {place + 1} looks like the generation prompt")
 
     def _end(self, place: int) -> int | None:
-        """The character after the token that ends the turn; None where the text ends without one."""
+        """The position after the token that ends the turn; None if the text ends without one. Raises Unclear."""
         own, limit = self._place(place)[1], self._bounds(place)[1]
         found = [match for match in self._special.finditer(self.text, own) if match.start() <= limit]
         if not found:
             if self.text[own:].strip():
                 raise self._unclear(f"no special token ends message {place + 1}, so that a model would never stop")
             return None
-        if "tool_calls" in self._chat.messages[place]:  # which may hold special tokens of their own
+        if "tool_calls" in self._chat.messages[place]:  # calls may contain other special tokens
             closings = self._closings()
             return next((match for match in found if match.group() in closings), found[0]).end()
         return found[0].end()
@@ -94,7 +94,7 @@ class MasksByComparison:
         return hull
 
     def _bounds(self, place: int) -> Span:
-        """(end of the previous message, start of the next one)."""
+        """(end of the previous message, start of the next one). Raises Unclear if the messages overlap."""
         before = [hull[1] for i, hull in self._hulls.items() if hull is not None and i < place]
         behind = [hull[0] for i, hull in self._hulls.items() if hull is not None and i > place]
         first, last = max(before, default=0), min(behind, default=len(self.text))
@@ -104,7 +104,7 @@ class MasksByComparison:
         return first, last
 
     def _hull(self, place: int) -> Span | None:
-        """The smallest span that holds every text of a message; None where the template writes none of them."""
+        """The smallest span that contains every text of a message; None if the template writes none of them."""
         spans = [span for other in self._variants(place) if (span := self._changed(other, place)) is not None]
         return (min(start for start, _ in spans), max(end for _, end in spans)) if spans else None
 
@@ -120,7 +120,7 @@ class MasksByComparison:
         return start, len(self.text) - behind
 
     def _variants(self, place: int) -> Iterator[str]:
-        """The rendering with each text of a message replaced by the sentinel, one text at a time."""
+        """Yields the rendering with one text of a message replaced by the sentinel, for each text in turn."""
         message = self._chat.messages[place]
         if isinstance(message["content"], str) and message["content"]:
             yield self._render(self._chat.replaced(place, content=SENTINEL))

@@ -1,4 +1,4 @@
-"""Messages of a chat as datasets hold them -> messages as chat templates read them, checked one by one."""
+"""Chat messages in the forms that datasets use -> messages as chat templates read them, each checked."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from weft.strict_json import JsonError, parse
 
 Message = dict[str, Any]
 
-# ShareGPT's words for it, as datasets and LLaMA-Factory use them.
+# ShareGPT's names of the roles, as datasets and LLaMA-Factory use them.
 SPEAKERS = {
     "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant",
     "system": "system", "tool": "tool", "observation": "tool", "function_response": "tool",
     "function_call": "assistant",
 }  # fmt: skip
-# Other words, for what a message proposes.
+# Other names of roles: only used for the data.roles that an error message proposes.
 _LIKELY = {
     **SPEAKERS, "prompter": "user", "instruction": "user", "question": "user", "bot": "assistant", "ai": "assistant",
     "model": "assistant", "answer": "assistant", "chatbot": "assistant", "response": "assistant",
@@ -28,7 +28,7 @@ _LIKELY = {
 
 
 class Parts(str):
-    """The text of a message whose content is a list of parts, joined. parts: the list, for templates that read one."""
+    """The joined text of a content that is a list of parts. parts: the list, for templates that read lists."""
 
     parts: list[dict[str, str]]
 
@@ -47,13 +47,13 @@ class Parts(str):
 
 
 def as_parts(message: Message) -> Message:
-    """A message whose content is no list: templates read Parts as a text or as a list."""
+    """The message with a list content as Parts, which templates can read as a text or as a list."""
     content = message.get("content")
     return {**message, "content": Parts(content)} if isinstance(content, list) else message
 
 
 def with_parts(message: Message) -> Message:
-    """The message with its content as a list, where it has images: as text it would lose them."""
+    """The message with its content as a list if it has images or videos, which its text would lose."""
     content = message.get("content")
     if not isinstance(content, Parts) or all(part["type"] == "text" for part in content.parts):
         return message
@@ -73,11 +73,11 @@ def read_messages(
     images: bool = False,
     videos: bool = False,
 ) -> list[Message]:
-    """The messages of a column, each a new dict without nulls. roles: as data.roles. images, videos: whether parts may
-    be some.
+    """The messages of a column, each a new dict without nulls. roles: as data.roles. images, videos: whether content
+    parts of these types are allowed.
 
-    `from` and `value` become `role` and `content`; a `weight` of 0 or 1 becomes `train`; text parts stay as they are.
-    Raises UserError for what is no message.
+    `from` and `value` become `role` and `content`; a `weight` of 0 or 1 becomes `train`; text parts are unchanged.
+    Raises UserError for anything that is not a message.
     """
     value = decoded(where, column, value)
     if not isinstance(value, list):
@@ -100,7 +100,7 @@ def read_messages(
 
 
 def _unknown_role(where: str, messages: Sequence[Message], place: int, roles: Mapping[str, str]) -> str:
-    """What to say of the first role that nobody knows: a mapping of it and of all the others that go with it."""
+    """The error message for an unknown role. It proposes a data.roles with every unknown role of these messages."""
     own = messages[place]["role"]
     others = dict.fromkeys(m["role"] for m in messages if m["role"] not in (*ROLES, *roles.values()))
     mapping = {**roles, **{role: _LIKELY.get(role.lower(), role) for role in others}}
@@ -112,7 +112,7 @@ def _unknown_role(where: str, messages: Sequence[Message], place: int, roles: Ma
 
 
 def is_plain(message: Any) -> TypeGuard[Message]:
-    """Whether this is a role and a text and no more, as most messages are: then there is nothing to look into."""
+    """Whether a message is just a role and a text, as most are: such a message needs no further checks."""
     return (
         type(message) is dict
         and len(message) == 2
@@ -122,7 +122,7 @@ def is_plain(message: Any) -> TypeGuard[Message]:
 
 
 def read_tools(where: str, value: Any) -> list[dict[str, Any]]:
-    """The tools of a document: a list of JSON schemas, or JSON text of one."""
+    """The tools of a document, from a list of JSON schemas or its JSON text. Raises UserError."""
     value = decoded(where, "tools", value)
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
         inside = (
@@ -134,7 +134,7 @@ def read_tools(where: str, value: Any) -> list[dict[str, Any]]:
 
 
 def decoded(where: str, column: str, value: Any) -> Any:
-    """Tables hold lists as JSON text where their columns are strings."""
+    """The value, parsed if it is the JSON text of a list, as in tables with string columns. Raises UserError."""
     if not isinstance(value, str) or value.lstrip()[:1] != "[":
         return value
     try:
@@ -188,7 +188,7 @@ def _check_content(where: str, message: Message, read: Sequence[str]) -> None:
         for number, part in enumerate(content, start=1):
             _check_part(f"{where}: part {number} of `content`", part, read)
         return
-    # A message may only think, or only call tools; its template knows what to do.
+    # A message may have only reasoning, or only tool calls, and no content.
     if content is None and any(message.get(name) for name in ("tool_calls", "reasoning_content", "thinking")):
         return
     raise UserError(f"{where}: `content` must be a string or a list of text parts, not {kind(content)}.")
@@ -224,12 +224,12 @@ def _check_calls(where: str, message: Message) -> None:
                 f'{where}: call {number} of `tool_calls` has no name: write {{"type": "function", "function": '
                 '{"name": "...", "arguments": {...}}}.'
             )
-    if not calls:  # templates ask whether the key is there, not whether it holds something
+    if not calls:  # templates test whether the key exists, not whether the list is empty
         del message["tool_calls"]
 
 
 def _with_train(where: str, message: Message) -> Message:
-    """`train`: whether a message of the assistant is trained. OpenAI writes it as `weight`, 0 or 1."""
+    """The message with OpenAI's `weight` (0 or 1) as `train` (false or true). Raises UserError."""
     weight = message.pop("weight", None)
     if weight is not None:
         if weight not in (0, 1):
@@ -241,6 +241,6 @@ def _with_train(where: str, message: Message) -> Message:
 
 
 def kind(value: Any) -> str:
-    """What a value of JSON is, in words."""
+    """The type of a JSON value in words, such as "a number"."""
     names = {type(None): "null", bool: "a boolean", int: "a number", float: "a number", str: "a string", list: "a list"}
     return names.get(type(value), "an object")

@@ -1,4 +1,4 @@
-"""The data sections of a config, as sources whose files have been found. Imports neither torch nor transformers."""
+"""The data section of a config -> sources with their files located. Imports neither torch nor transformers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Data = str | DataConfig | Sequence[SourceConfig] | Sequence[Mapping[str, Any]] |
 
 @dataclass(frozen=True)
 class Source:
-    """A source with its files. label: for reports. name: as in data.sources; "" without it."""
+    """A source with its files. label: its name in reports. name: as in data.sources; "" without data.sources."""
 
     label: str
     parts: list[Part]
@@ -28,12 +28,12 @@ class Source:
     roles: Mapping[str, str] = field(default_factory=dict)
 
     def reading(self, chat: bool) -> Reading:
-        """How its rows are parsed. chat: whether there is a chat template."""
+        """How the rows of the source are parsed. chat: whether there is a chat template."""
         return Reading(self.columns, self.roles, chat)
 
 
 def open_data(data: Data) -> list[Source]:
-    """Find the files of a data section. Raises UserError where a file is missing or of another kind."""
+    """Locates and opens the files of a data section. Raises UserError if one is missing or cannot be read."""
     if isinstance(data, DataConfig):
         if data.sources is not None:
             return [_open(source, data.roles, named=True, most=data.max_row_bytes) for source in data.sources]

@@ -1,4 +1,4 @@
-"""Which documents each optimizer step takes: pure functions of lengths, seed and config, the same on every rank."""
+"""Which documents each optimizer step takes: a pure function of lengths, seed and config, the same on every rank."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from dataclasses import dataclass
 
 
 def epoch_order(n: int, seed: int, epoch: int, shuffle: bool) -> list[int]:
-    """The order of n documents in an epoch: a permutation that depends on n, seed and epoch alone.
-
-    Documents are sorted by draws of random.Random.random, the one method whose sequence Python promises to keep on
-    every platform and in every version.
-    """
+    """The order of n documents in an epoch: a permutation that depends on n, seed and epoch alone."""
     if not shuffle:
         return list(range(n))
     return permutation(n, f"{seed}:{epoch}")
 
 
 def permutation(n: int, words: str) -> list[int]:
-    """A permutation of the numbers below n, drawn from these words."""
+    """A permutation of range(n), drawn from a seed string.
+
+    Numbers are sorted by draws of random.Random.random, the one method whose sequence Python promises to keep on every
+    platform and in every version.
+    """
     draw = random.Random(int.from_bytes(hashlib.sha256(words.encode()).digest(), "big")).random
     keys = [draw() for _ in range(n)]
     return sorted(range(n), key=keys.__getitem__)
@@ -29,7 +29,8 @@ def permutation(n: int, words: str) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """One of the sources that the documents are of, in their order. weight: as in data.sources."""
+    """One source of the documents; the documents of each source follow each other. documents: how many it has.
+    weight: as in data.sources."""
 
     documents: int
     weight: float = 1.0
@@ -40,11 +41,11 @@ class Share:
         return max(1, math.floor(self.weight * self.documents + 0.5))
 
     def chosen(self, source: int, seed: int, epoch: int, shuffle: bool) -> list[int]:
-        """The indices of the source's documents that epoch 1, 2, ... takes; one may occur twice.
+        """The indices of the source's documents that an epoch (1, 2, ...) takes. An index may occur more than once.
 
-        The source is passed over again and again, each time in an order of its own drawn from the seed, and each epoch
-        takes what follows in that sequence. So no document comes a second time before all have come once: at weight
-        0.5, two epochs see every document, and at weight 1 each of them does.
+        The source is an endless sequence of passes, each in its own order drawn from the seed, and each epoch takes the
+        next part of that sequence. So no document is repeated before all have been seen: at weight 0.5, two epochs see
+        every document once; at weight 1, each epoch does.
         """
         first = (epoch - 1) * self.in_epoch
         out: list[int] = []
@@ -60,7 +61,7 @@ class Share:
 
 
 def order_of(shares: Sequence[Share], seed: int, epoch: int, shuffle: bool) -> list[int]:
-    """The documents that an epoch takes of all sources, in its order."""
+    """The indices of the documents that an epoch takes from all sources, in the order of the epoch."""
     chosen: list[int] = []
     begin = 0
     for number, share in enumerate(shares):
@@ -71,7 +72,7 @@ def order_of(shares: Sequence[Share], seed: int, epoch: int, shuffle: bool) -> l
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """number and epoch count from 1; documents: indices into the data, in order."""
+    """One optimizer step. number and epoch count from 1. documents: indices into the data, in order."""
 
     number: int
     epoch: int
@@ -79,11 +80,12 @@ class Step:
 
 
 class Steps:
-    """The optimizer steps of a run. A step never straddles an epoch, so the last of an epoch may be short.
+    """The optimizer steps of a run. A step never spans two epochs, so the last step of an epoch may be short.
 
-    lengths: tokens of each document. Exactly one of documents (in a step) and tokens (a step takes documents until one
-    more would exceed so many; a longer document is a step of its own), and exactly one of epochs and steps (epochs
-    repeat as needed), is not None. shares: the sources that the documents are of; None for one that is taken whole.
+    lengths: tokens of each document. documents or tokens: the size of a step, as a number of documents, or as the most
+    tokens (a document that is longer gets its own step). epochs or steps: the length of the run; epochs repeat until
+    `steps` is reached. Of each pair exactly one is not None. shares: the sources of the documents; None for one source
+    of weight 1.
     """
 
     def __init__(
@@ -120,7 +122,7 @@ class Steps:
         return self.starting_at(1)
 
     def starting_at(self, number: int) -> Iterator[Step]:
-        """The steps from a number on, exactly as in an unbroken run; earlier epochs are counted, not dealt again."""
+        """The steps from step `number` on, exactly as in an uninterrupted run."""
         epoch, first = 1, 1
         while first + self._count(epoch) <= number <= self.total:
             first += self._count(epoch)
@@ -133,7 +135,7 @@ class Steps:
             epoch += 1
 
     def _in_epochs(self, epochs: int) -> int:
-        if self._documents is not None:  # they are alike, and may be very many
+        if self._documents is not None:  # all epochs have as many steps, and there may be very many epochs
             return epochs * self._count(1)
         return sum(self._count(epoch + 1) for epoch in range(epochs))
 

@@ -1,4 +1,4 @@
-"""Where images and videos of tokenised documents are found again, as a table keeps it."""
+"""Where to find the images and videos of tokenised documents again, and the packed form that a table stores."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from weft.data.image_files import Measured
 from weft.errors import BadRowError
 from weft.models.clips import Clip
 
-# Of each image and video of a table: what it is found by, its size as seen, its bytes, and by kind: when its files were
-# changed, or the position of its row and its place among the row's images; of a video also the fields of its Clip.
+# A packed place: kind, height, width, bytes, a number (the modification time of the files; for a place in a row, the
+# position of the row), the index among the images of the row; for a video also the fields of its Clip.
 _HEAD, _CLIP = struct.Struct("<BIIQqI"), struct.Struct("<IdI")
 HEAD_BYTES = _HEAD.size + _CLIP.size
 _PATH, _ROW, _COPY = b"PRC"
@@ -24,17 +24,17 @@ FILES, VIDEOS = (_PATH, _VIDEO_PATH, _FRAMES), (_VIDEO_PATH, _VIDEO_ROW, _VIDEO_
 
 
 def identity(packed: Any) -> Any:
-    """Of the first HEAD_BYTES of a packed place those that belong to the digest of its document: nothing of where it
-    is."""
+    """The bytes that go into the digest of a document: size in pixels and bytes, and the clip, but not the location.
+    packed: the first HEAD_BYTES of a packed place."""
     clip = packed[_HEAD.size :].tobytes() if packed[0] in VIDEOS else b""
     return packed[1:17].tobytes() + clip
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where an image or a video is found again. measured: as it was when it was tokenised. paths: of its file or
-    folder, or of its frames. data: a copy of its bytes. Where neither is: its place among the images of the row at
-    `position`."""
+    """Where to find an image or a video again. measured: its measurements when it was tokenised. paths: of its file or
+    folder, or of its frames. data: a copy of its bytes. With neither, it is number `place` among the images of the row
+    at `position`."""
 
     measured: Measured
     paths: tuple[str, ...] = ()
@@ -44,11 +44,11 @@ class Place:
 
     @property
     def in_row(self) -> bool:
-        """Whether its row has to be read again."""
+        """Whether the row must be read again to get it."""
         return not self.paths and self.data is None
 
     def source(self, row: Sequence[Image | Video]) -> Image | Video:
-        """The image or video. row: those of its row, if that was read again."""
+        """The image or video. row: all images and videos of its row; only used if in_row."""
         if self.in_row:
             return row[self.place]
         clip, files = self.measured.clip, [Image(path=path) for path in self.paths]
@@ -58,11 +58,11 @@ class Place:
         return Video(file, fps=clip.fps) if len(files) < 2 else Video(frames=tuple(files), fps=clip.fps)
 
     def is_as_it_was(self) -> bool:
-        """Whether its files have the size and time of change that they had."""
+        """Whether the files still have the size and modification time of `measured`."""
         return state_of(self.paths) == (self.measured.size, self.measured.changed)
 
     def packed(self) -> bytes:
-        """The bytes that a table keeps."""
+        """The bytes that a table stores."""
         seen, clip = self.measured, self.measured.clip
         kind, tail = _ROW, b""
         if self.paths:
@@ -77,7 +77,7 @@ class Place:
 
     @classmethod
     def of(cls, packed: bytes) -> Place:
-        """The place that `packed` encoded."""
+        """The inverse of `packed`."""
         kind, height, width, size, number, place = _HEAD.unpack_from(packed)
         tail, clip = packed[_HEAD.size :], None
         if kind in VIDEOS:
@@ -90,7 +90,7 @@ class Place:
 
 
 def state_of(paths: Sequence[str]) -> tuple[int, int] | None:
-    """(bytes, time of the last change) of all files, those of a folder among them; None where one is gone."""
+    """(total bytes, latest modification in nanoseconds) of files and of the files in folders; None if one is gone."""
     try:
         found = [os.stat(file) for path in paths for file in files_of(path)]
     except OSError:
@@ -99,7 +99,7 @@ def state_of(paths: Sequence[str]) -> tuple[int, int] | None:
 
 
 def files_of(path: str) -> list[str]:
-    """The file, or the files of a folder that are not hidden, in the order of the numbers in their names."""
+    """[path] for a file; for a folder its files that are not hidden, ordered by the numbers in their names."""
     if not os.path.isdir(path):
         return [path]
     names = [entry.name for entry in os.scandir(path) if entry.is_file() and not entry.name.startswith(".")]
@@ -107,13 +107,14 @@ def files_of(path: str) -> list[str]:
 
 
 def _in_order(name: str) -> list[tuple[int, str]]:
-    """frame_2 comes before frame_10."""
+    """A sort key by which frame_2 comes before frame_10."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
 def place_of(where: str, seen: Image | Video, measured: Measured, position: int | None, place: int) -> Place:
-    """Where an image or video is found again. where: names it. position: of its row, if that can be read again. Raises
-    BadRowError where it cannot be found."""
+    """The Place of an image or video. where: the name of its row, for messages. position: of the row, if the row can be
+    read again, else None. place: its index among the images of the row. Raises BadRowError if it could not be found
+    again."""
     if isinstance(seen, Video) and seen.file is None:
         if all(frame.path is not None for frame in seen.frames):
             return Place(measured, tuple(str(frame.path) for frame in seen.frames))

@@ -1,8 +1,8 @@
-"""Rows that are tokens already: which of them are trained.
+"""Rows of token ids: their checks, and which tokens are trained.
 
 {"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}   as HuggingFace's models take them: not shifted, -100 is not trained
-{"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1]}   1 is trained; TRL's completion_mask and assistant_masks, too
-{"input_ids": [5, 6, 7]}                           all are
+{"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1]}   1 is trained; also TRL's completion_mask and assistant_masks
+{"input_ids": [5, 6, 7]}                           every token is trained
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _LARGEST = 2**31 - 1
 
 
 def read_tokens(where: str, row: Mapping[str, Any]) -> tuple[list[int], list[int]]:
-    """(token ids, 1 for each that is trained, else 0) of a row. Raises UserError."""
+    """(token ids, 1 for each trained token, else 0) of a row. Raises UserError."""
     ids = _integers(where, row, "input_ids")
     if not ids or not 0 <= min(ids) <= max(ids) <= _LARGEST:
         raise UserError(f"{where}: `input_ids` must be token ids, one or more, from 0.")
@@ -52,7 +52,7 @@ def _of_mask(where: str, name: str, values: list[int]) -> list[int]:
 
 
 def _check_whole(where: str, row: Mapping[str, Any], length: int) -> None:
-    """One document, without padding: what else is there would be trained as if it were of it."""
+    """Raises UserError if a row has padding or several documents: all of it would be trained as one document."""
     mask, positions = row.get("attention_mask"), row.get("position_ids")
     if mask is not None and (not isinstance(mask, list) or mask != [1] * length):
         raise UserError(f"{where}: `attention_mask` leaves tokens out: weft pads by itself, so leave padding out.")

@@ -1,5 +1,5 @@
-"""The images of a prompt: measured when prompts are read, opened where they are needed. Reward functions and
-environments get it in processes that import no torch."""
+"""The images of a prompt: measured when prompts are read, opened when they are needed. Imports no torch, because the
+processes of reward functions and environments use it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from weft.data.image_files import Checks, Measured, pixels
 
 @dataclass(frozen=True, slots=True)
 class PromptImages:
-    """The images of a prompt, not yet opened. where: names the prompt, for messages. images: in the order of their
-    placeholders. sizes: of each. patches, pairs: as in Media."""
+    """The images of a prompt, not yet opened. where: the name of the prompt in messages. images: in the order of their
+    placeholders. sizes: measurements of each. patches, pairs: of all of them, as in Media."""
 
     where: str
     images: tuple[Image, ...]
@@ -22,17 +22,19 @@ class PromptImages:
     pairs: int
 
     def followed_by(self, more: PromptImages) -> PromptImages:
-        """These, then those of replies. more: whose patches and pairs count these, too, because processors pad images
-        of one document to the largest."""
+        """These images followed by the images of replies. more: the latter; its patches and pairs must already count
+        all images together, because processors pad the images of one document to the largest."""
         both = (*self.images, *more.images), (*self.sizes, *more.sizes)
         return PromptImages(self.where, *both, more.patches, more.pairs)
 
     @property
     def names(self) -> list[str]:
-        """The path of each image, as rollouts and samples record it."""
+        """The path or URL of each image ("in the row" if none), as rollouts and samples record it."""
         return [str(image) for image in self.images]
 
     def pictures(self) -> list[Any]:
-        """The images, opened: PIL images in RGB. Raises BadRowError where one can no longer be opened, or has grown."""
-        limits = (Checks(max_pixels=size.height * size.width) for size in self.sizes)  # which the data's limit allowed
+        """The images as PIL images in RGB. Raises BadRowError if one can no longer be opened, or has more pixels."""
+        limits = (
+            Checks(max_pixels=size.height * size.width) for size in self.sizes
+        )  # data.max_image_pixels allowed it
         return [pixels(image, self.where, checks)[0] for image, checks in zip(self.images, limits, strict=True)]

@@ -1,4 +1,4 @@
-"""Prompts that a model is to answer: from a JSONL file, or from a list of texts."""
+"""The prompts of eval.prompts, for a model to answer: from a JSONL file, or from a list of texts."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from weft.strict_json import JsonError, parse
 Messages = list[dict[str, str]]
 Render = Callable[[Messages, bool], str]
 
-_MARK = "weft-mark"  # stands for an answer in a rendering, to see what the template puts before one
+_MARK = "weft-mark"  # a stand-in for an answer: what the template writes before it is the prompt
 _NEEDED = "it needs `messages` (a chat to be answered) or `prompt` (a text to be continued)"
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt. text: for people. tokens: the model's input. images: those of its placeholders."""
+    """A prompt. text: for display. tokens: the model's input. images: of its placeholders, if any."""
 
     text: str
     tokens: tuple[int, ...]
@@ -47,10 +47,12 @@ def load_prompts(
 ) -> list[Prompt]:
     """The prompts of a JSONL file, or of a list of texts.
 
-    A text of the list is what a user says where the tokenizer has a chat template, else a text to be continued. In a
-    file, `messages` goes through the chat template, without the answers that end it, and `prompt` is continued as it
-    is, so that a file of training data serves too. encoding: the chat template, if it is not the tokenizer's own, and
-    what it is told. roles: as data.roles. images: of a vision model. Raises UserError, naming file and line.
+    A text of the list is a user's message if there is a chat template, else a text to be continued. In a file,
+    `messages` goes through the chat template without the assistant messages at its end, and a text `prompt` is
+    continued as it is; so a file of training data works, too.
+
+    encoding: the chat template, if not the tokenizer's own, and its variables. roles: as data.roles. images: the image
+    reader of a vision model. Raises UserError, with file and line.
     """
     reader = _Reader(tokenizer, encoding or Encoding(), roles, images)
     if isinstance(source, str):
@@ -77,7 +79,7 @@ def _lines(path: str) -> Iterator[tuple[str, str]]:
 
 @dataclass(frozen=True, slots=True)
 class _Reader:
-    """What prompts are read with. roles, images: as in load_prompts."""
+    """Reads single prompts. The fields are as in load_prompts."""
 
     tokenizer: PreTrainedTokenizerBase
     encoding: Encoding
@@ -85,7 +87,7 @@ class _Reader:
     images: Images | None
 
     def of_question(self, where: str, text: str) -> Prompt:
-        """A user's message if there is a chat template, else a text to be continued."""
+        """The prompt of a text: a user's message if there is a chat template, else a text to be continued."""
         if has_template(self.tokenizer, self.encoding):
             return self._of_chat(where, [{"role": "user", "content": text}])
         return self._of_text(where, text)
@@ -117,7 +119,7 @@ class _Reader:
     def _of_text(self, where: str, text: str) -> Prompt:
         tokens: list[int] = self.tokenizer(text, verbose=False)["input_ids"]
         if tokens[-1:] == [self.tokenizer.eos_token_id]:
-            tokens = tokens[:-1]  # some tokenizers end every text; this one is to be continued
+            tokens = tokens[:-1]  # some tokenizers append eos to every text; this text is to be continued
         if not tokens:
             raise UserError(f"{where}: is empty: write what the model is to continue.")
         return Prompt(text, tuple(tokens))
@@ -149,7 +151,7 @@ class _Reader:
 
 
 def up_to_the_answer(render: Render, messages: Messages) -> str:
-    """The conversation up to where the answer begins, whether or not the template has a generation prompt. render:
+    """The rendering up to the beginning of the answer, also for templates without a generation prompt. render:
     (messages, whether to add the generation prompt) -> text."""
     plain, asking = render(messages, False), render(messages, True)
     if asking != plain:
@@ -160,7 +162,7 @@ def up_to_the_answer(render: Render, messages: Messages) -> str:
 
 
 def as_text(messages: Sequence[dict[str, Any]]) -> str:
-    """The text of a single user message; of several messages, with their roles."""
+    """Messages for display: a single message as its text, several with their roles, one a line."""
     if len(messages) == 1:
         return _content(messages[0])
     return "\n".join(f"{message['role']}: {_content(message)}" for message in messages)

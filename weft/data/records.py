@@ -1,13 +1,13 @@
-"""Rows -> Records: each row is one document in one of four formats, checked before anything is tokenised.
+"""Rows -> Records: each row is one document in one of these formats, checked before anything is tokenised.
 
 {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
 {"prompt": "...", "completion": "..."}    both strings, or both messages
 {"text": "..."}
-{"instruction": "...", "input": "...", "output": "..."}
-{"input_ids": [...], "labels": [...]}     tokens as they stand (weft/data/pretokenised.py)
+{"instruction": "...", "input": "...", "output": "..."}     becomes a Record of messages, or of prompt and completion
+{"input_ids": [...], "labels": [...]}     tokens, used unchanged (weft/data/pretokenised.py)
 
-Beside them: `tools`, `system`, `chat_template_kwargs`, `history` of an instruction, and `images` and `videos` of a chat
-(weft/data/image_columns.py).
+Further columns: `tools`, `system` and `chat_template_kwargs`, `history` of an instruction, and `images` and `videos` of
+a chat (weft/data/image_columns.py).
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ Format = Literal["messages", "prompt", "text", "input_ids"]
 ALL_FORMATS: tuple[Format, ...] = ("messages", "prompt", "text", "input_ids")
 NEEDED = "`messages`, `prompt` and `completion`, `text`, `instruction` and `output`, or `input_ids`"
 
-# Columns that change what a document means: ignoring them would train on something else than the user wrote.
+# Columns that change what a document means: ignoring them would train on something other than the user wrote.
 UNREAD_COLUMNS = ("audios", "documents")
 
-# Columns that users bring from other libraries: of conversations, and of questions.
+# Columns of other libraries' data that hold conversations, and questions.
 CONVERSATIONS, QUESTIONS = ("conversations", "conversation"), ("question", "problem", "query", "input")
-# Columns that hold the answers to `prompt` where there is no `completion`.
+# Columns that may hold the answer to `prompt` if there is no `completion` -> their paths in data.columns.
 ANSWERS = {
     "response": "response", "answer": "answer", "label": "label", "output": "output", "solution": "solution",
     "reward_model": "reward_model.ground_truth", "chosen": "chosen",
@@ -45,11 +45,11 @@ ANSWERS = {
 class Record:
     """One checked document.
 
-    where: "file:line" or "file[row]", for messages. value, by format: `messages` (dicts with `role` and more), with
-    `tools` and `chat_template_kwargs` where the document has them; `prompt` and `completion`, both strings, or both
-    lists of messages, then with the same two; `text`; `input_ids` and `trained`, 1 for each that is. images: and
-    videos, of a chat, in the order of the parts of its messages that stand for them. position: of its row, for reading
-    it again; None where only reading everything before it would find it.
+    where: "file:line" or "file[row]", for messages. value: its keys depend on the format: `messages` (a list of dicts),
+    with `tools` and `chat_template_kwargs` if the row has them; `prompt` and `completion`, both strings, or both lists
+    of messages with the same two; `text`; `input_ids` and `trained` (1 for each trained token, else 0). images: the
+    images and videos of a chat, in the order of the content parts that stand for them. position: of the row, for
+    reading it again; None if the row cannot be read by itself.
     """
 
     where: str
@@ -61,8 +61,8 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """How rows are parsed. columns, roles: as data.columns and data.roles. chat: whether instructions become chats;
-    else plain text."""
+    """How rows are parsed. columns, roles: as data.columns and data.roles. chat: whether an instruction becomes a chat,
+    or else plain text."""
 
     columns: Mapping[str, str] = field(default_factory=dict)
     roles: Mapping[str, str] = field(default_factory=dict)
@@ -70,7 +70,7 @@ class Reading:
 
 
 def json_row(where: str, line: bytes) -> dict[str, Any]:
-    """The row that one line of JSON holds; where ("file:line") goes into the errors."""
+    """The row of one line of JSON. where: "file:line", for messages. Raises UserError."""
     try:
         row = parse(line.strip())
     except UnicodeDecodeError as error:
@@ -83,17 +83,17 @@ def json_row(where: str, line: bytes) -> dict[str, Any]:
 
 
 def parse_row(where: str, row: Mapping[str, Any], reading: Reading, folder: str = "") -> Record:
-    """The document that a row of a table holds. folder: paths of images are relative to it."""
+    """The document of a row. folder: paths of images are relative to it. Raises UserError."""
     named = renamed(where, row, reading.columns) if reading.columns else row
-    # Null counts as absent: exported tables hold every column in every row.
+    # Null means absent: exported tables have every column in every row.
     present = {name: value for name, value in named.items() if value is not None}
     refuse_media(where, present)
     return _with_images(_READERS[_format(where, row, present)](where, present, reading), present, folder)
 
 
 def refuse_media(where: str, row: Mapping[str, Any], *more: str) -> None:
-    """Raises UserError where a row has columns of another kind than text, images and videos. more: columns that are not
-    read of this row, either."""
+    """Raises UserError if a row has a column of media that weft does not read. more: further columns that are refused
+    in this row."""
     if unread := [name for name in (*more, *UNREAD_COLUMNS) if row.get(name)]:
         read = "text and images" if more else "text, images and videos"
         raise UserError(
@@ -103,7 +103,7 @@ def refuse_media(where: str, row: Mapping[str, Any], *more: str) -> None:
 
 
 def _with_images(record: Record, row: Mapping[str, Any], folder: str) -> Record:
-    """The record with its images and videos taken out of its messages, and out of the columns `images` and `videos`."""
+    """The record with the images and videos of its messages and of the columns `images` and `videos` in `images`."""
     names = [name for name in ("messages", "prompt", "completion") if isinstance(record.value.get(name), list)]
     if not names:
         _refuse(record.where, row, ("images",), f"`{record.format}` has no messages, to which images belong")
@@ -119,7 +119,8 @@ def _with_images(record: Record, row: Mapping[str, Any], folder: str) -> Record:
 
 
 def check_unicode(where: str, value: Any) -> None:
-    """JSON can write half of a surrogate pair, which is no text: tokenizers fail on it without naming the line."""
+    """Raises UserError for half of a surrogate pair: JSON can write it, but tokenizers fail on it without naming the
+    line."""
     try:
         json.dumps(value, ensure_ascii=False, default=str).encode()
     except UnicodeEncodeError as error:
@@ -136,7 +137,7 @@ def _json_advice(line: bytes) -> str:
 
 
 def _format(where: str, row: Mapping[str, Any], present: Mapping[str, Any]) -> str:
-    """The one format a row is in."""
+    """The format of a row, a key of _READERS. Raises UserError if there is none, or more than one."""
     found = [name for name in ("messages", "text") if name in present]
     found += ["prompt"] if "prompt" in present or "completion" in present else []
     found += [name for name in ("instruction", "input_ids") if name in present]
@@ -154,7 +155,7 @@ def _format(where: str, row: Mapping[str, Any], present: Mapping[str, Any]) -> s
 
 
 def _likely_columns(row: Mapping[str, Any]) -> str:
-    """data.columns for a row of another library; empty where nothing is known of its columns."""
+    """The data.columns to propose for a row of another library; "" if none of its columns is known."""
     for name in (*CONVERSATIONS, "chosen"):
         if isinstance(row.get(name), list):
             return f"{{messages: {name}}}"
@@ -219,7 +220,7 @@ def _read_prompt(where: str, row: Mapping[str, Any], reading: Reading) -> Record
 
 
 def _read_instruction(where: str, row: Mapping[str, Any], reading: Reading) -> Record:
-    """Alpaca's columns. As plain text an empty line ends the question; as a chat it is one message of the user."""
+    """Alpaca's columns. In a chat the question is one user message; as plain text it ends with an empty line."""
     if "output" not in row:
         raise UserError(f"{where}: has `instruction` but no `output`. Add `output`, the answer.")
     names = [name for name in ("instruction", "input") if row.get(name) not in (None, "")]
@@ -246,11 +247,11 @@ _READERS = {
 assert set(_READERS) == set(FORMATS)
 
 
-# ---------------------------------------------------------------- columns beside
+# ---------------------------------------------------------------- further columns
 
 
 def template_inputs(where: str, row: Mapping[str, Any]) -> dict[str, Any]:
-    """The row's `tools` and `chat_template_kwargs`, where it has them."""
+    """The row's `tools` and `chat_template_kwargs`, if it has them. Raises UserError."""
     found: dict[str, Any] = {}
     if row.get("tools"):
         found["tools"] = read_tools(where, row["tools"])
@@ -263,7 +264,7 @@ def template_inputs(where: str, row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_system(where: str, row: Mapping[str, Any], messages: list[Message]) -> list[Message]:
-    """The messages after the column `system`, where the row has one."""
+    """The messages, preceded by the text of the column `system` if the row has one. Raises UserError."""
     if not row.get("system"):
         return messages
     if messages[0].get("role") == "system":
@@ -295,7 +296,7 @@ def _string(where: str, row: Mapping[str, Any], name: str) -> str:
 
 
 def is_json_list(text: str) -> bool:
-    """Whether a string of a table holds messages: a list of objects with `role`."""
+    """Whether a string is the JSON text of messages: a list of objects with `role` or `from`."""
     if text[:1] != "[" or text[1:].lstrip()[:1] != "{":
         return False
     try:

@@ -47,19 +47,22 @@ _T = TypeVar("_T")
 
 BLOCK_BYTES = 1 << 20
 BLOCK_ROWS = 1000
-_HELD_BYTES = 8 << 20  # of rows that are read one after another: a block ends there, too
-_UNPACKED_BYTES = 1 << 30  # of a zipped JSON list, which is read whole
+_HELD_BYTES = 8 << 20  # a block of rows that are read sequentially also ends here
+_UNPACKED_BYTES = 1 << 30  # the largest JSON list in a .gz file, which is read whole
 _COUNTED = 256  # blocks whose lines are counted at a time
 _SAMPLED = 16  # places of a large file that a sample is read from
-_GROUP_BYTES = 32 << 20  # of a group of Parquet's rows that is read for one of them
+_GROUP_BYTES = 32 << 20  # the largest Parquet row group that is read for one of its rows
 
 
 @dataclass(frozen=True)
 class Part:
-    """One file or table of a source. origin: its name in messages. size: approximate bytes. by_line: documents are
-    numbered by line; else by row, from 0. blocks: yields its blocks in order. digest: of its content; None for data in
-    memory. sample: blocks spread over it. row: a block of the one row at a position, as in Record; None where rows
-    cannot be read again."""
+    """One file or table of a source.
+
+    origin: its name in messages. size: bytes, about. by_line: whether rows are numbered by line, else by index from 0.
+    blocks: yields its blocks in order. digest: of the content; None if the part has none (data in memory, a split of a
+    file). sample: yields blocks spread over the part; None if it can only be read in order. row: a block of the single
+    row at a position (see Record); None if rows cannot be read again.
+    """
 
     origin: str
     size: int
@@ -72,7 +75,7 @@ class Part:
 
 @dataclass(frozen=True)
 class _File:
-    """most: bytes of a row. stamp: the state of the file when it was opened."""
+    """most: the largest allowed row, in bytes. stamp: the state of the file when it was opened."""
 
     path: str
     most: int
@@ -87,8 +90,8 @@ class _File:
 
 
 def open_source(source: SourceConfig, key: str = "data.path", most: int = MAX_ROW_BYTES) -> list[Part]:
-    """The files or tables of a source. key: of the config, for messages. most: bytes of a row. Raises UserError where
-    there are none."""
+    """The files or tables of a source. key: the config key, for messages. most: the largest allowed row, in bytes.
+    Raises UserError if there are none, or `split` or `subset` do not apply."""
     path, split = str(Path(source.path).expanduser()), parse_split(source.split)
     if problem := data_problem(key, path):
         raise UserError(problem)
@@ -119,7 +122,7 @@ def _refuse_subset(source: SourceConfig) -> None:
 
 
 def open_file(path: str, split: Split | None = None, most: int = MAX_ROW_BYTES) -> Part:
-    """A file, by the extension of its name; an unknown one is JSONL. most: bytes of a row."""
+    """Opens a file by its extension; an unknown extension is JSONL. most: the largest allowed row, in bytes."""
     chosen, file = split or Split(), _File(path, most, Stamp.of(path))
     name = path.removesuffix(".gz")
     if name.endswith(".parquet"):
@@ -132,7 +135,7 @@ def open_file(path: str, split: Split | None = None, most: int = MAX_ROW_BYTES) 
 
 
 def in_memory(rows: Any, name: str = "data") -> Part:
-    """A list of rows, or a datasets.Dataset."""
+    """The part of a list of rows, or of a datasets.Dataset. Raises UserError if a row is not a mapping."""
     if not isinstance(rows, Sequence) and hasattr(rows, "with_format"):
         return _dataset(name, rows, Split())
     listed = list(rows)
@@ -162,7 +165,7 @@ def _lines(file: _File) -> Part:
                 newlines += count
 
     def sample() -> Iterator[Block]:
-        """The first lines, and some from all over the file."""
+        """The first lines, and lines at even distances through the file."""
         piece = BLOCK_BYTES // 8
         yield FileBlock(path, 0, min(piece, size), 0, file.most, file.stamp)
         for number in range(1, _SAMPLED):
@@ -177,8 +180,8 @@ def _lines(file: _File) -> Part:
 
 
 def _newlines(path: str, starts: range) -> Iterator[tuple[int, int]]:
-    """(start, line ends) of each block. No thread lives while this waits: one that is given up may be collected by any
-    thread, also by one that is just beginning and holds the lock that the end of a thread needs."""
+    """Yields (start, number of line ends) of each block. No pool is alive at a yield: an abandoned generator may be
+    collected by any thread, even one that is starting up and holds the lock that joining the pool's threads needs."""
 
     def count(start: int) -> int:
         with open(path, "rb") as file:
@@ -193,7 +196,7 @@ def _newlines(path: str, starts: range) -> Iterator[tuple[int, int]]:
 
 
 def _streamed_lines(file: _File, split: Split) -> Part:
-    """A zipped file, or a part of one: lines are read one after another."""
+    """A .gz file, or a split of a JSONL file: lines are read sequentially."""
 
     def lines() -> Iterator[tuple[int, bytes]]:
         with reading(file.path, file.stamp), _opened(file.path) as stream:
@@ -209,7 +212,7 @@ def _streamed_lines(file: _File, split: Split) -> Part:
 # ---------------------------------------------------------------- JSON lists and CSV
 
 
-# A row's number, the row or what is wrong with it, and how many bytes of the file it is, about.
+# (number of a row, the row or a UserError, its size in bytes, about)
 _Row = tuple[int, Any, int]
 
 
@@ -225,7 +228,7 @@ def _row_blocks(origin: str, rows: Iterable[_Row], by_line: bool, again: bool = 
 
 
 def _held(rows: Iterable[_T], size: Callable[[_T], int]) -> Iterator[list[_T]]:
-    """Rows in turn, as many as a block is to hold."""
+    """Groups rows into lists for blocks: up to BLOCK_ROWS rows, or until they reach _HELD_BYTES."""
     chosen: list[_T] = []
     held = 0
     for row in rows:
@@ -271,7 +274,7 @@ def _json_rows(file: _File) -> Iterator[_Row]:
 
 
 def _items(text: str) -> Iterator[tuple[int, int, Any]]:
-    """(begin, end, value) of each item of the list that a text holds."""
+    """Yields (begin, end, value) of each item of the JSON list in a text. Raises json.JSONDecodeError or JsonError."""
     blank = re.compile(r"[ \t\n\r]*")
 
     def skip(at: int) -> int:
@@ -293,7 +296,7 @@ def _items(text: str) -> Iterator[tuple[int, int, Any]]:
 
 
 def _csv_rows(file: _File, separator: str) -> Iterator[_Row]:
-    """Numbered by the line that each begins on; an empty field counts as absent."""
+    """Yields the rows, numbered by the line on which each begins. An empty field means absent."""
     path = file.path
     csv.field_size_limit(min(sys.maxsize, file.most))
     with reading(path, file.stamp), _opened(path) as stream:
@@ -317,7 +320,7 @@ def _csv_rows(file: _File, separator: str) -> Iterator[_Row]:
 
 
 def _unequal(path: str, line: int, row: Sequence[str], header: Sequence[str]) -> UserError | None:
-    """What is wrong with a row that has not as many fields as the header."""
+    """The error for a row whose number of fields is not that of the header; None if it is."""
     if len(row) == len(header):
         return None
     return UserError(
@@ -373,9 +376,9 @@ def _parquet(file: _File, split: Split) -> Part:
 
 
 class _Groups:
-    """Reads single rows of a Parquet file, by the groups that they are stored in; the last group is kept.
+    """Reads single rows of a Parquet file by reading their row group; the last group is kept.
 
-    small: whether no group is so large that a row is better copied than read again.
+    small: whether every group is small enough to be read again for one row; else images in rows are copied.
     """
 
     def __init__(self, opened: Any) -> None:
@@ -387,9 +390,9 @@ class _Groups:
         self._kept: tuple[int, Any] = (-1, None)
 
     def row(self, position: int) -> Any:
-        """A table of this row alone."""
+        """A table of the one row at this position."""
         number = bisect_right(self._ends, position)
-        with self._lock:  # a ParquetFile is no matter of several threads
+        with self._lock:  # a ParquetFile is not thread-safe
             if self._kept[0] != number:
                 self._kept = number, self._opened.read_row_group(number)
             table = self._kept[1]
@@ -397,7 +400,8 @@ class _Groups:
 
 
 def _rows_at_once(metadata: Any, file: _File) -> int:
-    """So many that what is unpacked of them stays small. Raises UserError where a row is larger than it may be."""
+    """How many rows to read at a time, so that the unpacked rows stay small. Raises UserError if the average row of a
+    group is larger than the allowed one."""
     largest, first = 1, 0
     for number in range(metadata.num_row_groups):
         group = metadata.row_group(number)
@@ -415,17 +419,17 @@ def _saved_dataset(path: str, split: Split, most: int) -> Part:
             loaded = datasets.load_from_disk(path)
     except UserError:
         raise
-    except Exception as error:  # of any type: the folder's files are JSON and Arrow that others may have written
+    except Exception as error:  # of any type: the JSON and Arrow files in the folder may be anything
         raise UserError(f"{path}: is no dataset that can be read: {first_line(error)}. Write it again.") from error
     return _dataset(path, loaded, split, most)
 
 
 def _hub_dataset(path: str, subset: str | None, split: Split, most: int) -> Part:
-    """Downloaded by datasets, which keeps it in its own cache."""
+    """A dataset on the hub, downloaded by the datasets library into its own cache."""
     datasets = _datasets(path)
     try:
         loaded = datasets.load_dataset(path, subset, split=split.name or None)
-    except Exception as error:  # a library's, a network's, the hub's: of any type
+    except Exception as error:  # of any type: from the library, the network or the hub
         raise UserError(
             f"data.path: {path} is no local file, and datasets could not load it from the hub: {first_line(error)}."
         ) from error
@@ -474,8 +478,8 @@ def _datasets(path: str) -> Any:
 
 
 def file_digest(path: str, stamp: Stamp | None = None) -> str:
-    """Hexadecimal digest of a file: of its blocks' digests, which threads compute in parallel. stamp: the file must
-    still have it at the end."""
+    """Hexadecimal digest of a file: a digest of the digests of its blocks, which threads compute in parallel. stamp: if
+    given, the file must still match it at the end; else UserError."""
     with reading(path, stamp), ThreadPoolExecutor(4) as pool:
         whole, size = hashlib.blake2b(digest_size=16), Path(path).stat().st_size
         for digest in pool.map(partial(_block_digest, path), range(0, size, 16 * BLOCK_BYTES)):
@@ -491,7 +495,7 @@ def _block_digest(path: str, start: int) -> bytes:
 
 
 def _chosen(read: Callable[[], Iterator[_T]], split: Split) -> Iterator[_T]:
-    """The rows that a split names; they are counted first."""
+    """The rows of a split. Unless the split is whole, reads everything once to count the rows first."""
     if split.is_whole:
         return read()
     rows = split.rows(sum(1 for _ in read()))

@@ -1,6 +1,6 @@
-"""Tokenised documents laid end to end in a few flat arrays, in memory or mapped from files.
+"""Tokenised documents concatenated in a few flat arrays, in memory or memory-mapped from files.
 
-No document is cut or left out here; that is decided later, by views of a table. Imports no torch.
+A table holds every document in full; weft/data/limits.py truncates and drops. Imports no torch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from weft.data.places import FILES, HEAD_BYTES, Place, identity
 from weft.data.records import ALL_FORMATS, Format, Record
 
 Array = NDArray[Any]
-BadRow = tuple[int, str]  # its number, and what is wrong with it, which begins with its place
+BadRow = tuple[int, str]  # (number of the row, error message, which begins with file:line)
 
 # One value for each token, or for each document.
 _TOKENS = {"ids": np.int32, "trained": np.uint8}
@@ -31,7 +31,7 @@ _DOCUMENTS = {
     "lengths": np.int32, "losses": np.int32, "numbers": np.int64, "formats": np.uint8,
     "patches": np.int64, "pairs": np.int64, "reaches": np.int32, "images": np.int32, "videos": np.int32,
 }  # fmt: skip
-# Where the images of all documents are found: packed places end to end, and where each ends in its chunk.
+# The packed places of the images of all documents, concatenated, and the size of each in bytes.
 _PLACES = {"places": np.uint8}
 _IMAGES = {"sizes": np.int64}
 _ALL = _TOKENS | _DOCUMENTS | _PLACES | _IMAGES
@@ -40,10 +40,13 @@ _META = "table.json"
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Some tokenised documents. ids, trained: of all tokens. lengths: tokens of each. losses: trained tokens of each,
-    without the first, which nothing predicts. numbers: of their lines or rows. formats: indices into ALL_FORMATS. bad:
-    rows that were left out. patches, pairs, reaches: of each, as in Encoded. images: how many each has, with its
-    videos; videos: how many these are. places: of them all, packed end to end; sizes: bytes of each of these."""
+    """Some tokenised documents.
+
+    ids, trained: one value a token. One value a document: lengths, its tokens; losses, its trained tokens without the
+    first, which nothing predicts; numbers, its line or row; formats, indices into ALL_FORMATS; patches, pairs, reaches,
+    as in Encoded; images, the number of its images and videos; videos, the number of its videos. places: the packed
+    Places of all images and videos, concatenated. sizes: bytes of each packed Place. bad: the rows that were left out.
+    """
 
     ids: Array
     trained: Array
@@ -68,7 +71,7 @@ class Chunk:
         encoded: Sequence[Encoded],
         bad: Sequence[BadRow] = (),
     ) -> Chunk:
-        """The chunk of these records, as an Encoder encoded them."""
+        """The chunk of these records. numbers: their lines or rows. encoded: what an Encoder made of them."""
         total = sum(len(item.ids) for item in encoded)
         packed = [place.packed() for item in encoded for place in item.places]
         return cls(
@@ -90,12 +93,12 @@ class Chunk:
 
 
 class Digest:
-    """Incremental hexadecimal digest of token ids, loss masks, lengths and images in order; independent of the
-    chunks."""
+    """Incremental hexadecimal digest of token ids, loss masks, lengths and images, in order. It does not depend on how
+    the documents are split into chunks."""
 
     def __init__(self) -> None:
         self._parts = [hashlib.blake2b(digest_size=16) for _ in range(3)]
-        self._images: Any = None  # of documents with images alone
+        self._images: Any = None  # None until a document has images, so that the digest of texts has no part for them
 
     def update(self, ids: Array, trained: Array, lengths: Array) -> None:
         for part, values, dtype in zip(
@@ -104,7 +107,7 @@ class Digest:
             part.update(np.ascontiguousarray(values, dtype).data)
 
     def update_images(self, images: Array, places: Array, sizes: Array) -> None:
-        """images: how many each document has. places, sizes: of them all, as in Chunk."""
+        """images: how many each document has. places, sizes: as in Chunk."""
         if not len(sizes):
             return
         self._images = self._images or hashlib.blake2b(digest_size=16)
@@ -119,8 +122,9 @@ class Digest:
 
 
 class Table:
-    """The documents of one file. origin, by_line: how messages name it and them. digest: of tokens and masks. bad: rows
-    that were left out. inputs: makes the model's inputs of a document's images; set by whoever reads the data."""
+    """The documents of one Part. origin, by_line: as in Part. digest: see Digest. largest: the largest token id. bad:
+    the rows that were left out. inputs: (name of a document, places of its images) -> (the model's inputs, patches);
+    set by weft.data.tokenise."""
 
     def __init__(
         self,
@@ -146,7 +150,7 @@ class Table:
         return len(self.lengths)
 
     def where(self, index: int) -> str:
-        """file:line or file[row] of a document."""
+        """The name of a document in messages: file:line or file[row]."""
         return where(self.origin, int(self.numbers[index]), self.by_line)
 
     def format(self, index: int) -> Format:
@@ -159,11 +163,11 @@ class Table:
 
     @cached_property
     def _image_ends(self) -> tuple[Array, Array]:
-        """(images up to the end of each document, bytes of places up to the end of each image)."""
+        """(cumulative images by document, cumulative bytes of packed places by image)."""
         return np.cumsum(self.images, dtype=np.int64), np.cumsum(self._sizes, dtype=np.int64)
 
     def places(self, index: int) -> list[Place]:
-        """The places of a document's images, in order."""
+        """The places of a document's images and videos, in order."""
         if not self.images[index]:
             return []
         documents, images = self._image_ends
@@ -173,29 +177,29 @@ class Table:
         return [Place.of(self._places[e - n : e].tobytes()) for e, n in zip(ends, sizes, strict=True)]
 
     def image_files(self) -> Iterator[Place]:
-        """The image and video files of all documents."""
+        """Yields the places of all images and videos that are files."""
         for end, size in zip(np.cumsum(self._sizes).tolist(), self._sizes.tolist(), strict=True):
             if self._places[end - size] in FILES:
                 yield Place.of(self._places[end - size : end].tobytes())
 
     def media_of(self, index: int) -> tuple[Array, Array, Array]:
-        """What Digest.update_images takes of one document."""
+        """The arguments of Digest.update_images for one document."""
         packed = [place.packed() for place in self.places(index)]
         sizes = np.array([len(one) for one in packed], np.int64)
         return self.images[index : index + 1], np.frombuffer(b"".join(packed), np.uint8), sizes
 
     def losses_of(self, index: int, length: int) -> int:
-        """Trained tokens of a document that is cut to `length`."""
+        """Trained tokens of a document truncated to `length`, without the first."""
         return int(self.tokens(index, length)[1][1:].sum())
 
     def first_with(self, smallest: int) -> int:
-        """The first document that has a token id of at least `smallest`."""
+        """The index of the first document with a token id of at least `smallest`; there must be one."""
         place = int(np.flatnonzero(self.ids >= smallest)[0])
         return int(np.searchsorted(self.ends, place, side="right"))
 
 
 def in_memory(origin: str, by_line: bool, chunks: Iterable[Chunk]) -> Table:
-    """A table in memory, of these chunks."""
+    """The table of these chunks, in memory."""
     digest, kept = Digest(), list(chunks)
     for chunk in kept:
         digest.update(chunk.ids, chunk.trained, chunk.lengths)
@@ -210,7 +214,7 @@ def in_memory(origin: str, by_line: bool, chunks: Iterable[Chunk]) -> Table:
 
 
 def write(folder: Path, chunks: Iterable[Chunk]) -> None:
-    """Write a table to files of an existing folder, one chunk in memory at a time."""
+    """Writes a table to files in an existing folder, one chunk in memory at a time."""
     digest, largest, documents, bad, found = Digest(), 0, 0, list[BadRow](), hashlib.blake2b(digest_size=16)
     files = {name: (folder / name).open("wb") for name in _ALL}
     try:
@@ -232,11 +236,11 @@ def write(folder: Path, chunks: Iterable[Chunk]) -> None:
 
 
 class DamagedTableError(Exception):
-    """The files of a table are not what was written."""
+    """The files of a table are incomplete or have changed."""
 
 
 def read(folder: Path, origin: str, by_line: bool) -> Table:
-    """The table that `write` wrote; tokens are mapped from disk. Raises DamagedTableError where files are incomplete or
+    """The table that `write` wrote; tokens are memory-mapped. Raises DamagedTableError if files are incomplete or have
     changed."""
     try:
         meta = json.loads((folder / _META).read_text(encoding="utf-8"))
@@ -262,5 +266,5 @@ def read(folder: Path, origin: str, by_line: bool) -> Table:
 
 
 def _mapped(path: Path, dtype: Any) -> Array:
-    empty = path.stat().st_size == 0  # which cannot be mapped
+    empty = path.stat().st_size == 0  # an empty file cannot be mapped
     return np.empty(0, dtype) if empty else np.memmap(path, dtype, mode="r")

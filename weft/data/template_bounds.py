@@ -1,9 +1,8 @@
-"""Limits on what a chat template may use while it renders: time, characters, nesting. Templates come with models, from
-others.
+"""Limits on the time and memory of a chat template while it renders. Templates come with models and are not trusted.
 
-jinja's sandbox protects Python's internals, but does not prevent gigabytes of text or endless loops. Here every
-operation that makes text or lists larger than its inputs is estimated before it runs, and loops and calls check the
-clock. Nothing is evaluated when a template is compiled.
+jinja's sandbox protects Python's internals, but does not prevent gigabytes of text or endless loops. Here the result of
+every operation that can make text or lists larger than its inputs is estimated before it runs, and loops and calls
+check the clock. Compiling a template evaluates nothing.
 """
 
 from __future__ import annotations
@@ -20,15 +19,15 @@ from jinja2 import nodes, pass_context
 from jinja2.runtime import LoopContext, Macro
 from jinja2.visitor import NodeTransformer
 
-SECONDS = 2.0  # of the thread's own time, for one rendering
-_CHARACTERS = 128 << 20  # made in one rendering, all together
-_FREE, _TIMES = 1 << 20, 16  # a rendering may have so many characters, and so many times those that it is made of
-_VALUES = 1_000_000  # in a list or mapping, with all that is inside of it
-_NUMBER = 1_000_000  # widths, counts, repetitions
-_BITS = 100_000  # of an integer
-_ITEM = 8  # bytes that an item of a list takes beside itself
-_WIDE = re.compile(r"\d{7}|%[^a-zA-Z%]*\*|\{[^{}]*:[^{}]*\{")  # widths of formats, or such as come from elsewhere
-_TICKS, _LONG = 200, 1 << 16  # so many ticks, or such a text, until the clock is looked at
+SECONDS = 2.0  # CPU time of the thread for one rendering
+_CHARACTERS = 128 << 20  # characters made during one rendering, in total
+_FREE, _TIMES = 1 << 20, 16  # the result may have _FREE characters plus _TIMES the characters of its inputs
+_VALUES = 1_000_000  # values in a list or mapping, nested ones included
+_NUMBER = 1_000_000  # largest width, count or repetition
+_BITS = 100_000  # largest integer, in bits
+_ITEM = 8  # what an item of a list counts, in characters, besides its own text
+_WIDE = re.compile(r"\d{7}|%[^a-zA-Z%]*\*|\{[^{}]*:[^{}]*\{")  # large widths in formats, or widths from arguments
+_TICKS, _LONG = 200, 1 << 16  # the clock is read after so many ticks, or after a text of more characters
 _LARGE_INPUT = 1 << 20  # for filters whose time may grow faster than their input
 _SLOW_FILTERS = frozenset(("urlize", "striptags", "wordwrap", "pprint", "xmlattr", "wordcount"))
 _BINARY = ("+", "*", "**", "%")
@@ -39,7 +38,7 @@ class UnboundedError(Exception):
 
 
 class Bounds(threading.local):
-    """The limits of one template; each thread has its own counters. source: the template's length in characters."""
+    """The limits of one template, with separate counters for each thread. source: characters of the template."""
 
     def __init__(self, source: int = 0) -> None:
         self.source = source
@@ -51,7 +50,7 @@ class Bounds(threading.local):
         self._end, self._left, self._until = None, _CHARACTERS, _TICKS
 
     def tick(self) -> None:
-        """Called at every iteration of a loop and every call. The clock is read seldom, because it may be slow."""
+        """Called at every loop iteration and every call. Reads the clock only sometimes, because that may be slow."""
         self._until -= 1
         if self._until > 0:
             return
@@ -64,13 +63,13 @@ class Bounds(threading.local):
     def charge(self, characters: int) -> None:
         """Called before `characters` characters are produced."""
         self._left -= characters
-        if characters > _LONG:  # which takes time: the next tick looks at the clock
+        if characters > _LONG:  # this takes time: the next tick reads the clock
             self._until = 0
         if self._left < 0:
             raise UnboundedError(f"it makes more than {_CHARACTERS >> 20} MiB of text")
 
     def check(self, text: str, *inputs: Any) -> None:
-        """Called with a whole rendering and what it was made of: tokenising one takes a hundred times its memory."""
+        """Called with the whole rendering and its inputs. Tokenising a text takes a hundred times its memory."""
         if len(text) <= _FREE:
             return
         given = self.source + sum(map(self.weigh, inputs))
@@ -78,7 +77,7 @@ class Bounds(threading.local):
             raise UnboundedError(f"it makes {len(text):,} characters of {given:,}")
 
     def weigh(self, value: Any) -> int:
-        """The approximate characters of a value when it is printed."""
+        """The approximate number of characters of a value when it is printed. Raises UnboundedError for large lists."""
         if isinstance(value, (str, bytes)):
             return len(value)
         if not isinstance(value, (list, tuple, dict)):
@@ -95,7 +94,7 @@ class Bounds(threading.local):
             waiting += [child for child in inside if isinstance(child, list | tuple | dict)]
         return weight
 
-    # ------------------------------------------------------------ what templates call
+    # ------------------------------------------------------------ hooks that templates call
 
     @pass_context
     def finalize(self, _: Any, value: Any) -> Any:
@@ -104,7 +103,7 @@ class Bounds(threading.local):
         return value
 
     def turns(self, items: Iterable[Any], text: int) -> Iterator[Any]:
-        """The items of a loop. text: characters of the template that one iteration may print."""
+        """Yields the items of a loop. text: characters of literal template text that one iteration may print."""
         for item in items:
             self.tick()
             self.charge(text)
@@ -116,7 +115,7 @@ class Bounds(threading.local):
         return "".join(map(str, parts))
 
     def literal(self, value: Any) -> Any:
-        """A list, tuple or mapping in a template; nested literals grow fast."""
+        """A list, tuple or mapping literal; nested literals grow fast."""
         self.weigh(value)
         return value
 
@@ -137,11 +136,11 @@ class Bounds(threading.local):
         return table[operator](left, right)
 
     def before_call(self, called: Any, arguments: Sequence[Any]) -> None:
-        """Called before macros, loops, and methods of values."""
+        """Called before every call: of macros, recursive loops, functions and methods of values."""
         self.tick()
         if isinstance(called, Macro | LoopContext):
             self.charge(self.source)
-        method = getattr(called, "__wrapped__", called)  # the sandbox has its own for str.format
+        method = getattr(called, "__wrapped__", called)  # the sandbox wraps str.format
         owner, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
         if name in ("strftime_now", "strftime"):
             self._check_format("".join(map(str, arguments[:1])), 0)
@@ -149,7 +148,7 @@ class Bounds(threading.local):
             self._check_method(owner, name, arguments)
 
     def before_filter(self, name: str, value: Any, arguments: Sequence[Any]) -> None:
-        """Called before a filter. value: its input. arguments: its own, positional and by name."""
+        """Called before a filter. value: the filter's input. arguments: its other arguments, positional and by name."""
         self.tick()
         if name in ("length", "count"):
             return
@@ -169,7 +168,7 @@ class Bounds(threading.local):
         elif name == "tojson":
             self.charge(size + size * sum(one for one in arguments if type(one) is int) // _ITEM)
 
-    # ------------------------------------------------------------ reckoning
+    # ------------------------------------------------------------ estimates
 
     def _check_method(self, owner: Any, name: str, arguments: Sequence[Any]) -> None:
         if isinstance(owner, bytes) or name in ("encode", "to_bytes", "translate", "maketrans"):
@@ -182,7 +181,7 @@ class Bounds(threading.local):
             self._check_growth(name, owner, arguments)
 
     def _check_growth(self, name: str, text: str, arguments: Sequence[Any]) -> None:
-        """Methods of texts, and the filters of their names."""
+        """Charges the estimated result of a string method, or of the filter of the same name."""
         numbers = [one for one in arguments if type(one) is int]
         texts = [one for one in arguments if isinstance(one, str)]
         made = len(text)
@@ -213,7 +212,7 @@ class Bounds(threading.local):
 
 
 def bound(environment: Any, source: int) -> Bounds:
-    """Put an environment of transformers', private to this template, under limits. source: the template's length in
+    """Installs limits in a Jinja environment, which must be private to one template. source: length of the template in
     characters."""
     bounds = Bounds(source)
     call = environment.call
@@ -226,7 +225,7 @@ def bound(environment: Any, source: int) -> Bounds:
     def binary(_: Any, operator: str, left: Any, right: Any) -> Any:
         return bounds.binary(environment.binop_table, operator, left, right)
 
-    environment.optimized = False  # which would evaluate constants while it compiles
+    environment.optimized = False  # the optimizer would evaluate constants while it compiles
     environment.finalize = bounds.finalize
     environment.call, environment.call_binop = bounded_call, binary
     environment.intercepted_binops = frozenset(_BINARY)
@@ -240,7 +239,7 @@ def bound(environment: Any, source: int) -> Bounds:
 
 
 def _bounded(bounds: Bounds, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    passed = int(hasattr(function, "jinja_pass_arg"))  # a context or an environment comes first
+    passed = int(hasattr(function, "jinja_pass_arg"))  # 1 if a context or an environment is the first argument
 
     @functools.wraps(function)
     def bounded(*arguments: Any, **named: Any) -> Any:
@@ -254,7 +253,7 @@ def _bounded(bounds: Bounds, name: str, function: Callable[..., Any]) -> Callabl
 
 
 class Bounded(NodeTransformer):
-    """Inserts the limits into a parsed template where jinja has no hooks."""
+    """Inserts limits into a parsed template where Jinja has no hooks: loops, `~` and literals."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         self.generic_visit(node)

@@ -1,7 +1,7 @@
 """Checks that every text of a conversation is where it belongs in the rendering: answers inside trained spans, other
 texts outside.
 
-Templates silently drop what they do not support: a list where they expect a string, reasoning, a role.
+Templates silently drop what they do not support: a list instead of a string, reasoning, a role.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from weft.data.messages import Parts
 
 @dataclass(frozen=True, slots=True)
 class TextChecks:
-    """A conversation, its rendering, and the trained spans of each answer."""
+    """The checks of one conversation and its rendering. spans: index of an answer -> its trained spans."""
 
     template: ChatTemplate
     chat: Conversation
@@ -27,8 +27,8 @@ class TextChecks:
     spans: Mapping[int, Sequence[Span]]
 
     def run(self) -> None:
-        """Search the texts in the rendering; only for those not found is the conversation rendered again. Raises
-        Unclear, and Lost where a text is missing."""
+        """Searches the texts in the rendering; the conversation is rendered again only for texts that are not found.
+        Raises Lost if a text is missing, and Unclear if it is in the wrong place."""
         for place, message in enumerate(self.chat.messages):
             content, role = message["content"], message["role"]
             if not isinstance(content, str) or not content.strip():
@@ -52,7 +52,7 @@ class TextChecks:
             return
         other = self._marked(place)
         count = other.text.count(SENTINEL)
-        # gpt-oss leaves out what an answer said beside a call, once the answer that it led to follows.
+        # gpt-oss drops the text beside a tool call once the final answer follows.
         if count == 0 and "tool_calls" not in self.chat.messages[place]:
             raise Lost(f"the template does not render the text of message {place + 1}", self.rendering)
         if count > 1 or (count == 1 and SENTINEL not in other.of(place)):
@@ -61,7 +61,8 @@ class TextChecks:
             )
 
     def _other(self, place: int, *, needed: bool) -> None:
-        """A text may be written by another message than its own, but not by an answer."""
+        """Checks a text that is not an answer: it may be in the region of another message, but not in a trained one.
+        needed: whether it must be rendered."""
         other = self._marked(place)
         if self._trains_sentinel(other):
             raise Unclear(f"the template writes message {place + 1} into an answer", self.rendering)
@@ -69,8 +70,8 @@ class TextChecks:
             raise Lost(f"the template does not render the text of message {place + 1}", self.rendering)
 
     def _trains_sentinel(self, other: Rendering) -> bool:
-        """Whether the sentinel would be trained. Markers may leave out of an answer what its region holds: Gemma 4
-        writes the results of tools between a call and the answer that it led to."""
+        """Whether the sentinel would be trained. With markers, only their spans count, not whole regions: Gemma 4
+        writes the results of tools between a call and the answer, in the region of an answer."""
         if not self.template.has_markers:
             return any(SENTINEL in other.of(answer) for answer in self.spans)
         trained = {span for spans in self.spans.values() for span in spans}
@@ -82,7 +83,7 @@ class TextChecks:
         )
 
     def _thoughts(self) -> None:
-        """Templates leave out the thoughts of earlier turns; those of the last answer are there to be trained."""
+        """Raises Lost if the reasoning of the last answer is missing. Templates drop the reasoning of earlier turns."""
         last = len(self.chat.messages) - 1
         if last not in self.spans:
             return
@@ -99,5 +100,5 @@ class TextChecks:
 
 
 def _texts(content: str) -> list[str]:
-    """The texts of a content, between which images may stand."""
+    """The texts of a content; images may separate them in the rendering."""
     return content.texts if isinstance(content, Parts) else [content]

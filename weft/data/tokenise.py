@@ -1,4 +1,4 @@
-"""Sources to tables of tokens: here or in worker processes, with a cache for later runs and other ranks."""
+"""Sources -> tables of tokens: in this process or in workers, with a cache for later runs and other ranks."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from weft.telemetry import flight
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Data of fewer bytes is tokenised by every rank as it stands: that takes less than a second.
+# Smaller data are not cached: every rank tokenises them in less than a second.
 KEPT_BYTES = 1 << 20
-# Processes take some seconds to start, and the tokenizer's own threads are there without them.
+# Smaller data get no workers: they take seconds to start, and the tokenizer has threads of its own.
 CREW_BYTES = 64 << 20
 
-# While tokenizers has a block, in threads of its own and without Python's lock, another is read and rendered.
+# While the tokenizers library processes a block, in its own threads and without the GIL, another is read and rendered.
 _THREADS = 2
 
 Shown = Callable[[int, int], None]
@@ -41,8 +41,8 @@ Shown = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Work:
-    """What a worker needs in order to tokenise blocks. encoding, images: as in Encoder. drop: bad rows are skipped and
-    recorded; else the first is an error."""
+    """What a worker needs to tokenise blocks. encoding, images: as in Encoder. drop: whether bad rows are skipped and
+    recorded, or else the first one is an error."""
 
     tokenizer: PreTrainedTokenizerBase
     encoding: Encoding | None = None
@@ -54,7 +54,8 @@ class Work:
         return Encoder(self.tokenizer, self.encoding, self.images)
 
     def inputs(self, part: Part, where: str, places: Sequence[Place]) -> tuple[dict[str, Any], int]:
-        """(the model's inputs for the images of a document of this part, their patches). where: names the document."""
+        """(the model's inputs for the images of a document of this part, the number of their patches). where: the name
+        of the document. places: of its images. Reads the rows of images in rows again."""
         assert self.images is not None
         rows: dict[int, tuple[Image | Video, ...]] = {}
         for position in {place.position for place in places if place.in_row}:
@@ -65,7 +66,7 @@ class Work:
         return self.images.inputs(where, found)
 
     def encode(self, encoder: Encoder, block: Block) -> Chunk:
-        """The documents of a block."""
+        """The documents of a block. Raises UserError at the first bad row, unless `drop`."""
         bad: list[BadRow] = []
         numbered = list(block.records(self.reading, partial(_keep, bad) if self.drop else refuse))
         try:
@@ -98,7 +99,7 @@ def _one_by_one(
 
 @dataclass(frozen=True)
 class Tokenising:
-    """workers, cache: as data.workers and data.cache. show: called with (bytes done, total bytes)."""
+    """How to tokenise. workers, cache: as data.workers and data.cache. show: called with (bytes done, total bytes)."""
 
     workers: int | None = 1
     cache: str | None = None
@@ -106,7 +107,7 @@ class Tokenising:
 
 
 def tokenise(jobs: Sequence[tuple[Part, Work]], how: Tokenising) -> list[Table]:
-    """A table for each part."""
+    """Returns a table for each job, in order."""
     done, total = 0, sum(part.size for part, _ in jobs)
     tables = []
     for part, work in jobs:
@@ -122,7 +123,7 @@ def _table(part: Part, work: Work, how: Tokenising, shown: Shown) -> Table:
 
 
 def _tokens(part: Part, work: Work, how: Tokenising, shown: Shown) -> Table:
-    small = part.size < KEPT_BYTES and work.images is None  # images may be large beside rows that name them
+    small = part.size < KEPT_BYTES and work.images is None  # small rows may name large images
     key = None if small or how.cache is None else cache.key(part, work)
     alone = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) == 1 or key is not None
     workers = 1 if part.size < CREW_BYTES else how.workers or _cores(alone)
@@ -134,22 +135,21 @@ def _tokens(part: Part, work: Work, how: Tokenising, shown: Shown) -> Table:
         with closing(chunks()) as made:
             return table.in_memory(part.origin, part.by_line, made)
     found = cache.table(how.cache, key, part, chunks)
-    if found.bad and not work.drop:  # it was made by a run that leaves them out
+    if found.bad and not work.drop:  # the table was cached by a run with data.bad_rows=drop
         raise leave_out(UserError(found.bad[0][1]))
     return found
 
 
 def _cores(alone: bool) -> int:
-    """Cores for the workers of this rank; with a cache it is the only one of its machine that has any.
-
-    One process with its threads fills two cores, and has nothing to start.
+    """The default number of workers of this rank: its share of the cores, or all if no other rank tokenises this part
+    (`alone`). 1 if that is two cores or fewer: a single process with its threads fills two.
     """
     cores = cpu_cores() if alone else cpu_cores() // int(os.environ["LOCAL_WORLD_SIZE"])
     return cores if cores > _THREADS else 1
 
 
 def _chunks(blocks: Iterable[Block], work: Work, workers: int) -> Generator[tuple[int, Chunk]]:
-    """(bytes of the source, documents) of each block, in order. To be closed: it has threads or processes."""
+    """Yields (bytes of the source, documents) of each block, in order. Close it: it owns threads or processes."""
     if workers > 1:
         with WorkerPool(work, workers) as pool:
             yield from pool.map(blocks)

@@ -1,9 +1,9 @@
-"""Opening the videos of rows: their sizes and lengths before training, the frames that a model sees when a step needs
+"""Opening the videos of rows: for their sizes and lengths before training, for the sampled frames when a step needs
 them.
 
-A video is a folder or a list of frames, an animation that Pillow opens, or a container (mp4, ...), which PyAV decodes
-where it is installed. Frames of folders and lists are all taken; of the others, as data.video says. What cannot be
-opened is a BadRowError with row, video and reason.
+A video is a folder or a list of frames, an animation that Pillow opens, or a container (mp4, ...), which needs PyAV.
+All frames of folders and lists are taken; other videos are sampled by data.video. A video that cannot be opened raises
+BadRowError with row, video and reason.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from weft.files import regular_file
 from weft.models.clips import Clip
 
 _STILL = (b"\xff\xd8", b"BM", b"II*\0", b"MM\0*")  # JPEG, BMP, TIFF
-_MOST_CANVASES = 20  # times the largest image are what all frames of an animation may have
-_TICK = 100  # milliseconds for which a frame that says none is shown, as browsers do
+_MOST_CANVASES = 20  # all frames of an animation may have so many times the pixels of the largest allowed image
+_TICK = 100  # milliseconds of a frame without a duration, as in browsers
 
-Each = Callable[[Any], Any]  # makes of a frame, a PIL image, what is kept of it
+Each = Callable[[Any], Any]  # converts a decoded frame, a PIL image, to what is kept in memory
 
 
 @dataclass(frozen=True)
 class _Opened:
-    """Of a video: its frames' height and width, bytes and time of change as in Measured, which frames are taken, and
-    what returns them."""
+    """An open video. take: (indices of frames, a function for each frame) -> the results of the function."""
 
     measured: Measured
     take: Callable[[Sequence[int], Each], list[Any]]
 
 
 def measured_video(video: Video, where: str, checks: Checks) -> Measured:
-    """What has to be known of a video before training. where: names the row and the video. Raises BadRowError."""
+    """Measures a video before training. where: names the row and the video. Raises BadRowError, or UserError without
+    PyAV for a container."""
     if video.fps is not None and not _is_listed(video):
         raise BadRowError(f"{where} ({video}): `sample_fps` is of a list or folder of frames; files say it. Remove it.")
     with _open(video, where, checks) as found:
@@ -50,13 +50,13 @@ def measured_video(video: Video, where: str, checks: Checks) -> Measured:
 
 
 def _is_listed(video: Video) -> bool:
-    """Whether its frames are images of their own."""
+    """Whether the frames are separate images: a list, or a folder."""
     return video.file is None or (video.file.path is not None and os.path.isdir(video.file.path))
 
 
 def frames_of(video: Video, where: str, checks: Checks, each: Callable[[Measured], Each]) -> tuple[list[Any], Measured]:
-    """(the frames that a model sees, what `measured_video` says of it). each: what is done to a frame as soon as it is
-    decoded, so that never all are in memory as they were. Raises BadRowError."""
+    """(the sampled frames, the measurements of the video). each: measurements -> a function that is applied to each
+    frame once it is decoded, so that the decoded frames are never all in memory. Raises BadRowError."""
     with _open(video, where, checks) as found:
         assert found.measured.clip is not None
         return found.take(found.measured.clip.indices, each(found.measured)), found.measured
@@ -77,7 +77,7 @@ def _open(video: Video, where: str, checks: Checks) -> Iterator[_Opened]:
 
 
 def _listed(frames: Sequence[Image], fps: float | None, name: str, checks: Checks) -> _Opened:
-    """Frames that are images of their own; all are taken."""
+    """A video of separate images, all of which are taken."""
     if not frames:
         raise BadRowError(f"{name}: has no frames. Remove it, and its place in the text.")
     if len(frames) > checks.video.max_frames:
@@ -96,7 +96,7 @@ def _listed(frames: Sequence[Image], fps: float | None, name: str, checks: Check
                 f"{own} has {size.width} x {size.height} pixels, and the first {sizes[0].width} x {sizes[0].height}: "
                 "frames of a video have one size."
             )
-    # Of a row that also holds frames themselves no time is kept.
+    # If the row itself holds some frames, the video has no modification time.
     changed = max(size.changed for size in sizes) if all(frame.path is not None for frame in frames) else 0
     whole = Measured(
         sizes[0].height, sizes[0].width, sum(size.size for size in sizes), changed,
@@ -110,7 +110,7 @@ def _listed(frames: Sequence[Image], fps: float | None, name: str, checks: Check
 
 
 def _animated(picture: Any, name: str, checks: Checks, size: int, changed: int) -> _Opened:
-    """A GIF, WebP or PNG with several frames, each shown for some time."""
+    """A GIF, WebP or PNG with several frames, each with a duration."""
     count = int(getattr(picture, "n_frames", 1))
     if count < 2:
         raise BadRowError(
@@ -138,7 +138,8 @@ def _animated(picture: Any, name: str, checks: Checks, size: int, changed: int) 
 
 
 def _check_drawing(count: int, size: tuple[int, int], name: str, checks: Checks) -> None:
-    """Each frame of an animation is drawn on a whole canvas, however few bytes the file has for it."""
+    """Raises BadRowError for an animation with too many pixels in all: each frame is drawn on a whole canvas, however
+    few bytes it has in the file."""
     width, height = size
     if count * width * height > _MOST_CANVASES * checks.max_pixels:
         raise BadRowError(
@@ -150,7 +151,7 @@ def _check_drawing(count: int, size: tuple[int, int], name: str, checks: Checks)
 
 @contextmanager
 def _contained(file: Image, name: str, checks: Checks) -> Iterator[_Opened]:
-    """A container, by PyAV. Pictures are not turned where it says how, as transformers does not, either."""
+    """A container, opened by PyAV. Rotation metadata are ignored, as in transformers."""
     if find_spec("av") is None:
         raise UserError(
             f"{name}: containers such as mp4 are decoded by PyAV, which is not installed: pip install av, or install "
@@ -193,7 +194,7 @@ def _decoded(container: Any, name: str, checks: Checks, size: int, changed: int)
 
 
 def _head(file: Image, name: str) -> str:
-    """What a file is, by its first bytes."""
+    """Tells by the first bytes whether a file is an "animation" (GIF, PNG, WebP), another "still", or a "container"."""
     if file.picture is not None:
         return "animation"
     try:

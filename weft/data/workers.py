@@ -1,7 +1,7 @@
 """Worker processes that tokenise blocks.
 
-They are spawned, not forked: a rank has threads (of torch, gloo, tokenizers) that do not survive a fork. A spawned
-child must not run the parent's notebook or script again. Each worker uses one thread.
+Workers are separate commands. A fork would lose the threads of a rank (torch, gloo, tokenizers), and a child that
+multiprocessing spawns would run the user's script again. Each worker uses one thread.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from weft.data.table import Chunk
     from weft.data.tokenise import Work
 
-_AHEAD = 3  # blocks for each worker that may be done before their turn
-_ENDING_SECONDS = 1.0  # from the end of a connection to that of its process
+_AHEAD = 3  # finished blocks, for each worker, that may wait for their turn
+_ENDING_SECONDS = 1.0  # how long to wait for the exit status of a worker whose connection has closed
 
 
 class WorkerPool:
@@ -58,7 +58,7 @@ class WorkerPool:
             theirs.close()
             self._processes.append(process)
             self._idle.append(ours)
-            with suppress(OSError):  # it has died: `map` says so
+            with suppress(OSError):  # the worker has died: `map` reports it
                 ours.send_bytes(work)
         return self
 
@@ -66,15 +66,15 @@ class WorkerPool:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for connection in [*self._idle, *self._busy]:
-            connection.close()  # which ends a worker that waits
+            connection.close()  # a waiting worker then exits
         for process in self._processes:
             if error is not None:
                 process.kill()
             process.wait()
 
     def map(self, blocks: Iterable[Block]) -> Iterator[tuple[int, Chunk]]:
-        """Yield (size, chunk) of each block, in order. Raises the UserError of the first bad block, as a single process
-        would."""
+        """Yields (size, chunk) of each block, in order. Raises the UserError of the first bad block, as a single
+        process would, and ActorError if a worker dies."""
         rest = enumerate(blocks)
         sizes: dict[int, int] = {}
         done: dict[int, Any] = {}
@@ -110,7 +110,7 @@ class WorkerPool:
             raise self._died() from None
 
     def _died(self) -> ActorError:
-        """What to say where one of them has ended."""
+        """The error for a worker that has died, with its exit status or the kernel's lack of memory."""
         end = time.monotonic() + _ENDING_SECONDS
         while not (ended := [p.returncode for p in self._processes if p.poll() is not None]) and time.monotonic() < end:
             time.sleep(0.01)
@@ -142,7 +142,7 @@ def _python_path() -> list[str]:
 
 
 def serve(connection: Connection) -> None:
-    """The main function of a worker: receives Work, then blocks, until the connection is closed."""
+    """The main loop of a worker: receives a Work, then blocks, until the connection is closed."""
     encoder = None
     try:
         work: Work = pickle.loads(connection.recv_bytes())
@@ -154,7 +154,7 @@ def serve(connection: Connection) -> None:
                 answer = ("chunk", work.encode(encoder, block))
             except UserError as error:
                 answer = ("mistake", str(error))
-            except (RecursionError, MemoryError) as error:  # of the row, not of the code
+            except (RecursionError, MemoryError) as error:  # caused by the row, not a bug
                 answer = ("limit", error)
             except Exception:
                 answer = ("crash", traceback.format_exc())
@@ -164,5 +164,5 @@ def serve(connection: Connection) -> None:
 
 
 if __name__ == "__main__":
-    end_with_parent(signal.SIGKILL)  # one that is stopped reads no end of its connection
+    end_with_parent(signal.SIGKILL)  # a stopped process would not notice that its connection closes
     serve(Connection(int(sys.argv[1])))

@@ -1,4 +1,4 @@
-"""`weft chat`: talks to a run's checkpoint, or to any model, with transformers' own generate."""
+"""`weft chat`: a conversation with a checkpoint of a run, or any model, by transformers' own generate."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from weft.recipes.chat_images import ChatImages, Shown, sees_images
 from weft.sharding.adapter_files import CONFIG as ADAPTER
 from weft.terminal import say
 
-_MARK = "weft-mark"  # stands for an answer in a rendering, to see what the template puts around one
+_MARK = "weft-mark"  # a stand-in for an answer, to see what the template writes after one
 _HELP = "/new begins a new conversation, /exit or Ctrl-D ends, Ctrl-C stops an answer, /help says this."
 _FOR_STREAMS = {"num_beams": 1, "num_return_sequences": 1, "return_dict_in_generate": False}
 _HELP_IMAGES = "/image PATH adds an image to your next message, which may have several."
 
 
 def run(options: ChatOptions) -> None:
-    """Talk on a terminal; otherwise answer every line of standard input, each on its own."""
+    """Starts a conversation on a terminal; without one, answers each line of standard input independently."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     chat = open_chat(options)
@@ -50,7 +50,8 @@ def run(options: ChatOptions) -> None:
 
 
 def find_model(path: str, step: int | None) -> str:
-    """What transformers is to load: a checkpoint of a run folder, or the model that is named."""
+    """The path or hub id for transformers to load: a checkpoint of a run folder (the newest, or that of `step`), else
+    `path` itself. Raises UserError if there is no such model."""
     folder = Path(path)
     steps = complete_steps(folder / "checkpoints")
     if steps:
@@ -63,14 +64,14 @@ def find_model(path: str, step: int | None) -> str:
         if not any((folder / name).is_file() for name in ("config.json", ADAPTER)):
             raise UserError(f"{path} holds no config.json: name a run folder, a model directory, or a hub id.")
         return path
-    beside = folder.parent != Path() and folder.parent.is_dir()  # runs/x, and there is a folder runs
+    beside = folder.parent != Path() and folder.parent.is_dir()  # "runs/x" is no hub id if there is a folder "runs"
     if folder.exists() or beside or path.startswith(("/", ".", "~")) or path.count("/") > 1:
         raise UserError(f"{path} is no folder: name a run folder, a model directory, or a hub id.")
     return path
 
 
 def open_chat(options: ChatOptions) -> Chat:
-    """Load the model and what reads its texts and images. Raises UserError where there is no such model or image."""
+    """Loads the model, its tokenizer and its processor. Raises UserError if a model or an image cannot be loaded."""
     path = find_model(options.path, options.step)
     device = choose_device(options.device, 0)
     tokenizer = load_tokenizer(path)
@@ -90,14 +91,14 @@ def open_chat(options: ChatOptions) -> Chat:
 
 
 def _base(path: str) -> str:
-    """The model that an adapter names, for a directory that holds one; else the path."""
+    """The base model that an adapter directory names; for another path, the path itself."""
     file = Path(path) / ADAPTER
     named = read_object(file, "the config of an adapter").get("base_model_name_or_path") if file.is_file() else None
     return named if isinstance(named, str) and named else path
 
 
 def _load(path: str, base: str, vision: bool, dtype: Any) -> Any:
-    """The model; by peft for a directory that holds an adapter. vision: whether it takes images."""
+    """Loads the model, with peft if the directory holds an adapter. vision: whether the model takes images."""
     try:
         if not (Path(path) / ADAPTER).is_file():
             kind = AutoModelForImageTextToText if vision else AutoModelForCausalLM
@@ -109,7 +110,7 @@ def _load(path: str, base: str, vision: bool, dtype: Any) -> Any:
         return peft.PeftModel.from_pretrained(model, path)
     except UserError:
         raise
-    except Exception as error:  # whatever transformers makes of damaged files
+    except Exception as error:  # transformers raises errors of any type for damaged files
         if refusal := runs_own_code(path, error, "weft chat"):
             raise refusal from error
         raise UserError(f"{path} cannot be loaded: {first_line(error)}.") from error
@@ -125,7 +126,7 @@ def _peft(path: str) -> Any:
 
 
 def _settings(options: ChatOptions) -> dict[str, Any]:
-    """What generate is told; without a temperature the model's generation_config decides."""
+    """The arguments of generate; without --temperature the model's generation_config decides on sampling."""
     settings: dict[str, Any] = {"max_new_tokens": options.max_new_tokens}
     if options.temperature == 0:
         return settings | {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
@@ -136,8 +137,8 @@ def _settings(options: ChatOptions) -> dict[str, Any]:
 
 @dataclass
 class Chat:
-    """A conversation. where: what was loaded. settings: of generate. first: images with which it begins. seen: the
-    images of the messages, in order. waiting: those of the next message."""
+    """A conversation. where: the path that was loaded. settings: arguments of generate. first: the images with which
+    every conversation begins. seen: the images of all messages, in order. waiting: the images of the next message."""
 
     model: Any
     tokenizer: PreTrainedTokenizerBase
@@ -151,19 +152,19 @@ class Chat:
     waiting: tuple[Shown, ...] = ()
 
     def begin(self) -> None:
-        """Start a new conversation."""
+        """Starts a new conversation."""
         self.messages = [] if self.system is None else [{"role": "system", "content": self.system}]
         self.seen, self.waiting = (), self.first
 
     def show(self, path: str) -> Shown:
-        """Add an image to the next message. Raises UserError."""
+        """Adds an image file to the next message, and returns it. Raises UserError."""
         image = self.images.take("/image", path)
         self.waiting = (*self.waiting, image)
         return image
 
     def say(self, text: str) -> str:
-        """Generate the model's answer, which is printed as it streams and added to the conversation. Raises UserError,
-        and then the images wait for the next message."""
+        """Generates the model's answer, prints it as it streams, and adds it to the conversation. Raises UserError; the
+        waiting images are then kept for the next message."""
         self.images.refuse_marks("the message", text)
         seen, content = (*self.seen, *self.waiting), [{"type": "image"}] * len(self.waiting)
         said = [*content, {"type": "text", "text": text}] if content else text
@@ -175,7 +176,7 @@ class Chat:
         return answer
 
     def _inputs(self, text: str, asked: list[Message], seen: Sequence[Shown]) -> Mapping[str, Any]:
-        """The model's inputs: for the conversation, or for the text alone where there is no chat template."""
+        """The model's inputs: for the conversation, or for the text alone if there is no chat template."""
         chats = self.tokenizer.chat_template is not None
         prompt = prompt_text(self.tokenizer, asked) if chats else text
         if seen:
@@ -191,7 +192,7 @@ class Chat:
         try:
             with torch.inference_mode():
                 tokens = self.model.generate(**inputs, streamer=streamer, **_FOR_STREAMS, **told)
-        except Exception as error:  # whatever transformers makes of the model's generation_config.json
+        except Exception as error:  # transformers raises errors of any type for a bad generation_config.json
             if kind_of(error) != "failed":
                 raise
             refusal = runs_own_code(self.where, error, "weft chat")
@@ -207,14 +208,14 @@ class _Streamer(TextStreamer):
 
 
 def prompt_text(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> str:
-    """The conversation as the template renders it, up to where the answer begins, also for templates without a
-    generation prompt."""
+    """The rendering of the conversation up to the beginning of the answer, also for templates without a generation
+    prompt."""
     return up_to_the_answer(lambda said, ask: _render(tokenizer, said, ask), messages)
 
 
 def end_tokens(tokenizer: PreTrainedTokenizerBase, configured: int | Sequence[int] | None) -> list[int]:
-    """Tokens that end an answer: the configured ones, the tokenizer's, and the token with which the template ends a
-    turn. A base model's files name only the end of a document."""
+    """The ids of tokens that end an answer: the configured ones, the tokenizer's, and the token with which the template
+    ends a turn, because the files of a base model name only the end of a document."""
     ends = [configured] if isinstance(configured, int) else list(configured or ())
     if tokenizer.eos_token_id is not None:
         ends.append(int(tokenizer.eos_token_id))
@@ -238,7 +239,7 @@ def _is_added(tokenizer: PreTrainedTokenizerBase, token: int) -> bool:
 
 
 def _talk(chat: Chat) -> None:
-    """Turns on a terminal until /exit or the end of input."""
+    """Runs the conversation on a terminal until /exit or the end of input."""
     import readline  # noqa: F401  (lets input() edit lines)
 
     kind = "" if chat.tokenizer.chat_template is not None else "; it has no chat template: it goes on from your words"
@@ -261,7 +262,7 @@ def _talk(chat: Chat) -> None:
 
 
 def _turn(chat: Chat, text: str) -> None:
-    """What a line of a terminal asks for: a command, or an answer."""
+    """Handles one line of input: a command, or a message to answer."""
     command, _, rest = text.partition(" ")
     if text == "/new":
         chat.begin()

@@ -1,4 +1,4 @@
-"""The images of `weft chat`: taken from files, and given to a model as transformers' own processor makes them."""
+"""The images of `weft chat`: read from files, and processed by transformers' own processor."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ from weft.models.hf_processor import is_vision_config
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """An image of a conversation. name: of its file. picture: a PIL image in RGB, which stays as it is if the file
-    changes."""
+    """An image of a conversation. name: of its file. picture: a PIL image in RGB, read once and kept in memory."""
 
     name: str
     picture: Any
@@ -39,7 +38,8 @@ def sees_images(config: PretrainedConfig) -> bool:
 
 @dataclass(frozen=True)
 class ChatImages:
-    """How a chat takes images. where: what was loaded. images: None where it takes none, and then refusal says why."""
+    """Reads the images of a chat. where: the path that was loaded. images: the image reader of the model; None if it
+    takes no images, and then `refusal` says why."""
 
     where: str
     images: Images | None
@@ -47,8 +47,8 @@ class ChatImages:
 
     @classmethod
     def of(cls, model: str, where: str, tokenizer: PreTrainedTokenizerBase) -> ChatImages:
-        """Those of a vision model. model: where its processor is. A chat template that only the processor has becomes
-        the tokenizer's."""
+        """The ChatImages of a vision model. model: the path of its processor. If only the processor has a chat
+        template, it becomes the tokenizer's."""
         images = Images(model, tokenizer, {}, Checks(rows=False))
         if images.problem:
             return cls(where, None, f"has no images: {images.problem.removeprefix('model.path: ').rstrip('.')}")
@@ -64,8 +64,8 @@ class ChatImages:
         return self.images is not None
 
     def take(self, option: str, given: str) -> Shown:
-        """The image of a file. option: where it was named, for messages. given: its path, which may be quoted as in a
-        shell. Raises UserError where it is none that the model takes."""
+        """Opens an image file. option: the option or command that named it, for messages. given: its path, possibly
+        quoted as in a shell. Raises UserError if the model cannot take it."""
         if self.images is None:
             raise UserError(f"{option}: {self.where} {self.refusal}.")
         image = _file(option, given)
@@ -75,7 +75,7 @@ class ChatImages:
         return Shown(os.path.basename(str(image.path)), picture)
 
     def refuse_marks(self, where: str, text: str) -> None:
-        """Raises UserError where a text holds what stands for an image or a video."""
+        """Raises UserError if a text contains a token that stands for an image or a video."""
         for mark in () if self.images is None else self.images.marks:
             if mark in text:
                 raise UserError(
@@ -84,14 +84,14 @@ class ChatImages:
                 )
 
     def without_marks(self, text: str) -> str:
-        """An answer in which nothing stands for an image, so that the next prompt can be rendered."""
+        """An answer without the tokens that stand for images, so that the next prompt can be rendered."""
         for mark in () if self.images is None else self.images.marks:
             text = text.replace(mark, "")
         return text
 
     def inputs(self, prompt: str, seen: Sequence[Shown], model: Any) -> Mapping[str, Any]:
-        """All that the model is given for a rendered conversation and its images. Raises UserError where the chat
-        template has other places for them."""
+        """The model's inputs for a rendered conversation and its images. Raises UserError if the rendering does not
+        have one place for each image."""
         assert self.images is not None
         found = prompt.count(self.images.placeholder)
         if found != len(seen):
@@ -100,12 +100,12 @@ class ChatImages:
                 f"({self.images.placeholder}): take a model with one that renders parts of type image."
             )
         inputs = self.images.processor().prompt_inputs(prompt, [image.picture for image in seen])
-        made: Mapping[str, Any] = inputs.to(model.device, dtype=model.dtype)  # a dtype changes pixels alone
+        made: Mapping[str, Any] = inputs.to(model.device, dtype=model.dtype)  # the dtype applies to pixels only
         return made
 
 
 def _file(option: str, given: str) -> Image:
-    """The path of an image. Raises UserError where it is no file."""
+    """The image at a path or file: URL. Raises UserError for another URL or an empty path."""
     scheme, found, _ = given.partition("://")
     if found and scheme.lower() == "file":
         return Image(path=unquote(urlsplit(given).path))
@@ -117,9 +117,9 @@ def _file(option: str, given: str) -> Image:
 
 
 def _unquoted(given: str) -> str:
-    """A path as terminals write it that get a file by drag and drop; one with plain spaces is taken as it is."""
+    """The path without shell quotes, as terminals write a dropped file. A path with unquoted spaces is unchanged."""
     try:
         words = shlex.split(given)
-    except ValueError:  # a lone quotation mark
+    except ValueError:  # an unmatched quotation mark
         return given
     return words[0] if len(words) == 1 and not os.path.exists(given) else given

@@ -1,4 +1,4 @@
-"""Evaluation while training: the held-out loss, the best step so far, answers to prompts."""
+"""Evaluation during training: the held-out loss, the best step so far, and answers to prompts."""
 
 from __future__ import annotations
 
@@ -33,13 +33,14 @@ from weft.telemetry.summary import Phases
 
 PREFIX = "eval/"
 _UNNAMED = ""
-_ROWS = 16  # of a rank in one plan: planning costs more than in proportion, and keeps what it plans at hand
-_LOOKED_AT = 1000  # documents whose last trained token says how answers end
+_ROWS = 16  # rows of a rank in one plan: planning is superlinear, and the documents of a plan are held in memory
+_LOOKED_AT = 1000  # documents whose last trained tokens tell how answers end
 
 
 @dataclass(frozen=True)
 class HeldOut:
-    """What a run is evaluated on. documents, reports: by source name of eval.sources; under "" for eval.path."""
+    """The evaluation data of a run. documents, reports: by source name of eval.sources, or under "" for eval.path and
+    eval.share. questions: of eval.prompts."""
 
     documents: Mapping[str, Sequence[Document]] = field(default_factory=dict)
     reports: Mapping[str, DataReport] = field(default_factory=dict)
@@ -53,11 +54,11 @@ class HeldOut:
 
     @property
     def bad(self) -> list[tuple[str, str]]:
-        """The rows that were left out, of all reports."""
+        """(source, error) of the rows that were left out, from all reports."""
         return [row for report in self.reports.values() for row in report.bad]
 
     def lines(self) -> list[str]:
-        """Lines that describe the evaluation data at start."""
+        """Lines that describe the evaluation data, for the opening."""
         found = [f"held out {report}" for report in self.reports.values()]
         if self.questions is not None:
             found.append(f"prompts  {len(self.questions.prompts)}, answered at every evaluation")
@@ -76,10 +77,10 @@ def read_held_out(
     trained: Sequence[Document],
     of_training: tuple[Sequence[Document], DataReport] | None = None,
 ) -> HeldOut:
-    """Documents and prompts of the section `eval`.
+    """Reads the documents and prompts of the section `eval`. Raises UserError.
 
-    read: reads the documents of a data section. images: of a vision model. trained: the training documents; their
-    end-of-answer tokens end sampled answers. of_training: documents that eval.share took from them.
+    read: reads the documents of a data section. images: the image reader of a vision model. trained: the training
+    documents; their end-of-answer tokens end sampled answers. of_training: the documents that eval.share held out.
     """
     found = {} if of_training is None else {_UNNAMED: of_training}
     if config.eval.path is not None:
@@ -101,7 +102,7 @@ def read_held_out(
 
 
 def _trained_ends(documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Special tokens that are the last that some document trains: with them the model learns to end its answers."""
+    """The added tokens that are the last trained token of some document: the model learns to end answers with them."""
     some = (documents[i] for i in range(min(len(documents), _LOOKED_AT)))
     last = {int(document.tokens[document.weights.nonzero()[-1]]) for document in some if document.weights.any()}
     return sorted(last & set(tokenizer.added_tokens_decoder))
@@ -109,7 +110,7 @@ def _trained_ends(documents: Sequence[Document], tokenizer: PreTrainedTokenizerB
 
 @dataclass(frozen=True)
 class _Part:
-    """The documents of one source, with the step plan and this rank's share of them."""
+    """Some documents of one source: their plan, and the documents that this rank needs, by index in the plan."""
 
     name: str
     plan: StepPlan
@@ -117,15 +118,15 @@ class _Part:
 
 
 def ended_by(config: SftConfig, held_out: HeldOut, state: Mapping[str, Any]) -> str | None:
-    """The key of `eval` that ended the run at a checkpoint with this state, if it would still end it as configured
-    now."""
+    """The eval key that ended the run, and would still end it with this config; None if there is none. state: of the
+    checkpoint, as in Evaluator.state."""
     best = Best(config.eval, held_out.digest)
     best.restore(state)
     return best.ends
 
 
 class Evaluator:
-    """Evaluates when due. Every method is called by all ranks and returns the same on each."""
+    """Evaluates when due. All ranks call every method, and each method returns the same on all of them."""
 
     def __init__(
         self,
@@ -137,7 +138,7 @@ class Evaluator:
         phases: Phases,
         objective: Objective,
     ) -> None:
-        """state: of the checkpoint from which the run resumes. objective: that the run trains."""
+        """state: of the checkpoint from which the run resumes. objective: the training objective of the run."""
         self.config, self.engine, self.held_out, self.phases = config.eval, engine, held_out, phases
         self.objective = HeldOutLoss() if type(objective) is CrossEntropy else objective
         self.best, self.keep_best = Best(config.eval, held_out.digest), config.checkpoint.keep_best
@@ -149,8 +150,8 @@ class Evaluator:
         self._parts: list[_Part] | None = None
 
     def at(self, step: int, steps: int) -> dict[str, float | None]:
-        """The evaluation after this step, as keys of its line in metrics.jsonl; empty where none is due. step 0: before
-        the first."""
+        """The evaluation after a step (0: before the first of `steps`), as keys of its line in metrics.jsonl; empty if
+        none is due."""
         self.is_best = False
         if not self._due(step, steps):
             return {}
@@ -167,11 +168,11 @@ class Evaluator:
         return self.keep_best and self.is_best
 
     def state(self) -> dict[str, Any]:
-        """Its part of a checkpoint's state."""
+        """The evaluator's part of a checkpoint's state."""
         return {"evaluation": self.best.state(kept=self.keep_best)}
 
     def summary(self, checkpoints: Path) -> dict[str, Any] | None:
-        """The best evaluation for summary.json; None where there was none."""
+        """The best evaluation, for summary.json; None if there was none. checkpoints: the folder of checkpoints."""
         best = self.best
         if not best.step:
             return None
@@ -179,7 +180,7 @@ class Evaluator:
         return {"step": best.step, self.config.metric: best.value, "checkpoint": kept}
 
     def pop_messages(self) -> list[str]:
-        """New messages for the user."""
+        """The messages for the user since the last call."""
         news, self._news = self._news, []
         return news
 
@@ -203,7 +204,7 @@ class Evaluator:
         return figures
 
     def _means(self) -> dict[str, float | None]:
-        """What the objective measures over all documents, and over those of each name; each document counts once."""
+        """The means of the objective's metrics over all documents, and by source name; each document counts once."""
         if self._parts is None:
             self._parts = list(_deal(self.engine, self.held_out.documents))
         total = Sums()
@@ -231,7 +232,7 @@ class Evaluator:
 
 
 def _deal(engine: Engine, named: Mapping[str, Sequence[Document]]) -> Iterator[_Part]:
-    """All documents in plans of bounded size; where documents run out, rows are empty."""
+    """Yields all documents in plans of bounded size. Ranks for which there are no documents get empty rows."""
     most = _ROWS * engine.mesh.loss_ranks * engine.config.step.max_tokens_per_device
     for name, documents in named.items():
         metas = engine.metas(documents)
@@ -241,7 +242,7 @@ def _deal(engine: Engine, named: Mapping[str, Sequence[Document]]) -> Iterator[_
 
 
 def _stretches(metas: Sequence[DocumentMeta], most: int) -> Iterator[tuple[int, int]]:
-    """(first, last) of documents in a row that have at most so many tokens together; of one, if it has more."""
+    """Yields [first, last) of consecutive documents with at most `most` tokens together; a longer one is alone."""
     first, tokens = 0, 0
     for i, meta in enumerate(metas):
         if i > first and tokens + meta.length > most:
@@ -266,7 +267,7 @@ def _is_finite(value: float | None) -> bool:
 
 
 def _exp(loss: float | None) -> float | None:
-    """e^loss, infinite where that is too large for a number."""
+    """e^loss; infinity if that overflows a float."""
     if loss is None:
         return None
     return math.inf if loss > 700 else math.exp(loss)

@@ -1,6 +1,6 @@
 """`weft export`: a HuggingFace directory from a checkpoint's masters, or their average, in one process.
 
-Tensor by tensor: memory holds the largest one, never the model.
+Export goes tensor by tensor: memory holds the largest tensor, never the whole model.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Shapes:
 
 
 def run(options: ExportOptions) -> Path:
-    """Write the directory and return it; with adapters it is the adapter's, and `weft merge` writes the model. Raises
-    UserError where the checkpoint has no complete trainer state with masters."""
+    """Writes the directory and returns its path. For a run with adapters it holds the adapter; `weft merge` writes the
+    model. Raises UserError if the checkpoint has no complete trainer state with masters."""
     if options.model is not None:
         return _convert(options, options.model)
     checkpoint = find_checkpoint(Path(options.path))
@@ -69,7 +69,7 @@ def run(options: ExportOptions) -> Path:
 
 
 def _convert(options: ExportOptions, model: str) -> Path:
-    """A HuggingFace directory of what another trainer saved with torch.distributed.checkpoint."""
+    """Converts another trainer's checkpoint to a HuggingFace directory. model: the HuggingFace model that it is of."""
     built = _built(ModelConfig(path=model, weights=options.path))
     assert built.load is not None
     load, dtype = built.load, DTYPES[options.dtype]
@@ -85,8 +85,8 @@ def _convert(options: ExportOptions, model: str) -> Path:
 
 
 def check(path: Path) -> str:
-    """Verify a folder's weights, and its trainer state if there is one, against their digests; returns the message for
-    the user. UserError where they differ, or where there are no digests."""
+    """Verifies a checkpoint's weights, and its trainer state if there is one, against their digests. Returns a message
+    for the user. Raises UserError if they differ, or if there are no digests."""
     checkpoint = find_checkpoint(path)
     folders = [folder.parent for folder in (checkpoint / DIGESTS, *sorted(checkpoint.glob(f"*/{DIGESTS}")))]
     if not os.path.lexists(checkpoint / DIGESTS):
@@ -105,7 +105,7 @@ def check(path: Path) -> str:
 
 
 def write_folder(target: Path, write: Callable[[Path], None]) -> None:
-    """Let `write` fill a folder that gets its name only when it is complete. UserError where the name is taken."""
+    """Calls `write` to fill a temporary folder, then renames it to `target`. Raises UserError if `target` exists."""
     if target.exists():
         raise UserError(f"--output: {target} exists already: name another folder.")
     unfinished = target.with_name(target.name + ".partial")
@@ -115,12 +115,13 @@ def write_folder(target: Path, write: Callable[[Path], None]) -> None:
 
 
 def find_checkpoint(path: Path) -> Path:
-    """The checkpoint that a path names: itself, or of a run folder the newest."""
+    """The checkpoint at a path: the newest of a run folder, or the path itself if it is a model or adapter. Raises
+    UserError for anything else."""
     steps = complete_steps(path / "checkpoints")
     if steps:
         return step_folder(path / "checkpoints", steps[-1])
     if any((path / name).is_file() for name in ("config.json", CONFIG)):
-        return path.resolve()  # `latest` is a link
+        return path.resolve()  # the path may be the link `latest`
     if is_dcp(path) or holds_rank_files(path):
         raise UserError(
             f"{path} is another trainer's checkpoint: name with --model the HuggingFace model whose config "
@@ -134,7 +135,8 @@ def _built(config: ModelConfig) -> BuiltModel:
 
 
 def _write(state: TrainerState, options: ExportOptions, folder: Path) -> None:
-    """The checkpoint's own directory tells names, layout, tokenizer, and dtypes where options.dtype is auto."""
+    """Writes a whole model. Names, file layout and tokenizer come from the checkpoint's HuggingFace files, and so do
+    the dtypes if options.dtype is auto."""
     built, average = _built(ModelConfig(path=str(state.checkpoint))), options.ema
     plan = plan_export(Shapes(built), DTYPES[options.dtype])
     if built.load is not None:
@@ -154,7 +156,7 @@ def _write(state: TrainerState, options: ExportOptions, folder: Path) -> None:
 
 
 def _moments(state: TrainerState) -> dict[str, dict[str, str]]:
-    """Key of the optimizer's state -> parameter -> name in the trainer state."""
+    """Key of the optimizer state -> parameter -> name of the tensor in the trainer state."""
     found: dict[str, dict[str, str]] = {}
     for entry in state.content["tensors"]:
         if entry.startswith(OPTIMIZER):
@@ -164,14 +166,14 @@ def _moments(state: TrainerState) -> dict[str, dict[str, str]]:
 
 
 def _steps(state: TrainerState) -> dict[str, float]:
-    """Parameter -> AdamW's count of its steps."""
+    """Parameter -> its step count in the optimizer state."""
     prefix = f"{OPTIMIZER}step/"
     scalars = state.content["scalars"].items()
     return {name.removeprefix(prefix): float(said["value"]) for name, said in scalars if name.startswith(prefix)}
 
 
 def _write_adapter(state: TrainerState, options: ExportOptions, folder: Path) -> None:
-    """Write the adapter of a run with adapters, in another dtype."""
+    """Writes the adapter of a run with adapters, in options.dtype."""
     dtype, average = DTYPES[options.dtype], options.ema
     entries, names = state.content["tensors"], exported(state.content["tensors"], average=average)
     tensors = {
@@ -185,7 +187,8 @@ def _write_adapter(state: TrainerState, options: ExportOptions, folder: Path) ->
 
 @contextmanager
 def _weights(state: TrainerState, names: Mapping[str, str]) -> Iterator[FullTensors]:
-    """Tensors of a trainer state, put together from the files of all ranks. names: the model's own -> the state's."""
+    """The full tensors of a trainer state, assembled from the files of all ranks. names: name in the model -> name in
+    the state."""
     with ExitStack() as stack:
         files = [(file.boxes, stack.enter_context(TensorFile.open(state.folder / file.name))) for file in state.files]
 

@@ -1,6 +1,6 @@
 """`weft merge`: a HuggingFace model from a base and an adapter, in one process, tensor by tensor.
 
-W + s B A is computed in fp32 and rounded once, to the dtype that the base's files have.
+W + s B A (LoRA, arXiv:2106.09685) is computed in fp32 and rounded once, to the dtype of the base's files or --dtype.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from weft.sharding.safetensors_files import TensorFile
 
 
 def run(options: MergeOptions) -> Path:
-    """Write the merged model and return its folder. Raises UserError where base and adapter do not fit."""
+    """Writes the merged model and returns its folder. Raises UserError if base and adapter do not fit."""
     adapter = find_checkpoint(Path(options.path))
     if not (adapter / CONFIG).is_file():
         raise UserError(f"{adapter} holds no {CONFIG}: it is a whole model, with nothing to merge.")
@@ -39,7 +39,7 @@ def run(options: MergeOptions) -> Path:
 
 def _write(adapter: Path, base: str, folder: Path, dtype: torch.dtype | None) -> None:
     built = build_model(
-        ModelConfig(path=base, ignore_weights=("*",)),  # what the class does not have cannot be merged into
+        ModelConfig(path=base, ignore_weights=("*",)),  # weights that the class lacks cannot be targets of the adapter
         LoraConfig(path=str(adapter)),
         dtype=torch.float32,
         compute=torch.float32,
@@ -49,7 +49,7 @@ def _write(adapter: Path, base: str, folder: Path, dtype: torch.dtype | None) ->
     plan, lora, load = plan_export(Shapes(built), dtype), built.lora, built.load
     assert lora is not None and load is not None
     folder.mkdir(parents=True)
-    copy_companions(adapter, folder)  # the tokenizer that was trained with, before the base's
+    copy_companions(adapter, folder)  # first, so that the tokenizer of the training run is kept, not the base's
     with TensorFile.open(adapter / WEIGHTS) as file:
         names = list(built.module.state_dict())
         export_alone(plan, FullTensors(names, _merged(load, lora, file, names)), folder)
@@ -57,7 +57,7 @@ def _write(adapter: Path, base: str, folder: Path, dtype: torch.dtype | None) ->
 
 
 def _merged(load: LoadPlan, lora: LoraPlan, file: TensorFile, names: list[str]) -> Callable[[str], Tensor]:
-    """What gives the merged weight of a name."""
+    """Returns a function: name of a weight -> the merged weight, in fp32 if the adapter changes it."""
     targets = {target.weight: target for target in lora.targets}
     trained = [name for name in names if lora.trains(name)]
     stored = file_names([*(name for target in lora.targets for name in target.names), *trained])

@@ -1,4 +1,4 @@
-"""`weft plan`: memory and time of a run that is not started, on a mesh of any size; the best meshes for it."""
+"""`weft plan`: estimates of memory and time of a run on a mesh of any size, and a search for the best meshes."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ from weft.report.tables import EngineRow
 from weft.rl.engines import critic_config, policy_config, reference_config
 from weft.rl.reference_critic import own_ranks
 
-_READ_BYTES = 64 << 20  # of data that is tokenised for its lengths
+_READ_BYTES = 64 << 20  # the most data that are tokenised to get lengths
 
 
 def run(config: SftConfig | RlConfig, options: PlanOptions) -> None:
-    """Entry point of the one process. UserError for whatever is refused of the model, the mesh and the rows."""
+    """Entry point; runs in one process. Raises UserError if weft refuses the model, the mesh or the rows."""
     assumed = accelerator(options.assume)
     assert assumed is not None
     machine = machine_of(
@@ -74,20 +74,20 @@ def _described(model: Blueprint, machine: Machine, ranks: int, lengths: StepLeng
 
 
 def step_of(config: SftConfig | RlConfig, lengths: Sequence[int]) -> Step:
-    """What is trained in a step of documents of these lengths."""
+    """The step to simulate: documents of these lengths, and the objective with the columns that it reads."""
     if isinstance(config, SftConfig):
         return Step(lengths, choose_objective(config.train.objective))
     return Step(lengths, PolicyLoss(config.rl), ("old_logprob", "advantage", "correction", "reference_logprob"))
 
 
 def ranks_to_simulate(memory: Sequence[Memory]) -> list[Memory]:
-    """The ranks of the stages to simulate: the first rank's stage, and the one with the fullest rank."""
+    """The places of mesh.pp to simulate: the first, and the one with the fullest rank if it is another."""
     fullest = max(memory, key=lambda one: one.fullest)
     return [memory[0]] if fullest is memory[0] else [memory[0], fullest]
 
 
 def lengths_of_a_step(config: SftConfig | RlConfig, stated: int | None) -> StepLengths:
-    """Lengths of the documents of an optimizer step: stated, of the data, or the longest that there can be."""
+    """The lengths of the documents of an optimizer step: the stated one, those of the data, or the longest possible."""
     if isinstance(config, RlConfig):
         return _lengths_of_rollouts(config, stated)
     if stated is not None:
@@ -119,7 +119,7 @@ def _lengths_of_rollouts(config: RlConfig, stated: int | None) -> StepLengths:
 
 
 def _lengths_of_data(config: SftConfig) -> tuple[list[int], str]:
-    """(of the documents of the first step, why they could not be read)."""
+    """(lengths of the documents of the first step, ""), or ([], why the data were not read)."""
     paths = [config.data.path, *(source.path for source in config.data.sources or ())]
     if any(path and looks_like_hub_dataset(path) and not Path(path).exists() for path in paths):
         return [], "the data is on the hub"
@@ -138,7 +138,8 @@ def _lengths_of_data(config: SftConfig) -> tuple[list[int], str]:
 
 
 def _engines_beside(config: RlConfig, ranks: int, assumed: Accelerator) -> list[EngineRow]:
-    """What the other engines of the trainer's ranks hold; those that generate are not counted."""
+    """The memory of the reference and the critic on the trainer's ranks; rollout engines are not counted. An engine
+    with ranks of its own has a row without figures."""
     own, rows = own_ranks(config), []
     for name, engine in (("reference", reference_config(config)), ("critic", critic_config(config))):
         if engine is None or name in own:

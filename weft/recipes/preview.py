@@ -1,4 +1,4 @@
-"""`weft data preview`: what training would see of the data, from all of it or from a sample."""
+"""`weft data preview`: the data as training would see them, from all of the data or from a sample."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from weft.errors import UserError, first_line
 from weft.report.preview import Planned, Preview, Read, Sampled, refuse_bad, show_preview, show_sampled
 from weft.report.progress import loading
 
-# With --sample so many bytes of a larger file are read, from all over it.
+# With --sample, about so many bytes of a larger file are read.
 SAMPLE_BYTES = 1 << 20
 _PLANNED = 8  # steps that are planned
 
 
 def run(config: SftConfig, options: PreviewOptions) -> None:
-    """Entry point of the one process. Raises UserError for data that training would refuse, except for its length.
+    """Entry point; runs in one process. Raises UserError for data that training would refuse, except long documents.
 
-    Rows are checked before tokenizers are imported, because that is fast.
+    All rows are checked before the tokenizer is imported, because the check is fast.
     """
     sources, bad = open_data(config.data), list[str]()
     with loading(what="reading") as shown:
@@ -44,7 +44,7 @@ def run(config: SftConfig, options: PreviewOptions) -> None:
 
 
 def _read(source: Source, part: Part, sample: bool, bad: list[str], shown: Callable[[int, int], None]) -> Sampled:
-    """What is in a part, row by row. bad: is given what is wrong with each bad row."""
+    """Reads and counts the rows of a part. bad: the errors of bad rows are appended to it."""
     whole = not sample or part.size <= SAMPLE_BYTES
     blocks = None if whole else list(_sampled(part))
     formats: dict[str, int] = {}
@@ -59,7 +59,7 @@ def _read(source: Source, part: Part, sample: bool, bad: list[str], shown: Calla
 
 
 def _sampled(part: Part) -> Iterator[Block]:
-    """Blocks from all over the part where it knows how, else the first."""
+    """Yields blocks spread over the part if it supports that, else its first blocks."""
     if part.sample is not None:
         yield from part.sample()
         return
@@ -97,14 +97,14 @@ def _tokenised(config: SftConfig, sampled: Sequence[Sampled], options: PreviewOp
         refuse_bad(bad, sum(len(one.table) + len(one.table.bad) for one in read))
     limit = length_limit(config.data, config.step.max_tokens_per_device, config.mesh.cp)
     limits = Limits(*limit, config.data.long_documents, drop_untrained=True)
-    # What training would refuse is left out of the plan, to show what the rest makes.
+    # Documents that training would refuse are left out of the plan, to show the steps of the others.
     kept = replace(limits, long="drop") if limits.long == "error" else limits
     planned = _plan(config, read, [kept.piece(one.table, one.source.name) for one in read], options.world)
     show_preview(Preview(config, limits, read, planned, bad, images), tokenizer, options.samples, full=options.full)
 
 
 def _plan(config: SftConfig, read: Sequence[Read], pieces: Sequence[Any], world: int) -> Planned | None:
-    """The first steps that the documents at hand make; None where there are none."""
+    """The plans of the first steps, for `world` data ranks; None if no documents are left."""
     import numpy as np
 
     from weft.data.order import Share, Steps
@@ -141,7 +141,7 @@ def _plan(config: SftConfig, read: Sequence[Read], pieces: Sequence[Any], world:
 
 
 def _steps_in_epoch(config: SftConfig, read: Sequence[Read], pieces: Sequence[Any], counted: int) -> int:
-    """Exact where everything was read."""
+    """The number of steps of an epoch: exactly `counted` if everything was read, else scaled up from the sample."""
     if all(one.taken == 1.0 for one in read):
         return counted
     weights = [one.source.weight / one.taken for one in read]

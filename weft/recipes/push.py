@@ -1,4 +1,4 @@
-"""`weft push`: a checkpoint, or any folder that holds a whole model or adapter, to the HuggingFace hub."""
+"""`weft push`: uploads a checkpoint, or any folder with a complete model or adapter, to the HuggingFace hub."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from weft.sharding.source import INDEX
 
 
 def run(options: PushOptions) -> str:
-    """Upload it; where it can be seen. UserError where it is not whole, or the hub does not take it."""
+    """Uploads a checkpoint and returns its URL. Raises UserError if it is incomplete, or the hub refuses it."""
     checkpoint = choose_checkpoint(Path(options.path), options.step, best=options.best)
     require_complete(checkpoint)
     repository = Repository(options.repository, options.private, options.revision)
@@ -32,7 +32,8 @@ def run(options: PushOptions) -> str:
 
 
 def choose_checkpoint(path: Path, step: int | None, *, best: bool) -> Path:
-    """The folder that is uploaded: the one that is named, or of a run its newest, its best, or that of a step."""
+    """The folder to upload: `path` itself, or of a run folder the newest, the best, or the checkpoint of a step. Raises
+    UserError if there is none."""
     checkpoints = path / "checkpoints"
     if step is None and not best:
         return find_checkpoint(path)
@@ -47,7 +48,7 @@ def choose_checkpoint(path: Path, step: int | None, *, best: bool) -> Path:
 
 
 def require_complete(checkpoint: Path) -> None:
-    """UserError where a folder holds no model or adapter, an incomplete one, or weights that differ from their
+    """Raises UserError if a folder holds no model or adapter, an incomplete one, or weights that differ from their
     digests."""
     if checkpoint.suffix in (".partial", ".removing"):
         raise UserError(f"{checkpoint} is being written or removed, so it is not whole: name another checkpoint.")

@@ -1,4 +1,4 @@
-"""Reinforcement learning: `weft rl`. The controller's loop is `train`; what trains and what generates are actors."""
+"""Reinforcement learning: `weft rl`. The controller's loop is `train`; trainers and rollout engines are actors."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ _PROMISE = "the rollout step that runs is finished, trained and saved first, and
 
 
 def run(config: RlConfig, options: RlOptions, hooks: RlHooks = NO_RL_HOOKS) -> None:
-    """Entry point of the controller. Raises StoppedError where a signal ended the run early."""
+    """Entry point of the controller. Raises StoppedError if a signal ended the run early."""
     check_installed(config.track)
     import_ray(alone=config.cluster.address is None)
     import_arrow()
@@ -115,7 +115,7 @@ def resume_command(folder: Path, options: RlOptions) -> str:
 
 
 def list_replayed(options: RlOptions) -> list[Path]:
-    """The files of `--replay RUN/rollouts` in their order. UserError where there are none."""
+    """The files of `--replay RUN/rollouts` in order; empty without the option. Raises UserError if there are none."""
     folder = options.replay
     if folder is not None and options.rollout_only:
         raise UserError("--rollout-only makes rollouts, and --replay trains from those that are there: leave one out.")
@@ -124,7 +124,7 @@ def list_replayed(options: RlOptions) -> list[Path]:
 
 @dataclass(frozen=True)
 class Task:
-    """Prompts, rewards and environment of a run."""
+    """Prompts, rewards and environment of a run. stream: the order of the training prompts."""
 
     prompts: Prompts
     held_out: HeldOutPrompts
@@ -135,8 +135,8 @@ class Task:
 
 
 def check_task(config: RlConfig) -> PretrainedConfig:
-    """The text config of the model. UserError where a user's function is missing or samples do not fit the model,
-    before anything is loaded."""
+    """The text config of the model. Raises UserError, before anything is loaded, if a user's function is missing or
+    samples do not fit the model."""
     choose_estimator(config.rl.advantage)
     choose_policy_loss(config.rl.policy_loss)
     environment_class(config)
@@ -146,10 +146,10 @@ def check_task(config: RlConfig) -> PretrainedConfig:
 
 
 def read_task(config: RlConfig, hooks: RlHooks = NO_RL_HOOKS) -> Task:
-    """Read prompts and load rewards and environment. Raises UserError for whatever the user has to fix."""
+    """Reads prompts, and loads rewards and environment. Raises UserError for anything that the user has to fix."""
     vocabulary = check_task(config).vocab_size
     tokenizer = load_tokenizer(config.model.path)
-    images = read_images(config.model.path, tokenizer, config.data)  # first: it may bring the chat template
+    images = read_images(config.model.path, tokenizer, config.data)  # first, because it may set the chat template
     episodes = load_environment(config, tokenizer, images=images)
     prompts = load_rl_prompts(config, tokenizer, vocab_size=vocabulary, images=images)
     if config.rollout.engine == "sglang" and any(prompt.images for prompt in prompts):
@@ -163,8 +163,8 @@ def read_task(config: RlConfig, hooks: RlHooks = NO_RL_HOOKS) -> Task:
 
 @dataclass(frozen=True)
 class Plan:
-    """The number of steps. A rollout step is `updates` x `epochs` optimizer steps over prompts x group_size samples.
-    steps: optimizer steps of the whole run."""
+    """The number of steps of a run. rollouts: rollout steps. per_rollout: optimizer steps of each, rl.updates x
+    rl.epochs. steps: optimizer steps of the whole run."""
 
     rollouts: int
     per_rollout: int
@@ -175,7 +175,7 @@ class Plan:
 
     @staticmethod
     def of(config: RlConfig, stream: PromptStream) -> Plan:
-        """Compute it from train.steps, or from train.epochs passes over the prompts."""
+        """The plan for train.steps optimizer steps, rounded up to whole rollout steps, or for train.epochs."""
         per_rollout = config.rl.updates * config.rl.epochs
         if config.train.steps is not None:
             return Plan(-(-config.train.steps // per_rollout), per_rollout)
@@ -185,7 +185,7 @@ class Plan:
 
 @dataclass
 class Run:
-    """What the controller's loop works with. resume_command: the command that resumes the run."""
+    """The state of the controller's loop. resume_command: the command that resumes the run."""
 
     config: RlConfig
     held: RunLock
@@ -193,16 +193,16 @@ class Run:
     actors: Actors
     plan: Plan
     start: RlStart
-    replayed: Sequence[Path] = ()  # files of rollouts that are trained from, in place of new ones
+    replayed: Sequence[Path] = ()  # files of recorded rollouts to train on, instead of new ones
     on_step: OnStep | None = None
     resume_command: str = ""
     device: Device = "cpu"
     resume: bool = False
-    show: Show = lambda text: None  # is report_failures how far rollouts are
+    show: Show = lambda text: None  # shows the progress of rollouts
     phases: Phases = field(default_factory=Phases)
     compute: str = ""  # the trainers' dtype
-    version: int = 0  # of the weights that the trainers have: rollout steps that are trained
-    updates: int = 0  # optimizer steps that were not skipped: the learning rate counts them
+    version: int = 0  # of the trainers' weights: the number of rollout steps trained so far
+    updates: int = 0  # optimizer steps that were not skipped, which the learning rate depends on
     trainer_group: TrainerGroup = field(init=False)
 
     def __post_init__(self) -> None:
@@ -211,8 +211,8 @@ class Run:
 
 @dataclass
 class RolloutStep:
-    """One rollout step. number counts from 1. taken: prompts of the stream consumed by its end. phases: its seconds by
-    phase."""
+    """One rollout step. number: counts from 1. taken: prompts of the stream that were consumed by its end, in total.
+    phases: its seconds by phase."""
 
     number: int
     groups: Sequence[Group] = ()
@@ -227,14 +227,14 @@ class RolloutStep:
 
 
 async def train(run: Run) -> None:
-    """The loop: rollouts, rewards, advantages, optimizer steps, weight sync."""
+    """The loop: rollouts, rewards, advantages, optimizer steps, weight sync. Raises StoppedError after a signal."""
     config, plan, first = run.config, run.plan, run.start.rollout + 1
     recorder = RlRecorder(config, run.held.folder, run.start, run.on_step)
     progress = Progress(plan.steps, every=config.train.log_every)
     run.show = progress.doing
     async with AsyncExitStack() as opened:
         uploads = opened.enter_context(Uploads(config, run.held.folder, resume=run.resume))
-        opened.push_async_exit(run.trainer_group.ending)  # first, so that what it still saves is uploaded
+        opened.push_async_exit(run.trainer_group.ending)  # runs before the uploads end: its last checkpoint is uploaded
         switch, sampling, evaluator = await prepare(run, opened)
         with recorder, StopSignals(_PROMISE) as signals, progress:
             progress.notes(await begin(run, switch, sampling, evaluator, recorder))
@@ -282,8 +282,8 @@ async def train(run: Run) -> None:
 
 
 def time_rollout_steps(options: RlOptions, hooks: RlHooks, folder: Path, config: RlConfig) -> float:
-    """Measure the seconds of a rollout step with this config, in a folder inside the run's that is removed
-    afterwards."""
+    """Measures the seconds of a rollout step with this config, in a trial folder inside the run folder, which is
+    removed afterwards."""
     trial = folder / "placement-trial"
     shutil.rmtree(trial, ignore_errors=True)
     config = replace(config, run=replace(config.run, dir=str(trial)))
@@ -301,7 +301,7 @@ def time_rollout_steps(options: RlOptions, hooks: RlHooks, folder: Path, config:
 
 
 async def timed(run: Run) -> float:
-    """The mean seconds of a plan's rollout steps except the first, which includes start-up costs."""
+    """The mean seconds of the plan's rollout steps, without the first, which includes start-up costs."""
     ends = []
     async with AsyncExitStack() as opened:
         switch, sampling, _ = await prepare(run, opened)
@@ -319,7 +319,7 @@ async def timed(run: Run) -> float:
 
 
 async def collect(run: Run) -> None:
-    """Rollouts with the current weights, without training (`--rollout-only`)."""
+    """The loop of `--rollout-only`: rollouts with the current weights, without training."""
     recorder = RlRecorder(run.config, run.held.folder, run.start)
     async with AsyncExitStack() as opened:
         switch, sampling, _ = await prepare(run, opened)
@@ -343,8 +343,8 @@ async def collect(run: Run) -> None:
 
 
 async def prepare(run: Run, opened: AsyncExitStack) -> tuple[PhaseSwitch, Sampling, RlEvaluator]:
-    """Open the engines, the sampling and the evaluation that the first rollout needs. opened: closes them at the
-    end."""
+    """Opens the engines and the evaluator that the first rollout needs, and prints the opening. opened: closes them at
+    the end."""
     config, task, trainers, start = run.config, run.task, run.actors.trainers, run.start
     opened.push_async_callback(task.rewards.close)
     if task.episodes is not None:
@@ -377,7 +377,8 @@ async def prepare(run: Run, opened: AsyncExitStack) -> tuple[PhaseSwitch, Sampli
 async def begin(
     run: Run, switch: PhaseSwitch, sampling: Sampling, evaluator: RlEvaluator, recorder: RlRecorder
 ) -> list[str]:
-    """The first sync, its verification, and the evaluation before the first step; the messages for the user."""
+    """The first weight sync, its check for rl.on_policy=exact, and the evaluation before the first step. Returns
+    messages for the user."""
     await switch.to_rollouts(run.start.rollout)
     notes: list[str] = []
 
@@ -390,15 +391,15 @@ async def begin(
             notes += (await run.actors.trainers.all("prove_exact"))[:1]
         else:
             notes.append(await try_engine(run.config, switch.engine, reader, run.task.prompts, sampling))
-    switch.take_seconds()  # of what goes before the first step
+    switch.take_seconds()  # discards the seconds before the first step
     if not run.start.rollout:
         notes += recorder.record_evaluation(0, await evaluate(evaluator, 0, run.plan))
     return notes
 
 
 def replay(run: Run) -> Callable[[int], Awaitable[RolloutStep]]:
-    """Make rollout steps from files of RUN/rollouts: samples and rewards are read, everything else is computed
-    resume_command."""
+    """Returns a function that makes a rollout step from its file of RUN/rollouts. Samples and rewards are read;
+    everything else is computed again."""
 
     async def make(number: int) -> RolloutStep:
         groups = read_rollouts(run.replayed[number - 1])
@@ -411,7 +412,7 @@ def replay(run: Run) -> Callable[[int], Awaitable[RolloutStep]]:
 
 
 async def roll_out(run: Run, engine: RolloutEngine, sampling: Sampling, number: int) -> RolloutStep:
-    """Sample and reward a group for each prompt of a rollout step."""
+    """Samples and rewards a group for each prompt of rollout step `number`."""
     rl, step = run.config.rl, RolloutStep(number)
 
     meter = Meter(f"rollout step {number}", lambda: engine.drawn)
@@ -431,7 +432,7 @@ async def roll_out(run: Run, engine: RolloutEngine, sampling: Sampling, number: 
         return await rewarded_groups(prompts, generate, reward, step.phases)
 
     async with meter.shown(run.show):
-        # Groups are chosen by what the reward functions said (DAPO, arXiv:2503.14476, equation 11), before shaping.
+        # Dynamic sampling (DAPO, arXiv:2503.14476, equation 11) judges groups by unshaped rewards.
         step.groups, replaced = await groups_to_train(run.task.stream, answer, rl.dynamic_sampling)
     shape_rewards(step.groups, run.config)
     if rl.dynamic_sampling:
@@ -442,8 +443,8 @@ async def roll_out(run: Run, engine: RolloutEngine, sampling: Sampling, number: 
 
 
 async def compute_advantages(run: Run, step: RolloutStep) -> None:
-    """Read logprobs of old and reference policy and values of a critic for the samples, then compute corrections and
-    advantages."""
+    """Computes the samples' logprobs under old and reference policy and the critic's values, then corrections and
+    advantages. Adds metrics to the step."""
     rl, samples = run.config.rl, step.samples
     checks = not run.replayed and parity_is_due(run.config, step.number - run.start.rollout)
     fused = old_is_current(run.config)
@@ -456,23 +457,23 @@ async def compute_advantages(run: Run, step: RolloutStep) -> None:
         rollout = run.config.rollout
         dtypes = [run.compute, run.compute if rollout.dtype == "auto" else rollout.dtype]
         require_parity(samples, run.version, f"rollout.engine={rollout.engine}", dtypes)
-    if fused:  # every step alike, checked or not
+    if fused:  # discard what a parity check read, so that checked steps train like the others
         for sample in samples:
             sample.old = None
-    else:  # sets old logprobs that are not recomputed, which advantages may read
+    else:  # also sets old logprobs that were not recomputed, because advantages may read them
         step.metrics |= correct(samples, rl)
     stale = staleness(samples, run.version, None if run.replayed else run.config.cluster.max_staleness)
     step.metrics |= {**advantages(step.groups, rl), **step.failures.metrics(), **stale}
 
 
 def read_before_training(rl: RlAlgorithm, *, old: bool) -> list[Role]:
-    """The models that read the samples before training."""
+    """The models that must read the samples before training. old: whether the policy is one of them."""
     wanted: dict[Role, bool] = {"policy": old, "reference": rl.kl > 0, "critic": rl.advantage == "gae"}
     return [role for role, is_wanted in wanted.items() if is_wanted]
 
 
 async def update(run: Run, step: RolloutStep) -> list[dict[str, object]]:
-    """Run the optimizer steps of a rollout step; their lines of metrics.jsonl."""
+    """Runs the optimizer steps of a rollout step. Returns their lines of metrics.jsonl."""
     config, plan, lines = run.config, run.plan, []
     number = (step.number - 1) * plan.per_rollout
     with step.phases("train"):
@@ -488,19 +489,19 @@ async def update(run: Run, step: RolloutStep) -> list[dict[str, object]]:
 
 
 async def evaluate(evaluator: RlEvaluator, number: int, plan: Plan) -> Any:
-    """The evaluation after a rollout step; None where none is due."""
+    """The evaluation after rollout step `number`; None if none is due."""
     return await evaluator() if evaluator.due(number, plan.rollouts) else None
 
 
 async def save(run: Run, recorder: RlRecorder, step: RolloutStep) -> list[str]:
-    """Save a checkpoint after this rollout step."""
+    """Saves a checkpoint after this rollout step. Returns messages for the user."""
     progress = recorder.progress(step, run.updates, run.phases)
     return await run.trainer_group.save(step.number * run.plan.per_rollout, progress)
 
 
 def staleness(samples: Sequence[Sample], version: int, most: int | None) -> dict[str, float]:
-    """Metrics: by how many versions the weights that sampled a token lag behind the weights that train on it.
-    RuntimeError where the lag exceeds `most`."""
+    """Metrics of how many versions the weights that sampled a token lag behind `version`, the weights that are trained.
+    Raises RuntimeError if a lag exceeds `most`."""
     lags = version - np.concatenate([sample.versions[sample.sampled] for sample in samples])
     if most is not None and lags.max(initial=0) > most:
         raise RuntimeError(f"a sample is {lags.max()} versions older than what trains on it: more than {most}")
@@ -508,7 +509,7 @@ def staleness(samples: Sequence[Sample], version: int, most: int | None) -> dict
 
 
 def sampling_of(config: RlConfig, ends: Sequence[int]) -> Sampling:
-    """The sampling of training completions."""
+    """The sampling parameters of training completions. ends: ids of the tokens that end a completion."""
     rollout = config.rollout
     return Sampling(
         max_new_tokens=rollout.max_new_tokens,

@@ -27,12 +27,12 @@ from weft.rollout.types import Prompt
 from weft.terminal import byte_count, say
 
 _LONGEST = 2000  # characters of the prompt that is shown
-_LONGEST_VALUE = 60  # of a column's
+_LONGEST_VALUE = 60  # characters of a value of a column
 
 
 def dry_run(config: RlConfig, options: RlOptions) -> None:
-    """Print the preview. Raises UserError for whatever would be refused at the start of the run, prompts and rewards
-    first."""
+    """Prints the preview. Raises UserError for anything that the run would refuse at its start; prompts and rewards are
+    checked first."""
     check_task(config)
     unread = _unread(config)
     task = None if unread else read_task(config)
@@ -52,7 +52,7 @@ def dry_run(config: RlConfig, options: RlOptions) -> None:
 
 
 def _unread(config: RlConfig) -> str:
-    """Why prompts cannot be looked at yet; nothing where they can."""
+    """Why the prompts cannot be read yet; "" if they can."""
     sources = [config.data.path, *(source.path for source in config.data.sources or ())]
     sources += [config.eval.path, *(source.path for source in config.eval.sources or ())]
     hub = [path for path in sources if path and looks_like_hub_dataset(path) and not Path(path).exists()]
@@ -68,13 +68,13 @@ def _unread(config: RlConfig) -> str:
 
 
 async def _try(rewards: Rewards, task: Task | None) -> None:
-    """Import the functions, and see whether every prompt has the columns that they ask for."""
+    """Imports the reward functions, and checks that every prompt has the columns that they take."""
     async with rewards:
         await rewards.start([] if task is None else [*task.prompts, *task.held_out.all()])
 
 
 def _task_lines(config: RlConfig, task: Task) -> list[str]:
-    """Prompts, their number and length, how many steps they make, and one of them as the model sees it."""
+    """Lines about the prompts: their number, the steps that they make, and the first as the model sees it."""
     plan, rl = Plan.of(config, task.stream), config.rl
     lines = [f"prompts  {task.prompts}"]
     lines += [f"held out {name or config.eval.path}: {len(found):,}" for name, found in task.held_out.named.items()]
@@ -100,7 +100,7 @@ def _columns(prompt: Prompt) -> str:
 
 
 def _rows(config: RlConfig, policy: Engine, ranks: Ranks) -> list[EngineRow]:
-    """What each engine takes of a rank, side by side."""
+    """The memory of each engine on a rank."""
     own = own_ranks(config)
     reference = None if "reference" in own else reference_engine(config, ranks, shares_with=policy, weights=False)
     critic = None if "critic" in own else critic_engine(config, ranks, shares_with=policy, weights=False)
@@ -117,7 +117,7 @@ def _rows(config: RlConfig, policy: Engine, ranks: Ranks) -> list[EngineRow]:
 
 
 def _rollout_row(config: RlConfig, policy: Engine) -> EngineRow:
-    """The engine that generates."""
+    """The memory of the rollout engine."""
     rollout, size = config.rollout, policy.precision.compute.itemsize
     if rollout.engine not in ("embedded", "hf"):
         each = f"{rollout.tp} accelerator{'s' * (rollout.tp > 1)}"

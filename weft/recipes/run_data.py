@@ -1,4 +1,4 @@
-"""The data of a run: its documents, and which of them each optimizer step takes."""
+"""The data of a run: its documents, and the documents of each optimizer step."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class RunData:
 
 
 def read_run_data(config: SftConfig, shown: Shown | None = None) -> RunData:
-    """Read and tokenise all data. shown: called with (bytes done, total bytes)."""
+    """Reads and tokenises all data. shown: called with (bytes done, total bytes). Raises UserError."""
     tokenizer = load_tokenizer(config.model.path)
-    images = read_images(config.model.path, tokenizer, config.data)  # first: it may bring the chat template
+    images = read_images(config.model.path, tokenizer, config.data)  # first, because it may set the chat template
     read = partial(read_data, config, tokenizer=tokenizer, images=images)
     documents, report = read(config.data, shown=shown)
     of_training = None
@@ -46,8 +46,8 @@ def read_run_data(config: SftConfig, shown: Shown | None = None) -> RunData:
 
 
 def dated(config: SftConfig) -> SftConfig:
-    """The config with today's date for chat templates, so that a resumed run, which reads RUN/config.yaml, has the same
-    data."""
+    """The config with today's date for chat templates, if it has none. A resumed run reads the date from
+    RUN/config.yaml, so it has the same data."""
     day = config.data.template_date or datetime.date.today().isoformat()
     return replace(config, data=replace(config.data, template_date=day))
 
@@ -59,8 +59,8 @@ def read_data(
     images: Images | None,
     shown: Shown | None = None,
 ) -> tuple[Documents, DataReport]:
-    """Read and tokenise the documents of one data section. images: of a vision model. shown: called with (bytes done,
-    total bytes)."""
+    """Reads and tokenises the documents of one data section. config: of the run, for limits and encoding. images: the
+    image reader of a vision model. shown: called with (bytes done, total bytes)."""
     max_length, key = length_limit(config.data, config.step.max_tokens_per_device, config.mesh.cp)
     return load_documents(
         data,

@@ -1,4 +1,4 @@
-"""Answers to eval.prompts while training, in RUN/samples.jsonl."""
+"""Answers to eval.prompts during training, recorded in RUN/samples.jsonl."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from weft.run.folder import SAMPLES
 from weft.telemetry import flight
 from weft.terminal import byte_count
 
-_PRINTED = 3  # answers of an evaluation
-_TOKENS = 8_192  # that the copy remembers at once, beside all that training holds
+_PRINTED = 3  # answers that are printed in an evaluation
+_TOKENS = 8_192  # capacity of the copy's KV cache, which is in memory beside the training state
 _WIDTH = 100  # characters of a prompt, and of an answer, that are printed
 
 
 @dataclass(frozen=True)
 class Questions:
-    """The prompts of eval.prompts. ends: tokens that end every answer of the training data. images: of a vision
-    model."""
+    """The prompts of eval.prompts. ends: ids of tokens that end answers in the training data. images: the image reader
+    of a vision model."""
 
     prompts: Sequence[Prompt]
     tokenizer: PreTrainedTokenizerBase
@@ -40,11 +40,11 @@ class Questions:
 
 
 class Sampler:
-    """Samples the model's answers. Prompts are distributed over the ranks; a rank without prompts holds no copy of the
-    model."""
+    """Samples the model's answers. The prompts are distributed over the ranks; a rank with prompts holds a whole copy
+    of the model while it answers."""
 
     def __init__(self, config: SftConfig, engine: Engine, questions: Questions, folder: Path) -> None:
-        """UserError where a copy of the model does not fit into memory together with the trained one."""
+        """Raises UserError if a copy of the model does not fit into memory beside the training state."""
         self.config, self.ranks, self.questions = config.eval, engine.ranks, questions
         self.seed, self.path = config.train.seed, folder / SAMPLES
         self.ends = tuple(sorted({*questions.ends, *end_tokens(engine, questions.tokenizer)}))
@@ -59,7 +59,7 @@ class Sampler:
             )
 
     def __call__(self, step: int) -> list[str]:
-        """Answer all prompts, and write the answers; lines to print. Collective."""
+        """Answers all prompts and records the answers. Returns lines to print. Collective."""
         flight.at("sample")
         mine = range(self.ranks.rank, len(self.questions.prompts), self.ranks.world)
         self.embedded.wake(here=bool(mine))
@@ -74,8 +74,8 @@ class Sampler:
         return list(_shown(lines))
 
     def _answer(self, mine: Sequence[int], step: int) -> dict[int, dict[str, Any]]:
-        """Number of each prompt -> its line."""
-        # One that is drawn ends an answer: no image belongs to it, and no forward of the whole row would take it.
+        """Number of each prompt in `mine` -> its line of samples.jsonl."""
+        # A sampled image token ends an answer: it has no image, and a forward of the whole row would fail on it.
         ends = (*self.ends, *self.placeholders)
         sampling = Sampling(self.config.max_new_tokens, self.config.temperature, ends=ends)
         prompts = {number: self.questions.prompts[number] for number in mine}
@@ -100,7 +100,7 @@ class Sampler:
         return answered
 
     def _seed(self, step: int, number: int) -> int:
-        """Not one that training draws with: an evaluation changes nothing of it."""
+        """A seed that training does not use, so that an evaluation does not change the training run."""
         return seed_of(self.seed, f"samples:{step}:{number}", 0)
 
 
@@ -113,6 +113,6 @@ def _shown(lines: Sequence[dict[str, Any]]) -> Iterator[str]:
 
 
 def _short(text: str) -> str:
-    """On one line, not too long, and without what would move a terminal's cursor."""
+    """The text on one line of at most _WIDTH characters, without characters that control a terminal."""
     text = "".join(c if c.isprintable() else "\ufffd" for c in " ".join(text.split()))
     return text if len(text) <= _WIDTH else text[: _WIDTH - 3] + "..."

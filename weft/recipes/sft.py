@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: `weft sft`. The loop is `train`; what it prints is in weft/report."""
+"""Supervised fine-tuning: `weft sft`. The loop is `train`; its output is in weft/report."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ LaidOut = tuple[StepPlan, Rows]
 
 
 def run(config: SftConfig, options: SftOptions, hooks: Hooks = NO_HOOKS) -> None:
-    """Entry point of one rank. Raises StoppedError where a signal ended the run early."""
-    # What is wrong with it is said before anything is read.
+    """Entry point of one rank. Raises StoppedError if a signal ended the run early."""
+    # First, so that an error in the objective is reported before anything is read.
     objective = choose_objective(config.train.objective, hooks.objective)
     hooks, readouts = replace(hooks, objective=objective), objective.readouts
     check_installed(config.track)
@@ -72,7 +72,7 @@ def run(config: SftConfig, options: SftOptions, hooks: Hooks = NO_HOOKS) -> None
         phases, resume = Phases(), options.resume is not None
         flight.watch(config.train.timeout)
         if config.optimizer.name not in BUILT_IN:
-            find_class(config.optimizer)  # an error need not wait for the data
+            find_class(config.optimizer)  # so that an error is reported before the data are read
         if config.checkpoint.push is not None:
             on_first_rank(partial(prepare, config), ranks)
         flight.at("data")
@@ -116,7 +116,7 @@ def train(
     *,
     resume: bool = False,
 ) -> None:
-    """One optimizer step per set of documents, each with its own normaliser; the last weights are always saved."""
+    """The training loop; it always saves the last weights. Raises StoppedError if a signal ended the run early."""
     phases.add(start.seconds)
     steps, updates, stop = deal(config, data.documents), start.updates, 0
     objective = choose_objective(config.train.objective, hooks.objective)
@@ -184,13 +184,13 @@ def train(
 
 
 def lay_out(engine: Engine, documents: Sequence[Document], objective: Objective, step: Step) -> LaidOut:
-    """(plan of a step, this rank's rows of it, built). Builds no other documents and uses no device."""
+    """(plan of a step, this rank's rows). Builds only the documents of these rows, and uses no device."""
     plan, own = engine.deal(choose(documents, step.documents))
     return plan, engine.rows(plan, own, objective).ahead()
 
 
 def take_step(engine: Engine, laid_out: Future[LaidOut], objective: Objective, lr: float) -> StepOutcome:
-    """Run one optimizer step, once its rows are built."""
+    """Waits until the rows are built, then runs one optimizer step. seconds include the wait."""
     began = time.perf_counter()
     plan, rows = laid_out.result()
     metrics = engine.accumulate(plan, rows, objective)
@@ -201,7 +201,8 @@ def take_step(engine: Engine, laid_out: Future[LaidOut], objective: Objective, l
 def open_saver(
     config: SftConfig, engine: Engine, report: DataReport, folder: Path, steps: Steps, start: Start
 ) -> Saver:
-    """The Saver of a run; it saves the template of data.chat_template, and data.image_pixels, with every checkpoint."""
+    """The Saver of a run. Every checkpoint gets the files of `changed_files`, such as the template of
+    data.chat_template."""
     return Saver(
         engine,
         folder,
@@ -214,8 +215,8 @@ def open_saver(
 
 
 def agree(engine: Engine, signals: StopSignals, saver: Saver) -> tuple[float, int, bool, bool]:
-    """All-reduce what the ranks must agree on after a step: (peak memory in GiB, signal to stop or 0, whether a save by
-    the clock is due, whether a checkpoint writer failed)."""
+    """All-reduces what the ranks must agree on after a step. Returns (peak memory of the fullest rank in GiB, signal to
+    stop or 0, whether a save by time is due, whether a checkpoint writer failed)."""
     own = [own_peak_memory_gib(engine.device), signals.number, saver.overdue, saver.failed]
     memory, stop, overdue, failed = max_over_ranks(own, engine.mesh.world_group, engine.device)
     return memory, int(stop), bool(overdue), bool(failed)

@@ -1,4 +1,4 @@
-"""`weft verify`: the configured mesh against one plain process, on the user's own model or a shrunken copy of it."""
+"""`weft verify`: compares the configured mesh with one plain process, on the user's model or a smaller copy of it."""
 
 from __future__ import annotations
 
@@ -35,25 +35,25 @@ from weft.verification.rl_harness import verify_rl
 from weft.verification.rl_rollouts import recorded_rollouts
 from weft.verification.show import print_verdict
 
-# Adam divides each element by its own size: below this epsilon the rounding of a gradient near zero becomes a whole
-# step, in the reference as here, and would be all that the comparison of weights sees.
+# Adam divides each element by its own size. With a smaller epsilon, the rounding of a gradient near zero becomes a full
+# step, in the reference as in the engine, and would dominate the comparison of weights.
 EPSILON = 1e-5
-LEARNING_RATE = 1e-3  # smaller ones drown in the rounding of the weights themselves
+LEARNING_RATE = 1e-3  # the updates of a smaller one would be lost in the rounding of the weights
 Config = TypeVar("Config", SftConfig, RlConfig)
-# Of the fp32 weights, at the peak. In the host's memory: what reference and engine computed, with the reference itself
-# (measured with one rank), and what each further rank records. On an accelerator: the reference that trains, whose
+# Peak memory, as multiples of the fp32 weights. In the host's memory: the reference and the results of both sides
+# (measured with one rank), and the records of each further rank. On an accelerator: the training reference, whose
 # optimizer has two states, and a copy of its gradients, beside the engine.
 COPIES = 24
 COPIES_OF_A_RANK = 5
-COPIES_IN_DOUBLE = 4  # more, where the reference trains in fp64, too
+COPIES_IN_DOUBLE = 4  # added if the reference also trains in fp64
 COPIES_ON_DEVICE = 7
-RL_COPIES = 30  # with a reference, a critic, and the plain side twice
+RL_COPIES = 30  # for RL: with a reference, a critic, and the plain side twice
 
 
 @dataclass(frozen=True)
 class Subject:
-    """The model that is verified. path: a HuggingFace directory with weights. words: its description, where it is not
-    the user's own weights. cut: whether it has fewer layers than the user's model."""
+    """The model that is verified. path: a HuggingFace directory with weights. words: its description for the output.
+    cut: whether it has fewer layers than the user's model."""
 
     path: str
     words: str
@@ -61,7 +61,7 @@ class Subject:
 
 
 def run(config: SftConfig | RlConfig, options: VerifyOptions) -> bool:
-    """Entry point of one rank: whether every check is within tolerance, equal on all ranks."""
+    """Entry point of one rank. Returns whether every check is within tolerance, the same on all ranks."""
     compute_in_fp32()
     with join(options.device, config.train.timeout) as ranks, scratch_folder() as folder:
         subject = choose_subject(config, options, ranks, str(folder))
@@ -80,17 +80,17 @@ def run(config: SftConfig | RlConfig, options: VerifyOptions) -> bool:
 
 
 def compute_in_fp32() -> None:
-    """No TF32, in matrix products and in cuDNN's convolutions (of state mixers), whose default it is.
+    """Turns TF32 off, in matrix products and in cuDNN's convolutions (of state mixers), where it is the default.
 
-    By torch's older switches, which no version from 2.11 to 2.15 warns of; once the newer ones (fp32_precision) are
-    used for cuDNN, torch's own readers of the older ones raise.
+    This uses torch's older switches, which do not warn in versions 2.11 to 2.15. Once the newer ones (fp32_precision)
+    are used for cuDNN, torch's own code that reads the older ones raises.
     """
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False
 
 
 def check(config: Any, subject: Subject, ranks: Ranks, options: VerifyOptions) -> Verdict | None:
-    """The verdict in fp32, with figures of the configured dtype as remarks; on the first rank."""
+    """The verdict in fp32, with a comparison in the configured dtypes as a remark; None except on the first rank."""
     steps = awkward_steps(hf.vocabulary_size(subject.path))
     exact = verified_config(config, subject.path)
     verdict = _verdict(Engine(EngineConfig.of(exact), ranks), subject.path, steps)
@@ -106,7 +106,7 @@ def check(config: Any, subject: Subject, ranks: Ranks, options: VerifyOptions) -
 
 
 def _verdict(engine: Engine, path: str, steps: Sequence[Step]) -> Verdict | None:
-    """On the first rank. Models that take images are given some."""
+    """The verdict of an engine; None except on the first rank. Models that take images get documents with images."""
     shown, images = steps_for(engine, path, steps)
     return verify(engine, path, shown, [LEARNING_RATE] * len(shown), images)
 
@@ -114,9 +114,9 @@ def _verdict(engine: Engine, path: str, steps: Sequence[Step]) -> Verdict | None
 def check_rl(config: Any, subject: Subject, ranks: Ranks, options: VerifyOptions) -> Verdict | None:
     """The verdict for reinforcement learning, in fp32 only: updates of the configured algorithm from given rollouts."""
     exact: RlConfig = verified_config(config, subject.path)
-    model = replace(exact.model, router_aux_loss="none", router_aux_loss_coef=None)  # that of `weft sft` is verified
+    model = replace(exact.model, router_aux_loss="none", router_aux_loss_coef=None)  # `check` verifies that loss
     critic, reference = replace(exact.critic, lr=exact.optimizer.lr), exact.reference  # the rates are multiples of it
-    if critic.ranks is not None:  # in the policy's ranks, as it would be without the key
+    if critic.ranks is not None:  # the critic and the reference are verified in the policy's ranks
         critic = replace(critic, ranks=None, dp_replicate=None, dp_shard=None, tp=None, pp=None)
     if reference.ranks is not None:
         reference = replace(reference, ranks=None, dp_replicate=None, dp_shard=None, tp=None, pp=None)
@@ -127,8 +127,8 @@ def check_rl(config: Any, subject: Subject, ranks: Ranks, options: VerifyOptions
 
 
 def verified_config(config: Config, path: str) -> Config:
-    """The user's config with fp32, these weights, no dropout, and an optimizer whose noise does not hide differences.
-    weft chooses the attention kernel, because that of model.attention may support 16-bit types only."""
+    """The user's config in fp32, with the weights at `path`, no dropout, and an optimizer that does not amplify
+    rounding. model.attention becomes auto, because the configured kernel may support 16-bit types only."""
     optimizer: OptimizerConfig = config.optimizer
     if optimizer.name == "adamw":
         optimizer = replace(optimizer, eps=max(optimizer.eps, EPSILON))
@@ -143,11 +143,11 @@ def verified_config(config: Config, path: str) -> Config:
 
 
 def choose_subject(config: SftConfig | RlConfig, options: VerifyOptions, ranks: Ranks, folder: str) -> Subject:
-    """The user's weights where the reference fits into memory; otherwise, or on request, a random copy with fewer
-    layers."""
+    """The user's own weights, or a copy with random weights. The copy has fewer layers with --layers, or if the
+    reference would not fit into memory. folder: where the copy is written; the first rank's is used. Collective."""
     layers = options.layers
     fits = [_fits(config, ranks)]
-    dist.broadcast_object_list(fits, src=0, group=ranks.group)  # free memory changes from one look to the next
+    dist.broadcast_object_list(fits, src=0, group=ranks.group)  # each rank may see other free memory
     if layers is None and not fits[0]:
         layers = max(2, *_stages(config))
     if layers is None and config.model.init == "pretrained" and config.model.weights is None:
@@ -172,7 +172,7 @@ def choose_subject(config: SftConfig | RlConfig, options: VerifyOptions, ranks: 
 
 
 def _stages(config: SftConfig | RlConfig) -> list[int]:
-    """The numbers of stages of the model, its reference and its critic; each stage needs a layer."""
+    """The pipeline sizes of the model, its reference and its critic; each stage needs at least one layer."""
     others = (config.reference.pp, config.critic.pp) if isinstance(config, RlConfig) else ()
     return [config.mesh.pp, *(pp or 1 for pp in others)]
 
@@ -185,7 +185,7 @@ def _of_a_copy(error: UserError, subject: Subject) -> str:
 
 
 def _fits(config: SftConfig | RlConfig, ranks: Ranks) -> bool:
-    """Whether the reference has room on the first rank's device, and all that is compared in the host's memory."""
+    """Whether the reference fits on this rank's device, and everything that is compared into the host's memory."""
     shape = hf.without_noise(hf.read_config(config.model.path))
     model = hf.build_meta(shape, dtype=torch.float32, attention="eager")
     weights = sum(p.numel() for p in model.parameters()) * 4

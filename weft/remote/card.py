@@ -1,4 +1,4 @@
-"""The model card of a checkpoint: README.md with the front matter that the hub reads, from the run's files."""
+"""The model card of a checkpoint: README.md with front matter for the hub, from the files of the run."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from weft.version import __version__
 
 CARD = "README.md"
 _SECONDS = 5.0
-_MOST_OF_CARD = 1 << 20  # characters of a base model's card that are looked at
-# Of a line of metrics.jsonl, what a card shows, beside all of eval/ and reward/.
+_MOST_OF_CARD = 1 << 20  # characters of a base model's card that are read
+# The metrics that a card shows, besides all of eval/ and reward/.
 _SHOWN = ("loss", "reward", "lr", "tokens", "kl")
 
 
 @dataclass(frozen=True)
 class Origin:
-    """How a checkpoint was trained. config: section -> key -> value. step, steps: 0 where unknown. versions: of the
-    libraries. metrics: the last line of metrics.jsonl up to its step."""
+    """How a checkpoint was trained. config: section -> key -> value. step, steps: its optimizer step, and those of the
+    whole run; 0 if unknown. versions: of libraries. metrics: the last line of metrics.jsonl up to the step."""
 
     config: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     step: int = 0
@@ -41,7 +41,7 @@ class Origin:
 
     @staticmethod
     def of(checkpoint: Path) -> Origin:
-        """Read it from the trainer state, else from the run folder around the checkpoint."""
+        """Reads the origin from the trainer state, else from the run folder around the checkpoint."""
         run, state = checkpoint.parent.parent, checkpoint / TRAINER_STATE / STATE_FILE
         content: Mapping[str, Any] = {}
         if state.is_file():
@@ -55,19 +55,19 @@ class Origin:
         )  # fmt: skip
 
     def get(self, section: str, key: str, default: Any = None) -> Any:
-        """A key of the run's config."""
+        """The value of a key of the run's config."""
         found = self.config.get(section)
         return found.get(key, default) if isinstance(found, Mapping) else default
 
     @property
     def data(self) -> list[str]:
-        """Paths of the training data."""
+        """The paths of the training data."""
         sources = self.get("data", "sources") or []
         return [path for path in (self.get("data", "path"), *(source.get("path") for source in sources)) if path]
 
 
 def model_card(checkpoint: Path, name: str) -> str:
-    """The text of README.md. name: of the repository, OWNER/NAME."""
+    """The text of README.md. name: the repository, OWNER/NAME."""
     origin = Origin.of(checkpoint)
     base, adapter = _base_model(checkpoint, origin), (checkpoint / ADAPTER).is_file()
     front = {key: value for key, value in _front_matter(origin, base, adapter).items() if value}
@@ -102,7 +102,7 @@ def _front_matter(origin: Origin, base: str | None, adapter: bool) -> dict[str, 
 
 
 def _method(origin: Origin) -> tuple[str, str]:
-    """A tag, and words, of how it was trained."""
+    """(tag, description) of the training method."""
     if "rl" not in origin.config:
         return "sft", "supervised fine-tuning"
     algorithm = str(origin.get("rl", "algorithm", "grpo"))
@@ -175,17 +175,17 @@ def _is_hub_model(path: str) -> bool:
 
 
 def _license_of(base: str) -> str | None:
-    """As the card of the base says, if that lies here or the hub is in reach."""
+    """The license in the card of the base model, from a local copy or the hub; None if it cannot be read."""
     cached = Path(base) / CARD if Path(base).is_dir() else None
     if cached is None:
-        with suppress(Exception):  # a path that is no name of a model
+        with suppress(Exception):  # the path may not be a valid model name
             found = try_to_load_from_cache(base, CARD)
             cached = Path(found) if isinstance(found, str) else None
     if cached is not None:
         return _license_in(cached)
     if not _is_hub_model(base):
         return None
-    with suppress(Exception):  # whatever the hub says: a card can do without
+    with suppress(Exception):  # the license is optional, whatever the hub raises
         data = HfApi(library_name="weft").model_info(base, timeout=_SECONDS).card_data
         named = None if data is None else data.get("license")
         return named if isinstance(named, str) else None
@@ -209,7 +209,7 @@ def _written_config(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def _last_line(path: Path, step: int) -> dict[str, Any]:
-    """The last line of metrics.jsonl up to a step, with what the last evaluation up to it has found."""
+    """The last line of metrics.jsonl up to a step, with the eval/ metrics of the last evaluation up to it."""
     found: dict[str, Any] = {}
     with suppress(OSError, UnicodeDecodeError):
         for text in path.read_text(encoding="utf-8").splitlines():

@@ -1,8 +1,8 @@
-"""Entering a run on an object store, before the ranks start: its local folder, new, or filled with what resuming needs.
+"""Entering a run on an object store before the ranks start: makes its local folder, empty, or with the files to resume.
 
-One process per machine does it. STAGING/runs/X/.writer.json and URL/writer.json hold the same token while the local
-folder has everything that the store has. Where another machine wrote last, the local folder is renamed and fetched
-again.
+One process of a machine does this. STAGING/runs/X/.writer.json and URL/writer.json hold the same token as long as the
+local folder has everything that the store has. If another machine wrote last, the local folder is renamed and the run
+is fetched again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ _RECORDS = ("rollouts/", "evaluations/")
 
 
 def begin_run(url: str, staging: Path, *, overwrite: bool, command: str) -> LocalCopy:
-    """The local folder of a new run. UserError where the store is not writable or holds a run already."""
+    """The local folder of a new run. Raises UserError if the store cannot be written or already holds a run. command:
+    sft or rl, for messages."""
     folder = run_folder(url, staging)
     with _told("run.dir", url), locked(staging, Path(folder).name):
         remote = RemoteRun(Store(url, BRIEF))
@@ -47,7 +48,7 @@ def begin_run(url: str, staging: Path, *, overwrite: bool, command: str) -> Loca
 
 @contextmanager
 def fetched_config(url: str) -> Iterator[Path]:
-    """A folder with the config.yaml of a run on a store, for `--resume`."""
+    """Yields a temporary folder with the config.yaml of a run on a store, for `--resume`. Raises UserError."""
     if problem := url_problem("--resume", url):
         raise UserError(problem)
     with _told("--resume", url):
@@ -60,7 +61,8 @@ def fetched_config(url: str) -> Iterator[Path]:
 
 
 def resume_run(url: str, staging: Path) -> LocalCopy:
-    """The local folder of a resumed run, complete; fetches nothing where this machine has it already."""
+    """The local folder of a resumed run, with all that resuming needs. Fetches the run unless this machine has the
+    newest state. Raises UserError."""
     folder = run_folder(url, staging)
     with _told("--resume", url), locked(staging, Path(folder).name):
         remote, here = RemoteRun(Store(url, BRIEF)), Path(folder)
@@ -83,7 +85,7 @@ def _is_ours(remote: RemoteRun, folder: Path) -> bool:
 
 
 def own_token(folder: Path) -> str:
-    """The token of a local folder."""
+    """The writer token of a local folder."""
     return str(json.loads((folder / TOKEN).read_text(encoding="utf-8"))["token"])
 
 
@@ -95,7 +97,8 @@ def _claim(remote: RemoteRun, folder: Path) -> None:
 
 
 def _put_aside(folder: Path) -> None:
-    """What an earlier run of this URL has left here, and the store does not know of."""
+    """Renames a local folder that an earlier run of this URL left, and that the store does not match; removes one
+    without results."""
     if not folder.is_dir():
         return
     if not any((folder / name).exists() for name in ("metrics.jsonl", "checkpoints", "rollouts")):
@@ -108,14 +111,14 @@ def _put_aside(folder: Path) -> None:
     say(f"aside    what this machine had of that run, which another has written since, is now {aside}", as_is=True)
 
 
-# ---------------------------------------------------------------- what is fetched
+# ---------------------------------------------------------------- fetching
 
 
 def fetch_run(remote: RemoteRun, folder: Path, *, resumable: bool, records: bool = False) -> None:
-    """Download the records of a run, its newest complete checkpoint, and that of `best`.
+    """Downloads the records of a run, its newest complete checkpoint, and the checkpoint of `best`.
 
-    resumable: only checkpoints with trainer state. records: rollouts and evaluations, too, which may be large; they are
-    always downloaded where there is no checkpoint.
+    resumable: accept only a newest checkpoint with trainer state. records: download rollouts and evaluations, too,
+    which may be large; they are always downloaded if there is no checkpoint.
     """
     names, steps = remote.store.list(), remote.steps()
     wanted = (name for name in names if "/" not in name and name != WRITER)
@@ -148,7 +151,7 @@ def _newest(remote: RemoteRun, steps: list[int], folder: Path, serves: Callable[
 
 
 def _fetch_checkpoint(remote: RemoteRun, manifest: Manifest, folder: Path) -> None:
-    """Whole, under its name, or not at all."""
+    """Downloads a checkpoint; it gets its name only when it is complete."""
     began, scratch = time.perf_counter(), folder / "fetching"
     shutil.rmtree(scratch, ignore_errors=True)
     try:
@@ -167,7 +170,7 @@ def _fetch_checkpoint(remote: RemoteRun, manifest: Manifest, folder: Path) -> No
 
 @contextmanager
 def _told(key: str, url: str) -> Iterator[None]:
-    """Errors of the store as those of a key or an option."""
+    """A context in which errors of the store become UserErrors about a config key or an option."""
     try:
         yield
     except (StoreError, FileNotFoundError) as error:

@@ -1,4 +1,4 @@
-"""A repository of the HuggingFace hub as the target of checkpoints, and the messages where the hub refuses."""
+"""A repository of the HuggingFace hub as the target of checkpoints, and the messages about refusals of the hub."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from weft.errors import UserError, first_line
 
 T = TypeVar("T")
 _OFFLINE = "HF_HUB_OFFLINE is set, so the hub is not asked: unset it"
-# Names of the classes that httpx, which the hub's client stands on, raises where no answer came.
+# Names of the exceptions that httpx, which the hub's client uses, raises without an answer.
 _UNANSWERED = {"TransportError", "ConnectionError", "TimeoutError"}
 
 
 @dataclass(frozen=True)
 class Repository:
-    """name: OWNER/NAME. private: whether a new repository is private. revision: the branch; None for the main one. key:
-    the config key, for messages."""
+    """A repository. name: OWNER/NAME. private: whether a new repository is private. revision: the branch; None for the
+    main branch. key: the command or config key, for messages."""
 
     name: str
     private: bool = False
@@ -29,8 +29,8 @@ class Repository:
     key: str = "weft push"
 
     def prepare(self) -> None:
-        """Create the repository and its branch if they are missing. UserError where the hub is out of reach, or the
-        token is missing or may not write."""
+        """Creates the repository and its branch if they are missing. Raises UserError if the hub cannot be reached, or
+        the token is missing or may not write."""
         if constants.HF_HUB_OFFLINE:
             raise self._refused(_OFFLINE)
         if get_token() is None:
@@ -41,7 +41,8 @@ class Repository:
             self._asked(lambda api: api.create_branch(self.name, branch=branch, exist_ok=True))
 
     def upload(self, folder: Path, message: str) -> str:
-        """Upload the files of a folder in one commit; the URL. UserError where the hub refuses."""
+        """Uploads the files of a folder in one commit. Returns the URL of the commit. Raises UserError if the hub
+        refuses."""
         done = self._asked(
             lambda api: api.upload_folder(
                 repo_id=self.name, folder_path=folder, commit_message=message, revision=self.revision
@@ -52,7 +53,7 @@ class Repository:
     def _asked(self, ask: Callable[[HfApi], T]) -> T:
         try:
             return ask(HfApi(library_name="weft"))
-        except Exception as error:  # the client's own, httpx's, and those of hf_xet
+        except Exception as error:  # from the client, httpx, or hf_xet
             raise self._refused(_reason(self.name, error)) from error
 
     def _refused(self, reason: str) -> UserError:
@@ -60,7 +61,7 @@ class Repository:
 
 
 def _reason(name: str, error: Exception) -> str:
-    """What the hub's refusal means, and what to do."""
+    """The meaning of an error of the hub, and advice."""
     response = getattr(error, "response", None)
     status = getattr(response, "status_code", None)
     if status is None:

@@ -1,14 +1,14 @@
-"""A run on an object store: checkpoints that are whole or not there, and small objects that name them.
+"""The layout of a run on an object store: checkpoints that are complete or absent, and small objects that name them.
 
     URL/config.yaml, metrics.jsonl, ...           as in RUN
     URL/checkpoints/step-000200/...               the files of a checkpoint
     URL/checkpoints/step-000200/complete.json     written when all of them are there: their sizes and sha256
-    URL/checkpoints/latest, best                  the names of checkpoints, as text: there are no links
-    URL/critic/checkpoints/step-000200/...        of a critic in ranks of its own; complete.json has its files, too
-    URL/writer.json                               which process writes there
+    URL/checkpoints/latest, best                  the name of a checkpoint, as text: object stores have no links
+    URL/critic/checkpoints/step-000200/...        of a critic with its own ranks; complete.json lists its files, too
+    URL/writer.json                               the process that writes to the URL
 
-An object store can neither rename nor link. So a checkpoint is whole where complete.json is, which is written last and
-removed first.
+An object store can neither rename nor link. So a checkpoint is complete if it has a complete.json, which is written
+last and removed first.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from weft.files import sha256
 from weft.remote.store import Store, StoreError
 
 CHECKPOINTS, COMPLETE, LATEST, BEST = "checkpoints", "complete.json", "checkpoints/latest", "checkpoints/best"
-ASIDE = "complete.aside.json"  # of a checkpoint that the run has gone back behind
-WRITER, TOKEN = "writer.json", ".writer.json"  # there, and in the folder here of who writes
+ASIDE = "complete.aside.json"  # the complete.json of a checkpoint later than the step from which the run was resumed
+WRITER, TOKEN = "writer.json", ".writer.json"  # the writer's token, on the store and in its local folder
 CRITIC = "critic"
 _STEP = re.compile(r"(?:critic/)?checkpoints/(step-(\d{6,}))/(.+)")
-_AT_ONCE = 4  # files that are moved side by side
+_AT_ONCE = 4  # files that are transferred in parallel
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Manifest:
 
     @staticmethod
     def parse(content: bytes | None) -> Manifest | None:
-        """Parse it; None where it is malformed or truncated."""
+        """The manifest in a complete.json; None if it is missing, malformed or truncated."""
         try:
             found = json.loads(content or b"")
             files = {str(name): (int(size), str(digest)) for name, (size, digest) in found["files"].items()}
@@ -67,21 +67,22 @@ class Manifest:
 
 
 def name_of(step: int) -> str:
-    """step-000200."""
+    """The name of a checkpoint: step-000200."""
     return step_folder(Path(), step).name
 
 
 class RemoteRun:
-    """A run on an object store. A single process writes it: `token` is its token in writer.json, None for readers."""
+    """A run on an object store. A single process writes it. token: that of this process in writer.json; None for
+    readers."""
 
     def __init__(self, store: Store, token: str | None = None) -> None:
         self.store, self.token = store, token
         self._without_state: set[int] = set()
 
-    # ------------------------------------------------------------ what is there
+    # ------------------------------------------------------------ listing
 
     def steps(self) -> list[int]:
-        """Steps with a complete checkpoint, rising."""
+        """The steps with a complete checkpoint, ascending."""
         return self._steps(self.store.list(CHECKPOINTS))
 
     def _steps(self, names: Iterable[str], marker: str = COMPLETE) -> list[int]:
@@ -89,16 +90,16 @@ class RemoteRun:
         return sorted(int(match[2]) for match in found if match and match[3] == marker)
 
     def manifest(self, step: int, marker: str = COMPLETE) -> Manifest | None:
-        """The manifest of a checkpoint; None where it is incomplete."""
+        """The manifest of a checkpoint; None if the checkpoint is incomplete."""
         return Manifest.parse(self.store.read(_marker(step, marker)))
 
     def named(self, link: str) -> int | None:
-        """The step that `latest` or `best` names; None where it names none."""
+        """The step that `latest` or `best` names; None if it is missing or names none."""
         match = re.fullmatch(r"step-(\d{6,})", (self.store.read(link) or b"").decode(errors="replace").strip())
         return None if match is None else int(match[1])
 
     def holds_a_run(self) -> bool:
-        """Whether there is anything that a new run would overwrite."""
+        """Whether the URL has results that a new run would overwrite."""
         names = self.store.list()
         return any(
             (name == "metrics.jsonl" and entry.size) or name.startswith(("checkpoints/", "rollouts/"))
@@ -106,7 +107,7 @@ class RemoteRun:
         )
 
     def writer(self) -> str | None:
-        """The token in writer.json."""
+        """The token in writer.json; None if there is none."""
         try:
             return str(json.loads(self.store.read(WRITER) or b"")["token"])
         except (ValueError, KeyError, TypeError):
@@ -115,8 +116,8 @@ class RemoteRun:
     # ------------------------------------------------------------ writing
 
     def upload(self, step: int, folder: Path) -> None:
-        """Upload a checkpoint: its files, then complete.json, then `latest`. folder: has the files under their names
-        relative to the run."""
+        """Uploads a checkpoint: its files, then complete.json, then `latest`. folder: holds the files under their names
+        relative to the run. Raises StoreError, and TakenOverError if another process writes now."""
         names = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
         manifest = Manifest.of(folder, names, step)
         there = self._objects(step)
@@ -133,12 +134,12 @@ class RemoteRun:
         self.point(LATEST, step)
 
     def point(self, link: str, step: int) -> None:
-        """Point `latest` or `best` at a checkpoint."""
+        """Points `latest` or `best` at a checkpoint."""
         self.store.write(link, name_of(step).encode())
 
     def unmark(self, steps: Iterable[int], into: str | None = None) -> None:
-        """Mark checkpoints incomplete, after pointing `latest` at the newest of the others. into: keeps their
-        complete.json."""
+        """Marks checkpoints incomplete, after it points `latest` at the newest of the others. into: the name under
+        which to keep their complete.json; None to keep none."""
         gone = set(steps)
         left = [step for step in self.steps() if step not in gone]
         if gone and self.named(LATEST) in gone:
@@ -149,7 +150,8 @@ class RemoteRun:
             self.store.remove([_marker(step)])
 
     def prune(self, keep: int | None, keep_every: int | None, best: int | None, *, last_state: bool) -> None:
-        """Remove checkpoints that retention does not keep. last_state: remove the trainer state of older ones, too."""
+        """Removes checkpoints that retention does not keep. keep, keep_every: as in section checkpoint. best: the step
+        of the local best. last_state: whether only the newest checkpoint keeps its trainer state."""
         steps = self.steps()
         kept = {best, self.named(BEST)}
         for step in superseded(steps, keep, keep_every):
@@ -161,7 +163,7 @@ class RemoteRun:
                 self._without_state.add(step)
 
     def remove(self, step: int) -> None:
-        """Remove a checkpoint, its complete.json first."""
+        """Removes a checkpoint, its complete.json first."""
         self.unmark([step])
         self.store.remove(self._objects(step))
 
@@ -175,24 +177,24 @@ class RemoteRun:
             self.store.remove(manifest.files.keys() - left.keys())
 
     def sweep(self) -> None:
-        """Remove incomplete checkpoints of killed processes."""
+        """Removes incomplete checkpoints, which killed processes left."""
         names = [*self.store.list(CHECKPOINTS), *self.store.list(f"{CRITIC}/{CHECKPOINTS}")]
         whole = {*self._steps(names), *self._steps(names, ASIDE)}
         parts = ((name, _STEP.fullmatch(name)) for name in names)
         self.store.remove(name for name, match in parts if match and int(match[2]) not in whole)
 
     def clear(self) -> None:
-        """Remove the run, the marks of its complete checkpoints first."""
+        """Removes the run except writer.json; each complete.json goes first."""
         self.unmark(self.steps())
         self.store.remove(name for name in self.store.list() if name != WRITER)
 
     def claim(self, token: str, who: Mapping[str, Any]) -> None:
-        """Make this process the writer."""
+        """Makes this process the writer. who: further content of writer.json."""
         self.token = token
         self.store.write(WRITER, json.dumps({"token": token, **who}).encode())
 
     def require_own(self) -> None:
-        """StorageError where another process has become the writer."""
+        """Raises TakenOverError if another process has become the writer."""
         if self.writer() != self.token:
             raise TakenOverError(
                 f"{self.store.url} is written by another process now (writer.json): this one uploads nothing more"
@@ -201,8 +203,8 @@ class RemoteRun:
     # ------------------------------------------------------------ reading
 
     def download(self, manifest: Manifest, into: Path) -> None:
-        """Download a checkpoint's files and verify sizes and sha256. StoreError names a file that differs. into:
-        receives them under their names relative to the run."""
+        """Downloads a checkpoint's files into `into`, under their names relative to the run, and verifies sizes and
+        sha256. Raises StoreError with the name of a file that differs."""
 
         def fetch(name: str) -> None:
             self.store.get(name, into / name)

@@ -1,6 +1,6 @@
-"""A config with local copies in place of URLs of object stores; recipes get this config.
+"""Replaces URLs of object stores in a config by local copies; recipes get the resulting config.
 
-Values are `LocalCopy`s: local paths to all readers, and their URLs in config.yaml, checkpoints and messages.
+The new values are `LocalCopy`s: code reads them as local paths; config.yaml, checkpoints and messages show the URLs.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ Run = Literal["new", "resumed"]
 def localised(config: Config, run: Run | None = None, *, dry_run: bool = False) -> Config:
     """The config with all URLs replaced; the same config if it has none.
 
-    run: what is about to begin in run.dir; None for nothing. dry_run: fetch only what describes the model. UserError
-    where a store does not have or does not deliver it, or where it is of the wrong kind for its key.
+    run: whether a new or a resumed run is about to begin in run.dir; None if neither. dry_run: fetch the models without
+    weights, and no data. Raises UserError if a store does not deliver an object, or its kind does not fit the key.
     """
     staging = staging_folder(config.run.staging)
 

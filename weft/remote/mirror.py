@@ -1,9 +1,9 @@
 """Keeps a run's copy on an object store up to date during training, in a thread of the process that owns the run
 folder.
 
-It uploads complete checkpoints, which it hard-links at once so that retention cannot remove them before they are
-uploaded, and the run's other files when they change. The lines of metrics.jsonl up to a checkpoint are uploaded before
-it is complete there. An error of the store never ends training: it is reported, and retried.
+The thread uploads complete checkpoints, and the run's other files when they change. It hard-links a checkpoint at once,
+so that retention cannot remove it before it is uploaded. The lines of metrics.jsonl up to a checkpoint are uploaded
+before the checkpoint is marked complete. An error of the store never ends training: it is reported, and retried.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from weft.remote.store import StoreError
 from weft.terminal import say
 
 _POLL_SECONDS = 0.3
-_RECORDS_SECONDS, _RECORDS_SHARE = 30.0, 20.0  # between uploads of the other files; as a multiple of how long one took
+_RECORDS_SECONDS, _RECORDS_SHARE = 30.0, 20.0  # least pause between uploads of other files: seconds, x the last upload
 _LONGEST_PAUSE = 60.0
 _FINAL_ROUNDS = 2
 _LEFT_OUT = {CHECKPOINTS, "uploading", "pushing", "fetching", "placement-trial", "lock", TOKEN}
@@ -32,8 +32,8 @@ _PASSING = (".partial", ".live", ".new", ".draft", ".removing")
 
 
 class Mirror:
-    """critic: whether a critic saves, too, in RUN/critic. fresh: whether the run is new, so that an earlier run's files
-    are removed. retry: the command that uploads what is missing."""
+    """The uploading thread of a run. retry: the command that uploads what is missing. critic: whether a critic saves in
+    RUN/critic. fresh: whether the run is new, so that files of an earlier run are removed."""
 
     def __init__(
         self, remote: RemoteRun, run: Path, config: CheckpointConfig, retry: str, *, critic: bool, fresh: bool
@@ -42,21 +42,21 @@ class Mirror:
         self.critic, self.fresh = critic, fresh
         self._links = run / "uploading"
         self._news: list[str] = []
-        self._seen: set[int] = set()  # steps that were linked, uploaded, or left out
-        self._sent: dict[str, tuple[int, int]] = {}  # other files, as they were when they were uploaded
+        self._seen: set[int] = set()  # steps that were linked, or are on the store already
+        self._sent: dict[str, tuple[int, int]] = {}  # other files: size and modification time when uploaded
         self._records_due = 0.0
         self._stop = threading.Event()
         self._failure = ""
         self._thread = threading.Thread(target=self._work, name="mirror", daemon=True)
 
     def start(self) -> None:
-        """Start the thread."""
+        """Starts the thread."""
         say(f"staging  {self.run}, uploaded to {self.remote.store.url} beside training (run.staging)", as_is=True)
         shutil.rmtree(self._links, ignore_errors=True)
         self._thread.start()
 
     def upload_config(self) -> None:
-        """Upload config.yaml, by which `--resume` finds the run, before training begins. StorageError where that
+        """Uploads config.yaml of a new run, which `--resume` needs, before training begins. Raises StorageError if that
         fails."""
         if not self.fresh:
             return
@@ -72,18 +72,18 @@ class Mirror:
             ) from error
 
     def pop_messages(self) -> list[str]:
-        """New messages for the user."""
+        """The messages for the user since the last call."""
         news, self._news = self._news, []
         return news
 
     @property
     def failed(self) -> bool:
-        """Whether it ended without having uploaded everything."""
+        """Whether the thread ended without uploading everything."""
         return bool(self._failure) and not self._thread.is_alive()
 
     def finish(self, beat: Callable[[], None], seconds: float = float("inf")) -> list[str]:
-        """Wait until everything is uploaded, at most `seconds`; the messages for the user. StorageError where something
-        is missing."""
+        """Waits until everything is uploaded, at most `seconds`. beat: called regularly meanwhile. Returns messages for
+        the user. Raises StorageError if something is not uploaded."""
         self._stop.set()
         end = time.monotonic() + seconds
         while self._thread.is_alive() and time.monotonic() < end:
@@ -119,7 +119,7 @@ class Mirror:
                 self._failure = str(error)
                 self._news.append(f"upload   {error}. Training goes on")
                 return
-            except Exception as error:  # whatever a store does, training goes on
+            except Exception as error:  # training goes on, whatever a store raises
                 pause, rounds = min(_LONGEST_PAUSE, 2 * pause + 1.0), rounds + 1
                 self._note(error)
                 if ends and rounds >= _FINAL_ROUNDS:
@@ -132,7 +132,8 @@ class Mirror:
         self._failure = reason
 
     def _tidy(self) -> None:
-        """Once: what the run is not going to go on from makes way, and what is there already is not sent again."""
+        """Prepares the store, once: clears it for a new run, removes incomplete checkpoints, marks those later than the
+        local ones as set aside, and finds those that need no upload."""
         self.remote.require_own()
         if self.fresh:
             self.remote.clear()
@@ -149,7 +150,7 @@ class Mirror:
             self.remote.point(LATEST, left[-1])
 
     def _is_there(self, step: int) -> bool:
-        """Whether a checkpoint that is whole there is this one: all sizes, and the sha256 of its JSON files."""
+        """Whether the checkpoint on the store is the local one, by all sizes and the sha256 of JSON files."""
         manifest = self.remote.manifest(step)
         files = {str(path.relative_to(self.run)): path for path in self._files(step)}
         if manifest is None or manifest.files.keys() != files.keys():
@@ -161,7 +162,7 @@ class Mirror:
         )
 
     def _files(self, step: int) -> list[Path]:
-        """The files of a checkpoint, and of a critic's beside it."""
+        """The local files of a checkpoint, and of the critic's checkpoint of the same step."""
         folders = [step_folder(self.run / inner, step) for inner in (CHECKPOINTS, f"{CRITIC}/{CHECKPOINTS}")]
         files = [path for folder in folders for path in sorted(folder.rglob("*")) if path.is_file()]
         return [path for path in files if not any(part.endswith(_PASSING) for part in path.parts)]
@@ -176,16 +177,16 @@ class Mirror:
             try:
                 link_files(self.run, [path.relative_to(self.run) for path in self._files(step)], partial)
             except FileNotFoundError:
-                continue  # removed meanwhile: there is a newer one
+                continue  # retention removed it meanwhile: there is a newer one
             os.rename(partial, self._links / name_of(step))
             self._seen.add(step)
 
     def _linked(self) -> list[int]:
-        """Steps that wait to be uploaded."""
+        """The steps that wait to be uploaded, ascending."""
         return complete_steps(self._links)
 
     def _round(self, ends: bool) -> None:
-        """Everything that is due; the other files first."""
+        """Uploads everything that is due, the other files first. ends: whether the run has ended."""
         steps, best = self._linked(), best_step(self.run / CHECKPOINTS)
         if steps or ends or time.monotonic() >= self._records_due:
             began = time.monotonic()
@@ -220,11 +221,11 @@ class Mirror:
                     self.remote.store.put(path, name)
                     self._sent[name] = (stat.st_size, stat.st_mtime_ns)
             except FileNotFoundError:
-                continue  # moved or removed meanwhile
+                continue  # the file was moved or removed meanwhile
 
 
 def records(run: Path) -> Iterator[Path]:
-    """The files of a run folder except checkpoints and temporary files."""
+    """Yields the files of a run folder except checkpoints and temporary files."""
     for folder, inner, names in os.walk(run):
         own = Path(folder).relative_to(run)
         inner[:] = sorted(name for name in inner if (own / name).parts[0] not in _LEFT_OUT and own / name != _OF_CRITIC)

@@ -1,4 +1,4 @@
-"""Uploads of checkpoints to the hub: one at once (`weft push`), or those of a run during training."""
+"""Uploads of checkpoints to the hub: a single one (`weft push`), or those of a run during training."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from weft.remote.hub import Repository
 from weft.sharding.digests import DIGESTS
 
 _POLL_SECONDS = 0.5
-# Of a checkpoint: what resuming takes, what is compared with, and what is trained beside the model.
+# Parts of a checkpoint that are not uploaded: trainer state, digests, the critic, and files of other tools.
 _OWN = (TRAINER_STATE, DIGESTS, "critic", ".cache", ".git")
 
 
 def push_checkpoint(repository: Repository, checkpoint: Path, message: str, links: Path) -> str:
-    """Upload the files that a user of the model needs, with a model card if there is none; the URL.
+    """Uploads the files that a user of the model needs, and a model card if there is none. Returns the URL.
 
-    links: a folder for hard links, made and removed here, best on the checkpoint's file system: links stay valid when
-    retention removes the checkpoint meanwhile. Raises FileNotFoundError where it is removed before.
+    links: a folder for hard links, made and removed here, preferably on the checkpoint's file system; the links stay
+    valid if retention removes the checkpoint meanwhile. Raises UserError if the hub refuses, and FileNotFoundError if
+    the checkpoint is removed before it is linked.
     """
     try:
         link_files(checkpoint, files_of_model(checkpoint), links)
@@ -46,14 +47,14 @@ def repeated(checkpoint: Path, repository: Repository) -> str:
 class Pusher:
     """Uploads the checkpoints of a run, one at a time, in a thread of the process that owns the run folder.
 
-    With checkpoint.push_at=save it always takes the newest complete one; those saved during an upload are skipped. A
-    failed upload never ends the run: the news name it, and the command that repeats it.
+    With checkpoint.push_at=save each upload takes the newest complete checkpoint; older ones that were saved during the
+    last upload are skipped. A failed upload never ends the run: a message names it and the command that repeats it.
     """
 
     def __init__(self, repository: Repository, config: CheckpointConfig, run: Path) -> None:
         self.repository, self.config, self.run = repository, config, run
         self._news: list[str] = []
-        self._done: Path | None = None  # uploaded, or tried
+        self._done: Path | None = None  # the last checkpoint that was uploaded, or whose upload failed
         self._stop, self._cancelled = threading.Event(), False
         self._thread: threading.Thread | None = None
         self._began = max(complete_steps(self._checkpoints), default=0)
@@ -63,20 +64,20 @@ class Pusher:
         return self.run / "checkpoints"
 
     def start(self) -> None:
-        """Start the thread."""
-        disable_progress_bars()  # they would be drawn over that of training
+        """Starts the thread."""
+        disable_progress_bars()  # they would overwrite the bar of training
         shutil.rmtree(self._links, ignore_errors=True)
         self._thread = threading.Thread(target=self._work, name="push", daemon=True)
         self._thread.start()
 
     def pop_messages(self) -> list[str]:
-        """New messages for the user."""
+        """The messages for the user since the last call."""
         news, self._news = self._news, []
         return news
 
     def finish(self, stopped: bool, beat: Callable[[], None]) -> list[str]:
-        """Wait for the uploads at the end of the run; the messages for the user. stopped: by a signal, in which case no
-        upload is started. beat: called regularly while waiting."""
+        """Waits for the uploads at the end of the run. Returns messages for the user. stopped: whether a signal stopped
+        the run; then no more uploads are started. beat: called regularly while waiting."""
         self._cancelled = stopped
         self._stop.set()
         assert self._thread is not None
@@ -86,7 +87,7 @@ class Pusher:
         return self.pop_messages()
 
     def give_up(self) -> None:
-        """Start no more uploads, because the run ends with an error; a running one ends with the process."""
+        """Starts no more uploads, because the run ends with an error. A running upload ends with the process."""
         self._cancelled = True
         self._stop.set()
 
@@ -111,7 +112,7 @@ class Pusher:
                 self._push(last)
 
     def _last(self) -> Path | None:
-        """What is on the hub in the end: the best checkpoint where it is kept (checkpoint.keep_best), else the last."""
+        """The checkpoint to be on the hub at the end: the best if it is kept (checkpoint.keep_best), else the last."""
         steps = complete_steps(self._checkpoints)
         best = best_step(self._checkpoints) if self.config.keep_best else None
         step = best if best is not None else steps[-1] if steps else None
@@ -124,19 +125,19 @@ class Pusher:
             where = push_checkpoint(self.repository, checkpoint, message_of(checkpoint, self.run), self._links)
             self._news.append(f"pushed   {checkpoint.name} to {where}")
         except FileNotFoundError:
-            return  # removed meanwhile, so there is a newer one
-        except Exception as error:  # whatever it is, training does not need it
+            return  # retention removed it meanwhile, so there is a newer one
+        except Exception as error:  # training does not depend on uploads, whatever they raise
             again = repeated(checkpoint, self.repository)
             self._news.append(f"push     {str(error).rstrip('.')}. The run goes on. To upload it: {again}")
         self._done = checkpoint
 
 
 def files_of_model(checkpoint: Path) -> list[Path]:
-    """The files that a user of the model needs: all except weft's own, relative to the folder."""
+    """The files that a user of the model needs, relative to the checkpoint: all except those in _OWN."""
     files = (path.relative_to(checkpoint) for path in checkpoint.rglob("*") if path.is_file())
     return sorted(path for path in files if path.parts[0] not in _OWN)
 
 
 def message_of(checkpoint: Path, run: Path | None = None) -> str:
-    """The default commit message."""
+    """The default commit message. run: the run folder, to be named in it."""
     return f"Upload {checkpoint.name}" + ("" if run is None else f" of {run.resolve().name}")

@@ -1,4 +1,4 @@
-"""For commands that read a run, a checkpoint or a model: local copies of what is on an object store."""
+"""Local copies of runs, checkpoints and models on an object store, for commands that read them."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from weft.terminal import set_display_name
 def local_path(
     command: str, path: str, *, step: int | None = None, best: bool = False, records: bool = False, output: bool = True
 ) -> str:
-    """The path itself, or the local copy of a URL: of a run its records and its newest checkpoint.
+    """The path itself, or for a URL the path of its local copy; of a run, its records and its newest checkpoint.
 
-    step, best: another checkpoint of a run. records: rollouts and evaluations, too. output: False where the command
-    would write next to its input and was given no other place.
+    command: the command, for messages. step, best: fetch only this checkpoint of a run. records: fetch rollouts and
+    evaluations, too. output: False if the command would write beside its input; then a URL is an error. Raises
+    UserError.
     """
     if not is_url(path):
         return path

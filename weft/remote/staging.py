@@ -1,11 +1,11 @@
-"""Folders of this machine for what lies on object stores: copies of data and models, and the folders of runs.
+"""Folders of this machine for objects on object stores: copies of data and models, and the folders of runs.
 
-    STAGING/copies/DIGEST/NAME     a file, or the files of a folder or a pattern, as they were then
+    STAGING/copies/DIGEST/NAME     a copy of a file, or of the files of a folder or a pattern
     STAGING/runs/NAME-DIGEST       the run folder of a run whose run.dir is a URL
-    STAGING/locks/...              held while one process of the machine fetches, and others wait
+    STAGING/locks/...              locks: one process of the machine fetches while others wait
 
-DIGEST is of the URL and of names, sizes and etags (or times), so that a copy is made once, and anew where a store has
-something else.
+The DIGEST of a copy is of the URL and of the names, sizes and etags (or times) of the objects. So a copy is made once,
+and again when the objects have changed.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from weft.remote.store import BRIEF, Entry, Store, StoreError
 from weft.terminal import byte_count, say, set_display_name
 
 DEFAULT = "~/.cache/weft/remote"
-# Of a checkpoint, what a model that is trained or run from it does not need.
+# Parts of a checkpoint that are not needed to use it as a model.
 _NOT_OF_MODELS = (f"{TRAINER_STATE}/", f"{CRITIC}/", COMPLETE)
 
 
 def staging_folder(named: str | None) -> Path:
-    """run.staging, or its default."""
+    """The absolute path of run.staging (`named`), or of its default."""
     return Path(named or DEFAULT).expanduser().absolute()
 
 
 def run_folder(url: str, staging: Path) -> LocalCopy:
-    """The folder on this machine of a run on a store; messages call it by its URL."""
+    """The local folder of a run on a store; messages show its URL instead. Creates nothing."""
     url = url.rstrip("/")
     name = Path(urlsplit(url).path).name or urlsplit(url).netloc
     folder = LocalCopy(str(staging / "runs" / f"{name}-{digest(url)}"), url)
@@ -49,10 +49,11 @@ def run_folder(url: str, staging: Path) -> LocalCopy:
 
 
 def fetch(key: str, url: str, staging: Path, *, weights: bool = True, state: bool = False) -> LocalCopy:
-    """Download the file, the folder, or the files of a pattern that a URL names; the local path.
+    """Downloads the file, the folder, or the files of a pattern that a URL names, if they have changed. Returns the
+    local path.
 
-    key: the config key, for messages. weights, state: whether to download a model's weights and a checkpoint's trainer
-    state, too. UserError where there is nothing, or the store does not deliver it.
+    key: the config key, for messages. weights, state: whether to download a model's weights, and a checkpoint's trainer
+    state and critic. Raises UserError if there is nothing at the URL, or the store does not deliver it.
     """
     try:
         base, rest, found = _look(url, weights, state)
@@ -70,7 +71,8 @@ def fetch(key: str, url: str, staging: Path, *, weights: bool = True, state: boo
 
 
 def _look(url: str, weights: bool, state: bool) -> tuple[str, str, dict[str, Entry]]:
-    """(URL of a folder or of a file, what is to be named in that folder, the objects in it by name; "" of a file)."""
+    """(URL of a folder, the file name or pattern in it, the objects to download by name). For a URL that names a folder
+    the second is ""."""
     scheme, _, path = url.rstrip("/").partition("://")
     if is_pattern(path):
         parts = path.split("/")
@@ -87,7 +89,7 @@ def _look(url: str, weights: bool, state: bool) -> tuple[str, str, dict[str, Ent
 
 
 def resolved(url: str) -> str:
-    """The checkpoint's URL for RUN/checkpoints/latest (or best); other URLs as they are."""
+    """The URL of a checkpoint for RUN/checkpoints/latest (or best); any other URL unchanged."""
     for link in (LATEST, BEST):
         run, found, rest = url.rstrip("/").partition(f"/{link}")
         if found and not rest:
@@ -117,7 +119,8 @@ def _copy(key: str, url: str, store: Store, found: Mapping[str, Entry], folder: 
 
 @contextmanager
 def locked(staging: Path, name: str) -> Iterator[None]:
-    """Inside, no other process of the machine is in the body; the kernel releases the lock when this process ends."""
+    """A context that one process of the machine at a time can be in. The kernel releases the lock when the process
+    ends. Raises UserError if the folder of locks cannot be written."""
     folder = staging / "locks"
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""An object store, through fsspec: a few operations, each retried while the store may recover."""
+"""An object store, accessed through fsspec. Operations are retried after errors from which the store may recover."""
 
 from __future__ import annotations
 
@@ -14,63 +14,64 @@ from weft.config.urls import url_problem
 from weft.errors import StorageError, UserError, first_line
 
 T = TypeVar("T")
-# Seconds between attempts, beside those that the file systems of fsspec make by themselves. What goes on beside
-# training is patient; what the user waits for is not.
+# Seconds between attempts, in addition to the retries of fsspec's file systems: PATIENT for uploads during training,
+# BRIEF, a single attempt, for operations that the user waits for.
 PATIENT, BRIEF = (1.0, 2.0, 4.0, 8.0), ()
-# What stays as it is, however often it is tried; the names are botocore's.
+# Errors that are not retried; the names are those of botocore's exceptions.
 _LASTING = (PermissionError, IsADirectoryError, ValueError, TypeError)
 _LASTING_NAMES = {"NoCredentialsError", "PartialCredentialsError", "ParamValidationError", "ProfileNotFound"}
-# What tells two contents of one name apart, as the file systems of fsspec call it.
+# Keys under which fsspec's file systems report something that changes with the content of an object.
 _MARKS = ("ETag", "etag", "md5Hash", "content_md5", "generation", "LastModified", "last_modified", "updated", "mtime")
 
 
 class StoreError(StorageError):
-    """An operation of a store failed."""
+    """An operation on a store failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """An object. mark: changes with its content."""
+    """An object. size: in bytes. mark: changes with its content, such as an etag."""
 
     size: int
     mark: str
 
 
 class Store:
-    """The objects under a URL. Names are relative to it, with slashes. delays: seconds between attempts."""
+    """The objects under a URL. Names of objects are relative to the URL, with slashes. delays: seconds between
+    attempts. Methods raise StoreError, and the constructor also UserError for a URL that cannot be used."""
 
     def __init__(self, url: str, delays: tuple[float, ...] = PATIENT) -> None:
         self.url, self.delays = url.rstrip("/"), delays
         if problem := url_problem("the path", self.url):
             raise UserError(problem)
-        from fsspec.core import url_to_fs  # takes a while, and most runs need no store
+        from fsspec.core import url_to_fs  # late: the import is slow, and most runs need no store
 
         options = {"auto_mkdir": True} if self.url.startswith(("file:", "local:")) else {}
         self._fs, self._root = self._tried("", lambda: url_to_fs(self.url, **options))
 
     def read(self, name: str) -> bytes | None:
-        """The content of an object; None where there is none."""
+        """The content of an object; None if there is none."""
         try:
             return bytes(self._tried(name, lambda: self._fs.cat_file(self._path(name))))
         except FileNotFoundError:
             return None
 
     def write(self, name: str, content: bytes) -> None:
-        """Write a small object, atomically where the store can."""
+        """Writes a small object, atomically if the store can."""
         self._written(name, lambda: self._fs.pipe_file(self._path(name), content))
 
     def put(self, local: Path, name: str) -> None:
-        """Upload a file. FileNotFoundError where it is gone here."""
+        """Uploads a file. Raises FileNotFoundError if there is no such local file."""
         local.stat()
         self._written(name, lambda: self._fs.put_file(str(local), self._path(name)))
 
     def get(self, name: str, local: Path) -> None:
-        """Download an object. FileNotFoundError where there is none."""
+        """Downloads an object. Raises FileNotFoundError if there is none."""
         local.parent.mkdir(parents=True, exist_ok=True)
         self._tried(name, lambda: self._fs.get_file(self._path(name), str(local)))
 
     def list(self, under: str = "") -> dict[str, Entry]:
-        """All objects, at any depth."""
+        """Name -> entry of all objects under a name, at any depth."""
         self._fs.invalidate_cache()
         try:
             found = self._tried(under, lambda: self._fs.find(self._path(under), detail=True))
@@ -79,13 +80,13 @@ class Store:
         return self._entries(found)
 
     def match(self, pattern: str) -> dict[str, Entry]:
-        """The objects that match a pattern."""
+        """Name -> entry of the objects that match a pattern."""
         self._fs.invalidate_cache()
         found = self._tried(pattern, lambda: self._fs.glob(self._path(pattern), detail=True))
         return self._entries({name: info for name, info in found.items() if info["type"] == "file"})
 
     def entry(self, name: str) -> Entry | None:
-        """The object of exactly this name; None where there is none."""
+        """The entry of the object of exactly this name; None if there is none."""
         self._fs.invalidate_cache()
         try:
             info = self._tried(name, lambda: self._fs.info(self._path(name)))
@@ -94,7 +95,7 @@ class Store:
         return _entry(info) if info["type"] == "file" else None
 
     def remove(self, names: Iterable[str]) -> None:
-        """Remove objects; missing ones are no error."""
+        """Removes objects; missing ones are ignored."""
         for name in names:
             with suppress(FileNotFoundError):
                 self._tried(name, partial(self._fs.rm_file, self._path(name)))
@@ -118,9 +119,9 @@ class Store:
                 return do()
             except FileNotFoundError:
                 raise
-            except NotADirectoryError as error:  # of local files: an object where a folder is looked for
+            except NotADirectoryError as error:  # of local files: a file where the path expects a folder
                 raise FileNotFoundError(str(error)) from error
-            except Exception as error:  # each file system has exceptions of its own
+            except Exception as error:  # each file system raises its own exceptions
                 if delay is None or _is_lasting(error):
                     raise StoreError(f"{self.url}{'/' * bool(name)}{name}: {_reason(error)}") from error
             time.sleep(delay)

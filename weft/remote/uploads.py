@@ -1,5 +1,5 @@
-"""Uploads of a run's files while it runs, in threads of the process that owns the run folder. Recipes use only this
-file."""
+"""Uploads of a run's files during the run, in threads of the process that owns the run folder. The training recipes use
+only this file of weft/remote."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ from weft.remote.store import Store
 from weft.telemetry import flight
 from weft.terminal import say, say_all
 
-_AFTER_AN_ERROR = 60.0  # seconds that uploads may still take when the run has failed
+_AFTER_AN_ERROR = 60.0  # seconds that uploads may take after the run has failed
 
 
 def prepare(config: Any) -> None:
-    """Check the upload targets before anything is read or trained. UserError where one is not usable."""
+    """Checks the repository of checkpoint.push, before anything is read or trained. Raises UserError if it cannot be
+    used."""
     if config.checkpoint.push is not None:
         repository_of(config).prepare()
 
@@ -37,7 +38,8 @@ def repository_of(config: Any) -> Repository:
 
 
 class Uploads(AbstractContextManager["Uploads"]):
-    """All uploads of a run. first: False on ranks that upload nothing. resume: whether the run was resumed."""
+    """All uploads of a run. run: the run folder. resume: whether the run was resumed. first: False on ranks that upload
+    nothing."""
 
     def __init__(self, config: Any, run: Path, *, resume: bool, first: bool = True) -> None:
         pushes = first and config.checkpoint.push is not None
@@ -53,13 +55,13 @@ class Uploads(AbstractContextManager["Uploads"]):
         return self
 
     def pop_messages(self) -> list[str]:
-        """New messages for the user."""
+        """The messages for the user since the last call."""
         threads = (self._mirror, self._pusher)
         return [text for thread in threads if thread is not None for text in thread.pop_messages()]
 
     def finish(self, stopped: bool, beat: Callable[[], None]) -> list[str]:
-        """Wait until everything is uploaded; the messages for the user. StorageError where an object store lacks
-        something. stopped: by a signal. beat: called regularly while waiting."""
+        """Waits until everything is uploaded. Returns messages for the user. stopped: whether a signal stopped the run.
+        beat: called regularly while waiting. Raises StorageError if the object store lacks something."""
         news = [] if self._pusher is None else self._pusher.finish(stopped, beat)
         if self._mirror is None:
             return news
@@ -85,7 +87,7 @@ class Uploads(AbstractContextManager["Uploads"]):
 
 
 def mirror_of(config: Any, run: Path, *, resume: bool) -> Mirror | None:
-    """The Mirror of a run; None where run.dir is a local folder."""
+    """The Mirror of a run; None if run.dir is a local folder."""
     if not isinstance(config.run.dir, LocalCopy):
         return None
     url, is_rl = config.run.dir.remote, isinstance(config, RlConfig)
@@ -96,7 +98,8 @@ def mirror_of(config: Any, run: Path, *, resume: bool) -> Mirror | None:
 
 
 def upload_all(config: Any, run: Path) -> list[str]:
-    """Upload the complete checkpoints of a run that has nothing more to train; the messages for the user."""
+    """Uploads the complete checkpoints and records of a run that has nothing more to train. Returns messages for the
+    user."""
     mirror = mirror_of(config, run, resume=True)
     if mirror is None:
         return []

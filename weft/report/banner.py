@@ -1,4 +1,4 @@
-"""What a run says at its opening (data, mesh, precision, units, sharding) and at its closing (how long, how well, where
+"""The output of a run at its opening (data, mesh, precision, units, sharding) and at its closing (time, results, where
 the model is, what to do next). Printed by the first rank."""
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _COMPARED = "on a small copy log-probabilities and every gradient were those of 
 def print_opening(
     config: SftConfig, engine: Engine, report: DataReport, folder: Path, notes: Sequence[str] = ()
 ) -> None:
-    """Print what a user needs to know before a long run. notes: lines on what is resumed."""
+    """Prints what a user needs to know before a long run. notes: lines about a resumed run."""
     if not engine.ranks.is_first:
         return
     say(f"run      {folder}")
@@ -77,8 +77,8 @@ def print_opening(
 
 
 def say_finished(folder: Path, step: int, steps: int, by: str | None, ranks: Ranks, more: str) -> None:
-    """Say that there is nothing to resume: the last step is done, or a key of eval ended the run. more: what the user
-    can do with a finished run."""
+    """Prints that there is nothing to resume: the last step is done, or an eval key ended the run. by: that key. more:
+    advice on what to do with a finished run."""
     if not ranks.is_first:
         return
     if step == steps:
@@ -88,7 +88,7 @@ def say_finished(folder: Path, step: int, steps: int, by: str | None, ranks: Ran
 
 
 def print_dry_run(config: SftConfig | RlConfig, engine: Engine, *, parameters: bool) -> None:
-    """The resolved config, the mesh and the sharding of a run that is not started."""
+    """Prints the resolved config, the mesh and the sharding, for a dry run. parameters: one row for each parameter."""
     say(to_yaml(config))
     folder = Path(config.model.path)
     own = config.model.init == "pretrained" and config.model.weights is None
@@ -101,13 +101,13 @@ def print_dry_run(config: SftConfig | RlConfig, engine: Engine, *, parameters: b
 
 
 def _activations(engine: Engine) -> str:
-    """The activations that the largest row keeps for its backward."""
+    """Describes the activations that the largest row keeps for backward."""
     model, tokens = engine.config.model, engine.config.step.max_tokens_per_device
     most = "at most " if engine.lora is not None or model.freeze else ""
     stages = engine.stages
     try:
         saved = saved_bytes(engine.built.config, engine.precision.compute, _shared(engine))
-    except Exception as error:  # whatever a family does that needs values
+    except Exception as error:  # of any type: some families need real values, and only shapes are computed here
         return (
             f"of {tokens:,} tokens: what they keep for backward is not known before they run ({type(error).__name__})"
         )
@@ -126,7 +126,7 @@ def _activations(engine: Engine) -> str:
 
 
 def _most_in_flight(engine: Engine, stages: Stages) -> tuple[float, str]:
-    """How many rows of its layers the first rank of mesh.pp keeps at most, and of which rows, in words."""
+    """(rows of all its layers that the first rank of mesh.pp keeps at most, their description)."""
     schedule, placement = engine.config.mesh.pp_schedule, stages.placement
     if schedule == "GPipe":
         return 1.0, "each row of a step, all at once"
@@ -137,7 +137,7 @@ def _most_in_flight(engine: Engine, stages: Stages) -> tuple[float, str]:
 
 
 def _shared(engine: Engine) -> RowSharing:
-    """The ranks that share the largest row, which is part of one document where that can be."""
+    """How the ranks share the largest row; with mesh.cp, a row may be a part of one document."""
     cut = engine.context
     ring, ulysses = (1, 1) if cut is None else (cut.ring_size, cut.ulysses_size)
     return RowSharing(engine.mesh.tp_size, ring, ulysses, engine.divided.sequence)
@@ -151,8 +151,8 @@ def _balancing(engine: Engine) -> str:
 def print_model(
     config: SftConfig | RlConfig, engine: Engine, beside: Sequence[Engine] = (), asleep: Sequence[Part] = ()
 ) -> None:
-    """Print the model, its sharding and memory. beside: further engines of these ranks. asleep: the parts of all
-    engines that sleep at times."""
+    """Prints the model, its sharding and memory. beside: other engines on the same ranks. asleep: the parts of all
+    engines that sleep at times (engine/sleep.py)."""
     built = engine.built
     for line in untested_versions():
         say(f"warning  {line}")
@@ -205,7 +205,7 @@ def _rooms(engine: Engine) -> str:
 
 
 def _host(config: SftConfig | RlConfig, engines: Sequence[Engine], asleep: Sequence[Part]) -> str:
-    """The host memory that a rank's engines use while a checkpoint is written, or while parts sleep."""
+    """Describes the host memory of a rank's engines while a checkpoint is written, or while parts sleep."""
     state = config.checkpoint.trainer_state != "none"
     needs = []
     for engine in engines:
@@ -228,7 +228,7 @@ def _loaded(report: LoadReport) -> str:
 
 
 def fsdp_line(engine: Engine) -> str:
-    """The settings of FSDP2 other than units, mesh and dtypes."""
+    """Describes the settings of FSDP2, except units, mesh and dtypes."""
     config = engine.config.fsdp
     said = [
         f"reshard_after_forward {str(config.reshard_after_forward).lower()}",
@@ -243,7 +243,7 @@ def fsdp_line(engine: Engine) -> str:
 
 
 def update_lines(config: SftConfig | RlConfig) -> list[str]:
-    """The optimizer and the average of the weights, where they are not the default."""
+    """Lines about the optimizer if it is not a built-in one, and about the average of the weights if there is one."""
     optimizer, lines = config.optimizer, []
     if optimizer.name not in BUILT_IN:
         options = "".join(f", {name} {value}" for name, value in optimizer.options.items())
@@ -264,7 +264,7 @@ def _prefetch(depth: int | tuple[int, int] | None) -> str:
 
 
 def _layers(engine: Engine) -> str:
-    """In words, how the decoder layers are computed; empty for the plain way."""
+    """Describes how the decoder layers are computed; "" without recompute and compile."""
     model = engine.config.model
     recompute = ["run again in backward (recompute)"] if model.recompute == "full" else []
     return ", ".join([*recompute, *(["compiled"] if model.compile else [])])
@@ -288,8 +288,8 @@ def _all_elements(engine: Engine) -> int:
 
 
 def _stages(engine: Engine, pipeline: Pipeline) -> str:
-    """What each rank of mesh.pp has: `2 stages: layers 0 to 13 (310,000,000 parameters), 14 to 27 (455,000,000); ...`;
-    with several stages each `4 stages of layers on 2 ranks: 0 and 2 (...), 1 and 3 (...)`."""
+    """Describes the layers of each rank of mesh.pp: `2 stages of layers: 0 to 13 (310,000,000 parameters), 14 to 27
+    (...); ...`, or with several stages a rank `4 stages of layers on 2 ranks: 0 to 6 and 14 to 20 (...), ...`."""
     said, elements, placement = [], _elements_of(engine), pipeline.placement
     for place in range(placement.ranks):
         own = sum(count for name, count in elements.items() if place in pipeline.holders[name])
@@ -304,7 +304,7 @@ def _stages(engine: Engine, pipeline: Pipeline) -> str:
 
 
 def pipeline_hint(engine: Engine, plan: StepPlan) -> list[str]:
-    """Advice where a step has too few micro-batches to keep all stages at work."""
+    """Advice if a step has too few micro-batches to keep all pipeline stages busy; else empty."""
     pp, micro_batches = engine.mesh.pp_size, plan.micro_batches
     if pp == 1 or micro_batches >= 2 * pp:
         return []
@@ -316,7 +316,7 @@ def pipeline_hint(engine: Engine, plan: StepPlan) -> list[str]:
 
 
 def _elements_of(engine: Engine) -> dict[str, int]:
-    """The elements of each parameter, however it is divided."""
+    """Name of each parameter -> its elements over all ranks."""
     cuts = engine.divided.cuts
     return {name: math.prod(full_shape(name, p, cuts)) for name, p in engine.whole_parameters().items()}
 
@@ -326,7 +326,7 @@ def _elements(module: nn.Module) -> int:
 
 
 def _context(engine: Engine) -> str:
-    """In words, how mesh.cp shares documents."""
+    """Describes how mesh.cp divides documents."""
     context, most = engine.context, engine.config.step.max_tokens_per_device
     if context is None:
         return "documents of this model are not cut on this mesh, but dealt whole to these ranks"
@@ -344,7 +344,7 @@ def _takes_images(engine: Engine) -> bool:
 
 
 def axis_rows(engine: Engine) -> list[AxisRow]:
-    """The mesh's axes, and the ranks along each."""
+    """The axes of the mesh, and the ranks along each."""
     mesh = engine.mesh
     ranks = torch.arange(mesh.sizes.world).reshape(mesh.sizes.all)
     groups = {name: ranks.movedim(n, -1).reshape(-1, ranks.shape[n]).tolist() for n, name in enumerate(AXES)}
@@ -365,7 +365,7 @@ def axis_rows(engine: Engine) -> list[AxisRow]:
 
 
 def dtype_rows(engine: Engine) -> list[DtypeRow]:
-    """The dtype contract."""
+    """The dtypes of masters, compute, reduction, optimizer state and export."""
     precision = engine.precision
     buffers = sorted({_name(b.dtype) for b in engine.module.buffers() if b.is_floating_point()})
     cast = ", ".join(engine.config.fsdp.cast_forward_inputs)
@@ -392,7 +392,7 @@ def dtype_rows(engine: Engine) -> list[DtypeRow]:
 
 
 def unit_rows(engine: Engine) -> list[UnitRow]:
-    """The FSDP units, and what stays in the root."""
+    """The FSDP units, and the root with the remaining parameters."""
     size, owned = engine.precision.compute.itemsize, own_parameters(engine.units)
     counts = [sum(p.numel() for p in parameters) for parameters in owned]
     rows = [
@@ -404,13 +404,13 @@ def unit_rows(engine: Engine) -> list[UnitRow]:
 
 
 def _sharding(unit: Unit) -> str:
-    """Over which ranks a unit is sharded, where those are not all."""
+    """Describes over which ranks a unit is sharded; "" for all ranks."""
     named = {"full": "", "experts": "over the ranks of the same experts", "replicate": "replicated"}
     return named[unit.shard] if isinstance(unit.shard, str) else f"groups of {unit.shard}"
 
 
 def parameter_rows(engine: Engine) -> list[ParameterRow]:
-    """Every parameter's full and local shape, and the axes it is sharded over."""
+    """The full and local shape of every parameter, and the axes over which it is sharded or divided."""
     sizes = {"dp_replicate": engine.mesh.dp_replicate, engine.mesh.shard_axis: engine.mesh.shards}
     cuts = engine.divided.cuts
     return [
@@ -440,7 +440,7 @@ def _parameter_row(
 
 
 def _dividing(cut: AnyCut, mesh: Mesh) -> Iterator[str]:
-    """The axes that give ranks other parts of a tensor to compute with."""
+    """Yields the axes, tp or ep, along which ranks compute with different parts of a tensor."""
     for one in (cut.outer, cut.inner) if isinstance(cut, NestedCut) else (cut,):
         if one.divides:
             yield "ep" if mesh.ep is not None and one.ranks is mesh.ep.ranks else "tp"
@@ -454,7 +454,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def print_closing(summary: Mapping[str, Any], folder: Path) -> None:
-    """Print how a run went. summary: the content of summary.json. folder: RUN."""
+    """Prints how a run went. summary: the content of summary.json. folder: the run folder."""
     for text in closing(summary, folder):
         say(text)
 
@@ -483,7 +483,7 @@ def closing(summary: Mapping[str, Any], folder: Path) -> list[str]:
     )
     if summary["saved"] is not None:
         lines.append(f"model    {summary['saved']}")
-    remote = is_url(display_name(str(folder)))  # where nothing is written beside what is read
+    remote = is_url(display_name(str(folder)))  # for a URL, `weft merge` requires --output
     if summary["saved"] is not None and not str(summary["stopped"]).startswith("SIG"):
         lines.append(f"next     weft chat {folder}      talk to it")
         if (Path(summary["saved"]) / "adapter_config.json").is_file():
@@ -495,7 +495,7 @@ def closing(summary: Mapping[str, Any], folder: Path) -> list[str]:
 
 
 def _evaluation(evaluation: Mapping[str, Any]) -> str:
-    """The first and the last held-out loss, or accuracy, and, where they were compared, the best evaluation."""
+    """Describes the first and the last held-out loss or accuracy, and the best evaluation if one was tracked."""
     first, last, best = (evaluation[name] for name in ("first", "last", "best"))
     texts = [f"{_figure(found)} (step {found['step']})" for found in (first, last)]
     text = " -> ".join(dict.fromkeys(texts))
@@ -507,14 +507,15 @@ def _evaluation(evaluation: Mapping[str, Any]) -> str:
 
 
 def _figure(found: Mapping[str, Any]) -> str:
-    """What an evaluation is judged by: its loss, or in reinforcement learning, how many answers are correct."""
+    """Describes one evaluation: by its loss, or in reinforcement learning by its share of correct answers."""
     if "eval/loss" not in found and "eval/accuracy" in found:
         return f"accuracy {found['eval/accuracy']:.1%}"
     return number(found.get("eval/loss"), ".4f")
 
 
 def _from_to(first: Sequence[float], last: Sequence[float], several: bool, steps: str) -> str:
-    """A metric from the first step to the last, as means of several where there are enough steps for two means."""
+    """Describes a metric at the beginning and the end of a run: by means over the steps if `several`, else by the first
+    and the last value."""
     if several:
         means = [number(sum(values) / len(values), ".4f") for values in (first, last)]
         return f"{means[0]} -> {means[1]} (means of the first and the last {len(last)} {steps})"
@@ -522,5 +523,5 @@ def _from_to(first: Sequence[float], last: Sequence[float], several: bool, steps
 
 
 def say_stopped(by: str, step: int, go_on: str) -> None:
-    """by: the signal, or the key of eval, that has ended the run after `step`. go_on: the command that resumes it."""
+    """Prints that a run stopped early. by: the signal, or the eval key, that ended it. go_on: the command to resume."""
     say(f"stopped  by {by} after step {step}. Go on with: {go_on}")

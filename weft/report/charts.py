@@ -14,13 +14,13 @@ from typing import Any
 WIDTH, HEIGHT = 640.0, 250.0
 LEFT, RIGHT, TOP, BOTTOM = 58.0, 14.0, 12.0, 36.0
 COLOURS = 8
-# Longer series are drawn as means of so many buckets, with the range of each behind them.
+# A longer series is drawn as means of at most so many buckets, over an area from the lowest to the highest value.
 _MOST_POINTS = 800
-# Up to so many points, each has a dot.
+# Series of up to so many points have a dot at each.
 _MARKED_TO = 40
-# From so many points on, a noisy series has a smoothed line in front.
+# Noisy series of at least so many points have a smoothed line in front.
 _SMOOTHED_FROM = 60
-# A positive series that spans more than this factor is drawn on a logarithmic scale, where that is allowed.
+# Positive values that span more than this factor are drawn on a logarithmic scale if Chart.log allows it.
 _LOG_FACTOR = 50.0
 
 Value = float | None
@@ -28,7 +28,7 @@ Value = float | None
 
 @dataclass(frozen=True)
 class Series:
-    """y over x, None where there is no value. held_out: drawn dashed."""
+    """One curve: y over x; y is None if missing. held_out: drawn dashed."""
 
     name: str
     x: Sequence[float]
@@ -38,14 +38,14 @@ class Series:
 
     @property
     def is_zero(self) -> bool:
-        """Whether all its values are zero."""
+        """Whether all values are zero, and there is at least one."""
         return any(value is not None for value in self.y) and not any(self.y)
 
 
 @dataclass(frozen=True)
 class Chart:
-    """title, unit: of the values. zero: the axis begins at 0. log: may be logarithmic. noisy: smoothed when long.
-    stacked: series are areas on top of each other. percent: values are shares. marks: x of skipped steps."""
+    """One chart. unit: of the values. zero: the y axis includes 0. log: the y axis may be logarithmic. noisy: long
+    series are smoothed. stacked: series are stacked areas. percent: values are shares. marks: x of skipped steps."""
 
     title: str
     unit: str
@@ -81,12 +81,12 @@ class _Scale:
 
 
 def numeric(value: object) -> Value:
-    """A value of a line of metrics as a number, None for others."""
+    """A value of metrics.jsonl as a float; None if it is not a number."""
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 def draw(chart: Chart) -> tuple[str, dict[str, Any]]:
-    """(SVG, data for showing values under the pointer)."""
+    """(SVG, the data with which the page shows values under the pointer)."""
     reduced = [(series, _buckets(series)) for series in chart.series]
     tops = _stack([buckets for _, buckets in reduced]) if chart.stacked else []
     x = _x_scale(chart.series)
@@ -129,7 +129,7 @@ def number(value: float, percent: bool = False, digits: int = 4) -> str:
 
 
 def _numbers(values: Sequence[float], percent: bool) -> list[str]:
-    """The numbers as text, with as many digits as tell them apart: ratios of similar policies are all close to 1."""
+    """The numbers as text, with enough digits to tell them apart: ratios of similar policies are all close to 1."""
     for digits in range(4, 13):
         texts = [number(value, percent, digits) for value in values]
         if len(set(texts)) == len(texts):
@@ -141,7 +141,7 @@ def _numbers(values: Sequence[float], percent: bool) -> list[str]:
 
 
 def _buckets(series: Series) -> list[_Bucket]:
-    """The points of a short series; means of equally many of a long one."""
+    """The points of a short series; means over equally many points of a long one."""
     count = len(series.x)
     if count <= _MOST_POINTS:
         return [_Bucket(x, y, y, y) for x, y in zip(series.x, series.y, strict=True)]
@@ -156,7 +156,7 @@ def _buckets(series: Series) -> list[_Bucket]:
 
 
 def _smoothed(buckets: Sequence[_Bucket]) -> list[Value]:
-    """At every point the mean of those around it, as many before as after: it does not lag."""
+    """A centred moving average, which does not lag; the window shrinks at both ends. None stays None."""
     reach = max(3, len(buckets) // 50)
     totals, counts = [0.0], [0]
     for bucket in buckets:
@@ -172,7 +172,7 @@ def _smoothed(buckets: Sequence[_Bucket]) -> list[Value]:
 
 
 def _stack(layers: Sequence[Sequence[_Bucket]]) -> list[list[float]]:
-    """Upper edge of every layer, at every point."""
+    """The upper edge of every layer, at every point."""
     tops: list[list[float]] = []
     below = [0.0] * (len(layers[0]) if layers else 0)
     for layer in layers:
@@ -217,7 +217,7 @@ def _y_scale(chart: Chart, layers: Sequence[Sequence[_Bucket]], tops: Sequence[S
 
 
 def ticks(low: float, high: float, most: int = 5) -> list[float]:
-    """Round numbers within a range, at most so many and one."""
+    """Round numbers within a range, at most `most` + 1."""
     raw = (high - low) / most
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(factor * power for factor in (1.0, 2.0, 2.5, 5.0, 10.0) if factor * power >= raw * 0.999999)
@@ -242,7 +242,7 @@ def _grid(chart: Chart, x: _Scale, y: _Scale) -> str:
     parts.append(f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{bottom}" y2="{bottom}"/>')
     for value in sorted({round(tick) for tick in ticks(x.low, x.high, 8) if x.low <= round(tick) <= x.high}):
         at, text = x(value), f"{value:,}"
-        room = 3.5 * len(text)  # half of its width
+        room = 3.5 * len(text)  # half of the text's width
         at = min(at, WIDTH - room)
         parts.append(f'<text class="tick step" x="{at:.1f}" y="{bottom + 15}" text-anchor="middle">{text}</text>')
     middle = (LEFT + WIDTH - RIGHT) / 2
@@ -250,7 +250,7 @@ def _grid(chart: Chart, x: _Scale, y: _Scale) -> str:
     return "".join(parts)
 
 
-# ---------------------------------------------------------------- what is drawn
+# ---------------------------------------------------------------- drawing
 
 
 def _line(series: Series, buckets: Sequence[_Bucket], x: _Scale, y: _Scale, noisy: bool) -> str:
@@ -273,7 +273,7 @@ def _line(series: Series, buckets: Sequence[_Bucket], x: _Scale, y: _Scale, nois
 
 
 def _path(buckets: Sequence[_Bucket], values: Sequence[Value], x: _Scale, y: _Scale, style: str) -> str:
-    """One path with a gap wherever there is no value."""
+    """One path, with a gap at missing values."""
     commands, drawing = [], False
     for bucket, value in zip(buckets, values, strict=True):
         if value is None:

@@ -1,4 +1,4 @@
-"""`weft report`: one self-contained HTML page about a run, or several runs compared. Imports no torch.
+"""`weft report`: one self-contained HTML page about a run, or comparing several runs. Imports no torch.
 
 Runs in progress and runs that ended early have a page, too.
 """
@@ -31,11 +31,11 @@ from weft.version import __version__
 
 Line = dict[str, Any]
 
-# Beyond these a run folder is damaged, or was not written by weft.
+# Values beyond these limits are not shown: the run folder is damaged, or was not written by weft.
 _MOST_STEPS, _LARGEST, _SMALLEST = 10**12, 1e30, 1e-30
 _MOST_NAME, _MOST_KEYS, _MOST_CONFIG = 200, 500, 1 << 20
 
-# Keys of metrics.jsonl that have a chart of their own, which a run's series fill.
+# Keys of metrics.jsonl with a chart of their own, in the order of the page; the series are added later.
 _CHARTS: tuple[tuple[str, Chart], ...] = (
     ("loss", Chart("Loss", "nats per trained token", log=True, noisy=True)),
     ("grad_norm", Chart("Gradient norm", "L2, before clipping", log=True, noisy=True)),
@@ -58,8 +58,8 @@ _UNITS = {"loss": "nats per trained token", "perplexity": "e^loss", "accuracy": 
 
 @dataclass(frozen=True)
 class RunData:
-    """The content of a run folder. summary: empty where there is none yet. rollouts: of `weft rl`, the best and the
-    worst samples of the last step. notes: files that could not be shown."""
+    """The content of a run folder. summary: empty if the run has not ended. rollouts: for `weft rl`, the best and the
+    worst samples of the last rollout step. notes: what could not be read."""
 
     folder: Path
     name: str
@@ -73,7 +73,7 @@ class RunData:
     notes: Sequence[str] = ()
 
     def points(self, key: str) -> tuple[list[float], list[float | None]]:
-        """(steps, values) of the lines that have the key."""
+        """(steps, values) of the lines of metrics that have the key."""
         found = [(float(line["step"]), numeric(line[key])) for line in self.lines if key in line]
         return [x for x, _ in found], [y for _, y in found]
 
@@ -82,7 +82,8 @@ class RunData:
 
 
 def run(options: ReportOptions) -> tuple[Path, list[str]]:
-    """Write the page; its path, and notes on what could not be shown. Raises UserError where a folder holds no run."""
+    """Writes the page. Returns its path, and notes on what could not be read. Raises UserError if a folder holds no
+    run, or the page cannot be written."""
     runs = _named_apart([read_run(Path(path)) for path in options.runs])
     target = Path(options.output) if options.output else _default_path(runs)
     try:
@@ -100,7 +101,7 @@ def _default_path(runs: Sequence[RunData]) -> Path:
 
 
 def read_run(folder: Path) -> RunData:
-    """Read everything that the page shows of a run folder."""
+    """Reads everything that the page shows of a run folder. Raises UserError if no step is recorded there."""
     if not (folder / "metrics.jsonl").is_file():
         what = "holds no metrics.jsonl, so no step of a run is there" if folder.is_dir() else "does not exist"
         raise UserError(f"{folder}: it {what}. Name the folder that run.dir named.")
@@ -128,7 +129,7 @@ def read_run(folder: Path) -> RunData:
 
 
 def page(runs: Sequence[RunData]) -> str:
-    """The page, as HTML."""
+    """The page as HTML."""
     template = files("weft.report").joinpath("page.html").read_text(encoding="utf-8")
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, finalize=_shown_as_text)
     several = len(runs) > 1
@@ -152,12 +153,12 @@ def page(runs: Sequence[RunData]) -> str:
 
 
 def _shown_as_text(value: Any) -> Any:
-    """What turns the order of letters around would do so in a browser, too."""
+    """A template value with control characters in text escaped: a browser would obey those that reverse its order."""
     return clean(value) if type(value) is str else value
 
 
 def _read_lines(path: Path, notes: list[str]) -> list[Line]:
-    """The objects of a JSONL file; a last line that a kill has cut short is left out."""
+    """The objects of a JSONL file. An incomplete last line, as a killed run leaves it, is skipped without a note."""
     found, lost = [], 0
     texts = _text(path, notes).split("\n")
     for number, text in enumerate(texts):
@@ -176,7 +177,7 @@ def _read_lines(path: Path, notes: list[str]) -> list[Line]:
 
 
 def _plain(line: Line) -> Line:
-    """A line whose values are texts, finite numbers that a chart can hold, and None for all others."""
+    """The line with its texts, booleans, and finite numbers that a chart can show; other values become None."""
     return {clean(key)[:_MOST_NAME]: _scalar(value) for key, value in line.items()}
 
 
@@ -184,7 +185,7 @@ def _scalar(value: Any) -> Any:
     if isinstance(value, bool | str) or not isinstance(value, int | float):
         return value if isinstance(value, bool | str) else None
     size = abs(value)
-    return (value if size > _SMALLEST else 0) if size < _LARGEST else None  # NaN is not less
+    return (value if size > _SMALLEST else 0) if size < _LARGEST else None  # None for NaN: it compares false
 
 
 def _read_summary(path: Path, notes: list[str]) -> dict[str, Any]:
@@ -205,7 +206,7 @@ def _read_summary(path: Path, notes: list[str]) -> dict[str, Any]:
 
 
 def _read_config(path: Path, notes: list[str]) -> dict[str, dict[str, Any]]:
-    """Its sections; empty where it is none that weft could read."""
+    """The sections of a config file; empty if there is none, or weft cannot read it."""
     if not path.is_file():
         return {}
     try:
@@ -239,7 +240,7 @@ def _text(path: Path, notes: list[str]) -> str:
 
 
 def _checkpoints(folder: Path) -> list[dict[str, Any]]:
-    """Whole checkpoints, the newest first: name, size, what points at it."""
+    """The complete checkpoints, the newest first: step, size, and the links that point at each."""
     if not folder.is_dir():
         return []
     links = {link.name: Path(os.readlink(link)).name for link in folder.iterdir() if link.is_symlink()}
@@ -260,7 +261,7 @@ def _checkpoints(folder: Path) -> list[dict[str, Any]]:
 
 
 def _named_apart(runs: Sequence[RunData]) -> list[RunData]:
-    """Runs of equal names get their paths instead."""
+    """The runs, with paths in place of names that are not unique."""
     names = [run.name for run in runs]
     return [replace(run, name=str(run.folder)) if names.count(run.name) > 1 else run for run in runs]
 
@@ -295,8 +296,8 @@ def charts(runs: Sequence[RunData]) -> tuple[list[Chart], list[Chart]]:
 def without_zeros(
     main: Sequence[Chart], others: Sequence[Chart], *, one_by_one: bool
 ) -> tuple[list[Chart], list[Chart], list[str]]:
-    """Both without what is zero throughout, and its names. one_by_one: the series of a chart are metrics of one run, of
-    which each may go; else they are one metric of several runs, which are compared."""
+    """(main, others, names of what was removed), without charts that are zero throughout. one_by_one: the series of a
+    chart are metrics of one run, so single zero series are removed, too; else they are one metric of several runs."""
     zero: list[str] = []
 
     def kept(charts: Sequence[Chart]) -> list[Chart]:
@@ -316,7 +317,7 @@ def without_zeros(
 
 
 def _by_source(runs: Sequence[RunData], keys: Sequence[str]) -> list[Chart]:
-    """A chart for each key; of one run, one for all of `eval/NAME/loss`, whatever the NAME."""
+    """One chart for each key. For a single run, keys such as `eval/NAME/loss` share a chart, with a series a NAME."""
     groups: dict[str, list[str]] = {}
     for key in keys:
         parts = key.split("/")
@@ -335,7 +336,7 @@ def _by_source(runs: Sequence[RunData], keys: Sequence[str]) -> list[Chart]:
 
 
 def _unit(runs: Sequence[RunData], leaf: str) -> str:
-    """Answers of `weft rl` are right or wrong as a whole, tokens of other runs are."""
+    """The unit of a metric. Accuracy counts whole answers in `weft rl`, and tokens in other runs."""
     if leaf == "accuracy" and any(is_rl(run) for run in runs):
         return "share of held-out prompts"
     return _UNITS.get(leaf, "")
@@ -351,7 +352,7 @@ def _series(runs: Sequence[RunData], key: str) -> list[Series]:
 
 
 def _evaluation(runs: Sequence[RunData]) -> list[Series]:
-    """The held-out losses, beside those of training; of several runs in the colour of each."""
+    """The series of held-out losses; of several runs, each in the colour of its run."""
     found = []
     for place, run in enumerate(runs):
         x, y = run.points("eval/loss")
@@ -428,7 +429,7 @@ def _status(run: RunData) -> str:
 
 
 def _samples(run: RunData) -> list[dict[str, Any]]:
-    """The answers to each prompt and its images, in order; the newest first."""
+    """The answers grouped by prompt and images: prompts in order, the newest answer of each first."""
     found: dict[str, dict[str, Any]] = {}
     for sample in run.samples:
         prompt, images = _words(sample.get("prompt", "")), sample.get("images")
@@ -438,19 +439,19 @@ def _samples(run: RunData) -> list[dict[str, Any]]:
 
 
 def _words(value: object) -> str:
-    """A text, or messages one after the other."""
+    """A text as it is; messages as lines of `role: content`."""
     if isinstance(value, list):
         return "\n".join(f"{m.get('role')}: {m.get('content')}" if isinstance(m, dict) else str(m) for m in value)
     return str(value)
 
 
 def _learnt(run: RunData) -> dict[str, tuple[str, str]]:
-    """The curves of the goal: the loss, or reward and accuracy."""
+    """The figures of the training goal: training and held-out loss, or reward and held-out accuracy."""
     rl = is_rl(run)
     figures: dict[str, tuple[str, str]] = {}
     values = [value for value in run.points("reward" if rl else "loss")[1] if value is not None]
     if values:
-        few = max(1, min(10, len(values) // 2))  # the first and the last have no step in common
+        few = max(1, min(10, len(values) // 2))  # so few that the first and the last do not overlap
         what = f"mean of the last {few}; first {few}" if few > 1 else "the last step; the first"
         figures["Reward" if rl else "Loss"] = (f"{_mean(values[-few:]):.4f}", f"{what}: {_mean(values[:few]):.4f}")
     steps, held_out = run.points("eval/accuracy" if rl else "eval/loss")
@@ -463,7 +464,7 @@ def _learnt(run: RunData) -> dict[str, tuple[str, str]]:
 
 
 def _figures(run: RunData) -> dict[str, tuple[str, str]]:
-    """What a run came to: name -> (number, what else there is to say of it)."""
+    """The figures of a run: name -> (number, note)."""
     figures = _learnt(run)
     skipped = sum(bool(line.get("skipped")) for line in run.lines)
     epochs = run.lines[-1].get("epoch")
@@ -508,7 +509,7 @@ def _comparison(runs: Sequence[RunData]) -> dict[str, Any]:
 
 
 def _differing(runs: Sequence[RunData]) -> list[dict[str, Any]]:
-    """Keys of the config that are not the same in all runs."""
+    """The keys of the config whose values differ between runs."""
     flat = [{f"{s}.{k}": v for s, keys in run.config.items() for k, v in (keys or {}).items()} for run in runs]
     names = dict.fromkeys(name for config in flat for name in config)
     return [

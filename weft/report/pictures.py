@@ -1,4 +1,4 @@
-"""Small pictures of the images that prompts show, as `data:` URIs: the page stands alone."""
+"""Thumbnails of the images of prompts as `data:` URIs, which keep the page self-contained."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from weft.data.image_columns import Image
 from weft.data.image_files import Checks, pixels
 from weft.errors import UserError
 
-_SIDE = 112  # pixels at most
-_MOST = 6  # of one prompt
+_SIDE = 112  # largest width and height in pixels
+_MOST = 6  # thumbnails of one prompt
 _KEPT = 512
 
 
 def pictures(names: object) -> list[dict[str, str]]:
-    """The first images of a prompt: name and src, which is empty for one that is no file here. names: as runs record
-    them, which anybody may have written."""
+    """The name and the `src` URI of the first images of a prompt; `src` is "" if there is no such image file. names:
+    from a run's records, which are not trusted."""
     listed = [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
     return [{"name": name, "src": _source(name)} for name in listed[:_MOST]]
 

@@ -1,4 +1,4 @@
-"""What `weft plan` prints: memory, time and collectives of one mesh, or the meshes that were found."""
+"""The output of `weft plan`: memory, time and collectives of one mesh, or the meshes that the search found."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MOST_REFUSED = 6
 
 @dataclass(frozen=True)
 class Described:
-    """One mesh. memory: of each stage's fullest rank."""
+    """The estimates for one mesh. memory: of the fullest rank at each place of mesh.pp."""
 
     model: Blueprint
     mesh: MeshSizes
@@ -36,7 +36,7 @@ class Described:
 
 
 def show_described(found: Described) -> None:
-    """Memory, time and collectives of a mesh."""
+    """Prints memory, time and collectives of a mesh."""
     fullest = max(found.memory, key=lambda memory: memory.fullest)
     _show_heading(found.model, found.mesh.world, found.lengths, found.machine)
     say(f"mesh     {written(found.mesh)}{_ulysses(found)}")
@@ -49,7 +49,7 @@ def show_described(found: Described) -> None:
 
 
 def written(mesh: MeshSizes) -> str:
-    """As overrides of a config: `mesh.dp_shard=8 mesh.tp=2`."""
+    """The mesh as overrides of a config: `mesh.dp_shard=8 mesh.tp=2`."""
     return " ".join(f"mesh.{axis}={size}" for axis, size in mesh.named.items())
 
 
@@ -142,7 +142,7 @@ def _show_time(time: StepTime) -> None:
 
 
 def _show_transfers(transfers: Sequence[Transfer]) -> None:
-    """Print the transfers of a step, the largest first; layers that send alike are one row."""
+    """Prints the transfers of a step, the largest first; equal transfers of several layers are one row."""
     table = new_table("collectives of a rank in a step", "what", "kind", "group", ">calls", ">bytes each", ">received")
 
     def key(one: Transfer) -> tuple[str, str, str, int, float]:
@@ -159,13 +159,13 @@ def _show_transfers(transfers: Sequence[Transfer]) -> None:
 
 
 def show_engines(rows: Sequence[EngineRow]) -> None:
-    """Other engines of the same ranks."""
+    """Prints the memory of further engines, such as reference and critic, if there are any."""
     if rows:
         show(engine_table(rows))
 
 
 def show_search(model: Blueprint, found: Found, ranks: int, lengths: StepLengths, machine: Machine) -> None:
-    """The best meshes, what limits each, and why others are none."""
+    """Prints the best meshes, what limits each, and why other meshes were refused."""
     _show_heading(model, ranks, lengths, machine)
     say(
         f"tried    {found.tried:,} of {found.meshes:,} meshes, those first that could be the fastest; "
@@ -186,7 +186,7 @@ def show_search(model: Blueprint, found: Found, ranks: int, lengths: StepLengths
 
 
 def _refused(found: Found) -> list[tuple[str, int]]:
-    """(the first of reasons that differ in numbers alone, meshes), most meshes first."""
+    """(reason, number of meshes), most meshes first. Reasons that differ only in numbers are merged into the first."""
     alike: dict[str, tuple[str, int]] = {}
     for reason, several in found.refused.items():
         kind = re.sub(r"\d+", "N", reason)

@@ -33,17 +33,18 @@ if TYPE_CHECKING:
 _BARS = 12
 _WIDTH = 40
 _MOST_TOKENS = 400  # of a document that is shown whole
-# Of a longer one so many tokens of its beginning, beside what is trained, and of both ends of each trained part.
+# Tokens that are shown of a longer one: at its beginning, on both sides of a trained part, at both ends of that part.
 _FIRST, _BESIDE, _TRAINED = 60, 30, (150, 50)
-_MOST_BAD = 20  # rows that are named
+_MOST_BAD = 20  # bad rows that are listed
 _PERCENTILES = (0, 10, 50, 90, 99, 100)
-# Around what is trained, where there are no colours.
+# Enclose trained text if the console has no colours.
 _MARKS = ("\u00bb", "\u00ab")
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """Documents of a source, by format. blocks: those that were read, if not all. taken: their share of its bytes."""
+    """A part of a source before tokenising. blocks: the blocks that were read; None for all. formats: number of
+    documents by format. taken: the share of the part's bytes that was read."""
 
     source: Source
     part: Part
@@ -54,7 +55,7 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """A tokenised part of a source. taken: the share of its bytes."""
+    """A tokenised part of a source. taken: the share of the part's bytes that was read."""
 
     source: Source
     table: Table
@@ -63,7 +64,8 @@ class Read:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """plans: of the first steps. steps: of an epoch, approximately. ranks: data ranks."""
+    """plans: of the first steps. steps: number of steps of an epoch, estimated if only a sample was read. ranks: data
+    ranks."""
 
     plans: Sequence[StepPlan]
     steps: int
@@ -72,8 +74,8 @@ class Planned:
 
 @dataclass(frozen=True, slots=True)
 class Preview:
-    """Everything that is shown of tokens. planned: None where no document is left. bad: of each bad row what is wrong
-    with it. images: of a vision model."""
+    """Everything that is shown after tokenising. planned: None if no document is left. bad: the error of each bad row.
+    images: the image reader of a vision model."""
 
     config: SftConfig
     limits: Limits
@@ -88,7 +90,7 @@ class Preview:
 
 
 def show_sampled(sampled: Sequence[Sampled], console: Console | None = None) -> None:
-    """Print what is known before tokenising."""
+    """Prints what is known before tokenising."""
     console = console or Console()
     for one in sampled:
         count = sum(one.formats.values())
@@ -105,7 +107,7 @@ def _label(source: Source, origin: str) -> str:
 
 
 def refuse_bad(bad: Sequence[str], rows: int) -> None:
-    """UserError where rows cannot be trained on. rows: number of all rows. bad: errors, each with its place first."""
+    """Raises UserError if there are bad rows. bad: their errors, each beginning with file:line. rows: all rows."""
     if bad:
         raise UserError(
             "\n".join([f"{len(bad):,} of {rows:,} rows cannot be trained on:", *_named(bad)])
@@ -125,7 +127,7 @@ def show_preview(
     console: Console | None = None,
     full: bool = False,
 ) -> None:
-    """Print the preview. full: print all tokens of the samples."""
+    """Prints the preview. samples: how many documents to show. full: whether to print all of their tokens."""
     console = console or Console()
     _show_samples(console, preview, tokenizer, samples, full)
     _show_lengths(console, preview)
@@ -140,7 +142,7 @@ def show_preview(
 def _show_samples(
     console: Console, preview: Preview, tokenizer: PreTrainedTokenizerBase, samples: int, full: bool
 ) -> None:
-    """The first documents of every part in turn, so that each source is seen."""
+    """Prints the first documents, taken from all parts in turn, so that each source is seen."""
     coloured = console.color_system is not None
     places = [(one.table, row) for row in range(samples) for one in preview.read if row < len(one.table)][:samples]
     if not places:
@@ -162,8 +164,8 @@ def _show_samples(
 
 
 def _worth_showing(trained: Array) -> Array:
-    """Which tokens of a long document are shown: where it begins, and of each part that is trained both ends, with what
-    is beside them."""
+    """A mask of the tokens of a long document that are shown: its beginning, and both ends of each trained part with
+    the tokens around them."""
     shown = np.zeros(len(trained), bool)
     shown[:_FIRST] = True
     edges = np.diff(np.concatenate([[0], trained != 0, [0]]).astype(np.int8))
@@ -181,8 +183,8 @@ def rendered(
     shown: Array | None = None,
     marks: Sequence[str] = (),
 ) -> Text:
-    """A document's text with trained parts in green, or between marks. shown: indices of the tokens to print; others
-    are counted. marks: texts that stand for images, of which several in a row are counted, too."""
+    """A document's text with trained parts in green if `coloured`, else between marks. shown: mask of the tokens to
+    print; the others are only counted. marks: image tokens; runs of four or more are abbreviated to a count."""
     text = Text()
     shown = np.ones(len(ids), bool) if shown is None else shown
     changes = (np.diff(trained) != 0) | (np.diff(shown) != 0)
@@ -211,7 +213,7 @@ def _shortened(text: str, marks: Sequence[str]) -> str:
 
 
 def _image_lines(images: Images | None, tokenizer: PreTrainedTokenizerBase, places: Sequence[Place]) -> list[str]:
-    """The size of each image and video of a document, and the number of tokens that it takes."""
+    """Describes each image and video of a document: its size, and its tokens and patches."""
     if images is None or not places:
         return []
     lines = []
@@ -274,7 +276,7 @@ def _show_lengths(console: Console, preview: Preview) -> None:
 
 
 def histogram(lengths: Array) -> list[str]:
-    """One line for each range of lengths, in steps of a round number."""
+    """The lines of a bar chart of lengths, one for each range; the ranges have a round width."""
     longest = int(lengths.max())
     step = _round_up(max(1, -(-(longest + 1) // _BARS)))
     counts = np.bincount(lengths // step)
@@ -287,7 +289,7 @@ def histogram(lengths: Array) -> list[str]:
 
 
 def _round_up(number: int) -> int:
-    """1, 2 or 5 times a power of ten."""
+    """The next number that is 1, 2 or 5 times a power of ten."""
     scale = 10 ** (len(str(number)) - 1)
     return int(next(scale * digit for digit in (1, 2, 5, 10) if scale * digit >= number))
 

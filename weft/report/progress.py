@@ -1,4 +1,4 @@
-"""Progress on the first rank: a live bar on a terminal, otherwise a line at intervals."""
+"""Progress on the first rank: a live bar on a terminal, else a line at intervals."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from rich.table import Column
 
 from weft.terminal import Console
 
-# Steps that the estimate of the remaining time looks back on: the first ones are slow.
+# The remaining time is estimated from so many last steps: the first ones are slow.
 _WINDOW = 20
-# Seconds between two lines that are no terminal's: of steps, and of what goes on within one.
+# Without a terminal, seconds between two lines about steps, and between two lines about the activity within a step.
 _STEP_SECONDS, _DOING_SECONDS = 5.0, 10.0
-# Of a step of `weft rl`: metric, and what the line calls it. kl_old is there only where it is not zero, as it always is
-# while nothing has moved since the rollout.
+# Metrics of a step of `weft rl` -> their names in the line. kl_old is shown only if not zero; it is zero as long as the
+# weights have not changed since the rollout.
 _POLICY = {
     "reward": "reward", "reward_std": "reward_std", "kl": "kl", "policy/kl_old": "kl_old",
     "completions/mean_length": "length", "staleness/mean": "staleness",
@@ -28,10 +28,10 @@ _POLICY = {
 
 
 class Progress:
-    """`with Progress(total_steps) as progress: progress.step(line)`, with the line of metrics.jsonl.
+    """`with Progress(total_steps) as progress: progress.step(line)`, where `line` is the step's line of metrics.jsonl.
 
-    show: False for ranks that print nothing. every: without a terminal, optimizer steps between two lines; None: at
-    most one line every few seconds. The first, the last and skipped steps always have a line.
+    show: False on ranks that print nothing. every: without a terminal, optimizer steps between two lines; None: at most
+    one line every few seconds. The first, the last and skipped steps always have a line.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Progress:
         self._times = deque([self._clock()], maxlen=_WINDOW + 1)
         self._told_at = self._times[-1]
         if self._show and self._console.is_terminal:
-            # Where the terminal is narrow, the bar goes first and the end of the status next.
+            # On a narrow terminal, the bar is dropped first, then the end of the status.
             width = len(f"step {self._total}/{self._total}")
             self._bar = Bar(
                 TextColumn("step {task.completed}/{task.total}", table_column=Column(min_width=width, no_wrap=True)),
@@ -64,7 +64,7 @@ class Progress:
                 TextColumn("{task.fields[status]}"),
                 console=self._console,
                 expand=True,
-                refresh_per_second=2,  # each costs a millisecond or two
+                refresh_per_second=2,  # each refresh takes a millisecond or two
             )
             self._task = self._bar.add_task("steps", total=self._total, status="")
             self._bar.start()
@@ -73,13 +73,13 @@ class Progress:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._say_step()  # the last, where the run ends early
+        self._say_step()  # the last step has no line yet if the run ends early
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
 
     def step(self, line: Mapping[str, object]) -> None:
-        """Show a finished step."""
+        """Shows a finished step."""
         number = line.get("step")
         self._done = number if isinstance(number, int) else self._done + 1
         self._times.append(self._clock())
@@ -95,7 +95,7 @@ class Progress:
             self._say_step()
 
     def doing(self, text: str) -> None:
-        """Show the present activity inside a step, in the bar or as a line at intervals; `""` when it has ended."""
+        """Shows the current activity within a step, in the bar or as a line at intervals. text: "" when it ends."""
         self._doing = text
         if self._bar is not None:
             self._draw()
@@ -107,7 +107,7 @@ class Progress:
             return True
         if self._every is not None:
             return self._said_at is None or self._done % self._every == 0
-        if "rollout" in line and "reward" not in line:  # the last optimizer step of a rollout step says it all
+        if "rollout" in line and "reward" not in line:  # only the last optimizer step of a rollout step has rewards
             return False
         return self._said_at is None or self._times[-1] - self._said_at >= _STEP_SECONDS
 
@@ -123,25 +123,25 @@ class Progress:
             self._bar.update(self._task, completed=self._done, status=escape(status))
 
     def note(self, text: str) -> None:
-        """Print a line above the bar, or after the line of its step."""
+        """Prints a line above the bar, or after the line of the latest step."""
         if self._show:
             self._say_step()
             self._print(text)
 
     def notes(self, texts: Iterable[str]) -> None:
-        """Several lines of text."""
+        """Prints several lines."""
         for text in texts:
             self.note(text)
 
     def remaining(self) -> float:
-        """Estimated seconds to the end, at the pace of the last steps."""
+        """The estimated seconds to the end, at the pace of the last steps."""
         steps = len(self._times) - 1
         pace = (self._times[-1] - self._times[0]) / steps if steps else 0.0
         return pace * max(0, self._total - self._done)
 
     def _print(self, text: str) -> None:
         self._told_at = self._clock()
-        # A line that is read by another program must not be folded at rich's guess of a width.
+        # Another program may read the line: it must not be folded at a width that rich guesses.
         self._console.print(text, soft_wrap=True)
 
 
@@ -149,7 +149,7 @@ class Progress:
 def loading(
     show: bool = True, what: str = "loading", console: Console | None = None
 ) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar for bytes, on a terminal only; call what it yields with (bytes done, total bytes) of this rank."""
+    """A progress bar for bytes, on a terminal only. Yields a function to call with (bytes done, total bytes)."""
     console = console or Console()
     columns = (TextColumn(what), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Bar(*columns, console=console, transient=True, disable=not (show and console.is_terminal)) as bar:
@@ -158,8 +158,8 @@ def loading(
 
 
 def describe(line: Mapping[str, object]) -> list[str]:
-    """A short description of a step's line. For a policy it shows rewards, because its loss is zero wherever ratios are
-    1."""
+    """The parts of a short description of a step. For `weft rl` it has rewards in place of the loss, which is zero as
+    long as ratios are 1."""
     if line.get("skipped"):
         return [f"skipped: {line.get('reason') or 'loss or gradient is not finite'}"]
     if "rollout" in line:
@@ -193,7 +193,7 @@ def duration(seconds: float) -> str:
 
 
 def number(value: object, form: str) -> str:
-    """A number in this format, `-` for None. A value that rounds to zero has no sign."""
+    """A number in a format of format(); `-` if it is not a number. A value that rounds to zero has no sign."""
     if not isinstance(value, int | float):
         return "-"
     text = format(value, form)

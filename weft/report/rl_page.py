@@ -17,17 +17,17 @@ from weft.rollout.types import Group, Sample
 if TYPE_CHECKING:
     from weft.report.page import RunData
 
-# So many of the best and of the worst samples are shown, each of another prompt.
+# How many of the best and of the worst samples are shown, each of a different prompt.
 _MOST_SAMPLES = 3
-# Longer texts lose their middles: (characters kept of the beginning, of the end).
+# The middle of a long text is left out: characters kept of its beginning, of its end.
 _KEPT = (3000, 1000)
 _PHASES = "seconds/"
 
 
 @dataclass(frozen=True)
 class _Together:
-    """A chart of several metrics of one run. keys: patterns. held_out: drawn dashed with them. least: the fewest
-    metrics that make a chart."""
+    """A chart of several metrics of one run. keys: patterns of their names. held_out: a metric to add as a dashed line.
+    least: the fewest metrics for which there is a chart."""
 
     chart: Chart
     keys: tuple[str, ...]
@@ -74,12 +74,12 @@ _CHARTS = (
 
 
 def is_rl(run: RunData) -> bool:
-    """Whether `weft rl` wrote the run: a line has a rollout step, or its config has the section rl."""
+    """Whether `weft rl` wrote the run: a line names a rollout step, or the config has the section rl."""
     return "rl" in run.config or any("rollout" in line for line in run.lines)
 
 
 def rl_charts(runs: Sequence[RunData]) -> tuple[list[Chart], set[str]]:
-    """(charts, the metrics that they contain). For several runs a chart has one metric, the first that exists."""
+    """(charts, the metrics that they contain). For several runs, each chart has only the first metric that exists."""
     ours = [run for run in runs if is_rl(run)]
     found, used = [], set[str]()
     names = list(dict.fromkeys(key for run in ours for line in run.lines for key in line))
@@ -114,7 +114,7 @@ def _by_run(runs: Sequence[RunData], key: str) -> list[Series]:
 
 
 def _held_out(runs: Sequence[RunData], key: str, colour: int) -> list[Series]:
-    """Held-out curves of several runs, each in its colour."""
+    """The held-out curve of each run: of several runs in the colour of the run, of one run in `colour`."""
     several = len(runs) > 1
     return [
         Series(
@@ -129,7 +129,7 @@ def _held_out(runs: Sequence[RunData], key: str, colour: int) -> list[Series]:
 
 
 def _phases(run: RunData) -> tuple[Chart, list[str]]:
-    """Seconds of each phase of a rollout step, over the optimizer steps that ended them; and their metrics."""
+    """(chart of the seconds of each phase of a rollout step, at the optimizer step that ended it; its metrics)."""
     lines = [line for line in run.lines if any(key.startswith(_PHASES) for key in line)]
     keys = list(dict.fromkeys(key for line in lines for key in line if key.startswith(_PHASES)))
     x = [float(line["step"]) for line in lines]
@@ -144,7 +144,7 @@ def _phases(run: RunData) -> tuple[Chart, list[str]]:
 
 
 def last_samples(folder: Path) -> dict[str, Any] | None:
-    """The best and the worst samples of the last rollout step as text; None where there are none."""
+    """The best and the worst samples of the last rollout step as text; None if no rollouts are recorded."""
     files = rollout_files(folder / FOLDER)
     if not files:
         return None
@@ -169,7 +169,7 @@ def extremes(groups: Sequence[Group], most: int) -> tuple[list[Sample], list[Sam
 
 
 def _of_other_prompts(samples: Sequence[Sample], most: int) -> list[Sample]:
-    """The first of each prompt."""
+    """The first sample of each prompt, at most `most`."""
     found: dict[str, Sample] = {}
     for sample in samples:
         found.setdefault(sample.prompt.id, sample)

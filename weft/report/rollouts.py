@@ -13,11 +13,11 @@ from weft.rollout.records import FOLDER, read_rollouts, rollout_files
 from weft.rollout.types import Group, Sample, samples_of
 from weft.terminal import Console, say
 
-_WIDTH = 4  # spaces before what was said
+_WIDTH = 4  # spaces before prompts and samples
 
 
 def run(options: RolloutsOptions) -> None:
-    """Show groups of one rollout step. Raises UserError where there are none."""
+    """Prints groups of one rollout step. Raises UserError if there are none."""
     files = rollout_files(Path(options.run) / FOLDER)
     if not files:
         raise UserError(f"{options.run}: holds no rollouts: name the folder of a run of weft rl.")
@@ -29,14 +29,14 @@ def run(options: RolloutsOptions) -> None:
 
 
 def _read(run: str, files: Mapping[int, Path], step: int) -> list[Group]:
-    """The groups of the step that is asked for."""
+    """The groups of rollout step `step`. Raises UserError if it is not there."""
     if step not in files:
         raise UserError(f"{run}: rollout step {step} is not there; there are {min(files)} to {max(files)}.")
     return _whole(files[step])
 
 
 def _newest(files: Mapping[int, Path]) -> tuple[int, list[Group]]:
-    """The newest step that can be read, and its groups."""
+    """(newest rollout step that can be read, its groups). Raises UserError if none can be read."""
     problem = ""
     for step in sorted(files, reverse=True):
         try:
@@ -57,7 +57,7 @@ def _whole(path: Path) -> list[Group]:
 
 
 def summary(step: int, groups: Sequence[Group]) -> str:
-    """`step 12: 32 prompts, 256 samples; reward 0.41; 6 groups without signal; 3.7 tokens (4 cut short)`."""
+    """`step 12: 32 prompts, 256 samples; reward 0.41; 6 groups without signal; 3.7 tokens on average, 4 cut short`."""
     samples = samples_of(groups)
     rewards = [sample.reward for sample in samples if sample.reward is not None]
     mean = f"{sum(rewards) / len(rewards):.3g}" if rewards else "-"
@@ -70,7 +70,7 @@ def summary(step: int, groups: Sequence[Group]) -> str:
 
 
 def chosen(groups: Sequence[Group], order: str) -> list[Group]:
-    """The groups as they were drawn, or with the best or the worst mean reward first."""
+    """The groups in an order: "drawn", or "best" or another for the best or the worst mean reward first."""
     if order == "drawn":
         return list(groups)
     known = [group for group in groups if any(reward is not None for reward in group.rewards)]
@@ -83,7 +83,7 @@ def _mean(group: Group) -> float:
 
 
 def described(group: Group, most: int) -> Text:
-    """A prompt and its samples, the best first."""
+    """The text of a prompt and of at most `most` samples, the best first."""
     out = Text(f"\n{group.prompt.source or group.prompt.id}\n", style="dim")
     out.append(_indented(group.prompt.text), style="bold")
     samples = sorted(group.samples, key=lambda s: -1e30 if s.reward is None else s.reward, reverse=True)

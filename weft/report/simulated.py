@@ -1,4 +1,4 @@
-"""What `weft plan --simulate` prints: memory of one simulated rank by class, and each of its collectives."""
+"""The output of `weft plan --simulate`: memory of one simulated rank by class, and its collectives."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ _NOTES = {
 
 
 def show_simulated(found: Simulated, estimated: Memory, room: int) -> None:
-    """One rank. estimated: by arithmetic, of the fullest rank of its stage. room: bytes of its accelerator."""
+    """Prints the simulation of one rank. estimated: the memory by formula of the fullest rank of its stage, for
+    comparison. room: memory of the accelerator in bytes."""
     ran = f"{found.micro_batches} of {found.all_micro_batches} micro-batches ran, those with the longest rows"
     if found.micro_batches == found.all_micro_batches:
         ran = f"{found.micro_batches} micro-batches ran"

@@ -12,7 +12,7 @@ from weft.models.flops import Throughput
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """The outcome of an optimizer step. metrics: reduced over all ranks. seconds: from its plan to its update."""
+    """The outcome of an optimizer step. metrics: reduced over all ranks. seconds: wall time of the step."""
 
     plan: StepPlan
     metrics: Mapping[str, float | None]
@@ -24,7 +24,7 @@ class StepOutcome:
 def step_line(
     number: int, epoch: int, taken: StepOutcome, throughput: Throughput, memory_gib: float
 ) -> dict[str, object]:
-    """The step's line of metrics.jsonl. memory_gib: the largest rank's."""
+    """The line of metrics.jsonl for step `number`. memory_gib: peak memory of the fullest rank."""
     plan, result, metrics = taken.plan, taken.result, dict(taken.metrics)
     totals, loss = plan.totals, metrics.pop("loss")
     line: dict[str, object] = {

@@ -1,4 +1,4 @@
-"""The tables that a run prints: pure functions from rows of plain data to rich tables.
+"""The tables that a run prints: pure functions from plain rows to rich tables.
 
 Shapes are written 1024x64, counts with a unit (5.24M), bytes in powers of 1024 (19.7 MiB).
 """
@@ -20,13 +20,13 @@ from weft.terminal import Console, byte_count, count
 
 _SHOWN_GROUPS = 4
 _UNLIMITED = 10_000
-# Columns where no terminal says how wide it is: what fits a log viewer and a pager.
+# Width without a terminal, in columns: what fits a log viewer and a pager.
 _PAGE = 120
 
 
 @dataclass(frozen=True, slots=True)
 class AxisRow:
-    """A mesh axis. groups: the ranks that share it, one tuple per place on the other axes."""
+    """A mesh axis. groups: the ranks along it, one tuple for each position on the other axes."""
 
     name: str
     size: int
@@ -36,7 +36,7 @@ class AxisRow:
 
 @dataclass(frozen=True, slots=True)
 class DtypeRow:
-    """A row of the dtype contract: storage, compute, reduction, optimizer, export."""
+    """A row of the dtype table: what has which dtype."""
 
     what: str
     dtype: str
@@ -45,8 +45,8 @@ class DtypeRow:
 
 @dataclass(frozen=True, slots=True)
 class UnitRow:
-    """An FSDP unit. parameters: elements over all ranks. bytes: of the gathered unit. sharding: where it differs from
-    the mesh's."""
+    """An FSDP unit. parameters: elements over all ranks. bytes: of the gathered unit. sharding: over which ranks, if
+    not over all of the mesh."""
 
     name: str
     parameters: int
@@ -68,7 +68,7 @@ class ParameterRow:
 
 @dataclass(frozen=True, slots=True)
 class EngineRow:
-    """An engine's memory on a rank, in bytes; None where a part does not apply. gathered: the most at once."""
+    """An engine's memory on a rank, in bytes; None for a part that it does not have. gathered: the most at once."""
 
     name: str
     weights: int | None = None
@@ -84,7 +84,7 @@ class EngineRow:
 
 
 def engine_table(rows: Sequence[EngineRow]) -> Table:
-    """One row per engine, and their sum."""
+    """A row for each engine, and their sum."""
     table = new_table(
         "memory of a rank", "engine", ">weights", ">gradients", ">optimizer", ">together", ">gathered", ""
     )
@@ -97,7 +97,7 @@ def engine_table(rows: Sequence[EngineRow]) -> Table:
 
 
 def mesh_table(axes: Iterable[AxisRow]) -> Table:
-    """Axes, their sizes, and which ranks share them."""
+    """The axes, their sizes, and the ranks along each."""
     table = new_table("mesh", "axis", ">size", "ranks", "meaning")
     for axis in axes:
         shown = " | ".join(ranges(group) for group in axis.groups[:_SHOWN_GROUPS])
@@ -107,7 +107,7 @@ def mesh_table(axes: Iterable[AxisRow]) -> Table:
 
 
 def dtype_table(rows: Iterable[DtypeRow]) -> Table:
-    """The dtype contract."""
+    """The dtypes, one row each."""
     table = new_table("dtypes", "what", "dtype", "note")
     for row in rows:
         table.add_row(row.what, row.dtype, row.note)
@@ -115,7 +115,7 @@ def dtype_table(rows: Iterable[DtypeRow]) -> Table:
 
 
 def unit_table(units: Sequence[UnitRow], tp: int = 1) -> Table:
-    """FSDP units; those that differ only in a number are one row. tp: ranks of which each gathers its own part."""
+    """The FSDP units; units that differ only in the numbers of their names are one row. tp: size of mesh.tp."""
     mixed = ["sharding"] if any(unit.sharding for unit in units) else []
     title = "FSDP units" + (f", the part of one of {tp} ranks of tp" if tp > 1 else "")
     table = new_table(title, ">units", "name", ">parameters each", ">bytes each", *mixed)
@@ -133,7 +133,7 @@ def unit_table(units: Sequence[UnitRow], tp: int = 1) -> Table:
 
 
 def optimizer_table(groups: Sequence[OptimizerGroupRow]) -> Table:
-    """Parameter groups with weight decay, and with learning rates where they differ."""
+    """The parameter groups with weight decay, and with learning rates if these differ."""
     rates = ["" if group.lr is None else f"{group.lr:g}" for group in groups]
     mixed = len(set(rates) - {""}) > 1
     columns = ["group", ">weight decay", *([">peak lr"] if mixed else []), ">parameters", ">elements", "names"]
@@ -146,7 +146,7 @@ def optimizer_table(groups: Sequence[OptimizerGroupRow]) -> Table:
 
 
 def sharding_table(parameters: Sequence[ParameterRow]) -> Table:
-    """Every parameter, whole and as this rank holds it, with totals."""
+    """Every parameter with its full shape and this rank's, and totals."""
     table = new_table("sharding", "parameter", ">full", ">this rank", "axes", "dtype")
     for row in parameters:
         table.add_row(row.name, shape(row.full_shape), shape(row.local_shape), ", ".join(row.axes), row.dtype)
@@ -156,7 +156,7 @@ def sharding_table(parameters: Sequence[ParameterRow]) -> Table:
 
 
 def sharding_totals_table(parameters: Sequence[ParameterRow]) -> Table:
-    """The last row of sharding_table alone."""
+    """Only the totals of sharding_table."""
     table = new_table("sharding", "", ">full", ">this rank", "share", "")
     _add_totals(table, parameters)
     return table
@@ -180,7 +180,7 @@ def _dot(counts: list[int], sizes: list[int]) -> int:
 
 
 def new_table(title: str, *columns: str) -> Table:
-    """A table with these column heads; a leading `>` aligns a column to the right. Long names fold, never vanish."""
+    """An empty table with these column heads; a leading `>` aligns a column to the right. Long texts are folded."""
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, show_edge=False)
     for column in columns:
         right = column.startswith(">")
@@ -189,8 +189,8 @@ def new_table(title: str, *columns: str) -> Table:
 
 
 def show(table: Table, console: Console | None = None) -> None:
-    """Print a table, folded to a terminal's width; elsewhere to a page's width, or wider where a name would be
-    broken."""
+    """Prints a table, folded to the width of the terminal; without a terminal to the width of a page, or wider if a
+    name would be broken."""
     console = console or Console()
     if not console.is_terminal:
         for column in table.columns:
@@ -203,12 +203,12 @@ def show(table: Table, console: Console | None = None) -> None:
 
 
 def shape(sizes: Sequence[int]) -> str:
-    """`4096x256`; `scalar` without dimensions."""
+    """A shape as text: `4096x256`; `scalar` without dimensions."""
     return "x".join(map(str, sizes)) or "scalar"
 
 
 def ranges(ranks: Sequence[int]) -> str:
-    """`0`, `0,2`, `0-3`, `0-6 by 2`."""
+    """Ranks as text: `0`, `0,2`, `0-3`, `0-6 by 2`."""
     steps = {late - early for early, late in pairwise(ranks)}
     if steps == {1}:
         return f"{ranks[0]}-{ranks[-1]}"

@@ -1,8 +1,8 @@
-"""Metrics to TensorBoard, Weights & Biases, trackio and MLflow: one small interface, off unless track.to names them.
+"""Metrics to TensorBoard, Weights & Biases, trackio and MLflow, for the trackers that track.to names.
 
-Every step's numbers go to them from a thread of their own on the first rank, so that a slow one holds up no step; one
-that fails is dropped with one warning, and the run goes on. RUN/metrics.jsonl stays the record. Imports no torch, and a
-tracker's package only where it is asked for.
+A thread of the first rank sends the numbers of every step, so that a slow tracker delays no step. A tracker that fails
+is dropped with one warning, and the run goes on; RUN/metrics.jsonl stays the record. Imports no torch, and the package
+of a tracker only if it is used.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from weft.errors import UserError
 from weft.terminal import say
 
 IDENTITY = "track.json"
-# Seconds that the end of a run waits for trackers that have not taken everything yet.
+# Seconds that a run waits at its end for trackers that have not received everything.
 PATIENCE = 60.0
-# And that of one that failed, whose other ranks wait to be ended.
+# The same for a failed run, whose other ranks wait to be ended.
 FAILED_PATIENCE = 3.0
 
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """The identity of the run for a tracker. id: kept when the run is resumed. step: the last one that is done."""
+    """The identity of the run for a tracker. id: kept when the run is resumed. step: the last finished step."""
 
     folder: Path
     project: str
@@ -50,22 +50,22 @@ class TrackedRun:
 
 
 class Tracker(ABC):
-    """A destination of metrics. Any method may raise: the run continues without this tracker. package: that it
-    imports."""
+    """A destination of metrics. Any method may raise: the run then continues without this tracker. package: the name of
+    the package that it imports."""
 
     package: ClassVar[str]
 
     @abstractmethod
     def start(self, config: Mapping[str, Mapping[str, Any]], run: TrackedRun) -> str:
-        """Begin or resume a run; returns where to look at it. config: section -> key -> value."""
+        """Begins or resumes a run; returns a URL or command to view it. config: section -> key -> value."""
 
     @abstractmethod
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """The numbers of one step."""
+        """Records the numbers of one step."""
 
     @abstractmethod
     def finish(self, failed: bool) -> None:
-        """Flush and close. failed: the run ended with an error."""
+        """Flushes and closes. failed: whether the run ended with an error."""
 
 
 class TensorBoard(Tracker):
@@ -77,7 +77,7 @@ class TensorBoard(Tracker):
         from torch.utils.tensorboard import SummaryWriter
 
         folder = run.folder / "tensorboard"
-        # What a resumed run writes again replaces what was written before.
+        # Steps that a resumed run repeats replace the old ones.
         self.writer = SummaryWriter(str(folder), purge_step=run.step + 1 if run.step else None)
         self.writer.add_text("config", "    " + yaml.safe_dump(dict(config), sort_keys=False).replace("\n", "\n    "))
         return f"tensorboard --logdir {folder}"
@@ -91,7 +91,7 @@ class TensorBoard(Tracker):
 
 
 class Wandb(Tracker):
-    """Weights & Biases; without an API key its files stay in RUN/wandb, for `wandb sync`."""
+    """Weights & Biases. Without an API key it runs offline: the files stay in RUN/wandb, for `wandb sync`."""
 
     package = "wandb"
 
@@ -109,7 +109,7 @@ class Wandb(Tracker):
             mode="offline" if offline else None,
             settings=wandb.Settings(console="off", silent=True),
         )
-        # By weft's own step: a resumed run may log a step again, which wandb's counter refuses.
+        # Use weft's own step: a resumed run may log a step again, which wandb's counter refuses.
         self.run.define_metric("*", step_metric="step")
         if self.run.offline:
             return f"offline; send it with: wandb sync {Path(self.run.dir).parent}"
@@ -123,15 +123,15 @@ class Wandb(Tracker):
 
 
 class Trackio(Tracker):
-    """trackio: a local database (TRACKIO_DIR), or a Space where TRACKIO_SPACE_ID names one."""
+    """trackio: a local database (TRACKIO_DIR), or a Space if TRACKIO_SPACE_ID names one."""
 
     package = "trackio"
 
     def start(self, config: Mapping[str, Mapping[str, Any]], run: TrackedRun) -> str:
         import trackio
 
-        resume = "allow" if run.step else "never"  # it knows runs by name alone
-        with redirect_stdout(io.StringIO()):  # nine lines about itself
+        resume = "allow" if run.step else "never"  # trackio identifies runs by name alone
+        with redirect_stdout(io.StringIO()):  # it prints nine lines
             self.run = trackio.init(
                 project=run.project, name=run.name, resume=resume, config=_flat(config), embed=False, auto_log_cpu=False
             )
@@ -153,7 +153,7 @@ class MLflow(Tracker):
         from mlflow import MlflowClient
         from mlflow.entities import Param
 
-        logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)  # it tells of each table it makes
+        logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)  # it logs each table that it creates
         uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{run.folder.parent.absolute() / 'mlflow.db'}"
         self.client = MlflowClient(tracking_uri=uri)
         experiment = self.client.get_experiment_by_name(run.project)
@@ -190,7 +190,7 @@ TRACKERS: dict[str, type[Tracker]] = {
 
 
 def check_installed(config: TrackConfig) -> None:
-    """UserError, with the command that installs them, where packages of track.to are missing."""
+    """Raises UserError, with the command to install them, if packages of track.to are missing."""
     missing = [TRACKERS[name].package for name in config.to if importlib.util.find_spec(TRACKERS[name].package) is None]
     if missing:
         raise UserError(
@@ -202,10 +202,10 @@ def check_installed(config: TrackConfig) -> None:
 
 
 class Trackers:
-    """The trackers of a run, on its first rank. notes: a message about each that has started."""
+    """The trackers of a run, on its first rank. notes: a message about each that started or failed to start."""
 
     def __init__(self, config: Mapping[str, Mapping[str, Any]], track: TrackConfig, folder: Path, step: int) -> None:
-        """config: resolved. step: the last one that is done, where the run is resumed."""
+        """config: the resolved config. step: the last finished step of a resumed run, else 0."""
         self.notes: list[str] = []
         self._running: dict[str, Tracker] = {}
         self._lines: queue.SimpleQueue[Mapping[str, object] | None] = queue.SimpleQueue()
@@ -218,7 +218,7 @@ class Trackers:
             tracker = TRACKERS[name]()
             try:
                 where = tracker.start(config, run)
-            except Exception as error:  # whatever a tracker does, the run goes on
+            except Exception as error:  # the run goes on, whatever a tracker raises
                 self.notes.append(_lost(name, error))
             else:
                 self._running[name] = tracker
@@ -228,12 +228,12 @@ class Trackers:
             self._thread.start()
 
     def log(self, line: Mapping[str, object]) -> None:
-        """Queue a line of metrics.jsonl; returns at once."""
+        """Queues a line of metrics.jsonl; returns at once."""
         if self._thread is not None:
             self._lines.put(line)
 
     def finish(self, failed: bool = False) -> None:
-        """Wait, with a time limit, until every tracker has taken everything."""
+        """Waits, with a time limit, until every tracker has received everything and finished."""
         if self._thread is None:
             return
         self._failed = failed
@@ -259,7 +259,7 @@ class Trackers:
 
 
 def numbers(line: Mapping[str, object]) -> dict[str, float]:
-    """The finite numbers of a line of metrics.jsonl; names without a group become `train/...`. A skipped step is 1."""
+    """The finite numbers of a line of metrics.jsonl, True as 1.0. Names without a group become `train/...`."""
     named = {name: value for name, value in line.items() if name != "step" and isinstance(value, int | float)}
     grouped = {name if "/" in name else f"train/{name}": float(value) for name, value in named.items()}
     return {name: value for name, value in grouped.items() if math.isfinite(value)}
@@ -276,12 +276,12 @@ def _flat(config: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _identity(folder: Path) -> str:
-    """The run's own name in trackers, made once and kept in RUN/track.json."""
+    """The id of the run for trackers, created once and kept in RUN/track.json."""
     path = folder / IDENTITY
     with suppress(OSError, ValueError, KeyError, TypeError):
         return str(json.loads(path.read_text(encoding="utf-8"))["id"])
     made = uuid.uuid4().hex[:12]
-    with suppress(OSError):  # a resumed run is another one then
+    with suppress(OSError):  # the id is then lost, and a resumed run is a new one for trackers
         path.write_text(json.dumps({"id": made}) + "\n", encoding="utf-8")
     return made
 

@@ -1,4 +1,4 @@
-"""What a run says of a model with images: its parts, and what an image takes."""
+"""The lines that a run prints about a vision model: its parts, and the room that an image takes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from weft.terminal import count
 
 
 def vision_lines(engine: Engine, elements: Mapping[str, int], pixels: Mapping[str, int]) -> list[str]:
-    """Lines of the opening; none without a tower. elements: of each parameter. pixels: data.image_pixels."""
+    """Lines of the opening; none without a vision tower. elements: parameter -> its elements over all ranks. pixels:
+    data.image_pixels."""
     if not vision_parts(engine.module.base, engine.module.facts):
         return []
     why_not = engine.built.findings.images
@@ -23,7 +24,7 @@ def vision_lines(engine: Engine, elements: Mapping[str, int], pixels: Mapping[st
 
 
 def _part(engine: Engine, preset: str, elements: Mapping[str, int]) -> str:
-    """A part by its name in model.freeze, with its size, and how much of it is trained."""
+    """Describes a part of the model by its name in model.freeze: its size, and how much of it is trained."""
     patterns = resolved(engine.module, [preset])
     own = {n: p for n, p in engine.module.named_parameters() if any(matches(pattern, n) for pattern in patterns)}
     every, trained = sum(elements[n] for n in own), sum(elements[n] for n, p in own.items() if p.requires_grad)
@@ -32,7 +33,7 @@ def _part(engine: Engine, preset: str, elements: Mapping[str, int]) -> str:
 
 
 def _image(engine: Engine, pixels: Mapping[str, int]) -> str:
-    """What the largest image takes of a row, where the config says how large it is."""
+    """Describes how much of a row a document with images takes, and the largest image if the config limits its size."""
     vision, most = engine.built.vision, engine.config.step.max_tokens_per_device
     ranks = engine.image_room.ranks
     whole = f"a document with images is not cut, and has to fit a row of {most:,} tokens"

@@ -1,4 +1,4 @@
-"""The processes of a run of `weft rl`: trainer ranks, and engines of their own, placed in a Ray cluster."""
+"""The processes of a run of `weft rl`: trainer ranks and separate rollout engines, placed in a Ray cluster."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from weft.telemetry import flight
 
 @dataclass(frozen=True)
 class ActorResources:
-    """What actors request. reservations: resources reserved for each trainer rank, which uses `trainer`
-    of them. engines: resources of each engine. colocated_with: the trainer rank whose reservation each engine shares;
-    None where every engine has a reservation of its own. busy: actors that compute at the same time."""
+    """The resources that actors request. reservations: reserved for each trainer rank, which itself uses `trainer`.
+    engines: used by each engine. colocated_with: per engine, the trainer rank whose reservation it shares; None if
+    every engine has its own reservation. busy: number of actors that compute at the same time."""
 
     reservations: Sequence[Bundle]
     trainer: Bundle
@@ -38,24 +38,26 @@ class ActorResources:
 
 
 def actor_resources(config: RlConfig, world: int, gpu: bool) -> ActorResources:
-    """What `world` trainer ranks and the engines request. cluster.placement must be resolved."""
+    """The resources of `world` trainer ranks and the engines. cluster.placement must be resolved. gpu: whether on CUDA
+    devices."""
     rollout = config.rollout
     count = 0 if rollout.engine == "embedded" else rollout.count
     serves, bundle = rollout.engine in SERVERS, Bundle(gpus=1.0) if gpu else Bundle(cpus=1.0)
     if count and config.cluster.placement == "colocated":
-        # Ray gives one device to both by halves; a server is told its devices, which may be those of several ranks.
+        # Rank and engine get half of a device each, so that Ray gives both the same one. A server gets its devices by
+        # CUDA_VISIBLE_DEVICES instead, because they may belong to several ranks.
         half = Bundle(gpus=0.5) if gpu and not serves else None
         ranks = [number * rollout.tp if gpu else number % world for number in range(count)]
         return ActorResources([bundle] * world, half or bundle, [half or Bundle()] * count, ranks, max(world, count))
     own = Bundle(gpus=float(rollout.tp)) if serves and gpu else bundle
-    turns = not config.cluster.max_staleness  # then each has all cores
+    turns = not config.cluster.max_staleness  # trainers and engines alternate, so each may use all cores
     return ActorResources([bundle] * world, bundle, [own] * count, None, max(world, count) if turns else world + count)
 
 
 @dataclass(frozen=True)
 class Actors:
-    """trainers: the policy's ranks. reference_critic: ranks of a reference or a critic. engines: generate, or run a
-    server that does; None with the embedded engine."""
+    """The actors of a run. trainers: the policy's ranks. reference_critic: separate ranks of a reference or a critic.
+    engines: each is a rollout engine or runs its server; None with the embedded engine."""
 
     trainers: ActorGroup
     reference_critic: Mapping[Role, ActorGroup]
@@ -63,7 +65,7 @@ class Actors:
 
     @property
     def groups(self) -> dict[str, ActorGroup]:
-        """All groups, by the folder of RUN with their logs."""
+        """All groups, by the subfolder of RUN for their evidence."""
         found: dict[str, ActorGroup] = {
             "": self.trainers,
             **{str(role): own for role, own in self.reference_critic.items()},

@@ -1,7 +1,7 @@
 """Advantages: how much better than expected each sampled token was, from the rewards of groups of samples.
 
-An estimator takes groups that hold only samples that count. For each sample it returns a number, or an array [G] of its
-G sampled tokens, in order. Results do not depend on how samples are distributed over ranks or updates.
+An estimator takes groups of samples that all count. For each sample it returns a number, or an array [G] for its G
+sampled tokens, in order. Results do not depend on how samples are distributed over ranks or optimizer steps.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from weft.rollout.types import Group, Sample, samples_of
 Estimates = Sequence[Sequence[float | Exact]]
 Estimator = Callable[[Sequence[Group], RlAlgorithm], Estimates]
 
-# What keeps a quotient finite; both as in TRL, the one beside a standard deviation, the other inside of one.
+# Keep quotients finite, as in TRL: added to a standard deviation, and to the variance under its root.
 _BESIDE, _INSIDE = 1e-4, 1e-8
 
 
 def advantages(groups: Sequence[Group], config: RlAlgorithm) -> dict[str, float]:
-    """Set the advantages of all samples, and their returns if there is a critic; returns the metrics of their rewards.
+    """Set the advantages of all samples, and their `returns` with gae; returns metrics of rewards and values.
 
-    Samples without a reward, or that are not trained, get advantages of zero and count in no mean.
+    Samples that have no reward or are not trained get advantages of zero and are left out of all means.
     """
     for group in groups:
         for sample in group.samples:
@@ -44,8 +44,8 @@ def advantages(groups: Sequence[Group], config: RlAlgorithm) -> dict[str, float]
 
 
 def value_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """critic/explained_variance: 1 - Var(R - V) / Var(R) over sampled tokens. 1: the critic knew the returns. 0: a
-    constant would have done as well. Empty without a critic, or where all returns are equal."""
+    """critic/explained_variance: 1 - Var(R - V) / Var(R) over sampled tokens, with returns R and values V. It is 1 for
+    a perfect critic and 0 for a constant one. Empty without a critic, or if all returns are equal."""
     known = [
         (sample.returns[sample.sampled], sample.values[sample.sampled])
         for group in groups
@@ -61,7 +61,7 @@ def value_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def choose_estimator(name: str) -> Estimator:
-    """One of weft's own estimators, or the user's at an import path. UserError where the path leads to no function."""
+    """One of weft's estimators, or the user's at an import path. UserError if the path does not name a callable."""
     if name in _ESTIMATORS:
         return _ESTIMATORS[name]
     found = import_named(name, "rl.advantage")
@@ -86,10 +86,10 @@ def _set(sample: Sample, estimate: Any, name: str) -> None:
 
 
 def token_rewards(sample: Sample, config: RlAlgorithm) -> Exact:
-    """[G] rewards: the sample's reward at the last token and, if rl.kl_in is reward, -rl.kl x the KL from the reference
-    at each token.
+    """[G] the reward of each sampled token: the sample's reward at the last one and, if rl.kl_in is `reward`,
+    -rl.kl x the KL from the reference at each.
 
-    Ouyang et al. 2022, arXiv:2203.02155, equation 2, token by token; the penalised policy is `old`.
+    Ouyang et al. 2022, arXiv:2203.02155, equation 2, per token, with `old` as the penalised policy.
     """
     rewards = np.zeros(sample.length)
     if config.kl > 0 and config.kl_in == "reward":
@@ -103,7 +103,7 @@ def token_rewards(sample: Sample, config: RlAlgorithm) -> Exact:
 
 
 def scores(group: Group, config: RlAlgorithm) -> Exact:
-    """The sum of each sample's token rewards."""
+    """[samples] the sum of each sample's token rewards."""
     return np.array([token_rewards(sample, config).sum() for sample in group.samples])
 
 
@@ -113,7 +113,7 @@ def overlong_penalty(length: int, longest: int, buffer: int) -> float:
 
 
 def shape_rewards(groups: Sequence[Group], config: RlConfig) -> None:
-    """Add the penalty of over-long samples to their rewards, under the name `overlong`. Call it before advantages()."""
+    """Add the penalty for over-long samples to their rewards, under the name `overlong`. Call before advantages()."""
     if config.rl.overlong_buffer is None:
         return
     for sample in samples_of(groups):
@@ -124,7 +124,8 @@ def shape_rewards(groups: Sequence[Group], config: RlConfig) -> None:
 
 
 def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """`reward`: mean over all samples. `reward_std`: mean of the groups' standard deviations. Names are TRL's."""
+    """Metrics of rewards, under TRL's names. reward: mean over all samples. reward_std: mean over the groups' standard
+    deviations."""
     rewards = [np.array([s.reward for s in group.samples], np.float64) for group in groups]
     found = {
         "reward": float(np.concatenate(rewards).mean()),
@@ -140,12 +141,12 @@ def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def _deviation(values: Exact) -> float:
-    """The standard deviation with n - 1; 0 of a single value, and exactly 0 of equal ones."""
+    """The standard deviation with n - 1; exactly 0 for a single value or equal ones."""
     return float(values.std(ddof=1)) if len(values) > 1 and np.ptp(values) > 0 else 0.0
 
 
 def _centred(values: Exact) -> Exact:
-    """Less their mean; exactly zeros of equal ones, as rounding would not leave them."""
+    """The values minus their mean; exactly 0 for equal values, where rounding could leave a rest."""
     return values - values.mean() if np.ptp(values) > 0 else np.zeros_like(values)
 
 
@@ -168,8 +169,8 @@ def grpo(groups: Sequence[Group], config: RlAlgorithm) -> Estimates:
 
 
 def rloo(groups: Sequence[Group], config: RlAlgorithm) -> Estimates:
-    """r - mean of the group's other rewards, which is n / (n - 1) x (r - mean of all n) (Kool et al. 2019; Ahmadian et
-    al. 2024, arXiv:2402.14740, section 3.3)."""
+    """r - mean of the group's other rewards, which equals n / (n - 1) x (r - mean of all n) (Kool et al. 2019; Ahmadian
+    et al. 2024, arXiv:2402.14740, section 3.3)."""
     found = [scores(group, config) for group in groups]
     return [list(_centred(r) * (len(r) / max(1, len(r) - 1))) for r in found]
 
@@ -195,9 +196,9 @@ def gae(groups: Sequence[Group], config: RlAlgorithm) -> Estimates:
     """Sum over k of (gamma lambda)^k delta_(t+k), with delta_t = r_t + gamma V_(t+1) - V_t (Schulman et al. 2015,
     arXiv:1506.02438, equation 16).
 
-    V_t is the critic's value before token t is sampled, and 0 after the last token. Tokens that an environment wrote
-    are skipped: V_(t+1) is the value at the next sampled token. Sets sample.returns to advantage + V. With
-    rl.scale=batch, advantages are then whitened over the step.
+    V_t is the critic's value before token t is sampled, and 0 after the last token. Tokens of an environment are
+    skipped: t + 1 is the next sampled token. Also sets sample.returns to advantage + V. With rl.scale=batch, advantages
+    are whitened over the step afterwards.
     """
     found: list[list[Exact]] = []
     for group in groups:
@@ -215,18 +216,18 @@ def gae(groups: Sequence[Group], config: RlAlgorithm) -> Estimates:
 
 
 def _to_go(values: Exact, factor: float) -> Exact:
-    """[G] out_t = value_t + factor out_(t+1)."""
+    """[G] discounted sums: out_t = values_t + factor x out_(t+1)."""
     if factor == 1:
         return values[::-1].cumsum()[::-1]
     out, ahead = [], 0.0
-    for value in values[::-1].tolist():  # numbers of Python: numpy's are slow one by one
+    for value in values[::-1].tolist():  # Python's floats, because numpy's scalars are slow
         ahead = value + factor * ahead
         out.append(ahead)
     return np.array(out[::-1], np.float64)
 
 
 def _whitened(found: Sequence[Sequence[Exact]]) -> list[list[Exact]]:
-    """Less their mean, by their standard deviation with n - 1, over all tokens at once; zeros where all are equal."""
+    """(value - mean) / standard deviation, over all tokens at once, with n - 1; zeros if all values are equal."""
     tokens = np.concatenate([values for group in found for values in group])
     if len(tokens) < 2 or np.ptp(tokens) == 0:
         return [[np.zeros_like(values) for values in group] for group in found]

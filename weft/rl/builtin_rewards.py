@@ -1,5 +1,5 @@
-"""Reward functions that come with weft, with TRL's signature. Workers import this file first, so it imports nothing
-heavy.
+"""Reward functions that come with weft, with TRL's signature. Every reward worker imports this file, so it imports
+nothing heavy.
 
 The reference answer is the column `answer`, `solution` or `ground_truth`, the first that exists, or `ground_truth`
 inside `reward_model` (verl's files). rl.reward_options sets keyword arguments that have defaults.
@@ -17,15 +17,15 @@ from weft.config.rl_schema import NEEDS_MATH_VERIFY
 Completion = str | Sequence[Mapping[str, Any]]
 
 REFERENCES = ("answer", "solution", "ground_truth", "reward_model")
-_SECONDS = 5  # that math-verify may think about one answer, which is wrong if it takes longer
+_SECONDS = 5  # limit of math-verify on one answer; a slower one counts as wrong
 
 
 def exact_match(
     completions: Sequence[Completion], after: str | None = None, ignore_case: bool = False, **columns: Any
 ) -> list[float]:
-    """1 where the completion equals the reference answer, apart from surrounding white space.
+    """1 where the completion equals the reference answer, ignoring surrounding white space.
 
-    after: marks the answer, as in `####`; only what follows its last occurrence is compared.
+    after: a mark before the answer, such as `####`; only the text after its last occurrence is compared.
     """
     return [
         float(_plain(_behind(after, text), ignore_case) == _plain(reference, ignore_case))
@@ -36,9 +36,9 @@ def exact_match(
 
 
 def regex(completions: Sequence[Completion], pattern: str, **columns: Any) -> list[float]:
-    """1 where the pattern (a Python regular expression, `.` also matches line breaks) is found.
+    """1 where the pattern (a Python regular expression whose `.` also matches line breaks) is found.
 
-    If the pattern has a group, the group of the last match must equal the reference answer.
+    If the pattern has groups, the first group of the last match must equal the reference answer.
     """
     compiled = re.compile(pattern, re.DOTALL)
     texts = [completion_text(completion) for completion in completions]
@@ -53,24 +53,24 @@ def regex(completions: Sequence[Completion], pattern: str, **columns: Any) -> li
 
 
 def format(completions: Sequence[Completion], tags: Sequence[str] = ("think",), **_: Any) -> list[float]:
-    """1 where the completion consists of these tags, each once, in order and not empty: `<think>...</think>`.
+    """1 where the completion consists of these tags, each once, in order and not empty, as in `<think>...</think>`.
 
-    A single tag must be followed by an answer; the last of several must not be followed by anything. The first opening
-    tag may be missing, because some chat templates write it in the prompt.
+    With a single tag, an answer must follow it. With several, nothing may follow the last. The first opening tag may be
+    missing, because some chat templates write it in the prompt.
     """
     return [float(_has_format(completion_text(completion), tags)) for completion in completions]
 
 
 def length(completion_ids: Sequence[Sequence[int]], target: int = 100, **_: Any) -> list[float]:
-    """-|n - target| / target for a completion of n tokens: at most 0."""
+    """-|n - target| / target for a completion of n tokens; at most 0."""
     return [-abs(len(ids) - target) / target for ids in completion_ids]
 
 
 def math(completions: Sequence[Completion], boxed: bool = False, **columns: Any) -> list[float]:
-    """1 where math-verify finds the final answer mathematically equal to the reference. Only the text after `</think>`
-    counts, if there is one.
+    """1 where math-verify finds the final answer mathematically equal to the reference. If the completion has a
+    `</think>`, only the text after it counts.
 
-    boxed: only an answer in \\boxed{} counts.
+    boxed: whether a completion without \\boxed{} scores 0.
     """
     expected = references(len(completions), columns)
     return [
@@ -86,14 +86,14 @@ BUILT_IN: dict[str, Callable[..., list[float]]] = {
     "format": format,
     "length": length,
 }
-# Too quick to need a process, and they cannot hang.
+# Run in the controller: they are fast and cannot hang.
 INLINE = ("exact_match", "format", "length")
-# Those that compare with the reference answer.
+# Always need the reference answer.
 COMPARING = ("math", "exact_match")
 
 
 def completion_text(completion: Completion) -> str:
-    """The text of a completion; of several messages, the assistant's last."""
+    """The text of a completion; for a list of messages, the last assistant message."""
     if isinstance(completion, str):
         return completion
     said = [message.get("content") or "" for message in completion if message.get("role") == "assistant"]
@@ -101,7 +101,7 @@ def completion_text(completion: Completion) -> str:
 
 
 def references(count: int, columns: Mapping[str, Sequence[Any]]) -> list[str]:
-    """The reference answers of `count` samples. ValueError where one is missing."""
+    """The reference answers of `count` samples. ValueError if one is missing."""
     return [_reference({name: columns[name][i] for name in REFERENCES if name in columns}) for i in range(count)]
 
 

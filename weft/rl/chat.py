@@ -1,4 +1,4 @@
-"""Chats in token space: the tokens that ask for an answer, and the tokens between one answer and the next."""
+"""Chats in token space: the tokens of a prompt, and the tokens between one answer and the next."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from weft.rollout.types import Prompt
 
 Message = Mapping[str, Any]
 
-_ANSWER = "answer"  # stands for what the policy has said: what the template writes behind it does not depend on that
+_ANSWER = "answer"  # stands for the policy's answer: what the template writes after an answer does not depend on it
 
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """The tokens after an answer. closing: end the answer, where the policy did not end it. tokens: follow it. replied:
-    as in Sample, with the images among these tokens."""
+    """The tokens between an answer and the next one. closing: end the answer, if the policy did not end it. tokens:
+    follow the ended answer. replied: as in Sample, with the images of this reply."""
 
     closing: tuple[int, ...]
     tokens: tuple[int, ...]
@@ -43,11 +43,11 @@ class ChatRenderer:
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, encoding: Encoding | None = None, images: Images | None = None
     ) -> None:
-        """images: of a vision model."""
+        """images: the image settings of a vision model."""
         self.tokenizer, self.images = tokenizer, images
         self.encoding = encoding or Encoding()
         self._encoder = Encoder(tokenizer, self.encoding, images)
-        self._asks: dict[tuple[ChatTemplate, str], bool] = {}  # behind a message of a role, whether it writes something
+        self._asks: dict[tuple[ChatTemplate, str], bool] = {}  # whether a generation prompt follows this role
 
     def question(
         self, where: str, messages: Sequence[Message], row: Mapping[str, Any], images: Sequence[Image] = ()
@@ -55,7 +55,7 @@ class ChatRenderer:
         """The conversation in the template's format, and its rendering up to the start of the answer. UserError for an
         invalid row.
 
-        row: its columns; `tools` and `chat_template_kwargs` are read. images: of the messages.
+        row: the row's columns, of which `tools` and `chat_template_kwargs` are read. images: those of the messages.
         """
         chat = self._conversation(where, messages, row)
         answers, kwargs = self._answers(where, chat, images)
@@ -73,13 +73,13 @@ class ChatRenderer:
         calls: Sequence[Message] = (),
         replied: PromptImages | None = None,
     ) -> Continuation:
-        """The tokens between an answer and the next one, where the messages `then` (tool results, user turns) follow
-        it.
+        """The tokens between an answer and the next one, with the messages `then` (tool results, user turns) between
+        them.
 
-        They are what the template writes after a stand-in answer, so that sampled text is never rendered or tokenised
-        again. calls: the answer's tool calls, if the template needs them to render their results. replied: images of
-        earlier replies. UserError where the template would render the earlier messages differently, or the model takes
-        no images; BadRowError for messages and images that cannot be read.
+        The tokens are what the template writes after a stand-in answer, so that sampled text is never rendered or
+        tokenised again. calls: the answer's tool calls, if the template needs them to render their results. replied:
+        images of earlier replies. UserError if the template would render the earlier messages differently, or if the
+        model takes no images; BadRowError for messages and images that cannot be read.
         """
         where, asked = prompt.source, prompt.messages
         then, given = self._taken(where, then)
@@ -126,7 +126,7 @@ class ChatRenderer:
         return Continuation(tuple(closing), tuple(self.tokens([after])[0]), replied)
 
     def _taken(self, where: str, messages: Sequence[Message]) -> tuple[Sequence[Message], tuple[Image, ...]]:
-        """Messages with a bare part for each image, and the images."""
+        """The messages, with a bare part in place of each image, and the images."""
         if not any(isinstance(message.get("content"), list) for message in messages):
             self._refuse_marks(where, messages)
             return messages, ()
@@ -146,7 +146,7 @@ class ChatRenderer:
             self.images.refuse_marks(Record(f"{where}, a reply", "messages", {}), texts_of(messages))
 
     def tokens(self, texts: list[str]) -> list[list[int]]:
-        """Token ids of texts that continue other texts."""
+        """Token ids of texts that continue other texts (Encoder.continuations)."""
         return self._encoder.continuations(texts)
 
     def rendered(self, texts: list[str]) -> list[list[int]]:
@@ -154,7 +154,7 @@ class ChatRenderer:
         return self._encoder.plain(texts)
 
     def _asked(self, template: ChatTemplate, chat: Conversation, kwargs: Mapping[str, Any]) -> str:
-        """The rendering with what asks for an answer."""
+        """The rendering up to the start of the answer, even if the template has no generation prompt."""
 
         def render(messages: Any, ask: bool) -> str:
             return template.render(messages, kwargs, tools=chat.tools, ask=ask).text

@@ -1,8 +1,8 @@
-"""Device memory that trainers and rollout engines share: each sleeps while the other works.
+"""Sharing of device memory between trainers and rollout engines: each sleeps while the other works.
 
-During a weight sync both are awake, so each wakes only what the sync needs: the policy's parameters, and the engine's
-weights. The trainers' other parts are moved out before the sync; the engine's cache is allocated after the parameters
-have been moved out too.
+During a weight sync both are awake, so each keeps only what the sync needs: the policy's parameters, and the engine's
+weights. The trainers' other parts move to host memory before the sync. The engine's cache is allocated after the
+parameters have moved to host memory too.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def shares_devices(config: RlConfig) -> bool:
 
 
 def sleeping_parts(config: RlConfig, device: str) -> tuple[Part, ...]:
-    """The parts of the trainers that sleep during rollouts: cluster.sleep; by default all on shared accelerators, and
-    none on CPU."""
+    """The parts of the trainers that sleep during rollouts: cluster.sleep, by default all on CUDA and none on CPU. None
+    sleep if trainers and engines use different devices. device: the trainers' device type."""
     if not shares_devices(config):
         return ()
     if config.cluster.sleep is not None:
@@ -37,18 +37,18 @@ class PhaseSwitch:
     """Switches between rollouts and training: `await switch.to_rollouts(version)`, generate, `await
     switch.to_training()`, train.
 
-    shared: whether trainers and engines use the same devices; if not, both stay awake. parts: of the trainers, that
-    sleep.
+    shared: whether trainers and engines use the same devices; if not, both stay awake. parts: the parts of the trainers
+    that sleep during rollouts.
     """
 
     def __init__(self, engine: Any, trainers: ActorGroup, *, shared: bool, parts: Sequence[Part] = ()) -> None:
         self.engine, self._trainers, self._shared, self._parts = engine, trainers, shared, list(parts)
         self._phases = Phases()
         self._version: int | None = None  # of the weights that engines have
-        self._asleep = False  # the engines
+        self._asleep = False  # whether the engines are
 
     async def to_rollouts(self, version: int) -> Synced:
-        """Sync the trainers' present weights to the engines, and give them the devices."""
+        """Sync the trainers' current weights to the engines as `version`, and give the engines the devices."""
         if self._shared:
             await self._rest(sends=True)
             await self._wake_engine("weights")
@@ -73,7 +73,7 @@ class PhaseSwitch:
 
     @asynccontextmanager
     async def trainers_awake(self, *, back: bool) -> AsyncIterator[None]:
-        """Inside, the trainers have the devices, to save for example. back: afterwards the engines get them again."""
+        """Inside, the trainers have the devices, for example to save. back: whether the engines get them back after."""
         version = self._version if self._parts else None
         if version is not None:
             await self.to_training()

@@ -1,14 +1,14 @@
 """Corrects for the difference between the policy that an engine sampled from (`rollout`) and the trainer's (`old`).
 
 Both have the same weights, but the engine's kernels round differently. This file measures the difference and sets the
-factors on the tokens' losses; their formulas are in weft/objectives/correction.py.
+factors on the tokens' losses. Their formulas are in weft/objectives/correction.py.
 
-An engine that truncates sampling (top-p, top-k, min-p) reports logprobs among the kept tokens. Adding the log of their
-total probability (`kept_logmass`) gives the logprob among all tokens, which is what a trainer computes. So rho is 1
-where the engine computes what the trainer does. That the kept share changes in training is neglected, as everywhere.
-Without kept_logmass, truncated samples are refused.
+An engine that truncates sampling (top-p, top-k, min-p) reports logprobs renormalised over the kept tokens. Adding the
+log of the kept tokens' total probability (`kept_logmass`) gives the logprob over the whole vocabulary, which a trainer
+computes. So the ratio rho is 1 where engine and trainer compute the same. The change of the kept share during training
+is neglected. Truncated samples without kept_logmass are refused.
 
-require_parity also checks that engine and trainer have the same model; it completes the verification of a weight sync.
+require_parity() also checks that engine and trainer have the same model, as the last part of verifying a weight sync.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ Estimator = Literal["k1", "k2", "k3"]
 
 
 def old_is_current(config: RlConfig) -> bool:
-    """Whether the update itself reads the old policy's logprobs, which saves a forward.
+    """Whether the optimizer step itself computes the old policy's logprobs, which saves a separate forward.
 
-    This is so where a rollout step is one optimizer step: nothing has changed before it. It is not so where something
-    needs `old` earlier, or where documents may be cut over ranks, because no rank then sees the whole ratio of a sample
-    in its own forward.
+    This is possible if a rollout step is one optimizer step, because the weights have not changed before it. It is not
+    possible if something needs `old` earlier, or with context parallelism, because no rank then sees all tokens of a
+    sample in its forward.
     """
     rl = config.rl
     asked = (rl.kl > 0 and rl.kl_in == "reward") or rl.advantage not in ADVANTAGES or rl.on_policy == "exact"
@@ -47,12 +47,12 @@ def old_is_current(config: RlConfig) -> bool:
 
 
 def comparable(sample: Sample) -> Floats:
-    """[T] the rollout policy's logprob of each sampled token among all tokens, as the trainer computes it."""
+    """[T] the rollout policy's logprob of each sampled token over the whole vocabulary, comparable with `old`."""
     return sample.rollout if sample.kept_logmass is None else sample.rollout + sample.kept_logmass
 
 
 def require_comparable(samples: Sequence[Sample], sampling: Sampling) -> None:
-    """UserError where sampling was truncated and the engine has not reported the kept probability mass."""
+    """Raise UserError if sampling was truncated and the engine has not reported the kept probability mass."""
     if not sampling.truncated:
         return
     silent = next((sample for sample in samples if sample.kept_logmass is None), None)
@@ -65,8 +65,8 @@ def require_comparable(samples: Sequence[Sample], sampling: Sampling) -> None:
 
 
 def correct(samples: Sequence[Sample], config: RlAlgorithm) -> dict[str, float]:
-    """Set the correction of samples that count, from `old` and `rollout`; returns metrics of the difference. With
-    rl.old_logprobs=rollout it sets `old` to `rollout` instead, so that there is no difference."""
+    """Set `correction` on samples that count, from `old` and `rollout`; returns metrics of the difference. With
+    rl.old_logprobs=rollout, set `old` to `rollout` instead; there is no difference then, and no metrics."""
     chosen = [sample for sample in samples if sample.counts and sample.length]
     if config.old_logprobs == "rollout":
         for sample in chosen:
@@ -88,7 +88,7 @@ def correct(samples: Sequence[Sample], config: RlAlgorithm) -> dict[str, float]:
 
 
 def _difference(sample: Sample) -> Exact:
-    """[G] log rho of each token that the policy drew."""
+    """[G] log rho = old - rollout of each sampled token. UserError if a value is not finite."""
     assert sample.old is not None, f"sample {sample.id} has no logprobs of the old policy"
     difference = sample.old[sample.sampled].astype(np.float64) - comparable(sample)[sample.sampled]
     if not np.isfinite(difference).all():
@@ -98,10 +98,11 @@ def _difference(sample: Sample) -> Exact:
 
 
 def mismatch(differences: Exact, ratios: Exact, weights: Exact, config: RlAlgorithm) -> dict[str, float]:
-    """Metrics of the difference, with TRL's names where it has them.
+    """Metrics of the difference, with TRL's names where TRL has them.
 
-    k3: of KL(rollout || old). effective_sample_size: (sum rho)^2 / (n sum rho^2), the share of the samples (of the
-    tokens, at level token) that rho leaves. clipped, masked: shares that the limits changed.
+    differences: log rho per token. ratios, weights: rho before and after the limits, per sample or, at level token, per
+    token. kl: k3 estimate of KL(rollout || old). effective_sample_size: (sum rho)^2 / (n sum rho^2), as a share of n.
+    clipped, masked: share of the ratios that the limits changed.
     """
     found = {
         "sampling/sampling_logp_difference/mean": float(np.abs(differences).mean()),
@@ -119,15 +120,15 @@ def mismatch(differences: Exact, ratios: Exact, weights: Exact, config: RlAlgori
 
 
 def kl(difference: Exact, estimator: Estimator, clamp: float | None = None) -> Exact:
-    """KL(p || q) = E_p[d] estimated from tokens that were drawn from p, with d = log p - log q of each (Schulman 2020,
-    http://joschu.net/blog/kl-approx.html). clamp: how far from 0 it may be.
+    """KL(p || q) = E_p[d], estimated from tokens sampled from p, with d = log p - log q per token (Schulman 2020,
+    http://joschu.net/blog/kl-approx.html). clamp: limit on the absolute value of each estimate.
 
         k1 = d                  unbiased, of high variance, often negative
         k2 = d^2 / 2            biased, never negative
         k3 = exp(-d) - 1 + d    unbiased, never negative
 
-    Those are values, for rewards and metrics. As a loss, whose gradient counts, they are something else: see
-    weft/objectives/policy.py.
+    These properties hold for values, in rewards and metrics. In a loss the gradient matters, which has other
+    properties: see weft/objectives/policy.py.
     """
     if estimator == "k1":
         found = difference
@@ -139,14 +140,15 @@ def kl(difference: Exact, estimator: Estimator, clamp: float | None = None) -> E
 
 
 def parity_is_due(config: RlConfig, steps: int) -> bool:
-    """Whether logprobs are compared after this step. steps: rollout steps since the engines started, with this one."""
+    """Whether to compare logprobs after this rollout step. steps: rollout steps since the engines started, including
+    this one."""
     every = config.rollout.verify_every
     return config.rollout.engine != "embedded" and (steps == 1 or (every > 0 and steps % every == 0))
 
 
 def require_parity(samples: Sequence[Sample], version: int, engine: str, dtypes: Sequence[str]) -> None:
-    """ActorError where the engine's logprobs of samples of this version differ from the trainer's (`old`) of the same
-    weights. dtypes: of engine and trainer, such as "bf16"."""
+    """Raise ActorError if the engine's logprobs of this version's samples differ from the trainer's (`old`) by more
+    than dtypes explain (check_parity). engine: its name. dtypes: of engine and trainer, such as "bf16"."""
     read = [
         (comparable(sample)[sample.sampled], sample.old[sample.sampled])
         for sample in samples

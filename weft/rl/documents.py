@@ -1,7 +1,7 @@
 """Samples as training documents, and the groups of each optimizer step.
 
-rl.aggregation is expressed by the documents' weights and by the normaliser of the whole step
-(weft/objectives/policy.py), so that no way of cutting a step can change its loss.
+The documents' weights and the normaliser of the whole step (weft/objectives/policy.py) express rl.aggregation, so the
+loss does not depend on how a step is divided into micro-batches and over ranks.
 """
 
 from __future__ import annotations
@@ -25,9 +25,8 @@ from weft.rollout.types import Flags, Floats, Group, Prompt, Sample
 
 
 class _Samples(MeasuredDocuments):
-    """Documents of samples, without their arrays until they are built. weights: the loss weight of each sampled token
-    of a sample; 0 where nothing was sampled. routed: whether documents have the routes that samples have. opener: opens
-    their images."""
+    """Documents of samples; their arrays are built on demand. weights: per sample, the loss weight of a sampled token;
+    other tokens have weight 0. routed: whether documents get the routes of samples. opener: opens the images."""
 
     def __init__(
         self, samples: Sequence[Sample], weights: Sequence[np.float32], routed: bool, opener: ImageOpener | None
@@ -42,7 +41,7 @@ class _Samples(MeasuredDocuments):
         images = [sample.images for sample in self.samples]
         return Measures(
             length=np.array([len(sample) for sample in self.samples], np.int64),
-            # What adding up so many equal numbers of 24 bits gives in fp64: every partial sum is exact.
+            # Equals the sum of `counts` equal fp32 weights in fp64, because every partial sum is exact there.
             weight=counts.astype(np.float64) * np.array(self._weights, np.float64),
             loss_tokens=counts,
             routed=np.array([self._routed and sample.routes is not None for sample in self.samples], np.bool_),
@@ -79,7 +78,7 @@ class _Samples(MeasuredDocuments):
         }
 
     def arrays(self, samples: Sequence[Sample]) -> dict[str, list[Floats]]:
-        """[T] of each of these samples, by the names that losses know."""
+        """Per-token arrays for losses: name -> one array [T] per sample."""
         return {}
 
     def _media(self, sample: Sample) -> Media | None:
@@ -94,26 +93,26 @@ class _Samples(MeasuredDocuments):
 
 
 class ReadSamples(_Samples):
-    """Documents for readouts. routed: with the experts that the samples were drawn with."""
+    """Documents for readouts. routed: whether they replay the experts that the engine chose."""
 
     def __init__(self, samples: Sequence[Sample], routed: bool, opener: ImageOpener | None = None) -> None:
         super().__init__(samples, [np.float32(1.0)] * len(samples), routed, opener)
 
 
 class TrainedSamples(_Samples):
-    """One document for each trained sample, in order; may be empty. places: index of each in `samples`.
+    """One document per trained sample, in order; may be empty. places: index in `samples` of each document.
 
-    Samples that do not count and samples without sampled tokens are left out; with rl.mask_truncated also those of
-    finish `length`.
+    Samples that do not count or have no sampled token are left out; with rl.mask_truncated, also those with finish
+    `length`.
     """
 
     def __init__(self, samples: Sequence[Sample], config: RlConfig, opener: ImageOpener | None = None) -> None:
         self.places = [place for place, sample in enumerate(samples) if is_trained(sample, config)]
         trained = [samples[place] for place in self.places]
-        # Of rl.mask_truncated: what counts but for its end.
+        # Number of samples that only rl.mask_truncated leaves out.
         self.masked = sum(sample.counts and sample.length > 0 for sample in samples) - len(trained)
         super().__init__(trained, [_weight(sample, config) for sample in trained], routed=True, opener=opener)
-        self.old_is_known = bool(trained) and trained[0].old is not None  # else old is the policy that is trained
+        self.old_is_known = bool(trained) and trained[0].old is not None  # else the current policy is `old`
         self._corrects = config.rl.corrects
         counts = {key: sum(getattr(sample, key) is not None for sample in trained) for key in _READ}
         if not (self.old_is_known and self._corrects):
@@ -124,14 +123,14 @@ class TrainedSamples(_Samples):
         assert not trained or "advantages" in self._keys, "samples without advantages are not ready to be trained"
 
     def arrays(self, samples: Sequence[Sample]) -> dict[str, list[Floats]]:
-        """The per-token arrays that losses read, under the losses' names, if every trained sample has them."""
+        """Per-token arrays for losses, of those that every trained sample has: name -> one array [T] per sample."""
         found = {_READ[key]: [getattr(sample, key) for sample in samples] for key in self._keys}
         if self._corrects and not self.old_is_known:
             found["rollout_logprob"] = [comparable(sample) for sample in samples]
         return found
 
 
-# Arrays of a sample, all or none of which have it, by the names that losses know.
+# Array of a sample -> its name in losses. Either all trained samples have an array, or none has.
 _READ = {
     "old": "old_logprob", "advantages": "advantage", "correction": "correction", "reference": "reference_logprob",
     "values": "old_value", "returns": "return",
@@ -145,8 +144,8 @@ def documents_of(samples: Sequence[Sample], config: RlConfig) -> list[Document]:
 
 
 def longest_samples(prompts: Sequence[Prompt], most_tokens: int) -> list[tuple[str, int, int]]:
-    """(its name, tokens, patches) of the longest sample that each prompt with images can become. most_tokens: behind a
-    prompt."""
+    """(name, tokens, patches) of the longest possible sample of each prompt with images. most_tokens: limit on the
+    tokens after a prompt."""
     return [
         (f"{prompt.source}, with rollout.max_new_tokens = {most_tokens}", len(prompt.tokens) + most_tokens,
          prompt.images.patches)
@@ -162,19 +161,20 @@ def is_trained(sample: Sample, config: RlConfig) -> bool:
 
 
 def _trained_tokens(sample: Sample) -> Flags:
-    """[T] those that the policy drew."""
+    """[T] whether the policy sampled each token."""
     return sample.sampled
 
 
 def _weight(sample: Sample, config: RlConfig) -> np.float32:
-    """The weight of a trained token: 1; 1 / G of G with sequence_mean; 1 / rollout.max_new_tokens with sequence_sum."""
+    """The weight of each trained token: 1 / G with sequence_mean (of a sample with G trained tokens),
+    1 / rollout.max_new_tokens with sequence_sum, else 1."""
     if config.rl.aggregation == "sequence_mean":
         return np.float32(1.0 / np.count_nonzero(_trained_tokens(sample)))
     return np.float32(1.0 / config.rollout.max_new_tokens if config.rl.aggregation == "sequence_sum" else 1.0)
 
 
 def _column(arrays: Sequence[NDArray[Any]], dtype: type) -> tuple[Tensor, ...]:
-    """The arrays as tensors, which are views of one: samples may be short and many."""
+    """The arrays as tensors: views of one joined tensor, because copying many short arrays one by one is slow."""
     joined: NDArray[Any] = np.concatenate(arrays).astype(dtype, copy=False)
     parts: tuple[Tensor, ...] = torch.from_numpy(joined).split([len(array) for array in arrays])
     return parts

@@ -1,6 +1,6 @@
-"""The configs and engines of policy, reference (read only) and critic (trained).
+"""The engine configs of policy, reference (only read) and critic (trained), and the engines of the latter two.
 
-Each is an Engine in the same ranks, with its own mesh, dtype and token budget where the config sets them.
+Reference and critic follow the policy's config, except where their sections set path, mesh, dtype or token budget.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def policy_config(config: RlConfig) -> EngineConfig:
 
 
 def reference_config(config: RlConfig) -> EngineConfig | None:
-    """The engine config of the reference; None without rl.kl, or where the reference is the policy without its adapters
+    """The engine config of the reference. None without rl.kl, or if the policy without its adapters is the reference
     (Engine.without_adapter)."""
     own = config.reference
     if config.rl.kl == 0 or (config.lora.on and own.path is None and not config.lora.modules_to_save):
@@ -57,7 +57,7 @@ def reference_engine(
     shares_with: Engine | None = None,
     progress: Progress | None = None,
 ) -> Engine | None:
-    """The engine of reference_config, or None; collective. weights: False builds shapes only. shares_with: the policy's
+    """The engine of reference_config, or None; collective. weights: False builds only shapes. shares_with: the policy's
     engine."""
     wanted = reference_config(config)
     if wanted is None:
@@ -75,8 +75,8 @@ def critic_engine(
     shares_with: Engine | None = None,
     progress: Progress | None = None,
 ) -> Engine | None:
-    """The engine of critic_config, or None; collective. weights: False builds shapes only. fill: False where a
-    checkpoint will fill it. shares_with: the policy's engine."""
+    """The engine of critic_config, or None; collective. weights: False builds only shapes. fill: False if a checkpoint
+    will fill the weights. shares_with: the policy's engine."""
     wanted = critic_config(config)
     if wanted is None:
         return None
@@ -101,7 +101,7 @@ def opening_lines(config: RlConfig, reference: Engine | None, critic: Engine | N
 
 
 def notes_on_generation(config: RlConfig, shape: PretrainedConfig) -> list[str]:
-    """A warning where weft's own engines must generate without a cache, which costs many times as much."""
+    """A warning if weft's own engines must generate without a cache, which is many times slower."""
     if config.rollout.engine not in ("embedded", "hf") or caches(shape):
         return []
     return [
@@ -112,8 +112,8 @@ def notes_on_generation(config: RlConfig, shape: PretrainedConfig) -> list[str]:
 
 
 def check_images(engines: Mapping[str, Engine | None], samples: Sequence[tuple[str, int, int]]) -> None:
-    """UserError, naming the prompt, where one of these engines, by role, cannot take a sample with images. samples: as
-    in longest_samples."""
+    """Raise UserError, naming the prompt, if an engine cannot take a sample with images. engines: by role. samples: as
+    longest_samples returns."""
     for role, engine in engines.items():
         if engine is not None:
             with nullcontext() if role == "policy" else _named(role):
@@ -123,7 +123,7 @@ def check_images(engines: Mapping[str, Engine | None], samples: Sequence[tuple[s
 
 @contextmanager
 def _named(section: str) -> Iterator[None]:
-    """Messages of what is opened inside speak of model and mesh: say whose."""
+    """Inside, errors name this config section: an engine's own messages say only `model` and `mesh`."""
     try:
         yield
     except UserError as error:
@@ -131,7 +131,7 @@ def _named(section: str) -> Iterator[None]:
 
 
 def _from_policy(policy: EngineConfig, own: ReferenceConfig | CriticConfig) -> EngineConfig:
-    """The policy's engine, less what is its own affair, with what the section says."""
+    """The policy's engine config without policy-only settings, with the section's own settings on top."""
     model = ModelConfig(
         path=own.path or policy.model.path,
         init=policy.model.init if own.path is None else "pretrained",
@@ -151,7 +151,7 @@ def _from_policy(policy: EngineConfig, own: ReferenceConfig | CriticConfig) -> E
     fsdp = policy.fsdp if own.path is None else replace(policy.fsdp, wrap="auto", overrides={}, cast_forward_inputs=())
     if own.cpu_offload is not None:
         fsdp = replace(fsdp, cpu_offload=own.cpu_offload)
-    whole = 1 if own.ranks is None else policy.mesh.cp  # ranks of its own cut nothing
+    whole = 1 if own.ranks is None else policy.mesh.cp  # separate ranks have no cp: a row holds cp times the tokens
     budget = own.max_tokens_per_device or policy.step.max_tokens_per_device * whole
     step = replace(policy.step, max_tokens_per_device=budget)
     return replace(policy, model=model, lora=LoraConfig(), mesh=mesh, fsdp=fsdp, step=step)

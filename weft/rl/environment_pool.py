@@ -1,4 +1,4 @@
-"""The controller's end of the environment processes: one process per conversation."""
+"""The controller's side of the environment processes: one process per conversation."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from contextlib import suppress
 from weft.rl.environment_worker import ENDED, ORDER
 from weft.rl.workers import Worker, start_worker
 
-_OBEYS_SECONDS = 10.0  # in which one that is to be killed has ended
-_AT_ONCE = 1024  # conversations; a held-out set may have more, and the others wait
+_OBEYS_SECONDS = 10.0  # within which the fork server must end a process
+_AT_ONCE = 1024  # conversations; a large held-out set waits for free places
 
 
 class EnvironmentPool:
@@ -26,7 +26,8 @@ class EnvironmentPool:
         self._starting = asyncio.Lock()
 
     async def open(self) -> Worker:
-        """A new process for one conversation; the caller ends it. UserError where the class cannot be imported."""
+        """A new process for one conversation; the caller must end it. Waits while `at_once` conversations are open.
+        UserError if the class cannot be imported."""
         await self._room.acquire()
         async with self._starting:
             if self._server is None or not self._server.alive:
@@ -41,7 +42,7 @@ class EnvironmentPool:
 
 
 class _ForkServer:
-    """A process that forks (environment_worker.py)."""
+    """The process that environment processes are forked from (environment_worker.py)."""
 
     def __init__(self, worker: Worker, control: socket.socket) -> None:
         self.alive = True
@@ -75,7 +76,7 @@ class _ForkServer:
             try:
                 socket.send_fds(self._control, [ORDER.pack(number)], [theirs.fileno()])
             except OSError:
-                self._lost()  # then its user is told that it ended
+                self._lost()  # resolves `ended`, so the caller's next request fails
         answers, requests = await asyncio.open_connection(sock=ours)
 
         def kill() -> None:
@@ -105,13 +106,13 @@ class _ForkServer:
             self._ended.pop(number).set_result(status)
 
     def _require_end(self, ended: asyncio.Future[int | None]) -> None:
-        """This process obeys no orders where it is stopped: it is killed, and what it has made ends with it."""
+        """Kill a fork server that does not obey, perhaps because it is stopped; its forked processes end with it."""
         if not ended.done():
             self._worker.kill()
             self._lost()
 
     def _lost(self) -> None:
-        """It is gone, and ends what it has made."""
+        """Mark the fork server as gone. Its forked processes end with it, with unknown status."""
         if self.alive:
             self.alive = False
             asyncio.get_running_loop().remove_reader(self._control.fileno())
@@ -121,7 +122,7 @@ class _ForkServer:
 
 
 def _allow_many_files() -> None:
-    """Each conversation has a connection, and hundreds are under way at once."""
+    """Raise the limit on open files: each of hundreds of simultaneous conversations has a connection."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = hard if hard != resource.RLIM_INFINITY else 1 << 16
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(most, 1 << 16)), hard))

@@ -1,9 +1,9 @@
-"""The process that environments are forked from. It imports the user's class once; a fork costs milliseconds and a
-megabyte.
+"""The fork server of environments. It imports the user's class once, so that a process for a conversation costs only a
+fork: milliseconds and a megabyte.
 
-The controller sends a conversation's number with its end of a connection, or a negative number to end that
-conversation. It receives (number, status) when one has ended. No user code runs in this process after the import. When
-the controller ends, all these processes and their children end.
+The controller sends a conversation's number with a socket for it, or the negative number to end the conversation. It
+receives (number, status) when a conversation's process has ended. No user code runs in the fork server after the
+import. When the controller ends, all these processes and their children end.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from weft.importing import import_named
 from weft.rl.environments import Environment, Reply
 from weft.rl.user_process import IMPORT_SECONDS, add_import_folders, prefer_oom_kill, receive, send, take_over_streams
 
-ORDER = struct.Struct(">q")  # the number of a conversation, negative where its process is to be killed
+ORDER = struct.Struct(">q")  # the number of a conversation; negative: kill its process
 ENDED = struct.Struct(">qi")  # number, status
 
 
@@ -64,7 +64,7 @@ class ForkServer:
 
     def __init__(self, kind: type[Environment], control: socket.socket) -> None:
         self._kind, self._control = kind, control
-        self._numbers = dict[int, int]()  # of living processes
+        self._numbers = dict[int, int]()  # process id -> number, of running processes
         self._woken, self._wakes = socket.socketpair()
 
     def serve(self) -> None:
@@ -73,7 +73,7 @@ class ForkServer:
         self._wakes.setblocking(False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._wakes.fileno(), warn_on_full_buffer=False)
-        gc.freeze()  # else a collection in a child copies all that was shared with it
+        gc.freeze()  # else a collection in a child touches, and so copies, all shared pages
         orders, events = select.poll(), select.poll()  # select() takes no descriptor above 1023
         orders.register(self._control, select.POLLIN)
         for waited_for in (self._control, self._woken):
@@ -105,20 +105,20 @@ class ForkServer:
             self._live(descriptors[0])
         os.close(descriptors[0])
         with contextlib.suppress(OSError):
-            os.setpgid(process, process)  # as it does itself: whoever is first
+            os.setpgid(process, process)  # the child does the same; whoever comes first
         self._numbers[process] = number
         return True
 
     def _bury(self) -> None:
         for process in list(self._numbers):
             if os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
-                _kill(process)  # what it has started, as long as its number is not given to another
+                _kill(process)  # its children, before waitpid frees the process id for another process
                 _, status = os.waitpid(process, 0)
                 number = self._numbers.pop(process)
                 self._control.sendall(ENDED.pack(number, os.waitstatus_to_exitcode(status)))
 
     def _live(self, descriptor: int) -> None:
-        """The life of a process; it does not return."""
+        """Run a conversation in a forked process; does not return."""
         status = 1
         try:
             signal.set_wakeup_fd(-1)
@@ -128,7 +128,7 @@ class ForkServer:
                 mine.close()
             end_with_parent(signal.SIGKILL)
             prefer_oom_kill()
-            np.random.seed()  # else all would draw the same numbers; Python's own generator does that itself
+            np.random.seed()  # else all processes draw the same numbers; Python reseeds `random` itself after a fork
             converse(self._kind, socket.socket(fileno=descriptor))
             status = 0
         finally:
@@ -138,8 +138,8 @@ class ForkServer:
 
 
 def converse(kind: type[Environment], connection: socket.socket) -> None:
-    """Serve the calls of one environment, (method, arguments, timeout in seconds) -> (result, error), until the
-    connection closes."""
+    """Serve calls to one environment until the connection closes: (method, arguments, timeout in seconds) -> (result,
+    error)."""
     stream = connection.makefile("rwb")
     environment: Environment | None = None
     while (request := receive(stream)) is not None:
@@ -156,12 +156,12 @@ def converse(kind: type[Environment], connection: socket.socket) -> None:
             found = None, f": {type(error).__name__}: {first_line(error)}"
         try:
             send(stream, found)
-        except Exception as error:  # of pickle, before anything is written
+        except Exception as error:  # pickle's; nothing has been written yet
             send(stream, (None, f": its reply cannot be sent: {first_line(error)}"))
 
 
 def plain(reply: Any) -> Reply:
-    """The reply with builtin types only. TypeError or ValueError where it is no valid reply."""
+    """The reply with its containers and numbers as built-in types. TypeError or ValueError if it is no valid reply."""
     if not isinstance(reply, Reply):
         raise TypeError(f"returned {reply!r:.80}, which is no Reply (weft.rl.environments)")
     if not all(isinstance(one, Mapping) for one in (*reply.messages, *reply.calls)):
@@ -183,7 +183,8 @@ def plain(reply: Any) -> Reply:
 
 
 def _call(method: Callable[..., Any], arguments: tuple[Any, ...], seconds: float) -> Any:
-    """Plain methods run in the main thread, as alarms want it; coroutines in a loop whose tasks go on between calls."""
+    """Run a plain method in the main thread, so that it may use signals. Run a coroutine in the loop of another thread,
+    where its tasks continue between calls, within the time limit."""
     if not inspect.iscoroutinefunction(method):
         return method(*arguments)
     return asyncio.run_coroutine_threadsafe(_limited(method(*arguments), seconds), _loop()).result()
@@ -210,7 +211,7 @@ def _loop() -> asyncio.AbstractEventLoop:
 
 
 def _kill(process: int) -> None:
-    """Kill a process with all that it has started."""
+    """Kill a process and its process group."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process, signal.SIGKILL)
 

@@ -16,11 +16,11 @@ from weft.rollout.types import Prompt
 class Reply:
     """An environment's reply to an answer.
 
-    messages: tool results or user turns, for the chat template, with images as in prompts (a path is relative to where
-    weft was started); or text, or tokens, which follow the answer as they
-    are. calls: the answer's tool calls, as in a message's `tool_calls`, for templates that need them to render results.
-    done: the conversation ends, and nothing more is read of the reply. reward: summed over the turns. notes: recorded
-    with the sample.
+    Set one of messages, text and tokens. messages: tool results or user turns, which the chat template renders; images
+    are given as in prompts (paths are relative to the folder where weft was started). text, tokens: appended to the
+    answer as they are. calls: the answer's tool calls, as in a message's `tool_calls`, for templates that need them to
+    render results. done: whether the conversation ends; nothing is appended then. reward: summed over the turns. notes:
+    recorded with the sample.
     """
 
     messages: Sequence[Mapping[str, Any]] = ()
@@ -34,20 +34,20 @@ class Reply:
 
 class Environment:
     """Answers the policy in one conversation. One object is created per sample, without arguments, in its own process.
-    Methods may be coroutines.
+    Methods may be coroutines or plain functions.
 
-    tools: JSON schemas of functions that the chat template offers to the policy. gives_reward: whether the replies'
-    rewards count, as the reward `environment`.
+    tools: JSON schemas of the functions that the chat template offers to the policy. gives_reward: whether the replies'
+    rewards count, under the name `environment`.
     """
 
     tools: Sequence[Mapping[str, Any]] = ()
     gives_reward: bool = False
 
     async def start(self, prompt: Prompt) -> None:
-        """Called before the first answer. prompt: with all columns of its row."""
+        """Called before the first answer. prompt: has all columns of its row."""
 
     async def step(self, text: str, tokens: Sequence[int]) -> Reply:
-        """The reply to an answer. text: decoded, without the end token. tokens: with it."""
+        """The reply to an answer. text: the decoded answer without its end token. tokens: with the end token."""
         raise NotImplementedError
 
     async def close(self) -> None:
@@ -55,7 +55,7 @@ class Environment:
 
 
 def environment_class(config: RlConfig) -> type[Environment] | None:
-    """The class at rl.environment, or None. UserError where it is not an environment."""
+    """The class at rl.environment, or None. UserError if it is no Environment, or if the run would have no rewards."""
     path = config.rl.environment
     if path is None:
         return None

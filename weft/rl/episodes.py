@@ -1,4 +1,4 @@
-"""Conversations with environments, as rollouts use them: calls to their processes, and the tokens of replies."""
+"""Conversations with environments: calls to the environment processes, and the tokens of replies."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ from weft.rl.environments import Environment, Reply, environment_class
 from weft.rl.workers import Worker, WorkerError
 from weft.rollout.types import Prompt
 
-_GRACE = 1.0  # seconds that a coroutine has to be cancelled, before its process is killed
+_GRACE = 1.0  # seconds to cancel a late coroutine before its process is killed
 
 
 class EnvironmentFailure(Exception):
-    """The environment's code raised, killed its process or exceeded the time limit. Only this sample is lost."""
+    """The environment's code raised, ended its process, exceeded the time limit or gave an unreadable reply. Only this
+    sample is lost."""
 
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """What follows an answer. replied: as in Sample, with the images among these tokens."""
+    """The tokens that follow an answer. replied: as in Sample, with the images among these tokens."""
 
     tokens: list[int]
     replied: PromptImages | None
@@ -38,8 +39,8 @@ class Given:
 
 @dataclass(frozen=True)
 class Episodes:
-    """Settings of all conversations. most_tokens: of one, after its prompt. timeout: seconds of one call. room: of a
-    sample with images in the trainers' rows; None for a model of text."""
+    """Settings of all conversations. most_tokens: limit of a conversation, after its prompt. timeout: seconds of one
+    call. room: what a row of the trainers holds of a sample with images; None for a model of text."""
 
     kind: type[Environment]
     pool: EnvironmentPool
@@ -50,19 +51,19 @@ class Episodes:
     room: ImageRoom | None = None
 
     async def open(self) -> Conversation:
-        """A new environment in its own process. UserError where it cannot be imported there."""
+        """A new environment in its own process. UserError if it cannot be imported there."""
         return Conversation(self.kind.__qualname__, await self.pool.open(), self.timeout)
 
     def most_behind(self, prompt: Prompt, replied: PromptImages | None) -> int:
-        """Tokens that a conversation may have behind its prompt: fewer where images of replies take their room in a
-        row, which is not cut. Those of the prompt were checked before training."""
+        """The most tokens that a conversation may have after its prompt. Images of replies lower the limit, because the
+        sample must fit into one row. Images of the prompt alone were checked before training."""
         if self.room is None or replied is None:
             return self.most_tokens
         return min(self.most_tokens, self.room.tokens - self.room.of(replied.patches) - len(prompt.tokens))
 
     def given(self, prompt: Prompt, reply: Reply, ended: bool, replied: PromptImages | None) -> Given:
-        """What a reply puts behind an answer. ended: whether the answer has an end token. replied: images of earlier
-        replies. UserError where the chat template cannot render it, EnvironmentFailure where it cannot be read."""
+        """What a reply puts after an answer. ended: whether the answer has an end token. replied: images of earlier
+        replies. UserError if the chat template cannot render the reply, EnvironmentFailure if it cannot be read."""
         if reply.tokens is None and reply.text is None:
             return self._of_messages(prompt, reply, ended, replied)
         tokens = list(reply.tokens) if reply.tokens is not None else self.chats.tokens([str(reply.text)])[0]
@@ -104,16 +105,16 @@ class Conversation:
         self._gone = False
 
     async def start(self, prompt: Prompt) -> None:
-        """Environment.start"""
+        """Call Environment.start."""
         await self._call("start", prompt)
 
     async def step(self, text: str, tokens: Sequence[int]) -> Reply:
-        """Environment.step"""
+        """Call Environment.step; returns the reply."""
         reply: Reply = await self._call("step", text, tokens)
         return reply
 
     async def close(self) -> None:
-        """Environment.close, if its process still runs; then end the process and its children."""
+        """Call Environment.close if its process still runs; then end the process and its children."""
         try:
             if not self._gone:
                 await self._call("close")
@@ -141,8 +142,8 @@ def load_environment(
     encoding: Encoding | None = None,
     images: Images | None = None,
 ) -> Episodes | None:
-    """The Episodes of a config, or None without rl.environment. encoding: the chat template; default: the config's.
-    images: of a vision model."""
+    """The Episodes of a config, or None without rl.environment. encoding: how chats are encoded; default: the config's.
+    images: the image settings of a vision model."""
     kind, path = environment_class(config), config.rl.environment
     if kind is None or path is None:
         return None

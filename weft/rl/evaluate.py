@@ -1,7 +1,7 @@
-"""Held-out evaluation of a policy: a greedy answer to each prompt, and pass@k from several drawn ones.
+"""Held-out evaluation of a policy: a greedy answer to each prompt, and pass@k from several sampled ones.
 
-Seeds come from the run's seed and the held-out prompt alone, under names that training never uses, so an evaluation
-changes nothing of training, and two evaluations of the same weights are the same.
+Seeds depend only on the run's seed and the held-out prompt, under names that training never uses. So an evaluation does
+not change training, and two evaluations of the same weights are equal.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ class HeldOutPrompts:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """The outcome of an evaluation. greedy, drawn: groups of samples by source name."""
+    """The outcome of an evaluation. greedy, drawn: groups of greedy and of sampled answers, by source name."""
 
     metrics: dict[str, float]
     greedy: Mapping[str, Sequence[Group]]
     drawn: Mapping[str, Sequence[Group]]
 
     def line(self, step: int) -> str:
-        """`eval     step 20: accuracy 61.2%, reward 0.612, pass@4 80.0% (0.8 s)`."""
+        """For example `eval     step 20: accuracy 61.2%, reward 0.612, pass@4 80.0% (0.8 s)`."""
         figures = {name.removeprefix(PREFIX): value for name, value in self.metrics.items()}
         words = [f"accuracy {figures['accuracy']:.1%}", f"reward {figures['reward']:.3f}"]
         words += [f"{name} {value:.1%}" for name, value in figures.items() if name.startswith("pass@")]
@@ -69,7 +69,7 @@ class Evaluated:
 def read_held_out_prompts(
     config: RlConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: int | None = None, images: Images | None = None
 ) -> HeldOutPrompts:
-    """The prompts of eval.path or eval.sources. images, and UserError, as in `load_rl_prompts`."""
+    """The prompts of eval.path and eval.sources. Arguments and errors are as in load_rl_prompts()."""
     found, read = {}, partial(load_rl_prompts, config, tokenizer, vocab_size=vocab_size, images=images)
     if config.eval.path is not None:
         data = replace(config.data, path=config.eval.path, split=None, subset=None, sources=None)
@@ -102,7 +102,7 @@ class RlEvaluator:
         self.sampling = Sampling(longest, temperature=0.0, ends=tuple(ends), stop=config.rollout.stop)
 
     def due(self, step: int, steps: int) -> bool:
-        """Whether to evaluate after `step` of `steps`; step 0: before the first."""
+        """Whether to evaluate after optimizer step `step` of `steps`. Step 0 is before the first."""
         if not self.held_out:
             return False
         if step == 0:
@@ -126,7 +126,7 @@ class RlEvaluator:
         return Evaluated({**metrics, f"{PREFIX}seconds": time.perf_counter() - began}, greedy, drawn)
 
     async def _answers(self, sampling: Sampling, count: int, kind: str, meter: Meter) -> dict[str, list[Group]]:
-        """All are asked for at once; the engine takes as many as it can."""
+        """`count` scored answers per prompt, by source name. All prompts are requested at once; the engine batches."""
         places = [(name, prompt) for name, prompts in self.held_out.named.items() for prompt in prompts]
         failures = Failures()
 
@@ -151,7 +151,7 @@ class RlEvaluator:
 def evaluation_metrics(
     greedy: Mapping[str, Sequence[Group]], drawn: Mapping[str, Sequence[Group]], config: RlEvalConfig
 ) -> dict[str, float]:
-    """Metrics over all prompts, and per source. A sample without a reward counts as wrong, with reward 0."""
+    """Metrics over all prompts, and per named source. A sample without a reward counts as wrong, with reward 0."""
     found: dict[str, float] = {}
     for name in [_UNNAMED, *(name for name in greedy if name)]:
         prefix = f"{PREFIX}{name}/" if name else PREFIX
@@ -172,7 +172,7 @@ def evaluation_metrics(
 
 
 def is_correct(sample: Sample, correct_from: float) -> bool:
-    """Whether the first reward that is not None is at least `correct_from`; a failed sample is wrong."""
+    """Whether the sample's first reward that is not None is at least `correct_from`; False for a failed sample."""
     said = next((value for value in sample.rewards.values() if value is not None), None)
     return sample.reward is not None and said is not None and said >= correct_from
 

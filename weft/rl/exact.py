@@ -1,6 +1,7 @@
 """rl.on_policy=exact: samples come from exactly the trained policy, to the last bit (docs/explanation/exact.md).
 
-Proven before training on a few sequences of this model on this machine; then required of every sample.
+Before training, a few sequences of this model are sampled and compared on this machine. During training, every sample
+must match.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from weft.rollout.base import Request, RolloutEngine, Sampling
 from weft.rollout.embedded import EmbeddedEngine
 from weft.rollout.types import Floats, Prompt, Sample, samples_of
 
-# Of the sequences that are tried, (prompt, completion): of one token, over a block of keys, of uneven lengths.
+# (prompt, completion) lengths of the tried sequences: one token, more than a block of keys, and uneven lengths.
 _LENGTHS = ((1, 6), (58, 9), (13, 24), (70, 1), (13, 5), (30, 40))
 _INSTEAD = "Set rl.on_policy=measured, which corrects for the difference (rl.correction)"
-_PROMPTS, _SAMPLES, _TOKENS = 8, 4, 64  # that an engine of its own is tried with: prompts, answers, tokens of each
+_PROMPTS, _SAMPLES, _TOKENS = 8, 4, 64  # for a separate engine: prompts, samples of each, tokens of each sample
 _ENGINES = {
     "vllm": "vLLM has kernels that do not depend on the batch on CUDA alone (VLLM_BATCH_INVARIANT, which is set there)",
     "sglang": "Its kernels are others than the trainer's",
@@ -37,8 +38,9 @@ _ENGINES = {
 
 @dataclass(frozen=True)
 class Proof:
-    """tokens: number compared. differing, worst: how many logprobs differ, and the largest difference, on the worst
-    rank. moved: completions whose tokens or logprobs change when they are generated alone."""
+    """The result of a comparison. tokens: number of compared tokens. differing, worst: number of logprobs that differ,
+    and their largest difference, each on the worst rank. moved: number of completions whose tokens or logprobs change
+    when their request is generated alone."""
 
     tokens: int
     differing: int
@@ -51,10 +53,11 @@ class Proof:
 
 
 def prove_exact(engine: Engine, embedded: EmbeddedEngine, longest_prompt: int, longest_completion: int) -> Proof:
-    """Sample a few sequences and read them with the trainer. UserError where any logprob differs. Collective.
+    """Sample a few sequences and read them with the trainer. UserError if any logprob differs, or if a completion
+    depends on the batch. Collective.
 
-    embedded: awake on every rank, with the trainer's weights. longest_prompt, longest_completion: limits on the lengths
-    that are tried.
+    embedded: awake on every rank, with the trainer's weights. longest_prompt, longest_completion: limits on the tried
+    lengths, in tokens.
     """
     proof = _compare(engine, embedded, _requests(engine, longest_prompt, longest_completion))
     if not proof.exact:
@@ -78,7 +81,7 @@ def _requests(engine: Engine, longest_prompt: int, longest_completion: int) -> l
 
 
 def _compare(engine: Engine, embedded: EmbeddedEngine, requests: list[Request]) -> Proof:
-    """Every rank samples all of it, and reads its own part."""
+    """Every rank samples all requests, and reads its own documents."""
     together = embedded.generate(requests)
     apart = [completions for request in requests[::-1] for completions in embedded.generate([request])][::-1]
     moved = sum(
@@ -101,7 +104,7 @@ def _compare(engine: Engine, embedded: EmbeddedEngine, requests: list[Request]) 
 
 
 def _reason(engine: Engine) -> str:
-    """What is known to make them differ, and what to do about it."""
+    """The known cause of a difference, and what to do about it."""
     if engine.lora is not None:
         return "Adapters lie beside the weights in the trainer, and are merged where it samples: leave lora.rank unset."
     if engine.precision.compute != torch.float32:
@@ -122,8 +125,8 @@ async def try_engine(
     prompts: Sequence[Prompt],
     sampling: Sampling,
 ) -> str:
-    """Answer the run's first prompts with a separate engine, and read the answers with the trainer. Returns the line
-    that reports exactness. UserError where a logprob differs. read: sets `old` of samples."""
+    """Sample answers to the run's first prompts with a separate engine, and read them with the trainer. Returns the
+    line that reports exactness. UserError if a logprob differs. read: sets `old` of samples."""
     short = replace(sampling, max_new_tokens=min(_TOKENS, sampling.max_new_tokens))
     asked = (
         rollout_group(prompt, _SAMPLES, engine, short, None, config.train.seed, "exact ")
@@ -152,7 +155,7 @@ def _old(sample: Sample) -> Floats:
 
 
 def require_exact(samples: Sequence[Sample]) -> None:
-    """UserError where the logprob of a sampled token differs from the trainer's in any bit."""
+    """Raise UserError if the logprob of any sampled token differs from the trainer's in any bit."""
     for sample in samples:
         if not sample.counts or not sample.length:
             continue

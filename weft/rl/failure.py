@@ -1,4 +1,4 @@
-"""What a failed run of `weft rl` reports: evidence, what is left of the run, and how to resume."""
+"""The report of a failed run of `weft rl`: evidence, what is left of the run, and how to resume."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _SHOWN_CALLS = 4
 
 @contextmanager
 def report_failures(folder: Path, groups: Mapping[str, ActorGroup], again: str) -> Iterator[None]:
-    """Inside, an actor's failure is completed with the evidence of all actors, written to RUN, and with the command
-    that resumes. Files that cannot be written become a StorageError.
+    """Inside, after an actor's failure, the evidence of all actors is written to RUN, and the error gets a note with
+    the command that resumes. A file that cannot be written becomes a StorageError.
 
-    groups: by the folder of RUN for their evidence. again: the command that resumes.
+    groups: actor groups by the subfolder of RUN for their evidence. again: the command that resumes.
     """
     try:
         yield

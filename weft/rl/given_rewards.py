@@ -1,4 +1,4 @@
-"""Reward functions that a program passes as objects, prepared for the processes that run them."""
+"""Reward functions that a program passes as objects, converted for the worker processes."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from weft.importing import MAIN, import_extra
 
 
 def name_rewards(given: Any) -> tuple[list[str], dict[str, bytes]]:
-    """(names for rl.reward, name -> pickled function for those that cannot be imported).
+    """(names for rl.reward, name -> pickled function, for functions that workers cannot import).
 
-    given: a name or import path as in rl.reward, a function, or a list of these. UserError where one is neither, or
-    cannot be pickled.
+    given: a name or import path as in rl.reward, a function, or a list of these. UserError if an item is neither, or if
+    a function cannot be pickled.
     """
     several = given if isinstance(given, Sequence) and not isinstance(given, str) else [given]
     names: list[str] = []
@@ -30,7 +30,7 @@ def name_rewards(given: Any) -> tuple[list[str], dict[str, bytes]]:
 
 
 def _import_path(function: Any) -> str | None:
-    """The import path under which other processes find this function; None if there is none."""
+    """The import path under which other processes find this function; None if it has none."""
     if not callable(function):
         raise UserError(
             f"reward: {function!r:.80} is of type {type(function).__name__}: give a function, the name of a built-in "
@@ -48,19 +48,19 @@ def _import_path(function: Any) -> str | None:
 def _can_be_imported(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except (ImportError, ValueError):  # one that a program has made
+    except (ImportError, ValueError):  # a module object without a file
         return False
 
 
 def _own_name(function: Any, place: int, taken: Sequence[str]) -> str:
-    """`__main__:is_right`; of what has no name, or one that is taken, by its place."""
+    """A name such as `__main__:is_right`; numbered by `place` if the function has no usable name, or a taken one."""
     name = getattr(function, "__name__", type(function).__name__)
     own = f"{MAIN}:{name}"
     return own if name.isidentifier() and own not in taken else f"{MAIN}:reward_{place}"
 
 
 def _pickled(function: Any, name: str) -> bytes:
-    """The function pickled by value, with what it uses of this program (cloudpickle)."""
+    """The function pickled by value, with everything that it uses from this program (cloudpickle)."""
     cloudpickle = import_extra("cloudpickle", "rl", "a reward function of a program")
     try:
         data: bytes = cloudpickle.dumps(function)

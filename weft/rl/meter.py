@@ -1,4 +1,4 @@
-"""Progress of the rollouts that are running: samples, tokens, and rewards that are pending."""
+"""Progress of running rollouts: samples, tokens, and pending rewards."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 
-Show = Callable[[str], None]  # is given what there is to say now; "": nothing any more
-_SECONDS = 0.5  # between two looks
+Show = Callable[[str], None]  # displays a progress text; "" clears it
+_SECONDS = 0.5  # between two progress texts
 
 
 class Meter:
-    """what: names the rollouts, for `text`. drawn: returns the tokens sampled by the engine so far. wanted, done:
-    samples. pending: samples whose rewards are pending."""
+    """what: name of the rollouts in `text`. drawn: returns the number of tokens that the engine has sampled so far.
+    wanted, done: numbers of samples. pending: number of samples whose rewards are pending."""
 
     def __init__(self, what: str, drawn: Callable[[], int], clock: Callable[[], float] = time.monotonic) -> None:
         self.what, self._drawn, self._clock = what, drawn, clock
@@ -21,7 +21,7 @@ class Meter:
         self._began, self._before = clock(), drawn()
 
     def text(self) -> str:
-        """`rollout step 3: 96/256 samples, 1,234 tokens/s, 12 rewards waited for`."""
+        """For example `rollout step 3: 96/256 samples, 1,234 tokens/s, 12 rewards waited for`."""
         rate = (self._drawn() - self._before) / max(self._clock() - self._began, 1e-9)
         words = [f"{self.what}: {self.done:,}/{self.wanted:,} samples"]
         words += [f"{rate:,.0f} tokens/s"] if self.done < self.wanted else []
@@ -30,7 +30,7 @@ class Meter:
 
     @contextmanager
     def scoring(self, samples: int) -> Iterator[None]:
-        """Inside, the rewards of so many samples are pending."""
+        """Inside, the rewards of this number of samples count as pending."""
         self.pending += samples
         try:
             yield

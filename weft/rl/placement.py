@@ -1,9 +1,8 @@
 """`cluster.placement`: whether rollout engines share the trainers' devices, or have their own.
 
-The embedded engine always shares them. For other engines `auto` measures the first rollout steps with each placement,
-in a temporary folder, and takes the faster. It measures only where both are possible and the run is long enough to pay
-for it; otherwise `_by_rule` decides. The choice is printed and written to RUN/config.yaml, so that a resumed run keeps
-it.
+The embedded engine always shares them. For other engines, `auto` measures a few rollout steps with each placement, in a
+temporary folder, and takes the faster. It measures only if both are possible and the run is long enough to pay for it;
+otherwise `_by_rule` decides. The choice is printed and written to RUN/config.yaml, so a resumed run keeps it.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from weft.errors import ActorError, UserError, first_line
 
 Placement = Literal["colocated", "disaggregated"]
 PLACEMENTS: tuple[Placement, ...] = ("colocated", "disaggregated")
-LONG = 500  # rollout steps of a run for which two times TIMED steps and two starts are little
-TIMED = 4  # rollout steps, the first of which is not counted: much is done for the first time
+LONG = 500  # rollout steps from which a run is long enough to pay for 2 x TIMED steps and two starts
+TIMED = 4  # rollout steps per placement; the first is not counted, because it includes one-time work
 
 
 @dataclass(frozen=True)
 class ResolvedPlacement:
-    """A config whose placement is not `auto`. recorded: the config that RUN/config.yaml gets, without the derived
-    number of engines. notes: to print."""
+    """A config whose placement is not `auto`. recorded: the config for RUN/config.yaml, without the derived number of
+    engines. notes: lines to print."""
 
     config: RlConfig
     recorded: RlConfig
@@ -36,10 +35,10 @@ class ResolvedPlacement:
 def resolve_placement(
     config: RlConfig, options: RlOptions, rollouts: int, seconds: Callable[[RlConfig], float]
 ) -> ResolvedPlacement:
-    """The config with its placement resolved. UserError where the placement that is asked for is impossible.
+    """The config with its placement resolved. UserError if the requested placement is impossible.
 
-    rollouts: steps of the run. seconds: measures a rollout step with a config; raises UserError or ActorError where it
-    cannot run.
+    rollouts: number of rollout steps of the run. seconds: measures a rollout step with a config; raises UserError or
+    ActorError if that cannot run.
     """
     if config.rollout.engine == "embedded":
         return ResolvedPlacement(config, config)
@@ -54,7 +53,7 @@ def resolve_placement(
 
 
 def _by_rule(config: RlConfig, options: RlOptions, rollouts: int) -> tuple[Placement | None, str]:
-    """The placement, where it follows without a trial, and why."""
+    """(placement, reason), or (None, "") if only a trial can decide."""
     cluster, rollout = config.cluster, config.rollout
     if cluster.max_staleness:
         return "disaggregated", "with cluster.max_staleness engines generate while trainers train"
@@ -74,7 +73,7 @@ def _by_rule(config: RlConfig, options: RlOptions, rollouts: int) -> tuple[Place
 
 
 def _by_trial(config: RlConfig, options: RlOptions, seconds: Callable[[RlConfig], float]) -> tuple[Placement, str]:
-    """The faster, and what was measured."""
+    """(the faster placement, the measured seconds). UserError if neither can run."""
     found: dict[Placement, float] = {}
     said: list[str] = []
     for placement in PLACEMENTS:
@@ -91,7 +90,7 @@ def _by_trial(config: RlConfig, options: RlOptions, seconds: Callable[[RlConfig]
 
 
 def _placed(config: RlConfig, options: RlOptions, placement: Placement) -> RlConfig:
-    """The config with this placement, and as many engines as rollout.engines leaves open."""
+    """The config with this placement and a definite number of engines. UserError if it is impossible."""
     rollout, world, gpu = config.rollout, options.world, options.device == "cuda"
     engines = rollout.engines or 1
     if rollout.transport == "ipc" and not (placement == "colocated" and gpu):

@@ -1,4 +1,4 @@
-"""Several batch engines, one per actor, as one RolloutEngine: waiting requests go to idle actors."""
+"""A RolloutEngine over several batch engines, one per actor. Waiting requests go to idle actors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weft.errors import ActorError
 from weft.rollout.base import Completion, EnginePart, Request, Synced
 from weft.rollout.sync.protocol import GONE, Delivery, SyncError, Ticket
 
-_SENDER_SECONDS = 5.0  # until a sender that is there has answered
+_SENDER_SECONDS = 5.0  # for telling the sender that an engine has failed
 
 Entry = tuple[Request, asyncio.Future[list[Completion]]]
 
@@ -22,7 +22,8 @@ Entry = tuple[Request, asyncio.Future[list[Completion]]]
 class BatchPool:
     """A RolloutEngine over actors that generate in turns of `turn` seconds. drawn: tokens sampled so far.
 
-    method: of the actors: (new requests by number, seconds) -> (finished completions by number, tokens sampled).
+    method: name of the actors' method (new requests by number, seconds) -> (finished completions by number, number of
+    tokens sampled).
     """
 
     method, turn = "generate", 2.0
@@ -45,7 +46,7 @@ class BatchPool:
         return await future
 
     def _deal_soon(self) -> None:
-        """Once everything that is ready now has said what it wants."""
+        """Deal after all coroutines that are ready now have queued their requests."""
         if not self._dealing and not self._held:
             self._dealing = True
             loop = asyncio.get_running_loop()
@@ -78,7 +79,7 @@ class BatchPool:
                 self._deal_soon()
 
     async def _generate(self, number: int, entries: Sequence[Entry]) -> None:
-        """Have an engine answer these, turn by turn."""
+        """Complete these requests on actor `number`, turn by turn."""
         asked = {next(self._numbers): entry for entry in entries}
         self._asked |= {key: future for key, (_, future) in asked.items()}
         requests = {key: request for key, (request, _) in asked.items()}
@@ -100,7 +101,7 @@ class BatchPool:
                 future.set_result(completions)
 
     async def pause(self) -> None:
-        """Start nothing new, and wait for what is running."""
+        """Start no request, and wait for the running ones."""
         self._held = True
         while self._working:
             await asyncio.wait(set(self._working))
@@ -112,7 +113,7 @@ class BatchPool:
             self._deal_soon()
 
     async def abort(self) -> None:
-        """Cancel waiting requests, and wait for what is running."""
+        """Cancel waiting requests, and wait for the running ones."""
         for _, future in self._waiting:
             future.cancel()
         self._waiting = []
@@ -134,7 +135,7 @@ class EmbeddedPool(BatchPool):
         await self.actors.all("sleep_engine")
 
     async def sync(self, version: int) -> Synced:
-        """Copy the trainers' present weights to the engines."""
+        """Copy the trainers' current weights to the engines."""
         synced: Synced = (await self.actors.all("sync", version))[0]
         return synced
 
@@ -142,7 +143,7 @@ class EmbeddedPool(BatchPool):
 class StandalonePool(BatchPool):
     """Standalone engines, with short turns, because weights may change between two turns.
 
-    keep: unfinished requests continue with new weights; else they start again (rollout.unfinished).
+    keep: whether unfinished requests continue with new weights; otherwise they start again (rollout.unfinished).
     """
 
     method, turn = "advance", 0.2
@@ -171,19 +172,19 @@ class StandalonePool(BatchPool):
         return synced
 
     async def pause(self) -> None:
-        """Start no turn, and wait for those that are running."""
+        """Start no turn, and wait for the running ones."""
         self._held = True
         for turn in self._turns:
             await turn.acquire()
 
     async def resume(self) -> None:
-        """Continue."""
+        """Allow turns again, and start waiting requests."""
         for turn in self._turns:
             turn.release()
         await super().resume()
 
     async def abort(self) -> None:
-        """End what is running, and cancel what waits."""
+        """End running requests with the tokens they have, and cancel waiting ones."""
         for _, future in self._waiting:
             future.cancel()
         self._waiting = []
@@ -213,7 +214,7 @@ def _decline(ticket: Ticket) -> None:
 
 
 def deal_requests(requests: Sequence[Request], ranks: int) -> list[list[int]]:
-    """Indices of each rank's requests: equal numbers of samples and, as far as possible, of prompt tokens."""
+    """Indices of each rank's requests. Requests are dealt greedily to the rank with the fewest samples, then tokens."""
     shares: list[list[int]] = [[] for _ in range(ranks)]
     loads = [(0, 0)] * ranks
     order = sorted(range(len(requests)), key=lambda i: (-len(requests[i].seeds), -len(requests[i].tokens), i))

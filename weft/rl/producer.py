@@ -13,10 +13,11 @@ Step = TypeVar("Step")
 
 class Producer(Generic[Step]):
     """`async with Producer(make, first, last, ahead) as producer:` then repeat `await producer.take()`, train, sync,
-    `producer.trained(number)`.
+    `await producer.trained(number)`.
 
-    make(number): makes the rollout step. ahead: cluster.max_staleness. Step n starts once n - 1 - ahead is trained, so
-    with 0 generation and training never overlap.
+    make: makes a rollout step, given its number. first, last: numbers of the first and the last step. ahead:
+    cluster.max_staleness. Step n starts once step n - 1 - ahead is trained, so with 0 generation and training never
+    overlap.
     """
 
     def __init__(self, make: Callable[[int], Awaitable[Step]], first: int, last: int, ahead: int) -> None:
@@ -39,7 +40,7 @@ class Producer(Generic[Step]):
             await self._task
 
     async def take(self) -> Step:
-        """The next rollout step; errors in making it are raised here."""
+        """The next rollout step. Raises the error of `make` if it failed."""
         assert self._task is not None
         waiting = asyncio.ensure_future(self._steps.get())
         await asyncio.wait({waiting, self._task}, return_when=asyncio.FIRST_COMPLETED)

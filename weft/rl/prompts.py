@@ -1,4 +1,4 @@
-"""The prompts of reinforcement learning: read from data, and taken by rollout steps in order."""
+"""The prompts of reinforcement learning: reading them from data, and their order over rollout steps."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from weft.rollout.types import Prompt
 
 _NEEDED = "`prompt` (a text, or messages) or `messages` in each row"
 
-# Columns that users bring in place of `prompt` and `messages`.
+# Column names of common datasets -> weft's name, for the hint in an error message.
 _FOREIGN = {
     "question": "prompt", "problem": "prompt", "query": "prompt", "input": "prompt", "instruction": "prompt",
     "text": "prompt", "conversations": "messages", "conversation": "messages",
@@ -41,9 +41,9 @@ _FOREIGN = {
 
 @dataclass(frozen=True, slots=True)
 class PromptRules:
-    """Requirements on prompts. longest: tokens. drop, drop_bad: leave out longer prompts, and invalid rows, instead of
-    raising. chat: a text is a user turn. instruction: appended to each prompt. tools: JSON schemas for rows without
-    their own. vocab_size: token ids must be below it."""
+    """Requirements on prompts. longest: limit in tokens. drop, drop_bad: whether to leave out longer prompts, and
+    invalid rows, instead of raising. chat: whether a text is a user turn. instruction: appended to each prompt. tools:
+    JSON schemas for rows without their own. vocab_size: token ids must be below it."""
 
     longest: int
     drop: bool = False
@@ -55,7 +55,7 @@ class PromptRules:
 
 
 def check_lengths(config: RlConfig, shape: PretrainedConfig) -> None:
-    """UserError where a sample may become longer than the model has positions. shape: the text config."""
+    """Raise UserError if a sample may become longer than the model has positions. shape: the text config."""
     rollout, positions = config.rollout, getattr(shape, "max_position_embeddings", None)
     longest = rollout.max_prompt_tokens + rollout.max_new_tokens
     if positions is not None and longest > positions:
@@ -66,8 +66,8 @@ def check_lengths(config: RlConfig, shape: PretrainedConfig) -> None:
 
 
 class Prompts(Sequence[Prompt]):
-    """The prompts of a run. shares: one per source, for the order. dropped: number of prompts left out as too long.
-    bad: (source, error) of each invalid row that was left out."""
+    """The prompts of a run. shares: one per source; they determine the order. dropped: number of prompts left out as
+    too long. bad: (source, error) of each invalid row that was left out."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class Prompts(Sequence[Prompt]):
 
     @property
     def digest(self) -> str:
-        """Hexadecimal digest of all tokens in order, and of the sources' weights."""
+        """Hexadecimal digest of all tokens in order, the images' sizes, and the sources' weights."""
         digest = hashlib.blake2b(repr([(s.documents, s.weight) for s in self.shares]).encode(), digest_size=8)
         for prompt in self.prompts:
             digest.update(np.array([len(prompt.tokens), *prompt.tokens], np.int64).tobytes())
@@ -116,9 +116,9 @@ def load_rl_prompts(
 ) -> Prompts:
     """The prompts that a config names. UserError with file and line for invalid data.
 
-    A row has `prompt` (a text or messages) or `messages`, whose final answers are removed; the other columns are kept
-    for rewards. data: replaces the config's: rows in memory, or another data section. vocab_size: token ids must be
-    below it. images: of a vision model.
+    A row has `prompt` (a text or messages) or `messages`; assistant messages at their end are removed. The other
+    columns are kept for rewards. data: replaces the config's data: rows in memory, or another data section. vocab_size:
+    token ids must be below it. images: the image settings of a vision model.
     """
     environment = environment_class(config)
     rules = PromptRules(
@@ -195,7 +195,8 @@ def _check(source: Source, found: Sequence[Prompt], kept: Sequence[Prompt], rule
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """A row before it is tokenised. text: rendered, of a chat. images: found in the row; opened: with their sizes."""
+    """A row before it is tokenised. text: what is tokenised; a chat's rendering. shown: Prompt.text. images: found in
+    the row. opened: the same images, measured."""
 
     where: str
     text: str
@@ -218,7 +219,7 @@ class _Reader:
         self.placeholders = () if images is None else images.placeholders
 
     def read(self, source: Source, bad: OnBad) -> Iterator[Prompt]:
-        """The prompts of a source; indices are yet to be given."""
+        """The prompts of a source, all with index 0; the caller sets indices."""
         for part in source.parts:
             for block in part.blocks():
                 rows, folder = [], block.folder()
@@ -235,7 +236,7 @@ class _Reader:
         return self._row(row.where, with_named(row.where, row.values, source.columns), source, folder)
 
     def _opened(self, rows: Sequence[tuple[int, _Read]], bad: OnBad) -> Iterator[_Read]:
-        """Rows whose images can be opened; texts have what stands for each."""
+        """The rows whose images can be opened, with placeholders for images in their texts."""
         if self.images is None:
             yield from (row for _, row in rows)
             return
@@ -268,7 +269,7 @@ class _Reader:
             yield Prompt(0, 0, tuple(ids[i]), row.shown, row.messages, row.columns, row.where, *shown)
 
     def _plain(self, texts: list[str]) -> list[list[int]]:
-        """Texts that are to be continued: with what the tokenizer puts before one, without what it puts behind."""
+        """Token ids of texts to be continued: with what the tokenizer puts first (bos), without eos at the end."""
         found: list[list[int]] = self.tokenizer(texts, verbose=False)["input_ids"]
         eos = self.tokenizer.eos_token_id
         return [ids[:-1] if eos is not None and ids[-1:] == [eos] else ids for ids in found]
@@ -289,7 +290,7 @@ class _Reader:
         return self._chat(where, messages, rest, folder)
 
     def _instructed(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The conversation with rl.instruction behind its last message."""
+        """The conversation with rl.instruction appended to its last message."""
         text = self.rules.instruction
         if text is None:
             return messages
@@ -328,7 +329,7 @@ def _text_prompt(where: str, text: str, rest: dict[str, Any]) -> _Read:
 
 
 def _prompt_column(where: str, row: Mapping[str, Any], columns: Mapping[str, str]) -> str:
-    """The column that holds the prompt."""
+    """The name of the column that holds the prompt."""
     found = [name for name in ("prompt", "messages") if row.get(name) is not None]
     named = [name for name in found if name in columns]
     if len(named) == 1 or len(found) == 1:
@@ -344,7 +345,7 @@ def _prompt_column(where: str, row: Mapping[str, Any], columns: Mapping[str, str
 
 
 def _to_be_answered(where: str, name: str, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages without the answers that end them."""
+    """The messages without assistant messages at their end."""
     while messages and messages[-1]["role"] == "assistant":
         messages = messages[:-1]
     if not any(message["role"] != "system" for message in messages):
@@ -353,8 +354,8 @@ def _to_be_answered(where: str, name: str, messages: list[dict[str, Any]]) -> li
 
 
 def with_images(prompt: Prompt, prompts: Sequence[Prompt]) -> Prompt:
-    """A recorded prompt with the images of the same prompt of the data, because recordings hold none. UserError where
-    the data have another one."""
+    """A recorded prompt with the images of the same prompt in the data, because records hold no images. UserError if
+    the data's prompt with this index has images and other tokens."""
     own = prompts[prompt.index] if prompt.index < len(prompts) else None
     if own is None or own.images is None:
         return prompt
@@ -364,17 +365,17 @@ def with_images(prompt: Prompt, prompts: Sequence[Prompt]) -> Prompt:
 
 
 class PromptStream:
-    """The prompts of a run in the order in which they are taken, a function of the seed and of how many were taken.
+    """The prompts of a run in the order in which rollout steps take them.
 
-    An epoch contains every prompt once (of a weighted source, its share), in an order drawn from the seed and the
-    epoch. Epochs follow each other without a gap, so that every rollout step gets its number of prompts. Each
+    An epoch contains every prompt once (a weighted source contributes its share), in an order that depends only on the
+    seed and the epoch. Epochs follow each other without a gap, so every rollout step gets `per_step` prompts. Each
     repetition of a prompt has its own `visit`, and therefore its own seeds.
     """
 
     def __init__(
         self, prompts: Sequence[Prompt], per_step: int, seed: int, shuffle: bool = True, *, taken: int = 0
     ) -> None:
-        """taken: prompts that a resumed run has taken already."""
+        """per_step: prompts of a rollout step. taken: number of prompts that a resumed run has already taken."""
         assert len(prompts) and per_step >= 1
         self._prompts, self.per_step = prompts, per_step
         self._seed, self._shuffle = seed, shuffle
@@ -386,18 +387,18 @@ class PromptStream:
         self.take(taken)
 
     def take(self, count: int | None = None) -> list[Prompt]:
-        """The next prompts: `count`, or those of one rollout step."""
+        """The next `count` prompts; by default those of one rollout step."""
         out = [next(self._order) for _ in range(self.per_step if count is None else count)]
         self.taken += len(out)
         return out
 
     @property
     def epoch(self) -> float:
-        """Epochs taken so far."""
+        """Number of epochs taken so far, as a fraction."""
         return self.taken / self.in_epoch
 
     def steps(self, epochs: int) -> int:
-        """Rollout steps of so many epochs."""
+        """The number of rollout steps of this many epochs, rounded up."""
         return -(-epochs * self.in_epoch // self.per_step)
 
     def state(self) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""What a rollout step leaves on disk: lines of metrics.jsonl, Parquet files in RUN/rollouts, and summary.json."""
+"""The recorded results of rollout steps: lines of metrics.jsonl, Parquet files in RUN/rollouts, and summary.json."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 @dataclass
 class RlRecorder:
-    """Writes the results of rollout steps. As a context manager it tells the trackers when the run has ended. on_step:
-    called with the line of each optimizer step."""
+    """Writes the results of rollout steps. As a context manager, it finishes the trackers at the end. on_step: called
+    with the line of each optimizer step."""
 
     config: RlConfig
     folder: Path
@@ -67,8 +67,8 @@ class RlRecorder:
         synced: Synced,
         evaluated: Evaluated | None,
     ) -> list[dict[str, object]]:
-        """Record a rollout step; returns the lines of its optimizer steps, of which the last has the metrics of the
-        rollouts."""
+        """Record a rollout step. lines: of its optimizer steps. Returns the written lines; the last one also has the
+        metrics of the rollouts."""
         samples = step.samples
         write_rollouts(self.folder, step.number, step.groups)
         metrics = step.metrics | {f"seconds/{name}": value for name, value in step.phases.seconds.items()}
@@ -92,7 +92,7 @@ class RlRecorder:
 
     def record_rollout(self, step: RolloutStep) -> dict[str, object]:
         """Record a rollout step without training; returns its line."""
-        write_rollouts(self.folder, step.number, step.groups, routes=True)  # what it is for is to be replayed
+        write_rollouts(self.folder, step.number, step.groups, routes=True)  # the files are for --replay
         seconds = {f"seconds/{name}": value for name, value in step.phases.seconds.items()}
         line: dict[str, object] = {
             "step": step.number,
@@ -120,20 +120,20 @@ class RlRecorder:
         return [evaluated.line(step)]
 
     def due(self, rollout: int, plan: Plan) -> bool:
-        """Whether to save after this rollout step: checkpoint.every falls among its optimizer steps."""
+        """Whether to save after this rollout step: one of its optimizer steps is a multiple of checkpoint.every."""
         every, last = self.config.checkpoint.every, rollout * plan.per_rollout
         return every > 0 and last // every > (last - plan.per_rollout) // every
 
     def stop_if_unproductive(self, step: RolloutStep, lines: Sequence[Mapping[str, object]]) -> list[str]:
-        """Raise after train.max_nonfinite consecutive steps that were not finite or had no sample to train. Returns
-        what to print where all advantages are zero."""
+        """Raise UserError after train.max_nonfinite consecutive steps that were not finite, or that had no sample to
+        train. Returns lines to print after consecutive steps whose advantages were all zero."""
         for line in lines:
             self.bad.count(line, "Lower optimizer.lr, or look at the rollouts.")
         self.empty.count(step.samples, self.config)
         return self.flat.count(step.samples, self.config)
 
     def progress(self, step: RolloutStep, updates: int, phases: Phases) -> dict[str, Any]:
-        """The run's part of a checkpoint. Its lines of metrics.jsonl are on disk afterwards."""
+        """The run's part of a checkpoint. Also syncs metrics.jsonl to disk."""
         self.file.sync()
         return {
             "rollout": step.number,
@@ -154,7 +154,7 @@ class RlRecorder:
 
 
 def lengths_of(samples: Sequence[Sample]) -> dict[str, float]:
-    """Statistics of completion lengths, by TRL's names. `terminated`: completions that ended with an end token."""
+    """Statistics of completion lengths, under TRL's names. `terminated`: completions with finish `end`."""
     lengths = [sample.length for sample in samples]
     ended = [sample.length for sample in samples if sample.finish == "end"]
     found = {
@@ -169,7 +169,7 @@ def lengths_of(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def print_rl_opening(run: Run, model: str, notes: Sequence[str]) -> None:
-    """Print what the run will do. model: the trainers' description of the model."""
+    """Print what the run will do. model: the trainers' description of the model. notes: further lines."""
     config, plan = run.config, run.plan
     rl, rollout = config.rl, config.rollout
     say(f"run      {run.held.folder}")

@@ -1,7 +1,7 @@
 """The reference, which is only read, and the critic, which learns values.
 
-Each lives in the trainer's ranks, or in separate ranks (reference.ranks, critic.ranks) that form their own process
-group and work while the trainers do. A Trainer then has neither.
+Each runs in the trainer's ranks, or in separate ranks (reference.ranks, critic.ranks), which form their own process
+group and work at the same time as the trainers. A Trainer has no engine for a role with separate ranks.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from weft.telemetry.profiling import own_peak_memory_gib
 
 Role = Literal["policy", "reference", "critic"]
 CRITIC: Literal["critic"] = "critic"
-READS: dict[Role, str] = {"policy": "old", "reference": "reference", "critic": "values"}  # the array of a sample
+READS: dict[Role, str] = {"policy": "old", "reference": "reference", "critic": "values"}  # role -> array of a sample
 
 
 def set_readings(samples: Sequence[Sample], parts: Iterable[Mapping[Role, Mapping[int, Floats]]]) -> None:
-    """Set the arrays that the roles have read on their samples. parts: the results of read_all of each rank."""
+    """Set on each sample the arrays that the roles have read. parts: the result of read_all on each rank."""
     for part in parts:
         for role, found in part.items():
             for index, values in found.items():
@@ -50,7 +50,7 @@ def set_readings(samples: Sequence[Sample], parts: Iterable[Mapping[Role, Mappin
 
 
 def start_rank(config: RlConfig, device: Device) -> Ranks:
-    """Join the process group of this kind of rank, after checking that all have the same config and versions."""
+    """Join the process group of this kind of rank, and check that all ranks have the same config and versions."""
     ranks = join(device, config.train.timeout)
     flight.watch(config.train.timeout)
     keys = {f"{section}.{key}": str(v) for section, values in to_dict(config).items() for key, v in values.items()}
@@ -69,7 +69,7 @@ def own_ranks(config: RlConfig) -> dict[Role, int]:
 
 
 def critic_checkpoint(run: Path, step: int) -> Path:
-    """The folder of the critic's checkpoint of a step: inside the policy's, or of its separate ranks."""
+    """The folder of the critic's checkpoint of a step: the one of separate ranks if it exists, else in the policy's."""
     own = step_folder(run / CRITIC / "checkpoints", step)
     return own if own.is_dir() else step_folder(run / "checkpoints", step) / CRITIC
 
@@ -84,14 +84,14 @@ def steps_of_all(run: Path) -> list[int]:
 
 
 def checkpoints_of(config: RlConfig) -> CheckpointConfig:
-    """The checkpoint section. A critic with separate ranks keeps one checkpoint more, because a step counts only if
-    both are complete."""
+    """The checkpoint section. With a critic in separate ranks, one more checkpoint is kept, because a step counts only
+    if the checkpoints of policy and critic are both complete."""
     own = config.checkpoint
     return replace(own, keep=own.keep + 1) if own.keep is not None and CRITIC in own_ranks(config) else own
 
 
 def finish_step(engine: Engine, saver: Saver | None) -> float:
-    """The largest peak memory of any rank, in GiB. Raises where the saver of any rank has failed. Collective."""
+    """The largest peak memory of any rank, in GiB. Raises on all ranks if the saver of one has failed. Collective."""
     flight.at("record")
     failed = saver is not None and saver.failed
     memory, any_failed = max_over_ranks(
@@ -110,7 +110,7 @@ class Critic:
         self._checked = False
 
     def train(self, documents: Sequence[Document], share: float) -> dict[str, object]:
-        """One optimizer step on the policy's samples; returns metrics. share: of critic.lr."""
+        """One optimizer step on the policy's samples; returns metrics. share: factor on critic.lr."""
         engine = self.engine
         plan, own = engine.deal(documents)
         metrics = engine.accumulate(plan, own, ValueLoss(self.config.critic.clip))
@@ -125,7 +125,7 @@ class ReferenceCriticRank:
     """One of the separate ranks of a reference or a critic. Methods are called on all of them together."""
 
     def __init__(self, config: RlConfig, role: Role, device: Device = "auto", *, fill: bool = True) -> None:
-        """fill: False where a checkpoint will fill a critic's weights."""
+        """fill: False if a checkpoint will fill a critic's weights."""
         self.config, self.role = config, role
         self.ranks = start_rank(config, device)
         reference = reference_engine(config, self.ranks) if role == "reference" else None
@@ -138,7 +138,7 @@ class ReferenceCriticRank:
         self.saver: Saver | None = None
 
     def describe(self) -> list[str]:
-        """Lines that describe it at start."""
+        """Lines that describe this reference or critic at start."""
         mine = (self.engine, None) if self.values is None else (None, self.engine)
         count, line = self.ranks.world, opening_lines(self.config, *mine)[-1]
         return [f"{line}; on {count} rank{'s' * (count > 1)} of its own"]
@@ -152,7 +152,7 @@ class ReferenceCriticRank:
         return self.engine.image_room
 
     def open_run(self, folder: str, constants: Mapping[str, Any], last: int = 0) -> None:
-        """Enter RUN, as Trainer.open_run; a reference has nothing to restore."""
+        """Enter RUN, like Trainer.open_run. A reference has nothing to restore or save."""
         run = Path(folder)
         flight.in_run(run)
         if self.values is None:
@@ -164,12 +164,13 @@ class ReferenceCriticRank:
         self.saver = Saver(self.engine, run / CRITIC, kept, constants, last, command="rl", timeout=timeout)
 
     def read_all(self, roles: Sequence[Role], samples: Sequence[Sample]) -> dict[Role, dict[int, Floats]]:
-        """What it reads of this rank's samples: logprobs, or values."""
+        """Read this rank's samples: a reference reads logprobs, a critic values. roles: ignored; a rank has one."""
         what = "logprob" if self.values is None else "value"
         return {self.role: readout(self.engine, samples, what, self.opener)}
 
     def update(self, samples: Sequence[Sample], number: int, steps: int, share: float) -> dict[str, object]:
-        """The critic's step beside the policy's optimizer step `number`; returns metrics."""
+        """The critic's optimizer step, at the same time as the policy's step `number`; returns metrics. share: as in
+        Critic.train."""
         assert self.values is not None
         documents = TrainedSamples(samples, self.config, self.opener)
         if not documents:  # on every rank alike
@@ -180,7 +181,7 @@ class ReferenceCriticRank:
         return {**metrics, "critic/peak_memory_gib": memory}
 
     def save(self, step: int, progress: Mapping[str, Any]) -> list[str]:
-        """As Trainer.save, into RUN/critic/checkpoints."""
+        """Like Trainer.save, into RUN/critic/checkpoints."""
         assert self.saver is not None
         flight.at("save")
         self.saver.save(step, progress)
@@ -194,7 +195,7 @@ class ReferenceCriticRank:
         return [f"critic: {text}" for text in self.saver.pop_messages()]
 
     def ending(self, error: BaseException) -> None:
-        """As Trainer.ending."""
+        """Like Trainer.ending."""
         if self.saver is not None:
             self.saver.end(error)
 
@@ -206,8 +207,9 @@ class ReferenceCriticRank:
 def readout(
     engine: Engine, samples: Sequence[Sample], what: str, opener: ImageOpener, routes: bool = False
 ) -> dict[int, Floats]:
-    """[T] per sample of this rank, by index; zero at tokens that the policy did not sample. Of ranks with the same
-    samples, the first returns them."""
+    """This rank's samples, read by the engine: index -> [T], zero at tokens that the policy did not sample. If several
+    ranks have the same samples, only the first returns them. what: `logprob` or `value`. routes: whether to replay the
+    recorded experts. Collective."""
     flight.at("logprobs")
     plan, own = engine.deal(ReadSamples(samples, routes, opener))
     read = engine.readout(plan, own, (what,))

@@ -1,4 +1,4 @@
-"""`weft rl --resume RUN`: where a run resumes, what may differ, and what is moved out of the way."""
+"""`weft rl --resume RUN`: where a run resumes, which keys may differ, and which files are moved aside."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from weft.recipes.rl import Plan, Run
 
 _BESIDE = ("ranks", "dp_replicate", "dp_shard", "tp", "pp", "cpu_offload", "max_tokens_per_device")
-# Keys that change how a run computes or generates, not what it learns.
+# Keys that a resumed run may change: they affect how it computes or generates, not what it learns.
 MAY_CHANGE = (
     "cluster", "rl.reward_timeout", "rl.reward_workers", "rl.environment_timeout",
     *(f"rollout.{leaf}" for leaf in ("engine", "engines", "tp", "memory", "python", "options", "timeout")),
@@ -47,7 +47,8 @@ MAY_CHANGE = (
 
 @dataclass(frozen=True)
 class RlStart(Start):
-    """Where a run starts. step: optimizer steps done. rollout: rollout steps done. taken: prompts taken."""
+    """Where a run starts. rollout: number of rollout steps done. taken: number of prompts taken. empty_in_a_row,
+    flat_in_a_row: counts of EmptySteps and FlatSteps."""
 
     rollout: int = 0
     taken: int = 0
@@ -59,15 +60,15 @@ FRESH = RlStart()
 
 
 def constants(run: Run) -> dict[str, Any]:
-    """The constant part of a checkpoint's state, which a resumed run is compared with."""
+    """The constant part of a checkpoint's state. A resumed run must match it."""
     prompts = run.task.prompts
     common = resume.constants(run.config, len(prompts), prompts.digest, run.plan.steps)
     return common | {"replayed": bool(run.replayed)}
 
 
 def find_start(config: RlConfig, folder: Path, prompts: Prompts, plan: Plan, *, replayed: bool) -> RlStart:
-    """The newest complete checkpoint of RUN. UserError where this config would resume another training. replayed:
-    whether rollouts are read from files (--replay)."""
+    """The start at the newest complete checkpoint of RUN, or at step 1 without one. UserError if config or data differ
+    from that training, or if all checkpoints are damaged. replayed: whether rollouts are read from files (--replay)."""
     checkpoints = folder / "checkpoints"
     state, skipped = newest(checkpoints, steps_of_all(folder), _whole)
     notes = [f"skipped  {text}" for text in skipped]
@@ -113,7 +114,7 @@ def _contents_changed(content: Mapping[str, Any], config: RlConfig, prompts: Pro
 
 
 def find_collected(folder: Path) -> RlStart:
-    """Find where `--rollout-only` resumes: after the last complete rollout step of RUN."""
+    """The start of `--rollout-only`: after the last complete rollout step of RUN. UserError if the run has trained."""
     if steps := complete_steps(folder / "checkpoints"):
         raise UserError(
             f"--resume {folder} --rollout-only: this run has trained. For rollouts of its weights start another: "
@@ -132,7 +133,7 @@ def find_collected(folder: Path) -> RlStart:
 
 
 def _unreadable(rollouts: Path) -> str:
-    """Why a file of rollouts cannot be read; empty where it can."""
+    """Why a file of rollouts cannot be read; "" if it can."""
     try:
         read_rollouts(rollouts)
     except UserError as error:
@@ -141,11 +142,11 @@ def _unreadable(rollouts: Path) -> str:
 
 
 def prepare_folder(config: RlConfig, folder: Path, start: RlStart) -> RlStart:
-    """Move aside what RUN contains after this start; returns the start with messages."""
+    """Move aside everything in RUN from after this start, and write the config; returns the start with messages."""
     if start.step or not start.rollout:
         notes = resume.set_aside_later(folder, start.step, {})
         _set_aside_critic(folder / CRITIC / "checkpoints", start.step)
-    else:  # of rollouts alone, whose lines are numbered by them
+    else:  # --rollout-only: lines are numbered by rollout steps, and there are no checkpoints
         cut_lines(folder / "metrics.jsonl", start.rollout)
         notes = []
     for after, into in ((start.rollout, FOLDER), (start.step, EVALUATIONS)):
@@ -156,7 +157,7 @@ def prepare_folder(config: RlConfig, folder: Path, start: RlStart) -> RlStart:
 
 
 def _whole(checkpoint: Path) -> tuple[TrainerState | None, str]:
-    """A judge of the policy's checkpoint, with that of a critic in ranks of its own."""
+    """(state, reason why it cannot be resumed) of the policy's checkpoint and, with separate ranks, the critic's."""
     state, reason = judge_alone(checkpoint, RL_RUN)
     own = checkpoint.parent.parent / CRITIC / "checkpoints" / checkpoint.name
     if state is None or not own.is_dir():
@@ -166,7 +167,7 @@ def _whole(checkpoint: Path) -> tuple[TrainerState | None, str]:
 
 
 def _set_aside_critic(checkpoints: Path, step: int) -> None:
-    """Set aside checkpoints of a critic in ranks of its own."""
+    """Set aside later checkpoints of a critic with separate ranks."""
     set_aside(checkpoints, step)
     if step_folder(checkpoints, step).is_dir():
         point_latest(step_folder(checkpoints, step))

@@ -1,8 +1,8 @@
-"""Calls of one reward function, in a worker process or here. Imports neither torch nor numpy.
+"""Calls of one reward function, in a worker process or in the controller. Imports neither torch nor numpy.
 
-Three kinds are recognised by parameter names: TRL's `reward(prompts, completions, completion_ids, **columns) ->
-list[float | None]`, the same as a coroutine, and verl's `compute_score(data_source, solution_str, ground_truth,
-extra_info) -> float | dict`, which may be a coroutine.
+Three kinds of functions are recognised: TRL's `reward(prompts, completions, completion_ids, **columns) -> list[float |
+None]`, the same as a coroutine function, and, by its parameter names, verl's `compute_score(data_source, solution_str,
+ground_truth, extra_info) -> float | dict`, which may be a coroutine function.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _OF_VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
 
 @dataclass(frozen=True, slots=True)
 class RewardSpec:
-    """A reward function of the config. name: in metrics. path: a built-in's name, or an import path. options: from
-    rl.reward_options. code: the pickled function, where a program passed one that cannot be imported."""
+    """A reward function of the config. name: its name in metrics. path: a built-in's name, or an import path. options:
+    from rl.reward_options. code: the pickled function, if a program passed one that cannot be imported."""
 
     name: str
     path: str
@@ -38,8 +38,8 @@ class RewardSpec:
 
 @dataclass(frozen=True, slots=True)
 class RewardSignature:
-    """The parameters of an imported function. columns: asked for by name. required: those without a default. takes_all:
-    it has `**columns`. reference: it needs a reference answer."""
+    """The parameters of an imported function. columns: names of all parameters. required: columns of the data that it
+    needs. takes_all: whether it has `**columns`. reference: whether it needs a reference answer."""
 
     kind: Literal["list", "async", "verl"]
     columns: tuple[str, ...]
@@ -50,7 +50,7 @@ class RewardSignature:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Samples for one call: lists of equal length; columns by name."""
+    """The samples of one call: lists of equal length, with columns by name."""
 
     prompts: Sequence[Any]
     completions: Sequence[Any]
@@ -61,7 +61,7 @@ class Batch:
         return len(self.prompts)
 
     def only(self, i: int) -> Batch:
-        """A batch of one of them."""
+        """A batch of sample `i` alone."""
         columns = {name: values[i : i + 1] for name, values in self.columns.items()}
         at = slice(i, i + 1)
         return Batch(self.prompts[at], self.completions[at], self.completion_ids[at], columns)
@@ -69,8 +69,8 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A function's result for one sample. value: None for no opinion, or after an error. notes: other entries that it
-    returned."""
+    """A function's result for one sample. value: None if the function returned None or failed. notes: the whole dict
+    that a function returned, if any."""
 
     value: float | None
     error: str | None = None
@@ -78,14 +78,14 @@ class Outcome:
 
 
 class _CountError(Exception):
-    """A function gave more or fewer values than it was given completions: which are whose, nobody knows."""
+    """A function returned more or fewer values than completions, so they cannot be assigned to samples."""
 
 
 class RewardFunction:
     """An imported reward function."""
 
     def __init__(self, spec: RewardSpec) -> None:
-        """UserError where the function does not exist or has unsupported parameters."""
+        """UserError if the function does not exist or has unsupported parameters."""
         self.spec = spec
         self._call = _found(spec)
         if not callable(self._call):
@@ -93,10 +93,8 @@ class RewardFunction:
         self.signature = _describe(spec, self._call)
 
     def __call__(self, batch: Batch, runner: asyncio.Runner | None = None) -> list[Outcome]:
-        """An outcome for each sample: where a call with all of them fails, each is tried alone. runner: for async.
-
-        Raises UserError where a call gives more or fewer values than it was given completions.
-        """
+        """An outcome for each sample. If a call with all samples fails, each is tried alone. runner: required for
+        coroutine functions and verl's kind. UserError if a call returns more or fewer values than completions."""
         batch = replace(batch, columns={name: _opened(values) for name, values in batch.columns.items()})
         try:
             return self._outcomes(batch, runner)
@@ -128,7 +126,7 @@ class RewardFunction:
         return self.signature.takes_all or name in self.signature.columns
 
     async def _side_by_side(self, batch: Batch) -> list[Outcome]:
-        """All at once, each in a call of its own, so that one that waits or fails holds up no other."""
+        """Call the function once per sample, concurrently, so that a slow or failing call affects no other."""
         ask = self._verl if self.signature.kind == "verl" else self._alone
         return list(await asyncio.gather(*(ask(batch.only(i)) for i in range(len(batch)))))
 
@@ -207,7 +205,7 @@ def _describe(spec: RewardSpec, call: Callable[..., Any]) -> RewardSignature:
 
 
 def _opened(values: Sequence[Any]) -> Sequence[Any]:
-    """A column, with images of prompts as lists of PIL images, opened once for all samples of a prompt."""
+    """A column with images as lists of PIL images, each opened once for all samples of its prompt."""
     shown = {id(value): value for value in values if isinstance(value, PromptImages)}
     pictures = {key: images.pictures() for key, images in shown.items()}
     return [pictures.get(id(value), value) for value in values]
@@ -232,7 +230,7 @@ def _outcome(value: Any) -> Outcome:
 
 
 def _last_line(error: BaseException) -> str:
-    """The traceback's last line, with where in the function's code it was raised."""
+    """The traceback's last line, with the place where the function raised the error."""
     last = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
     frames = traceback.extract_tb(error.__traceback__)
     outside = frames and frames[-1].filename != __file__

@@ -1,4 +1,4 @@
-"""Worker processes for reward functions. One that crashes or hangs is replaced, and costs only its samples."""
+"""Worker processes for reward functions. A process that crashes or hangs is replaced; only its samples are lost."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class RewardPool:
     """Up to `size` processes, started on demand."""
 
     def __init__(self, functions: Sequence[RewardSpec], size: int, timeout: float) -> None:
-        """timeout: seconds of one call."""
+        """timeout: limit on one call, in seconds."""
         self._functions, self._timeout = functions, timeout
         self._signatures: list[RewardSignature] = []
         self._free: asyncio.LifoQueue[Worker | None] = asyncio.LifoQueue()
@@ -24,14 +24,14 @@ class RewardPool:
             self._free.put_nowait(None)
 
     async def describe(self) -> list[RewardSignature]:
-        """The signature of each function. UserError where one cannot be imported."""
+        """The signature of each function. UserError if one cannot be imported."""
         worker = await self._take()
         self._free.put_nowait(worker)
         return self._signatures
 
     async def call(self, number: int, batch: Batch) -> list[Outcome]:
-        """The outcomes of function `number` for a batch. If its process crashes or hangs, each sample is tried alone.
-        UserError where it returns the wrong number of values."""
+        """The outcomes of the function at index `number` for a batch. If its process crashes or hangs, each sample is
+        tried alone. UserError if the function returns the wrong number of values."""
         try:
             return await self._ask((number, batch))
         except WorkerError as error:

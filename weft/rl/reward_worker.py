@@ -1,5 +1,5 @@
-"""The process that runs reward functions. It answers a batch with outcomes, or with the text of a UserError, and ends
-when the controller does."""
+"""The process that runs reward functions. It answers each batch with outcomes or with the text of a UserError, and ends
+when the controller ends."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weft.rl.user_process import add_import_folders, prefer_oom_kill, receive, s
 
 
 def main() -> None:
-    """Serve requests: the first names the functions, the others are batches."""
+    """Serve requests: first (import folders, RewardSpecs), then (number of the function, batch)."""
     _end_with_controller()
     prefer_oom_kill()
     requests, answers = take_over_streams()
@@ -36,13 +36,13 @@ def main() -> None:
 
 
 def _end_with_controller() -> None:
-    """A process beside this one ends it, with all that it has started, when the controller has ended: a function that
-    hangs reads no end of its input, and may hold Python's lock for ever."""
+    """Fork a child that kills this process and all its children when the controller has ended. This process may not
+    notice that itself: a function that hangs reads no input, and may hold the interpreter's lock for ever."""
     if os.fork():
         return
-    os.close(1)  # whose end tells the controller that this one has ended
+    os.close(1)  # the controller takes the end of this stream as the end of the worker
     hung_up = select.poll()
-    hung_up.register(0, 0)  # without what is to be read
+    hung_up.register(0, 0)  # wait only for the hang-up, not for input
     hung_up.poll()
     os.killpg(0, signal.SIGKILL)
 

@@ -1,4 +1,4 @@
-"""The rewards of a run: which functions score which samples, and how failures are counted."""
+"""The rewards of a run: scoring samples with reward functions, and counting failures."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from weft.rl.reward_pool import RewardPool
 from weft.rollout.types import Prompt, Sample
 
 ENVIRONMENT = "environment"  # the reward that comes from replies of an environment
-_NEWS = 3  # failures that are told between two calls of `metrics`
+_NEWS = 3  # most messages about failures between two calls of `metrics`
 _MOST_WORKERS = 16
 
 
@@ -32,7 +32,7 @@ class Failures:
         self._news: list[str] = []
 
     def count(self, name: str, sample: Sample, error: str | None) -> None:
-        """Count one call for a sample. error: None where it succeeded."""
+        """Count one call for a sample. error: None if it succeeded."""
         self._asked[name] += 1
         if error is None:
             return
@@ -42,7 +42,7 @@ class Failures:
             self._news.append(f"reward   {name} failed for {self._last[name]}")
 
     def metrics(self) -> dict[str, float]:
-        """`rewards/failed`, also per function with failures; resets the counts. UserError where a function, or the
+        """`rewards/failed`, in total and per function with failures; resets the counts. UserError if a function, or the
         environment, failed for every sample."""
         failed, asked, last = self._failed, self._asked, self._last
         self._asked, self._failed, self._last = Counter(), Counter(), {}
@@ -63,10 +63,11 @@ class Failures:
 
 
 class Rewards:
-    """Scores samples with the reward functions, in worker processes. A failed call costs only its sample."""
+    """Scores samples with the reward functions: built-in ones that cannot hang run here, others in worker processes. A
+    failed call loses only its sample."""
 
     def __init__(self, config: RlAlgorithm, given: Mapping[str, bytes] | None = None) -> None:
-        """given: pickled functions by their names in rl.reward."""
+        """given: pickled functions by their name in rl.reward."""
         self.functions = [
             RewardSpec(name, path, _options(config, name), (given or {}).get(path))
             for name, path in zip(reward_names(config.reward), config.reward, strict=True)
@@ -82,8 +83,7 @@ class Rewards:
         self._signatures: dict[str, RewardSignature] = {}
 
     async def start(self, prompts: Sequence[Prompt] = ()) -> None:
-        """Import the functions. UserError where that fails, or where a prompt lacks a column that a function
-        requires."""
+        """Import the functions. UserError if that fails, or if a prompt lacks a column that a function requires."""
         if self._outside:
             found = await self._pool.describe()
             self._signatures = {f.name: d for f, d in zip(self._outside, found, strict=True)}
@@ -92,7 +92,7 @@ class Rewards:
             self._check(prompt)
 
     def lines(self) -> list[str]:
-        """Lines that describe each function: its arguments and its weight. Call start() first."""
+        """A line per function with its weight and arguments. Call start() first."""
         found = []
         for function in self.functions:
             signature = self._signatures[function.name]
@@ -104,8 +104,8 @@ class Rewards:
     async def score(self, samples: Sequence[Sample], failures: Failures) -> None:
         """Set `rewards` and `reward` of each sample, from its text.
 
-        One call gets the consecutive samples of one prompt. `reward` stays None, and the sample is not trained, where
-        all functions return None or one fails. failures: counts the failed calls.
+        Consecutive samples of one prompt are scored in one call per function. `reward` stays None, and the sample is
+        not trained, if all functions return None or one fails. failures: counts the calls.
         """
         if not self._signatures:
             await self.start()
@@ -125,7 +125,7 @@ class Rewards:
         await self._pool.close()
 
     async def _call(self, function: RewardSpec, group: Sequence[Sample], failures: Failures) -> None:
-        """Ask one function about samples of one prompt."""
+        """Score samples of one prompt with one function."""
         samples = [sample for sample in group if "error" not in sample.notes]
         if not samples or function.name not in self._named(samples[0].prompt):
             return
@@ -143,7 +143,7 @@ class Rewards:
         error = sample.notes.get("error")
         if ENVIRONMENT in sample.rewards or error:
             failures.count(ENVIRONMENT, sample, error)
-        order = [*(f.name for f in self.functions), ENVIRONMENT]  # calls end in any
+        order = [*(f.name for f in self.functions), ENVIRONMENT]  # calls end in any order
         sample.rewards = {name: sample.rewards[name] for name in order if name in sample.rewards}
         said = {name: value for name, value in sample.rewards.items() if value is not None}
         lost = error or "reward_errors" in sample.notes
@@ -161,7 +161,7 @@ class Rewards:
         )
 
     def _named(self, prompt: Prompt) -> Sequence[str]:
-        """The functions that are asked about answers to a prompt."""
+        """The names of the functions that score answers to a prompt."""
         if self.column is None:
             return [function.name for function in self.functions]
         named = prompt.columns.get(self.column)
@@ -181,7 +181,7 @@ class Rewards:
 
 
 def decode(samples: Sequence[Sample], tokenizer: PreTrainedTokenizerBase) -> None:
-    """Set `text` of each sample: the decoded completion without special tokens; of a conversation, all of its turns."""
+    """Set `text` of each sample: all tokens after the prompt, decoded without special tokens."""
     texts = tokenizer.batch_decode([sample.completion() for sample in samples], skip_special_tokens=True)
     for sample, text in zip(samples, texts, strict=True):
         sample.text = text
@@ -192,8 +192,9 @@ def try_rewards(
 ) -> list[dict[str, Any]]:
     """Score completions of one prompt as in a run, to test reward functions before training.
 
-    reward: as rl.reward. columns: the prompt's other columns. completion_ids are the completion's bytes. Returns a row
-    per completion: `reward`, the value of each function, and `errors`.
+    reward: as in rl.reward. timeout: seconds of one call. columns: the prompt's other columns. Functions get the bytes
+    of a completion as completion_ids. Returns a row per completion: `reward`, the value of each function, and `errors`
+    by function.
     """
     asked = Prompt(0, 0, (), prompt, None, columns, "the prompt")
     samples = []
@@ -218,7 +219,7 @@ def try_rewards(
 
 
 def _missing(name: str, signature: RewardSignature, prompt: Prompt) -> str | None:
-    """The columns that a function needs and a prompt's row lacks."""
+    """A message about a column that a function needs and a prompt's row lacks; None if the row has all."""
     absent = next((column for column in signature.required if column not in prompt.columns), None)
     if absent is None and (not signature.reference or has_reference(prompt.columns)):
         return None

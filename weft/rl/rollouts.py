@@ -1,7 +1,7 @@
 """Rollouts: a group of samples for each prompt, in one turn or in a conversation with an environment.
 
-Everything is in tokens: sampled tokens stay as sampled, and an environment's replies are appended as tokens that are
-not trained.
+Samples are token sequences: sampled tokens are kept as sampled, never decoded and tokenised again, and an environment's
+replies are appended as tokens that are not trained.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ async def rollout_group(
     seed: int,
     label: str = "",
 ) -> Group:
-    """`count` samples of a prompt. Without an environment they are one request, whose prompt an engine computes once.
+    """`count` samples of a prompt. Without an environment they are one request, so an engine computes the prompt once.
 
-    seed: of the run; a sample's seed derives from it, the prompt's id and the sample's number alone. label: prefix of
-    the id, so that evaluation and training have different seeds.
+    seed: of the run. A sample's seed depends only on it, the prompt's id, the sample's number and the turn. label:
+    prefix of the id, so that evaluation and training have different seeds.
     """
-    # One that is drawn ends an answer: no image belongs to it.
+    # A sampled placeholder ends an answer, because it has no image.
     sampling = replace(sampling, ends=(*sampling.ends, *prompt.placeholders)) if prompt.placeholders else sampling
     if episodes is not None:
         numbers = range(count)
@@ -71,9 +71,9 @@ async def episode(
 ) -> Sample:
     """One sample: a conversation with a new environment.
 
-    It ends when the environment is done, after rl.max_turns answers, or where the next tokens exceed
-    rollout.max_new_tokens (finish `length`). If the environment's code fails, the sample is not trained, and its notes
-    have the `error`.
+    The conversation ends when the environment is done, after rl.max_turns answers, when an answer does not end by
+    itself, or when a reply leaves no room for another token (finish `length`; Episodes.most_behind). If the
+    environment's code fails, the sample is not trained, and its notes have the `error`.
     """
     transcript = Transcript(prompt)
     environment = await episodes.open()
@@ -115,9 +115,9 @@ async def rewarded_groups(
     reward: Callable[[Group], Awaitable[None]],
     phases: Phases,
 ) -> list[Group]:
-    """A group per prompt. Each is scored as soon as it is complete, while others are still generated.
+    """A group per prompt. Each is scored as soon as it is complete, while others are still being generated.
 
-    phases: `generate` gets the seconds until the last group is complete, `reward` those that rewards take beyond that.
+    phases: `generate` gets the seconds until the last group is complete, `reward` the seconds after that.
     """
     began = drawn = time.perf_counter()
 
@@ -136,11 +136,11 @@ async def rewarded_groups(
 async def groups_to_train(
     stream: PromptStream, roll: Callable[[Sequence[Prompt]], Awaitable[list[Group]]], rounds: int
 ) -> tuple[list[Group], int]:
-    """The groups of a rollout step, and the number of groups that were replaced (rl.dynamic_sampling).
+    """The groups of a rollout step, and the number of groups that were left out (rl.dynamic_sampling).
 
-    A group whose rewards are all equal is replaced by one of the stream's next prompt, in at most `rounds` rounds; then
-    replaced groups fill up the rest. roll: generates and scores groups, in prompt order. The choice depends on rewards
-    alone, not on timing, so that runs are reproducible.
+    A group whose rewards are all equal is replaced by a group of the stream's next prompt, in at most `rounds` rounds.
+    If groups are still missing then, those set aside first are used after all. roll: generates and scores groups, in
+    prompt order. The choice depends only on rewards, not on timing, so runs are reproducible.
     """
     kept: list[Group] = []
     aside: list[Group] = []
@@ -161,7 +161,7 @@ async def _close(environment: Conversation, transcript: Transcript) -> None:
 
 
 def _heard(completion: Completion, sampling: Sampling, tokenizer: PreTrainedTokenizerBase) -> tuple[str, bool]:
-    """The text of an answer without the token that ends it, and whether there is one."""
+    """The text of an answer without its end token, and whether it has one."""
     tokens = completion.tokens
     ended = bool(tokens) and tokens[-1] in sampling.ends
     return str(tokenizer.decode(list(tokens[:-1] if ended else tokens))), ended
@@ -172,8 +172,8 @@ class Transcript:
 
     def __init__(self, prompt: Prompt) -> None:
         self.prompt = prompt
-        self.finish: str = "abort"  # until an answer says otherwise
-        self.turns, self.error, self.untrained = 0, "", ""  # why it failed, or is not trained
+        self.finish: str = "abort"  # until the first answer
+        self.turns, self.error, self.untrained = 0, "", ""  # reasons: of a failure, or why the sample is not trained
         self.replied: PromptImages | None = None  # as in Sample
         self._tokens = list(prompt.tokens)
         self._sampled, self._logprobs, self._versions, self._kept = (
@@ -199,19 +199,20 @@ class Transcript:
         return len(self._tokens) - len(self.prompt.tokens)
 
     def add_completion(self, completion: Completion) -> None:
-        """Append an answer of the policy. One that draws what stands for an image is not trained: no model reads it."""
+        """Append an answer of the policy. If its last token is a placeholder for an image, that token is dropped and
+        the sample is not trained, because no forward accepts a placeholder without an image."""
         if completion.tokens and completion.tokens[-1] in self.prompt.placeholders:
             completion, self.untrained = _without_the_last(completion), "it drew a token that stands for an image"
         self._extend(completion.tokens, True, completion.logprobs, _each(completion), completion.kept_logmass)
         if completion.routes is not None:
-            # An engine sends the routes of all tokens so far; those that earlier answers were sampled with stay.
+            # An engine sends the routes of all tokens so far; keep the routes that earlier answers were sampled with.
             known = 0 if self._routes is None else len(self._routes)
             whole = completion.routes if known == 0 else np.concatenate([self._routes, completion.routes[known:]])
             self._routes = whole
         self.finish, self.turns = completion.finish, self.turns + 1
 
     def add_given(self, given: Given) -> None:
-        """Append what the policy did not sample."""
+        """Append the tokens of a reply, which the policy did not sample."""
         count = len(given.tokens)
         self._extend(given.tokens, False, [0.0] * count, [-1] * count, None)
         self.replied = given.replied
@@ -274,7 +275,7 @@ class Transcript:
 
 
 def _bare(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message with its images left out, which are kept beside it."""
+    """A message with a bare part in place of each image; the sample keeps images in `replied`."""
     content = message.get("content")
     if not isinstance(content, list):
         return dict(message)
@@ -294,5 +295,5 @@ def _without_the_last(completion: Completion) -> Completion:
 
 
 def _each(completion: Completion) -> list[int]:
-    """The version of the weights that wrote each token."""
+    """The version of the weights that sampled each token."""
     return [version for version, count in completion.versions for _ in range(count)]

@@ -1,4 +1,4 @@
-"""A compact pickle of samples for the trainers: a few arrays with what they read and train.
+"""A compact pickle of samples for the trainers: a few joined arrays, with only what trainers read.
 
 Pickled one by one, 256 samples are about a thousand small arrays, with texts, columns and notes that no trainer uses.
 """
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from weft.data.prompt_images import PromptImages
 from weft.rollout.types import Prompt, Sample
 
-# Arrays with an entry for each token, as they travel; of what the engine says not the versions.
+# Arrays with one entry per token, and their dtypes in the pickle. Trainers do not use `versions`.
 _BY_TOKEN = {
     "tokens": np.int32, "sampled": np.bool_, "rollout": np.float32, "kept_logmass": np.float32, "old": np.float32,
     "reference": np.float32, "values": np.float32, "advantages": np.float32, "returns": np.float32,
@@ -25,8 +25,8 @@ _NO_VERSIONS = np.zeros(0, np.int32)
 
 
 class SampleBatch(list[Sample]):
-    """A list of samples that unpickles without texts, notes, columns, prompt tokens, weight versions and single
-    rewards."""
+    """A list of samples that unpickles as a plain list, without texts, messages, notes, columns, prompt tokens, weight
+    versions and the rewards of single functions."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _unpacked, (_pack(self),)
@@ -34,7 +34,7 @@ class SampleBatch(list[Sample]):
 
 @dataclass(frozen=True, slots=True)
 class _Column:
-    """An array of all samples that have it, end to end. lengths: of each sample, -1 where it has none."""
+    """An array of each sample, joined end to end. lengths: the array's length per sample; -1 for samples without."""
 
     lengths: NDArray[np.int64]
     values: NDArray[Any]
@@ -47,9 +47,9 @@ class _Column:
 
 @dataclass(frozen=True, slots=True)
 class _Packed:
-    """labels: (index, visit and source of the prompt, number, how it ended, reward, whether it is trained). images: of
-    prompts and replies; a pickle holds those that samples share once. routes: of each sample; they are large, and not
-    copied together."""
+    """labels: per sample (index, visit and source of the prompt, number, finish, reward, trained). images: per sample,
+    those of prompt and replies; a pickle holds shared objects once. routes: per sample; too large to copy into one
+    array."""
 
     labels: list[tuple[int, int, str, int, str, float | None, bool]]
     images: list[PromptImages | None]
@@ -67,7 +67,7 @@ def _pack(samples: Sequence[Sample]) -> _Packed:
 
 
 def _column(arrays: Sequence[Any], dtype: Any) -> _Column | None:
-    """None where no sample has one."""
+    """The arrays joined; None if no sample has one."""
     there = [array for array in arrays if array is not None]
     if not there:
         return None

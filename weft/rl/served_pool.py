@@ -1,4 +1,4 @@
-"""The rollout engines of a run, and how separate engines get the trainers' weights."""
+"""The rollout engines of a run: servers as one RolloutEngine, and the choice of the pool for rollout.engine."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ SERVERS = ("vllm", "sglang")
 
 
 class ServedPool:
-    """A RolloutEngine over actors with a server each (HostedServer), on any host.
+    """A RolloutEngine over actors that each run a server (HostedServer), on any host.
 
-    A request goes whole to the engine with the least work, so that its samples share the prompt's cache. vLLM gets
-    weights by weight sync, SGLang through directories.
+    All samples of a request go to the engine with the least work, so that they share the prompt's cache. vLLM gets
+    weights by weight sync, SGLang from HuggingFace directories.
     """
 
     def __init__(
         self, actors: ActorGroup, trainers: ActorGroup, tickets: Mapping[str, Sequence[Ticket]], folder: Path
     ) -> None:
-        """tickets: of each vLLM. folder: for SGLang's directories."""
+        """tickets: of each vLLM engine; empty for SGLang. folder: where SGLang's directories are written."""
         self.actors = actors
         self._trainers, self._tickets, self._folder = trainers, [own[0] for own in tickets.values()], folder
         self._loads = [0] * len(actors)
-        self.drawn = 0  # tokens of what has been answered
+        self.drawn = 0  # tokens of completed requests
 
     async def generate(self, request: Request) -> list[Completion]:
         """One completion per seed of the request."""
@@ -48,7 +48,7 @@ class ServedPool:
             self._loads[place] -= load
 
     async def sync(self, version: int) -> Synced:
-        """Bring every engine to the trainers' present weights."""
+        """Send the trainers' current weights to every engine."""
         synced: Synced
         if self._tickets:
             taking = [
@@ -69,7 +69,7 @@ class ServedPool:
         await self.actors.all("ask", "pause")
 
     async def resume(self) -> None:
-        """Continue them."""
+        """Continue all requests."""
         await self.actors.all("ask", "resume")
 
     async def abort(self) -> None:
@@ -81,31 +81,31 @@ class ServedPool:
         await self.actors.all("ask", "sleep")
 
     async def wake(self, part: EnginePart) -> None:
-        """Allocate it again; see RolloutEngine.wake."""
+        """Allocate memory again; see RolloutEngine.wake."""
         await self.actors.all("ask", "wake", part)
 
     async def close(self) -> None:
-        """End all engines; no error where one has ended."""
+        """End all engines; errors of engines that have already ended are ignored."""
         ending = [self.actors.one(number, "close") for number in range(len(self.actors))]
         await asyncio.gather(*ending, return_exceptions=True)
 
 
 def check_engines(config: RlConfig) -> None:
-    """UserError where rollout.engine would run on this machine and its environment is missing or untested. For hosts of
-    a cluster: check_hosts."""
+    """Raise UserError if rollout.engine would run on this machine and its environment is missing or untested. For the
+    hosts of a cluster, see check_hosts()."""
     if config.rollout.engine in SERVERS and config.cluster.address is None:
         interpreter_of(config)
 
 
 async def check_hosts(config: RlConfig, standalone: ActorGroup | None) -> None:
-    """As check_engines, on the hosts where Ray has placed the engines, before anything is loaded."""
+    """Like check_engines(), on the hosts where Ray has placed the engines, before anything is loaded."""
     if standalone is not None and config.rollout.engine in SERVERS:
         await standalone.all("check", Path(config.model.path).expanduser().is_dir())
 
 
 async def devices_of_trainers(config: RlConfig, trainers: ActorGroup) -> list[tuple[str | None, list[str]]]:
-    """(CUDA_VISIBLE_DEVICES, UUIDs) of each server. Colocated: those of the rollout.tp trainer ranks that it shares
-    with; else (None, []), and Ray chooses. UserError where these ranks are on several hosts."""
+    """(CUDA_VISIBLE_DEVICES, device UUIDs) of each server. A colocated server gets those of the rollout.tp trainer
+    ranks whose devices it shares; UserError if these ranks are on several hosts. Otherwise (None, []): Ray chooses."""
     if config.cluster.placement != "colocated":
         return [(None, [])] * config.rollout.count
     tp, found = config.rollout.tp, await trainers.all("devices")
@@ -130,10 +130,10 @@ async def open_engines(
     compute: str,
     parts: Sequence[Part] = (),
 ) -> EmbeddedPool | StandalonePool | ServedPool:
-    """The engine pool of a run, without weights until its first sync.
+    """The engine pool of a run. Its engines have no weights until the first sync.
 
-    standalone: actors of separate engines. run: the run's folder. compute: the trainers' dtype. parts: parts of the
-    trainers that sleep while servers on their devices start.
+    standalone: the actors of separate engines. run: the run's folder. compute: the trainers' compute dtype, such as
+    "bf16". parts: the parts of the trainers that sleep while servers start on their devices.
     """
     if config.rollout.engine == "embedded":
         return EmbeddedPool(trainers)
@@ -146,7 +146,7 @@ async def open_engines(
     takes = config.rollout.engine == "vllm"
     hosts = dict(zip(server_names(config), await standalone.all("host"), strict=True)) if takes else {}
     devices = await devices_of_trainers(config, trainers)
-    seen = dict(zip(hosts, (uuids for _, uuids in devices), strict=False))  # no hosts where none takes tensors
+    seen = dict(zip(hosts, (uuids for _, uuids in devices), strict=False))  # hosts: empty for SGLang
     tickets = (await trainers.all("open_sync", hosts, config.rollout.tp, seen))[0]
     run = run.absolute()
     pool = ServedPool(standalone, trainers, tickets, run / "engines")

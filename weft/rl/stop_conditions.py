@@ -21,7 +21,7 @@ class EmptySteps:
     in_a_row: int = 0
 
     def count(self, samples: Sequence[Sample], config: RlConfig) -> None:
-        """Count one rollout step. UserError, with the reasons, after too many."""
+        """Count one rollout step. UserError, with the reasons, after `most` in a row."""
         self.in_a_row = 0 if any(is_trained(sample, config) for sample in samples) else self.in_a_row + 1
         if self.in_a_row >= self.most:
             raise UserError(
@@ -30,20 +30,20 @@ class EmptySteps:
             )
 
 
-FLAT_STEPS = 3  # in a row, after which there is something to say
+FLAT_STEPS = 3  # in a row, before a warning
 _SHOWN = 300  # characters of a text
 
 
 @dataclass
 class FlatSteps:
-    """Counts consecutive rollout steps whose advantages are all zero, because all compared rewards are equal. Without a
-    baseline, or with a critic, equal rewards are still a signal."""
+    """Counts consecutive rollout steps whose advantages are all zero, because all compared rewards are equal. The test
+    is on advantages: without a baseline, or with a critic, equal rewards still give a signal."""
 
     in_a_row: int = 0
-    _last: Sequence[str] = ()  # two samples
+    _last: Sequence[str] = ()  # two samples of the last step, as text
 
     def count(self, samples: Sequence[Sample], config: RlConfig) -> list[str]:
-        """Count one rollout step; returns what to print. A step without trained samples changes nothing."""
+        """Count one rollout step; returns lines to print. A step without trained samples changes nothing."""
         trained = [sample for sample in samples if is_trained(sample, config)]
         if not trained:
             return []
@@ -57,7 +57,7 @@ class FlatSteps:
         ]
 
     def require_signal(self, rollouts: int) -> None:
-        """UserError at the end of a run of `rollouts` steps where none had a signal."""
+        """Raise UserError if none of the run's `rollouts` steps had a signal. Call it at the end of the run."""
         if self.in_a_row == rollouts >= FLAT_STEPS:
             lines = "\n".join(self._last)
             raise UserError(
@@ -71,7 +71,7 @@ _WHY = "all rewards that are compared with each other were equal, so every advan
 
 
 def _is_flat(sample: Sample) -> bool:
-    """Whether all its advantages are zero but for rounding."""
+    """Whether all advantages of the sample are zero up to rounding."""
     assert sample.advantages is not None
     return float(np.abs(sample.advantages).max(initial=0.0)) <= 1e-6 * max(1.0, abs(sample.reward or 0.0))
 
@@ -82,7 +82,7 @@ def _shown(sample: Sample) -> str:
 
 
 def why_untrained(samples: Sequence[Sample], config: RlConfig) -> str:
-    """Number of untrained samples by reason; each counts under the first reason that applies."""
+    """The number of untrained samples by reason, as text. Each counts under the first reason that applies."""
     reasons = {"failed in rl.environment": 0, "have no reward": 0, "drew no token": 0, "ended at their longest": 0}
     for sample in samples:
         if not is_trained(sample, config):

@@ -1,6 +1,6 @@
 """One trainer rank of reinforcement learning: a plain Python object that Ray, or a test, calls.
 
-Every method but `generate` is called on all ranks together, with the same arguments.
+Every method except `generate` is called on all ranks together, with the same arguments.
 """
 
 from __future__ import annotations
@@ -74,8 +74,7 @@ from weft.terminal import say
 
 @dataclass(frozen=True)
 class Updated:
-    """The outcome of an optimizer step: its line of metrics.jsonl, and `old` [T], by index, of samples that had
-    none."""
+    """The outcome of an optimizer step. line: of metrics.jsonl. old: index -> `old` [T], for samples that had none."""
 
     line: dict[str, object]
     old: dict[int, Floats] = field(default_factory=dict)
@@ -83,7 +82,7 @@ class Updated:
 
 @dataclass(frozen=True)
 class Devices:
-    """A rank's host name, CUDA_VISIBLE_DEVICES, and device UUID (none on CPU)."""
+    """The devices of a rank. host: its name. visible: CUDA_VISIBLE_DEVICES. uuids: of its CUDA device; empty on CPU."""
 
     host: str
     visible: str
@@ -91,11 +90,11 @@ class Devices:
 
 
 class Trainer:
-    """The policy on one rank, with its reference and critic: trains, reads, saves, and sends weights to rollout
-    engines."""
+    """The policy on one rank, with reference and critic unless they have separate ranks. Trains, reads, saves, and
+    sends weights to rollout engines."""
 
     def __init__(self, config: RlConfig, device: Device = "auto", *, fill: bool = True) -> None:
-        """fill: False where a checkpoint will fill the trained weights."""
+        """fill: False if a checkpoint will fill the trained weights."""
         self.config = config
         self.ranks = start_rank(config, device)
         self.engine = Engine(policy_config(config), self.ranks, fill=fill)
@@ -138,8 +137,9 @@ class Trainer:
         return end_tokens(self.engine, self.tokenizer)
 
     def open_run(self, folder: str, token: str, constants: Mapping[str, Any], last: int = 0) -> list[str]:
-        """Enter RUN, whose lock holds `token`, and restore its checkpoint of step `last` (0: none); returns messages.
-        constants: the constant part of every checkpoint's state."""
+        """Enter the folder of a run and restore its checkpoint of optimizer step `last` (0: none); returns messages.
+        token: content of the run's lock, by which each rank checks that it sees the same folder. constants: the
+        constant part of every checkpoint's state."""
         run = Path(folder)
         check_shared(run, token, self.ranks)
         flight.in_run(run)
@@ -163,24 +163,23 @@ class Trainer:
         check_images({"policy": self.engine, "reference": self.reference, CRITIC: self.critic}, samples)
 
     def image_room(self) -> ImageRoom:
-        """What the policy, and its reference and critic in these ranks, have room for."""
+        """The smallest image room of the models in these ranks."""
         return ImageRoom.least([engine.image_room for engine in self._engines()])
 
     # ------------------------------------------------------------ rollouts
 
     def sync(self, version: int) -> Synced:
-        """Copy the present weights to the embedded engine."""
+        """Copy the current weights to the embedded engine."""
         flight.at("sync")
         began = time.perf_counter()
         self.embedded.wake(version=version)
         return Synced(version, len(self.engine.built.pieces), self.embedded.bytes, time.perf_counter() - began)
 
     def prove_exact(self) -> str:
-        """UserError where the embedded engine's logprobs differ from the trainer's on this machine; else a line to
-        print."""
+        """Returns a line to print. UserError if the embedded engine's logprobs differ from the trainer's."""
         flight.at("logprobs")
         rollout, asleep = self.config.rollout, tuple(self.engine.asleep)
-        self.engine.wake()  # it samples and reads
+        self.engine.wake()  # the trainer must read the samples
         proof = prove_exact(self.engine, self.embedded, rollout.max_prompt_tokens, rollout.max_new_tokens)
         if asleep:
             self.engine.sleep(*asleep)
@@ -192,12 +191,12 @@ class Trainer:
         return self.embedded.advance(asked, seconds)
 
     def sleep_engine(self) -> int:
-        """Free the embedded engine's copy; returns its bytes."""
+        """Free the embedded engine's copy of the weights; returns its bytes."""
         return self.embedded.sleep()
 
     def sleep(self, parts: Sequence[Part], sends: bool = False) -> int:
-        """Move these parts of all engines to host memory; returns bytes. sends: the policy's parameters stay, because a
-        sync follows."""
+        """Move these parts of all models to host memory; returns the moved bytes. sends: whether the policy's
+        parameters stay, because a sync follows."""
         moved = 0
         for engine in self._engines():
             own = [part for part in parts if not (sends and engine is self.engine and part == "parameters")]
@@ -205,14 +204,14 @@ class Trainer:
         return moved
 
     def wake(self) -> int:
-        """Bring back everything that sleeps, bit for bit; returns bytes."""
+        """Bring back all sleeping parts, bit for bit; returns their bytes."""
         return sum(engine.wake() for engine in self._engines())
 
     def _engines(self) -> list[Engine]:
         return [engine for engine in (self.engine, self.reference, self.critic) if engine is not None]
 
     def devices(self) -> Devices:
-        """This rank's devices."""
+        """The devices of this rank."""
         uuids = device_memory.devices(self.engine.device)
         return Devices(socket.gethostname(), os.environ.get("CUDA_VISIBLE_DEVICES", ""), uuids[:1])
 
@@ -221,8 +220,8 @@ class Trainer:
     ) -> dict[str, list[Ticket]]:
         """Prepare to send weights to separate engines; returns each engine's tickets.
 
-        hosts: engine -> its machine's address. workers: processes per engine. devices: engine -> UUIDs of the devices
-        that it sees.
+        hosts: engine -> address of its host. workers: processes per engine. devices: engine -> UUIDs of the CUDA
+        devices that it sees.
         """
         assert self.folder is not None, "open_run comes first"
         adapters, seen = self.engine.lora is not None, devices or {}
@@ -231,7 +230,8 @@ class Trainer:
         return self.sender.tickets
 
     def send(self, version: int) -> Synced:
-        """Send the present weights, while the engines receive them."""
+        """Send the current weights; the engines receive at the same time. ActorError if an engine does not answer in
+        time, SyncError if the sync fails otherwise."""
         assert self.sender is not None
         try:
             return self.sender.send(version)
@@ -241,7 +241,7 @@ class Trainer:
             raise
 
     def export(self, folder: str, version: int) -> Synced:
-        """Write the present weights as a HuggingFace directory."""
+        """Write the current weights to `folder` as a HuggingFace directory."""
         flight.at("sync")
         began = time.perf_counter()
         save_huggingface(self.engine, Path(folder))
@@ -251,12 +251,12 @@ class Trainer:
     # ------------------------------------------------------------ reading
 
     def read_all(self, roles: Sequence[Role], samples: Sequence[Sample]) -> dict[Role, dict[int, Floats]]:
-        """`read` for several roles."""
+        """Read the samples with several roles; see read()."""
         return {role: self.read(role, samples) for role in roles}
 
     def read(self, role: Role, samples: Sequence[Sample]) -> dict[int, Floats]:
-        """[T] for this rank's samples, by index: the policy's or reference's logprob of each sampled token, or the
-        critic's value before it."""
+        """Index -> [T] for this rank's samples: the policy's or reference's logprob of each sampled token, or the
+        critic's value before the token."""
         if role == CRITIC:
             assert self.critic is not None
             return readout(self.critic, samples, "value", self.opener)
@@ -270,10 +270,11 @@ class Trainer:
     # ------------------------------------------------------------ training
 
     def update(self, samples: Sequence[Sample], number: int, steps: int, epoch: int, lr: float) -> Updated:
-        """One optimizer step over these samples. Where they have no `old`, the current policy's logprobs serve as `old`
+        """One optimizer step over these samples. If they have no `old`, the current policy's logprobs serve as `old`
         and are returned for this rank's samples.
 
-        lr: the policy's; the critic's is critic.lr x lr / optimizer.lr.
+        number, steps: this step's number, and the run's last. lr: the policy's learning rate; the critic's is
+        critic.lr x lr / optimizer.lr.
         """
         began = time.perf_counter()
         documents = TrainedSamples(samples, self.config, self.opener)
@@ -289,7 +290,7 @@ class Trainer:
             self._contract_checked = True
         memory = finish_step(self.engine, self.saver)
         line = step_line(number, epoch, taken, self.throughput, memory) | values
-        alike = self.engine.mesh.tp is not None and self.engine.mesh.tp.place > 0  # another rank says it
+        alike = self.engine.mesh.tp is not None and self.engine.mesh.tp.place > 0  # the first tp rank returns them
         old = {} if alike else loss.old_logprobs()
         read = {documents.places[index]: found.numpy() for index, found in old.items()}
         return Updated(line, {index: _spread(samples[index], found) for index, found in read.items()})
@@ -317,7 +318,7 @@ class Trainer:
         return str(self.saver.finish()), self.saver.pop_messages()
 
     def ending(self, error: BaseException) -> None:
-        """Called after a call failed on this rank: if it failed on all ranks, the save in progress is finished
+        """Called after a call failed on this rank. If the call failed on all ranks, the save in progress is finished
         first."""
         if self.saver is not None:
             self.saver.end(error)
@@ -329,14 +330,14 @@ class Trainer:
         leave()
 
 
-# What a step without documents says beside that.
+# The other fields in the line of a step without documents.
 _NOTHING: dict[str, object] = {
     "loss": None, "grad_norm": None, "lr": None, "documents": 0, "tokens": 0, "loss_tokens": 0, "empty": True,
 }  # fmt: skip
 
 
 def _spread(sample: Sample, values: Floats) -> Floats:
-    """[T] from those of the tokens that the policy drew."""
+    """[T] with these values at the sampled tokens, and zeros elsewhere."""
     spread = np.zeros(len(sample), np.float32)
     spread[sample.sampled] = values
     return spread

@@ -1,4 +1,4 @@
-"""All trainer ranks as one object, for the controller: the policy's, and separate ranks of a reference or critic, which
+"""All training ranks as one object for the controller: the policy's, and separate ranks of a reference or critic, which
 work at the same time."""
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from weft.terminal import say
 
 
 class TrainerGroup:
-    """trainers: the policy's ranks, with every role that is not in `reference_critic`."""
+    """trainers: the policy's ranks, which also do the work of every role without ranks in `reference_critic`."""
 
     def __init__(self, config: RlConfig, trainers: ActorGroup, reference_critic: Mapping[Role, ActorGroup]) -> None:
         self.config, self._trainers, self._reference_critic = config, trainers, reference_critic
         self._is_saving = False
 
     async def describe(self) -> str:
-        """The opening text about the models. The first call builds the engines, which is collective."""
+        """The opening text about the models. The first call waits until all ranks have built their engines."""
         opening, *others = await together([group.all("describe") for group in self._all])
         lines = [line for first, *_ in others for line in first]
         return "\n".join([str(opening[0]).rstrip(), *lines])
@@ -37,11 +37,11 @@ class TrainerGroup:
             await together([group.all("check_images", samples) for group in self._all])
 
     async def image_room(self) -> ImageRoom:
-        """What all models that read samples have room for."""
+        """The smallest image room of all models that read samples."""
         return ImageRoom.least(await together([group.one(0, "image_room") for group in self._all]))
 
     async def open_run(self, folder: str, token: str, constants: Mapping[str, Any], last: int) -> list[str]:
-        """Trainer.open_run on all ranks; returns messages."""
+        """Call open_run on all ranks; returns the messages of the policy's first rank."""
         notes, *_ = await together(
             [
                 self._trainers.all("open_run", folder, token, constants, last),
@@ -52,8 +52,8 @@ class TrainerGroup:
         return first
 
     async def read(self, roles: Sequence[Role], samples: Sequence[Sample]) -> None:
-        """Set the array that each of these roles reads on the samples (READS). Samples are sent once to each group of
-        ranks."""
+        """Let each role read the samples, and set its array on them (READS). Each group of ranks gets the samples
+        once."""
         asked = {role: self._reference_critic.get(role, self._trainers) for role in roles}
         batch = SampleBatch(samples)
         parts = await together(
@@ -65,8 +65,8 @@ class TrainerGroup:
         set_readings(samples, (part for group in parts for part in group))
 
     async def update(self, samples: Sequence[Sample], number: int, steps: int, epoch: int, lr: float) -> dict[str, Any]:
-        """One optimizer step over these samples (Trainer.update); returns its line. Sets `old` of samples that had
-        none."""
+        """One optimizer step over these samples (Trainer.update); returns its line of metrics.jsonl. Sets `old` on
+        samples without it."""
         batch, share = SampleBatch(samples), lr / self.config.optimizer.lr
         updated, *critics = await together(
             [
@@ -84,7 +84,7 @@ class TrainerGroup:
 
     async def save(self, step: int, progress: Mapping[str, Any]) -> list[str]:
         """Start saving the state after this optimizer step; returns messages about earlier saves."""
-        earlier = (await self.finish())[1] if self._critics else []  # of the step before both are whole, then
+        earlier = (await self.finish())[1] if self._critics else []  # both checkpoints of that step are complete then
         self._is_saving = True
         news = await together([group.all("save", step, progress) for group in self._savers])
         return [*earlier, *(text for of_group in news for text in of_group[0])]
@@ -96,12 +96,11 @@ class TrainerGroup:
         return saved, [*news, *(text for own in others for text in own)]
 
     async def ending(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-        """Exit callback: after an error, finish the save in progress, within train.timeout, if the ranks are still
-        there."""
+        """Exit callback: after an error, finish the save in progress within train.timeout, if the ranks still run."""
         if error is None or not self._is_saving:
             return
         finishing, timeout = asyncio.ensure_future(self.finish()), self.config.train.timeout
-        with suppress(Exception):  # it is the first error that is shown
+        with suppress(Exception):  # the first error is the one to show
             if not (await asyncio.wait([finishing], timeout=1.0))[0]:
                 what = first_line(error) if isinstance(error, Exception) else type(error).__name__
                 text = f"ending   {what}: a checkpoint is being written, and finished first, within {timeout:g} s"
@@ -119,7 +118,7 @@ class TrainerGroup:
 
     @property
     def _savers(self) -> list[ActorGroup]:
-        """A reference does not change."""
+        """The groups that save: all but the reference, which does not change."""
         return [self._trainers, *self._critics]
 
     @property

@@ -1,7 +1,7 @@
-"""Processes of user code (reward functions, environments): what they share with the controller.
+"""Messages and set-up of processes that run user code (reward functions, environments).
 
-They are started with `python -m weft.rl.NAME`, not forked, because the controller has threads. They import no torch.
-Requests come on standard input and answers go to standard output, each pickled after its length.
+The controller starts them with `python -m weft.rl.NAME` and does not fork, because it has threads. They import no
+torch. Requests arrive on standard input and answers go to standard output, each a pickle preceded by its length.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import sys
 from typing import IO, Any, Protocol
 
 HEADER = struct.Struct(">Q")  # bytes of the pickle that follows
-IMPORT_SECONDS = 120  # that such a process may take to import the user's code
+IMPORT_SECONDS = 120  # limit on importing the user's code
 
 
 class Readable(Protocol):
-    """A byte stream whose `read` blocks until `size` bytes are there."""
+    """A byte stream whose `read` blocks until `size` bytes have arrived, or the stream has ended."""
 
     def read(self, size: int, /) -> bytes: ...
 
@@ -32,7 +32,7 @@ class Writable(Protocol):
 
 
 def take_over_streams() -> tuple[IO[bytes], IO[bytes]]:
-    """(requests, answers). Prints of user code are redirected to standard error."""
+    """Take standard input and output as (requests, answers). Prints of user code then go to standard error."""
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
@@ -51,7 +51,7 @@ def prefer_oom_kill() -> None:
 
 
 def receive(stream: Readable) -> Any:
-    """The next message; None at the end of the stream."""
+    """Read the next message; None at the end of the stream."""
     header = stream.read(HEADER.size)
     return pickle.loads(stream.read(*HEADER.unpack(header))) if len(header) == HEADER.size else None
 

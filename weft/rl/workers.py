@@ -1,4 +1,4 @@
-"""The controller's end of processes of user code: one that crashes or hangs is killed."""
+"""The controller's side of processes that run user code. A process that crashes or hangs is killed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from weft.version import PACKAGE
 
 
 class WorkerError(Exception):
-    """The process ended, or exceeded the time limit (late)."""
+    """A process ended, answered something unreadable, or exceeded the time limit (late)."""
 
     def __init__(self, message: str, late: bool = False) -> None:
         super().__init__(message)
@@ -25,8 +25,8 @@ class WorkerError(Exception):
 
 
 class Worker:
-    """One process, which answers one request at a time. ended: waits for its end; returns its exit status (negative:
-    the signal), or None if unknown. kill: kills it and its children, without waiting."""
+    """One process, which answers one request at a time. ended: waits until the process has ended and returns its exit
+    status (negative: the signal), or None if unknown. kill: kills the process and its children, without waiting."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class Worker:
         self._answers, self._requests, self._ended, self.kill = answers, requests, ended, kill
 
     async def ask(self, request: Any, timeout: float) -> Any:
-        """The answer to a request. WorkerError where there is none; the process is then gone."""
+        """The answer to a request. timeout: seconds. WorkerError if there is no answer; the process is then ended."""
         try:
             async with asyncio.timeout(timeout):
                 return await self._ask(request)
@@ -58,12 +58,12 @@ class Worker:
         data = await self._answers.readexactly(size)
         try:
             return pickle.loads(data)
-        except Exception as error:  # of what only that process can import, or what it wrote to the wrong place
+        except Exception as error:  # a type that only that process can import, or stray output on the connection
             await self.end()
             raise WorkerError(f"answered what cannot be read here: {first_line(error)}") from error
 
     async def end(self) -> int | None:
-        """Kill the process and its children; returns its exit status."""
+        """Kill the process and its children, and wait; returns its exit status."""
         self.kill()
         status = await self._ended()
         self._requests.close()
@@ -73,10 +73,10 @@ class Worker:
 async def start_worker(
     module: str, hello: Any, refused: str, words: Sequence[str] = (), pass_fds: Sequence[int] = ()
 ) -> tuple[Worker, Any]:
-    """Start a process of a weft module; returns it and its answer to the first request (import folders, hello).
+    """Start `python -m module`; returns the worker and its answer to the first request, (import folders, hello).
 
-    refused: begins the UserError where the process dies on this request; where it answers with a text, that is the
-    UserError. words: arguments of its command line. pass_fds: inherited descriptors.
+    UserError if the process dies on this request, with a message that begins with `refused`, or if it answers with a
+    string, which is the message. words: command-line arguments. pass_fds: file descriptors to inherit.
     """
     root = str(PACKAGE.parent)
     process = await asyncio.create_subprocess_exec(

@@ -1,6 +1,6 @@
-"""The vocabulary of generation, and the interface of rollout engines. Imports no torch: engines may run without it.
+"""The data of generation, and the interface of rollout engines. Imports no torch: engines may run without it.
 
-Tokens in, tokens out: no engine is given text, and text is never tokenised again between turns.
+Engines take tokens and return tokens. Text is never tokenised again between turns.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from typing import Any, Literal, Protocol
 
 from weft.data.prompt_images import PromptImages
 
-# How a completion ended: by an end token or a stop text, at max_new_tokens, or because the engine was told to stop.
+# How a completion ended: by an end token or a stop text, at max_new_tokens, or by abort().
 Finish = Literal["end", "length", "abort"]
-EnginePart = Literal["weights", "cache"]  # of an engine's memory: weights go over before a cache has to have room
+EnginePart = Literal["weights", "cache"]  # of an engine's memory; during a sync there need be no room for the cache
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """How tokens are sampled. temperature: 0 is greedy. top_p, top_k (0: all), min_p: truncation. ends: tokens that end
-    a completion and belong to it. stop: texts that end a completion."""
+    a completion and are part of it. stop: texts that end a completion."""
 
     max_new_tokens: int
     temperature: float = 1.0
@@ -32,14 +32,14 @@ class Sampling:
 
     @property
     def truncated(self) -> bool:
-        """Whether some tokens cannot be sampled, so that samples follow another distribution than the model's."""
+        """Whether some tokens cannot be sampled, so that samples do not follow the model's distribution."""
         return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A prompt to be completed once per seed. id: for messages, as in "step 3, prompt 17, turn 1". images: of the
-    placeholders among the tokens."""
+    """A prompt to be completed once per seed. id: for messages, such as "17.0/3 turn 1". images: one for each image
+    placeholder in the tokens, in order."""
 
     id: str
     tokens: tuple[int, ...]
@@ -50,14 +50,14 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """The completion of one seed. G tokens.
+    """The completion of one seed, with G tokens.
 
-    tokens: with the one that ended it. logprobs: of each token under the distribution it was sampled from: after
-    temperature, and renormalised over the kept tokens where sampling is truncated (with temperature 0: under
-    temperature 1). kept_logmass: [G] log of the probability mass of the kept tokens; None without truncation. versions:
-    (version of the weights, tokens sampled) in order; several where weights changed meanwhile. routes: experts chosen
-    by a mixture of experts, [tokens of prompt and completion - 1, layers, top_k] uint8 or int16, from engines that
-    record them; else None.
+    tokens: [G], including the end token. logprobs: [G] under the distribution that each token was sampled from: after
+    temperature, and renormalised over the kept tokens if sampling is truncated (with temperature 0: under temperature
+    1). kept_logmass: [G] log of the probability mass of the kept tokens; None without truncation, or from engines that
+    do not report it. versions: (version of the weights, number of tokens sampled with it) in order; several if weights
+    changed meanwhile. routes: experts chosen by a mixture of experts, [tokens of prompt and completion - 1, layers,
+    top_k] uint8 or int16, from engines that record them; else None.
     """
 
     tokens: tuple[int, ...]
@@ -72,8 +72,8 @@ class RolloutEngine(Protocol):
     """The interface of a rollout engine, as the controller uses it. Every call ends within its own time limit, or
     raises.
 
-    Engines receive weights by a sync (weft/rollout/sync). version: of the last verified sync. drawn: tokens sampled so
-    far, including unfinished requests where that is known.
+    Engines receive weights by a sync (weft/rollout/sync). drawn: number of tokens sampled so far, including those of
+    unfinished requests if the engine knows them.
     """
 
     drawn: int
@@ -87,15 +87,15 @@ class RolloutEngine(Protocol):
         ...
 
     async def resume(self) -> None:
-        """Continue generation with the present weights."""
+        """Continue generation with the current weights."""
         ...
 
     async def abort(self) -> None:
-        """End all requests; each returns what it has, with finish `abort`."""
+        """End all requests; each returns the tokens that it has, with finish `abort`."""
         ...
 
     async def sleep(self) -> None:
-        """Free the memory of weights and caches. No request may be running."""
+        """Free the memory of weights and cache. No request may be running."""
         ...
 
     async def wake(self, part: EnginePart) -> None:
@@ -109,7 +109,8 @@ class RolloutEngine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Synced:
-    """The outcome of a sync. version: that the engine now samples with."""
+    """The outcome of a sync. version: of the weights that the engine now samples with. tensors: their number. extra:
+    further metrics."""
 
     version: int
     tensors: int
@@ -119,8 +120,8 @@ class Synced:
 
 
 def seed_of(run: int, prompt: str, sample: int, turn: int = 0) -> int:
-    """The seed of a completion, from the run's seed, the prompt's id (with its visit), the sample and the turn, so that
-    it depends neither on the engine nor on other samples."""
+    """The seed of a completion: a hash of the run's seed, the prompt's id (which includes its visit), the sample's
+    number and the turn. It depends neither on the engine nor on other samples."""
     digest = hashlib.blake2b(f"{run}:{prompt}:{sample}:{turn}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1  # engines take signed 64-bit integers
 

@@ -1,4 +1,4 @@
-"""The choice between cached and uncached generation: with a cache, where that is exact for the family."""
+"""The choice between cached and uncached generation: with a cache if that is exact for the model family."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from weft.models.facts import position_limit
 from weft.models.families import family_of
 from weft.rollout.rows import CachedRows, Rows, WholeRows
 
-_PROMPTS = (5, 23, 37)  # tokens; windows and chunks of a small copy are shorter
+_PROMPTS = (5, 23, 37)  # lengths in tokens; some exceed the windows and chunks of a small copy
 _tried: dict[str, bool] = {}  # config as JSON -> whether its cache is exact
 
 
 def open_rows(model: PreTrainedModel, routes: bool = False) -> Rows:
-    """CachedRows where they are exact for this family; else WholeRows, which are slow and exact. routes: record
-    experts."""
+    """CachedRows if they are exact for this family; else WholeRows, which are slow and exact. routes: whether to record
+    the chosen experts."""
     return (CachedRows if caches(model.config) else WholeRows)(model, routes)
 
 
@@ -26,7 +26,7 @@ def caches(config: PretrainedConfig) -> bool:
     """Whether CachedRows support this architecture; tested once on a small random copy."""
     text = config.get_text_config()
     if family_of(text.model_type).attention is not None or position_limit(text) is not None:
-        return False  # attention of their own reads another mask; the rotary table of a row depends on its length
+        return False  # own attention reads another mask; or the rotary table depends on a row's length
     key = config.to_json_string(use_diff=False)
     if key not in _tried:
         _tried[key] = _is_exact(config)
@@ -34,7 +34,7 @@ def caches(config: PretrainedConfig) -> bool:
 
 
 def _is_exact(config: PretrainedConfig) -> bool:
-    """Whether logits with a cache are those without, for rows of uneven lengths that come and go."""
+    """Whether logits with and without a cache agree within LOGIT_TOLERANCE, for uneven rows that join and leave."""
     small = small_copy(config)
     if not hf.takes_dynamic_cache(small):
         return False
@@ -52,7 +52,7 @@ def _is_exact(config: PretrainedConfig) -> bool:
 
 
 def _walk(rows: Rows, vocabulary: int) -> list[Tensor]:
-    """Logits of every forward while rows join, go on, leave and are joined by others."""
+    """The logits of every forward while rows join, advance and leave, and others join."""
     prompts = [[(3 + 5 * place) % vocabulary for place in range(length)] for length in _PROMPTS]
 
     def advance() -> Tensor:

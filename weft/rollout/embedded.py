@@ -1,6 +1,6 @@
-"""The embedded engine: a plain HuggingFace model in the trainer's own ranks that generates.
+"""The embedded engine: a plain HuggingFace model in the trainer's own ranks, which generates.
 
-It is filled by the tensor walker, like any other engine, and emptied on sleep, so that it works on every mesh.
+The tensor walker fills it, so that it works on every mesh. On sleep its memory is freed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from weft.telemetry import flight
 
 
 class EmbeddedEngine:
-    """A full copy of a trainer's model in its compute dtype, on the ranks that ask for one."""
+    """A full copy of a trainer's model in its compute dtype, on each rank that generates."""
 
     def __init__(
         self,
@@ -49,12 +49,12 @@ class EmbeddedEngine:
 
     @property
     def bytes(self) -> int:
-        """Size of the copy."""
+        """Size of the copy in bytes."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self._manifest().values())
 
     def wake(self, here: bool = True, version: int = 0) -> None:
-        """Fill the copy with the trainer's present weights; collective. here: whether this rank will generate. version:
-        of these weights, for completions."""
+        """Fill the copy with the trainer's current weights; collective. here: whether this rank will generate. version:
+        the version of these weights, for completions."""
         model = (self.model or self._build()) if here else None
         if self._emptied is not None:
             self._emptied.restore()
@@ -81,7 +81,7 @@ class EmbeddedEngine:
         self.model = model
 
     def sleep(self) -> int:
-        """Free the copy and its cache; returns the bytes of the copy. Waking does not build the model again."""
+        """Free the copy and its cache; returns the bytes of the copy. The model's modules stay, for the next wake()."""
         if self.model is None or self.generator is None or self._emptied is not None:
             return 0
         self.generator.drop_cache()
@@ -104,7 +104,8 @@ class EmbeddedEngine:
         return manifest_of(self.engine, self.engine.precision.compute)
 
     def _build(self) -> PreTrainedModel:
-        """The model with storage and nothing in it; tied where the trainer's is, and no adapter changes one alone."""
+        """The model with uninitialised storage. Weights are tied as in the trainer, unless an adapter changes one of
+        them."""
         built = self.engine.built
         attention = implementation(built.config, "auto")
         model = hf.build_meta(copy.deepcopy(built.config), dtype=self.engine.precision.compute, attention=attention)
@@ -119,13 +120,14 @@ class EmbeddedEngine:
         return {name: owner for name, owner in tied.items() if not {name, owner} & untied}
 
     def _add_adapters(self, state: Mapping[str, Tensor]) -> None:
-        """W + s B A of what is adapted, rounded once to the copy's dtype; collective. state: of the copy, or empty."""
+        """Set adapted weights to W + s B A, rounded once to the copy's dtype; collective. state: the copy's tensors;
+        empty on a rank without a copy."""
         lora = self.engine.lora
         if lora is None:
             return
         for name, owner in hf.tied_parameters(self.engine.built.module.hf_model).items():
             if name in state and name not in self._tied():
-                state[name].detach().copy_(state[owner].detach())  # the walker gave it under its owner's name alone
+                state[name].detach().copy_(state[owner].detach())  # the walker yields only the owner
         matrices = self._matrices([name for target in lora.targets for name in target.names])
         for target, a, b in zip(lora.targets, matrices, matrices, strict=True):
             if state:
@@ -133,7 +135,7 @@ class EmbeddedEngine:
                 weight.copy_(add_delta(weight.float(), target, lora, a, b))
 
     def _matrices(self, names: Sequence[str]) -> Iterator[Tensor]:
-        """These parameters of adapters, whole, in fp32; collective."""
+        """The full tensors of these adapter parameters, in fp32 and in order; collective."""
         parameters, cuts = self.engine.whole_parameters(), self.engine.divided.cuts
         shapes = {name: full_shape(name, parameters[name], cuts) for name in names}
         manifest = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
@@ -142,12 +144,12 @@ class EmbeddedEngine:
 
 
 def end_tokens(engine: Engine, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Tokens that end an answer, according to generation_config.json, config.json and the tokenizer."""
+    """Tokens that end an answer, according to generation_config.json, config.json and the tokenizer; sorted."""
     named = [engine.built.config.get_text_config().eos_token_id, tokenizer.eos_token_id]
     source = str(engine.built.source or engine.built.path)
     try:
         named.append(GenerationConfig.from_pretrained(source).eos_token_id)
-    except OSError:  # the file is there for models that are to generate only
+    except OSError:  # not every model has the file
         pass
     except Exception as error:
         raise UserError(f"model.path: {source}: generation_config.json cannot be read: {first_line(error)}.") from error

@@ -1,7 +1,7 @@
-"""Batched generation with a plain HuggingFace causal LM: many requests at once, on one device.
+"""Batched generation with a plain HuggingFace causal LM: many requests at once, on one device (continuous batching).
 
-Rows are samples in progress. A prompt is forwarded once for its whole group; a finished sample leaves the batch and
-others take its place. A sample depends only on its prompt, its seed and its sampling.
+Rows are samples in progress. A prompt is forwarded once for its whole group. A finished sample leaves the batch, and
+waiting ones take its place. A sample depends only on the weights, its prompt, its seed and its sampling options.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from weft.rollout.rows import Routes
 from weft.rollout.token_sampling import SampledTokens, sample_tokens, uniforms
 from weft.telemetry import flight
 
-MAX_TOKENS = 65_536  # rollout.max_tokens_per_device, where nobody says otherwise
-_JOIN = 0.25  # samples join a running batch where so much of its room is free: every join costs a forward
+MAX_TOKENS = 65_536  # default of max_tokens; runs set rollout.max_tokens_per_device
+_JOIN = 0.25  # share of free room from which samples join a running batch, because every join costs a forward
 
 
 @dataclass
 class Work:
-    """Statistics of a generator. tokens: sampled. steps: forwards of one token per row. row_steps: rows of these,
-    summed. most_rows: at once."""
+    """Statistics of a generator. prompts: forwarded prompts. tokens: sampled tokens. steps: forwards of one token per
+    row. row_steps: sum of rows over steps. most_rows: the largest number of rows at once."""
 
     prompts: int = 0
     tokens: int = 0
@@ -66,7 +66,7 @@ class _Sample:
             self.versions.append((version, 1))
 
     def forget(self) -> None:
-        """Start again."""
+        """Discard all tokens, so that the sample starts again."""
         for kept in (self.tokens, self.logprobs, self.masses, self.versions, self.routes):
             kept.clear()
 
@@ -94,7 +94,7 @@ class _Job:
 
     @property
     def length(self) -> int:
-        """The most tokens that a sample may have."""
+        """The most tokens that a sample may have, including the prompt."""
         return len(self.request.tokens) + self.request.sampling.max_new_tokens
 
     @property
@@ -104,7 +104,7 @@ class _Job:
 
 @dataclass(eq=False)
 class _Waiting:
-    """Samples of one job that continue the same tokens, which are forwarded once for all that join together."""
+    """Waiting samples of one job that continue the same tokens, which are forwarded once for all that join together."""
 
     job: _Job
     tokens: tuple[int, ...]
@@ -112,13 +112,13 @@ class _Waiting:
 
 
 Finished = list[tuple[Request, list[Completion]]]
-Numbered = dict[int, list[Completion]]  # by the number that its request was given
+Numbered = dict[int, list[Completion]]  # by the number of the request, which the caller of advance() chose
 
 
 class Generator:
-    """Completes requests with `model`, which it owns. Call add and step, or generate.
+    """Completes requests with `model`, which it owns. Call add() and step(), or advance(), or generate().
 
-    version: of the weights; set it when they change. Global random number generators are not used.
+    version: of the weights, for completions; set it when they change. Global random number generators are not used.
     """
 
     def __init__(
@@ -131,9 +131,9 @@ class Generator:
         routes: bool = False,
         opener: ImageOpener | None = None,
     ) -> None:
-        """tokenizer: needed only for stop texts. max_tokens: capacity of the cache; a sample counts with its greatest
-        possible length. One sample can always run. exact: as in EngineConfig. routes: record experts.
-        opener: opens images of requests."""
+        """tokenizer: needed only for stop texts. max_tokens: capacity of the cache in tokens; a sample counts with its
+        greatest possible length. One sample can always run. exact: as in EngineConfig. routes: whether to record the
+        chosen experts. opener: opens images of requests."""
         hf.register_kernels()
         if exact:
             compute_exactly(model)
@@ -144,7 +144,7 @@ class Generator:
         self._device, self._opener = model.device, opener
         self._waiting: deque[_Waiting] = deque()
         self._running: list[_Sample] = []  # row by row
-        self._asked: dict[int, int] = {}  # by advance(): id of a request under way -> its number
+        self._asked: dict[int, int] = {}  # of advance(): id() of an unfinished request -> its number
 
     @property
     def busy(self) -> bool:
@@ -152,7 +152,7 @@ class Generator:
         return bool(self._waiting or self._running)
 
     def add(self, request: Request) -> None:
-        """Queue a request. UserError where it cannot be served."""
+        """Queue a request. UserError if it cannot be served."""
         if not request.tokens or request.sampling.max_new_tokens < 1:
             raise UserError(f"{request.id}: a request has at least one token and asks for at least one.")
         if request.sampling.stop and self._tokenizer is None:
@@ -163,7 +163,8 @@ class Generator:
         self._waiting.append(_Waiting(job, request.tokens, list(job.samples)))
 
     def step(self) -> Finished:
-        """Sample one token for every sample; returns the requests that have finished."""
+        """Sample one token for every running sample, then let waiting ones join and sample their first. Returns the
+        finished requests with their completions."""
         flight.beat()
         with torch.inference_mode(), numerics(self._exact):
             jobs = self._advance() + self._admit()
@@ -171,8 +172,9 @@ class Generator:
         return [(job.request, [sample.completion() for sample in job.samples]) for job in ended]
 
     def advance(self, asked: Mapping[int, Request], seconds: float) -> tuple[Numbered, int]:
-        """Work on queued requests and on `asked`, by number, for some seconds or until all have finished. Returns the
-        finished ones and the number of sampled tokens; weights may change between two calls."""
+        """Add the requests `asked`, by number, and work on all requests until they have finished or `seconds` have
+        passed. Returns finished completions by number, and the number of tokens sampled in this call. Weights may
+        change between two calls (renew)."""
         end, before = time.monotonic() + seconds, self.work.tokens
         for number, request in asked.items():
             self.add(request)
@@ -185,15 +187,15 @@ class Generator:
         return finished, self.work.tokens - before
 
     def end(self) -> Numbered:
-        """End all requests of advance(); returns what they have."""
+        """End all requests of advance(); returns their completions, with finish `abort` for unfinished samples."""
         return self._numbered(self.abort())
 
     def _numbered(self, finished: Finished) -> Numbered:
         return {self._asked.pop(id(request)): completions for request, completions in finished}
 
     def renew(self, version: int, keep: bool = True) -> None:
-        """Continue with new weights of this version. keep: unfinished samples keep their tokens, whose keys and values
-        are computed again; else they start again from the same seeds."""
+        """Continue with new weights of this version. keep: whether unfinished samples keep their tokens, whose keys and
+        values are computed again; otherwise they start again from the same seeds."""
         self.version = version
         unfinished, self._running = self._running, []
         self.drop_cache()
@@ -206,12 +208,12 @@ class Generator:
         self._waiting.extendleft(reversed(joining.values()))
 
     def drop_cache(self) -> None:
-        """Free the cache. Nothing may be running."""
+        """Free the cache. No sample may be running."""
         assert not self._running, "samples are being written"
         self._rows.drop()
 
     def abort(self) -> Finished:
-        """End all requests; returns what they have."""
+        """End all requests; returns their completions, with finish `abort` for unfinished samples."""
         waiting = (entry.job for entry in self._waiting)
         jobs = list(dict.fromkeys([*(sample.job for sample in self._running), *waiting]))
         for job in jobs:
@@ -224,8 +226,8 @@ class Generator:
     def generate(
         self, requests: Sequence[Request], proceed: Callable[[], bool] | None = None
     ) -> list[list[Completion]]:
-        """The completions of each request, one per seed. proceed: called before every step; it may block, and ends
-        everything by returning False."""
+        """The completions of each request, one per seed. proceed: called before every step; it may block, and ends all
+        requests by returning False. UserError if two requests have the same id."""
         assert not self.busy
         if len({request.id for request in requests}) < len(requests):
             raise UserError("two requests of a batch have the same id.")
@@ -237,10 +239,11 @@ class Generator:
             found.update((request.id, completions) for request, completions in finished)
         return [found[request.id] for request in requests]
 
-    # ------------------------------------------------------------ who runs
+    # ------------------------------------------------------------ admission
 
     def _admit(self) -> list[_Job]:
-        """Let waiting samples join, groups whole where they fit at all; jobs that got tokens."""
+        """Let waiting samples join and sample their first token; returns their jobs. A group is split only if it can
+        never fit as a whole."""
         joining: list[_Waiting] = []
         while self._waiting:
             entry = self._waiting[0]
@@ -254,7 +257,7 @@ class Generator:
             self._waiting.popleft()
         if not joining:
             return []
-        joining.sort(key=lambda entry: len(entry.tokens))  # alike ones side by side: less padding
+        joining.sort(key=lambda entry: len(entry.tokens))  # similar lengths side by side need less padding
         counts, media = [len(entry.samples) for entry in joining], [self._media(entry) for entry in joining]
         logits_PV = self._rows.join([entry.tokens for entry in joining], counts, media)
         new = [sample for entry in joining for sample in entry.samples]
@@ -264,7 +267,7 @@ class Generator:
         self.work.most_rows = max(self.work.most_rows, len(self._running))
         if self._rows.routes:
             for sample, place in zip(new, owner.tolist(), strict=True):
-                known = sum(map(len, sample.routes))  # of a sample that goes on: those that it was drawn with stay
+                known = sum(map(len, sample.routes))  # a sample that continues keeps the routes it was sampled with
                 sample.routes.append(self._rows.routes[place][known:])
         self._take(new, logits_PV[torch.from_numpy(owner).to(self._device)])
         self._leave()
@@ -275,14 +278,15 @@ class Generator:
         return None if images is None or self._opener is None else self._opener(images)
 
     def _fitting(self, entry: _Waiting, joining: Sequence[_Waiting]) -> int:
-        """The samples of an entry that may join those that run and `joining`; all of them if they ever fit."""
+        """The number of samples of an entry that may join now, besides the running ones and `joining`. An entry joins
+        as a whole, or waits; a part of it joins only if nothing else runs or joins."""
         running = len(self._running) + sum(len(other.samples) for other in joining)
         lengths = [
             entry.job.length,
             *(sample.job.length for sample in self._running),
             *(other.job.length for other in joining),
         ]
-        room = max(1, self.max_tokens // max(lengths))  # rows of the longest there is
+        room = max(1, self.max_tokens // max(lengths))  # rows, if each gets the greatest length
         wanted, free = len(entry.samples), room - running
         if self._running and free < _JOIN * room:
             return 0
@@ -296,10 +300,10 @@ class Generator:
             order = self._rows.leave(gone)
             self._running = [self._running[row] for row in order]
 
-    # ------------------------------------------------------------ what they get
+    # ------------------------------------------------------------ sampling
 
     def _advance(self) -> list[_Job]:
-        """One more token for all that run; their jobs."""
+        """Sample one more token for all running samples; returns their jobs."""
         if not self._running:
             return []
         running = list(self._running)
@@ -313,7 +317,7 @@ class Generator:
         return [sample.job for sample in running]
 
     def _take(self, samples: Sequence[_Sample], logits_RV: Tensor) -> None:
-        """Draw the next token of each sample, and say where it ends."""
+        """Sample the next token of each sample, and set `finish` where it ends."""
         by_sampling: dict[Sampling, list[int]] = {}
         for row, sample in enumerate(samples):
             by_sampling.setdefault(sample.job.request.sampling, []).append(row)
@@ -344,7 +348,8 @@ class Generator:
                 sample.masses.append(mass)
 
     def _stops(self, sample: _Sample) -> bool:
-        """Whether the last token wrote a stop text. A character takes four tokens at most, so few are decoded."""
+        """Whether the last token completed a stop text. Only the last tokens are decoded: a character takes at most
+        four."""
         assert self._tokenizer is not None
         stops = sample.job.request.sampling.stop
         reach = 4 * max(map(len, stops)) + 8

@@ -1,6 +1,6 @@
-"""JSON over HTTP to a server that weft has started on this machine. One connection a call, standard library alone.
+"""JSON over HTTP to a server that weft has started on this machine. One connection per call; only the standard library.
 
-HTTP/1.0 is completion_text because it knows no chunks: an answer is what comes until the server closes.
+Calls use HTTP/1.0 because it has no chunked transfer: the response ends when the server closes the connection.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 
 class RefusedError(RuntimeError):
-    """The server answered with a status other than 2xx. text: the body."""
+    """The server answered with a status other than 2xx. text: the response's body."""
 
     def __init__(self, call: str, status: int, text: str) -> None:
         super().__init__(f"{call} was answered with status {status}: {text}")
@@ -28,8 +28,8 @@ class Address:
     key: str = field(default="", repr=False)
 
     async def call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        """The response: JSON, or text. Raises RefusedError; ConnectionError where the response is incomplete. No
-        timeout; the caller has one. Cancelling closes the connection."""
+        """The response: parsed JSON, or text. RefusedError for a status other than 2xx; ConnectionError if nothing
+        listens or the response is incomplete. Has no timeout of its own. Cancelling closes the connection."""
         reader, writer = await self._connect()
         try:
             writer.write(_request(method, path, body, self.key))
@@ -61,7 +61,7 @@ def _request(method: str, path: str, body: Mapping[str, Any] | None, key: str) -
 
 
 def _parsed(answer: bytes, call: str) -> tuple[int, str, bytes]:
-    """(status, type of the content, content) of a whole answer."""
+    """(status, content type, content) of a response. ConnectionError if it is incomplete."""
     head, gap, content = answer.partition(b"\r\n\r\n")
     first, *lines = head.decode("latin-1").split("\r\n")
     words = first.split()

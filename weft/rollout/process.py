@@ -1,4 +1,4 @@
-"""The process of a rollout engine: started, observed, and ended with all its children."""
+"""The process of a rollout engine: starting it, observing it, and ending it with all its children."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from typing import Literal
 from weft.errors import ActorError
 
 _SUPERVISOR = Path(__file__).parent / "supervisor.py"
-_LINES, _WIDTH = 15, 400  # of the log's end, in messages
-# At a line's start, or after what a logger puts there; with its module or without.
+_LINES, _WIDTH = 15, 400  # of the end of the log in messages: lines, and characters of a line
+# An error at the start of a line or after a logger's prefix, with or without its module.
 _ERROR = re.compile(r"(?:^|\] )(?:[\w.]+\.)?([A-Z]\w*(?:Error|Exception): .+)")
-_NOISE = re.compile(r"nanobind|^ - (leaked|\.\.\.) |resource_tracker")  # what vLLM's processes say whenever they end
-_CLOSING = 15.0  # seconds that a process is given to end
-_LOOK = 0.05  # seconds between two looks at it
+_NOISE = re.compile(r"nanobind|^ - (leaked|\.\.\.) |resource_tracker")  # what vLLM's processes print at every exit
+_CLOSING = 15.0  # seconds for a process to end before it is killed
+_LOOK = 0.05  # seconds between two looks at its status
 
 
 class EngineDiedError(ActorError):
-    """A rollout engine has exited, hangs, or is broken. The message names it, what it was doing, and the end of its
+    """A rollout engine has exited, hangs, or is broken. The message has its name, what it was doing, and the end of its
     log."""
 
     def __init__(self, message: str, kind: Literal["killed", "hang"] = "killed") -> None:
@@ -37,7 +37,8 @@ class EngineProcess:
     def __init__(
         self, name: str, command: Sequence[str], environment: Mapping[str, str], log: Path, folder: Path | None = None
     ) -> None:
-        """name: for messages. environment: complete. folder: removed after it has ended. Starts the process."""
+        """Start the process. name: for messages. environment: all its environment variables. folder: removed after the
+        process has ended."""
         self.name, self.log, self._folder = name, log, folder
         log.parent.mkdir(parents=True, exist_ok=True)
         self._start = log.stat().st_size if log.exists() else 0
@@ -53,7 +54,7 @@ class EngineProcess:
         return self._process.poll()
 
     def tail(self) -> str:
-        """The first error in its output, the last lines, and the path of the log."""
+        """The first error in the process's output, the last lines, and the path of the log."""
         with self.log.open("rb") as file:
             file.seek(self._start)
             lines = [line for line in file.read().decode(errors="replace").splitlines() if not _NOISE.search(line)]
@@ -63,7 +64,7 @@ class EngineProcess:
         return f"{first}The end of {self.log}:\n{shown}"
 
     async def close(self) -> None:
-        """End the process and all its children; no error where it has ended."""
+        """End the process and all its children; no error if it has already ended."""
         assert self._process.stdin is not None
         with suppress(OSError):
             self._process.stdin.close()

@@ -1,4 +1,4 @@
-"""RUN/rollouts: every sample of every rollout step, as Parquet, so that rollouts can be browsed and trained again."""
+"""RUN/rollouts: every sample of every rollout step as Parquet, so that rollouts can be browsed and trained on again."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from weft.rollout.types import Group, Prompt, Sample, samples_of
 
 FOLDER = "rollouts"
 EVALUATIONS = "evaluations"
-# Arrays of a sample that are kept, with their dtypes; null where there are none.
+# The recorded arrays of a sample and their dtypes; null if the sample has none.
 _ARRAYS = {
     "tokens": np.int64, "sampled": np.bool_, "rollout": np.float32, "versions": np.int32, "kept_logmass": np.float32,
     "old": np.float32, "reference": np.float32, "values": np.float32, "advantages": np.float32,
@@ -31,21 +31,21 @@ _ARRAYS = {
 
 
 def import_arrow() -> tuple[Any, Any]:
-    """(pyarrow, pyarrow.parquet), in which rollouts are recorded; UserError where it is not installed."""
+    """(pyarrow, pyarrow.parquet); UserError if pyarrow is not installed."""
     need = "the record of rollouts"
     return import_extra("pyarrow", "rl", need), import_extra("pyarrow.parquet", "rl", need)
 
 
 def rollout_file(folder: Path, step: int, into: str = FOLDER) -> Path:
-    """RUN/rollouts/step-000001.parquet"""
+    """The file of a step, such as RUN/rollouts/step-000001.parquet. folder: RUN. into: subfolder of RUN."""
     return folder / into / f"step-{step:06d}.parquet"
 
 
 def write_rollouts(
     folder: Path, step: int, groups: Sequence[Group], into: str = FOLDER, *, routes: bool = False
 ) -> Path:
-    """Write all samples of a rollout step, or of an evaluation, in order; atomic. routes: include those of a mixture of
-    experts, which take layers x experts bytes for each token, more than everything else."""
+    """Write all samples of a rollout step, or of an evaluation, in order; atomic. Returns the file. routes: whether to
+    include the routes of a mixture of experts, which take layers x top_k bytes per token, more than everything else."""
     pa, pq = import_arrow()
     rows = [_row(step, sample) | _packed_routes(sample.routes if routes else None) for sample in samples_of(groups)]
     path = rollout_file(folder, step, into)
@@ -54,7 +54,7 @@ def write_rollouts(
     try:
         pq.write_table(pa.Table.from_pylist(rows), partial, compression="zstd")
     except OSError as error:
-        partial.unlink(missing_ok=True)  # what could not be written whole only takes room
+        partial.unlink(missing_ok=True)  # an incomplete file only takes space
         error.filename = error.filename or str(path)
         raise
     os.replace(partial, path)
@@ -62,14 +62,14 @@ def write_rollouts(
 
 
 def read_rollouts(path: Path) -> list[Group]:
-    """The groups of one file. UserError where it is none of weft's."""
+    """The groups of one file. UserError if it is not a file of weft's rollouts."""
     _, pq = import_arrow()
     try:
         rows = pq.ParquetFile(regular_file(path, "a file of rollouts")).read().to_pylist()
         samples = [_sample(row) for row in rows]
     except UserError:
         raise
-    except Exception as error:  # a library's, or Python's of values that are of other types
+    except Exception as error:  # pyarrow's, or Python's for values of unexpected types
         raise UserError(f"{path}: holds no rollouts of weft: {first_line(error)}.") from error
     groups: dict[str, Group] = {}
     for sample in samples:
@@ -78,19 +78,19 @@ def read_rollouts(path: Path) -> list[Group]:
 
 
 def hold_routes(path: Path) -> bool:
-    """Whether a file of rollouts includes routes."""
+    """Whether a file of rollouts includes the routes of every sample."""
     _, pq = import_arrow()
     return "routes" in pq.read_schema(path).names and pq.read_table(path, columns=["routes"])["routes"].null_count == 0
 
 
 def rollout_files(folder: Path) -> dict[int, Path]:
-    """Rollout step -> file, of a folder RUN/rollouts."""
+    """Rollout step -> file, in a folder RUN/rollouts; by rising step."""
     named = [(path, path.stem.partition("-")[2]) for path in sorted(folder.glob("step-*.parquet"))]
     return {int(step): path for path, step in named if step.isdecimal() and step.isascii()}
 
 
 def recorded_files(folder: str, option: str) -> list[Path]:
-    """The files of RUN/rollouts in their order. UserError, which names the option, where there are none."""
+    """The files of RUN/rollouts in order. UserError, naming the option, if there are none."""
     files = list(rollout_files(Path(folder)).values())
     if not files:
         raise UserError(f"{option} {folder}: no rollouts are there. Name a folder RUN/rollouts of a run of weft rl.")
@@ -98,8 +98,8 @@ def recorded_files(folder: str, option: str) -> list[Path]:
 
 
 def cut_rollouts(folder: Path, after: int, into: str = FOLDER) -> list[Path]:
-    """Move files of steps after `after` to RUN/rollouts/dropped (or RUN/evaluations/dropped); returns their new
-    paths."""
+    """Move the files of steps after `after` to RUN/rollouts/dropped (with `into`, to RUN/into/dropped); returns their
+    new paths."""
     moved = []
     for step, path in rollout_files(folder / into).items():
         if step > after:
@@ -139,7 +139,7 @@ def _plain(value: Any) -> Any:
 
 
 def _replied(images: PromptImages | None) -> dict[str, Any]:
-    """Images of replies, with the bytes of those that are no files: no data have them."""
+    """The columns for images of replies. Images that are not files are stored as bytes: no data contain them."""
     if images is None:
         return {"reply_images": None, "reply_patches": None, "reply_pairs": None}
     pairs = zip(images.images, images.sizes, strict=True)
@@ -159,7 +159,7 @@ def _images(row: Mapping[str, Any]) -> PromptImages | None:
 
 
 def _packed_routes(routes: Any) -> dict[str, Any]:
-    """As bytes, one for each expert where these do: numbers in Parquet's lists take several times as long."""
+    """The columns for routes, as bytes, one per expert if numbers fit: Parquet's lists are several times slower."""
     if routes is None:
         return {"routes": None, "routes_shape": None}
     compact = np.int8 if int(routes.max(initial=0)) <= np.iinfo(np.int8).max else np.int16
@@ -174,7 +174,7 @@ def _routes(row: dict[str, Any]) -> Any:
     return np.frombuffer(row["routes"], compact).astype(np.int16).reshape(shape)
 
 
-# What is written as text or number is read as such.
+# Types that columns must have when they are read.
 _TYPES: dict[str, type | UnionType] = {
     "prompt_index": int, "visit": int, "number": int, "turns": int, "prompt_tokens": int, "tokens": list,
     "prompt": str, "completion": str, "source": str, "finish": str, "reward": float | int | NoneType,

@@ -1,6 +1,6 @@
 """The rows of a generating batch: the model's state of each row, and one forward for all rows.
 
-Rows come in groups that share a prompt, which is forwarded once, and leave when their completion has ended. R rows, P
+Rows join in groups that share a prompt, which is forwarded once. They leave when their completion has ended. R rows, P
 prompts, T tokens of the longest prompt, S slots, K key heads, D head width, V vocabulary.
 """
 
@@ -28,16 +28,16 @@ from weft.models.vision import find_vision
 from weft.ops.attention_call import BOUNDS_ARGUMENT, Bounds
 
 Routes = NDArray[np.int16]
-_SLOTS, _FEW = 64, 16  # slots are added so many at a time, or by a quarter; up to the first, by the second
-_PREFILL_TOKENS = 16_384  # of one forward of prompts, padding included; a longer prompt is forwarded alone
-_FILL = 0.8  # prompts are padded to one length where that leaves so much of real tokens
+_SLOTS, _FEW = 64, 16  # slots grow by a quarter, rounded up to a multiple of _SLOTS; up to _SLOTS, of _FEW
+_PREFILL_TOKENS = 16_384  # most tokens of one forward of prompts, including padding; a longer prompt is forwarded alone
+_FILL = 0.8  # least share of real tokens in a padded forward of prompts
 
 
 class Rows(Protocol):
-    """Row r has lengths[r] tokens. Methods that forward return logits, fp32.
+    """The rows of a batch. Row r has lengths[r] tokens. Methods that forward return fp32 logits.
 
-    routes: of the last forward, [tokens, decoder layers, k] for the new tokens of each prompt or row, with -1 where a
-    layer routes nothing; empty unless requested, and for dense models.
+    routes: of the last forward, per prompt or row [new tokens, decoder layers, top_k], with -1 where a layer routes
+    nothing. Empty for dense models, or if routes are not recorded.
     """
 
     lengths: NDArray[np.int64]
@@ -46,16 +46,16 @@ class Rows(Protocol):
     def join(
         self, prompts: Sequence[Sequence[int]], copies: Sequence[int], media: Sequence[Media | None] | None = None
     ) -> Tensor:
-        """Add `copies` rows for each prompt, after the existing rows; [P, V] logits after each prompt. media: the
-        images of each prompt, if any has."""
+        """Add copies[p] rows for each prompt p, after the existing rows; returns logits [P, V] after each prompt.
+        media: the images of each prompt; None if no prompt has any."""
         ...
 
     def advance(self, tokens: Sequence[int]) -> Tensor:
-        """Append one token to every row; [R, V]."""
+        """Append one token to every row; returns logits [R, V]."""
         ...
 
     def leave(self, gone: Sequence[int]) -> list[int]:
-        """Remove rows. Returns `order`: the new row i was row order[i]."""
+        """Remove rows. Returns `order`: new row i was row order[i]."""
         ...
 
     def drop(self) -> None:
@@ -64,7 +64,7 @@ class Rows(Protocol):
 
 
 def _without(gone: Sequence[int], rows: int) -> list[int]:
-    """The order in which the last of these rows fill the gaps of those that go."""
+    """The order of the remaining rows: the last ones fill the gaps of the removed ones."""
     left, out = rows - len(gone), set(gone)
     order, movers = list(range(left)), [row for row in range(left, rows) if row not in out]
     for gap, mover in zip((row for row in gone if row < left), movers, strict=True):
@@ -74,8 +74,8 @@ def _without(gone: Sequence[int], rows: int) -> list[int]:
 
 @dataclass(frozen=True)
 class _Laid:
-    """Prompts laid out for one forward. positions: [P, T], or [3, P, T]. ahead: how far the position after a prompt's
-    last token is ahead of its length, which images change."""
+    """Prompts laid out for one forward. positions: [P, T], or [3, P, T] for models with multimodal positions. ahead:
+    position after the prompt's last token, minus its length; images make it nonzero."""
 
     ids_PT: Tensor
     positions: Tensor
@@ -85,7 +85,7 @@ class _Laid:
 
 
 class _Model:
-    """The forward of a causal LM in two parts: last hidden states, and logits where they are needed."""
+    """The forward of a causal LM in two parts: last hidden states, and logits for chosen positions."""
 
     def __init__(self, model: PreTrainedModel, routes: bool) -> None:
         facts = find_facts(model)
@@ -98,7 +98,7 @@ class _Model:
         self._positions = hf.accepts(self._base, "position_ids")
         family = family_of(self.config.model_type)
         self._bounded = family.attention is None and hf.accepts(self._base, BOUNDS_ARGUMENT)
-        carries = next(mixers_of(self._base), None) is not None  # and in a plain model nothing keeps it apart
+        carries = next(mixers_of(self._base), None) is not None  # a state would leak between packed documents
         self.packs = self._bounded and family.layout == "packed" and not carries
         self._cache_argument = hf.cache_argument(self._base)
         self._recorder: RouteRecorder | None = None
@@ -114,7 +114,8 @@ class _Model:
         cache: hf.RowCache | None,
         media: Mapping[str, Tensor] | None = None,
     ) -> Tensor:
-        """Last hidden states [B, T, H]. media: as in TrainModule."""
+        """The last hidden states [B, T, H]. cache: receives new keys and values; None: no cache. media: as in
+        TrainModule."""
         extra: dict[str, Any] = {"use_cache": False, **(media or {})}
         if cache is not None:
             extra |= {"use_cache": True, self._cache_argument: cache}
@@ -126,19 +127,19 @@ class _Model:
         return hidden_BTH
 
     def routes(self, batch: int, lengths: Sequence[int]) -> list[Routes]:
-        """Routes of the last forward, for the first tokens of each entry of its batch."""
+        """The routes of the last forward, for the first lengths[b] tokens of each entry b of its batch."""
         if self._recorder is None:
             return []
         taken = self._recorder.take()
         return [entry[:length] for entry, length in zip(np.split(taken, batch), lengths, strict=True)]
 
     def logits(self, hidden_NH: Tensor) -> Tensor:
-        """[N, V] fp32: products in the weight's dtype, all after them in fp32, as the trainer's head does it."""
+        """Logits [N, V] in fp32: the product in the weight's dtype, the rest in fp32, as in the trainer's head."""
         weight = self._head.weight
         return self._transform(F.linear(hidden_NH.to(weight.dtype), weight, self._head.bias).float())
 
     def laid(self, prompts: Sequence[Sequence[int]], media: Media | None = None) -> _Laid:
-        """Prompts in one batch, right-padded, and bounds that keep them apart. media: of the only prompt."""
+        """Lay out prompts as one right-padded batch. media: the images of a prompt, which must be the only one."""
         if media is not None:
             return self._with_images(prompts[0], media)
         longest = max(map(len, prompts))
@@ -164,8 +165,9 @@ class _Model:
 
 
 class CachedRows:
-    """Every token is forwarded once. Keys and values of a layer are one pair of tensors, [rows, K, slots, D], with a
-    row's token t in slot t. So rows of different lengths need no alignment, and one is moved by a copy of it alone."""
+    """Rows with a key-value cache, so that every token is forwarded once. A layer has one pair of tensors
+    [rows, K, slots, D], with a row's token t in slot t. So rows of different lengths need no alignment, and moving a
+    row copies only that row."""
 
     def __init__(self, model: PreTrainedModel, routes: bool = False) -> None:
         self.lengths = np.zeros(0, dtype=np.int64)
@@ -173,15 +175,15 @@ class CachedRows:
         self._model = _Model(model, routes)
         self._ahead = np.zeros(0, dtype=np.int64)  # of each row, as in _Laid
         self._kept: dict[int, tuple[Tensor, Tensor]] = {}
-        self._room = (0, 0)  # rows and slots of those tensors
+        self._room = (0, 0)  # allocated rows and slots
         self._states = self._new_cache()
-        # Of the forward that runs: slots that are in use, prompt of each new row, tokens of each row, all alike or not.
+        # For the current forward: slots in use, prompt of each new row, tokens of each row, whether these are equal.
         self._longest, self._owner_R, self._past_R, self._even = 0, torch.empty(0), torch.empty(0), True
 
     def join(
         self, prompts: Sequence[Sequence[int]], copies: Sequence[int], media: Sequence[Media | None] | None = None
     ) -> Tensor:
-        """See Rows. Prompts ordered by length are padded least."""
+        """See Rows. Prompts ordered by length need the least padding."""
         found = []
         self.routes = []
         media = [None] * len(prompts) if media is None else media
@@ -228,8 +230,8 @@ class CachedRows:
         self._states = self._new_cache()
 
     def _forwards(self, prompts: Sequence[Sequence[int]], media: Sequence[Media | None]) -> Iterator[tuple[int, int]]:
-        """Runs of prompts, start and end, that are forwarded in one batch; one with images alone. A state would run
-        through padding: there is none then."""
+        """Yield (start, end) of consecutive prompts that are forwarded as one batch. A prompt with images is a batch of
+        its own. Layers with a recurrent state allow no padding, which would change the state."""
         fill = 1.0 if self._states.has_states else _FILL
         start = 0
         while start < len(prompts):
@@ -245,7 +247,7 @@ class CachedRows:
             start = end
 
     def _prefill(self, laid: _Laid, lengths: Sequence[int], copies: Sequence[int]) -> Tensor:
-        """[P, V]"""
+        """Forward prompts and add their rows; returns logits [P, V] after each prompt."""
         owner = np.repeat(np.arange(len(lengths)), copies)
         self._reserve(len(self.lengths) + len(owner), laid.ids_PT.shape[1])
         self._owner_R = torch.from_numpy(owner).to(self._model.device)
@@ -266,14 +268,14 @@ class CachedRows:
         return hf.RowCache(self._model.config, self._hold_prompts)
 
     def _hold_prompts(self, layer: int, keys_PKTD: Tensor, values_PKTD: Tensor) -> tuple[Tensor, Tensor]:
-        """Give each new row the keys and values of its prompt; attention sees those of the prompts alone."""
+        """Store each prompt's keys and values in its new rows; attention gets only those of the prompts."""
         rows = slice(len(self.lengths), len(self.lengths) + len(self._owner_R))
         for kept, new in zip(self._tensors(layer, keys_PKTD, values_PKTD), (keys_PKTD, values_PKTD), strict=True):
             kept[rows, :, : new.shape[2]] = new[self._owner_R]
         return keys_PKTD, values_PKTD
 
     def _hold_token(self, layer: int, keys_RK1D: Tensor, values_RK1D: Tensor) -> tuple[Tensor, Tensor]:
-        """Put the new token into each row's next slot; attention sees all slots up to the longest row's."""
+        """Store each row's new token in its next slot; attention gets all slots up to the longest row's."""
         rows = len(self._past_R)
         both = self._tensors(layer, keys_RK1D, values_RK1D)
         for kept, new in zip(both, (keys_RK1D, values_RK1D), strict=True):
@@ -294,7 +296,7 @@ class CachedRows:
         return self._kept[layer]
 
     def _reserve(self, rows: int, slots: int) -> None:
-        """Room for so many rows and slots. What no token has filled is zero: it is masked, but NaN x 0 is NaN."""
+        """Allocate this many rows and slots. Unused slots are zeroed: they are masked, but NaN x 0 would be NaN."""
         had_rows, had_slots = self._room
         if rows <= had_rows and slots <= had_slots:
             return
@@ -316,8 +318,8 @@ def _grown(kept: Tensor, rows: int, slots: int) -> Tensor:
 
 
 class WholeRows:
-    """Keeps only tokens: every step forwards all of them again, rows of equal length at a time, as the trainer lays
-    them out. For families whose cache CachedRows do not support."""
+    """Rows without a cache: every step forwards all tokens again, with rows of equal length in one batch, laid out as
+    in the trainer. For families whose cache CachedRows does not support."""
 
     def __init__(self, model: PreTrainedModel, routes: bool = False) -> None:
         self.lengths = np.zeros(0, dtype=np.int64)
@@ -362,7 +364,7 @@ class WholeRows:
         self.lengths = np.array([len(row) for row in self._tokens], dtype=np.int64)
 
     def _logits(self, rows: Sequence[Sequence[int]], media: Sequence[Media | None]) -> Tensor:
-        alike: dict[tuple[int, int], list[int]] = {}  # rows of one length, or one row with images
+        alike: dict[tuple[int, int], list[int]] = {}  # rows of equal length; a row with images is alone
         for place, row in enumerate(rows):
             alike.setdefault((len(row), 0 if media[place] is None else place + 1), []).append(place)
         logits: dict[int, Tensor] = {}

@@ -1,8 +1,8 @@
-"""A rollout engine that is a server: every call to it ends, whatever happens to the server.
+"""Calls to a rollout engine that is a server. Every call ends, whatever happens to the server.
 
-The server counts as dead when its process has exited, its health route says so, nothing listens, or it hangs. Then
-every call raises EngineDiedError and its processes are killed. A request may take any time while others finish now and
-then: the server hangs when nothing has finished for `silence` seconds although there is work and it is not paused.
+The server counts as dead when its process has exited, its health route reports an error, nothing listens, or it hangs.
+Then every call raises EngineDiedError and the server's processes are killed. It counts as hanging when no request has
+finished for `silence` seconds although some are pending and it is not paused. A single request has no time limit.
 """
 
 from __future__ import annotations
@@ -17,27 +17,29 @@ from weft.rollout.http import Address, RefusedError
 from weft.rollout.process import EngineDiedError, EngineProcess
 
 _LOOK = 0.5  # seconds between two looks at the server
-_PATIENCE = 10.0  # seconds that one of them may take
-_DEAF = 2.0  # seconds that it may listen no more: it is ending, and may wait forever for what it will not answer
-_GONE = 5.0  # seconds within which an ended server is seen to have ended
-_NAMED = 6  # requests that a message names
+_PATIENCE = 10.0  # seconds that the health route may take
+_DEAF = 2.0  # seconds without a listener before the server counts as dead: its exit may wait forever for requests
+_GONE = 5.0  # seconds within which the end of a server is noticed
+_NAMED = 6  # most requests that a message names
 
 
 class Served:
-    """process: the server's. address: where it listens, or will. silence: seconds, as above."""
+    """process: the server's. address: where the server listens, or will listen. health: path of its health route.
+    silence: seconds, as above."""
 
     def __init__(self, process: EngineProcess, address: Address, health: str, silence: float) -> None:
         self._process, self._address, self._health, self._silence = process, address, health, silence
         self._waiting: dict[int, str] = {}
-        self._left: list[str] = []  # of it, when the server died
+        self._left: list[str] = []  # pending requests when the server died
         self._heard = time.monotonic()
-        self._deaf: float | None = None  # since when it listens no more
+        self._deaf: float | None = None  # since when nothing listens
         self._held = self._hangs = False
         self._dead: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._watch: asyncio.Task[None] | None = None
 
     async def ready(self) -> None:
-        """Wait until the server responds. Raises EngineDiedError, with the end of its log, if it exits first."""
+        """Wait until the server responds. EngineDiedError, with the end of its log, if it exits first or takes more
+        than `silence` seconds."""
         deadline = time.monotonic() + self._silence
         while True:
             if self._process.status is not None:
@@ -53,7 +55,7 @@ class Served:
         self._watch = asyncio.create_task(self._watched())
 
     async def work(self, path: str, body: Mapping[str, Any], what: str) -> Any:
-        """The response to a request for generation. what: for messages."""
+        """The response to a POST request that generates. what: names the request in messages."""
         if not self._waiting:
             self._heard = time.monotonic()
         task = asyncio.ensure_future(self._address.call("POST", path, body))
@@ -66,11 +68,12 @@ class Served:
         return answer
 
     async def order(self, path: str, body: Mapping[str, Any] | None, what: str) -> Any:
-        """The response to any other request, which hangs when it takes `silence` seconds. what: for messages."""
+        """The response to any other POST request; the server counts as hanging if it takes `silence` seconds. what:
+        names the request in messages."""
         return await self._answer(asyncio.ensure_future(self._address.call("POST", path, body)), what, self._silence)
 
     def hold(self, held: bool) -> None:
-        """Say whether the server is paused."""
+        """Record whether the server is paused."""
         self._held, self._heard = held, time.monotonic()
 
     async def close(self) -> None:
@@ -99,7 +102,7 @@ class Served:
         except RefusedError as error:
             return f"is broken by its own account: {self._health} was answered with status {error.status}"
         except TimeoutError:
-            return None  # the process ends, or the silence does
+            return None  # a dead server will be noticed by its exit or its silence
         except ConnectionError as error:
             refused = isinstance(error.__cause__, ConnectionRefusedError | FileNotFoundError)
             self._deaf = (self._deaf or time.monotonic()) if refused else None
@@ -126,7 +129,7 @@ class Served:
                     reason = await asyncio.shield(self._dead)
                     raise EngineDiedError(self._message(reason, what), "hang" if self._hangs else "killed")
             if isinstance(task.exception(), RefusedError):
-                return task.result()  # it lives, and will not do this
+                return task.result()  # raises RefusedError: the server runs but refused the call
             raise EngineDiedError(self._message(f"closed the connection ({task.exception()})", what))
         finally:
             task.cancel()
@@ -138,12 +141,12 @@ class Served:
 
 
 def _may_be_dead(error: BaseException | None) -> bool:
-    """Whether a call failed as it would if the server, or a process that it needs, has ended."""
+    """Whether a call failed in the way it fails when the server, or a process that it needs, has ended."""
     return isinstance(error, ConnectionError) or (isinstance(error, RefusedError) and error.status >= 500)
 
 
 async def together(calls: Iterable[Any]) -> list[Any]:
-    """Await all calls; the results in order. When one fails, the others are cancelled and its error is raised."""
+    """Await all calls; returns the results in order. If one fails, the others are cancelled and its error is raised."""
     tasks = [asyncio.ensure_future(call) for call in calls]
     try:
         return list(await asyncio.gather(*tasks))

@@ -1,4 +1,4 @@
-"""Rollout engines that are servers, each started, called and ended by an actor on its host."""
+"""Rollout engines that are servers; an actor on the same host starts, calls and ends each."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from weft.rollout.vllm.interpreter import Interpreter, find, program_of
 from weft.rollout.vllm.server import settings_of
 from weft.telemetry import flight
 
-CALLS = 10_000  # at once: an order must not wait behind requests that wait
+CALLS = 10_000  # concurrent calls of an actor, so that a pause or abort does not wait for pending requests
 _VARIABLES = ("VLLM_", "SGLANG_", "SGL_")
-_BEAT = 1.0  # seconds
+_BEAT = 1.0  # seconds between two heartbeats
 
 
 def interpreter_of(config: RlConfig) -> Interpreter:
-    """The local Python with which rollout.engine runs. Raises UserError, with what to do, where there is none or its
-    engine has an untested version."""
+    """The local Python that runs rollout.engine. UserError, with what to do, if there is none or if its vLLM has an
+    untested version."""
     if config.rollout.engine == "vllm":
         return find(config.rollout.python)
     assert config.rollout.python is not None, "checked with the config"
@@ -39,20 +39,19 @@ def interpreter_of(config: RlConfig) -> Interpreter:
 
 
 def server_names(config: RlConfig) -> list[str]:
-    """The names of the engines, such as "vllm-0": for messages, logs and weight sync."""
+    """The names of the engines, such as "vllm-0", for messages, logs and weight sync."""
     return [f"{config.rollout.engine}-{number}" for number in range(config.rollout.count)]
 
 
 def server_variables() -> dict[str, str]:
-    """Environment variables of this process that configure engines; their actors get them on every host."""
+    """This process's environment variables that configure engines; the actors get them on every host."""
     return {name: value for name, value in os.environ.items() if name.startswith(_VARIABLES)}
 
 
 class HostedServer:
     """The object in an actor: one engine that is a server on the actor's host.
 
-    Calls may be concurrent. The server has the actor's environment and accelerators, and ends with the actor in any
-    case.
+    Calls may be concurrent. The server has the actor's environment and accelerators, and ends whenever the actor ends.
     """
 
     def __init__(self, config: RlConfig, number: int) -> None:
@@ -65,8 +64,8 @@ class HostedServer:
         return own_address()
 
     async def check(self, model_is_local: bool) -> None:
-        """UserError where the engine could not run on this host. model_is_local: whether model.path is a folder of the
-        controller's host."""
+        """Raise UserError if the engine could not run on this host. model_is_local: whether model.path is a folder on
+        the controller's host."""
         with _located():
             found, memory = interpreter_of(self._config), self._config.rollout.memory
             if found.cpu and memory is not None and memory % 1:
@@ -79,8 +78,8 @@ class HostedServer:
                 )
 
     async def start(self, run: str, compute: str, devices: str | None = None) -> None:
-        """Start the server and wait until it responds; it must not sample before the first sync. run: the run's folder;
-        the log goes to RUN/engines of this host. compute: the trainers' dtype, such as "bf16". devices:
+        """Start the server and wait until it responds. It must not sample before the first sync. run: the run's folder;
+        the log goes to RUN/engines on this host. compute: the trainers' compute dtype, such as "bf16". devices:
         CUDA_VISIBLE_DEVICES of the server; None: the actor's."""
         flight.watch(self._config.rollout.timeout, "rollout.timeout")
         flight.at("serve")
@@ -98,7 +97,7 @@ class HostedServer:
                 self._engine = await SglangEngine.start(settings)
 
     async def ask(self, method: str, *args: Any) -> Any:
-        """Call a method of the engine: of RolloutEngine, or `receive`."""
+        """Call a method of the engine, of RolloutEngine or `receive`; returns its result."""
         assert self._engine is not None, "start comes first"
         with _located():
             return await getattr(self._engine, method)(*args)
@@ -123,7 +122,7 @@ class HostedServer:
 
 
 async def _beat() -> None:
-    """Show that calls are being answered: a loop that does not come to it for rollout.timeout hangs."""
+    """Record a heartbeat regularly: an event loop that records none for rollout.timeout counts as hanging."""
     while True:
         flight.beat()
         await asyncio.sleep(_BEAT)
@@ -131,7 +130,7 @@ async def _beat() -> None:
 
 @contextmanager
 def _located() -> Iterator[None]:
-    """Errors say on which host of a cluster they arose."""
+    """Inside, errors get a note with the host, on a cluster, and a SyncError becomes an ActorError."""
     try:
         yield
     except Exception as error:

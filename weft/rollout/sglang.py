@@ -1,9 +1,8 @@
-"""SGLang as a rollout engine, against its documented HTTP interface (docs.sglang.io, "Sampling Parameters" and "SGLang
-for RL Systems"). Not run: no SGLang was at hand, and tests hold it to the documents with a server that answers as they
-say.
+"""SGLang as a rollout engine, through its documented HTTP interface (docs.sglang.io, "Sampling Parameters" and "SGLang
+for RL Systems"). Not tested with a real SGLang: the tests use a server that responds as the documentation says.
 
-It tells one version a completion and not which token came under which: an update therefore ends what runs, and what is
-missing is asked for again, after the tokens that are there.
+SGLang reports one weight version per completion, not per token. So an update ends running requests, and a new request
+continues each after the tokens that it has.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ from weft.rollout.vllm.server import Settings, option
 
 _FINISHES: dict[str, Finish] = {"stop": "end", "length": "length", "abort": "abort"}
 _TAGS = {"weights": "weights", "cache": "kv_cache"}  # of an engine's memory, as SGLang names its parts
-_ALL = 1 << 30  # SGLang's word for a top_k that leaves nothing out
+_ALL = 1 << 30  # top_k that keeps all tokens, in SGLang
 
 
 class SglangEngine:
-    """One SGLang server. Implements RolloutEngine; weights come from directories alone.
+    """One SGLang server. Implements RolloutEngine; weights come only from HuggingFace directories.
 
-    settings.interpreter.python is the Python that has SGLang. version: of the weights that it samples with; None: the
-    last update failed, and requests wait.
+    settings.interpreter.python is the Python that has SGLang. version: of the weights that the server samples with;
+    None: the last update failed, and requests wait.
     """
 
     def __init__(self, settings: Settings, served: Served, version: int) -> None:
@@ -46,12 +45,12 @@ class SglangEngine:
         self._going = asyncio.Event()
         self._going.set()
         self._sleeps = False
-        self._aborts = 0  # how often its user has ended all
+        self._aborts = 0  # number of calls of abort()
         self._changing = asyncio.Lock()
 
     @classmethod
     async def start(cls, settings: Settings, version: int = 0) -> SglangEngine:
-        """Start a server and wait until it answers. version: of the weights at settings.model."""
+        """Start a server and wait until it responds. version: of the weights at settings.model."""
         port, key = free_port(), secrets.token_hex(16)
         log = settings.folder / f"{settings.name}.log"
         process = EngineProcess(settings.name, command(settings, port, key), {**os.environ, **settings.variables}, log)
@@ -64,8 +63,8 @@ class SglangEngine:
         return engine
 
     async def generate(self, request: Request) -> list[Completion]:
-        """One completion per seed. With truncated sampling, logprobs are of the full distribution and must not be
-        trained on."""
+        """One completion per seed. With truncated sampling, logprobs are under the full distribution, and the samples
+        must not be trained on. UserError for a request with images."""
         if request.images is not None:
             raise UserError(
                 f"{request.id}: rollout.engine=sglang takes no images in this version: set rollout.engine=vllm or "
@@ -79,19 +78,19 @@ class SglangEngine:
             await self._pause()
 
     async def resume(self) -> None:
-        """Continue. SyncError where the last update failed."""
+        """Continue all requests. SyncError if the last update failed."""
         if self.version is None:
             raise SyncError(f"rollout engine {self.settings.name} has no whole weights to go on with.")
         await self._resume()
 
     async def abort(self) -> None:
-        """End all requests; each returns what it has."""
+        """End all requests; each returns the tokens that it has."""
         self._aborts += 1
         await self._served.order("/abort_request", {"rid": "", "abort_all": True}, "aborting")
 
     async def reload(self, folder: Path, version: int) -> None:
-        """Load all weights from a HuggingFace directory; requests are paused meanwhile, and continue with the new
-        weights."""
+        """Load all weights from a HuggingFace directory. Requests are paused meanwhile, and continue with the new
+        weights, or start again with settings.drops. SyncError if loading fails."""
         async with self._changing:
             await self._pause()
             self.version = None
@@ -106,15 +105,14 @@ class SglangEngine:
                 await self._resume()
 
     async def sleep(self) -> None:
-        """Free weights and caches."""
+        """Free weights and cache."""
         async with self._changing:
             await self._pause()
             await self._served.order("/release_memory_occupation", {}, "going to sleep")
             self._sleeps = True
 
     async def wake(self, part: EnginePart) -> None:
-        """Allocate memory again: first `weights`, then an update must follow, then `cache`, which resumes
-        generation."""
+        """Allocate memory again: first `weights`, then reload() must follow, then `cache`, which resumes generation."""
         await self._served.order("/resume_memory_occupation", {"tags": [_TAGS[part]]}, "waking up")
         if part == "cache":
             self._sleeps = False
@@ -157,7 +155,7 @@ class SglangEngine:
 
 
 def command(settings: Settings, port: int, key: str) -> list[str]:
-    """The server's command line. key: its API key."""
+    """The server's command line. key: the API key that it will require."""
     words = [
         str(settings.interpreter.python), "-m", "sglang.launch_server", "--model-path", settings.model,
         "--host", "127.0.0.1", "--port", str(port), "--api-key", key,
@@ -175,7 +173,7 @@ def command(settings: Settings, port: int, key: str) -> list[str]:
 
 
 def body_of(request: Request, place: int, name: str) -> dict[str, Any]:
-    """The request body for the completion of the seed at index `place`. name: of this call."""
+    """The request body for the completion of the seed at index `place`. name: unique id of the call."""
     sampling = request.sampling
     return {
         "rid": name,
@@ -198,7 +196,7 @@ def body_of(request: Request, place: int, name: str) -> dict[str, Any]:
 
 
 def completion_of(answer: Mapping[str, Any], version: int) -> Completion:
-    """Parse a response. Raises ValueError where it is not what was requested."""
+    """Parse a response. version: of the weights that sampled it. ValueError if it is not what was requested."""
     about = answer["meta_info"]
     drawn = about.get("output_token_logprobs") or []  # [logprob, token, text] of each
     tokens = tuple(int(token) for _, token, *_ in drawn)

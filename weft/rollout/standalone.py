@@ -1,6 +1,6 @@
-"""A rollout engine in a process of its own: a plain HuggingFace model, filled by weight sync alone.
+"""A rollout engine in its own process (rollout.engine=hf): a plain HuggingFace model that only weight sync fills.
 
-It gives rollouts on other devices than the trainer's without another inference engine.
+It allows rollouts on other devices than the trainer's without installing another inference engine.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from weft.telemetry import flight
 
 
 class Standalone:
-    """A model without weights until the first sync, and after a failed one. version: of the weights; None where there
-    are none."""
+    """An engine without weights until the first sync, and after a failed one. version: of its weights; None if it has
+    none."""
 
     def __init__(
         self,
@@ -45,12 +45,12 @@ class Standalone:
         exact: bool = False,
         opener: ImageOpener | None = None,
     ) -> None:
-        """path: model.path; its weights are not read. lora: of the run, where adapters are trained. dtype: of the
-        weights, which syncs bring. tokenizer, max_tokens, exact, opener: as in Generator."""
+        """path: model.path; only its config is read, not its weights. lora: the run's config of adapters. dtype: of the
+        engine's weights. tokenizer, max_tokens, exact, opener: as in Generator."""
         self.path, self.lora, self.dtype, self.device = path, lora, dtype, torch.device(device)
         self.tokenizer, self.max_tokens, self.exact, self.opener = tokenizer, max_tokens, exact, opener
         self.version: int | None = None
-        self._had: int | None = None  # the last that was proven, also while asleep
+        self._had: int | None = None  # the last version that was confirmed; kept while asleep
         self._filled: Filled | None = None
         self._generator: Generator | None = None
 
@@ -65,12 +65,12 @@ class Standalone:
     def generate(
         self, requests: Sequence[Request], proceed: Callable[[], bool] | None = None
     ) -> list[list[Completion]]:
-        """See Generator.generate. SyncError where there are no weights."""
+        """See Generator.generate. SyncError if there are no weights."""
         flight.at("generate")
         return self._ready().generate(requests, proceed)
 
     def advance(self, asked: Mapping[int, Request], seconds: float) -> tuple[Numbered, int]:
-        """See Generator.advance. SyncError where there are no weights."""
+        """See Generator.advance. SyncError if there are no weights."""
         flight.at("generate")
         return self._ready().advance(asked, seconds)
 
@@ -79,8 +79,8 @@ class Standalone:
         return {} if self._generator is None else self._generator.end()
 
     def receive(self, ticket: Ticket, version: int, keep: bool = True) -> None:
-        """Receive the weights of a version. SyncError where the sync is not verified; the engine then has no weights.
-        keep: unfinished requests continue with the new weights; else they start again."""
+        """Receive the weights of a version. SyncError if the sync fails; the engine then has no weights. keep: whether
+        unfinished requests continue with the new weights; otherwise they start again."""
         flight.at("sync")
         filled = self._filled is not None and not self._filled.asleep
         base = self.lora is None or not self.lora.on or filled
@@ -89,7 +89,7 @@ class Standalone:
                 self.version = self._had = None
                 try:
                     self._take(part)
-                except BaseException:  # half of it is new: an adapter would not find its base
+                except BaseException:  # the weights are partly new, so the base of the next adapter would be wrong
                     self._filled = self._generator = None
                     raise
         assert self._filled is not None, "a sync without a part"
@@ -101,7 +101,7 @@ class Standalone:
         self.version = self._had = version
 
     def sleep(self) -> None:
-        """Free weights and caches; the next sync brings all weights."""
+        """Free weights and cache. The next sync brings all weights."""
         if self._filled is not None and self._generator is not None:
             self._generator.drop_cache()
             self._filled.sleep()
@@ -127,7 +127,7 @@ class Standalone:
 
 class Filled:
     """A model with storage, and the destination of each tensor of a sync. Adapters are merged in place, from a copy of
-    the weights that they adapt."""
+    the adapted weights (base)."""
 
     def __init__(
         self,
@@ -137,11 +137,11 @@ class Filled:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """manifest: of the sync that will fill it; SyncError where it describes another model."""
+        """manifest: of the sync that will fill the model; SyncError if it describes another model."""
         config = hf.without_noise(hf.read_config(path))
         self.model = hf.build_meta(config, dtype=dtype, attention=None)
         self.plan: LoraPlan | None = None if lora is None else plan_lora(self.model, lora)
-        sent = hf.runtime_names(self.model, manifest)  # what comes under a tied name was trained untied
+        sent = hf.runtime_names(self.model, manifest)  # a tensor sent under a tied name was trained untied
         for name in set(sent.values()) & hf.tied_parameters(self.model).keys():
             hf.untie(self.model, name)
         self.pieces: list[Piece] = layout_of(self.model, manifest)
@@ -158,7 +158,7 @@ class Filled:
 
     @property
     def asleep(self) -> bool:
-        """Whether its memory is freed."""
+        """Whether the weights' memory is freed."""
         return self._emptied is not None
 
     def sleep(self) -> None:
@@ -173,7 +173,8 @@ class Filled:
             self._emptied = None
 
     def _untie_adapted(self) -> dict[str, str]:
-        """Tied names of which an adapter changes one end alone, untied -> whose weights they begin with."""
+        """Untie tied weights of which an adapter changes only one. Returns untied name -> name that it was tied to,
+        from which take_weights() fills it."""
         tied = hf.tied_parameters(self.model)
         untied = () if self.plan is None else untied_for(self.model, self.plan, merged=True)
         for name in untied:
@@ -181,7 +182,7 @@ class Filled:
         return {name: tied[name] for name in untied}
 
     def take_weights(self, part: Part) -> None:
-        """Copy every tensor to its destination."""
+        """Copy every tensor of a part to its destination, and finish the part."""
         pieces = {piece.disk: piece for piece in self.pieces}
         for entry, data in part.tensors():
             flight.beat()
@@ -197,8 +198,8 @@ class Filled:
         part.finish(placed)
 
     def take_adapter(self, part: Part) -> None:
-        """Set adapted weights to W + s B A, computed from the base, and modules that are trained whole to the tensors
-        received."""
+        """Set adapted weights to W + s B A, with W from the base, and fully trained modules to the received tensors;
+        finish the part."""
         plan, stored, values = self.plan, self._adapter_names(), dict[str, Tensor]()
         assert plan is not None
         shapes = {name: shape for t in plan.targets for name, shape in zip(t.names, t.shapes(plan.rank), strict=True)}
@@ -213,14 +214,14 @@ class Filled:
         part.finish(self._read_adapter(plan, stored, values) if part.verify else None)
 
     def _adapter_names(self) -> dict[str, str]:
-        """Name in a sync -> name in the trainer's model of all that it trains."""
+        """Name in a sync -> name in the trainer's model, for all trained tensors."""
         assert self.plan is not None, "an adapter came, and this engine was opened without"
         matrices = [name for target in self.plan.targets for name in target.names]
         trained = [name for name in self.state if self.plan.trains(name)]
         return {file: name for name, file in file_names([*matrices, *trained]).items()}
 
     def _read_adapter(self, plan: LoraPlan, stored: Mapping[str, str], values: Mapping[str, Tensor]) -> dict[str, int]:
-        """Checksums; SyncError where an adapted weight is not what its base and its adapter give."""
+        """Checksums of the adapter's tensors. SyncError if an adapted weight differs from its base with the adapter."""
         for target in plan.targets:
             if not torch.equal(self.state[target.weight], self._merged(plan, target, values)):
                 raise SyncError(f"{target.weight} is without its adapter")

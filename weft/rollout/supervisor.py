@@ -1,6 +1,6 @@
-"""`python supervisor.py FOLDER COMMAND ...`: runs COMMAND in its own process group and kills the group when standard
-input is closed, which happens when the process that started this one ends, in whatever way. Then FOLDER, if not empty,
-is removed. Imports nothing of weft.
+"""`python supervisor.py FOLDER COMMAND ...` runs COMMAND in its own process group. It ends the group when its standard
+input closes, which happens whenever the process that started it ends. Then it removes FOLDER, unless that is "".
+Imports nothing from weft.
 
 A forked child does the work, because Ray kills the children of its processes, but not the grandchildren. If the child
 is killed, the parent cleans up.
@@ -18,11 +18,11 @@ import threading
 import time
 from contextlib import suppress
 
-_GRACE = 5.0  # seconds between asking and ending
+_GRACE = 5.0  # seconds between SIGTERM and SIGKILL
 
 
 def main(folder: str, command: list[str]) -> int:
-    """Wait for the supervising child. Returns the exit status of the command."""
+    """Fork the supervising child and wait for it. Returns the exit status of the command."""
     group, pipe = os.pipe()
     child = os.fork()
     if child == 0:
@@ -36,7 +36,7 @@ def main(folder: str, command: list[str]) -> int:
 
 
 def _supervise(folder: str, command: list[str], pipe: int) -> int:
-    """Run the command to its end. pipe: receives its process group."""
+    """Run the command until it ends. pipe: file descriptor to which its process group is written."""
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_end_with_parent)
     os.write(pipe, str(child.pid).encode())
     threading.Thread(target=_end_when_closed, args=(child.pid,), daemon=True).start()
@@ -46,8 +46,7 @@ def _supervise(folder: str, command: list[str], pipe: int) -> int:
 
 
 def _clear(group: int, folder: str) -> None:
-    """Kill what is left of the command's process group and remove its folder. group: 0 where the command never
-    started."""
+    """Kill what is left of the command's process group and remove its folder. group: 0 if the command never started."""
     if group:
         _signal(group, signal.SIGKILL)
     if folder:
@@ -73,7 +72,7 @@ def _signal(group: int, number: int) -> None:
 
 
 def _end_with_parent() -> None:
-    """Ask Linux to end the child should this process be killed itself."""
+    """Ask Linux to kill the child if this process is killed."""
     if sys.platform == "linux":
         set_parent_death_signal = 1  # PR_SET_PDEATHSIG
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)

@@ -1,7 +1,7 @@
 """Sampling the next token of each row from its logits. R rows, V vocabulary.
 
-A draw uses one uniform number per row, a function of the sample's seed and the token's position only. So the result
-depends neither on what else is sampled at the same time, nor on where.
+A row is sampled with one uniform number, which depends only on the sample's seed and the token's position. So the
+result depends neither on the other rows nor on the machine that samples.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from weft.rollout.base import Sampling
 
-_ONE_BLOCK = 1024  # up to so many tokens, cumulative probabilities are taken over the vocabulary at once
+_ONE_BLOCK = 1024  # largest vocabulary whose cumulative probabilities are computed in one step
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class SampledTokens:
 
 
 def uniforms(seeds: NDArray[np.uint64], places: NDArray[np.uint64]) -> NDArray[np.float64]:
-    """One number in [0, 1) for each (seed, place): output `place` of SplitMix64 (Steele, Lea, Flood 2014)."""
+    """One number in [0, 1) per (seed, place): output `place` of SplitMix64 from this seed (Steele, Lea, Flood 2014)."""
     with np.errstate(over="ignore"):
         z = seeds + (places + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -56,9 +56,9 @@ def sample_tokens(logits_RV: Tensor, sampling: Sampling, uniforms_R: Tensor) -> 
 
 
 def kept(logprobs_RV: Tensor, sampling: Sampling) -> Tensor:
-    """[R, V] bool: the tokens that may be sampled. top_k, then top_p of the rest, then min_p, each as in transformers:
-    the k likeliest; of these the fewest whose share reaches top_p; of these the ones at least min_p times as likely as
-    the likeliest (Nguyen et al. 2024). The likeliest token is always kept."""
+    """[R, V] bool: whether each token may be sampled. As in transformers, top_k keeps the k likeliest tokens; top_p, of
+    these, the fewest whose renormalised probabilities reach top_p; min_p, of these, tokens at least min_p times as
+    likely as the likeliest (Nguyen et al. 2024). The likeliest token is always kept."""
     ordered_RV, order_RV = logprobs_RV.sort(dim=-1, descending=True, stable=True)
     stays_RV = torch.ones_like(ordered_RV, dtype=torch.bool)
     if sampling.top_k > 0:
@@ -77,8 +77,8 @@ def _chosen(logprobs_RV: Tensor, tokens_R: Tensor) -> Tensor:
 
 
 def _at(probabilities_RV: Tensor, uniforms_R: Tensor) -> Tensor:
-    """[R] the token at which the cumulative probability passes each number, in two steps where V is large: first over
-    sums of about sqrt(V) tokens, then within one of them. Sums in fp64, so that no share of a token is lost."""
+    """[R] the token at which the cumulative probability passes each number. For a large V in two steps: first over sums
+    of blocks of about sqrt(V) tokens, then within a block. Sums are fp64, so that no small probability is lost."""
     rows, vocabulary = probabilities_RV.shape
     width = vocabulary if vocabulary <= _ONE_BLOCK else math.isqrt(vocabulary - 1) + 1
     blocks = -(-vocabulary // width)
@@ -95,7 +95,8 @@ def _at(probabilities_RV: Tensor, uniforms_R: Tensor) -> Tensor:
 
 
 def _first_above(cumulative_RV: Tensor, shares_R: Tensor) -> Tensor:
-    """[R] the first place where cumulative > share x its last, so never one that adds nothing; of NaN the last."""
+    """[R] the first place where cumulative > share x the last cumulative value; never a token of probability 0. For
+    NaN, the last place."""
     last_R = cumulative_RV[:, -1]
     wanted_R = (shares_R.clamp(0, 1) * last_R).minimum(last_R * (1 - 1e-15))
     places_R = torch.searchsorted(cumulative_RV, wanted_R[:, None], right=True)[:, 0]

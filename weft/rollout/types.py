@@ -1,6 +1,6 @@
-"""The vocabulary of reinforcement learning: Prompt, Sample, Group. Plain data; the controller holds it.
+"""The data of reinforcement learning: Prompt, Sample, Group. Plain data, which the controller holds.
 
-T tokens of a sample: its prompt, what the policy sampled, and what an environment answered in between.
+T: the tokens of a sample, which are its prompt, the tokens that the policy sampled, and an environment's replies.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ Flags = NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt. index: its position in the data. visit: how often it was drawn before (0: the first time). text: as
-    users read it. messages: the conversation, if it is one. columns: the row's other columns, which rewards get by
-    name. source: file and line, for messages. images: those that it shows, in the order of the parts of its messages
-    that stand for them. placeholders: of a vision model, the tokens that stand for images and videos, which no answer
-    may hold."""
+    """A prompt. index: its position in the data. visit: how often it was taken before (0: the first time). text: the
+    prompt as users read it. messages: the conversation, if the prompt is one. columns: the row's other columns, which
+    rewards get by name. source: file and line, for messages. images: its images, in the order of the image parts of
+    its messages. placeholders: a vision model's tokens for images and videos, which no answer may contain."""
 
     index: int
     visit: int
@@ -39,25 +38,26 @@ class Prompt:
 
     @property
     def id(self) -> str:
-        """Names this draw of the prompt within the run; seeds derive from it."""
+        """Identifies this visit of the prompt within the run; seeds derive from it."""
         return f"{self.index}.{self.visit}"
 
 
 @dataclass(eq=False)
 class Sample:
-    """One answer to a prompt, and what became of it. Arrays are aligned with tokens; entry 0 is never used.
+    """One answer to a prompt, its rewards, and what is computed from it. Arrays are [T]; their entry 0 is never used.
 
-    sampled: which tokens the policy drew, and which are therefore trained; all others (prompt, tool results) are given.
-    Three policies, each a logprob of every sampled token, 0 elsewhere: `rollout`, what the engine sampled from; `old`,
-    the trainer with the rollout's weights; `reference`, what KL is measured against. values: a critic's.
-    versions: of the weights that drew each token; -1 where none did. kept_logmass: where sampling left tokens out.
-    turns: how often the policy was asked. finish: how its last turn ended. text: of its completion, decoded.
-    rewards: of each function, before weights; None where it had nothing to say. reward: their weighted sum; None where
-    the sample is not to be trained.
-    advantages, correction: [T], of sampled tokens; correction multiplies their loss (weft/rl/corrections). returns:
-    what a critic should have said of them.
-    replied: images that the environment replied with, in order; its patches are those of all the sample's images.
-    notes: what the environment or the rewards want to be kept beside it.
+    number: index in the group. sampled: whether the policy sampled each token; only sampled tokens are trained, not
+    prompts and tool results. rollout, old, reference: logprobs of the sampled tokens, 0 elsewhere: under the policy
+    that the engine sampled from, under the trainer with the rollout's weights, and under the policy that KL is measured
+    against. values: a critic's values. versions: of the weights that sampled each token; -1 for other tokens.
+    kept_logmass: as in Completion, 0 at other tokens; None if sampling was not truncated. turns: number of the policy's
+    answers. finish: how the last answer ended. text: the decoded completion. routes: as in Completion.
+    rewards: of each function, before weights; None if the function gave none. reward: their weighted sum; None if the
+    sample failed or has no reward, and is not trained.
+    advantages, correction, returns: values of the sampled tokens. correction multiplies their loss
+    (weft/rl/corrections.py); returns are the targets of a critic.
+    trained: False if the sample failed. replied: the images of the environment's replies, in order; its patches and
+    pairs include the prompt's images. notes: recorded with the sample for the environment and the rewards.
     """
 
     prompt: Prompt
@@ -84,7 +84,7 @@ class Sample:
     notes: dict[str, Any] = field(default_factory=dict)
 
     def forget_readings(self) -> None:
-        """Drop what trainers computed for it, and what was derived from that; samples and rewards stay."""
+        """Drop what trainers computed for the sample, and what was derived from that; tokens and rewards stay."""
         self.old = self.reference = self.values = self.advantages = self.correction = None
 
     def __len__(self) -> int:
@@ -92,17 +92,17 @@ class Sample:
 
     @property
     def images(self) -> PromptImages | None:
-        """The images of its prompt, then those of replies."""
+        """The images of the prompt, then those of replies."""
         return shown(self.prompt, self.replied)
 
     @property
     def id(self) -> str:
-        """As in "17.0/3": prompt, visit, number in its group."""
+        """For example "17.0/3": the prompt's index and visit, and the number in the group."""
         return f"{self.prompt.id}/{self.number}"
 
     @property
     def counts(self) -> bool:
-        """Whether it is compared with the group and trained."""
+        """Whether the sample is compared with its group and trained."""
         return self.trained and self.reward is not None
 
     @property
@@ -141,5 +141,5 @@ def shown(prompt: Prompt, replied: PromptImages | None) -> PromptImages | None:
 
 
 def samples_of(groups: Iterable[Group]) -> list[Sample]:
-    """All of them, group by group."""
+    """The samples of all groups, group by group."""
     return [sample for group in groups for sample in group.samples]

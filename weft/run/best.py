@@ -12,9 +12,12 @@ from weft.config.schema import EvalConfig
 
 @dataclass
 class Best:
-    """The lowest value of a metric so far. of: digest of the evaluation data. value, step: of the best evaluation; step
-    is 0 before the first. mark: the last value that was lower than the previous mark by more than min_delta, so that
-    many small improvements add up. waited: evaluations since then. exact: eval/exact of the last evaluation."""
+    """The lowest value of eval.metric so far.
+
+    of: digest of the evaluation data. value, step: of the best evaluation; step is 0 if there is none. mark: the value
+    that patience compares with; it is replaced by a value lower by more than min_delta, so that small improvements add
+    up. waited: evaluations since the mark was set. exact: eval/exact of the last evaluation.
+    """
 
     config: EvalConfig
     of: str = ""
@@ -25,8 +28,8 @@ class Best:
     exact: float = 0.0
 
     def update(self, step: int, figures: Mapping[str, float | None]) -> bool:
-        """Record the evaluation of a step; whether it is the best so far. A non-finite one is no improvement. Step 0 is
-        the baseline for later ones and never the best, because nothing is saved there."""
+        """Records the evaluation of a step. Returns whether it is the best so far. A non-finite value is no
+        improvement. Step 0 is a baseline for later steps but never the best, because nothing is saved there."""
         self.exact = figures.get("eval/exact") or 0.0
         value = figures.get(self.config.metric)
         if value is None or not math.isfinite(value):
@@ -43,14 +46,14 @@ class Best:
 
     @property
     def ends(self) -> str | None:
-        """The key that ends the run: eval.patience, exhausted, or eval.target, reached; None to continue."""
+        """The key that ends the run: eval.target if it is reached, eval.patience if it is exhausted; else None."""
         if self.config.target is not None and self.exact >= self.config.target:
             return "eval.target"
         exhausted = self.config.patience is not None and self.waited >= self.config.patience
         return "eval.patience" if exhausted else None
 
     def state(self, kept: bool) -> dict[str, Any]:
-        """The state for a checkpoint, which `restore` restores. kept: whether the best checkpoint is saved."""
+        """The state for a checkpoint, as `restore` takes it. kept: whether the best checkpoint is saved."""
         return {
             "kept": kept,
             "metric": self.config.metric,
@@ -63,8 +66,8 @@ class Best:
         }
 
     def restore(self, state: Mapping[str, Any]) -> list[str]:
-        """Restore a checkpoint's state; the message for the user. With other documents or another metric it starts
-        anew."""
+        """Restores a checkpoint's state, unless its documents or its metric are different ones. Returns messages for
+        the user."""
         if not state:
             return []
         if (state["metric"], state["of"]) != (self.config.metric, self.of):

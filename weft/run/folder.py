@@ -1,4 +1,4 @@
-"""The run folder: its location, the lock that one run holds on it, and what is done to files of an earlier run."""
+"""The run folder RUN: its location, the lock that a run holds on it, and the removal of files of an earlier run."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ AnyConfig = SftConfig | RlConfig
 
 @contextmanager
 def open_folder(config: AnyConfig, ranks: Ranks, *, resume: bool = False) -> Iterator[Path]:
-    """Create or re-enter RUN and lock it. All ranks agree on the path and check that they share it."""
+    """Creates or re-enters RUN and locks it on the first rank. Yields the path, which all ranks agree on, after a check
+    that they share the folder. Raises UserError on every rank. Collective."""
     held: RunLock | None = None
     answer: list[str | None] = [None, None, None]
     if ranks.is_first:
@@ -65,14 +66,15 @@ class RunLock:
     lock: TextIO
 
     def release(self) -> None:
-        """Remove the lock."""
+        """Removes the lock file and releases the lock."""
         Path(self.lock.name).unlink(missing_ok=True)
         self.lock.close()
 
 
 @contextmanager
 def lock_folder(config: AnyConfig, *, resume: bool = False) -> Iterator[RunLock]:
-    """Lock RUN from a process that is no rank, such as the controller of `weft rl`; its ranks call `check_shared`."""
+    """Creates or re-enters RUN and locks it in a process that is not a rank, such as the controller of `weft rl`; the
+    ranks call `check_shared`."""
     held = _hold(config, resume)
     try:
         if not resume:
@@ -98,15 +100,15 @@ def _hold(config: AnyConfig, resume: bool) -> RunLock:
 
 
 def write_config(config: AnyConfig, folder: Path) -> None:
-    """Write RUN/config.yaml atomically."""
+    """Writes RUN/config.yaml atomically."""
     partial = folder / "config.yaml.partial"
     partial.write_text(to_yaml(config), encoding="utf-8")
     os.replace(partial, folder / "config.yaml")
 
 
 def write_bad_rows(bad: Sequence[tuple[str, str]], folder: Path) -> None:
-    """Write RUN/bad_rows.jsonl: one line per row that data.bad_rows=drop left out; no file without such rows. bad:
-    (source, error) pairs."""
+    """Writes RUN/bad_rows.jsonl, one line for each row that data.bad_rows=drop left out; removes the file if there are
+    none. bad: (source, error) of each row."""
     path = folder / "bad_rows.jsonl"
     if not bad:
         path.unlink(missing_ok=True)
@@ -117,9 +119,9 @@ def write_bad_rows(bad: Sequence[tuple[str, str]], folder: Path) -> None:
 
 
 def cut_lines(path: Path, after: int) -> int:
-    """Move the lines of steps after `after` from NAME.jsonl to NAME.dropped.jsonl; returns how many there were.
+    """Moves the lines of steps after `after` from NAME.jsonl to NAME.dropped.jsonl; returns their number.
 
-    A line that a kill cut short is moved, too. With after=0 everything is moved, the line of step 0 included.
+    An incomplete last line is moved, too. With after=0 every line is moved, even that of step 0.
     """
     if not path.exists():
         return 0
@@ -149,12 +151,12 @@ def _step_of(line: str) -> float:
 
 
 def default_folder(model: str) -> Path:
-    """runs/NAME-DATE, the run folder where run.dir is null."""
+    """runs/NAME-DATE, the run folder if run.dir is null."""
     return Path("runs") / f"{Path(model).name or 'run'}-{datetime.now():%Y%m%d-%H%M%S}"
 
 
 def make_folder(run: RunConfig, model: str, command: str = "sft") -> Path:
-    """Create run.dir, or runs/NAME-DATE for null. UserError where it holds a run and run.overwrite is off."""
+    """Creates run.dir, or runs/NAME-DATE if it is null. Raises UserError if it holds a run and run.overwrite is off."""
     folder = default_folder(model) if run.dir is None else Path(run.dir)
     if _holds_a_run(folder) and not run.overwrite:
         raise UserError(
@@ -165,7 +167,7 @@ def make_folder(run: RunConfig, model: str, command: str = "sft") -> Path:
     return folder
 
 
-# What a run leaves in its folder. Files of others stay.
+# The files of an earlier run that run.overwrite removes. Other files stay.
 _LEFT = (
     "config.yaml", "metrics.jsonl", "metrics.dropped.jsonl", "samples.jsonl", "samples.dropped.jsonl", "summary.json",
     "bad_rows.jsonl", "report.html", "checkpoints", "rollouts", "evaluations", "flight", "profile", "tensorboard",
@@ -174,7 +176,7 @@ _LEFT = (
 
 
 def _holds_a_run(folder: Path) -> bool:
-    """Whether a run has written anything there: one that failed before its first step has left nothing to lose."""
+    """Whether a folder has results of a run; a run that failed before its first step left none."""
     found = (folder / name for name in ("metrics.jsonl", "checkpoints", "rollouts"))
     return any((path.is_file() and path.stat().st_size) or (path.is_dir() and any(path.iterdir())) for path in found)
 
@@ -189,7 +191,8 @@ def _clear(folder: Path) -> None:
 
 
 def _lock(folder: Path, token: str) -> TextIO:
-    """Take RUN/lock. The kernel frees it when its process ends, however that ends, so a file alone locks nothing."""
+    """Takes the lock of RUN/lock. The kernel releases it when the process ends, even by a crash, so an old file is
+    harmless. Raises UserError if another process holds it."""
     path = folder / LOCK
     while True:
         stream = path.open("a+", encoding="utf-8")
@@ -206,7 +209,7 @@ def _lock(folder: Path, token: str) -> TextIO:
             break  # a file system without locks
         if path.exists() and os.path.samestat(os.fstat(stream.fileno()), path.stat()):
             break
-        stream.close()  # its holder has removed it between our two calls
+        stream.close()  # the previous holder removed the file after we opened it: try again
     stream.truncate(0)
     stream.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "token": token}))
     stream.flush()

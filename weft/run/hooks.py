@@ -1,4 +1,4 @@
-"""Callbacks and objects that a program passes to a run and a config cannot hold."""
+"""Callbacks and objects that a program passes to a run, and that a config cannot hold."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ OnStep = Callable[[Mapping[str, object]], object]
 
 @dataclass(frozen=True)
 class Hooks:
-    """objective: replaces that of train.objective. on_step: called after each step with its line of metrics.jsonl, on
-    every rank."""
+    """For `weft sft`. objective: replaces train.objective. on_step: called on every rank after each step, with its line
+    of metrics.jsonl."""
 
     objective: Objective | None = None
     on_step: OnStep | None = None
@@ -26,8 +26,8 @@ NO_HOOKS = Hooks()
 
 @dataclass(frozen=True)
 class RlHooks:
-    """rewards: pickled functions without an import path, by their names in rl.reward. on_step: called after each
-    optimizer step with its line of metrics.jsonl, in the controller."""
+    """For `weft rl`. rewards: name in rl.reward -> pickled function, for functions that cannot be imported. on_step:
+    called in the controller after each optimizer step, with its line of metrics.jsonl."""
 
     rewards: Mapping[str, bytes] = field(default_factory=dict)
     on_step: OnStep | None = None

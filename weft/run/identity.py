@@ -1,4 +1,4 @@
-"""The identity of a run: values that are compared between ranks at start, and with the run that is resumed."""
+"""The identity of a run: values that are compared between ranks at the start, and with a run that is resumed."""
 
 from __future__ import annotations
 
@@ -20,14 +20,13 @@ from weft.sharding.boxes import Box
 from weft.sharding.source import open_source
 from weft.telemetry.summary import versions as package_versions
 
-# Keys that need not be the same on every rank: what the data is, is compared by content.
+# Keys that may differ between ranks: data are compared by content.
 MAY_DIFFER = ("run.dir", "data.path", "eval.path", "data.sources", "eval.sources", "data.workers", "data.cache")
-_LOOKED_AT = 64  # tensors
+_LOOKED_AT = 64  # tensors, about, that the fingerprint of a base model samples
 
 
 def identity(config: SftConfig, data: DataReport) -> dict[str, str]:
-    """The values that must be equal on every rank. Only the first rank's run.dir counts, and paths of data may
-    differ."""
+    """Name -> value of all that must be equal on every rank: config without MAY_DIFFER, versions, model and data."""
     keys = {f"{section}.{key}": str(v) for section, values in to_dict(config).items() for key, v in values.items()}
     keys = {name: value for name, value in keys.items() if name not in MAY_DIFFER}
     packages = {name: str(version) for name, version in package_versions().items()}
@@ -40,8 +39,8 @@ def identity(config: SftConfig, data: DataReport) -> dict[str, str]:
 
 
 def model_fingerprint(config: SftConfig | RlConfig) -> str:
-    """Digest of what config.json says about the computation, and of the base model of adapters, which no checkpoint
-    holds."""
+    """Digest of the model's config.json without keys that do not affect the computation. With adapters also of a sample
+    of the base weights, which no checkpoint holds."""
     raw, _ = PretrainedConfig.get_config_dict(config.model.path)
     for name in ("_commit_hash", "_name_or_path", "transformers_version", "dtype", "torch_dtype"):
         raw.pop(name, None)
@@ -53,7 +52,7 @@ def model_fingerprint(config: SftConfig | RlConfig) -> str:
 
 
 def _rows_of(path: str) -> Iterator[Tensor]:
-    """The row in the middle of some of a model's tensors: enough to tell trained weights from others."""
+    """Yields the middle row of some of a model's tensors, enough to tell its weights from those of another model."""
     source = open_source(path)
     names = sorted(source.files)
     for name in names[:: -(-len(names) // _LOOKED_AT)]:

@@ -1,4 +1,4 @@
-"""Lines of metrics.jsonl, summary.json, and the run's part of a checkpoint's state, from the outcomes of steps."""
+"""Records the outcomes of steps: metrics.jsonl, summary.json, and the run's part of a checkpoint's state."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class BadSteps:
     in_a_row: int = 0
 
     def count(self, line: Mapping[str, object], advice: str) -> None:
-        """Count one step, by its line of metrics.jsonl. FloatingPointError after too many. A step that was skipped
-        because the loss scale was too large, or because nothing was trained, changes nothing."""
+        """Counts one step by its line of metrics.jsonl. Ignores steps that were skipped because the loss scale was too
+        large, or because nothing was trained. Raises FloatingPointError at `most` consecutive non-finite steps."""
         if line.get("overflow") or line.get("empty"):
             return
         self.in_a_row = self.in_a_row + 1 if line.get("skipped") else 0
@@ -48,8 +48,8 @@ class BadSteps:
 
 @dataclass
 class Recorder:
-    """Writes metrics.jsonl and summary.json. As a context manager it measures the phases of steps, and tells the
-    trackers when the run has ended."""
+    """Writes metrics.jsonl and summary.json. The context manager measures the phases of steps (track.timing), and
+    finishes the trackers at its end."""
 
     config: SftConfig
     engine: Engine
@@ -89,9 +89,9 @@ class Recorder:
         memory_gib: float,
         evaluation: Mapping[str, float | None],
     ) -> dict[str, object]:
-        """The step's line, which the first rank writes. memory_gib: the largest rank's. evaluation: of the weights
-        after the step, if there was one."""
-        if "loss" not in taken.metrics:  # only an objective of the user's own could have left it out
+        """Returns the line of a step, which the first rank writes. memory_gib: peak memory of the fullest rank.
+        evaluation: of the weights after the step, if there was one. Raises UserError if there is no metric `loss`."""
+        if "loss" not in taken.metrics:  # only a user's own objective can omit it
             raise UserError(
                 f"train.objective: {self.config.train.objective} gives no metric `loss`: add it to the metrics of its "
                 "Terms, as (sum, weight)."
@@ -109,7 +109,7 @@ class Recorder:
         return line
 
     def record_start(self, evaluation: Mapping[str, float | None]) -> None:
-        """The line of step 0, if there was an evaluation before the first step."""
+        """Writes a line of step 0 if there was an evaluation before the first step."""
         line = {"step": 0, **evaluation}
         if evaluation and self.file is not None:
             self.file.write(line)
@@ -117,13 +117,14 @@ class Recorder:
         self.summary.add_evaluation(line)
 
     def stop_if_diverged(self, line: Mapping[str, object], sources: list[str]) -> None:
-        """End the run after train.max_nonfinite consecutive non-finite steps; nothing is saved of them."""
+        """Raises FloatingPointError after train.max_nonfinite consecutive non-finite steps. sources: the names of the
+        step's first documents."""
         self.bad.count(
             line, f"The step's first documents: {', '.join(sources[:3])}. Lower optimizer.lr, or look at the data."
         )
 
     def progress(self, step: Step, updates: int, phases: Phases) -> dict[str, Any]:
-        """The run's part of a checkpoint's state after this step; afterwards its lines of metrics.jsonl are on disk."""
+        """The run's part of a checkpoint's state after this step. First syncs metrics.jsonl to disk."""
         if self.file is not None:
             self.file.sync()
         return {
@@ -135,7 +136,8 @@ class Recorder:
         }
 
     def finish(self, phases: Phases, saved: Path, stopped: str | None, best: Mapping[str, Any] | None) -> None:
-        """Write summary.json and print how the run went. stopped: what ended it early. best: the best evaluation."""
+        """Writes summary.json and prints how the run went. saved: the last checkpoint. stopped: the signal or eval key
+        that ended the run early. best: the best evaluation."""
         if self.engine.ranks.is_first:
             self.summary.write(self.folder / "summary.json", phases, saved, stopped, best)
             print_closing(self.summary.content(phases, saved, stopped, best), self.folder)

@@ -1,4 +1,4 @@
-"""`weft sft --resume RUN`: choosing a checkpoint, checking what may differ, and restoring engine and run folder."""
+"""`weft sft --resume RUN`: chooses a checkpoint, checks what may differ, and restores engine and run folder."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ from weft.optim.schedule import learning_rate
 from weft.run.folder import SAMPLES, cut_lines, dropped_of, write_config
 from weft.run.identity import model_fingerprint
 
-# Keys that change how a run computes, not what; all others are refused. Data and model are compared by content.
+# Keys that change how a run computes, not what it trains; changes of other keys are refused. Data and model are
+# compared by content.
 MAY_CHANGE = (
     "mesh", "fsdp", "checkpoint", "eval", "track", "profile", "run", "data.path", "data.sources", "data.split",
     "data.subset", "data.columns", "data.roles", "data.max_length", "data.long_documents", "data.bad_rows",
@@ -48,13 +49,13 @@ MAY_CHANGE = (
     "train.deterministic", "optimizer.load_state",
 )  # fmt: skip
 MAY_NOT = ("fsdp.master_dtype",)
-_SCHEDULED = ("schedule", "train.steps", "train.epochs")  # judged by the rates of the steps that are done
+_SCHEDULED = ("schedule", "train.steps", "train.epochs")  # may change if past updates keep their rates: rates_changed
 
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run begins. step, updates: done before. state: None for a new run. The other fields continue the counts
-    of the checkpoint."""
+    """Where a run begins. step, updates: number of steps, and of steps that were not skipped, done before. state: None
+    for a new run. notes: for the opening. The other fields continue those of the checkpoint."""
 
     step: int = 0
     updates: int = 0
@@ -67,8 +68,8 @@ class Start:
 
 
 def find_start(config: SftConfig, folder: Path, data: DataReport, steps: int, ranks: Ranks) -> Start:
-    """The newest complete checkpoint of RUN, after checking that this config continues the same training. steps: of the
-    whole run. Raises UserError, the same on every rank. Changes nothing in RUN."""
+    """Finds the newest complete checkpoint of RUN, and checks that this config continues its training. steps: of the
+    whole run. Raises UserError, the same on every rank. Changes nothing in RUN. Collective."""
     state, skipped = newest_complete(folder / "checkpoints", ranks)
     notes = [f"skipped  {text}" for text in skipped]
     if state is None:
@@ -98,7 +99,8 @@ def find_start(config: SftConfig, folder: Path, data: DataReport, steps: int, ra
 
 
 def newest_complete(checkpoints: Path, ranks: Ranks) -> tuple[TrainerState | None, list[str]]:
-    """The newest checkpoint with trainer state that is complete on all ranks, and why newer ones were skipped."""
+    """(newest checkpoint with trainer state that all ranks can read completely, why newer ones were skipped).
+    Collective."""
     listed = [complete_steps(checkpoints)]
     dist.broadcast_object_list(listed, src=0, group=ranks.group)
     return newest(
@@ -109,8 +111,8 @@ def newest_complete(checkpoints: Path, ranks: Ranks) -> tuple[TrainerState | Non
 
 
 def restore(config: SftConfig, engine: Engine, start: Start, folder: Path) -> list[str]:
-    """Restore masters, moments and generators, then put the run folder in order; the messages for the user. UserError
-    where the state does not fit this model; RUN is then unchanged."""
+    """Restores masters, moments and random generators, then sets aside files in RUN of later steps. Returns messages
+    for the user. Raises UserError, with RUN unchanged, if the state does not fit this model."""
     notes = list(start.notes)
     if start.state is None:
         rng.seed_rank(config.train.seed, engine.mesh.loss_rank)
@@ -123,7 +125,8 @@ def restore(config: SftConfig, engine: Engine, start: Start, folder: Path) -> li
 
 
 def set_aside_later(folder: Path, step: int, evaluation: Mapping[str, Any]) -> list[str]:
-    """Move aside what the run wrote after this step. evaluation: the checkpoint's state of it."""
+    """Moves aside checkpoints and lines of later steps, and repoints `latest` and `best`. evaluation: the evaluator's
+    part of the checkpoint's state. Returns messages for the user."""
     notes, checkpoints = [], folder / "checkpoints"
     aside = set_aside(checkpoints, step)
     if aside:
@@ -140,7 +143,8 @@ def set_aside_later(folder: Path, step: int, evaluation: Mapping[str, Any]) -> l
 
 
 def reset_best(checkpoints: Path, evaluation: Mapping[str, Any]) -> list[str]:
-    """Point `best` at the best checkpoint up to this one; a later one may have been set aside."""
+    """Points `best` at the best checkpoint that `evaluation` names; a later one may have been set aside. Returns
+    messages for the user."""
     forget_best(checkpoints)
     best = evaluation["step"] if evaluation.get("kept") else 0
     target = step_folder(checkpoints, best)
@@ -155,7 +159,7 @@ def reset_best(checkpoints: Path, evaluation: Mapping[str, Any]) -> list[str]:
 
 
 def constants(config: SftConfig | RlConfig, documents: int, digest: str, steps: int) -> dict[str, Any]:
-    """The constant part of state.json, which a resumed run is compared with."""
+    """The constant part of state.json, with which a resumed run is compared. digest: of the data."""
     return {
         "steps": steps,
         "config": to_dict(config),
@@ -165,7 +169,7 @@ def constants(config: SftConfig | RlConfig, documents: int, digest: str, steps: 
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any], schema: type) -> Iterator[tuple[str, tuple[str, str]]]:
-    """(key, (before, now)) of the keys that differ; a key that a config does not read counts with its default."""
+    """Yields (key, (before, now)) of the keys that differ. A key that a config lacks counts as its default."""
     for name, key in schema_keys(schema).items():
         section, _, leaf = name.partition(".")
         old, new = (
@@ -181,7 +185,7 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any], schema: type) -> 
 
 
 def refused_changes(changed: Mapping[str, tuple[str, str]], more: Sequence[str] = ()) -> list[str]:
-    """The changed keys that must not change. more: keys and sections that may change, in addition to MAY_CHANGE."""
+    """Messages about the changed keys that must not change. more: keys and sections that may, besides MAY_CHANGE."""
     may = (*MAY_CHANGE, *_SCHEDULED, *more)
     return [
         f"{key}: {before} -> {now}: it changes what is trained, and how"
@@ -191,8 +195,8 @@ def refused_changes(changed: Mapping[str, tuple[str, str]], more: Sequence[str] 
 
 
 def rates_changed(content: Mapping[str, Any], config: SftConfig | RlConfig, steps: int, done: int) -> list[str]:
-    """Problems with the learning rates: a longer run or another schedule is the same training only if the updates that
-    are done had the same rates."""
+    """Messages about learning rates that would differ: a longer run or another schedule continues a training only if
+    past updates had the same rates. content: of the checkpoint's state. steps: of the new run. done: past updates."""
     old, before = content["config"], content["steps"]
     schedule, lr = ScheduleConfig(**old["schedule"]), old["optimizer"]["lr"]
     if steps < content["step"]:
@@ -211,8 +215,8 @@ def rates_changed(content: Mapping[str, Any], config: SftConfig | RlConfig, step
 
 
 def after_the_last(start: Start, config: SftConfig | RlConfig, steps: int, folder: Path, command: str = "sft") -> str:
-    """What the user can do with a finished run: train longer where the schedule allows it, else start a new run from
-    its weights."""
+    """Advice for a finished run: to train longer if the schedule allows it, else to start a new run from its weights;
+    "" without a checkpoint."""
     if start.state is None:
         return ""
     more = f"train.steps={2 * steps}" if config.train.steps else f"train.epochs={2 * (config.train.epochs or 1)}"

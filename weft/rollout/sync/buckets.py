@@ -1,8 +1,8 @@
-"""What a sync sends, and how it gets from the trainer's shards into buckets.
+"""The content of a sync, and its way from the trainer's shards into buckets.
 
-A bucket is memory of the sender with tensors end to end, as a checkpoint lays them out. Where all ranks share a host
-they all map it, and each writes the boxes that it holds: nothing is gathered, as in an export. Elsewhere the walker
-gathers whole tensors, and those that send write them.
+A bucket is memory of the sender that holds tensors end to end, in the layout of a checkpoint. If all ranks share a
+host, they all map the bucket and each writes the boxes that it holds, without a gather, as in an export. Otherwise the
+walker gathers whole tensors, and the sending ranks write them.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ ALIGNMENT = 64  # bytes; tensors of a bucket begin at multiples of it
 
 @dataclass(frozen=True)
 class Content:
-    """kind, adapter: as in protocol.Part. pieces, manifest: of what is sent, as an export plans them. dtype: of its
-    parameters; None for those of an adapter."""
+    """The tensors of a part of a sync. kind, adapter: as in protocol.Part. pieces, manifest: as an export plans them.
+    dtype: of the parameters; None for an adapter."""
 
     kind: str
     pieces: list[Piece]
@@ -41,22 +41,22 @@ class Content:
 
     @cached_property
     def entries(self) -> dict[str, Entry]:
-        """The manifest as it is sent."""
+        """The manifest as protocol entries, by name."""
         return {name: entry_of(name, tensor) for name, tensor in self.manifest.items()}
 
     @property
     def bytes(self) -> int:
-        """The bytes of all tensors."""
+        """The size of all tensors in bytes."""
         return sum(tensor.nbytes for tensor in self.manifest.values())
 
     @property
     def room(self) -> int:
-        """Bytes that all tensors take in one bucket."""
+        """The size in bytes of a bucket with all tensors, including alignment."""
         return sum(-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in self.manifest.values())
 
     @property
     def largest(self) -> int:
-        """Bytes of the largest tensor."""
+        """The size of the largest tensor in bytes."""
         return max(tensor.nbytes for tensor in self.manifest.values())
 
 
@@ -66,20 +66,20 @@ def entry_of(name: str, tensor: Tensor) -> Entry:
 
 
 def weights(engine: Engine, dtype: torch.dtype) -> Content:
-    """The whole model, its parameters in this dtype; of one with adapters, its base."""
+    """The content for the whole model, with parameters in this dtype; for a model with adapters, for its base."""
     kind = "weights" if engine.lora is None else "base"
     return Content(kind, engine.built.pieces, manifest_of(engine, dtype), dtype=dtype)
 
 
 def adapter(engine: Engine) -> Content:
-    """What is trained of a model with adapters, under peft's names, in the masters' dtype."""
+    """The content for all trained tensors of a model with adapters, under peft's names, in the masters' dtype."""
     plan = plan_adapter(engine)
     return Content("adapter", plan.pieces, plan.manifest, plan.config)
 
 
 @dataclass(frozen=True)
 class Row:
-    """A tensor in a bucket."""
+    """A tensor in a bucket. offset: in bytes."""
 
     entry: Entry
     offset: int
@@ -89,16 +89,16 @@ class Row:
         return self.offset + self.entry.length
 
     def within(self, bucket: Tensor) -> Tensor:
-        """The tensor itself. bucket: its uint8 memory."""
+        """The tensor as a view of the bucket's uint8 memory."""
         return bucket[self.offset : self.end].view(getattr(torch, self.entry.dtype)).view(self.entry.shape)
 
 
 class Buckets(Protocol):
-    """The memories that buckets are written to, in turn."""
+    """The buffers that buckets are written to, in turn."""
 
     @property
     def size(self) -> int:
-        """The size in bytes at which a bucket is full. A larger tensor has a bucket of its own."""
+        """The size in bytes at which a bucket is full. A larger tensor gets its own bucket."""
         ...
 
     def memory(self, number: int) -> Tensor | None:
@@ -107,16 +107,17 @@ class Buckets(Protocol):
 
 
 def _place(rows: list[Row], entry: Entry, size: int) -> Row | None:
-    """The place of a tensor after these; None if it does not fit any more."""
+    """The place of a tensor after these rows of a bucket of `size` bytes; None if it does not fit."""
     offset = -(-rows[-1].end // ALIGNMENT) * ALIGNMENT if rows else 0
     return Row(entry, offset) if not rows or offset + entry.length <= size else None
 
 
 class Plan:
-    """Which boxes of its shards this rank writes to which bucket, on a host that all ranks share: worked out once."""
+    """Which boxes of its shards this rank writes to which bucket, if all ranks share a host. Computed once per
+    content."""
 
     def __init__(self, engine: Engine, content: Content, size: int) -> None:
-        """size: at which a bucket is full; a tensor that is larger has its own."""
+        """size: bytes at which a bucket is full; a larger tensor gets its own."""
         cuts, among, borrowed = engine.divided.cuts, engine.mesh.stage_place, engine.borrowed
         state = engine.module.state_dict(keep_vars=True)
         own = {name: tensor for name, tensor in state.items() if name not in borrowed}
@@ -129,13 +130,13 @@ class Plan:
             shares = [
                 _share(row, piece, box)
                 for row, piece in bucket
-                for box in held.get(piece.runtime, ())  # nothing of what another stage has
+                for box in held.get(piece.runtime, ())  # empty for tensors of other pipeline stages
                 if box.is_mine(numbers[piece.runtime])
             ]
             self._shares.append([share for share in shares if share is not None])
 
     def write(self, engine: Engine, buckets: Buckets) -> Iterator[list[Row]]:
-        """Bucket by bucket, after this rank has written what it holds. No collective."""
+        """Yield the rows of each bucket, after this rank has written its boxes. Not collective."""
         state = engine.module.state_dict(keep_vars=True)
         for number, (rows, shares) in enumerate(zip(self.buckets, self._shares, strict=True)):
             memory = buckets.memory(number)
@@ -148,7 +149,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class _Share:
-    """What one rank writes of a tensor: the part `source` of what it holds, to the part `target` of the tensor."""
+    """What one rank writes of a tensor: the part `source` of its local values, to the part `target` of the tensor."""
 
     row: Row
     piece: Piece
@@ -175,7 +176,8 @@ def _planned(content: Content, size: int) -> Iterator[list[tuple[Row, Piece]]]:
 
 
 def gathered(engine: Engine, content: Content, buckets: Buckets) -> Iterator[list[Row]]:
-    """Fill buckets through the walker, on any mesh: every rank gets every tensor, and writes it if it has a memory."""
+    """Fill buckets through the walker, on any mesh; yields the rows of each. Every rank gets every tensor, and writes
+    it if it has a buffer. Collective."""
     entries, rows, number = content.entries, list[Row](), 0
     memory = buckets.memory(number)
     for name, tensor in engine.walk(content.pieces, content.manifest, bucket_bytes=2 * buckets.size):
@@ -191,7 +193,7 @@ def gathered(engine: Engine, content: Content, buckets: Buckets) -> Iterator[lis
 
 
 def exported(engine: Engine, content: Content, folder: Path) -> Iterator[tuple[Path, list[Row]]]:
-    """A HuggingFace directory, or peft's of an adapter, each rank writing its boxes; then its files of tensors.
+    """Write a HuggingFace directory (peft's for an adapter), each rank its boxes; then yield each file and its rows.
 
     Collective; for ranks and engines that share a file system.
     """

@@ -1,25 +1,25 @@
-"""What passes between the trainer ranks and a rollout engine when weights are synced, and the engine's end of it.
+"""The protocol of a weight sync between trainer ranks and a rollout engine, and the engine's side of it.
 
-This file is loaded inside the processes of other engines (vLLM's workers): it imports nothing of weft but checksums.py,
-and torch only where tensors travel through one of its process groups, or lie on a device.
+This file is also loaded in the processes of other engines (vLLM's workers). So it imports only checksums.py from weft,
+and torch only if tensors travel through a process group or lie on a device.
 
-The sender listens; every worker of every engine connects with its ticket, and both talk in JSON messages, each behind
-its length in 4 bytes. Tensors do not pass through this connection but through memory that both map, of the host or of
-a device, through a process group, or through files, a bucket at a time:
+The sender listens, and every worker of every engine connects with its ticket. They exchange JSON messages, each
+preceded by its length in 4 bytes. Tensors do not use this connection. They travel a bucket at a time, through memory of
+the host or of a device that both map, through a process group, or through files:
 
     engine                                    sender
     {hello, key, name, member, version, has, base, joined, mapped}
                                               {begin: kind, version, verify, transport, manifest, adapter}
                                               {bucket: k, path | bytes | slot, rows: [[name, dtype, shape, offset, ..]]}
-    {took: k}                                 .. more buckets: two are on their way at once
+    {took: k}                                 .. more buckets; up to two are in flight
                                               {end: buckets}
-    {received: {name: sum}, placed: {..}}     compared with what was sent
+    {received: {name: sum}, placed: {..}}     compares these with what was sent
                                               {commit: version}
     {committed: version}                      .. another part (an adapter after its base), or
                                               {done: version}
 
-Either end may say {error: text} in place of anything. An engine that was not told `commit` has no weights to sample
-with. Every wait ends with an error after the ticket's timeout. No message is longer than 64 MiB, whatever it announces.
+Either side may send {error: text} instead of any message. An engine that has not received `commit` has no weights to
+sample with. Every wait ends with an error after the ticket's timeout. A message of more than 64 MiB is an error.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ from numpy.typing import NDArray
 from weft.rollout.sync.checksums import checksum
 
 PROTOCOL = 3
-GONE = -1  # in place of a version: the worker has died
-LONGEST = 1 << 26  # bytes of a message
+GONE = -1  # sent instead of a version, on behalf of a worker that has died
+LONGEST = 1 << 26  # most bytes of a message
 WIDTHS = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1,
     "bool": 1, "float8_e4m3fn": 1, "float8_e5m2": 1,
@@ -56,7 +56,8 @@ Bytes = NDArray[np.uint8]
 
 
 class SyncError(RuntimeError):
-    """A weight sync that failed. The message names engine, version and tensor. late: the peer sent nothing in time."""
+    """A weight sync failed. The message names engine, version and tensor. late: whether the peer did not answer in
+    time."""
 
     def __init__(self, message: str, late: bool = False) -> None:
         super().__init__(message)
@@ -65,8 +66,9 @@ class SyncError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """What a worker of an engine needs in order to receive weights: the sender's address, and its own name and number.
-    key: a secret that authenticates the connection. timeout: seconds that any single wait may take."""
+    """What a worker of an engine needs to receive weights. host, port: the sender's address. key: a secret that
+    authenticates the connection. name, member: the engine's name, and the worker's number in it. timeout: limit on any
+    single wait, in seconds."""
 
     host: str
     port: int
@@ -76,7 +78,7 @@ class Ticket:
     timeout: float = 120.0
 
     def to_json(self) -> dict[str, Any]:
-        """The ticket for another process."""
+        """The ticket as JSON, for another process."""
         return asdict(self)
 
     @staticmethod
@@ -87,7 +89,7 @@ class Ticket:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A tensor of the manifest, under its name in a checkpoint. dtype: torch's name of it, such as "bfloat16"."""
+    """A tensor of the manifest. name: as in a checkpoint. dtype: torch's name, such as "bfloat16"."""
 
     name: str
     dtype: str
@@ -95,7 +97,7 @@ class Entry:
 
     @property
     def length(self) -> int:
-        """Its size in bytes."""
+        """The tensor's size in bytes."""
         return math.prod(self.shape) * WIDTHS[self.dtype]
 
     def __str__(self) -> str:
@@ -106,7 +108,7 @@ class Entry:
 
 
 def parsed(text: bytes) -> dict[str, Any]:
-    """Parse a message. ValueError where it is malformed."""
+    """Parse a message. ValueError if it is malformed."""
     try:
         message = json.loads(text)
     except RecursionError as error:
@@ -118,7 +120,7 @@ def parsed(text: bytes) -> dict[str, Any]:
 
 @contextmanager
 def understood(peer: str) -> Iterator[None]:
-    """Inside, missing or mistyped fields of a message of this peer become a SyncError."""
+    """Inside, errors from missing or mistyped fields of this peer's message become a SyncError."""
     try:
         yield
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as error:
@@ -127,7 +129,7 @@ def understood(peer: str) -> Iterator[None]:
 
 
 class Channel:
-    """JSON messages over a connected socket. peer: the other end, for messages."""
+    """JSON messages over a connected socket. peer: name of the other side, for errors. timeout: seconds."""
 
     def __init__(self, connection: socket.socket, peer: str, timeout: float) -> None:
         connection.settimeout(timeout)
@@ -135,8 +137,7 @@ class Channel:
         self.socket, self.peer, self.timeout = connection, peer, timeout
 
     def write(self, **message: Any) -> None:
-        """Send a message. SyncError where the peer is gone, with the last error that it sent, or reads nothing in
-        time."""
+        """Send a message. SyncError if the peer is gone, with the last error that it sent, or does not read in time."""
         text = json.dumps(message).encode()
         self.socket.settimeout(self.timeout)
         try:
@@ -148,8 +149,8 @@ class Channel:
             raise SyncError(f"{self.peer} cannot be written to: {_reason(error, self.timeout)}", late) from error
 
     def read(self, what: str, *expected: str) -> dict[str, Any]:
-        """Receive the next message, which has one of the `expected` keys. what: that is waited for, for messages.
-        SyncError where the peer reports an error, is gone, or sends nothing in time."""
+        """Receive the next message, which must have one of the `expected` keys. what: describes the message in errors.
+        SyncError if the peer reports an error, is gone, sends another message, or nothing in time."""
         try:
             message = self._message()
         except (OSError, ValueError) as error:
@@ -166,7 +167,7 @@ class Channel:
         self.socket.close()
 
     def _last_words(self) -> str:
-        """The error that came before the other end left, if one did; what it said before that is passed over."""
+        """The error that the peer sent before it left, or ""; other unread messages are skipped."""
         with suppress(OSError, ValueError):
             while True:
                 message = self._message()
@@ -198,18 +199,18 @@ def _reason(error: Exception, timeout: float) -> str:
     return str(error) or type(error).__name__
 
 
-# ---------------------------------------------------------------- what must come
+# ---------------------------------------------------------------- manifest
 
 
 class Checklist:
-    """Checks that each tensor of a manifest arrives exactly once, with its dtype, shape and size. SyncError names the
-    tensor."""
+    """Checks that each tensor of a manifest arrives exactly once, with its dtype, shape and size. Methods raise
+    SyncError, which names the tensor."""
 
     def __init__(self, manifest: Mapping[str, Entry], version: int) -> None:
         self.manifest, self.version, self.missing = manifest, version, dict.fromkeys(manifest)
 
     def take(self, entry: Entry, length: int) -> None:
-        """Record the arrival of a tensor. length: bytes received."""
+        """Record the arrival of a tensor. length: announced bytes."""
         promised = self.manifest.get(entry.name)
         if promised is None:
             raise SyncError(f"{entry.name} came with version {self.version} and is not in its manifest")
@@ -224,7 +225,7 @@ class Checklist:
         del self.missing[entry.name]
 
     def complete(self) -> None:
-        """SyncError where a tensor of the manifest has not arrived."""
+        """Check that all tensors of the manifest have arrived."""
         if self.missing:
             first = ", ".join(list(self.missing)[:3])
             raise SyncError(
@@ -233,8 +234,8 @@ class Checklist:
 
 
 def check_manifest(manifest: Mapping[str, Entry], wanted: Mapping[str, tuple[int, ...]]) -> None:
-    """SyncError, naming tensors, where the manifest differs from the engine's own model. wanted: name -> shape of that
-    model."""
+    """Raise SyncError, naming tensors, if the manifest differs from the engine's own model. wanted: name -> shape in
+    that model."""
     lacking, unknown = sorted(wanted.keys() - manifest.keys()), sorted(manifest.keys() - wanted.keys())
     if lacking:
         raise SyncError(f"the sync does not bring {', '.join(lacking[:3])} ({len(lacking)} tensors in all)")
@@ -245,19 +246,19 @@ def check_manifest(manifest: Mapping[str, Entry], wanted: Mapping[str, tuple[int
             raise SyncError(f"the sync brings {name} as {manifest[name]}, the model has it as {list(shape)}")
 
 
-# ---------------------------------------------------------------- the engine's end
+# ---------------------------------------------------------------- the engine's side
 
 
 class Delivery:
-    """One weight sync, at a worker of an engine. As a context manager it reports errors inside to the sender.
+    """One weight sync, on the side of an engine's worker. As a context manager, it reports errors to the sender.
 
         with Delivery(ticket, version) as delivery:
             for part in delivery.parts():
                 load(part.tensors())
                 part.finish()
 
-    has: version of the weights that the engine has; it may not be later than `version`. base: whether the engine has
-    the base model of an adapter, or will never need it.
+    version: the version to receive. has: version of the weights that the engine has, or None; must not be later than
+    `version`. base: False if the engine needs the base model of an adapter first.
     """
 
     def __init__(self, ticket: Ticket, version: int, *, has: int | None = None, base: bool = True) -> None:
@@ -270,8 +271,8 @@ class Delivery:
         self.channel.write(hello=PROTOCOL, version=version, has=has, base=base, joined=joined, mapped=mapped, **who)
 
     def parts(self) -> Iterator[Part]:
-        """Yield the parts of the sync: the weights; or an adapter, after its base model where the engine lacks it. Each
-        must be received and finished before the next."""
+        """Yield the parts of the sync: the weights; or an adapter, after its base model if this engine lacks that. Each
+        part must be received and finished before the next. SyncError if it is not."""
         while True:
             message = self.channel.read(f"version {self.version} to begin", "begin", "done")
             if "done" in message:
@@ -289,13 +290,13 @@ class Delivery:
     ) -> None:
         if error is not None:
             text = str(error) if isinstance(error, SyncError) else f"{type(error).__name__}: {error}"
-            with suppress(SyncError):  # what the engine raises says more
+            with suppress(SyncError):  # the engine's own error is raised and says more
                 self.channel.write(error=text)
         self.channel.close()
 
 
 def _connect(ticket: Ticket, version: int) -> socket.socket:
-    """Tried again until the sender listens: both ends begin at their own time."""
+    """Connect to the sender; retried until it listens, because the two sides start independently."""
     deadline = time.monotonic() + ticket.timeout
     while True:
         try:
@@ -310,8 +311,8 @@ def _connect(ticket: Ticket, version: int) -> socket.socket:
 
 
 class Part:
-    """One manifest and its tensors. kind: `weights`; `base`, the weights under an adapter; `adapter`, in peft's format,
-    with its adapter_config.json in `adapter`. verify: whether checksums must be reported."""
+    """One manifest and its tensors. kind: `weights`; `base`, the weights under an adapter; or `adapter`, in peft's
+    format. adapter: the content of its adapter_config.json, else None. verify: whether checksums must be reported."""
 
     def __init__(self, delivery: Delivery, message: Mapping[str, Any]) -> None:
         with understood(delivery.channel.peer):
@@ -330,9 +331,9 @@ class Part:
             )
 
     def tensors(self) -> Iterator[tuple[Entry, Bytes]]:
-        """Yield (entry, bytes) of every tensor; on CUDA the bytes are a uint8 tensor there. They are valid until the
-        next one is requested; pending work of this process on device memory is awaited before that. SyncError, naming
-        the tensor, where one differs from the manifest or is missing at the end."""
+        """Yield (entry, bytes) of every tensor. Bytes are a NumPy array, or a uint8 tensor on a CUDA device. They are
+        valid until the next tensor is requested; a bucket in device memory is released only after this process's
+        pending work on it. SyncError, naming the tensor, if one differs from the manifest or is missing at the end."""
         checklist = Checklist(self.manifest, self.version)
         while True:
             message = self._channel.read(f"the next bucket of version {self.version}", "bucket", "end")
@@ -356,8 +357,8 @@ class Part:
         checklist.complete()
 
     def finish(self, placed: Mapping[str, int] | None = None) -> None:
-        """Report to the sender and wait for its comparison; SyncError where it found a difference. placed: checksums of
-        the engine's own weights, in the manifest's layout and dtypes, where they can be read back."""
+        """Report checksums to the sender and wait for its comparison; SyncError if it found a difference. placed:
+        checksums of the engine's own weights, in the manifest's layout and dtypes; None if they cannot be read back."""
         self._channel.write(received=self.received, placed=None if placed is None else dict(placed))
         self._channel.read(f"version {self.version} to be confirmed", "commit")
         self.finished = True
@@ -377,7 +378,7 @@ def _number(value: Any) -> int:
 
 
 def _entry(row: Any) -> Entry:
-    """Parse an entry of a manifest, or of the table of a bucket."""
+    """Parse an entry of a manifest or of a bucket's table. TypeError or ValueError if it is malformed."""
     name, dtype, shape = row
     if dtype not in WIDTHS:
         raise ValueError(f"{dtype!r:.40} is no dtype")
@@ -385,21 +386,21 @@ def _entry(row: Any) -> Entry:
 
 
 def as_torch(entry: Entry, data: Any) -> Any:
-    """A tensor over these bytes, without a copy."""
+    """These bytes as the entry's tensor, without a copy."""
     import torch
 
     raw = torch.from_numpy(data) if isinstance(data, np.ndarray) else data
     return raw.view(getattr(torch, entry.dtype)).view(entry.shape)
 
 
-# ---------------------------------------------------------------- how buckets come
+# ---------------------------------------------------------------- transports, on the engine's side
 
 
-_mapped = dict[str, Bytes]()  # of shared memory, by path: mapping it costs half a copy, and no path is used twice
+_mapped = dict[str, Bytes]()  # path -> shared memory; kept, because mapping costs half a copy. Paths are never reused
 
 
 class _Mapped:
-    """Receives buckets in mapped files: shared memory, whose slots are reused, or safetensors in a folder."""
+    """Receives buckets in mapped files: slots of shared memory, which are reused, or safetensors in a folder."""
 
     def __init__(self, transport: Mapping[str, Any], ticket: Ticket) -> None:
         self._in_turn = transport["kind"] == "shared"
@@ -412,7 +413,7 @@ class _Mapped:
         if path in _mapped:
             return _mapped[path]
         try:
-            with Path(path).open("r+b") as file:  # writable, because torch takes no other; nobody writes
+            with Path(path).open("r+b") as file:  # writable only because torch requires it
                 memory = np.frombuffer(mmap.mmap(file.fileno(), 0), np.uint8)
         except (OSError, ValueError) as error:
             raise SyncError(f"bucket {message['bucket']} cannot be read from {path}: {error}") from error
@@ -421,17 +422,17 @@ class _Mapped:
         return memory
 
     def release(self) -> None:
-        """Nothing to wait for: reads of mapped memory are synchronous."""
+        """Does nothing: reads of mapped memory are synchronous."""
 
 
 class _Grouped:
-    """Receives buckets by broadcast in a process group of the sender (rank 0) and all receiving workers."""
+    """Receives buckets by broadcast, in a process group of the sender (rank 0) and all receiving workers."""
 
     joined: tuple[str, Any] | None = None  # (id, group), kept between syncs: joining NCCL takes seconds
 
     def __init__(self, transport: Mapping[str, Any], ticket: Ticket) -> None:
         self._backend = transport["backend"]
-        self._memory: Any = None  # of one bucket after the other, because the first touch of memory costs
+        self._memory: Any = None  # reused for all buckets, because the first touch of memory is slow
         if _Grouped.joined is None or _Grouped.joined[0] != transport["id"]:
             _Grouped.joined = None
             store = open_store(ticket.host, transport["port"], ticket.timeout)
@@ -457,17 +458,17 @@ class _Grouped:
         return memory if self._backend == "nccl" else memory.numpy()
 
     def release(self) -> None:
-        """Nothing to wait for: the next broadcast is ordered after the readers on the same device."""
+        """Does nothing: the next broadcast is ordered after the readers on the same device."""
 
 
 class _OnDevice:
-    """Receives buckets in memory of the sender's CUDA device (IPC), whose slots are reused."""
+    """Receives buckets in memory of the sender's CUDA device (CUDA IPC), in slots that are reused."""
 
     mapped: tuple[str, list[Any]] | None = None  # (id, memories), kept between syncs
 
     def __init__(self, transport: Mapping[str, Any], ticket: Ticket) -> None:
         if _OnDevice.mapped is None or _OnDevice.mapped[0] != transport["id"]:
-            _OnDevice.mapped = None  # the memory of a sender that is gone, which it could not be given back before
+            _OnDevice.mapped = None  # first unmap the previous sender's memory, so that it can be freed
             _OnDevice.mapped = transport["id"], [_opened(handle, ticket) for handle in transport["handles"]]
         self._memories = _OnDevice.mapped[1]
         self._taken: Any = None
@@ -502,11 +503,11 @@ class DeviceMemory:
     UUID, because CUDA_VISIBLE_DEVICES renumbers them per process.
     """
 
-    # What UntypedStorage._share_cuda_ returns and _new_shared_cuda takes, behind the number of the device.
+    # What UntypedStorage._share_cuda_ returns and _new_shared_cuda takes, after the device index.
     _FIELDS = ("handle", "size", "offset", "counter", "counter_offset", "event", "event_needed")
 
     def devices(self, device: Any) -> list[str]:
-        """UUIDs of the CUDA devices that this process sees, `device` first; [] where `device` is not CUDA."""
+        """UUIDs of the CUDA devices that this process sees, `device` first; [] if `device` is not a CUDA device."""
         import torch
 
         if torch.device(device).type != "cuda":
@@ -517,20 +518,20 @@ class DeviceMemory:
         return [own, *(uuid for uuid in seen if uuid != own)]
 
     def allocate(self, size: int, device: Any) -> Any:
-        """A uint8 tensor [size] that can be shared."""
+        """An uninitialised uint8 tensor [size] that can be shared."""
         import torch
 
         return torch.empty(size, dtype=torch.uint8, device=device)
 
     def share(self, memory: Any) -> dict[str, Any]:
-        """A handle, as JSON, with which one other process opens the memory; torch counts each handle as one reader."""
+        """A handle, as JSON, with which one other process can open the memory. torch counts a reader per handle."""
         _, *values = memory.untyped_storage()._share_cuda_()
         plain = [base64.b64encode(v).decode() if isinstance(v, bytes) else v for v in values]
         return {"device": self.devices(memory.device)[0], **dict(zip(self._FIELDS, plain, strict=True))}
 
     def open(self, handle: Mapping[str, Any]) -> Any:
-        """The shared tensor in this process, mapped while it lives. Memory of another device is read through peer
-        access. RuntimeError where this process does not see that device, or the device refuses."""
+        """The shared tensor in this process, mapped as long as the tensor lives. Memory of another device is read
+        through peer access. RuntimeError if this process does not see that device, or mapping fails."""
         import torch
 
         torch.cuda.init()
@@ -544,7 +545,7 @@ class DeviceMemory:
         return torch.empty(0, dtype=torch.uint8, device=f"cuda:{index}").set_(storage)
 
     def wait(self, memory: Any) -> None:
-        """Synchronise this process's device, and the device of `memory`."""
+        """Synchronise the current CUDA device and the device of `memory`."""
         import torch
 
         torch.cuda.synchronize()
@@ -555,7 +556,8 @@ device_memory = DeviceMemory()
 
 
 def open_store(host: str, port: int, timeout: float, *, serve: bool = False) -> Any:
-    """The TCPStore at which the members of a group meet; the sender serves it, on a free port if port is 0."""
+    """The TCPStore through which the members of a group meet. serve: whether to serve it, as the sender does, on a free
+    port if port is 0. timeout: seconds."""
     import torch.distributed as dist
 
     wait = timedelta(seconds=timeout)
@@ -568,7 +570,8 @@ def open_store(host: str, port: int, timeout: float, *, serve: bool = False) -> 
 
 
 def join_group(store: Any, name: str, rank: int, world: int, backend: str, timeout: float) -> Any:
-    """A process group besides torch's default one, which trainers and engines use themselves."""
+    """Create a process group independent of torch's default group, which trainers and engines use themselves. timeout:
+    seconds."""
     import torch.distributed as dist
 
     prefixed, wait = dist.PrefixStore(name, store), timedelta(seconds=timeout)
@@ -580,7 +583,7 @@ def join_group(store: Any, name: str, rank: int, world: int, backend: str, timeo
 
 
 def broadcast(group: Any, memory: Any) -> Any:
-    """Start the broadcast of rank 0's bytes; returns the handle to wait on."""
+    """Start a broadcast of rank 0's bytes into `memory`; returns the handle to wait on."""
     import torch.distributed as dist
 
     options = dist.BroadcastOptions()

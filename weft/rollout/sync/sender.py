@@ -1,7 +1,7 @@
-"""Weights from the trainer ranks to rollout engines, versioned and proven.
+"""Sends weights from the trainer ranks to rollout engines, with versions and verification.
 
 On every rank:  sender = Sender(engine, receivers);  sender.send(version).
-Each worker of an engine takes the same version with its ticket of `sender.tickets` (protocol.Delivery).
+Each worker of an engine receives the same version with its ticket from `sender.tickets` (protocol.Delivery).
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from weft.telemetry import flight
 
 T = TypeVar("T")
 Transport = Literal["ipc", "shared", "group", "files"]
-AHEAD = SLOTS - 2  # buckets that wait to be taken, or are, while others are written and agreed on
+AHEAD = SLOTS - 2  # posted buckets that engines may still be reading while the next ones are written and agreed on
 
 
 @dataclass(frozen=True)
 class Receiver:
     """An engine that receives weights.
 
-    host: address of the machine whose shared memory it sees, as own_address() returns there; None for the first rank's.
-    workers: processes that each receive all tensors. adapters: whether it receives only adapters. devices: UUIDs of the
-    CUDA devices that its workers see (protocol.DeviceMemory), its own first.
+    host: address of its machine, as own_address() returns there; None: the first rank's. workers: number of processes
+    that each receive all tensors. adapters: whether the engine receives only adapters. devices: UUIDs of the CUDA
+    devices that its workers see (protocol.DeviceMemory), its own first.
     """
 
     name: str
@@ -59,9 +59,9 @@ class Receiver:
 @dataclass(frozen=True)
 class SyncOptions:
     """transport: `auto` is CUDA IPC for engines that see a trainer rank's device, shared memory for others on a
-    trainer's host, else a process group. bucket_bytes: size of a bucket. verify_every: syncs between two whose values
-    are read back; 0: only an engine's first. timeout: seconds of any single wait. folder: for transport `files`. dtype:
-    of the engines' weights; None for the trainer's compute dtype."""
+    trainer's host, else a process group. bucket_bytes: total size of the bucket buffers. verify_every: one of this many
+    syncs is verified; 0: only when an engine is new or lacks the last version (is_proven). timeout: seconds of any
+    single wait. folder: for transport `files`. dtype: of the engines' weights; None: the trainer's compute dtype."""
 
     transport: Literal["auto", "ipc", "shared", "group", "files"] = "auto"
     bucket_bytes: int = 1 << 27
@@ -73,7 +73,7 @@ class SyncOptions:
 
 def options_of(config: RlConfig, run: Path) -> SyncOptions:
     """The options of a config. run: the run's folder."""
-    # While the first rank waits for an engine the others wait for it, in a collective that train.timeout ends.
+    # While a rank waits for an engine, the others wait for that rank in a collective, whose limit is train.timeout.
     timeout = min(config.rollout.timeout, 0.8 * config.train.timeout)
     rollout = config.rollout
     return SyncOptions(
@@ -82,7 +82,7 @@ def options_of(config: RlConfig, run: Path) -> SyncOptions:
 
 
 class Sender:
-    """The trainer's end of weight sync. Every method is collective."""
+    """The trainer's side of weight sync. Every method is collective."""
 
     def __init__(
         self,
@@ -94,16 +94,16 @@ class Sender:
         port: int = 0,
         key: str | None = None,
     ) -> None:
-        """address: under which engines reach this rank; None for own_address(). port, key: the first rank's, if they
-        must be known in advance. UserError where an engine is out of reach of the requested transport."""
+        """address: under which engines reach this rank; None: own_address(). port, key: of the first rank's server, if
+        they must be known in advance. UserError if the requested transport cannot reach an engine."""
         self.engine, self.options = engine, options or SyncOptions()
         address = address or own_address()
         self._rank, self._world = engine.ranks.rank, engine.ranks.world
         own = protocol.device_memory.devices(engine.device)[:1]
         everyone = self._gather((address, own, key or secrets.token_hex(16), secrets.token_hex(8)))
         self._hosts = [host for host, *_ in everyone]
-        self._devices = [device for _, device, *_ in everyone]  # of each rank: its UUID, or nothing
-        *_, self._key, self._slots = everyone[0]  # slots: in the names of shared memory; no other sender ever has it
+        self._devices = [device for _, device, *_ in everyone]  # per rank: [UUID], or [] on CPU
+        *_, self._key, self._slots = everyone[0]  # slots: part of shared memory's names, unique to this sender
         self._routes = {receiver.name: self._route(receiver) for receiver in receivers}
         leads = any(rank == self._rank for _, rank in self._routes.values())
         self.server = SyncServer(address, 0 if self._rank else port, self.options.timeout) if leads else None
@@ -121,8 +121,8 @@ class Sender:
         self._folder: Path | None = None
 
     def send(self, version: int) -> Synced:
-        """Bring every engine to this version. The outcome is the same on all ranks: verified delivery, or SyncError,
-        after which engines that did not confirm have no weights to sample with."""
+        """Send the current weights to every engine, as this version. The outcome is the same on all ranks: all engines
+        have confirmed, or SyncError, after which an engine that has not confirmed has no weights to sample with."""
         began, self._waited, self._count = time.perf_counter(), 0.0, self._count + 1
         flight.at("sync")
         sent = list[Content]()
@@ -143,10 +143,10 @@ class Sender:
         if self.server is not None:
             self.server.close()
 
-    # ------------------------------------------------------------ who sends to whom
+    # ------------------------------------------------------------ routes and tickets
 
     def _route(self, receiver: Receiver) -> tuple[Transport, int]:
-        """(how, which rank sends)."""
+        """(transport, sending rank) for an engine. UserError if the requested transport cannot reach it."""
         host, wanted = receiver.host or self._hosts[0], self.options.transport
         if wanted == "files":
             return "files", 0
@@ -169,7 +169,7 @@ class Sender:
         return "shared", self._hosts.index(host)
 
     def _rank_on_device(self, receiver: Receiver, host: str) -> int | None:
-        """The rank whose device an engine has; else one whose device it sees."""
+        """The rank on the engine's own device, else a rank on another device that the engine sees, else None."""
         places = [(self._hosts[rank], *own) for rank, own in enumerate(self._devices)]
         wanted = [(host, device) for device in receiver.devices]
         return next((places.index(place) for place in wanted if place in places), None)
@@ -180,7 +180,7 @@ class Sender:
         return [Ticket(*common, member, self.options.timeout) for member in range(receiver.workers)]
 
     def _mine(self, transport: Transport) -> list[Ticket]:
-        """Tickets of those that this rank sends to."""
+        """The tickets of the workers that this rank sends to by this transport."""
         names = [name for name, route in self._routes.items() if route == (transport, self._rank)]
         return [ticket for name in names for ticket in self.tickets[name]]
 
@@ -205,7 +205,7 @@ class Sender:
         return sent
 
     def _wanted(self) -> list[Content]:
-        """What is to be sent to those who are connected: a base only where one of them has none."""
+        """The parts to send: an adapter's base only if a connected engine lacks it; collective."""
         if not self._adapters:
             return self._contents
         lacking = self.server is not None and any(not connection.base for connection in self.server.connections)
@@ -233,8 +233,9 @@ class Sender:
     def _by_buckets(
         self, content: Content, transport: Transport, version: int, verify: bool, sent: dict[str, int]
     ) -> int:
-        """Post every bucket; returns how many. One agreement for each: all have written it, and the one whose memory
-        is written after the next is taken. The ranks write the next one meanwhile, and engines take those before."""
+        """Post every bucket; returns their number. The ranks agree once per bucket k: all have written it, and engines
+        have taken bucket k - AHEAD, whose buffer bucket k + 2 reuses. During an agreement, ranks write the next bucket
+        and engines read earlier ones."""
         memories, number, post = self._open(transport), 0, _nothing
         self._lead(self._begin, content, transport, version, verify)
 
@@ -294,7 +295,7 @@ class Sender:
         self._waited += time.perf_counter() - began
 
     def _by_files(self, content: Content, version: int, verify: bool, sent: dict[str, int]) -> int:
-        """One bucket for each file of an export; returns how many. That of the last version is removed."""
+        """Post one bucket per file of an export; returns their number. The previous export is removed."""
         assert self.options.folder is not None, "SyncOptions.folder"
         folder, number = self.options.folder / f"{content.kind}-{version:06d}", 0
         self._lead(self._begin, content, "files", version, verify)
@@ -317,13 +318,13 @@ class Sender:
         return "nccl" if self.engine.device.type == "cuda" else "gloo"
 
     def _on_one_host(self, transport: Transport) -> bool:
-        """Whether all ranks can write to the memory that is sent from."""
+        """Whether all ranks can write to the buffers of this transport, so that nothing is gathered."""
         if transport == "ipc":
             return self._world == 1
         return len(set(self._hosts)) == 1 and (transport == "shared" or self._backend == "gloo")
 
     def _open(self, transport: Transport) -> SharedBuckets | DeviceBuckets:
-        """The memories of buckets; kept from the first sync on."""
+        """The bucket buffers of a transport, created at its first sync."""
         if transport not in self._memories:
             full = self.options.bucket_bytes // SLOTS
             needed = max(max(c.largest, min(full, c.room)) for c in self._contents)
@@ -338,7 +339,8 @@ class Sender:
         return self._memories[transport]
 
     def _open_shared(self, transport: Transport, room: int, full: int) -> SharedBuckets | None:
-        """Shared memory of the host: of all its ranks or, where there are several hosts, of the rank that sends."""
+        """Buffers in the host's shared memory: common to all ranks or, with several hosts, of the sending rank alone.
+        None on a rank without buffers."""
         together = self._on_one_host(transport)
         name, owner, made = f"{self._slots}-{transport}", 0 if together else self._rank, None
         if self._mine(transport):
@@ -346,10 +348,10 @@ class Sender:
         self._agree()
         return SharedBuckets(name, owner, room, full, False) if made is None and together else made
 
-    # ------------------------------------------------------------ all ranks alike
+    # ------------------------------------------------------------ agreement between ranks
 
     def _lead(self, action: Callable[..., None], *args: Any) -> None:
-        """action(server, *args), on ranks that have a server. What goes wrong is kept until all agree on it."""
+        """Call action(server, *args) on ranks that have a server. An error is kept until all ranks agree on it."""
         if self.server is not None and self._error is None:
             self._attempt(action, self.server, *args)
 
@@ -361,11 +363,12 @@ class Sender:
             return None
 
     def _agree(self) -> None:
-        """Raise on all ranks what one rank raised; one all-reduce, collective."""
+        """Raise on all ranks an error that one rank has kept; collective (one all-reduce)."""
         self._once_agreed(_nothing)()
 
     def _once_agreed(self, action: Callable[[], None]) -> Callable[[], None]:
-        """Begin to agree; what is returned waits for it and then calls `action`. One rank alone calls it at once."""
+        """Start an agreement; the returned function waits for it and then calls `action`. A single rank calls `action`
+        at once."""
         if self._world == 1:
             if self._error is not None:
                 raise self._error
@@ -384,7 +387,7 @@ class Sender:
         return finish
 
     def _gather(self, value: T) -> list[T]:
-        """Every rank's, by rank; collective."""
+        """The value of every rank, by rank; collective."""
         if self._world == 1:
             return [value]
         out: list[Any] = [None] * self._world
@@ -393,8 +396,9 @@ class Sender:
 
 
 def is_proven(count: int, every: int, had: Sequence[int | None], last: int | None) -> bool:
-    """Whether a sync is verified: every `every` syncs, and where an engine has other weights than the last version that
-    all confirmed. count: number of this sync, from 1. had: each engine's version, None for none."""
+    """Whether a sync is verified: every `every`-th one, and any to an engine without `last`, the last version that all
+    confirmed. count: number of this sync, from 1. had: each engine's version, None for none; empty: no engine receives
+    from this rank."""
     due = every > 0 and count % every == 0
     return bool(had) and (due or any(version is None or version != last for version in had))
 
@@ -403,6 +407,6 @@ def _nothing() -> None: ...
 
 
 def _sums(rows: Iterable[Row], memory: Tensor | None) -> dict[str, int]:
-    """Checksums of what lies in a bucket."""
+    """Checksums of the tensors in a bucket, by name."""
     assert memory is not None
     return {row.entry.name: checksum(memory[row.offset : row.end].cpu().numpy()) for row in rows}

@@ -1,7 +1,7 @@
-"""The sender's end of protocol.py: accepts the workers of engines and exchanges messages with them.
+"""The sender's side of protocol.py: accepts the workers of engines and exchanges messages with them.
 
-Anyone who reaches the port can connect. Until a connection has shown a ticket it costs a few KB and a few seconds, in
-which other connections are served, and nothing it sends can end or delay a sync.
+Anyone who reaches the port can connect. A connection without a valid ticket takes at most a few KB for a few seconds,
+while other connections are served, and cannot end or delay a sync.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from weft.rollout.sync.protocol import GONE, PROTOCOL, Channel, SyncError, Ticke
 from weft.rollout.sync.verify import compare
 from weft.telemetry import flight
 
-_HELLO_SECONDS = 5.0  # that a peer has to show its ticket
-_HELLO_BYTES = 4096  # of what it says there
-_MOST_PENDING = 64  # peers that have not shown one; the first of more has to go
+_HELLO_SECONDS = 5.0  # for a peer to show its ticket
+_HELLO_BYTES = 4096  # most bytes of the message with the ticket
+_MOST_PENDING = 64  # connections without a ticket yet; beyond that, the oldest is closed
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Hello:
 
     @staticmethod
     def of(text: bytes) -> Hello:
-        """Parse it. ValueError where it is malformed."""
+        """Parse a message. ValueError if it is malformed."""
         message = parsed(text)
         kinds: dict[str, tuple[type, ...]] = {
             "hello": (int,), "key": (str,), "name": (str,), "member": (int,), "version": (int,),
@@ -80,7 +80,8 @@ class _Pending:
         connection.setblocking(False)
 
     def hear(self) -> bool:
-        """Read without blocking, and no further than the first message; whether that is complete."""
+        """Read without blocking, at most the first message; returns whether that is complete. Sets `gone` if the peer
+        left or announced too long a message."""
         try:
             part = self.socket.recv(self._lacking())
         except BlockingIOError:
@@ -92,7 +93,7 @@ class _Pending:
         return not self.gone and not self._lacking()
 
     def hello(self) -> Hello | None:
-        """Its first message; None where that is malformed."""
+        """The first message; None if it is malformed."""
         try:
             return Hello.of(bytes(self._said[4:]))
         except ValueError:
@@ -106,19 +107,19 @@ class _Pending:
 
 
 class SyncServer:
-    """The listening socket of one sending rank, and its connections during a sync. active: the connections that receive
-    the part that is being sent."""
+    """The listening socket of one sending rank, and its connections during a sync. timeout: seconds of any wait."""
 
     def __init__(self, address: str, port: int, timeout: float) -> None:
         self.timeout = timeout
-        self.connections = list[Connection]()  # all who are connected
-        self.active = list[Connection]()  # those who take the content that is being sent
+        self.connections = list[Connection]()  # all that are connected
+        self.active = list[Connection]()  # those that receive the current part
         self._listener = socket.create_server((address, port), backlog=128)
         self._listener.setblocking(False)
         self.port = int(self._listener.getsockname()[1])
 
     def welcome(self, tickets: Iterable[Ticket], version: int) -> None:
-        """Accept connections until every worker that has a ticket asks for this version."""
+        """Accept connections until every worker with one of these tickets has asked for this version. SyncError if one
+        does not come in time, has died, or asks for another version."""
         missing = {(ticket.name, ticket.member): ticket for ticket in tickets}
         waiting, deadline = list[_Pending](), time.monotonic() + self.timeout
         try:
@@ -143,13 +144,13 @@ class SyncServer:
         """The pending connections whose first message is complete; late and surplus ones are closed."""
         now = time.monotonic()
         until = min([deadline, now + 1.0, *(pending.deadline for pending in waiting)])
-        # poll and not select, which knows no descriptors above 1023
+        # poll(), because select() takes no descriptor above 1023
         poll = select.poll()
         for one in (self._listener, *(pending.socket for pending in waiting)):
             poll.register(one, select.POLLIN)
         ready = {descriptor for descriptor, _ in poll.poll(max(0.0, until - now) * 1000)}
         if self._listener.fileno() in ready:
-            with suppress(OSError):  # it has left again
+            with suppress(OSError):  # the peer has already left
                 waiting.append(_Pending(self._listener.accept()[0]))
         whole = [pending for pending in waiting if pending.socket.fileno() in ready and pending.hear()]
         sent_away = [pending for pending in waiting if pending.gone or time.monotonic() > pending.deadline] + waiting[
@@ -162,7 +163,8 @@ class SyncServer:
         return whole
 
     def _admit(self, pending: _Pending, missing: dict[tuple[str, int], Ticket], version: int) -> Connection | None:
-        """The connection of a worker with a valid ticket; None, and closed, for others."""
+        """The connection of a worker with a valid ticket; others are closed, and give None. SyncError if the worker
+        speaks another protocol, has died, or asks for another version."""
         hello = pending.hello()
         who = (hello.name, hello.member) if hello is not None else None
         ticket = missing.get(who) if who is not None else None
@@ -182,7 +184,7 @@ class SyncServer:
         return Connection(channel, *who, hello.has, hello.base, hello.joined, hello.mapped)
 
     def begin(self, content: Content, version: int, transports: Sequence[Mapping[str, Any]], verify: bool) -> None:
-        """Announce a part. transports: what each active connection needs to know about how buckets travel."""
+        """Announce a part. transports: per active connection, the message fields of its transport."""
         manifest = [[entry.name, entry.dtype, entry.shape] for entry in content.entries.values()]
         for connection, transport in zip(self.active, transports, strict=True):
             connection.channel.write(
@@ -191,7 +193,7 @@ class SyncServer:
             )  # fmt: skip
 
     def post(self, number: int, rows: Sequence[Row], where: Mapping[str, Any]) -> None:
-        """Announce a bucket. where: its path, number of bytes or slot."""
+        """Announce a bucket. where: the message field with its path, number of bytes or slot."""
         table = [[row.entry.name, row.entry.dtype, row.entry.shape, row.offset, row.entry.length] for row in rows]
         for connection in self.active:
             connection.channel.write(bucket=number, rows=table, **where)
@@ -203,8 +205,8 @@ class SyncServer:
                 raise SyncError(f"{connection.name} took bucket {message['took']} of version {version}, not {number}")
 
     def prove(self, buckets: int, version: int, sent: Mapping[str, int]) -> None:
-        """After the last bucket: compare the checksums that every engine reports with those of what was sent. sent: {}
-        where nothing is compared."""
+        """After the last bucket: compare the checksums that every engine reports with those of the sent tensors.
+        buckets: their number. sent: checksums by tensor; {} to compare nothing. SyncError if one differs."""
         for connection in self.active:
             connection.channel.write(end=buckets)
         for connection, report in self._answers(f"what it received of version {version}", "received"):
@@ -221,7 +223,7 @@ class SyncServer:
             pass
 
     def leave(self, version: int, error: str | None = None) -> None:
-        """Tell every connection that the sync is done, or the error, and close it."""
+        """Tell every connection that the sync is done, or its error, and close the connection."""
         for connection in self.connections:
             with suppress(SyncError):
                 connection.channel.write(**({"done": version} if error is None else {"error": error}))
@@ -245,7 +247,7 @@ class SyncServer:
 
 
 def sums_of(value: Any) -> dict[str, int]:
-    """Checksums by name, validated. TypeError."""
+    """Validate checksums by name. TypeError if they are malformed."""
     if not isinstance(value, dict) or not all(isinstance(number, int) for number in value.values()):
         raise TypeError("checksums are numbers by name")
     return value

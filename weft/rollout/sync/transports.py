@@ -21,21 +21,21 @@ from weft.rollout.sync.protocol import SyncError, broadcast, join_group, open_st
 from weft.rollout.sync.server import Connection
 
 SHARED_MEMORY = Path("/dev/shm")
-SLOTS = 4  # one is written, one is taken, and two are agreed on or wait, so that neither end does
+SLOTS = 4  # buffers: one being written, one being read, and two in between, so that neither side waits
 _PREFIX = "weft-sync-"
 
 
 class SharedBuckets:
-    """Bucket buffers in files of shared memory, which all ranks of a host and its engines map.
+    """Bucket buffers in files of shared memory, which the ranks and engines of a host map.
 
-    They are kept between syncs, because the first touch of memory costs more than a copy. The rank that creates them
-    locks each file, so that the next run recognises and removes the files of a killed process.
+    Buffers are kept between syncs, because the first touch of memory costs more than a copy. The rank that creates a
+    file keeps it locked, so that later runs recognise and remove the files of a killed process.
     """
 
     def __init__(self, key: str, owner: int, room: int, size: int, create: bool) -> None:
         """key: unique, even among ended runs, because engines keep their maps. owner: the rank that creates the files;
-        others open them afterwards. room: bytes of each buffer. size: bytes at which a bucket is full. UserError where
-        memory is short."""
+        others open them afterwards. room: bytes of each buffer. size: bytes at which a bucket is full. create: whether
+        this rank creates the files; UserError if memory is short."""
         self.size = size
         self.paths = [SHARED_MEMORY / f"{_PREFIX}{key}-{owner}-{slot}" for slot in range(SLOTS)]
         self._locks = list[int]()
@@ -64,7 +64,8 @@ class SharedBuckets:
 
 
 def _locked(path: Path) -> int:
-    """Create and lock a file; again, if another run removed it as stale before it was locked."""
+    """Create and lock a file; retried if another run removed it as stale before it was locked. Returns the file
+    descriptor."""
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -74,8 +75,8 @@ def _locked(path: Path) -> int:
 
 
 def _create(path: Path, size: int) -> int:
-    """Create a locked file with its memory reserved: a write to unreserved pages would kill the process when memory
-    runs out."""
+    """Create a locked file and reserve its memory; returns the file descriptor. Without the reservation, a write would
+    kill the process when memory runs out."""
     descriptor = _locked(path)
     try:
         os.posix_fallocate(descriptor, 0, size)
@@ -92,7 +93,7 @@ def _create(path: Path, size: int) -> int:
 
 
 def _remove_stale() -> None:
-    """Remove files whose owner is gone: nobody holds their lock."""
+    """Remove files whose owner is gone, which means that no process holds their lock."""
     for path in SHARED_MEMORY.glob(f"{_PREFIX}*"):
         with suppress(OSError):
             descriptor = os.open(path, os.O_RDWR)
@@ -108,7 +109,7 @@ class DeviceBuckets:
 
     def __init__(self, room: int, size: int, device: torch.device, leads: bool) -> None:
         """room: bytes of each buffer. size: bytes at which a bucket is full. leads: whether this rank sends. UserError
-        where memory is short."""
+        if memory is short."""
         self.size = size
         try:
             self._memories = [protocol.device_memory.allocate(room, device) for _ in range(SLOTS if leads else 0)]
@@ -128,14 +129,14 @@ class DeviceBuckets:
 
 
 class IpcBuckets(DeviceBuckets):
-    """Bucket buffers that engines map by CUDA IPC, on the same device or one that they see; maps are kept."""
+    """Bucket buffers that engines map by CUDA IPC, if they see this rank's device. Engines keep the maps."""
 
     def __init__(self, room: int, size: int, device: torch.device, leads: bool) -> None:
         super().__init__(room, size, device, leads)
         self._id = secrets.token_hex(8)
 
     def describe(self, connections: Sequence[Connection]) -> list[dict[str, Any]]:
-        """What each connection needs to know to map the buffers. SyncError where they cannot be shared."""
+        """Per connection, the message fields for mapping the buffers. SyncError if they cannot be shared."""
         return [{"kind": "ipc", "id": self._id, "handles": self._handles(connection)} for connection in connections]
 
     def _handles(self, connection: Connection) -> list[dict[str, Any]]:
@@ -150,7 +151,7 @@ class IpcBuckets(DeviceBuckets):
             ) from error
 
     def finish(self, number: int) -> dict[str, Any]:
-        """Wait until bucket `number` is written; its slot."""
+        """Wait until bucket `number` is written; returns the message fields with its slot."""
         protocol.device_memory.wait(self._memories[number % SLOTS])
         return {"slot": number % SLOTS}
 
@@ -167,7 +168,7 @@ class BroadcastGroup:
         self._works = dict[int, Any]()
 
     def describe(self, connections: Sequence[Connection]) -> list[dict[str, Any]]:
-        """What each connection needs to know to join; a new group where one of them is new."""
+        """Per connection, the message fields for joining the group. A new member leads to a new group."""
         members = [(connection.name, connection.member) for connection in connections]
         known = self._group is not None and members == self._members
         if not known or any(connection.joined != self._id for connection in connections):
@@ -177,7 +178,7 @@ class BroadcastGroup:
         return [{**common, "rank": rank, "world": len(connections) + 1} for rank in range(1, len(connections) + 1)]
 
     def join(self) -> None:
-        """Create the group; waits for all members, which must have been told."""
+        """Create the group if needed: waits for all members, which must have received describe()'s fields."""
         if self._group is None:
             world = len(self._members) + 1
             try:
@@ -187,7 +188,7 @@ class BroadcastGroup:
                 raise SyncError(f"no process group with {names} within {self.timeout:g} s: {error}") from error
 
     def start(self, number: int, memory: Tensor) -> None:
-        """Start to send a bucket; the buffer must stay unchanged until wait(number)."""
+        """Start sending a bucket; the buffer must stay unchanged until wait(number) returns."""
         self._works[number] = broadcast(self._group, memory)
 
     def wait(self, number: int) -> None:

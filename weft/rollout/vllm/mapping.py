@@ -1,4 +1,4 @@
-"""Requests and completions in the format of vLLM's /inference/v1/generate: tokens in, tokens out."""
+"""Requests and completions in the format of vLLM's /inference/v1/generate, which takes and returns tokens."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from weft.errors import UserError
 from weft.rollout.base import Completion, Finish, Request
 
 _FINISHES: dict[str, Finish] = {"stop": "end", "length": "length", "abort": "abort"}
-_NAN = -9999.0  # what stands for a logprob that is no number
-_COLDEST = 0.01  # vLLM raises temperatures to it
+_NAN = -9999.0  # vLLM's value for a logprob that is NaN
+_COLDEST = 0.01  # vLLM raises lower temperatures to this one
 
 
 def body_of(
     request: Request, place: int, name: str, model: str | None = None, features: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """The request body for the completion of the seed at index `place`. name: unique per call. model: an adapter's
-    name; None: the model itself. features: of its images."""
+    """The request body for the completion of the seed at index `place`. name: unique id of the call. model: an
+    adapter's name; None: the model itself. features: from features_of(), for a request with images. UserError for a
+    temperature that vLLM would raise."""
     sampling = request.sampling
     if 0 < sampling.temperature < _COLDEST:
         raise UserError(
@@ -42,11 +43,11 @@ def body_of(
             "min_p": sampling.min_p,
             "seed": request.seeds[place],
             "stop_token_ids": list(sampling.ends),
-            "ignore_eos": True,  # what ends a completion is in `ends`
+            "ignore_eos": True,  # `ends` already has all end tokens
             "stop": list(sampling.stop),
             "detokenize": bool(sampling.stop),
             "skip_special_tokens": False,
-            "logprobs": 0,  # of the drawn token alone
+            "logprobs": 0,  # only of the sampled token
         },
     }
     if features is not None:
@@ -55,7 +56,8 @@ def body_of(
 
 
 def images_body(images: PromptImages, model: str) -> dict[str, Any]:
-    """A chat of these images alone, for vLLM to process. Without loss: what weft's trainer sees, and no other bytes."""
+    """The body of a chat with only these images, for vLLM to process. PNG is lossless, so vLLM gets the pixels that
+    the trainer gets."""
     parts = []
     for picture in images.pictures():
         held = io.BytesIO()
@@ -66,8 +68,8 @@ def images_body(images: PromptImages, model: str) -> dict[str, Any]:
 
 
 def features_of(answer: Mapping[str, Any], request: Request) -> dict[str, Any]:
-    """`features` for a request from those of its images alone. Raises UserError where vLLM's processor gives an image
-    other tokens than weft's did."""
+    """`features` of a request, from the response to images_body(), with the images' places in the request's tokens.
+    UserError if vLLM's processor gives an image other tokens than weft's did."""
     features, rendered = answer["features"], answer["token_ids"]
     tokens, places, end = list(request.tokens), [], 0
     for place in features["mm_placeholders"]["image"]:
@@ -77,7 +79,7 @@ def features_of(answer: Mapping[str, Any], request: Request) -> dict[str, Any]:
             break
         end = start + len(image)
         places.append({**place, "offset": start})
-    ((stands, _),) = Counter(image).most_common(1)  # what fills the place of an image
+    ((stands, _),) = Counter(image).most_common(1)  # the placeholder token
     if start is None or tokens.count(stands) != rendered.count(stands):
         raise UserError(
             f"{request.id}: vLLM's processor gives its images {rendered.count(stands)} tokens, and the trainer's "
@@ -88,7 +90,7 @@ def features_of(answer: Mapping[str, Any], request: Request) -> dict[str, Any]:
 
 
 def completion_of(answer: Mapping[str, Any]) -> Completion:
-    """Parse a response. Raises ValueError where it is not what was requested."""
+    """Parse a response. ValueError if it is not what was requested, or if a logprob is NaN."""
     choice = answer["choices"][0]
     tokens = tuple(int(token) for token in choice["token_ids"] or ())
     content = ((choice["logprobs"] or {}).get("content") or []) if tokens else []
@@ -112,7 +114,7 @@ def _versions(choice: Mapping[str, Any], count: int) -> tuple[tuple[int, int], .
 
 
 def _routes(choice: Mapping[str, Any]) -> NDArray[Any] | None:
-    """[tokens of prompt and completion - 1, layers, top_k], where the engine was started to send them."""
+    """[tokens of prompt and completion - 1, layers, top_k]; None unless the server was started to send routes."""
     packed = choice.get("routed_experts")
     if packed is None:
         return None

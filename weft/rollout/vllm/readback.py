@@ -1,13 +1,13 @@
-"""What vLLM's worker holds after a load, read from where its kernels read it.
+"""Verification of the weights in vLLM's worker after a load, read from where its kernels read them.
 
-On CPU vLLM 0.32 multiplies with packed copies of weights and empties the weights themselves. A packed copy gives its
-weight back, exactly, where it is multiplied with the identity: every other product is zero. That costs as much as a
-prompt of as many tokens as the model is wide.
+On CPU, vLLM 0.32 multiplies with packed copies of weights and empties the weights themselves. A product with the
+identity gives the packed weight back exactly, because all other products are zero. It costs as much as a prompt with as
+many tokens as the model is wide.
 
-Values are compared without their places, because vLLM joins tensors (q, k and v), pads them, and orders them as its
-kernels like. That places are right is what the tests show, beside an engine that was started from the same weights.
+Values are compared without regard to their positions, because vLLM joins tensors (q, k and v), pads them, and reorders
+them for its kernels. Tests check the positions, against an engine that was started from the same weights.
 
-Like receiver.py it runs in vLLM's own environment.
+Like receiver.py, this file runs in vLLM's own environment.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 from weft.rollout.sync.protocol import SyncError
 
 STALE = " (its packed copy)"
-_ROWS = 256  # of the identity at once
+_ROWS = 256  # rows of the identity at once
 _CHUNK = 1 << 20  # elements of a digest at once
 _FACTORS = (-7046029254386353131, -4658895280553007687)  # odd; splitmix64's, as signed numbers
 
@@ -31,8 +31,8 @@ Names = tuple[str, ...]
 
 
 def digest(values: Tensor) -> int:
-    """64 bits of all values in any order: the sum of a mix of each value's bits in fp32. Zeros add nothing, so padding
-    does not matter; subnormal fp32 values count as zero, as kernels treat them."""
+    """A 64-bit digest of all values, regardless of their order: the sum of a hash of each value's fp32 bits, modulo
+    2**64. Zeros add nothing, so padding does not matter. Subnormal fp32 values count as zero, as in the kernels."""
     total = 0
     for chunk in values.detach().reshape(-1).split(_CHUNK):
         exact = chunk.to(torch.float32)
@@ -43,8 +43,8 @@ def digest(values: Tensor) -> int:
 
 
 def digests_of(model: torch.nn.Module) -> Digests:
-    """Digests of every parameter, by name; for a head that keeps its weight next to the packed copy that it uses, also
-    whether the two differ."""
+    """The digest of every parameter, by name. For a head that keeps its weight besides the packed copy, also whether
+    the two differ (0 or 1), under the name with STALE."""
     found, seen = Digests(), set[int]()
     for path, module in model.named_modules():
         packs = hasattr(module, "cpu_linear")
@@ -60,7 +60,7 @@ def digests_of(model: torch.nn.Module) -> Digests:
 
 
 def _packed(module: Any) -> int:
-    """The weight of a linear layer on CPU, as its packed copy has it."""
+    """The digest of a CPU linear layer's weight, as its packed copy has it."""
     weight = module.weight
     width = weight.shape[1] if weight.dim() == 2 else getattr(module, "input_size_per_partition", module.input_size)
     identity = torch.eye(width, dtype=weight.dtype)
@@ -74,20 +74,21 @@ def _is_head(module: Any) -> bool:
 
 
 class Proof:
-    """Verifies that a model holds what it was sent, for a worker that receives full tensors. Parameters that vLLM
-    changes as it loads them, which the first load shows, are not compared later."""
+    """Verifies that a model holds the values that were sent, in a worker that receives full tensors. Parameters whose
+    values vLLM changes as it loads them are recognised at the first load, which must change them, and are not compared
+    at later loads."""
 
     def __init__(self) -> None:
         self._plain: set[Names] | None = None  # groups that were as sent at the first load
 
     @property
     def first(self) -> bool:
-        """Whether nothing was checked yet."""
+        """Whether nothing has been checked yet."""
         return self._plain is None
 
     def check(self, model: Any, sent: Digests, before: Digests) -> None:
-        """SyncError, naming vLLM's parameters, where one differs from what was sent. sent: by the tensors' names.
-        before: `digests_of` the model before the first load."""
+        """Raise SyncError, naming vLLM's parameters, if values differ from those sent. sent: digests by the tensors'
+        names. before: digests_of(model) before the first load; {} later."""
         now = digests_of(model)
         groups = _groups(now, sent, getattr(model, "packed_modules_mapping", {}))
         differing = [own for own, theirs in groups if _total(now, own) != _total(sent, theirs)]
@@ -103,8 +104,8 @@ class Proof:
 
 
 def _groups(now: Digests, sent: Digests, joined: Mapping[str, Sequence[str]]) -> list[tuple[Names, Names]]:
-    """Which of vLLM's parameters hold which tensors: those of the same name; those that a module is made of by vLLM's
-    own account; and of each decoder layer what is left, all together. joined: name of a module -> of its parts."""
+    """(vLLM's parameters, sent tensors) that must have the same values: pairs of the same name; modules that vLLM joins
+    from several; and per decoder layer everything else in one group. joined: name of a module -> names of its parts."""
     groups, left = list[tuple[Names, Names]](), dict[str, tuple[list[str], list[str]]]()
     taken = set[str]()
     for own in now:
@@ -124,7 +125,7 @@ def _groups(now: Digests, sent: Digests, joined: Mapping[str, Sequence[str]]) ->
 
 
 def _layer(name: str) -> str:
-    """The number of its layer; "" where it has none."""
+    """The layer number in a parameter's name; "" if it has none."""
     return next((part for part in name.split(".") if part.isdigit()), "")
 
 
@@ -133,8 +134,8 @@ def _total(digests: Digests, names: Names) -> int:
 
 
 def check_adapter(model: Any, slot: int, adapter: Mapping[str, Tensor], scaling: float) -> None:
-    """SyncError, naming vLLM's layers, where a slot of adapters does not hold this adapter, which is in peft's format.
-    Checks linear layers. scaling: of A B; vLLM multiplies B by it."""
+    """Raise SyncError, naming vLLM's layers, if an adapter slot does not hold this adapter. Checks linear layers.
+    adapter: in peft's format. scaling: factor on B A, which vLLM multiplies into B."""
     owners = {part: own for own, parts in getattr(model, "packed_modules_mapping", {}).items() for part in parts}
     layers = {name: module for name, module in model.named_modules() if hasattr(module, "lora_b_stacked")}
     wanted = Digests()
@@ -159,10 +160,10 @@ def _in_slot(layer: Any, slot: int) -> int:
 
 @contextmanager
 def complete(model: Any) -> Iterator[None]:
-    """Inside, a load by the model that omits something raises SyncError: vLLM only logs it, and continues with the
-    previous or uninitialised values."""
+    """Inside, the model's load raises SyncError if parameters are missing. vLLM itself only logs that, and continues
+    with previous or uninitialised values."""
     load = model.load_weights
-    names = {name.replace(".base_layer.", ".") for name, _ in model.named_parameters()}  # a tied one once
+    names = {name.replace(".base_layer.", ".") for name, _ in model.named_parameters()}  # tied ones once
 
     def whole(tensors: Iterable[tuple[str, Tensor]]) -> Any:
         loaded = load(tensors)
@@ -180,7 +181,8 @@ def complete(model: Any) -> Iterator[None]:
 
 
 def _half_loaded(model: torch.nn.Module) -> Iterator[str]:
-    """Linear layers and experts that wait for the rest of their weights. (Embeddings are padded, and wait always.)"""
+    """Names of linear layers and experts that have received only a part of their weights. Embeddings are left out:
+    because of their padding, vLLM always counts them as incomplete."""
     from vllm.model_executor.layers.linear import LinearBase
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 

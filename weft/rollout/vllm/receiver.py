@@ -1,7 +1,7 @@
-"""vLLM's end of a weight sync: methods added to its workers by --worker-extension-cls.
+"""vLLM's side of a weight sync: methods that --worker-extension-cls adds to its workers.
 
-This file runs in vLLM's environment, where of weft only it, readback.py and the protocol exist (server.py copies them).
-Written for vLLM 0.32: `reload_weights` of the worker, which can load repeatedly, on CPU, too.
+This file runs in vLLM's environment. Of weft, only the files that server.py copies exist there (_PARTS). It is written
+for vLLM 0.32 and uses the worker's `reload_weights`, which can load repeatedly, also on CPU.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from weft.rollout.vllm import readback
 
 
 class Receiver:
-    """A mixin of vLLM's worker, whose attributes it declares here."""
+    """A mixin of vLLM's worker. The declared attributes are the worker's."""
 
     reload_weights: Any
     list_loras: Any
@@ -34,10 +34,10 @@ class Receiver:
     def weft_receive(self, ticket: str, version: int, has: int | None, based: bool, folder: str) -> dict[str, Any]:
         """Receive one sync: weights, or an adapter and possibly its base.
 
-        ticket: as JSON; its member is replaced. has: version of the engine's weights; None: none that it may sample
-        with. based: whether it has an adapter's base. folder: receives an adapter, in peft's format. Returns
-        {"adapter": whether one came, "verify": whether it must be read back}, or {"error": text}, because an exception
-        would end the engine.
+        ticket: as JSON; its member is replaced by this worker's rank. has: version of the engine's weights; None: none
+        that it may sample with. based: whether the engine has an adapter's base. folder: where an adapter is written,
+        in peft's format. Returns {"adapter": whether one came, "verify": whether it must be read back}, or {"error":
+        text}, because an exception would end the engine.
         """
         try:
             own = protocol.Ticket.of({**json.loads(ticket), "member": self.rank})
@@ -55,10 +55,10 @@ class Receiver:
             return {"error": f"{type(error).__name__}: {error}"}
 
     def weft_adapter(self, name: str, folder: str) -> dict[str, Any]:
-        """Load the adapter in `folder` again, under its present number. Returns {} or {"error": text}.
+        """Load the adapter in `folder` again, under its current number. Returns {} or {"error": text}.
 
-        The server's own route would make vLLM load it again for every batch. After a new base the adapter has no
-        number, and vLLM loads it at its next use.
+        After a load through the server's own route, vLLM would load the adapter again for every batch. After a new base
+        the adapter has no number, and vLLM loads it at its next use.
         """
         from vllm.lora.request import LoRARequest
 
@@ -71,7 +71,7 @@ class Receiver:
 
     def weft_check_adapter(self, folder: str) -> dict[str, Any]:
         """Check that the adapter in use is the one in `folder`. Returns {} or {"error": text}. An adapter that vLLM
-        will load at its next use has no number yet."""
+        will load at its next use has no number yet and is not checked; nor is any with tensor parallelism."""
         from safetensors.torch import load_file
 
         try:
@@ -100,13 +100,14 @@ class Receiver:
             return {"error": f"{type(error).__name__}: {error}"}
 
     def _weft_load(self, tensors: Iterator[tuple[str, Tensor]], verify: bool) -> None:
-        """A load that fails leaves layers half filled, and the next one would go on with them: they are put back to
-        where nothing has come, which leaves the engine without weights until a whole load.
+        """Load all weights. A failed load leaves layers half filled, and the next load would continue with them. So
+        layers are reset after a failure, and the engine has no weights until a complete load.
 
-        verify: whether values are read back and compared. SyncError where they are others, or some did not come.
+        verify: whether to read values back and compare them, without tensor parallelism. SyncError if values differ, or
+        if a parameter did not get all of its values.
         """
         model, sent = self.model_runner.get_model(), readback.Digests()
-        verify = verify and self.parallel_config.world_size == 1  # else a worker has a part of each tensor
+        verify = verify and self.parallel_config.world_size == 1  # with more, a worker has only a part of each tensor
         proof = self._weft_proof()
         before = readback.digests_of(model) if verify and proof.first else {}
         if self.device.type == "cpu":
@@ -125,24 +126,25 @@ class Receiver:
             proof.check(model, sent, before)
 
     def _weft_proof(self) -> readback.Proof:
-        if not hasattr(self, "_weft_own_proof"):  # vLLM makes its worker without any word to what is mixed in
+        if not hasattr(self, "_weft_own_proof"):  # vLLM does not call a mixin's __init__
             self._weft_own_proof = readback.Proof()
         return self._weft_own_proof
 
 
-# On CPU layers multiply with packed copies of their weights, and vLLM 0.32 leaves some as they were at the first load.
+# On CPU, layers multiply with packed copies of their weights. vLLM 0.32 does not renew some of them at later loads.
 
 
 def _forget_packed_experts(model: torch.nn.Module) -> None:
-    """Before a load: it does not pack the weights of experts that have a kernel, which reads them as if it had."""
+    """Drop the kernels of experts; call before a load. vLLM does not pack the weights of experts that already have a
+    kernel, but the kernel reads them as packed."""
     for module in model.modules():
         if hasattr(module, "moe_kernel"):
             module.moe_kernel = None
 
 
 def _pack_heads(model: torch.nn.Module) -> None:
-    """After a load: where the head is tied, no tensor of its name comes, and its packed copy stays as it was. The
-    weight itself is the embedding's, and new."""
+    """Pack the heads again; call after a load. For a tied head no tensor arrives under the head's name, so vLLM does
+    not renew its packed copy, although the weight itself, the embedding's, is new."""
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
     for module in model.modules():
@@ -157,13 +159,13 @@ def _noted(tensors: Iterator[tuple[str, Tensor]], digests: readback.Digests) -> 
 
 
 def _tensors(part: protocol.Part) -> Iterator[tuple[str, Tensor]]:
-    """Copies, because vLLM keeps tensors until their layer is complete, and their memory is used again."""
+    """Copies of a part's tensors. vLLM keeps tensors until their layer is complete, but the sync reuses the memory."""
     for entry, data in part.tensors():
         yield entry.name, protocol.as_torch(entry, data).clone()
 
 
 def _write_adapter(part: protocol.Part, folder: Path | None) -> None:
-    """The adapter as a folder that vLLM loads, in place of the one before. folder: None takes it and writes nothing."""
+    """Receive an adapter and write it to `folder`, in place of the previous one. folder: None: receive only."""
     from safetensors.torch import save_file
 
     tensors = {name: tensor.cpu() for name, tensor in _tensors(part)}

