@@ -36,9 +36,10 @@ class BuiltModel:
     """The module with what the engine and the export need to know of it.
 
     path: model.path. pieces: where each tensor of a checkpoint lies in the module. load: how to fill it from files;
-    None where there are none. lora: its adapters, which are not among the pieces. balance: the factor of the experts'
-    auxiliary loss, 0 for none. vision: None where it takes no images. whole: the state dict, on meta, of the model of
-    which the module is a stage; None where it is all of it. adapter_config: of adapters of such a model.
+    None if there are none. lora: its adapters, which are not among the pieces. balance: the factor of the experts'
+    auxiliary loss, 0 for none. vision: None if the model takes no images. whole: for a pipeline stage, the whole
+    model's state dict, on meta; else None. adapter_config: for a pipeline stage, adapter_config.json of the whole
+    model's adapters, if it has some.
     """
 
     path: str
@@ -59,7 +60,7 @@ class BuiltModel:
 
     @property
     def tensors(self) -> Mapping[str, torch.Tensor]:
-        """The whole model's state dict, by name; of a stage on meta."""
+        """The whole model's state dict; on meta for a pipeline stage."""
         return self.module.state_dict(keep_vars=True) if self.whole is None else self.whole
 
     @property
@@ -68,7 +69,7 @@ class BuiltModel:
 
     @property
     def cuts_documents(self) -> bool:
-        """Whether a document may be cut over ranks: not where it is padded, or has a state of one piece."""
+        """Whether a document may be cut over ranks: documents are packed, and all mixers with state can be divided."""
         mixers = (boundary.mixer for boundary in self.module.mixers.values())
         return self.layout == "packed" and all(can_share_documents(mixer, 1, 1) for mixer in mixers)
 
@@ -91,7 +92,7 @@ def build_model(
     """Build the model on the meta device, its floating-point weights in `dtype`.
 
     compute, device: the dtype and device of forwards; model.attention's kernel must support both. weights: False for
-    shapes only, without opening a file of weights. values: with a head of one number per token; files may lack its
+    shapes only, without opening a file of weights. values: build a head with one output per token; files may lack its
     weights. adapters: `attached` adds the adapters of `lora`, not yet filled; `merged` builds the model that they can
     be merged into.
     """
@@ -109,7 +110,7 @@ def build_model(
 
 @dataclass(frozen=True)
 class _Examined:
-    """config: of the class that is trained. attention: the implementation to load it with."""
+    """config: of the class that is trained. attention: its attn_implementation."""
 
     config: PretrainedConfig
     findings: Findings
@@ -150,7 +151,7 @@ def _plan(
     values: bool,
     adapters: Literal["attached", "merged"],
 ) -> _Planned:
-    """Plan adapters and weights of a model on meta; tied parameters that are to differ are untied in it."""
+    """Plan adapters and weights of a model on meta; ties of parameters that will differ are removed in it."""
     plan = None if lora is None else plan_lora(model, lora)
     untied = () if plan is None else untied_for(model, plan, merged=adapters == "merged")
     if weights and config.init == "pretrained":
@@ -168,7 +169,7 @@ def _plan(
 def _wrap(
     model: PreTrainedModel, plan: LoraPlan | None, *, values: bool, attached: bool
 ) -> tuple[TrainModule, FlopFacts]:
-    """The module that is trained, with its adapters attached where asked for, and what its FLOPs are counted from."""
+    """(the trained module, with the adapters if `attached`; the facts that its FLOPs are counted from)."""
     module = TrainModule(model, values)
     flops = flop_facts(module)
     if plan is not None and attached:
@@ -184,7 +185,7 @@ def make_exact(module: TrainModule) -> None:
 
 
 def balance_coefficient(config: ModelConfig, hf_config: PretrainedConfig, module: TrainModule) -> float:
-    """Factor of the experts' auxiliary loss, 0 for none. UserError where the family has no such loss."""
+    """Factor of the experts' auxiliary loss, 0 for none. Raises UserError if the family has no such loss."""
     if config.router_aux_loss == "none":
         return 0.0
     text = hf_config.get_text_config()

@@ -24,8 +24,8 @@ class EngineConfig:
 
     temperature: divides the logits of every logprob and entropy, as in sampling. exact: a token's logprob equals, to
     the last bit, what the embedded engine records when it samples it (docs/explanation/exact.md). value_head: makes a
-    critic: the readout `value`, one number per token, replaces logits; names the initial values of the head where the
-    files have none. replay: follow the routes that documents carry, except where adapters are switched off.
+    critic: the readout `value`, one number per token, replaces logits. Its setting is how the head starts if the files
+    have none. replay: follow the routes that documents carry, except while adapters are switched off.
     """
 
     model: ModelConfig

@@ -1,5 +1,5 @@
 """Checks context parallelism before documents are cut over mesh.cp: a small random copy is run on cut documents, in
-threads that stand for ranks, and readouts and all gradients must equal those of whole documents."""
+threads that act as ranks, and readouts and all gradients must equal those of whole documents."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from weft.models.vision import Vision, find_vision
 from weft.ops.communicator import Communicator, ContextAxis
 from weft.ops.context import repeats
 
-_BUDGET = 20  # tokens of a rank: of the documents, all but that of one token are longer
+_BUDGET = 20  # tokens per rank: all documents but the one-token one are longer
 
 
 def choose_ulysses(flops: FlopFacts, config: PretrainedConfig, cp: int, tp: int) -> int:
-    """The number of cp ranks that exchange heads, of those that divide cp and the rank's heads: the one that sends the
+    """The number of cp ranks that exchange heads: among those that divide cp and a rank's heads, the one that sends the
     fewest bytes.
 
     Elements received per token of a cut document and layer, with u ranks of Ulysses, a ring of n = cp / u, H query
@@ -49,8 +49,8 @@ def choose_ulysses(flops: FlopFacts, config: PretrainedConfig, cp: int, tp: int)
 def received_per_token(
     flops: FlopFacts, config: PretrainedConfig, cp: int, ulysses: int, tp: int
 ) -> tuple[float, float]:
-    """(of heads, of keys and values in the ring): elements that a rank receives in forward for each token of a document
-    that is cut over all of cp, over all layers; windows send less. The formulas of `choose_ulysses`."""
+    """(for the exchange of heads; for keys and values in the ring): elements that a rank receives in forward, over all
+    layers, per token of a document that is cut over all of cp. Formulas: see `choose_ulysses`. Windows send less."""
     n, of_heads, of_keys = cp // ulysses, 0.0, 0.0
     each, keys = _heads(flops, config, tp)
     for own, layer in zip(each, flops.attention, strict=True):
@@ -61,10 +61,10 @@ def received_per_token(
 
 
 def _heads(flops: FlopFacts, config: PretrainedConfig, tp: int) -> tuple[list[int], Any]:
-    """Query heads of a rank in each layer, and how many heads of keys come with so many."""
+    """(query heads of a rank in each layer; function: query heads of a layer -> its key heads)."""
     text = config.get_text_config()
     heads = [max(1, layer.heads // tp) for layer in flops.attention]
-    latent = getattr(text, "kv_lora_rank", None) is not None  # keys and values are unfolded to every head
+    latent = getattr(text, "kv_lora_rank", None) is not None  # every head gets keys and values of its own
     stated = int(getattr(text, "num_key_value_heads", None) or max(heads, default=1))
     of_rank = max(1, stated // tp)
 
@@ -78,9 +78,9 @@ def _heads(flops: FlopFacts, config: PretrainedConfig, tp: int) -> tuple[list[in
 def check_context(
     config: PretrainedConfig, flops: FlopFacts, cp: int, ulysses: int, tp: int, images: bool = False
 ) -> float:
-    """The largest difference of a gradient, relative to the largest gradient of its parameter. UserError, naming the
-    family and what differs, where it is too large or the heads cannot be divided. images: of documents with images,
-    too."""
+    """The largest difference of a gradient, relative to the largest gradient of its parameter. Raises UserError, with
+    the family and what differs, if it is too large or the heads cannot be divided. images: check a document with
+    images, too."""
     heads, _ = _heads(flops, config, tp)
     wrong = [h for h in heads if h % ulysses]
     if cp % ulysses or wrong:
@@ -103,7 +103,7 @@ def _refusal(config: PretrainedConfig, reason: str) -> UserError:
 
 
 def _ranks_of_copy(small: PreTrainedModel, cp: int, ulysses: int) -> tuple[int, int]:
-    """(ring, Ulysses) of the copy: two of each that the mesh has several of, where its heads allow that."""
+    """(ring, Ulysses) sizes for the copy: 2 for each that is larger than 1 on the mesh, if its heads allow that."""
     heads = int(getattr(small.config.get_text_config(), "num_attention_heads", None) or ulysses)
     return (2 if cp > ulysses else 1), (2 if ulysses > 1 and heads % 2 == 0 else 1)
 

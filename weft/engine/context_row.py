@@ -1,5 +1,5 @@
-"""This rank's tokens of a row whose documents mesh.cp cuts. Labels are shifted before, so that they are cut with the
-tokens. M tokens of this rank, N predictions."""
+"""This rank's tokens of a row whose documents mesh.cp cuts. Labels are shifted before the cut, so that they are cut
+with the tokens. M tokens of this rank, N predictions."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def cut_row(row: Row, plan: StepPlan, micro_batch: int, rank: int, axis: Context
 
 
 def _kept(pieces: Sequence[Sequence[Interval]], read: Sequence[int]) -> Tensor:
-    """[M] of this rank's tokens, in the order of its row: their places in the row of whole documents."""
+    """[M]: index, in the row of whole documents, of each of this rank's tokens, in the order of its row."""
     parts, at = [], 0
     for own, length in zip(pieces, read, strict=True):
         parts += [torch.arange(at + start, at + stop) for start, stop in own]
@@ -65,7 +65,7 @@ def _kept(pieces: Sequence[Sequence[Interval]], read: Sequence[int]) -> Tensor:
 
 
 def _last_seen(last_seen_T: Tensor, kept_M: Tensor, tail: int) -> Tensor:
-    """Bounds.last_seen of this rank's tokens: documents with images are whole."""
+    """Bounds.last_seen of this rank's tokens. Documents with images are whole here."""
     place = torch.zeros(len(last_seen_T), dtype=torch.int32)
     place[kept_M] = torch.arange(len(kept_M), dtype=torch.int32)
     padding = torch.arange(len(kept_M), len(kept_M) + tail, dtype=torch.int32)
@@ -73,7 +73,7 @@ def _last_seen(last_seen_T: Tensor, kept_M: Tensor, tail: int) -> Tensor:
 
 
 def _predictions(selected_N: Tensor, kept_M: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-    """(which predictions are made here, and at which places of this rank's row)."""
+    """(indices of the predictions made on this rank; their positions in this rank's row)."""
     place = torch.full((tokens,), -1)
     place[kept_M] = torch.arange(len(kept_M))
     here = place[selected_N]
@@ -100,7 +100,7 @@ def _held(
 def _whole(
     documents: Sequence[int], pieces: Sequence[Sequence[Interval]], shared: Sequence[int], tail: int
 ) -> tuple[int, ...]:
-    """Tokens of the documents, and of the padding, that follow the shared ones."""
+    """Lengths of the documents, and of the padding, that follow the shared ones."""
     lengths = [own[0][1] for d, own in zip(documents, pieces, strict=True) if d not in shared]
     return (*lengths, *([tail] if tail else []))
 
@@ -108,7 +108,7 @@ def _whole(
 def _shared_documents(
     documents: Sequence[int], pieces: Sequence[Sequence[Interval]], shared: Sequence[int], axis: ContextAxis
 ) -> SharedDocuments:
-    """The rank with a document's first token counts it."""
+    """The documents that other ranks have parts of. The rank with a document's first token counts it."""
     number = {document: n for n, document in enumerate(shared)}
     places = torch.tensor([n for n, d in enumerate(documents) if d in number], dtype=torch.int64)
     slots = torch.tensor([number[d] for d in documents if d in number], dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""The dtype contract (DESIGN 6): what is stored, computed, summed and stepped in, checked after the first step."""
+"""The dtype contract (DESIGN 6): dtypes of storage, compute, reduction and optimizer, checked after the first step."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from weft.parallel.mesh import own_part
 
 
 def check_contract(engine: Engine) -> None:
-    """RuntimeError where masters, optimizer state, buffers, compute or reduction have another dtype than the table at
-    start.
+    """Raises RuntimeError if masters, optimizer state, buffers, compute or reduction have another dtype than the table
+    at start says.
 
-    UserError where a module of fsdp.cast_forward_inputs had nothing to cast, or an adapter took no part.
+    Raises UserError if a module of fsdp.cast_forward_inputs had nothing to cast, or an adapter took no part.
     """
     assert engine.optimizer is not None
     state = engine.optimizer.state
@@ -55,7 +55,7 @@ def check_contract(engine: Engine) -> None:
 
 
 def _check_adapters(engine: Engine) -> None:
-    """UserError where an adapter took no part: some families read a layer's weight and never call the layer."""
+    """Raises UserError if an adapter took no part: some families read a layer's weight and never call the layer."""
     assert engine.optimizer is not None
     stepped = engine.optimizer.state
     if engine.lora is None or not stepped:

@@ -1,5 +1,5 @@
 """The images of documents that mesh.cp cuts: each image, or frame of a video, is computed by one of the ranks that
-share its document, and its features travel to the ranks that have its tokens.
+share its document, and its features are sent to the ranks that have its tokens.
 
 F features of a document: those of its images in order, then those of its videos.
 """
@@ -34,8 +34,8 @@ def deal_images(
     axis: ContextAxis,
     vision: Vision,
 ) -> Row:
-    """This rank's part of a row (context_row.cut_row) with the images that it computes, in place of those of whole
-    documents. Called on all ranks of the group, if any of them shares a document with images."""
+    """This rank's part of a row (context_row.cut_row), with the images that this rank computes in place of those of
+    whole documents. Called on all ranks of the group if any of them shares a document with images."""
     held, seen = plan.held(micro_batch, rank), list[_Seen]()
     for index in row.documents:
         media = documents[index].media
@@ -48,7 +48,7 @@ def deal_images(
     if own:
         media_of["pixel_values"] = torch.cat([one.pixels[unit] for one, unit in own])
         media_of["image_grid_thw"] = torch.tensor([[1, *one.sides[unit]] for one, unit in own])
-    if len(exchange.order) > exchange.images:  # the model looks for features of videos where it is given pixels
+    if len(exchange.order) > exchange.images:  # the model asks for features of videos only if it gets pixels
         media_of |= {
             "pixel_values_videos": media_of["pixel_values"][:0], "video_grid_thw": media_of["image_grid_thw"][:0],
         }  # fmt: skip
@@ -57,9 +57,10 @@ def deal_images(
 
 @dataclass(frozen=True)
 class _Seen:
-    """The images of one document, U images and frames. pixels, sides: rows of patches and [height, width] in patches,
-    of each. owner_U: the rank that computes it. owner_F, holder_F: of each feature, the ranks that compute it and that
-    have its token. feature_T: of each token its feature, -1 for text. images: features of images."""
+    """The images of one document, U images and frames. pixels, sides: of each, its rows of patches and (height, width)
+    in patches. owner_U: the rank that computes each. owner_F, holder_F: of each feature, the rank that computes it and
+    the rank that has its token. feature_T: the feature of each token, -1 for text. images: number of features of
+    images."""
 
     index: int
     pixels: list[Tensor]
@@ -80,7 +81,8 @@ class _Seen:
         held: Sequence[Mapping[int, Sequence[tuple[int, int]]]],
         vision: Vision,
     ) -> _Seen:
-        """places: the ranks of the group that share it. held: as StepPlan.held."""
+        """read: tokens of the document that a forward reads. places: the ranks of the group that share the document.
+        held: as StepPlan.held."""
         assert document.media is not None
         inputs, tokens = document.media.inputs, document.tokens[:read].numpy()
         images, videos = (_sides(inputs.get(name)) for name in ("image_grid_thw", "video_grid_thw"))
@@ -106,7 +108,7 @@ class _Seen:
 
 
 def _sides(grids: Tensor | None) -> list[tuple[int, int]]:
-    """[height, width] of each image, and of each frame that the tower sees: it computes each for itself."""
+    """(height, width) of each image, and of each frame, which the tower computes separately."""
     if grids is None:
         return []
     return [(height, width) for time, height, width in grids.tolist() for _ in range(time)]
@@ -127,8 +129,8 @@ def _exchange(
     held: Mapping[int, Sequence[tuple[int, int]]],
     axis: ContextAxis,
 ) -> FeatureExchange:
-    """What this rank sends and receives. seen: the images of its documents, in the order of its row. held: the tokens
-    of each document that it has."""
+    """The features that this rank sends and receives. seen: the images of its documents, in the order of its row. held:
+    the tokens that it has of each document."""
     rising, first = sorted(seen, key=lambda one: one.index), dict[int, Numbers]()
     computed = 0
     for one in seen:  # where each feature that is computed here lies in what the tower returns
@@ -156,7 +158,7 @@ def _exchange(
 
 
 def _between(seen: _Seen, of: int, to: int) -> Numbers:
-    """The features that one rank computes and another has the tokens of."""
+    """The features that rank `of` computes and whose tokens are on rank `to`."""
     return np.flatnonzero((seen.owner_F == of) & (seen.holder_F == to))
 
 

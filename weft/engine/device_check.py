@@ -1,8 +1,8 @@
-"""The kernels of a run, tried where it will run before anything large is loaded: a small copy, in the compute dtype.
+"""Checks of a run's kernels on its device, before anything large is loaded, on a small copy in the compute dtype:
 
-1. Every kind of attention call that the copy makes: output and gradients are per_document's in fp64.
+1. For every kind of attention call that the copy makes, output and gradients equal per_document's in fp64.
 2. Documents do not see each other, neither forward nor backward.
-What has passed is remembered in the user's cache folder.
+Passed checks are remembered in the user's cache folder.
 
 B, H, T: batch, heads, tokens.
 """
@@ -35,7 +35,7 @@ from weft.version import __version__
 
 # Whole blocks of 128 keys and cut ones, a document of one token, a row that no block divides; all within 256 positions.
 LENGTHS = (256, 1, 140, 129)
-# Of each document, root mean square over that of the row. per_document itself: up to 1.1e-2, 1.5e-3, 7e-7.
+# For the RMS error of each document, relative to the RMS of the row. per_document itself: up to 1.1e-2, 1.5e-3, 7e-7.
 TOLERANCES = {torch.bfloat16: 3e-2, torch.float16: 4e-3, torch.float32: 1e-5}
 FOLDER = Path("~/.cache/weft/kernels")  # beside what data.cache keeps
 
@@ -43,7 +43,7 @@ FOLDER = Path("~/.cache/weft/kernels")  # beside what data.cache keeps
 def check_on_device(
     config: PretrainedConfig, kernel: str, findings: Findings, device: torch.device, dtype: torch.dtype
 ) -> None:
-    """UserError where a kernel that model.attention chooses is wrong, or fails, on this device in this dtype.
+    """Raises UserError if a kernel that model.attention chooses is wrong, or fails, on this device in this dtype.
 
     per_document is the reference for the other kernels, and is not checked itself.
     """
@@ -56,14 +56,14 @@ def check_on_device(
             return
     try:
         failures = list(_failures(config, kernel, findings.layout, device, dtype))
-    except Exception as error:  # of a compiler, a driver, or a kernel that this device does not have
+    except Exception as error:  # from a compiler, a driver, or a kernel that this device lacks
         failures = [f"it does not run ({type(error).__name__}: {error})"]
     if failures:
         raise UserError(
             f"model.attention={kernel} is not right on {_device_name(device)} in {str(dtype).removeprefix('torch.')}, "
             f"tried on a small copy: {'; '.join(failures)}. Set model.attention=per_document, and please report it."
         )
-    with suppress(OSError):  # then it is tried again
+    with suppress(OSError):  # if it cannot be written, the next run checks again
         _write(file, content)
 
 
@@ -116,7 +116,7 @@ def _with_gradients(call: Call, run: Callable[[Call], Tensor], upstream: Tensor)
 
 
 def _error(found: Tensor, true: Tensor, bounds: Bounds) -> float:
-    """[B, H, T, width] by documents; [H], of sinks, as a whole."""
+    """The worst document's error of a [B, H, T, width]; that of sinks, [H], as a whole."""
     off = found.double() - true
     documents = [off] if off.ndim == 1 else off.unbind(0) if bounds.padded else off.split(bounds.lengths, dim=2)
     worst = torch.stack([document.square().mean() for document in documents]).max()
@@ -127,11 +127,11 @@ def _error(found: Tensor, true: Tensor, bounds: Bounds) -> float:
 
 
 def _leaks(module: TrainModule, layout: Layout, tolerance: float) -> Iterator[str]:
-    """What of other documents reaches one, in words."""
+    """Messages about documents that see each other."""
     generator = torch.Generator().manual_seed(2)
     vocabulary = text_vocabulary(module)
     documents = [torch.randint(1, vocabulary, (n,), generator=generator) for n in LENGTHS]
-    # With gradients though none are asked for: what is compiled for them is needed anyway, and takes longest.
+    # With gradients, though none are needed yet: the kernels compiled for them are needed later, and take longest.
     hidden = hidden_of(module, documents, layout, _bounds(module, layout))
     largest = torch.cat(hidden).detach().abs().max()
     for place in (0, 2):
@@ -173,7 +173,7 @@ def _bounds(module: TrainModule, layout: Layout) -> Bounds:
 def _content(
     config: PretrainedConfig, kernel: str, findings: Findings, device: torch.device, dtype: torch.dtype
 ) -> str:
-    """All that the result depends on."""
+    """All that the result depends on, as JSON."""
     code = hashlib.blake2b(digest_size=8)
     for path in (Path(__file__), *sorted(Path(attention.__file__).parent.glob("*.py"))):
         code.update(path.read_bytes())
@@ -191,7 +191,7 @@ def _device_name(device: torch.device) -> str:
 
 
 def _write(file: Path, content: str) -> None:
-    """Whole or not at all, beside other ranks that write the same."""
+    """Write the file atomically; other ranks may write the same."""
     file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_suffix(f".{os.getpid()}.partial")
     partial.write_text(content)

@@ -1,5 +1,5 @@
 """Checks tensor parallelism before a model is divided: a small random copy of its architecture is divided over threads
-that stand for ranks, and readouts and all gradients must equal those of the undivided copy."""
+that act as ranks, and readouts and all gradients must equal those of the undivided copy."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ from weft.parallel.mesh import Axis
 from weft.parallel.tensor import sum_partial_gradients, tensor_parallel
 
 T = TypeVar("T")
-Groups = Callable[[tuple[int, ...], int], Communicator]  # members and own place -> what joins them
-# Relative to the largest. What is divided wrongly moves gradients by a share of themselves; rounding moves those of
-# small copies by 1e-6 to 2e-5.
+Groups = Callable[[tuple[int, ...], int], Communicator]  # (members, own place) -> their communicator
 STAND_IN = "stands for a rank"  # how the names of such threads begin
+# Relative to the largest. A wrong division changes gradients by a share of themselves; rounding changes those of small
+# copies by 1e-6 to 2e-5.
 GRADIENT_TOLERANCE = 5e-4
-# Mixers that carry state amplify rounding: divided ones move gradients of copies by up to 3e-4.
+# Mixers that carry state amplify rounding: dividing them changes gradients of copies by up to 3e-4.
 STATE_TOLERANCE = 2e-3
 READOUT_TOLERANCE = 1e-4
 
@@ -56,7 +56,7 @@ class Division:
 
 @once_per_process
 def check_division(config: PretrainedConfig, findings: Findings, tp: int) -> Division:
-    """Check a division over `tp` ranks. UserError, naming the family and what differs, where it is not exact."""
+    """Check a division over `tp` ranks. Raises UserError, with the family and what differs, if it is not exact."""
     small = small_copy(config, "per_document")
     whole, ranks = TrainModule(copy.deepcopy(small)), _ranks(small, tp)
     documents = documents_of(text_vocabulary(whole))
@@ -66,7 +66,7 @@ def check_division(config: PretrainedConfig, findings: Findings, tp: int) -> Div
         divided = _divided(small, documents, findings, ranks, sequence=sequence)
         return compare(divided, expected, partial(_refusal, config), "its heads", tolerance_of(whole))
 
-    # Mixers that hold a state, and code that adds what it has of all tokens, need whole rows between blocks.
+    # Mixers with state, and code that adds values of all tokens to hidden states, need whole rows between blocks.
     with suppress(UserError):
         return Division(error(True), True)
     return Division(error(False), False)
@@ -93,7 +93,7 @@ def compare(
         found, joined = divided()
     except UserError:
         raise
-    except Exception as error:  # shapes that do not fit any more, somewhere in the family's code
+    except Exception as error:  # shapes no longer fit somewhere in the family's code
         raise refusal(f"its code does not run with parts of {parts} ({first_line(error)})") from error
     readouts, gradients = expected
     off = float((found - readouts).abs().max() / readouts.abs().max())
@@ -120,7 +120,7 @@ def _difference(found: Tensor, expected: Tensor, largest: float) -> float:
 
 
 def _ranks(small: PreTrainedModel, tp: int) -> int:
-    """Into how many the copy is divided: as tp is, where its heads allow that, else in two."""
+    """Number of ranks for the copy: tp, if that is 4 or less and its heads allow it, else 2."""
     heads = int(getattr(small.config.get_text_config(), "num_attention_heads", None) or tp)
     styles = [mixer_style(mixer) for mixer in small.modules() if carries_state(mixer)]
     divide = heads % tp == 0 and all(style is None or style.divides(tp) for style in styles)
@@ -128,7 +128,7 @@ def _ranks(small: PreTrainedModel, tp: int) -> int:
 
 
 def weights_of(documents: list[Tensor]) -> Tensor:
-    """[2, N]: what log-probabilities and entropies of all predictions are weighted by."""
+    """[2, N]: weights of the log-probabilities and entropies of all predictions."""
     weights = torch.linspace(0.5, 1.5, sum(len(ids) - 1 for ids in documents))
     return torch.stack([weights, 0.3 * weights.flip(0)])
 
@@ -148,7 +148,7 @@ def run_copy(module: TrainModule, documents: list[Tensor], findings: Findings, w
 def _divided(
     small: PreTrainedModel, documents: list[Tensor], findings: Findings, ranks: int, *, sequence: bool
 ) -> Callable[[], Ran]:
-    """Readouts and whole gradients, as `run_copy` gives them, of `ranks` threads."""
+    """A function that computes readouts and whole gradients, as `run_copy` does, in `ranks` threads."""
 
     def one(place: int, groups: Groups) -> Ran:
         def neighbours(size: int) -> Communicator:

@@ -25,8 +25,8 @@ class Document:
     tokens: [T] int64. weights: [T] fp32, the loss weight of each token as a target; the first is not used, because
     nothing predicts that token. positions: [T] or [3, T] int64, default 0..T-1. arrays: further per-token values [T],
     such as old logprobs. routes: [T, decoder layers, k] int16 or uint8, the experts of each token; -1: the router
-    chooses (replay.py). media: its images and videos. source: the document's origin, for messages ("chat.jsonl:12").
-    dataset: the name of its source, where there are several.
+    chooses (replay.py). media: its images and videos. group: see DocumentMeta. source: the document's origin, for
+    messages ("chat.jsonl:12"). dataset: name of its data source, if there are several.
     """
 
     tokens: Tensor
@@ -76,7 +76,7 @@ class MeasuredDocuments(Sequence[Document]):
 
     @abstractmethod
     def measures(self) -> Measures:
-        """Equal to what Document.meta returns for each document, to the last bit."""
+        """The measures of all documents, equal, to the last bit, to Document.meta of each."""
 
     @abstractmethod
     def source(self, index: int) -> str:
@@ -152,8 +152,8 @@ def first_sources(documents: Sequence[Document], indices: Sequence[int], most: i
 
 @dataclass(frozen=True)
 class Costs:
-    """The costs of documents in one model. omitted: length -> DocumentMeta.omitted. tokens: tokens that a forward reads
-    -> FLOPs. images: patches and pairs of a document's -> (FLOPs, DocumentMeta.tower_tokens)."""
+    """The costs of documents in one model. omitted: length -> DocumentMeta.omitted. tokens: number of tokens that a
+    forward reads -> FLOPs. images: patches, pairs of a document's images -> (FLOPs, DocumentMeta.tower_tokens)."""
 
     omitted: Callable[[int], int]
     tokens: Callable[[int], float]

@@ -79,9 +79,9 @@ class Engine:
         """weights: False builds shapes only (a dry run); such an engine can plan and describe itself.
 
         fill: False leaves the source's weights unread, for a caller that fills every shard (a resumed run). The frozen
-        base of adapters is read all the same, because no checkpoint holds it. progress: called with the bytes filled.
-        shares_with: another engine of these ranks, whose process groups are used where the mesh is the same, and whose
-        host memory is used. readouts: what objectives will ask for; UserError where the model lacks one.
+        base of adapters is still read, because no checkpoint holds it. progress: called with the bytes filled.
+        shares_with: another engine of these ranks; its host memory is used, and its process groups if the mesh is the
+        same. readouts: those that objectives will read; raises UserError if the model lacks one.
         """
         other = shares_with
         mesh = None if other is None else other.mesh
@@ -101,7 +101,7 @@ class Engine:
         self.optimizer, self.ema, self.loss_scale = parts.optimizer, parts.ema, parts.loss_scale
         self.sleeper: Sleeper = Sleeper(self.device, self.storage, None if other is None else other.sleeper)
         self._nonfinite: str | None = None
-        self._complete = False  # the gradients, over the ranks of tp
+        self._complete = False  # whether gradients are summed over tp and pp
         self.context, self.budget = made.context, config.step.max_tokens_per_device
         multiple = self.mesh.tp.size if self.mesh.tp is not None and made.divided.sequence else 1
         ours = self.mesh.loss_rank, self.mesh.loss_ranks
@@ -130,7 +130,7 @@ class Engine:
         self._replicas = Replicas(self.module, self.divided.cuts, self._tied())
 
     def _tied(self) -> dict[str, tuple[int, int]]:
-        """For each parameter that two stages hold, this stage's place among them, and how many they are."""
+        """For each parameter that several stages hold: (this stage's place among them, their number)."""
         if self.pipeline is None or self.mesh.pp is None:
             return {}
         place, holders = self.mesh.pp.place, self.pipeline.holders
@@ -144,7 +144,7 @@ class Engine:
         return self.pipeline.borrowed(self.mesh.pp.place)
 
     def whole_parameters(self) -> dict[str, Tensor]:
-        """Every parameter of the whole model by name, tied ones once; of a stage's model, on meta."""
+        """Every parameter of the whole model by name, tied ones once; on meta if this rank has a pipeline stage."""
         if self.pipeline is None:
             return dict(self.module.named_parameters())
         return {name: self.pipeline.tensors[name] for name in self.pipeline.parameters}
@@ -172,7 +172,7 @@ class Engine:
         return self._planner.metas(documents)
 
     def check_images(self, documents: Sequence[Document]) -> None:
-        """UserError, naming the document, where one has images that this model, or its rows, cannot take."""
+        """Raises UserError, with the document, if one has images that this model, or its rows, cannot take."""
         self._planner.check_images(documents)
 
     def check_image(self, where: str, length: int, patches: int) -> None:
@@ -187,7 +187,7 @@ class Engine:
         return self._planner.plan(metadata, budget or self.budget)
 
     def needs(self, plan: StepPlan) -> list[int]:
-        """Indices, in the step, of the documents of this rank, rising."""
+        """Indices, in the step, of this rank's documents, ascending."""
         return self._planner.needs(plan)
 
     def deal(self, documents: Sequence[Document]) -> tuple[StepPlan, dict[int, Document]]:
@@ -225,7 +225,7 @@ class Engine:
         documents: at least those of needs(plan), by index in the step, or rows() of them. The gradient is a sum over
         the step's tokens, divided once by objective.normaliser(plan). Routes that documents carry are followed; the
         metric `routing/differing` is the share of (token, layer) pairs for which the router alone would have chosen
-        otherwise.
+        other experts.
         """
         assert self.optimizer is not None, "this engine was opened for inference"
         self.require_awake("parameters", "gradients")
@@ -323,7 +323,7 @@ class Engine:
         return dict(sorted(out.items()))
 
     def _join_parts(self, plan: StepPlan, micro: int, by_document: dict[int, Tensor]) -> dict[int, Tensor]:
-        """Fill in, [T] per document of this rank, the values that other ranks computed of documents they share."""
+        """Add the values that other ranks computed for shared documents; [T] per document of this rank."""
         shared = plan.shared(micro, self.mesh.loss_rank)
         if not shared or self.context is None:
             return by_document
@@ -338,7 +338,7 @@ class Engine:
     def without_adapter(self) -> Iterator[None]:
         """Switch adapters off inside, so that readout() reads the weights at model.path.
 
-        UserError where lora.modules_to_save replaced some of them.
+        Raises UserError if lora.modules_to_save replaced some of them.
         """
         assert self.lora is not None, "this engine has no adapters"
         if self.lora.trained:
@@ -408,7 +408,7 @@ class Engine:
         return sum(self.sleeper.wake(part) for part in parts or PARTS if part in self.asleep)
 
     def require_awake(self, *parts: Part) -> None:
-        """RuntimeError where one of these parts is asleep."""
+        """Raises RuntimeError if one of these parts is asleep."""
         asleep = [part for part in parts if part in self.asleep]
         if asleep:
             raise RuntimeError(f"the engine's {' and '.join(asleep)} are asleep: call wake() before this")
@@ -472,7 +472,7 @@ class Engine:
             self._complete = True
 
     def gradients(self) -> Iterator[tuple[str, Tensor | None]]:
-        """(name, whole gradient) of every parameter; None where no row used it. Collective."""
+        """(name, whole gradient) of every parameter; None if no row used the parameter. Collective."""
         self._complete_gradients()
         held, cuts = {name: p.grad for name, p in self.module.named_parameters()}, self.divided.cuts
 

@@ -32,14 +32,14 @@ from weft.telemetry import flight
 from weft.telemetry.timing import waiting
 
 Use = Callable[[int, Row, dict[str, Tensor]], None]  # (micro-batch, row, readouts)
-WRONG = "_wrong"  # metric: how many rows had another gradient than Objective.upstream said
+WRONG = "_wrong"  # metric: number of rows whose gradient was not the one that Objective.upstream said
 
 
 @dataclass(frozen=True)
 class Factors:
     """Factors that all rows of a step share. normaliser: divides the objective's loss sum. balance: multiplies the sum
     of the experts' auxiliary loss. scale: multiplies gradients, for fp16. shares_E: see Balance. counted: by
-    micro-batch; empty where a row needs no more than itself."""
+    micro-batch; empty if the loss of a row needs only that row."""
 
     normaliser: float
     balance: float
@@ -50,8 +50,8 @@ class Factors:
 
 @dataclass(frozen=True)
 class Forwarded:
-    """A row after its forward. loss: the tensor to differentiate. seen: the loss sum. direction: the gradient of
-    `loss`, where that is known."""
+    """A row after its forward. loss: the tensor to differentiate. seen: the loss sum. direction: the gradient that the
+    row's logprobs will receive, if it is known."""
 
     row: Row
     terms: Terms
@@ -71,8 +71,8 @@ class Asked:
 
 @dataclass
 class Trained:
-    """The results of a step's micro-batches. losses: the loss sum of each. alike: numbers that other ranks must
-    share."""
+    """The results of a step's micro-batches. losses: the loss sum of each. alike: checksums that must equal those of
+    other ranks."""
 
     losses: list[Tensor] = field(default_factory=list)
     alike: list[Alike] = field(default_factory=list)
@@ -81,7 +81,7 @@ class Trained:
 class Executor:
     """Runs one engine's model, of which this rank has all layers."""
 
-    staged = False  # this rank has some of the layers
+    staged = False  # whether this rank has only some of the layers
 
     def __init__(self, config: EngineConfig, built: BuiltModel, mesh: Mesh, device: torch.device) -> None:
         self.config, self.module, self.mesh, self.device = config, built.module, mesh, device
@@ -106,7 +106,7 @@ class Executor:
         bounds = row.bounds if self.uses_bounds else None
         first = received is None  # images are the first stage's
         media, borrowed, exchange = (row.media, row.borrowed, row.exchange) if first else (None, False, None)
-        if balance is not None and balance.counting:  # nothing for the head
+        if balance is not None and balance.counting:  # the head computes nothing
             row = replace(row, selected_N=row.selected_N[:0], targets_N=row.targets_N[:0])
         with self.load.counting(row.real_tokens if self.packed else row.input_ids_BT.numel()):
             return self.module(
@@ -207,7 +207,7 @@ class Executor:
                 use(micro, row, found)
 
     def name_metrics(self, objective: Objective, sums: Sums) -> None:
-        """Add the names of the objective's metrics where this rank never calls it: names are those of all ranks."""
+        """On a rank that never calls the objective, add its metrics with no weight: all ranks need the same names."""
 
     @contextmanager
     def without_gradients(self, *, evaluating: bool = True) -> Iterator[None]:
@@ -222,11 +222,11 @@ class Executor:
             reshard(self.module)
 
     def count(self, rows: Rows, factors: Factors, tokens: int) -> Factors:
-        """The factors with what the experts' auxiliary loss needs to know of all rows, or all layers, before the
+        """The factors, with the counts over all rows, or all layers, that the experts' auxiliary loss needs before the
         forwards with gradients; collective. tokens: of the step.
 
-        Costs a forward of every row, on the random numbers (dropout of adapters) that the forward with gradients will
-        draw, where the loss is the step's or layers are on several ranks.
+        If the loss is over the step, or layers are on several ranks, this costs a forward of every row, with the random
+        numbers (dropout of adapters) that the forward with gradients will draw.
         """
         step = self.config.model.router_aux_loss == "step"
         if not self.balance or not (step or self.staged):
@@ -240,8 +240,8 @@ class Executor:
         return replace(factors, shares_E=(total_E / tokens).float(), counted=[Counted(layers, None)] * len(chosen))
 
     def _choices(self, rows: Rows) -> tuple[list[Tensor], Tensor]:
-        """(for each micro-batch [D, E], the experts chosen by its documents, summed over layers; number of layers with
-        routers)."""
+        """([D, E] for each micro-batch: how often its documents choose each expert, summed over layers; number of
+        layers with routers)."""
         chosen = [torch.zeros(0)] * len(rows.sources)
         layers = [torch.zeros((), dtype=torch.float64, device=self.device) for _ in chosen]
 
@@ -264,7 +264,7 @@ class Executor:
         return Asked(frozenset(), balance=replace(balance, counting=True))
 
     def of_all_layers(self, sums: Sequence[Tensor]) -> None:
-        """Add, in place, the tensors of ranks with other layers; collective over them."""
+        """Sum the tensors, in place, over the ranks that have other layers; collective over these."""
 
     def balanced(self, row: Row, factors: Factors | None, micro: int) -> Balance | None:
         """The inputs of a forward of this row for the auxiliary loss of its experts."""

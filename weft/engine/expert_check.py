@@ -1,5 +1,5 @@
-"""Checks expert parallelism before a model is divided: the experts of a small random copy are dealt to threads that
-stand for ranks, each with documents of its own, and readouts and all gradients must equal those of the whole copy."""
+"""Checks expert parallelism before a model is divided: the experts of a small random copy are dealt to threads that act
+as ranks, each with documents of its own, and readouts and all gradients must equal those of the whole copy."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from weft.parallel.mesh import ExpertRanks
 
 @once_per_process
 def check_experts(config: PretrainedConfig, findings: Findings, ep: int) -> float:
-    """The largest difference of a gradient, relative to the largest gradient of its parameter. UserError, naming the
-    family and what differs, where it is too large, or the model has no experts to divide."""
+    """The largest difference of a gradient, relative to the largest gradient of its parameter. Raises UserError, with
+    the family and what differs, if it is too large, or if the model has no experts to divide."""
     small = small_copy(config, "per_document")
     whole = TrainModule(copy.deepcopy(small))
     experts = experts_of(whole)
@@ -66,7 +66,7 @@ def _divided(small: PreTrainedModel, documents: list[Tensor], findings: Findings
     found: list[Tensor] = [torch.empty(0)] * len(documents)
     for place, (readouts, _) in enumerate(results):
         found[place::ranks] = readouts.split([len(ids) - 1 for ids in documents[place::ranks]], 1)
-    whole = tuple(f"{path}." for path in experts_of(small))  # on each thread, once they are joined
+    whole = tuple(f"{path}." for path in experts_of(small))  # joined, and equal, on each thread
     gradients = dict(results[0][1])
     for _, others in results[1:]:
         gradients |= {name: gradients[name] + g for name, g in others.items() if not name.startswith(whole)}

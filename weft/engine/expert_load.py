@@ -1,4 +1,4 @@
-"""How evenly a step's tokens fall on the experts of a model, and how many of them travel to other ranks.
+"""How evenly a step's tokens fall on the experts of a model, and how many of them are sent to other ranks.
 
 E experts of a layer, L layers with experts.
 """
@@ -23,7 +23,7 @@ class ExpertLoad:
     """Counts choices of experts in the forwards of one engine's model. Nothing waits for the device."""
 
     def __init__(self, layers: Iterable[nn.Module], mesh: Mesh) -> None:
-        """layers: experts of this stage; those that do not get tokens by choice are left out."""
+        """layers: experts of this stage; those that read every token (llama4) are left out."""
         self.layers = [child for child in layers if hf.is_fused_experts(child)]
         self.last: Tensor | None = None  # [L, E] choices of the last step, over all ranks
         self._counts: dict[int, Tensor] = {}
@@ -35,8 +35,8 @@ class ExpertLoad:
 
     @contextmanager
     def counting(self, tokens: int) -> Iterator[None]:
-        """Count the choices of the first so many tokens of a forward with gradients: what follows is padding. Layers
-        that backward recomputes are not counted again."""
+        """Inside, count the choices of the first `tokens` tokens of a forward with gradients; the rest is padding.
+        Layers that backward recomputes are not counted again."""
         self._tokens = tokens if torch.is_grad_enabled() else None
         try:
             yield
@@ -56,8 +56,8 @@ class ExpertLoad:
     def add_to(self, sums: Sums, group: dist.ProcessGroup) -> None:
         """Add the metrics of the forwards since the last call. Collective over `group`, the ranks with other tokens.
 
-        `experts/max_load`: the choices of a layer's busiest expert, relative to their mean; 1 where all are alike. The
-        mean over layers. `experts/sent`, with mesh.ep: the share of choices that are computed on another rank.
+        `experts/max_load`: the choices of a layer's busiest expert, relative to the mean over its experts, averaged
+        over layers; 1 if all are equal. `experts/sent`, with mesh.ep: the share of choices computed on another rank.
         """
         if not self.layers:
             for name in self._of_others:  # every stage adds to the same names

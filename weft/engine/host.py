@@ -1,8 +1,8 @@
-"""Host memory for what an engine's device holds: parts that sleep (sleep.py), and copies that are being saved
+"""Host memory for content of an engine's device: parts that sleep (sleep.py), and copies that are being saved
 (checkpoint/snapshot.py). The engines of a process share one pool.
 
-Chunks have one size, a power of two, because torch rounds each pinned allocation up to one. A tensor that is longer
-than a chunk, or begins near its end, spans several.
+Chunks have one size, a power of two, because torch rounds each pinned allocation up to a power of two. A tensor that is
+longer than a chunk, or begins near a chunk's end, spans several.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from torch import Tensor
 from weft.telemetry import flight
 
 CHUNK = 1 << 26  # bytes
-_ALIGNED = 512  # bytes: where everything begins; a chunk is a multiple
+_ALIGNED = 512  # bytes: every item begins at a multiple, and a chunk is one
 
 
 @dataclass(eq=False)
 class Allocation:
-    """Chunks in use. pieces: for each size that was asked for, its bytes (uint8), in order."""
+    """Chunks in use. pieces: for each requested size, its bytes (uint8), in order."""
 
     chunks: list[Tensor]
     pieces: list[list[Tensor]]
@@ -31,21 +31,22 @@ class Allocation:
 
 
 class HostPool:
-    """Chunks of host memory, pinned where tensors live on an accelerator. Returned chunks are kept, because pinning is
-    slow; so the pool is as large as the most that was ever lent at once."""
+    """Chunks of host memory, pinned if tensors live on an accelerator. Returned chunks are kept, because pinning is
+    slow; so the pool is as large as the most memory that was ever in use at once."""
 
     def __init__(self, storage: torch.device) -> None:
         """storage: the device of the tensors."""
         self.storage, self.pinned = storage, storage.type == "cuda"
         self._idle: list[Tensor] = []
-        self._writers = 0  # allocations that a thread will give back, whatever the others do
+        self._writers = 0  # allocations that a writing thread will return by itself
         self._changed = threading.Condition()
         self.bytes = 0  # of all chunks
 
     def take(self, sizes: Sequence[int], *, by_writer: bool = False) -> Allocation:
         """Memory for items of these sizes, in bytes.
 
-        by_writer: a thread that writes to disk returns it; later calls wait for that before they allocate more.
+        by_writer: a thread that writes to disk will return the memory; later calls wait for that before they allocate
+        more.
         """
         wanted = -(-sum(map(_padded, sizes)) // CHUNK)
         with self._changed:
@@ -61,7 +62,7 @@ class HostPool:
         return Allocation(chunks, list(_cut(chunks, sizes)), by_writer)
 
     def give(self, allocation: Allocation) -> None:
-        """Return a allocation; a second call does nothing."""
+        """Return an allocation; a second call does nothing."""
         with self._changed:
             self._idle += allocation.chunks
             self._writers -= allocation.by_writer
@@ -119,7 +120,7 @@ class HostTensor:
         return (piece.view(self.dtype) for piece in self.pieces)
 
     def __getitem__(self, index: tuple[slice, ...]) -> Tensor:
-        """A box of it: a view where its rows lie in one piece, else a copy."""
+        """A box of the tensor: a view if its rows lie in one piece, else a copy."""
         first, end = (index[0].start, index[0].stop) if index else (0, 1)
         row = prod(self.shape[1:]) * self.dtype.itemsize
         rows = self._bytes(first * row, end * row).view(self.dtype).reshape(end - first, *self.shape[1:])
@@ -136,5 +137,5 @@ class HostTensor:
 
 
 def flat_bytes(tensor: Tensor) -> Tensor:
-    """[bytes] uint8 of a tensor, without a copy where it is contiguous."""
+    """[bytes] uint8 of a tensor, without a copy if the tensor is contiguous."""
     return tensor.contiguous().reshape(-1).view(torch.uint8)

@@ -1,5 +1,5 @@
-"""Before a model takes images or videos: on the small copy, documents with some in a row must have the logits that
-HuggingFace's eager forward gives each alone, and an image or a video may change no document but its own."""
+"""Checks before a model takes images or videos: on the small copy, documents with images in one row must have the
+logits of HuggingFace's eager forward of each alone, and an image or a video may change no document but its own."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from weft.models.vision import Vision, count_features, find_vision
 from weft.ops.attention_call import Bounds
 
 Sample = tuple[Tensor, dict[str, Tensor]]  # token ids, forward arguments of its images
-Seen = tuple[Literal["image", "video"], int]  # and how many times as large as the smallest
-# Four documents: two with something to see, and one of text behind each.
+Seen = tuple[Literal["image", "video"], int]  # (kind, how many times as large as the smallest)
+# Four documents: two with images or videos, each followed by one of text.
 IMAGES: tuple[tuple[Seen, ...], ...] = ((("image", 1), ("image", 3)), (), (("image", 2),), ())
 VIDEOS: tuple[tuple[Seen, ...], ...] = ((("image", 2), ("video", 1), ("video", 2)), (), (("video", 3),), ())
 
 
 def check_images(ours: TrainModule, theirs: PreTrainedModel, tolerance: float) -> str:
-    """Why this model cannot take images; empty where it can."""
+    """Why this model cannot take images; empty if it can."""
     vision = find_vision(ours.base, ours.facts)
     if vision is None:
         return "weft knows of no vision tower in it"
@@ -33,7 +33,7 @@ def check_images(ours: TrainModule, theirs: PreTrainedModel, tolerance: float) -
 
 
 def check_videos(ours: TrainModule, theirs: PreTrainedModel, tolerance: float) -> str:
-    """Why this model, which takes images, cannot take videos; empty where it can."""
+    """Why this model, which takes images, cannot take videos; empty if it can."""
     vision = find_vision(ours.base, ours.facts)
     if vision is None or vision.clip is None:
         return "weft does not know how it takes videos"
@@ -49,7 +49,7 @@ def _check(
         expected = [_alone(theirs, vision, *sample) for sample in samples]
         found = _row(ours, vision, samples)
         moved = [_row(ours, vision, [*samples[:at], _other(samples[at]), *samples[at + 1 :]]) for at in (0, 2)]
-    except Exception as error:  # whatever the family's code raises of such a row
+    except Exception as error:  # of any type: the family's code ran on such a row
         return f"its code does not run on a row of documents with {what} ({first_line(error)})"
     scale = max(float(logits.abs().max()) for logits in expected)
     worst = max(_distance(a, b) for a, b in zip(found, expected, strict=True)) / scale

@@ -25,8 +25,8 @@ _ELSE = "Set optimizer.load_state=false, and the optimizer starts anew."
 
 
 def check_state(module: TrainModule, plan: LoadPlan, optimizer: str) -> None:
-    """UserError where the directory lacks the state of a parameter that is trained, or has one of another optimizer.
-    module: before it is sharded. optimizer: its name in the config."""
+    """Raises UserError if the directory lacks the state of a parameter that is trained, or has another optimizer's
+    state. module: before it is sharded. optimizer: its name in the config."""
     source = _source_of(plan)
     if source.numbered:
         raise UserError(
@@ -62,8 +62,8 @@ def load_state(
     dtypes: Sequence[torch.dtype],
     cuts: Cuts,
 ) -> None:
-    """Give a new optimizer the state of the directory; collective where shards are replicated. Each rank reads what it
-    holds. name: of the optimizer, in the config. dtypes: of its moments."""
+    """Give a new optimizer the directory's state; collective where shards are replicated. Each rank reads its own
+    shards. name: of the optimizer, in the config. dtypes: of its moments."""
     source, trained = _source_of(plan), {n: p for n, p in _trained(module).items() if n in plan.fills}
     for key, dtype in zip(_MOMENTS[name], dtypes, strict=True):
         targets = {runtime: torch.zeros_like(parameter, dtype=dtype) for runtime, parameter in trained.items()}
@@ -82,7 +82,7 @@ def load_state(
 
 
 def state_lines(plan: LoadPlan | None, config: OptimizerConfig) -> list[str]:
-    """What is said at start of an optimizer whose weights come from such a directory."""
+    """Start-up lines about the optimizer of a model whose weights come from such a directory."""
     if plan is None or not isinstance(plan.source, DcpSource):
         return []
     source = plan.source
@@ -106,7 +106,8 @@ def _trained(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _with_state(source: DcpSource, file: str, key: str, module: TrainModule) -> str | None:
-    """The name of the weights under which this tensor has a state: its own, or that of what it is tied to."""
+    """The name under which the directory has this tensor's state: its own, or that of a tensor tied to it; None if the
+    directory has none."""
     tied = hf.tied_parameters(module.hf_model)
     others = [tied[file]] if file in tied else [name for name, owner in tied.items() if owner == file]
     return next((name for name in (file, *others) if source.has_state(name, key)), None)
@@ -122,7 +123,7 @@ def _renamed(plan: LoadPlan, runtime: str, source: DcpSource, key: str, module: 
 
 
 def _step(runtime: str, pieces: Sequence[tuple[Piece, str]], source: DcpSource) -> float:
-    """The number of steps that a parameter has taken. UserError where its parts have taken different numbers."""
+    """The number of steps that a parameter has taken. Raises UserError if its parts have taken different numbers."""
     steps = {source.number(file, _STEP) for _, file in pieces}
     step = steps.pop()
     if steps or step is None or not 0 <= step < 1 << 24:

@@ -16,7 +16,8 @@ class Media:
     """The images and videos of one document.
 
     inputs: forward arguments of the model (pixel_values, image_grid_thw, ...), images and videos each in the order of
-    their placeholders. patches: positions that the vision tower forwards. pairs: of these, two of one image or frame.
+    their placeholders. patches: positions that the vision tower forwards. pairs: pairs of positions of the same image
+    or frame.
     """
 
     inputs: dict[str, Tensor]
@@ -35,9 +36,9 @@ class Media:
 
 @dataclass(frozen=True, slots=True)
 class ImageRoom:
-    """The room of a document with images in a row. tokens: of the row. per_patch: tokens that take as much memory as a
-    patch of its images. refusal: why the model cannot be trained on images; empty where it can. ranks: over which such
-    a document may be cut, whose rows `tokens` counts."""
+    """The room of a document with images. tokens: of the rows of all ranks that may share it. per_patch: tokens that
+    take as much memory as a patch of its images. refusal: why the model cannot be trained on images; empty if it can.
+    ranks: number of ranks over which such a document may be cut."""
 
     tokens: int
     per_patch: float
@@ -45,23 +46,23 @@ class ImageRoom:
     ranks: int = 1
 
     def of(self, patches: int) -> int:
-        """Tokens that take as much memory as so many patches."""
+        """Number of tokens that take as much memory as so many patches."""
         return math.ceil(self.per_patch * patches)
 
     @staticmethod
     def least(rooms: Sequence[ImageRoom]) -> ImageRoom:
-        """What all of these models have room for."""
+        """The room of a document that must fit all of these models."""
         refusal = next((room.refusal for room in rooms if room.refusal), "")
         return ImageRoom(min(room.tokens for room in rooms), max(room.per_patch for room in rooms), refusal)
 
 
 def joined(each: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """The arguments of several documents as one: images follow each other.
+    """The forward arguments of several documents as one, with their images one after the other.
 
-    Images lie along the first dimension; along the second where a batch of documents is the first (SmolVLM's
-    pixel_values [1, images, 3, H, W]), but not where they are cut into tiles (LLaVA-NeXT's [images, tiles, 3, H, W],
-    with image_sizes). Smaller images are padded with zeros, at the right and below, to the largest, and fewer tiles to
-    the most, as the processors do.
+    Images are the first dimension; the second, if the first is a batch of documents (SmolVLM's pixel_values
+    [1, images, 3, H, W]), but not if images are cut into tiles (LLaVA-NeXT's [images, tiles, 3, H, W], with
+    image_sizes). Smaller images are padded with zeros, at the right and below, to the largest, and fewer tiles to the
+    most, as the processors do.
     """
     names = {name: None for inputs in each for name in inputs}
     tiled = "image_sizes" in names

@@ -20,7 +20,7 @@ from weft.cluster.simulated import read
 from weft.strict_json import plain
 from weft.telemetry.timing import waiting
 
-# The keys that other programs may rely on, in the order of every line; the recipe's own follow.
+# Keys that other programs may rely on, in the order of every line; the recipe's own keys follow.
 CORE_KEYS = (
     "step", "loss", "grad_norm", "lr", "documents", "tokens", "loss_tokens", "micro_batches", "fill", "utilisation",
     "seconds", "tokens_per_second", "mfu", "memory_gib",
@@ -30,7 +30,7 @@ CORE_KEYS = (
 class Sums:
     """Weighted sums by name, accumulated over micro-batches in fp64 without synchronising the device.
 
-    A metric is sum / weight over all micro-batches and ranks, which a mean of ranks' means is not where weights differ.
+    A metric is sum / weight over all micro-batches and ranks. A mean of ranks' means differs from it if weights differ.
     """
 
     def __init__(self) -> None:
@@ -52,9 +52,9 @@ class Sums:
     ) -> dict[str, float | None]:
         """sum / weight of every name over all ranks of `group`, in order of names; None where the weight is zero.
 
-        One all-reduce of one fp64 vector; None: of this rank alone, without any. Every rank must have added to the same
-        names, in any order. equal: strings
-        that must be equal on all ranks; their digests are reduced too. RanksDisagreeError names those that differ.
+        One all-reduce of one fp64 vector. Every rank must have added to the same names, in any order. group: None for
+        this rank alone, without an all-reduce. equal: strings that must be equal on all ranks; their digests are
+        reduced too. Raises RanksDisagreeError with those that differ.
         """
         names = sorted(self._sums)
         same = {**(equal or {}), "metrics of the step": ", ".join(names)}
@@ -75,7 +75,7 @@ def _exact(value: Tensor | float) -> Tensor | float:
 
 
 def _vector(values: Iterable[Tensor | float]) -> Tensor:
-    """[len(values)] fp64 on the device of the tensors among them, to which numbers of the host go in one copy."""
+    """[len(values)] fp64, on the device of the tensors among the values; numbers of the host go there in one copy."""
     values = list(values)
     device = next((v.device for v in values if isinstance(v, Tensor)), torch.device("cpu"))
     numbers = torch.tensor([v for v in values if not isinstance(v, Tensor)], dtype=torch.float64)
@@ -94,7 +94,8 @@ def _fingerprint(same: Mapping[str, str]) -> tuple[float, float]:
 def _check_equal(
     same: Mapping[str, str], fingerprint: list[float], ranks: int, group: dist.ProcessGroup | None
 ) -> None:
-    """Sums of unlike names would be added up without a word; equal numbers are those whose variance is zero."""
+    """Raises an error if the ranks' strings differ: sums of different metrics would be added up silently. The ranks'
+    numbers are equal if their variance is zero."""
     total, squares = fingerprint
     if ranks * int(squares) != int(total) ** 2:
         assert group is not None

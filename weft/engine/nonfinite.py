@@ -1,4 +1,4 @@
-"""Messages that name where a step was not finite, equal on every rank. All functions are collective."""
+"""Messages about losses and gradients that are not finite, equal on every rank. All functions are collective."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 Costs are integers, so that sums do not depend on their order and every rank finds the same rows, whatever machine
 it runs on. n rows are dealt as micro-batches of `ranks` rows each; the time of a plan is the sum over micro-batches
-of the largest cost in it, which, given the rows, is least when rows are sorted by cost.
+of their largest row cost, which, given the rows, is least when rows are sorted by cost.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Ints = NDArray[np.int64]
 
 # Refinement stops here: the rest is below what an estimate of FLOPs can tell.
 _GOOD_ENOUGH = 0.99
-# It looks at up to so many documents to give and to take at a time, and so many times.
+# Most documents to give and to take that one try looks at; most tries.
 _MOST_GIVEN, _MOST_TAKEN, _MOST_TRIES = 24, 256, 100
 
 
@@ -35,7 +35,7 @@ def pack(tokens: Sequence[int], costs: Sequence[int], *, ranks: int, capacity: i
         rows = rows or _deal_to_fullest(by_length, tokens, count * ranks, capacity)
         if rows is not None:
             return _Refinement(rows, tokens, costs, ranks, capacity).run()
-        count += 1  # also the end of it: with a row for each document, all fit
+        count += 1  # this ends: with a row for each document, all fit
 
 
 def pack_padded(widths: Sequence[int], costs: Sequence[int], *, ranks: int, capacity: int) -> list[list[int]]:
@@ -65,7 +65,7 @@ def pack_padded(widths: Sequence[int], costs: Sequence[int], *, ranks: int, capa
 
 
 def _cut(widths: Sequence[int], costs: Sequence[int], capacity: int, limit: int) -> list[tuple[int, int]]:
-    """Fewest runs (start, stop) of falling widths and costs, none over the capacity or the limit of cost."""
+    """The fewest runs (start, stop) of falling widths and costs, none above the capacity or the cost limit."""
     runs, start = [], 0
     while start < len(widths):
         count = min(capacity // widths[start], limit // max(1, costs[start]), len(widths) - start)
@@ -119,7 +119,7 @@ class _Refinement:
         self, rows: list[list[int]], tokens: Sequence[int], costs: Sequence[int], ranks: int, capacity: int
     ) -> None:
         self.ranks, self.capacity = ranks, capacity
-        # One document of nothing, the last, stands for giving without taking.
+        # A last document of no tokens and no cost stands for giving without taking.
         self.tokens = np.array([*tokens, 0], dtype=np.int64)
         self.costs = np.array([*costs, 0], dtype=np.int64)
         self.row_of = np.zeros(len(costs), dtype=np.int64)
@@ -178,14 +178,14 @@ class _Refinement:
         best = int(gain.max())
         if best <= 0:
             return False
-        # Of those that gain the most, the one that takes most from the dearest row.
+        # Among exchanges with the largest gain, the one that takes most cost from the dearest row.
         place = int(np.where(gain == best, shift, 0).argmax())
         give, take = divmod(place, len(taken))
         self._exchange(leader, int(row[take]), int(given[give]), int(taken[take]))
         return True
 
     def _gain(self, leader: int, shift: Ints, row: Ints) -> Ints:
-        """[given, taken] by how much the time falls when `shift` of cost goes from the leader to `row`."""
+        """[given, taken]: by how much the time falls if `shift` of cost moves from the leader to `row`."""
         costs, ranks = self.row_costs, self.ranks
         fall = np.minimum(shift, costs[leader] - costs[leader + 1])
         # A row of the same micro-batch may rise to a little below the leader, one of another to its own leader.
@@ -204,5 +204,5 @@ class _Refinement:
 
 
 def _thin(items: Ints, most: int) -> Ints:
-    """At most `most` of them, evenly spread."""
+    """At most `most` of the items, evenly spread."""
     return items if len(items) <= most else items[:: -(-len(items) // most)]

@@ -1,8 +1,8 @@
 """Context parallelism in the step plan: which rank holds which tokens of the documents that are too long for one rank.
 
 Shorter documents are not cut. A long one is cut into 2 n chunks for n members of the ring: member i holds chunks i and
-2 n - 1 - i (zig-zag), so that causal attention costs each the same. A member's tokens are spread evenly over its ranks
-of Ulysses. Plain integers in and out, equal on every rank.
+2 n - 1 - i (zig-zag), so that causal attention costs every member the same. A member's tokens are spread evenly over
+its Ulysses ranks. Plain integers in and out, equal on every rank.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-Interval = tuple[int, int]  # tokens of a document: the first, and one behind the last
+Interval = tuple[int, int]  # tokens of a document: the first, and one past the last
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The ranks that share a row. capacity: the most tokens of one. Rank = member of the ring x ulysses + place."""
+    """The ranks that share a row. capacity: most tokens of one rank. rank = member of the ring x ulysses + place."""
 
     ring: int
     ulysses: int
@@ -34,8 +34,8 @@ def place(
     lengths: Sequence[int], costs: Sequence[int], group: Group, rooms: Sequence[int] | None = None
 ) -> tuple[Placed, list[int]]:
     """Distribute one row's documents over the ranks of its group: (tokens of each rank by document, documents without
-    room). rooms: tokens of capacity that each document takes, where images make it more than its length; of a part, in
-    proportion.
+    room). rooms: capacity that each document takes, in tokens, default its length; images make it more. A part of a
+    document takes its proportion.
 
     Documents that take more than a rank's capacity are cut, over as few members of the ring as can hold them. Whole
     documents go to the cheapest rank with room; if that leaves documents out, the longest are placed first.
@@ -56,7 +56,7 @@ def place(
 def _cut(
     lengths: Sequence[int], rooms: Sequence[int], costs: Sequence[int], long: list[int], group: Group
 ) -> tuple[Placed, list[int]]:
-    """The documents that must be cut, and those of them that the others leave no room for."""
+    """Cut the documents `long`: (tokens of each rank by document, documents without room)."""
     members = {d: min(group.ring, -(-rooms[d] // (group.capacity * group.ulysses))) for d in long}
     while long:
         placed = _spread_over_ranks(lengths, costs, members, group)
@@ -74,7 +74,7 @@ def _cut(
 
 
 def _spread_over_ranks(lengths: Sequence[int], costs: Sequence[int], members: dict[int, int], group: Group) -> Placed:
-    """Each document over so many members of the ring, those that cost least so far."""
+    """Each document over its number of ring members, those that cost least so far."""
     placed: Placed = [{} for _ in range(group.ranks)]
     spent = [0.0] * group.ring
     for document, count in members.items():
@@ -110,7 +110,7 @@ def _deal_whole(
 
 
 def _taken(placed: Placed, lengths: Sequence[int], rooms: Sequence[int]) -> list[int]:
-    """Capacity that each rank has given."""
+    """Capacity used on each rank, in tokens."""
     return [sum(-(-_count(own) * rooms[d] // lengths[d]) for d, own in one.items()) for one in placed]
 
 
@@ -156,7 +156,7 @@ def _count(intervals: Sequence[Interval]) -> int:
 
 
 def _end_to_end(document: int, length: int, room: int, group: Group) -> Placed:
-    """Cut wherever a rank is full, and in even parts where images take room: always possible."""
+    """One document, cut wherever a rank is full, or in even parts if images take room. Always possible."""
     part = group.capacity if room == length else -(-length // group.ranks)
     ends = [min(length, part * rank) for rank in range(group.ranks + 1)]
     return [{document: [own]} if own[0] < own[1] else {} for own in pairwise(ends)]

@@ -1,6 +1,6 @@
 """Forwards and backwards of a model whose layers are over several ranks (mesh.pp), in stages, a row at a time.
 
-Every rank builds every row of its documents, so that all know the shape of what travels.
+Every rank builds every row of its documents, so that all know the shapes of messages between stages.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ from weft.telemetry.timing import waiting
 
 @dataclass(frozen=True)
 class _Done:
-    """A row in a stage between its forward and its backward. received: None in the first stage. sent: None in the last,
-    which has `forwarded`. routes: of its layers. balance, balance_loss: of its experts, but of the last stage's."""
+    """A row in a stage between its forward and its backward. received: None in the first stage. sent: None in the last
+    stage, which has `forwarded`. routes: of the stage's layers. balance, balance_loss: auxiliary loss of the stage's
+    experts; None in the last stage."""
 
     row: Row
     received: Tensor | None
@@ -77,7 +78,7 @@ class PipelineExecutor(Executor):
         between: dict[tuple[int, int], _Done] = {}
         delayed: dict[tuple[int, int], Delayed] = {}
         for place, action in enumerate(actions):
-            for near in actions[place : place + 2]:  # what the next one needs travels while this one computes
+            for near in actions[place : place + 2]:  # the next action's input arrives while this one computes
                 self._ask(near, held)
             micro, key = action.micro, (action.chunk, action.micro)
             flight.at(action.kind, micro + 1, rows.sources[micro])
@@ -140,7 +141,7 @@ class PipelineExecutor(Executor):
         gradient = self.link.receive(Message(False, stage, action.micro))
         when = self.config.fsdp.reduce if self.weights is None else "later"
         reduce_when(self.module, when, last=last, of=self.units[action.chunk])
-        with self.replay.following(done.row), numerics(self.config.exact):  # layers that are recomputed
+        with self.replay.following(done.row), numerics(self.config.exact):  # for recomputed layers
             if done.forwarded is not None:
                 done.forwarded.loss.backward()
             else:
@@ -164,7 +165,7 @@ class PipelineExecutor(Executor):
         self, rows: Rows, phase: str, ask: Callable[[Row], Asked], use: Use, *, following: bool = False,
         evaluating: bool = True,
     ) -> None:  # fmt: skip
-        """See Executor.visit; `use` is called for the last stage alone, but where choices of experts are read."""
+        """See Executor.visit. `use` is called in the last stage only or, when choices of experts are read, in all."""
         held = _Held(rows, self.device, self.placement, self.axis.place)
         self.link.connect()
         whole = order(self.schedule, self.placement, self.axis.place, len(rows.sources))
@@ -218,8 +219,8 @@ class PipelineExecutor(Executor):
 
 
 def _units_of_chunks(module: TrainModule, pipeline: Pipeline, place: int) -> list[list[FSDPModule]]:
-    """The FSDP units of each of a rank's stages. The root's gradients are complete with the first stage's backward,
-    where that is here; else they are the last stage's."""
+    """The FSDP units of each of a rank's stages. The root belongs to the model's first stage if this rank has it, else
+    to the rank's last stage."""
     units: list[list[FSDPModule]] = [[] for _ in range(pipeline.placement.chunks)]
     for name, child in module.named_modules():
         if isinstance(child, FSDPModule):
@@ -231,7 +232,8 @@ def _units_of_chunks(module: TrainModule, pipeline: Pipeline, place: int) -> lis
 
 
 class _Held:
-    """Rows on the device, each built once, from when its shape is needed until each chunk of layers has dropped it."""
+    """Rows on the device. Each is built once, when its shape is first needed, and kept until each chunk of layers has
+    dropped it."""
 
     def __init__(self, rows: Rows, device: torch.device, placement: Placement, place: int) -> None:
         self._rows, self._device, self._images = rows, device, place == placement.rank_of(0)

@@ -1,6 +1,5 @@
 """Checks pipeline parallelism before a model is cut: a small random copy is run layer by layer, each a stage of its
-own, and readouts and all gradients must equal those of the whole copy. A trace of it shows where its weights are
-used."""
+own, and readouts and all gradients must equal those of the whole copy. A traced forward shows when its modules run."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ from weft.models.weight_gradients import WeightGradients
 def check_pipeline(
     config: PretrainedConfig, findings: Findings, compute: torch.dtype, *, delayed: bool = False
 ) -> Anatomy:
-    """Find how the model's code runs its layers. UserError, naming family and reason, where stages are not exact.
+    """Find how the model's code runs its layers. Raises UserError, with family and reason, if stages are not exact.
 
     delayed: gradients of weights are computed after the backward.
     """
@@ -43,7 +42,7 @@ def check_pipeline(
         anatomy = _Trace(TrainModule(copy.deepcopy(small)), compute).run(row, findings)
     except _UnfitError as error:
         raise refusal(str(error)) from error
-    except Exception as error:  # whatever the family's code raises
+    except Exception as error:  # of any type: the family's code ran
         raise refusal(f"its layers could not be traced ({first_line(error)})") from error
     vision = None if findings.images else find_vision(whole.base, whole.facts)
     for tried in [row] if vision is None else [row, _row_with_images(whole, vision, findings)]:
@@ -64,7 +63,7 @@ def _refusal(config: PretrainedConfig, reason: str) -> UserError:
 
 
 def _row(vocabulary: int, findings: Findings) -> Row:
-    """Documents in one row, as this family's are laid out."""
+    """Documents in one row, in this family's layout."""
     weights = torch.linspace(0.5, 1.5, 64)
     documents = {n: Document(ids, weights[: len(ids)]) for n, ids in enumerate(documents_of(vocabulary))}
     read = [len(d) for d in documents.values()]
@@ -73,7 +72,7 @@ def _row(vocabulary: int, findings: Findings) -> Row:
 
 
 def _row_with_images(module: TrainModule, vision: Vision, findings: Findings) -> Row:
-    """Also with videos, where the model takes some."""
+    """Documents with images in one row; also with videos, if the model takes them."""
     documents, kinds = {}, IMAGES if findings.videos else VIDEOS
     for number, (ids, inputs) in enumerate(documents_with(kinds, vision, module.base, text_vocabulary(module))):
         media = Media.of(inputs, vision.patches(inputs)) if inputs else None
@@ -130,7 +129,7 @@ def _staged(small: PreTrainedModel, row: Row, findings: Findings, anatomy: Anato
 
 
 class _Trace:
-    """One forward of a model, whose weights are in the compute dtype, that notes what runs when."""
+    """One forward of a model in the compute dtype, in which hooks note which modules run when."""
 
     def __init__(self, module: TrainModule, compute: torch.dtype) -> None:
         self.module, self.places = module, {name: number for number, (name, _) in enumerate(module.layers)}
@@ -144,7 +143,7 @@ class _Trace:
                 parameter.data = parameter.data.bfloat16()
 
     def run(self, row: Row, findings: Findings) -> Anatomy:
-        """_UnfitError where a pipeline cannot run these layers."""
+        """The model's Anatomy. Raises _UnfitError if a pipeline cannot run these layers."""
         layers = f"{self.module.facts.layers}."
         for name, child in self.module.named_modules():
             if name in self.places:

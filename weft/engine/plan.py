@@ -25,7 +25,7 @@ Pieces = tuple[tuple[tuple[tuple[Interval, ...], ...], ...], ...]  # [micro-batc
 _BUCKETS_PER_OCTAVE = 8
 # No row is shorter: models treat a single token as a decoding step.
 _SHORTEST_ROW = 2
-# Costs become integers of so many bits, of which exact sums of 2**30 documents fit 63.
+# Costs become integers of so many bits, so that sums over 2**30 documents fit 63 bits.
 _COST_BITS = 32
 
 
@@ -34,9 +34,9 @@ class DocumentMeta:
     """A document's metadata for the step plan.
 
     length: tokens. omitted: tokens at its end that no forward reads. weight: sum of the loss weights of its predicted
-    tokens (all but the first). loss_tokens: predicted tokens with a non-zero weight. group: documents of one group may
-    be declared inseparable. cost: estimated FLOPs of one forward, in any unit. routed: whether it carries routes.
-    patches: of its images, in the vision tower. tower_tokens: tokens that take as much memory as those.
+    tokens (all but the first). loss_tokens: predicted tokens with a non-zero weight. group: number of a group of
+    documents; plans do not use it yet. cost: estimated FLOPs, in any unit. routed: whether it carries routes. patches:
+    of its images, in the vision tower. tower_tokens: tokens that take as much memory as these patches.
     """
 
     length: int
@@ -78,12 +78,12 @@ class Totals:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """rows[k][r]: indices of the documents of rank r in micro-batch k, rising; may be empty.
+    """rows[k][r]: indices of the documents of rank r in micro-batch k; may be empty.
 
     lengths[k][r]: T of that row with padding; with layout `padded`, of each document in it. costs[k][r]: estimated
     FLOPs, with padding where `padded`, in the unit of DocumentMeta.cost (tokens, if no document has a cost).
-    pieces[k][r]: for each document of the row, its tokens there; empty where the step cuts no document. group: of
-    consecutive ranks that may share documents.
+    pieces[k][r]: for each document of the row, its tokens there; empty if the step cuts no document. group: shape of
+    the groups of consecutive ranks that may share documents.
     """
 
     documents: tuple[DocumentMeta, ...]
@@ -108,8 +108,8 @@ class StepPlan:
         return [micro_batch[rank] for micro_batch in self.rows]
 
     def has_images(self, micro_batch: int) -> bool:
-        """Whether every rank runs the vision tower in this micro-batch: where any has images, and in the last one if
-        the step has any, because that is where gradients may be reduced."""
+        """Whether every rank runs the vision tower in this micro-batch: if any rank has images in it; in the last one,
+        if the step has any, because gradients may be reduced there."""
         last = micro_batch == self.micro_batches - 1
         rows = self.rows if last else (self.rows[micro_batch],)
         return any(self.documents[index].patches for ranks in rows for row in ranks for index in row)
@@ -119,7 +119,7 @@ class StepPlan:
         return self.lengths[micro_batch][rank]
 
     def shared(self, micro_batch: int, rank: int) -> list[int]:
-        """Documents of this row that other ranks of its group have parts of, in rising order."""
+        """Documents that several ranks of this rank's group have parts of, ascending; not all need be in this row."""
         if not self.pieces:
             return []
         found: dict[int, int] = {}
@@ -133,7 +133,7 @@ class StepPlan:
         return any(self.documents[document].patches for document in self.shared(micro_batch, rank))
 
     def having(self, micro_batch: int, rank: int, document: int) -> list[int]:
-        """The ranks of this rank's group that have this document of a micro-batch, or parts of it."""
+        """The ranks of this rank's group that have a document of this micro-batch, or parts of it."""
         return [n for n in self._neighbours(rank) if document in self.rows[micro_batch][n]]
 
     def held(self, micro_batch: int, rank: int) -> list[dict[int, tuple[Interval, ...]]]:
@@ -173,7 +173,7 @@ class StepPlan:
         return math.fsum(cost for micro_batch in self.costs for cost in micro_batch) / (self.ranks * self.time)
 
     def fingerprint(self) -> str:
-        """16 hexadecimal digits that differ between plans that differ in anything. Cheap enough for every step.
+        """16 hexadecimal digits that differ between different plans. Cheap enough for every step.
 
         Python hashes numbers and tuples of numbers alike in every process of a version, but not None, strings and NaN.
         """
@@ -206,13 +206,13 @@ def plan_step(
 ) -> StepPlan:
     """Deal a step's documents to m x ranks rows, with the smallest m for which every row fits the budget.
 
-    ranks: with different documents, or parts of them. budget: the most tokens of a row, with padding. multiple: row
-    lengths are multiples of it. layout: `packed` lays documents end to end; `padded` pads them to the row's longest
-    (count x longest <= budget, similar lengths together). shapes: row lengths are `free`, rounded up to one of a few
-    (`buckets`), or the budget (`fixed`). alone_above: longer documents get a packed row of their own. ring, ulysses: so
-    many consecutive ranks share documents that are longer than a row (packed only). cuts: whether a larger mesh may cut
-    documents of this model, for messages. cuts_images: whether documents with images may be cut, too. UserError where a
-    document fits no row, or those of a group.
+    ranks: number of ranks with different documents, or parts of documents. budget: the most tokens of a row, with
+    padding. multiple: row lengths are multiples of it. layout: `packed` lays documents end to end; `padded` pads them
+    to the row's longest (count x longest <= budget, similar lengths together). shapes: row lengths are `free`, rounded
+    up to one of a few (`buckets`), or the budget (`fixed`). alone_above: longer documents get a packed row of their
+    own. ring, ulysses: ring x ulysses consecutive ranks share documents that are longer than a row (packed only). cuts:
+    whether a larger mesh may cut documents of this model, for messages. cuts_images: whether documents with images may
+    be cut, too. Raises UserError if a document fits neither one row nor the rows of a group.
     """
     sizes = _Sizes(budget, multiple, shapes)
     group = Group(ring, ulysses, sizes.capacity) if layout == "packed" else Group(1, 1, sizes.capacity)
@@ -224,7 +224,7 @@ def plan_step(
     weighed = [round(cost * scale) for cost in costs]
     if any(d.room > sizes.capacity for d in documents):
         return _plan_cut(documents, costs, weighed, ranks, sizes, group, budget, alone_above)
-    # Like lengths stand side by side, so that attention may take them together.
+    # Documents of equal length are neighbours, so that attention may compute them together.
     if layout == "packed":
         rows = _packed(range(len(documents)), documents, weighed, ranks, sizes.capacity, alone_above)
         dealt = tuple(tuple(tuple(row) for row in k) for k in rows)
@@ -253,8 +253,8 @@ def _plan_cut(
     budget: int,
     alone_above: int | None,
 ) -> StepPlan:
-    """A plan where some documents are longer than a row: rows of whole groups first, then each over its ranks. Whole
-    documents that find no room beside them are dealt to all ranks as ever."""
+    """A plan with documents that are longer than a row: first rows of whole groups, each then spread over its ranks.
+    Whole documents without room there are dealt to all ranks as usual."""
     rows: list[list[_Row]] = []
     left = list(range(len(documents)))
     while any(documents[i].room > sizes.capacity for i in left):
@@ -303,8 +303,8 @@ def _packed(
 def _over_ranks(
     row: Sequence[int], documents: Sequence[DocumentMeta], weighed: Sequence[int], group: Group
 ) -> tuple[list[_Row], list[int]]:
-    """(row of each rank; documents for which there was no room). In a row, cut documents come first in rising order,
-    then whole ones by length."""
+    """(row of each rank; documents for which there was no room). In a row, cut documents come first, ascending, then
+    whole ones by length."""
     rooms = [documents[i].room for i in row]
     placed, left = place([documents[i].read for i in row], [weighed[i] for i in row], group, rooms)
     order = sorted(
@@ -348,8 +348,8 @@ def _check(
 
 
 def _deal_to_ranks(rows: list[list[int]], ranks: int) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """[k][r] from rows sorted by falling cost. Every other micro-batch is dealt backwards, so that no rank has the most
-    expensive row of each: with gradients reduced only once, ranks need not wait for each other in between."""
+    """[k][r] from rows sorted by falling cost. Every second micro-batch is dealt backwards, so that no rank has the
+    most expensive row of each: with gradients reduced only once, ranks need not wait for each other in between."""
     micro_batches = []
     for k, start in enumerate(range(0, len(rows), ranks)):
         dealt = [tuple(row) for row in rows[start : start + ranks]]

@@ -30,7 +30,7 @@ class StepPlanner:
         several: bool,
     ) -> None:
         """ranks: (this rank's place among ranks with different documents, their number). context: the ranks that share
-        documents; None for none. multiple: row lengths are multiples of it. several: mesh.cp is above 1."""
+        documents, if any. multiple: row lengths are multiples of it. several: whether mesh.cp is above 1."""
         self.step, self.layout, self.context, self.multiple = step, built.layout, context, multiple
         self._rank, self._ranks = ranks
         self._cuts = context is not None if several else built.cuts_documents
@@ -41,7 +41,7 @@ class StepPlanner:
         room = step.max_tokens_per_device // multiple * multiple * self._image_ranks
         self.image_room = ImageRoom(room, built.flops.tower_memory, self._no_images, self._image_ranks)
         self._position_limit, self._dynamic = position_limit(text), rope_is_dynamic(text)
-        # Of a length, and of a number of patches; a step has many of the same.
+        # Cached by length, and by patches and pairs, because a step has many equal ones.
         self.costs = Costs(
             self._omitted, cache(partial(document_flops, built.flops)), cache(partial(tower_flops, built.flops))
         )
@@ -90,7 +90,7 @@ class StepPlanner:
         return "a document with images of this model is not cut, and has to fit step.max_tokens_per_device"
 
     def _omitted(self, length: int) -> int:
-        """See DocumentMeta. Where a document's length chooses its rotary table, all of it is read."""
+        """See DocumentMeta. If a document's length chooses its rotary table, the whole document is read."""
         limit = self._position_limit
         return omitted_tokens(length, whole=self._every_token_counts or (limit is not None and length > limit))
 
@@ -112,7 +112,8 @@ class StepPlanner:
         )
 
     def _alone_above(self, metadata: Sequence[DocumentMeta], budget: int) -> int | None:
-        """The length above which a document needs a row, and a rotary table, of its own."""
+        """The length above which a document needs a row, and a rotary table, of its own. Raises UserError for longer
+        documents that would be cut, or whose table keeps a state."""
         limit = self._position_limit
         longest = max((meta.read for meta in metadata), default=0)
         if limit is not None and self.context is not None and longest > max(limit, budget):

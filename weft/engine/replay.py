@@ -20,7 +20,7 @@ from weft.errors import UserError
 from weft.models.routing import differ, replace_choices, replaced
 from weft.models.train_module import TrainModule
 
-LIVE = -1  # in place of an expert: this token was not recorded, and is routed as ever
+LIVE = -1  # in place of an expert: this token was not recorded, and the router chooses
 
 
 @dataclass
@@ -36,13 +36,14 @@ class RouteCounts:
 
 
 class Replay:
-    """experts: routed experts of a layer, 0 for a dense model. chosen: experts per token."""
+    """Follows documents' routes in one model. experts: routed experts of a layer, 0 for a dense model. chosen: experts
+    per token."""
 
     def __init__(self, module: TrainModule, experts: int, chosen: int, compiled: bool) -> None:
         self.module, self.experts, self.chosen, self.compiled = module, experts, chosen, compiled
 
     def check(self, document: Document) -> None:
-        """ValueError, naming the document, where its routes do not fit its tokens or this model; UserError where layers
+        """Raises ValueError, with the document, if its routes do not fit its tokens or this model; UserError if layers
         are compiled."""
         routes = document.routes
         if routes is None:
@@ -86,7 +87,7 @@ class Replay:
 def align_routes(routes: Any, tokens: int) -> Tensor:
     """[T, layers, k] int16 of an engine's record, which may lack the last token, because nothing was sampled after it.
 
-    routes: [T - 1 or T, layers, k]. ValueError for another length.
+    routes: [T - 1 or T, layers, k]. Raises ValueError for another length.
     """
     record = torch.as_tensor(routes).to(torch.int16)
     if len(record) not in (tokens - 1, tokens):

@@ -1,8 +1,8 @@
-"""What several ranks hold alike is compared in the reduction that ends a step: parameters that mesh.tp or replicas have
-twice, and documents of ranks that share them.
+"""Comparison of content that several ranks hold alike, in the reduction that ends a step: parameters that are
+replicated, or whole on all ranks of mesh.tp, and documents that ranks share.
 
-Each rank has a term of a sum that is 0 where all that hold the same agree (`Alike.of`). Parameters are compared as the
-optimizer left them the step before, so that its state is compared by what it does.
+Each rank adds a term to a sum that is 0 if all holders agree (cluster/consistency.py). Parameters are compared as the
+optimizer left them in the step before, so that optimizer state is compared by its effect.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from weft.parallel.mesh import Mesh
 from weft.sharding.boxes import local_values
 from weft.sharding.cuts import Cuts, HeldBox, held_boxes
 
-_PARAMETERS, _DOCUMENTS = "_parameters", "_documents"  # what their sums are called in the step's reduction
+_PARAMETERS, _DOCUMENTS = "_parameters", "_documents"  # names of their sums in the step's reduction
 _BITS = 0xFFFFFF
 
-Groups = tuple[tuple[int, int], ...]  # as a Shard has its replicas: they say which ranks hold the same
+Groups = tuple[tuple[int, int], ...]  # as Shard.replicas: which ranks hold the same elements
 
 
 @dataclass(frozen=True)
 class _Copy:
-    """Elements of a trained parameter that other ranks have, too."""
+    """Elements of a trained parameter that other ranks hold, too."""
 
     name: str
     parameter: nn.Parameter
@@ -51,7 +51,7 @@ class Replicas:
     """Compares the trained parameters of one engine."""
 
     def __init__(self, module: nn.Module, cuts: Cuts, tied: Mapping[str, tuple[int, int]]) -> None:
-        """tied: parameter -> this rank's place among the stages of a pipeline that hold it, and how many they are."""
+        """tied: parameter -> (this rank's place among the pipeline stages that hold it, their number)."""
         self._copies: dict[Groups, list[_Copy]] = defaultdict(list)
         for name, parameter in module.named_parameters():
             for held in held_boxes(parameter, cuts.get(name)) if parameter.requires_grad else ():
@@ -73,7 +73,7 @@ class Replicas:
         return total
 
     def check(self, metrics: dict[str, float | None], documents: Sequence[Alike], mesh: Mesh) -> None:
-        """Take the sums out of `metrics`. RanksDisagreeError on all ranks, which names parameters or documents that
+        """Take the sums out of `metrics`. Raises RanksDisagreeError on all ranks, with the parameters or documents that
         differ, and the ranks."""
         unlike, weights = metrics.pop(_DOCUMENTS), metrics.pop(_PARAMETERS)
         if unlike:
@@ -87,7 +87,7 @@ class Replicas:
 
 
 def _place(groups: Groups) -> tuple[int, int]:
-    """(This rank's place among the ranks that hold the same, their number)."""
+    """(this rank's place among the ranks that hold the same, their number)."""
     place, several = 0, 1
     for index, size in groups:
         place, several = place * size + index, several * size
@@ -107,7 +107,7 @@ def _number(copies: Sequence[_Copy]) -> Tensor:
 
 
 def _integers(values: Tensor) -> Tensor:
-    """The bits of a tensor, flat, in integers as wide as they go: few of them are quicker to add."""
+    """The bits of a tensor, flat, as the widest integers that fit: fewer integers are faster to add."""
     flat = values.reshape(-1)
     for dtype in (torch.int64, torch.int32, torch.int16):
         each = dtype.itemsize // flat.element_size()
@@ -127,8 +127,8 @@ def shared_documents(
     rank: int,
     same: tuple[int, int],
 ) -> tuple[Alike, ...]:
-    """The documents that a row has in common with other ranks. row: of whole documents. rank: this rank's place among
-    ranks with different documents. same: (its place among ranks with the same documents, their number)."""
+    """Checksums of the documents that a row has in common with other ranks. row: of whole documents. rank: this rank's
+    place among ranks with different documents. same: (its place among ranks with the same documents, their number)."""
     found = []
     if same[1] > 1:
         number = _crc([row.input_ids_BT, row.targets_N, row.weights_N, row.position_ids_BT, *row.arrays.values()])

@@ -1,8 +1,8 @@
 """Correction biases of routers, which even out the load of experts without a loss.
 
 After each optimizer step the bias of an expert that was chosen less often than the mean rises by
-model.router_bias_rate, and that of the others falls by it (DeepSeek-V3, arXiv:2412.19437, section 2.1.2). Routers
-choose by score + bias, and weight by score alone. L layers with experts, E experts.
+model.router_bias_rate; that of an expert chosen more often falls by it (DeepSeek-V3, arXiv:2412.19437, section 2.1.2).
+Routers choose by score + bias, and weight by score alone. L layers with experts, E experts.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def find_biases(module: nn.Module) -> dict[str, Tensor]:
 
 
 def check_biases(module: nn.Module, family: str) -> None:
-    """UserError where not every layer with experts has a bias to move."""
+    """Raises UserError unless every layer with experts has such a bias."""
     layers = [child for child in experts_of(module).values() if hf.is_fused_experts(child)]
     if not layers or len(find_biases(module)) != len(layers):
         raise UserError(
@@ -47,7 +47,7 @@ class RouterBiases:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Move the biases by the choices of the step that was accumulated last, over all ranks."""
+        """Move the biases by the choices, over all ranks, of the step that was accumulated last."""
         counts_LE = self._load.last
         if counts_LE is None:
             return

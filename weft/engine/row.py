@@ -28,14 +28,14 @@ Layout = Literal["packed", "padded"]
 
 @dataclass(frozen=True)
 class Row:
-    """documents: their indices in the step, in order. position_ids_BT: [3, B, T] where a document has three positions
-    per token. document_N: place in `documents` of each prediction's document. token_N: place of the target in its
-    document. owner_M: place in `documents` of each token of the flattened row, -1 for padding; None unless asked for.
-    media: forward arguments of its images; None where no rank has any. borrowed: they are of an image that is in no
-    document, so that this rank computes what the others do. exchange: media are the images that this rank computes, and
-    their features travel (dealt_images.py). routes: [tokens of the flattened row, layers, k], -1 for
-    none; None where no document has any. real_tokens: tokens without padding. shared: of a row with documents that
-    other ranks have parts of. alike: what other ranks must have, too."""
+    """documents: their indices in the step, in order. position_ids_BT: [3, B, T] if a document has three positions per
+    token. document_N: index in `documents` of each prediction's document. token_N: index of the target in its document.
+    owner_M: index in `documents` of each token's document, over the flattened row, -1 for padding; None unless
+    requested. routes: [tokens of the flattened row, layers, k], -1 for none; None if no document has any. real_tokens:
+    number of tokens without padding. shared: the documents that other ranks have parts of, if any. media: forward
+    arguments of the row's images; None if no rank has images. borrowed: media are of an image in no document, so that
+    this rank runs the tower as the others do. exchange: if set, media are the images that this rank computes, whose
+    features are exchanged (dealt_images.py). alike: checksums that must equal those of other ranks."""
 
     documents: tuple[int, ...]
     input_ids_BT: Tensor
@@ -99,9 +99,9 @@ def build_row(
     """Lay out documents for one forward, on the host.
 
     read: tokens of each document that the forward reads: all, or all but the last. length: T with padding. every_token:
-    predict all tokens, not only those with a weight. owners: fill owner_M. vision: of the model, where it takes images.
-    images: some rank's row of this micro-batch has any. A row without documents holds padding, so
-    that every rank runs the same collectives.
+    predict all tokens, not only those with a weight. owners: fill owner_M. vision: of the model, if it takes images.
+    images: whether some rank's row of this micro-batch has images. A row without documents holds padding, so that every
+    rank runs the same collectives.
     """
     chosen = [documents[index] for index in indices]
     starts = _starts(read, length, layout)
@@ -133,8 +133,8 @@ def build_row(
 
 @dataclass(frozen=True)
 class _Places:
-    """For each of the K tokens of a row's documents, in order: the place of its document, its place in the document,
-    and its place in the flattened row. Tensors instead of a loop, because short documents are many."""
+    """For each of the K tokens of a row's documents, in order: the index of its document, its index in the document,
+    and its index in the flattened row. Tensors instead of a loop, because there may be many short documents."""
 
     document_K: Tensor
     token_K: Tensor
@@ -203,12 +203,12 @@ def _positions(
     if layout == "padded":
         positions = torch.arange(shape[1]).repeat(shape[0])
     else:
-        # Padding never reaches a position that no document has: some rotary tables depend on the longest of the row.
+        # Padding gets no position beyond those of documents: some rotary tables depend on the row's largest position.
         highest, used = max([2, *read]), sum(read)
         positions = torch.cat([torch.zeros(used, dtype=torch.int64), torch.arange(shape[1] - used) % highest])
     positions[places.row_K] = places.token_K
     if any(document.positions is not None and document.positions.ndim == 2 for document in documents):
-        positions = positions.repeat(3, 1)  # where a token is in time, height and width; of a text all the same
+        positions = positions.repeat(3, 1)  # in time, height and width; equal for text
     for start, taken, document in zip(starts, read, documents, strict=True):
         if document.positions is not None:
             positions[..., start : start + taken] = document.positions[..., :taken]
@@ -237,5 +237,5 @@ def _array_names(documents: Sequence[Document]) -> list[str]:
 
 
 def _no_arrays(like: Tensor) -> dict[str, Tensor]:
-    """The arrays of a row without documents: this rank does not know their names, and objectives ask for them."""
+    """The arrays of a row without documents: objectives read them, but this rank does not know their names."""
     return defaultdict(lambda: torch.zeros(0, device=like.device))

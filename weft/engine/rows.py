@@ -43,10 +43,9 @@ class Rows:
 
 @dataclass(frozen=True)
 class RowBuilder:
-    """Builds rows. rank: among those with different documents. same: its place among the ranks with the same
-    documents, and how many they are. context: the ranks of cp, None for one.
-    owners: fill Row.owner_M. pinned: in page-locked memory. vision, base: of the model; vision is None where it takes
-    no images."""
+    """Builds rows. rank: this rank's place among those with different documents. same: (its place among the ranks with
+    the same documents, their number). context: the ranks that share documents, if any. owners: fill Row.owner_M.
+    pinned: build rows in page-locked memory. vision, base: of the model; vision is None if it takes no images."""
 
     rank: int
     same: tuple[int, int]
@@ -87,7 +86,7 @@ class RowBuilder:
         return row.pinned() if self.pinned else row
 
     def _placed(self, document: Document) -> Document:
-        """The document with the positions that its images give it."""
+        """The document with the positions that follow from its images."""
         if document.media is None:
             return document
         assert self.vision is not None, "planner refuses images otherwise"

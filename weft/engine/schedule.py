@@ -22,8 +22,7 @@ _INTERLEAVED: tuple[Schedule, ...] = ("Interleaved1F1B", "InterleavedZeroBubble"
 
 class Action(NamedTuple):
     """One action of a rank: forward, backward or weight gradients of one micro-batch in one of its chunks of layers.
-    backward: gradients of what came in, and of weights but for those that `weights` computes, in schedules of
-    DELAYED."""
+    backward: gradients of the input and of weights; in schedules of DELAYED, without those that `weights` computes."""
 
     kind: Kind
     micro: int
@@ -31,15 +30,15 @@ class Action(NamedTuple):
 
 
 def placement_of(schedule: Schedule, ranks: int, chunks: int | None) -> Placement:
-    """chunks: stages per rank, for schedules that leave them open; None for two."""
+    """The placement of a schedule's stages. chunks: stages per rank, for interleaved schedules; None for two."""
     if schedule == "ZBVZeroBubble":
         return Placement(ranks, 2, folded=True)
     return Placement(ranks, chunks or 2 if schedule in _INTERLEAVED else 1)
 
 
 def order(schedule: Schedule, placement: Placement, place: int, micro_batches: int) -> list[Action]:
-    """The actions of the rank at `place`, in order. In each chunk, micro-batches go forward and backward by their
-    numbers, so that sender and receiver know the order of what travels between them."""
+    """The actions of the rank at `place`, in order. In each chunk, micro-batches go forward and backward in order of
+    their numbers, so that sender and receiver know the order of messages between them."""
     if schedule == "ZBVZeroBubble":
         return _folded(placement.ranks, place, micro_batches)
     ranks, chunks = placement.ranks, placement.chunks
@@ -57,8 +56,8 @@ def order(schedule: Schedule, placement: Placement, place: int, micro_batches: i
 
 
 def _rounds(micro_batches: int, size: int) -> list[range]:
-    """Consecutive micro-batches that pass a chunk one after the other: `size` or more in each, as equal as can be, and
-    larger ones first."""
+    """Consecutive micro-batches that pass a chunk one after the other: `size` or more per round, as equal as possible,
+    with larger rounds first."""
     count = max(1, micro_batches // size)
     least, more = divmod(micro_batches, count)
     ends = [(n + 1) * least + min(n + 1, more) for n in range(count)]
@@ -79,9 +78,9 @@ def _with_weights(actions: Sequence[Action], delay: int) -> list[Action]:
 
 
 def _folded(ranks: int, place: int, micro_batches: int) -> list[Action]:
-    """The V schedule: that of enough micro-batches to fill the pipeline, without those that the step does not have."""
+    """The V schedule: made for enough micro-batches to fill the pipeline; those beyond the step's are then removed."""
     left, full = ranks - place, max(micro_batches, 2 * ranks - 1)
-    # Letters of kinds, small ones of the first chunk: forward, backward, weights.
+    # Letters stand for forward, backward, weights; lower case for the first chunk, upper case for the second.
     found = "f" * (2 * left - 1) + "Ff" * place + "FBW" * left
     more = full - (2 * left - 1 + place)  # forwards of the first chunk that are left
     for steady in range(full - ranks):
@@ -97,7 +96,7 @@ def _folded(ranks: int, place: int, micro_batches: int) -> list[Action]:
 
 
 def in_flight(schedule: Schedule, placement: Placement, place: int, micro_batches: int) -> int:
-    """The most (micro-batch, chunk) of which a rank keeps what backward, or the gradients of weights, need."""
+    """The most (micro-batch, chunk) pairs whose activations a rank keeps at once, for backward or weight gradients."""
     alive, most, ends = 0, 0, "weights" if schedule in DELAYED else "backward"
     for action in order(schedule, placement, place, micro_batches):
         alive += 1 if action.kind == "forward" else -1 if action.kind == ends else 0
@@ -106,7 +105,7 @@ def in_flight(schedule: Schedule, placement: Placement, place: int, micro_batche
 
 
 def bubble(orders: Sequence[Sequence[Action]], placement: Placement, cost: Callable[[int, Action], float]) -> float:
-    """The share of the ranks' time in which they wait for each other, where nothing but computing takes time.
+    """The share of the ranks' time in which they wait for each other, if only computing takes time.
 
     orders: by rank. cost: of an action on a stage.
     """
@@ -133,7 +132,7 @@ def bubble(orders: Sequence[Sequence[Action]], placement: Placement, cost: Calla
 
 
 def _needed(placement: Placement, stage: int, action: Action) -> tuple[int, Kind, int] | None:
-    """(stage, kind, micro-batch) of the action whose result this one takes, None for the first one."""
+    """(stage, kind, micro-batch) of the action whose result this one needs; None for a forward of the first stage."""
     if action.kind == "weights":
         return stage, "backward", action.micro
     other = placement.neighbour(stage, onward=action.kind == "backward")

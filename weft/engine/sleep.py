@@ -1,8 +1,8 @@
-"""Sleep: parts of an engine wait in host memory, so that something else can use the device's.
+"""Sleep: parts of an engine wait in host memory, so that something else can use the device's memory.
 
-Storages are moved, not tensors: their bytes are copied to the host (host.py) and they are shrunk to zero in place. So
-every tensor, view and reference (FSDP2's, the optimizer's, the average's) stays valid and has its elements again after
-waking.
+Storages are moved, not tensors: the bytes of a storage are copied to the host (host.py), and it is shrunk to zero in
+place. So every tensor, view and reference (FSDP2's, the optimizer's, the average's) stays valid and has its elements
+again after waking.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PARTS: tuple[Part, ...] = get_args(Part)
 
 @dataclass(frozen=True)
 class _Waiting:
-    """Storages, and where their bytes lie in the host's memory."""
+    """Storages, and the host memory that holds their bytes."""
 
     storages: list[torch.UntypedStorage]
     sizes: list[int]
@@ -54,8 +54,8 @@ class Sleeper:
 
     @torch.no_grad()
     def sleep(self, part: Part, tensors: Iterable[Tensor]) -> int:
-        """Move what these tensors hold on the device to the host; returns the bytes. Waits for a checkpoint that is
-        being written from the same memory."""
+        """Move the elements of these tensors from the device to the host; returns the bytes. Waits for a checkpoint
+        that is being written from the same memory."""
         assert part not in self._asleep, f"{part} are asleep"
         storages = _storages(tensors, self.device)
         sizes = [storage.nbytes() for storage in storages]
@@ -67,7 +67,7 @@ class Sleeper:
             storage.resize_(0)
         self._asleep[part] = waiting
         if self.device.type == "cuda":
-            torch.cuda.empty_cache()  # or another process could not have it
+            torch.cuda.empty_cache()  # so that another process can have it
         return waiting.bytes
 
     @torch.no_grad()
@@ -97,7 +97,7 @@ class Emptied:
 
     @classmethod
     def of(cls, tensors: Iterable[Tensor], device: torch.device) -> Emptied:
-        """Empty the storages of those tensors that are on the device; the tensors stay valid, without elements."""
+        """Empty the storages of those tensors that are on the device. The tensors stay valid, without elements."""
         storages = _storages(tensors, device)
         emptied = cls(storages, [storage.nbytes() for storage in storages])
         for storage in storages:
@@ -117,7 +117,7 @@ class Emptied:
 
 
 def _pairs(waiting: _Waiting) -> Iterator[tuple[Tensor, Tensor]]:
-    """(bytes of a storage, their place on the host), as long as both go."""
+    """(bytes of a storage, their place on the host), piece by piece."""
     for storage, pieces in zip(waiting.storages, waiting.allocation.pieces, strict=True):
         own, done = _bytes_of(storage), 0
         for piece in pieces:
@@ -128,7 +128,7 @@ def _pairs(waiting: _Waiting) -> Iterator[tuple[Tensor, Tensor]]:
 def tensors_of(
     part: Part, module: nn.Module, optimizer: torch.optim.Optimizer | ShardOptimizer | None, ema: Ema | None
 ) -> Iterator[Tensor]:
-    """The tensors of a part of an engine; of `optimizer` the state and the average of the weights."""
+    """The tensors of a part of an engine; `optimizer` has the optimizer's state and the average of the weights."""
     if part == "parameters":
         yield from module.parameters()
     elif part == "gradients":
@@ -150,7 +150,7 @@ def _storages(tensors: Iterable[Tensor], device: torch.device) -> list[torch.Unt
 
 
 def _plain(tensor: Any) -> Iterator[Tensor]:
-    """What a tensor is made of: of a DTensor its shard, of a quantised one its parts."""
+    """The plain tensors of a tensor: the shard of a DTensor, the parts of a quantised tensor."""
     own = own_part(tensor)
     if not hasattr(own, "__tensor_flatten__"):
         yield own

@@ -61,15 +61,15 @@ from weft.sharding.adapter_files import fill_adapters, to_json
 from weft.sharding.cuts import full_shape
 from weft.sharding.load import LoadReport, Progress, fill_random, load_weights
 
-USUAL_LENGTH = 4096  # of documents, by which attention and matrices of a layer are weighed
+USUAL_LENGTH = 4096  # of documents, to weigh attention against matrices in a layer's cost
 
 
 @dataclass(frozen=True)
 class Setup:
     """What is decided before the model is built. storage: the device of shards between their uses.
 
-    rule: the optimizer that the config names by import path, tried; None for weft's own. moments: dtypes of the
-    optimizer's tensors of each parameter's shape. state_dtypes: of all its tensors.
+    rule: the optimizer that the config names by import path, already tried; None for weft's own. moments: dtypes of the
+    optimizer's tensors that have a parameter's shape. state_dtypes: dtypes of all its tensors.
     """
 
     config: EngineConfig
@@ -88,10 +88,10 @@ class Setup:
 
 @dataclass(frozen=True)
 class Sharded:
-    """The results of sharding. divided: what tp divides. stages: how mesh.pp cuts the layers; pipeline: what each stage
-    holds; both None for one stage. adapter_config: of the whole model's adapters, None without or for one stage.
-    context: the ranks over which documents are cut. memory: bytes that a rank needs.
-    room: bytes that it has on the storage device."""
+    """The results of sharding. divided: what tp and ep divide. stages: how mesh.pp cuts the layers; pipeline: what each
+    stage holds; both None for one stage. adapter_config: of the whole model's adapters; None without adapters or for
+    one stage. context: the ranks over which documents are cut. memory: bytes that a rank needs. room: bytes that it has
+    on the storage device."""
 
     units: list[Unit]
     divided: TensorParallel
@@ -106,8 +106,7 @@ class Sharded:
 
 @dataclass(frozen=True)
 class Parts:
-    """The results of all stages. loaded: None where no file was read. optimizer: None where nothing is
-    trained."""
+    """The results of all stages. loaded: None if no file was read. optimizer: None if nothing is trained."""
 
     setup: Setup
     built: BuiltModel
@@ -184,8 +183,8 @@ def describe(config: EngineConfig, ranks: Ranks, mesh: Mesh | None = None) -> Se
 def build(setup: Setup, *, weights: bool = True, readouts: Collection[str] = ()) -> BuiltModel:
     """Build the model on the meta device, and freeze what is not trained. weights: False opens no file of weights.
 
-    UserError where the model lacks one of the readouts, or the config's auxiliary loss or parameter groups do not fit
-    it.
+    Raises UserError if the model lacks one of the readouts, or if the config's auxiliary loss or parameter groups do
+    not fit the model.
     """
     config = setup.config
     built = build_model(
@@ -233,7 +232,7 @@ def shard_model(setup: Setup, built: BuiltModel, readouts: Collection[str] = ())
     sequence = False
     if setup.mesh.tp is not None:
         division = check_division(checked, built.findings, setup.mesh.tp.size)
-        # States of modules are read of all tokens, and images are put among all embeddings of a row.
+        # Hidden readouts need all tokens, and features of images are inserted into all embeddings of a row.
         sequence = division.sequence and not Wanted.of(readouts).hidden and built.vision is None
     if setup.mesh.ep is not None:
         check_experts(checked, built.findings, setup.mesh.ep.size)
@@ -279,8 +278,8 @@ def least_layers(built: BuiltModel) -> int:
 
 
 def cut_stages(weighed: tuple[list[float], float], placement: Placement, anatomy: Anatomy, least: int = 1) -> Stages:
-    """Cut the layers into stages of like cost. weighed: (cost of each layer, cost of the head); `check_layers` has
-    passed. least: the layers that the first stage must have."""
+    """Cut the layers into stages of similar cost. weighed: (cost of each layer, cost of the head); `check_layers` must
+    have passed. least: number of layers that the first stage must have."""
     costs, head = weighed
     spans = cut_layers(costs, head, placement.stages, least)
     each = tuple(sum(costs[first:end]) + head * (end == len(costs)) for first, end in spans)
@@ -288,7 +287,7 @@ def cut_stages(weighed: tuple[list[float], float], placement: Placement, anatomy
 
 
 def check_layers(layers: int, placement: Placement, least: int = 1) -> None:
-    """UserError where a stage would have no layer. least: so many layers have to be in the first stage."""
+    """Raises UserError if a stage would have no layer. least: number of layers that must be in the first stage."""
     pp, free = placement.ranks, layers - least + 1
     if placement.stages <= free:
         return
@@ -305,7 +304,7 @@ def check_layers(layers: int, placement: Placement, least: int = 1) -> None:
 
 
 def check_adapters_in_layers(module: TrainModule, lora: LoraPlan) -> None:
-    """UserError where an adapter is outside of the layers, where stages would need it beside a tied weight."""
+    """Raises UserError if an adapter is outside the layers, because several stages might need it with a tied weight."""
     outside = [target.name for target in lora.targets if not target.name.startswith(f"{module.facts.layers}.")]
     if outside:
         raise UserError(
@@ -315,7 +314,7 @@ def check_adapters_in_layers(module: TrainModule, lora: LoraPlan) -> None:
 
 
 def require_trained(setup: Setup, pipeline: Pipeline, layers: str) -> None:
-    """UserError where a stage has nothing to train: no gradient would come out of it."""
+    """Raises UserError if a stage has nothing to train, because no gradient would come out of it."""
     trained = [name for name, tensor in pipeline.tensors.items() if tensor.requires_grad]
     within = {pipeline.stage_of(name.rpartition(".")[0], layers) for name in trained}
     for stage, (first, end) in enumerate(pipeline.spans if setup.trained else ()):
@@ -328,8 +327,8 @@ def require_trained(setup: Setup, pipeline: Pipeline, layers: str) -> None:
 
 def context_of(setup: Setup, built: BuiltModel, config: PretrainedConfig) -> ContextAxis | None:
     """The ranks of cp, after a check that documents of this model can be cut. None for one rank, and for a model whose
-    documents are padded, or have a state that cannot be shared: those are dealt whole to the ranks of cp, as to any
-    others. config: of the class with logits."""
+    documents are padded or have a state that cannot be shared; these are dealt whole to the ranks of cp, as on the
+    other data axes. config: of the class with logits."""
     cp, tp, wanted = setup.mesh.cp_size, setup.mesh.tp_size, setup.config.mesh.ulysses
     ulysses = ulysses_of(built, config, wanted, cp, tp)
     if ulysses is None:
@@ -337,7 +336,7 @@ def context_of(setup: Setup, built: BuiltModel, config: PretrainedConfig) -> Con
     try:
         check_context(config, built.flops, cp, ulysses, tp, cuts_images(built))
     except UserError:
-        if built.findings.mixers and wanted is None:  # dealt whole is right in any case
+        if built.findings.mixers and wanted is None:  # whole documents are always right
             return None
         raise
     return context_axis(setup.mesh, ulysses)
@@ -349,8 +348,8 @@ def cuts_images(built: BuiltModel) -> bool:
 
 
 def ulysses_of(built: BuiltModel, config: PretrainedConfig, wanted: int | None, cp: int, tp: int) -> int | None:
-    """The number of cp ranks that exchange heads; None where documents are not cut. UserError where states of layers
-    cannot be shared as the config asks. wanted: mesh.ulysses."""
+    """The number of cp ranks that exchange heads; None if documents are not cut. Raises UserError if states of layers
+    cannot be shared as the config wants. wanted: mesh.ulysses."""
     if cp == 1 or not built.cuts_documents:
         return None
     if not built.findings.mixers:
@@ -368,8 +367,8 @@ def shares_states(built: BuiltModel, cp: int, tp: int) -> bool:
 
 
 def ulysses_of_states(wanted: int | None, cp: int, *, divides: bool) -> int:
-    """The Ulysses size for layers that carry state: all of cp, because a state is of a whole document. UserError where
-    the config asks for another size, or where heads do not divide by it."""
+    """The Ulysses size for layers that carry state: all of cp, because a state belongs to a whole document. Raises
+    UserError if the config sets another size, or if heads do not divide by it."""
     if wanted not in (None, cp):
         raise UserError(
             f"mesh.ulysses={wanted}: layers of this model carry state, so that ranks share a document by heads alone: "
@@ -384,7 +383,7 @@ def ulysses_of_states(wanted: int | None, cp: int, *, divides: bool) -> int:
 
 
 def check_memory(setup: Setup, built: BuiltModel, made: Sharded, *, fill: bool) -> None:
-    """UserError where a rank has too little memory for its shards, or for drawing initial weights."""
+    """Raises UserError if a rank has too little memory for its shards, or for drawing initial weights."""
     check_fits(made.memory, made.room, setup.mesh, setup.config.fsdp, setup.config.optimizer)
     if built.load is None and fill:
         whole = dict(built.module.named_parameters())
@@ -399,7 +398,7 @@ def fill_weights(
 ) -> LoadReport | None:
     """Allocate the shards and fill them, from the source's files or at random, unless fill is False.
 
-    Buffers, new adapters and a new value head are filled all the same. None where nothing was read.
+    Buffers, new adapters and a new value head are filled in any case. Returns None if nothing was read.
     """
     config, module, plan, lora = setup.config, built.module, built.load, built.lora
     report, cuts = None, made.divided.cuts
@@ -423,13 +422,13 @@ def build_optimizer_and_ema(
     setup: Setup, module: nn.Module, pipeline: Pipeline | None = None
 ) -> tuple[torch.optim.Optimizer | ShardOptimizer, Ema | None]:
     """The optimizer over the shards of a filled module, and the average of the weights if the config asks for one.
-    pipeline: the model of which the module is a stage."""
+    pipeline: the whole model, if the module is one of its stages."""
     config = setup.config.optimizer
     whole = None if pipeline is None else pipeline.named_parameters
     optimizer = build_optimizer(module.named_parameters(remove_duplicate=False), config, setup.rule, whole)
     ema = None if config.ema_decay is None else Ema(module.parameters(), config.ema_decay)
     if setup.ranks.device.type == "cpu":
-        keep_freed_memory()  # not before: what loading frees should go back
+        keep_freed_memory()  # not earlier: memory that loading frees should go back
     return optimizer, ema
 
 

@@ -3,7 +3,7 @@
 1. Logits equal those of HuggingFace's eager forward of each document alone. 2. Changing one document leaves the logits
 of the others unchanged.
 
-A family that passes packed is laid out packed; one that passes only padded, padded; others are refused by name.
+A family that passes packed is laid out packed; one that passes only padded is laid out padded; others are refused.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from weft.models.train_module import TrainModule
 from weft.ops import attention
 from weft.ops.attention_call import BOUNDS_ARGUMENT, Bounds, Traits
 
-# Together longer than every window and chunk (16) of a small copy; one of them alone as well; one of a single token.
+# Single documents, too, are longer than every window and chunk (16) of a small copy; one has a single token.
 LENGTHS = (36, 1, 24, 35)  # sum and longest divide by 2, 3 and 4, as rows do whose tokens are divided over tp
 LOGIT_TOLERANCE = 2e-5  # relative to the largest logit; most families are below 4e-6
-# Copies with several state mixers amplify rounding: ten times HuggingFace's own is allowed, up to this. What is wrong
-# moves logits by 1e-3 and more.
+# Copies with several state mixers amplify rounding: ten times HuggingFace's own error is allowed, up to this. Mistakes
+# change logits by 1e-3 and more.
 WIDEST_TOLERANCE = 1e-4
 KNOWN_LAYER_TYPES = {
     "full_attention", "sliding_attention", "chunked_attention", "attention", "linear_attention", "mamba", "conv",
@@ -46,8 +46,8 @@ _results: dict[tuple[Any, ...], Any] = {}
 
 
 def once_per_process(check: Check) -> Check:
-    """Decorate a check of an architecture, so that a process runs it once for equal arguments: a policy, its reference
-    and its critic are of one architecture. check: takes a config and hashable arguments. Errors are not kept."""
+    """Decorator: a process runs a check of an architecture once for equal arguments, because a policy, its reference
+    and its critic have one architecture. check: takes a config and hashable arguments. Errors are not cached."""
 
     @wraps(check)
     def cached(config: PretrainedConfig, *args: Any, **kwargs: Any) -> Any:
@@ -61,16 +61,16 @@ def once_per_process(check: Check) -> Check:
 
 
 def forget_checks() -> None:
-    """Drop all results of checks: what they ran is another function now."""
+    """Drop all cached results of checks, because the code that they ran has been replaced."""
     _results.clear()
 
 
 @dataclass(frozen=True)
 class Findings:
-    """The result of the checks. error: largest logit difference to HuggingFace, relative to the largest logit. attends:
-    whether the model has attention. attention: the kinds of its calls. mixers: classes of the modules that carry
-    state along the sequence. copy: the small copy, in words. head: name of
-    the head. images, videos: why documents with them are refused; empty where they are not."""
+    """The result of the checks. uses_bounds: whether the model's forward needs document bounds. error: largest logit
+    difference to HuggingFace, relative to the largest logit. attends: whether the model has attention. attention: the
+    kinds of its calls. mixers: classes of the modules that carry state along the sequence. copy: the small copy, in
+    words. head: name of the head. images, videos: why documents with them are refused; empty if they are not."""
 
     layout: Layout
     uses_bounds: bool
@@ -98,7 +98,7 @@ def compute_exactly(model: PreTrainedModel) -> None:
 def check_kernel(
     config: PretrainedConfig, kernel: str, findings: Findings, device: torch.device, compute: torch.dtype
 ) -> None:
-    """UserError where model.attention names a kernel that cannot serve this model, device or dtype."""
+    """Raises UserError if model.attention names a kernel that cannot serve this model, device or dtype."""
     if kernel == "auto":
         return
     if implementation(config, kernel) != f"weft_{kernel}" or not findings.attends:
@@ -121,7 +121,7 @@ def check_kernel(
 
 @once_per_process
 def examine(config: PretrainedConfig) -> Findings:
-    """Run the checks for this architecture. UserError, naming the family, where no layout is exact."""
+    """Run the checks for this architecture. Raises UserError, with the family, if no layout is exact."""
     hf.register_kernels()
     text = config.get_text_config()
     _check_layer_types(text)
@@ -158,7 +158,7 @@ def examine(config: PretrainedConfig) -> Findings:
 
 @torch.no_grad()
 def _tolerance(theirs: PreTrainedModel, documents: list[Tensor], expected: list[Tensor]) -> float:
-    """Ten times what right padding alone changes of HuggingFace's logits, within the two bounds."""
+    """Ten times the change that right padding alone makes to HuggingFace's logits, within the two tolerances."""
     ids = torch.nn.utils.rnn.pad_sequence(documents, batch_first=True)
     padded = theirs(input_ids=ids, use_cache=False).logits
     moved = _largest([a[: len(b)] - b for a, b in zip(padded, expected, strict=True)])
@@ -183,13 +183,13 @@ def _refusal(config: PretrainedConfig, reason: str) -> UserError:
 
 
 def small_copy(config: PretrainedConfig, kernel: str = "auto") -> PreTrainedModel:
-    """A small random model of this architecture with weft's attention. UserError where none can be built."""
+    """A small random model of this architecture with weft's attention. Raises UserError if none can be built."""
     hf.register_kernels()
     return _small_copies(config, kernel)[0]
 
 
 def _shrinkings(config: PretrainedConfig, whole: LayerKinds) -> list[tuple[str, Callable[[], PretrainedConfig]]]:
-    """(in words, how to make one), the cheapest first."""
+    """(description, function that makes the config) of the small copies to try, the cheapest first."""
     fewer = fewer_layers(config, 2, whole)
     count = f"{fewer.get_text_config().num_hidden_layers} layers"
     return [
@@ -200,16 +200,16 @@ def _shrinkings(config: PretrainedConfig, whole: LayerKinds) -> list[tuple[str, 
 
 
 def _small_copies(config: PretrainedConfig, kernel: str) -> tuple[PreTrainedModel, PreTrainedModel, str]:
-    """The same random model twice, as weft runs it and as HuggingFace's eager code runs it, and what it is in words.
+    """(a random model as weft runs it, the same model as HuggingFace's eager code runs it, its description).
 
-    It has every kind of layer that the whole model has. UserError where there is no such copy.
+    It has every kind of layer that the whole model has. Raises UserError if no such copy can be built.
     """
     try:
         whole = kinds_of(config)
         shrinkings = _shrinkings(config, whole)
     except UserError:
         raise
-    except Exception as error:  # whatever the family raises of its config
+    except Exception as error:  # of any type: the family's code failed on its config
         raise _refusal(config, f"no model could be built from its config ({error})") from error
     failure = ""
     for words, make in shrinkings:
@@ -232,7 +232,7 @@ def _small_copies(config: PretrainedConfig, kernel: str) -> tuple[PreTrainedMode
 
 def _build(config: PretrainedConfig, name: str) -> PreTrainedModel:
     model = hf.build_random(config, dtype=torch.float32, attention=name, seed=0).eval()
-    with torch.no_grad():  # weights that start at 0 or 1 would hide a mistake in what they multiply
+    with torch.no_grad():  # weights of exactly 0 or 1 would hide mistakes
         generator = torch.Generator().manual_seed(1)
         for parameter in model.parameters():
             if parameter.ndim < 2 or not parameter.any():
@@ -282,7 +282,8 @@ def bounds_of(documents: list[Tensor], layout: Layout, uses_bounds: bool) -> Bou
 def _check_layout(
     module: TrainModule, documents: list[Tensor], expected: list[Tensor], layout: Layout, uses_bounds: bool
 ) -> float:
-    """The worst difference to HuggingFace or to the unperturbed neighbours, relative to the largest logit."""
+    """The worst difference to HuggingFace's logits, or to a document's logits after another one is changed, relative to
+    the largest logit."""
     bounds = bounds_of(documents, layout, uses_bounds)
     logits = logits_of(module, documents, layout, bounds)
     scale = _largest(expected)

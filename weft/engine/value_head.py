@@ -1,4 +1,4 @@
-"""The head of a critic whose source has none: its names and its initial values."""
+"""The head of a critic: names of its parameters, and initial values if the source has none."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def fill_value_head(module: TrainModule, fresh: Collection[str] | None, first: F
     """Fill this rank's shards of the head: zeros, or a weight drawn from the seed with variance 1 / (H + 1) (Stiennon
     et al. 2020, arXiv:2009.01325) and a bias of zero; the same on every mesh.
 
-    fresh: parameters that the files lacked; None where there were no files.
+    fresh: parameters that the files lacked; None if there were no files.
     """
     for name, parameter in module.named_parameters():
         if name in fresh if fresh is not None else name.startswith(f"{module.facts.head}."):

@@ -17,8 +17,8 @@ from weft.objectives.readouts import HIDDEN, TOP, Wanted
 def check_readouts(
     module: nn.Module, vocabulary: int, wanted: Wanted, *, compiled: bool, mixers: Iterable[str] = ()
 ) -> None:
-    """UserError where the model lacks a wanted module or has fewer logits, where its layers are compiled, or where the
-    module is inside of one of these mixers, which run documents in groups."""
+    """Raises UserError for readouts that this model cannot give: more top logits than `vocabulary`, or hidden states of
+    a module that is missing, is compiled, or is inside one of `mixers`, which run document by document."""
     names = [name for name, _ in module.named_modules() if name]
     for name in wanted.hidden:
         if name not in names:
@@ -44,9 +44,10 @@ def check_readouts(
 
 @contextmanager
 def capture_outputs(module: nn.Module, names: Sequence[str], tokens: int) -> Iterator[dict[str, Tensor]]:
-    """Capture module outputs of forwards inside: name -> [tokens, width], with gradients, in fp32 or wider.
+    """Captures outputs of the named modules in forwards inside: name -> [tokens, width], differentiable, in fp32 or
+    wider.
 
-    tokens: of the flattened row. Recomputed forwards are not captured again.
+    tokens: length of the flattened row. Hooks end with the context, so recomputation in backward is not captured.
     """
     found: dict[str, Tensor] = {}
 

@@ -1,4 +1,4 @@
-"""The weights that multiply each token, from which FLOPs and MFU are estimated."""
+"""What a built model's FLOPs are estimated from: the weights that multiply each token, and its attention."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def flop_facts(module: TrainModule) -> FlopFacts:
 
 
 def costs_of_layers(module: TrainModule, length: int) -> tuple[list[float], float]:
-    """(FLOPs per token of each decoder layer, and of the head), in documents of this length."""
+    """(training FLOPs per token of each decoder layer, of the head), in documents of `length` tokens."""
     config: Any = module.hf_model.config.get_text_config()
     experts, chosen = experts_of(config)
     costs = []
@@ -46,14 +46,14 @@ def costs_of_layers(module: TrainModule, length: int) -> tuple[list[float], floa
 
 
 def _with_tower(facts: FlopFacts, module: TrainModule, text: Any) -> FlopFacts:
-    """The facts with those of the vision tower, if there is one."""
+    """Adds the vision tower's weights and attention, if the model has a tower."""
     layers = [layer for _, layer in blocks(module.base, module.facts)]
     if not layers:
         return facts
     weights = sum(p.numel() for layer in layers for p in layer.parameters() if p.ndim >= 2)
-    width = next((p.shape[0] for p in layers[0].parameters() if p.ndim == 1), 0)  # of the first norm
+    width = next((p.shape[0] for p in layers[0].parameters() if p.ndim == 1), 0)  # the first norm's width
     vision: Any = module.base.config.vision_config
-    whole = getattr(vision, "fullatt_block_indexes", None)  # of Qwen2.5-VL, whose other layers have windows
+    whole = getattr(vision, "fullatt_block_indexes", None)  # Qwen2.5-VL: all other layers have windows
     window = None if whole is None else (vision.window_size // vision.patch_size) ** 2
     attention = tuple(
         AttentionFacts(1, width, None if whole is None or number in whole else window) for number in range(len(layers))
@@ -63,7 +63,7 @@ def _with_tower(facts: FlopFacts, module: TrainModule, text: Any) -> FlopFacts:
 
 
 def experts_of(config: Any) -> tuple[int, int]:
-    """(routed experts of a layer, experts per token); (1, 1) where the config has none."""
+    """(routed experts per layer, experts per token); (1, 1) if the config has none."""
     experts, chosen = (next((v for n in names if (v := getattr(config, n, None))), 1) for names in (_EXPERTS, _TOP_K))
     return experts, min(chosen, experts)
 
@@ -79,7 +79,7 @@ def _attention_by_layer(config: Any) -> list[AttentionFacts | None]:
 
 
 def _attention_of(kind: str, config: Any) -> AttentionFacts | None:
-    """The attention of a layer of this type; None where it has none that grows with the document."""
+    """The attention of a layer of type `kind`; None for layers without softmax attention (linear, recurrent)."""
     windows = {
         "full_attention": None,
         "sliding_attention": "sliding_window",
@@ -94,8 +94,8 @@ def _attention_of(kind: str, config: Any) -> AttentionFacts | None:
 
 
 def with_adapters(facts: FlopFacts, plan: LoraPlan, module: TrainModule) -> FlopFacts:
-    """The facts of a base that is frozen under adapters. A module that is trained whole adds its gradients, a third of
-    a trained weight's cost, to its frozen cost."""
+    """The facts of a base that is frozen under adapters. For a module that is trained whole, the weight gradient (a
+    third of a trained weight's cost) is added to its cost as a frozen one."""
     trained = 0.0
     for target in plan.targets:
         inputs = 0 if target.kind == "embedding" else target.inputs  # a look-up

@@ -1,6 +1,6 @@
-"""The forward of fused experts, for transformers' experts interface: dispatch, own experts, combine.
+"""The forward of fused experts behind transformers' experts interface: dispatch, this rank's experts, combine.
 
-T tokens, K chosen experts of each, S = T K, E experts.
+T tokens, K experts chosen per token, S = T K rows, E experts.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from weft.ops.dispatch import Dispatched, ExpertAxis, combine, dispatch, inverse
 
 
 def use_experts_forward(experts: Any) -> None:
-    """Make fused experts, and all others that share their config, run `experts_forward`."""
+    """Make `experts`, and all fused experts that share their config, run `experts_forward`."""
     hf.set_experts_function(experts, experts_forward)
 
 
 def spread_experts(experts: Any, axis: ExpertAxis) -> None:
-    """Tell the experts of a layer that this rank holds some of them. Their parameters must be those of its own."""
+    """Make a layer's experts exchange tokens over `axis`. Their parameters must be those of this rank's experts."""
     if hf.is_fused_experts(experts):
         experts.weft_axis = axis
         use_experts_forward(experts)
@@ -31,7 +31,7 @@ def spread_experts(experts: Any, axis: ExpertAxis) -> None:
 
 
 def _spread_dense(experts: nn.Module, axis: ExpertAxis) -> None:
-    """Experts that get every token, [experts x tokens, H], with zeros where it is not theirs (llama4)."""
+    """Experts that read every token, [experts x tokens, H], as zeros where the token is routed elsewhere (llama4)."""
     under_way: list[Dispatched] = []
 
     def enter(_: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
@@ -48,25 +48,25 @@ def _spread_dense(experts: nn.Module, axis: ExpertAxis) -> None:
 
 
 def share_experts_bias(experts: Any, share: float) -> None:
-    """Add only a share of the output's bias: where several ranks add up parts of the output."""
+    """Add only `share` of the output bias, because the outputs of several ranks are summed."""
     experts.weft_bias_share = share
     use_experts_forward(experts)
 
 
 def experts_of(module: nn.Module) -> dict[str, Any]:
-    """Name -> the experts of a layer, whose parameters are [experts, ., .], inside of a module."""
+    """Name -> experts module, for all inside `module` whose parameters are [experts, ., .]."""
     return {name: child for name, child in module.named_modules() if are_experts(child)}
 
 
 def are_experts(module: Any) -> bool:
-    """Whether the module holds all experts of a layer, one tensor for each projection."""
+    """Whether the module holds all experts of a layer, in one tensor per projection."""
     return getattr(getattr(module, "down_proj", None), "ndim", 0) == 3
 
 
 def experts_forward(experts: Any, hidden_TH: Tensor, chosen_TK: Tensor, weights_TK: Tensor) -> Tensor:
-    """Each token through its chosen experts, weighted and added up, [T, H].
+    """The weighted sum of the outputs of each token's chosen experts, [T, H].
 
-    Rows are sorted by expert, so that each projection, and each adapter matrix (`lora_NAME`), is one grouped product.
+    Rows are sorted by expert, so that each projection, and each adapter matrix (`lora_NAME`), is one grouped matmul.
     """
     axis: ExpertAxis | None = getattr(experts, "weft_axis", None)
     order_S, ends_E = sort_by_expert(chosen_TK, experts.num_experts)
@@ -82,7 +82,7 @@ def experts_forward(experts: Any, hidden_TH: Tensor, chosen_TK: Tensor, weights_
 
 
 def _own_experts(experts: Any, rows: Tensor, ends: Tensor) -> Tensor:
-    """Rows, sorted by expert, through this rank's experts. ends: where each expert's rows end."""
+    """Outputs of this rank's experts for rows sorted by expert. ends: where each expert's rows end."""
     number = torch.arange(len(rows), device=rows.device)
     expert = torch.searchsorted(ends, number, right=True) if experts.has_bias else None
     if experts.has_gate:
@@ -95,7 +95,7 @@ def _own_experts(experts: Any, rows: Tensor, ends: Tensor) -> Tensor:
 def _project(
     experts: Any, name: str, rows: Tensor, expert: Tensor | None, ends: Tensor, bias_share: float = 1.0
 ) -> Tensor:
-    """Each row through its own expert's matrix `name`, and through its adapter."""
+    """Each row times its expert's matrix `name`, plus the adapter's output."""
     weight = getattr(experts, name)
     bias = None if expert is None else bias_share * getattr(experts, f"{name}_bias")[expert]
     out = hf.grouped_linear(rows, weight, ends, bias, experts.is_transposed)
@@ -105,7 +105,7 @@ def _project(
     count = len(weight)
     a_Eri = adapter.A.view(count, -1, adapter.A.shape[1])
     b_Eor = adapter.B.view(len(adapter.B), -1, count).permute(2, 0, 1)
-    missing = -a_Eri.shape[1] % (16 // rows.element_size())  # grouped products want rows of whole 16 bytes
+    missing = -a_Eri.shape[1] % (16 // rows.element_size())  # grouped matmuls need rows of a multiple of 16 bytes
     a_Eri, b_Eor = F.pad(a_Eri, (0, 0, 0, missing)), F.pad(b_Eor, (0, missing)).contiguous()
     inner = hf.grouped_linear(rows, a_Eri, ends, None, False) * adapter.scale
     return out + hf.grouped_linear(inner, b_Eor, ends, None, False).to(out.dtype)

@@ -1,7 +1,7 @@
 """Where the parts of a causal LM are, by one rule for every family of transformers 5.
 
-decoder: the parent of the input embedding. base: the root's child on the way to it. layers: the decoder's ModuleList
-that is as long as the text config says. head: the output embedding. logits = transform(head(last_hidden_state)).
+decoder: the parent of the input embedding. base: the root's child that contains the decoder. layers: the decoder's
+ModuleList of num_hidden_layers modules. head: the output embedding. logits = transform(head(last_hidden_state)).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _FINAL_NORM = re.compile(r"^(?!.*embed).*(norm|ln_f|layernorm)|^embedding_norm$"
 
 @dataclass(frozen=True)
 class Facts:
-    """Paths of the parts in the HuggingFace root."""
+    """Paths of the parts, relative to the HuggingFace model."""
 
     model_type: str
     base: str
@@ -33,9 +33,9 @@ class Facts:
 
 
 def find_facts(model: PreTrainedModel, values: bool = False) -> Facts:
-    """Locate the parts. UserError, naming the model, where it is built otherwise.
+    """Locate the parts of a model. Raises UserError, with the model's class, if they are not found.
 
-    values: the head gives one number per token.
+    values: the head has one output per token instead of logits.
     """
     names = {id(module): name for name, module in model.named_modules()}
     config = model.config.get_text_config()
@@ -43,7 +43,7 @@ def find_facts(model: PreTrainedModel, values: bool = False) -> Facts:
     head_module = _value_head(model) if values else model.get_output_embeddings()
     if embedding is None or "." not in embedding or not isinstance(head_module, nn.Linear):
         raise _refusal(model, "it has no token embedding inside a base model, or no linear head")
-    if names[id(head_module)] in ("base", "head", "layers"):  # what TrainModule calls its own parts
+    if names[id(head_module)] in ("base", "head", "layers"):  # names that TrainModule uses itself
         raise _refusal(model, f"its head is named `{names[id(head_module)]}`")
     decoder = embedding.rsplit(".", 1)[0]
     module = model.get_submodule(decoder)
@@ -64,13 +64,14 @@ def find_facts(model: PreTrainedModel, values: bool = False) -> Facts:
 
 
 def _value_head(model: PreTrainedModel) -> nn.Module | None:
-    """The root's one linear layer, which transformers calls score or classifier, if it has one output."""
+    """The root's only linear layer with one output (score or classifier in transformers), if there is exactly one."""
     found = [child for child in model.children() if isinstance(child, nn.Linear) and child.out_features == 1]
     return found[0] if len(found) == 1 else None
 
 
 def _final_norm(decoder: nn.Module, path: str) -> str | None:
-    """The norm before the head: the decoder's own child whose parameters are all vectors, by name."""
+    """Path of the norm before the head: the decoder's child with a norm's name and 1-D parameters only; None if there
+    is not exactly one."""
     found = [
         name
         for name, child in decoder.named_children()
@@ -82,8 +83,8 @@ def _final_norm(decoder: nn.Module, path: str) -> str | None:
 
 
 def logit_transform(config: PretrainedConfig) -> LogitTransform:
-    """The family's soft-cap or factor on head(hidden), from the keys that configs of transformers have for them. The
-    start-up check verifies it."""
+    """The soft-cap or factor that the family applies to head(hidden), from its config's keys. The start-up check
+    verifies it."""
     softcap = _number(config, "final_logit_softcapping") or _number(config, "logits_soft_cap")
     if softcap is not None:
         return LogitTransform(softcap=softcap)
@@ -99,10 +100,11 @@ def _number(config: PretrainedConfig, key: str) -> float | None:
 
 
 def position_limit(config: PretrainedConfig) -> int | None:
-    """The length above which a document's own length chooses its rotary table, so that it needs a row of its own.
+    """The length above which the rotary table depends on the document's length, so that the document needs a row of its
+    own; None for other models.
 
     longrope has one table up to original_max_position_embeddings and another beyond. `dynamic` keeps a state between
-    calls, and the engine refuses longer documents.
+    calls, and the engine refuses documents above the limit.
     """
     parameters = getattr(config, "rope_parameters", None) or {}
     for rope in (parameters, *(value for value in parameters.values() if isinstance(value, dict))):

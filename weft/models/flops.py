@@ -2,8 +2,8 @@
 
 Conventions (Kaplan et al. 2020, arXiv:2001.08361, section 2.1; Chowdhery et al. 2022, arXiv:2204.02311, appendix B):
 a multiplication and an addition are 2 FLOPs; backward costs twice forward, so a weight that multiplies a token costs 6,
-and one that is frozen 4; recomputation does not count; the embedding is a look-up and does not count, the head does;
-attention costs 12 x heads x width for each (query, key) pair that sees each other.
+a frozen one 4; recomputation does not count; the embedding is a look-up and does not count, the head does; attention
+costs 12 x heads x width for each query and each key that it sees.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ _PEAKS: tuple[tuple[str, float], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class AttentionFacts:
-    """One layer's attention. width: of a head, the mean where keys and values differ. window: keys that a token, or a
-    patch, sees."""
+    """Attention of one layer. width: of a head; the mean of key and value width if they differ. window: number of keys
+    that a token, or a patch, sees; None for all."""
 
     heads: int
     width: float
@@ -56,13 +56,13 @@ class AttentionFacts:
 
 @dataclass(frozen=True, slots=True)
 class FlopFacts:
-    """Counts of weights that multiply tokens, over all layers.
+    """Numbers of weights that multiply tokens, and the attention, over all layers.
 
-    dense: used by every token, with the head, without the embedding. expert: of all routed experts; a token uses
-    experts_per_token out of `experts`. frozen: dense and expert weights are not trained, so that backward costs them as
-    much as forward. trained: further weights that are trained (adapters). tower: weights that multiply each patch of an
-    image; tower_attention: of each of its layers, in whose windows a patch sees others on all sides. tower_frozen:
-    nothing is trained up to and in the tower. tower_memory: activations of a patch / of a token.
+    dense: weights that every token uses, with the head, without the embedding. expert: weights of all routed experts; a
+    token uses experts_per_token out of `experts`. frozen: dense and expert weights are not trained, so that backward
+    costs as much as forward. trained: further trained weights (adapters). tower: weights that multiply each patch of an
+    image. tower_attention: attention of each tower layer; a patch sees its window on all sides. tower_frozen: nothing
+    in the tower and its projector is trained. tower_memory: activation memory of a patch, relative to a token's.
     """
 
     dense: int
@@ -79,10 +79,9 @@ class FlopFacts:
 
 
 def model_flops(facts: FlopFacts, causal: bool = True) -> tuple[float, float]:
-    """(linear, quadratic): a document of T tokens within every window costs linear x T + quadratic x T^2.
+    """(linear, quadratic): a document of T tokens, T within every window, costs linear x T + quadratic x T^2 FLOPs.
 
-    causal: count half of the pairs, as kernels that skip the upper triangle compute; else all, as most papers' MFU
-    does.
+    causal: count half of the pairs, which is what causal kernels compute; False: count all, as most papers' MFU does.
     """
     active = facts.dense + facts.expert * facts.experts_per_token / facts.experts
     pairs = 0.5 if causal else 1.0
@@ -97,8 +96,10 @@ def document_flops(facts: FlopFacts, length: int, causal: bool = True) -> float:
 
 
 def tower_flops(facts: FlopFacts, patches: int, pairs: int) -> tuple[float, int]:
-    """(training FLOPs of the vision tower for a document's images, tokens of the same memory). pairs: of patches of the
-    same image. Windows at an image's edge, which are smaller, count as whole ones."""
+    """(training FLOPs of the vision tower for a document's images, number of tokens that take as much memory).
+
+    patches: of all images. pairs: of patches of the same image. Smaller windows at an image's edge count as full.
+    """
     seen = (min(pairs, patches * (layer.window or pairs)) for layer in facts.tower_attention)
     attention = sum(_per_pair(layer) * own for layer, own in zip(facts.tower_attention, seen, strict=True))
     flops = 6.0 * facts.tower * patches + attention
@@ -106,10 +107,10 @@ def tower_flops(facts: FlopFacts, patches: int, pairs: int) -> tuple[float, int]
 
 
 def attention_pairs(length: int, window: int | None = None, causal: bool = True) -> float:
-    """(query, key) pairs of one document, without half of the diagonal: T^2, or T^2 / 2 if causal.
+    """(query, key) pairs of one document: T^2, or T^2 / 2 if causal (half of the diagonal is neglected).
 
-    In a window W < T a causal token sees W keys, and the first W tokens fewer: W T - W^2 / 2 pairs. Otherwise the
-    window reaches W to each side: twice that.
+    With a window W < T, a causal token sees W keys, and the first W tokens fewer: W T - W^2 / 2 pairs. Without
+    causality the window reaches W to each side: twice as many pairs.
     """
     reach = length if window is None else min(window, length)
     half = reach * length - reach * reach / 2.0
@@ -117,7 +118,7 @@ def attention_pairs(length: int, window: int | None = None, causal: bool = True)
 
 
 def _per_pair(layer: AttentionFacts) -> float:
-    # Scores and values take 2 x width each, times three with the backward.
+    # Scores and weighted values take 2 x width each; three times that with the backward.
     return 12.0 * layer.heads * layer.width
 
 
@@ -127,13 +128,13 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 def peak_of(name: str) -> float | None:
-    """Peak dense bf16 FLOPs/s of the accelerator of this name."""
+    """Peak dense bf16 FLOPs/s of the accelerator of this name; None if unknown."""
     return next((peak for pattern, peak in _PEAKS if re.search(pattern, name)), None)
 
 
 @dataclass(frozen=True, slots=True)
 class Throughput:
-    """The ranks' combined peak. peak: FLOPs/s of one rank, None if unknown."""
+    """The combined peak of all ranks. peak: FLOPs/s of one rank, None if unknown."""
 
     ranks: int
     peak: float | None
@@ -144,9 +145,9 @@ class Throughput:
         return Throughput(engine.ranks.world, peak_flops(engine.ranks.device))
 
     def mfu(self, plan: StepPlan, seconds: float) -> float | None:
-        """The step's model FLOPs (causal) / what the peak allows in `seconds`; None if unknown."""
+        """The step's model FLOPs (causal) over the FLOPs that the peak allows in `seconds`; None if unknown."""
         return None if self.peak is None else self.share(plan.totals.cost, seconds)
 
     def share(self, flops: float, seconds: float) -> float | None:
-        """FLOPs of all ranks / what the peak allows in `seconds`."""
+        """`flops` of all ranks over the FLOPs that the peak allows in `seconds`; None if unknown."""
         return None if self.peak is None or seconds <= 0 else flops / (self.peak * self.ranks * seconds)

@@ -13,9 +13,9 @@ PRESETS = ("vision", "projector", "language")
 
 
 def freeze(module: TrainModule, patterns: Sequence[str]) -> None:
-    """Freeze the parameters that the patterns, or the presets among them, name.
+    """Freeze the parameters that match a pattern or belong to a preset.
 
-    UserError where a pattern matches nothing, where only some names of a tied parameter match, or where nothing is left
+    Raises UserError if a pattern matches nothing, if only some names of a tied parameter match, or if nothing is left
     to train.
     """
     patterns = resolved(module, patterns)
@@ -37,8 +37,9 @@ def freeze(module: TrainModule, patterns: Sequence[str]) -> None:
 
 
 def resolved(module: TrainModule, patterns: Sequence[str]) -> tuple[str, ...]:
-    """The patterns, with names of modules or parameters for the presets: `vision` is the tower without its projector,
-    `projector` what is between tower and decoder, `language` the decoder and the head. UserError for models of text."""
+    """The patterns, with each preset replaced by names of modules or parameters: `vision` is the tower without its
+    projector, `projector` the modules between tower and decoder, `language` the decoder and the head. Raises UserError
+    for a preset if the model has no tower."""
     out: list[str] = []
     for pattern in patterns:
         out += _parts(module, pattern) if pattern in PRESETS else [pattern]

@@ -1,5 +1,5 @@
-"""The one file, but for hf_template.py, that touches transformers' internals. tests/test_hf_contract.py holds their
-signatures.
+"""transformers' internals. No other file uses them, except hf_processor.py, hf_video.py and hf_template.py;
+tests/test_hf_contract.py checks their signatures.
 
 Internal symbols used, all checked on transformers 5.17 to 5.19:
 - modeling_utils.AttentionInterface.register (masking_utils makes no mask for a name without a mask function)
@@ -64,23 +64,23 @@ from weft.hub import check_model_is_there
 from weft.ops import attention
 from weft.ops.tower_attention import attend_in_tower
 
-# weft says itself what it loads and checks; transformers' bars and advice would drown it.
+# weft reports what it loads and checks; transformers' progress bars and advice would bury that.
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 
-# Regularisers that would make the loss depend on the cut: 0 unless asked for.
+# Regularisers, which would make the loss depend on the cut.
 _NOISE_KEY = re.compile(r"(dropout|_pdrop|drop_rate|layerdrop|jitter)")
 
 
-# transformers tells where images begin to what has "flash" in its name; else it calls for each image by itself.
+# transformers passes bounds of images only to implementations with "flash" in their name; it calls others per image.
 _TOWER = "weft_tower_flash"
 
 
 def register_attention(name: str, function: Callable[..., Any]) -> None:
     """Make `attn_implementation=name` call `function`, without a mask: bounds separate documents.
 
-    No mask function is registered, not even one that returns None: transformers would then look for documents in the
-    positions first, which synchronises the device in every forward.
+    No mask function is registered, not even one that returns None: with one, transformers would first look for
+    documents in the positions, which synchronises the device in every forward.
     """
     AttentionInterface.register(name, function)
 
@@ -88,8 +88,8 @@ def register_attention(name: str, function: Callable[..., Any]) -> None:
 def register_kernels(*, traced: bool = True) -> None:
     """Register weft's attention as `weft_auto`, `weft_per_document`, ... May be called again.
 
-    traced: False hides it from torch.compile, because document lengths differ in every row; kernels that are compiled
-    themselves (flex) stay compiled.
+    traced: False hides attention from torch.compile, because document lengths differ in every row; kernels that are
+    compiled themselves (flex) stay compiled.
     """
     for preference in ("auto", attention.EXACT, *attention.KERNELS):
         function = partial(attention.attend, preference)
@@ -98,12 +98,12 @@ def register_kernels(*, traced: bool = True) -> None:
 
 
 def read_config(path: str) -> PretrainedConfig:
-    """The model's config. UserError where it cannot be read."""
+    """The config of the model at `path`. Raises UserError if it cannot be read."""
     check_folder(path)
     check_model_is_there(path)
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-    except Exception as error:  # whatever a family's class makes of values that it does not expect
+    except Exception as error:  # of any type: a family's config class got values that it does not expect
         if refusal := runs_own_code(path, error):
             raise refusal from error
         raise UserError(f"model.path: cannot read a model config from {path!r}: {first_line(error)}.") from error
@@ -119,7 +119,7 @@ def read_config(path: str) -> PretrainedConfig:
 
 
 def vocabulary_size(path: str) -> int:
-    """Of the model at `path`. UserError where its config has none."""
+    """The vocabulary size of the model at `path`. Raises UserError if its config has none."""
     size = getattr(read_config(path).get_text_config(), "vocab_size", None)
     if type(size) is not int or size < 1:
         raise UserError(
@@ -146,7 +146,10 @@ def _with_sub_configs(config: PretrainedConfig) -> Iterable[PretrainedConfig]:
 
 
 def model_class(config: PretrainedConfig) -> type[PreTrainedModel]:
-    """The class that config.architectures names; the auto class would drop the vision tower of some families."""
+    """The class that config.architectures names, or the family's causal LM. Raises UserError if transformers has none.
+
+    AutoModelForCausalLM would drop the vision tower of some families.
+    """
     names = list(config.architectures or [])
     if not names:
         mapped = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
@@ -165,7 +168,7 @@ def model_class(config: PretrainedConfig) -> type[PreTrainedModel]:
     return found
 
 
-# Classes with a linear output on every hidden state, where a causal LM has its head.
+# Ends of names of classes with a linear output on every hidden state in place of a causal LM's head.
 _CLASSIFIES = ("ForSequenceClassification", "ForTokenClassification")
 
 
@@ -179,9 +182,9 @@ def with_logits(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def with_values(config: PretrainedConfig) -> PretrainedConfig:
-    """A copy that names a class with one number per token: the classifier itself, or the one of its family.
+    """A copy whose architecture has one output per token: the config's own classifier, or its family's.
 
-    UserError where transformers has none, or the config has another number of labels.
+    Raises UserError if transformers has none, or the config's classifier has another number of labels.
     """
     values, named = copy.deepcopy(config), (config.architectures or [""])[0]
     if named.endswith(_CLASSIFIES):
@@ -204,20 +207,20 @@ def label_names(config: PretrainedConfig) -> dict[str, Any]:
 
 
 def build_random(config: PretrainedConfig, *, dtype: torch.dtype, attention: str, seed: int) -> PreTrainedModel:
-    """A model with transformers' own initial weights, drawn from `seed`, equal on every rank."""
+    """A model with transformers' own initial weights, drawn from `seed`: equal on every rank."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return _from_config(config, dtype, attention)
 
 
 def build_meta(config: PretrainedConfig, *, dtype: torch.dtype, attention: str | None) -> PreTrainedModel:
-    """A model on meta. attention: None for transformers' own choice."""
+    """A model on the meta device. attention: None for transformers' default."""
     with torch.device("meta"):
         return _from_config(config, dtype, attention)
 
 
 def _from_config(config: PretrainedConfig, dtype: torch.dtype, attention: str | None) -> PreTrainedModel:
-    """Built in fp32, then its weights cast: built in another dtype, buffers that must stay fp32 would have it too."""
+    """Build in fp32, then cast the weights: building in `dtype` would also cast buffers that must stay fp32."""
     chosen = None if attention is None else _by_part(config, attention, "sdpa")
     model = model_class(config)._from_config(config, dtype=torch.float32, attn_implementation=chosen)
     if attention is not None and chosen != attention:
@@ -228,30 +231,30 @@ def _from_config(config: PretrainedConfig, dtype: torch.dtype, attention: str | 
 
 
 def set_attention(model: PreTrainedModel, chosen: str) -> None:
-    """Switch a model to an implementation of attention. One of weft's is for its text: images have no documents'
-    bounds. A vision tower whose images lie end to end gets one of its own, others transformers' (sdpa).
+    """Switch a built model to an attention implementation. weft's implementations serve the text part only, because
+    images have no document bounds. A vision tower whose images lie end to end gets `weft_tower_flash`, others sdpa.
 
-    This is done to a model that is built: before, transformers would look for a package with the name of the tower's.
+    The model must be built: earlier, transformers would look for a package named like the tower's implementation.
     """
     own = chosen != f"weft_{attention.EXACT}" and any(_has_bounds(module) for module in _tower(model))
     model.set_attn_implementation(_by_part(model.config, chosen, _TOWER if own else "sdpa"))
 
 
 def _by_part(config: PretrainedConfig, chosen: str, tower: str) -> str | dict[str, str]:
-    """attn_implementation of a model."""
+    """The attn_implementation argument; by sub-config if the model has a vision tower."""
     if not chosen.startswith("weft_") or getattr(config, "vision_config", None) is None:
         return chosen
     return {"": chosen, "text_config": chosen, "vision_config": tower}
 
 
 def _tower(model: PreTrainedModel) -> Iterator[nn.Module]:
-    """Modules of the vision tower that know its config."""
+    """Modules of the vision tower that hold its config."""
     config = getattr(model.config, "vision_config", None)
     return (module for module in model.modules() if config is not None and getattr(module, "config", None) is config)
 
 
 def _has_bounds(module: nn.Module) -> bool:
-    """Whether a tower's attention tells flash kernels where images begin."""
+    """Whether a tower's attention passes the bounds of images to flash kernels."""
     family = sys.modules[type(module).__module__]
     return hasattr(family, "is_flash_attention_requested") and accepts_by_name(module, "cu_seqlens")
 
@@ -272,18 +275,18 @@ def has_auxiliary_loss(model: PreTrainedModel) -> bool:
 
 
 def record_outputs(base: nn.Module) -> None:
-    """Hook all modules whose outputs transformers records when asked, such as logits of routers. By itself it does so
-    in the first forward, for the modules that are there then."""
+    """Hook all modules whose outputs transformers can record, such as router logits. transformers itself would hook in
+    the first forward, and only the modules that the model has then."""
     install_all_output_capturing_hooks(base)
 
 
 def tied_parameters(model: PreTrainedModel) -> dict[str, str]:
-    """Tied name -> name of the parameter that owns the tensor, in this model (not: possible in its class)."""
+    """Tied name -> name of the parameter that owns the tensor, for ties of this model (its class may allow more)."""
     return dict(model.all_tied_weights_keys)
 
 
 def choose_rules(model: PreTrainedModel, names: Iterable[str]) -> None:
-    """Keep those of the family's conversion rules that a checkpoint with these names needs.
+    """Keep only the family's conversion rules that a checkpoint with these tensor names needs.
 
     run_rules_backwards then gives the names of that checkpoint instead of those of the newest format.
     """
@@ -296,7 +299,7 @@ def choose_rules(model: PreTrainedModel, names: Iterable[str]) -> None:
 
 
 def runtime_names(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
-    """Checkpoint name -> name in the model, for tensors that no conversion changes."""
+    """Checkpoint name -> name in the model, for tensors that are renamed at most."""
     renamings, converters = _by_kind(get_model_conversion_mapping(model))
     shapes, found = model.state_dict(), {}
     for name in names:
@@ -315,13 +318,13 @@ def _by_kind(rules: Iterable[Any]) -> tuple[list[WeightRenaming], list[WeightCon
 
 
 def run_rules_backwards(model: PreTrainedModel, tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Tensors by runtime names -> by checkpoint names and layouts (single experts, old prefixes), without tied
-    names."""
+    """Tensors by runtime name -> by checkpoint name, in the checkpoint's layout (single experts, old prefixes). Without
+    tied names."""
     return dict(revert_weight_conversion(model, dict(tensors)))
 
 
 def unused_patterns(model: PreTrainedModel) -> list[str]:
-    """Patterns of tensors that this family's checkpoints hold and its class does not (draft layers, old tables)."""
+    """Patterns of tensor names that the family's checkpoints hold and its class lacks (draft layers, old tables)."""
     return [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$"]
 
 
@@ -333,18 +336,18 @@ def untie(model: PreTrainedModel, name: str) -> None:
 
 
 def rebuild_buffers(model: PreTrainedModel) -> None:
-    """Compute the buffers that no checkpoint holds (rotary tables, embedding scales); the state dict stays."""
+    """Compute the buffers that no checkpoint holds (rotary tables, embedding scales); the state dict is left alone."""
     for module in model.modules():
         module._is_hf_initialized = False
     for tensor in model.state_dict(keep_vars=True).values():
         tensor._is_hf_initialized = True
-    with warnings.catch_warnings():  # recurrent_gemma draws for shards, too, and drops what it has drawn
+    with warnings.catch_warnings():  # recurrent_gemma draws values for DTensors, too, and discards them
         warnings.filterwarnings("ignore", message="DTensor random operators")
         model.initialize_weights()
 
 
 def source_folder(path: str) -> Path | None:
-    """The folder with the files of model.path: the directory itself, or the snapshot in the hub cache."""
+    """The folder of model.path: the directory itself, or the snapshot in the hub cache; None if there is neither."""
     if Path(path).is_dir():
         return Path(path)
     config = try_to_load_from_cache(path, "config.json")
@@ -352,8 +355,8 @@ def source_folder(path: str) -> Path | None:
 
 
 def layer_configs(config: PretrainedConfig) -> list[PretrainedConfig]:
-    """The text config of each decoder layer. It is the same one, except where a family has per-layer values (Gemma 4's
-    head_dim), which the common config refuses to give."""
+    """The text config of each decoder layer: one object for all, except in families with per-layer values (Gemma 4's
+    head_dim), which the common config refuses to return."""
     text = config.get_text_config()
     whole = [text] * int(text.num_hidden_layers)
     return list(text.per_layer_config) if getattr(text, "is_heterogeneous", False) else whole
@@ -375,15 +378,15 @@ def accepts(module: nn.Module, argument: str) -> bool:
     return any(p.name == argument or p.kind is p.VAR_KEYWORD for p in parameters)
 
 
-# ---------------------------------------------------------------- what adapters need to know
+# ---------------------------------------------------------------- for adapters
 
 EXPERT_WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")  # of fused experts, as the experts interface names them
 _EXPERTS_FUNCTION = "weft_experts"
 
 
 def is_plain_linear(module: nn.Module) -> bool:
-    """Whether the module computes W x + b and nothing else. Subclasses with a forward of their own (routers) do not,
-    except Falcon's, which is the same code."""
+    """Whether the module computes W x + b and nothing else. Subclasses with a forward of their own (routers) do not
+    count, except Falcon's, whose code is the same."""
     return type(module).forward in (nn.Linear.forward, Conv1D.forward) or type(module).__name__ == "FalconLinear"
 
 
@@ -404,7 +407,7 @@ def is_fused_experts(module: nn.Module) -> bool:
 
 
 def checkpoint_layout(model: PreTrainedModel) -> str | None:
-    """The family in whose layout transformers stores this model's checkpoints; None where it converts nothing."""
+    """The family whose checkpoint layout transformers uses for this model; None if it converts nothing."""
     family = model.config.model_type
     layout: str | None = _MODEL_TO_CONVERSION_PATTERN.get(family, family if family == "mixtral" else None)
     return layout
@@ -417,18 +420,18 @@ def set_experts_function(experts: nn.Module, function: Callable[..., Any]) -> No
 
 
 def run_experts_one_by_one(model: nn.Module) -> None:
-    """Make fused experts run their own code: one after the other, as linear layers."""
+    """Make fused experts run transformers' eager code: one expert after the other, as linear layers."""
     for module in model.modules():
         if is_fused_experts(module):
             module.config._experts_implementation = "eager"
 
 
 def grouped_linear(rows: Tensor, weight: Tensor, ends: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
-    """[S, out]: the rows up to ends[0] through weight[0], those up to ends[1] through weight[1], ..."""
+    """[S, out]: rows up to ends[0] times weight[0], the next rows up to ends[1] times weight[1], ...; plus bias."""
     return _grouped_linear(rows, weight, ends, bias, transposed)
 
 
-# ---------------------------------------------------------------- what generation needs to know
+# ---------------------------------------------------------------- for generation
 
 
 def cache_argument(base: nn.Module) -> str:
@@ -437,17 +440,17 @@ def cache_argument(base: nn.Module) -> str:
 
 
 def takes_dynamic_cache(model: PreTrainedModel) -> bool:
-    """Whether a DynamicCache, of the layers that RowCache knows, holds all state of generation."""
+    """Whether a DynamicCache, with the kinds of layers that RowCache handles, holds all state of generation."""
     if not model._supports_default_dynamic_cache():
         return False
     config = model.config.get_text_config()
-    return not getattr(config, "num_kv_shared_layers", None)  # such layers read the keys of another from its cache
+    return not getattr(config, "num_kv_shared_layers", None)  # such layers read another layer's keys from its cache
 
 
 class RowCache(DynamicCache):
-    """A cache that stores recurrent and convolutional states, and hands keys and values to somebody else.
+    """A cache that stores recurrent and convolutional states, and leaves keys and values to a callback.
 
-    hold(layer, keys, values) receives what a layer computed, [B, K, T, D], and returns what attention is to use.
+    hold(layer, keys, values): gets the keys and values that a layer computed, [B, K, T, D]; returns those to attend to.
     """
 
     def __init__(self, config: PretrainedConfig, hold: Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]) -> None:
@@ -470,11 +473,11 @@ class RowCache(DynamicCache):
             states[number] = states[number][list(rows)]
 
     def append(self, other: RowCache) -> None:
-        """Append the states of other's rows."""
+        """Append the rows of another cache's states."""
         for (states, number), (others, _) in zip(self._states(), other._states(), strict=True):
             states[number] = torch.cat([states[number], others[number]])
 
     def _states(self) -> list[tuple[dict[int, Tensor], int]]:
-        """(the dict of a layer's states, the key in it) of every state."""
+        """(dict that holds a layer's states, key in it) for every state."""
         found = [(layer.conv_states, layer.recurrent_states) for layer in self.layers if hasattr(layer, "conv_states")]
         return [(states, n) for both in found for states in both for n, state in states.items() if state is not None]

@@ -1,5 +1,5 @@
-"""transformers' internals (hf.py) that turn images into the inputs of a model: its processors, used as they are. Videos
-are in hf_video.py.
+"""transformers' internals (see hf.py) that turn images into model inputs: its processors, used unchanged. For videos
+see hf_video.py.
 
 Used, checked on transformers 5.17 to 5.19:
 - ProcessorMixin.{get_attributes, _get_arguments_from_pretrained, check_argument_for_proper_class, image_token,
@@ -12,8 +12,8 @@ Used, checked on transformers 5.17 to 5.19:
   is a length
 - models.auto.processing_auto.PROCESSOR_MAPPING_NAMES; .configuration_auto.model_type_to_module_name; utils.cached_file
 
-Video processors need torchvision, which the registry builds for CUDA: it breaks beside a torch for the CPU. Where it is
-absent, processors are made without theirs, and images are processed by transformers' PIL-backed classes.
+Video processors need torchvision, whose registry build is for CUDA and breaks beside a CPU build of torch. Without
+torchvision, processors are made without a video processor, and transformers' PIL-backed classes process images.
 """
 
 from __future__ import annotations
@@ -42,18 +42,19 @@ if TYPE_CHECKING:
 
 Size = tuple[int, int]  # height, width
 
-# Of what a processor returns these are no inputs of the vision tower.
+# Outputs of a processor that are no inputs of the vision tower.
 _OF_TEXT = frozenset(
     ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets", "position_ids")
 )
-_KEPT = 1 << 14  # layouts that are remembered
+_KEPT = 1 << 14  # cached layouts
 _TRIED = ((40, 60), (100, 17), (230, 300))
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What stands for the images and videos of a document. texts: of each, what replaces its placeholder. patches:
-    positions that the vision tower forwards for all of them. pairs: of these, two of one image or frame."""
+    """The images and videos of a document, as text and as work of the vision tower. texts: for each, the text that
+    replaces its placeholder. patches: positions that the tower forwards, in all. pairs: pairs of positions of the same
+    image or frame."""
 
     texts: tuple[str, ...]
     patches: int
@@ -61,12 +62,12 @@ class Layout:
 
 
 class ImageProcessor:
-    """A model's processor. kind: its class. placeholder, video_placeholder: what its chat template writes for an image,
-    and for a video, "" where weft does not read its videos. marks: texts that stand for images and videos, which no
-    other text may hold. template: its own chat template, if any."""
+    """A model's processor. kind: name of its class. placeholder, video_placeholder: text that the chat template writes
+    for an image, and for a video; "" if weft does not read the model's videos. marks: texts that stand for images and
+    videos; no other text may contain them. template: the processor's own chat template, if any."""
 
     def __init__(self, processor: Any, patch_size: int, frames: Frames | None = None) -> None:
-        """frames: the settings of its videos."""
+        """frames: settings for videos; None if weft does not read the model's videos."""
         self._processor, self._patch_size, self._frames = processor, patch_size, frames
         self.kind = type(processor).__name__
         self.placeholder: str = processor.image_token
@@ -83,15 +84,15 @@ class ImageProcessor:
 
     @property
     def settings(self) -> str:
-        """All that texts and inputs depend on, besides the images."""
+        """All settings that texts and inputs depend on, as JSON."""
         own = {name: value for name, value in vars(self._processor).items() if isinstance(value, int | str | float)}
         images = self._processor.image_processor
         said = [self.kind, type(images).__name__, own, images.to_dict(), self._patch_size, settings_of(self._frames)]
         return json.dumps(said, sort_keys=True, default=str)
 
     def files(self, path: str) -> dict[str, str]:
-        """Name -> text of the processor's files at `path`, with the limits that this one has: so whoever serves the
-        trained model makes the same of an image, and of a frame."""
+        """File name -> text of the processor's files at `path`, with this processor's pixel limits, so that serving
+        processes images and frames as training did."""
         size = {name: value for name, value in dict(self._processor.image_processor.size).items() if value is not None}
         found = dict[str, dict[str, Any]]()
         for name in ("preprocessor_config.json", "processor_config.json"):
@@ -112,8 +113,7 @@ class ImageProcessor:
         return {name: json.dumps(content, indent=2) + "\n" for name, content in found.items()}
 
     def _layout(self, shapes: tuple[Shape, ...]) -> Layout:
-        """The layout of images and videos of these shapes. Raises what the processor raises for a size that it
-        refuses."""
+        """The layout of images and videos of these shapes. Passes on the processor's error for a size it refuses."""
         if self._apart and len(shapes) > 1:
             found = [self.layout((shape,)) for shape in shapes]
             patches, pairs = sum(one.patches for one in found), sum(one.pairs for one in found)
@@ -130,23 +130,23 @@ class ImageProcessor:
         return Layout((video_text(self._processor, grid, clip),), time * own, time * own**2)
 
     def resizing(self, shape: Shape) -> Callable[[Any], Any]:
-        """What makes a frame, a PIL image, of a video of this shape as large as the model sees it."""
+        """A function that resizes a frame (PIL image) of a video of this shape to the size that the model sees."""
         assert self._frames is not None and len(shape) == 3
         return self._frames.resizing(shape[0], shape[1], shape[2].taken)
 
     def _counted(self, size: Size) -> Layout:
-        """The layout of an image by the processor's own count of its patches, tens of milliseconds faster; used where
-        it agrees with `_processed` on some sizes."""
+        """The layout of one image, from the processor's own count of patches: tens of milliseconds faster than
+        `_processed`. Used only if both agree on the sizes of _TRIED."""
         patches = int(self._processor.image_processor.get_number_of_image_patches(*size))
         grid = {"image_grid_thw": np.array([[1, 1, patches]])}
         return Layout((str(self._processor.replace_image_token(grid, 0)),), patches, patches**2)
 
     def _processed(self, sizes: tuple[Size, ...]) -> Layout:
-        """The layout of blank images of these sizes: only sizes count."""
+        """The layout of images of these sizes, from processing blank ones."""
         from PIL import Image
 
         blank = [Image.new("RGB", (width, height)) for height, width in sizes]
-        options = {"do_rescale": False, "do_normalize": False}  # which changes no shape
+        options = {"do_rescale": False, "do_normalize": False}  # neither changes a shape
         out = self._call(blank, return_text_replacement_offsets=True, return_tensors="pt", **options)
         texts = tuple(item["replacement"] for item in out["text_replacement_offsets"][0])
         assert len(texts) == len(sizes)
@@ -155,14 +155,16 @@ class ImageProcessor:
 
     @property
     def _apart(self) -> bool:
-        """Whether images are rows of patches, of which none depends on other images of the document."""
+        """Whether each image becomes rows of patches of its own, independent of the document's other images."""
         return "image_grid_thw" in self._processor.image_processor.model_input_names
 
     def inputs(
         self, images: Sequence[Any], videos: Sequence[tuple[Sequence[Any], Clip]] = ()
     ) -> tuple[dict[str, Any], int]:
-        """(the model's inputs for a document's images and videos in order, tensors by name, their patches). images: of
-        PIL. videos: of each the frames, resized, and which they are."""
+        """(model inputs for a document's images and videos in order, tensors by name; their number of patches).
+
+        images: PIL images. videos: (resized frames, which frames they are) of each.
+        """
         out = self._call(images, return_tensors="pt") if images else {}
         import torch
 
@@ -174,7 +176,7 @@ class ImageProcessor:
         return found, patches + sum(int(grid) for one in each for grid in one["video_grid_thw"].prod(1))
 
     def prompt_inputs(self, text: str, images: Sequence[Any]) -> Any:
-        """All inputs of the model for a rendered prompt, which has a placeholder for each image: a BatchFeature."""
+        """All model inputs for a rendered prompt with one placeholder per image, as a BatchFeature."""
         return self._processor(text=[text], images=list(images), add_special_tokens=False, return_tensors="pt")
 
     def _call(self, images: Sequence[Any], **options: Any) -> Any:
@@ -182,8 +184,8 @@ class ImageProcessor:
         return self._processor(text=[text], images=list(images), **options)
 
     def _each(self, out: Mapping[str, Any]) -> list[int]:
-        """Patches of each image that the tower forwards: those of grids, or of images [..., channels, height, width],
-        of which a large one may be several."""
+        """Patches that the tower forwards, of each image: from grids, or from images [..., channels, height, width], of
+        which a large image may have several."""
         if "image_grid_thw" in out:
             return [height * width for time, height, width in out["image_grid_thw"].tolist() for _ in range(time)]
         shape = tuple(out["pixel_values"].shape)
@@ -205,8 +207,8 @@ def load_processor(
     pixels: Mapping[str, int],
     video: Mapping[str, float] | None = None,
 ) -> ImageProcessor:
-    """The processor of a model. config: of the model. pixels: `min` and `max`, as data.image_pixels. video: as
-    data.video. UserError where there is none that works, or it has no such limits."""
+    """The processor of the model at `path`. config: the model's. pixels: `min` and `max`, as data.image_pixels. video:
+    as data.video. Raises UserError if the model has no working processor, or the processor has no such limits."""
     check_torchvision()
     frames = None
     try:
@@ -238,8 +240,8 @@ def load_processor(
 
 
 def _class_of(path: str, family: Any, tokenizer: PreTrainedTokenizerBase) -> Any:
-    """The family's processor class, made to take this tokenizer, and no video processor where none is needed or can be
-    made."""
+    """The family's processor class, changed to take this tokenizer, and to have a video processor only if it needs one
+    and torchvision is installed."""
     from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
     videos = find_spec("torchvision") is not None and family.__name__ not in KNOWN
@@ -294,7 +296,7 @@ def _named_class(path: str) -> str | None:
 
 
 def _read_file(path: str, name: str) -> dict[str, Any]:
-    """A JSON file of a model, {} where it has none."""
+    """A JSON file of a model; {} if it is missing."""
     from transformers.utils import cached_file
 
     file = cached_file(
@@ -316,8 +318,8 @@ def _has(model: str) -> bool:
 
 @contextmanager
 def _without_torchvision(module: str, name: str) -> Iterator[None]:
-    """Inside, a family's processor that asks for functions of its torchvision-backed image processor (pixtral) is given
-    those of the PIL-backed one, which has the same."""
+    """Inside, imports of a family's torchvision-backed image processor give the PIL-backed one, which has the same
+    functions. Some processors (pixtral) import it."""
     wanted, pil = f"{module}.image_processing_{name}", f"{module}.image_processing_pil_{name}"
     if find_spec("torchvision") is not None or wanted in sys.modules or find_spec(pil) is None:
         yield
@@ -331,7 +333,7 @@ def _without_torchvision(module: str, name: str) -> Iterator[None]:
 
 @cache
 def check_torchvision() -> None:
-    """UserError where a torchvision is installed that does not work beside this torch."""
+    """Raises UserError if the installed torchvision does not work with this torch."""
     if find_spec("torchvision") is None:
         return
     try:
@@ -344,7 +346,7 @@ def check_torchvision() -> None:
 
 
 def _set_pixels(processor: Any, pixels: Mapping[str, int]) -> None:
-    """Put data.image_pixels into the image processor's own limits."""
+    """Set the image processor's own limits from data.image_pixels. Raises UserError if it has no such limits."""
     if not pixels:
         return
     images = processor.image_processor

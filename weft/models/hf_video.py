@@ -1,8 +1,8 @@
-"""transformers' internals (hf.py) that turn frames of a video into the inputs of a model.
+"""transformers' internals (see hf.py) that turn the frames of a video into model inputs.
 
-transformers' video processors import torchvision, which the registry builds for CUDA: it breaks beside a torch for the
-CPU. So what two of them compute is computed here, from their settings, with Pillow and with the model's own image
-processor, which cuts frames into the same patches. Frames are resized by Pillow also where torchvision is installed.
+transformers' video processors import torchvision, whose registry build is for CUDA and breaks beside a CPU build of
+torch. So this file computes what two of them compute, from their settings, with Pillow and the model's own image
+processor, which cuts frames into the same patches. Pillow resizes frames even if torchvision is installed.
 
 Used, checked on transformers 5.19 and 5.23:
 - of processors .replace_video_token(video_inputs, video_idx): it reads video_grid_thw and, of video_metadata, fps and
@@ -31,8 +31,8 @@ _CLIP_MEAN, _CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.2613
 
 @dataclass(frozen=True)
 class Frames:
-    """A video processor's settings. whole: its limits are of the pixels of all frames together, else of each. The other
-    fields are transformers'."""
+    """A video processor's settings. whole: pixel limits apply to all frames together, else to each frame. Other fields
+    are transformers'."""
 
     kind: str
     whole: bool
@@ -44,7 +44,7 @@ class Frames:
     image_mean: tuple[float, ...] = _CLIP_MEAN
     image_std: tuple[float, ...] = _CLIP_STD
     resample: int = 3
-    model_input_names: ClassVar = ["pixel_values_videos", "video_grid_thw"]  # which processors ask theirs for
+    model_input_names: ClassVar = ["pixel_values_videos", "video_grid_thw"]  # processors read it
 
     def size(self, height: int, width: int, taken: int) -> tuple[int, int]:
         """(height, width) of the frames that the model sees. Raises ValueError for a shape that its family refuses."""
@@ -57,7 +57,7 @@ class Frames:
         return found
 
     def _size_of_all(self, height: int, width: int, taken: int, factor: int) -> tuple[int, int]:
-        """As Qwen3VLVideoProcessor computes it."""
+        """`size` as Qwen3VLVideoProcessor computes it. factor: sides are multiples of it."""
         if min(height, width) < factor:
             scale = max(factor / height, factor / width)
             height, width = int(height * scale), int(width * scale)
@@ -76,17 +76,17 @@ class Frames:
         return found[0], found[1]
 
     def grid(self, height: int, width: int, taken: int) -> tuple[int, int, int]:
-        """video_grid_thw of a video of such frames: the last frame is repeated where the number asks for it."""
+        """video_grid_thw of `taken` frames of this size; the last frame is repeated to fill temporal_patch_size."""
         own = self.size(height, width, taken)
         return -(-taken // self.temporal_patch_size), own[0] // self.patch_size, own[1] // self.patch_size
 
     def resizing(self, height: int, width: int, taken: int) -> Callable[[Any], Any]:
-        """What makes a frame, a PIL image, as large as the model sees it."""
+        """A function that resizes a frame (PIL image) to the size that the model sees."""
         own = self.size(height, width, taken)
         return lambda picture: picture.resize((own[1], own[0]), self.resample)
 
     def limited(self, pixels: Mapping[str, float]) -> Frames:
-        """The processor with the limits min_pixels and max_pixels of data.video."""
+        """The settings with data.video's limits min_pixels and max_pixels. Raises UserError if min is above max."""
         least = int(pixels.get("min_pixels", self.shortest_edge))
         most = int(pixels.get("max_pixels", self.longest_edge))
         if least > most:
@@ -97,7 +97,7 @@ class Frames:
         return replace(self, shortest_edge=least, longest_edge=most)
 
     def file(self, found: Mapping[str, Any]) -> dict[str, Any]:
-        """video_preprocessor_config.json with these settings. found: the settings of the model's files."""
+        """Content of video_preprocessor_config.json with these settings. found: settings of the model's own files."""
         rest = {name: value for name, value in found.items() if name not in _OF_IMAGES}
         own = asdict(self)
         size = {name: own.pop(name) for name in ("shortest_edge", "longest_edge")}
@@ -107,7 +107,7 @@ class Frames:
 _OF_IMAGES = ("image_processor_type", "min_pixels", "max_pixels", "size", "processor_class")
 _SHARED = ("patch_size", "merge_size", "temporal_patch_size", "image_mean", "image_std", "resample")
 
-# By the class of a model's processor: what its video processor has by default.
+# Class of a model's processor -> defaults of its video processor.
 _PER_FRAME = Frames("Qwen2VLVideoProcessor", False, 128 * 28 * 28, 768 * 28 * 28, 14)
 _OF_ALL = Frames(
     "Qwen3VLVideoProcessor", True, 128 * 32 * 32, 768 * 32 * 32, 16, image_mean=(0.5,) * 3, image_std=(0.5,) * 3
@@ -116,16 +116,16 @@ KNOWN = {"Qwen2VLProcessor": _PER_FRAME, "Qwen2_5_VLProcessor": _PER_FRAME, "Qwe
 
 
 def settings_file(read: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
-    """The settings of a model's video processor: those of the first file that transformers takes. read: a file's JSON,
-    {} where there is none."""
+    """The settings of a model's video processor, from the first file in transformers' order of preference. read: file
+    name -> its JSON, {} if it is missing."""
     nested = read("processor_config.json").get("video_processor")
     found = nested or read("video_preprocessor_config.json") or read("preprocessor_config.json")
     return found if isinstance(found, dict) else {}
 
 
 def frames_of(processor: str, found: Mapping[str, Any]) -> Frames | None:
-    """The settings of the video processor beside a processor of this class; None where weft does not know it. found: as
-    settings_file. Raises UserError for settings that it does not know."""
+    """The video processor's settings for a processor of this class; None if weft does not know the class, or the
+    settings in `found` are of a kind it does not know. found: as settings_file returns them."""
     default = KNOWN.get(processor)
     if default is None:
         return None
@@ -140,7 +140,7 @@ def frames_of(processor: str, found: Mapping[str, Any]) -> Frames | None:
 
 
 def video_text(processor: Any, grid: tuple[int, int, int], clip: Clip) -> str:
-    """What replaces the placeholder of a video in a text."""
+    """The text that replaces the placeholder of a video."""
     times = SimpleNamespace(fps=clip.fps, frames_indices=clip.indices)
     inputs = {"video_grid_thw": np.array([grid]), "video_metadata": [times]}
     return str(processor.replace_video_token(inputs, 0))
@@ -156,7 +156,7 @@ def video_inputs(processor: Any, frames: Frames, pictures: Sequence[Any], clip: 
     options = {name: getattr(frames, name) for name in _SHARED if name != "resample"}
     images = [*pictures, *[pictures[-1]] * (time * step - len(pictures))]
     found = processor.image_processor(images, do_resize=False, return_tensors="pt", **options)["pixel_values"]
-    # Of each frame the image processor makes `step` copies; here a patch is of so many frames.
+    # The image processor repeats each frame `step` times; a video's patch has `step` different frames instead.
     rows, pixels = math.prod(sides), frames.patch_size**2
     single = found.view(time, step, rows, -1, step, pixels)[..., 0, :]
     patches = single.permute(0, 2, 3, 1, 4).reshape(time * rows, -1)
@@ -167,5 +167,5 @@ def video_inputs(processor: Any, frames: Frames, pictures: Sequence[Any], clip: 
 
 
 def settings_of(frames: Frames | None) -> str:
-    """All that depends on these settings, as a text."""
+    """The settings as JSON; "" for None."""
     return "" if frames is None else json.dumps(asdict(frames), sort_keys=True)

@@ -1,7 +1,7 @@
-"""The kinds of layers of a model, read from the built modules, so that no name of a config field need be known.
+"""The kinds of layers of a model, read from the built modules, so that no config field need be known by name.
 
-Two layers are of one kind if they run the same code: equal classes of modules, parameters and buffers, and equal
-attributes (a window or none, a flag, the name of a type). Sizes are compared only with zero.
+Two layers are of one kind if they run the same code: equal classes of modules, the same parameters and buffers, and
+equal attributes (a window or none, a flag, the name of a type). Of numbers it only matters whether they are zero.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from weft.models import hf
 from weft.models.facts import find_facts
 
-Kind = frozenset[tuple[str, object]]  # (path of a module, attribute or tensor in the layer, what it is)
+Kind = frozenset[tuple[str, object]]  # (path of a module, attribute or tensor in the layer, class or value)
 _PLAIN = (bool, int, float, str)
 _NUMBERS = re.compile(r"\.\d+(?=\.|$)")
 
@@ -26,7 +26,7 @@ _NUMBERS = re.compile(r"\.\d+(?=\.|$)")
 @dataclass(frozen=True)
 class LayerKinds:
     """layers: the kind of each decoder layer, in order. rest: the classes of all other modules. numbering: attributes
-    that hold the layer's own number, so that a 0 is no different from other sizes."""
+    that hold the layer's index, whose 0 makes no difference."""
 
     layers: tuple[Kind, ...]
     rest: frozenset[str]
@@ -39,12 +39,12 @@ class LayerKinds:
 
 
 def kinds_of(config: PretrainedConfig) -> LayerKinds:
-    """The kinds of the model that this config describes. UserError where its decoder layers cannot be found."""
+    """The kinds of the model that this config describes. Raises UserError if its decoder layers cannot be found."""
     return _kinds(meta_model(config), None)
 
 
 def meta_model(config: PretrainedConfig) -> PreTrainedModel:
-    """The model on meta; takes 0.1 s for 80 layers."""
+    """The model on the meta device; takes 0.1 s for 80 layers."""
     return hf.build_meta(copy.deepcopy(config), dtype=torch.float32, attention="eager")
 
 
@@ -64,7 +64,7 @@ def _kinds(model: PreTrainedModel, numbering: frozenset[str] | None) -> LayerKin
 
 
 def _statements(layer: nn.Module) -> dict[str, Any]:
-    """Whatever tells this layer from another. Members of a list, as experts, count once."""
+    """Name -> value of everything that distinguishes layers. Members of a list, such as experts, are merged."""
     found: dict[str, Any] = {}
     for path, module in layer.named_modules():
         place = _NUMBERS.sub(".*", f".{path}")
@@ -78,7 +78,7 @@ def _statements(layer: nn.Module) -> dict[str, Any]:
 
 
 def _numbering(layers: list[dict[str, Any]]) -> frozenset[str]:
-    """Attributes that are the layer's own number wherever they occur."""
+    """Attributes that equal the layer's index in every layer that has them."""
     found = set[str]().union(*layers)
     for number, said in enumerate(layers):
         found -= {name for name, value in said.items() if isinstance(value, bool) or value != number}

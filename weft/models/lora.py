@@ -1,7 +1,7 @@
 """LoRA (Hu et al. 2021, arXiv:2106.09685): which parts of a model are adapted, and the adapters themselves.
 
 An adapter is a child module `lora` of the layer it adapts, so that names, layout and loading of the base stay what they
-are without it. Its matrices have peft's shapes, so that checkpoint/adapters.py has only names to change:
+are without it. Its matrices have peft's shapes, so that sharding/adapter_files.py has only names to change:
 
     linear layer          y = W x + s B A x              lora.A [r, in], lora.B [out, r]
     embedding             y = W[i] + s B A[:, i]         lora_embedding.A [r, V], lora_embedding.B [H, r]
@@ -35,14 +35,14 @@ from weft.models.train_module import Head, TrainModule
 Kind = Literal["linear", "embedding", "experts"]
 ALL_LINEAR = "all-linear"
 EMBEDDING = "lora_embedding"  # name of an embedding's adapter in its module
-# Mixers whose kernels read the weight of out_proj and never call it: an adapter would be idle, and peft refuses it.
+# Families whose mixers read out_proj.weight and never call out_proj: an adapter would do nothing, and peft refuses it.
 _READ_ONLY = (("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h"), "out_proj")
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """An adapted weight: that of a layer, or a parameter of fused experts. inputs, outputs: widths of one matrix.
-    transposed: it is stored as [inputs, outputs]."""
+    """An adapted weight: a layer's, or a parameter of fused experts. inputs, outputs: widths of one matrix. transposed:
+    the weight is stored as [inputs, outputs]."""
 
     module: str
     kind: Kind
@@ -54,7 +54,7 @@ class Target:
 
     @property
     def name(self) -> str:
-        """Name of the layer; of the parameter, where the layer has several."""
+        """Name of the layer; for fused experts, of the parameter."""
         return f"{self.module}.{self.parameter}" if self.kind == "experts" else self.module
 
     @property
@@ -64,7 +64,7 @@ class Target:
 
     @property
     def child(self) -> str:
-        """Name of the adapter in the module."""
+        """Name of the adapter in its module."""
         return {"linear": "lora", "embedding": EMBEDDING, "experts": f"lora_{self.parameter}"}[self.kind]
 
     @property
@@ -79,7 +79,7 @@ class Target:
 
 @dataclass(frozen=True)
 class LoraPlan:
-    """Adapters of a model. trained: modules that are trained whole. path: the adapter that holds the initial values."""
+    """Adapters of a model. trained: modules that are trained whole. path: adapter with the initial values, if any."""
 
     rank: int
     alpha: float
@@ -110,7 +110,7 @@ def scaling(alpha: float, rank: int, rslora: bool) -> float:
 
 
 def parameter_of(child: str) -> str:
-    """The parameter of a module that its child of this name, an adapter, adapts (Target.child)."""
+    """Name of the parameter that the adapter `child` adapts; the inverse of Target.child."""
     return "weight" if child in ("lora", EMBEDDING) else child.removeprefix("lora_")
 
 
@@ -121,7 +121,7 @@ def is_adapters(name: str) -> bool:
 
 
 def new_adapters(model: PreTrainedModel, config: LoraConfig) -> LoraPlan:
-    """The adapters that lora.rank, lora.targets and lora.modules_to_save ask for. UserError where a name matches
+    """The adapters that lora.rank, lora.targets and lora.modules_to_save describe. Raises UserError if a name matches
     nothing."""
     assert config.rank is not None
     trained = find_trained(model, config.modules_to_save)
@@ -135,7 +135,7 @@ def new_adapters(model: PreTrainedModel, config: LoraConfig) -> LoraPlan:
 
 
 def adaptable(model: PreTrainedModel) -> dict[str, Target]:
-    """Name -> target, for everything that can have an adapter, in the order of the model's modules."""
+    """Name -> target, for everything that can have an adapter, in the model's order."""
     found = {}
     for name, module in model.named_modules():
         for target in _targets_of(name, module, model):
@@ -162,9 +162,9 @@ def _targets_of(name: str, module: nn.Module, model: PreTrainedModel) -> Iterato
 
 
 def find_targets(model: PreTrainedModel, patterns: Sequence[str], trained: Sequence[str] = ()) -> tuple[Target, ...]:
-    """The targets that the patterns name, in the order of the model, except inside `trained`.
+    """The targets that the patterns name, in the model's order, except inside `trained`.
 
-    UserError where a pattern matches nothing, or nothing that can be adapted.
+    Raises UserError if a pattern matches nothing, or nothing that can be adapted.
     """
     candidates = adaptable(model)
     chosen: set[str] = set()
@@ -201,7 +201,8 @@ def _nothing_named(model: PreTrainedModel, pattern: str, candidates: Mapping[str
 
 
 def find_trained(model: PreTrainedModel, ends: Sequence[str]) -> tuple[str, ...]:
-    """Names of the modules with parameters whose names end like this, in order. UserError where an end matches none."""
+    """Names of the modules with parameters that match `ends` (as in matches_end), in order. Raises UserError if an end
+    matches none."""
     found: dict[str, None] = {}
     for end in ends:
         names = [
@@ -219,9 +220,9 @@ def find_trained(model: PreTrainedModel, ends: Sequence[str]) -> tuple[str, ...]
 
 
 def untied_for(model: PreTrainedModel, plan: LoraPlan, *, merged: bool) -> tuple[str, ...]:
-    """Tied names that become tensors of their own, because they, or their owners, are trained whole.
+    """Names of tied parameters that must be untied, because they or their owners are trained whole.
 
-    merged: also those that were adapted, which differ once the adapters are merged.
+    merged: also those that are adapted, because merging the adapters makes them differ.
     """
     inside = tuple(f"{module}." for module in plan.trained)
     if merged:
@@ -235,7 +236,7 @@ def untied_for(model: PreTrainedModel, plan: LoraPlan, *, merged: bool) -> tuple
 
 
 def attach(module: TrainModule, plan: LoraPlan) -> None:
-    """Add the adapters, unfilled, on the device of the weights that they adapt."""
+    """Add the adapters, uninitialised, on the device of the weights that they adapt."""
     for target in plan.targets:
         owner = module.get_submodule(target.module)
         weight = module.get_parameter(target.weight)
@@ -248,7 +249,7 @@ def attach(module: TrainModule, plan: LoraPlan) -> None:
 
 
 def freeze_base(module: nn.Module, plan: LoraPlan) -> None:
-    """Train adapters and whole-trained modules only."""
+    """Set requires_grad: True for adapters and modules trained whole, False for the rest."""
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(plan.trains(name))
 
@@ -271,7 +272,7 @@ def first_values(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
 
 
 def add_delta(weight: Tensor, target: Target, lora: LoraPlan, a: Tensor, b: Tensor) -> Tensor:
-    """W + s B A, in place, in fp32; for fused experts, each with its own A and B."""
+    """Add s B A to W in place and return it; fused experts each have their own A and B. All three are fp32."""
     if target.kind == "experts":
         a_Eri, b_orE = a.view(target.experts, lora.rank, -1), b.view(len(b), lora.rank, target.experts)
         deltas: Iterable[Tensor] = (b_orE[:, :, expert] @ a_Eri[expert] for expert in range(target.experts))
@@ -283,7 +284,7 @@ def add_delta(weight: Tensor, target: Target, lora: LoraPlan, a: Tensor, b: Tens
 
 
 def describe(plan: LoraPlan, module: nn.Module, elements: Mapping[str, int]) -> list[str]:
-    """Lines that describe the adapters at start. elements: of each parameter."""
+    """Start-up lines that describe the adapters. elements: number of elements of each parameter."""
     trained = sum(count for name, count in elements.items() if plan.trains(name))
     every = sum(elements.values())
     kinds = list(dict.fromkeys(target.name.rpartition(".")[2] for target in plan.targets))

@@ -1,7 +1,4 @@
-"""Low-rank additions to linear layers, embeddings and fused experts. The product B A is never materialised.
-
-E experts; r rank.
-"""
+"""Low-rank additions to linear layers, embeddings and fused experts. The product B A is never materialised."""
 
 from __future__ import annotations
 
@@ -31,7 +28,7 @@ class AdapterSwitch:
 
 
 class LowRank(nn.Module):
-    """An adapter: matrices A [.., in] and B [out, ..], unfilled. like: the weight that it adapts."""
+    """An adapter: matrices A [.., in] and B [out, ..], uninitialised. like: weight with their dtype and device."""
 
     def __init__(
         self,
@@ -50,20 +47,20 @@ class LowRank(nn.Module):
         self._own_inputs: Callable[[Tensor], Tensor] | None = None
 
     def divide(self, own_inputs: Callable[[Tensor], Tensor] | None) -> None:
-        """Make A work on a part of the layer's inputs. own_inputs: [..., all inputs] -> [..., this rank's]; None where
-        dropout is not of all of them."""
+        """Declare that A holds this rank's part of the inputs. own_inputs: [..., all inputs] -> [..., this rank's], to
+        cut a dropout mask over all inputs; None if masks are over this rank's inputs alone."""
         self._own_inputs = own_inputs
 
     def down(self, x: Tensor) -> Tensor:
-        """s A x, with dropout on x."""
+        """s A x, with dropout on x in training."""
         x = x.to(self.A.dtype)
         if self.dropout and self.training:
             x = self._drop(x)
         return F.linear(x, self.A) * self.scale
 
     def _drop(self, x: Tensor) -> Tensor:
-        """Ranks that divide the inputs draw the mask of all of them, so that every rank draws equally much, and what is
-        dropped is what one rank would drop."""
+        """Dropout. Ranks that divide the inputs draw the mask of all inputs and use their part, so that their random
+        states stay equal and the mask is the one that a single rank would draw."""
         if self._own_inputs is None:
             return F.dropout(x, self.dropout)
         return x * self._own_inputs(F.dropout(x.new_ones(*x.shape[:-1], self._inputs), self.dropout))
@@ -80,7 +77,7 @@ def linear_hook(module: Any, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
 
 
 def embedding_hook(module: Any, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
-    """Forward hook: adds the output of `lora_embedding` to that of its embedding, with the family's scale."""
+    """Forward hook: adds the output of `lora_embedding`, times the family's scale, to that of its embedding."""
     adapter: LowRank = module.lora_embedding
     if not adapter.switch.on:
         return out

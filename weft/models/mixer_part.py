@@ -1,8 +1,8 @@
 """A rank's part of a mixer that carries state: HuggingFace's own code, on some of the heads.
 
-The part is a view of the mixer: the same class and hooks, with slices of its weights and buffers, and attributes that
-count what is left. What it gives is summed over the ranks that have the other parts. Weights may be parts already, of
-mesh.tp; then buffers and attributes alone are cut.
+The part is a view of the mixer: a shallow copy with the same class and hooks, slices of the weights and buffers, and
+attributes that count this rank's heads. Its output is summed over the ranks that have the other parts. Under mesh.tp
+the weights are parts already; then only buffers and attributes are cut.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from weft.models.tp_mixers import MixerStyle, mixer_style
 from weft.models.tp_parts import Range, Style, ranges_of
 from weft.ops.communicator import Communicator, MetaCommunicator, added_up
 
-_SUMS = "weft_sums"  # of a norm in a view: (ranks, how many) that have other parts of its input
+_SUMS = "weft_sums"  # attribute of a norm in a view: (ranks, their number) that hold the other parts of its input
 Sums = tuple[tuple[Communicator, int], ...]
 
 
 @dataclass(frozen=True)
 class MixerShare:
-    """Which part. ranks: those with the other parts. neighbours: so many ranks around this one, which share an item.
-    stored: parameters are cut already."""
+    """Which part of a mixer a rank computes: the one at `place` of `size`. neighbours: number of ranks -> communicator
+    of so many neighbouring ranks, which share an item. stored: parameters are cut already."""
 
     style: MixerStyle
     place: int
@@ -38,8 +38,8 @@ class MixerShare:
 
 
 def share_of_documents(mixer: nn.Module, place: int, ranks: Communicator, size: int) -> MixerShare | None:
-    """The part of a rank that shares whole documents with the others: `size` ranks, which know no smaller groups. None
-    where heads do not divide so, or the mixer reads more of tokens than hidden states."""
+    """The part of a rank that shares whole documents with the others of `size` ranks, which have no smaller groups.
+    None if the heads do not divide, or if the mixer has per-token inputs other than hidden states."""
     style = mixer_style(mixer)
     if style is None or not style.hidden_alone or not style.divides(size):
         return None
@@ -49,7 +49,7 @@ def share_of_documents(mixer: nn.Module, place: int, ranks: Communicator, size: 
 
 
 def can_share_documents(mixer: nn.Module, size: int, tp: int) -> bool:
-    """Whether `size` ranks of cp can, on a mesh with so many of tp. mixer: a whole one."""
+    """Whether `size` ranks of cp can share documents, with `tp` ranks of tp. mixer: a whole one."""
     style = mixer_style(mixer)
     if style is not None and tp > 1 and style.divides(tp):
         mixer = view(mixer, MixerShare(style, 0, tp, MetaCommunicator, stored=False))
@@ -57,7 +57,7 @@ def can_share_documents(mixer: nn.Module, size: int, tp: int) -> bool:
 
 
 def view(mixer: nn.Module, share: MixerShare) -> nn.Module:
-    """The part of a mixer. Differentiable: gradients of slices are those of the mixer's weights."""
+    """The part of a mixer, as a module. Differentiable: gradients of the slices reach the mixer's weights."""
     style, own = share.style, _Copies(mixer)
     for name, cut in style.of.items():
         owner, leaf = own.holder(name)
@@ -79,22 +79,23 @@ def view(mixer: nn.Module, share: MixerShare) -> nn.Module:
     for name in style.sums:
         layer = own.module(name)
         layer.__dict__["_forward_hooks"] = OrderedDict(layer._forward_hooks)
-        layer.register_forward_hook(partial(_sum_outputs, share.neighbours(share.size)))  # after all others
+        layer.register_forward_hook(partial(_sum_outputs, share.neighbours(share.size)))  # the last of the hooks
     if not share.stored:
         _share_bias(own.module(style.output), share.size)
     part = own.module("")
-    part.__dict__.pop("forward", None)  # its boundary's
-    part.__dict__["training"] = False  # fused kernels for training normalise and project out by themselves
+    part.__dict__.pop("forward", None)  # the Boundary's
+    part.__dict__["training"] = False  # fused kernels for training include the norm and the output projection
     return part
 
 
 def dealt_groups(style: MixerStyle, norm: str, ranks: int) -> int:
-    """Groups of a norm on a rank."""
+    """Number of groups of a norm on one of `ranks` ranks; at least 1."""
     return max(1, style.norms[norm].count // ranks)
 
 
 class _Copies:
-    """Shallow copies of a module and of those of its children that are asked for, with dicts of their own."""
+    """Shallow copies of a module and, on demand, of its children, with their own dicts of parameters, buffers and
+    modules."""
 
     def __init__(self, root: nn.Module) -> None:
         self._made = {"": _copied(root)}
@@ -108,7 +109,7 @@ class _Copies:
         return self._made[path]
 
     def holder(self, name: str) -> tuple[Any, str]:
-        """(the copy of what holds a tensor or attribute, its name there)."""
+        """(copy of the module that holds a tensor or attribute, its name there)."""
         owner, _, leaf = name.rpartition(".")
         return self.module(owner), leaf
 
@@ -128,7 +129,7 @@ def _taken(tensor: Tensor, style: Style, share: MixerShare) -> Tensor:
 
 
 def _joined(ranges: list[Range]) -> list[Range]:
-    """The ranges with neighbours joined, so that what lies together is not copied."""
+    """The ranges with adjacent ones joined, so that contiguous elements are not copied."""
     found = ranges[:1]
     for first, size in ranges[1:]:
         before, length = found[-1]
@@ -140,15 +141,15 @@ def _joined(ranges: list[Range]) -> list[Range]:
 
 
 def _cut_adapter(adapter: Any, weight: Style, share: MixerShare) -> None:
-    """The part of an adapter: B is divided as the weight's outputs are, or A as its inputs."""
+    """Cut an adapter: B as the weight's outputs are divided, or A as its inputs are."""
     leaf, dim = ("B", 0) if weight.dim == 0 else ("A", 1)
     adapter._parameters[leaf] = _taken(adapter._parameters[leaf], Style(dim, weight.parts), share)
     if leaf == "A":
-        adapter.divide(None)  # dropout is of the inputs here
+        adapter.divide(None)  # dropout masks are over this rank's inputs
 
 
 def _share_bias(layer: Any, size: int) -> None:
-    """A bias that every rank adds counts once."""
+    """Divide a bias that every rank adds by their number, so that it counts once."""
     if layer._parameters.get("bias") is not None:
         layer._parameters["bias"] = layer._parameters["bias"] / size
 
@@ -158,7 +159,7 @@ def _sum_outputs(ranks: Communicator, layer: nn.Module, args: tuple[Any, ...], o
 
 
 def _norm(norm: Any, groups: int, x: Tensor, gate: Tensor | None = None) -> Tensor:
-    """RMS norm of groups of heads that lie on several ranks, gated before or after it as the family's code says."""
+    """RMS norm of groups of heads that span several ranks, gated before or after it as in the family's code."""
     dtype, x = x.dtype, x.float()
     gate_last = getattr(norm, "norm_before_gate", False)
     if gate is not None and not gate_last:
@@ -172,7 +173,7 @@ def _norm(norm: Any, groups: int, x: Tensor, gate: Tensor | None = None) -> Tens
 
 
 def _mean_square(parts: Tensor, sums: Sums) -> Tensor:
-    """[..., groups, 1] of [..., groups, width on this rank], over the width on all ranks."""
+    """[..., groups, 1]: mean square over the width on all ranks. parts: [..., groups, width on this rank]."""
     found = parts.pow(2).mean(-1, keepdim=True)
     for ranks, size in sums:
         found = added_up(found, ranks) / size

@@ -8,16 +8,16 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # they run nothing themselves
+CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # they have no forward
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Whether `pattern` matches this name, or a module that holds it; `*` matches any text, with dots."""
+    """Whether the glob matches this name, or the name of a module that contains it; `*` also matches dots."""
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")
 
 
 def outermost(root: nn.Module, pattern: str) -> list[str]:
-    """The outermost modules that the pattern matches; for a ModuleList, its members."""
+    """Names of the outermost modules that the glob matches; for a ModuleList, of its members."""
     found: list[str] = []
     for name, child in root.named_modules():
         if not name or isinstance(child, CONTAINERS) or any(name.startswith(f"{outer}.") for outer in found):
@@ -30,7 +30,7 @@ def outermost(root: nn.Module, pattern: str) -> list[str]:
 
 
 def similar_names(pattern: str, names: Iterable[str]) -> str:
-    """The end of a message about a pattern without a match: similar names."""
+    """The end of an error message about a pattern without a match: similar names."""
     parts = {".".join(name.split(".")[:depth]) for name in names for depth in range(1, name.count(".") + 2)}
     close = get_close_matches(pattern, sorted(parts), n=2, cutoff=0.7)
     return f"; did you mean {' or '.join(close)}?" if close else f"; names begin like {min(parts, key=len)}."

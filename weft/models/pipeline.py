@@ -1,10 +1,10 @@
 """Stages of a pipeline: a model that keeps some of its decoder layers and runs HuggingFace's own forward around them.
 
-Layers of other stages become stand-ins without weights, which hand hidden states on. So rotary tables, masks and
-whatever else a family computes for its layers are computed by its own code, on every stage. The stand-in before the
-first own layer gives what the stage before has sent; the one after the last own layer keeps what is to be sent. Weights
-outside of the layers are used before them, on the first stage, or after them, on the last. Where a rank has several
-stages, each has stand-ins for the others' layers, which are in the model during its forwards.
+Layers of other stages become stand-ins without weights, which pass hidden states on. So every stage computes rotary
+tables, masks and the like with the family's own code. The stand-in before the first own layer returns what the previous
+stage sent; the one after the last own layer keeps its input for sending. Weights outside the layers are used before
+them, on the first stage, or after them, on the last. If a rank has several stages, each has its own stand-ins for all
+other layers, which are swapped into the model during its forwards.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from weft.models.placement import Placement
 from weft.models.train_module import Head, Passage, TrainModule
 from weft.models.vision import vision_parts
 
-Span = tuple[int, int]  # first layer of a stage, and the one after its last
+Span = tuple[int, int]  # first layer of a stage, and one past its last
 
 
 @dataclass(frozen=True)
 class Anatomy:
     """How a family's base model runs its layers. outputs: class of a layer -> length of the tuple that it returns, 0
-    for a tensor. after: modules outside of the layers, with weights, that run after the last layer. wide: hidden states
-    between layers are in fp32, whatever the compute dtype."""
+    for a tensor. after: modules with weights, outside the layers, that run after the last layer. wide: hidden states
+    between layers are fp32, whatever the compute dtype."""
 
     outputs: Mapping[str, int]
     after: frozenset[str]
@@ -39,8 +39,7 @@ class Anatomy:
 @dataclass(frozen=True)
 class Pipeline:
     """A whole model over the ranks of mesh.pp. spans: the layers of each stage. tensors: the whole model's state dict,
-    on meta. holders: for each name of it, the ranks that hold it; several hold what is tied, and the first one writes
-    it."""
+    on meta. holders: name -> the ranks that hold the tensor, several for tied weights; the first one writes it."""
 
     spans: tuple[Span, ...]
     placement: Placement
@@ -62,20 +61,20 @@ class Pipeline:
         return list(first.values())
 
     def shared(self, place: int) -> frozenset[str]:
-        """Trained or not, parameters that a rank and others hold."""
+        """Parameters, trained or not, that both the rank at `place` and others hold."""
         several = (name for name, ranks in self.holders.items() if len(ranks) > 1 and place in ranks)
         return frozenset(name for name in several if isinstance(self.tensors[name], nn.Parameter))
 
     def borrowed(self, place: int) -> frozenset[str]:
-        """What a rank holds and an earlier one writes and counts."""
+        """Tensors that the rank at `place` holds and an earlier one writes and counts."""
         return frozenset(n for n, ranks in self.holders.items() if place in ranks and ranks[0] != place)
 
     def elsewhere(self, place: int) -> frozenset[str]:
-        """What a rank does not hold."""
+        """Tensors that the rank at `place` does not hold."""
         return frozenset(name for name, ranks in self.holders.items() if place not in ranks)
 
     def stage_of(self, name: str, layers: str) -> int:
-        """The stage that runs a module. layers: the name of what holds the decoder layers."""
+        """The stage that runs a module. layers: name of the list of decoder layers."""
         if not name.startswith(f"{layers}."):
             return len(self.spans) - 1 if name in self.anatomy.after else 0
         layer = int(name.removeprefix(f"{layers}.").partition(".")[0])
@@ -86,8 +85,8 @@ class StandIn(nn.Module):
     """A layer of another stage. It has that layer's attributes, but no modules and no weights."""
 
     def __init__(self, layer: nn.Module, items: int, passage: Passage, *, gives: bool, keeps: bool) -> None:
-        """items: length of the tuple that the layer returns, 0 for a tensor. gives: what the stage before has sent.
-        keeps: what is to be sent."""
+        """items: length of the tuple that the layer returns, 0 for a tensor. gives: return what the previous stage
+        sent. keeps: keep the input, for the next stage."""
         super().__init__()
         own = vars(nn.Module()).keys()
         for name, value in vars(layer).items():
@@ -106,8 +105,8 @@ class StandIn(nn.Module):
 
 @dataclass(frozen=True)
 class Outside:
-    """Of what stands in place of modules outside of the layers. dtype: of embeddings, on which tables of positions
-    depend. device: of forwards. parts: so many ranks divide the tokens between layers."""
+    """Settings of Idle modules. dtype: of the embeddings they return, on which rotary tables depend. device: of
+    forwards. parts: number of ranks that divide the tokens between layers."""
 
     dtype: torch.dtype
     device: torch.device
@@ -115,8 +114,9 @@ class Outside:
 
 
 class Idle(nn.Module):
-    """A module outside of the layers that another stage runs: token ids, and what a linear layer takes, become zeros of
-    the right shape; hidden states pass. It has the weights that this rank uses under another name (tied)."""
+    """Stands in for a module outside the layers that another stage runs. Token ids, and inputs of a linear layer,
+    become zeros of the output's shape; hidden states pass. It holds weights that this rank uses under another name
+    (tied)."""
 
     def __init__(self, module: nn.Module, kind: Outside) -> None:
         super().__init__()
@@ -124,10 +124,10 @@ class Idle(nn.Module):
         self.width = weight.shape[-1] if isinstance(weight, Tensor) else 0
         self.outputs = hf.linear_widths(module)[1] if hf.is_plain_linear(module) else None
         self.dtype, self.parts = kind.dtype, kind.parts
-        self.weight: Tensor = torch.empty(0, device=kind.device)  # some families ask where it is
+        self.weight: Tensor = torch.empty(0, device=kind.device)  # some families read its device
 
     def keep(self, name: str, parameter: nn.Parameter) -> None:
-        """Have this weight."""
+        """Hold this weight."""
         if name == "weight":
             del self.weight
         self.register_parameter(name, parameter)
@@ -139,7 +139,8 @@ class Idle(nn.Module):
 
 
 def plan_pipeline(module: TrainModule, spans: Sequence[Span], placement: Placement, anatomy: Anatomy) -> Pipeline:
-    """Plan which rank holds what of a whole model (on meta). UserError where layers of several ranks share weights."""
+    """Plan which rank holds which tensors of a whole model (on meta). Raises UserError if layers of several ranks share
+    weights."""
     after = anatomy.after | {module.facts.head}
     made = Pipeline(tuple(spans), placement, {}, {}, replace(anatomy, after=after))
     tensors = module.state_dict(keep_vars=True)
@@ -148,7 +149,7 @@ def plan_pipeline(module: TrainModule, spans: Sequence[Span], placement: Placeme
     layers = module.facts.layers
     for name, tensor in tensors.items():
         own = [placement.rank_of(made.stage_of(name.rpartition(".")[0], layers))]
-        if name not in parameters and not name.startswith(f"{layers}."):  # a buffer: small, and of every stage
+        if name not in parameters and not name.startswith(f"{layers}."):  # a buffer: small, so every stage holds it
             own = [*range(placement.ranks)]
         ranks.setdefault(id(tensor), set()).update(own)
     for name, tensor in tensors.items():
@@ -162,7 +163,7 @@ def plan_pipeline(module: TrainModule, spans: Sequence[Span], placement: Placeme
 
 
 def keep_stages(module: TrainModule, pipeline: Pipeline, place: int, kind: Outside) -> None:
-    """Leave of a whole model what the stages of one rank hold, in place."""
+    """Reduce a whole model, in place, to what the stages of the rank at `place` hold."""
     stages, outside = pipeline.placement.stages_of(place), dict(_outside(module))
     runs = {name: pipeline.stage_of(name, module.facts.layers) for name in (*dict(module.layers), *outside)}
     idle = {name: Idle(owner, kind) for name, owner in outside.items() if not isinstance(owner, Head)}
@@ -184,8 +185,8 @@ def keep_stages(module: TrainModule, pipeline: Pipeline, place: int, kind: Outsi
 
 
 def _outside(module: TrainModule) -> list[tuple[str, nn.Module]]:
-    """(name, module) of those with weights of their own outside of the layers; of a vision tower and what follows it,
-    each as a whole."""
+    """(name, module) of the modules outside the layers that have weights of their own; a vision tower and its projector
+    each count as one module."""
     layers, whole = f"{module.facts.layers}.", vision_parts(module.base, module.facts)
     inside = (layers, *(f"{part}." for part in whole))
     return [
@@ -196,7 +197,7 @@ def _outside(module: TrainModule) -> list[tuple[str, nn.Module]]:
 
 
 def _stand_ins(module: TrainModule, pipeline: Pipeline, stage: int, passage: Passage) -> dict[str, nn.Module]:
-    """Name -> what stands in place of each layer that this stage does not run."""
+    """Name -> stand-in, for each layer that this stage does not run."""
     first, end = pipeline.spans[stage]
     found: dict[str, nn.Module] = {}
     for number, (name, layer) in enumerate(module.layers):
@@ -207,10 +208,11 @@ def _stand_ins(module: TrainModule, pipeline: Pipeline, stage: int, passage: Pas
 
 
 def _leave_out(module: TrainModule, name: str, stand_in: nn.Module | None, held: Collection[str]) -> None:
-    """Replace a module that no stage of this rank runs, but for weights that it holds. stand_in: None for the head."""
+    """Replace a module that no stage of this rank runs, keeping weights that the rank holds. stand_in: None for the
+    head."""
     owner = module.get_submodule(name)
     kept = {leaf: p for leaf, p in owner.named_parameters(recurse=False) if f"{name}.{leaf}" in held}
-    if stand_in is None:  # it is never called, and known by more than its weights
+    if stand_in is None:  # the head stays, emptied: it is never called, but other code reads it
         for leaf in owner._parameters:
             owner._parameters[leaf] = kept.get(leaf)
         return
@@ -221,22 +223,22 @@ def _leave_out(module: TrainModule, name: str, stand_in: nn.Module | None, held:
 
 
 def _place(module: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """The module that holds this one, and its name there."""
+    """(parent of a module, the module's name there)."""
     parent, _, leaf = name.rpartition(".")
     return module.get_submodule(parent), leaf
 
 
 def cut_layers(costs: Sequence[float], head: float, stages: int, least: int = 1) -> list[Span]:
-    """Consecutive layers for each stage so that the dearest stage is as cheap as it can be; the last one has the head,
-    and the first one `least` layers or more.
+    """Spans of consecutive layers, one per stage, that minimise the cost of the dearest stage.
 
-    There are layers enough for that. Of equal cuts the one whose first stages have more layers.
+    costs: of each layer. head: cost of the head, in the last stage. least: fewest layers of the first stage. There must
+    be enough layers. Of equally good cuts, the one whose first stages have more layers.
     """
     count = len(costs)
     sums = [0.0]
     for cost in costs:
         sums.append(sums[-1] + cost)
-    # best[n]: (cost of the dearest stage, where it begins) for layers from n on over the stages counted so far
+    # best[n]: (cost of the dearest stage, end of the first one) for layers from n on over the stages counted so far
     best = [(sums[count] - sums[n] + head, count) for n in range(count)]
     table = [best]
     for left in range(2, stages + 1):

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Placement:
-    """chunks: stages of each rank. folded: every other turn over the ranks goes back (a V), so that the first rank has
-    the first stage and, of two chunks, the last one; else each turn begins at the first rank (a loop)."""
+    """chunks: stages per rank. folded: every second pass over the ranks runs backwards (a V), so that with two chunks
+    the first rank has the first and the last stage; else every pass begins at the first rank (a loop)."""
 
     ranks: int
     chunks: int = 1
@@ -28,7 +28,7 @@ class Placement:
         return self.ranks - 1 - place if self.folded and turn % 2 else place
 
     def stage_of(self, rank: int, chunk: int) -> int:
-        """The stage that is a rank's `chunk`-th, from 0."""
+        """A rank's stage number `chunk`, from 0."""
         return chunk * self.ranks + (self.ranks - 1 - rank if self.folded and chunk % 2 else rank)
 
     def stages_of(self, rank: int) -> list[int]:

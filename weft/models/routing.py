@@ -1,7 +1,7 @@
 """Recording and replacing the choices of mixture-of-experts routers.
 
-Routers of all families choose by torch.topk over [tokens, experts], so that call is intercepted and no family's code is
-named. A replacement gives other indices and the scores at those, so that the router still learns.
+Routers of all families choose by torch.topk over [tokens, experts], so that call is intercepted, independent of the
+family's code. A replacement returns other indices and the scores at those, so that the router still learns.
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-# (decoder layer, scores [M, E], what topk found) -> what the router is to see instead
+# (decoder layer, scores [M, E], result of topk) -> the result that the router sees instead
 Choose = Callable[[int, Tensor, Any], Any]
 
 
 @contextmanager
 def replace_choices(layers: Sequence[nn.Module], experts: int, chosen: int, choose: Choose) -> Iterator[None]:
-    """Give every choice of `chosen` of `experts` in these decoder layers, recomputed ones too, to `choose`.
+    """Inside, pass every choice of `chosen` out of `experts` in these decoder layers through `choose`, also in
+    recomputation.
 
-    Hooks of the layers' children are used. A mode around the forward would not reach recomputation, which backward
-    starts, and newer transformers recompute a layer without its own hooks.
+    The hooks are on the layers' children: a mode around the forward would miss recomputation, which backward starts,
+    and newer transformers recompute a layer without the layer's own hooks.
     """
     watched = [
         (child, _TopK(number, experts, chosen, choose))
@@ -58,7 +59,7 @@ class RouteRecorder:
         self._hooks.enter_context(replace_choices(layers, experts, chosen, self._keep))
 
     def take(self) -> NDArray[np.int16]:
-        """[M, decoder layers, k] for the M tokens of the last forward; -1 where a layer routes nothing."""
+        """[M, decoder layers, k]: experts of the M tokens of the last forward; -1 for layers without routing."""
         tokens = max((len(chosen_Mk) for chosen_Mk in self._seen.values()), default=0)
         none_Mk = torch.full((tokens, self._chosen), -1)
         routes = [self._seen.get(layer, none_Mk).to("cpu", torch.int16) for layer in range(self._layers)]
@@ -88,7 +89,7 @@ class _TopK(TorchFunctionMode):
 
 
 def replaced(scores: Tensor, out: Any, indices: Tensor) -> Any:
-    """The result of topk, had it chosen these experts [M, k]."""
+    """The result of topk as if it had chosen `indices` [M, k]."""
     return type(out)((scores.gather(-1, indices), indices))
 
 

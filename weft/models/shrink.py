@@ -15,8 +15,8 @@ _ORIGINAL_POSITIONS = 64
 _HEADS = 4
 _PATCHES = 8  # on a side of an image
 _HIDDEN = 256
-# At the usual 0.02 a narrow model is nearly linear: rotary tables rounded to bf16 move its logits by 1e-5 only; at 0.2
-# by 5e-3, while the rounding of fp32 stays where it was.
+# At the usual 0.02 a narrow model is nearly linear: rotary tables rounded to bf16 move its logits by only 1e-5; at 0.2
+# they move them by 5e-3, while fp32 rounding has the same effect as before.
 _INITIALIZER_RANGE = 0.2
 _SMALL = {
     "intermediate_size": 128, "ffn_dim": 128, "n_inner": 128, "ffn_hidden_size": 128, "moe_intermediate_size": 32,
@@ -25,16 +25,16 @@ _SMALL = {
     "mamba_chunk_size": _WINDOW, "mamba_d_state": 16, "ssm_state_size": 16, "state_size": 16,
 }  # fmt: skip
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-# Of state mixers, and of attention that is wider than the rest.
+# Sizes that keep their ratio to the hidden width: of state mixers, and of attention that is wider than the rest.
 _WITH_HIDDEN = ("mamba_n_heads", "n_mamba_heads", "mamba_num_heads", "mamba_d_ssm", "attention_hidden_size")
 _TOKEN_IDS = ("pad_token_id", "bos_token_id", "eos_token_id")
 
 
 def fewer_layers(config: PretrainedConfig, layers: int, whole: LayerKinds) -> PretrainedConfig:
-    """A copy with `layers` layers, or more where that is needed to have every kind in `whole`. Widths stay.
+    """A copy with `layers` decoder layers, or more if that is needed to have every kind in `whole`. Widths stay.
 
-    Where the config has per-layer lists, the first layer of each kind is kept; otherwise the shortest prefix of the
-    layers with every kind.
+    The first layer of each kind is kept, if the config's per-layer lists can say so; otherwise the shortest prefix of
+    the layers with every kind; otherwise all layers.
     """
     total, firsts = len(whole.layers), [whole.layers.index(kind) for kind in set(whole.layers)]
     others = [number for number in range(total) if number not in firsts]
@@ -48,7 +48,7 @@ def fewer_layers(config: PretrainedConfig, layers: int, whole: LayerKinds) -> Pr
 
 
 def _with_layers(config: PretrainedConfig, kept: list[int]) -> PretrainedConfig:
-    """A copy that has these layers only: lists of one entry per layer, or of numbers of layers, are cut with them."""
+    """A copy with these layers only. Lists with one entry per layer, and lists of layer numbers, are cut too."""
     small = copy.deepcopy(config)
     text = small.get_text_config()
     total = int(text.num_hidden_layers)
@@ -65,7 +65,7 @@ def _with_layers(config: PretrainedConfig, kept: list[int]) -> PretrainedConfig:
 
 
 def _renumber(text: Any, kept: list[int]) -> None:
-    """What the config says of single layers by their number, such as gemma4 of the width of their heads."""
+    """Renumber per_layer_config: values of single layers, by number (head widths in gemma4)."""
     said = text.to_dict().get("per_layer_config")
     if said:
         text.per_layer_config = {new: said[str(old)] for new, old in enumerate(kept) if str(old) in said} or None
@@ -74,7 +74,7 @@ def _renumber(text: Any, kept: list[int]) -> None:
 def _has_all_kinds(config: PretrainedConfig, whole: LayerKinds) -> bool:
     try:
         return whole.are_those_of(meta_model(config))
-    except Exception:  # lists that do not fit together any more: whatever the family raises of them
+    except Exception:  # of any type: cut lists may not fit together
         return False
 
 
@@ -82,7 +82,7 @@ def narrow(config: PretrainedConfig) -> PretrainedConfig:
     """A copy with small widths, few experts, a window of 16, and long-context rules that begin at 64 tokens."""
     small = copy.deepcopy(config)
     text = small.get_text_config()
-    if getattr(text, "is_heterogeneous", False):  # some keys have other values in some layers, and raise when read
+    if getattr(text, "is_heterogeneous", False):  # keys whose values differ by layer raise when read
         text.allow_global_per_layer_attribute_access = True
     _narrow_heads(text)
     for name, value in _SMALL.items():
@@ -106,7 +106,7 @@ def narrow(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def _keep_placeholders(config: Any, vocabulary: int) -> None:
-    """Placeholders of images and videos become the last ids where any is beyond the vocabulary."""
+    """Move the placeholder ids of images and videos to the end of the vocabulary if any lies beyond it."""
     names = [name for name in ("image_token_id", "video_token_id") if isinstance(getattr(config, name, None), int)]
     if any(getattr(config, name) >= vocabulary for name in names):
         for place, name in enumerate(names, start=1):
@@ -114,7 +114,7 @@ def _keep_placeholders(config: Any, vocabulary: int) -> None:
 
 
 def _smaller_images(config: Any) -> None:
-    """Images of at most 8 x 8 patches; where the config says how many tokens one becomes, fewer in the same ratio."""
+    """Limit images to 8 x 8 patches, and lower the config's tokens per image, if any, in the same ratio."""
     vision = config.vision_config
     size, patch = getattr(vision, "image_size", None), getattr(vision, "patch_size", None)
     side, patch = (x[0] if isinstance(x, list | tuple) else x for x in (size, patch))
@@ -127,7 +127,7 @@ def _smaller_images(config: Any) -> None:
 
 
 def _narrow_tower(vision: Any, text: Any) -> None:
-    """Two layers of two heads, the last with attention to the whole image."""
+    """Two layers of two heads; the last attends to the whole image."""
     for name in ("depth", "num_hidden_layers"):
         _lower(vision, name, 2)
     for name, value in (("fullatt_block_indexes", [1]), ("deepstack_visual_indexes", [0])):
@@ -154,15 +154,15 @@ def _lower(config: Any, name: str, ceiling: int) -> None:
 
 
 def _enough_experts(text: Any) -> int:
-    """Twice as many as a token is sent to, at least 8, at least 4 in each group that it chooses from."""
+    """Number of experts of the copy: twice the experts per token, at least 8, and at least 4 per routing group."""
     experts = max(8, 2 * experts_of(text)[1])
     groups = getattr(text, "n_group", None) or 1
     return groups * max(4, -(-experts // groups))
 
 
 def _narrow_heads(text: Any) -> None:
-    """Four heads of at most the width they had; head counts keep the ratio of query to key heads, and what goes with
-    the hidden width its ratio to that. Without attention, a hidden width of at most 256."""
+    """Four heads of unchanged width. The ratio of query to key heads stays, and that of _WITH_HIDDEN to the hidden
+    width. Without attention, a hidden width of at most 256."""
     heads, hidden = getattr(text, "num_attention_heads", None), int(text.hidden_size)
     if heads is None:
         text.hidden_size = min(hidden, _HIDDEN)

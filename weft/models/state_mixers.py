@@ -1,7 +1,7 @@
 """Modules that carry state along the sequence run document by document inside a packed row.
 
-The decoder layer receives the row's bounds as an argument and hands them to its mixers for one call, so that a layer
-that is recomputed in backward has the bounds of its own row. Everything else of the layer sees the packed row.
+The decoder layer receives the row's bounds as an argument and passes them to its mixers for one call, so that a layer
+that is recomputed in backward has the bounds of its own row. The rest of the layer sees the packed row.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _CACHES = ("cache_params", "past_key_values")
 
 
 class Boundary:
-    """Stands in place of a mixer's forward. bounds: of the next call, set by the mixer's layer.
-    calls: of packed rows. share: the part of the mixer that this rank of mesh.tp computes; None: all of it."""
+    """Replaces a mixer's forward. bounds: of the next call, set by the mixer's layer. calls: number of calls with
+    packed rows. share: the part of the mixer that this rank of mesh.tp computes; None: all of it."""
 
     def __init__(self, mixer: nn.Module) -> None:
         self.mixer = mixer
@@ -39,14 +39,14 @@ class Boundary:
         self._run = torch.compiler.disable(self._apart)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The mixer's own forward, of each document of a packed row by itself."""
+        """The mixer's own forward, run separately on each document of a packed row."""
         return self._run(*args, **kwargs)
 
     def _apart(self, *args: Any, **kwargs: Any) -> Any:
         mixer = self.mixer if self.share is None else view(self.mixer, self.share)
         own = partial(type(mixer).forward, mixer)
         bounds, self.bounds = self.bounds, None
-        kwargs.pop(BOUNDS_ARGUMENT, None)  # some mixers hand all that they get to kernels
+        kwargs.pop(BOUNDS_ARGUMENT, None)  # some mixers pass all arguments on to kernels
         if bounds is None or bounds.padded:
             return own(*args, **kwargs)
         if any(kwargs.get(name) is not None for name in _CACHES):
@@ -60,9 +60,8 @@ class Boundary:
 
 
 def _over_ranks(mixer: nn.Module, context: ContextRow, *args: Any, **kwargs: Any) -> Any:
-    """What by_document gives, of a row that begins with pieces of shared documents: of those each rank of Ulysses
-    computes all tokens for its part of the heads. So states and convolutions see whole documents. Collective over cp.
-    """
+    """by_document for a row that begins with pieces of shared documents. Each rank of Ulysses computes all tokens of
+    those for its part of the heads, so that states and convolutions see whole documents. Collective over cp."""
     x, kwargs = _hidden_alone(args, kwargs)
     axis, share = context.axis, None
     if axis.ulysses is not None and axis.ring is None:
@@ -81,7 +80,7 @@ def _over_ranks(mixer: nn.Module, context: ContextRow, *args: Any, **kwargs: Any
 
 
 def _hidden_alone(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
-    """The hidden states, and the other arguments without what is of tokens, which such mixers are handed in vain."""
+    """(hidden states, the other arguments with per-token ones set to None, which these mixers do not read)."""
     x = args[0] if args else kwargs["hidden_states"]
     rest = {name: value for name, value in kwargs.items() if name != "hidden_states"}
     return x, {name: None if is_of_tokens(value, x.shape[1]) else value for name, value in rest.items()}
@@ -99,7 +98,7 @@ class _Entrance:
         self.boundaries = tuple(boundaries)
 
     def enter(self, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Hand the layer's bounds, by whatever name they came, to its mixers."""
+        """Pass the layer's bounds, under whatever name they came, to its mixers."""
         name = next((name for name, value in kwargs.items() if isinstance(value, Bounds)), BOUNDS_ARGUMENT)
         for boundary in self.boundaries:
             boundary.bounds = kwargs.get(name)
@@ -107,7 +106,7 @@ class _Entrance:
 
 
 def keep_apart(layers: Sequence[tuple[str, nn.Module]]) -> dict[str, Boundary]:
-    """Give the mixers of these layers boundaries; name -> boundary. Of layers that have them, those they have."""
+    """Give every mixer of these layers a Boundary, unless it has one. Returns mixer name -> Boundary."""
     found: dict[str, Boundary] = {}
     for prefix, layer in layers:
         mixers = {f"{prefix}.{name}": mixer for name, mixer in mixers_of(layer)}

@@ -1,7 +1,7 @@
 """How mixers that carry state are divided: by heads, groups of heads or channels, each of which has a state of its own.
 
-A kind of mixer is known by the names of its children and parameters. Its division is data: where heads lie in each
-projection, in the convolution and in what is per head; which attributes of the mixer count them; which outputs inside
+A kind of mixer is recognised by the names of its children and parameters. Its division is data: where heads lie in each
+projection, in the convolution and in per-head tensors; which attributes of the mixer count heads; which outputs inside
 of it sum over all heads. A mixer that no rule knows, or whose sizes a rule does not explain, is whole on every rank.
 """
 
@@ -20,10 +20,10 @@ from weft.models.tp_parts import Part, Style, dealt
 class MixerStyle:
     """The division of one mixer; names are relative to it.
 
-    of: parameter or buffer -> style. output: the layer whose outputs ranks add up. counts: attribute -> the parts
-    whose elements it counts. norms: norms over heads that several ranks may have -> their groups; their input is
-    normalised within each. sums: layers whose outputs are sums over all channels. hidden_alone: its forward reads
-    hidden states and nothing else of tokens.
+    of: parameter or buffer -> style. output: the layer whose outputs are summed over the ranks. counts: attribute ->
+    the parts whose elements it counts. norms: norm -> its groups, each normalised by itself, which may span several
+    ranks. sums: layers whose outputs are sums over all channels. hidden_alone: hidden states are the only per-token
+    input of its forward.
     """
 
     of: dict[str, Style]
@@ -34,19 +34,19 @@ class MixerStyle:
     hidden_alone: bool = True
 
     def divides(self, ranks: int) -> bool:
-        """Whether every part divides by so many ranks."""
+        """Whether every part divides over so many ranks."""
         parts = [part for style in self.of.values() for part in style.parts]
         return all(dealt(part, ranks) is not None for part in [*parts, *self.norms.values()])
 
     def sharing(self, norm: str, ranks: int) -> int:
-        """The ranks over which a group of a norm is spread."""
+        """Number of ranks that a group of a norm spans."""
         items = dealt(self.norms[norm], ranks)
         assert items is not None
         return items[1]
 
 
 def mixer_style(mixer: nn.Module) -> MixerStyle | None:
-    """The division of a mixer with the sizes that it has; None where it is whole on every rank."""
+    """The division of a mixer, from its own sizes; None if it is whole on every rank."""
     names = {name for name, _ in mixer.named_children()} | {name for name, _ in mixer.named_parameters(recurse=False)}
     for needed, rule in _RULES.items():
         if names.issuperset(needed):
@@ -56,7 +56,7 @@ def mixer_style(mixer: nn.Module) -> MixerStyle | None:
 
 
 def _explains(mixer: nn.Module, style: MixerStyle) -> bool:
-    """Whether the parts of each tensor are all of it."""
+    """Whether the parts of each divided tensor add up to all of it."""
     tensors = {**dict(mixer.named_parameters()), **dict(mixer.named_buffers())}
     return all(
         sum(p.size for p in s.parts) == tensors[n].shape[s.dim] for n, s in style.of.items() if s.dim is not None
@@ -75,8 +75,8 @@ def _style(
     sums: tuple[str, ...] = (),
     hidden_alone: bool = True,
 ) -> MixerStyle:
-    """output: the layer that reads `inner`. parts: of layers, by their outputs, and of tensors; dims: where the latter
-    are not divided along the first dimension. Names that the mixer lacks are left out."""
+    """output: the layer that reads `inner`. parts: layer or tensor -> the parts of its outputs. dims: the divided
+    dimension of tensors, where it is not the first. Names that the mixer lacks are left out."""
     tensors = {**dict(mixer.named_parameters()), **dict(mixer.named_buffers())}
     of = {f"{output}.weight": Style(1, (inner,)), **{f"{name}.weight": Style(1, (inner,)) for name in sums}}
     for name, own in parts.items():
@@ -101,7 +101,7 @@ def _repeated(count: int, width: int = 1) -> Part:
 
 
 def _state_space(m: Any) -> MixerStyle:
-    """Mamba-2 (Dao and Gu 2024, arXiv:2405.21060): B and C are of groups of heads."""
+    """Mamba-2 (Dao and Gu 2024, arXiv:2405.21060): groups of heads share B and C."""
     heads, inner = _heads(m.num_heads), _heads(m.num_heads, m.head_dim)
     group = _repeated(m.n_groups, m.ssm_state_size)
     convolved = (inner, group, group)
@@ -123,12 +123,12 @@ def _state_space(m: Any) -> MixerStyle:
 
 
 def _one_wide(part: Part) -> Part:
-    """The items, each one element wide."""
+    """The same items, each one element wide."""
     return Part(part.count, 1, part.heads, part.repeat)
 
 
 def _norm_groups(m: Any) -> Part:
-    """The gated output norm is of all heads together, or of each group; its code says which in two ways."""
+    """The groups of the gated output norm: all heads together, or several. Families state it in two ways."""
     width = int(m.norm.weight.shape[0])
     size = getattr(m.norm, "group_size", None) or width // getattr(m.norm, "n_groups", 1)
     groups = max(1, width // size)
@@ -136,7 +136,7 @@ def _norm_groups(m: Any) -> Part:
 
 
 def _selective(m: Any) -> MixerStyle:
-    """Mamba (Gu and Dao 2023, arXiv:2312.00752): channels; time steps, B and C are sums over all of them."""
+    """Mamba (Gu and Dao 2023, arXiv:2312.00752): by channels; time steps, B and C are sums over all channels."""
     inner = _heads(m.intermediate_size)
     return _style(
         m, output="out_proj", inner=inner, sums=("x_proj",),
@@ -145,7 +145,7 @@ def _selective(m: Any) -> MixerStyle:
 
 
 def _delta_heads(m: Any) -> tuple[Part, Part, Part, dict[str, tuple[Part, ...]]]:
-    """(keys, values, what is per head of values, counts). Several heads of values share one of keys."""
+    """(keys, values, one element per value head, counts). Several value heads share a key head."""
     keys, values = _repeated(m.num_k_heads, m.head_k_dim), _heads(m.num_v_heads, m.head_v_dim)
     each = _heads(m.num_v_heads)
     counts: dict[str, tuple[Part, ...]] = {
@@ -155,8 +155,8 @@ def _delta_heads(m: Any) -> tuple[Part, Part, Part, dict[str, tuple[Part, ...]]]
 
 
 def _fused_delta_net(m: Any) -> MixerStyle:
-    """Gated delta nets (Yang et al. 2024, arXiv:2412.06464) whose projections hold, for each head of keys, all that
-    goes with it (qwen3_next)."""
+    """Gated delta nets (Yang et al. 2024, arXiv:2412.06464) whose projections keep everything of a key head together
+    (qwen3_next)."""
     times = m.num_v_heads // m.num_k_heads
     keys, values = _heads(m.num_k_heads, m.head_k_dim), _heads(m.num_k_heads, times * m.head_v_dim)
     each = _heads(m.num_k_heads, times)
@@ -174,7 +174,7 @@ def _fused_delta_net(m: Any) -> MixerStyle:
 
 
 def _delta_net(m: Any) -> MixerStyle:
-    """Gated delta nets with queries, keys and values one after the other (qwen3_5), or apart (olmo_hybrid)."""
+    """Gated delta nets with queries, keys and values in one projection (qwen3_5), or in three (olmo_hybrid)."""
     keys, values, each, counts = _delta_heads(m)
     joint = (keys, keys, values)
     return _style(
@@ -188,7 +188,7 @@ def _delta_net(m: Any) -> MixerStyle:
 
 
 def _kimi_delta(m: Any) -> MixerStyle:
-    """Kimi delta attention (arXiv:2510.26692): a decay per channel; low-rank entries are whole."""
+    """Kimi delta attention (arXiv:2510.26692): a decay per channel; first matrices of low-rank pairs are whole."""
     heads, inner = _heads(m.num_heads), _heads(m.num_heads, m.head_dim)
     return _style(
         m, output="o_proj", inner=inner,
@@ -203,7 +203,7 @@ def _kimi_delta(m: Any) -> MixerStyle:
 
 
 def _lightning(m: Any) -> MixerStyle:
-    """Lightning attention (MiniMax-01, arXiv:2501.08313): decays of heads are buffers, the norm is of all heads."""
+    """Lightning attention (MiniMax-01, arXiv:2501.08313): decays of heads are buffers; the norm spans all heads."""
     heads, inner = _heads(m.num_attention_heads), _heads(m.num_attention_heads, m.head_dim)
     return _style(
         m, output="out_proj", inner=inner,
@@ -218,7 +218,7 @@ def _lightning(m: Any) -> MixerStyle:
 
 
 def _recurrent_unit(m: Any) -> MixerStyle:
-    """RG-LRU blocks (Griffin, arXiv:2402.19427): gates are of blocks of channels. They read positions, too."""
+    """RG-LRU blocks (Griffin, arXiv:2402.19427): one gate matrix per block of channels. They also read positions."""
     unit = m.rg_lru
     blocks, inner = _heads(unit.num_attention_heads), _heads(unit.num_attention_heads, unit.block_width)
     gates = (f"rg_lru.{gate}_gate_{leaf}" for gate in ("input", "recurrent") for leaf in ("weight", "bias"))

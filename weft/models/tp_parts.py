@@ -10,9 +10,9 @@ Range = tuple[int, int]  # first, how many
 
 @dataclass(frozen=True)
 class Part:
-    """`count` items of `width` elements each, consecutive along the divided dimension. heads: every rank gets equally
-    many. repeat: several ranks may hold the same item, where there are fewer items (heads of keys and values) than
-    ranks."""
+    """`count` items of `width` elements each, consecutive along the divided dimension. heads: every rank gets the same
+    number of items. repeat: several ranks may hold the same item, if there are fewer items (heads of keys and values)
+    than ranks."""
 
     count: int
     width: int = 1
@@ -21,20 +21,20 @@ class Part:
 
     @property
     def size(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return self.count * self.width
 
 
 @dataclass(frozen=True)
 class Style:
-    """The division of one parameter. dim: divided part by part; None: every rank holds all of it."""
+    """The division of one parameter. dim: the dimension that is divided, part by part; None: every rank holds all."""
 
     dim: int | None = None
     parts: tuple[Part, ...] = ()
 
 
 def dealt(part: Part, ranks: int) -> tuple[list[Range], int] | None:
-    """The items of each rank, and how many ranks have the same. None where the part does not divide."""
+    """(items of each rank, number of ranks that hold the same ones); None if the part does not divide."""
     if part.repeat and part.count < ranks and ranks % part.count == 0:
         return repeated_ranges(part.count, ranks), ranks // part.count
     if part.count % ranks == 0 or (not part.heads and part.count >= ranks):
@@ -43,7 +43,7 @@ def dealt(part: Part, ranks: int) -> tuple[list[Range], int] | None:
 
 
 def ranges_of(parts: Sequence[Part], place: int, ranks: int) -> list[Range]:
-    """The elements of one rank, part by part. The parts must divide."""
+    """The ranges of elements of the rank at `place`, part by part. The parts must divide."""
     found, offset = [], 0
     for part in parts:
         items = dealt(part, ranks)

@@ -1,7 +1,7 @@
-"""How tensor parallelism may divide each parameter: a fact of the family, for any mesh.
+"""How tensor parallelism divides each parameter: rules on the module tree, for any family.
 
-Styles follow from the module tree. Linear layers that enter attention or an MLP are divided by outputs (heads,
-intermediate width), those that leave it by inputs. A matrix that no rule knows is an error with its name.
+Linear layers that enter attention or an MLP are divided by outputs (heads, intermediate width), those that leave it by
+inputs. A matrix that no rule knows is an error with its name.
 """
 
 from __future__ import annotations
@@ -25,31 +25,31 @@ from weft.models.tp_parts import Part, Style
 from weft.models.train_module import TrainModule, ValueHead
 
 QUERY = ("q_proj", "q_b_proj")
-GATES = ("gate_proj", "g_proj")  # of what each head gives
+GATES = ("gate_proj", "g_proj")  # gates of the heads' outputs
 KEY_VALUE = ("k_proj", "v_proj")
 LATENT = ("kv_b_proj",)  # MLA: keys and values of every head from one latent
-FUSED = ("qkv_proj", "c_attn")  # queries, keys and values, one after the other
-MIXED = ("query_key_value",)  # head by head, or group by group: its queries, then its key and its value
+FUSED = ("qkv_proj", "c_attn")  # all queries, then all keys, then all values
+MIXED = ("query_key_value",)  # head by head, or group by group: queries, then key and value
 GATE_UP = ("gate_proj", "up_proj", "c_fc", "fc1", "dense_h_to_4h", "w1", "w3")
 FUSED_GATE_UP = ("gate_up_proj", "input_linear")
 OUT = ("o_proj", "out_proj", "dense", "down_proj", "c_proj", "fc2", "dense_4h_to_h", "w2", "output_linear")
-# What every rank of the axis computes with whole: low-rank entries of MLA, routers, gates of shared experts; what a
-# layer adds of its own to the tokens' embeddings; what projects the output of a shared block (zamba2).
+# Matrices that stay whole on every rank: low-rank entries of MLA, routers, gates of shared experts, per-layer inputs
+# (gemma4), the projection of a shared block's output (zamba2).
 WHOLE = (
     "q_a_proj", "kv_a_proj_with_mqa", "gate", "router", "shared_expert_gate", "per_layer_input_gate",
     "per_layer_projection", "linear",
 )  # fmt: skip
-_LAYER = re.compile(r"DecoderLayer$")  # a layer inside of a layer (zamba2)
+_LAYER = re.compile(r"DecoderLayer$")  # also a layer inside of a layer (zamba2)
 _ADDITIONS = "_adapter_list"
-# Intermediate widths are dealt in so many columns, because grouped products want rows aligned to 16 bytes.
+# Intermediate widths are dealt in units of so many columns, because grouped matmuls need rows aligned to 16 bytes.
 _COLUMNS = 8
 
 
 @dataclass(frozen=True)
 class Styles:
     """The styles of a model. of: parameter -> style. regions: modules that compute with divided weights, so that their
-    outputs are summed. biased: modules whose biases would be added once per rank. joined: norms over all heads together
-    -> the style of their input. mixers: those that carry state and are divided."""
+    outputs are summed. biased: modules whose bias every rank would add. joined: norm over all heads together -> style
+    of its input. attention: attention modules. mixers: divided mixers that carry state."""
 
     of: dict[str, Style] = field(default_factory=dict)
     regions: list[str] = field(default_factory=list)
@@ -60,9 +60,9 @@ class Styles:
 
 
 def find_styles(module: TrainModule, config: PretrainedConfig, ranks: int) -> Styles:
-    """The styles of all parameters. UserError, naming the parameter, where no rule knows a matrix.
+    """The styles of all parameters. Raises UserError, with the parameter's name, if no rule knows a matrix.
 
-    ranks: mixers whose heads do not divide by them are whole.
+    ranks: size of mesh.tp. Mixers whose heads do not divide by it stay whole.
     """
     found = Styles()
     of = found.of
@@ -86,7 +86,8 @@ def find_styles(module: TrainModule, config: PretrainedConfig, ranks: int) -> St
 
 
 def check_states(module: TrainModule, config: PretrainedConfig, names: Sequence[str], ranks: int) -> None:
-    """UserError where `hidden/MODULE` names a module whose output is divided over ranks."""
+    """Raises UserError if a readout `hidden/MODULE` names a module inside one that is divided over ranks. names: the
+    MODULEs."""
     for region in find_styles(module, config, ranks).regions if names else ():
         inside = next((name for name in names if name.startswith(f"{region}.")), None)
         if inside is not None:
@@ -97,8 +98,8 @@ def check_states(module: TrainModule, config: PretrainedConfig, names: Sequence[
 
 
 def _of_adapters(module: nn.Module, of: Mapping[str, Style]) -> Iterator[tuple[str, Style]]:
-    """Of what an adapter adds to a weight: B is divided as the weight's outputs are, A as its inputs; the other of the
-    two is whole. of: of the weights."""
+    """Styles of adapters: B is divided as the weight's outputs are, or A as its inputs are; the other matrix is whole.
+    of: styles of the weights."""
     for name, child in module.named_modules():
         if not isinstance(child, LowRank):
             continue
@@ -110,14 +111,14 @@ def _of_adapters(module: nn.Module, of: Mapping[str, Style]) -> Iterator[tuple[s
 
 
 def _outputs_dim(owner: Any) -> int:
-    """The dimension of a weight that its layer's outputs come from."""
+    """The dimension of a layer's weight that indexes its outputs."""
     if hf.is_fused_experts(owner):
         return 2 if owner.is_transposed else 1
     return 1 if hf.is_transposed(owner) or isinstance(owner, nn.Embedding) else 0
 
 
 def _is_whole(name: str, module: TrainModule) -> bool:
-    """Whether a matrix may stay whole: those that are known, and whatever lies outside of the layers."""
+    """Whether a matrix may stay whole: those of WHOLE, and all outside the decoder layers."""
     inside = name.removeprefix(f"{module.facts.layers}.")
     return inside == name or not set(WHOLE).isdisjoint(inside.split("."))
 
@@ -139,7 +140,7 @@ def _of_layer(name: str, layer: nn.Module, config: PretrainedConfig, ranks: int,
 
 
 def _of_additions(name: str, block: nn.Module, of: Mapping[str, Style]) -> Iterator[tuple[str, Style]]:
-    """What a shared block adds to its projections, for each layer that runs it (zamba2): pairs of low-rank matrices."""
+    """Styles of the low-rank pairs that a shared block adds to its projections for each layer that runs it (zamba2)."""
     for path, module in block.named_modules(prefix=name):
         owner, _, leaf = path.rpartition(".")
         if leaf.endswith(_ADDITIONS):
@@ -194,7 +195,7 @@ def _of_attention(name: str, module: nn.Module, config: PretrainedConfig, found:
         elif "norm" in leaf:
             yield from _of_norm(path, leaf, child, module, (heads, pairs), found)
     for leaf, parameter in module.named_parameters(recurse=False):
-        if tuple(parameter.shape) == (heads,):  # sinks
+        if tuple(parameter.shape) == (heads,):  # attention sinks
             yield f"{name}.{leaf}", Style(0, (Part(heads, heads=True),))
 
 
@@ -209,7 +210,7 @@ def _mixed(name: str, linear: nn.Module, heads: int, pairs: int, config: Pretrai
 def _of_norm(
     path: str, leaf: str, norm: nn.Module, attention: nn.Module, counts: tuple[int, int], found: Styles
 ) -> Iterator[tuple[str, Style]]:
-    """A norm of queries or keys: of each head, with one weight (whole) or a weight of its own, or of all together."""
+    """Style of a norm of queries or keys: per head, with a shared weight (whole) or one per head; or over all heads."""
     projection = getattr(attention, f"{leaf[0]}_proj", None)
     weight = getattr(norm, "weight", None)
     if projection is None or weight is None:
@@ -234,7 +235,7 @@ def _of_mlp(name: str, module: nn.Module, found: Styles) -> Iterator[tuple[str, 
 
 
 def _of_experts(name: str, experts: nn.Module, found: Styles) -> Iterator[tuple[str, Style]]:
-    """All experts' weights are one tensor, [experts, out, in], or [experts, in, out] where it is transposed."""
+    """Styles of experts whose weights are one tensor: [experts, out, in], or transposed, [experts, in, out]."""
     transposed = experts.is_transposed if hf.is_fused_experts(experts) else _is_transposed(experts)
     for leaf, parameter in experts.named_parameters(recurse=False):
         if leaf.startswith("down_proj"):
@@ -248,19 +249,19 @@ def _of_experts(name: str, experts: nn.Module, found: Styles) -> Iterator[tuple[
         dim = 2 if transposed and parameter.ndim == 3 else 1
         width = parameter.shape[dim]
         if leaf.startswith("gate_up_proj") and not getattr(experts, "is_concatenated", True):
-            yield f"{name}.{leaf}", Style(dim, (_columns(width // 2, 2),))  # gate and up take turns
+            yield f"{name}.{leaf}", Style(dim, (_columns(width // 2, 2),))  # columns of gate and up alternate
         else:
             halves = 2 if leaf.startswith("gate_up_proj") else 1
             yield f"{name}.{leaf}", Style(dim, (_columns(width // halves),) * halves)
 
 
 def _is_transposed(experts: nn.Module) -> bool:
-    """Of experts that do not say it: [experts, in, 2 x width] and [experts, width, out]."""
+    """Whether weights are [experts, in, 2 x width] and [experts, width, out], for experts without `is_transposed`."""
     return bool(experts.gate_up_proj.shape[2] == 2 * experts.down_proj.shape[1])
 
 
 def _columns(width: int, each: int = 1) -> Part:
-    """An intermediate width of so many columns, each `each` elements wide."""
+    """`width` columns of `each` elements, in items of _COLUMNS columns if that divides the width."""
     unit = _COLUMNS if width % _COLUMNS == 0 else 1
     return Part(width // unit, unit * each)
 

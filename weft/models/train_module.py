@@ -38,14 +38,15 @@ class Head(nn.Module):
         self.weight = linear.weight  # [V, H]; the embedding's own Parameter where they are tied
         self.bias = linear.bias
         self.transform = transform
-        self.temperature = 1.0  # what logits are divided by, after the family's own transform
-        self.exact = False  # readouts are, to the last bit, what a sampler records
+        self.temperature = 1.0  # divides the logits, after the family's own transform
+        self.exact = False  # readouts equal, bit for bit, what a sampler records
         self.lora: LowRank | None = None
         self.shard: VocabularyShard | None = None
         self._enter: Callable[[Tensor], Tensor] = lambda hidden: hidden
 
     def divide(self, shard: VocabularyShard, enter: Callable[[Tensor], Tensor]) -> None:
-        """Compute with a part of the vocabulary. enter: sums the gradient of hidden states over the ranks."""
+        """Compute with this rank's shard of the vocabulary. enter: identity on hidden states whose backward sums the
+        gradient over the ranks."""
         self.shard, self._enter = shard, enter
 
     def forward(
@@ -56,11 +57,11 @@ class Head(nn.Module):
         direction: Direction | None = None,
         chosen_NC: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        """Readouts of the distribution over each target: `logprob` and, if asked for, `entropy`, [N] fp32.
+        """Readouts of each prediction: `logprob` of the target and, if in `readouts`, `entropy`, [N] fp32.
 
-        direction: that of the gradient of logprob, where it is known; saves a pass. `top1` replaces `entropy`, without
+        direction: the gradient of logprob up to a factor, if known; saves a pass. `top1` replaces `entropy`, without
         gradients: 1 where no token is likelier than the target. chosen_NC: the tokens of `chosen_logits`
-        (objectives/readouts.py); with `entropy`, single logits cost another pass.
+        (objectives/readouts.py). Single logits together with `entropy` cost another pass.
         """
         hidden_NH, weight = self._enter(hidden_NH.to(self.weight.dtype)), self.weight
         if self.lora is not None and self.lora.switch.on:
@@ -106,7 +107,7 @@ class Head(nn.Module):
         readouts: Collection[str],
         chosen_NC: Tensor | None,
     ) -> dict[str, Tensor]:
-        """The target is one more chosen token, whose logit gives `logprob`."""
+        """Readouts of single logits. The target is one more chosen token, whose logit gives `logprob`."""
         tops = [name for name in readouts if name.startswith(TOP)]
         ids = targets_N[:, None] if chosen_NC is None else torch.cat([targets_N[:, None], chosen_NC], 1)
         got = selected_logits(
@@ -115,7 +116,7 @@ class Head(nn.Module):
         )  # fmt: skip
         out = {"logprob": got.chosen[:, 0] - got.logsumexp, "logsumexp": got.logsumexp}
         if chosen_NC is not None:
-            out["chosen_logits"] = got.chosen[:, 1:].clone()  # FSDP's hooks do not hold on a view
+            out["chosen_logits"] = got.chosen[:, 1:].clone()  # FSDP's hooks do not work on a view
         for name in tops:
             count = name.removeprefix(TOP)
             out |= {name: got.top[:, : int(count)].clone(), TOP_IDS + count: got.top_ids[:, : int(count)]}
@@ -141,14 +142,14 @@ class ValueHead(Head):
         wide = torch.promote_types(self.weight.dtype, torch.float32)
         bias = None if self.bias is None else self.bias.to(wide)
         value_N1 = nn.functional.linear(hidden_NH.to(wide), self.weight.to(wide), bias)
-        return {"value": value_N1[:, 0].clone()}  # FSDP's hooks do not hold on a view
+        return {"value": value_N1[:, 0].clone()}  # FSDP's hooks do not work on a view
 
 
 @dataclass
 class Passage:
-    """What a stage of a pipeline receives and sends in one forward (models/pipeline.py). is_last: of the stages.
-    others: (module, name, what stands there during its forward) where a rank has other stages, too. mixers: how many of
-    its modules carry state."""
+    """What a pipeline stage receives and sends in one forward (models/pipeline.py). is_last: whether it is the last
+    stage. others: (parent module, child's name, stand-in during this stage's forwards), if the rank has other stages.
+    mixers: how many of the stage's modules carry state."""
 
     is_last: bool
     others: Sequence[tuple[nn.Module, str, nn.Module]] = ()
@@ -158,7 +159,7 @@ class Passage:
 
     @contextmanager
     def entered(self, received: Tensor | None) -> Iterator[None]:
-        """Inside, a forward of the model is one of this stage."""
+        """Inside, a forward of the model is this stage's. received: hidden states of the previous stage."""
         self.received = received
         own = [getattr(holder, name) for holder, name, _ in self.others]
         for holder, name, stand_in in self.others:
@@ -170,15 +171,15 @@ class Passage:
                 setattr(holder, name, module)
 
     def take(self) -> Tensor:
-        """What is to be sent; nothing of the forward is kept."""
+        """The hidden states to send. Drops all references to the forward's tensors."""
         sent = self.sent
         assert sent is not None, "the layers did not run"
         self.received = self.sent = None
-        return sent.clone() if sent._is_view() else sent  # FSDP's hooks do not hold on a view
+        return sent.clone() if sent._is_view() else sent  # FSDP's hooks do not work on a view
 
 
 class TrainModule(nn.Module):
-    """fully_shard's root. `hf_model` is kept unregistered, for facts and conversion rules only."""
+    """The root module for fully_shard. `hf_model` is kept unregistered, for facts and conversion rules only."""
 
     def __init__(self, model: PreTrainedModel, values: bool = False) -> None:
         """values: the model's class has one output per token instead of logits (hf.with_values)."""
@@ -188,13 +189,13 @@ class TrainModule(nn.Module):
         linear = model.get_submodule(self.facts.head)
         assert isinstance(linear, nn.Linear)
         self.add_module(self.facts.head, ValueHead(linear) if values else Head(linear, self.facts.transform))
-        # The linear layer goes, or its whole weight would stay in memory beside the shards.
+        # Drops the linear layer, whose whole weight would stay in memory beside the shards.
         setattr(model, self.facts.head, self.head)
         object.__setattr__(self, "hf_model", model)
         self.takes_positions = hf.accepts(self.base, "position_ids")
         self.bounds_argument = family_of(self.facts.model_type).bounds_argument
         self.mixers: dict[str, Boundary] = keep_apart(self.layers)
-        self.passages: list[Passage] = []  # of the stages of a pipeline that it has; none: it is a whole model
+        self.passages: list[Passage] = []  # of this rank's pipeline stages; empty for a whole model
 
     hf_model: PreTrainedModel
 
@@ -247,7 +248,7 @@ class TrainModule(nn.Module):
         return out
 
     def _mixed(self) -> int:
-        """Calls so far of modules that carry state, document by document."""
+        """Number of calls so far, on packed rows, of modules that carry state."""
         return sum(boundary.calls for boundary in set(self.mixers.values()))
 
     def forward(
@@ -269,12 +270,12 @@ class TrainModule(nn.Module):
     ) -> dict[str, Tensor]:
         """Readouts at the selected positions of the flattened [B T]; the head runs nowhere else.
 
-        Of a stage of a pipeline but the last: `sent`, its hidden states, instead. received: those of the stage before.
-        chunk: which of this rank's stages.
+        A pipeline stage other than the last returns `sent`, its hidden states, instead. received: hidden states of the
+        previous stage. chunk: which of this rank's stages runs.
 
         chosen_NC: see Head. media, borrowed, exchange: see Row. `hidden/MODULE`: [N, width], the output of a module at
-        the position of the prediction. balance: also returns `balance`, the row's sum of the experts' auxiliary loss,
-        or `choices` instead (objectives/balance.py), where a layer has experts.
+        the position of the prediction. balance: if a layer has experts, also return `balance`, the row's sum of their
+        auxiliary loss, or, when counting, `choices` and `layers` (objectives/balance.py).
         """
         extra: dict[str, Any] = {} if balance is None else {"output_router_logits": True}
         extra |= media or {}
@@ -293,7 +294,7 @@ class TrainModule(nn.Module):
 
 
 def _of_routers(logits: Sequence[Tensor] | None, balance: Balance) -> dict[str, Tensor]:
-    """logits: of each layer with experts."""
+    """The routers' readouts. logits: router logits of each layer with experts."""
     if not logits:
         return {}
     if balance.counting:

@@ -1,6 +1,6 @@
-"""What a model has for images and videos: its tower, its placeholders, and how its positions follow them.
+"""The vision side of a model: its tower, its placeholder tokens, and positions that depend on images and videos.
 
-T tokens of a document, V rows that a vision tower reads.
+T tokens of a document.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class Vision:
     """The vision of one model.
 
     image, video: token ids of placeholders. parts: names of the modules that are neither decoder nor head. smallest:
-    forward arguments of the smallest image. patch: pixels of a patch's side. both_ways: tokens of an image attend to
-    each other, later ones too. clip: forward arguments of the shortest video; None where weft does not know how the
-    model takes one. layers: after so many of the first decoder layers, features of the tower are added to hidden states
-    (DeepStack: Meng et al. 2024, arXiv:2406.04334).
+    forward arguments of the smallest image. patch: side of a patch in pixels. both_ways: tokens of an image also attend
+    to later tokens of it. clip: forward arguments of the shortest video; None if weft does not know how the model takes
+    one. layers: number of first decoder layers after which features of the tower are added to hidden states (DeepStack:
+    Meng et al. 2024, arXiv:2406.04334).
     """
 
     image: int
@@ -46,12 +46,12 @@ class Vision:
 
     @property
     def merge(self) -> int:
-        """Patches on each side of a feature, of towers with grids of patches."""
+        """Patches on each side of a feature; for towers with grids of patches only."""
         return int(self.smallest["image_grid_thw"][0, 1])
 
     @property
     def has_grids(self) -> bool:
-        """Whether images, and frames of videos, are rows of patches that the tower computes each for itself."""
+        """Whether the tower takes grids of patches, and computes each image, and each frame of a video, by itself."""
         return "image_grid_thw" in self.smallest
 
     def token_types(self, tokens_T: Tensor) -> Tensor:
@@ -60,7 +60,8 @@ class Vision:
         return types if self.video is None else types + 2 * (tokens_T == self.video).int()
 
     def positions(self, base: nn.Module, tokens_T: Tensor, inputs: Mapping[str, Tensor]) -> Tensor | None:
-        """[3, T] by the family's own rule (M-RoPE); None where images do not change positions."""
+        """[3, T]: positions by the family's own rule (M-RoPE); None if images do not change positions. inputs: forward
+        arguments of the document's images and videos."""
         if not hasattr(base, "get_rope_index"):
             return None
         known = {name: value for name, value in inputs.items() if hf.accepts(base, name) and "pixel" not in name}
@@ -70,8 +71,8 @@ class Vision:
         return positions[-3:, 0]
 
     def runs(self, base: nn.Module, inputs: Mapping[str, Tensor], count: int) -> list[int]:
-        """How the placeholders of a video lie in a text: all together, or those of each frame apart, as the family's
-        rule of positions asks. count: of them."""
+        """Lengths of the runs of placeholders of one video: one run, or one per frame, whichever the family's position
+        rule accepts. count: number of placeholders."""
         assert self.video is not None
         try:
             self.positions(base, torch.full((count,), self.video), inputs)
@@ -81,7 +82,7 @@ class Vision:
         return [count]
 
     def patches(self, inputs: Mapping[str, Tensor]) -> list[int]:
-        """Of each image, and of each frame that the tower sees, the positions that it forwards for these arguments."""
+        """Number of positions that the tower forwards for each image, and each frame, of these forward arguments."""
         grids = [inputs[name].tolist() for name in ("image_grid_thw", "video_grid_thw") if name in inputs]
         if grids:
             return [height * width for grid in grids for time, height, width in grid for _ in range(time)]
@@ -89,7 +90,7 @@ class Vision:
         return [shape[-2] * shape[-1] // self.patch**2] * math.prod(shape[:-3])
 
     def sample(self, generator: torch.Generator, wide: int = 1) -> dict[str, Tensor]:
-        """Forward arguments of an image of noise, `wide` times as wide as the smallest, where the tower allows that."""
+        """Forward arguments of an image of noise, `wide` times as wide as the smallest if the tower takes grids."""
         shapes = {name: value.shape for name, value in self.smallest.items()}
         if self.has_grids:
             merge, width = self.merge, shapes["pixel_values"][1]
@@ -111,7 +112,7 @@ class Vision:
         }
 
     def last_seen(self, tokens_T: Tensor) -> Tensor:
-        """[T]: the last token that each token sees: itself, or the last of its image."""
+        """[T]: index of the last token that each token sees: its own, or that of its image's last token."""
         ends, at = [], 0
         for kind, run in groupby(self.token_types(tokens_T).tolist()):
             count = len(list(run))
@@ -121,7 +122,7 @@ class Vision:
 
 
 def find_vision(base: nn.Module, facts: Facts) -> Vision | None:
-    """None where the model takes no images, or weft does not know what its tower reads."""
+    """The model's Vision; None if the model takes no images, or weft does not know the inputs of its tower."""
     config: Any = base.config
     if getattr(config, "vision_config", None) is None or not hf.accepts_by_name(base, "pixel_values"):
         return None
@@ -137,7 +138,7 @@ def find_vision(base: nn.Module, facts: Facts) -> Vision | None:
 
 
 def vision_parts(base: nn.Module, facts: Facts) -> tuple[str, ...]:
-    """Names, in the root, of the base's own modules that are not on the way to the decoder."""
+    """Names, relative to the root, of the base's children that do not contain the decoder; () without a tower."""
     if getattr(base.config, "vision_config", None) is None:
         return ()
     names = (f"{facts.base}.{name}" for name, _ in base.named_children())
@@ -173,7 +174,7 @@ def _within(name: str, outer: Iterable[str]) -> bool:
 
 
 def count_features(base: nn.Module, inputs: Mapping[str, Tensor]) -> int:
-    """The number of placeholders of images, or videos, with these forward arguments."""
+    """The number of placeholders that images, or videos, with these forward arguments need."""
     of: Any = base
     if "video_grid_thw" in inputs:
         pixels, grids = inputs["pixel_values_videos"], inputs["video_grid_thw"]
@@ -185,7 +186,7 @@ def count_features(base: nn.Module, inputs: Mapping[str, Tensor]) -> int:
 
 
 def _smallest(config: Any, base: nn.Module, patch: int) -> dict[str, Tensor] | None:
-    """The arguments of one grey image, as small as the family's tower takes it."""
+    """Forward arguments of one grey image of the smallest size that the tower takes; None if weft does not know it."""
     vision = config.vision_config
     if hf.accepts_by_name(base, "image_grid_thw"):
         merge, channels = vision.spatial_merge_size, getattr(vision, "in_channels", getattr(vision, "in_chans", 3))
@@ -194,14 +195,14 @@ def _smallest(config: Any, base: nn.Module, patch: int) -> dict[str, Tensor] | N
             "pixel_values": torch.full((merge * merge, width), 0.5),
             "image_grid_thw": torch.tensor([[1, merge, merge]]),
         }
-    if vision.model_type == "pixtral":  # images of any size; two tokens, because its code loses a dimension of one
+    if vision.model_type == "pixtral":  # any size; two tokens, because its code squeezes a dimension of one
         width = patch * getattr(config, "spatial_merge_size", 1)
         height = 2 * width
         return {"pixel_values": torch.full((1, 3, height, width), 0.5), "image_sizes": torch.tensor([[height, width]])}
     size = _first(getattr(vision, "image_size", None))
     if size is None:
         return None
-    if tilings := getattr(config, "image_grid_pinpoints", None):  # of an image only as many tiles as it has are read
+    if tilings := getattr(config, "image_grid_pinpoints", None):  # an image's own tiles are read, others are not
         tiles = 1 + max(height // size * (width // size) for height, width in tilings)
         return {"pixel_values": torch.full((1, tiles, 3, size, size), 0.5), "image_sizes": torch.tensor([[size, size]])}
     batch = (1, 1) if hf.accepts_by_name(base, "pixel_attention_mask") else (1,)
@@ -209,8 +210,8 @@ def _smallest(config: Any, base: nn.Module, patch: int) -> dict[str, Tensor] | N
 
 
 def _clip(base: nn.Module, smallest: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
-    """The arguments of a video of two frames as the tower sees them, each twice as wide as the smallest image; None
-    where the model takes no grid of frames."""
+    """Forward arguments of a video of two frames (as the tower counts them), each twice as wide as the smallest image;
+    None if the model takes no grids of frames."""
     named = all(hf.accepts_by_name(base, name) for name in ("pixel_values_videos", "video_grid_thw"))
     if not named or "image_grid_thw" not in smallest or not hasattr(base, "get_video_features"):
         return None
@@ -224,7 +225,7 @@ def _clip(base: nn.Module, smallest: Mapping[str, Tensor]) -> dict[str, Tensor] 
 
 
 def _first(size: Any) -> int | None:
-    """The height, of a height and a width."""
+    """The first of a (height, width), or the number itself; None for anything else."""
     found = size[0] if isinstance(size, list | tuple) else size
     return found if isinstance(found, int) else None
 
@@ -232,7 +233,8 @@ def _first(size: Any) -> int | None:
 def of_row(
     base: nn.Module, inputs: Mapping[str, Any], borrowed: bool, exchange: FeatureExchange | None
 ) -> AbstractContextManager[None]:
-    """How a row's images and videos go through the tower. inputs, borrowed, exchange: as in Row."""
+    """The context in which a row's images and videos go through the tower. inputs: as Row.media; borrowed, exchange: as
+    in Row."""
     if exchange is not None:
         return travelling(base, exchange)
     return without_features(base) if borrowed else one_pass(base, inputs)
@@ -240,7 +242,7 @@ def of_row(
 
 @contextmanager
 def without_features(base: nn.Module) -> Iterator[None]:
-    """Inside, the tower runs, and none of what it computes is used: its gradients are zeros.
+    """Inside, the tower runs but its features are dropped, so that its gradients are zeros.
 
     Ranks without images run it on the smallest image, so that all ranks gather and reduce the same parameters.
     """
@@ -256,7 +258,7 @@ def without_features(base: nn.Module) -> Iterator[None]:
 @contextmanager
 def one_pass(base: nn.Module, inputs: Mapping[str, Any]) -> Iterator[None]:
     """Inside, the images and videos of a row go through the tower together, so that a rank with both gathers and
-    reduces its parameters as often as one with either."""
+    reduces the tower's parameters as often as a rank with one of them."""
     if not {"pixel_values", "pixel_values_videos"} <= inputs.keys():
         yield
         return
@@ -276,8 +278,8 @@ def one_pass(base: nn.Module, inputs: Mapping[str, Any]) -> Iterator[None]:
 
 @contextmanager
 def travelling(base: nn.Module, exchange: FeatureExchange) -> Iterator[None]:
-    """Inside, the tower's features go to the ranks that have their tokens. The images that it is given are those that
-    this rank computes, frames of videos among them."""
+    """Inside, the tower's features are sent to the ranks that have their tokens. Its inputs must be the images, and
+    frames of videos, that this rank computes."""
     of_class: Any = type(base).get_image_features
     kept: list[Any] = []
 
@@ -292,7 +294,7 @@ def travelling(base: nn.Module, exchange: FeatureExchange) -> Iterator[None]:
 
 @contextmanager
 def _in_place_of(base: nn.Module, **methods: Callable[..., Any]) -> Iterator[None]:
-    """Inside, the base's own methods of these names are others."""
+    """Inside, `methods` replace the base's own methods of the same names."""
     for name, method in methods.items():
         object.__setattr__(base, name, method)
     try:
@@ -303,8 +305,8 @@ def _in_place_of(base: nn.Module, **methods: Callable[..., Any]) -> Iterator[Non
 
 
 def _changed(out: Any, change: Callable[[Sequence[Tensor]], Sequence[Tensor]]) -> Any:
-    """A tower's output with its features changed: its fields hold a tensor for each image, or a list of such for each
-    of several layers. Other fields are left out, because nobody reads them."""
+    """A tower's output with `change` applied to its features. A field with features is a list of one tensor per image,
+    or a list of such lists, one per layer. Other fields are left out, because nobody reads them."""
 
     def of(value: Any) -> Any:
         return change(value) if all(isinstance(one, Tensor) for one in value) else [of(one) for one in value]

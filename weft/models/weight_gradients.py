@@ -1,7 +1,7 @@
 """Gradients of linear layers' weights, computed after the backward of their row instead of in it.
 
-A later stage of a pipeline waits for gradients of hidden states, and nobody for those of weights (zero bubble: Qi et
-al. 2023, arXiv:2401.10241). X what a layer takes and Y what it gives, each [..., width].
+The previous stage of a pipeline waits for the gradients of hidden states, but no stage waits for those of weights (zero
+bubble: Qi et al. 2023, arXiv:2401.10241). x, y: a layer's input and output, [..., width].
 """
 
 from __future__ import annotations
@@ -16,33 +16,33 @@ Delayed = list[Callable[[], None]]  # each adds to the gradient of one weight
 
 
 class WeightGradients:
-    """Hooks of a model's linear layers. Within a forward, a layer computes with a detached weight, and its backward
-    notes what the weight's gradient is made of. Other weights get theirs in backward, as ever."""
+    """Hooks on a model's linear layers. In forward, a layer computes with a detached weight; its backward notes how to
+    compute the weight's gradient. Weights of other modules get their gradients in backward as usual."""
 
     def __init__(self, module: nn.Module) -> None:
-        """After whatever else hooks linear layers: what other hooks make of inputs and outputs is not the layer's."""
+        """Must come after all other hooks on linear layers, so that these see the layer's own input and output."""
         self._noted: Delayed = []
-        self._within: list[tuple[nn.Module, nn.Parameter]] = []  # a recomputed layer may be inside of another
+        self._within: list[tuple[nn.Module, nn.Parameter]] = []  # a stack, because recomputed layers may nest
         for child in module.modules():
             if type(child) is nn.Linear:
                 child.register_forward_pre_hook(self._enter)
                 child.register_forward_hook(self._leave, prepend=True, always_call=True)
 
     def take(self) -> Delayed:
-        """What backwards have noted since the last call."""
+        """The gradients noted by backwards since the last call."""
         noted, self._noted = self._noted, []
         return noted
 
     def _enter(self, linear: nn.Module, args: tuple[Any, ...]) -> None:
         weight = linear._parameters["weight"]
         assert weight is not None
-        is_whole = weight.is_leaf  # and not a slice of one, in a part of a mixer
+        is_whole = weight.is_leaf  # not a slice, as in a part of a mixer
         if is_whole and weight.requires_grad and torch.is_grad_enabled() and args[0].requires_grad:
             self._within.append((linear, weight))
             linear._parameters["weight"] = nn.Parameter(weight.detach(), requires_grad=False)
 
     def _leave(self, linear: nn.Module, args: tuple[Any, ...], output: Tensor | None) -> Tensor | None:
-        """output: None where the forward has ended with an exception, as recomputation does."""
+        """output: None if the forward raised, as recomputation does when it stops early."""
         if not self._within or self._within[-1][0] is not linear:
             return output
         _, weight = self._within.pop()
@@ -58,7 +58,7 @@ class WeightGradients:
 
 
 class _Note(torch.autograd.Function):
-    """What a layer gives, unchanged."""
+    """Identity on a layer's output; its backward notes the weight's gradient."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, x: Tensor, weight: nn.Parameter, note: Callable[..., None]) -> Tensor:

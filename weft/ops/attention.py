@@ -23,7 +23,7 @@ from weft.ops.per_document import per_document
 from weft.ops.shapes import shapes_of_flash
 from weft.versions import varlen_attention
 
-EXACT = "exact"  # in place of a kernel of the table: rl.on_policy=exact
+EXACT = "exact"  # used instead of the table's kernels with rl.on_policy=exact
 
 
 # ---------------------------------------------------------------- kernels: each returns [B, H, T, E]
@@ -52,11 +52,11 @@ def flash_rows(
     scale: float,
     window: tuple[int, int],
 ) -> Tensor:
-    """[tokens, H, E] of tensors [tokens, heads, width]. cu_queries, cu_keys: where documents begin, int32. window: to
-    the left and to the right of a token; -1: without end.
+    """Flash attention of documents laid end to end: [tokens, H, E] from tensors [tokens, heads, width].
 
-    The kernel's heads have one width for queries, keys and values, a multiple of 8; they are padded with zeros, which
-    change nothing.
+    cu_queries, cu_keys: cumulative lengths of the documents, int32. window: tokens that a token sees to its left and to
+    its right; -1: unlimited. The kernel needs one head width for queries, keys and values, a multiple of 8; heads are
+    padded with zeros, which do not change the result.
     """
     width = -(-max(query.shape[-1], value.shape[-1]) // 8) * 8
     q, k, v = (x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in (query, key, value))
@@ -67,7 +67,7 @@ def flash_rows(
 
 
 def _cumulative(call: Call) -> tuple[Tensor, int]:
-    """Cumulative lengths over the flattened batch; padded entries keep their padding as part of them."""
+    """(cumulative lengths over the flattened batch, the longest). Padding of a padded entry counts as part of it."""
     bounds = call.bounds
     if not bounds.padded:
         assert bounds.cu_seqlens is not None
@@ -80,7 +80,7 @@ def _cumulative(call: Call) -> tuple[Tensor, int]:
 
 
 def flex(call: Call) -> Tensor:
-    """torch's flex attention (CUDA, compiled), which has soft-caps and sinks, unlike flash kernels."""
+    """torch's flex attention (CUDA, compiled), which supports soft-caps and sinks, unlike flash kernels."""
     from weft.ops.flex import flex_documents
 
     return flex_documents(call)
@@ -88,8 +88,8 @@ def flex(call: Call) -> Tensor:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel and the calls that it supports. any_scores: also those that change scores, or see later tokens. widths:
-    of queries, keys and values, per head."""
+    """A kernel and the calls that it supports. any_scores: supports soft-caps, sinks, and tokens that see later ones.
+    widths: supported head widths of queries, keys and values."""
 
     run: Callable[[Call], Tensor]
     cuda_only: bool
@@ -107,8 +107,8 @@ class Kernel:
         )
 
 
-# In order of preference: `auto` takes the first that suits the call. Flash kernels end at a width of 256. flex begins
-# at 16; beyond 256 its tiles do not fit every GPU's shared memory, and torch's memory-efficient kernel, which
+# In order of preference: `auto` takes the first that suits the call. Flash kernels support widths up to 256. flex needs
+# 16 or more; beyond 256 its tiles do not fit every GPU's shared memory, while torch's memory-efficient kernel, which
 # per_document runs there, takes any width.
 KERNELS: dict[str, Kernel] = {
     "varlen": Kernel(varlen, cuda_only=True, needs_16_bit=True, any_scores=False, widths=range(1, 257)),
@@ -118,7 +118,8 @@ KERNELS: dict[str, Kernel] = {
 
 
 def choose(preference: str, device: torch.device, dtype: torch.dtype, traits: Traits) -> str:
-    """The kernel for calls of this kind: the preferred one, or the first that supports them."""
+    """The kernel for calls of this kind: the preferred one or, for `auto`, the first that supports them. Raises
+    ValueError if the preferred one does not."""
     if preference == "auto":
         return next(name for name, kernel in KERNELS.items() if kernel.suits(device, dtype, traits))
     if not KERNELS[preference].suits(device, dtype, traits):
@@ -131,7 +132,8 @@ def choose(preference: str, device: torch.device, dtype: torch.dtype, traits: Tr
 
 # ---------------------------------------------------------------- the function registered with transformers
 
-# model_type -> what to do to a call of a family that HuggingFace's arguments do not fully describe.
+# model_type -> function (module, query, kwargs) -> (query, bounds), for families whose calls need more than
+# HuggingFace's arguments say.
 Adapter = Callable[[nn.Module, Tensor, dict[str, Any]], tuple[Tensor, Bounds | None]]
 ADAPTERS: dict[str, Adapter] = {}
 _watching: list[Callable[[Call], None]] = []
@@ -156,7 +158,7 @@ def attend(
     attention_mask: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention function: returns ([B, T, H, E], None). RuntimeError without bounds."""
+    """transformers' attention function: returns ([B, T, H, E], None). Raises RuntimeError without bounds."""
     bounds: Bounds | None = kwargs.get(BOUNDS_ARGUMENT)
     adapter = ADAPTERS.get(getattr(getattr(module, "config", None), "model_type", ""))
     if adapter is not None:

@@ -2,7 +2,7 @@
 
 Shapes: B batch, T tokens of a row, H query heads, K key heads (H a multiple of K), D head width, E value width.
 A row is packed (B = 1, documents end to end) or padded (documents right-padded, one per batch entry). Bounds travel
-as the forward argument `doc_bounds`; the row's own mask is never trusted, because HuggingFace's is wrong for some.
+as the forward argument `doc_bounds`; HuggingFace's own mask is ignored, because it is wrong for some families.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class Bounds:
 
     lengths: tokens of each document. padded: one document per batch entry, right-padded, instead of end to end.
     cu_seqlens: [documents + 1] int32 on the row's device, for kernels that need it. firsts: each document's first
-    position here; None: 0. key_lengths, cu_keys: the same for keys, where a document has more keys than queries; its
-    queries are then the last of them. last_seen: [T] int32 of a packed row, the place of the last token that each sees,
-    where tokens of an image see later ones of it; None: itself. context: shared documents of the row (mesh.cp). cache:
-    what kernels derive once per row. past: in generation, [B] tokens before each entry's new one; keys and values come
-    from a cache. even: all of `past` are equal.
+    position here; None: 0. key_lengths, cu_keys: the same for keys, if documents have more keys than queries; queries
+    are then the last tokens of their document. last_seen: [T] int32 of a packed row, index of the last token that each
+    token sees (tokens of an image see later ones of it); None: itself. context: documents of the row that are shared
+    over mesh.cp. cache: values that kernels derive once per row. past: in generation, [B] tokens before each entry's
+    new one; keys and values come from a cache. even: all of `past` are equal.
     """
 
     lengths: tuple[int, ...]
@@ -68,7 +68,7 @@ def _cumulative(lengths: tuple[int, ...], device: torch.device) -> Tensor | None
 
 @dataclass(frozen=True, order=True)
 class Traits:
-    """Features that calls of one kind need beyond causality. width: of queries and keys, per head."""
+    """What a kernel must support, beyond causality, for calls of one kind. width: head width of queries and keys."""
 
     width: int
     value_width: int
@@ -76,7 +76,7 @@ class Traits:
     window: bool = False
     softcap: bool = False
     sinks: bool = False
-    images: bool = False  # whose tokens see later ones of the same image
+    images: bool = False  # tokens of an image see later ones of it
 
     @property
     def names(self) -> list[str]:

@@ -1,7 +1,7 @@
-"""A causal function of sequences, applied to every document of a packed row by itself.
+"""A causal function of sequences, applied separately to every document of a packed row.
 
-Neighbours of like length are one right-padded batch: what a causal function gives of a token does not depend on what
-follows it, so that padding is exact. n documents of at most L tokens in a group, T tokens of the row.
+Neighbours of similar length run as one right-padded batch. A causal function's result for a token does not depend on
+later tokens, so padding is exact. n documents of at most L tokens in a group, T tokens of the row.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from torch import Tensor
 
 from weft.ops.attention_call import Bounds
 
-# What calls cost beside the tokens of their batches, in tokens: each of them, and each token of their longest document,
-# because many functions go along the sequence in Python. Measured on a CPU (docs/benchmarks/hybrids.md): from half of
-# this to twice as much makes no difference there.
+# Costs besides the tokens of a batch, in tokens: of a call, and of each token of the longest document, because many
+# functions loop over the sequence in Python. Measured on a CPU (docs/benchmarks/hybrids.md); half or twice as much
+# makes no difference there.
 _CALL, _STEP = 32, 1
-_SHORTEST = 2  # a single token would be a decoding step to some models
+_SHORTEST = 2  # some models treat a single token as a decoding step
 
 
 @dataclass(frozen=True)
 class Group:
-    """Neighbours in a row. tokens: of them together. places: [tokens] of each in the flattened [n, L]; None where all
-    documents are as long as the longest."""
+    """Neighbouring documents that run as one batch. tokens: in all, without padding. places: [tokens] index of each
+    token in the flattened [n, L]; None if all documents have length L."""
 
     documents: int
     longest: int
@@ -34,22 +34,22 @@ class Group:
     places: Tensor | None
 
     def unfold(self, part: Tensor) -> Tensor:
-        """[n, L, ...] of [tokens, ...], with zeros behind documents."""
+        """[tokens, ...] -> [n, L, ...], with zeros after each document."""
         if self.places is not None:
             zeros = part.new_zeros(self.documents * self.longest, *part.shape[1:])
             part = zeros.index_copy(0, self.places, part)
         return part.unflatten(0, (self.documents, self.longest))
 
     def fold(self, batch: Tensor) -> Tensor:
-        """[tokens, ...] of [n, L, ...]."""
+        """[n, L, ...] -> [tokens, ...]."""
         flat = batch.flatten(0, 1)
         return flat if self.places is None else flat.index_select(0, self.places)
 
 
 def by_document(function: Callable[..., Any], bounds: Bounds, *args: Any, **kwargs: Any) -> Any:
-    """What `function` gives of each document, as of a row: a tensor [1, T, ...], or a tuple with one first and None.
+    """The results of `function` for each document, joined to a row: a tensor [1, T, ...], or a tuple of one and Nones.
 
-    What is of tokens among the arguments, [1, T, ...], is cut into documents; the rest is handed on as it is.
+    Arguments with a token dimension, [1, T, ...], are cut into documents; others are passed on unchanged.
     """
     tokens = sum(bounds.lengths)
     groups = groups_of(bounds, _device(tokens, args, kwargs))
@@ -64,14 +64,14 @@ def by_document(function: Callable[..., Any], bounds: Bounds, *args: Any, **kwar
 
 
 class _Split:
-    """Arguments cut at the borders of groups; each tensor once."""
+    """Cuts arguments at the borders of groups, each tensor only once."""
 
     def __init__(self, tokens: int, sizes: list[int]) -> None:
         self._tokens, self._sizes = tokens, sizes
         self._parts: dict[int, tuple[Tensor, ...]] = {}
 
     def of(self, value: Any, number: int, unfold: Callable[[Tensor], Tensor]) -> Any:
-        """The structure with this group's part in place of each tensor over tokens."""
+        """The arguments of group `number`: `value`, with the group's part in place of each tensor over tokens."""
         if isinstance(value, dict):
             return {name: self.of(own, number, unfold) for name, own in value.items()}
         if isinstance(value, tuple):
@@ -101,7 +101,7 @@ def _device(tokens: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch
 
 
 def groups_of(bounds: Bounds, device: torch.device) -> list[Group]:
-    """The groups of a row, found once."""
+    """The groups of a row, computed once per row."""
     if "groups" not in bounds.cache:
         ends = [0, *grouped(bounds.lengths)]
         lengths = [bounds.lengths[start:end] for start, end in pairwise(ends)]
@@ -110,7 +110,8 @@ def groups_of(bounds: Bounds, device: torch.device) -> list[Group]:
 
 
 def grouped(lengths: tuple[int, ...]) -> list[int]:
-    """Where groups end, in documents: the cheapest way to cut a row between documents of different lengths."""
+    """Where groups end, counted in documents: the cheapest cut of a row between documents of different lengths, by
+    dynamic programming."""
     runs = [(length, len(list(same))) for length, same in groupby(lengths)]
     best, cut = [0.0], [0]
     for end in range(1, len(runs) + 1):
@@ -118,7 +119,7 @@ def grouped(lengths: tuple[int, ...]) -> list[int]:
         for start in range(end - 1, -1, -1):
             longest, documents = max(longest, runs[start][0]), documents + runs[start][1]
             cost = _CALL + (_STEP + documents) * longest
-            if cost >= least:  # and more so with what comes before
+            if cost >= least:  # earlier documents only add to it
                 break
             if best[start] + cost < least:
                 least, first = best[start] + cost, start

@@ -1,7 +1,7 @@
 """Collectives over the ranks of a mesh axis: sums, maxima, all-gather, reduce-scatter, all-to-all.
 
-Besides process groups there is a version for threads of one process, with which a division of a model is tested where
-there is only one rank.
+Besides process groups, the threads of one process can act as ranks, so that a divided model can be tested in one
+process.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from weft.versions import reduce_scatter_single
 
 
 class Communicator(Protocol):
-    """Collectives: all ranks call each method together, with tensors of equal dtype and, but for all_to_all, equal
+    """Collectives: all ranks call each method together, with tensors of equal dtype and, except for all_to_all, equal
     shape."""
 
     def sum_(self, x: Tensor) -> None:
@@ -31,7 +31,7 @@ class Communicator(Protocol):
         ...
 
     def all_gather(self, x: Tensor) -> list[Tensor]:
-        """The ranks' x, in order of ranks."""
+        """Every rank's x, in order of ranks."""
         ...
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
@@ -39,8 +39,8 @@ class Communicator(Protocol):
         ...
 
     def all_to_all(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        """[sum(received), ...] from x [sum(sent), ...]: rank r gets the next sent[r] rows, and received[r] rows come
-        from it. Sizes may differ, and be 0."""
+        """[sum(received), ...] from x [sum(sent), ...]: in order, sent[r] rows of x go to rank r, and received[r] rows
+        come from it. Counts may differ, and be 0."""
         ...
 
 
@@ -52,7 +52,7 @@ def summed(x: Tensor, ranks: Communicator) -> Tensor:
 
 
 def added_up(x: Tensor, ranks: Communicator) -> Tensor:
-    """The sum over the ranks, each of which goes on with it to something of its own: gradients are summed, too."""
+    """The sum over the ranks, with a gradient. Each rank uses the sum in its own way, so backward sums gradients."""
     out: Tensor = _AddUp.apply(x, ranks)
     return out
 
@@ -69,7 +69,7 @@ class _AddUp(torch.autograd.Function):
 
 
 def all_to_all(x: Tensor, ranks: Communicator, sent: list[int], received: list[int]) -> Tensor:
-    """Communicator.all_to_all with a gradient, which travels back."""
+    """Communicator.all_to_all with a gradient: backward sends the rows' gradients back."""
     out: Tensor = _Exchange.apply(x, ranks, sent, received)
     return out
 
@@ -88,10 +88,10 @@ class _Exchange(torch.autograd.Function):
 
 @dataclass(frozen=True, eq=False)
 class FeatureExchange:
-    """The features of images, on their way from the ranks that compute them to those that have their tokens.
+    """Sends the features of images from the ranks that compute them to the ranks that have their tokens.
 
-    sent: which of this rank's go, rank by rank. order: which of those received belong to the row's image tokens in
-    turn, then to its video tokens. images: how many are of images.
+    sent: indices of this rank's features to send, rank by rank. order: indices of the received features in the order of
+    the row's image tokens, then of its video tokens. images: how many of these belong to images.
     """
 
     ranks: Communicator
@@ -112,7 +112,7 @@ class FeatureExchange:
 
 @dataclass(frozen=True)
 class GroupCommunicator:
-    """A process group."""
+    """The ranks of a process group."""
 
     group: dist.ProcessGroup
 
@@ -139,14 +139,14 @@ class GroupCommunicator:
 
 
 def process_group(ranks: Communicator) -> dist.ProcessGroup:
-    """The group behind ranks that are processes."""
+    """The process group of a GroupCommunicator."""
     assert isinstance(ranks, GroupCommunicator)
     return ranks.group
 
 
 @dataclass(frozen=True)
 class MetaCommunicator:
-    """`size` ranks that do not exist, for tensors on meta: results have shapes only."""
+    """`size` imaginary ranks, for tensors on meta: results have the right shapes and no values."""
 
     size: int
 
@@ -168,11 +168,10 @@ class MetaCommunicator:
 
 @dataclass(frozen=True)
 class ContextAxis:
-    """This rank's place among the ranks of cp, which share documents. They are ring x ulysses; ulysses is the inner
-    dimension.
+    """This rank's place among the ranks of mesh.cp, which share documents: ring x ulysses, with ulysses innermost.
 
-    ranks: all of them. ring: those with the same heads and different tokens. ulysses: those that exchange heads for
-    tokens. ring and ulysses are None where they have one rank.
+    ranks: all of them. ring: ranks with the same heads and different tokens. ulysses: ranks that exchange heads for
+    tokens. ring and ulysses are None if they have one rank.
     """
 
     place: int
@@ -189,8 +188,8 @@ class ContextAxis:
 
 @dataclass(eq=False)
 class ThreadGroup:
-    """The tensors that `size` threads exchange. A thread that fails must abort the barrier, or the others wait for
-    ever."""
+    """The tensors that `size` threads exchange. A thread that fails must abort the barrier, or the others wait
+    forever."""
 
     size: int
     values: list[Tensor] = field(default_factory=list)
@@ -202,7 +201,7 @@ class ThreadGroup:
 
 @dataclass(frozen=True, eq=False)
 class ThreadCommunicator:
-    """One thread of a group of threads that stand for ranks."""
+    """One thread of a group of threads that act as ranks."""
 
     group: ThreadGroup
     place: int
@@ -240,5 +239,5 @@ class ThreadCommunicator:
         self.group.values[self.place] = x.clone()
         self.group.barrier.wait()
         parts = list(self.group.values)
-        self.group.barrier.wait()  # nobody leaves the next before all have these
+        self.group.barrier.wait()  # no thread overwrites its value before all have read it
         take(parts)

@@ -1,13 +1,13 @@
 """Attention within documents that several ranks of mesh.cp share.
 
-Ranks of Ulysses exchange heads for tokens (Jacobs et al. 2023, arXiv:2309.14509): each computes all of their tokens for
-its part of the heads. Members of the ring have other tokens: the keys and values that a member needs of the others, and
-no more, come in one exchange (as all-gather context parallelism does: Llama 3, arXiv:2407.21783, section 3.3.2), so
-that softmax is computed in one piece, with windows, sinks and soft-caps as they are. Documents that are whole on one
-rank take no part in either.
+Ranks of a Ulysses group exchange heads for tokens (Jacobs et al. 2023, arXiv:2309.14509): each computes all tokens of
+the group for its part of the heads. Members of the ring have different tokens: one exchange brings the keys and values
+that a member needs from the others, and no more (similar to all-gather context parallelism: Llama 3, arXiv:2407.21783,
+section 3.3.2). So softmax is computed in one piece, and windows, sinks and soft-caps work unchanged. Documents that are
+whole on one rank take part in neither.
 
-n tokens of shared documents in this rank's row, S of all ranks of its Ulysses group, which is one member of the ring.
-Tokens are numbered by (document, place in it).
+n tokens of shared documents in this rank's row; S tokens of all ranks of its Ulysses group, which is one member of the
+ring. The number of a token is (document, place in the document).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor
 from weft.ops.attention_call import Bounds, Call
 from weft.ops.communicator import Communicator, ContextAxis, all_to_all
 
-Piece = tuple[int, int, int]  # document, its first token here, and one behind the last
+Piece = tuple[int, int, int]  # document, its first token here, one past its last
 Numbers = NDArray[np.int64]
 Run = Callable[[Call], Tensor]
 
@@ -34,8 +34,8 @@ _DOCUMENT = 32  # bits for the place in a document
 
 @dataclass(frozen=True)
 class _Keys:
-    """The exchange of one row in the ring, for one window. sent: which of this member's S tokens, for each member in
-    turn. run: for each key that queries see, its place among own and received tokens. bounds: of the attention."""
+    """The exchange of one row in the ring, for one window. sent: indices of this member's tokens (of S) to send, member
+    by member. run: index, among own and received tokens, of each key that queries see. bounds: of the attention."""
 
     sent: Tensor
     sent_counts: list[int]
@@ -48,8 +48,8 @@ class _Keys:
 class ContextRow:
     """The shared documents of one row, over the ranks of its group.
 
-    held: for each rank, the pieces at the start of its row, in rising order. whole: tokens of each unshared document,
-    or padding, that follows on this rank.
+    held: for each rank, the pieces at the start of its row, ascending. whole: lengths of the unshared documents, and of
+    the padding, that follow on this rank.
     """
 
     axis: ContextAxis
@@ -66,7 +66,7 @@ class ContextRow:
         return self.axis.place // self.axis.ulysses_size
 
     def counts(self) -> list[int]:
-        """Tokens of shared documents on each rank of this Ulysses group."""
+        """Number of tokens of shared documents on each rank of this Ulysses group."""
         return [len(numbers) for numbers in self._group(self.member)]
 
     def order(self, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -92,8 +92,7 @@ class ContextRow:
         return found
 
     def documents(self, device: torch.device) -> Bounds:
-        """The bounds of the shared documents, of all ranks' tokens in the order of `order`. Without a ring they are
-        whole."""
+        """The bounds of the shared documents over the S tokens, sorted by `order`. Without a ring they are whole."""
         if "documents" not in self.cache:
             numbers = np.sort(np.concatenate(self._group(self.member)))
             lengths = tuple(stop - start for _, start, stop in _runs(numbers))
@@ -128,7 +127,7 @@ def _numbers(pieces: Sequence[Piece]) -> Numbers:
 
 
 def _runs(numbers: Numbers) -> list[Piece]:
-    """Rising numbers as pieces that are as long as possible."""
+    """Ascending numbers as the longest possible pieces."""
     if not len(numbers):
         return []
     ends = np.flatnonzero(np.diff(numbers) != 1)
@@ -185,7 +184,7 @@ def _attend(call: Call, context: ContextRow, run: Run) -> Tensor:
         got = all_to_all(own.index_select(0, keys.sent), context.axis.ring, keys.sent_counts, keys.received_counts)
         pool = torch.cat([own, got]).index_select(0, keys.run).transpose(0, 1)[None]
         key, value = pool.split([key.shape[-1], value.shape[-1]], -1)
-    if not call.query_BHTD.shape[2]:  # nothing to compute, but the others wait for this rank in backward
+    if not call.query_BHTD.shape[2]:  # nothing to compute, but backward needs this rank for the exchange
         groups = call.query_BHTD.shape[1] // value.shape[1]
         return value.repeat_interleave(groups, 1) + 0 * (call.query_BHTD.sum() + key.sum())
     return run(replace(call, key_BKTD=key, value_BKTE=value, bounds=keys.bounds))
@@ -195,7 +194,8 @@ def _attend(call: Call, context: ContextRow, run: Run) -> Tensor:
 
 
 def repeats(key_heads: int, query_heads: int, ranks: int) -> int:
-    """The copies of each key head that are sent, so that all ranks get equally many, and each what its queries need."""
+    """How often each key head is repeated before it is sent, so that all ranks get equally many key heads, and each
+    rank those of its queries."""
     fewest = ranks // gcd(key_heads, ranks)
     return fewest if query_heads % (key_heads * fewest) == 0 else query_heads // key_heads
 
@@ -220,7 +220,7 @@ def _heads_for_tokens(call: Call, context: ContextRow, ranks: Communicator) -> C
 
 
 def _by_rank(x_HTD: Tensor, size: int) -> Tensor:
-    """[ranks, T, heads of a rank x D]."""
+    """[H, T, D] -> [ranks, T, heads of a rank x D]."""
     return x_HTD.unflatten(0, (size, -1)).transpose(1, 2).flatten(2)
 
 
@@ -234,8 +234,8 @@ def _tokens_for_heads(out: Tensor, context: ContextRow, ranks: Communicator) -> 
 
 
 def gather_documents(x_1nH: Tensor, context: ContextRow) -> Tensor:
-    """[1, n, H] -> [1, S, H]: every rank of Ulysses gets all tokens, in the order of their documents. Gradients are
-    summed."""
+    """[1, n, H] -> [1, S, H]: every rank of the Ulysses group gets all tokens, in document order. Backward sums the
+    gradients over the ranks."""
     assert context.axis.ulysses is not None
     size, tokens = context.axis.ulysses_size, x_1nH.shape[1]
     sent = x_1nH[0].repeat(size, 1)
@@ -244,12 +244,9 @@ def gather_documents(x_1nH: Tensor, context: ContextRow) -> Tensor:
 
 
 def sum_to_tokens(out_1SH: Tensor, context: ContextRow) -> Tensor:
-    """[1, S, H] -> this rank's tokens of the sum over the ranks of Ulysses, [1, n, H]."""
+    """[1, S, H] -> [1, n, H]: this rank's tokens of the sum over the Ulysses group."""
     assert context.axis.ulysses is not None
     size, counts = context.axis.ulysses_size, context.counts()
     tokens = counts[context.axis.place % size]
     sent = out_1SH[0].index_select(0, context.order(out_1SH.device)[1])
     return all_to_all(sent, context.axis.ulysses, counts, [tokens] * size).unflatten(0, (size, tokens)).sum(0)[None]
-
-
-# ---------------------------------------------------------------- what travels

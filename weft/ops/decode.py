@@ -14,7 +14,8 @@ from weft.ops.attention_call import Bounds, Call
 
 
 def one_token(call: Call) -> Tensor:
-    """[R, H, 1, E]. Row r attends to slots 0 .. call.bounds.past[r]; the last holds the new token's own key.
+    """Attention of one new token per row, [R, H, 1, E]. Row r attends to slots 0 .. call.bounds.past[r]; the last one
+    holds the new token's own key.
 
     The G query heads of a key head are treated as G queries, so that no key is repeated.
     """
@@ -33,7 +34,8 @@ def one_token(call: Call) -> Tensor:
 
 
 def _seen(bounds: Bounds, slots: int, window: int | None) -> Tensor | None:
-    """[R, S], worked out once for all layers with this window; None where every row sees every slot."""
+    """[R, S] mask of the slots that each row sees, computed once for all layers with this window; None if every row
+    sees every slot."""
     past_R = bounds.past
     assert past_R is not None
     if window is not None and window >= slots:

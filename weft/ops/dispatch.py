@@ -1,6 +1,6 @@
-"""Expert parallelism's exchange: rows of tokens travel to the ranks that hold their experts, and back.
+"""Expert parallelism's exchange: rows of tokens are sent to the ranks that hold their experts, and back.
 
-T tokens, K chosen experts of each, S = T K rows of this rank, sorted by expert; R rows that this rank's own experts
+T tokens, K experts chosen per token, S = T K rows of this rank, sorted by expert; R rows that this rank's own experts
 compute, H width.
 """
 
@@ -18,7 +18,7 @@ from weft.ops.communicator import Communicator, all_to_all
 
 @dataclass(frozen=True)
 class ExpertAxis:
-    """This rank's place among the ranks of ep. experts: how many of a layer each rank holds, in order."""
+    """This rank's place among the ranks of ep. experts: number of a layer's experts on each rank, in order."""
 
     place: int
     experts: tuple[int, ...]
@@ -26,14 +26,15 @@ class ExpertAxis:
 
     @property
     def own(self) -> int:
-        """Experts of this rank."""
+        """Number of experts on this rank."""
         return self.experts[self.place]
 
 
 @dataclass(frozen=True)
 class Dispatched:
-    """Rows at their experts. rows_RH: sorted by expert. ends: where each own expert's rows end. order_R: sorts them
-    from the order in which they came, rank by rank. sent, received: rows for and from each rank."""
+    """Rows on the ranks of their experts. rows_RH: sorted by expert. ends: where each own expert's rows end. order_R:
+    permutation that sorts rows by expert from their order of arrival, rank by rank. sent, received: numbers of rows to
+    and from each rank."""
 
     rows_RH: Tensor
     ends: Tensor
@@ -43,23 +44,23 @@ class Dispatched:
 
 
 def sort_by_expert(chosen_TK: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """([S] order of the choices by expert, [experts] where each expert's end), int32."""
+    """([S] permutation that sorts the choices by expert, [experts] int32 where each expert's choices end)."""
     expert_S = chosen_TK.reshape(-1)
     order_S = expert_S.argsort(stable=True)
-    # A sorted list needs no histogram, whose order of additions is left open on CUDA.
+    # Not a histogram, whose order of additions is undefined on CUDA.
     every_E = torch.arange(experts, device=expert_S.device)
     return order_S, torch.searchsorted(expert_S[order_S], every_E, right=True).to(torch.int32)
 
 
 def rows_of(hidden_TH: Tensor, order_S: Tensor, chosen: int) -> Tensor:
-    """[S, H]: each token's state once for each of its `chosen` experts, in this order. Gradients are added up in the
-    order of choices, without atomics."""
+    """[S, H]: each token's hidden state once for each of its `chosen` experts, in the order `order_S`. Backward adds
+    gradients in the order of choices, without atomics."""
     rows: Tensor = _Rows.apply(hidden_TH, order_S, chosen)
     return rows
 
 
 def permuted(rows: Tensor, order: Tensor) -> Tensor:
-    """rows[order] of a permutation; its gradient is the inverse permutation."""
+    """rows[order], for a permutation; backward applies the inverse permutation."""
     found: Tensor = _Permute.apply(rows, order)
     return found
 
@@ -68,8 +69,8 @@ def permuted(rows: Tensor, order: Tensor) -> Tensor:
 def dispatch(rows_SH: Tensor, ends_E: Tensor, axis: ExpertAxis) -> Dispatched:
     """Send rows, sorted by expert, to the ranks that hold their experts. Collective over the axis.
 
-    The ranks exchange numbers of rows first, one per expert, and the host waits for them: sizes of the exchange and of
-    its result are needed there.
+    The ranks first exchange the number of rows of each expert, and the host waits for these numbers, because it needs
+    the sizes of the exchange and of its result.
     """
     counts_E = ends_E.diff(prepend=ends_E.new_zeros(1))
     size = len(axis.experts)
@@ -85,7 +86,7 @@ def dispatch(rows_SH: Tensor, ends_E: Tensor, axis: ExpertAxis) -> Dispatched:
 
 
 def _even(rows: int, axis: ExpertAxis) -> list[list[int]]:
-    """(rows for each rank, rows from each), had every expert equally many. rows: of each rank."""
+    """[rows to each rank, rows from each rank] as if all experts got equally many. rows: number of rows per rank."""
     experts, before = sum(axis.experts), 0
     sent = []
     for held in axis.experts:
@@ -96,7 +97,7 @@ def _even(rows: int, axis: ExpertAxis) -> list[list[int]]:
 
 @torch.compiler.disable
 def combine(rows_RH: Tensor, there: Dispatched, axis: ExpertAxis) -> Tensor:
-    """[S, H]: what the experts made of the rows, back where they came from, in the order of dispatch(). Collective."""
+    """[S, H]: the experts' outputs, sent back to the ranks of their rows, in the order of dispatch(). Collective."""
     back = permuted(rows_RH, inverse(there.order_R))
     return all_to_all(back, axis.ranks, there.received, there.sent)
 

@@ -3,7 +3,7 @@
 A trainer computes whole documents and a sampler one token at a time: the same sums, but not always in the same order.
 Measured on CPU in fp32 (docs/explanation/exact.md), three things depend on the shape: matrix products with fewer
 than 16 rows per thread, pointwise functions, whose last few elements run scalar code, and attention. `Exact` pads
-the first two to shapes in which results do not change; `attend_exactly` is the third.
+the first two to shapes in which results do not change; `attend_exactly` replaces the third.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-_ROWS = 16  # a product of fewer rows is computed by other code: of 4 on some CPUs, of 16 on others
-_ELEMENTS = 32  # that vector code takes at a time; what is left over goes through scalar code
-_MOST_SPLITS = 8  # threads whose shares of a tensor are kept whole
+_ROWS = 16  # products of fewer rows run other code: of fewer than 4 on some CPUs, than 16 on others
+_ELEMENTS = 32  # of one step of vector code; a remainder runs scalar code
+_MOST_SPLITS = 8  # up to so many threads, each thread's share of a tensor has no remainder
 
 
 def row_multiple() -> int:
@@ -77,8 +77,8 @@ _INSTEAD: dict[Callable[..., Any], Callable[..., Tensor]] = {
 
 
 class Exact(TorchFunctionMode):
-    """Mode in which linear layers and pointwise functions are those of this file. Active in backward, it makes
-    recomputed layers equal to forward's; gradients are torch's own."""
+    """A mode that replaces linear layers and pointwise functions with those of this file. If it is also active in
+    backward, recomputed layers equal those of forward; gradients are torch's own."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -87,7 +87,7 @@ class Exact(TorchFunctionMode):
 
 
 def numerics(exact: bool) -> AbstractContextManager[object]:
-    """Exact arithmetic inside, or torch's."""
+    """A context with exact arithmetic inside, or with torch's."""
     return Exact() if exact else nullcontext()
 
 

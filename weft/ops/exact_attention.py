@@ -1,9 +1,9 @@
 """Attention in which a token's result depends on its own document alone, to the last bit: neither on neighbours nor on
 whether earlier keys come from the same forward or from a cache.
 
-B sequences, T querying tokens of each, S keys of each, key s of token s; H query heads, K key heads, G = H / K, D head
-width, E value width, N = B K, M >= G T rows. Keys are added in blocks of 64 to sums that start at zero. A hidden key,
-and a whole hidden block, adds an exact zero, so that their number does not matter.
+B sequences, with T query tokens and S keys each, key s belonging to token s; H query heads, K key heads, G = H / K, D
+head width, E value width, N = B K, M >= G T rows. Keys are added in blocks of 64 to sums that start at zero. A hidden
+key, or a whole hidden block, adds an exact zero, so the number of hidden keys does not matter.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from weft.ops.attention_call import Bounds, Call
 from weft.ops.exact import padded, row_multiple
 from weft.ops.per_document import per_document
 
-_KEYS = 64  # of a block
-_QUERIES = 256  # tokens of a sequence that ask at once
-_SCORES = 2**23  # bounds B H T S of what is computed at once
+_KEYS = 64  # per block
+_QUERIES = 256  # query tokens of a sequence that are computed at once
+_SCORES = 2**23  # limit on B H T S of one computation
 
 
 def attend_exactly(call: Call) -> Tensor:
-    """[B, H, T, E]. Backward is that of per_document."""
+    """Attention, [B, H, T, E]. Backward is that of per_document."""
     if call.bounds.past is not None:
         return _attend(call, call.query_BHTD, call.key_BKTD, call.value_BKTE, call.bounds.past[:, None])
     out: Tensor = _Documents.apply(call.query_BHTD, call.key_BKTD, call.value_BKTE, call.sinks_H, call)
@@ -63,7 +63,7 @@ def _padded(call: Call) -> Tensor:
 
 
 def _packed(call: Call) -> Tensor:
-    """Sequences end to end in a row of one batch entry: those that take as many blocks of keys go together."""
+    """Sequences end to end in one batch entry; those with equally many blocks of keys run together."""
     query_THD, key_TKD, value_TKE = (x[0].transpose(0, 1) for x in (call.query_BHTD, call.key_BKTD, call.value_BKTE))
     out_THE = value_TKE.new_empty(*query_THD.shape[:2], value_TKE.shape[-1])
     for place_BT, real_BT in _places(call.bounds, query_THD.device):
@@ -75,7 +75,8 @@ def _packed(call: Call) -> Tensor:
 
 
 def _places(bounds: Bounds, device: torch.device) -> list[tuple[Tensor, Tensor]]:
-    """([B, T] where in the row the tokens of documents are that are padded to one length, [B, T] which are real)."""
+    """For each group of documents padded to one length: ([B, T] index of each token in the row, [B, T] which tokens are
+    real)."""
     if "exact" not in bounds.cache:
         starts = [sum(bounds.lengths[:n]) for n in range(len(bounds.lengths))]
         groups: dict[int, list[tuple[int, int]]] = {}
@@ -93,13 +94,13 @@ def _place(documents: list[tuple[int, int]], device: torch.device) -> tuple[Tens
 
 
 def _few(sequences: int, heads: int, length: int) -> Iterator[slice]:
-    """Some sequences at a time, for the sake of memory."""
+    """Slices of the sequences, each small enough for _SCORES."""
     step = max(1, _SCORES // (heads * min(length, _QUERIES) * length))
     return (slice(start, start + step) for start in range(0, sequences, step))
 
 
 def _causal(call: Call, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTE: Tensor) -> Tensor:
-    """All tokens of whole sequences."""
+    """Causal attention of all tokens of whole sequences."""
     length, device = query_BHTD.shape[2], query_BHTD.device
     out = []
     for start in range(0, length, _QUERIES):
@@ -111,10 +112,10 @@ def _causal(call: Call, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTE: Tensor
 
 
 def _attend(call: Call, query_BHTD: Tensor, key_BKSD: Tensor, value_BKSE: Tensor, position_BT: Tensor) -> Tensor:
-    """softmax(softcap(q k^T scaling), sinks) v, in fp32. position_BT: of those that ask, in their sequences; one
-    sequence's for all where B is 1."""
+    """softmax(softcap(q k^T scaling), sinks) v, in fp32. position_BT: positions of the query tokens in their sequences;
+    with B = 1 the same for all sequences."""
     (batch, heads, asking, _), kinds = query_BHTD.shape, key_BKSD.shape[1]
-    grouped = (batch, kinds, heads // kinds, asking)  # of the first rows
+    grouped = (batch, kinds, heads // kinds, asking)  # shape of the first rows
     rows = heads // kinds * asking
     query_NMD = padded(query_BHTD.float().reshape(batch * kinds, rows, -1), 1, row_multiple())
     blocks = []
@@ -130,7 +131,7 @@ def _attend(call: Call, query_BHTD: Tensor, key_BKSD: Tensor, value_BKSE: Tensor
     if sinks is not None:
         own = largest_NM1[:, :rows].view(*grouped, 1)
         own.copy_(own.maximum(sinks))
-    largest_NM1.clamp_(min=torch.finfo(torch.float32).min)  # of padding that sees nothing
+    largest_NM1.clamp_(min=torch.finfo(torch.float32).min)  # for padding, which sees nothing
     total_NM1 = torch.zeros_like(largest_NM1)
     out_NME = query_NMD.new_zeros(*query_NMD.shape[:2], value_BKSE.shape[-1])
     for number, scores_NMs in enumerate(blocks):
@@ -139,18 +140,18 @@ def _attend(call: Call, query_BHTD: Tensor, key_BKSD: Tensor, value_BKSE: Tensor
         out_NME.baddbmm_(weights_NMs, _block(value_BKSE, number * _KEYS))
     if sinks is not None:
         total_NM1[:, :rows].view(*grouped, 1).add_((sinks - largest_NM1[:, :rows].view(*grouped, 1)).exp())
-    out_NME /= total_NM1.clamp_(min=1.0)  # what is seen adds up to 1 and more
+    out_NME /= total_NM1.clamp_(min=1.0)  # rows that see a key have a total of 1 or more
     return out_NME[:, :rows].reshape(batch, heads, asking, -1).to(value_BKSE.dtype)
 
 
 def _block(x_BKSD: Tensor, start: int) -> Tensor:
-    """[N, 64, D] keys or values, zeros behind the last."""
+    """[N, 64, D]: keys or values from `start` on, in fp32, with zeros after the last."""
     block = padded(x_BKSD[:, :, start : start + _KEYS].float(), 2, _KEYS)
     return block.reshape(-1, *block.shape[2:])
 
 
 def _hidden(call: Call, position_BT: Tensor, start: int) -> Tensor:
-    """[B, T, 64] which of these keys are later than the token, or out of its window."""
+    """[B, T, 64]: which of the keys from `start` on are later than the token, or outside its window."""
     distance_BTs = position_BT[..., None] - torch.arange(start, start + _KEYS, device=position_BT.device)
     hidden = distance_BTs < 0
     return hidden if call.window is None else hidden | (distance_BTs >= call.window)

@@ -1,9 +1,9 @@
 """Flex attention over packed documents (CUDA, compiled): windows, soft-caps and sinks in one kernel.
 
-B batch, H query heads, T tokens of a row, E value width, N blocks of 128 queries, M of keys. Token q sees the keys
-first_T[q] .. last_T[q], from the start of its document or its window, whichever is later, to itself. Tokens of an image
-may see later ones of it. Neither bound ever falls, so the keys of a block of queries are one range of blocks, given by
-the block's first and last query.
+B batch, H query heads, T tokens of a row, E value width, N blocks of 128 queries, M blocks of 128 keys. Token q sees
+the keys first_T[q] .. last_T[q]: from the start of its document or window, whichever is later, to itself, or to the end
+of its image. Both bounds never decrease, so the keys of a block of queries are one range of blocks, given by the
+block's first and last query.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 
 from weft.ops.attention_call import Call
 
-BLOCK = 128  # what the tiles of all of flex's kernels divide
-# Kinds of calls (heads, widths, dtype, soft-cap, sinks, with gradients or without) in a process; torch's limit is 8.
+BLOCK = 128  # a multiple of the tiles of all flex kernels
+# Most graphs: one per kind of call (heads, widths, dtype, soft-cap, sinks, gradients) in a process; torch's limit is 8.
 _GRAPHS = 64
 
 
@@ -42,9 +42,10 @@ def compiled() -> Callable[..., Tensor]:
 def attend(
     query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: str, softcap: str | None, sinks_H: Tensor | None
 ) -> Tensor:
-    """A sink is one more logit whose value is zero: out * sigmoid(logsumexp - sink).
+    """Flex attention with a soft-cap and sinks. A sink is one more logit whose value is zero, so the result is
+    out * sigmoid(logsumexp - sink).
 
-    scale, softcap: text, which is a constant of the graph; a float would be a variable, which flex does not accept.
+    scale, softcap: as text, which is a constant of the graph; a float would be a variable, which flex does not accept.
     """
     cap = None
     if softcap is not None:
@@ -86,10 +87,11 @@ def _mask(call: Call) -> BlockMask:
 
 
 def block_mask(first_T: Tensor, last_T: Tensor, keys: int) -> BlockMask:
-    """The mask of torch's create_block_mask for this rule, from [N, M] tables on the device, without [T, keys]."""
+    """The mask that torch's create_block_mask makes for this rule, but from [N, M] tables on the device instead of
+    [T, keys]."""
     length, device = len(first_T), first_T.device
     query_N, key_M = (torch.arange(-(-n // BLOCK), dtype=torch.int32, device=device) * BLOCK for n in (length, keys))
-    end_N = query_N + (BLOCK - 1)  # of the last block perhaps beyond the row, where none is whole
+    end_N = query_N + (BLOCK - 1)  # of the last block perhaps beyond the row: it then counts as partial
     inside_N = end_N.clamp(max=length - 1)
     seen_NM = (key_M + BLOCK > first_T[query_N][:, None]) & (key_M <= last_T[inside_N][:, None])
     whole_NM = (key_M >= first_T[inside_N][:, None]) & (key_M + (BLOCK - 1) <= last_T[query_N][:, None])
@@ -104,6 +106,6 @@ def block_mask(first_T: Tensor, last_T: Tensor, keys: int) -> BlockMask:
 
 
 def _listed(table_NM: Tensor) -> tuple[Tensor, Tensor]:
-    """([1, 1, N] how many key blocks each query block has, [1, 1, N, M] which, these first), int32."""
+    """([1, 1, N] number of key blocks of each query block, [1, 1, N, M] all key blocks, with those first), int32."""
     order = table_NM.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
     return table_NM.sum(-1, dtype=torch.int32)[None, None], order.to(torch.int32)[None, None]

@@ -3,7 +3,7 @@
 N predictions, H hidden width, V vocabulary. Logits are computed a tile at a time (some tokens x some of the vocabulary)
 and folded into a running log-sum-exp; backward computes each tile once more. The vocabulary is the outer loop, so that
 each slice of the weight's gradient is written once, instead of [V, H] being read and written for every chunk of tokens.
-Where the caller knows the gradient's direction (supervised fine-tuning does), tiles hold the whole vocabulary of few
+If the caller knows the gradient's direction (supervised fine-tuning does), tiles hold the whole vocabulary for a few
 tokens instead, and gradients are computed in forward.
 """
 
@@ -22,8 +22,8 @@ from weft.ops.communicator import Communicator
 from weft.ops.exact import linear, token_logprobs
 
 _MIB = 2**20
-# A tile of t tokens and v columns reads (t + v) x H to do t x v x H work, so tiles near square are the best; there is
-# little to gain beyond this many tokens.
+# A tile of t tokens and v columns reads (t + v) x H elements for t x v x H work, so nearly square tiles are best; more
+# tokens than this gain little.
 _TILE_TOKENS = 4096
 
 
@@ -60,10 +60,10 @@ class Scaling(NamedTuple):
 
 @dataclass(frozen=True)
 class Direction:
-    """The gradient [N] that logprobs will receive, up to one factor, where it is known before the forward.
+    """The gradient [N] that logprobs will receive, up to one factor, if it is known before the forward.
 
-    wrong: one flag per backward, on the device: the gradient was another, and that backward's result is wrong. Whoever
-    sets a direction must check the flags; they are not checked at once, because that would synchronise the device.
+    wrong: one flag per backward, on the device; True if the gradient had another direction, so that the result is
+    wrong. The caller must check the flags later; checking them at once would synchronise the device.
     """
 
     values_N: Tensor
@@ -72,7 +72,7 @@ class Direction:
 
 @dataclass(frozen=True)
 class VocabularyShard:
-    """A part of the vocabulary: this rank's rows of the weight start at token `first`; other ranks have the rest."""
+    """A shard of the vocabulary: this rank's rows of the weight start at token `first`; other ranks have the rest."""
 
     first: int
     ranks: Communicator
@@ -92,7 +92,7 @@ def chunked_readouts(
     tile: tuple[int, int] | None = None,
     shard: VocabularyShard | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probability of each target and, if asked for, the entropy of each prediction, in nats.
+    """(log-probability [N] of each target; entropy [N] or None), in nats, fp32 (fp64 for fp64 weights).
 
     With z = transform(hidden @ weight.T + bias) / temperature: logprob = z[target] - logsumexp(z), entropy =
     -sum(softmax(z) * log_softmax(z)). Products run in the weight's dtype, everything after them in fp32 (fp64 for fp64
@@ -100,11 +100,10 @@ def chunked_readouts(
 
     hidden: [N, H]. weight: [V, H]. bias: [V] or None. targets: [N] int64 in [0, V); one outside gives NaN. temperature:
     above 0. tile: (tokens, vocabulary) of logits held at a time, by default chosen by bytes. direction: saves the
-    second computation of logits, not with entropy; costs an fp32 [V, H] buffer where the weight is narrower and the
-    tokens need several tiles. exact: compute from whole rows of logits, with the sampler's operations. shard: of a
-    divided vocabulary, whose ranks call this together with the same hidden states and targets; the gradient of the
-    hidden states is then this rank's part of a sum over them. Returns (logprob [N], entropy [N] or None), fp32 (fp64
-    for fp64 weights).
+    second computation of logits, not with entropy; costs an fp32 [V, H] buffer if the weight is narrower and the tokens
+    need several tiles. exact: compute from whole rows of logits, with the sampler's operations. shard: this rank's part
+    of a divided vocabulary; its ranks call this together with the same hidden states and targets, and the gradient of
+    the hidden states is then this rank's term of a sum over them. Raises ValueError for a temperature of 0 or less.
     """
     if not temperature > 0:
         raise ValueError(f"temperature must be above 0 to compute log-probabilities, got {temperature}")
@@ -136,7 +135,7 @@ def logprob_and_top1(
     tile: tuple[int, int] | None = None,
     shard: VocabularyShard | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of each target, and 1.0 where no token is likelier than it, else 0.0; without gradients.
+    """(log-probability of each target; 1.0 if no token is likelier than the target, else 0.0), without gradients.
 
     Shapes and dtypes are those of chunked_readouts. Tokens that tie for the first place all count as likeliest.
     """
@@ -155,8 +154,8 @@ def tile_bytes(device: str) -> int:
 
 
 def block_bytes(device: str) -> int:
-    """fp32 bytes of the blocks that the elementwise work on a tile goes through: on a CPU a block stays in the cache;
-    on an accelerator fewer, larger kernels win."""
+    """fp32 bytes of a block, the part of a tile that elementwise work takes at a time: on a CPU a block fits the cache;
+    on an accelerator fewer, larger kernels are faster."""
     return (2 if device == "cpu" else 128) * _MIB
 
 
@@ -183,7 +182,7 @@ class Logits:
             yield columns, slices(len(self.hidden), height)
 
     def rows_of_all_columns(self) -> int:
-        """The tokens of a tile with the whole vocabulary."""
+        """Number of tokens in a tile with the whole vocabulary."""
         return max(1, tile_bytes(device_kind(self.weight.device)) // (4 * len(self.weight)))
 
     def tile(self, rows: slice, columns: slice) -> Tensor:
@@ -198,7 +197,7 @@ class Logits:
         return torch.addmm(self.bias[columns], hidden, weight.T, beta=inner, alpha=inner, out=out)
 
     def blocks(self, tile: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """The tile's rows in blocks, in fp32 or fp64: views where the tile has that dtype, else copies."""
+        """The tile's rows in blocks, in fp32 or fp64: views if the tile has that dtype, else copies."""
         budget = block_bytes(device_kind(tile.device))
         for rows in slices(len(tile), max(1, budget // (4 * tile.shape[1]))):
             yield rows, tile[rows].to(self.wide)
@@ -248,7 +247,7 @@ class _Readouts(torch.autograd.Function):
     def backward(ctx: Any, grad_logprob: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, lse, entropy = ctx.saved_tensors
         anticipated: _Anticipated | None = ctx.anticipated
-        ctx.anticipated = None  # its tensors are handed over, so a second backward computes afresh
+        ctx.anticipated = None  # its tensors are given away, so a second backward computes anew
         if grad_logprob is None:
             grad_logprob = torch.zeros_like(lse)
         if anticipated is not None:
@@ -321,15 +320,15 @@ class _Anticipated:
         self.direction, self.gradients = direction, gradients
 
     def scaled_to(self, actual: Tensor) -> Gradients:
-        """The gradients for `actual`, if it is a multiple of the direction, which is noted."""
+        """The gradients for the upstream gradient `actual`. Notes in direction.wrong if it has another direction."""
         direction, actual = self.direction.values_N.double(), actual.double()
         square = direction.dot(direction)
         factor = torch.where(square > 0, actual.dot(direction) / square, 0.0)
         presumed = direction * factor
-        # Four roundings of fp32 may lie between the caller's direction and autograd's gradient, and what underflows.
+        # Up to four fp32 roundings lie between the caller's direction and autograd's gradient; some values underflow.
         allowed = 5e-7 * presumed.abs() + torch.finfo(torch.float32).tiny
         foreseen = ((actual - presumed).abs() <= allowed).all()
-        # What is not finite makes the gradients so, and the step is dropped.
+        # A gradient that is not finite is no wrong direction: the step is dropped anyway.
         self.direction.wrong.append(~foreseen & actual.isfinite().all())
         for gradient in self.gradients:
             if gradient is not None:
@@ -338,8 +337,8 @@ class _Anticipated:
 
 
 def _scale_(values: Tensor, factor: Tensor) -> None:
-    """values *= factor, a scalar on their device, computed in fp32 or wider: a product with it would round the factor
-    itself to narrower values' dtype."""
+    """values *= factor, a scalar on their device, computed in fp32 or wider: values.mul_ would round the factor to a
+    narrower dtype of the values."""
     if torch.finfo(values.dtype).bits >= 32:
         values.mul_(factor)
         return
@@ -356,7 +355,7 @@ def _fold_and_differentiate(
     needs: NeededGradients,
     tile: tuple[int, int] | None,
 ) -> Gradients:
-    """Running values and, from the same logits, gradients for this upstream gradient [N] of logprob."""
+    """Fills the running values; returns gradients, from the same logits, for upstream `direction` [N] of logprob."""
     rows_per_tile = tile[0] if tile else logits.rows_of_all_columns()
     one = rows_per_tile >= len(targets)
     out = Gradients.start(logits, needs, logits.weight.dtype if one else logits.wide)
@@ -370,7 +369,7 @@ def _fold_and_differentiate(
 
 
 def _softmax_and_gradient(logits: Logits, rows: slice, targets: Tensor, direction: Tensor, running: _Running) -> Tensor:
-    """Fills in running values of these tokens; [t, V] gradient as of `_gradient_of_tile`."""
+    """Fills the running values of these tokens and returns [t, V], the gradient as in `_gradient_of_tile`."""
     columns = slice(0, len(logits.weight))
     tile = logits.tile(rows, columns)
     here, local = _local_targets(targets, columns)
@@ -396,8 +395,8 @@ def _softmax_and_gradient(logits: Logits, rows: slice, targets: Tensor, directio
 
 
 class _Running(NamedTuple):
-    """What is known of each token from the columns seen so far, [N] each. picked: z of the target, NaN until seen.
-    largest: z of the likeliest token, where it is asked for."""
+    """Values of each token over the columns seen so far, [N] each. picked: z of the target, NaN until seen. largest: z
+    of the likeliest token; None if not needed."""
 
     lse: Tensor
     picked: Tensor
@@ -415,9 +414,9 @@ class _Running(NamedTuple):
         return cls(full(lowest), full(float("nan")), full(0.0) if entropy else None, full(lowest) if largest else None)
 
     def joined(self, ranks: Communicator) -> _Running:
-        """Readouts over the whole vocabulary, from the ranks' parts; collective. [tokens] numbers travel, never logits.
+        """The values over the whole vocabulary, from the ranks' parts; collective. Only [N] values are exchanged.
 
-        By the chain rule of entropy, as `_merge` has it: H = sum_i w_i (H_i - log w_i), w_i the masses of the parts.
+        By the chain rule of entropy, as in `_merge`: H = sum_i w_i (H_i - log w_i), w_i the masses of the parts.
         """
         top = self.lse.clone()
         ranks.max_(top)
@@ -444,7 +443,7 @@ def _fold_all(logits: Logits, targets: Tensor, running: _Running, tile: tuple[in
 
 
 def _fold(logits: Logits, rows: slice, columns: slice, targets: Tensor, running: _Running) -> None:
-    """Takes one tile into the running values."""
+    """Fold one tile into the running values."""
     tile = logits.tile(rows, columns)
     here, local = _local_targets(targets, columns)
     picked = running.picked[rows]
@@ -464,7 +463,7 @@ def _fold(logits: Logits, rows: slice, columns: slice, targets: Tensor, running:
 def _read_as_sampled(
     logits: Logits, targets: Tensor, running: _Running, transform: LogitTransform, temperature: float
 ) -> Tensor:
-    """[N] log-probability of each target, as rl.on_policy=exact has it; fills in the running values for backward."""
+    """[N] log-probability of each target, with the sampler's operations (rl.on_policy=exact); fills `running`."""
     logprob = torch.empty_like(running.lse)
     for rows in slices(len(targets), logits.rows_of_all_columns()):
         z = transform(linear(logits.hidden[rows], logits.weight, logits.bias).to(logits.wide))
@@ -555,8 +554,8 @@ def _gradient_of_tile(logits: Logits, rows: slice, columns: slice, targets: Tens
 
 
 def through_transform_(z: Tensor, slope: Tensor | None, inner: float) -> None:
-    """Turn a gradient by logits into one by their inputs, in place. slope: of the soft-cap, with `inner`; None without
-    a soft-cap."""
+    """Turn the gradient of logits into that of their inputs, in place. slope: derivative of the soft-capped transform;
+    None without a soft-cap."""
     if slope is not None:
         z.mul_(slope)
     elif inner != 1.0:
@@ -577,7 +576,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 class WideSum:
-    """A sum of matrix products, kept in a wider dtype where the result's is narrow, and written to `out` at the end."""
+    """A sum of matrix products, kept in `wide` if the dtype of `out` is narrower, and written to `out` at the end."""
 
     def __init__(self, out: Tensor, wide: torch.dtype) -> None:
         self.out, self._first = out, True

@@ -1,4 +1,4 @@
-"""Attention of each document by itself. Shapes are those of attention_call.py."""
+"""Attention of each document separately. Shapes are those of attention_call.py."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch.autograd.function import once_differentiable
 
 from weft.ops.attention_call import Call
 
-_QUERIES = 512  # of a block, where documents have more keys than queries: it bounds the scores that are held at a time
+_QUERIES = 512  # per block, for documents with more keys than queries: bounds the scores held at a time
 
 
 def per_document(call: Call) -> Tensor:
     """Attention document by document: the reference in fp32, and the fastest on CPU.
 
-    Neighbours of equal length are one batch; rows have many, because their documents are sorted (plan_step).
+    Neighbours of equal length run as one batch; rows have many, because their documents are sorted (plan_step).
     """
     if call.bounds.last_seen is not None:
         return _with_images(call, call.bounds.last_seen)
@@ -38,7 +38,7 @@ def per_document(call: Call) -> Tensor:
 
 
 def _later_parts(call: Call, lengths: tuple[int, ...], key_lengths: tuple[int, ...]) -> Tensor:
-    """Attention of documents whose queries are the last of their keys."""
+    """Attention of documents with more keys than queries; the queries are a document's last tokens."""
     query = call.query_BHTD.split(list(lengths), 2)
     key, value = (x.split(list(key_lengths), 2) for x in (call.key_BKTD, call.value_BKTE))
     found = [
@@ -49,7 +49,7 @@ def _later_parts(call: Call, lengths: tuple[int, ...], key_lengths: tuple[int, .
 
 
 def _with_images(call: Call, last_T: Tensor) -> Tensor:
-    """Attention of documents whose images see later tokens of their own, one document at a time."""
+    """Attention of documents in which tokens of an image see later ones of it, one document at a time."""
     lengths = list(call.bounds.lengths)
     parts = zip(*(x.split(lengths, 2) for x in (call.query_BHTD, call.key_BKTD, call.value_BKTE)), strict=True)
     starts = accumulate(lengths, initial=0)
@@ -71,7 +71,8 @@ def _repeated(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _hidden(call: Call, queries: int, keys: int, device: torch.device, last: Tensor | None = None) -> Tensor:
-    """[queries, keys]: what is not seen by queries that are the last of their keys. last: [queries], see Bounds."""
+    """[queries, keys]: keys that a query does not see; the queries are the last of the tokens. last: [queries] index of
+    the last token that each sees; None: itself."""
     place = torch.arange(keys, device=device)
     own = place[keys - queries :, None]
     hidden = place > (own if last is None else last[:, None])  # no table of distances, which would be larger
@@ -98,8 +99,8 @@ def _explicit(
 
 
 class _InBlocks(torch.autograd.Function):
-    """Attention of queries that are the last of their keys, some queries at a time, computed once more in backward, so
-    that memory grows with the keys and not with queries x keys."""
+    """Attention of queries that are the last of the tokens, by blocks of queries, which backward computes once more. So
+    memory grows with the keys, not with queries x keys."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks_H: Tensor | None, call: Call) -> Tensor:
@@ -129,7 +130,7 @@ class _InBlocks(torch.autograd.Function):
 
 
 def _spans(call: Call, queries: int, keys: int) -> Iterator[tuple[slice, slice]]:
-    """Blocks of queries, each with the keys that it sees."""
+    """(slice of queries, slice of the keys that they see) of each block."""
     before = keys - queries
     for first in range(0, queries, _QUERIES):
         end = min(first + _QUERIES, queries)

@@ -28,8 +28,8 @@ from weft.ops.head import (
 
 
 class Selected(NamedTuple):
-    """chosen: [N, C] logits of the chosen tokens. top, top_ids: [N, K] the largest logits, falling, and their tokens.
-    logsumexp: [N]; a logit minus that is a log-probability."""
+    """chosen: [N, C] logits of the chosen tokens. top, top_ids: [N, K] the largest logits, descending, and their
+    tokens. logsumexp: [N]; a logit minus logsumexp is a log-probability."""
 
     chosen: Tensor
     top: Tensor
@@ -61,7 +61,7 @@ def selected_logits(
 
 
 class _Running(NamedTuple):
-    """What is known from the columns seen so far. chosen: NaN until seen."""
+    """Values of each prediction over the columns seen so far. chosen: NaN until seen."""
 
     chosen: Tensor
     top: Tensor
@@ -83,7 +83,8 @@ class _Running(NamedTuple):
         return _Running(*(values[rows] for values in self))
 
     def joined(self, shard: VocabularyShard) -> _Running:
-        """Top-k over the whole vocabulary, from the ranks' parts; collective. Of each part its K largest travel."""
+        """The values over the whole vocabulary, from the ranks' parts; collective. Each rank sends its K largest
+        logits."""
         ranks, count = shard.ranks, self.top.shape[1]
         largest = self.lse.clone()
         ranks.max_(largest)
@@ -159,14 +160,14 @@ class _Selected(torch.autograd.Function):
 
 
 def _local(ids: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
-    """([t, C] whether each is one of these columns, [t, C] its index among them, or any valid one)."""
+    """([t, C] whether each id is one of these columns, [t, C] its index among them, or any valid index)."""
     width = columns.stop - columns.start
     local = ids - columns.start
     return (local >= 0) & (local < width), local.clamp(0, width - 1)
 
 
 def _fold(z: Tensor, ids: Tensor, columns: slice, running: _Running) -> None:
-    """Takes logits [t, v] of these columns, which are overwritten, into the running values of their rows."""
+    """Fold logits z [t, v] of these columns into the running values of their rows; z is overwritten."""
     here, local = _local(ids, columns)
     running.chosen.copy_(torch.where(here, z.gather(1, local), running.chosen))
     count = running.top.shape[1]
@@ -183,7 +184,7 @@ def _gradient_of_tile(
 ) -> Tensor:
     """[t, v] gradient with respect to hidden @ weight.T + bias, in the weight's dtype; valid until the next tile.
 
-    upstream: of the logits of `ids`; mass: of log-sum-exp, whose derivative is the softmax.
+    upstream: gradient of the logits of `ids`. mass: gradient of log-sum-exp, whose derivative is the softmax.
     """
     tile = logits.tile(rows, columns)
     inner, outer = logits.scaling

@@ -1,5 +1,5 @@
-"""Kernels that compute nothing, for estimates and simulations: they allocate, keep and return what others do, where
-torch cannot say so itself. Shapes of attention are those of attention_call.py.
+"""Kernels that compute nothing, for estimates and simulations: they allocate, save and return the same tensors as real
+kernels whose shapes torch does not know itself. Shapes of attention are those of attention_call.py.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from weft.ops.attention_call import Call
 
 
 def shapes_of_flash(call: Call) -> Tensor:
-    """[B, H, T, E] without values, token by token in memory, as varlen attention returns it."""
+    """[B, H, T, E] without values, laid out in memory token by token, like the result of varlen attention."""
     out: Tensor = _Flash.apply(call.query_BHTD, call.key_BKTD, call.value_BKTE)
     return out
 
 
 class _Flash(torch.autograd.Function):
-    """Keeps inputs, output and the logsumexp of each query.
+    """Saves the inputs, the output and the logsumexp of each query.
 
-    Backward, as flash attention 2 has it, sums the gradient of queries in fp32, and has gradients of keys and values
-    for every head of queries before it adds them up over those that share a head of keys.
+    Backward allocates what flash attention 2 does: the gradient of queries in fp32, and gradients of keys and values
+    for every query head, before they are summed over the query heads of a key head.
     """
 
     @staticmethod
@@ -46,13 +46,13 @@ class _Flash(torch.autograd.Function):
 
 
 class GroupedProducts(TorchDispatchMode):
-    """Inside, products of tokens with the weights of their experts have shapes in any dtype: torch has those of bf16
-    alone."""
+    """Inside, grouped matmuls (tokens times the weights of their experts) return shapes for any dtype; torch has them
+    for bf16 only."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not torch.ops.aten._grouped_mm.default:
             return func(*args, **(kwargs or {}))
         a, b, ends = args[0], args[1], args[2] if len(args) > 2 else (kwargs or {})["offs"]
-        # Rows of each expert by its matrix, or the gradient of that: the sum over its rows.
+        # The rows of each expert times its matrix, or the gradient of the matrix: a sum over the expert's rows.
         shape = (a.shape[0], b.shape[2]) if b.ndim == 3 else (len(ends), a.shape[0], b.shape[1])
         return a.new_empty(shape)

@@ -1,4 +1,4 @@
-"""Attention of a vision tower whose images, or windows of them, lie end to end: each sees itself, both ways.
+"""Attention of a vision tower whose images, or windows of images, lie end to end. Each attends to itself, both ways.
 
 N patches of all images, H heads, D head width.
 """
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from weft.ops.attention import KERNELS, flash_rows
 from weft.ops.attention_call import Traits
 
-BOTH_WAYS = (-1, -1)  # of a flash kernel: no window to either side
+BOTH_WAYS = (-1, -1)  # window argument of flash kernels: unlimited to both sides
 
 
 def attend_in_tower(
@@ -31,8 +31,8 @@ def attend_in_tower(
     scaling: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention function, as flash kernels are called: returns ([1, N, H, D], None). RuntimeError where
-    the family's code does not say where images begin."""
+    """transformers' attention function, called like flash kernels: returns ([1, N, H, D], None). Raises RuntimeError if
+    the family's code does not pass the bounds of images."""
     if cu_seq_lens_q is None or max_length_q is None:
         raise RuntimeError(f"{type(module).__name__}: bounds of images did not reach attention")
     query, key, value = (x[0].transpose(0, 1) for x in (query_1HND, key_1HND, value_1HND))
@@ -47,8 +47,8 @@ def attend_in_tower(
 
 
 def _alike_together(query_NHD: Tensor, key_NHD: Tensor, value_NHD: Tensor, lengths: list[int], scale: float) -> Tensor:
-    """[N, H, D]: those of equal length are one batch, wherever they lie; windows at the edges of an image are smaller
-    than those between them."""
+    """[N, H, D]: images or windows of equal length run as one batch, wherever they lie. (Windows at the edge of an
+    image are smaller than inner ones.)"""
     counts = Counter(lengths)
     order = sorted(range(len(lengths)), key=lambda place: lengths[place])  # stable
     moved = order != list(range(len(lengths)))
@@ -66,7 +66,7 @@ def _alike_together(query_NHD: Tensor, key_NHD: Tensor, value_NHD: Tensor, lengt
 
 
 def _tokens(lengths: list[int], order: list[int], device: torch.device) -> Tensor:
-    """[N]: the patches in the order in which these images, or windows, are to lie."""
+    """[N]: indices of the patches, with the images or windows in this order."""
     firsts = torch.tensor(list(accumulate(lengths, initial=0))[:-1])[order]
     counts = torch.tensor(lengths)[order]
     ends = counts.cumsum(0)

@@ -1,6 +1,6 @@
 """Expert parallelism: each rank of ep computes with its part of every layer's experts.
 
-The parts are plain tensors, cut before FSDP2 shards them over the ranks that hold the same experts. Tokens travel to
+The parts are plain tensors, cut before FSDP2 shards them over the ranks that hold the same experts. Tokens are sent to
 their experts and back (ops/dispatch.py), so that the gradient of an expert is complete on the rank that holds it.
 """
 
@@ -24,10 +24,9 @@ from weft.sharding.cuts import AnyCut, Cut, Cuts, NestedCut
 
 
 def expert_parallel(module: TrainModule, ranks: ExpertRanks | None, cuts: Cuts) -> dict[str, AnyCut]:
-    """Divide the experts of a model (on meta), and let tokens travel to them. Returns `cuts`, with those of experts.
+    """Divide the experts of a model (on meta) and make them exchange tokens. Returns `cuts` with those of the experts.
 
-    cuts: what tp has divided already. UserError where a layer has fewer experts than there are ranks, or the model
-    has none.
+    cuts: divisions by tp. Raises UserError if a layer has fewer experts than there are ranks, or the model has none.
     """
     found = dict(cuts)
     if ranks is None:
@@ -72,8 +71,8 @@ def cut_of_expert(
 
 
 def _cut(shape: tuple[int, ...], held: list[Range], strided: bool, ranks: ExpertRanks) -> Cut:
-    """Experts are the first dimension, or what the first dimension is made of (matrix A of adapters: [experts r, .]).
-    strided: they vary fastest in the second (matrix B: [., r experts])."""
+    """The division by experts, which make up the first dimension (weights: [experts, ...]; matrix A of adapters:
+    [experts r, .]). strided: they vary fastest in the second dimension instead (matrix B: [., r experts])."""
     count, dim = sum(size for _, size in held), int(strided)
     times = shape[dim] // count
     if strided:

@@ -1,6 +1,6 @@
 """FSDP2 on the data axes: how units are sharded, and how gradients are summed.
 
-FSDP's own averaging is off everywhere: the engine divides by the step's count, computed on the host.
+FSDP's own averaging is off everywhere: the engine divides by the step's normaliser, computed on the host.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ def shard(module: TrainModule, units: list[Unit], mesh: Mesh, config: FsdpConfig
         depth = config.prefetch if isinstance(config.prefetch, tuple) else (config.prefetch, config.prefetch)
         prefetch(module, units, *depth)
     for child in fsdp_modules(module):
-        # gloo has no PREMUL_SUM, so a factor of one needs the plain sum beside it.
+        # gloo has no PREMUL_SUM, so a factor of 1 also needs the plain sum to be forced.
         child.set_gradient_divide_factor(1.0)
         child.set_force_sum_reduction_for_comms(True)
 
 
 def _mesh_of(strategy: Strategy, mesh: Mesh) -> DeviceMesh:
-    """The ranks of a unit: one axis to shard over, or one to replicate over and one to shard over."""
+    """The mesh of a unit: one axis to shard over, or one to replicate over and one to shard over."""
     if strategy == "experts":
         assert mesh.experts is not None
         return mesh.experts
@@ -56,17 +56,17 @@ def _mesh_of(strategy: Strategy, mesh: Mesh) -> DeviceMesh:
 
 
 def _reshard(wanted: bool | int, shards: int) -> bool | int:
-    """What to ask of a unit that has so many shards; a group that does not divide them is the unit's own."""
+    """reshard_after_forward of a unit with so many shards; a group size that does not divide them becomes True."""
     if isinstance(wanted, bool) or (wanted < shards and shards % wanted == 0):
         return wanted
     return True
 
 
 def prefetch(root: nn.Module, units: Sequence[Unit], forward: int, backward: int) -> None:
-    """Let each unit gather the next units ahead: so many in forward and in backward, each with its inner units.
+    """Let each unit gather the next units ahead, each with its inner units. forward, backward: how many.
 
     The root, and a unit with inner units, begin with their first ones (in backward, their last). No unit looks beyond
-    the one that holds it, because recomputation runs a layer again in backward when the next layer is already done.
+    the unit that contains it, because recomputation runs a layer again in backward when the next layer is already done.
     """
     inside = nested(root, units)
 
@@ -94,13 +94,13 @@ def _fsdp(module: nn.Module) -> FSDPModule:
 
 
 def fsdp_modules(module: nn.Module) -> Iterator[FSDPModule]:
-    """The modules of all FSDP units, with the root."""
+    """The modules of all FSDP units, including the root."""
     return (child for child in module.modules() if isinstance(child, FSDPModule))
 
 
 def reshard(module: nn.Module) -> None:
-    """Free the gathered weights of all units after a forward without a backward; else the optimizer would step shards
-    behind their back."""
+    """Free the gathered weights of all units after a forward without a backward; they would be stale once the optimizer
+    has stepped the shards."""
     for unit in fsdp_modules(module):
         unit.reshard()
 
@@ -125,21 +125,22 @@ Reduce = Literal["every", "scatter", "last", "later"]
 
 
 def reduce_when(module: nn.Module, when: Reduce, *, last: bool, of: Iterable[FSDPModule] | None = None) -> None:
-    """Make the next backward reduce gradients, or accumulate them for the step's last micro-batch. last: it is that of
-    the step. of: units for which it is set, by default all. later: accumulate in any case."""
+    """Set how the next backward reduces gradients. when: `every`: fully; `scatter`: over shards, and over replicas in
+    the step's last micro-batch; `last`: in the last micro-batch only; `later`: not at all. last: whether this is the
+    step's last micro-batch. of: the units to set; default all."""
     for unit in fsdp_modules(module) if of is None else of:
         unit.set_requires_gradient_sync(when != "later" and (last or when != "last"), recurse=False)
         unit.set_requires_all_reduce(last or when == "every", recurse=False)
 
 
 def end_backward(module: nn.Module, last: bool) -> None:
-    """Make the next backward the last one of the step, whose sums are waited for, or not."""
+    """Tell FSDP whether the next backward is the step's last, at whose end it waits for reductions."""
     assert isinstance(module, FSDPModule)
     module.set_is_last_backward(last)
 
 
 def reduce_now(module: nn.Module) -> None:
-    """Do what FSDP does at the end of a backward, for gradients that were computed after it: as torch's own pipelines
-    do (torch.distributed.pipelining, perform_reduce_grad), whose zero-bubble schedules have the same need."""
+    """Run FSDP's reduction at the end of a backward, for gradients that were computed after it. torch's own zero-bubble
+    schedules do the same (torch.distributed.pipelining, perform_reduce_grad)."""
     assert isinstance(module, FSDPModule)
     module._get_fsdp_state()._root_post_backward_final_callback()

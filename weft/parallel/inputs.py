@@ -16,10 +16,10 @@ from weft.models.patterns import outermost, similar_names
 
 
 class InputCasts:
-    """The hooks. seen: module -> dtypes of its floating-point inputs before the cast."""
+    """Hooks that cast inputs. seen: module -> dtypes of its floating-point inputs before the cast."""
 
     def __init__(self, root: nn.Module, patterns: Sequence[str], dtype: torch.dtype) -> None:
-        """Hook the outermost modules that the patterns match. UserError where one matches nothing."""
+        """Hook the outermost modules that the patterns match. Raises UserError if a pattern matches nothing."""
         self.dtype = dtype
         self.seen: dict[str, set[torch.dtype]] = {}
         for pattern in patterns:

@@ -1,9 +1,9 @@
-"""The device mesh: which ranks share what.
+"""The device mesh: which ranks share parameters, documents, heads or experts.
 
-One root mesh has the axes pp, dp_replicate, dp_shard, cp and tp, outermost first. Every other mesh and group is a part
-of it: some of its axes, several of them as one, or one as several, such as ep, a part of dp_shard x cp. All but `root`
-and `world` are of one stage of pp. DeviceMesh has `_flatten`, `_unflatten` and `_concatenate` for this from torch 2.11
-to 2.15; under these names, because they are not public yet.
+One root mesh has the axes pp, dp_replicate, dp_shard, cp and tp, outermost first. Every other mesh and group comes from
+it by selecting axes, flattening several into one, or splitting one (ep is a part of dp_shard x cp). All but `root` and
+`world` lie within one stage of pp. This uses DeviceMesh's `_flatten`, `_unflatten` and `_concatenate` of torch 2.11 to
+2.15, which are not public yet.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Axis:
-    """A rank's place on one axis of the mesh, and the ranks along it."""
+    """A rank's place on one axis of the mesh, and the ranks along it. neighbours: size -> the group of so many
+    neighbouring ranks that this rank is in."""
 
     place: int
     size: int
@@ -49,9 +50,9 @@ class ExpertRanks:
 
 @dataclass(frozen=True)
 class PipelineAxis:
-    """A rank's place on pp, whose ranks have the same documents. channels: the same ranks in a group for each
-    (hidden states or else gradients, to a later rank or else to an earlier one), so that what travels in one way never
-    waits for what travels in another."""
+    """A rank's place on pp, whose ranks have the same documents. channels: (hidden states or else gradients, to a later
+    rank or else to an earlier one) -> process group. All have the same ranks; messages of one kind never wait for those
+    of another."""
 
     place: int
     size: int
@@ -66,13 +67,13 @@ class PipelineAxis:
         return self.channels[False, False]
 
     def of_all(self, value: T) -> list[T]:
-        """What each rank has; collective."""
+        """Each rank's value; collective."""
         said = [value] * self.size
         dist.all_gather_object(said, value, group=self.onward)
         return said
 
     def from_place(self, place: int, value: T) -> T:
-        """What the rank at a place has, on all; collective."""
+        """The value of the rank at `place`, on all ranks; collective."""
         said = [value]
         dist.broadcast_object_list(said, group=self.onward, group_src=place)
         return said[0]
@@ -80,10 +81,10 @@ class PipelineAxis:
 
 @dataclass(frozen=True)
 class Mesh:
-    """root: all ranks by all axes. world: on one axis. dp: the mesh given to fully_shard, (dp_replicate, dp_shard x cp)
-    or the latter. loss: all ranks of a stage with different documents, or parts of them. tp: None for one rank; its
-    ranks have the same documents. pp: None for one stage. ep: None for one rank; its ranks are neighbours in dp_shard x
-    cp. experts: as dp, of the ranks that hold the same experts."""
+    """The meshes of a run. root: all ranks by all axes. world: all ranks on one axis. dp: the mesh for fully_shard,
+    (dp_replicate, dp_shard x cp) or dp_shard x cp alone. loss: all ranks of a stage with different documents, or parts
+    of documents. tp: ranks with the same documents; None for one. pp: None for one stage. ep: None for one rank; its
+    ranks are neighbours in dp_shard x cp. experts: like dp, for the ranks that hold the same experts."""
 
     dp_replicate: int
     dp_shard: int
@@ -104,14 +105,14 @@ class Mesh:
 
     @property
     def shard_axis(self) -> str:
-        """The name of the axis that these ranks are in `dp`."""
+        """The name of the axis of `dp` over which these are sharded."""
         names = self.dp.mesh_dim_names
         assert names is not None
         return names[-1]
 
     @property
     def loss_ranks(self) -> int:
-        """Ranks with different documents, or parts of them."""
+        """Number of ranks with different documents, or parts of documents."""
         return self.dp_replicate * self.shards
 
     @property
@@ -125,14 +126,14 @@ class Mesh:
 
     @property
     def world_group(self) -> dist.ProcessGroup:
-        """All ranks of the mesh, for what concerns processes and not documents: failures, memory, stops."""
+        """All ranks, for what concerns processes rather than documents: failures, memory, stops."""
         return self.world.get_group()
 
     def sharded_over(self, size: int) -> DeviceMesh:
         """A mesh of these ranks, sharded over groups of `size` (a divisor of `shards`), replicated across them."""
         if size == self.shards:
             return self.dp
-        # Of two axes of one name, `get_group` would take the root's.
+        # New names, because for a name that the root has, too, `get_group` would return the root's group.
         return self.loss._unflatten(0, (self.loss_ranks // size, size), ("copies", "shards"))
 
     @property
@@ -153,13 +154,13 @@ class Mesh:
 
     @property
     def stage_place(self) -> tuple[int, int]:
-        """(this rank's place, how many) among the ranks of its stage: pp is the outermost axis."""
+        """(this rank's place, number) among the ranks of its stage. pp is the outermost axis."""
         size = self.world.size() // self.pp_size
         return self.world.get_local_rank() % size, size
 
     @property
     def same_documents(self) -> tuple[int, int]:
-        """(this rank's place, how many) among the ranks with the same documents: all stages, and all of tp."""
+        """(this rank's place, number) among the ranks with the same documents: all stages, and all of tp."""
         place = 0 if self.tp is None else self.tp.place
         if self.pp is not None:
             place += self.pp.place * self.tp_size
@@ -176,9 +177,9 @@ class Mesh:
 
 
 def build_mesh(sizes: MeshSizes, device_type: str) -> Mesh:
-    """A mesh over all ranks, which must be as many as `sizes` has (config/mesh.py has checked that)."""
+    """The meshes over all ranks, whose number must be sizes.world (config/mesh.py has checked that)."""
     assert sizes.world == dist.get_world_size(everyone())
-    # An axis of one rank would cost a group for nothing; FSDP2 needs one to shard over.
+    # Axes of one rank are left out, because each would cost a group; FSDP2 needs dp_shard.
     named = {axis: size for axis, size in zip(AXES, sizes.all, strict=True) if size > 1 or axis == "dp_shard"}
     root = init_device_mesh(device_type, tuple(named.values()), mesh_dim_names=tuple(named))
     fsdp = _as_one(root, ("dp_shard", "cp"), "dp_shard x cp")
@@ -191,13 +192,13 @@ def build_mesh(sizes: MeshSizes, device_type: str) -> Mesh:
 
 
 def _as_one(root: DeviceMesh, axes: Sequence[str], name: str) -> DeviceMesh:
-    """The axes of `axes` that the root has, as one axis: a single one as it is, several flattened under `name`."""
+    """Those of `axes` that the root has, as one axis: a single one unchanged, several flattened under `name`."""
     present = tuple(axis for axis in root.mesh_dim_names or () if axis in axes)
     return root[present] if len(present) == 1 else root[present]._flatten(name)
 
 
 def _with_experts(mesh: Mesh, sizes: MeshSizes) -> Mesh:
-    """Ranks of ep are neighbours, so that tokens travel within a host where that can be."""
+    """Add ep. Its ranks are neighbours, so that tokens stay within a host if possible."""
     ep, shards = sizes.ep, sizes.shards // sizes.ep
     parts = mesh.loss._unflatten(0, (sizes.dp_replicate, shards, ep), ("expert_copies", "expert_shards", "ep"))
     same = parts["expert_copies", "expert_shards"] if sizes.dp_replicate > 1 else parts["expert_shards"]
@@ -234,7 +235,7 @@ def _tp_axis(root: DeviceMesh) -> Axis | None:
 
 
 def context_axis(mesh: Mesh, ulysses: int) -> ContextAxis | None:
-    """The ranks of cp; None for one. ulysses: how many exchange heads for tokens, a divisor of cp."""
+    """The ranks of cp; None for one. ulysses: number of ranks that exchange heads for tokens, a divisor of cp."""
     if mesh.cp_size == 1:
         return None
     ring, cp = mesh.cp_size // ulysses, mesh.root["cp"]
@@ -249,7 +250,7 @@ def context_axis(mesh: Mesh, ulysses: int) -> ContextAxis | None:
 
 
 def own_part(tensor: Tensor) -> Tensor:
-    """The elements of a tensor on this rank: the local shard of a DTensor, or all."""
+    """The elements of a tensor on this rank: the local shard of a DTensor, or the tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

@@ -41,7 +41,7 @@ class Precision:
 
 @dataclass(frozen=True)
 class Stages:
-    """How the layers are cut. costs: of each stage, in any unit."""
+    """How mesh.pp cuts the layers. costs: of each stage, in any unit."""
 
     spans: tuple[Span, ...]
     placement: Placement
@@ -50,7 +50,7 @@ class Stages:
 
 
 def layers_of(stages: Stages, place: int) -> list[int]:
-    """The layers of a rank at this place of mesh.pp."""
+    """The layers of the rank at this place of mesh.pp."""
     return [layer for stage in stages.placement.stages_of(place) for layer in range(*stages.spans[stage])]
 
 
@@ -67,8 +67,8 @@ def parallelize(
     stages: Stages | None = None,
 ) -> tuple[list[Unit], TensorParallel, Pipeline | None]:
     """Shard the model in place; returns its FSDP units, what tp and ep have divided, and what the stages hold.
-    sequence: with tp, tokens between blocks, too. stages: None for one."""
-    # 0. Compute with parts: what is stored is divided before anything looks at it.
+    sequence: with tp, also divide tokens between blocks. stages: None for one."""
+    # 0. tp and ep: parameters are divided before anything else reads them.
     divided = tensor_parallel(module, mesh.tp, config, sequence=sequence)
     divided = replace(divided, cuts=expert_parallel(module, mesh.ep, divided.cuts))
 
@@ -89,7 +89,7 @@ def parallelize(
     for parameter in module.parameters():
         parameter.data = parameter.data.to(precision.master if parameter.requires_grad else precision.frozen)
 
-    # 4. Layers: a rank of pp keeps its own, once all that the whole model says of itself is known.
+    # 4. Layers: a rank of pp keeps its own, after all steps that need the whole model.
     pipeline = None
     if stages is not None:
         assert mesh.pp is not None
@@ -99,7 +99,7 @@ def parallelize(
         wide = torch.float32 if stages.anatomy.wide else precision.compute
         keep_stages(module, pipeline, mesh.pp.place, Outside(wide, device, mesh.tp_size if sequence else 1))
 
-    # 5. Data axes: FSDP2 or HSDP over whatever the other axes have left.
+    # 5. Data axes: FSDP2 or HSDP over what the other axes left to this rank.
     units = find_units(module, fsdp.wrap, fsdp.overrides, experts=[] if mesh.ep is None else [*experts_of(module)])
     shard(module, units, mesh, fsdp, precision.compute)
 
@@ -111,7 +111,7 @@ def parallelize(
 def materialize(module: nn.Module, device: torch.device) -> None:
     """Allocate the shards of a module that was sharded on meta, uninitialised.
 
-    Tensors are swapped in place, because FSDP2 and tied modules know them by identity.
+    Tensors are swapped in place, because FSDP2 and tied modules refer to them by identity.
     """
     before = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)

@@ -1,5 +1,5 @@
-"""Sequence parallelism: between blocks, the ranks of tp divide a row's tokens, and so the activations of norms and
-residuals.
+"""Sequence parallelism: between blocks, the ranks of tp divide a row's tokens, and with them the activations of norms
+and residuals.
 
 A block all-gathers its input and reduce-scatters its output, which together send as much as an all-reduce of the output
 (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2). B batch, T tokens of a row, H hidden width.
@@ -42,7 +42,8 @@ class ReduceScatterTokens(torch.autograd.Function):
 
 
 class _Join(torch.autograd.Function):
-    """[B, T / ranks, H] -> [B, T, H] for what all ranks compute alike: gradients are whole already, and cut."""
+    """[B, T / ranks, H] -> [B, T, H], for computations that all ranks repeat: every rank then has the whole gradient,
+    and backward takes its own tokens' part."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Communicator, place: int) -> Tensor:
@@ -55,12 +56,12 @@ class _Join(torch.autograd.Function):
 
 
 def gather_tokens(x: Tensor, ranks: Communicator) -> Tensor:
-    """[B, T, H], all ranks' tokens in order."""
+    """[B, T, H]: all ranks' tokens in order."""
     return torch.cat(ranks.all_gather(x.contiguous()), 1)
 
 
 def reduce_scatter_tokens(x: Tensor, ranks: Communicator) -> Tensor:
-    """[B, T / ranks, H], this rank's tokens of the sum."""
+    """[B, T / ranks, H]: this rank's tokens of the sum."""
     return ranks.reduce_scatter(x.transpose(0, 1)).transpose(0, 1)
 
 

@@ -1,5 +1,5 @@
-"""What travels between the stages of a pipeline: hidden states onward, their gradients back, and gradients of what two
-stages hold (a head that is tied to the embedding).
+"""Communication between the stages of a pipeline: hidden states onward, their gradients back, and the sum of gradients
+of parameters that two stages hold (a head that is tied to the embedding).
 
 Shapes come from the plan, which all stages know, and never from a message. B batch, T tokens of a row, H hidden width.
 """
@@ -25,7 +25,7 @@ from weft.telemetry.timing import waiting
 
 
 class Message(NamedTuple):
-    """Hidden states (onward), or their gradient, of a micro-batch, to a stage."""
+    """Hidden states (onward), or their gradient, of one micro-batch. stage: the receiver."""
 
     onward: bool
     stage: int
@@ -33,7 +33,7 @@ class Message(NamedTuple):
 
 
 class Link:
-    """One rank's ends of what travels. Sending waits for nobody; receiving waits for what was asked for before."""
+    """One rank's sends and receives. send() does not wait; receive() waits for a message that ask() has requested."""
 
     def __init__(
         self,
@@ -44,17 +44,17 @@ class Link:
         device: torch.device,
         parts: int,
     ) -> None:
-        """width: H. dtype: of hidden states between layers. parts: so many ranks divide the tokens of a row."""
+        """width: H. dtype: of hidden states between layers. parts: number of ranks that divide the tokens of a row."""
         self.axis, self.placement, self.width, self.parts = axis, placement, width, parts
         self.dtype, self.device = dtype, device
         self._asked: dict[Message, tuple[Tensor, Any]] = {}
-        self._own: dict[Message, Tensor] = {}  # from one stage of this rank to another
+        self._own: dict[Message, Tensor] = {}  # messages between stages of this rank
         self._sent: list[tuple[Tensor, Any]] = []
         self._connected = device.type == "cpu"
 
     def connect(self) -> None:
-        """Make the connections, once, in an order in which no rank waits for one that waits for it: NCCL makes each at
-        its first message, and holds up the thread until the other end does."""
+        """Open the connections, once, in an order that cannot deadlock: NCCL opens each at its first message, and
+        blocks the thread until the other end does, too."""
         if self._connected:
             return
         self._connected = True
@@ -68,14 +68,15 @@ class Link:
                     _wait(dist.irecv(value, group=group, group_src=source), self.device)
 
     def _pairs(self, onward: bool) -> list[tuple[int, int]]:
-        """(rank that sends, rank that receives), each once, in an order that all know."""
+        """(sending rank, receiving rank), each pair once, in the same order on all ranks."""
         ranks = [self.placement.rank_of(stage) for stage in range(self.placement.stages)]
         ranks = ranks if onward else ranks[::-1]
         return list(dict.fromkeys((a, b) for a, b in pairwise(ranks) if a != b))
 
     def ask(self, message: Message, shape: Sequence[int]) -> None:
-        """Begin to receive what a stage of this rank needs, unless that has begun or comes from this rank. shape: [B,
-        T] of its row. From each rank, in each direction, it is asked for in the order in which it is sent."""
+        """Begin to receive a message for a stage of this rank, unless that has begun or this rank is the sender. shape:
+        [B, T] of the row. Messages of one sender and direction must be requested in the order in which they are sent.
+        """
         source = self.placement.neighbour(message.stage, not message.onward)
         if source is None or message in self._asked:
             return
@@ -87,7 +88,8 @@ class Link:
         self._asked[message] = buffer, dist.irecv(buffer, group=group, group_src=rank)
 
     def receive(self, message: Message) -> Tensor | None:
-        """What was asked for, once it is there; None at the end of the pipeline that it would come from."""
+        """The tensor of a requested message, once it has arrived; None for a stage without a sender (the first stage
+        onward, the last stage back)."""
         if message in self._own:
             return self._own.pop(message)
         found = self._asked.pop(message, None)
@@ -98,8 +100,8 @@ class Link:
         return buffer
 
     def send(self, stage: int, onward: bool, micro: int, tensor: Tensor | None, shape: Sequence[int]) -> None:
-        """Send what a stage of this rank has computed for the next one, or for the one before. shape: as in `ask`.
-        RuntimeError for another shape or dtype, which would end the other rank without a word."""
+        """Send a stage's hidden states to the next stage (onward), or their gradient to the previous one. shape: as in
+        `ask`. Raises RuntimeError for another shape or dtype, which would end the other rank without a message."""
         target = self.placement.neighbour(stage, onward)
         if target is None:
             return
@@ -116,7 +118,7 @@ class Link:
         self._sent.append((sent, dist.isend(sent, group=group, group_dst=rank)))
 
     def finish(self) -> None:
-        """Wait until all that was sent has left."""
+        """Wait until all messages have left."""
         for _, work in self._sent:
             _wait(work, self.device)
         self._sent.clear()
@@ -126,8 +128,8 @@ class Link:
 
 
 def _wait(work: Any, device: torch.device) -> None:
-    """On a CPU for as long as any collective may take (train.timeout), which torch gives to the group of all ranks
-    alone; elsewhere the device waits, and not this thread."""
+    """Wait for a send or receive. On a CPU for at most train.timeout, which torch applies to the group of all ranks
+    only; on an accelerator the device waits, not this thread."""
     limit = flight.own.limit
     with waiting():
         if device.type == "cpu" and limit is not None:
@@ -138,8 +140,8 @@ def _wait(work: Any, device: torch.device) -> None:
 
 @torch.no_grad()
 def sum_shared_gradients(module: nn.Module, pipeline: Pipeline, axis: PipelineAxis) -> None:
-    """Sum the gradients of what the ranks of the first and the last stage hold alike, once per step. Collective over
-    both, which are the first and the last rank where they are two."""
+    """Sum the gradients of parameters that the ranks of the first and the last stage both hold, once per step.
+    Collective over these two, the first and the last rank of pp; nothing is done if one rank has both stages."""
     named = dict(module.named_parameters())
     shared = [named[name] for name in sorted(pipeline.shared(axis.place)) if name in named]
     shared = [parameter for parameter in shared if parameter.requires_grad]
@@ -153,7 +155,7 @@ def sum_shared_gradients(module: nn.Module, pipeline: Pipeline, axis: PipelineAx
         if axis.place == 0:
             works.append(dist.isend(own, group=axis.onward, group_dst=other))
             works.append(dist.irecv(others[-1], group=axis.back, group_src=other))
-        else:  # in the same order, as NCCL connects the two
+        else:  # in the order of the other rank, as NCCL needs it
             works.append(dist.irecv(others[-1], group=axis.onward, group_src=other))
             works.append(dist.isend(own, group=axis.back, group_dst=other))
     for work in works:
@@ -172,10 +174,10 @@ def of_all_stages(
     cuts: Cuts,
     whole: Callable[[Tensor, AnyCut | None], Tensor],
 ) -> Iterator[tuple[str, Tensor | None]]:
-    """(name, whole tensor) of these names of the whole model, on every stage, gathered one by one; None where the stage
-    that holds the name has no tensor of it. Collective.
+    """Yields (name, whole tensor) for these names of the whole model, on every stage, gathered one by one; None if the
+    stage that holds the name has no tensor for it (such as a missing gradient). Collective.
 
-    held: the shards of this stage. cuts: how tp and ep divide them. whole: gathers one, in its dtype.
+    held: this stage's shards. cuts: how tp and ep divide them. whole: gathers the whole of one shard, in its dtype.
     """
     mine = {n: (full_shape(n, t, cuts), t.dtype) for n, t in held.items() if t is not None}
     known: list[dict[str, tuple[tuple[int, ...], torch.dtype]]] = [{}] * axis.size

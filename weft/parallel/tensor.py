@@ -36,8 +36,8 @@ from weft.sharding.cuts import AnyCut, Cut, split
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """cuts: parameter -> its division, under each of its names. partial: parameter whose gradient is a sum over ranks
-    -> number of ranks -> communicator. sequence: between blocks, tokens are divided over the ranks."""
+    """The division of a model. cuts: parameter -> its cut, under each of its names. partial: parameter whose gradient
+    is a sum over ranks -> number of ranks -> communicator. sequence: tokens are divided between blocks."""
 
     cuts: dict[str, AnyCut]
     partial: dict[str, dict[int, Communicator]]
@@ -47,10 +47,10 @@ class TensorParallel:
 def tensor_parallel(
     module: TrainModule, axis: Axis | None, config: PretrainedConfig, *, sequence: bool = False
 ) -> TensorParallel:
-    """Divide a model (on meta) and hook it to compute with its parts. UserError where sizes do not divide.
+    """Divide a model (on meta) and hook it to compute with its parts. Raises UserError if sizes do not divide.
 
     axis: None leaves the model unchanged. sequence: divide tokens between blocks; row lengths must be multiples of the
-    axis.
+    axis' size.
     """
     if axis is None:
         return TensorParallel({}, {})
@@ -64,14 +64,14 @@ def tensor_parallel(
     vocabulary = [name for name in (module.facts.embedding, module.facts.head) if cuts[f"{name}.weight"].divides]
     inside = ("",) if sequence else tuple(f"{name}." for name in (*styles.regions, *vocabulary))
     partial = _partial(cuts, axis, inside)
-    if sequence and module.facts.head not in vocabulary:  # it reads all tokens, on each rank
+    if sequence and module.facts.head not in vocabulary:  # each rank's head reads all tokens
         partial = {name: ranks for name, ranks in partial.items() if not name.startswith(f"{module.facts.head}.")}
     return TensorParallel({**cuts}, partial, sequence)
 
 
 def _partial(cuts: dict[str, Cut], axis: Axis, inside: tuple[str, ...]) -> dict[str, dict[int, Communicator]]:
-    """What several ranks have of a block that is divided: each uses it for its own heads, columns or tokens. inside:
-    how the names of such parameters begin."""
+    """Parameters of divided blocks that several ranks hold, each using them for its own heads, columns or tokens only:
+    name -> number of ranks -> communicator. inside: prefixes of the names of such blocks."""
     numbers = sorted({copies for cut in cuts.values() for copies in cut.copies if copies > 1})
     groups = {copies: axis.neighbours(copies) for copies in numbers}
     return {
@@ -82,7 +82,7 @@ def _partial(cuts: dict[str, Cut], axis: Axis, inside: tuple[str, ...]) -> dict[
 
 
 def cut_of(name: str, shape: tuple[int, ...], style: Style, axis: Axis) -> Cut:
-    """The division of a parameter of this style. UserError where its sizes do not divide."""
+    """The division of a parameter of this style. Raises UserError if its sizes do not divide."""
     if style.dim is None:
         whole = ((0, shape[0]),) if shape else ((0, 1),)
         return Cut(shape, 0, (whole,) * axis.size, (axis.size,), axis.place, axis.ranks)
@@ -109,7 +109,7 @@ def _does_not_divide(name: str, part: Part, ranks: int) -> UserError:
 
 
 def _replace_parameters(module: TrainModule, cuts: dict[str, Cut]) -> None:
-    """A part in the place of each whole one; tied ones stay tied."""
+    """Replace each divided parameter by this rank's part, uninitialised; tied parameters stay tied."""
     made: dict[int, nn.Parameter] = {}
     for name, parameter in list(module.named_parameters(remove_duplicate=False)):
         if not cuts[name].divides:
@@ -121,7 +121,7 @@ def _replace_parameters(module: TrainModule, cuts: dict[str, Cut]) -> None:
         holder: Any = module.get_submodule(owner)
         setattr(holder, leaf, made[id(parameter)])
         if leaf == "weight" and hf.is_transposed(holder):
-            holder.nf = holder.weight.shape[1]  # what Conv1D gives its outputs' shape by
+            holder.nf = holder.weight.shape[1]  # Conv1D reads its outputs' width from it
 
 
 def _hook(module: TrainModule, styles: Styles, cuts: dict[str, Cut], axis: Axis, sequence: bool) -> None:
@@ -150,12 +150,12 @@ def _hook(module: TrainModule, styles: Styles, cuts: dict[str, Cut], axis: Axis,
 
 
 def _modules(module: nn.Module, names: list[str]) -> list[nn.Module]:
-    """Each once: layers may share a block, which then has several names."""
+    """The modules of these names, each once: layers may share a block, which then has several names."""
     return list({id(child): child for child in map(module.get_submodule, names)}.values())
 
 
 def _enter(ranks: Communicator, operation: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """The hidden states are the first argument, or go by that name."""
+    """A pre-hook that applies `operation` to the hidden states: the first argument, or the one of that name."""
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
         if args:
@@ -175,7 +175,7 @@ def _leave(ranks: Communicator, operation: type[torch.autograd.Function]) -> Cal
 
 
 class _SumGradient(torch.autograd.Function):
-    """The input of divided layers: each rank's gradient is of its part alone."""
+    """Identity on the input of divided layers. Backward sums the gradients, each of which is of one rank's part."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Communicator) -> Tensor:
@@ -188,7 +188,7 @@ class _SumGradient(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """The output of divided layers: the sum of the ranks' parts. Its gradient is the same on all of them."""
+    """The output of divided layers: the sum of the ranks' outputs. Its gradient is the same on all ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Communicator) -> Tensor:
@@ -200,7 +200,7 @@ class _Sum(torch.autograd.Function):
 
 
 class _Join(torch.autograd.Function):
-    """[..., own features] -> [..., all of them], for what must see every head at once."""
+    """[..., own features] -> [..., all features], for operations that need every head at once."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cut: Cut) -> Tensor:
@@ -211,7 +211,7 @@ class _Join(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         cut: Cut = ctx.cut
         own = _of_last(cut, grad).take(summed(grad, cut.ranks))
-        return own / cut.copies[0], None  # where several ranks have the same, their gradients are added up again
+        return own / cut.copies[0], None  # several ranks with the same features sum their gradients again
 
 
 def _part_of_last(x: Tensor, cut: Cut) -> Tensor:
@@ -219,17 +219,17 @@ def _part_of_last(x: Tensor, cut: Cut) -> Tensor:
 
 
 def _of_last(cut: Cut, x: Tensor) -> Cut:
-    """A vector's cut, of the last dimension of activations like `x`."""
+    """The cut of a vector, as a cut of the last dimension of activations like `x`."""
     return replace(cut, shape=(*x.shape[:-1], *cut.shape), dim=x.ndim - 1)
 
 
 def _own_inputs(cut: Cut, x: Tensor) -> Tensor:
-    """[..., inputs] -> [..., those of this rank]. cut: of a matrix by its columns."""
+    """[..., inputs] -> [..., this rank's inputs]. cut: of a matrix by its columns."""
     return replace(cut, shape=tuple(x.shape), dim=x.ndim - 1).take(x)
 
 
 def _share_bias(module: nn.Module, ranks: int) -> None:
-    """A bias that every rank adds counts once: what is too much is taken off."""
+    """Make a bias that every rank adds count once: each rank subtracts its surplus."""
     share = 1.0 / ranks - 1.0
 
     def linear(module: Any, args: tuple[Any, ...], output: Tensor) -> Tensor:
@@ -245,7 +245,8 @@ _COUNTS = ("num_heads", "num_attention_heads", "num_key_value_heads", "num_kv_he
 
 
 def _count_own_heads(attention: Any, ranks: int) -> None:
-    """The code of some families counts heads, not all of it on its inputs; what it sees are those of this rank."""
+    """Set the head counts of a module and of a copy of its config to this rank's, because the code of some families
+    reads them instead of shapes."""
     attention.config = copy.copy(getattr(attention, "config", None))
     for owner in (attention, attention.config):
         for name in _COUNTS:
@@ -257,8 +258,8 @@ def _count_own_heads(attention: Any, ranks: int) -> None:
 def _divide_vocabulary(
     module: TrainModule, cuts: dict[str, Cut], axis: Axis, total: type[torch.autograd.Function]
 ) -> None:
-    """Rows of other ranks give zeros in the embedding, whose outputs are summed by `total`; the head is told where it
-    begins."""
+    """Divide embedding and head. Tokens of other ranks' rows embed to zeros, and `total` sums the outputs; the head
+    gets its shard of the vocabulary."""
     embedding: Any = module.get_submodule(module.facts.embedding)
     cut = cuts[f"{module.facts.embedding}.weight"]
     ((first, count),) = cut.ranges[cut.place]

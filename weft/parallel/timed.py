@@ -66,5 +66,5 @@ class TimedReduceScatter:
         return work
 
     def reduced(self, _: Tensor) -> None:
-        """Hook: FSDP2 calls it after the all-reduce over replicas, or at once where there is none."""
+        """Hook: FSDP2 calls it after the all-reduce over replicas, or at once if there is none."""
         timing.waited(self._ready)

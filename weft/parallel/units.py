@@ -21,9 +21,9 @@ AUTO = ("layers", "head")
 
 @dataclass(frozen=True)
 class Unit:
-    """Modules whose parameters are gathered together, except those of inner units. keep: stay gathered between forward
-    and backward. parts: the modules' names. shard: ranks to shard over; full: all of dp_shard x cp;
-    experts: those of them that hold the same experts."""
+    """Modules whose parameters are gathered together, except those of inner units. parts: the modules' names. keep:
+    stay gathered between forward and backward. shard: number of ranks to shard over; `full`: all of dp_shard x cp;
+    `replicate`: none; `experts`: the ranks that hold the same experts."""
 
     name: str = field(init=False)
     parts: tuple[str, ...]
@@ -41,12 +41,12 @@ def find_units(
     overrides: Mapping[str, Strategy] | None = None,
     experts: Collection[str] = (),
 ) -> list[Unit]:
-    """The units that `wrap` and `overrides` ask for, inner ones first; the root holds the rest.
+    """The units that `wrap` and `overrides` describe, inner ones first; the root holds the rest.
 
-    wrap: `layers` (each decoder layer, and each of the vision tower), `head` (with the final norm), `embedding`, and
-    class names. Weights that two units would share stay with the root, because FSDP2 cannot gather one tensor twice: a
-    tied head, and layers tied to one another (zamba2). UserError where an entry names such a unit, matches nothing, or
-    matches modules that some rank may not run.
+    wrap: `layers` (each decoder layer, and each layer of the vision tower), `head` (with the final norm), `embedding`,
+    and class names. Weights that two units would share stay with the root, because FSDP2 cannot gather one tensor
+    twice: a tied head, and layers tied to one another (zamba2). Raises UserError if an entry names such a unit, matches
+    nothing, or matches modules that some rank may not run.
 
     overrides: pattern of module names -> sharding. The outermost modules that a pattern matches become units; inner
     modules follow, unless another pattern matches them. experts: modules whose ranks hold different parts (ep).
@@ -110,7 +110,7 @@ def _overridden(module: TrainModule, units: list[Unit], overrides: Mapping[str, 
 
 
 def _strategy(name: str, chosen: Mapping[str, Strategy]) -> Strategy:
-    """That of the innermost module that was chosen and holds this one."""
+    """The strategy of the innermost chosen module that contains this one; `full` if there is none."""
     while name:
         if name in chosen:
             return chosen[name]
@@ -119,7 +119,7 @@ def _strategy(name: str, chosen: Mapping[str, Strategy]) -> Strategy:
 
 
 def _outermost(module: TrainModule, pattern: str) -> list[str]:
-    """The outermost modules with parameters that the pattern names. UserError where there are none."""
+    """The outermost modules with parameters that the pattern matches. Raises UserError if there are none."""
     found = [n for n in outermost(module, pattern) if any(True for _ in module.get_submodule(n).parameters())]
     if not found:
         names = [name for name, _ in module.named_modules() if name]
@@ -167,12 +167,12 @@ def _head(module: TrainModule, taken: set[int], places: dict[int, list[str]], as
     if tied is not None and asked:
         raise _tie_refusal("fsdp.wrap: head", facts.head, tied)
     if tied is not None or facts.head not in names or not any(True for _ in module.head.parameters()):
-        return []  # of a stage of a pipeline but the last
+        return []  # a head without parameters is on another stage of the pipeline
     return [Unit(tuple(names), tuple(module.get_submodule(name) for name in names), keep=True)]
 
 
 def _named(module: TrainModule, who: str, name: str, places: dict[int, list[str]]) -> Unit:
-    """A unit that was asked for by name. UserError where it cannot be one."""
+    """The unit of a module that the config names. Raises UserError if the module cannot be a unit."""
     holder = _list_inside_a_layer(module, name)
     if holder is not None:
         raise UserError(
@@ -194,7 +194,8 @@ def _tie_refusal(who: str, name: str, tied: tuple[str, str]) -> UserError:
 
 
 def _of_class(module: TrainModule, wanted: str) -> list[str]:
-    """Names of the modules of this class that hold parameters. UserError, with the classes there are, where none do."""
+    """Names of the modules of this class that have parameters. Raises UserError, with the model's classes, if there are
+    none."""
     holding = {
         name: type(child).__name__
         for name, child in module.named_modules()
@@ -211,7 +212,7 @@ def _of_class(module: TrainModule, wanted: str) -> list[str]:
 
 
 def _places(module: nn.Module) -> dict[int, list[str]]:
-    """id of a parameter -> every name that holds it."""
+    """id of a parameter -> all of its names."""
     places: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         places.setdefault(id(parameter), []).append(name)
@@ -219,7 +220,7 @@ def _places(module: nn.Module) -> dict[int, list[str]]:
 
 
 def _split_tie(module: nn.Module, names: Sequence[str], places: dict[int, list[str]]) -> tuple[str, str] | None:
-    """Two names of one parameter, one of them inside these modules and one outside."""
+    """Two names of one parameter, one inside these modules and one outside; None if there is no such parameter."""
     prefixes = tuple(f"{name}." for name in names)
     for name in names:
         for parameter in module.get_submodule(name).parameters():

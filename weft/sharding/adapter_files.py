@@ -1,7 +1,7 @@
 """Adapters on disk, in peft's format: adapter_config.json and adapter_model.safetensors.
 
-Names in a file are those of peft's wrapped model without the adapter's own name. Of fused experts with several adapted
-parameters peft wraps the module once for each, the last one outermost, so that only the depth tells which is meant.
+Names in a file are those of peft's wrapped model without the adapter's own name. If fused experts have several adapted
+parameters, peft wraps the module once per parameter, the last one outermost, so only the depth tells which is meant.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from weft.sharding.safetensors_files import TensorFile
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
-# Names of modules that peft 0.21 takes for experts of the transformers 4 layout, by the layout that transformers
-# converts a family from (peft/utils/transformers_weight_conversion.py). Named as parameters they stay what they are.
+# Checkpoint layout -> names of modules that peft 0.21 mistakes for experts of the transformers 4 layout
+# (peft/utils/transformers_weight_conversion.py). Listed as target_parameters they are left alone.
 _OLD_EXPERTS = {"mixtral": ("gate", "w1", "w2", "w3"), "qwen2_moe": ("gate", "gate_proj", "up_proj", "down_proj")}
-# What peft knows and weft does not: keys of adapter_config.json -> the values that mean "not used".
+# Features of peft that weft lacks: keys of adapter_config.json -> the values that mean "not used".
 _UNUSED: dict[str, tuple[Any, ...]] = {
     "bias": ("none", None), "use_dora": (False, None), "lora_bias": (False, None), "rank_pattern": ({}, None),
     "alpha_pattern": ({}, None), "trainable_token_indices": (None,), "layer_replication": (None,),
@@ -65,7 +65,7 @@ _TYPES: dict[str, Callable[[Any], bool]] = {
 
 
 def plan_lora(model: PreTrainedModel, config: LoraConfig) -> LoraPlan | None:
-    """The adapters of a config, new or at lora.path; None where it has none."""
+    """The adapters of a config, new or at lora.path; None if it has none. Raises UserError if they do not fit."""
     if not config.on:
         return None
     found = new_adapters(model, config) if config.path is None else read_plan(model, Path(config.path))
@@ -80,7 +80,8 @@ def plan_lora(model: PreTrainedModel, config: LoraConfig) -> LoraPlan | None:
 
 
 def _as_parameters(plan: LoraPlan, model: PreTrainedModel) -> list[Target]:
-    """Targets that peft must be told of as parameters: fused experts, and what it would take for them by its name."""
+    """Targets that adapter_config.json must list as target_parameters: fused experts, and modules that peft would
+    mistake for experts by their names."""
     taken = _OLD_EXPERTS.get(hf.checkpoint_layout(model) or "", ())
     return [t for t in plan.targets if t.kind == "experts" or t.module.rpartition(".")[2] in taken]
 
@@ -89,7 +90,7 @@ def _as_parameters(plan: LoraPlan, model: PreTrainedModel) -> list[Target]:
 
 
 def file_names(names: Iterable[str]) -> dict[str, str]:
-    """Parameter name in the adapted model -> name in the file. names: all trained parameters, in the model's order."""
+    """Parameter name in the adapted model -> name in an adapter file. names: all trained parameters, in model order."""
     ours = list(names)
     wrapped: dict[str, list[str]] = {}  # module -> adapters of its parameters, in the order in which peft wraps them
     for name in filter(is_adapters, ours):
@@ -141,14 +142,15 @@ def to_json(plan: LoraPlan, base: str, module: TrainModule) -> dict[str, Any]:
 
 
 def shortest_names(chosen: Sequence[str], every: Sequence[str]) -> list[str]:
-    """The names' last parts, if these match the chosen names and no others of `every`; else the whole names."""
+    """The last parts of the chosen names, if these match no other names of `every`; else the whole names."""
     leaves = sorted({name.rpartition(".")[2] for name in chosen})
     meant = {name for name in every if name.rpartition(".")[2] in leaves}
     return leaves if meant == set(chosen) else sorted(chosen)
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """adapter_config.json. UserError where it is missing, or describes adapters that weft does not support."""
+    """The content of adapter_config.json. Raises UserError if it is missing or describes adapters that weft does not
+    support."""
     found = read_object(folder / CONFIG, "the config of an adapter")
     if found.get("peft_type") != "LORA":
         raise UserError(f"{folder} is an adapter of type {found.get('peft_type')}; weft knows LORA alone.")
@@ -162,7 +164,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_plan(model: PreTrainedModel, folder: Path) -> LoraPlan:
-    """The adapters in a folder, from the names of its tensors. UserError where they do not fit the model."""
+    """The adapters in a folder, from the names of its tensors. Raises UserError if they do not fit the model."""
     config = read_config(folder)
     if not (folder / WEIGHTS).is_file():
         raise UserError(f"{folder} holds no {WEIGHTS}; an adapter in a pickle (*.bin) has to be saved anew by peft.")
@@ -229,7 +231,7 @@ def _wanted_shapes(plan: LoraPlan, model: PreTrainedModel) -> dict[str, tuple[in
 def fill_adapters(module: nn.Module, plan: LoraPlan, cuts: Cuts, seed: int) -> None:
     """Fill this rank's shards of the adapters: from plan.path, or drawn from the seed. cuts: how tp divides them.
 
-    Modules that are trained whole keep the base's values where there is no plan.path.
+    Modules that are trained whole keep the base's values if there is no plan.path.
     """
     parameters = dict(module.named_parameters())
     if plan.path is None:

@@ -1,6 +1,6 @@
 """Boxes: the part of a whole tensor that a rank or a file holds. Shards are read and written as overlaps of boxes.
 
-What one mesh wrote, another reads by overlapping its own boxes with those on disk.
+A mesh reads what another mesh wrote by overlapping its own boxes with those on disk.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from weft.cluster.simulated import on_host
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A range in every dimension of a whole tensor; without dimensions for a scalar."""
+    """A range in every dimension of a whole tensor; a scalar's has no dimensions."""
 
     start: tuple[int, ...]
     size: tuple[int, ...]
@@ -46,7 +46,7 @@ class Box:
 
 
 def overlap(a: Box, b: Box) -> Box | None:
-    """The intersection of two boxes of one tensor; None where it is empty."""
+    """The intersection of two boxes of one tensor; None if it is empty."""
     start = tuple(max(x, y) for x, y in zip(a.start, b.start, strict=True))
     end = tuple(min(x, y) for x, y in zip(a.end, b.end, strict=True))
     size = tuple(y - x for x, y in zip(start, end, strict=True))
@@ -54,7 +54,7 @@ def overlap(a: Box, b: Box) -> Box | None:
 
 
 def local_box(tensor: Tensor) -> tuple[Box, Tensor]:
-    """(box that this rank holds, its elements); a plain tensor is held whole."""
+    """(box that this rank holds, its elements); a plain tensor is one whole box."""
     local = local_values(tensor)
     if not isinstance(tensor, DTensor):
         return Box.whole(tuple(tensor.shape)), local
@@ -64,13 +64,13 @@ def local_box(tensor: Tensor) -> tuple[Box, Tensor]:
     return Box(tuple(start), tuple(size)), local
 
 
-@torch.no_grad()  # where it costs no dispatch
+@torch.no_grad()  # to_local then costs no dispatch
 def _local(tensor: DTensor) -> Tensor:
     return tensor.to_local()
 
 
 def local_values(tensor: Tensor) -> Tensor:
-    """The elements on this rank. RuntimeError where they are asleep."""
+    """The elements on this rank. Raises RuntimeError if they are asleep."""
     local = (_local(tensor) if isinstance(tensor, DTensor) else tensor).detach()
     if local.numel() and not local.untyped_storage().nbytes():
         raise RuntimeError("the elements of this tensor are asleep (Engine.sleep): call wake() before this")
@@ -82,7 +82,7 @@ class Shard:
     """This rank's part of a tensor.
 
     replicas: (this rank's index, size) of each group of ranks that hold the same box. groups: process groups of the
-    first of them, for broadcasts; none for a plain tensor.
+    first len(groups) of these, for broadcasts; none for a plain tensor.
     """
 
     box: Box
@@ -99,12 +99,12 @@ class Shard:
         return all(index == number % size for index, size in self.replicas)
 
     def is_read_here(self, number: int) -> bool:
-        """Whether this rank reads it from a file, and sends it to those of `groups`."""
+        """Whether this rank reads the box from a file and broadcasts it to `groups`. number: as in is_mine."""
         return all(index == number % size for index, size in self.replicas[: len(self.groups)])
 
 
 class Readable(Protocol):
-    """The interface of a shard that an export reads, wherever its elements are."""
+    """What an export needs of a shard, wherever its elements are."""
 
     @property
     def box(self) -> Box: ...
@@ -115,8 +115,8 @@ class Readable(Protocol):
 
 
 def shard_of(tensor: Tensor, among: tuple[int, int] | None = None) -> Shard:
-    """This rank's shard. among: its place, and how many they are, among the ranks that have a plain tensor; default:
-    all ranks."""
+    """This rank's shard. among: (this rank's place, number) among the ranks that hold a plain tensor; default: all
+    ranks."""
     box, values = local_box(tensor)
     if not isinstance(tensor, DTensor):
         return Shard(box, values, (among or place_among_all(),))

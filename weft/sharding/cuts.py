@@ -1,7 +1,7 @@
 """How tensor and expert parallelism divide tensors: the part of a whole tensor that a rank of the axis computes with.
 
-A part is a plain tensor, which FSDP2 shards like any other. It may consist of several ranges of the whole tensor, one
-after the other, because a fused projection is cut part by part. Both axes may divide one tensor: that is a NestedCut.
+A part is a plain tensor, which FSDP2 shards like any other. It may be several ranges of the whole tensor, concatenated,
+because a fused projection is cut part by part. Both axes may divide one tensor: that is a NestedCut.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from weft.sharding.boxes import Box, Shard, shard_of
 @dataclass(frozen=True)
 class Cut:
     """The division of one tensor. shape: of the whole tensor. dim: the divided dimension. ranges: for each rank of the
-    axis, the ranges of `dim` that it holds, in order. copies: for each range of this rank, how many neighbouring ranks
-    hold the same; all ranks, for an undivided tensor. place: this rank's index on the axis."""
+    axis, the ranges of `dim` that it holds, in order. copies: for each of these ranges, the number of neighbouring
+    ranks that hold the same; all ranks for an undivided tensor. place: this rank's index on the axis. ranks: of the
+    axis."""
 
     shape: tuple[int, ...]
     dim: int
@@ -32,7 +33,7 @@ class Cut:
 
     @property
     def size(self) -> int:
-        """Ranks of the axis."""
+        """Number of ranks on the axis."""
         return len(self.ranges)
 
     @property
@@ -47,7 +48,7 @@ class Cut:
 
     @property
     def axes(self) -> tuple[Communicator, ...]:
-        """The ranks of each axis that has other elements of the tensor, or the same ones."""
+        """The ranks of each axis of the cut."""
         return (self.ranks,)
 
     def at(self, place: int) -> Cut:
@@ -55,8 +56,8 @@ class Cut:
         return replace(self, place=place)
 
     def boxes(self, held: Box) -> list[tuple[Box, Box, int]]:
-        """(box of the whole tensor, box of the part, number of ranks with the same) for everything in `held`, a box of
-        this rank's part."""
+        """The content of `held`, a box of this rank's part, as boxes of the whole tensor: (box of the whole tensor, the
+        same box in the part, number of ranks that hold it)."""
         if not self.shape:
             return [(held, held, self.size)]
         found, offset, dim = [], 0, self.dim
@@ -76,15 +77,15 @@ class Cut:
         return torch.cat([whole.narrow(self.dim, first, size) for first, size in self.ranges[self.place]], self.dim)
 
     def join(self, part: Tensor) -> Tensor:
-        """The whole tensor from all ranks' parts. Collective over the axis. RuntimeError where the parts do not fill
-        it."""
+        """The whole tensor from all ranks' parts. Collective over the axis. Raises RuntimeError if the parts do not
+        fill it."""
         if not self.divides:
             return part
         shapes = [self.local_shape(place) for place in range(self.size)]
         longest = max(shape[self.dim] for shape in shapes)
         sent = part.new_zeros((*self.shape[: self.dim], longest, *self.shape[self.dim + 1 :]))
         sent.narrow(self.dim, 0, part.shape[self.dim]).copy_(part)
-        # Ranges of two ranks are the same, or apart.
+        # Ranges of two ranks are either equal or disjoint.
         filled, whole = sum(size for _, size in {own for ranges in self.ranges for own in ranges}), self.shape[self.dim]
         if filled != whole:
             raise RuntimeError(f"ranks hold {filled} of {whole} along dim {self.dim}")
@@ -99,8 +100,8 @@ class Cut:
 
 @dataclass(frozen=True)
 class NestedCut:
-    """The division of one tensor by two axes, along different dimensions. outer: of the whole tensor, each of whose
-    ranks has other elements. inner: of the outer's part. ranks: of both axes together, the inner one varying first."""
+    """The division of one tensor by two axes, along different dimensions. outer: of the whole tensor, with different
+    elements on each rank. inner: of the outer's part. ranks: of both axes together, the inner one varying fastest."""
 
     outer: Cut
     inner: Cut
@@ -113,7 +114,7 @@ class NestedCut:
 
     @property
     def size(self) -> int:
-        """Ranks of both axes."""
+        """Number of ranks of both axes."""
         return self.outer.size * self.inner.size
 
     @property
@@ -170,8 +171,8 @@ Cuts = Mapping[str, AnyCut]
 
 @dataclass(frozen=True)
 class HeldBox:
-    """A box of a whole tensor that this rank holds. first: index of its elements' start in this rank's shard. replicas:
-    as in Shard."""
+    """A box of a whole tensor that this rank holds. first: where its elements start in this rank's shard. replicas: as
+    in Shard."""
 
     box: Box
     first: tuple[int, ...]
@@ -188,8 +189,7 @@ class HeldBox:
 
 
 def held_boxes(tensor: Tensor, cut: AnyCut | None, among: tuple[int, int] | None = None) -> list[HeldBox]:
-    """The boxes of the model's whole tensor that this rank holds. cut: None where no axis divides it. among: see
-    shard_of."""
+    """The boxes of the whole tensor that this rank holds. cut: None if no axis divides it. among: see shard_of."""
     return _held(shard_of(tensor, among), cut)
 
 
@@ -215,8 +215,8 @@ def shards_of(tensor: Tensor, cut: AnyCut | None, among: tuple[int, int] | None 
 
 
 def split(parameter: Tensor, values: Tensor, cut: AnyCut) -> list[tuple[int, Tensor]]:
-    """(number of ranks with the same, elements) for each box of a parameter, in the order of `shards_of`. values: of
-    the shard's shape, such as a gradient or optimizer state."""
+    """(number of ranks that hold the box, its elements in `values`) for each box of a parameter, in the order of
+    `shards_of`. values: of the shard's shape, such as a gradient or optimizer state."""
     held = shard_of(parameter).box
     return [(copies, values[part.within(held)]) for _, part, copies in cut.boxes(held)] or [(cut.copies[0], values)]
 

@@ -1,8 +1,8 @@
 """Directories that torch.distributed.checkpoint (DCP) wrote: which tensor is in which bytes of which file.
 
-`.metadata` is a pickle of torch's own classes, and __RANK_N.distcp holds what torch.save wrote of each chunk, one after
-the other. Both are read as data (pickles.py, torch_archives.py). What is said of a tensor is checked before any
-element is read: its chunks fill it and do not overlap, and lie in files of the directory.
+`.metadata` is a pickle of torch's own classes, and __RANK_N.distcp is a sequence of chunks, each written by torch.save.
+Both are read as data (pickles.py, torch_archives.py). The description of a tensor is checked before any element is
+read: its chunks fill it, do not overlap, and lie in files of the directory.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ METADATA = ".metadata"
 _LONGEST_METADATA = 1 << 28
 _MOST_DIMENSIONS = 8
 _LONGEST_NAME = 1000
-_MOST_OPEN = 64  # files at once, of thousands of ranks
-_SLAB_BYTES = 1 << 25  # read at once, beside the box that is put together
+_MOST_OPEN = 64  # files at once; there may be thousands
+_SLAB_BYTES = 1 << 25  # read at once, in addition to the box being assembled
 
 _CLASSES = "torch.distributed.checkpoint.metadata."
 _PATHS = tuple(
@@ -52,7 +52,7 @@ _KNOWN: dict[str, Maker | None] = {
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Bytes of a file of the directory."""
+    """A range of bytes in a file of the directory."""
 
     file: str
     begin: int
@@ -61,7 +61,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor of the directory. chunks: the box of each, and where it is."""
+    """A tensor of the directory. chunks: (box, place) of each."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -70,8 +70,8 @@ class StoredTensor:
 
 @dataclass
 class DcpDirectory:
-    """A directory whose .metadata was read and checked. tensors: by the names that its writer gave them. values: the
-    places of what is no tensor. key: of the config, for messages."""
+    """A directory whose .metadata was read and checked. tensors: by the writer's names. values: places of values that
+    are no tensors. key: the config key that names the directory, for messages."""
 
     folder: Path
     tensors: Mapping[str, StoredTensor]
@@ -82,7 +82,7 @@ class DcpDirectory:
     _chunks: dict[Place, SavedTensor] = field(default_factory=dict)
 
     def read(self, name: str, box: Box) -> Tensor:
-        """A box of a tensor, on the CPU. Reads what overlaps it, and no more."""
+        """A box of a tensor, on the CPU. Reads only the overlapping parts of chunks."""
         stored = self.tensors[name]
         out = torch.empty(box.size, dtype=stored.dtype)
         for chunk, place in stored.chunks:
@@ -98,7 +98,7 @@ class DcpDirectory:
         return out
 
     def value(self, name: str) -> Any:
-        """What is no tensor, or the number in a tensor of one."""
+        """A value that is no tensor, or the number in a one-element tensor; None for other tensors."""
         if name in self.tensors:
             stored = self.tensors[name]
             return self.read(name, Box.whole(stored.shape)).item() if math.prod(stored.shape) == 1 else None
@@ -123,7 +123,7 @@ class DcpDirectory:
         return self._files[name]
 
     def _saved(self, name: str, dtype: torch.dtype, chunk: Box, place: Place) -> SavedTensor:
-        """Find the elements of a chunk, and compare them with what .metadata says."""
+        """The tensor of a chunk in its file, compared with what .metadata says."""
         if place not in self._chunks:
             with self._readable(place, name):
                 found = read_archive(self._file(place.file), place.begin, place.length)
@@ -147,12 +147,13 @@ class DcpDirectory:
 
 
 def is_dcp(folder: Path) -> bool:
-    """Whether this is such a directory."""
+    """Whether torch.distributed.checkpoint wrote this directory."""
     return os.path.lexists(folder / METADATA)
 
 
 def open_dcp(path: str, key: str) -> DcpDirectory:
-    """A directory by the value of a key. UserError where it is none, or is not what it says."""
+    """The directory at `path`. key: the config key of that path. Raises UserError if it is no such directory, or its
+    files do not match its metadata."""
     folder = Path(path).expanduser()
     if not is_dcp(folder):
         raise UserError(_no_dcp(folder, key))
@@ -177,7 +178,7 @@ def open_dcp(path: str, key: str) -> DcpDirectory:
 
 
 def _no_dcp(folder: Path, key: str) -> str:
-    """The error for a path that is no such directory, with what the user probably meant."""
+    """The error message for a path that is no such directory, with what the user probably meant."""
     if not folder.is_dir():
         return f"{key}: {folder} is no directory: name one that torch.distributed.checkpoint wrote."
     if any(folder.glob("__*.metadata")):
@@ -217,7 +218,7 @@ def _content(folder: Path, metadata: Any) -> tuple[dict[str, StoredTensor], dict
 
 
 def _place(folder: Path, info: Any, sizes: dict[str, int]) -> Place:
-    """sizes: of the files that were looked at before."""
+    """The place that a _StorageInfo describes. sizes: of the files seen so far, by name."""
     file, begin, length = (info.get(key) for key in ("relative_path", "offset", "length"))
     if type(file) is not str or type(begin) is not int or type(length) is not int:
         raise TypeError
@@ -271,7 +272,7 @@ def _name(text: Any) -> str:
 
 
 def _sizes(numbers: Any) -> tuple[int, ...] | None:
-    """Sizes or offsets; None for None."""
+    """Checked sizes or offsets; None for None."""
     if numbers is None:
         return None
     if type(numbers) is not tuple or not all(type(number) is int and 0 <= number < 1 << 62 for number in numbers):
@@ -282,9 +283,9 @@ def _sizes(numbers: Any) -> tuple[int, ...] | None:
 def chunks_fill(shape: tuple[int, ...], boxes: list[Box]) -> bool:
     """Whether boxes fill a whole tensor without overlapping.
 
-    They do if and only if their indicator functions add up to the whole's. Such a function is known from its corners,
-    each with the sign (-1) ** (how many of its coordinates are ends): so the corners of all boxes must cancel but for
-    those of the whole.
+    They do if and only if their indicator functions sum to the whole's. An indicator function is determined by the
+    box's corners, each with the sign (-1) ** (number of coordinates that are ends). So the corners of all boxes must
+    cancel, except those of the whole.
     """
     corners: dict[tuple[int, ...], int] = {}
     for box, sign in [(Box.whole(shape), -1), *((box, 1) for box in boxes)]:
@@ -297,7 +298,7 @@ def chunks_fill(shape: tuple[int, ...], boxes: list[Box]) -> bool:
 
 
 def _slabs(box: Box, itemsize: int) -> Iterator[Box]:
-    """The box in parts along its first dimension that are read one at a time."""
+    """The box in parts along its first dimension, of about _SLAB_BYTES each."""
     if not box.size:
         yield box
         return

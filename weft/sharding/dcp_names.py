@@ -1,8 +1,8 @@
-"""What the tensors of a torch.distributed.checkpoint directory are called in a HuggingFace model.
+"""HuggingFace's names for the tensors of a torch.distributed.checkpoint directory.
 
-Trainers save `model.state_dict()`, as it is or under names of their own (model., app.model.), and beside it the state
-of the optimizer and more. torchtitan's own models have names of its own; TITAN is a table of those, read off its
-state_dict_adapter.py of llama3 and qwen3.
+Trainers save `model.state_dict()`, unchanged or under prefixes (model., app.model.), together with optimizer state and
+more. torchtitan's own models have other names; TITAN maps them, from torchtitan's state_dict_adapter.py of llama3 and
+qwen3.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from transformers import PreTrainedModel
 from weft.errors import UserError
 from weft.sharding.layout import layout_of
 
-# Parts of names under which a model's tensors may lie; those that wrappers put into the middle of a name.
+# Prefixes under which trainers save a model; parts that wrappers insert into names.
 _OWNERS = ("app", "model", "module", "state_dict", "model_state_dict", "actor", "policy")
 _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-# What lies beside the model.
+# Names of other states saved with the model.
 STATES = (
     "optimizer", "optimizers", "optim", "lr_scheduler", "lr_schedulers", "scheduler", "sched", "dataloader",
     "train_state", "trainer_state", "rng", "rng_state", "extra_state",
 )  # fmt: skip
 
-# torchtitan's name -> HuggingFace's; {} is the number of a layer, {e} of an expert, whose tensors it keeps in one.
+# torchtitan's name -> HuggingFace's. {}: number of a layer; {e}: of an expert, which torchtitan stacks in one tensor.
 TITAN = {
     "tok_embeddings.weight": "model.embed_tokens.weight",
     "norm.weight": "model.norm.weight",
@@ -50,15 +50,15 @@ TITAN = {
     "layers.{}.moe.experts.w2": "model.layers.{}.mlp.experts.{e}.down_proj.weight",
     "layers.{}.moe.experts.w3": "model.layers.{}.mlp.experts.{e}.up_proj.weight",
 }
-# model_type -> whether torchtitan turns pairs of neighbouring elements of q and k, where HuggingFace turns halves.
+# model_type -> whether torchtitan's RoPE rotates pairs of neighbouring elements of q and k, HuggingFace's halves.
 TITAN_TURNS_PAIRS = {"llama": True, "qwen3": False, "qwen3_moe": False}
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A tensor in HuggingFace's layout, of one that is stored. stored: its name. expert: the index in the first
-    dimension, which the tensor lacks; None for all of it. heads: of q or k whose rows are in another order; None for
-    the order of the stored one."""
+    """A tensor in HuggingFace's layout, taken from a stored one. stored: the stored tensor's name. expert: index in the
+    stored tensor's first dimension, which this one lacks; None for the whole tensor. heads: number of heads of q or k
+    whose rows are stored in another order; None if the order is the same."""
 
     stored: str
     shape: tuple[int, ...]
@@ -68,16 +68,18 @@ class View:
 
 @dataclass(frozen=True)
 class Naming:
-    """weights: HuggingFace's name -> its view. own: stored name -> the trainer's own name of that tensor, without what
-    it is saved under."""
+    """weights: HuggingFace's name -> view. own: stored name -> the trainer's own name, without prefix and wrappers."""
 
     weights: Mapping[str, View]
     own: Mapping[str, str]
 
 
 def name_tensors(shapes: Mapping[str, tuple[int, ...]], model: PreTrainedModel, key: str, folder: str) -> Naming:
-    """Find a model's tensors among stored ones. What belongs to no known part keeps its name, and is for the caller to
-    refuse. UserError where names are of neither kind."""
+    """Find a model's tensors among stored ones. Tensors of unknown names keep them; the caller refuses them. Raises
+    UserError if the names are neither HuggingFace's nor torchtitan's.
+
+    shapes: of the stored tensors. key, folder: for messages.
+    """
     plain = {name: unwrapped(name) for name in shapes}
     prefix, titan = _best(set(plain.values()), _expected(model))
     if prefix is None:
@@ -101,7 +103,7 @@ def name_tensors(shapes: Mapping[str, tuple[int, ...]], model: PreTrainedModel, 
 
 
 def unwrapped(name: str) -> str:
-    """A name without what torch.compile, FSDP and activation checkpointing put into it."""
+    """A name without the parts that torch.compile, FSDP and activation checkpointing insert."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
@@ -112,7 +114,7 @@ def _expected(model: PreTrainedModel) -> set[str]:
 
 
 def _best(names: set[str], expected: set[str]) -> tuple[str | None, bool]:
-    """(what the model's names stand under, whether the rest is torchtitan's), by how many tensors that makes known."""
+    """(prefix of the model's names, whether the rest is torchtitan's): the choice that makes the most names known."""
     found: tuple[int, str | None, bool] = (0, None, False)
     for prefix in sorted({prefix for name in names for prefix in _prefixes(name)}, key=len):
         inner = [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
@@ -134,18 +136,18 @@ def _prefixes(name: str) -> Iterator[str]:
 
 
 def _is_state(name: str) -> bool:
-    """Whether it belongs to the optimizer, or what else lies beside a model."""
+    """Whether a name belongs to the optimizer or another state saved with the model."""
     return next((part for part in name.split(".") if part not in _OWNERS), "") in STATES
 
 
 def _abstract(name: str) -> tuple[str, str]:
-    """(name with {} for the layer, the layer's number)."""
+    """(name with {} for the layer's number, that number)."""
     found = re.match(r"layers\.(\d+)\.", name)
     return (f"layers.{{}}.{name[found.end() :]}", found[1]) if found else (name, "")
 
 
 def _views(name: str, own: str, shape: tuple[int, ...], model: PreTrainedModel) -> Iterable[tuple[str, View]]:
-    """(HuggingFace's name, view) of what one tensor of torchtitan's is."""
+    """(HuggingFace's name, view) of each tensor that one of torchtitan's holds."""
     config = model.config.get_text_config()
     if config.model_type not in TITAN_TURNS_PAIRS:
         raise UserError(

@@ -1,5 +1,4 @@
-"""A torch.distributed.checkpoint directory as a Source: the weights, and the optimizer's state, under HuggingFace's
-names."""
+"""A torch.distributed.checkpoint directory as a Source: weights and optimizer state under HuggingFace's names."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ KEY = "model.weights"
 
 
 class DcpTensors:
-    """The tensors of a directory that are in `views`, by name."""
+    """The tensors of a directory that `views` describes, by HuggingFace's name."""
 
     def __init__(self, directory: DcpDirectory, views: Mapping[str, View]) -> None:
         self._directory, self._views = directory, views
@@ -53,7 +52,8 @@ class DcpTensors:
         self._directory.close()
 
     def _turned(self, stored: str, width: int, box: Box) -> Tensor:
-        """Rows of heads, `width` each, whose row 2 i + j is row j width / 2 + i in HuggingFace's order."""
+        """A box of q or k in HuggingFace's order of rows. In each head of `width` rows, stored row 2 i + j is
+        HuggingFace's row j width / 2 + i."""
         out = torch.empty(box.size, dtype=self._directory.tensors[stored].dtype)
         first, end = box.start[0], box.start[0] + box.size[0]
         for head in range(first // width, -(-end // width) if end > first else 0):
@@ -68,8 +68,8 @@ class DcpTensors:
 
 @dataclass
 class DcpSource(Source):
-    """states: tensor of the weights -> key of the optimizer's state (exp_avg) -> stored name. numbered: whether the
-    state is under numbers of parameters, which say nothing about which they are of."""
+    """states: stored name of a weight -> key of the optimizer's state (exp_avg) -> stored name of that state. numbered:
+    whether states are keyed by number of a parameter, which does not identify the parameter."""
 
     directory: DcpDirectory = field(kw_only=True)
     views: Mapping[str, View] = field(kw_only=True)
@@ -77,11 +77,11 @@ class DcpSource(Source):
     numbered: bool = field(kw_only=True)
 
     def has_state(self, name: str, key: str) -> bool:
-        """Whether there is such a state of a tensor of the weights."""
+        """Whether the optimizer has this state for a weight."""
         return name in self.views and key in self.states.get(self.views[name].stored, {})
 
     def moments(self, key: str) -> Source:
-        """The optimizer's tensors of one key, under the names of the weights that they belong to."""
+        """The optimizer's tensors of one key, under the names of their weights."""
         found = {}
         for name, view in self.views.items():
             stored = self.states.get(view.stored, {}).get(key)
@@ -90,7 +90,7 @@ class DcpSource(Source):
         return _source(self.directory, found)
 
     def number(self, name: str, key: str) -> float | None:
-        """A number of the optimizer's state for a tensor of the weights; None where there is none."""
+        """A number in the optimizer's state of a weight; None if there is none."""
         stored = self.states.get(self.views[name].stored, {}).get(key)
         value = None if stored is None else self.directory.value(stored)
         return float(value) if isinstance(value, int | float) else None
@@ -102,7 +102,7 @@ class DcpSource(Source):
 
 
 def open_weights(path: str, model: PreTrainedModel) -> DcpSource:
-    """The directory that model.weights names. UserError where it is none, or none of this model's."""
+    """The directory of model.weights. Raises UserError if it is no such directory, or does not fit the model."""
     directory = (open_rank_files if holds_rank_files(Path(path).expanduser()) else open_dcp)(path, KEY)
     shapes = {name: stored.shape for name, stored in directory.tensors.items()}
     naming = name_tensors(shapes, model, KEY, str(directory.folder))
@@ -121,8 +121,8 @@ def _source(directory: DcpDirectory, views: Mapping[str, View]) -> Source:
 
 
 def _states(directory: DcpDirectory, naming: Naming) -> tuple[dict[str, dict[str, str]], bool]:
-    """Stored weight -> key -> stored state, of names such as optimizer.state.NAME.exp_avg; and whether any NAME is a
-    number."""
+    """(stored weight -> key -> stored state, from names such as optimizer.state.NAME.exp_avg; whether any NAME is a
+    number)."""
     stored_as = {own: stored for stored, own in naming.own.items()}
     stored_as |= {unwrapped(stored): stored for stored in naming.own}
     found: dict[str, dict[str, str]] = {}

@@ -1,7 +1,7 @@
 """Digests of written tensors, computed in memory; the commit of a checkpoint compares them with the disk.
 
-digests.json lies next to the weights: {"files": {file: {tensor: [[start, size, sha256], ...]}}}, one entry for each box
-written, of its bytes in row-major order.
+digests.json lies next to the weights: {"files": {file: {tensor: [[start, size, sha256], ...]}}}, with one entry per box
+written. A digest is of the box's bytes in row-major order.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def sha256(values: Tensor) -> str:
 
 
 def check_boxes(checkpoint: Path, folder: str, digests: Iterable[BoxDigest], writer: int) -> None:
-    """Read what a rank has written into a checkpoint's folder and compare. StorageError that names file, tensor and
-    writer."""
+    """Read back the boxes that a rank has written into a checkpoint's folder and compare. Raises StorageError, with
+    file, tensor and writer, if one differs. writer: that rank."""
     for name, of_file in groupby(digests, key=lambda digest: digest.file):
         with TensorFile.open(checkpoint / folder / name) as file:
             for digest in of_file:
@@ -62,8 +62,8 @@ def check_boxes(checkpoint: Path, folder: str, digests: Iterable[BoxDigest], wri
 
 
 def check_digests(folder: Path, rank: int = 0, world: int = 1) -> int:
-    """Compare this rank's share of a folder's weights with digests.json; returns the bytes compared. UserError, naming
-    file and tensor, where they differ, or where digests.json is malformed."""
+    """Compare this rank's share of a folder's weights with digests.json; returns the bytes compared. Raises UserError,
+    with file and tensor, if they differ, or if digests.json is malformed."""
     compared = 0
     for name, tensors in sorted(_read_digests(folder).items()):
         with TensorFile.open(folder / name) as file:
@@ -88,7 +88,7 @@ def _read_digests(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def _is_as_written(file: TensorFile, tensor: str, boxes: Any) -> bool:
-    """Whether these boxes are all of the tensor, and have the bytes that were written."""
+    """Whether these boxes fill the tensor, and have the bytes that were written."""
     whole, filled = Box.whole(file.entries[tensor].shape), 0
     try:
         digests = [BoxDigest(file.path.name, tensor, *fields) for fields in boxes]
@@ -98,7 +98,7 @@ def _is_as_written(file: TensorFile, tensor: str, boxes: Any) -> bool:
             filled += digest.box.numel
             if sha256(file.read(tensor, digest.box)) != digest.sha256:
                 return False
-    except (TypeError, ValueError):  # no boxes, or of another tensor
+    except (TypeError, ValueError):  # no boxes, or boxes of another tensor
         return False
     return filled == whole.numel
 

@@ -1,8 +1,8 @@
 """Where every tensor of a checkpoint lies in the model: the map that loading, export and weight sync share.
 
-transformers stores some families otherwise than it runs them (single experts, fused projections, transposes). Its
-conversion rules run once, on stand-ins that record which box of which parameter each result is. After that no rule is
-needed: a checkpoint's tensor is a box of a parameter with permuted dimensions.
+transformers stores some families in another layout than it runs them in (single experts, fused projections,
+transposes). Its conversion rules run once, on stand-ins that record which box of which parameter each result is. After
+that no rule is needed: a checkpoint's tensor is a box of a parameter with permuted dimensions.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Piece:
 
     @staticmethod
     def whole(disk: str, runtime: str, shape: tuple[int, ...]) -> Piece:
-        """A whole tensor of the model, as it is."""
+        """A whole tensor of the model, unchanged."""
         return Piece(disk, runtime, Box.whole(shape), tuple(range(len(shape))))
 
     @property
@@ -49,14 +49,14 @@ class Piece:
         )
 
     def to_disk(self, values: Tensor) -> Tensor:
-        """Elements of a part of the box in the checkpoint's order of dimensions; a view."""
+        """Elements of a part of the box, in the checkpoint's order of dimensions; a view."""
         if self.dims == tuple(range(values.ndim)):
             return values
         dropped = [dim for dim in range(values.ndim) if dim not in self.dims]
         return values.permute(*self.dims, *dropped).reshape([values.shape[dim] for dim in self.dims])
 
     def to_runtime(self, values: Tensor, box: Box) -> Tensor:
-        """Elements of disk_box(box) in the model's order of dimensions; a view."""
+        """Elements of disk_box(box), in the model's order of dimensions; a view."""
         if self.dims == tuple(range(len(box.size))):
             return values
         dropped = [dim for dim in range(len(box.size)) if dim not in self.dims]
@@ -70,7 +70,8 @@ def layout_of(model: PreTrainedModel, names: Iterable[str] | None) -> list[Piece
     """The pieces of every parameter and persistent buffer, tied ones under their owner's name.
 
     names: of the source's tensors, which select the rules that its files need; None for transformers' default layout.
-    Call it before the model is sharded, because rules are found by class, and sharding renames classes.
+    Call it before the model is sharded, because rules are found by class, and sharding renames classes. Raises
+    UserError if the rules do more than reorder elements, or lose some.
     """
     if names is not None:
         hf.choose_rules(model, names)
@@ -90,7 +91,7 @@ def layout_of(model: PreTrainedModel, names: Iterable[str] | None) -> list[Piece
 
 
 def _check_complete(model: PreTrainedModel, whole: Mapping[str, _Traced], pieces: list[Piece]) -> None:
-    """Every element has one place in the checkpoint; UserError where the rules lose some."""
+    """Raises UserError if the rules lose elements of the model."""
     placed = dict.fromkeys(whole, 0)
     for piece in pieces:
         placed[piece.runtime] += piece.box.numel
@@ -107,7 +108,7 @@ class UnsupportedRule(Exception):
 
 
 class _Traced:
-    """Stands for a tensor in transformers' conversion operations and knows where its elements come from."""
+    """Stands in for a tensor in transformers' conversion operations and records where its elements come from."""
 
     def __init__(self, runtime: str, shape: tuple[int, ...]) -> None:
         self.runtime = runtime
@@ -117,7 +118,7 @@ class _Traced:
     def piece(self, disk: str) -> Piece:
         return Piece(disk, self.runtime, self.box, self.dims)
 
-    # What the operations ask of a tensor. Copies are of no concern: only the order of elements is.
+    # The tensor methods that the operations call. Copies do not matter, only the order of elements.
 
     @property
     def shape(self) -> torch.Size:

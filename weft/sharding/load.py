@@ -36,8 +36,8 @@ _COMPARED_ROWS = 1 << 24  # elements of two tied tensors compared at once
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """fills: tensor of the model -> its pieces, each with its name in the files. left_out: names in the files that are
-    not used. fresh: tensors of the model that the files lack and that are initialised elsewhere."""
+    """How a model is filled. fills: tensor of the model -> its pieces, each with its name in the files. left_out: names
+    in the files that are not used. fresh: tensors that the files lack and that are initialised elsewhere."""
 
     source: Source
     fills: dict[str, list[tuple[Piece, str]]]
@@ -47,7 +47,7 @@ class LoadPlan:
 
 @dataclass(frozen=True)
 class LoadReport:
-    """bytes_read: requested from the disk by this rank."""
+    """The result of a load. bytes_read: requested from the disk by this rank."""
 
     tensors: int
     bytes_read: int
@@ -65,9 +65,9 @@ def plan_load(
     """The layout of a source and the plan for filling the model (on meta, not yet sharded) from it.
 
     ignore: globs of tensors in the files that may be left out. untied: tied names to untie; tied weights that differ in
-    the files are untied too. Both ends are filled from one tensor where the files hold only one. may_lack: tensors of
-    the model that the files may lack. UserError, naming the first few, where tensors are missing, unexpected or
-    misshapen.
+    the files are untied too. If the files hold only one of two untied tensors, both are filled from it. may_lack:
+    tensors of the model that the files may lack. Raises UserError, with the first few, if tensors are missing,
+    unexpected or misshapen.
     """
     for name, owner in hf.tied_parameters(model).items():
         if name in source.names and owner in source.names and _differ(source, name, owner):
@@ -110,7 +110,7 @@ def plan_load(
 
 
 def _names_in_files(model: PreTrainedModel, pieces: list[Piece], names: list[str]) -> dict[str, str]:
-    """Piece -> name in the files, where it is there: its own, or one that differs by a prefix, or by a tie."""
+    """Piece -> name in the files, for pieces that they hold: its own name, one with another prefix, or a tied one."""
     here = set(names)
     found = {piece.disk: piece.disk for piece in pieces if piece.disk in here}
     if len(found) == len(pieces):
@@ -170,7 +170,7 @@ def fill_tensors(
 ) -> None:
     """Fill sharded tensors in place, in the order of their bytes in the files; collective where shards are replicated.
 
-    targets: runtime name -> a tensor that is sharded as the model's of that name.
+    targets: runtime name -> a tensor that is sharded like the model's tensor of that name.
     """
     order = sorted(targets, key=lambda name: min(source.place(file) for _, file in fills[name]))
     total = sum(local_box(tensor)[1].nbytes for tensor in targets.values())
@@ -191,7 +191,7 @@ def fill_tensors(
 @torch.no_grad()
 def fill_random(module: TrainModule, cuts: Cuts, config: PretrainedConfig, dtype: torch.dtype, seed: int) -> None:
     """Fill a sharded module in place with transformers' own initial weights. Each rank draws the whole model."""
-    config = deepcopy(config)  # the model's own names its kernel
+    config = deepcopy(config)  # the model's own config names weft's attention
     drawn = hf.build_random(config, dtype=dtype, attention="eager", seed=seed).state_dict()
     for name, tensor in module.hf_model.state_dict(keep_vars=True).items():
         for shard in shards_of(tensor, cuts.get(name)):
@@ -200,7 +200,7 @@ def fill_random(module: TrainModule, cuts: Cuts, config: PretrainedConfig, dtype
 
 @torch.no_grad()
 def _fill(local: Tensor, box: Box, pieces: Sequence[tuple[Piece, str]], source: Source) -> None:
-    """Copy from every piece what it shares with this rank's box."""
+    """Copy the overlap of every piece with this rank's box."""
     filled = 0
     for piece, name in sorted(pieces, key=lambda pair: source.place(pair[1])):
         part = overlap(piece.box, box)
@@ -212,7 +212,7 @@ def _fill(local: Tensor, box: Box, pieces: Sequence[tuple[Piece, str]], source: 
 
 
 def read_whole(plan: LoadPlan, name: str) -> Tensor:
-    """A whole tensor of the model, by its runtime name, in the files' dtype; fp32 where they are quantised."""
+    """A whole tensor of the model, by its runtime name, in the files' dtype; fp32 for quantised tensors."""
     pieces = plan.fills[name]
     shape = tuple(max(ends) for ends in zip(*(piece.box.end for piece, _ in pieces), strict=True))
     out = torch.empty(shape, dtype=plan.source.dtypes.get(pieces[0][1], torch.float32))

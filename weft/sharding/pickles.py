@@ -1,8 +1,8 @@
-"""Pickles read as data: what other programs wrote with pickle or torch.save, of which nothing is ever run.
+"""Pickles read as data: files that other programs wrote with pickle or torch.save. Nothing in them is ever run.
 
-A pickle is a program for a small stack machine. This one knows the instructions that build data, and answers those that
-would import or call something with a `Record` of the name and its arguments. Names that the caller does not list end
-the reading. So a file can at worst say something wrong about its own content.
+A pickle is a program for a small stack machine. This machine knows the instructions that build data; for those that
+would import or call something, it makes a `Record` of the name and the arguments. A name that the caller does not list
+is an error. So a file can at worst be wrong about its own content.
 """
 
 from __future__ import annotations
@@ -14,24 +14,25 @@ from dataclasses import dataclass, field
 from typing import Any
 
 _LONGEST_NAME = 256  # of a module or a class
-_BYTES_PER_CONTAINER = 8  # at least, in any file; an empty dict takes one byte of it and 64 of memory
+_BYTES_PER_CONTAINER = 8  # fewest of any real file; an empty dict takes 1 byte of a file and 64 of memory
 PERSISTENT = "persistent id"  # the name under which references to storages are listed
 
 Maker = Callable[..., Any]
 
 
 def new_dict(*_: Any) -> dict[Any, Any]:
-    """The maker of OrderedDict and the like, which are filled afterwards."""
+    """Stands in for the constructor of OrderedDict and the like, which are filled afterwards."""
     return {}
 
 
 class UnreadableError(ValueError):
-    """What a pickle holds that is not read, in words."""
+    """A pickle that is not read. The message says why."""
 
 
 @dataclass(eq=False, slots=True)
 class Record:
-    """An object that a pickle asks for. args: of its constructor. state: what it would be given afterwards."""
+    """An object that a pickle would construct. args: of its constructor. state: argument of its __setstate__. fields:
+    items that would be set in it."""
 
     name: str
     args: tuple[Any, ...] = ()
@@ -39,7 +40,7 @@ class Record:
     fields: dict[Any, Any] = field(default_factory=dict)
 
     def get(self, key: str) -> Any:
-        """An attribute by its name; None where it has none."""
+        """An attribute, by name; None if there is none."""
         return self.state.get(key) if isinstance(self.state, dict) else None
 
 
@@ -53,8 +54,8 @@ class Named:
 def read_pickle(data: bytes, known: Mapping[str, Maker | None]) -> Any:
     """The content of a pickle.
 
-    known: module.name of what it may refer to -> None, for a Record in place of each call, or a function of weft's own
-    that makes something of the arguments. UnreadableError for other names, other instructions and what is cut short.
+    known: module.name that it may refer to -> None, for a Record of each call, or a function that makes a value of the
+    arguments. Raises UnreadableError for other names, for other instructions, and for a pickle that is cut short.
     """
     machine = _Machine(data, known)
     try:
@@ -69,7 +70,7 @@ def read_pickle(data: bytes, known: Mapping[str, Maker | None]) -> Any:
         raise UnreadableError("its instructions do not fit together") from error
 
 
-_KEYS = (str, int, Record)  # of dicts; the hash of a tuple of tuples of tuples ... has no bound
+_KEYS = (str, int, Record)  # of dicts; hashing a nested tuple could take any time
 
 
 class _Machine:
@@ -114,7 +115,7 @@ class _Machine:
         return found
 
     def remember(self, place: int) -> None:
-        """Only in order, as all writers do it: a place far ahead would ask for all the memory before it."""
+        """Store in the memo. Only in order, as all writers do it: a place far ahead would need all memory before it."""
         if place > len(self.memo):
             raise UnreadableError("its notes are out of order")
         self.memo[place : place + 1] = [self.stack[-1]]
@@ -151,7 +152,7 @@ class _Machine:
         self.stack[-1].extend(items)
 
     def fold(self, count: int) -> None:
-        """The topmost items as a tuple."""
+        """Replace the topmost items by a tuple of them."""
         if count > len(self.stack):
             raise IndexError
         items = tuple(self.stack[-count:])

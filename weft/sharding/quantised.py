@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 _SCALE = "_scale_inv"
 _BLOCKS, _SCALES = "_blocks", "_scales"
 _MX_BLOCK = 32  # elements that share a scale (OCP Microscaling Formats 1.0, section 5.2)
-# FP4 E2M1 by its four bits: sign, two of exponent, one of mantissa (the same, section 5.3.3).
+# Values of FP4 E2M1 by its four bits: sign, two of exponent, one of mantissa (same document, section 5.3.3).
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 
 @dataclass(frozen=True)
 class Fp8Blocks:
-    """`name` [N, K] in FP8, times one fp32 factor per block of `block` elements, in `name`_scale_inv."""
+    """`name` [..., N, K] in FP8, times one factor per block of `block` elements, in `name`_scale_inv."""
 
     name: str
     shape: tuple[int, ...]
@@ -46,7 +46,7 @@ class Fp8Blocks:
 
 @dataclass(frozen=True)
 class Mxfp4Experts:
-    """Experts [E, K, N] stored transposed: `name`_blocks [E, N, K/32, 16], two FP4 a byte; _scales [E, N, K/32]."""
+    """Experts [E, K, N], stored transposed: `name`_blocks [E, N, K/32, 16], two FP4 per byte; _scales [E, N, K/32]."""
 
     name: str
     shape: tuple[int, ...]
@@ -70,7 +70,8 @@ def decoder_of(
     dtypes: Mapping[str, torch.dtype],
     path: str,
 ) -> tuple[dict[str, Decoder], frozenset[str]]:
-    """(name -> decoder, names in the files that are part of another tensor). UserError for other methods."""
+    """(name -> decoder, names in the files that are part of another tensor). config: quantization_config; None if the
+    model is not quantised. Raises UserError for other methods."""
     method = None if config is None else str(config.get("quant_method"))
     if config is None:
         return {}, frozenset()

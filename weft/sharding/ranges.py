@@ -1,9 +1,9 @@
 """Files that several ranks write together, with one writer for each block.
 
-Clients of a network file system cache whole pages and do not see each other's: where two change bytes of one page, the
-later write-back may undo the earlier. So a rank writes only blocks that it holds whole into the shared file. Its bytes
-of other blocks, at seams with other ranks, go to a file of its own; once all ranks are done, one rank per shared file
-copies them into place. No file is open on one rank while another writes it, so close-to-open consistency suffices.
+Clients of a network file system cache whole pages and do not see each other's. If two clients change bytes of one page,
+the later write-back may undo the earlier. So a rank writes only blocks that it holds whole into the shared file. Its
+bytes of other blocks, at seams with other ranks, go to a file of its own; once all ranks are done, one rank per shared
+file copies them into place. No file is open on one rank while another writes it, so close-to-open consistency suffices.
 
 Shards of the first dimension are long ranges with two seams each. Boxes in other dimensions, with rows shorter than a
 block, go through the seam file entirely, and are written twice.
@@ -32,7 +32,7 @@ _RECORD = struct.Struct("<QQ")  # first byte in the file, length
 class RangeWriter:
     """Writes one rank's boxes into existing files of the right size.
 
-    seams: the rank's seam file; None where no other rank writes these files.
+    seams: the rank's seam file; None if no other rank writes these files.
     """
 
     def __init__(self, folder: Path, seams: Path | None) -> None:
@@ -46,8 +46,8 @@ class RangeWriter:
         return 0 if self._seams is None else self._seams.bytes
 
     def write(self, file: str, entry: Entry, part: Box, box: Box, values: Tensor) -> None:
-        """Write a box of a tensor. part: all that this rank holds of the tensor and will write. values: on the CPU, of
-        the box's shape and the file's dtype."""
+        """Write a box of a tensor. part: the whole box of the tensor that this rank writes, in one or several calls.
+        values: on the CPU, of the box's shape and the file's dtype."""
         assert tuple(values.shape) == box.size and values.dtype == entry.dtype, (file, values.shape, values.dtype)
         values = values.contiguous()
         view, place = bytes_of(values).data, 0
@@ -58,7 +58,7 @@ class RangeWriter:
             place += length
 
     def _whole_blocks(self, begin: int, length: int) -> tuple[int, int]:
-        """(first byte, end) of the blocks that lie in a range as a whole; of a file of one rank, the range."""
+        """(first byte, end) of the blocks that lie wholly in a range; the range itself if only this rank writes."""
         if self._seams is None:
             return begin, begin + length
         return -(-begin // BLOCK) * BLOCK, (begin + length) // BLOCK * BLOCK
@@ -92,8 +92,8 @@ class RangeWriter:
 
 
 class _SeamWriter:
-    """A file of seams: (first byte, length, bytes) one after the other; then, as JSON, where those of each shared file
-    are, [file, begin, end]; then the length of that."""
+    """A file of seams: records of (first byte, length, bytes); then, as JSON, where the records of each shared file
+    are, [file, begin, end]; then the length of the JSON."""
 
     def __init__(self, path: Path) -> None:
         self._stream = path.open("wb")
@@ -123,7 +123,7 @@ class _SeamWriter:
 
 
 def join_seams(folder: Path, file: str, seams: Iterable[Path]) -> int:
-    """Copy the seam bytes of all ranks into one file and fsync it; returns the bytes.
+    """Copy the seam bytes of all ranks into one file and fsync it; returns the number of bytes.
 
     Called by one rank, once every rank's seam file is complete.
     """

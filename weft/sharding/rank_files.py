@@ -1,8 +1,7 @@
-"""What verl's FSDP saves of a model: a file for each rank, in which torch.save wrote its shards of every tensor.
+"""Checkpoints of verl's FSDP: a file per rank, in which torch.save wrote the rank's shard of every tensor.
 
-They are DTensors, pickled with the mesh that they lie on, and read as data (pickles.py). What is needed of one is its
-whole shape, its dimension that is sharded, and where in the file the rank's elements are. Of a mesh of one axis, that
-says which box they are.
+Shards are DTensors, pickled with their mesh, and read as data (pickles.py). Needed of each are the whole shape, the
+sharded dimension, and where in the file the rank's elements are. On a mesh of one axis these determine the rank's box.
 """
 
 from __future__ import annotations
@@ -40,13 +39,13 @@ _KNOWN: dict[str, Maker | None] = {
 
 
 def holds_rank_files(folder: Path) -> bool:
-    """Whether this is such a directory."""
+    """Whether the folder holds such files."""
     return folder.is_dir() and any(_FILE.fullmatch(file.name) for file in folder.iterdir())
 
 
 def open_rank_files(path: str, key: str) -> DcpDirectory:
-    """The directory by the value of a key. UserError where a rank's file is missing, or is not what verl writes for
-    FSDP on a mesh of one axis."""
+    """The directory at `path`. key: the config key of that path. Raises UserError if a rank's file is missing, or is
+    not what verl writes for FSDP on a mesh of one axis."""
     folder = Path(path).expanduser()
     files = _files(folder, key)
     tensors: dict[str, StoredTensor] = {}
@@ -73,7 +72,7 @@ def _merge(folder: Path) -> str:
 
 
 def _files(folder: Path, key: str) -> list[Path]:
-    """The files in the order of the ranks, each of which must be there."""
+    """The files in order of ranks. Raises UserError if one is missing, or there are files of several world sizes."""
     found = [match for file in folder.iterdir() if (match := _FILE.fullmatch(file.name))]
     worlds = {int(match[1]) for match in found}
     world = worlds.pop()
@@ -87,7 +86,7 @@ def _files(folder: Path, key: str) -> list[Path]:
 
 
 def _add(file: Path, rank: int, world: int, tensors: dict[str, StoredTensor], saved: dict[Place, SavedTensor]) -> None:
-    """Note what a rank's file holds."""
+    """Add the content of a rank's file to `tensors` and `saved`."""
     descriptor = os.open(file, os.O_RDONLY)
     try:
         content: Mapping[Any, Any] = read_archive(descriptor, 0, os.fstat(descriptor).st_size, _KNOWN)
@@ -103,7 +102,7 @@ def _add(file: Path, rank: int, world: int, tensors: dict[str, StoredTensor], sa
         if (before.dtype, before.shape) != (local.dtype, shape):
             raise UnreadableError(f"it has another shape or dtype of {name} than the ranks before it")
         place = Place(file.name, local.entry.begin, local.entry.end - local.entry.begin)
-        if box.numel and (isinstance(value, Record) or rank == 0):  # what is no DTensor, every rank has whole
+        if box.numel and (isinstance(value, Record) or rank == 0):  # a plain tensor is whole on every rank
             tensors[name] = StoredTensor(local.dtype, shape, (*before.chunks, (box, place)))
             saved[place] = local
         else:
@@ -122,7 +121,7 @@ def _part(value: Any, rank: int, world: int) -> tuple[tuple[int, ...], Box, Save
     placements = spec.get("placements")
     if type(placements) is not tuple or len(placements) != 1 or not placements[0].name.endswith(".Shard"):
         raise UnreadableError("its mesh has other axes than one that shards (trainer.fsdp_config.fsdp_size)")
-    own = spec.get("mesh").get("_rank")  # where this version of torch notes it
+    own = spec.get("mesh").get("_rank")  # if this version of torch notes it
     if type(own) is int and own != rank:
         raise UnreadableError(f"it is the file of rank {own}")
     dim = placements[0].get("dim")

@@ -50,7 +50,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Layout:
-    """A file to be written. header: the bytes before the tensors. entries: in file order."""
+    """The layout of a file to be written. header: the bytes before the tensors. entries: in file order."""
 
     header: bytes
     entries: dict[str, Entry]
@@ -65,7 +65,7 @@ class TensorFile:
     """One safetensors file, open for reading."""
 
     def __init__(self, path: Path) -> None:
-        """Read and check the header. UserError, naming the file, where it is missing, truncated or malformed."""
+        """Read and check the header. Raises UserError if the file is missing, truncated or malformed."""
         self.path, self.bytes_read = regular_file(path, "a safetensors file"), 0
         try:
             self._descriptor = os.open(path, os.O_RDONLY)
@@ -79,7 +79,7 @@ class TensorFile:
 
     @staticmethod
     def open(path: Path) -> TensorFile:
-        """The underlying file, for reading."""
+        """Open a file for reading."""
         return TensorFile(path)
 
     def read(self, name: str, box: Box | None = None) -> Tensor:
@@ -128,9 +128,9 @@ class RangeFile:
 
 
 def read_box(descriptor: int, entry: Entry, box: Box, what: str) -> Tensor:
-    """A box of a tensor of an open file, on the CPU in the file's dtype. what: file and tensor, for messages. UserError
-    where the file ends in it."""
-    # Beyond the tensor lie other tensors' bytes, and before the first one the header's.
+    """A box of a tensor of an open file, on the CPU in the file's dtype. what: file and tensor, for messages. Raises
+    UserError if the file ends inside the box."""
+    # Outside the tensor lie bytes of other tensors, or of the header.
     assert all(0 <= a <= b <= n for a, b, n in zip(box.start, box.end, entry.shape, strict=True)), (what, box)
     out, place = torch.empty(box.size, dtype=entry.dtype), 0
     view = memoryview(out.reshape(-1).view(torch.uint8).numpy())
@@ -172,8 +172,8 @@ def create(path: Path, layout: Layout) -> None:
 
 
 def bytes_of(tensor: Tensor) -> NDArray[np.uint8]:
-    """The bytes of a contiguous CPU tensor, in place, valid as long as the tensor. Tensor.numpy() would prevent its
-    storage from being resized, which sleeping does."""
+    """A view of the bytes of a contiguous CPU tensor, valid as long as the tensor. Unlike Tensor.numpy() it leaves the
+    storage resizable, as sleep needs it."""
     assert tensor.is_contiguous() and tensor.device.type == "cpu"
     size = tensor.numel() * tensor.element_size()
     return np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(tensor.data_ptr()))
@@ -215,7 +215,7 @@ def runs(entry: Entry, box: Box) -> Iterator[tuple[int, int]]:
     """(first byte, length) of the contiguous ranges of a box, in row-major order."""
     size = entry.dtype.itemsize
     strides = [math.prod(entry.shape[dim + 1 :]) * size for dim in range(len(entry.shape))]
-    split = len(entry.shape)  # dimensions from here on lie in one piece
+    split = len(entry.shape)  # dimensions from here on are contiguous
     while split > 0 and (split == len(entry.shape) or box.size[split] == entry.shape[split]):
         split -= 1
     length = box.numel // math.prod(box.size[:split]) * size if box.numel else 0

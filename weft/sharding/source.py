@@ -20,13 +20,13 @@ from weft.sharding.quantised import decoder_of
 from weft.sharding.safetensors_files import Entry, TensorFile
 
 INDEX = "model.safetensors.index.json"
-# Files of older formats that hold weights; reading them means unpickling them.
+# Weight files of older formats; reading them would mean unpickling them.
 _PICKLED = ("*.bin", "*.pt", "*.pth")
 _WANTED = ("*.safetensors", "*.json", "*.model", "*.jinja", "*.txt", "*.tiktoken")
 
 
 class Decoder(Protocol):
-    """Reads a quantised tensor as floating point: its shape and any box."""
+    """Reads a quantised tensor as floating point."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -35,7 +35,7 @@ class Decoder(Protocol):
 
 
 class TensorReader(Protocol):
-    """A file of tensors, or what is read like one. entries: dtype, shape and first byte of each."""
+    """A file of tensors, or anything read like one. entries: dtype, shape and first byte of each tensor."""
 
     path: Path
     entries: dict[str, Entry]
@@ -50,8 +50,8 @@ class TensorReader(Protocol):
 
 @dataclass
 class Source:
-    """files: tensor name -> its file. decoders: name of a quantised tensor -> its decoder. hidden: tensors that
-    decoders use. key: of the config, which names it."""
+    """Named tensors on disk. files: tensor name -> its file. decoders: name of a quantised tensor -> its decoder.
+    hidden: stored tensors that only decoders read. key: the config key that names the source, for messages."""
 
     folder: Path
     files: Mapping[str, TensorReader]
@@ -61,7 +61,7 @@ class Source:
 
     @property
     def names(self) -> list[str]:
-        """Names of all tensors, quantised ones under their plain name."""
+        """Names of all tensors, quantised ones under their plain names; sorted."""
         return sorted({*self.files} - self.hidden | {*self.decoders})
 
     @property
@@ -75,7 +75,7 @@ class Source:
         return sum(file.bytes_read for file in set(self.files.values()))
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape, after decoding."""
+        """Shape of a tensor, after decoding."""
         return self.decoders[name].shape if name in self.decoders else self.files[name].entries[name].shape
 
     def place(self, name: str) -> tuple[str, int]:
@@ -100,7 +100,7 @@ class Source:
 
 
 def open_source(path: str) -> Source:
-    """The weights of model.path. UserError where they are missing, incomplete or pickled."""
+    """The weights of model.path. Raises UserError if they are missing, incomplete or pickled."""
     folder = fetch(path)
     files: dict[str, TensorFile] = {}
     for name in _file_names(folder):
@@ -118,12 +118,12 @@ def open_source(path: str) -> Source:
 
 
 def fetch(path: str) -> Path:
-    """The directory itself, or the snapshot of a hub repository, downloaded where the cache lacks it."""
+    """The directory itself, or the snapshot of a hub repository, downloaded if the cache lacks it."""
     if Path(path).is_dir():
         return Path(path)
     try:
         return Path(snapshot_download(path, allow_patterns=list(_WANTED)))
-    except Exception as error:  # whatever the hub's client raises: no network, no such repository, no access
+    except Exception as error:  # of any type: no network, no such repository, no access
         cached = hf.source_folder(path)
         if cached is not None:
             return cached
@@ -153,11 +153,11 @@ def _file_names(folder: Path) -> list[str]:
 
 
 def _has_index(folder: Path) -> bool:
-    return os.path.lexists(folder / INDEX)  # also where it is something that cannot be read, which is an error
+    return os.path.lexists(folder / INDEX)  # lexists: an index that cannot be read is an error, not a missing one
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
-    """Tensor -> file; every file is one of the folder's own."""
+    """Tensor name -> file name, checked to be in the folder."""
     index = folder / INDEX
     found = read_object(index, "the index of a model's files").get("weight_map")
     if not isinstance(found, dict) or not found or not all(isinstance(file, str) for file in found.values()):
@@ -171,7 +171,7 @@ def _weight_map(folder: Path) -> dict[str, str]:
 
 
 def _check_index(folder: Path, files: Mapping[str, TensorFile]) -> None:
-    """Every tensor is where the index says: a shard of another checkpoint under the right name is found."""
+    """Raises UserError if a tensor is not in the file that the index names, as with a shard of another checkpoint."""
     if not _has_index(folder):
         return
     for name, file in _weight_map(folder).items():

@@ -1,8 +1,8 @@
 """The placement of a sharded tensor over ranks, and what each rank sends when it is gathered.
 
 Tensor and expert parallelism divide a tensor first; FSDP2 then shards each part over an axis of a mesh. Either may
-leave it whole. A stage of layers sends each of its ranks' shares to the rank at the same place in the other stages,
-which then gather as if they had held it.
+leave it whole. Each rank of a pipeline stage first sends its shares to the ranks at its place in the other stages,
+which then gather as if they had held the tensor.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from weft.ops.communicator import Communicator
 from weft.sharding.boxes import Box, local_box, overlap
 from weft.sharding.cuts import AnyCut, Cuts, full_shape
 
-Place = tuple[int, int]  # of a rank: among those that divide the tensor first, and on FSDP's axis
+Place = tuple[int, int]  # of a rank: (among the ranks of tp and ep that divide the tensor, on FSDP's axis)
 
 
 class GatherGroup(NamedTuple):
-    """The ranks that a tensor is gathered from: an axis of a mesh, and the ranks that compute with other parts of it
-    (tp, ep); None where there are no others. source: (ranks at this one's place in each stage, the stage that sends);
-    None where every stage holds it."""
+    """The ranks that a tensor is gathered from. axis: (mesh, dimension) over which FSDP shards it. parts: ranks that
+    compute with other parts of it (tp, ep). source: (ranks at this one's place in each stage, the stage that sends);
+    None if every stage holds it. axis and parts are None if no other ranks have elements of it."""
 
     axis: tuple[DeviceMesh, int] | None = None
     parts: Communicator | None = None
@@ -37,8 +37,9 @@ class GatherGroup(NamedTuple):
 
 @dataclass(frozen=True)
 class Lane:
-    """The ranks at this one's place in each stage of layers. place: of this rank's stage. holders: the stages that hold
-    each tensor of the model, rising. meshes: those that FSDP shards over, which every stage has alike."""
+    """The ranks at this one's place in each pipeline stage. place: of this rank on mesh.pp. holders: for each tensor of
+    the model, the places on mesh.pp that hold it, ascending. meshes: meshes that FSDP shards over; equal in all stages.
+    """
 
     group: dist.ProcessGroup
     place: int
@@ -47,7 +48,7 @@ class Lane:
 
 
 class Share(NamedTuple):
-    """A box of the whole tensor. within: where it lies in the shard of the rank that holds it."""
+    """A box of the whole tensor. within: its slices in the shard of the rank that holds it."""
 
     box: Box
     within: tuple[slice, ...]
@@ -56,7 +57,7 @@ class Share(NamedTuple):
 @dataclass(frozen=True)
 class TensorPlacement:
     """The placement of one tensor. shape: of the whole tensor. cut: its division by tp and ep, or None. mesh,
-    placements: FSDP's; None and () for a plain tensor. tensor: None where another stage holds it."""
+    placements: FSDP's; None and () for a plain tensor. tensor: None if another stage holds it."""
 
     shape: tuple[int, ...]
     cut: AnyCut | None
@@ -68,7 +69,7 @@ class TensorPlacement:
 
     @classmethod
     def of(cls, name: str, tensor: Tensor, cuts: Cuts) -> TensorPlacement:
-        """RuntimeError where a tensor has an unknown placement."""
+        """The placement of a tensor of this rank. Raises RuntimeError if weft cannot gather such a placement."""
         mesh, placements = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else (None, ())
         shape = full_shape(name, tensor, cuts)
         return cls._placed(name, shape, cuts, mesh, tuple(placements), tensor.device, tensor)
@@ -91,7 +92,7 @@ class TensorPlacement:
 
     @property
     def values(self) -> Tensor:
-        """The elements on this rank, whose stage holds some."""
+        """The elements on this rank; its stage must hold the tensor."""
         assert self.tensor is not None
         return local_box(self.tensor)[1]
 
@@ -110,15 +111,15 @@ class TensorPlacement:
 
     @property
     def is_by_rows(self) -> bool:
-        """Whether the ranks' parts, end to end, are the tensor."""
+        """Whether FSDP shards by rows, so that the ranks' shards, end to end, are their part of the tensor."""
         if self.group.axis is None:
             return False
         placement = self.placements[self.group.axis[1]]
         return isinstance(placement, Shard) and placement.dim == 0
 
     def shares(self, part: Box, place: Place) -> list[Share]:
-        """What the rank at `place` sends of `part`, a box of the whole tensor. Where several ranks hold the same,
-        the first sends it."""
+        """The shares of `part`, a box of the whole tensor, that the rank at `place` sends. If several ranks hold the
+        same elements, the first sends them."""
         held = self._held(place)
         boxes = [(held, held, 1)] if self.cut is None else self.cut.at(place[0]).boxes(held)
         found = []
@@ -131,7 +132,7 @@ class TensorPlacement:
         return found
 
     def _held(self, place: Place) -> Box:
-        """The box that a rank holds of the part that it computes with."""
+        """The box that the rank at `place` holds, within the part that it computes with."""
         shape = self.shape if self.cut is None else self.cut.local_shape(place[0])  # parts may differ in size
         if self.group.axis is None:
             return Box.whole(shape)
@@ -145,7 +146,7 @@ class TensorPlacement:
 def placements_of(
     tensors: Mapping[str, Tensor], names: Iterable[str], cuts: Cuts, lane: Lane | None = None
 ) -> dict[str, TensorPlacement]:
-    """The TensorPlacement of each named tensor. lane: of a stage, for names of all of them; then collective over it."""
+    """The TensorPlacement of each named tensor. lane: for names of all pipeline stages; then collective over it."""
     wanted = list(dict.fromkeys(names))
     found = {name: TensorPlacement.of(name, tensors[name], cuts) for name in wanted if name in tensors}
     return found if lane is None else _of_all_stages(found, wanted, cuts, lane)
@@ -154,7 +155,7 @@ def placements_of(
 def _of_all_stages(
     own: Mapping[str, TensorPlacement], names: Sequence[str], cuts: Cuts, lane: Lane
 ) -> dict[str, TensorPlacement]:
-    """Add the tensors of other stages, as the first stage that holds each says."""
+    """Add the placements of other stages' tensors, each described by the first stage that holds it."""
     sent = {name: _described(s, lane) for name, s in own.items() if lane.holders[name][0] == lane.place}
     said: list[Any] = [None] * dist.get_world_size(lane.group)
     dist.all_gather_object(said, sent, group=lane.group)
@@ -168,7 +169,7 @@ def _of_all_stages(
     return found
 
 
-_Described = tuple[tuple[int, ...], int | None, tuple[Placement, ...], str]  # shape, number of the mesh, ..., device
+_Described = tuple[tuple[int, ...], int | None, tuple[Placement, ...], str]  # shape, mesh's index, placements, device
 
 
 def _described(placement: TensorPlacement, lane: Lane) -> _Described:
@@ -184,7 +185,8 @@ def _as_described(
 
 
 def _sharded_axis(name: str, mesh: DeviceMesh | None, placements: Sequence[Placement]) -> tuple[DeviceMesh, int] | None:
-    """The mesh axis over which FSDP shards a tensor; None where every rank holds what there is of it."""
+    """(mesh, dimension) over which FSDP shards a tensor; None if it does not. Raises RuntimeError for placements that
+    weft cannot gather."""
     if mesh is None:
         return None
     axes = [a for a, place in enumerate(placements) if not isinstance(place, Replicate) and mesh.size(a) > 1]

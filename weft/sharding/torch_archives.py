@@ -1,7 +1,7 @@
 """Tensors in files that torch.save wrote, box by box, without unpickling anything.
 
-Such a file, or a part of a larger one, is a zip archive whose members are stored as they are: data.pkl, which describes
-the content, and data/0, data/1, ..., the bytes of each storage. So a box of a tensor is a few byte ranges of the file.
+Such a file, or a part of a larger one, is a zip archive of uncompressed members: data.pkl, which describes the content,
+and data/0, data/1, ..., the bytes of each storage. So a box of a tensor is a few byte ranges of the file.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _DTYPES = {f"torch.{str(dtype).removeprefix('torch.')}": dtype for dtype in DTYP
 
 @dataclass(frozen=True, slots=True)
 class SavedTensor:
-    """A tensor in a file. entry: its elements in the order in which they lie there. order[i]: the dimension of the
-    tensor that is dimension i there."""
+    """A tensor in a file. entry: its elements in the order of the file. order[i]: the tensor's dimension that is
+    dimension i of the entry."""
 
     entry: Entry
     order: tuple[int, ...]
@@ -48,15 +48,15 @@ class SavedTensor:
         return tuple(self.entry.shape[self.order.index(dim)] for dim in range(len(self.order)))
 
     def read(self, descriptor: int, box: Box, what: str) -> Tensor:
-        """A box of it, on the CPU. what: file and tensor, for messages."""
+        """A box of the tensor, on the CPU. what: file and tensor, for messages."""
         inside = Box(tuple(box.start[dim] for dim in self.order), tuple(box.size[dim] for dim in self.order))
         values = read_box(descriptor, self.entry, inside, what)
         return values.permute([self.order.index(dim) for dim in range(len(self.order))])
 
 
 def read_archive(descriptor: int, begin: int, length: int, known: Mapping[str, Maker | None] | None = None) -> Any:
-    """What torch.save wrote into these bytes of an open file, with a SavedTensor for each tensor. known: what
-    else it may refer to, as in `read_pickle`. UnreadableError."""
+    """The object that torch.save wrote into these bytes of an open file, with a SavedTensor for each tensor. known:
+    what else it may refer to, as in `read_pickle`. Raises UnreadableError if it is no such archive."""
     archive = _Archive(descriptor, begin, length)
     pickled, size = archive.find("data.pkl")
     if size > _LONGEST_PICKLE:
@@ -69,11 +69,11 @@ class _Archive:
         self._descriptor, self._begin = descriptor, begin
         window = _Window(descriptor, begin, length)
         try:
-            with zipfile.ZipFile(window) as found:  # which reads its directory, and no member
+            with zipfile.ZipFile(window) as found:  # reads the directory, but no member
                 members = {entry.filename.partition("/")[2]: entry for entry in found.infolist()}
         except UnreadableError:
             raise
-        except Exception as error:  # zipfile raises some ten kinds of them for archives that are damaged
+        except Exception as error:  # zipfile raises some ten types for damaged archives
             raise UnreadableError("it is no archive that torch.save wrote") from error
         self._members, self._length = members, length
         if "byteorder" in members:
@@ -83,7 +83,7 @@ class _Archive:
 
     @property
     def known(self) -> dict[str, Maker | None]:
-        """What data.pkl may refer to: storages and what is made of them, and plain containers."""
+        """The names that data.pkl may refer to: storages, tensors made of them, and plain containers."""
         plain: dict[str, Maker | None] = dict.fromkeys((*_DTYPES, *(f"torch.{name}Storage" for name in _STORAGES)))
         plain |= dict.fromkeys(("torch.storage.UntypedStorage", "torch.device", PERSISTENT))
         return plain | {
@@ -96,7 +96,7 @@ class _Archive:
         }
 
     def find(self, name: str) -> tuple[int, int]:
-        """(first byte in the file, bytes) of a member."""
+        """(first byte in the file, number of bytes) of a member."""
         member = self._members.get(name)
         if member is None or member.compress_type != zipfile.ZIP_STORED or member.file_size != member.compress_size:
             raise UnreadableError(f"it holds no {name}, or holds it compressed")
@@ -111,7 +111,7 @@ class _Archive:
         return place, member.file_size
 
     def _tensor(self, storage: Any, offset: Any, shape: Any, strides: Any, _grad: Any, _hooks: Any, *more: Any) -> Any:
-        """Rebuild from arguments of torch's function of that name; `more` begins with a dtype if storages have none."""
+        """The SavedTensor for arguments of torch's _rebuild_tensor_v2 or _v3; in v3 `more` begins with the dtype."""
         kind, key = storage.args[0][1], storage.args[0][2]
         if type(kind) is not Named or type(key) is not str or not key.isdecimal():
             raise TypeError
@@ -136,7 +136,7 @@ def _are_sizes(numbers: Any) -> bool:
 
 
 def _order_of(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
-    """The dimensions, that of the longest steps first. UnreadableError where elements do not lie end to end."""
+    """The dimensions by descending stride. Raises UnreadableError if elements do not lie end to end in that order."""
     if len(shape) != len(strides):
         raise TypeError
     order = tuple(sorted(range(len(shape)), key=lambda dim: -strides[dim] if shape[dim] != 1 else 0))
@@ -149,7 +149,7 @@ def _order_of(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ..
 
 
 class _Window(io.RawIOBase):
-    """A part of a file, for zipfile. It reads no more than a directory may have."""
+    """A part of a file, for zipfile. One read is limited to the largest size of a directory."""
 
     def __init__(self, descriptor: int, begin: int, length: int) -> None:
         self._descriptor, self._begin, self._length, self._place = descriptor, begin, length, 0

@@ -1,9 +1,9 @@
 """The tensor walker: yields a sharded model as (HuggingFace name, whole tensor), in buckets.
 
-Tensors are cast before they are gathered, so that the receiver's dtype is sent. The next bucket is gathered while one
-is consumed; each has half of the bytes allowed. A larger tensor is gathered alone. What tensor parallelism divides is
-gathered over FSDP's ranks first, and then over those of tp. What one stage of layers holds it sends to the others, each
-rank its own share, before all of them gather it.
+Tensors are cast before they are gathered, so that the receiver's dtype is sent. While one bucket is consumed, the next
+is gathered; each has half of the bytes allowed. A larger tensor is gathered alone. Tensors that tp divides are gathered
+over FSDP's ranks first, and then over tp. Tensors of one pipeline stage are first sent to the other stages, each rank
+sending its own share, and then gathered in all stages.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from weft.sharding.layout import Piece
 from weft.sharding.tensor_placement import GatherGroup, Lane, Share, TensorPlacement, placements_of
 from weft.versions import all_gather_single
 
-_ALIGNMENT = 16  # bytes; every tensor of a bucket begins at a multiple of its element
+_ALIGNMENT = 16  # bytes; every tensor of a bucket begins at a multiple of its element size
 
 
 def walk(
@@ -37,9 +37,9 @@ def walk(
     """Every tensor of `manifest` (names, shapes, dtypes; from checkpoint/export.py) in order, on the model's device.
 
     Collective: all ranks of the mesh walk together, and each receives every tensor. A yielded tensor may be a view of
-    reused memory: copy it before taking the next. cuts: how tp divides the model's tensors. lane: where the module is a
-    stage of the model. bucket_bytes: bytes in flight, beside which a rank of tp holds its own part of a bucket; only a
-    single tensor that cannot be split may exceed them. RuntimeError where the ranks together lack some of a tensor.
+    reused memory: copy it before taking the next. cuts: how tp and ep divide the model's tensors. lane: the stages, if
+    the module is one of a pipeline. bucket_bytes: bytes in flight; a rank of tp also holds its own part of a bucket,
+    and a single tensor that cannot be split may exceed them. Raises RuntimeError if the ranks together lack elements.
     """
     groups = _by_runtime(pieces)
     state = placements_of(module.state_dict(keep_vars=True), groups, cuts, lane)
@@ -58,8 +58,8 @@ def walk(
 
 
 def checked(stream: Iterable[tuple[str, Tensor]], manifest: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """The stream unchanged. RuntimeError where a tensor is missing, repeated, or has another shape or dtype than in the
-    manifest."""
+    """The stream, unchanged. Raises RuntimeError if a tensor is missing, repeated, or has another shape or dtype than
+    in the manifest."""
     missing = dict.fromkeys(manifest)
     for name, tensor in stream:
         if name not in manifest:
@@ -79,7 +79,7 @@ def checked(stream: Iterable[tuple[str, Tensor]], manifest: Mapping[str, Tensor]
 
 @dataclass(frozen=True, eq=False)
 class _Part:
-    """Rows of a tensor of the model that are gathered together, with the pieces inside them."""
+    """Rows of a model's tensor that are gathered together, with the pieces inside them."""
 
     runtime: str
     box: Box
@@ -101,7 +101,8 @@ def _by_runtime(pieces: Iterable[Piece]) -> dict[str, list[Piece]]:
 def _cut(
     state: Mapping[str, TensorPlacement], pieces: list[Piece], manifest: Mapping[str, Tensor], limit: int
 ) -> Iterator[_Part]:
-    """A tensor whole, or, where it is larger than `limit`, in ranges of rows that split no piece (experts)."""
+    """The parts of a tensor: the whole tensor or, if it is larger than `limit`, ranges of rows that split no piece
+    (experts)."""
     shape = state[pieces[0].runtime].shape
     dtype = max((manifest[piece.disk].dtype for piece in pieces), key=lambda dtype: dtype.itemsize)
     whole = _Part(pieces[0].runtime, Box.whole(shape), tuple(pieces), dtype)
@@ -130,7 +131,7 @@ def _buckets(parts: Sequence[_Part], limit: int) -> Iterator[list[_Part]]:
 
 
 class _Gather:
-    """The parts of a bucket in flight: one shipment for each group that some of them are spread over."""
+    """The parts of a bucket in flight: one shipment per group of ranks that parts are spread over."""
 
     def __init__(
         self, state: Mapping[str, TensorPlacement], bucket: list[_Part], manifest: Mapping[str, Tensor]
@@ -158,16 +159,16 @@ class _Gather:
 
 
 def _own(placement: TensorPlacement, part: _Part) -> Tensor:
-    """A part of a tensor that this rank holds whole."""
+    """A part of a tensor that is whole on this rank."""
     return placement.values[part.box.within(Box.whole(placement.shape))].to(part.dtype)
 
 
 class _Shipment:
-    """The parts of one group: each rank of the stage that has them sends its boxes of all of them, end to end, as
-    bytes."""
+    """The parts of one group in flight: each rank of the stage that has them sends its boxes of all parts, end to end,
+    as bytes."""
 
     def __init__(self, group: GatherGroup, parts: list[_Part], state: Mapping[str, TensorPlacement]) -> None:
-        """Casts this rank's shares, and begins to gather over FSDP's axis."""
+        """Cast this rank's shares, and begin to gather over FSDP's axis."""
         self.group, self.parts = group, parts
         first = state[parts[0].runtime]
         self.laid = [_lay_out(parts, [state[p.runtime].shares(p.box, place) for p in parts]) for place in first.places]
@@ -185,7 +186,7 @@ class _Shipment:
             stages, source = group.source
             dist.broadcast(sent, group=stages, group_src=source)
         self.in_order = group.parts is None and len(parts) == 1 and first.is_by_rows
-        self.gathered = [sent]  # by place on tp, once that is gathered too
+        self.gathered = [sent]  # one per place on tp, once gathered over tp too
         self.work: Any = None
         self.sent: Tensor | None = sent  # until it has arrived
         if group.axis is not None:
@@ -218,11 +219,11 @@ class _Shipment:
         self.sent = None
 
 
-_Laid = dict[_Part, list[tuple[int, Box]]]  # of what a rank sends: (first byte, box) of each share of each part
+_Laid = dict[_Part, list[tuple[int, Box]]]  # in the bytes that a rank sends: (first byte, box) of each share
 
 
 def _lay_out(parts: Sequence[_Part], shares: Sequence[Sequence[Share]]) -> tuple[_Laid, int]:
-    """(where each share lies in what a rank sends, total length)."""
+    """(where each share lies in the bytes that a rank sends, their number)."""
     laid, end = _Laid(), 0
     for part, own in zip(parts, shares, strict=True):
         laid[part] = []
@@ -234,5 +235,5 @@ def _lay_out(parts: Sequence[_Part], shares: Sequence[Sequence[Share]]) -> tuple
 
 
 def _bytes(memory: Tensor, begin: int, box: Box, dtype: torch.dtype) -> Tensor:
-    """The elements of a box that lie in these bytes."""
+    """The elements of a box whose bytes start at `begin` of `memory`; a view."""
     return memory[begin : begin + box.numel * dtype.itemsize].view(dtype).view(box.size)

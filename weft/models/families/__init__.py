@@ -1,4 +1,4 @@
-"""Architectures that need more than the general rules: one small file each, found by model_type."""
+"""Architectures that need more than the general rules: one small file each, looked up by model_type."""
 
 from __future__ import annotations
 
@@ -16,5 +16,5 @@ ADAPTERS.update({**llama4.ADAPTERS, **positions_only.ADAPTERS})
 
 
 def family_of(model_type: str) -> Family:
-    """The exceptions of this architecture; the defaults for most."""
+    """The settings of this architecture; the defaults for most."""
     return FAMILIES.get(model_type, Family())

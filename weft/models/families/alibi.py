@@ -1,7 +1,7 @@
-"""falcon and bloom: attention of their own, outside transformers' interface.
+"""falcon and bloom: their attention does not go through transformers' attention interface.
 
-A name registered there is refused by falcon, and bloom runs under it without any causal mask, silently. Their eager
-code is causal, and right padding is exact, so documents are padded.
+falcon refuses an implementation registered there, and bloom silently runs it without a causal mask. Their eager code is
+causal, and right padding is exact, so their documents are padded.
 """
 
 from weft.models.families.family import Family

@@ -1,4 +1,4 @@
-"""The exceptions that an architecture can have."""
+"""The settings in which an architecture may deviate from the general rules."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from weft.ops.attention_call import BOUNDS_ARGUMENT
 
 @dataclass(frozen=True)
 class Family:
-    """layout: the layout of documents, where `packed` is known to be wrong. attention: HuggingFace's implementation
-    name, where the family does not use the attention interface. bounds_argument: the forward argument that bounds
-    travel as, from the base model to its layers."""
+    """layout: `padded` where packed documents are known to be wrong. attention: attn_implementation of a family that
+    does not use the attention interface. bounds_argument: name of the forward argument that carries document bounds
+    from the base model to its layers."""
 
     layout: Literal["packed", "padded"] = "packed"
     attention: str | None = None

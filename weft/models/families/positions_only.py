@@ -1,4 +1,5 @@
-"""stablelm and nemotron: decoder layers drop unknown arguments, but position_ids arrive; they restart per document."""
+"""stablelm and nemotron: decoder layers drop unknown arguments, so bounds come from position_ids, which restart in each
+document."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ def bounds_from_positions(module: nn.Module, query: Tensor, kwargs: dict[str, An
     if positions is None:
         return query, None
     length = query.shape[2]
-    if length == 1:  # where generation goes on, or documents of one token, to which the same applies
+    if length == 1:  # a generation step, or documents of one token, which attend alike
         return query, Bounds((1,) * len(positions), padded=True, past=positions[:, 0])
     if positions.shape[0] > 1:
         return query, Bounds((length,) * positions.shape[0], padded=True)
