@@ -158,7 +158,7 @@ class PlanOptions:
     its name in cluster/machine.py. length: tokens of every document; None for the lengths of the data. search: propose
     meshes instead of describing the config's. simulate: run a step of one rank of the real mesh with tensors that hold
     nothing. machine: ranks per machine. link, network: GB/s of a rank within its machine and to other machines. matmul,
-    attention: share of the peak that they reach. None for the vendor's or measured value of the accelerator."""
+    attention: share of the peak that they reach. None: as in planner/machines.py."""
 
     ranks: int = 1
     assume: str = "h100-80gb"
