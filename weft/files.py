@@ -24,8 +24,8 @@ _DEEPEST = 100  # levels of JSON
 
 
 def regular_file(path: Path, what: str) -> Path:
-    """The path, if it leads to a regular file. UserError otherwise: opening a FIFO or a device may block, or read
-    without end. what: what the file should be, with its article."""
+    """The path, if it leads to a regular file. Raises UserError otherwise: opening a FIFO or a device may block, or
+    read without end. what: the kind of file that it should be, with its article."""
     try:
         kind = stat.S_IFMT(path.stat().st_mode)
     except OSError as error:

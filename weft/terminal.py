@@ -31,7 +31,7 @@ _called: dict[str, str] = {}  # local folder -> the name that is printed
 
 
 def set_display_name(folder: str, name: str) -> None:
-    """Print this folder as `name` from now on: the URL of which it is a local copy."""
+    """Print this folder as `name` from now on. name: the URL whose local copy the folder is."""
     _called[folder] = name
 
 

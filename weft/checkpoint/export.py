@@ -47,7 +47,7 @@ _SLICE_ELEMENTS = 1 << 23  # elements that are cast and written at once
 
 
 class HasModel(Protocol):
-    """An Engine, or a model on meta, of which only names and shapes are read."""
+    """An Engine, or a model on meta: only names and shapes are read."""
 
     @property
     def built(self) -> BuiltModel: ...
@@ -295,10 +295,10 @@ def _slices(box: Box) -> Iterator[Box]:
 
 
 def _config(engine: HasModel, manifest: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The source's config.json as it was read, except for what the written weights say.
+    """The source's config.json as it was read, except for the keys that describe the written weights.
 
-    Not config.save_pretrained: it renames keys that older readers need (rope_theta, torch_dtype), and it raises, at
-    the end of a training run, where an old config.json holds generation settings.
+    config.save_pretrained is not used: it renames keys that older readers need (rope_theta, torch_dtype), and it
+    raises, at the end of a training run, if an old config.json holds generation settings.
     """
     raw, _ = PretrainedConfig.get_config_dict(engine.built.path)
     raw.pop("_commit_hash", None)

@@ -31,7 +31,7 @@ class Notes:
         shutil.rmtree(over, ignore_errors=True)
 
     def seams(self, number: int) -> list[Path]:
-        """The seam file of each rank (ranges.py) for engine `number` of those that are saved; none for one rank."""
+        """The seam file of each rank (ranges.py) for the saved engine of index `number`; none for one rank."""
         return [self.folder / f"seams-{number}-{rank:05d}" for rank in range(self.world)] if self.world > 1 else []
 
     def leave(self, what: str, content: Any = None) -> None:

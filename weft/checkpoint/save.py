@@ -120,7 +120,7 @@ class Saver:
         return minutes is not None and time.monotonic() - self._clock >= 60.0 * minutes
 
     def due(self, step: int, steps: int) -> bool:
-        """Whether a checkpoint belongs to this step, of `steps`."""
+        """Whether this step of `steps` ends with a checkpoint."""
         return step == steps or (self.config.every > 0 and step % self.config.every == 0)
 
     # ------------------------------------------------------------ saving

@@ -1,6 +1,6 @@
 """One engine's part of a checkpoint: its weights in HuggingFace's format, and its trainer state.
 
-The checkpoint's own folder is one engine's; a critic's part is a folder inside it with the same layout.
+The first engine's part is the checkpoint's own folder. A critic's part is a folder inside it with the same layout.
 """
 
 from __future__ import annotations

@@ -166,7 +166,7 @@ def _silent_rank(errors: Sequence[RankReport], exits: Mapping[int, int]) -> int 
     """The rank that ended without a report, killed or by os._exit; None if there is none.
 
     A rank that others have reported gone comes first. Ranks that the agent ended do not count, unless nothing else is
-    known: it sends SIGTERM to all that are left, and SIGKILL to those that outlive STOP_SECONDS.
+    known: the agent sends SIGTERM to all remaining ranks, and SIGKILL to those that outlive STOP_SECONDS.
     """
     reported = {report.rank for report in errors}
     gone = {rank for report in errors for rank in report.gone}

@@ -43,7 +43,7 @@ def free_port() -> int:
 
 
 def cpu_cores() -> int:
-    """Cores that this process may use: its affinity, and the container's quota where there is one."""
+    """Cores that this process may use, by its affinity and the container's quota, if there is one."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = _cgroup_quota()
     return max(1, min(cores, quota) if quota is not None else cores)
@@ -157,7 +157,7 @@ ACCELERATORS = {
 
 
 def accelerator(name: str | None) -> Accelerator | None:
-    """The accelerator of this name; None for None. UserError, listing all names, for an unknown one."""
+    """The accelerator of this name; None for None. Raises UserError, which lists all names, for an unknown one."""
     if name is None:
         return None
     if name not in ACCELERATORS:

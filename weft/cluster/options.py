@@ -47,7 +47,7 @@ class RlOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyOptions:
-    """`weft verify`. layers: verify a copy of the model with so many layers. plant: name of a bug to plant.
+    """`weft verify`. layers: number of layers to which a copy of the model is cut. plant: name of a bug to plant.
 
     rollouts: with a config of `weft rl`, the RUN/rollouts to train from, instead of synthetic ones.
     """

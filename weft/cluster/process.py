@@ -74,7 +74,7 @@ def join(device: Device = "auto", timeout: float = 600.0) -> Ranks:
 
     The ranks are those of the environment (torchrun's variables, which weft's own launcher sets too), or this process
     alone, without any port. timeout: seconds that a collective waits before it raises. An existing process group is
-    used as it is; UserError where it does not support both the CPU and this rank's device.
+    used as it is. Raises UserError if it does not support both the CPU and this rank's device.
     """
     if dist.is_initialized():
         return _present(device)

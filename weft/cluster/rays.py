@@ -61,7 +61,7 @@ class Bundle:
 def ray_session(address: str | None, bundles: Sequence[Bundle]) -> Iterator[None]:
     """Join the Ray cluster at `address`; for None, start one on this machine, which ends with the context.
 
-    Other Ray clusters on this machine are left alone. UserError where the cluster lacks resources for `bundles`.
+    Other Ray clusters on this machine are left alone. Raises UserError if the cluster lacks resources for `bundles`.
     """
     own = address is None
     with scratch_folder("ray-", _ray_base()) if own else nullcontext() as folder, _session(address, bundles, folder):
@@ -101,7 +101,7 @@ def _session(address: str | None, bundles: Sequence[Bundle], folder: Path | None
 
 
 def _require_same_versions(address: str | None, refusal: str) -> None:
-    """UserError where Ray refused because the cluster has another Ray or Python: all processes of a cluster must
+    """Raise UserError if Ray refused because the cluster has another Ray or Python: all processes of a cluster must
     agree."""
     found = re.findall(r"Ray: (\S+)\s+Python: (\S+)", refusal)
     if len(found) != 2:
@@ -124,8 +124,8 @@ def _ray_base() -> str:
 
 
 def _require_listener(address: str) -> None:
-    """UserError where nothing listens at `address`: Ray itself would retry silently for minutes. Names without a port,
-    such as `auto`, are not checked."""
+    """Raise UserError if nothing listens at `address`: Ray itself would retry silently for minutes. Names without a
+    port, such as `auto`, are not checked."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         return
@@ -161,7 +161,7 @@ def exposure(address: str | None) -> list[str]:
 
 
 def check_capacity(bundles: Sequence[Bundle]) -> None:
-    """UserError where the cluster is too small for `bundles`; Ray would wait for ever without a message."""
+    """Raise UserError if the cluster is too small for `bundles`; Ray would wait for ever without a message."""
     there = import_ray().cluster_resources()
     for name, needed in (("GPU", sum(b.gpus for b in bundles)), ("CPU", sum(b.cpus for b in bundles))):
         if needed > there.get(name, 0):

@@ -30,9 +30,9 @@ FROZEN = {psutil.STATUS_STOPPED: "stopped (SIGSTOP)", psutil.STATUS_TRACING_STOP
 
 @dataclass(frozen=True)
 class Evidence:
-    """What is known of each rank. records: what it was doing. stacks: where it hung or crashed, its main thread's
-    stack, innermost call first. states: its process state, where that explains a hang. oom_kills: processes that the
-    kernel killed meanwhile for want of memory, if it says so."""
+    """What is known of each rank. records: its flight record. stacks: its main thread's stack in a hang or crash,
+    innermost call first. states: the state of its process, if that explains a hang. oom_kills: number of processes that
+    the kernel killed meanwhile for want of memory; None if unknown."""
 
     records: Mapping[int, Record] = field(default_factory=dict)
     stacks: Mapping[int, list[str]] = field(default_factory=dict)

@@ -1,6 +1,6 @@
 """Makes one validated config from files and overrides: read, merge, resolve, convert, check.
 
-Every message names the key, its value and where it was written, and says what to set instead. All problems of one stage
+Every message names the key, its value and its place in a file, and says what to set instead. All problems of one stage
 are reported together.
 """
 

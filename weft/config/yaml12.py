@@ -29,8 +29,8 @@ _MARKED = tuple("'\"|>!&")
 
 @dataclass(slots=True)
 class Node:
-    """A value and where it was written. value: a scalar, a list, or dict[str, Node] for a section. where: "sft.yaml:12"
-    or "command line". raw: as typed, for values from the command line."""
+    """A value with its place. value: a scalar, a list, or dict[str, Node] for a section. where: "sft.yaml:12" or
+    "command line". raw: the text as typed, for values from the command line."""
 
     value: Any
     where: str

@@ -130,7 +130,7 @@ def local_ranks(world: int) -> int:
 
 
 def check_fits(needs: MemoryNeeds, room: int, mesh: Mesh, fsdp: FsdpConfig, optimizer: OptimizerConfig) -> None:
-    """UserError, with three keys that help, where a rank cannot hold its shards even without activations."""
+    """Raise UserError, with three keys that help, if a rank cannot hold its shards even without activations."""
     if needs.resident <= room:
         return
     raise UserError(
@@ -140,7 +140,7 @@ def check_fits(needs: MemoryNeeds, room: int, mesh: Mesh, fsdp: FsdpConfig, opti
 
 
 def check_draws(elements: int, room: int) -> None:
-    """UserError where a rank has too little host memory to draw all initial weights in fp32."""
+    """Raise UserError if a rank has too little host memory to draw all initial weights in fp32."""
     drawn = elements * torch.float32.itemsize
     if drawn > room:
         raise UserError(
@@ -151,7 +151,7 @@ def check_draws(elements: int, room: int) -> None:
 
 
 def hint(needs: MemoryNeeds, room: int, mesh: Mesh) -> str | None:
-    """Advice where one accelerator could hold the whole model several times, so that sharding only costs speed."""
+    """Advice if one accelerator could hold the whole model with ease, so that sharding only costs speed; else None."""
     if mesh.shards == 1 or needs.whole > SMALL * room:
         return None
     return (

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class Batch:
     """The predictions of one row, as an objective sees them.
 
-    readouts: name -> [N] fp32 with gradients, or [N, ...] where there are several values per prediction (`top_ids/K`,
+    readouts: name -> [N] fp32 with gradients, or [N, ...] for readouts with several values per prediction (`top_ids/K`,
     of `top_logits/K`, is int64). weights_N, arrays: loss weights and the documents' arrays, of the predicted tokens.
     document_N: index into `documents` of each prediction. documents: indices of the row's documents in the step.
     shared: documents that other ranks have parts of.
@@ -71,7 +71,7 @@ class Terms:
 
 
 def check_terms(found: Any, objective: Objective) -> Terms:
-    """The Terms that an objective returned. UserError where it returned something else."""
+    """The Terms that an objective returned. Raises UserError if it returned something else."""
     if isinstance(found, Terms) and isinstance(found.loss_sum, Tensor) and not found.loss_sum.ndim:
         return found
     what = found.loss_sum if isinstance(found, Terms) else found

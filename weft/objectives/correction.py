@@ -1,7 +1,7 @@
 """The factor on a token's loss that corrects for sampling by another policy than the trainer's (rl.correction).
 
-With rho = old / rollout, a token's loss times rho is, on average, what it would be had the trainer sampled (importance
-sampling). rho is bounded, because over long samples it is not. N sampled tokens.
+With rho = old / rollout, a token's loss times rho has the average that it would have if the trainer had sampled
+(importance sampling). rho is cut at limits, because over long samples it may grow without bound. N sampled tokens.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ def _lr_scale(group: ParameterGroup, lr: float) -> float:
 
 
 def check_groups(module: nn.Module, config: OptimizerConfig) -> None:
-    """UserError where a pattern of optimizer.groups matches nothing, or where a group gets no parameter."""
+    """Raise UserError if a pattern of optimizer.groups matches nothing, or if a group gets no parameter."""
     named = list(module.named_parameters(remove_duplicate=False))
     for number, group in enumerate(config.groups):
         for pattern in group.match:

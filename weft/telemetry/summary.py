@@ -115,8 +115,8 @@ class RunSummary:
         stopped: str | None = None,
         best: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """The content of summary.json. saved: the HuggingFace directory of the last weights. stopped: what ended the
-        run early: a signal, or a key of eval. best: the best evaluation, with its checkpoint where that is saved."""
+        """The content of summary.json. saved: the HuggingFace directory of the last weights. stopped: the signal, or
+        the key of eval, that ended the run early. best: the best evaluation, with its checkpoint if that is saved."""
         content = {
             "model": display_name(self.model),
             "data": display_name(self.data),

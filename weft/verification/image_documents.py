@@ -51,7 +51,7 @@ def steps_with_images(
 
 
 def _inserted(document: Document, runs: Sequence[tuple[int, int]], vision: Vision, source: random.Random) -> Document:
-    """The document with the placeholders of one more image or video after those that it has, with text before, between
+    """The document with the placeholders of one more image or video after its present ones; text stays before, between
     and after them."""
     ids, mask = document
     for placeholder, count in runs:

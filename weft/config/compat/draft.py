@@ -1,4 +1,4 @@
-"""A draft of a config: what was taken over from another trainer's, and what was not."""
+"""A draft of a config: the settings that were taken over from another trainer's config, and those that were not."""
 
 from __future__ import annotations
 

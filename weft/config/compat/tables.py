@@ -23,7 +23,7 @@ Record = TypeVar("Record")
 
 
 class TableError(ValueError):
-    """An invalid table: file, key, and what is wrong."""
+    """A table is invalid; the message names the file, the key and the problem."""
 
 
 class _Loader(_Base):
