@@ -16,7 +16,7 @@ __all__ = ["Engine", "Run", "rl", "sft"]
 
 
 def __getattr__(name: str) -> object:
-    """Read when they are asked for: configs are read by programs that need nothing else."""
+    """Import public names at their first use: programs that only read configs need nothing else."""
     if name == "Engine":
         from weft.engine import engine
 
@@ -29,8 +29,8 @@ def __getattr__(name: str) -> object:
 
 
 class _Weft(ModuleType):
-    """weft.rl is the function, whether or not anything of the folder of that name has been imported; and has the
-    modules of that folder, for `import weft.rollout.types as types`."""
+    """The module weft, in which `weft.rl` is always the function, even after the folder weft/rl was imported. The
+    function gets the folder's modules as attributes, for `import weft.rl.rewards as rewards`."""
 
     @property
     def rl(self) -> Any:
@@ -40,7 +40,7 @@ class _Weft(ModuleType):
 
     @rl.setter
     def rl(self, module: ModuleType) -> None:
-        """Python sets it to the folder's module."""
+        """Ignored: Python sets it to the folder's module."""
 
     def __dir__(self) -> list[str]:
         return __all__

@@ -1,5 +1,5 @@
 """weft from Python: `weft.sft(...)` is the command `weft sft`, in this process; `weft.rl(...)` is `weft rl`, with this
-process as its controller. Imports torch when they are called."""
+process as its controller. Both import torch when they are called."""
 
 from __future__ import annotations
 
@@ -82,13 +82,13 @@ def sft(
     config: the base that the other arguments override: a YAML file, its sections as a dict, or a loaded config. model,
     data: a path or hub id, or that section as a dict. data may be rows in memory: dicts such as the lines of a file, or
     a Dataset of them; with other keys, data={"rows": [...], "max_length": 2048}. Rows are written to RUN/data.jsonl, so
-    that the run can be resumed from the command line. sections: of the config (docs/reference/config.md), as in
-    optimizer={"lr": 1e-5}.
+    that the run can be resumed from the command line. sections: further sections of the config
+    (docs/reference/config.md), as in optimizer={"lr": 1e-5}.
 
     objective: replaces cross entropy (docs/how-to/objective.md). on_step: called after each optimizer step, on every
     rank, with the step's line of metrics.jsonl. resume: the folder of a run to resume, with its config, which other
     arguments override. overwrite: as run.overwrite, so that a notebook cell can be run again. Raises UserError for what
-    the command line would refuse; StoppedError where a signal ended the run early.
+    the command line would refuse, and StoppedError if a signal ended the run early.
     """
     join_launcher()
     _check_on_step(on_step)
@@ -120,10 +120,10 @@ def rl(
     config, model, data, resume, overwrite: as for weft.sft. reward: as rl.reward; functions may replace import paths
     (docs/how-to/write-a-reward.md). A function of this program or notebook is pickled and sent to the processes that
     run it; a resumed run must be given such a function again. on_step: called in this process after each optimizer step
-    with its line of metrics.jsonl. sections: of the config (docs/reference/config.md), as in rl={"prompts": 32};
-    cluster={"trainer": 2} asks for two trainer ranks. replay, rollout_only: as the options of `weft rl`. Raises
-    UserError for what the command line would refuse, StoppedError where a signal ended the run early, and ActorError
-    where a trainer or an engine failed.
+    with its line of metrics.jsonl. sections: further sections of the config (docs/reference/config.md), as in
+    rl={"prompts": 32}; cluster={"trainer": 2} asks for two trainer ranks. replay, rollout_only: as the options of
+    `weft rl`. Raises UserError for what the command line would refuse, StoppedError if a signal ended the run early,
+    and ActorError if a trainer or an engine failed.
     """
     join_launcher()
     if joined():
@@ -141,7 +141,8 @@ def rl(
 
 
 class _Given:
-    """The arguments of a call: values of sections, set over a file, and rows in memory, which are written to a file."""
+    """The arguments of a call: a config file, values of sections that override it, and rows in memory, which are
+    written to a file."""
 
     def __init__(
         self, where: str, config: Any, model: Any, data: Any, resume: Any, overwrite: bool, sections: dict[str, Any]
@@ -162,7 +163,7 @@ class _Given:
             raise UserError("resume reads the data of its run: leave out data.")
 
     def load(self, schema: type[Schema]) -> Schema:
-        """The config. Rows are written only after everything else is valid."""
+        """The checked config. Rows are written only after everything else is valid."""
         if self.resume is not None:
             staging = {key: value for key, value in self.values.get("run", {}).items() if key == "staging"}
             self.values["run"] = {**staging, "dir": str(self.resume)}
@@ -181,8 +182,8 @@ class _Given:
 
 
 def rl_options(config: RlConfig, device: Device, nproc: int | None = None) -> RlOptions:
-    """Device and number of trainer ranks of a config. nproc: the number if the config does not say. UserError where the
-    mesh does not fit it."""
+    """Device and number of trainer ranks of a config. nproc: the number of ranks if cluster.trainer is not set. Raises
+    UserError if the mesh does not fit the number."""
     accelerators = accelerator_count(device)
     world = config.cluster.trainer or nproc or accelerators or 1
     check_reshard(config, resolve_mesh(config.mesh, world))
@@ -190,7 +191,7 @@ def rl_options(config: RlConfig, device: Device, nproc: int | None = None) -> Rl
 
 
 def _base(config: Any, resume: str | Path | None) -> dict[str, Any]:
-    """Sections that others are set over, but for those of files."""
+    """The sections of a config given as an object or a dict; {} for a file."""
     if resume is not None and config is not None:
         raise UserError("resume reads the config of its run: leave config out, and set sections as keywords.")
     if isinstance(config, SftConfig | RlConfig):
@@ -203,7 +204,8 @@ def _base(config: Any, resume: str | Path | None) -> dict[str, Any]:
 
 
 def _take_rewards(values: dict[str, Any], reward: Any) -> dict[str, bytes]:
-    """Put the names of reward functions into section rl; those that have to be sent, pickled, by name."""
+    """Put the names of reward functions into section rl. Returns name -> pickled function, for those that have to be
+    sent to other processes."""
     from weft.rl.given_rewards import name_rewards
 
     section = values.get("rl", {})
@@ -220,7 +222,7 @@ def _take_rewards(values: dict[str, Any], reward: Any) -> dict[str, bytes]:
 
 
 def _with_rows(config: Any, written: Path) -> Any:
-    """The config of a run that has its rows in its folder."""
+    """Make the run's folder and move the rows into it. Returns the config that names both."""
     from weft.run.folder import make_folder
 
     folder = make_folder(config.run, config.model.path, "rl" if isinstance(config, RlConfig) else "sft")
@@ -247,7 +249,8 @@ def _run_rl(config: RlConfig, options: RlOptions, hooks: RlHooks) -> Run:
 
 
 def _beside_loops(body: Callable[[], None]) -> None:
-    """Run it here, or where an event loop runs, as in a notebook, in another thread, to which signals are passed on."""
+    """Run `body` in this thread. If an event loop runs here, as in a notebook, run it in another thread, which then
+    sees this thread's signals."""
     from weft.cluster.stopping import StopSignals
 
     if not _in_a_loop():
@@ -277,7 +280,7 @@ def _check_on_step(on_step: Any) -> None:
 
 
 def _model(model: Any) -> dict[str, Any]:
-    """The section."""
+    """The section `model`."""
     if isinstance(model, Mapping):
         return dict(model)
     if isinstance(model, str | Path):
@@ -289,7 +292,7 @@ def _model(model: Any) -> dict[str, Any]:
 
 
 def _split(data: Any) -> tuple[dict[str, Any], Iterable[Any] | None]:
-    """The keys of the section, and the rows that are in memory."""
+    """(Keys of the section `data`; the rows that are in memory, None for none)."""
     if isinstance(data, str | Path):
         return {"path": str(data)}, None
     if not isinstance(data, Mapping):

@@ -1,7 +1,7 @@
-"""`weft sft` and `weft verify`.
+"""The commands of `weft`.
 
-The process that the user starts reads and checks the config without importing torch, so that a bad one is answered
-at once; then it runs the recipe, or starts ranks that run this same command line and join.
+The process that the user starts reads and checks the config without importing torch, so that errors in it are shown at
+once. Then it runs the recipe, or starts ranks, which run this same command line and join.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ Schema = TypeVar("Schema")
 Options = TypeVar("Options")
 AnyConfig = SftConfig | RlConfig
 
-# Commands of the design that exist when they work.
+# Planned commands.
 NOT_YET = ("bench",)
 
 _PROGRAM_HELP = """\
@@ -77,9 +77,9 @@ weft COMMAND --help lists the options; docs/reference/config.md lists the keys. 
 
 @dataclass(frozen=True)
 class Job:
-    """Checked and ready: what each rank runs, on how many ranks, and the command line that starts one.
+    """A checked command. body: what each rank runs. world: number of ranks. words: the command line of a rank.
 
-    restarts: how often a failed attempt is followed by another; again: the words of that one.
+    restarts: how often a failed attempt may be followed by another. again: RUN -> the command line of that attempt.
     """
 
     body: Body
@@ -91,21 +91,21 @@ class Job:
 
 @dataclass(frozen=True)
 class Command:
-    """A subcommand: its parser, and what makes a job of the parsed arguments and the whole command line."""
+    """A subcommand: its parser, and the function that makes a job from the parsed arguments and the command line."""
 
     parser: Callable[[], argparse.ArgumentParser]
     prepare: Callable[[argparse.Namespace, Sequence[str]], Job]
 
 
 def entry() -> NoReturn:
-    """The program `weft`, and every rank that it starts."""
+    """Run the program `weft`; every rank that it starts runs this, too."""
     clean_everything()
     try:
         join_launcher()
-    except UserError as error:  # not guarded: that is for what runs, and settles each rank in
+    except UserError as error:  # without `guarded`, which would set this process up as a rank
         say(f"error: {error}", error=True)
         sys.exit(USER_ERROR)
-    if not joined():  # what ends ranks is told apart by their statuses
+    if not joined():  # the launcher needs the exit statuses that signals give to ranks
         announce_ending_signal()
     program(main)
 
@@ -174,23 +174,23 @@ def _rl(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
 
 
 def _check_dry_run(arguments: argparse.Namespace) -> None:
-    """UserError where an option of a dry run is given without one."""
+    """Raise UserError if an option of dry runs is given without --dry-run."""
     for option, given in (("--parameters", arguments.parameters), ("--assume", arguments.assume)):
         if given and not arguments.dry_run:
             raise UserError(f"{option} goes with --dry-run, which trains nothing: add it.")
     if accelerator(arguments.assume) is not None:
-        arguments.device = "cpu"  # nothing is asked of this machine's
+        arguments.device = "cpu"  # this machine's accelerators are not used
 
 
 def _restarts(arguments: argparse.Namespace) -> int:
-    """The number of restarts that this process is to make: its ranks have the option too."""
+    """The number of restarts that this process makes: 0 in its ranks, which get the option, too."""
     if arguments.restarts and joined() and launchers_folder() is None:
         raise UserError("--restarts is for ranks that weft starts: under torchrun use its --max-restarts.")
     return 0 if joined() else int(arguments.restarts)
 
 
 def _again(arguments: argparse.Namespace, words: Sequence[str], run: Path) -> Sequence[str]:
-    """The words of an attempt that goes on with RUN, whose config.yaml holds the config files and overrides."""
+    """The command line of an attempt that resumes RUN, whose config.yaml has the config files and overrides."""
     if arguments.resume is not None:
         return words
     options = ["--device", arguments.device] + (["--nproc", str(arguments.nproc)] if arguments.nproc else [])
@@ -218,7 +218,7 @@ def _verify(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
 
 def _plan(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
     _alone("plan")
-    arguments.dry_run = True  # as one, it needs no weights
+    arguments.dry_run = True  # like a dry run, it needs no weights
     schema = RlConfig if _names_rl(arguments) else SftConfig
     config: Any = _load(arguments, schema)
     accelerator(arguments.assume)
@@ -365,7 +365,7 @@ def _engine(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
 
 
 def _options(kind: type[Options], arguments: argparse.Namespace, **others: object) -> Options:
-    """The options of a command: `others`, and what its parser knows by the same names."""
+    """The options of a command: `others`, and the parsed arguments with the names of its fields."""
     names = {field.name for field in fields(cast(Any, kind))} - others.keys()
     return kind(**{name: value for name, value in vars(arguments).items() if name in names}, **others)
 
@@ -376,7 +376,8 @@ def _alone(command: str) -> None:
 
 
 def _load(arguments: argparse.Namespace, schema: type[Schema], run: Literal["new"] | None = None) -> Schema:
-    """The config of files and overrides, with copies of what it has on object stores. run: "new" where one begins."""
+    """The config of files and overrides, with local copies of its files on object stores. run: "new" if a run
+    begins."""
     overrides = [word for word in arguments.config if _is_override(word)]
     files = [local_path("weft", word) for word in arguments.config if not _is_override(word)]
     dry_run = getattr(arguments, "dry_run", False)
@@ -392,7 +393,7 @@ def _localised(config: Schema, run: Literal["new", "resumed"] | None, dry_run: b
 
 
 def _load_run(arguments: argparse.Namespace, schema: type[Schema]) -> Schema:
-    """The config of a run that begins, or goes on; its problems are said before torch is asked for the device."""
+    """The config of a run that begins or resumes. It is checked before torch is asked for the device."""
     _check_dry_run(arguments)
     if arguments.resume is None:
         config: Any = _load(arguments, schema, "new")
@@ -406,7 +407,7 @@ def _load_run(arguments: argparse.Namespace, schema: type[Schema]) -> Schema:
 
 
 def _load_resumed(arguments: argparse.Namespace, schema: type[Schema]) -> Schema:
-    """The config that RUN was started with, and the overrides."""
+    """The config of RUN with the overrides."""
     run = arguments.resume
     files = [word for word in arguments.config if not _is_override(word)]
     if files:
@@ -426,7 +427,7 @@ def _load_resumed(arguments: argparse.Namespace, schema: type[Schema]) -> Schema
 
 
 def _names_rl(arguments: argparse.Namespace) -> bool:
-    """Whether the files and overrides are those of `weft rl`."""
+    """Whether the files and overrides have a section `rl`."""
     words = arguments.config
     sections = {word.partition("=")[0].partition(".")[0] for word in words if _is_override(word)}
     return "rl" in sections.union(*(read_config_file(word).value for word in words if not _is_override(word)))
@@ -437,7 +438,7 @@ def _is_override(word: str) -> bool:
 
 
 def _world(arguments: argparse.Namespace, config: AnyConfig) -> int:
-    """Ranks of the whole run, after checking that the mesh fits them and they fit the machine."""
+    """The number of ranks of the run, after checking that the mesh fits it, and that this machine has room for it."""
     if joined():
         world = int(os.environ["WORLD_SIZE"])
         if arguments.nproc not in (None, world):
@@ -455,8 +456,8 @@ def _world(arguments: argparse.Namespace, config: AnyConfig) -> int:
 
 
 def _ranks_wanted(arguments: argparse.Namespace, config: AnyConfig) -> int | None:
-    """What --nproc says, else what the run had that goes on, else, in a dry run, what mesh says; None where this
-    machine says how many."""
+    """The number of ranks: --nproc, else that of the resumed run, else in a dry run the fewest that mesh allows. None
+    if this machine's accelerators decide, or cluster.trainer does."""
     if arguments.nproc is not None or (isinstance(config, RlConfig) and config.cluster.trainer):
         return arguments.nproc
     run = getattr(arguments, "resume", None)
@@ -472,7 +473,8 @@ def _ranks_wanted(arguments: argparse.Namespace, config: AnyConfig) -> int | Non
 def _fit_to_machine(
     config: AnyConfig, arguments: argparse.Namespace, words: Sequence[str]
 ) -> tuple[AnyConfig, Sequence[str]]:
-    """`weft verify` without --nproc: as many ranks as the mesh needs, its axes shrunk where the machine is small."""
+    """(Config, command line) of `weft verify` without --nproc, for as many ranks as the mesh needs. Axes of the mesh
+    are shrunk to fit a small machine."""
     accelerators = accelerator_count(arguments.device)
     mesh, notes = shrink_mesh(config.mesh, accelerators or cpu_cores(), share=accelerators == 0)
     for note in notes:

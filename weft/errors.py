@@ -6,7 +6,7 @@ from typing import Any
 
 
 class StoppedError(Exception):
-    """A signal ended the run, which has saved and has steps left to do. number: of the signal."""
+    """A signal ended the run, which has saved and has steps left to do. number: the signal's number."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"stopped by signal {number}")
@@ -19,12 +19,13 @@ class UserError(ValueError):
 
 
 def first_line(error: BaseException) -> str:
-    """A library's exception as a part of a sentence."""
+    """The first line of an exception's message, without its full stop, as a part of a sentence."""
     return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
 
 
 def runs_own_code(path: str, error: Exception, key: str = "model.path") -> UserError | None:
-    """The message where transformers would have to run code from `path`; None for other errors."""
+    """The UserError for an error that says that transformers would have to run code from `path`; None for other errors.
+    key: the config key of `path`."""
     if "trust_remote_code" not in str(error):
         return None
     return UserError(
@@ -46,8 +47,8 @@ class RanksDisagreeError(RuntimeError):
 
 
 class ActorError(RuntimeError):
-    """An actor, or a process that works for this one, failed or died. kind: as in weft/cluster/status.py. report: its
-    own, where it left one."""
+    """An actor, or a process that works for this one, failed or died. kind: as in weft/cluster/status.py. report: the
+    RankReport of the process, if it left one."""
 
     def __init__(self, message: str, kind: str, report: Any = None) -> None:
         super().__init__(message)

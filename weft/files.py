@@ -1,5 +1,5 @@
-"""Files that others wrote, refused by type before a read can block; JSON files as objects; and links to files that
-outlive their folder."""
+"""Reading files that others wrote, after a check of their type, so that no read can block; JSON files as objects; and
+links to files that outlive their folder."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _DEEPEST = 100  # levels of JSON
 
 
 def regular_file(path: Path, what: str) -> Path:
-    """The path, if it leads to a regular file. UserError otherwise: opening a FIFO or a device may block, or read
-    without end. what: what the file should be, with its article."""
+    """The path, if it leads to a regular file. Raises UserError otherwise: opening a FIFO or a device may block, or
+    read without end. what: the kind of file that it should be, with its article."""
     try:
         kind = stat.S_IFMT(path.stat().st_mode)
     except OSError as error:
@@ -44,7 +44,7 @@ def _is_not(path: Path, kind: str, what: str) -> UserError:
 
 
 def read_object(path: Path, what: str) -> dict[str, Any]:
-    """The JSON object of a file; UserError where there is none. what: as in `regular_file`."""
+    """The JSON object in a file. what: as in `regular_file`. Raises UserError if there is none."""
     try:
         found = json.loads(regular_file(path, what).read_text(encoding="utf-8"))
         if is_deeper(found, _DEEPEST - 1):  # values are a level, too
@@ -73,13 +73,14 @@ def is_own_file(name: str) -> bool:
     return Path(name).name == name and name not in ("", "..") and "\0" not in name
 
 
-# Of a model: what transformers reads, or weft.
+# Files of a model that transformers or weft reads.
 _OF_MODELS = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.safetensors")
 _GENERATION = "generation_config.json"
 
 
 def check_folder(path: str) -> None:
-    """Check a local model folder: every file that is read is a regular one, and its configs are JSON objects."""
+    """Raise UserError unless the files of a local model folder are regular and its configs are valid JSON objects.
+    Other paths are not checked."""
     folder = Path(path)
     if not folder.is_dir():
         return
@@ -93,12 +94,12 @@ def check_folder(path: str) -> None:
             raise UserError(f"{folder / _GENERATION}: eos_token_id is {ends!r}, not a token's number, or several.")
 
 
-# Modules and labels are made one by one: what asks for a billion of them would be built until memory ends.
+# Modules and labels are created one by one: a config with a billion of them would fill the memory.
 _COUNTS = {re.compile(r"(layers?|depths?|blocks?|experts)$"): 10_000, re.compile(r"num_labels$"): 1_000_000}
 
 
 def check_counts(config: Mapping[str, Any], path: str) -> None:
-    """UserError where the config of the model at `path` asks for more of anything than any model has."""
+    """Raise UserError if the config of the model at `path` has a count that is larger than that of any model."""
     for name, value in config.items():
         if isinstance(value, Mapping):
             check_counts(value, path)
@@ -110,8 +111,8 @@ def check_counts(config: Mapping[str, Any], path: str) -> None:
 
 
 def link_files(folder: Path, files: Iterable[Path], into: Path) -> None:
-    """Hard links to files, which outlive the folder; symbolic ones where the file system has no hard links. Raises
-    FileNotFoundError where a file is gone."""
+    """Create hard links in `into` to files of `folder`, so that they outlive it; symbolic links where hard ones are
+    impossible. files: relative to `folder`. Raises FileNotFoundError if a file is gone."""
     into.mkdir(parents=True)
     for file in files:
         target = into / file

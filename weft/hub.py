@@ -16,8 +16,8 @@ _SECONDS = 5.0
 
 
 def check_model_is_there(path: str) -> None:
-    """UserError where model.path is no folder, is not in the hub's cache, and the hub is out of reach. Skipped where
-    the client is set to offline mode, which fails at once, or has a proxy."""
+    """Raise UserError if model.path is no folder, is not in the hub's cache, and the hub is out of reach. Skipped in
+    offline mode, in which the client fails at once, and with a proxy."""
     if Path(path).exists() or constants.HF_HUB_OFFLINE or getproxies():
         return
     if isinstance(try_to_load_from_cache(path, "config.json"), str):

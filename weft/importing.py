@@ -13,12 +13,12 @@ from typing import Any
 
 from weft.errors import UserError
 
-MAIN = "__main__"  # the module that functions are said to be of which no other process can import
+MAIN = "__main__"  # module of functions that no other process can import
 
 
 def import_extra(module: str, extra: str, need: str) -> Any:
-    """A module that belongs to one of weft's extras. need: what requires it, as in "data.path: a Parquet file".
-    UserError, naming the extra, where it is not installed."""
+    """A module that belongs to one of weft's extras. need: what requires it, as in "data.path: a Parquet file". Raises
+    UserError, which names the extra, if the module is not installed."""
     package = module.partition(".")[0]
     try:
         return importlib.import_module(module)
@@ -32,13 +32,13 @@ def import_extra(module: str, extra: str, need: str) -> Any:
 
 
 def import_named(path: str, key: str) -> Any:
-    """The object at `package.module:Name` or `package.module.Name`. The working directory is searched last. key: the
-    config key, for the UserError where there is no such object."""
+    """The object at `package.module:Name` or `package.module.Name`. The working directory is searched last. Raises
+    UserError, which names the config key `key`, if there is no such object."""
     module_name, colon, name = path.partition(":")
     if not colon:
         module_name, _, name = path.rpartition(".")
     if os.getcwd() not in sys.path and "" not in sys.path:
-        sys.path.append(os.getcwd())  # `python -m weft` has it, the command `weft` does not
+        sys.path.append(os.getcwd())  # `python -m weft` has it in the path, the command `weft` does not
     try:
         found: Any = importlib.import_module(module_name)
     except ImportError as error:
@@ -62,8 +62,8 @@ def import_named(path: str, key: str) -> Any:
 
 
 def named_problem(path: str, key: str) -> str:
-    """Why import_named would fail, found from files alone, without running them. Empty where it would succeed, or where
-    only running the module could tell."""
+    """Why import_named would fail, found by reading files without running them. Empty if it would succeed, or if only
+    running the module could tell."""
     module_name, _, name = path.partition(":") if ":" in path else path.rpartition(".")
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.append(os.getcwd())
@@ -73,7 +73,7 @@ def named_problem(path: str, key: str) -> str:
     for number, part in enumerate(parts):
         found = PathFinder.find_spec(".".join(parts[: number + 1]), places)
         if found is None and (names is None or part in names):
-            return ""  # made by other means than a file
+            return ""  # may be made by other means than a file
         if found is None:
             return (
                 f"{key}: there is no module {'.'.join(parts[: number + 1])} for {path}, which is looked for among the "

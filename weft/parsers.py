@@ -1,4 +1,4 @@
-"""The command line's arguments: a parser for each command, without what it does."""
+"""The parsers of the command line, one for each command."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _foreign_options(message: str) -> list[str]:
-    """What to say of options of other trainers in an error of argparse, and where to read on."""
+    """Lines of advice for other trainers' options in an error of argparse, and where to read on."""
     if not message.startswith("unrecognized arguments"):
         return []
     options = [word.lstrip("-").partition("=")[0] for word in message.split() if word.startswith("--")]

@@ -1,4 +1,4 @@
-"""JSON from outside: json.loads without its extensions, and without what could harm the reader."""
+"""JSON from outside: json.loads, but deep nesting, duplicate keys and huge integers raise JsonError."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def named(error: json.JSONDecodeError) -> str:
 
 
 def checked(text: str, value: Any, begin: int = 0, end: int = sys.maxsize) -> Any:
-    """The value, unless it is nested too deeply for code that renders and writes it recursively."""
+    """The value, or JsonError if it is nested too deeply for code that renders and writes it recursively."""
     brackets = text.count("[", begin, end) + text.count("{", begin, end)
     if brackets > _DEEPEST and is_deeper(value, _DEEPEST):
         raise JsonError(_TOO_DEEP)
@@ -66,7 +66,7 @@ def is_deeper(value: Any, most: int) -> bool:
 
 
 def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object without duplicate keys, of which readers would take different ones. Raises JsonError."""
+    """The object of these pairs. Raises JsonError for duplicate keys: readers differ in which of them they take."""
     found = dict(pairs)
     if len(found) != len(pairs):
         names = [name for name, _ in pairs]

@@ -1,5 +1,5 @@
-"""Printing. Texts from outside (data, models, metrics, errors, file names) cannot control the terminal. All of weft
-prints with `say` or a `Console` of this file.
+"""Printing, so that texts from outside (data, models, metrics, errors, file names) cannot control the terminal. All of
+weft prints with `say` or a `Console` of this file.
 
 Characters that move the cursor, change the title or the clipboard, or reverse the order of letters are escaped as in
 Python: \\x1b.
@@ -23,15 +23,15 @@ from rich.segment import Segment
 
 from weft.errors import UserError
 
-# C0 but tab and line feed, DEL and C1; line separators; what overrides the direction of text; halves of characters.
+# C0 but tab and line feed, DEL and C1; line separators; overrides of the text's direction; surrogates.
 _COMMANDS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
-_called: dict[str, str] = {}  # folders here -> what the user knows them by
+_called: dict[str, str] = {}  # local folder -> the name that is printed
 
 
 def set_display_name(folder: str, name: str) -> None:
-    """Print this folder as `name` from now on: the URL of which it is a local copy."""
+    """Print this folder as `name` from now on. name: the URL whose local copy the folder is."""
     _called[folder] = name
 
 
@@ -55,7 +55,7 @@ def say(*texts: object, error: bool = False, end: str = "\n", as_is: bool = Fals
     try:
         print("\n".join(clean(str(text), as_is=as_is) for text in texts), file=stream, end=end, flush=True)
     except BrokenPipeError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # what is left would be written at the end again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # Python would try to write the rest at exit
         raise UserError("what reads the output of this command has ended: send it to a file instead.") from error
 
 

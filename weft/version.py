@@ -1,4 +1,4 @@
-"""The version of weft, and where it is installed. This file stands alone: whatever names them imports nothing else."""
+"""The version of weft, and where it is installed. This file imports nothing else of weft."""
 
 from __future__ import annotations
 

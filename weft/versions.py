@@ -1,6 +1,6 @@
-"""What torch calls differently from version to version: the one file that asks, by feature and never by number.
+"""Differences between versions of torch, found by feature and never by number; no other file looks for them.
 
-transformers' internals, which are asked for in the same way, are models/hf.py's. Importing this imports no torch.
+models/hf.py does the same for transformers' internals. Importing this imports no torch.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def untested_versions() -> list[str]:
 
 
 def installed_version(package: str) -> str:
-    """As its metadata has it, "" where it is not installed."""
+    """The version in a package's metadata; "" if the package is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -57,18 +57,19 @@ def launch_config(*, shutdown_timeout: float, **options: Any) -> Any:
 
 
 def all_gather_single(output: Tensor, input: Tensor, **options: Any) -> Any:
-    """torch's, by the name that it has from 2.13 on; the older one warns there at every call."""
+    """torch.distributed.all_gather_single, the name from 2.13 on; the older name warns there at every call."""
     return _collective("all_gather_single", "all_gather_into_tensor")(output, input, **options)
 
 
 def reduce_scatter_single(output: Tensor, input: Tensor, **options: Any) -> Any:
-    """torch's, by the name that it has from 2.13 on."""
+    """torch.distributed.reduce_scatter_single, the name from 2.13 on."""
     return _collective("reduce_scatter_single", "reduce_scatter_tensor")(output, input, **options)
 
 
 @cache
 def varlen_attention() -> Callable[..., Any]:
-    """torch's varlen_attn for any ratio of heads. From 2.12 on that has to be said; 2.11 has no word for it."""
+    """torch's varlen_attn for grouped-query attention, which 2.12 and later have to be told; 2.11 has no such
+    argument."""
     from torch.nn.attention.varlen import varlen_attn
 
     if "enable_gqa" in inspect.signature(varlen_attn).parameters:
@@ -77,7 +78,7 @@ def varlen_attention() -> Callable[..., Any]:
 
 
 def _collective(name: str, before: str) -> Any:
-    """Looked up at every call: whoever watches collectives replaces them in torch.distributed."""
+    """Looked up at every call, because observers of collectives replace them in torch.distributed."""
     import torch.distributed as dist
 
     return getattr(dist, name, None) or getattr(dist, before)

@@ -1,7 +1,7 @@
-"""Writing a directory that torch.distributed.checkpoint reads, tensor by tensor: memory holds the largest one.
+"""Writing a directory that torch.distributed.checkpoint reads, one tensor at a time, so that memory holds one tensor.
 
-torch's own writer asks for all tensors of a file at once. The format is its: what torch.save makes of each tensor, one
-after the other in a file, and torch's own Metadata, pickled, which says where each is.
+torch's own writer takes all tensors of a file at once. The format is torch's: one file with the bytes of torch.save for
+each tensor, and a pickled Metadata that says where each tensor is.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _FILE = "__0_0.distcp"
 
 
 class DcpWriter:
-    """Writes one file of tensors, and .metadata as the last."""
+    """Writes one file of tensors, and then .metadata."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._stream = folder, (folder / _FILE).open("wb")
@@ -40,7 +40,7 @@ class DcpWriter:
         self._paths: dict[str, tuple[str, ...]] = {}
 
     def add(self, path: tuple[str, ...], tensor: Tensor) -> None:
-        """Write a tensor. path: the keys under which it lies in nested dicts; joined, they are its name."""
+        """Write a tensor. path: its keys in nested dicts; joined by dots, they are its name."""
         if tensor.untyped_storage().nbytes() != tensor.nbytes or not tensor.is_contiguous():
             tensor = tensor.clone(memory_format=torch.contiguous_format)  # torch.save writes the storage of a view
         begin = self._stream.tell()
@@ -52,7 +52,8 @@ class DcpWriter:
         self._note(path, TensorStorageMetadata(properties, tensor.shape, [chunk]), offsets, info)
 
     def add_alias(self, path: tuple[str, ...], name: str) -> None:
-        """A further name of a tensor that is written: tied weights have two, and their bytes are there once."""
+        """Add a further name of the written tensor `name`: tied weights have two names, and their bytes are written
+        once."""
         described = self._described[name]
         offsets = described.chunks[0].offsets
         self._note(path, described, offsets, self._storage[MetadataIndex(name, offsets, 0)])
@@ -92,8 +93,8 @@ def write_dcp(
     """Write config, tokenizer and the weights of a plan, under HuggingFace's names, and the optimizer's state as
     optimizer.state.NAME.KEY.
 
-    tied: name -> the one under which it is written. moments: key -> tensors by the model's names. steps: of parameters,
-    by the model's names.
+    tied: other name of a tied weight -> the name under which it is written. moments: key -> tensors by the model's
+    names. steps: the optimizer's `step` of parameters, by the model's names.
     """
     folder.mkdir(parents=True, exist_ok=True)
     describe(plan, folder)

@@ -43,11 +43,11 @@ _COMPANIONS = (
     "preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json",
 )  # fmt: skip
 _SHARD_BYTES = 5 * 10**9
-_SLICE_ELEMENTS = 1 << 23  # cast and written at once
+_SLICE_ELEMENTS = 1 << 23  # elements that are cast and written at once
 
 
 class HasModel(Protocol):
-    """An Engine, or a model on meta, of which only names and shapes are read."""
+    """An Engine, or a model on meta: only names and shapes are read."""
 
     @property
     def built(self) -> BuiltModel: ...
@@ -55,8 +55,9 @@ class HasModel(Protocol):
 
 @dataclass(frozen=True)
 class ExportPlan:
-    """What a save writes. manifest: every tensor on meta. files: file name -> names of its tensors. source: folder with
-    the tokenizer. config_name: file name of config. texts: further files, which replace the source's."""
+    """What a save writes. pieces: how parameters map to tensors in files. manifest: every tensor on meta. files: file
+    name -> names of its tensors. source: folder with the tokenizer. config_name: file name of `config`. texts: further
+    files, which replace the source's."""
 
     pieces: list[Piece]
     manifest: dict[str, Tensor]
@@ -80,8 +81,8 @@ class ExportPlan:
 
 @dataclass(frozen=True)
 class Exported:
-    """What a rank has written. bytes: of tensors. handed: of those, the bytes in its seam file. digests: of each box,
-    if requested."""
+    """What a rank has written. bytes: all bytes of tensors. handed: those of them in its seam file. digests: one per
+    box, if requested."""
 
     bytes: int = 0
     handed: int = 0
@@ -91,8 +92,8 @@ class Exported:
 def plan_export(engine: HasModel, dtype: torch.dtype | None = None, *, shard_bytes: int = _SHARD_BYTES) -> ExportPlan:
     """Names, shapes, dtypes and files of a save; tied tensors once, under their owner's name.
 
-    dtype: of every floating-point parameter; None for those of the source's files. Persistent buffers (router biases)
-    keep theirs. shard_bytes: the largest weight file; a larger tensor gets a file of its own.
+    dtype: of every floating-point parameter; None for the dtypes of the source's files. Persistent buffers (router
+    biases) keep theirs. shard_bytes: size of the largest weight file; a larger tensor gets a file of its own.
     """
     manifest = manifest_of(engine, dtype)
     split = split_torch_state_dict_into_shards(manifest, max_shard_size=shard_bytes)
@@ -134,7 +135,7 @@ def prepare_export(plan: ExportPlan, folder: Path) -> None:
 
 
 def describe(plan: ExportPlan, folder: Path) -> None:
-    """Write what a folder holds besides weights: the config, the tokenizer, and how to generate."""
+    """Write the files besides weights: the config, the tokenizer and the generation config."""
     _write_json(folder / plan.config_name, plan.config)
     for name, text in plan.texts.items():
         (folder / name).write_text(text, encoding="utf-8")
@@ -153,7 +154,7 @@ def write_export(
     """Write this rank's boxes into prepared files and fsync them.
 
     shards: by the model's names, on any device; missing ones are not written. seams: the rank's seam file; None for a
-    single rank. digests: whether to compute them. No collective, so that it can run during training, on a copy.
+    single rank. digests: whether to compute them. Uses no collective, so that it can write a copy during training.
     """
     by_file = {name: file for file, names in plan.files.items() for name in names}
     written, found = 0, list[BoxDigest]()
@@ -177,13 +178,13 @@ def write_export(
 
 
 def join_export(plan: ExportPlan, folder: Path, seams: Sequence[Path], rank: int) -> int:
-    """Join the seams in this rank's share of the files; returns the bytes. seams: as in `save_planned`."""
+    """Join the seams in this rank's share of the files; returns the bytes. seams: the seam file of each rank."""
     own = [file for number, file in enumerate(plan.files) if seams and number % len(seams) == rank]
     return sum(join_seams(folder, file, seams) for file in own)
 
 
 def check_sizes(plan: ExportPlan, folder: Path) -> None:
-    """StorageError where a weight file has another size than planned."""
+    """Raise StorageError if a weight file has another size than planned."""
     for file, layout in plan.layouts.items():
         size = (folder / file).stat().st_size
         if size != layout.size:
@@ -191,7 +192,7 @@ def check_sizes(plan: ExportPlan, folder: Path) -> None:
 
 
 def export_alone(plan: ExportPlan, shards: Mapping[str, Sequence[Shard]], folder: Path) -> None:
-    """The whole export, with digests, by one process that holds everything."""
+    """Write the whole export, with digests, from one process that holds all tensors."""
     prepare_export(plan, folder)
     exported = write_export(plan, shards, folder, digests=True)
     assert exported.bytes == plan.bytes, f"{exported.bytes} of {plan.bytes} bytes written"
@@ -209,7 +210,7 @@ class FullTensors(Mapping[str, Sequence[Shard]]):
 
     def __getitem__(self, name: str) -> list[Shard]:
         if self._last is None or self._last[0] != name:
-            self._last = None  # before the next is made: memory holds one
+            self._last = None  # before the next is made, so that memory holds one
             values = self._make(name)
             self._last = name, [Shard(Box.whole(tuple(values.shape)), values)]
         return self._last[1]
@@ -222,7 +223,8 @@ class FullTensors(Mapping[str, Sequence[Shard]]):
 
 
 def _own_slices(plan: ExportPlan, shards: Mapping[str, Sequence[Readable]]) -> Iterator[tuple[Piece, Box, Box, Tensor]]:
-    """What this rank writes: (piece, its part of it, a box of that part, the box's values as the file has them)."""
+    """What this rank writes: (piece, the rank's part of the piece, a box of that part, the box's values in the file's
+    dtype)."""
     numbers = {name: number for number, name in enumerate(shards)}
     for piece in plan.pieces:
         for shard in shards.get(piece.runtime, ()):
@@ -293,10 +295,10 @@ def _slices(box: Box) -> Iterator[Box]:
 
 
 def _config(engine: HasModel, manifest: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The source's config.json as it was read, except for what the written weights say.
+    """The source's config.json as it was read, except for the keys that describe the written weights.
 
-    Not config.save_pretrained: it renames keys that older readers need (rope_theta, torch_dtype), and it raises, at
-    the end of a training run, where an old config.json holds generation settings.
+    config.save_pretrained is not used: it renames keys that older readers need (rope_theta, torch_dtype), and it
+    raises, at the end of a training run, if an old config.json holds generation settings.
     """
     raw, _ = PretrainedConfig.get_config_dict(engine.built.path)
     raw.pop("_commit_hash", None)
@@ -322,7 +324,8 @@ def _most_common_dtype(tensors: Mapping[str, Tensor]) -> torch.dtype:
 
 
 def _describe_weights(config: dict[str, Any], dtype: str) -> None:
-    """Their dtype, under the key that the config and each sub-config has; they are not quantised, whatever was read."""
+    """Set the dtype of the written weights under the key that the config and each sub-config uses, and remove
+    quantisation configs: written weights are not quantised."""
     config.pop("quantization_config", None)
     for key, value in config.items():
         if key in ("dtype", "torch_dtype"):

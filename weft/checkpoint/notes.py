@@ -13,7 +13,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Notes:
-    """The notes of one save, in a folder that the first rank creates and removes. rank: whose notes are written."""
+    """The notes of one save, in a folder that the first rank creates and removes. rank: the rank that writes notes."""
 
     folder: Path
     rank: int
@@ -31,14 +31,14 @@ class Notes:
         shutil.rmtree(over, ignore_errors=True)
 
     def seams(self, number: int) -> list[Path]:
-        """The seam file of each rank (ranges.py) for engine `number` of those that are saved; none for one rank."""
+        """The seam file of each rank (ranges.py) for the saved engine of index `number`; none for one rank."""
         return [self.folder / f"seams-{number}-{rank:05d}" for rank in range(self.world)] if self.world > 1 else []
 
     def leave(self, what: str, content: Any = None) -> None:
         """Write a note atomically."""
         note = self.folder / _name(what, self.rank)
         if content is None:
-            note.touch()  # for which even a full disk has room
+            note.touch()  # works even on a full disk
             return
         draft = note.with_name(f"{note.name}.draft")
         draft.write_text(json.dumps(content), encoding="utf-8")
@@ -64,7 +64,7 @@ class Notes:
         return {_name(what, rank) for rank in range(self.world)} <= (self.listed() or set())
 
     def any(self, what: str) -> bool:
-        """Whether any rank has written it."""
+        """Whether any rank has written this note."""
         return any(name.startswith(f"{what}-") for name in self.listed() or ())
 
 

@@ -1,4 +1,4 @@
-"""The schema of state.json; a checkpoint with a missing or mistyped part is damaged."""
+"""The schema of state.json. A checkpoint with a missing or mistyped part is damaged."""
 
 from __future__ import annotations
 
@@ -63,13 +63,13 @@ def _summary() -> dict[str, Any]:
     return {f"summary.{n}": numbers if get_origin(hint) in (list, deque) else hint for n, hint in hints.items()}
 
 
-# Of an engine: what its tensors and scalars are, and which box of which tensor is in which rank's file.
+# The part of an engine: its tensors and scalars, and which box of which tensor is in which rank's file.
 ENGINE: dict[str, Any] = {
     "id": str, "step": int, "mesh": dict[str, int], "mesh.world": int, "versions": dict[str, str | None],
     "tensors": dict[str, _Tensor], "scalars": dict[str, _Number], "loss_scale": _LossScale | None,
     "files": tuple[dict[str, Any], ...],
 }  # fmt: skip
-# Of a run, with that of its first engine. A part with a question mark may be missing, or empty.
+# The part of a run, in the state.json of its first engine. A name with a question mark may be missing, or empty.
 RUN: dict[str, Any] = {
     "steps": int, "updates": int, "bad_in_a_row": int, "config": dict[str, dict[str, Any]],
     "config.schedule": ScheduleConfig, "config.optimizer.lr": float, "data": _Data, "model": _Model,

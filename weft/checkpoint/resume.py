@@ -58,7 +58,7 @@ def judge_alone(checkpoint: Path, parts: Mapping[str, Any]) -> tuple[TrainerStat
 def read_verified(
     checkpoint: Path, rank: int, world: int, parts: Mapping[str, Any], *, weights: bool = True
 ) -> TrainerState:
-    """The trainer state of a checkpoint, after verifying this rank's share of its files. DamagedError.
+    """The trainer state of a checkpoint, after verifying this rank's share of its files. Raises DamagedError.
 
     Files, also those of further engines (a critic), are compared with their checksums, and weights with their digests.
     parts: the schema of the run's part of state.json. weights: False where the weights were verified before.
@@ -75,7 +75,8 @@ def read_verified(
 
 
 def agree(function: Callable[[], T], ranks: Ranks) -> tuple[T | None, str]:
-    """What `function` returns; where it found damage on any rank, None and the first reason, on all ranks."""
+    """(Result of `function`, ""); or, if it raised DamagedError on any rank, (None, the first reason) on all ranks.
+    Collective."""
     result, mine = None, None
     try:
         result = function()
@@ -92,7 +93,8 @@ def fill_from(
 ) -> list[str]:
     """Restore masters, moments and generators from a checkpoint; returns notes for the user. Collective.
 
-    others: folder -> further engine of the checkpoint (a critic). command: of weft, for messages.
+    others: folder -> further engine of the checkpoint (a critic). command: weft's command, for messages. Raises
+    UserError, on all ranks, if the checkpoint is damaged.
     """
 
     def load() -> bool:
@@ -122,7 +124,7 @@ def _take_up_rng(engine: Engine, state: TrainerState, seed: int) -> list[str]:
     return []
 
 
-# ---------------------------------------------------------------- what is said
+# ---------------------------------------------------------------- messages
 
 
 def resumed_notes(state: TrainerState, steps: int, changed: Mapping[str, tuple[str, str]]) -> list[str]:
@@ -160,7 +162,7 @@ def other_training(folder: Path, state: TrainerState, problems: Sequence[str], c
 def from_weights(checkpoint: Path, command: str = "sft") -> str:
     """The command that starts a new run from a checkpoint's weights."""
     config = checkpoint.parent.parent / "config.yaml"
-    if (checkpoint / ADAPTER).is_file():  # what the adapter says itself cannot be set beside it
+    if (checkpoint / ADAPTER).is_file():  # keys that the adapter sets cannot be set beside it
         unset = " ".join(f"lora.{leaf}=null" for leaf in ("rank", "alpha", "rslora", "targets", "modules_to_save"))
         return f"weft {command} {config} lora.path={checkpoint} {unset} run.dir=NEW"
     return f"weft {command} {config} model.path={checkpoint} model.init=pretrained run.dir=NEW"

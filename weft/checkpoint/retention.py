@@ -37,7 +37,7 @@ def complete_steps(checkpoints: Path) -> list[int]:
 
 
 def ranks_of(run: Path) -> int | None:
-    """Number of ranks that wrote the newest checkpoint that records it; None where there is none."""
+    """Number of ranks that wrote the newest checkpoint that records this number; None if there is none."""
     checkpoints = run / "checkpoints"
     for step in reversed(complete_steps(checkpoints)):
         with suppress(UserError):
@@ -88,7 +88,7 @@ def forget_best(checkpoints: Path) -> None:
 
 
 def best_step(checkpoints: Path) -> int | None:
-    """The step that `best` points at, where that checkpoint is complete."""
+    """The step that `best` points at; None if that checkpoint is not complete."""
     link = checkpoints / "best"
     match = _WHOLE.fullmatch(os.readlink(link)) if link.is_symlink() and link.is_dir() else None
     return None if match is None else int(match[1])
@@ -111,7 +111,8 @@ def prune(
 
 
 def chosen_step(checkpoints: Path, path: object, step: int) -> Path:
-    """The checkpoint of --step. UserError where the run has none of that step. path: the run, as the user gave it."""
+    """The checkpoint of --step. path: the run, as the user gave it. Raises UserError if the run has none of that
+    step."""
     steps = complete_steps(checkpoints)
     if step not in steps:
         raise UserError(f"--step {step}: {path} has checkpoints of steps {', '.join(map(str, steps))}.")

@@ -1,19 +1,19 @@
 """Saver: asynchronous checkpoints.
 
-`save` copies this rank's shards into host memory and returns; a thread of every rank then writes its part, without any
-collective. Ranks tell one another how far they are by notes in step-000100.ranks-ID (notes.py):
+`save` copies this rank's shards into host memory and returns. A thread of every rank then writes its part, without any
+collective. Ranks report their progress to one another by notes in step-000100.ranks-ID (notes.py):
 
 1. The first rank creates step-000100.partial with empty weight files (their headers say what goes where).
 2. Each rank writes its boxes of the weight files, with bytes at the seams between ranks in a file of its own
    (ranges.py), then its file of the trainer state, and waits for the disk.
 3. When all have, one rank per weight file joins the seams.
 4. With checkpoint.verify=digest, each rank reads what another has written, and compares digests.
-5. When all agree, the first rank writes state.json, renames the folder to step-000100, points `latest` (and `best`) at
-   it and removes what retention does not keep.
+5. When all are done, the first rank writes state.json, renames the folder to step-000100, points `latest` (and `best`)
+   at it and removes what retention does not keep.
 
 A kill at any moment leaves only complete checkpoints under final names. Errors are kept until all ranks synchronise
-again (`failed`, `raise_failure`), so that all of them end with the same message. Where all ranks end with another
-error, the checkpoint in progress is finished first (`end`).
+again (`failed`, `raise_failure`), so that all of them end with the same message. If all ranks end with an error that is
+not the saver's, the checkpoint in progress is finished first (`end`).
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ _MENDABLE = {*STORAGE, errno.ENOENT, errno.EACCES, errno.EPERM}
 
 @dataclass(frozen=True)
 class Job:
-    """A checkpoint to write. copies: one per engine. state: the run's part of state.json, on the first rank."""
+    """A checkpoint to write. copies: one per engine. state: the run's part of state.json on the first rank, else
+    empty. best: whether to point the link `best` at it."""
 
     step: int
     id: str
@@ -77,8 +78,8 @@ class Saver:
 
     constants: the run's constant part of state.json (config, data, model). texts: files that replace the model's own in
     every checkpoint, such as a chat template. others: folder -> further engine (a critic), saved there and committed
-    together. command: of weft, for messages. timeout: seconds (train.timeout) that a save may take where all ranks end
-    with an error.
+    together. command: weft's command, for messages. timeout: seconds (train.timeout) that a save may take when all
+    ranks end with an error.
     """
 
     engine: Engine
@@ -105,8 +106,8 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self._nonfinite: str | None = None
-        self._there = complete_steps(self.checkpoints)  # when this run last looked
-        self._ending = False  # with an error of something else, as all other ranks do
+        self._there = complete_steps(self.checkpoints)  # as of this run's last look
+        self._ending = False  # whether all ranks end with an error that is not the saver's
         self._cancel = threading.Event()
         self._clock = time.monotonic()
 
@@ -119,7 +120,7 @@ class Saver:
         return minutes is not None and time.monotonic() - self._clock >= 60.0 * minutes
 
     def due(self, step: int, steps: int) -> bool:
-        """Whether a checkpoint belongs to this step, of `steps`."""
+        """Whether this step of `steps` ends with a checkpoint."""
         return step == steps or (self.config.every > 0 and step % self.config.every == 0)
 
     # ------------------------------------------------------------ saving
@@ -154,7 +155,7 @@ class Saver:
             time.sleep(_POLL_SECONDS)
 
     def finish(self) -> Path:
-        """Wait for the last save and return its folder. Raises where its weights were not finite."""
+        """Wait for the last save and return its folder. Raises FloatingPointError if its weights were not finite."""
         self.wait()
         if self.engine.ranks.is_first:
             self._note_missing()
@@ -215,9 +216,9 @@ class Saver:
             self._thread.join()
 
     def end(self, error: BaseException) -> None:
-        """Called on a rank that ends with an error: finish the checkpoint that is being written, if possible.
+        """Finish the checkpoint that is being written, if possible; called on a rank that ends with an error.
 
-        It is possible where all ranks end this way, within `timeout`. Where another rank goes on, or has died, this one
+        This is possible if all ranks end this way, within `timeout`. If another rank goes on, or has died, this one
         waits a few seconds only. No rank returns before the checkpoint is committed, because launchers end all ranks
         once the first has exited.
         """
@@ -245,14 +246,15 @@ class Saver:
             say(*self.pop_messages(), error=True)
 
     def _tell(self, news: str) -> None:
-        """Print from the writer's thread, at once where the run ends: other ranks leave when this save's notes go."""
+        """Queue a message of the writer's thread for the user. When the run is ending, print it at once: other ranks
+        exit when the notes of this save are removed."""
         if self._ending:
             say(news, error=True)
         else:
             self.news.append(news)
 
     def _is_written(self, job: Job) -> bool:
-        """Whether this checkpoint is not whole yet, nor given up; by this rank's thread, or another's."""
+        """Whether any rank is still writing this checkpoint, which is neither committed nor given up."""
         return self._busy or job.notes.listed() is not None
 
     def _say_ending(self, job: Job, error: BaseException) -> None:
@@ -334,7 +336,7 @@ class Saver:
         return found
 
     def _release(self, job: Job) -> None:
-        """The copies are written, or given up."""
+        """Free the copies, which are written, or given up."""
         for contents, copies in zip(self._contents, job.copies, strict=True):
             contents.release(copies)
 
@@ -343,15 +345,15 @@ class Saver:
         return [c.join(job.partial, job.notes.seams(number)) for number, c in enumerate(self._contents)]
 
     def _check(self, job: Job) -> None:
-        """Compare what another rank has written with its digests: of another machine, where there are several, because
-        a client that reads its own pages proves nothing."""
+        """Compare what another rank has written with its digests. The rank is on another machine, if there are several,
+        because reading one's own page cache proves nothing."""
         rank, world = self.engine.ranks.rank, self.engine.ranks.world
         writer = (rank + (world + 1) // 2) % world
         for contents, fields in zip(self._contents, job.notes.read("written", writer), strict=True):
             contents.check(job.partial, Written.of(fields), writer)
 
     def _commit(self, job: Job) -> bool:
-        """Wait for every rank, then give the folder its name; False where weights were not finite."""
+        """Wait for every rank, then rename the folder to its final name. Returns False if weights were not finite."""
         self._until(job, lambda: job.notes.all("done"))
         world = range(self.engine.ranks.world)
         written = [[Written.of(fields) for fields in job.notes.read("written", rank)] for rank in world]
@@ -383,7 +385,7 @@ class Saver:
         return True
 
     def _note_missing(self) -> None:
-        """Say which checkpoints are gone that this run has left there: it goes on, with fewer to go back to."""
+        """Tell the user which of the run's checkpoints something else has removed; the run goes on."""
         there = set(complete_steps(self.checkpoints))
         missing = [step_folder(self.checkpoints, step).name for step in self._there if step not in there]
         if missing:
@@ -391,7 +393,7 @@ class Saver:
         self._there = sorted(there)
 
     def _state(self, job: Job, place: int) -> dict[str, Any]:
-        """What state.json says of an engine, and of the run with the first."""
+        """The content of an engine's state.json; that of the first engine includes the run's part."""
         return {"id": job.id, "step": job.step, **({} if place else job.state), **job.copies[place].state}
 
     def _give_up(self, job: Job) -> None:
@@ -399,7 +401,7 @@ class Saver:
         job.notes.end()
 
     def _until(self, job: Job, holds: Callable[[], bool]) -> None:
-        """Wait for notes of other ranks."""
+        """Wait until `holds`, which reads notes of other ranks. Raises _CancelledError if a rank has failed or left."""
         seconds = _POLL_SECONDS
         while not holds():
             if self._cancel.wait(seconds) or job.notes.any("left"):

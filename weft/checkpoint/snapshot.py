@@ -1,6 +1,6 @@
 """One engine's part of a checkpoint: its weights in HuggingFace's format, and its trainer state.
 
-The checkpoint's own folder is one engine's; a critic's part is a folder inside it with the same layout.
+The first engine's part is the checkpoint's own folder. A critic's part is a folder inside it with the same layout.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ _LARGEST_HALF = torch.finfo(torch.float16).max
 
 @dataclass(frozen=True)
 class Copies:
-    """An engine's state at one moment. copies: this rank's elements by name, in `allocation`. boxes: which
-    part of each tensor they are. state: the engine's part of state.json, on the first rank."""
+    """An engine's state at one moment. copies: this rank's elements by name, in `allocation`. boxes: which part of each
+    tensor they are. state: the engine's part of state.json on the first rank, else empty."""
 
     copies: Mapping[str, HostTensor]
     boxes: Mapping[str, Box]
@@ -62,7 +62,7 @@ class Copies:
 
 @dataclass(frozen=True)
 class _HostShard:
-    """What this rank alone writes of a copied tensor."""
+    """A copied box of a tensor, which only this rank writes."""
 
     box: Box
     values: HostTensor
@@ -76,8 +76,8 @@ class _HostShard:
 
 @dataclass(frozen=True)
 class Written:
-    """What a rank has written. exported: of the weight files. nonfinite: a weight that was not finite, in which case
-    nothing was written."""
+    """What a rank has written. exported: its part of the weight files. file: its file of the trainer state, if any.
+    nonfinite: name of a weight that was not finite; nothing is written then."""
 
     exported: Exported
     file: RankFile | None = None
@@ -92,7 +92,8 @@ class Written:
 
 
 class Contents:
-    """folder: the engine's folder in every checkpoint, "" for the checkpoint itself."""
+    """Copies and writes one engine's part of checkpoints. folder: the engine's folder in every checkpoint, "" for the
+    checkpoint itself."""
 
     def __init__(self, engine: Engine, config: CheckpointConfig, texts: Mapping[str, str], folder: str = "") -> None:
         self.engine, self.folder, self.keep_state = engine, folder, config.trainer_state != "none"
@@ -122,8 +123,8 @@ class Contents:
         self.engine.sleeper.pool.give(copies.allocation)
 
     def _state(self, parts: Mapping[str, Part]) -> dict[str, Any]:
-        """On the first rank, the engine's part of state.json, with what all stages hold; collective over the ranks that
-        are the first of their stage."""
+        """The engine's part of state.json on the first rank, with the tensors of all stages; {} on others. Collective
+        over the first ranks of all stages."""
         if self.engine.mesh.stage_place[0] > 0:
             return {}
         tensors = {
@@ -189,7 +190,7 @@ class Contents:
         return join_export(self.plan, checkpoint / self.folder, seams, self.engine.ranks.rank)
 
     def check(self, checkpoint: Path, written: Written, writer: int) -> None:
-        """Read back what another rank has written and compare digests. StorageError where they differ."""
+        """Read back what another rank has written and compare digests. Raises StorageError if they differ."""
         check_boxes(checkpoint, self.folder, written.exported.digests, writer)
         if written.file is not None:
             folder = Path(self.folder, TRAINER_STATE)
@@ -217,7 +218,7 @@ class Contents:
 
 
 def exported(names: Collection[str], *, average: bool) -> dict[str, str]:
-    """Model name -> name of the trainer state's tensor that is exported: the averaged one, where `average` and it
+    """Model name -> name of the trainer state's tensor to export: the averaged one, if `average` is set and it
     exists."""
     kept = {name.removeprefix(WEIGHTS): name for name in names if name.startswith(WEIGHTS)}
     averaged = {name.removeprefix(EMA): name for name in names if name.startswith(EMA) and average}

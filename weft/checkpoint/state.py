@@ -68,8 +68,8 @@ class RankFile:
 def find_parts(engine: Engine) -> dict[str, Part]:
     """Every tensor of the trainer state, box by box; tied weights once. The name of a second box ends in #1.
 
-    Every rank has a box, if an empty one, of each tensor of its stage. With adapters, only trained tensors: the base is
-    read from model.path again.
+    Every rank has a box, if only an empty one, of each tensor of its stage. With adapters only trained tensors count:
+    the base is read from model.path again.
     """
     assert engine.optimizer is not None, "this engine was opened for inference"
     engine.require_awake("parameters", "optimizer")
@@ -100,7 +100,7 @@ def tensor_of(entry: str) -> str:
 
 
 def parameter_of(entry: str) -> str:
-    """The model's name for what an entry of WEIGHTS, EMA or OPTIMIZER belongs to."""
+    """The model's name of the parameter or buffer to which an entry of WEIGHTS, EMA or OPTIMIZER belongs."""
     prefix, _, rest = tensor_of(entry).partition("/")
     return rest.partition("/")[2] if prefix + "/" == OPTIMIZER else rest
 
@@ -118,8 +118,8 @@ def tied_names(module: nn.Module) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class _Whose:
-    """Of a tensor. cut: how tp divides it. number: deals tensors to the ranks that hold the same. among: see shard_of.
-    writes: whether this stage of a pipeline saves it."""
+    """How a tensor is divided and saved. cut: how tp divides it. number: its index, by which tensors are dealt to ranks
+    that hold the same box. among: see shard_of. writes: whether this stage of a pipeline saves it."""
 
     cut: AnyCut | None
     number: int
@@ -134,8 +134,8 @@ def _parts(tensor: Tensor, of: _Whose) -> list[Part]:
 
 
 def _parts_like(parameter: Tensor, value: Tensor, of: _Whose) -> list[Part]:
-    """Of what a rank keeps beside its shard of a parameter: a DTensor, a plain tensor of the shard's shape, or one of
-    another shape, which is the same on every rank."""
+    """Parts of a state tensor of a parameter: a DTensor, a plain tensor of the shard's shape, or one of another shape,
+    which is equal on every rank."""
     if isinstance(value, DTensor):
         return _parts(value, of if value.shape == parameter.shape else replace(of, cut=None))
     if value.shape != shard_of(parameter).values.shape:
@@ -145,7 +145,7 @@ def _parts_like(parameter: Tensor, value: Tensor, of: _Whose) -> list[Part]:
 
 
 def _writes(shard: Shard, number: int) -> bool:
-    """Ranks that hold the same box share the writing: `number` deals tensors to them."""
+    """Whether this rank writes its box: ranks that hold the same box share the writing by tensors' numbers."""
     return shard.box.numel > 0 and shard.is_mine(number)
 
 
@@ -165,7 +165,7 @@ def find_scalars(engine: Engine) -> dict[str, dict[str, Any]]:
 
 
 def _described(number: Any) -> dict[str, Any]:
-    """A number and what it is: of Python (dtype None), or a tensor on the host or not."""
+    """A number and its kind: a Python number (dtype None), or a tensor, on the host or not."""
     if not isinstance(number, Tensor):
         return {"value": number, "dtype": None, "host": True}
     dtype, host = str(number.dtype).removeprefix("torch."), number.device.type == "cpu"
@@ -182,7 +182,7 @@ def rank_file_name(rank: int) -> str:
 def write_rank_file(
     folder: Path, rank: int, save_id: str, tensors: Mapping[str, HostTensor], boxes: Mapping[str, Box]
 ) -> RankFile:
-    """Write one rank's file to disk. boxes: of tensors that are a part of a whole one.
+    """Write one rank's file to disk. boxes: the box of each tensor that is part of a full tensor.
 
     The checksum is of the bytes in memory, so that corruption on the way to disk is detected.
     """
@@ -201,7 +201,8 @@ def write_rank_file(
 
 
 def check_file(folder: Path, file: RankFile, *, contents: bool = True) -> None:
-    """Compare the size and checksum of a rank's file with state.json. DamagedError where they differ."""
+    """Compare a rank's file with state.json: its size and, with `contents`, its checksum. Raises DamagedError if they
+    differ."""
     path = folder / file.name
     if not os.path.lexists(path):
         raise DamagedError(f"{file.name} is missing")
@@ -213,7 +214,7 @@ def check_file(folder: Path, file: RankFile, *, contents: bool = True) -> None:
 
 
 def write_state(folder: Path, content: Mapping[str, Any], files: Sequence[RankFile]) -> None:
-    """Write state.json, as the last file. content: all but format, versions and files."""
+    """Write state.json, as the last file. content: everything but format, versions, files and checksum."""
     state = {"format": FORMAT, "versions": versions(), **content, "files": [asdict(file) for file in files]}
     state = json.loads(json.dumps(plain(state)))  # as it will be read: tuples are lists
     with (folder / STATE_FILE).open("w", encoding="utf-8") as stream:
@@ -259,7 +260,7 @@ class TrainerState:
 
 def read_state(checkpoint: Path) -> TrainerState:
     """The trainer state of a checkpoint, after validating state.json and the size and header of every rank's file.
-    DamagedError."""
+    Raises DamagedError."""
     folder = checkpoint / TRAINER_STATE
     if not folder.is_dir():
         raise DamagedError("it holds weights only, no trainer state (checkpoint.trainer_state)")
@@ -278,7 +279,7 @@ def read_state(checkpoint: Path) -> TrainerState:
 
 
 def check_parts(content: Mapping[str, Any], parts: Mapping[str, Any]) -> None:
-    """DamagedError where a part of state.json is missing or mistyped. parts: as in parts.py."""
+    """Raise DamagedError if a part of state.json is missing or mistyped. parts: as in parts.py."""
     problem = find_problem(content, parts)
     if problem is not None:
         raise DamagedError(f"{STATE_FILE} is not the state of such a trainer: {problem}")
@@ -328,7 +329,8 @@ def _is_box(box: Any, shape: Sequence[int]) -> bool:
 
 
 def _check_file(state: TrainerState, rank: int, file: RankFile) -> None:
-    """Size and header, which name the save and the rank: enough to find what is missing, cut short or swapped."""
+    """Check size and header. The header names the save and the rank, so that missing, truncated and swapped files are
+    found."""
     check_file(state.folder, file, contents=False)
     with as_damage(lambda: TensorFile.open(state.folder / file.name)) as opened:
         found = (opened.metadata.get("save"), opened.metadata.get("rank"))
@@ -350,7 +352,7 @@ def check_contents(state: TrainerState, rank: int, world: int) -> None:
 def load_state(engine: Engine, state: TrainerState) -> int:
     """Fill masters, buffers and optimizer from files of any mesh; each rank reads only what it holds.
 
-    Returns the bytes read. DamagedError where the state is of another model, or leaves something unfilled.
+    Returns the bytes read. Raises DamagedError if the state is of another model, or does not fill every element.
     """
     _make_optimizer_state(engine, state)
     parts, elsewhere = find_parts(engine), engine.elsewhere
@@ -378,7 +380,7 @@ def _fill(parts: Mapping[str, Part], filled: dict[str, int], path: Path, file: R
     wanted = []
     for entry, (start, size) in file.boxes.items():
         box = Box(tuple(start), tuple(size))
-        for name in held.get(tensor_of(entry), ()):  # none, of another stage's
+        for name in held.get(tensor_of(entry), ()):  # empty for tensors of another stage
             shared = overlap(box, parts[name].box)
             if shared is not None:
                 wanted.append((entry, name, box, shared))
@@ -395,7 +397,8 @@ def _fill(parts: Mapping[str, Part], filled: dict[str, int], path: Path, file: R
 
 @torch.no_grad()
 def _make_optimizer_state(engine: Engine, state: TrainerState) -> None:
-    """Empty moments for every parameter that has saved ones: torch makes them at the first step, too late to fill."""
+    """Create zero moments for every parameter that has saved ones, and restore numbers: torch would create them at the
+    first step, too late to fill."""
     assert engine.optimizer is not None
     owner, content = dict(engine.module.named_parameters()), state.content
     on_device = stepped_on_device(engine.optimizer)
@@ -426,7 +429,7 @@ def _make_optimizer_state(engine: Engine, state: TrainerState) -> None:
 
 
 def _number(described: Mapping[str, Any], device: torch.device, on_device: bool) -> Any:
-    """A number of an optimizer's state, as find_scalars has described it."""
+    """A number of an optimizer's state, from its description by find_scalars."""
     if described["dtype"] is None:
         return described["value"]
     place = device if on_device or not described["host"] else torch.device("cpu")
@@ -441,6 +444,6 @@ def _split(entry: str, owner: Mapping[str, torch.nn.Parameter]) -> tuple[str, to
 
 
 def read_rng(state: TrainerState, rank: int) -> dict[str, Tensor]:
-    """This rank's saved generators."""
+    """The saved states of the generators of `rank`."""
     with TensorFile.open(state.folder / state.files[rank].name) as file:
         return {name.removeprefix(RNG): file.read(name) for name in file.entries if name.startswith(RNG)}

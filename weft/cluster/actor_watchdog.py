@@ -74,7 +74,7 @@ def watching_actors(watchdog: ActorWatchdog) -> Iterator[None]:
     """Run the watchdog in a thread."""
 
     def look(frozen_seconds: float) -> None:
-        with suppress(psutil.Error, OSError):  # it has ended meanwhile
+        with suppress(psutil.Error, OSError):  # the actor has ended meanwhile
             watchdog.look(frozen_seconds)
 
     with periodically(look, _TICK, "weft actor watchdog"):

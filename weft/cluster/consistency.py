@@ -20,13 +20,13 @@ from weft.cluster.process import Ranks
 from weft.errors import RanksDisagreeError, UserError
 from weft.version import PACKAGE
 
-LOCK = "lock"  # of RUN: a file that says which process holds it
+LOCK = "lock"  # a file in RUN that names the process that holds it
 _MOST = 8
 
 
 def require_agreement(items: Mapping[str, str], group: dist.ProcessGroup) -> None:
-    """Compare the values of named items across all ranks of the group; collective. RanksDisagreeError, the same on
-    every rank, names each difference and the ranks that differ from the majority."""
+    """Compare the values of named items across all ranks of the group; collective. Raises RanksDisagreeError, the same
+    on every rank, which names each difference and the ranks that differ from the majority."""
     said: list[Mapping[str, str]] = [{}] * dist.get_world_size(group)
     dist.all_gather_object(said, dict(items), group=group)
     _raise_for("ranks disagree", differences(said, dist.get_process_group_ranks(group)))
@@ -46,13 +46,14 @@ Number = TypeVar("Number", int, Tensor)
 
 
 def term(number: Number, place: int, size: int) -> Number:
-    """A rank's term of a sum that is 0 where all ranks that hold the same have the same number; exact in fp64 up to a
-    million ranks."""
+    """A rank's term of a sum over ranks that is 0 if all copies have the same number; exact in fp64 up to a million
+    ranks. place, size: as in Alike."""
     return number * (size - 1) if place == 0 else -number
 
 
 def require_alike(what: str, items: Mapping[str, str], group: dist.ProcessGroup) -> NoReturn:
-    """As require_agreement, for items that a rank may lack: the ranks that have an item must agree on it."""
+    """Raise RanksDisagreeError after a checksum differed: it names each item on which the ranks that have it differ,
+    or says that none differs now. Collective."""
     said: list[Mapping[str, str]] = [{}] * dist.get_world_size(group)
     dist.all_gather_object(said, dict(items), group=group)
     ranks, values = dist.get_process_group_ranks(group), dict[str, dict[str, list[int]]]()
@@ -110,7 +111,7 @@ def versions() -> dict[str, str]:
 
 
 def check_shared(folder: Path, token: str, ranks: Ranks) -> None:
-    """Every rank must see the first rank's lock, because all ranks write into one run folder."""
+    """Raise UserError unless every rank sees the first rank's lock: all ranks write into one run folder. Collective."""
     try:
         seen = json.loads((folder / LOCK).read_text(encoding="utf-8"))["token"] == token
     except (OSError, ValueError, KeyError):

@@ -26,8 +26,8 @@ from weft.errors import StoppedError
 from weft.telemetry import flight
 from weft.terminal import say
 
-# How long a rank with bad input waits for the others to report the same, and one that waited in vain for the launcher
-# to look what the others are doing.
+# How long a rank with bad input waits for the others to report the same, and how long a rank that waited for another in
+# vain gives the launcher to look at the others.
 LINGER_SECONDS = 1.0
 
 Body = Callable[[], bool | None]
@@ -39,7 +39,7 @@ def joined() -> bool:
 
 
 def program(main: Callable[[], int]) -> NoReturn:
-    """Run `main`; its exit status.
+    """Run `main` and exit with the status that it returns.
 
     A rank that ended well and left its process group exits after Python's own cleanup and before native destructors.
     Those of libraries race with threads of other libraries, and have crashed ranks whose work was done.
@@ -59,9 +59,9 @@ def program(main: Callable[[], int]) -> NoReturn:
 
 
 def guarded(body: Body, debug: bool = False) -> int:
-    """Run `body`, which may return False for a failed verdict; exceptions become messages and an exit status.
+    """Run `body` and return the exit status. `body` returns False for a failed verdict; exceptions become messages.
 
-    In a rank of several a failure ends the process, because collectives and threads would keep it alive.
+    In one of several ranks a failure ends the process, because collectives and threads would keep it alive.
     """
     into = reports.folder()
     if into is not None:
@@ -101,8 +101,8 @@ def _settle_in(scratch: Path) -> None:
 
 
 def set_up_actor(number: int) -> Path:
-    """Set up an actor's process: its flight record is where the controller reads it, and a hang ends it with a report.
-    Returns the folder for reports."""
+    """Set up an actor's process: the controller can read its flight record, and a hang ends it with a report. Returns
+    the folder for reports."""
     into = reports.folder()
     assert into is not None
     write_stacks_to(into / STACKS / str(number))
@@ -114,7 +114,7 @@ def set_up_actor(number: int) -> Path:
 
 
 def _report(report: RankReport, debug: bool) -> int:
-    """Report the failure of this process to whoever watches it. Returns the exit status."""
+    """Report the failure of this process to its launcher or, without one, to the user. Returns the exit status."""
     into = reports.folder()
     if into is not None:
         if report.kind == "peer":
@@ -145,7 +145,8 @@ def _end_hung(what: str, stack: str, debug: bool) -> None:
 
 
 def _report_exit(code: object) -> int:
-    """sys.exit in a rank: without a report, a rank that merely lost its peer would seem to have failed first."""
+    """Report sys.exit in a rank: otherwise a rank that merely lost its peer would seem to have failed first. Returns
+    the exit status."""
     status = code if isinstance(code, int) else SUCCESS if code is None else FAILURE  # as Python has it
     into = reports.folder()
     message = f"exit status {status}" if isinstance(code, int) else str(code)
@@ -157,8 +158,8 @@ def _report_exit(code: object) -> int:
 
 
 def _noted(note: RankReport, status: int) -> int:
-    """A failed verdict is no crash, nor is a run that a signal ended as it should: a rank that weft started ends well
-    and leaves a note."""
+    """Leave a note of a failed verdict, or of a stop by a signal, which are no crashes. Returns the exit status: a rank
+    that weft started ends with success, and the launcher reads the note."""
     into = reports.folder()
     if into is None:
         return status
@@ -167,9 +168,10 @@ def _noted(note: RankReport, status: int) -> int:
 
 
 def _linger(folder: Path) -> None:
-    """Bad input fails every rank alike: give the others time to say so, that it is shown once, as one error.
+    """Wait until all ranks have reported, at most LINGER_SECONDS.
 
-    And a rank that waited in vain gives the launcher time to see what the others are doing.
+    Bad input fails every rank alike, and is then shown as one error. After a hang the launcher has time to look at the
+    other ranks.
     """
     end = time.monotonic() + LINGER_SECONDS
     while time.monotonic() < end and len(reports.read_all(folder)) < int(os.environ.get("WORLD_SIZE", 1)):
@@ -177,7 +179,7 @@ def _linger(folder: Path) -> None:
 
 
 def _gone(scratch: Path) -> list[int]:
-    """The ranks that have ended: this one lost its connection to one of them. The agent stops others only later."""
+    """The ranks that have ended, after this one lost a connection: the agent stops the others only later."""
     end = time.monotonic() + LINGER_SECONDS
     while True:  # connections are closed a moment before a process has ended
         found = []
@@ -193,7 +195,8 @@ def _gone(scratch: Path) -> list[int]:
 
 
 def _end_rank(status: int) -> int:
-    """End a rank of several at once, without destructors that wait for the other ranks; else return `status`."""
+    """End one of several ranks at once, without destructors that wait for the others; return `status` if there is only
+    one."""
     if not joined():
         return status
     logging.shutdown()

@@ -19,7 +19,7 @@ from weft.telemetry.flight import Record
 
 _SHOWN_CALLS = 6
 _SHOWN_RANKS = 8
-# By words of where it happened, the last for everywhere else.
+# (words of RankReport.where, advice); the last is for everywhere else.
 _MEMORY = (
     (
         "reading the data",
@@ -141,12 +141,12 @@ def describe_what_is_left(run: str) -> str:
 
 
 def keep_own_record(report: RankReport) -> bool:
-    """Write this rank's record to RUN/flight, for ranks that weft did not launch; whether that worked."""
+    """Write this rank's record to RUN/flight, for ranks that weft did not launch. Returns whether that worked."""
     return keep_evidence([report], {report.rank: report.status}, Evidence({report.rank: flight.own.record()}))
 
 
 def keep_evidence(found: Sequence[RankReport], exits: Mapping[int, int], seen: Evidence) -> bool:
-    """Write each rank's record, and how it ended, to RUN/flight; whether that worked for all."""
+    """Write each rank's record, and how the rank ended, to RUN/flight. Returns whether that worked for all."""
     by_rank, kept = {report.rank: report for report in found}, True
     for rank, record in seen.records.items():
         more: dict[str, object] = {"where": record.where(), "exit_status": exits.get(rank)}
@@ -159,14 +159,14 @@ def keep_evidence(found: Sequence[RankReport], exits: Mapping[int, int], seen: E
     return kept
 
 
-# ---------------------------------------------------------------- a rank that ended without a word
+# ---------------------------------------------------------------- a rank that ended without a report
 
 
 def _silent_rank(errors: Sequence[RankReport], exits: Mapping[int, int]) -> int | None:
-    """The rank that ended without a report, killed or by os._exit: others may since have reported that it is gone.
+    """The rank that ended without a report, killed or by os._exit; None if there is none.
 
-    One that others have seen gone comes first. The agent's own signals are told apart: SIGTERM to all that are left,
-    SIGKILL to those that outlive STOP_SECONDS.
+    A rank that others have reported gone comes first. Ranks that the agent ended do not count, unless nothing else is
+    known: the agent sends SIGTERM to all remaining ranks, and SIGKILL to those that outlive STOP_SECONDS.
     """
     reported = {report.rank for report in errors}
     gone = {rank for report in errors for rank in report.gone}
@@ -206,12 +206,11 @@ def oom_kill_text(who: str, where: str) -> str:
     return f"{who} was killed by the kernel, which is short of memory{where}\n{_memory_advice(where)}"
 
 
-# ---------------------------------------------------------------- a rank that did not come
+# ---------------------------------------------------------------- a rank that hangs
 
 
 def explain_hang(errors: Sequence[RankReport], seen: Evidence, debug: bool, name: str = "rank") -> tuple[int, str]:
-    """(rank, message) of the rank that is stuck, as opposed to those that waited for it. name: what a rank is
-    called."""
+    """(The rank that is stuck, as opposed to those that waited for it; the message). name: the word for a rank."""
     suspects = stuck_ranks(errors, seen)
     first = errors[0]
     if not suspects or not any(report.waited for report in errors):
@@ -246,7 +245,7 @@ def stuck_ranks(errors: Sequence[RankReport], seen: Evidence) -> list[int]:
 
 
 def _unlike_plans(records: Mapping[int, Record]) -> str:
-    """A line where ranks made different plans of the same step; empty where they did not."""
+    """A line if ranks made different plans of the same step; else empty."""
     ranks: dict[tuple[int, str], list[int]] = {}
     for rank, record in records.items():
         if record.plan:

@@ -1,8 +1,8 @@
 """Starting ranks on this machine, and ending all of them as soon as one fails.
 
 The ranks run under torch's elastic agent, without restarts (those are in restart.py). A rank that raises writes a
-report (entrypoint.py, reports.py) at once; the agent sees it die, stops the others, and the rank that failed first is
-shown (failures.py). Meanwhile watch.py looks after ranks that stay.
+report (entrypoint.py, reports.py) at once. The agent sees it die and stops the others, and the rank that failed first
+is shown (failures.py). Meanwhile watch.py observes the ranks that still run.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from weft.versions import launch_config
 
 @dataclass(frozen=True)
 class Outcome:
-    """How the ranks ended. failure: None where they ended well, or the launcher itself was told to stop."""
+    """How the ranks ended. failure: None if they ended well, or if the launcher itself was told to stop."""
 
     status: int
     failure: Failure | None = None
@@ -52,7 +52,7 @@ def launch(command: Sequence[str], nproc: int, debug: bool = False) -> int:
 
 
 def attempt(command: Sequence[str], nproc: int, debug: bool = False) -> Outcome:
-    """Like `launch`, and returns the failure, too."""
+    """Like `launch`, but returns the failure, too."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
@@ -105,7 +105,7 @@ def _rank_variables(scratch: str, nproc: int) -> dict[str, str]:
         reports.FOLDER_VARIABLE: scratch,
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cpu_cores() // nproc))),
     }
-    # For this machine alone; and gloo would ask the name service for its address otherwise, which may hang.
+    # The ranks need no other machine; and gloo would ask the name service for its address otherwise, which may hang.
     if sys.platform == "linux":
         variables |= {name: os.environ.get(name, "lo") for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
     return variables
@@ -124,7 +124,7 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def _signal_handlers_kept() -> Iterator[None]:
-    """The agent installs its own handlers and leaves them behind."""
+    """Restore the signal handlers at the end: the agent installs its own and leaves them behind."""
     handled = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
     before = {number: signal.getsignal(number) for number in handled}
     try:
@@ -136,7 +136,7 @@ def _signal_handlers_kept() -> Iterator[None]:
 
 
 def _silence_agent() -> None:
-    """The agent's log repeats what is shown here, in its own words."""
+    """Hide the agent's log, which repeats what is shown here."""
     for name in ("torch.distributed.elastic", "torch.distributed.launcher"):
         logger = logging.getLogger(name)
         logger.addHandler(logging.NullHandler())

@@ -29,8 +29,8 @@ class Launcher:
     local_world: str
 
 
-# mpirun itself may start its daemons with srun, so Slurm comes last; and its variables are those of a step: those of
-# the job (SLURM_NTASKS) are there in a batch script, too, which is one process.
+# Slurm comes last, because mpirun may start its daemons with srun. Slurm's variables are those of a step: those of the
+# job (SLURM_NTASKS) are also set in a batch script, which is one process.
 LAUNCHERS = (
     Launcher(
         "mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
@@ -42,8 +42,8 @@ LAUNCHERS = (
 
 
 def join_launcher(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set torchrun's variables where a launcher has started several processes, unless they are set. Raises UserError
-    where nothing says which host the first rank is on, and for variables that are those of no rank."""
+    """Set torchrun's variables if a launcher has started several processes and they are not set yet. Raises UserError
+    if the host of the first rank is unknown, or if variables are invalid."""
     if "RANK" not in environment and "WORLD_SIZE" not in environment:
         for launcher in LAUNCHERS:
             world = _number(environment, launcher.world, 1)
@@ -54,7 +54,7 @@ def join_launcher(environment: MutableMapping[str, str] = os.environ) -> None:
 
 
 def check_ranks(environment: Mapping[str, str]) -> None:
-    """UserError where torchrun's variables are no numbers, or those of no rank."""
+    """Raise UserError if torchrun's variables are no numbers, or out of range."""
     world, rank = _number(environment, "WORLD_SIZE", sys.maxsize, least=1), _number(environment, "RANK", 0)
     if rank >= world:
         raise UserError(
@@ -67,7 +67,7 @@ def check_ranks(environment: Mapping[str, str]) -> None:
 
 
 def _number(environment: Mapping[str, str], name: str, default: int, least: int = 0, most: int = sys.maxsize) -> int:
-    """Of a variable; `default` where it is not set."""
+    """The number in a variable; `default` if it is not set. Raises UserError outside `least` to `most`."""
     said = environment.get(name)
     if said is None:
         return default
@@ -82,7 +82,7 @@ def _number(environment: Mapping[str, str], name: str, default: int, least: int 
 
 
 def _variables(launcher: Launcher, environment: Mapping[str, str], world: int) -> dict[str, str]:
-    # Slurm's, of all hosts, is such as 4(x2),3; it is the first host's that counts.
+    # Slurm lists all hosts, as in 4(x2),3; the number of the first host counts.
     said = re.match(r"\d+", environment.get(launcher.local_world, ""))
     local_world = int(said[0]) if said else world
     address = environment.get("MASTER_ADDR") or (_LOOPBACK if local_world == world else _first_host(environment))
@@ -111,7 +111,8 @@ def _first_host(environment: Mapping[str, str]) -> str:
 
 
 def _job(environment: Mapping[str, str]) -> int:
-    """A number that all ranks have, and no other run on their hosts: of Slurm's step, else of the parent process."""
+    """A number that is equal on all ranks of a run and differs between runs on a host: from Slurm's step, else the id
+    of the parent process."""
     if "SLURM_JOB_ID" in environment:
         return _number(environment, "SLURM_JOB_ID", 0) * 7 + _number(environment, "SLURM_STEP_ID", 0)
     return os.getppid()

@@ -20,11 +20,11 @@ from weft.errors import UserError
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _KEPT_BYTES = 1 << 30
 
-# Below the ports that Linux hands out by itself (ip_local_port_range), so that what is found free stays it; above
-# those of Ray's workers.
+# Below the ports that Linux hands out by itself (ip_local_port_range), so that a free port stays free; above those of
+# Ray's workers.
 PORTS = range(20_000, 32_000)
 
-ADDRESS = "WEFT_ADDRESS"  # variable of the environment in which an actor finds it
+ADDRESS = "WEFT_ADDRESS"  # environment variable with the address of an actor's host
 
 
 def own_address() -> str:
@@ -43,7 +43,7 @@ def free_port() -> int:
 
 
 def cpu_cores() -> int:
-    """Cores that this process may use: its affinity, and the container's quota where there is one."""
+    """Cores that this process may use, by its affinity and the container's quota, if there is one."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = _cgroup_quota()
     return max(1, min(cores, quota) if quota is not None else cores)
@@ -65,7 +65,7 @@ def accelerator_count(device: Device) -> int:
 
 
 def check_ranks_fit(ranks: int, device: Device) -> None:
-    """UserError where `ranks` would have to share accelerators."""
+    """Raise UserError if `ranks` would have to share accelerators."""
     count = accelerator_count(device)
     if count and ranks > count:
         raise UserError(
@@ -75,9 +75,9 @@ def check_ranks_fit(ranks: int, device: Device) -> None:
 
 
 def keep_freed_memory() -> None:
-    """Let this process keep the memory it frees, up to 1 GiB of it, for what it allocates next (glibc only).
+    """Let this process keep up to 1 GiB of freed memory for later allocations (glibc only).
 
-    Otherwise a step on a CPU maps its tensors anew, page by page, and gives them back: 5 to 13% of its time.
+    Otherwise a step on a CPU maps its tensors anew, page by page, and unmaps them again: 5 to 13% of its time.
     """
     if sys.platform != "linux":
         return
@@ -111,7 +111,8 @@ def oom_kills() -> int | None:
 
 
 def _memory_event_files() -> Iterator[Path]:
-    """The event files of this process's control group, by its path and by where containers see it (v2, then v1)."""
+    """Possible memory event files of this process's control groups (v1 and v2): at the group's path, and at the root,
+    where containers see it."""
     try:
         groups = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
     except OSError:
@@ -156,7 +157,7 @@ ACCELERATORS = {
 
 
 def accelerator(name: str | None) -> Accelerator | None:
-    """The accelerator of this name; None for None. UserError, listing all names, for an unknown one."""
+    """The accelerator of this name; None for None. Raises UserError, which lists all names, for an unknown one."""
     if name is None:
         return None
     if name not in ACCELERATORS:

@@ -47,7 +47,7 @@ class RlOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyOptions:
-    """`weft verify`. layers: verify a copy of the model with so many layers. plant: name of a bug to plant.
+    """`weft verify`. layers: number of layers to which a copy of the model is cut. plant: name of a bug to plant.
 
     rollouts: with a config of `weft rl`, the RUN/rollouts to train from, instead of synthetic ones.
     """
@@ -65,9 +65,9 @@ class ExportOptions:
     """`weft export`. path: a run folder, a checkpoint, or a directory of torch.distributed.checkpoint. output: None for
     a folder next to it.
 
-    ema: export the average of the weights (optimizer.ema_decay) instead of the masters. format: of what is written.
-    optimizer: with format dcp, its state, too. model: of a directory of torch.distributed.checkpoint, the HuggingFace
-    model whose config and tokenizer it goes with.
+    ema: export the average of the weights (optimizer.ema_decay) instead of the masters. format: output format.
+    optimizer: with format dcp, write the optimizer's state, too. model: for a directory of
+    torch.distributed.checkpoint, the HuggingFace model whose config and tokenizer belong to it.
     """
 
     path: str
@@ -109,8 +109,7 @@ class MergeOptions:
 class ChatOptions:
     """`weft chat`. path: a run folder, a model directory or a hub id. step: of a run folder; None for the newest.
 
-    images: paths of those that stand before the first message. temperature: 0 is greedy; None for that of
-    generation_config.json.
+    images: paths of images before the first message. temperature: 0 is greedy; None for that of generation_config.json.
     """
 
     path: str
@@ -155,11 +154,11 @@ class PreviewOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """`weft plan`. ranks: of the run that is planned; none of them is started. assume: the accelerator of each, by its
-    name in cluster/machine.py. length: tokens of every document; None for the lengths of the data. search: propose
+    """`weft plan`. ranks: number of ranks of the planned run; none is started. assume: the accelerator of each rank, by
+    its name in cluster/machine.py. length: tokens of every document; None for the lengths of the data. search: propose
     meshes instead of describing the config's. simulate: run a step of one rank of the real mesh with tensors that hold
-    nothing. machine: ranks of a machine. link, network: GB/s within it and between. matmul, attention: shares of the
-    peak; None for what is known of the accelerator."""
+    nothing. machine: ranks per machine. link, network: GB/s of a rank within its machine and to other machines. matmul,
+    attention: share of the peak that they reach. None: as in planner/machines.py."""
 
     ranks: int = 1
     assume: str = "h100-80gb"

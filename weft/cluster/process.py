@@ -26,7 +26,7 @@ from weft.telemetry import flight
 class Ranks:
     """This rank among all. As a context manager it leaves the process group at the end. owner: whether join() created
     the process group; an existing one is kept. assumed: in a dry run, the accelerator that each rank is assumed to
-    have; all tensors are then on meta. simulated: in a simulation, that of its device."""
+    have; all tensors are then on meta. simulated: the simulation of this rank's device, if there is one."""
 
     rank: int
     world: int
@@ -38,7 +38,7 @@ class Ranks:
 
     @property
     def tensors_on(self) -> torch.device:
-        """The device of this rank's tensors: its own, if this machine has it."""
+        """The device of this rank's tensors: `device`, if this machine has it; cpu in a simulation, else meta."""
         if self.simulated is not None:
             return torch.device("cpu")
         return self.device if self.assumed is None else torch.device("meta")
@@ -74,7 +74,7 @@ def join(device: Device = "auto", timeout: float = 600.0) -> Ranks:
 
     The ranks are those of the environment (torchrun's variables, which weft's own launcher sets too), or this process
     alone, without any port. timeout: seconds that a collective waits before it raises. An existing process group is
-    used as it is; UserError where it does not support both the CPU and this rank's device.
+    used as it is. Raises UserError if it does not support both the CPU and this rank's device.
     """
     if dist.is_initialized():
         return _present(device)
@@ -103,7 +103,7 @@ def join(device: Device = "auto", timeout: float = 600.0) -> Ranks:
 
 @contextmanager
 def _port_named() -> Iterator[None]:
-    """UserError where another program has the port on which the ranks are to meet."""
+    """Turn the error of a port that another program uses (MASTER_PORT) into a UserError."""
     try:
         yield
     except (OSError, dist.DistNetworkError) as error:
@@ -116,8 +116,8 @@ def _port_named() -> Iterator[None]:
 
 
 def _loopback_store(rank: int, wait: timedelta) -> dist.Store | None:
-    """The store of ranks that meet on loopback, which the first rank keeps there alone: torch would listen on every
-    interface. None for ranks that meet elsewhere, or in the store of their launcher."""
+    """The store of ranks whose MASTER_ADDR is loopback. The first rank listens on loopback only; torch would listen on
+    every interface. None for another address, and for ranks that use the store of their launcher."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if address != "127.0.0.1" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return None
@@ -137,8 +137,8 @@ def pretend(
     rank: int = 0,
     simulated: Simulation | None = None,
 ) -> Ranks:
-    """One of `world` ranks that do not exist: shapes and meshes are real, collectives send nothing. simulated: as of
-    Ranks."""
+    """One of `world` ranks that do not exist: shapes and meshes are real, collectives send nothing. assumed, simulated:
+    as in Ranks."""
     assert not dist.is_initialized(), "a pretended process group needs a process of its own"
     dist.init_process_group("fake", rank=rank, world_size=world)
     chosen = choose_device(device, 0) if assumed is None else torch.device("cuda")
@@ -146,15 +146,15 @@ def pretend(
 
 
 def everyone() -> dist.ProcessGroup:
-    """The group of all ranks, for what concerns processes: files, failures, stops. What concerns documents or weights
-    names its part of the mesh."""
+    """The group of all ranks, for matters of processes: files, failures, stops. Code about documents or weights has to
+    use a group of the mesh."""
     group = dist.group.WORLD
     assert group is not None, "there is no process group"
     return group
 
 
 def place_among_all() -> tuple[int, int]:
-    """(rank, how many); (0, 1) where there is no process group."""
+    """(Rank, number of ranks); (0, 1) without a process group."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
@@ -165,7 +165,8 @@ def leave() -> None:
 
 
 def choose_device(device: Device, local_rank: int) -> torch.device:
-    """The device of a rank: its own accelerator where there is one, unless CPU is asked for."""
+    """The device of a rank: its own accelerator, or the CPU if `device` says so or is "auto" on a machine without
+    CUDA."""
     if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -193,17 +194,17 @@ def _present(device: Device) -> Ranks:
 
 
 def _backend(device: torch.device) -> str:
-    """What a rank needs, all of whose numbers about a step are on the CPU."""
+    """The backend of a rank. It always moves CPU tensors, because numbers about a step are on the CPU."""
     return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
 
 
 def _local_rank(rank: int) -> int:
-    """LOCAL_RANK, or where a launcher leaves it out, the rank's turn on machines with equally many accelerators."""
+    """LOCAL_RANK; without it, the rank's place on its machine, if all machines have equally many accelerators."""
     return int(os.environ.get("LOCAL_RANK", rank % max(1, torch.cuda.device_count())))
 
 
 def _rank_environment(environment: Mapping[str, str]) -> tuple[int, int] | None:
-    """(rank, world) of torchrun's variables, or None where there are none."""
+    """(Rank, number of ranks) from torchrun's variables; None if they are not set."""
     if "RANK" not in environment or "WORLD_SIZE" not in environment:
         return None
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environment]

@@ -39,8 +39,8 @@ from weft.telemetry.flight import Record
 
 _LINGER_SECONDS = 2.0  # how long a failure waits for one that may lie behind it
 _LISTENER_SECONDS = 10.0
-_STACKS_SECONDS = 0.5  # in which a process writes its stacks
-_ENDING_SECONDS = 1.0  # that Ray has to end an actor
+_STACKS_SECONDS = 0.5  # for a process to write its stacks
+_ENDING_SECONDS = 1.0  # for Ray to end an actor
 _LONGEST_BASE = 20  # characters
 _PLACED_SECONDS = 600.0  # how long a cluster may take to make room
 
@@ -61,7 +61,7 @@ class Bundle:
 def ray_session(address: str | None, bundles: Sequence[Bundle]) -> Iterator[None]:
     """Join the Ray cluster at `address`; for None, start one on this machine, which ends with the context.
 
-    Other Ray clusters on this machine are left alone. UserError where the cluster lacks resources for `bundles`.
+    Other Ray clusters on this machine are left alone. Raises UserError if the cluster lacks resources for `bundles`.
     """
     own = address is None
     with scratch_folder("ray-", _ray_base()) if own else nullcontext() as folder, _session(address, bundles, folder):
@@ -71,7 +71,7 @@ def ray_session(address: str | None, bundles: Sequence[Bundle]) -> Iterator[None
 
 @contextmanager
 def _session(address: str | None, bundles: Sequence[Bundle], folder: Path | None) -> Iterator[None]:
-    """folder: for the sockets and logs of a cluster that is started here."""
+    """As ray_session, without the check. folder: for the sockets and logs of a cluster that is started here."""
     own = address is None
     ray = import_ray(own)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -82,18 +82,18 @@ def _session(address: str | None, bundles: Sequence[Bundle], folder: Path | None
     if own:
         cpus = max(cpu_cores(), round(sum(bundle.cpus for bundle in bundles) + 0.5))
         assert folder is not None
-        # Within the folder, because Ray opens its own to all users.
+        # A subfolder, because Ray opens its folder to all users.
         options |= {"num_cpus": cpus, "include_dashboard": False, "_temp_dir": str(folder / "r")}
     asked_to_end = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(**options, logging_level=logging.ERROR, log_to_driver=False, configure_logging=True)
-    except Exception as error:  # of no type of its own where a busy machine takes too long
+    except Exception as error:  # Ray has no type of error for a machine that is too busy to start in time
         _require_same_versions(address, str(error))
         what = "Ray could not be started on this machine" if own else f"cluster.address: no Ray cluster at {address}"
         token = "" if own or "RAY_AUTH_MODE" in os.environ else " If it wants its token, set RAY_AUTH_MODE=token."
         raise UserError(f"{what}: {first_line(error)}.{token}") from error
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, asked_to_end)  # Ray's own handler ends with status 15, which says something else
+        signal.signal(signal.SIGTERM, asked_to_end)  # Ray's own handler exits with 15, which means something else here
     try:
         yield
     finally:
@@ -101,7 +101,7 @@ def _session(address: str | None, bundles: Sequence[Bundle], folder: Path | None
 
 
 def _require_same_versions(address: str | None, refusal: str) -> None:
-    """UserError where Ray refused because the cluster has another Ray or Python: all processes of a cluster must
+    """Raise UserError if Ray refused because the cluster has another Ray or Python: all processes of a cluster must
     agree."""
     found = re.findall(r"Ray: (\S+)\s+Python: (\S+)", refusal)
     if len(found) != 2:
@@ -124,8 +124,8 @@ def _ray_base() -> str:
 
 
 def _require_listener(address: str) -> None:
-    """UserError where nothing listens at `address`: Ray itself would retry silently for minutes. Names without a port,
-    such as `auto`, are not checked."""
+    """Raise UserError if nothing listens at `address`: Ray itself would retry silently for minutes. Names without a
+    port, such as `auto`, are not checked."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         return
@@ -145,14 +145,14 @@ def import_ray(alone: bool = False) -> Any:
     have. Ray reads both settings at its first import, so there is no token where the program imported Ray before.
     """
     if alone:
-        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # what Ray calls more than this machine
+        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # keeps Ray to this machine
         if "ray" not in sys.modules and os.environ.setdefault("RAY_AUTH_MODE", "token") == "token":
             os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     return import_extra("ray", "rl", "weft rl")
 
 
 def exposure(address: str | None) -> list[str]:
-    """Warnings about who may use the cluster."""
+    """Warnings about a cluster that asks for no token."""
     if address is None or os.environ.get("RAY_AUTH_MODE") == "token":
         return []
     return [
@@ -161,7 +161,7 @@ def exposure(address: str | None) -> list[str]:
 
 
 def check_capacity(bundles: Sequence[Bundle]) -> None:
-    """UserError where the cluster is too small for `bundles`; Ray would wait for ever without a message."""
+    """Raise UserError if the cluster is too small for `bundles`; Ray would wait for ever without a message."""
     there = import_ray().cluster_resources()
     for name, needed in (("GPU", sum(b.gpus for b in bundles)), ("CPU", sum(b.cpus for b in bundles))):
         if needed > there.get(name, 0):
@@ -201,8 +201,8 @@ class ActorGroup:
         return len(self.handles)
 
     async def all(self, method: str, *args: Any) -> list[Any]:
-        """Call this method on every actor; the results in order. List and dict arguments are put into Ray's store
-        once."""
+        """Call this method on every actor; returns the results in order. List and dict arguments are put into Ray's
+        store once."""
         ray = import_ray()
         stored = [ray.put(arg) if isinstance(arg, list | dict) and len(self) > 1 else arg for arg in args]
         calls = [self.one(number, method, *stored) for number in range(len(self))]
@@ -214,7 +214,7 @@ class ActorGroup:
             raise found or error from error
 
     async def one(self, number: int, method: str, *args: Any) -> Any:
-        """Call this method on one actor. ActorError where it raised or died."""
+        """Call this method on one actor. Raises ActorError if the method raised, or if the actor died."""
         ray = import_ray()
         handle = self.handles[number]
         try:
@@ -231,7 +231,7 @@ class ActorGroup:
         record = flight.read_all(self.scratch / flight.FOLDER).get(number)
         where = f"\n{record.where()}" if record is not None else ""
         found = [report for report in reports.read_all(self.scratch) if report.rank == number]
-        if found:  # it ended itself, and said why
+        if found:  # the actor ended itself with a report
             return ActorError(explain(found[0], f"{self.name} {number} failed: ", debug=False), found[0].kind, found[0])
         if (oom_kills() or 0) > self.oom_kills or "running low on memory" in reason:  # the kernel, or Ray's monitor
             return ActorError(oom_kill_text(f"{self.name} {number}", where), "memory", None)
@@ -266,8 +266,8 @@ class ActorGroup:
                 process.kill()
 
     def blamed(self, error: ActorError) -> ActorError:
-        """`error` itself; or, where it is a hang of processes that wait for one of these actors, and that actor is
-        stopped, an error that names the actor."""
+        """`error` itself, unless it is a hang and an actor of this group is stopped: then an error that names this
+        actor, for which other processes wait."""
         if error.kind == "hang":
             for number, record, process in self._here():
                 with suppress(psutil.Error):
@@ -284,8 +284,8 @@ class ActorGroup:
 
 
 async def together(calls: Sequence[Awaitable[Any]]) -> list[Any]:
-    """Await all calls; the results in order. Of several failures the root cause is raised: the death of an actor before
-    an error that an actor reported, and that before the errors of actors that waited for it."""
+    """Await all calls; returns the results in order. Of several failures the root cause is raised: the death of an
+    actor first, then an error that an actor reported, then errors of actors that waited for another."""
     tasks = [asyncio.ensure_future(call) for call in calls]
     try:
         return list(await asyncio.gather(*tasks))
@@ -305,8 +305,8 @@ def actor_group(
     reserve: Sequence[Bundle] | None = None, share_with: tuple[ActorGroup, Sequence[int]] | None = None,
     at_once: int = 1, timeout: float = 600.0, key: str = "train.timeout",
 ) -> Iterator[ActorGroup]:  # fmt: skip
-    """Start one actor per bundle; they end with the context. make(number) runs in the actor and returns the object
-    whose methods are called. env: environment variables of each actor.
+    """Start one actor per bundle; the actors end with the context. make(number) runs in the actor and returns the
+    object whose methods are called. env: environment variables of each actor.
 
     reserve: what the placement group reserves per actor, if more than its bundle, so that another group can share it.
     share_with: (group, indices): actor i uses the reservation of that group's actor indices[i]. at_once: concurrent
@@ -356,7 +356,7 @@ def _prepare(handles: Sequence[Any], rendezvous: bool) -> None:
 
 
 def _place(bundles: Sequence[Bundle]) -> Any:
-    """A placement group for all bundles, on as few hosts as possible; None where they request nothing."""
+    """A placement group for all bundles, on as few hosts as possible; None if a bundle requests nothing."""
     ray = import_ray()
     wanted = [bundle.resources() for bundle in bundles]
     if not all(wanted):

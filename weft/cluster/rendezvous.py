@@ -60,7 +60,7 @@ class LoopbackRendezvous(RendezvousHandler):
 
 
 def register() -> str:
-    """Register the rendezvous with torch; its name. Repeated calls are safe."""
+    """Register the rendezvous with torch and return its name. Repeated calls are safe."""
     rendezvous_handler_registry.register(NAME, _create)
     return NAME
 

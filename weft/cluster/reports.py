@@ -27,9 +27,9 @@ class RankReport:
     """An exception of one rank, a failed verdict, or a hang.
 
     time: monotonic clock, when it was detected. where: step, phase and documents. plain: the message itself says what
-    to do. collectives: the rank's last ones, oldest first. waited: another rank did not come to a collective in time;
+    to do. collectives: the rank's last ones, oldest first. waited: another rank did not come to a collective in time.
     within: that time, in words. gone: ranks that had ended before this one. is_verdict: no error; the rank ran to its
-    end. exit_status: where it does not follow from the kind.
+    end. exit_status: replaces that of the kind.
     """
 
     rank: int
@@ -53,7 +53,7 @@ class RankReport:
 
     @property
     def status(self) -> int:
-        """The exit status of a rank that ends with it."""
+        """The exit status of a rank that ends with this report."""
         return STATUS[self.kind] if self.exit_status is None else self.exit_status
 
 
@@ -67,7 +67,7 @@ def of_exception(rank: int, error: BaseException) -> RankReport:
         plain, message = True, _too_deep(error)
     if kind == "user" and isinstance(error, OSError):
         plain, message = True, f"{error.filename}: {error.strerror}. Name another file or folder."
-    message = "\n".join([message.rstrip(": "), *getattr(error, "__notes__", [])])  # where and why, added on the way up
+    message = "\n".join([message.rstrip(": "), *getattr(error, "__notes__", [])])  # notes say where and why
     where = record.where()
     if plain:
         where = f"in step {record.step} of {record.steps}" if record.step else ""
@@ -93,7 +93,7 @@ def of_verdict(rank: int) -> RankReport:
 
 
 def of_stop(rank: int, status: int) -> RankReport:
-    """The report of a rank that a signal has ended as it should."""
+    """The report of a rank that a signal has stopped in good order."""
     return RankReport(rank, time.monotonic(), "stopped", is_verdict=True, exit_status=status)
 
 

@@ -14,7 +14,7 @@ from weft.cluster.launch import Outcome, attempt
 from weft.telemetry import flight
 from weft.terminal import say
 
-# What would fail again, whatever is restarted.
+# Kinds of failure that a restart would repeat, and why.
 _FINAL = {
     "user": "what it says has to be mended first",
     "disagree": "ranks that disagree would do so again",
@@ -31,7 +31,7 @@ def run_with_restarts(
     """Run `command` in `nproc` ranks, and again after failures, up to `restarts` times. Returns the exit status.
 
     Later attempts run `again`: they resume from the newest complete checkpoint of the run's folder, or start at step 1.
-    Two failures in a row at the same step end it, because the third would be there, too.
+    Two failures in a row at the same step end the run, because the third would be at that step, too.
     """
     before: Failure | None = None
     for number in range(restarts + 1):

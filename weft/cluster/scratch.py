@@ -1,5 +1,5 @@
-"""Scratch folders in the temporary directory: removed when they are left; those of killed processes are removed by the
-next start."""
+"""Scratch folders in the temporary directory, removed at the end of their context. The next start removes those of
+killed processes."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def remove_abandoned(base: str) -> None:
 
 
 def _remove(folder: Path) -> None:
-    """Again for a moment where processes that are just ending still write to it."""
+    """Remove a folder; retry for two seconds, because processes that are ending may still write to it."""
     for _ in range(20):
         shutil.rmtree(folder, ignore_errors=True)
         if not folder.exists():

@@ -1,8 +1,7 @@
-"""What stands in for an accelerator while a step is simulated: torch's fake tensors, on the CPU, which have sizes and
-no values.
+"""The simulation of a device: a step runs on the CPU with torch's fake tensors, which have sizes and no values.
 
-Code that chooses kernels or sizes by the device asks `device_kind`; code that waits for a number asks `read`. Nothing
-else need know of a simulation.
+Code that chooses kernels or sizes by the device calls `device_kind`; code that waits for numbers of a device calls
+`read`. Little else needs to know of a simulation.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ class Simulation:
     def __init__(self, kind: str) -> None:
         """kind: the type of the device, `cuda` or `cpu`."""
         self.kind = kind
-        # What is no fake tensor (a table on the host) becomes one at its first use.
+        # Real tensors (a table on the host) become fake ones at their first use.
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
 
     @contextmanager
@@ -53,15 +52,15 @@ def device_kind(device: torch.device) -> str:
 
 
 def read(values: Tensor, planned: Callable[[], Sequence[Any]]) -> list[Any]:
-    """values.tolist(), for which the host waits. planned: what a simulation takes for them."""
+    """values.tolist(), for which the host waits; in a simulation, the result of `planned`."""
     return values.tolist() if _current is None else list(planned())
 
 
 def on_host() -> AbstractContextManager[Any]:
-    """Inside, new tensors have values in a simulation, too: torch computes with them where shards begin."""
+    """Inside, new tensors have values in a simulation, too: torch computes the offsets of shards with them."""
     return nullcontext() if _current is None else unset_fake_temporarily()
 
 
 def has_ended(work: Any) -> bool:
-    """Whether a message has left. In a simulation all have, at once."""
+    """Whether the transfer of a message has ended; always true in a simulation."""
     return _current is not None or bool(work.is_completed())

@@ -29,7 +29,7 @@ STORAGE = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE, err
 
 _OF_NAMES = {errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES}
 
-# What libraries say in errors of no type of their own: gloo, c10d's store, torch's allocators, safetensors, DCP.
+# Words in errors without a type of their own: of gloo, c10d's store, torch's allocators, safetensors and DCP.
 _WORDS: tuple[tuple[Kind, tuple[str, ...]], ...] = (
     ("memory", ("out of memory", "not enough memory", "can't allocate memory", "cannot allocate memory")),
     ("storage", ("no space left on device", "disk quota exceeded", "file too large", "read-only file system",
@@ -41,7 +41,7 @@ _WORDS: tuple[tuple[Kind, tuple[str, ...]], ...] = (
 
 
 def kind_of(error: BaseException, run: str = "") -> Kind:
-    """The kind of an exception: its own, or that of what it was raised from. run: the run's folder, if there is one."""
+    """The kind of an exception, or else of the exceptions that caused it. run: the run's folder, "" for none."""
     if isinstance(error, UserError):
         return "storage" if isinstance(error, StorageError) else "user"
     if isinstance(error, ActorError):
@@ -49,7 +49,7 @@ def kind_of(error: BaseException, run: str = "") -> Kind:
     if is_of_a_name(error) and not _lost_in_run(error, run):
         return "user"
     if isinstance(error, RecursionError):
-        return "user"  # weft goes down as deep as what it reads, and no deeper
+        return "user"  # weft recurses only as deep as its input is nested
     for link in _chain(error):
         kind = _kind_of_one(link, run)
         if kind is not None:
@@ -58,7 +58,7 @@ def kind_of(error: BaseException, run: str = "") -> Kind:
 
 
 def is_of_a_name(error: BaseException) -> bool:
-    """Whether a file's name is all that is wrong: nothing can have it, or this user may not look at what has it."""
+    """Whether the error is about a file's name alone: no file can have it, or this user may not open the file."""
     return isinstance(error, OSError) and error.errno in _OF_NAMES and isinstance(error.filename, str)
 
 
@@ -80,7 +80,7 @@ def _kind_of_one(error: BaseException, run: str) -> Kind | None:
         return "memory"
     if _errno(error) in STORAGE or _lost_in_run(error, run):
         return "storage"
-    # Words are looked at only where there is nothing better, and never in what Python raises for mistakes in code.
+    # Words are the last resort, and are never searched in exceptions that Python raises for mistakes in code.
     if isinstance(error, RuntimeError) or names & {"SafetensorError", "CheckpointException"}:
         text = str(error).lower()
         for kind, words in _WORDS:
@@ -94,6 +94,6 @@ def _errno(error: BaseException) -> int | None:
 
 
 def _lost_in_run(error: BaseException, run: str) -> bool:
-    """A file of the run that cannot be opened any more: its folder was removed, or its permissions changed."""
+    """Whether a file of the run cannot be opened any more: its folder was removed, or its permissions changed."""
     path = error.filename if isinstance(error, OSError) else None
     return bool(run) and isinstance(path, str) and path.startswith(run)

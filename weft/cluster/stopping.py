@@ -17,7 +17,7 @@ import psutil
 from weft.terminal import say
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # SIGUSR1: what SLURM is asked to send before it preempts
-SAME_REQUEST_SECONDS = 1.0  # a terminal or SLURM may reach several processes, which pass it on to one another
+SAME_REQUEST_SECONDS = 1.0  # a terminal or SLURM may signal several processes, which pass it on to one another
 
 
 class Handlers:
@@ -29,10 +29,10 @@ class Handlers:
         self._before: dict[int, Any] = {}
 
     def first(self, number: int) -> None:
-        """The first signal; its number is in `number` already."""
+        """Handle the first signal; `self.number` is set already."""
 
     def again(self, number: int) -> None:
-        """A later signal: ends this process as if there were no handler."""
+        """Handle a later signal: end this process as if there were no handler."""
         signal.signal(number, signal.SIG_DFL)
         signal.raise_signal(number)
 
@@ -67,11 +67,11 @@ def announce_ending_signal() -> None:
 
 
 class StopSignals(Handlers):
-    """The handlers of a rank, whose loop polls `number` between steps. promise: what the loop will do then, which is
+    """The handlers of a rank, whose loop polls `number` between steps. promise: what the loop will do after a signal;
     printed at once.
 
-    Only Python's main thread can handle signals. In another thread this is the instance that the main thread entered,
-    if any.
+    Only Python's main thread can handle signals. In another thread, `with` gives the instance that the main thread
+    entered, if any.
     """
 
     _listening: ClassVar[StopSignals | None] = None
@@ -81,7 +81,7 @@ class StopSignals(Handlers):
         self.promise = promise
 
     def first(self, number: int) -> None:
-        # Not by a stream: the signal may have come while one was written to, and they are not reentrant.
+        # Not through a stream: streams are not reentrant, and the signal may have come during a write.
         if self.promise:
             text = (
                 f"\nstopping {signal.Signals(number).name}: {self.promise}; a second signal ends it at once, unsaved\n"
@@ -134,6 +134,6 @@ class Forwarder(Handlers):
         raise SignalException(f"stopped by signal {number}", signal.Signals(number))
 
     def say(self) -> int:
-        """Say that the ranks have ended as they were asked to; the exit status."""
+        """Print that the ranks have ended as they were asked to; returns the exit status."""
         say(f"stopped by {signal.Signals(self.number).name}", error=True)
         return 128 + self.number

@@ -1,5 +1,5 @@
-"""What the launcher observes of its ranks besides their exit: records, stacks, process states. Kills those that outlive
-a failure."""
+"""What the launcher observes of its ranks besides their exit: records, stacks, process states. Ranks that outlive a
+failure are killed here."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from weft.telemetry import flight
 from weft.telemetry.flight import Record
 
 STOP_SECONDS = 5  # from a rank's failure to SIGKILL for the ranks that do not end
-# By how much the launcher stays behind the ranks' own watchdogs, which a rank that holds Python's lock cannot run.
+# Seconds, and share of the limit, by which the launcher stays behind the ranks' own watchdogs. A rank that holds
+# Python's lock cannot run its own.
 _BEHIND_SECONDS, _BEHIND_SHARE = 10.0, 0.2
 _TICK = 0.2
 FROZEN = {psutil.STATUS_STOPPED: "stopped (SIGSTOP)", psutil.STATUS_TRACING_STOP: "stopped by a debugger",
@@ -29,9 +30,9 @@ FROZEN = {psutil.STATUS_STOPPED: "stopped (SIGSTOP)", psutil.STATUS_TRACING_STOP
 
 @dataclass(frozen=True)
 class Evidence:
-    """What is known of each rank. records: what it was doing. stacks: where it hung or crashed, its main thread's
-    stack, innermost call first. states: its process state, where that explains a hang. oom_kills: processes that the
-    kernel killed meanwhile for want of memory, if it says so."""
+    """What is known of each rank. records: its flight record. stacks: its main thread's stack in a hang or crash,
+    innermost call first. states: the state of its process, if that explains a hang. oom_kills: number of processes that
+    the kernel killed meanwhile for want of memory; None if unknown."""
 
     records: Mapping[int, Record] = field(default_factory=dict)
     stacks: Mapping[int, list[str]] = field(default_factory=dict)
@@ -40,7 +41,7 @@ class Evidence:
 
 
 class Silence:
-    """How long each rank has shown no progress, by its record. Time in which this process did not run is subtracted."""
+    """How long each rank has shown no progress, by its record, without the time in which this process did not run."""
 
     def __init__(self) -> None:
         self._excused: dict[int, tuple[int, float]] = {}  # rank -> changes, frozen seconds when they were seen
@@ -55,7 +56,7 @@ class Silence:
 
     @staticmethod
     def most(limit: float) -> float:
-        """The seconds after which another process reports a rank whose own limit is `limit`."""
+        """The seconds of silence after which another process reports a rank whose own limit is `limit` seconds."""
         return limit * (1 + _BEHIND_SHARE) + _BEHIND_SECONDS
 
 
@@ -97,7 +98,7 @@ class Watch:
         if not self._asked and any(report.kind == "hang" for report in errors):
             self._asked = True
             self._ask_for_stacks()
-        # The agent gives half a minute to a rank that is stopped.
+        # The agent would wait half a minute for a rank that is stopped.
         if not self._killed and time.monotonic() - errors[0].time > STOP_SECONDS:
             self._killed = True
             for _, child in self._ranks():
@@ -142,7 +143,7 @@ class Watch:
                 return
 
     def _frozen(self, rank: int) -> str:
-        """Words for the state of a rank's process, where that says why nothing happens."""
+        """Words for the state of a rank's process, if that explains the hang; else empty."""
         for other, process in self._ranks():
             with suppress(psutil.Error):
                 if other == rank and process.status() in FROZEN:

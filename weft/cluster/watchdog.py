@@ -1,7 +1,7 @@
 """Ends a rank that makes no progress: outside of collectives nothing else would notice.
 
-A thread of each rank reads the rank's own flight record. Collectives have a timeout of their own, which expires first
-where there are several ranks, because waiting ranks know which one did not come.
+A thread of each rank reads the rank's own flight record. Collectives have a timeout of their own. With several ranks it
+expires first, because waiting ranks know which one did not come.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Frozen:
         self.seconds = 0.0
 
     def tick(self) -> float:
-        """Call every `tick` seconds; the frozen time so far."""
+        """Call this every `tick` seconds; returns the frozen time so far."""
         now = time.monotonic()
         late = now - self._last - self._tick
         self.seconds += late if late > 4 * self._tick else 0.0
@@ -102,9 +102,9 @@ def _watch(on_hang: OnHang, over: threading.Event) -> None:
 
 
 def write_stacks_to(path: Path) -> None:
-    """Write the stacks of all threads there on SIGUSR2, and when the process crashes in native code.
+    """Write the stacks of all threads to `path` on SIGUSR2, and when the process crashes in native code.
 
-    Python's own handler does it, which needs no lock of the interpreter: it works in a rank that hangs anywhere.
+    faulthandler needs no lock of the interpreter, so that this works wherever a rank hangs.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     file = path.open("w")  # stays open for the life of the process
@@ -114,12 +114,12 @@ def write_stacks_to(path: Path) -> None:
 
 
 def main_stack(text: str) -> list[str]:
-    """The lines of the main thread in what write_stacks_to wrote, the innermost call first; the last dump counts."""
+    """The main thread's calls in a file of write_stacks_to, innermost first; the last dump counts."""
     threads = [block.strip().splitlines() for block in text.replace("\nThread", "\n\nThread").split("\n\n")]
     mains = [lines for lines in threads if lines and lines[-1].rstrip().endswith("in <module>")]
     return [line.strip() for line in mains[-1] if line.strip().startswith("File ")] if mains else []
 
 
 def in_collective(stack: list[str]) -> bool:
-    """Whether the main thread is inside a collective."""
+    """Whether a stack, innermost call first, is inside a collective."""
     return bool(stack) and "/torch/distributed/" in stack[0]

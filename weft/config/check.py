@@ -1,4 +1,4 @@
-"""Validation of a typed config by the rules of checks.py or rl_checks.py."""
+"""Validation of a typed config by the rules in checks.py or rl_checks.py."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _ranges(config: Any, where: Mapping[str, str], rules: Rules) -> list[str]:
 
 
 def _beyond_all(config: Any, where: Mapping[str, str]) -> Iterator[str]:
-    """Problems of numbers that libraries could not hold: counts and sizes, and seconds that are waited."""
+    """Problems of numbers that are too large for libraries: counts and sizes, and timeouts."""
     for name in schema_keys(type(config)):
         value = get(config, name)
         numbers = value if isinstance(value, tuple) else (value,)

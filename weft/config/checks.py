@@ -23,7 +23,7 @@ from weft.config.sources import (
 from weft.config.urls import uses_stores
 from weft.config.yaml12 import show
 
-# (key, partner): the partner replaces the key, whose default yields when only the partner is set.
+# (key, partner): the partner replaces the key. If only the partner is set, the key's default becomes null.
 EXCLUSIVE = (
     ("data.path", "data.sources"),
     ("step.documents", "step.tokens"),
@@ -39,7 +39,8 @@ _ONLY_ADAMW = "only optimizer.name=adamw reads it (one by import path takes opti
 
 @dataclass(frozen=True, slots=True)
 class Inert:
-    """A key that has no effect in some configs: there it is refused, and left out of the resolved config."""
+    """A key that has no effect in configs for which `when` holds: it is refused there, and left out of the resolved
+    config."""
 
     key: str
     when: Callable[[Any], bool]
@@ -48,9 +49,9 @@ class Inert:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What holds for the configs of one command. ranges: key -> (test, requirement); combinations: (key, message) of
-    values that do not go together; presets: from what a key's value is, pairs of a key and of others that it sets where
-    nobody has, the stronger first."""
+    """The rules for the configs of one command. exclusive: see EXCLUSIVE. ranges: key -> (test, requirement).
+    combinations: config -> (key, message) of values that do not go together. presets: given a function from keys to
+    values, pairs of a key and the defaults that it sets for others, the stronger pair first."""
 
     exclusive: Sequence[tuple[str, str]]
     inert: Sequence[Inert]
@@ -60,7 +61,7 @@ class Rules:
 
     @property
     def unsettable(self) -> tuple[str, ...]:
-        """Keys that null unsets."""
+        """Keys that are dropped from the config if they are null."""
         return tuple(dict.fromkeys(rule.key for rule in self.inert))
 
 
@@ -70,7 +71,7 @@ _SOURCES = "data.sources is set: set it for each source"
 
 
 def _no_stages(config: Any) -> bool:
-    """Problems of mesh.pp for the model; in `weft rl` its reference and critic may have their own."""
+    """Whether no model has pipeline stages; in `weft rl` the reference and the critic may have stages of their own."""
     sections = (getattr(config, name, None) for name in ("mesh", "reference", "critic"))
     return all((getattr(section, "pp", None) or 1) == 1 for section in sections)
 
@@ -174,7 +175,7 @@ INERT = (
 )
 
 IMPORT_PATH = re.compile(r"\w+(\.\w+)*(:|\.)\w+(\.\w+)*")
-# What weft itself tells a chat template.
+# Arguments of a chat template that weft itself passes.
 RESERVED_KWARGS = ("messages", "tools", "documents", "add_generation_prompt")
 
 POSITIVE: tuple[Test, str] = (lambda v: v > 0, "above 0")
@@ -278,7 +279,7 @@ def _is_of_videos(limits: Mapping[str, float]) -> bool:
 
 
 def _held_out(config: Any) -> bool:
-    """Whether there are documents to evaluate."""
+    """Whether the config names held-out documents."""
     of_training = getattr(config.eval, "share", None)  # of `weft sft`
     return any(named is not None for named in (config.eval.path, config.eval.sources, of_training))
 
@@ -313,7 +314,7 @@ def _combinations(config: Any) -> Iterator[tuple[str, str]]:
 
 
 def pipeline_combinations(config: Any, axis: str, stages: int) -> Iterator[tuple[str, str]]:
-    """What does not go together with stages of layers. axis: the key that asks for them."""
+    """(key, message) of values that do not go together with pipeline stages. axis: the key that sets `stages`."""
     fsdp, names = config.fsdp, f"names modules, which the ranks of {axis} do not all have"
     refused: tuple[tuple[str, bool, str, object], ...] = (
         ("fsdp.wrap", fsdp.wrap != "auto", f"it {names}", "auto"),
@@ -329,7 +330,7 @@ def pipeline_combinations(config: Any, axis: str, stages: int) -> Iterator[tuple
 
 
 def _zero_bubble_combinations(config: Any) -> Iterator[tuple[str, str]]:
-    """What does not go together with gradients of weights that are computed apart from the others."""
+    """(key, message) of values that do not go together with weight gradients that are computed apart."""
     refused: tuple[tuple[str, bool, str, object], ...] = (
         ("fsdp.reduce", config.fsdp.reduce == "scatter" and config.mesh.dp_replicate != 1,
          "with mesh.dp_replicate sums over dp_shard are added up, and they are of other gradients each time", "every"),
@@ -343,7 +344,8 @@ def _zero_bubble_combinations(config: Any) -> Iterator[tuple[str, str]]:
 
 
 def common_combinations(config: Any, free_columns: bool = False) -> Iterator[tuple[str, str]]:
-    """Problems of the sections that all training has. free_columns: the data may have columns of any name."""
+    """(key, message) of values that do not go together, in sections that `weft sft` and `weft rl` share. free_columns:
+    the data may have columns of any name."""
     cp, ulysses = config.mesh.cp, config.mesh.ulysses
     if ulysses and cp % ulysses:
         yield (
@@ -376,7 +378,7 @@ def common_combinations(config: Any, free_columns: bool = False) -> Iterator[tup
 
 
 def _weights_combinations(config: Any) -> Iterator[tuple[str, str]]:
-    """Problems of model.weights."""
+    """(key, message) of values that do not go together with model.weights."""
     if config.model.weights is None:
         return
     if config.model.init == "random":

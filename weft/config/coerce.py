@@ -1,6 +1,6 @@
 """Strict conversion of YAML values to the types of the schema: nothing is rounded, parsed or guessed.
 
-An integer is accepted for a number; otherwise a value has the type or is refused.
+An integer is accepted for a number; any other value of another type is refused.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from weft.config.yaml12 import Node, show
 
 _YAML_1_1_WORDS = {"yes": "true", "on": "true", "no": "false", "off": "false"}
-_PLAIN = re.compile(r"[\w./][\w./ @+-]*")  # what needs no quotes in a list
+_PLAIN = re.compile(r"[\w./][\w./ @+-]*")  # texts that need no quotes in a list
 
 
 class MismatchError(Exception):
-    """The value does not have the type. The message says what to write instead, or is empty."""
+    """A value does not have the type. The message says what to write instead, or is empty."""
 
 
 def coerce(node: Node, hint: Any) -> Any:
-    """The value of `node` as a `hint`. Raises MismatchError."""
+    """The value of `node` as the type `hint`. Raises MismatchError."""
     origin = get_origin(hint)
     if origin in (Union, types.UnionType):
         return _coerce_union(node, get_args(hint))
@@ -68,8 +68,8 @@ def _describe_tuple(members: tuple[Any, ...]) -> str:
 
 def _coerce_union(node: Node, members: tuple[Any, ...]) -> Any:
     hints = []
-    # Before str comes what is more: `run.dir=null` on the command line means null, not a folder of that name, and what
-    # reads as a list or a mapping is one where that is asked for.
+    # str comes last: `run.dir=null` on the command line means null, not a folder of that name, and a text that reads as
+    # a list or a mapping is one if the union has that type.
     for member in sorted(members, key=lambda member: member is str):
         try:
             return coerce(node, member)
@@ -98,7 +98,7 @@ def _coerce_tuple(node: Node, members: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _as_list(text: str) -> str:
-    """A list in YAML of what stands for one item, or for a list that YAML could not read, such as [*.norm]."""
+    """A text as a list in YAML: of one item, or of the items of a list that YAML could not read, such as [*.norm]."""
     listed = text.startswith("[") and text.endswith("]")
     items = [item.strip() for item in text[1:-1].split(",")] if listed else [text]
     return f"[{', '.join(item if _PLAIN.fullmatch(item) else repr(item) for item in items)}]"
@@ -135,7 +135,7 @@ def _coerce_record(node: Node, hint: Any) -> Any:
 def _coerce_scalar(node: Node, hint: type) -> Any:
     value = node.value
     if hint is str and not isinstance(value, str) and node.raw is not None:
-        return node.raw  # the shell has eaten the quotes: `data.path=2024` is a path
+        return node.raw  # the shell has removed the quotes: `data.path=2024` is a path
     if hint is float and type(value) in (int, float):
         if not math.isfinite(value):
             raise MismatchError("it must be finite")

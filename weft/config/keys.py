@@ -8,7 +8,7 @@ import typing
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from typing import Any
 
-# Values of the design that enter with their feature.
+# (key, value) that are planned and refused until the feature exists.
 NOT_YET_VALUES = {("model.recompute", "selective"), ("optimizer.name", "muon")}
 
 
@@ -21,7 +21,7 @@ def key(help: str, default: Any = MISSING, default_factory: Any = MISSING) -> An
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One key of a schema: dotted name, type, default (MISSING where it is required) and meaning."""
+    """One key of a schema: dotted name, type, default (MISSING if the key is required) and documentation."""
 
     name: str
     type: Any
@@ -38,12 +38,12 @@ class Key:
 
 
 def sections(schema: type) -> dict[str, type]:
-    """Section name -> dataclass, in the order of the schema. Not to be changed."""
+    """Section name -> dataclass, in the order of the schema. Cached: do not modify it."""
     return _sections(schema)
 
 
 def schema_keys(schema: type) -> dict[str, Key]:
-    """Dotted name -> Key of every key in every section, in the order of the schema. Not to be changed."""
+    """Dotted name -> Key, for all sections, in the order of the schema. Cached: do not modify it."""
     return _schema_keys(schema)
 
 
@@ -72,7 +72,7 @@ def get(config: Any, name: str) -> Any:
 
 
 def attribute(leaf: str) -> str:
-    """The dataclass field of a key: its name, with an underscore where that is a word of Python (`async`)."""
+    """The name of a key's dataclass field: that of the key, with an underscore if it is a keyword (`async`)."""
     return f"{leaf}_" if keyword.iskeyword(leaf) else leaf
 
 

@@ -1,6 +1,6 @@
-"""Files and overrides to one validated config: read, merge, resolve, convert, check.
+"""Makes one validated config from files and overrides: read, merge, resolve, convert, check.
 
-Every message names the key, its value and where it was written, and says what to set instead. All problems of one stage
+Every message names the key, its value and its place in a file, and says what to set instead. All problems of one stage
 are reported together.
 """
 
@@ -47,9 +47,9 @@ def load_config(
 ) -> Schema:
     """The config of `files` (merged left to right) and `overrides` (`a.b=c`, later wins).
 
-    Raises UserError, with one line per problem, unless every key is known, has its type and fits the others, and the
-    local files that it names exist. weights: whether model.path must hold weights already. of_run: the files are those
-    that a run wrote; what the overrides leave without effect in them is dropped, not refused.
+    weights: whether model.path must hold weights already. of_run: the files were written by a run; keys in them that
+    have no effect beside the overrides are dropped, not refused. Raises UserError, with one line per problem, unless
+    every key is known, has its type and fits the others, and the local files that it names exist.
     """
     tree = Node({}, COMMAND_LINE)
     for path in files:
@@ -65,8 +65,8 @@ def load_values(
     schema: type[Schema],
     files: Sequence[str] = (),
 ) -> Schema:
-    """The config of a program: section -> key -> value, over those of `files`. where: the program's place, for
-    messages."""
+    """The config of a program. values: section -> key -> value, which override those of `files`. where: the name of
+    the program's call, for messages. Raises UserError, as load_config."""
     tree = Node({}, where)
     for path in files:
         _merge(tree, read_config_file(path))
@@ -75,8 +75,8 @@ def load_values(
 
 
 def written_config(run: str, schema: type, name: str | None = None) -> str:
-    """The path of RUN/config.yaml, for `--resume RUN`. UserError where there is none, or it is of another command.
-    name: of RUN in messages, if not its path."""
+    """The path of RUN/config.yaml, for `--resume RUN`. name: the name of RUN in messages, if not its path. Raises
+    UserError if there is no such file, or if it belongs to another command."""
     path = Path(run) / "config.yaml"
     if not path.is_file():
         what = "holds no config.yaml, so it is not the folder of a run" if Path(run).is_dir() else "does not exist"
@@ -113,8 +113,8 @@ def parse_override(text: str) -> Node:
 
 
 def read_config_file(path: str) -> Node:
-    """The sections of a YAML or TOML file. UserError, with similar names, where there is none."""
-    file = Path(os.path.expanduser(path))  # Path.expanduser raises for users that there are not
+    """The sections of a YAML or TOML file. Raises UserError, with similar names, if there is no such file."""
+    file = Path(os.path.expanduser(path))  # Path.expanduser raises for users that do not exist
     if file.is_dir():
         raise UserError(f"{path}: is a folder; name a YAML file in it.")
     if os.path.lexists(file):
@@ -125,7 +125,7 @@ def read_config_file(path: str) -> Node:
 
 
 def _expand_dotted(tree: Node) -> Node:
-    """`optimizer.lr: 1` at the top of a file means what it means on the command line."""
+    """Read `optimizer.lr: 1` at the top of a file as on the command line: as a key in a section."""
     expanded = Node({}, tree.where)
     for name, child in tree.value.items():
         node = child
@@ -136,7 +136,8 @@ def _expand_dotted(tree: Node) -> Node:
 
 
 def _merge(into: Node, other: Node, *, sections: bool = True) -> None:
-    """sections: whether these are those of the config, and not keys, which null unsets."""
+    """Merge a tree into another. sections: whether the children are sections of the config; else they are keys, which
+    null unsets."""
     for name, node in other.value.items():
         present = into.value.get(name)
         if present is not None and present.is_section and node.is_section:
@@ -146,7 +147,8 @@ def _merge(into: Node, other: Node, *, sections: bool = True) -> None:
 
 
 def _settle(tree: Node, schema: type) -> dict[str, str]:
-    """Drop keys that are unset by null, let a default yield to its exclusive partner; name -> where of the rest."""
+    """Drop keys that are unset by null, and set defaults to null whose exclusive partner is set. Returns name -> place
+    of the keys that are set."""
     rules = rules_of(schema)
     for name in rules.unsettable:
         node = _find(tree, name)
@@ -193,7 +195,7 @@ def _accepts_null(key: Key | None) -> bool:
 
 
 def build(tree: Node, schema: type[Schema]) -> Schema:
-    """The typed config of a tree; UserError for keys and types that are not the schema's."""
+    """The typed config of a tree. Raises UserError for keys and types that are not the schema's."""
     problems: list[str] = []
     unknown: list[Unknown] = []
     built: dict[str, Any] = {}
@@ -233,7 +235,7 @@ def _build_section(
 
 
 def _plain(node: Node) -> Node:
-    """A mapping where a value is expected, as an ordinary dict."""
+    """The node, with a tree of Nodes as a plain dict, where a value is expected."""
     if not node.is_section:
         return node
     return Node({name: _plain(child).value for name, child in node.value.items()}, node.where, node.raw)

@@ -14,7 +14,7 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # their product is the nu
 
 @dataclass(frozen=True, slots=True)
 class MeshSizes:
-    """The size of every mesh axis; nothing is left to infer."""
+    """The size of every mesh axis, with -1 replaced."""
 
     dp_replicate: int
     dp_shard: int
@@ -25,7 +25,7 @@ class MeshSizes:
 
     @property
     def world(self) -> int:
-        """Ranks of the whole mesh."""
+        """The number of ranks of the whole mesh."""
         return math.prod(self.all)
 
     @property
@@ -35,24 +35,26 @@ class MeshSizes:
 
     @property
     def named(self) -> dict[str, int]:
-        """Axis -> size: dp_replicate and dp_shard always, the others where they have several ranks."""
+        """Axis -> size: dp_replicate and dp_shard always, the others if they have several ranks."""
         axes = {**dict(zip(AXES, self.all, strict=True)), "ep": self.ep}
         return {axis: size for axis, size in axes.items() if size > 1 or axis.startswith("dp")}
 
     @property
     def shards(self) -> int:
-        """Ranks over which parameters, gradients and optimizer state are sharded."""
+        """The number of ranks over which parameters, gradients and optimizer state are sharded."""
         return self.dp_shard * self.cp
 
 
 def fewest_ranks(mesh: MeshConfig) -> int:
-    """On so many ranks a mesh can be: its axes multiplied, -1 as 1, and dp_shard so that ep divides the shards."""
+    """The smallest number of ranks for a mesh: the product of its axes, with 1 for -1; dp_shard=-1 becomes so large
+    that ep divides the shards."""
     fixed = _product({axis: getattr(mesh, axis) for axis in AXES})
     return fixed * (mesh.ep // math.gcd(mesh.ep, mesh.cp) if mesh.dp_shard == -1 and mesh.cp > 0 else 1)
 
 
 def resolve_mesh(mesh: MeshConfig, world: int) -> MeshSizes:
-    """The sizes of `mesh` on `world` ranks. UserError unless they multiply to `world`."""
+    """The sizes of `mesh` on `world` ranks. Raises UserError unless their product can be `world`, and ep divides the
+    shards."""
     sizes = {axis: getattr(mesh, axis) for axis in AXES}
     inferred = [axis for axis, size in sizes.items() if size == -1]
     if len(inferred) > 1:
@@ -74,7 +76,8 @@ def resolve_mesh(mesh: MeshConfig, world: int) -> MeshSizes:
 
 
 def check_reshard(config: Any, sizes: MeshSizes) -> None:
-    """UserError unless integers in fsdp.reshard_after_forward and fsdp.overrides cut the shards into smaller groups."""
+    """Raise UserError unless integers in fsdp.reshard_after_forward and fsdp.overrides divide the shards into smaller
+    groups."""
     _check_group("fsdp.reshard_after_forward", config.fsdp.reshard_after_forward, ("true", "false"), sizes)
     for pattern, group in config.fsdp.overrides.items():
         _check_group(f"fsdp.overrides: {pattern}", group, ("full", "replicate"), sizes)
@@ -90,11 +93,12 @@ def _check_group(what: str, group: str | int, others: tuple[str, str], sizes: Me
 
 
 def shrink_mesh(mesh: MeshConfig, machine: int, share: bool) -> tuple[MeshConfig, list[str]]:
-    """A mesh for `weft verify` on a machine that has fewer ranks than the config asks for.
+    """A mesh for `weft verify` on a machine that is smaller than the config's mesh.
 
-    machine: its accelerators, or cores. share: whether ranks may share one of them, as CPU ranks do. An axis larger
-    than the machine becomes 2; so does every axis where the product does not fit, unless ranks share. -1 becomes what
-    is left, at least 2 where ranks share. Returns the mesh, all sizes fixed, and a sentence for each axis that shrank.
+    machine: number of its accelerators, or cores. share: whether several ranks may share one, as CPU ranks do. An axis
+    larger than the machine becomes 2; so does every larger axis if the product does not fit and ranks do not share. -1
+    becomes the rest of the machine, at least 2 if ranks share. Returns the mesh, with all sizes fixed, and a sentence
+    for each axis that shrank.
     """
     sizes: dict[str, int] = {axis: getattr(mesh, axis) for axis in AXES}
     shrunk: dict[str, Any] = {axis: min(size, 2) if size > machine else size for axis, size in sizes.items()}

@@ -19,8 +19,8 @@ from weft.importing import MAIN, named_problem
 
 
 def check_paths(config: Any, explicit: Mapping[str, str] | None = None, *, weights: bool = True) -> list[str]:
-    """The problems of model.path, lora.path and of the data's paths, as messages. weights: whether model.path must hold
-    weights already."""
+    """The problems of paths in a config, as messages. explicit: where each key that the user set was written. weights:
+    whether model.path must hold weights already."""
     where = explicit or {}
     data, prompts = _data_paths(config), _prompts_path(config)
     named = [("model.path", config.model.path), ("lora.path", config.lora.path), ("run.dir", config.run.dir)]
@@ -44,7 +44,7 @@ def check_paths(config: Any, explicit: Mapping[str, str] | None = None, *, weigh
 
 
 def _data_paths(config: Any) -> list[tuple[str, str]]:
-    """(key, path) of all data."""
+    """(key, path) of all data that the config names."""
     data = [("data.path", config.data.path), *(("data.sources", source.path) for source in config.data.sources or ())]
     data += [("eval.path", config.eval.path), *(("eval.sources", s.path) for s in config.eval.sources or ())]
     return [(key, path) for key, path in data if path is not None]
@@ -61,7 +61,7 @@ def _import_paths(config: Any) -> list[tuple[str, str]]:
 
 
 def _extra_problem(config: Any) -> str:
-    """What a built-in reward lacks."""
+    """The message if a built-in reward needs a package that is not installed; else ""."""
     rl = getattr(config, "rl", None)
     if rl is None or "math" not in rl.reward or find_spec("math_verify") is not None:
         return ""
@@ -69,13 +69,13 @@ def _extra_problem(config: Any) -> str:
 
 
 def _prompts_path(config: Any) -> str | None:
-    prompts = getattr(config.eval, "prompts", None)  # that of `weft sft`
+    prompts = getattr(config.eval, "prompts", None)  # only `weft sft` has the key
     return prompts if isinstance(prompts, str) else None
 
 
 def _unnameable(named: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
-    """(key, what is wrong) of texts that no file can be called by: what asks for them raises instead of saying no; and
-    of URLs that nothing can read here."""
+    """(key, problem) of texts that cannot be a file's name, for which later checks would raise, and of URLs that cannot
+    be read here."""
     for key, path in named:
         if is_url(path):
             if problem := url_problem(key, path):
@@ -96,7 +96,8 @@ def holds_weights(folder: Path) -> bool:
 
 
 def near_names(file: Path, folders: bool = False) -> str:
-    """' Did you mean a/b.yaml?', with names similar to the missing one in its folder; or ""."""
+    """' Did you mean a/b.yaml?', with names in the missing file's folder that are similar; or "". folders: look for
+    folders instead of files."""
     if not os.path.isdir(file.parent):
         return f" The folder {file.parent} does not exist."
     entries = (entry for entry in file.parent.iterdir() if not entry.name.startswith("."))
@@ -108,7 +109,7 @@ def near_names(file: Path, folders: bool = False) -> str:
 
 
 def _kind_problem(file: Path, what: str) -> str:
-    """What else than a regular file is there; empty where it is one."""
+    """The problem of a file that is not a regular one; else ""."""
     try:
         regular_file(file, what)
     except UserError as error:
@@ -130,14 +131,14 @@ def _prompts_problem(path: str) -> str:
 
 
 def _template_problem(path: str | None) -> str:
-    """The problem of a template that is no name of weft's."""
+    """The problem of a template that is a file; "" if there is none."""
     if path is None or not path.endswith(".jinja") or os.path.lexists(path):
         return ""
     return f"data.chat_template {path} does not exist; it must be a Jinja file, or a name.{near_names(Path(path))}"
 
 
 def data_problem(key: str, path: str) -> str:
-    """The problem of a path of data, or an empty string."""
+    """The problem of a path of data; "" if there is none."""
     file = Path(path).expanduser()
     if is_pattern(path):
         return "" if matching_files(path) else f"{key} {path}: no file matches this pattern (looked from {Path.cwd()})."
@@ -169,7 +170,7 @@ def _model_problem(config: Any, weights: bool) -> str:
     if folder.is_file():
         return f"model.path {path} is a file: name the folder that holds it."
     if not _looks_like_a_path(path):
-        return ""  # a hub id; transformers resolves it, and says so where it cannot
+        return ""  # a hub id, which transformers resolves, or reports as missing
     return (
         f"model.path {path} does not exist: name a folder that holds config.json, or a hub id such as "
         f"Qwen/Qwen3-0.6B.{near_names(folder, folders=True)}"
@@ -177,7 +178,7 @@ def _model_problem(config: Any, weights: bool) -> str:
 
 
 def _folder_problem(folder: Path, weights: bool) -> str:
-    has_config = os.path.lexists(folder / "config.json")  # what it is, is said where it is read
+    has_config = os.path.lexists(folder / "config.json")  # its content is checked by its reader
     if not has_config and (folder / "adapter_config.json").is_file():
         return (
             f"model.path {folder} holds an adapter, not a model: set lora.path to it and model.path to its base, or "
@@ -198,7 +199,7 @@ def _folder_problem(folder: Path, weights: bool) -> str:
 
 
 def _weights_problem(path: str | None) -> str:
-    """The problem of model.weights. What the directory holds is checked where it is read."""
+    """The problem of model.weights; "" if there is none. The content of the directory is checked by its reader."""
     if path is None or Path(path).expanduser().is_dir():
         return ""
     if is_url(path):
@@ -218,7 +219,7 @@ def _adapter_problem(path: str | None) -> str:
 
 
 def _looks_like_a_path(path: str) -> bool:
-    """Whether this cannot be a hub id (`name` or `org/name`), or its first folder exists here."""
+    """Whether a text cannot be a hub id (`name` or `org/name`), or its first folder exists here."""
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path) or path.startswith((".", "~")):
         return True
     return "/" in path and Path(path).parts[0] != path and Path(Path(path).parts[0]).is_dir()

@@ -1,6 +1,6 @@
-"""What rl.algorithm stands for: values of keys that nobody has set. Imports no torch.
+"""The defaults that rl.algorithm and rl.like set for keys of `rl` that the user has not set. Imports no torch.
 
-Each line is the algorithm as its paper has it; what a paper does not say is the schema's default.
+Each entry of PRESETS is the algorithm as in its paper; what a paper does not say is left to the schema's default.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ def _but(common: dict[str, Any], *without: str, **own: Any) -> dict[str, Any]:
     return {name: value for name, value in common.items() if name not in without} | own
 
 
-# trainer -> algorithm -> key of `rl` -> its default there. TRL: GRPOConfig (loss_type dapo,
+# trainer -> algorithm -> key of `rl` -> the trainer's default. TRL: GRPOConfig (loss_type dapo,
 # vllm_importance_sampling_mode sequence_mask at 3) and RLOOConfig; verl: actor.yaml and core_algos.py; NeMo RL:
-# grpo_math_1B.yaml. Bounds of gspo and cispo are nobody's default, and stay the paper's.
+# grpo_math_1B.yaml. No trainer has defaults for the bounds of gspo and cispo; those of the papers stay.
 LIKE: dict[str, dict[str, dict[str, Any]]] = {
     "trl": {
         "grpo": _TRL,
@@ -83,7 +83,7 @@ LIKE: dict[str, dict[str, dict[str, Any]]] = {
     "nemo-rl": {"grpo": _NEMO_RL, "gspo": _but(_NEMO_RL, "clip", aggregation="sequence_mean")},
 }  # fmt: skip
 
-# rl.advantage: those that compare the samples of a prompt, and those that do not.
+# Values of rl.advantage. COMPARING: those that compare the samples of a prompt.
 COMPARING = ("grpo", "rloo", "reinforce++_baseline")
 ADVANTAGES = (*COMPARING, "reinforce++", "gae")
 POLICY_LOSSES = ("ppo", "gspo", "ppo_sequence", "cispo", "reinforce")

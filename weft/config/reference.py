@@ -1,4 +1,4 @@
-"""docs/reference/config.md from the schema: `python -m weft.config.reference > docs/reference/config.md`."""
+"""Writes docs/reference/config.md from the schema: `python -m weft.config.reference > docs/reference/config.md`."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def reference() -> str:
 
 
 def _tables(config: type, own: Mapping[str, type], ranges: Mapping[str, tuple[Test, str]]) -> Iterator[str]:
-    """One for each of these sections of a config."""
+    """One table for each of these sections of a config."""
     for section, kind in own.items():
         keys = [key for key in schema_keys(config).values() if key.name.startswith(section + ".")]
         rows = "\n".join(_row(key, ranges) for key in keys)

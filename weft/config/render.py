@@ -1,4 +1,4 @@
-"""A config back into plain data and YAML that load_config reads to the same config."""
+"""Renders a config as plain data and as YAML, from which load_config makes the same config again."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weft.config.yaml12 import Dumper
 
 
 def to_dict(config: Any) -> dict[str, dict[str, Any]]:
-    """section -> key -> value, for JSON or YAML. Keys that this config does not read are left out."""
+    """section -> key -> value, for JSON or YAML. Keys that have no effect in this config are left out."""
     rendered: dict[str, dict[str, Any]] = {}
     unread = inert_keys(config)
     for name in schema_keys(type(config)):
@@ -26,8 +26,8 @@ def to_dict(config: Any) -> dict[str, dict[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """Lists and mappings all the way down; of a record (a source, a group) what differs from its defaults; URLs, of
-    what was copied from there."""
+    """A value as plain lists and mappings. Records (a source, a group) keep the fields that differ from their defaults;
+    local copies become their URLs."""
     if isinstance(value, str):
         return named(value)
     if is_dataclass(value):
@@ -39,5 +39,5 @@ def _plain(value: Any) -> Any:
 
 
 def to_yaml(config: Any) -> str:
-    """The resolved config as a YAML file, every default filled in."""
+    """The resolved config as YAML, with every default filled in."""
     return str(yaml.dump(to_dict(config), Dumper=Dumper, sort_keys=False, allow_unicode=True))

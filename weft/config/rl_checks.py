@@ -1,4 +1,4 @@
-"""Checks of a config of `weft rl`, beside those that it shares with `weft sft`."""
+"""Checks of a config of `weft rl`, with those that it shares with `weft sft` (checks.py)."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _reads_base(config: RlConfig) -> bool:
 
 
 def _is_disaggregated(config: RlConfig) -> bool:
-    """Whether it is certain that engines and trainers share no devices."""
+    """Whether the config alone settles that engines and trainers share no devices."""
     cluster = config.cluster
     return config.rollout.engine != "embedded" and (cluster.placement == "disaggregated" or cluster.max_staleness > 0)
 
@@ -74,7 +74,7 @@ def _always(_: Any) -> bool:
     return True
 
 
-# What each of weft's own reads; one of the user's may read every key.
+# The built-in advantages and losses that read a key. A user's own function may read every key.
 _SCALED = ("grpo", "gae")
 _CLIPPED = ("ppo", "gspo", "ppo_sequence")
 _DISCOUNTED = ("reinforce++", "gae")
@@ -93,7 +93,7 @@ _SYNC_KEYS = ("transport", "bucket_mb", "verify_every")
 
 EXCLUSIVE = tuple(pair for pair in SFT_EXCLUSIVE if pair[0] != "step.documents")
 
-# Sections that RL reads otherwise than SFT; what the others share stays.
+# Sections and keys for which `weft rl` has rules of its own; the other rules of `weft sft` apply to both.
 _OWN = ("eval.", "profile.", "checkpoint.keep_best")
 
 INERT = (
@@ -273,7 +273,7 @@ def _combinations(config: RlConfig) -> Iterator[tuple[str, str]]:
     yield from _exact_combinations(config)
     for section in ("reference", "critic"):
         own = getattr(config, section)
-        if (own.pp or 1) > 1 and (config.mesh.pp == 1 or own.ranks is not None):  # else it is as the policy
+        if (own.pp or 1) > 1 and (config.mesh.pp == 1 or own.ranks is not None):  # else its stages are the policy's
             yield from pipeline_combinations(config, f"{section}.pp", own.pp)
     longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
     for section in ("step", "reference", "critic"):
@@ -460,7 +460,7 @@ def _algorithm_combinations(rl: RlAlgorithm, longest: int) -> Iterator[tuple[str
 
 
 def _presets(value: Callable[[str], Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The presets of rl.like, which go before those of the paper, and of rl.algorithm."""
+    """The presets of rl.like, which take precedence, and of rl.algorithm."""
     algorithm = value("rl.algorithm")
     for name, table in (("rl.like", LIKE.get(value("rl.like"), {})), ("rl.algorithm", PRESETS)):
         yield name, {f"rl.{leaf}": preset for leaf, preset in table.get(algorithm, {}).items()}

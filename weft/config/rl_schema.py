@@ -1,4 +1,4 @@
-"""The keys of `weft rl` beside those of schema.py, which it shares. Imports no torch."""
+"""The keys of `weft rl` that are not shared with `weft sft` (schema.py). Imports no torch."""
 
 from __future__ import annotations
 
@@ -263,7 +263,7 @@ class RolloutConfig:
 
     @property
     def count(self) -> int:
-        """Engines of their own, once cluster.placement is settled."""
+        """The number of engines with processes of their own, once cluster.placement is settled."""
         return self.engines or 1
 
 
@@ -389,7 +389,7 @@ class RlEvalConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RlConfig:
-    """Everything `weft rl` reads."""
+    """The config of `weft rl`, one field per section."""
 
     model: ModelConfig
     data: DataConfig
@@ -416,6 +416,6 @@ NEEDS_MATH_VERIFY = "rl.reward: math needs math-verify: pip install 'math-verify
 
 
 def reward_names(paths: Sequence[str]) -> list[str]:
-    """The names of rl.reward in metrics and other keys: the function's name, or the whole path where two share it."""
+    """The names of rl.reward in metrics and other keys: the function's name, or the whole path if two share it."""
     short = [re.split(r"[.:]", path)[-1] for path in paths]
     return [path if short.count(name) > 1 else name for path, name in zip(paths, short, strict=True)]

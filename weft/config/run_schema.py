@@ -1,4 +1,4 @@
-"""Keys of what surrounds training: trackers, profiles and the run's folder. See schema.py."""
+"""Keys of trackers, profiles and the run's folder. See schema.py."""
 
 from __future__ import annotations
 

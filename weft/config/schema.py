@@ -1,7 +1,7 @@
 """Every key that weft accepts, with its type, default and meaning. Imports no torch.
 
-A key is here only if something reads it: tests/test_config_effects.py maps every key to what it changes.
-`help` texts become docs/reference/config.md.
+A key is here only if something reads it: tests/test_config_effects.py maps every key to the test of its effect.
+`help` texts and docstrings of sections become docs/reference/config.md.
 """
 
 from __future__ import annotations
@@ -355,7 +355,8 @@ class StepConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterGroup:
-    """An entry of optimizer.groups: which parameters, and what is their own. lr is a peak, lr_scale a share of it."""
+    """An entry of optimizer.groups. match: patterns of parameter names. lr: peak learning rate. lr_scale: learning rate
+    as a share of optimizer.lr."""
 
     match: tuple[str, ...]
     lr: float | None = None
@@ -550,7 +551,7 @@ class EvalConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SftConfig:
-    """`weft sft`: one section per concern."""
+    """The config of `weft sft`, one field per section."""
 
     model: ModelConfig
     data: DataConfig

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from weft.config.rl_schema import RolloutConfig
 
-# Arguments of an engine's server that weft sets: what to do about each instead.
+# Arguments of an engine's server that weft sets itself -> what to do instead.
 _CHOSEN = "weft chooses where the server listens"
 _DRAWS = "how tokens are drawn is in `rollout`"
 _ADAPTERS = "set lora.rank instead"
@@ -26,7 +26,7 @@ SERVER_OPTIONS = {
 }
 SERVERS = ("vllm", "sglang")
 KEEPS_ALL = {"top_p": 1, "top_k": 0, "min_p": 0}
-_COLDEST = 0.01  # vLLM raises temperatures to it
+_COLDEST = 0.01  # vLLM raises lower temperatures to it
 
 
 def server_combinations(rollout: RolloutConfig) -> Iterator[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""Parsing of what a config says about data sources: columns, splits, names. Imports no torch."""
+"""Parsing and checks of data sources in a config: columns, splits, names. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from weft.config.yaml12 import show
 
-# The columns of each format, and those that go with any of them.
+# The columns of each format; BESIDE: those that go with any format.
 FORMATS: dict[str, tuple[str, ...]] = {
     "messages": ("messages",),
     "prompt": ("prompt", "completion"),
@@ -23,7 +23,7 @@ FORMATS: dict[str, tuple[str, ...]] = {
 BESIDE = ("system", "tools", "chat_template_kwargs", "history", "images", "videos")
 COLUMNS = (*(name for names in FORMATS.values() for name in names), *BESIDE)
 
-# Who speaks, in the words of chat templates. Only answers of the assistant are trained.
+# Roles of messages in chat templates. Only answers of the assistant are trained.
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 
 DATA_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
@@ -32,7 +32,7 @@ _PART = re.compile(r"(?P<name>[\w.-]*)(?:\[(?P<start>-?\d*%?):(?P<stop>-?\d*%?)\
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """`name[start:stop]`. name: "" where none is given; start, stop: as Python's slices, in rows or "10%"."""
+    """`name[start:stop]`. name: "" if none is given. start, stop: as in Python's slices, in rows or as "10%"."""
 
     name: str = ""
     start: str = ""
@@ -43,7 +43,7 @@ class Split:
         return not self.start and not self.stop
 
     def rows(self, n: int) -> range:
-        """The selected ones of n rows."""
+        """The indices of the selected rows, of n rows."""
         return range(n)[slice(_row(self.start, n), _row(self.stop, n))]
 
 
@@ -54,7 +54,7 @@ def _row(text: str, n: int) -> int | None:
 
 
 def parse_split(text: str | None) -> Split:
-    """Parse data.split, which `split_problems` has accepted."""
+    """Parse data.split, in which `split_problems` found no problem."""
     match = _PART.fullmatch(text or "")
     assert match is not None
     return Split(match["name"], match["start"] or "", match["stop"] or "")
@@ -68,8 +68,8 @@ def split_problems(text: str | None) -> Iterator[str]:
 
 
 def column_problems(columns: Mapping[str, str], free: bool = False) -> Iterator[str]:
-    """The problems of a mapping of columns: unknown targets, or targets of two formats. free: columns may have any
-    name, as those that rewards receive."""
+    """The problems of data.columns, weft's column -> place in the data: unknown columns of weft, or columns of two
+    formats. free: columns may have any name, as those that rewards receive."""
     for name, path in columns.items():
         if name not in COLUMNS and not free:
             hint = f"Did you mean {close[0]}?" if (close := difflib.get_close_matches(name, COLUMNS, 1)) else ""
@@ -84,7 +84,7 @@ def column_problems(columns: Mapping[str, str], free: bool = False) -> Iterator[
 
 
 def role_problems(roles: Mapping[str, str]) -> Iterator[str]:
-    """The problems of a mapping of roles: targets that are neither weft's nor in the data."""
+    """The problems of data.roles: targets that are neither weft's roles nor the data's role itself."""
     for theirs, ours in roles.items():
         if ours not in ROLES and ours != theirs:
             turned = f" Their word comes first: {{{ours}: {theirs}}}." if theirs in ROLES else ""
@@ -92,7 +92,7 @@ def role_problems(roles: Mapping[str, str]) -> Iterator[str]:
 
 
 def source_problems(sources: Sequence[Any], path: str = "data.path", free: bool = False) -> Iterator[str]:
-    """The problems of data.sources or similar keys. path: the key that they replace. free: as in column_problems."""
+    """The problems of data.sources or a similar key. path: the key that it replaces. free: as in column_problems."""
     if not sources:
         yield f"is empty: name at least one source, or set {path}."
     for source in sources:
@@ -109,7 +109,7 @@ def source_problems(sources: Sequence[Any], path: str = "data.path", free: bool 
 
 
 def source_name(source: Any) -> str:
-    """A source's name in reports and metrics: its own, else that of its file."""
+    """A source's name in reports and metrics: its own, else one made from its file's name."""
     if source.name is not None:
         return str(source.name)
     name = Path(source.path).name.removesuffix(".gz")

@@ -23,8 +23,8 @@ _PLURALS = (
 
 @dataclass(frozen=True, slots=True)
 class Unknown:
-    """An unknown key or section: its dotted name, where it was written, the advice. foreign: whether it is a name of
-    another trainer."""
+    """An unknown key or section. name: dotted. where: the place in which it was written. answer: the advice. foreign:
+    whether it is a name of another trainer."""
 
     name: str
     where: str
@@ -91,7 +91,7 @@ def _all_of(names: list[str]) -> str:
 
 
 def _is_typo(name: str, node: Node, schema: type) -> bool:
-    """Whether this is a section of weft with a letter wrong: everything in it belongs there."""
+    """Whether this is a misspelt section of weft, in which all keys are that section's."""
     near = difflib.get_close_matches(name, sections(schema), n=1, cutoff=0.75)
     return bool(near) and all(f"{near[0]}.{leaf}" in schema_keys(schema) for leaf in node.value)
 
@@ -108,7 +108,7 @@ def _nearest(name: str, schema: type) -> str:
         own = [key.leaf for key in keys.values() if key.name.startswith(section + ".")]
         candidates = [f"{section}.{match}" for match in difflib.get_close_matches(leaf, own, n=2)]
     if not candidates:
-        meant = difflib.get_close_matches(leaf, TABLES.names, n=1, cutoff=0.9)  # a name of others with a letter wrong
+        meant = difflib.get_close_matches(leaf, TABLES.names, n=1, cutoff=0.9)  # a misspelt name of another trainer
         if meant:
             return f"did you mean {meant[0]}? If so: {advice_for(meant[0], reinforcement='rl' in sections(schema))}"
         candidates = difflib.get_close_matches(name, keys, n=2, cutoff=0.7)

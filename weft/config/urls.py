@@ -43,7 +43,7 @@ def is_url(path: str | None) -> bool:
 
 
 def url_problem(key: str, url: str) -> str:
-    """What must be installed to use this URL; "" for nothing."""
+    """The problem of a URL: no such protocol, or a package that is not installed; "" if there is none."""
     found = _URL.match(url)
     assert found is not None
     protocol = found[1].lower()

@@ -1,4 +1,4 @@
-"""YAML 1.2 with positions: `1e-5` is a number, `yes` and `on` are strings, a key twice is an error.
+"""YAML 1.2 with positions: `1e-5` is a number, `yes` and `on` are strings, a duplicate key is an error.
 
 PyYAML reads YAML 1.1, where `1e-5` is a string and `no` is false; both have cost people training runs. Its parser
 is kept, its implicit types are replaced by those of YAML 1.2's core schema.
@@ -18,18 +18,19 @@ import yaml
 from weft.errors import UserError, first_line
 from weft.files import regular_file
 
-# A config that a person wrote has a few hundred values, a few deep. Others are refused before they take memory.
+# A config that a person wrote has a few hundred values, nested a few levels. Larger ones are refused before they take
+# memory.
 _MOST_BYTES, _MOST_VALUES, _DEEPEST = 4 << 20, 100_000, 64
 
 
-# What a text begins with that is not as it stands: quotes, blocks, tags, anchors.
+# First characters of texts that YAML does not take literally: quotes, blocks, tags, anchors.
 _MARKED = tuple("'\"|>!&")
 
 
 @dataclass(slots=True)
 class Node:
-    """A value and where it was written. value: a scalar, a list, or dict[str, Node] for a section. where: "sft.yaml:12"
-    or "command line". raw: as typed, for values from the command line."""
+    """A value with its place. value: a scalar, a list, or dict[str, Node] for a section. where: "sft.yaml:12" or
+    "command line". raw: the text as typed, for values from the command line."""
 
     value: Any
     where: str
@@ -86,9 +87,9 @@ Dumper.add_representer(float, _represent_float)
 
 
 def read_file(path: str) -> Node:
-    """The file as a tree of Nodes. UserError with file:line for what is not YAML, or not a mapping of sections.
+    """The file as a tree of Nodes. Raises UserError with file:line if it is not YAML, or no mapping of sections.
 
-    A file whose name ends in .toml is read as TOML, and its Nodes know no lines.
+    A file whose name ends in .toml is read as TOML, and its Nodes have no lines.
     """
     text = _text(path)
     try:
@@ -99,7 +100,7 @@ def read_file(path: str) -> Node:
         raise UserError(_syntax_message(error, path)) from error
     except RecursionError:
         raise UserError(f"{path}: is nested too deeply to be a config: sections hold keys, and these values.") from None
-    except ValueError as error:  # Python's, of a number or a date
+    except ValueError as error:  # of Python, for a number or a date
         raise UserError(f"{path}: holds a value that cannot be read: {first_line(error)}.") from error
     if node is None or node.value is None:
         return Node({}, path)
@@ -109,7 +110,8 @@ def read_file(path: str) -> Node:
 
 
 def read_sections(path: str) -> dict[str, dict[str, Any]]:
-    """section -> key -> value of a file, with any keys; what is no section is omitted. Errors as in `read_file`."""
+    """section -> key -> value of a file, with any keys. Values outside of sections are omitted. Errors as in
+    `read_file`."""
     sections = {name: node.value for name, node in read_file(path).value.items() if node.is_section}
     return {name: {key: child.value for key, child in inside.items()} for name, inside in sections.items()}
 
@@ -135,7 +137,7 @@ def node_of(value: Any, where: str) -> Node:
 
 
 def _plain(value: Any) -> Any:
-    """What YAML can say of a value of a program: numbers of numpy and torch are numbers, classes their import path."""
+    """A program's value in YAML's types: numbers of numpy and torch become numbers, classes their import path."""
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, type):
@@ -146,7 +148,8 @@ def _plain(value: Any) -> Any:
 
 
 def read_value(text: str, where: str) -> Node:
-    """The value of a command-line override; text that is not YAML is taken as a string."""
+    """The value of a command-line override. Text that is not YAML is taken as a string. Raises UserError if it is too
+    deep, or a number that cannot be read."""
     try:
         node = _parse(text, where, lines=False)
     except yaml.YAMLError:
@@ -157,7 +160,7 @@ def read_value(text: str, where: str) -> Node:
     if node is None:
         return Node(None, where, raw=text)
     if isinstance(node.value, str) and node.value != text.strip() and text.strip()[:1] not in _MARKED:
-        node.value = text  # YAML would fold its lines and drop what follows a #
+        node.value = text  # YAML would fold its lines and drop text after a #
     node.raw = text
     return node
 
@@ -169,7 +172,7 @@ def written(value: Any) -> str:
 
 
 def show(value: Any) -> str:
-    """A value in YAML for messages, where a long one is cut."""
+    """A value in YAML for messages, at most 80 characters."""
     text = written(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
@@ -187,7 +190,8 @@ def _parse(text: str, where: str, lines: bool = True) -> Node | None:
 
 
 def _check_size(root: yaml.Node) -> None:
-    """Aliases (`*name`) count as what they stand for: a few lines of them can stand for more than memory holds."""
+    """Raise a YAML error for a tree that is too deep or too large. Aliases (`*name`) count expanded: a few lines of
+    them can stand for more than memory holds."""
     waiting, seen = [(root, 1)], 0
     while waiting:
         node, depth = waiting.pop()
@@ -217,7 +221,7 @@ def _convert(loader: Loader, node: yaml.Node, origin: str, lines: bool) -> Node:
             problem = f"`{key}` is set twice (first at {children[key].where}): keep one"
             raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
         children[key] = _convert(loader, value_node, origin, lines)
-        if lines:  # a block's own mark is its first child's line; the user looks for the key
+        if lines:  # a block's mark is the line of its first child, but the user looks for the key
             children[key].where = f"{origin}:{key_node.start_mark.line + 1}"
     return Node(children, where)
 

@@ -1,1 +1,1 @@
-"""Estimates of what a run needs, before it starts."""
+"""Estimates of the memory that a run needs, before it starts."""

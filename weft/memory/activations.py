@@ -22,13 +22,13 @@ from weft.parallel.mesh import Axis
 from weft.parallel.tensor import tensor_parallel
 
 _ATTENTION = "weft_shapes"
-_TOKENS = 240  # of the row that is run; what is kept grows with the tokens
+_TOKENS = 240  # of the row that is run; memory is proportional to tokens
 
 
 @dataclass(frozen=True)
 class RowSharing:
-    """Over how many ranks a row's work is divided: layers (tp), and a cut document (ring x ulysses). sequence: tokens
-    between layers are divided over tp too."""
+    """Numbers of ranks that divide the work of a row: tp divides layers, ring x ulysses a cut document. sequence:
+    whether tp divides the tokens between layers, too."""
 
     tp: int = 1
     ring: int = 1
@@ -36,16 +36,15 @@ class RowSharing:
     sequence: bool = False
 
     def keys(self, heads: int, query_heads: int) -> float:
-        """Keys that attention stores, relative to the rank's own tokens. In a ring of n, a rank holds chunks i and 2 n
-        - 1 - i of 2 n, whose queries see 2 n + 1 chunks together."""
+        """Keys that attention stores, as a multiple of the rank's own tokens. In a ring of n, a rank holds chunks i and
+        2 n - 1 - i of 2 n chunks; their queries together see 2 n + 1 chunks of keys."""
         return repeats(heads, query_heads, self.ulysses) * (self.ring + 0.5 if self.ring > 1 else 1.0)
 
 
 @dataclass(frozen=True)
 class Saved:
-    """Bytes that autograd stores for each token of a row on a rank. layers: of each decoder layer. passed: of the
-    hidden states between two of them. before: of what runs before the layers; after: behind them and before the
-    head."""
+    """Bytes per token of a row that autograd stores on a rank. layers: in each decoder layer. passed: hidden states
+    between two layers. before: in modules before the layers. after: between the layers and the head."""
 
     layers: tuple[float, ...]
     passed: float
@@ -53,8 +52,8 @@ class Saved:
     after: float
 
     def bytes(self, tokens: int, *, recompute: bool, layers: Sequence[int] | None = None, rows: float = 1.0) -> int:
-        """Of some layers, by default all, and so many rows in flight. recompute: as model.recompute=full; includes
-        everything of the one layer that is recomputed."""
+        """Bytes for rows of `tokens` tokens. layers: default all. rows: rows in flight. recompute: as
+        model.recompute=full; includes everything in the one layer that is being recomputed."""
         own = self.layers if layers is None else [self.layers[layer] for layer in layers]
         kept = len(own) * self.passed if recompute else sum(own)
         again = self.again(layers) if recompute else 0.0
@@ -63,16 +62,17 @@ class Saved:
         return round(((kept + outside) * rows + again) * tokens)
 
     def again(self, layers: Sequence[int] | None = None) -> float:
-        """What the largest layer keeps of a token, which has it all while it runs again in backward."""
+        """Bytes per token of the largest layer, which stores everything while backward recomputes it."""
         own = self.layers if layers is None else [self.layers[layer] for layer in layers]
         return max(own, default=0.0)
 
 
 def saved_bytes(config: PretrainedConfig, dtype: torch.dtype, shared: RowSharing = RowSharing()) -> Saved:
-    """What autograd stores of the layers on a rank, computed in `dtype`. shared: the row is a part of one document.
+    """What autograd stores on a rank for a model computed in `dtype`. shared: how ranks divide a row, which is then a
+    part of one document.
 
     Excluded: weights, the head, masks (of kernels that build one, and of windows on CPU), and temporary memory of
-    kernels. Layers that are built alike are run once. Raises whatever a family raises that cannot run on meta.
+    kernels. Of layers that are built alike, one is run. Errors of families that cannot run on meta are passed on.
     """
     AttentionInterface.register(_ATTENTION, partial(_attend, shared))
     model = hf.build_meta(copy.deepcopy(config), dtype=dtype, attention=_ATTENTION).train()
@@ -82,7 +82,7 @@ def saved_bytes(config: PretrainedConfig, dtype: torch.dtype, shared: RowSharing
         ranks = MetaCommunicator(shared.tp)
         tensor_parallel(module, Axis(0, shared.tp, ranks, lambda _: ranks), model.config, sequence=shared.sequence)
     weights = {_storage(tensor) for tensor in (*model.parameters(), *model.buffers())}
-    found: dict[int, torch.UntypedStorage] = {}  # kept alive: another would get the number of one that is gone
+    found: dict[int, torch.UntypedStorage] = {}  # kept alive, so that numbers are not used again
     by_layer = [0] * len(firsts)
     outside, inside, passed, begun = [0, 0], list[int](), 0, False
 
@@ -120,15 +120,14 @@ def saved_bytes(config: PretrainedConfig, dtype: torch.dtype, shared: RowSharing
 
 
 def _gathered(module: TrainModule, layer: str, shared: RowSharing) -> int:
-    """Elements of other ranks' hidden states, for each token, which a layer's mixers that carry state read of a cut
-    document."""
+    """Elements per token of other ranks' hidden states that a layer's mixers with state gather for a cut document."""
     hidden = int(module.get_submodule(module.facts.embedding).weight.shape[1])
     return (shared.ulysses - 1) * sum(name.startswith(f"{layer}.") for name in module.mixers) * hidden
 
 
 def _once(module: TrainModule) -> list[int]:
-    """Let the first of the layers that are built alike run, and hidden states pass the others; the number of the layer
-    that runs for each."""
+    """Keep the first of the layers that are built alike, and replace the others by stand-ins that pass hidden states
+    on. Returns for each layer the number of the layer that runs for it."""
     types = getattr(module.hf_model.config.get_text_config(), "layer_types", None) or ()
     holder: Any = module.get_submodule(module.facts.layers)
     first: dict[object, int] = {}
@@ -147,7 +146,7 @@ def _once(module: TrainModule) -> list[int]:
 
 
 def _imitate(stand_in: StandIn, _: nn.Module, args: Any, output: Any) -> None:
-    """Let a layer that does not run return what its like does."""
+    """Let a stand-in return as many items as the layer that runs for it."""
     stand_in.items = len(output) if isinstance(output, tuple) else 0
 
 
@@ -174,7 +173,7 @@ def _attend(
 
 
 class _Attended(torch.autograd.Function):
-    """Counts what the kernels of ops/attention.py keep: inputs, output and the logsumexp of each query."""
+    """Saves what the kernels of ops/attention.py save: inputs, output and the logsumexp of each query."""
 
     @staticmethod
     def forward(ctx: Any, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTE: Tensor) -> Tensor:

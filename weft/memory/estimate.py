@@ -1,4 +1,5 @@
-"""What weights, gradients and optimizer state will take, from shapes alone, and advice before anything is loaded."""
+"""Memory of weights, gradients and optimizer state, estimated from shapes alone, and advice before anything is
+loaded."""
 
 from __future__ import annotations
 
@@ -23,12 +24,12 @@ from weft.parallel.parallelize import Precision
 from weft.parallel.units import Unit, own_parameters
 from weft.terminal import byte_count
 
-SMALL = 0.4  # of a device: what a whole model may take beside its activations
+SMALL = 0.4  # share of a device that a whole model may take, to leave room for activations
 
 
 @dataclass(frozen=True)
 class MemoryNeeds:
-    """Bytes per rank: the most of any rank, equal on all. gathered: the largest set of gathered parameters, in the
+    """Bytes per rank: the maximum over ranks, equal on all. gathered: the largest set of gathered parameters, in the
     compute dtype. whole: what a rank would hold if nothing were sharded, without `gathered`. average: the average of
     the weights (optimizer.ema_decay)."""
 
@@ -57,7 +58,7 @@ class MemoryNeeds:
 
 @dataclass(frozen=True)
 class TrainingState:
-    """What training stores per trained element, beside weight and gradient. moments: dtypes of the optimizer's tensors.
+    """What training stores per trained element besides weight and gradient. moments: dtypes of the optimizer's tensors.
     average: whether an fp32 average of the weights is kept."""
 
     moments: Sequence[torch.dtype]
@@ -90,16 +91,16 @@ def memory_needs(
 
 @dataclass(frozen=True)
 class HostNeeds:
-    """Bytes of one engine that a rank holds on the host for a while. saved: a checkpoint that is being written. asleep:
-    parts that sleep."""
+    """Bytes of one engine that a rank holds on the host for a while. saved: the copy of which a checkpoint is written.
+    asleep: parts that are on the host while the engine sleeps."""
 
     saved: int
     asleep: int
 
     @staticmethod
     def of(needs: MemoryNeeds, *, adapters: bool, state: bool, replicas: int, parts: Collection[str]) -> HostNeeds:
-        """adapters: only trained parameters are saved. state: trainer state is saved with the weights. replicas: ranks
-        that hold the same and share the writing. parts: those that sleep."""
+        """adapters: only trained parameters are saved. state: trainer state is saved with the weights. replicas: number
+        of ranks that hold the same and share the writing. parts: parts that sleep ("parameters", "optimizer")."""
         masters = needs.gradients if adapters else needs.weights  # as many elements as have a gradient, in its dtype
         moments = needs.optimizer + needs.average
         slept = needs.weights * ("parameters" in parts) + moments * ("optimizer" in parts)
@@ -129,7 +130,7 @@ def local_ranks(world: int) -> int:
 
 
 def check_fits(needs: MemoryNeeds, room: int, mesh: Mesh, fsdp: FsdpConfig, optimizer: OptimizerConfig) -> None:
-    """UserError, with three keys that help, where a rank cannot hold its shards even without activations."""
+    """Raise UserError, with three keys that help, if a rank cannot hold its shards even without activations."""
     if needs.resident <= room:
         return
     raise UserError(
@@ -139,7 +140,7 @@ def check_fits(needs: MemoryNeeds, room: int, mesh: Mesh, fsdp: FsdpConfig, opti
 
 
 def check_draws(elements: int, room: int) -> None:
-    """UserError where a rank has too little host memory to draw all initial weights in fp32."""
+    """Raise UserError if a rank has too little host memory to draw all initial weights in fp32."""
     drawn = elements * torch.float32.itemsize
     if drawn > room:
         raise UserError(
@@ -150,7 +151,7 @@ def check_draws(elements: int, room: int) -> None:
 
 
 def hint(needs: MemoryNeeds, room: int, mesh: Mesh) -> str | None:
-    """Advice where one accelerator could hold the whole model several times, so that sharding only costs speed."""
+    """Advice if one accelerator could hold the whole model with ease, so that sharding only costs speed; else None."""
     if mesh.shards == 1 or needs.whole > SMALL * room:
         return None
     return (
@@ -193,7 +194,7 @@ def _held(parameters: Iterable[nn.Parameter]) -> int:
 
 
 def _held_bytes(parameters: Iterable[nn.Parameter]) -> int:
-    """Their bytes there: a frozen base may be kept in another dtype than the masters."""
+    """Bytes on that rank: a frozen base may be kept in another dtype than the masters."""
     return sum(math.prod(_largest_shard(parameter)) * parameter.element_size() for parameter in parameters)
 
 
@@ -217,10 +218,11 @@ def _gathered(parameters: Sequence[nn.Parameter], units: Sequence[Unit], reshard
 
 
 def gathered_elements(units: Iterable[tuple[int, bool]], reshard: bool | int) -> int:
-    """Elements that are gathered at once. units: (elements, whether they stay gathered) of each, with the root.
+    """Elements that are gathered at the same time: units that stay gathered, and the two largest of the others, because
+    the next unit is gathered while one runs.
 
-    What stays, with the two largest of the others: the one that runs and the next. reshard: fsdp.reshard_after_forward;
-    a number keeps so large a part of the others.
+    units: (elements, whether they stay gathered) of each unit, with the root. reshard: fsdp.reshard_after_forward; a
+    number n keeps 1/n of the remaining units.
     """
     units = list(units)
     kept = sum(count for count, keep in units if keep)

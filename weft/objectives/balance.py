@@ -21,8 +21,8 @@ from weft.objectives.shared_documents import SharedDocuments
 
 @dataclass(frozen=True)
 class Counted:
-    """What was counted before the forward of a row. layers: with routers, in the whole model. chosen_DE: their choices
-    for each document; None where shares of the step are known."""
+    """Counts made before the forward of a row. layers: number of layers with routers in the whole model. chosen_DE:
+    choices of experts in all these layers, for each document; None if the shares of the step are given."""
 
     layers: Tensor
     chosen_DE: Tensor | None
@@ -30,11 +30,11 @@ class Counted:
 
 @dataclass(frozen=True)
 class Balance:
-    """What the auxiliary loss needs of a row.
+    """The inputs of a row for the auxiliary loss.
 
     owner_M: index of each token's document, -1 for padding, which is not counted. shares_E: F over the whole step; None
-    to balance each document. counting: only the choices are wanted. shared: documents that other ranks have parts of.
-    counted: where layers of other ranks count, too.
+    to balance each document. counting: only count the choices. shared: documents that other ranks have parts of.
+    counted: given if layers on other ranks count, too.
     """
 
     owner_M: Tensor
@@ -46,15 +46,15 @@ class Balance:
     counted: Counted | None = None
 
     def complete(self, values: Tensor) -> Tensor:
-        """[documents, ...] sums over the row's tokens -> over all tokens of its documents."""
+        """[documents, ...] sums over the row's tokens -> sums over all tokens of its documents."""
         return values if self.shared is None else self.shared.complete(values)
 
 
 def balance_sum(router_logits: Sequence[Tensor], balance: Balance) -> Tensor:
     """Sum over the row's tokens of the auxiliary loss of their document, or of the step: a scalar with gradient.
 
-    For the step, it is the contribution of the row's probabilities to tokens x loss; rows add up to the whole. So do
-    layers, where choices of all of them were counted.
+    With shares of the step it is the part of the row's probabilities in tokens x loss; the parts of all rows add up to
+    the whole. So do the parts of ranks with different layers, if the choices of all layers were counted.
     """
     probabilities, counted = _probabilities(router_logits), balance.counted
     experts, layers = probabilities[0].shape[-1], len(probabilities) if counted is None else counted.layers
@@ -88,13 +88,13 @@ def _choices(probabilities: Iterable[Tensor], top_k: int) -> Iterable[Tensor]:
 
 
 def _count(places_M: Tensor, bins: int) -> Tensor:
-    """[bins] int64: how often each occurs. torch.bincount asks the device for the largest, and waits."""
+    """[bins] int64: how often each bin occurs. torch.bincount would wait for the device to find the largest."""
     zeros = torch.zeros(bins, dtype=places_M.dtype, device=places_M.device)
     return zeros.index_add(0, places_M, torch.ones_like(places_M))
 
 
 def _places(balance: Balance) -> Tensor:
-    """[M]: padding goes to a bin of its own."""
+    """[M]: the index of each token's document; padding goes to a bin of its own."""
     return torch.where(balance.owner_M < 0, balance.documents, balance.owner_M)
 
 

@@ -1,6 +1,6 @@
 """The interface of an objective, which maps readouts to weighted sums over tokens.
 
-It never divides by what it sees, because a rank sees only its own rows. The engine divides the sum by
+An objective never divides by a count of its own rows, because a rank sees no others. The engine divides the sum by
 `normaliser(plan)`, computed from the whole step's plan, so that gradients do not depend on how a step is cut.
 """
 
@@ -25,9 +25,10 @@ if TYPE_CHECKING:
 class Batch:
     """The predictions of one row, as an objective sees them.
 
-    readouts: name -> [N] fp32 with gradients, or [N, ...] where there are several values per prediction (`top_ids/K`,
-    of `top_logits/K`, is int64). weights_N, arrays: of the predicted tokens. document_N: index into `documents` of each
-    prediction. documents: indices, in the step, of the row's documents. shared: those that other ranks have parts of.
+    readouts: name -> [N] fp32 with gradients, or [N, ...] for readouts with several values per prediction (`top_ids/K`,
+    of `top_logits/K`, is int64). weights_N, arrays: loss weights and the documents' arrays, of the predicted tokens.
+    document_N: index into `documents` of each prediction. documents: indices of the row's documents in the step.
+    shared: documents that other ranks have parts of.
     """
 
     readouts: dict[str, Tensor]
@@ -47,7 +48,7 @@ class Batch:
         return sums_D if self.shared is None else sums_D.index_select(0, self.shared.counted)
 
     def per_token_document_sum(self, values_N: Tensor) -> Tensor:
-        """[N] for each prediction, the sum over its whole document; differentiable, on every mesh."""
+        """[N]: for each prediction the sum over its whole document; differentiable, and equal on every mesh."""
         return self._document_sums(values_N)[self.document_N]
 
     def _document_sums(self, values_N: Tensor) -> Tensor:
@@ -58,9 +59,10 @@ class Batch:
 
 @dataclass(frozen=True)
 class Terms:
-    """loss_sum: scalar with gradient, not normalised. metrics: name -> (sum, weight), added up over the step.
+    """The sums that an objective returns for a row.
 
-    balance_sum: of the experts' auxiliary loss, which the engine adds and divides by the step's tokens.
+    loss_sum: scalar with gradient, not normalised. metrics: name -> (sum, weight), added up over the step. balance_sum:
+    the sum of the experts' auxiliary loss, which the engine adds and divides by the step's tokens.
     """
 
     loss_sum: Tensor
@@ -69,7 +71,7 @@ class Terms:
 
 
 def check_terms(found: Any, objective: Objective) -> Terms:
-    """The Terms that an objective returned. UserError where it returned something else."""
+    """The Terms that an objective returned. Raises UserError if it returned something else."""
     if isinstance(found, Terms) and isinstance(found.loss_sum, Tensor) and not found.loss_sum.ndim:
         return found
     what = found.loss_sum if isinstance(found, Terms) else found
@@ -82,8 +84,8 @@ def check_terms(found: Any, objective: Objective) -> Terms:
 
 
 def chosen_tokens(objective: Objective, targets_N: Tensor, arrays: dict[str, Tensor]) -> Tensor | None:
-    """[N, C] tokens whose logits an objective asks for; None where it asks for none. UserError for another shape or
-    dtype."""
+    """[N, C] tokens whose logits an objective asks for; None if it does not read `chosen_logits`. Raises UserError for
+    another shape or dtype."""
     if "chosen_logits" not in objective.readouts:
         return None
     ask: Any = objective
@@ -116,10 +118,10 @@ def metrics_of(objective: Objective) -> list[str]:
 
 
 class Objective(Protocol):
-    """readouts: what it needs of the model (readouts.py). every_token: also for tokens with a weight of zero.
+    """readouts: the readouts that it needs of the model (readouts.py). every_token: whether it needs them for tokens
+    with a weight of zero, too.
 
-    An objective that reads `chosen_logits` has a method token_ids(targets_N, arrays) that gives the tokens, [N, C]
-    int64.
+    An objective that reads `chosen_logits` also has a method token_ids(targets_N, arrays) -> [N, C] int64 tokens.
     """
 
     readouts: frozenset[str]
@@ -130,8 +132,8 @@ class Objective(Protocol):
         ...
 
     def upstream(self, weights_N: Tensor) -> Tensor | None:
-        """The gradient of the loss by each logprob, up to one factor, where it is known before the forward; else None.
-        UserError in a step where the real gradient differs."""
+        """[N] gradient of the loss with respect to each logprob, up to one factor, if it is known before the forward;
+        else None. A step whose real gradient differs ends with UserError."""
         ...
 
     def __call__(self, batch: Batch) -> Terms: ...

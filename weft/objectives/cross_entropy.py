@@ -30,8 +30,8 @@ class CrossEntropy:
 
 
 class HeldOutLoss(CrossEntropy):
-    """The same loss without gradients, with two metrics: the share of tokens that are the likeliest, and of documents
-    whose trained tokens all are, so that greedy decoding would write them."""
+    """The same loss without gradients, with two more metrics. accuracy: the weighted share of tokens that are the
+    likeliest. exact: the share of documents whose trained tokens all are, so that greedy decoding would write them."""
 
     readouts = frozenset({"logprob", "top1"})
 

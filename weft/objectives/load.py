@@ -36,7 +36,7 @@ def choose_objective(path: str | None, given: Objective | None = None) -> Object
 
 
 def check_objective(found: Any, name: str) -> Objective:
-    """`found`, if it has all that an objective must have. name: for the message."""
+    """Return `found` if it has the interface of an objective, else raise UserError. name: for the message."""
     missing = [method for method in _METHODS if not callable(getattr(found, method, None))]
     missing += [field for field in ("readouts", "every_token") if not hasattr(found, field)]
     if missing:

@@ -1,9 +1,10 @@
 """The policy-gradient family: PPO's clipped ratio and its kin, KL to a reference, entropy; any of the aggregations.
 
-Three policies: `current`, whose gradient this is; `old`, the trainer's when the rollout began; `rollout`, which drew
-the tokens. Documents bring old_logprob, advantage and what the difference between old and rollout multiplies a token's
-loss by, correction (weft/rl); all logprobs are of logits / temperature. N predictions of a row. Where nothing has moved
-since the rollout, old is what current is in value, and documents bring rollout_logprob instead.
+Three policies: `current`, which is differentiated; `old`, the trainer's when the rollout began; `rollout`, which drew
+the tokens. Documents bring the arrays old_logprob, advantage, and correction: a factor on the token's loss for the
+difference between old and rollout (weft/rl). If nothing was updated since the rollout, old equals current in value, and
+documents bring rollout_logprob in place of old_logprob and correction. All logprobs are of logits / temperature. N
+predictions of a row.
 
 A step's loss is the sum over its tokens of weight x loss of the token, divided by a number of the whole step:
 
@@ -99,8 +100,8 @@ def _clipped(ratio: Tensor, advantage: Tensor, config: RlAlgorithm) -> Tensor:
 
 
 def cispo(tokens: PolicyTokens, config: RlAlgorithm) -> Tensor:
-    """-sg(clip(r, 1 - low, 1 + high)) A log p: the clipped ratio is a weight, without gradient, so that no token loses
-    its own (MiniMax 2025, arXiv:2506.13585, equations 4 and 5)."""
+    """-sg(clip(r, 1 - low, 1 + high)) A log p: the clipped ratio is a weight without gradient, so that clipping stops
+    no token's gradient (MiniMax 2025, arXiv:2506.13585, equations 4 and 5)."""
     low, high = config.clip
     return -tokens.ratio.detach().clamp(1 - low, 1 + high) * tokens.advantage * tokens.logprob
 
@@ -120,7 +121,7 @@ LOSSES: dict[str, Loss] = {
 def choose_policy_loss(name: str) -> Loss:
     """One of weft's own losses, or the user's at an import path: (PolicyTokens, config) -> [N] loss of each token.
 
-    UserError where the path leads to no function.
+    Raises UserError if the path leads to no function.
     """
     if name in LOSSES:
         return LOSSES[name]
@@ -134,16 +135,18 @@ def choose_policy_loss(name: str) -> Loss:
 def kl_loss(tokens: PolicyTokens, reference_logprob: Tensor, config: RlAlgorithm) -> Tensor:
     """[N] the estimate of KL(current || reference) whose gradient is trained; d = log current - log reference.
 
-    An estimator that is right as a value need not be so as a loss, because the tokens' own distribution moves, too, and
-    no gradient passes through them. With tokens drawn from the current policy the average gradient is
+    An unbiased estimate of the value need not have an unbiased gradient: the distribution of the tokens depends on the
+    policy, too, and no gradient passes through sampling. With tokens drawn from the current policy the average gradient
+    is
 
         k1 = d                  zero, whatever the policies are
-        k2 = d^2 / 2            that of KL(current || reference): what is wanted
-        k3 = exp(-d) - 1 + d    that of KL(reference || current): GRPO's; the same near the reference
+        k2 = d^2 / 2            the gradient of KL(current || reference), which is wanted
+        k3 = exp(-d) - 1 + d    the gradient of KL(reference || current), as in GRPO; the same near the reference
 
-    rl.kl_unbiased multiplies the estimate by the ratio of current and old policy, whose gradient counts with k1 and k3
-    (DeepSeek-V3.2, arXiv:2512.02556, section 3.1). With tokens drawn from the old policy each has then the gradient of
-    KL(current || reference) on average; that of k2 and k3 is the same token by token, ratio x d x grad log current.
+    rl.kl_unbiased multiplies the estimate by the ratio of current and old policy; with k1 and k3 the ratio is
+    differentiated, too (DeepSeek-V3.2, arXiv:2512.02556, section 3.1). With tokens drawn from the old policy, the
+    average gradient of each estimate is then that of KL(current || reference). The gradients of k2 and k3 are equal
+    token by token: ratio x d x grad log current.
     """
     d = tokens.logprob - reference_logprob
     if config.kl_estimator == "k1":
@@ -162,12 +165,12 @@ def kl_loss(tokens: PolicyTokens, reference_logprob: Tensor, config: RlAlgorithm
 class PolicyLoss:
     """loss of a token = correction x policy loss + rl.kl x KL - rl.entropy x entropy; see the top of this file."""
 
-    readouts = frozenset({"logprob", "entropy"})  # without a gradient of its own entropy costs next to nothing
+    readouts = frozenset({"logprob", "entropy"})  # entropy without a gradient costs next to nothing
     every_token = False
 
     def __init__(self, config: RlAlgorithm, *, old_is_current: bool = False, masked: int = 0) -> None:
-        """old_is_current: documents bring no old_logprob, because nothing was updated since the rollout. masked:
-        samples of the step that rl.mask_truncated leaves out."""
+        """old_is_current: documents bring no old_logprob, because nothing was updated since the rollout. masked: number
+        of the step's samples that rl.mask_truncated leaves out."""
         self.config, self.old_is_current = config, old_is_current
         self.masked = masked if config.count_masked else 0
         self._tokens = self._samples = self._divisor = 1.0  # of the step, once normaliser has seen its plan
@@ -175,7 +178,7 @@ class PolicyLoss:
         self._read: list[tuple[tuple[int, ...], Tensor, Tensor]] = []  # of each row: documents, document_N, logprobs
 
     def old_logprobs(self) -> dict[int, Tensor]:
-        """Where the old policy is the current one: index in the step -> logprobs of the document's trained tokens."""
+        """If the old policy is the current one: index in the step -> logprobs of the document's trained tokens."""
         found: dict[int, Tensor] = {}
         for documents, document_N, logprob in self._read:
             counts = document_N.bincount(minlength=len(documents)).tolist()
@@ -217,8 +220,7 @@ class PolicyLoss:
         return Terms(loss_sum, {"loss": (loss_sum.detach(), self._share(batch)), **metrics})
 
     def _entropy_share(self, batch: Batch) -> Tensor | float:
-        """[N] what a token's entropy is multiplied by, so that the loss's weight and divisor make it the aggregation of
-        rl.entropy_aggregation."""
+        """Factor on each token's entropy, [N] or 1, that replaces the loss's aggregation by rl.entropy_aggregation."""
         how = self.config.entropy_aggregation
         if how is None:
             return 1.0
@@ -230,7 +232,7 @@ class PolicyLoss:
 
     @staticmethod
     def _clipped_samples(batch: Batch, clipped: Tensor) -> tuple[Tensor, Tensor]:
-        """How many of the row's samples lost their gradient, counted by their tokens' shares, and of how many."""
+        """(Sum over the row's samples of the share of tokens whose gradient was cut, number of these samples)."""
         count = batch.document_sum(torch.ones_like(clipped))
         share = batch.document_sum(clipped) / count.clamp(min=1)
         return share.sum(), (count > 0).sum()
@@ -245,7 +247,7 @@ class PolicyLoss:
         return loss
 
     def _correction(self, batch: Batch, old: Tensor) -> Tensor:
-        """[N] what tokens' losses are multiplied by."""
+        """[N] factors on the tokens' losses."""
         if not self.old_is_current:
             return batch.arrays["correction"]
         difference = old.double() - batch.arrays["rollout_logprob"].double()
@@ -257,14 +259,14 @@ class PolicyLoss:
         if self.config.aggregation == "token_mean":
             return batch.weights_N.sum()
         trained = (batch.document_sum(torch.ones_like(batch.weights_N)) > 0).sum()
-        return trained * (self._divisor / self._samples)  # of those that are masked, each row says its part
+        return trained * (self._divisor / self._samples)  # masked samples are spread over the rows
 
     @torch.no_grad()
     def _ratio_metrics(self, tokens: PolicyTokens) -> dict[str, Tensor]:
         """[N] of each token: its ratio, KL(old || current) by k3, and whether clipping has cut its gradient.
 
-        `low` is below the band and `high` above it: with ppo and gspo only where the advantage would take it further.
-        Losses that clip nothing, or are the user's, have no such metrics.
+        `low` is a ratio below the band and `high` one above it; but for cispo, only where the advantage would take it
+        further. Losses that clip nothing, or are the user's, have no clipping metrics.
         """
         config = self.config
         ratios = {"gspo": "sequence_ratio", "ppo_sequence": "product_ratio"}
@@ -280,6 +282,7 @@ class PolicyLoss:
 
 
 def _k3(p: Tensor, q: Tensor) -> Tensor:
-    """[N] KL(p || q) of each token drawn from p, as a value: the mean of exp(-d) - 1 + d, d = log p - log q."""
+    """[N] estimate exp(-d) - 1 + d of KL(p || q) for each token, without gradient; d = log p - log q, tokens are drawn
+    from p."""
     d = (p - q).detach().clamp(-LARGEST, LARGEST)
     return torch.expm1(-d) + d

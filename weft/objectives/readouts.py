@@ -6,13 +6,13 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 NAMES = ("logprob", "entropy", "logsumexp", "chosen_logits")
-TOP, TOP_IDS, HIDDEN = "top_logits/", "top_ids/", "hidden/"  # with how many, and of which module
+TOP, TOP_IDS, HIDDEN = "top_logits/", "top_ids/", "hidden/"  # followed by a count, or by a module's name
 OFFERED = "logprob, entropy, logsumexp, chosen_logits, top_logits/K (as in top_logits/20) and hidden/MODULE"
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """Parsed names. top: how many of the largest logits. hidden: modules. unknown: names that are no readouts."""
+    """Parsed names. top: number of the largest logits. hidden: modules. unknown: names that are no readouts."""
 
     top: int
     hidden: tuple[str, ...]
@@ -32,5 +32,5 @@ class Wanted:
 
 
 def needs_logits(readouts: Collection[str]) -> bool:
-    """Whether a readout is made of single logits."""
+    """Whether any readout needs single logits."""
     return any(name.startswith(TOP) or name in ("logsumexp", "chosen_logits") for name in readouts)

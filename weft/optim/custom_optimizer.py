@@ -1,8 +1,8 @@
 """Optimizers given by import path.
 
-Such an optimizer gets this rank's shards as plain tensors. That is exact, on any mesh, for one that updates every
-element independently. Whether it does, and whether its state can be saved and restored, is tried on small tensors
-before anything is loaded.
+Such an optimizer gets this rank's shards as plain tensors. On any mesh this is exact if the optimizer updates every
+element independently. A trial on small tensors, before anything is loaded, checks this, and that the optimizer's state
+can be saved and restored.
 """
 
 from __future__ import annotations
@@ -26,17 +26,18 @@ from weft.parallel.mesh import own_part
 Groups = Sequence[Mapping[str, Any]]
 _OWN = ("self", "params", "lr", "weight_decay")
 _LR, _STEPS, _BREAK = 0.1, 4, 2
-_SHAPES = ((192, 64), (192,))  # what keeps its state in 8 bits does so from 4096 elements on
+_SHAPES = ((192, 64), (192,))  # optimizers with 8-bit state use it from 4096 elements on
 _RANKS = (slice(0, 128), slice(128, 192))
-_ROUNDING = {torch.float32: 1e-4, torch.bfloat16: 0.1}  # of how far an element moves
+_ROUNDING = {torch.float32: 1e-4, torch.bfloat16: 0.1}  # tolerance, as a share of the largest update
 
 
 @dataclass(frozen=True)
 class CustomOptimizerSpec:
-    """An optimizer by import path that passed the trial. make: builds it from parameter groups.
+    """An optimizer by import path that passed the trial.
 
-    moments: dtypes of its state tensors for a matrix. dtypes: of its state tensors for any parameter. counters: numbers
-    that it keeps in its groups.
+    make: builds the optimizer from parameter groups. moments: dtypes of the state tensors that have a matrix's shape.
+    dtypes: dtypes of the state tensors of any parameter's shape. counters: names of the numbers in its groups that
+    change.
     """
 
     path: str
@@ -49,12 +50,13 @@ class CustomOptimizerSpec:
 class ShardOptimizer:
     """An optimizer over this rank's shards as plain tensors.
 
-    Groups are those of the optimizer; `state` is keyed by the model's parameters, with tensors of the shard's shape.
+    `param_groups` are the wrapped optimizer's. `state` is keyed by the model's parameters, with tensors of the shard's
+    shape.
     """
 
     def __init__(self, groups: Groups, rule: CustomOptimizerSpec, numbers: Sequence[int] | None = None) -> None:
-        """groups: of this rank's parameters, with their settings. numbers: of each among those of the whole model,
-        where other stages of layers have others; default: in order."""
+        """groups: this rank's parameter groups. numbers: the number of each group in the whole model, if other pipeline
+        stages have other groups; default: in order."""
         self.counters = rule.counters
         self._numbers = range(len(groups)) if numbers is None else numbers
         self._shards: dict[nn.Parameter, nn.Parameter] = {
@@ -75,31 +77,31 @@ class ShardOptimizer:
 
     @property
     def state(self) -> dict[nn.Parameter, dict[str, Any]]:
-        """State by parameter; empty shards have none."""
+        """State by parameter; {} for empty shards."""
         state = self._optimizer.state
         return {p: state.get(shard, {}) for p, shard in self._shards.items() if shard in state or not shard.numel()}
 
     def stepped(self, parameter: nn.Parameter) -> tuple[torch.optim.Optimizer, nn.Parameter]:
-        """(the optimizer, its shard of a parameter)."""
+        """(The wrapped optimizer, its shard of the parameter)."""
         return self._optimizer, self._shards[parameter]
 
     @torch.no_grad()
     def step(self) -> None:
         """Update every non-empty shard that has a gradient."""
         for parameter, shard in self._shards.items():
-            shard.data = own_part(parameter)  # FSDP2 may have moved it since
+            shard.data = own_part(parameter)  # FSDP2 may have moved the shard since
             used = parameter.grad is not None and shard.numel() > 0
             shard.grad = own_part(parameter.grad) if used else None
         self._optimizer.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients, also of the model's parameters."""
+        """Clear the gradients of the shards and of the model's parameters."""
         assert set_to_none
         for parameter, shard in self._shards.items():
             parameter.grad = shard.grad = None
 
 
-# ---------------------------------------------------------------- before anything is loaded
+# ---------------------------------------------------------------- the trial, before anything is loaded
 
 
 def find_rule(
@@ -107,8 +109,9 @@ def find_rule(
 ) -> CustomOptimizerSpec:
     """The optimizer at the import path optimizer.name, after the trial.
 
-    sharded: whether ranks hold parts of parameters. staged: whether they hold some of the parameters. dtype, device: of
-    the masters. UserError where it does not exist, rejects the options, or fails the trial.
+    sharded: whether ranks hold parts of parameters. staged: whether ranks hold only some parameters (pipeline stages).
+    dtype, device: of the masters. Raises UserError if the class does not exist, rejects the options, or fails the
+    trial.
     """
     kind, decays = find_class(config)
     options: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in config.options.items()}
@@ -128,9 +131,9 @@ def find_rule(
 
 
 def find_class(config: OptimizerConfig) -> tuple[type[torch.optim.Optimizer], bool]:
-    """(class at the import path optimizer.name, whether it takes a weight decay), before the trial.
+    """(Class at the import path optimizer.name, whether it takes `weight_decay`), before the trial.
 
-    UserError where it does not exist, or rejects the options or a decay that is set.
+    Raises UserError if there is no such class, or if it has no argument for an option or a weight decay that is set.
     """
     kind = import_named(config.name, "optimizer.name")
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
@@ -155,9 +158,9 @@ def find_class(config: OptimizerConfig) -> tuple[type[torch.optim.Optimizer], bo
 
 @dataclass(frozen=True)
 class _Run:
-    """Of a matrix and a vector: what they were, what they became, and the state that the optimizer has of each.
+    """A matrix and a vector before and after some steps, and the optimizer's state of each.
 
-    counters: what has changed in its groups, a list of values for each.
+    counters: entries of its groups that the steps changed: name -> the value in each group.
     """
 
     before: list[Tensor]
@@ -168,8 +171,8 @@ class _Run:
 
 @dataclass(frozen=True)
 class _Trial:
-    """Steps of an optimizer on small tensors, as wholes, as the rows that two ranks would hold, and one by one, as
-    stages would hold them."""
+    """Runs an optimizer on small tensors: on whole tensors, on the rows that two ranks would hold, and on one tensor at
+    a time, as pipeline stages would hold them."""
 
     path: str
     make: Callable[[Groups], torch.optim.Optimizer]
@@ -177,7 +180,8 @@ class _Trial:
     device: torch.device
 
     def run(self, sharded: bool, staged: bool) -> _Run:
-        """Its steps on whole tensors. UserError where it could not be used, saved, sharded or given some of them."""
+        """The run on whole tensors. Raises UserError if the optimizer cannot be used or saved, cannot be sharded (where
+        `sharded`), or cannot be given some of the tensors only (where `staged`)."""
         with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
             try:
                 whole = self._run()
@@ -201,7 +205,7 @@ class _Trial:
         return whole
 
     def _check_alone(self, whole: _Run, parts: Sequence[_Run]) -> None:
-        """UserError unless the steps of each tensor are what they are beside the others of its group."""
+        """Raise UserError unless each tensor takes the same steps alone as beside the others of its group."""
         advice = (
             "so its steps would depend on which stage has a tensor. It can be used with mesh.pp=1; adamw, sgd and "
             "others that step each tensor by itself, in stages, too."
@@ -214,7 +218,7 @@ class _Trial:
                 raise self._refused(f"steps a tensor otherwise beside others than alone, {advice}")
 
     def _check_rows(self, whole: _Run, parts: Sequence[_Run]) -> None:
-        """UserError unless the steps of the rows are those of the whole."""
+        """Raise UserError unless the rows take the same steps as whole tensors."""
         advice = (
             "so its steps would depend on how many ranks share a parameter. It can be used where nothing is sharded "
             "(mesh.dp_shard=1); adamw, sgd and others that step each element by itself, on every mesh."
@@ -242,8 +246,8 @@ class _Trial:
         lr: float = _LR,
         carried: Sequence[str] | None = None,
     ) -> _Run:
-        """Some steps. together: in one group. alone: only the tensor of this number. carried: by an optimizer that is
-        replaced on the way by another, which gets its state and these entries of its groups."""
+        """Run some steps. rows: rows of the tensors to train. together: in one group. alone: train only this tensor.
+        carried: go on with a new optimizer on the way, which gets the state and these entries of the groups."""
         torch.manual_seed(0)
         generator = torch.Generator().manual_seed(0)
 
@@ -289,12 +293,12 @@ def storable(value: Any) -> bool:
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a Python number or a tensor without dimensions."""
+    """Whether a value is a Python number or a tensor without dimensions."""
     return isinstance(value, bool | int | float) or (type(value) is Tensor and not value.ndim)
 
 
 def _entries(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """A copy of what its groups hold beside parameters and rates."""
+    """Copies of the optimizer's groups without `params` and `lr`."""
     return [
         copy.deepcopy({key: value for key, value in group.items() if key not in ("params", "lr")})
         for group in optimizer.param_groups
@@ -302,7 +306,7 @@ def _entries(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def _changed(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> dict[str, list[Any]]:
-    """The entries that differ, by name, one of each group."""
+    """The entries that differ in any group: name -> the value of each group in `after`."""
     names = dict.fromkeys(name for group in after for name in group)
     pairs = list(zip(before, after, strict=True))
     return {n: [b.get(n) for _, b in pairs] for n in names if any(not _same(a.get(n), b.get(n)) for a, b in pairs)}

@@ -24,8 +24,8 @@ _Row = tuple[int, str, float, float | None]  # (place, name, weight decay, peak 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerGroupRow:
-    """Parameters with equal treatment. elements: over all ranks. examples: last parts of their names. lr: peak learning
-    rate, None for frozen ones."""
+    """A row of the table of parameters with equal treatment. elements: over all ranks. examples: last parts of their
+    names. lr: peak learning rate, None for frozen parameters."""
 
     name: str
     weight_decay: float
@@ -54,7 +54,7 @@ def decays(name: str, ndim: int) -> bool:
     owner, leaf = (["", *name.split(".")])[-2:]
     if ndim < 2 or leaf == "A_log" or _BIAS.search(leaf) or _NORM.search(owner):
         return False
-    # A conv1d kernel has three dimensions; the word alone would catch GPT-2's Conv1D and the kernels of images.
+    # A conv1d kernel has three dimensions; the name alone would also match GPT-2's Conv1D and kernels of images.
     return not ("conv" in owner.lower() and ndim == 3)
 
 
@@ -94,7 +94,7 @@ def _lr_scale(group: ParameterGroup, lr: float) -> float:
 
 
 def check_groups(module: nn.Module, config: OptimizerConfig) -> None:
-    """UserError where a pattern of optimizer.groups matches nothing, or where a group gets no parameter."""
+    """Raise UserError if a pattern of optimizer.groups matches nothing, or if a group gets no parameter."""
     named = list(module.named_parameters(remove_duplicate=False))
     for number, group in enumerate(config.groups):
         for pattern in group.match:
@@ -115,8 +115,8 @@ def check_groups(module: nn.Module, config: OptimizerConfig) -> None:
 def describe_groups(
     named_parameters: NamedParameters, config: OptimizerConfig, cuts: Mapping[str, AnyCut] | None = None
 ) -> list[OptimizerGroupRow]:
-    """Rows of the table at start: what is decayed, what is not, and what is frozen; elements over all ranks. cuts: of
-    parameters that tp divides."""
+    """Rows of the table that is printed at start: parameters with and without weight decay, those of each optimizer
+    group, and frozen ones. cuts: how tp divides parameters, to count elements over all ranks."""
     names = _names(named_parameters)
     treated = treatments(((name, p) for p, several in names.items() for name in several), config)
     rows: dict[_Row, list[nn.Parameter]] = {
@@ -153,14 +153,15 @@ def _row(name: str, parameter: nn.Parameter, treated: Treatment | None, config: 
 
 
 def _kinds(names: Sequence[str], trained: Sequence[str] | None) -> tuple[str, ...]:
-    """The last two parts of each name, each pair once, in order: what a reader needs to see the rule at work. trained:
-    for frozen names, those that are not; modules without any of these are named as a whole, but for those of layers."""
+    """Examples for a row of the table: the last two parts of each name, without repetitions. trained: for frozen names,
+    the names of trained parameters; a module without any, outside lists of layers, is named as a whole."""
     short = (_whole_module(name, trained) or ".".join(name.split(".")[-2:]) for name in names)
     return tuple(dict.fromkeys(re.sub(r"^\d+\.", "*.", name) for name in short))
 
 
 def _whole_module(name: str, trained: Sequence[str] | None) -> str | None:
-    """The outermost module, in no list of layers, that holds this parameter and no trained one."""
+    """The outermost module outside lists of layers that holds this parameter and no trained one; None if there is
+    none, or for `trained` None."""
     owners = name.split(".")[:-1] if trained is not None else []
     outside = next((at for at, part in enumerate(owners) if part.isdecimal()), len(owners))
     holders = (".".join(owners[: depth + 1]) for depth in range(outside))

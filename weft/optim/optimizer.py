@@ -37,13 +37,14 @@ def build_optimizer(
     rule: CustomOptimizerSpec | None = None,
     whole: NamedParameters | None = None,
 ) -> torch.optim.Optimizer | ShardOptimizer:
-    """The optimizer over the parameters that require a gradient. rule: that of config.name, if it is an import path.
-    whole: of the model of which these are a stage's.
+    """The optimizer over the parameters that require a gradient: AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101),
+    SGD, or `rule`.
 
-    Otherwise AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101) or SGD. Parameters with different treatment or
-    different meshes are in different groups, because torch's list kernels take one mesh at a time. State has the
-    sharding of its parameter, and its dtype unless optimizer.state_dtype is another. `set_learning_rate` sets the rate
-    before each step; parameters without a gradient are skipped.
+    rule: the optimizer of config.name, if that is an import path. whole: parameters of the whole model, if
+    named_parameters are those of a pipeline stage. Parameters with different treatment or different meshes are in
+    different groups, because torch's list kernels take one mesh at a time. State has the sharding of its parameter, and
+    its dtype unless optimizer.state_dtype is another. `set_learning_rate` sets the rate before each step; parameters
+    without a gradient are skipped.
     """
     groups: dict[tuple[Treatment, DeviceMesh | None], list[nn.Parameter]] = {}
     for parameter, treatment in treatments(named_parameters, config).items():
@@ -78,7 +79,7 @@ def state_dtype(config: OptimizerConfig, master: torch.dtype) -> torch.dtype:
 
 
 def moments(config: OptimizerConfig, master: torch.dtype, rule: CustomOptimizerSpec | None) -> tuple[torch.dtype, ...]:
-    """Dtypes of the optimizer's tensors of a parameter's shape, one for each."""
+    """Dtypes of the state tensors that have a parameter's shape, one entry per tensor."""
     if rule is not None:
         return rule.moments
     count = 2 if config.name == "adamw" else int(config.momentum > 0)
@@ -93,19 +94,19 @@ def set_learning_rate(optimizer: torch.optim.Optimizer | ShardOptimizer, lr: flo
 def stepped_by(
     optimizer: torch.optim.Optimizer | ShardOptimizer, parameter: nn.Parameter
 ) -> tuple[torch.optim.Optimizer, nn.Parameter]:
-    """(optimizer of torch's interface, the tensor that it updates: the parameter, or this rank's shard)."""
+    """(Optimizer with torch's interface, the tensor that it updates: the parameter, or this rank's shard)."""
     return optimizer.stepped(parameter) if isinstance(optimizer, ShardOptimizer) else (optimizer, parameter)
 
 
 def counters(optimizer: torch.optim.Optimizer | ShardOptimizer) -> dict[int, tuple[dict[str, Any], tuple[str, ...]]]:
-    """(parameter group, names of its entries that belong to the state), by the group's number in the whole model."""
+    """Number of a group in the whole model -> (the parameter group, names of its entries that belong to the state)."""
     if not isinstance(optimizer, ShardOptimizer):
         return {}
     return {number: (group, optimizer.counters) for number, group in optimizer.numbered_groups.items()}
 
 
 def stepped_on_device(optimizer: torch.optim.Optimizer | ShardOptimizer) -> set[nn.Parameter]:
-    """Parameters whose numbers in the state must be on their device instead of the host."""
+    """Parameters whose scalars in the state (`step`) must be on the parameter's device instead of the host."""
     groups = [group for group in optimizer.param_groups if group.get("fused") or group.get("capturable")]
     return {parameter for group in groups for parameter in group["params"]}
 
@@ -120,7 +121,7 @@ def unscale_gradients(named_parameters: NamedParameters, scale: float) -> None:
 
 @dataclass(frozen=True)
 class OtherStages:
-    """The stages of a pipeline. borrowed: parameters of this rank that another stage counts."""
+    """The stages of a pipeline. borrowed: names of parameters of this rank that another stage counts."""
 
     group: dist.ProcessGroup
     borrowed: frozenset[str]
@@ -135,9 +136,9 @@ def clip_gradients(
 ) -> float:
     """Scale the gradients to a global L2 norm of at most `max_norm`; returns the norm before.
 
-    The factor is min(1, max_norm / (norm + 1e-6)), as in torch.nn.utils.clip_grad_norm_. None only measures. Gradients
-    with a non-finite norm stay as they are. cuts: how tp and ep divide parameters. Collective, with the same parameters
-    on every rank of a stage.
+    The factor is min(1, max_norm / (norm + 1e-6)), as in torch.nn.utils.clip_grad_norm_. max_norm=None only measures.
+    Gradients with a non-finite norm stay as they are. cuts: how tp and ep divide parameters. Collective, with the same
+    parameters on every rank of a stage.
     """
     named = list(named_parameters)
     parameters, norm = [parameter for _, parameter in named], global_norm(named, cuts, pp)
@@ -203,7 +204,7 @@ def _sharding_groups(parameter: nn.Parameter) -> tuple[dist.ProcessGroup, ...]:
 
 
 def _sum_of_squares(tensors: list[Tensor], device: torch.device) -> Tensor:
-    """Scalar, fp64, on `device`: the squares of all elements added up, from norms in fp32 or better."""
+    """The sum of the squares of all elements, computed from norms in fp32 or better: a scalar, fp64, on `device`."""
     pieces = [piece for tensor in tensors for piece in _pieces(tensor)]
     if not pieces:
         return torch.zeros((), dtype=torch.float64, device=device)
@@ -225,7 +226,7 @@ class Ema:
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], decay: float) -> None:
-        """Start with these weights."""
+        """Start with the present weights."""
         self.decay = decay
         self.shards: dict[nn.Parameter, Tensor] = {
             parameter: own_part(parameter.detach()).to(torch.float32, copy=True)

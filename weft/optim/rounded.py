@@ -18,7 +18,7 @@ from weft.parallel.mesh import own_part
 
 
 class _Rounded(torch.optim.Optimizer, ABC):
-    """Keeps state in `state_dtype`, through load_state_dict as well, which in torch casts it to the parameter's."""
+    """Keeps state in `state_dtype`, also in load_state_dict, where torch casts state to the parameter's dtype."""
 
     state_dtype: torch.dtype
 
@@ -35,7 +35,7 @@ class _Rounded(torch.optim.Optimizer, ABC):
     def _update(self, parameter: nn.Parameter, gradient: Tensor, group: dict[str, Any]) -> None: ...
 
     def _buffer(self, parameter: nn.Parameter, name: str) -> tuple[Tensor, Tensor]:
-        """(as stored, in fp32) of this rank's part of a state tensor, zeros at first."""
+        """This rank's part of a state tensor, zeros at first: (as stored, in fp32)."""
         state = self.state[parameter]
         if name not in state:
             state[name] = torch.zeros_like(parameter, dtype=self.state_dtype)

@@ -1,4 +1,4 @@
-"""What is known of a model once and for every mesh: its weights, how each axis may divide them, and its FSDP units."""
+"""The facts of a model that hold for every mesh: its weights, how each axis may divide them, and its FSDP units."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ _WIDE_TP = 8
 
 @dataclass(frozen=True)
 class Weight:
-    """A parameter of the whole model, tied ones once. itemsize: of what is stored. experts: of a layer, where it holds
-    them all. strided: as in parallel/experts.py."""
+    """A parameter of the whole model, tied ones once. itemsize: bytes of a stored element. experts: number of a layer's
+    experts, if the parameter holds them all. strided: as in parallel/experts.py."""
 
     name: str
     shape: tuple[int, ...]
@@ -66,8 +66,8 @@ class Weight:
 
 @dataclass(frozen=True)
 class Units:
-    """FSDP units that are alike. name: of all, with `*` for numbers. weights: indices of the first's. layers: the
-    numbers of the layers that they lie in; None outside of them."""
+    """FSDP units that are alike. name: the common name, with `*` for numbers. weights: indices of the first unit's
+    weights. layers: the layer of each unit; None for units outside of the layers."""
 
     name: str
     count: int
@@ -78,14 +78,14 @@ class Units:
 
 
 class Blueprint:
-    """A model that was built on meta once, for arithmetic on any number of meshes. Checks of small copies run once for
+    """A model that is built on meta once, for arithmetic on any number of meshes. Checks of small copies run once for
     each size of an axis."""
 
     def __init__(
         self, config: EngineConfig, device: Device, assumed: Accelerator | None, *, samples: bool = False
     ) -> None:
-        """samples: documents are rollouts, whose entropies are read. UserError for whatever is refused of the model on
-        any mesh."""
+        """samples: documents are rollouts, whose entropies are read. Raises UserError for what is refused on every
+        mesh."""
         self.config, self.assumed, self.samples = config, assumed, samples
         with pretend(1, device, assumed) as ranks:
             self.setup: Setup = describe(replace(config, mesh=MeshConfig()), ranks)
@@ -139,17 +139,17 @@ class Blueprint:
 
     @cached_property
     def trained(self) -> int:
-        """Elements of all that is trained."""
+        """Elements of all trained weights."""
         return sum(math.prod(weight.shape) for weight in self.weights if weight.trained)
 
     def styles(self, tp: int) -> Styles:
-        """The ways in which so many ranks may divide each weight."""
+        """How `tp` ranks may divide each weight."""
         if tp not in self._styles:
             self._styles[tp] = find_styles(self.module, self.text, tp)
         return self._styles[tp]
 
     def undivided(self, tp: int) -> list[tuple[Weight, bool]]:
-        """Trained weights that every rank of tp has whole, and whether each is of a block that tp divides."""
+        """(Trained weight that every rank of tp has whole, whether it is inside a block that tp divides), for each."""
         styles, found = self.styles(tp), []
         regions = set(styles.regions)
         for weight in self.weights:
@@ -164,7 +164,8 @@ class Blueprint:
         return [self.layer_of(weight.name) for weight in self.weights]
 
     def kinds(self, tp: int) -> tuple[list[Weight], list[int]]:
-        """(the first of the weights that every mesh with this tp divides alike, the index of each weight's kind)."""
+        """(One weight of each kind, the index of each weight's kind): every mesh with this tp divides the weights of a
+        kind alike."""
         if tp not in self._kinds:
             of = self.styles(tp).of if tp > 1 else {}
             numbers: dict[object, int] = {}
@@ -179,8 +180,8 @@ class Blueprint:
         return self._kinds[tp]
 
     def units(self, tp: int, *, spread: bool) -> tuple[Units, ...]:
-        """The units, inner ones first, those that are alike with this tp as one; the root last, with what is in no
-        other. spread: experts are units of their own (ep)."""
+        """The units, inner ones first, with units that are alike for this tp as one entry; the root, with the remaining
+        weights, is last. spread: experts are units of their own (ep)."""
         if (tp, spread) not in self._units:
             self._units[tp, spread] = self._found_units(tp, tuple(self.experts) if spread else ())
         return self._units[tp, spread]
@@ -208,13 +209,13 @@ class Blueprint:
         return (*found, Units("root", 1, rest, True, "full"))
 
     def layer_of(self, name: str) -> int | None:
-        """The decoder layer that a name lies in."""
+        """The number of the decoder layer of a parameter's name; None outside of the layers."""
         prefix = f"{self.module.facts.layers}."
         return int(name.removeprefix(prefix).partition(".")[0]) if name.startswith(prefix) else None
 
     @cached_property
     def costs(self) -> tuple[list[float], float]:
-        """FLOPs per token of each layer, and of the head, in documents of the usual length."""
+        """(FLOPs per token of each layer, of the head), in documents of USUAL_LENGTH tokens."""
         return costs_of_layers(self.module, USUAL_LENGTH)
 
     @cached_property
@@ -224,7 +225,7 @@ class Blueprint:
         return check_pipeline(self.built.config, self.built.findings, compute, delayed=delayed)
 
     def stages(self, pp: int) -> tuple[Stages, Pipeline] | None:
-        """The layers of each of pp ranks; None for one rank. UserError where the model cannot be cut so."""
+        """The stages for `pp` ranks; None for one rank. Raises UserError if the model cannot be cut into them."""
         if pp == 1:
             return None
         if pp not in self._pipelines:
@@ -238,22 +239,23 @@ class Blueprint:
         return self._pipelines[pp]
 
     def layers(self, pp: int, place: int) -> Sequence[int]:
-        """The layers of a rank at this place of mesh.pp."""
+        """The numbers of the layers of a rank at this place of mesh.pp."""
         found = self.stages(pp)
         return range(len(self.costs[0])) if found is None else layers_of(found[0], place)
 
     def sequence(self, tp: int) -> bool:
-        """Whether ranks of tp divide tokens between layers. UserError where they cannot divide the model."""
+        """Whether ranks of tp divide tokens between layers. Raises UserError if they cannot divide the model."""
         if tp == 1:
             return False
-        alike = tp if tp <= 4 else _WIDE_TP  # a small copy is divided no further
+        alike = tp if tp <= 4 else _WIDE_TP  # one check for all larger tp: a small copy is divided no further
         if alike not in self._sequence:
             division = check_division(self.checked, self.built.findings, tp)
             self._sequence[alike] = division.sequence and self.built.vision is None
         return self._sequence[alike]
 
     def ulysses(self, cp: int, tp: int) -> int | None:
-        """The cp ranks that exchange heads; None where documents are not cut. UserError where they cannot be."""
+        """The number of cp ranks that exchange heads; None if documents are not cut. Raises UserError if they cannot
+        be."""
         if (cp, tp) not in self._ulysses:
             found = ulysses_of(self.built, self.checked, self.config.mesh.ulysses, cp, tp)
             alike = cp > (found or 1), (found or 1) > 1
@@ -264,13 +266,13 @@ class Blueprint:
         return self._ulysses[cp, tp]
 
     def saved(self, shared: RowSharing) -> Saved:
-        """What a row keeps for backward. Raises whatever a family raises that cannot run on meta."""
+        """What a row keeps for backward. Errors of families that cannot run on meta are passed on."""
         if shared not in self._saved:
             self._saved[shared] = saved_bytes(self.built.config, self.setup.precision.compute, shared)
         return self._saved[shared]
 
     def shared(self, pp: int, place: int) -> list[Weight]:
-        """Trained weights that a rank of mesh.pp and another hold alike."""
+        """Trained weights that a rank at this place of mesh.pp and another rank both hold."""
         found = self.stages(pp)
         if found is None:
             return []
@@ -280,7 +282,7 @@ class Blueprint:
         return self._shared[pp, place]
 
     def check(self, mesh: MeshSizes) -> None:
-        """UserError for what this model cannot do on this mesh."""
+        """Raise UserError if this model cannot be trained on this mesh."""
         self.sequence(mesh.tp)
         self.ulysses(mesh.cp, mesh.tp)
         self.stages(mesh.pp)
@@ -289,7 +291,7 @@ class Blueprint:
         fewest = min((int(child.num_experts) for child in self.experts.values()), default=0)
         if self.experts and fewest < mesh.ep:
             raise UserError(f"mesh.ep={mesh.ep} is more than the {fewest} experts of a layer.")
-        alike = min(mesh.ep, _EXPERT_RANKS)  # a small copy has no more
+        alike = min(mesh.ep, _EXPERT_RANKS)  # one check for all larger ep: a small copy has no more experts
         if alike not in self._experts_checked:
             check_experts(self.checked, self.built.findings, mesh.ep)
             self._experts_checked.add(alike)

@@ -1,4 +1,4 @@
-"""The bytes that each rank of a mesh holds between steps, to the byte: shapes of tensors, and arithmetic."""
+"""The exact number of bytes that each rank of a mesh holds between steps, computed from the shapes of tensors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NOBODY = MetaCommunicator(1)
 
 @dataclass(frozen=True)
 class Place:
-    """A rank, by its places on the axes. fsdp: dp_shard x cp, cp varying first."""
+    """A rank, by its places on the axes. fsdp: its place on dp_shard x cp, with cp varying fastest."""
 
     pp: int = 0
     dp_replicate: int = 0
@@ -39,15 +39,15 @@ class Place:
         return Place(pp, replicate, fsdp, tp)
 
     def rank(self, mesh: MeshSizes) -> int:
-        """Its number."""
+        """The rank's number."""
         return ((self.pp * mesh.dp_replicate + self.dp_replicate) * mesh.shards + self.fsdp) * mesh.tp + self.tp
 
 
 @dataclass(frozen=True)
 class HeldUnit:
-    """A unit on a rank, or several that are alike. count: how many. elements: gathered, of this rank's part by tp and
-    ep. trained: those of weights that are. padded, trained_padded: as many as travel, because all shards are sent as
-    large as the first. shards: ranks that it is sharded over."""
+    """A unit on a rank, or `count` units that are alike. elements: elements of one gathered unit, after division by tp
+    and ep. trained: those of trained weights. padded, trained_padded: the same as sent in collectives, where all shards
+    are as large as the first. shards: number of ranks over which the unit is sharded."""
 
     name: str
     keep: bool
@@ -62,7 +62,8 @@ class HeldUnit:
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes of one rank. average: of the weights (optimizer.ema_decay). units: those of which it has anything."""
+    """Bytes of one rank. average: the average of the weights (optimizer.ema_decay). units: units of which the rank has
+    a part."""
 
     place: Place
     weights: int
@@ -80,7 +81,7 @@ class Holdings:
     """What the ranks of one mesh hold of one model."""
 
     def __init__(self, model: Blueprint, mesh: MeshSizes) -> None:
-        """UserError where sizes do not divide."""
+        """Raises UserError if the model cannot be cut into the mesh's stages."""
         self.model, self.mesh = model, mesh
         self._parts: dict[tuple[int, int], tuple[tuple[int, ...], ...]] = {}
         self._stages = model.stages(mesh.pp)
@@ -118,8 +119,8 @@ class Holdings:
         return [max(held, key=lambda one: one.resident) for held in each]
 
     def _candidates(self) -> Iterator[Place]:
-        """Places of a stage, one of those that hold the same: shards are rounded up for the first ranks of FSDP, and
-        some ranks of tp and ep have one part more."""
+        """Places of a stage that may hold most, one of each kind: shards are rounded up for the first ranks of FSDP,
+        and some ranks of tp and ep have one part more."""
         tps = {self._shapes(Place(tp=tp)): tp for tp in reversed(range(self.mesh.tp))}
         fsdps = {0}
         for count in {weight.experts for weight in self.model.weights if weight.experts}:
@@ -129,8 +130,8 @@ class Holdings:
             yield Place(0, 0, fsdp, tp)
 
     def _count(self, alike: Units, stage: int) -> int:
-        """How many of these units a stage has; of the root, and of others outside of the layers, parts may be
-        elsewhere."""
+        """The number of these units in a stage. The root and other units outside of the layers count on every stage,
+        with the weights that the stage has."""
         if self._stages is None or alike.layers is None:
             return alike.count
         own = set(self.model.layers(self.mesh.pp, stage))
@@ -142,7 +143,7 @@ class Holdings:
         return stage in self._stages[1].holders[self.model.weights[index].name]
 
     def _sharding(self, strategy: Strategy, place: Place) -> tuple[int, int]:
-        """(ranks that a unit is sharded over, this one's place among them)."""
+        """(Number of ranks over which a unit is sharded, this rank's place among them)."""
         mesh = self.mesh
         if strategy == "full":
             return mesh.shards, place.fsdp
@@ -154,7 +155,7 @@ class Holdings:
         return strategy, (place.dp_replicate * mesh.shards + place.fsdp) % strategy
 
     def _shapes(self, place: Place) -> tuple[tuple[int, ...], ...]:
-        """What tp and ep leave of each kind of weight on this rank, before FSDP."""
+        """The shape of each kind of weight on this rank after division by tp and ep, before FSDP."""
         key = place.tp, place.fsdp % self.mesh.ep
         if key not in self._parts:
             self._parts[key] = tuple(self._part(weight, *key) for weight in self.model.kinds(self.mesh.tp)[0])
@@ -172,8 +173,8 @@ class Holdings:
 
 
 def shard_elements(shape: tuple[int, ...], shards: int, index: int) -> int:
-    """Elements of FSDP2's shard of a tensor: of its rows, in equal parts that are rounded up; the last ranks have fewer
-    or none."""
+    """Elements of shard `index` of a tensor under FSDP2, which divides rows into equal parts, rounded up; the last
+    ranks have fewer or none."""
     if not shape:
         return 1
     each = math.ceil(shape[0] / shards)

@@ -1,8 +1,8 @@
-"""What a plan assumes of accelerators and of the links between them. Nothing here was measured by weft.
+"""A plan's assumptions about accelerators and the links between them. Nothing here was measured by weft.
 
 Rates are those of the vendors' data sheets: dense bf16 (fp16 where there is no bf16), memory, and NVLink, Infinity
-Fabric or PCIe in one direction. The network is that of the machines that are usually sold with them; shares of a rate
-that a run reaches are assumptions, which are printed and can be replaced.
+Fabric or PCIe in one direction. The network is that of machines in which the accelerator is usually sold. The shares of
+a rate that a run reaches are assumptions, which are printed and can be replaced.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ _RATES = {
 
 @dataclass(frozen=True)
 class Machine:
-    """FLOP/s, bytes/s and seconds. ranks: accelerators of a machine. matmul, attention: the shares of `peak` that they
-    reach. moved: the share of a rate of memory, link or network. hop: seconds for each step of a ring within a machine;
-    far_hop: between machines. usable: the share of the memory that a plan may take."""
+    """Rates of a machine, in FLOP/s and bytes/s. ranks: accelerators of a machine. matmul, attention: the shares of
+    `peak` that they reach. moved: the share that is reached of the rates of memory, link and network. hop, far_hop:
+    seconds for a step of a ring within a machine and between machines. usable: the share of the memory that a plan may
+    take."""
 
     accelerator: Accelerator
     peak: float
@@ -54,11 +55,11 @@ class Machine:
         ]
 
     def ranks_here(self, size: int, stride: int) -> int:
-        """The number of a group's ranks that share a machine. stride: between their numbers."""
+        """The number of a group's ranks that share a machine. stride: difference of the numbers of neighbours."""
         return max(1, min(size, self.ranks // stride)) if stride < self.ranks else 1
 
     def gathering(self, payload: float, size: int, stride: int) -> float:
-        """Seconds of an all-gather, or of a reduce-scatter, of so many bytes over all ranks of a group, in a ring."""
+        """Seconds of an all-gather or reduce-scatter in a ring. payload: bytes of the whole tensor."""
         if size == 1:
             return 0.0
         here = self.ranks_here(size, stride)
@@ -68,7 +69,7 @@ class Machine:
         return max(within, between) + (size - machines) * self.hop + (machines - 1) * self.far_hop
 
     def exchanging(self, payload: float, size: int, stride: int) -> float:
-        """Seconds of an all-to-all in which each rank deals so many bytes evenly over the group, itself included."""
+        """Seconds of an all-to-all. payload: bytes that each rank deals evenly over the group, itself included."""
         if size == 1:
             return 0.0
         here = self.ranks_here(size, stride)
@@ -77,15 +78,15 @@ class Machine:
         return max(within, between) + (self.far_hop if here < size else self.hop) * 2
 
     def sending(self, payload: float, stride: int) -> float:
-        """Seconds of a message to a rank whose number differs by `stride`."""
+        """Seconds of a message of `payload` bytes to a rank whose number differs by `stride`."""
         near = stride < self.ranks
         rate = self.link if near else self.network
         return payload / (rate * self.moved) + (self.hop if near else self.far_hop)
 
 
 def machine_of(accelerator: Accelerator, **others: float | int | None) -> Machine:
-    """The machine of an accelerator. others: what replaces a field; None for what is known of it. link and network in
-    GB/s."""
+    """The machine of an accelerator. others: values that replace fields, link and network in GB/s; None keeps a field.
+    Raises UserError for a value out of range."""
     tflops, memory, link, network = _RATES[accelerator.name]
     found = Machine(accelerator, tflops * 1e12, memory * GB, link * GB, network * GB)
     changed: dict[str, Any] = {name: value for name, value in others.items() if value is not None}

@@ -1,4 +1,4 @@
-"""The memory of each rank of a mesh at its fullest, by what it is for."""
+"""The memory of each rank of a mesh at its fullest, by purpose."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from weft.planner.rows import RowFacts
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank. held: between steps, with gradients. gathered: parameters of units, in the compute dtype.
-    unreduced: gradients of the largest unit, before they are on the ranks that keep them. rows: what the largest row
-    keeps for backward. in_flight: what further rows of a pipeline keep. experts: rows that travel to experts, and back.
-    head: logits, and gradients of the head's inputs. host: on the host, for what is being saved. unknown: why what
-    rows keep is not known; empty where it is. lingering: gradients that FSDP sent last, which it lets go in the next
-    row's backward. again: what `rows` has of a layer that runs again in backward."""
+    """Bytes of one rank. held: between steps, with gradients. gathered: parameters of gathered units, in the compute
+    dtype. unreduced: gradients of the largest unit before they are reduced. rows: what the largest row keeps for
+    backward. in_flight: what further rows of a pipeline keep. experts: rows that travel to experts, and back. head:
+    logits, and gradients of the head's inputs. host: on the host, while a checkpoint is written. unknown: why `rows`
+    could not be computed; "" if it was. lingering: buffers of the gradients that FSDP reduced last, which it frees in
+    the next row's backward. again: the part of `rows` of a layer that is recomputed in backward."""
 
     held: Held
     gathered: int
@@ -40,7 +40,7 @@ class Memory:
 
     @property
     def fullest(self) -> int:
-        """The head and a layer's backward take turns."""
+        """Bytes at the fullest moment: the head and a layer's backward take turns, all else adds up."""
         alternating = max(self.head + self.lingering, self.again + self.unreduced + self.experts)
         return self.held.resident + self.gathered + self.rows - self.again + self.in_flight + alternating
 
@@ -52,15 +52,15 @@ class Memory:
 
 
 def memory_of(model: Blueprint, mesh: MeshSizes, rows: RowFacts | None, *, recompute: bool | None = None) -> Memory:
-    """Of the rank that needs most, on the fullest stage. rows: of a step; without them, rows are as long as
-    step.max_tokens_per_device allows, and a pipeline has enough of them. recompute: None as model.recompute says."""
+    """The memory of the rank that needs most, on the fullest stage. rows: of a step; None for rows as long as
+    step.max_tokens_per_device allows, and enough of them for a pipeline. recompute: None as model.recompute says."""
     return max(memory_by_stage(model, mesh, rows, recompute=recompute), key=lambda memory: memory.fullest)
 
 
 def memory_by_stage(
     model: Blueprint, mesh: MeshSizes, rows: RowFacts | None, *, recompute: bool | None = None
 ) -> list[Memory]:
-    """For each stage, the memory of the rank that holds most."""
+    """For each stage, the memory of the rank that holds most between steps. Arguments as in memory_of."""
     full = model.config.model.recompute == "full" if recompute is None else recompute
     return [_of_stage(model, mesh, held, rows, recompute=full) for held in Holdings(model, mesh).by_stage()]
 
@@ -96,33 +96,33 @@ def _of_stage(model: Blueprint, mesh: MeshSizes, held: Held, rows: RowFacts | No
 
 
 def longest_row(model: Blueprint, rows: RowFacts | None) -> tuple[int, int | None]:
-    """(tokens of the longest row, micro-batches; None for many)."""
+    """(Tokens of the longest row, number of micro-batches; None for many)."""
     if rows is None:
         return model.config.step.max_tokens_per_device, None
     return rows.longest, rows.load.micro_batches
 
 
 def rows_in_flight(model: Blueprint, mesh: MeshSizes, place: int, micro_batches: int | None) -> float:
-    """Rows of which a rank of mesh.pp keeps what backward needs; with several stages per rank, a share of its layers
-    for each."""
+    """The number of rows for which a rank of mesh.pp keeps what backward needs, at most. With several stages per rank,
+    a row counts by the share of the rank's stages that keep it."""
     found = model.stages(mesh.pp)
     if found is None:
         return 1.0
     placement, schedule = found[0].placement, model.config.mesh.pp_schedule
     many = 4 * placement.stages if micro_batches is None else micro_batches
     if schedule != "GPipe":
-        many = min(many, 4 * placement.stages)  # more change nothing
+        many = min(many, 4 * placement.stages)  # more micro-batches change nothing
     return in_flight(schedule, placement, place, many) / placement.chunks
 
 
 def last_place(model: Blueprint, mesh: MeshSizes) -> int:
-    """The place on mesh.pp that has the loss."""
+    """The place on mesh.pp that computes the loss."""
     found = model.stages(mesh.pp)
     return 0 if found is None else found[0].placement.last
 
 
 def sharing(model: Blueprint, mesh: MeshSizes, rows: RowFacts | None) -> RowSharing:
-    """The ranks that share the largest row, which is part of one document where that can be."""
+    """How ranks share the largest row, which is a part of one document if documents may be cut."""
     cuts = rows is None or rows.cuts
     ulysses = model.ulysses(mesh.cp, mesh.tp) if cuts else None
     ring, heads = (1, 1) if ulysses is None else (mesh.cp // ulysses, ulysses)
@@ -130,8 +130,8 @@ def sharing(model: Blueprint, mesh: MeshSizes, rows: RowFacts | None) -> RowShar
 
 
 def _unreduced(model: Blueprint, held: Held, micro_batches: int | None) -> int:
-    """In the compute dtype as autograd gives them, and as they are sent. With fsdp.reduce=last those of all units stay
-    where they are until the step's last micro-batch."""
+    """Bytes of unreduced gradients of the largest unit: in the compute dtype, as autograd makes them, and as they are
+    sent. With fsdp.reduce=last, gradients of all units stay unreduced until the step's last micro-batch."""
     precision, trained = model.setup.precision, [unit for unit in held.units if unit.trained]
     largest = max((_both(unit, precision.compute, precision.reduce) for unit in trained), default=0)
     if model.config.fsdp.reduce == "last" and micro_batches != 1:
@@ -140,7 +140,7 @@ def _unreduced(model: Blueprint, held: Held, micro_batches: int | None) -> int:
 
 
 def _lingering(model: Blueprint, held: Held, micro_batches: int | None) -> int:
-    """The root's, whose gradients come last in a backward."""
+    """Bytes of the root's gradients as they were sent, which come last in a backward."""
     if micro_batches == 1 or model.config.fsdp.reduce == "last":
         return 0
     roots = (unit for unit in held.units if unit.name == "root" and unit.shards > 1)
@@ -152,21 +152,21 @@ def _both(unit: HeldUnit, compute: torch.dtype, reduce: torch.dtype) -> int:
 
 
 def _expert_rows(model: Blueprint, mesh: MeshSizes, tokens: int) -> int:
-    """Rows sent and received by a rank, where routers choose evenly; more where they do not."""
+    """Bytes of the rows that a rank sends to experts and receives, if routers choose evenly; more if they do not."""
     if mesh.ep == 1:
         return 0
     return 2 * tokens * rows_of_a_token(model) * model.text.hidden_size * model.setup.precision.compute.itemsize
 
 
 def rows_of_a_token(model: Blueprint) -> int:
-    """Rows that travel to experts for each token: its choices, or all experts where each gets every token."""
+    """Rows that travel to experts per token: one for each choice, or for every expert if all get every token."""
     facts = model.built.flops
     every = not all(hasattr(child, "has_gate") for child in model.experts.values())
     return facts.experts if every else facts.experts_per_token
 
 
 def _head(model: Blueprint, mesh: MeshSizes, tokens: int) -> int:
-    """Tiles of logits and the gradients that ops/head.py makes of them, of a row whose tokens are all trained."""
+    """Bytes of the tiles of logits in ops/head.py and of their gradients, for a row whose tokens are all trained."""
     head, compute = model.module.head, model.setup.precision.compute.itemsize
     if isinstance(head, ValueHead):
         return 0
@@ -178,7 +178,7 @@ def _head(model: Blueprint, mesh: MeshSizes, tokens: int) -> int:
     if not head.weight.requires_grad or not model.setup.trained:
         return tiles + hidden
     wide = compute if compute == 4 else 4 + compute
-    # Where the vocabulary is divided, logits are computed once more in backward, in two blocks of fp32.
+    # With a divided vocabulary, logits are computed once more in backward, in two blocks of fp32.
     blocks = 2 * min(block_bytes(kind), 4 * tiles // compute) if mesh.tp > 1 and compute != 4 else 0
     return tiles + hidden + vocabulary * width * wide + blocks
 

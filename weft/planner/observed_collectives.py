@@ -1,4 +1,4 @@
-"""The collectives of a step: each with its ranks and bytes, on a real rank as on a simulated one."""
+"""Counts the collectives of a step, with their ranks and bytes, on a real rank or a simulated one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weft.engine.engine import Engine
 from weft.ops.communicator import Communicator, GroupCommunicator
 from weft.parallel.mesh import Mesh
 
-# torch's operation -> (what it is called, whose bytes are counted: the place among its arguments).
+# torch's operation -> (its name, index of the argument whose bytes are counted).
 _OPERATIONS = {
     "allreduce_": ("all-reduce", 0),
     "_allgather_base_": ("all-gather", 0),
@@ -29,7 +29,7 @@ _OPERATIONS = {
 
 @dataclass(frozen=True, order=True)
 class Kind:
-    """part: of the mesh, whose ranks take part. ranks: how many."""
+    """A kind of collective. part: the part of the mesh whose ranks take part. ranks: their number."""
 
     part: str
     ranks: int
@@ -38,8 +38,8 @@ class Kind:
 
 @dataclass
 class Total:
-    """Of the collectives of one kind. bytes: what all ranks together give, for all-gather; what this rank gives, for
-    all others but receive."""
+    """Number and bytes of the collectives of one kind. bytes: the input of all ranks for all-gather; the received
+    message for receive; the input of this rank for the others."""
 
     count: int = 0
     bytes: int = 0
@@ -47,13 +47,13 @@ class Total:
 
 @dataclass
 class Collectives:
-    """What a rank has called. parts: name of a process group -> part of the mesh."""
+    """The collectives that a rank has called. parts: name of a process group -> part of the mesh."""
 
     parts: Mapping[str, str]
     totals: dict[Kind, Total] = field(default_factory=dict)
 
     def add(self, operation: str, args: Iterable[Any]) -> None:
-        """Add a call of torch's operation of this name."""
+        """Add a call of torch's operation of this name. args: its arguments."""
         called, place = _OPERATIONS[operation]
         several = list(args)
         group = next(found for found in map(_group, several) if found is not None)
@@ -64,7 +64,7 @@ class Collectives:
 
 
 def parts_of(engine: Engine) -> dict[str, str]:
-    """Name of a process group -> the part of the mesh that it is; of several parts of the same ranks, the first."""
+    """Name of a process group -> its part of the mesh; the most specific one, if several parts have the group."""
     found: dict[str, str] = {}
     for name, group in (*_of_communicators(engine), *_of_mesh(engine.mesh)):
         found.setdefault(group.group_name, name)

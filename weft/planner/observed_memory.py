@@ -1,10 +1,10 @@
-"""What was in memory in a step, by class, when there was most.
+"""The content of memory in a step, by class, at the moment when there was most.
 
 `weights`, `optimizer` and `gradients` are those that the engine holds. `gathered` are whole parameters of FSDP units,
-with the buffers in which they arrive; `unreduced` the gradients of whole units on their way to the ranks that keep
-parts of them. `head` is what the head makes in a forward. Of what else a forward makes, `activations` outlive it,
-because backward needs them; a layer that runs again in backward has its own until its backward is done. All the rest
-is `temporary`. What an allocator rounds up, keeps back or cannot use is no part of it.
+with the buffers in which they arrive. `unreduced` are gradients of whole units before they are reduced. `head` is made
+by the head in a forward. `activations` are other tensors that outlive the forward that made them, because backward
+needs them; a layer that is recomputed in backward has activations until its backward is done. Everything else is
+`temporary`. Memory that an allocator rounds up, keeps back or cannot use is not counted.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ CLASSES = ("weights", "gradients", "optimizer", "activations", "head", "gathered
 
 @dataclass(slots=True)
 class Life:
-    """A storage. born: the number of the operation that made it, from 1; 0: before the first. died: the last operation
-    that was over before it went; None: it is still there. kind: its class, where that is known."""
+    """A storage. born: the number of the operation that made it, from 1; 0 if it was there before the first. died: the
+    number of operations that were done when it was freed; None if it still exists. kind: its class, if known."""
 
     bytes: int
     born: int
@@ -31,7 +31,8 @@ class Life:
 
 class Moment(NamedTuple):
     """One operation. phase, micro_batch: as in telemetry/flight.py. gathered: bytes of FSDP's gathered parameters.
-    node: the number of what backward computes; -1: nothing. again: it belongs to a layer that runs again."""
+    node: the number of the autograd node that runs in backward; -1 for none. again: whether the operation recomputes a
+    layer."""
 
     phase: str
     micro_batch: int
@@ -42,8 +43,8 @@ class Moment(NamedTuple):
 
 @dataclass(frozen=True)
 class Peak:
-    """classes: bytes of each of CLASSES when there was most in all. phase, micro_batch: when that was. most: the most
-    of each class at any time."""
+    """The fullest moment. classes: bytes of each of CLASSES at that moment. phase, micro_batch: of that moment. most:
+    the maximum of each class at any time."""
 
     classes: dict[str, int]
     phase: str
@@ -56,7 +57,7 @@ class Peak:
 
 
 def peak_of(lives: Sequence[Life], moments: Sequence[Moment]) -> Peak:
-    """The moment with most bytes, the first of several."""
+    """The moment with most bytes; the first, if there are several."""
     count, ends = len(moments), _ends_of_forwards(moments)
     change = {kind: np.zeros(count + 2, np.int64) for kind in CLASSES}
     for life in lives:
@@ -80,8 +81,8 @@ def _class_of(life: Life, ends: Sequence[int]) -> str:
 
 
 def _ends_of_forwards(moments: Sequence[Moment]) -> list[int]:
-    """For each operation of a forward, the last one of it; -1 for others. Forwards are those of a micro-batch, and
-    those of layers that run again, which one node of a backward's graph has run."""
+    """For each operation of a forward, the index of the forward's last operation; -1 for other operations. A forward is
+    that of a micro-batch, or the recomputation of a layer by one node of a backward's graph."""
     ends, end, previous = [-1] * len(moments), -1, None
     for at in reversed(range(len(moments))):
         moment = moments[at]

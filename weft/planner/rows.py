@@ -1,4 +1,4 @@
-"""The rows of a step on any mesh, from the lengths of its documents: the engine's own planner, without an engine."""
+"""Plans the rows of a step on any mesh from the lengths of its documents: the engine's planner, without an engine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from weft.planner.blueprint import Blueprint
 
 @dataclass(frozen=True)
 class StepLengths:
-    """The lengths of a step's documents. said: where they are from."""
+    """The lengths of a step's documents, in tokens. said: their origin, in words."""
 
     of: Sequence[int]
     said: str
@@ -23,8 +23,8 @@ class StepLengths:
 
 @dataclass(frozen=True)
 class Load:
-    """A rank's rows of a step. tokens: of all rows, with padding. predicted: those whose logits are read. shared: those
-    of documents that are cut over ranks of cp."""
+    """A rank's rows of a step. tokens: in all rows, with padding. predicted: tokens whose logits are read. shared:
+    tokens of documents that are cut over ranks of cp."""
 
     micro_batches: int
     tokens: float
@@ -34,9 +34,10 @@ class Load:
 
 @dataclass(frozen=True)
 class RowFacts:
-    """What memory and time of a step depend on. longest: tokens of the longest row. load: of a rank with the longest
-    row in each micro-batch. shares: of each micro-batch, the cost of its dearest row relative to their mean, `dearest`.
-    linear: the share of the FLOPs that is of weights. tokens, flops: of all documents. cuts: whether any is cut."""
+    """The facts of a step's rows that decide its memory and time. longest: tokens of the longest row. load: that of a
+    rank with the longest row in each micro-batch. dearest: FLOPs of a micro-batch's most expensive row, the mean over
+    micro-batches. shares: for each micro-batch, the cost of that row relative to `dearest`. linear: the share of
+    matrices of weights in the FLOPs. tokens, flops: of all documents. cuts: whether any document is cut."""
 
     longest: int
     load: Load
@@ -63,8 +64,8 @@ class RowFacts:
 
 
 def plan_rows(model: Blueprint, mesh: MeshSizes, lengths: Sequence[int], budget: int | None = None) -> StepPlan:
-    """The plan of a step of documents of these lengths, all of whose tokens are trained. budget: of a row; None as
-    step.max_tokens_per_device says. UserError where a document fits no row."""
+    """The plan of a step of documents of these lengths, all of whose tokens are trained. budget: tokens of a row; None
+    as step.max_tokens_per_device says. Raises UserError if a document fits no row."""
     planner = planner_of(model, mesh)
     return planner.plan([meta_of(planner, length) for length in lengths], budget or planner.step.max_tokens_per_device)
 
@@ -87,7 +88,7 @@ def meta_of(planner: StepPlanner, length: int) -> DocumentMeta:
 
 
 def _load(plan: StepPlan) -> Load:
-    """The rows of the rank that has the longest one in each micro-batch."""
+    """The load of a rank that has the longest row in each micro-batch."""
     tokens = shared = 0.0
     for micro in range(plan.micro_batches):
         tokens += max(_widths(plan, micro))

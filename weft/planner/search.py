@@ -1,5 +1,5 @@
-"""The best meshes for a model, a number of ranks and the lengths of its documents: every mesh that the axes allow is
-tried by arithmetic, and what the family, the config or the memory forbids is refused by name."""
+"""Searches the best meshes for a model, a number of ranks and the lengths of documents. Meshes that the axes allow are
+tried by arithmetic; those that the family, the config or the memory forbids are counted by reason."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from weft.planner.timing import StepTime, time_of
 BEST = 5
 _MOST_STAGES = 32
 _MOST_TRIED = 400
-_UNIT = 64  # of which budgets are multiples
+_UNIT = 64  # budgets above the configured one are multiples of it
 
 
 @dataclass(frozen=True)
 class Search:
-    """What is searched. config: of `weft sft` or `weft rl`. lengths: of a step's documents. stated: there are no
-    others; else data.max_length says how long one may be."""
+    """The problem to search. config: of `weft sft` or `weft rl`. lengths: of a step's documents, in tokens. stated:
+    whether there are no other lengths; else documents may be as long as data.max_length."""
 
     config: Any
     model: Blueprint
@@ -45,7 +45,7 @@ class Search:
         return [of[length] for length in self.lengths]
 
     def blocks(self, tp: int) -> int:
-        """Blocks that tp divides; 0 where it knows none, and is refused."""
+        """The number of blocks that tp divides; 0 if tp cannot divide the model."""
         try:
             return len(self.model.styles(tp).regions)
         except UserError:
@@ -53,14 +53,15 @@ class Search:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest document that there may be."""
+        """Tokens of the longest possible document."""
         longest = max(self.lengths)
         return longest if self.stated else max(longest, getattr(self.config.data, "max_length", None) or 0)
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """A mesh that fits. budget: step.max_tokens_per_device. limit: what keeps it from being faster, or larger."""
+    """A mesh that fits. budget: step.max_tokens_per_device. limit: the part of a step that limits its speed, and
+    "memory" if that is nearly full."""
 
     mesh: MeshSizes
     budget: int
@@ -72,8 +73,9 @@ class Proposal:
 
 @dataclass
 class Found:
-    """best: the fastest first. meshes: that the axes allow; tried: of them, the others are slower. nearest: of those
-    that do not fit, the one that needs the least memory. refused: reason -> number of meshes."""
+    """best: proposals, the fastest first. meshes: number of meshes that the axes allow. tried: number of meshes that
+    were tried. too_large: number of meshes that do not fit. nearest: of these, the one that needs the least memory.
+    refused: reason -> number of meshes."""
 
     best: list[Proposal] = field(default_factory=list)
     meshes: int = 0
@@ -84,7 +86,8 @@ class Found:
 
 
 def search(wanted: Search) -> Found:
-    """Try meshes, those first that could be the fastest, until no other could be among the best, or many were tried."""
+    """Try meshes in the order of their lower bounds of time, until no other can be among the best, or _MOST_TRIED were
+    tried."""
     found, known = Found(), dict[object, RowFacts]()
     room = wanted.machine.accelerator.memory * wanted.machine.usable
     bounds = [(_least_seconds(wanted, mesh), mesh) for mesh in meshes(wanted)]
@@ -111,8 +114,8 @@ def search(wanted: Search) -> Found:
 
 
 def _least_seconds(wanted: Search, mesh: MeshSizes) -> float:
-    """A lower bound of the step's time: computing by the busiest rank, what tp and ep send, and the ends of a pipeline;
-    nothing of FSDP."""
+    """A lower bound of a step's seconds: computing by the busiest rank, collectives of tp and ep, and the bubble of a
+    pipeline, without FSDP."""
     model, machine, ranks = wanted.model, wanted.machine, mesh.dp_replicate * mesh.shards
     costs = wanted.costs
     shared = mesh.cp if model.built.cuts_documents else 1
@@ -129,8 +132,8 @@ def _least_seconds(wanted: Search, mesh: MeshSizes) -> float:
 
 
 def _least_bubble(wanted: Search, mesh: MeshSizes, groups: int) -> float:
-    """A lower bound of the share that ranks of mesh.pp wait: with as many micro-batches as there can be. groups: of
-    ranks that may share a document."""
+    """A lower bound of the share of time that ranks of mesh.pp wait, for the largest possible number of micro-batches.
+    groups: number of groups of ranks that may share a document."""
     config = wanted.model.config.mesh
     if mesh.pp == 1 or config.pp_schedule in DELAYED:
         return 0.0
@@ -140,8 +143,8 @@ def _least_bubble(wanted: Search, mesh: MeshSizes, groups: int) -> float:
 
 
 def meshes(wanted: Search) -> Iterator[MeshSizes]:
-    """All products of axes that make the ranks. tp stays within a machine; cp is what documents need, up to twice
-    that."""
+    """All meshes whose axes multiply to the ranks and whose shards could fit. tp stays within a machine; cp is at most
+    twice what the longest document needs."""
     ranks, model = wanted.ranks, wanted.model
     layers = len(model.costs[0])
     needed = -(-wanted.longest // model.config.step.max_tokens_per_device)
@@ -159,7 +162,7 @@ def meshes(wanted: Search) -> Iterator[MeshSizes]:
 
 
 def _divisors(number: int, most: int) -> list[int]:
-    """The divisors that machines and shapes are made of: powers of two, times what is left of the number."""
+    """Divisors up to `most` that suit machines and shapes: powers of two, alone or times the number's odd part."""
     odd = number
     while odd % 2 == 0:
         odd //= 2
@@ -168,7 +171,7 @@ def _divisors(number: int, most: int) -> list[int]:
 
 
 def _could_fit(wanted: Search, parts: int) -> bool:
-    """Whether weights, gradients and states alone fit, in equal parts."""
+    """Whether weights, gradients and optimizer state alone fit, divided into `parts` equal parts."""
     setup = wanted.model.setup
     state = setup.precision.master.itemsize + sum(dtype.itemsize for dtype in setup.moments)
     total = wanted.model.stored + wanted.model.trained * state * setup.trained
@@ -176,7 +179,7 @@ def _could_fit(wanted: Search, parts: int) -> bool:
 
 
 def _check(wanted: Search, mesh: MeshSizes) -> None:
-    """UserError for what the config or the family does not do on this mesh."""
+    """Raise UserError if the config or the family forbids this mesh."""
     axes = {name: getattr(mesh, name) for name in ("dp_replicate", "dp_shard", "cp", "tp", "ep", "pp")}
     own = replace(wanted.config.mesh, **axes, ulysses=None)
     budget = _budget(wanted, mesh)
@@ -191,7 +194,7 @@ def _check(wanted: Search, mesh: MeshSizes) -> None:
 
 
 def _budget(wanted: Search, mesh: MeshSizes) -> int:
-    """step.max_tokens_per_device, or more where the longest document needs it."""
+    """step.max_tokens_per_device, or more if the longest document needs it."""
     stated = wanted.model.config.step.max_tokens_per_device
     shared = mesh.cp if wanted.model.built.cuts_documents else 1
     needed = -(-wanted.longest // shared)
@@ -202,7 +205,7 @@ def _rows(wanted: Search, mesh: MeshSizes, budget: int, known: dict[object, RowF
     model, groups = wanted.model, mesh.dp_replicate * mesh.dp_shard
     key = groups, mesh.cp, mesh.tp, budget
     if key not in known:
-        # Of equal documents a part of the ranks has the same part of them.
+        # If all documents are equal, a part of the ranks has the same part of the documents.
         alike = math.gcd(len(wanted.lengths), groups) if len(set(wanted.lengths)) == 1 else 1
         part = replace(mesh, dp_replicate=1, dp_shard=groups // alike)
         plan = plan_rows(model, part, wanted.lengths[: len(wanted.lengths) // alike], budget)
@@ -212,7 +215,8 @@ def _rows(wanted: Search, mesh: MeshSizes, budget: int, known: dict[object, RowF
 
 
 def _proposal(wanted: Search, mesh: MeshSizes, budget: int, rows: RowFacts, room: float) -> Proposal | Memory:
-    """The mesh as it fits, without recomputation where that is possible; else what it would need."""
+    """A proposal for this mesh, without recomputation if possible; the memory that it would need, if it does not
+    fit."""
     model, memory = wanted.model, None
     for recompute in (False, True):
         memory = memory_of(model, mesh, rows, recompute=recompute)

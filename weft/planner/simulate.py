@@ -1,9 +1,9 @@
-"""A step of one rank of a mesh of any size, in one process: weft's own Engine, with tensors that have no values and
-collectives that send nothing.
+"""Simulates a step of one rank of a mesh of any size in one process: weft's own Engine, with tensors that have no
+values and collectives that send nothing.
 
-Model, mesh, sharding, hooks, executor and optimizer are those of a run, and so is the plan of its rows. What differs is
-in few places: cluster/simulated.py says for which device kernels and sizes are chosen, and what stands for numbers that
-the host would wait for (experts get equally many tokens); ops/shapes.py stands for attention kernels of CUDA.
+Model, mesh, sharding, hooks, executor, optimizer and the plan of the rows are those of a run. The differences are in a
+few places: cluster/simulated.py gives the device for which kernels and sizes are chosen, and the numbers for which the
+host would wait (experts get equally many tokens); ops/shapes.py replaces attention kernels of CUDA.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from weft.planner.watch import Watch, held_by
 
 @dataclass(frozen=True)
 class Step:
-    """What is trained in a step. lengths: of its documents, all of whose tokens are trained. arrays: names of the
+    """A step to simulate. lengths: of its documents, in tokens, all of which are trained. arrays: names of the
     per-token arrays that the objective reads."""
 
     lengths: Sequence[int]
@@ -48,8 +48,9 @@ class Step:
 
 @dataclass(frozen=True)
 class Simulated:
-    """What a rank did in a step. stage: its place on mesh.pp. micro_batches: that were run, of `all_micro_batches`.
-    held: bytes of weights, gradients and optimizer's state, without padding. seconds: that the simulation took."""
+    """A rank's simulated step. stage: its place on mesh.pp; None without pp. micro_batches: number that were run, of
+    `all_micro_batches`. held: bytes of weights, gradients and optimizer state, without padding. seconds: duration of
+    the simulation."""
 
     rank: int
     stage: int | None
@@ -62,12 +63,12 @@ class Simulated:
 
 
 def simulate(config: EngineConfig, world: int, assumed: Accelerator | None, step: Step, *, rank: int = 0) -> Simulated:
-    """Take a step as this rank of so many, in a process that is in no process group; not the first step, as the
-    optimizer has its state.
+    """Simulate a step of rank `rank` of `world` ranks, in a process without a process group. The optimizer has its
+    state already, as in a later step of a run.
 
-    assumed: each rank's accelerator; None for a CPU. Of many micro-batches only the longest run, so many that the
-    pipeline is full and gradients are there. UserError for what is refused of the config, and where the family's code
-    depends on values.
+    assumed: each rank's accelerator; None for a CPU. Of many micro-batches only the longest are run: enough to fill the
+    pipeline and to have gradients. Raises UserError for a config that is refused, and if the family's code depends on
+    values.
     """
     _check(config)
     began, simulation = time.perf_counter(), Simulation("cpu" if assumed is None else "cuda")
@@ -91,7 +92,8 @@ def simulate(config: EngineConfig, world: int, assumed: Accelerator | None, step
 
 
 def watched_step(engine: Engine, plan: StepPlan, rows: Rows, objective: Objective) -> tuple[dict[str, int], Watch]:
-    """(bytes by class of what is held at the end of the backward, what was seen) of one step, also of a real rank."""
+    """Run one step, also of a real rank. Returns (bytes by class that the engine holds at the end of the backward, the
+    Watch)."""
     with Watch(engine) as watch:
         engine.accumulate(plan, rows, objective)
         held = {kind: sum(tensor.nbytes for tensor in tensors) for kind, tensors in held_by(engine).items()}
@@ -105,7 +107,7 @@ def plan_of(engine: Engine, step: Step) -> StepPlan:
 
 
 def rows_of(engine: Engine, plan: StepPlan, step: Step) -> Rows:
-    """This rank's rows, all of them built; in a simulation without values."""
+    """This rank's rows, already built; in a simulation their tensors have no values."""
     rows = engine.rows(plan, take(_documents(step), engine.needs(plan)), step.objective).ahead()
     simulation = engine.ranks.simulated
     if simulation is None:
@@ -115,7 +117,7 @@ def rows_of(engine: Engine, plan: StepPlan, step: Step) -> Rows:
 
 
 def _documents(step: Step) -> list[Document]:
-    """The documents of a step; those of one length are one object, because tokens do not matter."""
+    """The documents of a step; documents of one length are the same object, because tokens do not matter."""
     like: dict[int, Document] = {}
     for length in set(step.lengths):
         ones = torch.ones(length)
@@ -124,8 +126,8 @@ def _documents(step: Step) -> list[Document]:
 
 
 def fewest_micro_batches(engine: Engine) -> int:
-    """So many that a further one changes nothing of a rank's memory: when the last one's backward begins, the others
-    have left their gradients, and what a pipeline holds at once has been held."""
+    """The number of micro-batches beyond which a rank's memory does not change: when the last backward begins, there
+    are gradients of earlier micro-batches, and a pipeline has held as many rows as it ever does."""
     pp, schedule, stages = engine.mesh.pp, engine.config.mesh.pp_schedule, engine.stages
     if pp is None or stages is None:
         return 2
@@ -136,7 +138,7 @@ def fewest_micro_batches(engine: Engine) -> int:
 
 
 def longest(plan: StepPlan, count: int) -> StepPlan:
-    """The plan of so many of its micro-batches, at most: those with the longest rows."""
+    """The plan cut to at most `count` micro-batches, those with the longest rows."""
     order = sorted(range(plan.micro_batches), key=lambda micro: -max(plan.lengths[micro]))
     kept = sorted(order[:count])
     return replace(
@@ -149,7 +151,7 @@ def longest(plan: StepPlan, count: int) -> StepPlan:
 
 
 def make_state(engine: Engine) -> None:
-    """Let the optimizer make its state, which it has from the second step on."""
+    """Let the optimizer create its state, which in a run it has from the second step on."""
     assert engine.optimizer is not None
     for parameter in engine.module.parameters():
         if parameter.requires_grad:
@@ -179,7 +181,7 @@ def _depends(engine: Engine, error: Exception) -> UserError:
 
 
 def _forget_meshes() -> None:
-    """DTensor remembers meshes by their shape, and with them process groups that are no more."""
+    """Clear DTensor's caches, which are keyed by the shape of a mesh and hold process groups that no longer exist."""
     _clear_sharding_prop_cache()
     clear_redistribute_planner_cache()
 

@@ -1,4 +1,4 @@
-"""How long a step would take on an assumed machine, part by part: arithmetic on stated rates, and no measurement."""
+"""The time of a step on an assumed machine, part by part: arithmetic on stated rates, without measurement."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from weft.planner.traffic import Transfer, transfers
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a step on the slowest stage. seconds: by itself. waits: those in which nothing is computed; all of
-    computing counts. received: bytes that a rank receives."""
+    """A part of a step on the slowest stage. seconds: duration of the part by itself. waits: the seconds that it adds
+    to the step; for communication, those in which nothing is computed. received: bytes that a rank receives."""
 
     name: str
     seconds: float
@@ -31,8 +31,8 @@ class Part:
 
 @dataclass(frozen=True)
 class StepTime:
-    """seconds: of a step. parts: which add up to it by `waits`. tokens: of all ranks. mfu: FLOPs of the model / what
-    the peak allows. transfers: of the slowest stage's ranks."""
+    """The time of a step. parts: their `waits` add up to `seconds`. tokens: of all ranks. mfu: FLOPs of the model as a
+    share of those at peak. transfers: those of a rank of the slowest stage."""
 
     seconds: float
     parts: tuple[Part, ...]
@@ -42,7 +42,7 @@ class StepTime:
 
     @property
     def limit(self) -> str:
-        """The part without which a step would be shortest, computing apart."""
+        """The name of the part other than computing that adds most to a step; "computing" if none adds a tenth."""
         waiting = max((part for part in self.parts if part.name not in _COMPUTING), key=lambda part: part.waits)
         return waiting.name if waiting.waits > 0.1 * self.seconds else "computing"
 
@@ -52,9 +52,8 @@ _COMPUTING = ("matrices", "attention")
 
 @dataclass(frozen=True)
 class _Work:
-    """A stage's seconds for one row that costs what the mean of the dearest rows does. linear, attention: of a forward
-    and backward. forward, backward: those of the collectives that nothing hides. gathers: those that computing hides,
-    in forward, in backward, and at the end of a step."""
+    """A stage's seconds, as (forward, backward), for one row of the cost RowFacts.dearest. linear, attention:
+    computing. open: collectives that nothing hides. gathers: collectives that computing may hide."""
 
     linear: tuple[float, float]
     attention: tuple[float, float]
@@ -62,7 +61,7 @@ class _Work:
     gathers: tuple[float, float]
 
     def seconds(self, share: float) -> tuple[float, float]:
-        """(forward, backward) of a row that costs `share` times as much."""
+        """(Forward, backward) seconds of a row that costs `share` times as much."""
         both = []
         for phase in (0, 1):
             computing = (self.linear[phase] + self.attention[phase]) * share
@@ -122,8 +121,8 @@ def _work(
 def _flops(
     model: Blueprint, mesh: MeshSizes, stage: int, rows: RowFacts, *, recompute: bool
 ) -> tuple[tuple[float, float], tuple[float, float]]:
-    """((forward, backward) of matrices, of attention) that a rank of a stage computes for a row of the dearest rows'
-    mean cost. Recomputed layers count again, in backward."""
+    """((forward, backward) FLOPs of matrices, the same of attention) of a rank of a stage, for a row of the cost
+    RowFacts.dearest. Recomputed layers count again, in backward."""
     of_rank = rows.dearest / mesh.tp
     whole, head = model.costs
     everything, own = sum(whole) + head, model.layers(mesh.pp, stage)
@@ -145,7 +144,8 @@ def _flops(
 def _seconds_of_rows(
     model: Blueprint, mesh: MeshSizes, works: Sequence[_Work], busy: Sequence[float], shares: Sequence[float]
 ) -> float:
-    """All forwards and backwards of a step, with the waiting of the ranks of mesh.pp for each other. busy: of each."""
+    """Seconds of all forwards and backwards of a step, with the waiting of stages for each other. busy: each stage's
+    seconds without waiting."""
     found = model.stages(mesh.pp)
     if found is None:
         return busy[0]
@@ -153,7 +153,7 @@ def _seconds_of_rows(
     placement, delayed = stages.placement, schedule in DELAYED
     run, more = list(shares), 0.0
     if schedule != "GPipe" and len(run) > 8 * placement.stages and max(run) - min(run) < 1e-6:
-        # Once a pipeline of equal rows is full, one more takes as long as on its slowest rank.
+        # Once a pipeline of equal rows is full, a further row adds its time on the slowest rank.
         del run[8 * placement.stages :]
         more = max(busy) * (1.0 - len(run) / len(shares))
     orders = [order(schedule, placement, place, len(run)) for place in range(mesh.pp)]
@@ -171,18 +171,19 @@ def _seconds_of_rows(
 
 
 def _end_of_step(moved: Sequence[Transfer], machine: Machine) -> float:
-    """What comes once, at the end: sums over replicas, over tp and between stages."""
+    """Seconds of the collectives at the end of a step: sums over replicas, over tp and between stages."""
     return sum(one.seconds(machine) for one in moved if one.phase == "step")
 
 
 def _update_seconds(held: Held, machine: Machine) -> float:
-    """Gradients are read twice, for the norm and the step; weights and states are read and written."""
+    """Seconds of clipping and the update: gradients are read twice, weights and states are read and written."""
     moved = 2 * (held.gradients + held.gradients + held.optimizer + held.average)
     return moved / (machine.memory_rate * machine.moved)
 
 
 def _parts(work: _Work, rows: RowFacts, moved: Sequence[Transfer], machine: Machine) -> list[Part]:
-    """The slowest stage's time: computing, and each kind of collective with what of it nothing hides."""
+    """The parts of the slowest stage's time: computing, and each kind of collective, with the seconds that computing
+    does not hide."""
     total = sum(rows.shares)
     linear, attention = sum(work.linear) * total, sum(work.attention) * total
     even = rows.utilisation

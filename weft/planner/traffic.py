@@ -1,4 +1,4 @@
-"""What the ranks of a mesh send each other in an optimizer step: each collective, its group and its bytes.
+"""The communication of a mesh in an optimizer step: each collective, with its group and its bytes.
 
 The formulas are those of docs/reference/parallelism.md. Not counted, because they are small: metrics, the gradient
 norm, numbers of rows for experts, and log-sum-exps of a divided vocabulary.
@@ -28,9 +28,9 @@ _BACKWARD: Phase = "backward"
 
 @dataclass(frozen=True)
 class Transfer:
-    """A collective of a step. axis, size, stride: its group. payload: bytes of the whole tensor in one call; of an
-    all-to-all, of what a rank deals out, its own part included. calls: in the step. hidden: computing goes on while it
-    runs."""
+    """A collective of a step. axis, size: its group and the number of ranks in it. stride: difference of the numbers of
+    neighbours in the group. payload: bytes of the whole tensor in one call; for an all-to-all, bytes that a rank deals
+    out, its own part included. calls: number in the step. hidden: whether computing goes on while it runs."""
 
     what: str
     kind: Kind
@@ -44,7 +44,7 @@ class Transfer:
 
     @property
     def received(self) -> float:
-        """Bytes that a rank receives in the step; as many as it sends."""
+        """Bytes that a rank receives in the step; it sends as many."""
         if self.kind == "send":
             return self.payload * self.calls
         once = self.payload * (self.size - 1) / self.size
@@ -103,7 +103,7 @@ def _of_units(model: Blueprint, mesh: MeshSizes, held: Held, load: Load) -> Iter
 
 
 def _group(mesh: MeshSizes, unit: HeldUnit) -> tuple[str, int]:
-    """(what the ranks of a unit are called, the difference of their numbers)."""
+    """(The name of the group over which a unit is sharded, its stride)."""
     if unit.strategy == "experts":
         return "same experts", mesh.tp * mesh.ep
     return ("dp_shard x cp" if mesh.cp > 1 else "dp_shard"), mesh.tp
@@ -159,7 +159,8 @@ def _norm_follows(model: Blueprint) -> bool:
 
 
 def _alike(model: Blueprint, mesh: MeshSizes, held: Held, sequence: bool) -> float:
-    """Bytes of gradients that are summed over tp once per step: of what all its ranks have, but use for their part."""
+    """Bytes of gradients that are summed over tp once per step: of weights that all ranks of tp have whole, and use for
+    their part of the work."""
     stages, found = model.stages(mesh.pp), 0
     for weight, inside in model.undivided(mesh.tp):
         there = stages is None or held.place.pp in stages[1].holders[weight.name]
@@ -172,8 +173,8 @@ def _alike(model: Blueprint, mesh: MeshSizes, held: Held, sequence: bool) -> flo
 
 
 def _of_cp(model: Blueprint, mesh: MeshSizes, held: Held, load: Load, *, recompute: bool) -> Iterator[Transfer]:
-    """Heads, or keys and values, of documents that are cut. An all-to-all's payload is what a rank deals out, of which
-    a share of 1 / size stays with it."""
+    """The exchange of heads, or of keys and values, for documents that are cut. The payload of an all-to-all includes
+    the share of 1 / size that stays on the rank."""
     ulysses = model.ulysses(mesh.cp, mesh.tp)
     if ulysses is None or not load.shared:
         return
@@ -181,7 +182,7 @@ def _of_cp(model: Blueprint, mesh: MeshSizes, held: Held, load: Load, *, recompu
     own = len(model.layers(mesh.pp, held.place.pp)) * layers / len(model.costs[0])
     heads, keys = received_per_token(model.built.flops, model.checked, mesh.cp, ulysses, mesh.tp)
     size, again = model.setup.precision.compute.itemsize, 2 if recompute else 1
-    tokens = load.shared * mesh.cp / load.micro_batches  # of the whole group: the formula is of a document's tokens
+    tokens = load.shared * mesh.cp / load.micro_batches  # tokens of the whole group, as received_per_token counts them
     calls = own * load.micro_batches
     parts = (
         ("heads for tokens", "cp (ulysses)", heads, ulysses, mesh.tp),
@@ -197,7 +198,7 @@ def _of_cp(model: Blueprint, mesh: MeshSizes, held: Held, load: Load, *, recompu
 
 
 def _of_experts(model: Blueprint, mesh: MeshSizes, held: Held, load: Load, *, recompute: bool) -> Iterator[Transfer]:
-    """Rows to their experts, and back, where routers choose evenly."""
+    """The exchange of rows with experts, if routers choose evenly."""
     if mesh.ep == 1:
         return
     there = set(model.layers(mesh.pp, held.place.pp))

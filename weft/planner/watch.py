@@ -1,7 +1,8 @@
-"""Watches a rank, real or simulated, take a step: every storage of a tensor, from birth to death, and every collective.
+"""Observes a step of a rank, real or simulated: every storage, from its creation until it is freed, and every
+collective.
 
-FSDP keeps the storages of gathered parameters and empties them in between, of which torch tells nobody: a unit's are
-looked at after whatever may have filled them, and while they are full.
+FSDP keeps the storages of gathered parameters and empties them in between, without any event of torch. So a unit's
+storages are checked after every operation that may have filled them, and while they are full.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from weft.planner.observed_collectives import Collectives, parts_of
 from weft.planner.observed_memory import Life, Moment, Peak, peak_of
 from weft.telemetry import flight
 
-# With these FSDP fills gathered parameters: of several ranks, and of one.
+# Operations by which FSDP fills gathered parameters: with several ranks, and with one.
 _FILLS = (torch.ops.fsdp.split_with_sizes_copy.default, torch.ops.aten.copy_.default)
 
 # Phases of telemetry/flight.py in which autograd runs.
@@ -44,20 +45,20 @@ class _Unit:
 
 
 class Watch(TorchDispatchMode):
-    """What this thread does inside, from the first operation to the last; once."""
+    """Records the operations of this thread inside the context; to be entered once."""
 
     def __init__(self, engine: Engine) -> None:
-        """engine: before the step, with the optimizer's state."""
+        """engine: before the step, when the optimizer has its state."""
         super().__init__()
         self.engine, self.collectives = engine, Collectives(parts_of(engine))
-        self.moments: list[Moment] = []  # by operation
+        self.moments: list[Moment] = []  # one per operation
         self.lives: list[Life] = []
         self._phase = ("", 0)
         self._alive: dict[int, Life] = {}  # by address
         self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         groups = (unit._get_fsdp_state()._fsdp_param_group for unit in fsdp_modules(engine.module))
         self._groups: list[Any] = [group for group in groups if group is not None]
-        self._units: dict[int, _Unit] = {}  # by the place of their group; those that have been gathered
+        self._units: dict[int, _Unit] = {}  # index of a group -> its unit, once it was gathered
         self._full: list[_Unit] = []
         self._in_head = False
         head = engine.module.head
@@ -70,7 +71,7 @@ class Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if DTensor in types:
-            return NotImplemented  # what it does is seen part by part
+            return NotImplemented  # DTensor's own operations are seen one by one
         out = func(*args, **(kwargs or {}))
         if func in _FILLS:
             self._look_for_gathered()
@@ -143,12 +144,12 @@ class Watch(TorchDispatchMode):
                 unit = self._units[place] = _Unit(group.fsdp_params)
                 for tensor in unit.tensors:
                     life = self._life(tensor)
-                    life.kind, life.bytes = "gathered", 0  # they are the unit's
+                    life.kind, life.bytes = "gathered", 0  # the unit counts the bytes
         self._full = [unit for unit in self._units.values() if unit.full]
 
 
 def held_by(engine: Engine) -> dict[str, list[Tensor]]:
-    """What an engine holds on this rank between steps: its weights, the optimizer's state, and gradients."""
+    """The tensors that an engine holds on this rank, by class: weights, optimizer state and gradients."""
     assert engine.optimizer is not None
     parameters = list(engine.module.parameters())
     states = [value for state in engine.optimizer.state.values() for value in state.values()]
@@ -161,7 +162,7 @@ def held_by(engine: Engine) -> dict[str, list[Tensor]]:
 
 
 def _gradients_of(groups: Iterable[Any]) -> Iterator[Tensor]:
-    """Gradients, with those that wait for the step's last micro-batch."""
+    """Gradients of FSDP's groups, with those that are not reduced before the step's last micro-batch."""
     for group in groups:
         if group._partial_reduce_output is not None:
             yield group._partial_reduce_output

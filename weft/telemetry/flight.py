@@ -1,10 +1,10 @@
-"""What this rank is doing right now, in a small file that outlives it.
+"""The flight record: what this rank is doing right now, in a small file that outlives the process.
 
-Recipes and the engine say `flight.at("forward", 2, documents)`; that costs some microseconds. The file has two lines
-of fixed width, each with a check sum, written in turns: whoever reads after a kill -9 finds one of them whole.
-It is the launcher's, in its scratch folder, or where a rank has no launcher of weft, RUN/flight/rank-00000.live; what
-is kept of a failed run is RUN/flight/rank-00000.json.
-`listeners` are told of every phase that begins: timing.py and profiling.py follow the same marks.
+Recipes and the engine call `flight.at("forward", 2, documents)`, which costs some microseconds. The file has two lines
+of fixed width, each with a checksum, written in turns, so that one of them is whole even after a kill -9. The file is
+in the launcher's scratch folder or, without weft's launcher, at RUN/flight/rank-00000.live. After a failure the record
+is kept as RUN/flight/rank-00000.json.
+`listeners` are called when a phase begins; timing.py and profiling.py use them.
 Times are those of the monotonic clock, which all processes of a machine share. Imports no torch.
 """
 
@@ -27,12 +27,12 @@ _LINE = 4096
 _TRAIL = 32
 _MOST_DOCUMENTS = 8
 _LONGEST_SOURCE = 120
-# Of a collective, in torch's flight recorder; and the functions that read it.
+# Fields of a collective in torch's flight recorder, and the functions that read it.
 _KEYS = ("collective_seq_id", "profiling_name", "state", "input_sizes", "input_dtypes", "timeout_ms")
 _GROUPS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
-# Phases that may rightly take long: so many times train.timeout pass before one counts as hung.
+# Slow phases, and the multiple of train.timeout after which one counts as hung.
 PATIENCE = {"load": 10.0, "save": 10.0, "sample": 10.0, "profile": 10.0}
-ENDLESS = "idle"  # it is not up to this process when it ends
+ENDLESS = "idle"  # has no limit: another process decides when it ends
 FIRST_STEP_PATIENCE = 10.0  # compilation
 
 _WORDS = {
@@ -63,10 +63,10 @@ _ABOUT_DOCUMENTS = ("plan", "count", "rows", "forward", "backward", "reduce", "e
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """One rank at one moment. since: when the phase began or last made progress. limit: seconds that it may take. step
-    is 0 before the first. documents: the first few sources of the documents in this phase, of `count`. plan: digest of
-    the step's plan. changes: number of phases so far, equal on ranks that are equally far. trail: the last phases,
-    oldest first: since, step, phase, micro_batch."""
+    """One rank at one moment. since: when the phase began or last made progress. limit: seconds that the phase may take
+    without progress. step: 0 before the first. documents: sources of the first few of the phase's `count` documents.
+    plan: digest of the step's plan. changes: number of phases so far, equal on ranks that are equally far. trail: the
+    last phases, oldest first: since, step, phase, micro_batch."""
 
     rank: int = 0
     world: int = 1
@@ -105,14 +105,14 @@ class Flight:
     def _reset(self) -> None:
         self._file: int | None = None
         self._path: Path | None = None
-        self._own = False  # whether the file is in RUN, for want of a launcher that reads it
+        self._own = False  # whether the file is in RUN, because no launcher reads it
         self._fixed: dict[str, Any] = {"rank": 0, "world": 1, "pid": os.getpid(), "run": ""}
         self._step: dict[str, Any] = {"step": 0, "steps": 0, "plan": ""}
         self._about = '"documents":[],"count":0'
-        self._head = ""  # what changes with the step only, as JSON
+        self._head = ""  # the part that changes with the step only, as JSON
         self._trail: deque[str] = deque(maxlen=_TRAIL)
         self._timeout: float | None = None
-        self.key = "train.timeout"  # that says so
+        self.key = "train.timeout"  # the config key of the timeout
         self._first_step = 0
         self._written, self._turn = 0.0, False
         self.phase, self.micro_batch, self.changes = "start", 0, 0
@@ -120,7 +120,7 @@ class Flight:
         self.limit: float | None = None
         self.listeners: list[Callable[[str, int], None]] = []
 
-    # ------------------------------------------------------------ what the rank says
+    # ------------------------------------------------------------ what the rank reports
 
     def begin(self, rank: int, world: int) -> None:
         """Set this rank and the number of ranks."""
@@ -129,18 +129,18 @@ class Flight:
         self.at(self.phase)
 
     def watch(self, timeout: float, key: str = "train.timeout") -> None:
-        """From now on a phase without progress for `timeout` seconds, or its multiple for slow phases, is a hang. key:
-        the config key of the timeout."""
+        """Count a phase without progress for `timeout` seconds, or a multiple of it for slow phases, as a hang from now
+        on. key: the config key of the timeout."""
         self._timeout, self.key = timeout, key
         self.at(self.phase)
 
     @property
     def patience(self) -> str:
-        """In words, how long other ranks are waited for."""
+        """How long this rank waits for others, in words."""
         return self.key if self._timeout is None else f"{self._timeout:g} seconds ({self.key})"
 
     def in_run(self, run: Path) -> None:
-        """RUN exists from now on; without a launcher the record is kept there."""
+        """Set RUN, which exists from now on; without a launcher the record is kept there."""
         self._fixed["run"] = str(run)
         if self._file is None:
             path = run / FOLDER / live_name(self._fixed["rank"])
@@ -153,8 +153,8 @@ class Flight:
         self._write()
 
     def step(self, number: int, of: int, documents: Sequence[str] = (), count: int | None = None) -> None:
-        """Begin a step. documents: sources of its documents, at least the first few. count: of all its documents, if
-        `documents` are not all."""
+        """Begin a step. documents: sources of its documents, at least the first few. count: number of all its
+        documents, if `documents` has only some."""
         self._first_step = self._first_step or number
         self._step, self._head = {"step": number, "steps": of, "plan": ""}, ""
         self.at("plan", documents=documents, count=count)
@@ -195,7 +195,7 @@ class Flight:
         return Record(**json.loads(self._text()))
 
     def silence(self) -> float | None:
-        """Seconds beyond the limit without progress; None within it."""
+        """Seconds by which the time without progress exceeds the limit; None within it."""
         over = -1.0 if self.limit is None else time.monotonic() - self.since - self.limit
         return over if over > 0 else None
 
@@ -210,7 +210,7 @@ class Flight:
             self._write()
 
     def close(self, remove: bool = True) -> None:
-        """Forget everything; remove: delete this rank's own file in RUN."""
+        """Close the file and forget everything. remove: delete the file, if it is in RUN."""
         if self._file is not None:
             os.close(self._file)
         if remove and self._own and self._path is not None:
@@ -236,7 +236,7 @@ class Flight:
         line = b"%08x %s" % (zlib.crc32(text), text)
         if len(line) < _LINE:
             self._turn = not self._turn
-            with suppress(OSError):  # a full disk ends the run where something is lost by it, not here
+            with suppress(OSError):  # a full disk must end the run where data is lost, not here
                 os.pwrite(self._file, line.ljust(_LINE - 1) + b"\n", _LINE * self._turn)
 
 
@@ -251,7 +251,7 @@ def kept_name(rank: int) -> str:
 
 
 def read(path: Path) -> Record | None:
-    """The newest whole record of a file, as a rank keeps it or as `keep` wrote it; None where there is none."""
+    """The newest whole record in a file of a rank or of `keep`; None if there is none."""
     found = []
     with suppress(OSError, ValueError):
         content = path.read_bytes()
@@ -265,13 +265,13 @@ def read(path: Path) -> Record | None:
 
 
 def read_all(folder: Path) -> dict[int, Record]:
-    """rank -> record, of every file in a folder; of a rank that has both, the one it still writes."""
+    """rank -> record for every file in a folder; of a rank with both kinds of file, the live one."""
     records = (read(path) for path in sorted(folder.glob("rank-*[.]*")) if path.suffix in (".json", ".live"))
     return {record.rank: record for record in records if record is not None}
 
 
 def keep(record: Record, more: Mapping[str, Any]) -> bool:
-    """Write a rank's record, and what else is known of its end, into RUN/flight, for people to read. False where that
+    """Write a rank's record, and `more` about its end, into RUN/flight, for people to read. Returns False if that
     fails."""
     if not record.run:
         return False
@@ -307,7 +307,7 @@ def last_collectives(count: int = 16) -> list[dict[str, Any]]:
             continue
         try:
             entries = json.loads(dump(includeCollectives=True, onlyActive=False)).get("entries", [])
-        except Exception:  # whatever is wrong with it, the failure that is being reported matters more
+        except Exception:  # the failure that is being reported matters more
             continue
         for entry in entries[-count:]:
             group = entry.get("process_group") or [""]
@@ -315,7 +315,7 @@ def last_collectives(count: int = 16) -> list[dict[str, Any]]:
     return found
 
 
-# The one of this process. What it is doing is a fact of the process, as its pid is.
+# The record of this process: global, because what a process is doing is a fact of the process, as its pid is.
 own = Flight()
 at, beat, step, planned = own.at, own.beat, own.step, own.planned
 begin, watch, in_run = own.begin, own.watch, own.in_run

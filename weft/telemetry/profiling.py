@@ -3,7 +3,7 @@
 RUN/profile/rank-0-step-3.json.gz opens in https://ui.perfetto.dev; rank-0-step-3.memory.pickle, made on CUDA where
 profile.memory is set, in https://pytorch.org/memory_viz. Imports torch where a step is traced.
 
-Beside them: the peak memory of this process.
+This file also measures the peak memory of the process.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ _MOST_EVENTS = 1_000_000
 
 
 def check_profile(config: ProfileConfig, *, steps: int | None = None, world: int | None = None) -> None:
-    """UserError where a step or rank that is to be traced is none of this run's."""
+    """Raise UserError if the config names a step or rank that the run does not have. steps, world: numbers of steps and
+    ranks of the run; None: not checked."""
     late = [] if steps is None else [step for step in config.steps if step > steps]
     if late:
         raise UserError(f"profile.steps names step {late[0]}, but the run has {steps}: name earlier steps.")
@@ -48,7 +49,7 @@ def profiled(config: ProfileConfig, step: int, folder: Path, rank: int) -> Itera
     if step not in config.steps or rank not in config.ranks:
         yield
         return
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it writes two lines a trace, into the bar
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it writes two lines a trace into the progress bar
     import torch
 
     path = folder / FOLDER / f"rank-{rank}-step-{step}"
@@ -69,7 +70,7 @@ def profiled(config: ProfileConfig, step: int, folder: Path, rank: int) -> Itera
 
 @contextmanager
 def _ranges() -> Iterator[None]:
-    """A range in the trace for each phase: `forward 1`, `backward 1`, `optimizer`."""
+    """Inside, each phase is a range in the trace: `forward 1`, `backward 1`, `optimizer`."""
     import torch
 
     open_range: list[Any] = []

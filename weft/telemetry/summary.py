@@ -77,7 +77,7 @@ class RunSummary:
         self.add_evaluation(line)
 
     def add_evaluation(self, line: Mapping[str, object]) -> None:
-        """Note what a line says of an evaluation, if anything."""
+        """Keep the `eval/...` metrics of a line, if it has any."""
         figures = {name: value for name, value in line.items() if name.startswith("eval/")}
         if figures:
             self.last_evaluation = {"step": line.get("step"), **plain(figures)}
@@ -90,7 +90,7 @@ class RunSummary:
         return {name: list(value) if isinstance(value, deque) else value for name, value in found.items()}
 
     def restore(self, counts: Mapping[str, Any]) -> None:
-        """Restore the state of another process."""
+        """Restore the `counts` of another process."""
         for name, value in counts.items():
             setattr(self, name, deque(value, maxlen=_KEPT) if isinstance(getattr(self, name), deque) else value)
 
@@ -115,8 +115,8 @@ class RunSummary:
         stopped: str | None = None,
         best: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """The content of summary.json. saved: the HuggingFace directory of the last weights. stopped: what ended the
-        run early: a signal, or a key of eval. best: the best evaluation, with its checkpoint where that is saved."""
+        """The content of summary.json. saved: the HuggingFace directory of the last weights. stopped: the signal, or
+        the key of eval, that ended the run early. best: the best evaluation, with its checkpoint if that is saved."""
         content = {
             "model": display_name(self.model),
             "data": display_name(self.data),
@@ -138,7 +138,7 @@ class RunSummary:
         return dict(plain(content))
 
     def _rewards(self) -> dict[str, list[float]]:
-        """The counts of reinforcement learning."""
+        """The first and last rewards; empty if there were none."""
         if not self.first_rewards:
             return {}
         return {"first_rewards": self.first_rewards, "last_rewards": list(self.last_rewards)}
@@ -150,7 +150,7 @@ class RunSummary:
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of weft and of what its numbers depend on."""
+    """Versions of weft and of the libraries that its numbers depend on."""
     return {"weft": __version__} | {name: installed_version(name) or None for name in TESTED}
 
 

@@ -1,12 +1,12 @@
 """Seconds of a step by phase: data, forward, backward, communication, optimizer.
 
-The phases begin where the flight record says so (flight.py), on the host's clock, or on CUDA by events on the main
-stream, which are read when the step has ended: nothing waits for the device in between. The seconds add up to the
-step's, so what is hidden behind other work (a gather ahead of its layer, rows built while the device computes) does not
-appear.
+The flight record (flight.py) marks where a phase begins. Times are from the host's clock or, on CUDA, from events on
+the main stream, which are read after the step, so that nothing waits for the device in between. The seconds add up to
+the step's: work that is hidden behind other work (a gather ahead of its layer, rows built while the device computes)
+does not appear.
 
-`waiting()` says that this thread sits in a collective. That is communication which nothing hides, whichever phase it
-falls into; on CUDA a collective holds up a stream and not this thread, so there it is not told from the phase it is in.
+`waiting()` marks that this thread waits in a collective: communication that nothing hides, in whichever phase. On CUDA
+a collective holds up a stream and not this thread, so that communication counts in its phase there.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from weft.telemetry import flight
 if TYPE_CHECKING:
     import torch
 
-# Phases of the flight record and the metric that their seconds count in; the step begins with the first of them.
+# Phase of the flight record -> the metric that its seconds count in. A step begins with the phase FIRST.
 PHASES = {
     "plan": "data", "rows": "data", "count": "forward", "forward": "forward", "backward": "backward",
     "reduce": "backward", "optimizer": "optimizer",
@@ -32,8 +32,8 @@ METRICS = ("data", "forward", "backward", "communication", "optimizer")
 
 
 class StepTimes:
-    """Measures phases by listening to the flight record while it is open. communication: null where it cannot be
-    measured."""
+    """Measures phases by listening to the flight record between `open` and `close`. The metric `communication` is null
+    where it cannot be measured."""
 
     def __init__(self, device: torch.device, world: int) -> None:
         self._cuda = device.type == "cuda"
@@ -56,7 +56,7 @@ class StepTimes:
             flight.own.listeners.remove(self._at)
 
     def take(self) -> dict[str, float | None]:
-        """`time/...` of the finished step, in seconds; empty where there was none."""
+        """The `time/...` metrics of the finished step, in seconds; empty if there was none."""
         marks, waits = self._marks, self._waits
         self._marks, self._waits = [], []
         if len(marks) < 2:
@@ -109,6 +109,6 @@ def waiting() -> Iterator[None]:
 
 
 def waited(since: float) -> None:
-    """This thread has waited for a collective since `since`, by time.perf_counter."""
+    """Record that this thread has waited for a collective since `since`, a value of time.perf_counter()."""
     if _open is not None:
         _open.waited(since)

@@ -1,4 +1,5 @@
-"""Adapters for the parity harness: random ones, written for peft to load, and names as in their files."""
+"""Adapters in the parity harness: giving them random values, saving them for peft, and renaming tensors as in adapter
+files."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from weft.verification.observed import Observed, Tensors
 
 @torch.no_grad()
 def randomize_adapters(engine: Engine) -> None:
-    """Give new adapters random values: where B is 0, A has no gradient, and errors in A would be invisible."""
+    """Give new adapters random values: with B = 0, A has no gradient, and errors in A would be invisible."""
     if engine.lora is None or engine.lora.path is not None:
         return
     cuts = engine.divided.cuts
@@ -31,14 +32,14 @@ def randomize_adapters(engine: Engine) -> None:
         if is_adapters(name):
             shape = full_shape(name, parameter, cuts)
             values = torch.randn(shape, generator=torch.Generator().manual_seed(number))
-            values *= 0.1 if name.endswith(".B") else shape[1] ** -0.5  # a tenth of what would make a model chaotic
+            values *= 0.1 if name.endswith(".B") else shape[1] ** -0.5  # ten times more would make a model chaotic
             for shard in shards_of(parameter, cuts.get(name)):
                 shard.values.copy_(values[shard.box.within(Box.whole(shape))])
 
 
 @contextmanager
 def saved_adapter(engine: Engine) -> Iterator[str | None]:
-    """Inside: a folder with the engine's current adapter; None where it has none. Collective."""
+    """Inside, a folder with the engine's current adapter; None if it has none. Collective."""
     if engine.lora is None:
         yield None
         return
@@ -52,7 +53,7 @@ def saved_adapter(engine: Engine) -> Iterator[str | None]:
 
 
 def _names(engine: Engine) -> dict[str, str]:
-    """Name of a trained tensor -> its name in the reference: that of the adapter's file without its prefix."""
+    """Name of a trained tensor -> its name in the reference, which is the name in the adapter's file without prefix."""
     if engine.lora is None:
         return {}
     trained = (name for name in engine.whole_parameters() if engine.lora.trains(name))
@@ -66,7 +67,7 @@ def as_in_files(engine: Engine, tensors: Tensors) -> Tensors:
 
 
 def optimizer_by_files(engine: Engine) -> OptimizerConfig:
-    """The engine's optimizer config, with parameter groups by the reference's names."""
+    """The engine's optimizer config, with the reference's names in optimizer.groups."""
     config = engine.config.optimizer
     if engine.lora is None:
         return config

@@ -6,12 +6,13 @@ import random
 
 from weft.verification.reference import Document
 
-# One token, two tokens, lengths around small windows and chunks (16), primes; and more than any of them in a row.
+# One token, two tokens, lengths around small windows and chunks (16), and primes; together longer than any of them.
 LENGTHS = (37, 1, 23, 30, 2, 61, 16, 17, 5)
 
 
 def awkward_steps(vocabulary: int, seed: int = 0, scale: float = 1.0) -> list[list[Document]]:
-    """Three steps: many documents, one of them untrained; a single one, so that ranks are empty; three uneven ones.
+    """Three steps: many documents, one of them untrained; a single one, so that some ranks have none; three uneven
+    ones.
 
     scale: factor on the lengths, for models with long windows.
     """
@@ -25,7 +26,7 @@ def awkward_steps(vocabulary: int, seed: int = 0, scale: float = 1.0) -> list[li
 
 
 def _document(source: random.Random, vocabulary: int, length: int) -> Document:
-    """Random tokens; like a chat, the first part is not trained, and weights are not all one."""
+    """A document of random tokens. As in a chat, a first part is not trained; weights are 1 or 0.5."""
     ids = [source.randrange(3, vocabulary) for _ in range(length)]
     trained = source.randrange(0, max(1, length // 2))
     weight = source.choice([1.0, 1.0, 0.5])

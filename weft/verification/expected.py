@@ -21,7 +21,8 @@ from weft.verification.routing import Recorder, Routes
 
 @dataclass(frozen=True)
 class ExpectedGradient:
-    """The gradient of one step at the initial weights. others: by other orders of summation, to measure noise."""
+    """The gradient of one step at the initial weights. others: the gradients by other orders of summation, and in fp64
+    if rounding counts, to measure noise."""
 
     loss: float
     norm: float
@@ -31,8 +32,9 @@ class ExpectedGradient:
 
 @dataclass
 class Expected:
-    """readouts: (logprob, entropy) of each document of the first step. curve: (loss, gradient norm) of each step.
-    start, weights: before and after. others: after, by other orders of summation. routes: of experts, if any."""
+    """The reference's results. readouts: (logprob, entropy) of each document of the first step. curve: (loss, gradient
+    norm) of each step. start, weights: the weights before and after training. others: the weights after training by
+    other orders of summation, or in fp64. routes: chosen experts, if there are any."""
 
     readouts: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     steps: list[ExpectedGradient] = field(default_factory=list)
@@ -45,12 +47,13 @@ class Expected:
 
 @dataclass(frozen=True)
 class Trainer:
-    """Trains fresh references from the weights at `path`. layers: name of the list of decoder layers.
+    """Trains fresh references from the weights at `path`. lrs: the learning rate of each step. layers: name of the list
+    of decoder layers.
 
-    freeze: patterns of frozen parameters. balance: factor of the experts' auxiliary loss. whole_step: it is computed
-    over all documents together. adapter: a peft folder, which is then trained. pads: whether padding changes only
-    rounding; not so where rotary tables depend on the longest document. rounds: the difference to fp64 is
-    noise, too. images: of documents, by their ids.
+    freeze: patterns of frozen parameters. balance: factor of the experts' auxiliary loss. whole_step: whether that loss
+    is computed over all documents together. adapter: a peft folder, which is then trained. pads: whether padding
+    changes only rounding, which is false if rotary tables depend on the longest document. images: by the token ids of
+    their documents. rounds: whether the difference to fp64 counts as noise, too.
     """
 
     path: str
@@ -76,7 +79,8 @@ class Trainer:
     def train(
         self, steps: Sequence[Step], *, padded: bool = False, double: bool = False, recorder: Recorder | None = None
     ) -> tuple[Tensors, Tensors, list[tuple[float, float]]]:
-        """(weights before, weights after, (loss, gradient norm) of each step). double: in fp64."""
+        """(Weights before, weights after, (loss, gradient norm) of each step). padded: as in Reference.step. double:
+        train in fp64. recorder: records the routes of experts."""
         plain, c = self.reference(), self.config
         if double:
             plain.model.double()
@@ -98,7 +102,7 @@ def expect(trainer: Trainer, steps: Sequence[Step], facts: FlopFacts) -> Expecte
     """Compute all values that an engine will be compared with."""
     out = Expected()
     recorder = Recorder(facts.experts, facts.experts_per_token) if facts.expert else None
-    rounded = trainer.rounds and not facts.expert  # which might choose other experts
+    rounded = trainer.rounds and not facts.expert  # in fp64 other experts might be chosen
     plain = trainer.reference()
     with _recording(recorder, plain, trainer.layers):
         out.readouts = [plain.logprobs(ids) for ids, _ in steps[0]]
@@ -111,7 +115,7 @@ def expect(trainer: Trainer, steps: Sequence[Step], facts: FlopFacts) -> Expecte
         if rounded:
             others.append(_in_double(plain, step))
         out.steps.append(ExpectedGradient(loss, norm, gradients, others))
-    del plain  # its room is that of the references that train
+    del plain  # frees its memory for the references that train
     out.start, out.weights, out.curve = trainer.train(steps, recorder=recorder)
     reordered = [list(step)[::-1] for step in steps]
     out.others = [trainer.train(reordered)[1]]
@@ -124,10 +128,10 @@ def expect(trainer: Trainer, steps: Sequence[Step], facts: FlopFacts) -> Expecte
 
 
 def _in_double(plain: reference.Reference, step: Step) -> Tensors:
-    """Gradients computed in fp64, as far as the model's code does not ask for fp32."""
+    """Gradients computed in fp64, except where the model's code asks for fp32."""
     plain.model.double()
     gradients = {name: g.float().cpu() for name, g in plain.gradients(step)[1].items()}
-    plain.model.float()  # every weight is what it was
+    plain.model.float()  # exact: the weights came from fp32
     return gradients
 
 

@@ -1,12 +1,11 @@
-"""The parity harness: an Engine on any mesh against the reference, by DESIGN's measure. `weft verify` and the tests
-call the same `verify`.
+"""The parity harness compares an Engine on any mesh with the reference. `weft verify` and the tests call the same
+`verify`.
 
 Gradient of a parameter: max|g - g_ref| / max(max|g_ref|, 1e-3 G), G the model's largest |g_ref|, at most 1e-5. Weights
 after the steps: ||w - w_ref|| / ||w_ref - w_0||, at most 2e-4 per parameter under AdamW, 1e-5 over all together under
-SGD. Beside each figure stands the reference's own noise: the larger of the same documents in another order, and of the
-same documents as right-padded batches of four; of a dense model on mesh.tp, which adds up sums in parts, and of one
-whose layers carry state, also of the same in fp64, which is what fp32 rounds off. A tolerance widens to ten times that
-noise, and never beyond 1e-3.
+SGD. Noise is the largest of these differences between the reference and itself: with the documents in another order,
+with right-padded batches of four, and in fp64. fp64 counts only for models without experts, on mesh.tp, which adds up
+sums in parts, or with layers that carry state. A tolerance widens to ten times the noise, and never beyond 1e-3.
 """
 
 from __future__ import annotations
@@ -42,14 +41,15 @@ ADAMW = 2e-4
 SGD = 1e-5
 WIDEST = 1e-3
 SCALAR = 1e-5
-# Where the reference's own movement differs by so much between orders of summation, the true gradient is zero (a bias
-# of keys: softmax does not see it), and AdamW makes steps of rounding: such a parameter may move ten times as far.
+# If the reference's own movement of a parameter differs by this share between orders of summation, the true gradient is
+# zero (a bias of keys, which softmax does not see), and AdamW's steps are rounding. Such a parameter may move up to ten
+# times as far as in the reference.
 _ROUNDING = 0.1
 
 
 @dataclass(frozen=True)
 class Figure:
-    """One comparison; passes where value <= tolerance. noise: the reference's own. note: where the worst value was."""
+    """One comparison; it passes if value <= tolerance. noise: the reference's own. note: place of the worst value."""
 
     name: str
     value: float
@@ -64,8 +64,8 @@ class Figure:
 
 @dataclass(frozen=True)
 class Verdict:
-    """figures: in the order of the checks. worst: the five parameters whose gradients differ most. remarks: in
-    words."""
+    """The result of a comparison. figures: in the order of the checks. worst: the five parameters whose gradients
+    differ most. remarks: sentences for the user."""
 
     figures: list[Figure]
     worst: list[Figure] = field(default_factory=list)
@@ -83,10 +83,12 @@ class Verdict:
 def verify(
     engine: Engine, path: str, steps: Sequence[Step], lrs: Sequence[float], images: Images | None = None
 ) -> Verdict | None:
-    """Compare the engine, with the weights at `path`, with the reference; the verdict is on rank 0.
+    """Compare the engine, which has the weights at `path`, with the reference. Returns the verdict on rank 0, None on
+    others. Trains the engine; collective.
 
-    steps: documents of each optimizer step. lrs: their learning rates. images: of documents, by their ids. Trains the
-    engine. The reference runs first, because the engine follows its routes through experts.
+    steps: documents of each optimizer step. lrs: learning rate of each step. images: by the token ids of their
+    documents. The reference runs first, because the engine follows its routes through experts. Raises UserError for
+    settings under which the engine cannot follow them.
     """
     if engine.config.model.compile and engine.built.flops.expert:
         raise UserError(
@@ -124,8 +126,9 @@ def verify(
 
 
 def cut_documents(engine: Engine, longest: int, room: int = 0) -> None:
-    """room: that a rank needs for documents with images. Where mesh.cp has several ranks, make rows so short that
-    documents of this length are cut over all of them; not where the whole of a document decides its rotary table."""
+    """If mesh.cp has several ranks, make rows so short that documents of `longest` tokens are cut over all of them,
+    except for models whose rotary table depends on a document's length. room: tokens that a rank needs for documents
+    with images."""
     limit = position_limit(engine.built.config.get_text_config())
     if engine.context is not None and (limit is None or longest <= limit):
         engine.budget = min(engine.budget, max(room, -(-longest // engine.context.size) + 1))
@@ -151,7 +154,7 @@ def _context_remarks(engine: Engine, steps: Sequence[Step]) -> list[str]:
 
 
 def _trainer(engine: Engine, path: str, lrs: Sequence[float], adapter: str | None, images: Images) -> Trainer:
-    """The trainer of references that do what this engine is to do."""
+    """The trainer of references with the settings of this engine."""
     model = engine.config.model
     return Trainer(
         path, lrs, optimizer_by_files(engine), str(engine.device), engine.module.facts.layers,
@@ -163,8 +166,8 @@ def _trainer(engine: Engine, path: str, lrs: Sequence[float], adapter: str | Non
 
 
 def rounds(engine: Engine) -> bool:
-    """Whether what fp32 rounds off, the difference to fp64, counts as noise: mesh.tp adds up sums in parts, and states
-    along a sequence carry roundings far."""
+    """Whether the difference to fp64 counts as noise: mesh.tp adds up sums in parts, and states along a sequence carry
+    rounding errors far."""
     return engine.mesh.tp_size > 1 or bool(engine.module.mixers)
 
 
@@ -200,7 +203,7 @@ def _readout_figures(seen: Observed, expected: Expected) -> list[Figure]:
 
 
 def _gradient_figures(seen: Observed, steps: Sequence[ExpectedGradient]) -> tuple[list[Figure], list[Figure]]:
-    """Loss, norm and every parameter's gradient for each step's documents; the worst five parameters by name."""
+    """(Figures of loss, norm and gradients for each step's documents, the five parameters that differ most)."""
     figures, parameters, micro = [], [], []
     for number, step in enumerate(steps):
         noise = _gradient_noise(step)
@@ -217,7 +220,7 @@ def _gradient_figures(seen: Observed, steps: Sequence[ExpectedGradient]) -> tupl
 
 
 def worst_five(parameters: Sequence[Figure]) -> list[Figure]:
-    """The parameters with the largest differences, each by its worst figure."""
+    """The five parameters with the largest differences, each with its worst figure."""
     by_name: dict[str, Figure] = {}
     for figure in sorted(parameters, key=_excess):
         by_name[figure.name] = figure
@@ -225,7 +228,7 @@ def worst_five(parameters: Sequence[Figure]) -> list[Figure]:
 
 
 def _gradient_noise(step: ExpectedGradient) -> dict[str, float]:
-    """The reference against itself, in another order and as padded batches."""
+    """The noise of each parameter's gradient: the reference compared with itself (`ExpectedGradient.others`)."""
     found: dict[str, float] = dict.fromkeys(step.gradients, 0.0)
     for other in step.others:
         for figure in compare_gradients(other, step.gradients, {}):
@@ -234,7 +237,8 @@ def _gradient_noise(step: ExpectedGradient) -> dict[str, float]:
 
 
 def compare_gradients(gradients: Tensors, expected: Tensors, noise: dict[str, float]) -> list[Figure]:
-    """A figure per parameter. Where only one side has a gradient, the difference is infinite, unless that is zero."""
+    """A figure per parameter. noise: by parameter. If the reference alone has a gradient, or the engine alone has one
+    that is not zero, the difference is infinite."""
     largest = max(float(g.abs().max()) for g in expected.values())
     out = []
     for name in sorted(gradients.keys() | expected.keys()):
@@ -252,7 +256,8 @@ def compare_gradients(gradients: Tensors, expected: Tensors, noise: dict[str, fl
 
 
 def _training_figures(seen: Observed, expected: Expected, optimizer: str, state: torch.dtype) -> list[Figure]:
-    """Losses and norms along the steps, and the weights after them; whether ranks kept alike what they hold alike."""
+    """Figures of losses and norms along the steps, of the weights after them, and of whether copies on several ranks
+    stayed equal."""
     agree = Figure("ranks that hold the same agree", float("inf") if seen.apart else 0.0, 0.0, note=seen.apart)
     if seen.apart:
         return [agree]
@@ -273,8 +278,8 @@ def compare_weights(
     state: torch.dtype = torch.float32,
 ) -> Figure:  # fmt: skip
     """A figure for the engine's weights against the reference's, `after`, which began at `start`. others: the
-    reference's by other orders of summation. state: dtype of the optimizer's state; where it is narrow, one element may
-    round differently, which in a small parameter is a large share of all movement."""
+    reference's weights by other orders of summation. state: dtype of the optimizer's state. In a narrow dtype one
+    element may round differently, which in a small parameter is a large share of all movement."""
     if optimizer == "sgd":
         value, *noises = (_distance(w, after, start, None) for w in (weights, *others))
         return Figure(name, value, _widened(SGD, max(noises)), max(noises), "all together")
@@ -298,7 +303,7 @@ def _moved(weights: Tensors, start: Tensors, name: str) -> float:
 
 
 def _distance(weights: Tensors, expected: Tensors, start: Tensors, name: str | None) -> float:
-    """||w - w_ref|| / ||w_ref - w_0|| of one parameter, or of all together."""
+    """||w - w_ref|| / ||w_ref - w_0|| of the parameter `name`, or of all together for None."""
     names = expected.keys() if name is None else [name]
     error = sum(float((weights[n].double() - expected[n].double()).square().sum()) for n in names)
     moved = sum(float((expected[n].double() - start[n].double()).square().sum()) for n in names)
@@ -331,8 +336,9 @@ def worst_of(name: str, figures: Sequence[Figure]) -> Figure:
 
 
 def compare_once(engine: Engine, path: str, step: Step) -> tuple[str, Figure]:
-    """In the engine's own dtype: a text with loss and worst gradient, which differ by rounding, and a figure for the
-    isolation of documents, which must not. Collective."""
+    """(Text, figure) for an engine in its configured dtypes. The text gives the differences of the loss and of the
+    worst gradient, which come from rounding. The figure is of the isolation of documents, where rounding is no excuse.
+    Collective."""
     randomize_adapters(engine)
     loss, gradients, _ = one_gradient(engine, step, None)
     moved = Figure("neighbours do not move, configured dtypes", neighbours(engine, step), SCALAR / 10)

@@ -25,10 +25,10 @@ def steps_with_images(
     bare: bool = True,
     videos: bool = False,
 ) -> tuple[list[list[Document]], Images]:
-    """The steps, with images in some documents: none, one or two; none at all in the last step, if `bare`. videos:
-    of the documents with an image, every second has a video beside it, or in its place.
+    """The steps, with none, one or two images in each document. bare: no images in the last step. videos: half of the
+    documents with images have a video in place of the first image.
 
-    base: a base model with weights, whose tower says how many placeholders an image has.
+    base: a base model with weights, whose tower decides how many placeholders an image has.
     """
     source, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     out: list[list[Document]] = []
@@ -51,8 +51,8 @@ def steps_with_images(
 
 
 def _inserted(document: Document, runs: Sequence[tuple[int, int]], vision: Vision, source: random.Random) -> Document:
-    """The document with the placeholders of one more image or video behind those that it has, text before, between and
-    after them."""
+    """The document with the placeholders of one more image or video after its present ones; text stays before, between
+    and after them."""
     ids, mask = document
     for placeholder, count in runs:
         first = max((n + 1 for n, i in enumerate(ids) if i in (vision.image, vision.video)), default=0) + 1
@@ -69,7 +69,7 @@ def _inserted(document: Document, runs: Sequence[tuple[int, int]], vision: Visio
 def steps_for(engine: Engine, path: str, steps: Sequence[Sequence[Document]]) -> tuple[list[list[Document]], Images]:
     """The steps, with images and videos if the model takes any; the same on every rank. Collective.
 
-    path: of the model's weights, which the first rank reads to learn how many placeholders an image has.
+    path: the model's weights, from which the first rank learns how many placeholders an image has.
     """
     vision = engine.built.vision
     if vision is None or engine.built.findings.images:

@@ -1,4 +1,4 @@
-"""The reference for documents with images and videos. Imports nothing of weft, on purpose."""
+"""The reference for documents with images and videos. Imports nothing of weft but the plain reference, on purpose."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ Images = Mapping[tuple[int, ...], Mapping[str, Tensor]]  # token ids of a docume
 class ImageReference(Reference):
     """Gives the model the images of documents, as its processor would.
 
-    Images of a batch follow each other, in the order of its documents, and so do videos; SmolVLM's images lie along the
-    second dimension, LLaVA-NeXT's, in tiles, along the first. Which tokens are of images or videos is said by their
-    placeholders, to models that ask for it.
+    Images of a batch are concatenated in the order of its documents, and so are videos: for SmolVLM along the second
+    dimension, for others, also LLaVA-NeXT with its tiles, along the first. Models that ask for token types get them
+    from the placeholders.
     """
 
     def __init__(self, images: Images, *options: Any) -> None:
-        """options: as of Reference."""
+        """images: by the token ids of their documents. options: arguments of Reference."""
         super().__init__(*options)
         self.given = images
 
@@ -46,5 +46,5 @@ class ImageReference(Reference):
 
 
 def _images(value: Tensor, inputs: Mapping[str, Tensor]) -> int:
-    """The dimension along which images lie."""
+    """The dimension along which images are concatenated."""
     return int(value.ndim == 5 and "image_sizes" not in inputs)

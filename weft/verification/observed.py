@@ -26,8 +26,8 @@ _NONE: Images = {}
 
 @dataclass
 class Observed:
-    """What the engine computed, whole. routing: choices of experts that differ from the reference's; None if dense.
-    apart: how weights that several ranks hold came to differ between two steps, which ends them."""
+    """The engine's results, as whole tensors. routing: choices of experts that differ from the reference's; None if
+    dense. apart: the error if weights that several ranks hold became unequal, which ends training; else ""."""
 
     losses: list[float] = field(default_factory=list)
     gradients: list[Tensors] = field(default_factory=list)
@@ -46,7 +46,7 @@ class Observed:
 def observe(
     engine: Engine, steps: Sequence[Step], lrs: Sequence[float], routes: Routes, images: Images = _NONE
 ) -> Observed:
-    """Run the engine's side of every check, following the reference's routes where there are any; collective."""
+    """Run the engine's side of every check, following the reference's routes if there are any; collective."""
     seen, facts = Observed(), engine.built.flops
     if not routes:
         _observe(engine, steps, lrs, seen, None, images)
@@ -90,7 +90,7 @@ def _observe(
 
 
 def to_documents(engine: Engine, step: Step, images: Images = _NONE) -> tuple[dict[int, Document], list[DocumentMeta]]:
-    """(Documents by index, their metadata) of a step. images: of documents, by their ids."""
+    """(Documents of a step by index, their metadata). images: by the token ids of their documents."""
     documents = {
         index: Document(torch.tensor(ids), torch.tensor(mask, dtype=torch.float32), media=_media(engine, ids, images))
         for index, (ids, mask) in enumerate(step)
@@ -106,7 +106,8 @@ def _media(engine: Engine, ids: Sequence[int], images: Images) -> Media | None:
 def one_gradient(
     engine: Engine, step: Step, budget: int | None, images: Images = _NONE
 ) -> tuple[float, Tensors, float]:
-    """(loss, whole gradients on the CPU, their norm); the gradient is dropped afterwards."""
+    """(Loss, whole gradients on the CPU, their norm). budget: tokens of a row; None as configured. The engine's
+    gradients are dropped afterwards."""
     documents, metas = to_documents(engine, step, images)
     metrics = engine.accumulate(engine.plan(metas, budget=budget), documents, CrossEntropy())
     gradients = {name: g.cpu() for name, g in engine.gradients() if g is not None}
@@ -125,8 +126,8 @@ def _readouts(engine: Engine, step: Step, budget: int | None, images: Images) ->
 
 
 def neighbours(engine: Engine, step: Step, images: Images = _NONE) -> float:
-    """The largest change of any other document's logprobs when the longest document, of text, changes; relative to the
-    largest logprob where that is above 1, because rounding is: experts and ranks batch tokens by what a row holds."""
+    """The largest change of other documents' logprobs when the longest document of text changes, as readout_distance:
+    relative, because experts and ranks batch tokens by the content of a row, which changes rounding."""
     before = _readouts(engine, step, None, images)
     longest = max(range(len(step)), key=lambda i: (tuple(step[i][0]) not in images, len(step[i][0])))
     ids, mask = step[longest]
@@ -137,5 +138,5 @@ def neighbours(engine: Engine, step: Step, images: Images = _NONE) -> float:
 
 
 def readout_distance(ours: Tensor, expected: Tensor) -> float:
-    """The largest difference, relative to the largest value where that is above 1."""
+    """The largest difference, relative to the largest value if that is above 1."""
     return float((ours - expected).abs().max()) / max(1.0, float(expected.abs().max()))

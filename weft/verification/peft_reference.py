@@ -13,9 +13,9 @@ from weft.verification.reference import Reference
 
 
 class PeftReference(Reference):
-    """A plain model with the adapter of a folder, all in fp32 unless another dtype is given for the base.
+    """A plain model with the adapter of a folder, all in fp32 unless `base` gives another dtype for the base.
 
-    Names are those in the adapter's file without its prefix; for the frozen base, its own.
+    Tensors are named as in the adapter's file, without its prefix; those of the frozen base as in the base.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class PeftReference(Reference):
         return {name: parameter.grad.clone() for name, parameter in self.named() if parameter.grad is not None}
 
     def named(self) -> list[tuple[str, nn.Parameter]]:
-        """Every parameter, except peft's copies of modules that are trained whole."""
+        """Every parameter, except the originals that peft keeps of modules that are trained whole."""
         return [(_plain(n), p) for n, p in self.model.named_parameters() if ".original_module." not in n]
 
 

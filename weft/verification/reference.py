@@ -1,7 +1,7 @@
-"""The reference: what one plain process computes. Imports nothing of weft, on purpose; short enough to believe.
+"""The reference: the results of one plain process. Imports nothing of weft, on purpose; short enough to believe.
 
-transformers' from_pretrained in fp32, eager, dropout off; one document at a time; its own shift, its own sum. A
-document is (ids, mask): token ids and the loss weight of each token as a target, as plain lists.
+It uses transformers' from_pretrained in fp32, eager, without dropout, on one document at a time, with its own shift of
+labels and its own sum. A document is (ids, mask): token ids and the loss weight of each token as a target, as lists.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ Batch = tuple[list[list[int]], list[list[float]], Tensor | None]  # ids, loss ma
 class Reference:
     """A plain model in one process; tensors are keyed by transformers' parameter names. freeze: patterns of names.
 
-    balance: factor of transformers' own auxiliary loss, per document, weighted by its tokens, or of the whole step.
+    balance: factor of transformers' own auxiliary loss. whole_step: compute that loss over all documents of a step
+    together; else per document, weighted by its tokens.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class Reference:
 
     @torch.no_grad()
     def logprobs(self, ids: list[int]) -> tuple[Tensor, Tensor]:
-        """(log p of each token given those before it, entropy of that distribution), [T] each; entry 0 is 0."""
+        """(Log p of each token given those before it, entropy of that distribution), [T] each; entry 0 is 0."""
         logprob = self.logits(ids).log_softmax(-1)[:-1]
         targets = torch.tensor(ids[1:], device=self.device)
         chosen = logprob.gather(1, targets[:, None])[:, 0]
@@ -62,7 +63,7 @@ class Reference:
         return torch.cat([zero, chosen]).cpu(), torch.cat([zero, entropy]).cpu()
 
     def gradients(self, documents: Sequence[Document]) -> tuple[float, dict[str, Tensor]]:
-        """loss = sum(w ce) / sum(w) over all documents, and every parameter's gradient (absent where unused)."""
+        """(Loss = sum(w ce) / sum(w) over all documents, gradient of every parameter that is used)."""
         return self._backward([([ids], [mask], None) for ids, mask in documents], documents), self._gradients()
 
     def padded_gradients(self, documents: Sequence[Document], size: int = 4) -> dict[str, Tensor]:
@@ -79,7 +80,8 @@ class Reference:
         return self._gradients()
 
     def _backward(self, batches: Sequence[Batch], documents: Sequence[Document]) -> float:
-        """Batch by batch; the auxiliary loss of all documents as one at the end, through graphs that were kept."""
+        """Run forward and backward batch by batch; returns the loss without the auxiliary one. With whole_step, the
+        auxiliary loss follows at the end, through graphs that were kept."""
         self.model.zero_grad(set_to_none=True)
         total = sum(sum(mask[1:]) for _, mask in documents) or 1.0
         tokens = sum(len(ids) for ids, _ in documents)
@@ -88,7 +90,7 @@ class Reference:
             ce_sum, routed = self._forward(*batch)
             own = 0.0 if self.whole_step else sum(len(x[0]) * self._balance(x) for x in routed) / tokens
             part = ce_sum / total + self.balance * own
-            if part.requires_grad:  # else only a vision tower is trained, and this is text
+            if part.requires_grad:  # false for text if only a vision tower is trained
                 part.backward(retain_graph=self.whole_step)
             loss, kept = loss + float(ce_sum.detach() / total), kept + routed if self.whole_step else []
         if self.whole_step:
@@ -98,7 +100,7 @@ class Reference:
     def _forward(
         self, ids: list[list[int]], masks: list[list[float]], seen: Tensor | None
     ) -> tuple[Tensor, list[list[Tensor]]]:
-        """(sum of w ce, of each document its routers' logits, [T, experts] of each layer, where they are asked for)."""
+        """(Sum of w ce, for each document the routers' logits of each layer, [T, experts]; [] without `balance`)."""
         tensor = torch.tensor(ids, device=self.device)
         extra = self.images(ids) | ({"output_router_logits": True} if self.balance else {})
         out = self.model(input_ids=tensor, attention_mask=seen, use_cache=False, **extra)
@@ -135,11 +137,12 @@ class Reference:
         self.optimizer, self.clip, self.state = optimizer, clip, state
 
     def step(self, documents: Sequence[Document], lr: float, padded: bool = False) -> tuple[float, float]:
-        """One optimizer step: (loss, gradient norm before clipping). padded: as in padded_gradients; loss is 0 then."""
+        """Take one optimizer step; returns (loss, gradient norm before clipping). padded: use padded_gradients; the
+        loss is 0 then."""
         assert self.optimizer is not None
         loss, gradients = (0.0, self.padded_gradients(documents)) if padded else self.gradients(documents)
         norm = torch.stack([g.double().norm() for g in gradients.values()]).norm()
-        if self.clip is not None:  # torch's own clipping sums squares in fp32: on a CPU 1% off at 1e8 elements
+        if self.clip is not None:  # torch's own clipping sums squares in fp32: 1% off on a CPU at 1e8 elements
             for parameter in self.model.parameters():
                 if parameter.grad is not None:
                     parameter.grad.mul_(min(1.0, self.clip / (float(norm) + 1e-6)))

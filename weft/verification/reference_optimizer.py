@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Optimizer:
-    """AdamW, SGD or the class at an import path; decay falls on matrices and embeddings only.
+    """AdamW, SGD or the class at an import path; only matrices and embeddings decay.
 
     groups: (patterns of names, factor of the learning rate, decay or None); the first that matches a parameter counts.
     """
@@ -50,7 +50,8 @@ class Optimizer:
 
 
 def decays(name: str, parameter: Tensor) -> bool:
-    """Whether it decays: matrices and embeddings, but no biases, norms, 1-d convolutions or A_log of any shape."""
+    """Whether a parameter decays: matrices and embeddings, but no biases, norms, 1-d convolutions or A_log of any
+    shape."""
     last, module = name.split(".")[-1], name.split(".")[-2:][0]
     if parameter.ndim < 2 or "bias" in last or last == "A_log":
         return False

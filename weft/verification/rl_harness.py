@@ -1,9 +1,10 @@
-"""The update of `weft rl` on any mesh against plain PyTorch in one process (rl_reference.py), by DESIGN's measure.
+"""Compares the update of `weft rl` on any mesh with plain PyTorch in one process (rl_reference.py), by the measure of
+harness.py.
 
-Both sides use the same rollouts. Compared are: what trainers read of them (old and reference logprobs, values); loss
-and every parameter's gradient of the first update, in one cut and in many micro-batches; losses, norms and weights
-along two updates of each rollout step; the same of the critic. The rollout's logprobs are disturbed, and old ones where
-the update does not read them itself, so that there is something to correct and to clip.
+Both sides use the same rollouts. Compared are: old and reference logprobs and values, as trainers read them; loss and
+every parameter's gradient of the first update, in one cut and in many micro-batches; losses, norms and weights along
+two updates of each rollout step; and the same for the critic. Noise is added to synthetic rollouts' logprobs, and to
+old logprobs unless the update itself computes them, so that there is something to correct and to clip.
 """
 
 from __future__ import annotations
@@ -58,9 +59,9 @@ Rollouts = Sequence[Sequence[Group]]
 
 @dataclass
 class ModelResults:
-    """One side's results for the policy or the critic. first: loss, size of its terms, norm and gradients. micro: the
-    same gradients from many micro-batches. curve: (loss, size of its terms, gradient norm) of each update. weights:
-    after all updates."""
+    """One side's results for the policy or the critic. first: (loss, size, norm, gradients) of the first update. micro:
+    the same gradients from many micro-batches. curve: (loss, size, gradient norm) of each update. weights: after all
+    updates. size: sum of the absolute values of the loss's terms; 1 on the mesh's side."""
 
     first: tuple[float, float, float, Tensors] = (0.0, 0.0, 0.0, {})
     micro: Tensors = field(default_factory=dict)
@@ -70,7 +71,7 @@ class ModelResults:
 
 @dataclass
 class RunResults:
-    """One side's results. reads: for each rollout step, name -> per sample, the array of the sampled tokens."""
+    """One side's results. reads: for each rollout step, name -> for each sample, an array over its sampled tokens."""
 
     reads: list[dict[str, list[Floats]]] = field(default_factory=list)
     policy: ModelResults = field(default_factory=ModelResults)
@@ -80,7 +81,8 @@ class RunResults:
 def verify_rl(trainer: Trainer, lr: float, rollouts: Rollouts | None = None) -> Verdict | None:
     """Compare a trainer with plain PyTorch on these rollouts, or on synthetic ones that its engine samples. Collective.
 
-    Trains the trainer. The verdict is on rank 0, None elsewhere. lr: of every update.
+    Trains the trainer. Returns the verdict on rank 0, None on others. lr: learning rate of every update. Raises
+    UserError for an advantage or policy loss of the user's own.
     """
     config = trainer.config
     _require_known(config)
@@ -101,7 +103,7 @@ def verify_rl(trainer: Trainer, lr: float, rollouts: Rollouts | None = None) -> 
         if trainer.ranks.is_first:
             plain = _Plain(trainer, start, adapter).run(rollouts, lr)
             others = [_Plain(trainer, start, adapter).run(rollouts, lr, reverse=True)]
-            if rounds(trainer.engine) and not trainer.engine.built.flops.expert:  # which might choose other experts
+            if rounds(trainer.engine) and not trainer.engine.built.flops.expert:  # fp64 might choose other experts
                 others.append(_Plain(trainer, start, adapter, double=True).run(rollouts, lr))
     seen = _observe(trainer, rollouts, lr)
     if plain is None:
@@ -131,7 +133,7 @@ def _require_known(config: RlConfig) -> None:
 
 
 def _weights(trainer: Trainer) -> tuple[Tensors, Tensors | None]:
-    """Whole, of policy and critic, by the names of the plain side; collective."""
+    """(Whole weights of the policy, those of the critic or None), by the names of the plain side; collective."""
     policy = as_in_files(trainer.engine, _whole(trainer.engine))
     return policy, None if trainer.critic is None else _whole(trainer.critic)
 
@@ -144,7 +146,7 @@ def _whole(engine: Engine) -> Tensors:
 
 
 def _read(trainer: Trainer, samples: Sequence[Sample]) -> None:
-    """Set what trainers read, on every rank."""
+    """Set what trainers read of the samples (old and reference logprobs, values), on every rank."""
     rl = trainer.config.rl
     wanted = {"policy": rl.old_logprobs == "recompute", "reference": rl.kl > 0, "critic": rl.advantage == "gae"}
     roles: list[Role] = [role for role in READS if wanted[role]]
@@ -155,7 +157,7 @@ def _read(trainer: Trainer, samples: Sequence[Sample]) -> None:
 
 
 def _mismatch(trainer: Trainer, rollouts: Rollouts) -> Figure:
-    """Between what the engine said of each token when it drew it, and what the trainer reads."""
+    """The figure for the difference between logprobs that the engine recorded and those that the trainer reads."""
     samples = [sample for groups in rollouts for sample in samples_of(groups)]
     parts: list[Any] = [None] * trainer.ranks.world
     dist.all_gather_object(parts, trainer.read("policy", samples), group=trainer.ranks.group)
@@ -165,7 +167,7 @@ def _mismatch(trainer: Trainer, rollouts: Rollouts) -> Figure:
 
 
 def _difference(ours: Floats, theirs: Floats) -> float:
-    """The largest difference, relative to the largest value where that is above 1."""
+    """The largest difference, relative to the largest value if that is above 1."""
     return float(np.abs(ours - theirs).max(initial=0.0)) / max(1.0, float(np.abs(theirs).max(initial=0.0)))
 
 
@@ -285,7 +287,7 @@ class _Plain:
 
     @contextmanager
     def _following(self, row: Row) -> Iterator[None]:
-        """Experts as they were chosen when the row was sampled."""
+        """Inside, the policy uses the experts that were chosen when the row was sampled."""
         facts = self.trainer.engine.built.flops
         if row.routes is None or not facts.expert:
             yield
@@ -301,7 +303,8 @@ class _Plain:
             yield
 
     def run(self, rollouts: Rollouts, lr: float, reverse: bool = False) -> RunResults:
-        """reverse: documents in another order, which only rounds otherwise: what differs is the plain side's noise."""
+        """The results of all updates. reverse: take rows in another order, which changes only rounding, to measure the
+        plain side's noise."""
         config, fused = self.config, old_is_current(self.config)
         out = RunResults(critic=None if self.critic is None else ModelResults())
         for number, groups in enumerate(rollouts):
@@ -343,7 +346,7 @@ class _Plain:
         ]  # fmt: skip
 
     def _read(self, rows: Sequence[Row]) -> dict[str, list[Floats]]:
-        """Set what is read of the rows, and give it."""
+        """Set old and reference logprobs and values of the rows. Returns them as name -> one array per row."""
         rl, found = self.config.rl, dict[str, list[torch.Tensor]]()
         if rl.old_logprobs == "recompute":
             found["old"] = self.policy.look(rows)
@@ -381,8 +384,8 @@ def _learner_figures(
     prefix: str,
     before: list[Figure],
 ) -> tuple[list[Figure], list[Figure]]:
-    """The figures `before` and those of a policy or critic, and its parameters that differ most. others: the plain side
-    by other orders of summation, and in fp64."""
+    """(The figures `before` and those of a policy or critic, its five parameters that differ most). others: the plain
+    side's results by other orders of summation, and in fp64. prefix: of the figures' names."""
     own: dict[str, float] = {}
     for other in others:
         for figure in compare_gradients(other.first[3], plain.first[3], {}):

@@ -26,8 +26,9 @@ _LIMITS = {"tis": (0.0, 2.0), "mis": (0.0, 2.0), "icepop": (0.5, 5.0)}
 
 @dataclass
 class Row:
-    """reward: None where the sample is not counted. trained: whether its tokens are. Arrays are [G], one entry per
-    drawn token; old, reference and values are read from models, correction and those below are derived from them."""
+    """A sample. drawn: places of the tokens that the policy drew. reward: None if the sample does not count. trained:
+    whether its tokens are trained. Arrays are [G], one entry per drawn token. old, reference and values are read from
+    models; correction, advantage and returns are derived from them."""
 
     ids: list[int]
     drawn: list[int]
@@ -46,8 +47,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Rule:
-    """What is learnt. rl: the keys of weft's section. longest: the divisor of sequence_sum. follow: makes experts
-    follow a row's routes."""
+    """The settings of an update. rl: weft's section `rl`. longest: the divisor of sequence_sum. follow: a context in
+    which experts follow a row's routes."""
 
     rl: Any
     temperature: float
@@ -56,14 +57,14 @@ class Rule:
     follow: Callable[[Row], AbstractContextManager[Any]] = field(default=lambda row: nullcontext())
 
     def weights(self, row: Row) -> float:
-        """The weight of each of the row's tokens in the step's sums."""
+        """The weight of each of the row's tokens in the sums of a step, by rl.aggregation."""
         return {"token_mean": 1.0, "sequence_mean": 1 / max(1, len(row.drawn)), "sequence_sum": 1 / self.longest}[
             self.rl.aggregation
         ]
 
 
 def read(model: Any, row: Row, temperature: float) -> tuple[Tensor, Tensor]:
-    """(logprobs of the drawn tokens, entropies of their distributions)."""
+    """(Logprobs of the drawn tokens, entropies of their distributions), [G] each."""
     logits = model(input_ids=torch.tensor([row.ids], device=_device(model)), use_cache=False).logits[0].float()
     everything = (logits / temperature).log_softmax(-1)[[place - 1 for place in row.drawn]]
     chosen = everything[torch.arange(len(row.drawn)), [row.ids[place] for place in row.drawn]]
@@ -97,7 +98,7 @@ def correct(rows: Sequence[Row], rl: Any) -> None:
 
 
 def compare(rows: Sequence[Row], rl: Any) -> None:
-    """Set advantages, and returns for a critic, of the rows that have a reward."""
+    """Set the advantages of the rows that have a reward, and with gae their returns."""
     known = [row for row in rows if row.reward is not None]
     if rl.advantage == "gae":
         found = [_generalised(row, rl) for row in known]
@@ -114,7 +115,7 @@ def compare(rows: Sequence[Row], rl: Any) -> None:
 
 
 def _compared(rows: Sequence[Row], rl: Any) -> Iterator[tuple[Row, float]]:
-    """Each row's score, compared with those of its group."""
+    """(Row, its score relative to those of its group), for each row."""
     scores = {id(row): float(_token_rewards(row, rl).sum()) for row in rows}
     everything = torch.tensor(list(scores.values()), dtype=torch.float64)
     for row in rows:
@@ -131,7 +132,7 @@ def _compared(rows: Sequence[Row], rl: Any) -> Iterator[tuple[Row, float]]:
 
 
 def _token_rewards(row: Row, rl: Any) -> Tensor:
-    """The reward at the last token, less the KL of each where that is part of it."""
+    """[G]: the reward at the last token, less each token's KL if rl.kl_in is reward."""
     rewards = torch.zeros(len(row.drawn), dtype=torch.float64)
     if rl.kl > 0 and rl.kl_in == "reward":
         rewards -= rl.kl * _kl((row.old - row.reference).double(), rl)
@@ -168,21 +169,21 @@ def _whitened(found: list[Tensor]) -> list[Tensor]:
 
 
 class _Update(Reference, ABC):
-    """A plain reference whose documents are rows. size: of the terms of its last loss."""
+    """A plain reference whose documents are rows. size: sum of the absolute values of the last loss's terms."""
 
     rule: Rule
     size: float = 0.0
 
     @abstractmethod
     def losses(self, row: Row) -> Tensor:
-        """[G]"""
+        """[G] loss of each drawn token, without its weight."""
 
     @abstractmethod
     def total(self, rows: Sequence[Row]) -> float:
         """The divisor of a step's weighted sum."""
 
     def gradients(self, documents: Sequence[Any]) -> tuple[float, dict[str, Tensor]]:
-        """(loss, every parameter's gradient) of one update over these rows."""
+        """(Loss, every parameter's gradient) of one update over these rows."""
         self.model.zero_grad(set_to_none=True)
         trained = [row for row in documents if row.trained]
         total, loss, self.size = self.total(documents), 0.0, 0.0
@@ -195,7 +196,8 @@ class _Update(Reference, ABC):
 
 
 class _Policy(_Update):
-    """Learns from advantages. trained, divisor: the rows of the step, and what their sum is divided by."""
+    """The update of a policy. trained, divisor: the step's trained rows, and the divisor of their sum; set by
+    `total`."""
 
     trained: Sequence[Row] = ()
     divisor: float = 1.0
@@ -212,7 +214,7 @@ class _Policy(_Update):
         return loss - rl.entropy * entropy * self._entropy_share(row)
 
     def _entropy_share(self, row: Row) -> float:
-        """The factor that turns a token's weight and divisor in the loss into those of rl.entropy_aggregation."""
+        """The factor that replaces a token's weight and divisor in the loss by those of rl.entropy_aggregation."""
         tokens, samples = sum(len(r.drawn) for r in self.trained), len(self.trained)
         if self.rule.rl.entropy_aggregation is None:
             return 1.0
@@ -228,7 +230,8 @@ class _Policy(_Update):
 
     @torch.no_grad()
     def look(self, rows: Sequence[Row], follow: bool = True) -> list[Tensor]:
-        """Logprobs of the policy as it is now."""
+        """Logprobs of the drawn tokens of each row under the current policy. follow: whether experts follow the rows'
+        routes."""
         found = []
         for row in rows:
             with self.rule.follow(row) if follow else nullcontext():
@@ -242,9 +245,9 @@ def _policy_loss(logprob: Tensor, row: Row, rl: Any) -> Tensor:
         return -a * logprob
     if rl.policy_loss == "cispo":
         return -ratio.detach().clip(1 - low, 1 + high) * a * logprob
-    if rl.policy_loss == "gspo":  # the ratio of the whole sample; each token's gradient goes through itself alone
+    if rl.policy_loss == "gspo":  # the ratio of the whole sample, with a gradient through each token's own logprob only
         ratio = (logprob - row.old).mean().detach().exp() * (logprob - logprob.detach()).exp()
-    if rl.policy_loss == "ppo_sequence":  # of the probabilities of the whole sample
+    if rl.policy_loss == "ppo_sequence":  # the ratio of the probabilities of the whole sample
         ratio = (logprob - row.old).sum().exp().expand(len(a))
     gain = torch.min(ratio * a, ratio.clip(1 - low, 1 + high) * a)
     if rl.dual_clip is not None:
@@ -261,13 +264,13 @@ class PeftPolicy(_Policy, PeftReference):
 
     @contextmanager
     def base(self) -> Iterator[None]:
-        """Inside: the model without its adapter."""
+        """Inside, the model runs without its adapter."""
         with self.model.disable_adapter():
             yield
 
 
 class PlainCritic(_Update):
-    """transformers' classifier with one label, read at every token: V before the token is drawn."""
+    """transformers' classifier with one label, read before every drawn token: V of the state in which it is drawn."""
 
     def __init__(self, path: str, weights: dict[str, Tensor], device: str = "cpu") -> None:
         """weights: initial values, by parameter name."""
@@ -285,7 +288,7 @@ class PlainCritic(_Update):
 
     @torch.no_grad()
     def look(self, rows: Sequence[Row]) -> list[Tensor]:
-        """The current values."""
+        """The current values of the drawn tokens of each row."""
         return [self.values(row).cpu() for row in rows]
 
     def losses(self, row: Row) -> Tensor:

@@ -14,20 +14,21 @@ from weft.rollout.base import Request, Sampling
 from weft.rollout.records import read_rollouts, recorded_files
 from weft.rollout.types import Group, Prompt, Sample, samples_of
 
-# Of each group (tokens of its prompt, longest completion, rewards). No reward: the sample counts nowhere. One group
-# without signal, one with a single sample that counts; and a step of one sample, which leaves ranks without any.
+# Steps of groups: (tokens of the prompt, longest completion, rewards). A sample with reward None does not count. One
+# group has no signal, one has a single sample that counts, and one step has one sample, so that some ranks have none.
 _GROUPS = (
     ((9, 20, (1.0, 0.0, 0.5, None, 0.0)), (1, 7, (1.0, 1.0, 1.0)), (14, 1, (None, 0.3)), (5, 13, (0.0, 2.0, 0.0))),
     ((23, 17, (1.0,)),),
     ((3, 11, (0.0, 1.0)), (17, 5, (0.5, 0.0, 1.0))),
 )
-_MOST_GROUPS = 4  # of a recorded rollout step
-_BETWEEN = 5  # each so many-th token of a completion counts as an environment's, but for the last
-NOISE = 0.25  # of what is added to logprobs and values, so that there is something to correct and to clip
+_MOST_GROUPS = 4  # groups that are taken from a recorded rollout step
+_BETWEEN = 5  # every fifth token of a completion, except the last, counts as an environment's
+NOISE = 0.25  # standard deviation of noise on logprobs, so that there is something to correct and to clip
 
 
 def awkward_rollouts(trainer: Trainer, vocabulary: int) -> list[list[Group]]:
-    """Groups of three rollout steps, sampled by the first rank from the current weights, equal on all; collective."""
+    """The groups of three rollout steps, sampled on the first rank from the current weights; equal on all ranks.
+    Collective. vocabulary: number of tokens."""
     trainer.embedded.wake(here=trainer.ranks.is_first)
     shared: list[list[list[Group]]] = [[]]
     if trainer.ranks.is_first:
@@ -58,7 +59,7 @@ def _sampled(
 
 
 def recorded_rollouts(folder: str) -> list[list[Group]]:
-    """The first groups of the first rollout steps in RUN/rollouts, with their rewards. UserError where there are
+    """The first groups of the first rollout steps in RUN/rollouts, with their rewards. Raises UserError if there are
     none."""
     steps = [read_rollouts(file)[:_MOST_GROUPS] for file in recorded_files(folder, "--rollouts")[: len(_GROUPS)]]
     for sample in samples_of(group for step in steps for group in step):
@@ -67,7 +68,7 @@ def recorded_rollouts(folder: str) -> list[list[Group]]:
 
 
 def disturb(groups: Sequence[Group]) -> None:
-    """Mark some tokens as written by an environment, and add small noise to the engine's logprobs."""
+    """Mark some tokens as written by an environment, and add noise to the engine's logprobs."""
     for sample in samples_of(groups):
         drawn = np.flatnonzero(sample.sampled)
         sample.sampled[drawn[_BETWEEN - 1 : -1 : _BETWEEN]] = False
@@ -75,7 +76,7 @@ def disturb(groups: Sequence[Group]) -> None:
 
 
 def noise(sample: Sample, name: str) -> np.ndarray:
-    """[T], a function of sample and array name only."""
+    """[T] noise, which depends only on the sample and on `name`, an array's name."""
     seed = [sample.prompt.index, sample.number, *name.encode()]
     drawn: np.ndarray = np.random.default_rng(seed).standard_normal(len(sample)).astype(np.float32)
     return NOISE * drawn

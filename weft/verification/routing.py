@@ -1,8 +1,8 @@
 """Routes of mixture-of-experts models: recorded in the reference, replayed in the engine, differences counted.
 
-Where two scores tie within rounding, the two runs may choose different experts, and everything after that differs
-although nothing is wrong. So the engine follows the reference's routes. Where it would have chosen otherwise, the k-th
-and the next score must be a tie.
+If two scores tie within rounding, the two runs may choose different experts, and everything after that differs although
+nothing is wrong. So the engine follows the reference's routes. Where it would have chosen differently, the k-th and the
+next score must be a tie.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from weft.cluster.process import everyone
 from weft.models.routing import differ, replace_choices, replaced
 
-TIE = 1e-6  # relative to the k-th score
+TIE = 1e-6  # largest gap of a tie, relative to the k-th score
 
 Tokens = tuple[int, ...]
 # (stage, tokens of a document) -> decoder layer -> chosen experts [T, k]; a stage is a state of the weights.
@@ -27,15 +27,15 @@ Routes = dict[tuple[int, Tokens], dict[int, Tensor]]
 
 @dataclass
 class Differences:
-    """choices: (token, layer) pairs routed. differing: of those, with other experts than the reference. wrong: of
-    those, not ties."""
+    """Counts of (token, layer) pairs. choices: all that were routed. differing: those with other experts than the
+    reference's. wrong: differing ones that are no ties."""
 
     choices: int = 0
     differing: int = 0
     wrong: int = 0
 
     def summed(self) -> Differences:
-        """Summed over all ranks, which have different documents; collective."""
+        """The sums over all ranks, which have different documents; collective."""
         group = everyone()
         gathered: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(gathered, (self.choices, self.differing, self.wrong), group=group)
@@ -44,8 +44,9 @@ class Differences:
 
 @dataclass
 class _Place:
-    """Which documents a forward has. held: of each, how many of its tokens, from which on; lengths: of its part of the
-    row."""
+    """The documents of a forward, one entry per piece of the row. documents: tokens of the whole document; None for
+    padding. held: number of the document's tokens in the piece. firsts: index of the first of them. lengths: tokens of
+    the piece, with padding."""
 
     documents: list[Tokens | None] = field(default_factory=list)
     held: list[int] = field(default_factory=list)
@@ -54,7 +55,8 @@ class _Place:
 
 
 class Recorder:
-    """Records the routes of a plain model, one document at a time."""
+    """Records the routes of a plain model that runs one document at a time. stage: the state of the weights, which the
+    caller sets."""
 
     def __init__(self, experts: int, chosen: int) -> None:
         self.experts, self.chosen, self.stage = experts, chosen, 0
@@ -62,7 +64,7 @@ class Recorder:
 
     @contextmanager
     def watching(self, model: nn.Module, layers: Sequence[nn.Module]) -> Iterator[None]:
-        """Record every forward inside."""
+        """Inside, record every forward of a single document."""
         place = _Place()
 
         def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -84,9 +86,9 @@ class Recorder:
 
 
 def _held(piece: tuple[int, ...], document: tuple[int, ...], first: int | None) -> int:
-    """How many tokens of the document this part of a row, padding behind it included, begins with: all, or all but the
-    last, which a forward may do without; 0 where it is not the document. first: of a part of a document, where it
-    begins."""
+    """The number of a document's tokens with which a piece of a row begins: all, or all but the last, which a forward
+    may leave out; 0 if the piece is of another document. Padding may follow. first: for a part of a cut document, the
+    index of its first token."""
     if first is not None:
         return len(piece) if piece == document[first : first + len(piece)] else 0
     for read in (len(document), max(1, len(document) - 1)):
@@ -96,7 +98,8 @@ def _held(piece: tuple[int, ...], document: tuple[int, ...], first: int | None) 
 
 
 def _parts(pieces: list[tuple[int, ...]], bounds: Any) -> list[list[tuple[tuple[int, ...], int | None]]]:
-    """The pieces of a row by document, in order: each with where in its document it begins, None for a whole one."""
+    """The pieces of a row, grouped by document, in order: (piece, index of its first token in a cut document; None for
+    a whole document)."""
     context = bounds.context
     if context is None:
         return [[(piece, None)] for piece in pieces]
@@ -113,7 +116,7 @@ def _parts(pieces: list[tuple[int, ...]], bounds: Any) -> list[list[tuple[tuple[
 
 
 class Replay:
-    """Makes a TrainModule follow recorded routes, and counts where it would have chosen otherwise."""
+    """Makes a TrainModule follow recorded routes, and counts where it would have chosen differently."""
 
     def __init__(self, routes: Routes, experts: int, chosen: int) -> None:
         self.routes, self.experts, self.chosen, self.stage = routes, experts, chosen, 0
@@ -122,7 +125,7 @@ class Replay:
 
     @contextmanager
     def replaying(self, module: nn.Module, layers: Sequence[nn.Module]) -> Iterator[None]:
-        """Steer every forward inside, recomputed ones too."""
+        """Inside, every forward follows the routes, recomputed ones too."""
         place = _Place()
 
         def begin(module: nn.Module, args: Any) -> None:
@@ -139,7 +142,7 @@ class Replay:
             handle.remove()
 
     def _locate(self, place: _Place, input_ids_BT: Tensor, bounds: Any) -> None:
-        """The known documents that a row holds, in the order of its tokens; None for padding."""
+        """Set `place` to the known documents in a row, in the order of its tokens; None for padding."""
         rows = input_ids_BT.cpu()
         if len(rows) == 1 and not bounds.padded:
             pieces = [tuple(piece.tolist()) for piece in rows[0].split(list(bounds.lengths))]

@@ -1,4 +1,4 @@
-"""The verdict as a table: comparison, difference, tolerance, and the reference's own noise."""
+"""Prints the verdict as a table: comparison, difference, tolerance, and the reference's own noise."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from weft.verification.plants import Plant
 def print_verdict(
     verdict: Verdict, config: SftConfig | RlConfig, ranks: Ranks, subject: str, plant: Plant | None
 ) -> None:
-    """Print the verdict to standard output, as plain text where that is no terminal."""
+    """Print the verdict to standard output, as plain text if that is no terminal. subject: the model, in words. plant:
+    the planted bug, if any."""
     console = Console(width=None if Console().is_terminal else 120)
     sizes = resolve_mesh(config.mesh, ranks.world)
     console.print(f"model    {subject}")

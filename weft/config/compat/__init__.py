@@ -1,4 +1,4 @@
 """Other trainers: their names, weft's equivalents, and drafts of configs. Imports no torch.
 
-All knowledge is in tables/, one table per trainer; nothing is read before a name is looked up.
+All knowledge is in tables/, one table per trainer. Tables are read at the first look-up of a name.
 """

@@ -1,4 +1,4 @@
-"""Checks of the tables beyond their types: every name, sentence and key in them exists."""
+"""Checks of the tables beyond their types: every name, sentence and key that they mention exists."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _NAMED = re.compile(r"`([a-z_]+\.[\w.*]+)`")  # a key of weft in a sentence
 
 
 def check(tables: Tables) -> None:
-    """TableError that lists all problems of the tables."""
+    """Raise a TableError that lists all problems of the tables, if there are any."""
     found = list(problems(tables))
     if found:
         raise TableError("\n".join(found))
 
 
 def problems(tables: Tables) -> Iterator[str]:
-    """Each names its file and the key in it."""
+    """The problems of the tables; each names its file and the key in it."""
     yield from _of_files(tables)
     yield from _of_sentences("sentences.yaml: sft", tables.sentences.sft, _known(SftConfig))
     yield from _of_sentences("sentences.yaml: rl", tables.sentences.rl, _known(RlConfig))
@@ -75,7 +75,7 @@ def _of_trainer(trainer: Trainer, tables: Tables) -> Iterator[str]:
 
 
 def _of_rl_draft(trainer: Trainer, tables: Tables) -> Iterator[str]:
-    """What is said of drafts for `weft rl`: of its keys, and of names that are answered there."""
+    """Problems of a trainer's `rl_draft`: keys and names that do not exist."""
     rl, where = trainer.table.rl_draft, f"{trainer.name}.yaml: rl_draft"
     if rl is None:
         return
@@ -97,7 +97,7 @@ def _of_names(where: str, names: Iterable[str]) -> Iterator[str]:
 
 
 def _of_entries(where: str, names: Iterable[str], tables: Tables) -> Iterator[str]:
-    """What is said of a name that stands under no `names` is never read."""
+    """Problems of names that stand under no `names`: entries for them are never read."""
     for name in names:
         if name not in tables.names:
             yield f"{where}: {name} stands under `names` of no table."
@@ -121,7 +121,7 @@ def _of_sentences(where: str, sentences: Mapping[str, str], known: set[str]) -> 
 
 
 def _known(schema: type) -> set[str]:
-    """What a sentence may name."""
+    """The keys, and `section.*`, that a sentence may name."""
     return {*schema_keys(schema), *(f"{section}.*" for section in sections(schema))}
 
 

@@ -1,4 +1,4 @@
-"""The data sections of other trainers' configs in keys of weft: columns, roles, lists of sources."""
+"""The data sections of other trainers' configs as keys of weft: columns, roles, lists of sources."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ _TYPE = "conversations, and columns of instructions, are rendered by the tokeniz
 
 
 def take_columns(draft: Draft, given: Mapping[str, str], found: Mapping[str, Any]) -> None:
-    """Set data.columns for columns that weft would not find by name. given: their key -> the column."""
+    """Set data.columns for columns that weft would not find by name. given: the trainer's key -> the column. found: all
+    names of the config with their values."""
     columns = {TABLES.columns[str(entry_of(name))]: column for name, column in given.items()}
     values = {entry_of(name): value for name, value in found.items()}
     if "messages" in columns and "instruction" in columns:  # verl has both, and a switch
@@ -21,7 +22,7 @@ def take_columns(draft: Draft, given: Mapping[str, str], found: Mapping[str, Any
             columns.pop(unused, None)
     for ours, inside in (("instruction", "prompt_dict_keys"), ("output", "response_dict_keys")):
         path = values.get(inside)
-        if ours in columns and path:  # verl: the names under which the text lies in the column
+        if ours in columns and path:  # verl: the path of the text within the column
             columns[ours] = ".".join([columns[ours], *map(str, path if isinstance(path, list) else [path])])
     if "output" not in columns:
         columns.pop("instruction", None)  # the prompts of reinforcement learning
@@ -30,7 +31,7 @@ def take_columns(draft: Draft, given: Mapping[str, str], found: Mapping[str, Any
 
 
 def take_sources(draft: Draft, name: str, entries: Any) -> None:
-    """Set data.path or data.sources, or those of eval, from axolotl's list of data sets."""
+    """Set data.path or data.sources, or the same keys of eval, from axolotl's list of data sets."""
     if not isinstance(entries, list) or not all(isinstance(entry, dict) and "path" in entry for entry in entries):
         draft.left[name] = "it is no list of data sets with a path."
         return
@@ -44,7 +45,7 @@ def take_sources(draft: Draft, name: str, entries: Any) -> None:
 
 
 def _source(draft: Draft, name: str, entry: Mapping[str, Any]) -> dict[str, Any]:
-    """One of them; what it says besides is listed."""
+    """One entry of the list as a source of weft. Its other keys are noted in draft.left."""
     known = TABLES.shared.sources
     source: dict[str, Any] = {ours: entry[key] for key, ours in known.keys.items() if entry.get(key) is not None}
     files = entry.get("data_files")

@@ -1,4 +1,4 @@
-"""A draft of a config: what was taken over from another trainer's, and what was not."""
+"""A draft of a config: the settings that were taken over from another trainer's config, and those that were not."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from weft.config.rl_schema import RlConfig
 from weft.config.schema import SftConfig
 from weft.config.yaml12 import Node, read_value, show
 
-_LISTS = ("model.freeze",)  # which several names fill
-_PATTERNS = ("lora.targets",)  # for which others have regular expressions
+_LISTS = ("model.freeze",)  # keys that several names of a trainer fill
+_PATTERNS = ("lora.targets",)  # keys for which other trainers have regular expressions
 
 
 @dataclass
 class Draft:
-    """trainer: whose config it is made of. schema: of the command that it is for. taken: key -> (value, origin, their
-    name). left: their name -> advice. unfit: keys whose value weft cannot take, so that no default replaces it. images:
-    whether the model is known to take some."""
+    """A draft in the making. trainer: of the old config. schema: of weft's command. taken: key -> (value, origin in
+    words, the trainer's name). left: the trainer's name -> advice. unfit: keys for which the old value does not fit; no
+    default replaces it. images: whether the model is known to take images."""
 
     trainer: Trainer
     schema: type = SftConfig
@@ -36,7 +36,7 @@ class Draft:
 
     @property
     def rl(self) -> RlDraft | None:
-        """What is known of reinforcement learning, where it is of that."""
+        """The trainer's table for reinforcement learning, if the draft is for `weft rl`; else None."""
         return self.trainer.table.rl_draft if self.schema is RlConfig else None
 
     @property
@@ -45,12 +45,13 @@ class Draft:
         return schema_keys(self.schema)
 
     def entry(self, name: str) -> str:
-        """What the tables call a dotted name; empty where they do not know it."""
+        """The entry of the tables for a dotted name; "" if there is none."""
         own = entry_of(name, self.trainer.rl) if self.rl is not None else None
         return own or entry_of(name) or ""
 
     def meaning(self, entry: str, value: Any) -> Mapping[str, Any] | None:
-        """What this value says in keys of weft, where a table knows it. A companion's file goes with any trainer's."""
+        """The meaning of a value, as key of weft -> value; None if no table has it. Tables of companions count for any
+        trainer."""
         words = (str(value).lower(), "on" if value else "off", ANY)
         own = [self.trainer.means] if self.rl is None else [self.trainer.rl_means, self.trainer.means]
         for means in (*own, *(companion.means for companion in TABLES.companions), TABLES.shared.means):
@@ -61,13 +62,15 @@ class Draft:
         return None
 
     def key_of(self, entry: str) -> str | None:
-        """The key of weft that takes the value of a name as it is."""
+        """The key of weft that takes the value of an entry unchanged; None if there is none."""
         own = [self.trainer.moves] if self.rl is None else [self.trainer.rl_moves, self.trainer.moves]
         tables = (*own, *(companion.moves for companion in TABLES.companions), TABLES.moves)
         return next((moves[entry] for moves in tables if entry in moves), None)
 
     def fit_row(self, longest: int, what: str) -> None:
-        """Make a row hold the longest document, on one rank where it may have images, which not every model can cut."""
+        """Raise step.max_tokens_per_device so that a row holds `longest` tokens: over the ranks of mesh.cp, but on one
+        rank if there may be images, because not every model's documents with images can be cut. what: the word for a
+        document."""
         cp = 1 if self.images else self.value("mesh.cp", 1)
         if longest > cp * self.value("step.max_tokens_per_device", 8192):
             shared = " over the ranks of mesh.cp" if cp > 1 else ""
@@ -82,11 +85,12 @@ class Draft:
         return advice_for(name, reinforcement=self.rl is not None)
 
     def value(self, key: str, default: Any = None) -> Any:
-        """The value taken for a key."""
+        """The value that was taken for a key."""
         return self.taken[key][0] if key in self.taken else default
 
     def take(self, key: str, value: Any, name: str, origin: str = "") -> None:
-        """Set a key, if the schema has it and the value fits. name: theirs. origin: in words."""
+        """Set a key, if the schema has it and the value fits; else note advice. name: the trainer's name. origin: in
+        words."""
         spec = self.keys.get(key)
         fitting = None if spec is None else _fitting(spec, value)
         if fitting is None:
@@ -96,8 +100,8 @@ class Draft:
             self.taken[key] = (fitting, origin or self._short(name), name)
 
     def take_meaning(self, meaning: Mapping[str, Any], given: Any, name: str, origin: str = "") -> None:
-        """Set the keys of a meaning, as tables have them. What several names say of the same list or mapping is put
-        together."""
+        """Set the keys of a meaning (see `meaning`). Values of several names for the same list or mapping are
+        merged."""
         for key, value in meaning.items():
             if key == NOTE:
                 self.left[name] = value
@@ -112,7 +116,7 @@ class Draft:
             self.take(key, own, name, of if before is None else ", ".join(dict.fromkeys([self.taken[key][1], of])))
 
     def _short(self, name: str) -> str:
-        """As much of a name as the tables take to know it by."""
+        """The part of a name by which the tables know it."""
         entry = self.entry(name)
         return entry if entry and not entry.endswith(".*") else name
 
@@ -133,7 +137,7 @@ class Draft:
 
 
 def _said(value: Any, given: Any) -> Any:
-    """A value of `means`, with what was given put in."""
+    """A value of `means`, with `given` in place of ITSELF."""
     if isinstance(value, dict):
         return {name: _said(one, given) for name, one in value.items()}
     if isinstance(value, list):
@@ -142,7 +146,7 @@ def _said(value: Any, given: Any) -> Any:
 
 
 def _fitting(key: Key, value: Any) -> Any:
-    """The value as this key takes it, or None where it cannot."""
+    """The value in a form that fits this key; None if there is none."""
     ours = weft_value(key.name, value)
     if key.name == "optimizer.name" and ours is None and not _is_optimizer(value):
         return None
@@ -163,7 +167,7 @@ def _is_optimizer(value: Any) -> bool:
 
 
 def numbers_of(value: Any) -> Iterator[int | float]:
-    """The number that YAML 1.1, an argument parser or quotes would make of a value: 3.0 as 3, "2e-5", 1_000."""
+    """The numbers that a value may mean to YAML 1.1 or an argument parser: 3.0 as 3 and 3.0, "2e-5", 1_000."""
     try:
         number = float(value.replace("_", "") if isinstance(value, str) else value)
     except (TypeError, ValueError):

@@ -1,6 +1,6 @@
 """`weft migrate`: another trainer's config as a draft of weft's.
 
-Unambiguous settings are taken over; for everything else the draft contains advice, in the words of names.py.
+Unambiguous settings are taken over. For everything else the draft contains the advice of names.py.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ _HEAD = """\
 # Then look at it with `weft {command} THIS --dry-run`. Every key is in docs/reference/config.md.
 """
 _ROUTED = ("num_experts", "num_local_experts", "n_routed_experts", "router_aux_loss_coef")  # keys of config.json
-_SIGNS = 4  # names that are shown of those by which a trainer was recognised
+_SIGNS = 4  # how many of the names by which a trainer was recognised are shown
 _NAMED = re.compile(r"\$\{([\w.]+)\}")
 _OC_ENV = re.compile(r"\$\{oc\.env:(\w+)(?:,([^{}]*))?\}")
 
 
 def migrate(files: Sequence[str], ranks: int | None = None) -> str:
-    """The draft, as YAML. ranks: of the old run; those that did not share documents multiply a per-device batch; None:
-    from the files. UserError for files of an unknown trainer, of preference tuning, or of reinforcement learning where
-    the trainer's table knows no more of it than names."""
+    """The draft, as YAML. ranks: number of GPUs of the old run, of which those that did not share documents multiply a
+    per-device batch; None: from the files. Raises UserError for files of an unknown trainer, of preference tuning, or
+    of reinforcement learning with a trainer whose table has no `rl_draft`."""
     found = {name: value for path in files for name, value in _leaves(_read(path))}
     found = {name: _filled(value, found) for name, value in found.items()}
     trainer, signs, schema = _trainer_of(found, files)
@@ -71,8 +71,8 @@ def migrate(files: Sequence[str], ranks: int | None = None) -> str:
 
 
 def _trainer_of(found: Mapping[str, Any], files: Sequence[str]) -> tuple[Trainer, list[str], type]:
-    """(trainer of these files, names that tell it, schema of the command that does the same). UserError where files do
-    not tell it, or ask for what no draft is made of."""
+    """(Trainer of these files, the names that are its signs, schema of weft's command for them). Raises UserError for
+    files of no known trainer, and for kinds of training without drafts."""
     what = f"{', '.join(files)}: {'it is' if len(files) == 1 else 'they are'}"
     if found and set(found) <= set(schema_keys(SftConfig)):
         raise UserError(f"{what} a config of weft already: look at it with `weft sft {files[0]} --dry-run`.")
@@ -103,7 +103,7 @@ def _trainer_of(found: Mapping[str, Any], files: Sequence[str]) -> tuple[Trainer
 
 
 def _take_names(draft: Draft, found: Mapping[str, Any]) -> None:
-    """What the names say one by one."""
+    """Take over the names one by one, then columns and adapters."""
     columns: dict[str, str] = {}
     for name, value in found.items():
         entry = draft.entry(name)
@@ -133,7 +133,7 @@ def _take_names(draft: Draft, found: Mapping[str, Any]) -> None:
 
 
 def _take_null(draft: Draft, name: str) -> None:
-    """null where weft's key has it, too: the trainer's default is not meant."""
+    """Take over null, if weft's key accepts it: the trainer's default does not apply then."""
     key = draft.key_of(draft.entry(name))
     pairs = (one for pair in rules_of(draft.schema).exclusive for one in pair)
     if key is None or key in pairs or type(None) not in get_args(draft.keys[key].type):
@@ -144,7 +144,7 @@ def _take_null(draft: Draft, name: str) -> None:
 
 
 def _take_value(draft: Draft, entry: str, value: Any, name: str) -> bool:
-    """Whether a key of weft takes the value, as it is or in other units."""
+    """Take over a value as it is, or in other units. Returns False if no key of weft corresponds to the entry."""
     if entry in TABLES.shared.betas:
         _take_beta(draft, TABLES.shared.betas[entry], value, name)
     elif key := draft.key_of(entry):
@@ -163,7 +163,8 @@ def _take_value(draft: Draft, entry: str, value: Any, name: str) -> bool:
 
 
 def _take_beta(draft: Draft, pair: Sequence[Any], value: Any, name: str) -> None:
-    """One of the two; the other is what was taken before, or the trainer's default. pair: of shared.yaml."""
+    """Set one of the two betas; the other is the one taken before, or that of `pair`. pair: of shared.yaml, with ITSELF
+    in place of the given beta."""
     before = draft.value("optimizer.betas", pair)
     number = next(numbers_of(value), value)
     both = [number if own == ITSELF else beta for own, beta in zip(pair, before, strict=True)]
@@ -175,7 +176,7 @@ def _per_device(trainer: Trainer) -> Collection[str]:
 
 
 def _take_batch(draft: Draft, found: Mapping[str, Any], ranks: int | None) -> None:
-    """step.documents, or step.tokens where rows are filled up, from the batch of one device."""
+    """Set step.documents (step.tokens, if the trainer packs rows) from the batch of one device."""
     advice, trainer = TABLES.sentences.sft["BATCH"], draft.trainer
     given = {name: value for name, value in found.items() if entry_of(name) in _per_device(trainer)}
     own = {name.rpartition(".")[2]: next(numbers_of(value), None) for name, value in given.items() if value is not None}
@@ -198,7 +199,7 @@ def _take_batch(draft: Draft, found: Mapping[str, Any], ranks: int | None) -> No
 
 
 def _settle_adapters(draft: Draft, found: Mapping[str, Any]) -> None:
-    """Without adapters there is nothing to say of them, whatever stands in the file."""
+    """Drop the keys of lora if the old config makes no adapters."""
     trainer = draft.trainer
     if _has_adapters(trainer, found):
         return
@@ -207,7 +208,7 @@ def _settle_adapters(draft: Draft, found: Mapping[str, Any]) -> None:
 
 
 def _has_adapters(trainer: Trainer, found: Mapping[str, Any]) -> bool:
-    """Whether the trainer would make them, or has no switch for it."""
+    """Whether the trainer would make adapters, or has no switch for them."""
     switch, on = trainer.lora
     given = (value for name, value in found.items() if name.rpartition(".")[2] == switch and value is not None)
     return not switch or str(next(given, "")).lower() in on
@@ -227,7 +228,7 @@ def _take_same(draft: Draft, key: str, value: Any, name: str) -> None:
 
 
 def _settle(draft: Draft, found: Mapping[str, Any]) -> None:
-    """What two keys say together."""
+    """Settle keys that depend on one another."""
     min_lr = next((name for name in found if entry_of(name) == "min_lr"), None)
     if min_lr is not None and "optimizer.lr" in draft.taken:
         draft.left.pop(min_lr, None)
@@ -249,7 +250,7 @@ def _settle(draft: Draft, found: Mapping[str, Any]) -> None:
 
 
 def _add_defaults(draft: Draft, found: Mapping[str, Any]) -> None:
-    """What nobody wrote down, because it was the other trainer's default and is not weft's."""
+    """Set the keys whose default in the other trainer differs from weft's, if the old config does not set them."""
     trainer = draft.trainer
     older = trainer.table.older
     former = older is not None and any(entry_of(name) in older.names for name in found)
@@ -267,7 +268,8 @@ def _add_defaults(draft: Draft, found: Mapping[str, Any]) -> None:
 
 
 def _add_balancing(draft: Draft, found: Mapping[str, Any]) -> None:
-    """The auxiliary loss that a trainer adds for every mixture of experts; a note where the model is not here."""
+    """Set the auxiliary loss that a trainer adds for every mixture of experts; note it if the model's config is not
+    on this machine."""
     trainer = draft.trainer
     balancing = trainer.table.balancing
     if balancing is None or any(entry_of(name) == "router_aux_loss_coef" for name in found):
@@ -285,7 +287,7 @@ def _add_balancing(draft: Draft, found: Mapping[str, Any]) -> None:
 
 
 def _drop_idle(draft: Draft) -> None:
-    """Leave out what would be refused for having no effect."""
+    """Drop keys that would be refused because they have no effect."""
     tree: dict[str, dict[str, Any]] = {"model": {"path": "m"}, "data": {"path": "d"}} | ({"rl": {}} if draft.rl else {})
     for key, (value, _, _) in draft.taken.items():
         section, _, leaf = key.partition(".")
@@ -299,13 +301,13 @@ def _drop_idle(draft: Draft) -> None:
 
 
 def _read(path: str) -> Node:
-    """A file of YAML or TOML, or a shell script of which options and overrides are read."""
+    """The content of a YAML or TOML file, or the options and overrides in a shell script."""
     return read_script(path) if path.endswith(".sh") else read_config_file(path)
 
 
 def _filled(value: Any, found: Mapping[str, Any]) -> Any:
-    """A value with OmegaConf's ${oc.env:NAME,default} put in, the variable as it is set here or the default, and with
-    ${other.name}, another value of the files."""
+    """A value with OmegaConf's references replaced: ${oc.env:NAME,default} by the environment variable or the default,
+    and ${other.name} by another value of the files."""
     if not isinstance(value, str):
         return value
     value = _OC_ENV.sub(lambda match: os.environ.get(match[1]) or match[2] or match[0], value)

@@ -1,7 +1,7 @@
 """Advice on names and values that users bring from other trainers.
 
-A name is looked up by its last parts, as many as the tables know, so that `actor_rollout_ref.actor.optim.lr` and `lr`
-are the same. `wandb.*` in a table stands for a section and everything in it.
+A name is looked up by its longest end that a table has, so that `actor_rollout_ref.actor.optim.lr` and `lr` are the
+same. `wandb.*` in a table stands for a section and everything in it.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Any
 
 from weft.config.compat.trainer import TABLES, Trainer
 
-# So many names of another trainer make a config of that trainer.
+# The number of names of another trainer that make a config look like that trainer's.
 _FOREIGN = 4
 
 
 def advice_for(name: str, *, reinforcement: bool = False) -> str | None:
-    """Advice on a dotted name of another trainer, or None where it is unknown. reinforcement: for a config of `weft
-    rl`, which has advice of its own."""
+    """Advice on a dotted name of another trainer; None if the name is unknown. reinforcement: for a config of
+    `weft rl`, which has advice of its own."""
     own = entry_of(name, TABLES.rl_names) if reinforcement else None
     if own is not None:
         return TABLES.rl_names[own]
@@ -38,7 +38,7 @@ def trainers_of(name: str) -> list[Trainer]:
 
 
 def entry_of(name: str, table: Mapping[str, Any] | None = None) -> str | None:
-    """The most specific entry of a table (default: all names) for a dotted name."""
+    """The most specific entry of a table (default: all names) for a dotted name; None if there is none."""
     table = TABLES.names if table is None else table
     parts = name.lower().replace("-", "_").split(".")
     for start in range(len(parts)):
@@ -58,8 +58,8 @@ def weft_value(key: str, value: Any) -> str | None:
 
 
 def recognised(names: Iterable[str]) -> tuple[Trainer, list[str]] | None:
-    """(the trainer with most signs among these dotted names, the names that are signs); None without any. accelerate's
-    file accompanies another trainer's, so accelerate is chosen only where there is no other."""
+    """(The trainer with most signs among these dotted names, the names that are signs); None without any. A companion
+    (accelerate), whose file accompanies another trainer's, is chosen only if there is no other."""
     names = list(names)
     found = [(trainer, trainer.signs_in(names)) for trainer in TABLES.trainers]
     best = max(found, key=lambda pair: (bool(pair[1]) and not pair[0].table.companion, len(pair[1])))

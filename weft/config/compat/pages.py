@@ -1,4 +1,4 @@
-"""docs/coming-from from the tables: `python -m weft.config.compat.pages docs/coming-from`."""
+"""Writes docs/coming-from from the tables: `python -m weft.config.compat.pages docs/coming-from`."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ _LIKE = """\
 
 
 def _like(trainer: Trainer) -> str:
-    """The table of what rl.like sets that is neither the algorithm's preset nor the schema's default."""
+    """The table of values of rl.like that differ from the algorithm's preset, or else from the schema's default."""
     rows = []
     for algorithm, keys in LIKE.get(trainer.name, {}).items():
         for leaf, value in keys.items():
@@ -125,7 +125,7 @@ def page(trainer: Trainer) -> str:
 
 
 def write(folder: Path) -> None:
-    """Every page, as FOLDER/NAME.md."""
+    """Write every page, as FOLDER/NAME.md."""
     check(TABLES)
     folder.mkdir(parents=True, exist_ok=True)
     for trainer in TABLES.trainers:
@@ -137,7 +137,7 @@ def _default_row(key: str, value: Any) -> str:
 
 
 def _rows(names: Mapping[str, str]) -> str:
-    """One for each answer, with all the names that it is the answer to."""
+    """Rows of a table, one for each answer, with all names to which it is the answer."""
     by_answer: dict[str, list[str]] = {}
     for name, text in names.items():
         by_answer.setdefault(text, []).append(f"`{name}`")

@@ -1,4 +1,4 @@
-"""The ranks of the old run: how many there were, and what those that shared documents make of its numbers."""
+"""The ranks of the old run: their number, and the conversion of numbers that count ranks that shared documents."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _RANGE = re.compile(r"list\(range\((?:(\d+), *)?(\d+)\)\)")
 
 
 def gpus_of(found: Mapping[str, Any], trainer: Trainer) -> int | None:
-    """The number of GPUs that trained; None where the config does not say."""
+    """The number of GPUs that trained; None if the config does not say."""
     for name, value in found.items():
         if entry_of(name, dict.fromkeys(trainer.table.devices)) is not None and (devices := devices_of(value)):
             return len(devices)
@@ -46,7 +46,8 @@ def shared_by(found: Mapping[str, Any]) -> int:
 
 
 def settle_mesh(draft: Draft, found: Mapping[str, Any], gpus: int | None) -> None:
-    """Shards and rows that were counted over the ranks that share documents, as mesh.dp_shard and a rank's tokens."""
+    """Convert shards and rows that count all ranks that share documents to mesh.dp_shard (without mesh.cp) and to
+    the tokens of one rank."""
     names, cp = TABLES.shared.ranks, draft.value("mesh.cp", 1)
     if entry_of(_name(draft, "mesh.dp_shard")) in names.shards:
         _settle_shards(draft, found, gpus, cp)
@@ -58,8 +59,8 @@ def settle_mesh(draft: Draft, found: Mapping[str, Any], gpus: int | None) -> Non
 
 def _settle_shards(draft: Draft, found: Mapping[str, Any], gpus: int | None, cp: int) -> None:
     size, name = draft.value("mesh.dp_shard"), _name(draft, "mesh.dp_shard")
-    over = None if gpus is None else max(1, gpus * cp // shared_by(found))  # those that hold parts of the same tensors
-    if over is not None and size >= over:  # all of them, whatever is written
+    over = None if gpus is None else max(1, gpus * cp // shared_by(found))  # ranks that hold parts of the same tensors
+    if over is not None and size >= over:  # all of these ranks, however large the number
         if size > over:
             draft.taken.pop("mesh.dp_shard")
             return
@@ -73,5 +74,5 @@ def _settle_shards(draft: Draft, found: Mapping[str, Any], gpus: int | None, cp:
 
 
 def _name(draft: Draft, key: str) -> str:
-    """What the value of a key was called."""
+    """The trainer's name of the value that was taken for a key; "" if none was."""
     return draft.taken[key][2] if key in draft.taken else ""

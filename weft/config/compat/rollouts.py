@@ -1,4 +1,4 @@
-"""What other trainers' configs of reinforcement learning say with several names together."""
+"""Settings of reinforcement learning that other trainers spread over several names."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PARTS = (
 
 
 def needs_another(rl: RlDraft, entry: str, value: Any, found: Mapping[str, Any]) -> str | None:
-    """Why a value says nothing, where its switch is not on; empty where there is nothing to be said of it."""
+    """Why a value has no effect, if its switch is not on; "" if the value is off, too. None if the value counts."""
     switch = rl.needs.get(entry)
     if switch is None or any(given is True for name, given in found.items() if entry_of(name, {switch: 0})):
         return None
@@ -28,7 +28,7 @@ def needs_another(rl: RlDraft, entry: str, value: Any, found: Mapping[str, Any])
 
 
 def take_rl_columns(draft: Draft, given: Mapping[str, str]) -> None:
-    """Set data.columns. given: their key -> the column."""
+    """Set data.columns. given: the trainer's key -> the column."""
     columns = {draft.trainer.rl_columns[draft.entry(name)]: column for name, column in given.items()}
     others = {ours: theirs for ours, theirs in columns.items() if ours != theirs}
     if others:
@@ -54,7 +54,8 @@ def take_rewards(draft: Draft, rl: RlDraft, found: Mapping[str, Any]) -> None:
 def settle_rollouts(
     draft: Draft, rl: RlDraft, found: Mapping[str, Any], gpus: int | None, data_ranks: int | None
 ) -> None:
-    """What follows from sizes: lengths, devices, and the optimizer steps of a rollout step."""
+    """Set the keys that follow from sizes: lengths, devices, and the optimizer steps of a rollout step. gpus,
+    data_ranks: of the old run, if known."""
     _settle_lengths(draft, rl, found)
     _settle_devices(draft, rl, found, gpus)
     per_rollout = _settle_updates(draft, found, data_ranks) * draft.value("rl.epochs", 1)
@@ -66,7 +67,7 @@ def settle_rollouts(
 
 
 def _settle_lengths(draft: Draft, rl: RlDraft, found: Mapping[str, Any]) -> None:
-    """The longest completion, where only the whole sample is said; and a row that holds a sample."""
+    """Set the longest completion, if only the longest sample is given, and a row that holds a sample."""
     by_entry = {draft.entry(name): value for name, value in found.items()}
     whole, prompt = (by_entry.get(name) for name in rl.longest)
     prompt = prompt or draft.value("rollout.max_prompt_tokens")
@@ -79,14 +80,14 @@ def _settle_lengths(draft: Draft, rl: RlDraft, found: Mapping[str, Any]) -> None
 
 
 def _settle_devices(draft: Draft, rl: RlDraft, found: Mapping[str, Any], gpus: int | None) -> None:
-    """cluster.trainer, rollout.engines, whether they share devices, and how engines of their own draw tokens."""
+    """Set cluster.trainer, rollout.engines and cluster.placement; drop sampling that servers cannot report."""
     train, engines = _devices(draft.trainer.table.devices, found), _devices((rl.engines,), found)
     ranks = (*TABLES.shared.ranks.machines, *TABLES.shared.ranks.gpus)
     if gpus:
         draft.take("cluster.trainer", gpus, draft.trainer.table.devices[0], f"{gpus} GPUs")
     for name, value in found.items():
         if draft.entry(name) in ranks or (train and set(devices_of(value)) == train):
-            draft.left.pop(name, None)  # cluster.trainer says it, and who has the trainers' devices has no others
+            draft.left.pop(name, None)  # covered by cluster.trainer; roles on the trainers' devices need nothing
     if draft.value("rollout.engine") not in SERVERS:
         return
     for leaf, whole in KEEPS_ALL.items():
@@ -104,7 +105,7 @@ def _devices(names: tuple[str, ...], found: Mapping[str, Any]) -> set[int]:
 
 
 def _settle_updates(draft: Draft, found: Mapping[str, Any], data_ranks: int | None) -> int:
-    """rl.updates, from the samples of an optimizer step; 1 where they are not known."""
+    """Set rl.updates from the samples of an optimizer step. Returns it; 1 if the samples are not known."""
     sizes = draft.trainer.table.per_device
     given = {name: value for name, value in found.items() if draft.entry(name) in sizes}
     factors = {**sizes, **{draft.entry(name): next(numbers_of(value), 0) for name, value in given.items()}}

@@ -1,4 +1,5 @@
-"""The options and overrides of a shell script as a config: --lr 1e-5 and optim.lr=1e-5. The script is not run."""
+"""Reads the options and overrides of a shell script as a config: --lr 1e-5 and optim.lr=1e-5. The script is not
+run."""
 
 from __future__ import annotations
 
@@ -15,14 +16,15 @@ from weft.files import regular_file
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 _OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_][\w.]*)=(.*)", re.DOTALL)
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?::?-([^{}]*))?\})")
-_MOST = 100_000  # characters of a word: variables of variables double fast
-# A line is read where it has one of these commands, or begins with an option as lines of arrays do.
+_MOST = 100_000  # characters of a word: variables that hold variables can grow exponentially
+# A line is read if it has one of these commands, or begins with an option, as lines of arrays do.
 _COMMAND = re.compile(r"(?:.*/)?(?:python[\d.]*|torchrun|accelerate|deepspeed|\S+\.py)")
 
 
 def read_script(path: str) -> Node:
     """name -> value of all options and overrides of commands that start Python. Variables that the script sets are
-    substituted, with defaults for others (`${NAME:-default}`); unknown ones stay."""
+    substituted, others by their defaults (`${NAME:-default}`); unknown ones stay. Raises UserError if the script cannot
+    be read."""
     try:
         found = _found(regular_file(Path(path), "a shell script").read_text(encoding="utf-8"))
     except UserError:
@@ -34,7 +36,7 @@ def read_script(path: str) -> Node:
 
 
 def _found(text: str) -> dict[str, list[str]]:
-    """Of each option and override its last values. Raises ValueError for what no shell would read."""
+    """The last values of each option and override. Raises ValueError for text that no shell would read."""
     variables = {"HOME": os.path.expanduser("~")}
     return {name: given for words in _lines(text) for name, given in _values(_arguments(words, variables))}
 
@@ -56,13 +58,14 @@ def _lines(text: str) -> Iterator[list[str]]:
 
 
 def _arguments(words: Sequence[str], variables: dict[str, str]) -> list[str]:
-    """What a line says to a program; assignments are kept in `variables`."""
+    """The words of a line that runs a program or fills an array; [] for others. Assignments are put into
+    `variables`."""
     rest = [word for word in words if word != "export"]
     if rest and (array := re.match(r"\w+\+?=\((.*)", rest[0], re.DOTALL)):
         rest[0] = array[1]
         words = rest = [*rest[:-1], rest[-1].removesuffix(")")]
     elif any("$(" in word or "`" in word for word in rest):
-        return []  # what a command prints is not known here
+        return []  # the output of a command is not known here
     while rest and (assignment := _ASSIGNMENT.fullmatch(rest[0])):
         variables[assignment[1]] = _expanded(assignment[2], variables)
         rest = rest[1:]
@@ -74,7 +77,7 @@ def _arguments(words: Sequence[str], variables: dict[str, str]) -> list[str]:
 
 
 def _parts(word: str, variables: dict[str, str]) -> list[str]:
-    """A word with its variables put in; one that is a variable and nothing else may hold several words."""
+    """A word with its variables substituted; a word that is a single variable may become several."""
     if word in ("$@", "$*") or "[@]" in word or "[*]" in word:
         return []
     return shlex.split(_expanded(word, variables)) if _VARIABLE.fullmatch(word) else [_expanded(word, variables)]

@@ -1,4 +1,4 @@
-"""Tables in YAML as typed records. Errors name file and key."""
+"""Reads tables in YAML as typed records. Errors name file and key."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from weft.config.yaml12 import Loader, Node, show
 
 try:
     from yaml import CSafeLoader as _Base
-except ImportError:  # PyYAML without libyaml reads all tables in a tenth of a second
+except ImportError:  # without libyaml PyYAML is slower, and still reads all tables in a tenth of a second
     from yaml import SafeLoader as _Base  # type: ignore[assignment]
 
 Record = TypeVar("Record")
 
 
 class TableError(ValueError):
-    """An invalid table: file, key, and what is wrong."""
+    """A table is invalid; the message names the file, the key and the problem."""
 
 
 class _Loader(_Base):
-    """YAML 1.2, as configs are; a key twice is an error."""
+    """YAML 1.2, as for configs; a duplicate key is an error."""
 
     yaml_implicit_resolvers = Loader.yaml_implicit_resolvers
 
@@ -41,7 +41,7 @@ class _Loader(_Base):
 
 
 def read_table(path: Path, kind: type[Record]) -> Record:
-    """The file as a `kind`, a dataclass. TableError for unknown keys and wrong types."""
+    """The file as an instance of the dataclass `kind`. Raises TableError for unknown keys and wrong types."""
     try:
         content = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except (OSError, ValueError, yaml.YAMLError) as error:
@@ -50,7 +50,7 @@ def read_table(path: Path, kind: type[Record]) -> Record:
 
 
 def _fitted(value: Any, kind: Any, where: str) -> Any:
-    """A value as a type, mappings and dataclasses key by key."""
+    """A value converted to the type `kind`, mappings and dataclasses key by key."""
     members = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
     record = next((member for member in members if is_dataclass(member)), None)
     if record is not None and isinstance(value, dict):
@@ -77,12 +77,13 @@ def _record(value: Mapping[str, Any], kind: Any, where: str) -> Any:
 
 
 def word(value: Any) -> str:
-    """A scalar of YAML as tables compare it: true is `true`, null is `none`. Strings keep their case."""
+    """A YAML scalar as the text that tables are looked up by: true is `true`, null is `none`. Strings keep their
+    case."""
     return value if isinstance(value, str) else str(value).lower()
 
 
 def inverse(groups: Mapping[str, Iterable[Any]], where: str) -> dict[str, str]:
-    """name -> the group that contains it. TableError for a name in two groups."""
+    """name -> the group that contains it. Raises TableError for a name in two groups."""
     found: dict[str, str] = {}
     for group, names in groups.items():
         for name in map(word, names):

@@ -15,9 +15,9 @@ from weft.config.compat.tables import TableError, inverse, read_table, word
 FOLDER = Path(__file__).parent / "tables"
 PREFERENCES = "preference tuning"
 REINFORCEMENT = "reinforcement learning"
-ITSELF = "="  # of `means`: the value as it is
-ANY = "*"  # of `means`: any other value
-NOTE = "note"  # of `means`, in place of a key: what cannot be carried over
+ITSELF = "="  # in `means`: the value as it is
+ANY = "*"  # in `means`: any other value
+NOTE = "note"  # in `means`, in place of a key: advice, because the value cannot be carried over
 _SENTENCE = re.compile(r"[A-Z][A-Z0-9_]*")
 
 Groups = dict[str, tuple[str, ...]]
@@ -26,7 +26,7 @@ Meanings = dict[str, dict[str, dict[str, Any]]]
 
 @dataclass(frozen=True)
 class Older:
-    """The defaults of a trainer's former version, whose files are recognised by one of these names."""
+    """The defaults of a trainer's former version. Its files are recognised by one of `names`."""
 
     names: tuple[str, ...]
     defaults: dict[str, Any]
@@ -34,14 +34,14 @@ class Older:
 
 @dataclass(frozen=True)
 class RlDraft:
-    """What `weft migrate` knows of a trainer's configs of reinforcement learning. moves, means, silent, defaults: as in
-    Table, and before those.
+    """A trainer's configs of reinforcement learning, for `weft migrate`. moves, means, silent, defaults: as in Table,
+    with precedence over it.
 
-    columns: column of weft -> names of the key that says what the file calls it. needs: name -> the switch without
-    which it says nothing. longest: the names of the longest sample and of the longest prompt, whose difference is that
-    of the completion where nobody says it. engines: the name of the list of the engines' devices. reward: the pattern
-    of names that give a reward's class. rewards: the end of that -> weft's function that does the same. per_rollout:
-    keys of weft that count optimizer steps, where the trainer counts rollout steps.
+    columns: column of weft -> names of keys that give the file's name of the column. needs: name -> the switch without
+    which it has no effect. longest: names of the longest sample and of the longest prompt; their difference is the
+    longest completion, if that is not given. engines: name of the list of the engines' devices. reward: pattern of
+    names whose value is a reward's class. rewards: end of a class's name -> weft's function that does the same.
+    per_rollout: keys of weft that count optimizer steps, where the trainer counts rollout steps.
     """
 
     moves: Groups
@@ -61,24 +61,24 @@ class RlDraft:
 class Table:
     """tables/NAME.yaml; tables/NAME.md is the introduction of its page.
 
-    A name is the last part of a trainer's, or as many of the last parts as it takes to tell it from another
-    (`checkpoint.interval`); lower case, with underscores; `wandb.*` is a section with all that is in it. SENTENCE is
-    one of sentences.yaml, or the text itself.
+    A name is the last part of a trainer's dotted name, or as many of the last parts as are needed to tell it from
+    another (`checkpoint.interval`), in lower case with underscores. `wandb.*` is a section and everything in it.
+    SENTENCE is the name of a sentence in sentences.yaml, or a text.
 
-    title: as messages call the trainer. names: heading of the page -> SENTENCE -> names to which it is the answer.
-    rl: SENTENCE -> names, of what `weft rl` answers. defaults: key of weft -> the value that the trainer has where
-    nothing is said, and weft has not. older: the same of a former version.
+    title: the trainer's name in messages. names: heading of the page -> SENTENCE -> names to which it is the answer.
+    rl: SENTENCE -> names to which `weft rl` gives this answer. defaults: key of weft -> the trainer's default, if it is
+    not weft's. older: the same for a former version.
 
-    What `weft migrate` knows besides: signs: patterns of whole dotted names by which its files are recognised. tasks:
-    kind of training, where that is not supervised fine-tuning -> name -> the values that ask for it; null: any. moves:
-    key of weft -> names whose value it takes as it is, where that is not the same for all trainers (shared.yaml).
-    means: name -> value in lower case, `on`, `off` or `*` -> what it says in keys of weft. silent: name -> values that
-    say nothing. per_device: names whose product is the batch of one device, with their defaults. packing: names that
-    make that a number of rows of the greatest length. lora: the name that says whether there are adapters, and the
-    values with which there are; "": nothing is said. balancing: what the auxiliary loss of a mixture of experts is
-    multiplied by, where nothing is said. companion: whether its file goes with that of another trainer. vision: name ->
-    the value that it has for models with images, where nothing is said. devices: names of the list of the devices that
-    train. rl_draft: what is known of reinforcement learning, where drafts are made of it.
+    Further fields for `weft migrate`. signs: patterns of whole dotted names by which the trainer's files are
+    recognised. tasks: kind of training other than supervised fine-tuning -> name -> the values that ask for it; null:
+    any. moves: key of weft -> names whose value it takes as it is, beside those of all trainers (shared.yaml). means:
+    name -> value in lower case, `on`, `off` or `*` -> key of weft -> value. silent: name -> values that have no effect.
+    per_device: names whose product is the batch of one device -> default. packing: names that, if true, make the batch
+    a number of rows of the greatest length. lora: the name that says whether there are adapters -> the values with
+    which there are; the value "" stands for an unset name. balancing: default factor of the auxiliary loss of a mixture
+    of experts. companion: whether the trainer's file accompanies that of another. vision: name -> default for models
+    with images. devices: names of the list of training devices. rl_draft: reinforcement learning, if drafts of it can
+    be made.
     """
 
     title: str
@@ -103,7 +103,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Ranks:
-    """Names that give the number of GPUs of the old run, and what they shared."""
+    """Names that give the number of GPUs of the old run, and the ways in which they shared work."""
 
     all: tuple[str, ...]
     machines: tuple[str, ...]
@@ -125,7 +125,7 @@ class Sources:
 
 @dataclass(frozen=True)
 class Shared:
-    """tables/shared.yaml, whose comments say what each is."""
+    """tables/shared.yaml, whose comments explain each field."""
 
     trainers: tuple[str, ...]
     moves: Groups
@@ -152,7 +152,7 @@ class Sentences:
 
 
 class Trainer:
-    """A trainer that users come from. name: of its table and of its page. Everything else is in `table`."""
+    """A trainer that users come from. name: the name of its table and page. Other attributes are made from `table`."""
 
     def __init__(self, name: str, table: Table, say: Sentences) -> None:
         file = f"{name}.yaml:"
@@ -182,8 +182,7 @@ class Trainer:
         return [name for name in names if any(fnmatchcase(name.replace("-", "_"), sign) for sign in self.table.signs)]
 
     def task(self, name: str, value: Any) -> str | None:
-        """The kind of training that a value asks for, where that is not supervised fine-tuning. name: a key of
-        `tasks`."""
+        """The kind of training that a value asks for; None for supervised fine-tuning. name: a key of `tasks`."""
         if value is None or value is False:
             return None
         given = str(value).lower()
@@ -211,7 +210,7 @@ class Tables:
 
     @cached_property
     def names(self) -> dict[str, str]:
-        """name -> advice, of all trainers."""
+        """name -> advice, for the names of all trainers."""
         return {**self.others, **{name: text for trainer in self.trainers for name, text in trainer.names.items()}}
 
     @cached_property
@@ -221,7 +220,7 @@ class Tables:
 
     @cached_property
     def others(self) -> dict[str, str]:
-        """name -> advice, of trainers that have no page."""
+        """name -> advice, for names of trainers that have no page."""
         return advice_by_name(self.shared.names, self.sentences.sft, "shared.yaml: names:")
 
     @cached_property
@@ -236,7 +235,7 @@ class Tables:
 
     @cached_property
     def minutes(self) -> dict[str, str]:
-        """name of minutes -> key of weft in seconds."""
+        """name whose value is in minutes -> key of weft whose value is in seconds."""
         return inverse(self.shared.minutes, "shared.yaml: minutes:")
 
     @cached_property
@@ -255,7 +254,7 @@ class Tables:
         return tuple(trainer for trainer in self.trainers if trainer.table.companion)
 
     def introduction(self, trainer: Trainer) -> str:
-        """Markdown, below the title of a trainer's page."""
+        """The Markdown text below the title of a trainer's page."""
         return (self.folder / f"{trainer.name}.md").read_text(encoding="utf-8")
 
 
@@ -271,7 +270,7 @@ def _sentence(key: str, sentences: Mapping[str, str], where: str) -> str:
 
 
 def _tasks(kinds: Mapping[str, Mapping[str, Any]], where: str) -> dict[str, list[tuple[str, str]]]:
-    """name -> pairs of a pattern of values and the kind of training; the first that fits is taken."""
+    """name -> (pattern of values, kind of training); the first pattern that matches decides."""
     found: dict[str, list[tuple[str, str]]] = {}
     for kind, names in kinds.items():
         if kind not in (PREFERENCES, REINFORCEMENT):
@@ -285,7 +284,8 @@ def _tasks(kinds: Mapping[str, Mapping[str, Any]], where: str) -> dict[str, list
 def _meanings(
     means: Meanings, silent: Mapping[str, Any], sentences: Mapping[str, str], where: str, of_silent: str
 ) -> Meanings:
-    """`means` with its sentences put in, and with what says nothing. where, of_silent: their places, for errors."""
+    """`means` with sentences in place of their names, and `silent` values with an empty meaning. where, of_silent:
+    places in the table, for errors."""
     found: Meanings = {}
     for name, values in means.items():
         found[name] = {

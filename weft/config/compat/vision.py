@@ -1,4 +1,4 @@
-"""What other trainers do to models with images where nothing is said of it."""
+"""Other trainers' defaults for models with images."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ADAPTED = (
 
 
 def add_vision(draft: Draft, found: Mapping[str, Any]) -> None:
-    """The trainer's defaults for models with images, where the model is one; a note where that is not known here."""
+    """Set the trainer's defaults for models with images, if the model takes images; note them if that is unknown."""
     given = {draft.entry(name) for name in found}
     unsaid = {name: value for name, value in draft.trainer.table.vision.items() if name not in given}
     path = str(draft.value("model.path"))
@@ -46,7 +46,7 @@ def _take(draft: Draft, unsaid: Mapping[str, Any]) -> None:
 
 
 def _settle_adapters(draft: Draft) -> None:
-    """Express a frozen tower by lora.targets, where the old config has adapters."""
+    """If the old config has adapters, advise on lora.targets in place of freezing the vision tower."""
     if draft.value("lora.rank") is None or "vision" not in draft.value("model.freeze", ()):
         return
     names = draft.taken.pop("model.freeze")[2]
@@ -55,7 +55,7 @@ def _settle_adapters(draft: Draft) -> None:
 
 
 def config_has(path: str, keys: Iterable[str]) -> bool | None:
-    """Whether the config.json of a model that is here has one of these keys; None where it is not here."""
+    """Whether the config.json of a model has one of these keys; None if there is no such file on this machine."""
     try:
         file = regular_file(Path(os.path.expanduser(path)) / "config.json", "a model's config")
         return re.search(f'"({"|".join(keys)})"', file.read_text("utf-8")) is not None

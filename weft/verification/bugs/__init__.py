@@ -1,7 +1,7 @@
 """Known silent bugs of post-training, each as a replacement for one function of weft. plants.py puts them in place.
 
-A replacement is called with the Plant, the original and the arguments of the call. It calls `plant.hit()` only where
-what it does makes a difference.
+A replacement is called with the Plant, the original and the arguments of the call. It calls `plant.hit()` only if it
+changes the result.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NORM = "gradient norm, documents 1"
 LOGPROB = "readout: logprob"
 NEIGHBOURS = "neighbours do not move"
 AGREE = "ranks that hold the same agree"
-# Tests: an SFT run, step by step, against the reference.
+# Tests that compare an SFT run with the reference, step by step.
 RUN_LOSSES = "tests/test_plants.py: losses of a run"
 RUN_RATES = "tests/test_plants.py: learning rates of a run"
 
@@ -30,9 +30,9 @@ Replacement = Callable[..., Any]
 
 @dataclass
 class Plant:
-    """A bug in place. hits: how often it changed something, on this rank, and once taken out over all ranks.
+    """A planted bug. hits: how often it changed a result, on this rank; over all ranks once the bug is removed.
 
-    memory: what a bug remembers from one call to the next.
+    memory: values that the bug keeps from one call to the next.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Plant:
     memory: dict[str, Any] = field(default_factory=dict)
 
     def hit(self) -> None:
-        """The bug has just changed what the product computes."""
+        """Count that the bug has changed a result."""
         self.hits += 1
 
 
@@ -49,9 +49,10 @@ class Plant:
 class Bug:
     """A bug that can be planted.
 
-    id: the kind of bug; several may share one. target: "module:name" of what it replaces. caught_by: the check that
-    catches it, a figure of `weft verify` or a test. ranks: how many it takes at least. needs: what else it takes, in
-    words. seen: an issue of its kind, as "owner/repository#number".
+    id: the kind of bug; several may share one. target: "module:name" of the function that it replaces. caught_by: the
+    check that catches it, a figure of `weft verify` or a test. seen: an issue of its kind, as
+    "owner/repository#number". ranks: the fewest ranks with which it makes a difference. needs: other conditions, in
+    words.
     """
 
     id: str
@@ -69,7 +70,7 @@ PLANTS: dict[str, Bug] = {}
 
 
 def rehearsing() -> bool:
-    """Whether a small copy is being tried before the start, by threads that stand for ranks."""
+    """Whether this thread stands for a rank in the checks of a small copy before the start."""
     return threading.current_thread().name.startswith(STAND_IN)
 
 

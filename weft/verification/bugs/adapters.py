@@ -1,4 +1,4 @@
-"""Bugs of adapters: their scale, what is saved of them, and the base model that is read through them."""
+"""Bugs of adapters: their scale, their files, and the base model without them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Bugs of context parallelism: what is lost, or counted twice, where documents are cut over ranks.
+"""Bugs of context parallelism: tokens that are lost, or counted twice, where documents are cut over ranks.
 
-As those of tensor parallelism, they stay away while a small copy is tried before the start.
+As those of tensor parallelism, they are inactive in the checks of a small copy before the start.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MEGATRON = "NVIDIA/Megatron-LM#7452"
 NEEDS = "mesh.cp above 1"
 
 
-# ---------------------------------------------------------------- what is counted
+# ---------------------------------------------------------------- counts
 
 
 @bug(

@@ -1,4 +1,4 @@
-"""Bugs of the held-out loss: it depends on how the documents are dealt, or on more or fewer of them."""
+"""Bugs of the held-out loss: it depends on how documents are dealt, or documents are dropped or repeated."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Bugs of expert parallelism: rows at the wrong expert, or back at the wrong token; gradients of experts and routers.
 
-The start would refuse most of them, having tried a small copy in threads: there they stay away (`rehearsing`), to be
-seen in figures.
+The checks of a small copy before the start would catch most of them. There they are inactive (`rehearsing`), so that
+figures show them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Bugs of pipeline parallelism: what micro-batches, stages and tied weights lose, or count twice."""
+"""Bugs of pipeline parallelism: gradients that micro-batches, stages and tied weights lose, or count twice."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def balance_of_own_layers(plant: Plant, original: Original, self: Any, sums: Any
     plant.hit()
 
 
-# ---------------------------------------------------------------- what two stages hold
+# ---------------------------------------------------------------- weights that two stages hold
 
 
 @bug(

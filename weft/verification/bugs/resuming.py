@@ -1,4 +1,4 @@
-"""Bugs of resumed runs: something begins anew that should have gone on."""
+"""Bugs of resumed runs: a part of the state begins anew instead of going on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bugs of reinforcement learning: of which distribution logprobs are, and which samples and tokens count."""
+"""Bugs of reinforcement learning: the distribution of logprobs, and the samples and tokens that count."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bugs in how a step is cut: what a token weighs, where documents begin and end, which tokens are trained."""
+"""Bugs in how a step is cut: weights of tokens, bounds of documents, and which tokens are trained."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from weft.objectives.base import Batch, Objective, Terms
 from weft.ops.attention_call import Bounds
 from weft.verification.bugs import GRADIENTS, LOGPROB, LOSS, NEIGHBOURS, Original, Plant, bug
 
-# ---------------------------------------------------------------- what a token weighs
+# ---------------------------------------------------------------- weights of tokens
 
 
 @dataclass
 class Altered:
-    """An objective with another normaliser, or with other terms."""
+    """An objective with another normaliser (`count`) or changed terms (`change`)."""
 
     inner: Objective
     count: Callable[[Any], float] | None = None
@@ -258,7 +258,7 @@ def shifted_after_packing(
 
 
 def _append(predictions: dict[str, Any], position: int, target: int, weight: float, place: int) -> None:
-    """One more prediction of a row."""
+    """Append a prediction to those of a row."""
     new = {"selected_N": position, "targets_N": target, "weights_N": weight, "document_N": place, "token_N": 0}
     for name, value in new.items():
         predictions[name] = torch.cat([predictions[name], predictions[name].new_tensor([value])])
@@ -290,7 +290,7 @@ def completion_mask_late(plant: Plant, original: Original, self: Any, records: A
 
 
 def _with_padding_trained(row: Row, covered: Tensor) -> Row:
-    """The row with every position that no document covers trained, weight 1, as predicting token 0."""
+    """The row with a prediction of token 0, of weight 1, at every position that no document covers."""
     selected = (~covered).nonzero().flatten().to(row.selected_N.device)
     zeros = torch.zeros_like(selected)
     return replace(

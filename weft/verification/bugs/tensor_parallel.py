@@ -1,7 +1,7 @@
 """Bugs of tensor parallelism: a sum over its ranks that is missing, or made twice, and parts of the wrong rank.
 
-The start would refuse most of them, having tried a small copy in threads: there they stay away (`rehearsing`), to be
-seen in figures.
+The checks of a small copy before the start would catch most of them. There they are inactive (`rehearsing`), so that
+figures show them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MEGATRON = "NVIDIA/Megatron-LM#7452"
 NEEDS = "mesh.tp above 1"
 
 
-# ---------------------------------------------------------------- gradients of what several ranks have
+# ---------------------------------------------------------------- gradients of weights that several ranks have
 
 
 def _left_out(
@@ -166,7 +166,7 @@ def balance_per_tp_rank(
     return original(self, row, objective, factors, *rest, **options)
 
 
-# ---------------------------------------------------------------- what goes into blocks and comes out of them
+# ---------------------------------------------------------------- inputs and outputs of blocks
 
 
 def _own_tokens(x: Tensor, ranks: GroupCommunicator) -> Tensor:
@@ -263,7 +263,7 @@ def mixer_norm_of_own_heads(plant: Plant, original: Original, parts: Tensor, sum
     return found
 
 
-# ---------------------------------------------------------------- which part a rank has
+# ---------------------------------------------------------------- the part of a rank
 
 
 @bug(
@@ -315,7 +315,7 @@ def repeated_heads_sent_twice(plant: Plant, original: Original, self: Cut, held:
     return [(box, part, 1) for box, part, _ in found]
 
 
-# ---------------------------------------------------------------- what ranks hold alike
+# ---------------------------------------------------------------- copies on several ranks
 
 
 @bug(

@@ -1,4 +1,4 @@
-"""Bugs in what is stored, updated and shown, in the schedule, in the order of the data, and in flags."""
+"""Bugs in stored weights, in updates and metrics, in the schedule, in the order of the data, and in flags."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def head_untied(plant: Plant, original: Original, model: Any, source: Any, *rest
 
 
 def _buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Floating-point buffers that no checkpoint holds, such as inv_freq."""
+    """(Name, buffer) of floating-point buffers that no checkpoint holds, such as inv_freq."""
     for owner in module.modules():
         for name in owner._non_persistent_buffers_set:
             buffer = owner._buffers[name]
