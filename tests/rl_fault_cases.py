@@ -261,7 +261,7 @@ def raising() -> dict[str, RlCase]:
         found["what computes advantages hangs" + (", with Ray" if "Ray" in on else "")] = RlCase(
             fault=RlFault(who="controller", do="sleep", phase="advantages", nth=2), status=11, saved=1, on=on,
             when="computing advantages, step 2", words=["train.timeout=10"], tidy=False,
-            says=[r"has not come back from one call for 1\d seconds \(train.timeout\)", "compute_advantages", "Go on with"],
+            says=[r"has not come back from one call for 1\d seconds \(train.timeout\)", "compute_advantages", "Go on"],
         )  # fmt: skip
     return found
 

@@ -82,10 +82,10 @@ def watching_controller(timeout: float, folder: Path, again: str) -> Iterator[No
 
 def _held(seconds: float, frame: FrameType | None, folder: Path, again: str) -> str:
     """The message for a controller whose event loop has been held."""
-    calls = traceback.format_stack(frame)[-_SHOWN_CALLS:] if frame is not None else []
+    calls = "".join(traceback.format_stack(frame)[-_SHOWN_CALLS:]) if frame is not None else ""
     return (
         f"error: the controller has not come back from one call for {seconds:.0f} seconds (train.timeout). A function "
-        f"that runs in it, such as rl.advantage or on_step, hangs or takes longer than that:\n{''.join(calls).rstrip()}\n"
+        f"that runs in it, such as rl.advantage or on_step, hangs or takes longer than that:\n{calls.rstrip()}\n"
         f"{_last_whole(folder)}Go on with: {again}"
     )
 
