@@ -97,7 +97,10 @@ def test_a_file_values_of_numpy_and_a_cell_that_is_run_again(here: Path, capsys:
     assert len((here / "cell" / "data.jsonl").read_text().splitlines()) == 4
     grown = weft.sft(resume="cell", checkpoint={"keep": 1})
     assert [line["step"] for line in grown.metrics] == [1, 2] and "finished already" in capsys.readouterr().out
+    (here / "cell" / "critic" / "checkpoints").mkdir(parents=True)  # of a run of weft rl
+    (here / "cell" / "track.json").write_text('{"id": "earlier"}')
     weft.sft("c.yaml", data="chats.jsonl", overwrite=True, train={"steps": 1, "epochs": None})
+    assert not (here / "cell" / "critic").exists() and not (here / "cell" / "track.json").exists()
     assert len(runs[0].metrics) == 1 and (here / "cell" / "notes.txt").read_text() == "mine"
 
 

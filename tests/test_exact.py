@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from weft.ops.attention_call import Bounds, Call
 from weft.ops.exact_attention import attend_exactly
 from weft.ops.per_document import per_document
 from weft.parallel.mesh import own_part
+from weft.rl import exact as proof
 from weft.rl.exact import Proof, prove_exact, require_exact, try_engine
 from weft.rollout.base import Completion, Request, Sampling
 from weft.rollout.embedded import EmbeddedEngine
@@ -168,6 +170,17 @@ def test_it_is_proven_on_the_model_before_training_or_refused() -> None:
     first, second = run(2, proofs, saved_model("llama"), True)
     assert first == second
     assert "or more have another logprob in the trainer, by" in first and "leave lora.rank unset" in first
+
+
+def test_completions_that_depend_on_the_batch_alone_are_said_without_logprobs() -> None:
+    words = "to try it, 3 completions depend on what is generated beside them. Because"
+    with (
+        mock.patch.object(proof, "_compare", return_value=Proof(10, 0, 0.0, 3)),
+        mock.patch.object(proof, "_requests"),
+        mock.patch.object(proof, "_reason", return_value="Because."),
+        pytest.raises(UserError, match=words),
+    ):
+        prove_exact(mock.Mock(), mock.Mock(), 40, 20)
 
 
 class Elsewhere:

@@ -163,6 +163,7 @@ KINDS: list[tuple[BaseException, Kind]] = [
     (OSError(errno.EROFS, "Read-only file system"), "storage"),
     (FileNotFoundError(errno.ENOENT, "gone", "runs/a/metrics.jsonl"), "storage"),
     (FileNotFoundError(errno.ENOENT, "gone", "elsewhere"), "failed"),
+    (FileNotFoundError(errno.ENOENT, "gone", "runs/ab/metrics.jsonl"), "failed"),  # a run beside it
     (BrokenPipeError(errno.EPIPE, "Broken pipe"), "failed"),
     (RuntimeError("[pair.cc:81] Timed out waiting 4000ms for recv operation to complete"), "hang"),
     (RuntimeError("[pair.cc:534] Connection closed by peer [127.0.0.1]:4711"), "peer"),

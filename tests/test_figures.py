@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.cases import open_engine, saved_model
+from tests.cases import describe, open_engine, parity, saved_model
 from tests.pool import run
 from weft.config.schema import OptimizerConfig
 from weft.models.flops import FlopFacts
@@ -97,6 +97,35 @@ def test_what_differs_in_one_is_seen_by_that_one(name: str, sides: tuple[Observe
     seen, expected = deepcopy(sides)
     CHANGES[name](seen)
     assert harness.judge(seen, expected, "adamw").failed == [name]
+
+
+def of_experts(path: str) -> tuple[list[float], dict[str, float]]:
+    """(The gradients' difference to fp64 of each step, and the largest of the weights) of a reference with experts."""
+    trainer = Trainer(path, [1e-3] * 3, OptimizerConfig(eps=1e-5), "cpu", "model.layers", rounds=True)
+    found = expect(trainer, awkward_steps(128), FlopFacts(1, expert=1, experts=5, experts_per_token=2))
+    in_double = [harness.compare_gradients(step.others[-1], step.gradients, {}) for step in found.steps]
+    weights = harness.compare_weights("w", found.others[-1], found.weights, found.start, [], "sgd")
+    return [harness.worst_of("g", figures).value for figures in in_double], {"w": weights.value}
+
+
+def test_the_difference_to_fp64_is_measured_by_the_same_routes() -> None:
+    """Five experts of which two are chosen: a token that went to another would move a gradient by far more."""
+    gradients, weights = run(1, of_experts, saved_model("qwen3_moe"))[0]
+    assert all(0 < value < 1e-4 for value in [*gradients, weights["w"]])
+
+
+def test_a_bias_whose_gradient_is_nearly_zero_is_judged_by_what_fp32_rounds_off() -> None:
+    """2.1e-5 off, ten times what other orders of documents show."""
+    path = saved_model("cohere2", attention_bias=True, sliding_window=16)
+    verdict = run(1, parity, path, "1", {})[0]
+    assert verdict.passed, describe(verdict)
+
+
+@pytest.mark.parametrize(("value", "noise", "whether"), [(2e-5, 1e-7, True), (2e-3, 1e-7, False), (2e-5, None, False)])
+def test_what_may_be_rounding(value: float, noise: float | None, whether: bool) -> None:
+    passed, failed = harness.Figure("a", 0.0, 1e-5), harness.Figure("b", value, 1e-5, noise)
+    assert harness.may_be_rounding(harness.Verdict([passed, failed])) == whether
+    assert not harness.may_be_rounding(harness.Verdict([passed]))
 
 
 def test_what_is_no_number_has_not_passed() -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.vision_zoo import vision_config, vision_tokenizer
+from tests.zoo import tiny_config
 from weft.engine.media import Media
 from weft.models import hf
 from weft.models.cost import flop_facts
@@ -68,6 +70,14 @@ def test_unequal_layers() -> None:
 )
 def test_attention_pairs(length: int, window: int | None, causal: bool, pairs: float) -> None:
     assert attention_pairs(length, window, causal) == pairs
+
+
+def test_heads_of_latent_attention_are_as_wide_as_keys_and_values_on_average() -> None:
+    """Of MLA's configs head_dim, where it is, is the width of the rotated part."""
+    config: Any = tiny_config("deepseek_v3")
+    module = TrainModule(hf.build_random(config, dtype=torch.float32, attention="eager", seed=0))
+    assert (config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim) == (16, 8, 16)
+    assert {one.width for one in flop_facts(module).attention} == {(16 + 8 + 16) / 2}
 
 
 def test_windowed_layers_cost_less() -> None:

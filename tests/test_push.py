@@ -422,6 +422,26 @@ def test_the_card_says_what_was_trained_on_what_and_how_well(tmp_path: Path, ser
     assert yaml.safe_load(text.split("```yaml\n")[1].split("\n```")[0]) == config
 
 
+@pytest.mark.parametrize("adapter", [False, True])
+def test_the_card_of_a_vision_model_loads_it_as_one(adapter: bool, tmp_path: Path, served: Hub) -> None:
+    folder = checkpoint_of(tmp_path, {"model": {"path": "Qwen/Qwen2-VL-2B"}})
+    (folder / "preprocessor_config.json").write_text("{}")
+    if adapter:
+        (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "Qwen/Qwen2-VL-2B"}')
+    text = model_card(folder, "me/model")
+    assert front_matter(text)["pipeline_tag"] == "image-text-to-text"
+    code = text.split("```python\n")[1].split("```")[0]
+    assert "AutoProcessor" in code and "AutoModelForImageTextToText" in code and "CausalLM" not in code
+    assert ("PeftModel.from_pretrained(" in code) == adapter
+    compile(code, "card", "exec")
+
+
+def test_the_card_has_no_table_without_a_result(tmp_path: Path, served: Hub) -> None:
+    folder = checkpoint_of(tmp_path, {"model": {"path": "x"}})
+    (tmp_path / "run/metrics.jsonl").write_text('{"step": 10, "eval/seconds": 3.0}\n')
+    assert "## Results" not in model_card(folder, "me/model")
+
+
 def test_a_base_in_a_folder_is_no_name_of_the_hub_and_its_card_says_the_license(tmp_path: Path, served: Hub) -> None:
     (tmp_path / "base").mkdir()
     (tmp_path / "base/README.md").write_text("---\nlicense: gemma\n---\n# Base\n")

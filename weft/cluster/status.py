@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Literal, cast
 
 from weft.errors import ActorError, RanksDisagreeError, StorageError, UserError
@@ -96,4 +97,4 @@ def _errno(error: BaseException) -> int | None:
 def _lost_in_run(error: BaseException, run: str) -> bool:
     """Whether a file of the run cannot be opened any more: its folder was removed, or its permissions changed."""
     path = error.filename if isinstance(error, OSError) else None
-    return bool(run) and isinstance(path, str) and path.startswith(run)
+    return bool(run) and isinstance(path, str) and Path(path).is_relative_to(run)

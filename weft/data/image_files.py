@@ -186,8 +186,9 @@ def check_size(size: tuple[int, int], name: str, checks: Checks) -> None:
 
 
 def _held(picture: Any) -> int:
+    """Bytes of its pixels."""
     width, height = picture.size
-    return int(width * height)
+    return int(width * height * len(picture.getbands()))
 
 
 def _reason(image: Image, error: Exception) -> str:

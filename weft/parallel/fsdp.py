@@ -6,10 +6,10 @@ FSDP's own averaging is off everywhere: the engine divides by the step's normali
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
@@ -34,6 +34,8 @@ def shard(module: TrainModule, units: list[Unit], mesh: Mesh, config: FsdpConfig
         if unit.shard not in meshes:
             meshes[unit.shard] = _mesh_of(unit.shard, mesh)
         own = meshes[unit.shard]
+        for one in unit.modules:
+            one.register_forward_hook(_without_views)
         target = list(unit.modules) if len(unit.modules) > 1 else unit.modules[0]
         reshard = False if unit.keep else _reshard(config.reshard_after_forward, own.size(own.ndim - 1))
         fully_shard(target, mesh=own, mp_policy=policy, offload_policy=offload, reshard_after_forward=reshard)
@@ -45,6 +47,16 @@ def shard(module: TrainModule, units: list[Unit], mesh: Mesh, config: FsdpConfig
         # gloo has no PREMUL_SUM, so a factor of 1 also needs the plain sum to be forced.
         child.set_gradient_divide_factor(1.0)
         child.set_force_sum_reduction_for_comms(True)
+
+
+@torch.compiler.disable
+def _without_views(module: nn.Module, inputs: Any, output: Any) -> Any:
+    """A unit's outputs, with views copied: FSDP's backward hooks do not work on a view, which some layers return (OPT
+    reshapes what it returns)."""
+    if type(output) is tuple:
+        return tuple(_without_views(module, inputs, one) for one in output)
+    is_view = isinstance(output, Tensor) and output.requires_grad and output._base is not None
+    return output.clone() if is_view else output
 
 
 def _mesh_of(strategy: Strategy, mesh: Mesh) -> DeviceMesh:

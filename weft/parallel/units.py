@@ -55,7 +55,7 @@ def find_units(
     if overrides:
         units = _overridden(module, units, overrides)
     for unit in units if experts else ():
-        if unit.shard != "full" and unit.name.startswith(tuple(experts)):
+        if unit.shard != "full" and any(f"{unit.name}.".startswith(f"{name}.") for name in experts):
             raise UserError(
                 f"fsdp.overrides: {unit.name} is {unit.shard}, but mesh.ep says which ranks hold its experts: leave it "
                 "out, or set mesh.ep=1."

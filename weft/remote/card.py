@@ -22,6 +22,7 @@ from weft.sharding.adapter_files import CONFIG as ADAPTER
 from weft.version import __version__
 
 CARD = "README.md"
+_PROCESSORS = ("processor_config.json", "preprocessor_config.json")  # of a model that takes images
 _SECONDS = 5.0
 _MOST_OF_CARD = 1 << 20  # characters of a base model's card that are read
 # The metrics that a card shows, besides all of eval/ and reward/.
@@ -70,7 +71,8 @@ def model_card(checkpoint: Path, name: str) -> str:
     """The text of README.md. name: the repository, OWNER/NAME."""
     origin = Origin.of(checkpoint)
     base, adapter = _base_model(checkpoint, origin), (checkpoint / ADAPTER).is_file()
-    front = {key: value for key, value in _front_matter(origin, base, adapter).items() if value}
+    vision = any((checkpoint / file).is_file() for file in _PROCESSORS)
+    front = {key: value for key, value in _front_matter(origin, base, adapter, vision).items() if value}
     return "\n".join(
         [
             "---",
@@ -81,20 +83,20 @@ def model_card(checkpoint: Path, name: str) -> str:
             "",
             _summary(origin, base, adapter),
             *_results(origin),
-            *_usage(name, adapter),
+            *_usage(name, base, adapter, vision),
             *_configuration(origin),
             "",
         ]
     )
 
 
-def _front_matter(origin: Origin, base: str | None, adapter: bool) -> dict[str, Any]:
+def _front_matter(origin: Origin, base: str | None, adapter: bool, vision: bool) -> dict[str, Any]:
     on_hub = base is not None and _is_hub_model(base)
     return {
         "base_model": base if on_hub else None,
         "base_model_relation": ("adapter" if adapter else "finetune") if on_hub else None,
         "library_name": "peft" if adapter else "transformers",
-        "pipeline_tag": "text-generation",
+        "pipeline_tag": "image-text-to-text" if vision else "text-generation",
         "license": None if base is None else _license_of(base),
         "datasets": [path for path in dict.fromkeys(origin.data) if looks_like_hub_dataset(path)],
         "tags": ["weft", *([_method(origin)[0]] if origin.config else []), *(["lora"] if adapter else [])],
@@ -127,23 +129,37 @@ def _results(origin: Origin) -> Iterator[str]:
     shown = {
         name: value
         for name, value in origin.metrics.items()
-        if isinstance(value, int | float) and (name in _SHOWN or name.startswith(("eval/", "reward/")))
+        if isinstance(value, int | float)
+        and (name in _SHOWN or name.startswith(("eval/", "reward/")))
+        and name != "eval/seconds"
     }
     if shown:
         yield from ("", "## Results", "", f"At step {origin.metrics['step']}:", "", "| metric | value |", "|---|---|")
-        yield from (f"| {name} | {_number(value)} |" for name, value in shown.items() if name != "eval/seconds")
+        yield from (f"| {name} | {_number(value)} |" for name, value in shown.items())
 
 
 def _number(value: float) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
 
 
-def _usage(name: str, adapter: bool) -> Iterator[str]:
-    auto = "AutoPeftModelForCausalLM" if adapter else "AutoModelForCausalLM"
+def _usage(name: str, base: str | None, adapter: bool, vision: bool) -> Iterator[str]:
+    model, reads = ("ImageTextToText", "AutoProcessor") if vision else ("CausalLM", "AutoTokenizer")
+    variable = "processor" if vision else "tokenizer"
     yield from ("", "## Use", "", "```python")
-    yield f"from {'peft' if adapter else 'transformers'} import {auto}"
-    yield "from transformers import AutoTokenizer"
-    yield from ("", f'model = {auto}.from_pretrained("{name}")', f'tokenizer = AutoTokenizer.from_pretrained("{name}")')
+    if adapter and vision:  # peft has no AutoPeftModel for these
+        yield "from peft import PeftModel"
+    elif adapter:
+        yield "from peft import AutoPeftModelForCausalLM"
+    if vision or not adapter:
+        yield f"from transformers import AutoModelFor{model}, {reads}"
+    else:
+        yield f"from transformers import {reads}"
+    yield ""
+    if adapter and vision:
+        yield f'model = PeftModel.from_pretrained(AutoModelForImageTextToText.from_pretrained("{base}"), "{name}")'
+    else:
+        yield f'model = Auto{"Peft" if adapter else ""}ModelFor{model}.from_pretrained("{name}")'
+    yield f'{variable} = {reads}.from_pretrained("{name}")'
     yield "```"
 
 

@@ -182,6 +182,9 @@ def show_search(model: Blueprint, found: Found, ranks: int, lengths: StepLengths
         figures = (f"{time.seconds:.3g}", f"{time.tokens / time.seconds:,.0f}", f"{time.mfu:.0%}")
         table.add_row(str(number), _axes(one), byte_count(one.memory.fullest), *figures, one.limit)
     show(table)
+    unknown = next((one.memory.unknown for one in found.best if one.memory.unknown), "")
+    if unknown:
+        say(f"warning  without activations, which are not known of this model ({unknown}): it takes more memory")
     say(f"take     {_overrides(found.best[0])}")
 
 

@@ -61,10 +61,14 @@ def prove_exact(engine: Engine, embedded: EmbeddedEngine, longest_prompt: int, l
     """
     proof = _compare(engine, embedded, _requests(engine, longest_prompt, longest_completion))
     if not proof.exact:
-        moved = f"; {proof.moved} completions depend on what is generated beside them" if proof.moved else ""
+        found = [f"{proof.moved} completions depend on what is generated beside them"] if proof.moved else []
+        if proof.differing:
+            found.insert(
+                0, f"{proof.differing} or more have another logprob in the trainer, by {proof.worst:.1e} at most"
+            )
         raise UserError(
-            f"rl.on_policy=exact: of {proof.tokens} tokens that were sampled to try it, {proof.differing} or more have "
-            f"another logprob in the trainer, by {proof.worst:.1e} at most{moved}. {_reason(engine)} {_INSTEAD}."
+            f"rl.on_policy=exact: of {proof.tokens} tokens that were sampled to try it, {'; '.join(found)}. "
+            f"{_reason(engine)} {_INSTEAD}."
         )
     return proof
 

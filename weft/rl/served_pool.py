@@ -10,7 +10,7 @@ from pathlib import Path
 from weft.cluster.rays import ActorGroup, together
 from weft.config.rl_schema import RlConfig
 from weft.engine.sleep import Part
-from weft.errors import UserError
+from weft.errors import ActorError, UserError
 from weft.rl.pool import EmbeddedPool, StandalonePool, decline_on_error
 from weft.rollout.base import Completion, EnginePart, Request, Synced
 from weft.rollout.servers import interpreter_of, server_names
@@ -55,7 +55,10 @@ class ServedPool:
                 decline_on_error(self.actors.one(n, "ask", "receive", own, version), own)
                 for n, own in enumerate(self._tickets)
             ]
-            sent, *_ = await asyncio.gather(self._trainers.all("send", version), *taking)
+            try:
+                sent, *_ = await together([self._trainers.all("send", version), *taking])
+            except ActorError as error:
+                raise self.actors.blamed(error) from error
             synced = sent[0]
             return synced
         folder = self._folder / f"version-{version}"

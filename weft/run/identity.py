@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
+from contextlib import closing
 
 import torch
 from torch import Tensor
@@ -53,12 +54,11 @@ def model_fingerprint(config: SftConfig | RlConfig) -> str:
 
 def _rows_of(path: str) -> Iterator[Tensor]:
     """Yields the middle row of some of a model's tensors, enough to tell its weights from those of another model."""
-    source = open_source(path)
-    names = sorted(source.files)
-    for name in names[:: -(-len(names) // _LOOKED_AT)]:
-        shape = source.files[name].entries[name].shape
-        if 0 in shape:
-            continue
-        middle, rows = tuple(size // 2 for size in shape[:-1]), (1,) * len(shape[:-1])
-        yield source.raw(name, Box((*middle, 0), (*rows, shape[-1])) if shape else None).flatten()
-    source.close()
+    with closing(open_source(path)) as source:
+        names = sorted(source.files)
+        for name in names[:: -(-len(names) // _LOOKED_AT)]:
+            shape = source.files[name].entries[name].shape
+            if 0 in shape:
+                continue
+            middle, rows = tuple(size // 2 for size in shape[:-1]), (1,) * len(shape[:-1])
+            yield source.raw(name, Box((*middle, 0), (*rows, shape[-1])) if shape else None).flatten()

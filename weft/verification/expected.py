@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from weft.config.schema import OptimizerConfig
+from weft.models import hf
 from weft.models.flops import FlopFacts
 from weft.verification import reference
 from weft.verification.image_reference import ImageReference, Images
@@ -80,17 +81,17 @@ class Trainer:
         self, steps: Sequence[Step], *, padded: bool = False, double: bool = False, recorder: Recorder | None = None
     ) -> tuple[Tensors, Tensors, list[tuple[float, float]]]:
         """(Weights before, weights after, (loss, gradient norm) of each step). padded: as in Reference.step. double:
-        train in fp64. recorder: records the routes of experts."""
+        train in fp64, by the recorded routes. recorder: records the routes of experts."""
         plain, c = self.reference(), self.config
         if double:
-            plain.model.double()
+            _double(plain)
         start = _on_cpu(plain.weights())
         state = torch.bfloat16 if c.state_dtype == "bf16" else torch.float32
         groups = [(g.match, g.lr / c.lr if g.lr else g.lr_scale or 1.0, g.weight_decay) for g in c.groups]
         optimizer = Optimizer(c.name, c.betas, c.eps, c.weight_decay, c.momentum, c.options, groups)
         plain.start(optimizer.over(plain.named()), c.max_grad_norm, state)
         curve = []
-        with _recording(recorder, plain, self.layers):
+        with _recording(recorder, plain, self.layers, follow=double):
             for number, (step, lr) in enumerate(zip(steps, self.lrs, strict=True)):
                 if recorder is not None:
                     recorder.stage = number
@@ -102,7 +103,6 @@ def expect(trainer: Trainer, steps: Sequence[Step], facts: FlopFacts) -> Expecte
     """Compute all values that an engine will be compared with."""
     out = Expected()
     recorder = Recorder(facts.experts, facts.experts_per_token) if facts.expert else None
-    rounded = trainer.rounds and not facts.expert  # in fp64 other experts might be chosen
     plain = trainer.reference()
     with _recording(recorder, plain, trainer.layers):
         out.readouts = [plain.logprobs(ids) for ids, _ in steps[0]]
@@ -112,8 +112,9 @@ def expect(trainer: Trainer, steps: Sequence[Step], facts: FlopFacts) -> Expecte
         others = [_on_cpu(plain.gradients(list(step)[::-1])[1])]
         if trainer.pads:
             others.append(_on_cpu(plain.padded_gradients(step)))
-        if rounded:
-            others.append(_in_double(plain, step))
+        if trainer.rounds:
+            with _recording(recorder, plain, trainer.layers, follow=True):
+                others.append(_in_double(plain, step))
         out.steps.append(ExpectedGradient(loss, norm, gradients, others))
     del plain  # frees its memory for the references that train
     out.start, out.weights, out.curve = trainer.train(steps, recorder=recorder)
@@ -121,26 +122,35 @@ def expect(trainer: Trainer, steps: Sequence[Step], facts: FlopFacts) -> Expecte
     out.others = [trainer.train(reordered)[1]]
     if trainer.pads:
         out.others.append(trainer.train(steps, padded=True)[1])
-    if rounded:
-        out.others.append(trainer.train(steps, double=True)[1])
+    if trainer.rounds:
+        out.others.append(trainer.train(steps, double=True, recorder=recorder)[1])
     out.routes = recorder.routes if recorder is not None else {}
     return out
 
 
 def _in_double(plain: reference.Reference, step: Step) -> Tensors:
     """Gradients computed in fp64, except where the model's code asks for fp32."""
-    plain.model.double()
+    _double(plain)
     gradients = {name: g.float().cpu() for name, g in plain.gradients(step)[1].items()}
     plain.model.float()  # exact: the weights came from fp32
     return gradients
 
 
+def _double(plain: reference.Reference) -> None:
+    hf.run_experts_one_by_one(plain.model)  # torch's grouped products take no fp64
+    plain.model.double()
+
+
 @contextmanager
-def _recording(recorder: Recorder | None, plain: reference.Reference, layers: str) -> Iterator[None]:
+def _recording(
+    recorder: Recorder | None, plain: reference.Reference, layers: str, follow: bool = False
+) -> Iterator[None]:
+    """Inside, the routes of `plain` are recorded; follow: it takes the recorded ones instead."""
     if recorder is None:
         yield
         return
-    with recorder.watching(plain.model, list(plain.plain.get_submodule(layers).children())):
+    visit = recorder.following if follow else recorder.watching
+    with visit(plain.model, list(plain.plain.get_submodule(layers).children())):
         yield
 
 

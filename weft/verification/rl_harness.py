@@ -103,7 +103,7 @@ def verify_rl(trainer: Trainer, lr: float, rollouts: Rollouts | None = None) -> 
         if trainer.ranks.is_first:
             plain = _Plain(trainer, start, adapter).run(rollouts, lr)
             others = [_Plain(trainer, start, adapter).run(rollouts, lr, reverse=True)]
-            if rounds(trainer.engine) and not trainer.engine.built.flops.expert:  # fp64 might choose other experts
+            if rounds(trainer.engine):
                 others.append(_Plain(trainer, start, adapter, double=True).run(rollouts, lr))
     seen = _observe(trainer, rollouts, lr)
     if plain is None:

@@ -7,7 +7,7 @@ next score must be a tie.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -65,21 +65,43 @@ class Recorder:
     @contextmanager
     def watching(self, model: nn.Module, layers: Sequence[nn.Module]) -> Iterator[None]:
         """Inside, record every forward of a single document."""
+
+        def keep(document: Tokens, layer: int, scores: Tensor, out: Any) -> Any:
+            self.routes.setdefault((self.stage, document), {})[layer] = out[1].cpu()
+            return out
+
+        with self._visiting(model, layers, keep):
+            yield
+
+    @contextmanager
+    def following(self, model: nn.Module, layers: Sequence[nn.Module]) -> Iterator[None]:
+        """Inside, every forward of a single document takes the routes that were recorded of it."""
+
+        def follow(document: Tokens, layer: int, scores: Tensor, out: Any) -> Any:
+            return replaced(scores, out, self.routes[self.stage, document][layer].to(scores.device))
+
+        with self._visiting(model, layers, follow):
+            yield
+
+    @contextmanager
+    def _visiting(
+        self, model: nn.Module, layers: Sequence[nn.Module], visit: Callable[[Tokens, int, Tensor, Any], Any]
+    ) -> Iterator[None]:
+        """Inside, visit(document, layer, scores, result of topk) gives the choices of forwards of single documents."""
         place = _Place()
 
         def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
             place.documents = [tuple(kwargs["input_ids"][0].tolist())] if len(kwargs["input_ids"]) == 1 else []
 
-        def keep(layer: int, scores: Tensor, out: Any) -> Any:
-            if place.documents:
-                key = (self.stage, place.documents[0])
-                assert key[1] is not None
-                self.routes.setdefault((key[0], key[1]), {})[layer] = out[1].cpu()
-            return out
+        def choose(layer: int, scores: Tensor, out: Any) -> Any:
+            if not place.documents:
+                return out
+            assert place.documents[0] is not None
+            return visit(place.documents[0], layer, scores, out)
 
         handle = model.register_forward_pre_hook(begin, with_kwargs=True)
         try:
-            with replace_choices(layers, self.experts, self.chosen, keep):
+            with replace_choices(layers, self.experts, self.chosen, choose):
                 yield
         finally:
             handle.remove()

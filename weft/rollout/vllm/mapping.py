@@ -72,6 +72,7 @@ def features_of(answer: Mapping[str, Any], request: Request) -> dict[str, Any]:
     UserError if vLLM's processor gives an image other tokens than weft's did."""
     features, rendered = answer["features"], answer["token_ids"]
     tokens, places, end = list(request.tokens), [], 0
+    start, image = None, rendered
     for place in features["mm_placeholders"]["image"]:
         image = rendered[place["offset"] : place["offset"] + place["length"]]
         start = next((i for i in range(end, len(tokens)) if tokens[i : i + len(image)] == image), None)
