@@ -34,7 +34,7 @@ WEFT = [sys.executable, "-m", "weft"]
 VARIABLES = {"PYTHONPATH": str(ROOT), "RAY_AUTH_MODE": "token"}
 CLUSTER = """
 import sys, ray
-ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
 print(ray.get_runtime_context().gcs_address, flush=True)
 sys.stdin.read()
 """
@@ -302,7 +302,7 @@ def test_samples_may_be_trained_more_than_once_and_from_python(task: Path) -> No
 def test_a_reference_and_a_critic_with_ranks_of_their_own(task: Path) -> None:
     """The losses, values and weights of the trainer's own; a step of which not all is whole is none."""
     keys = ["rl.algorithm=ppo", "rl.updates=1", "rl.epochs=1", "rl.kl=0.1", "critic.lr=1e-3", "train.steps=3"]
-    keys += ["checkpoint.every=1", "checkpoint.keep=1", "cluster.address=null"]
+    keys += ["checkpoint.every=1", "checkpoint.keep=1"]
     together, own = task / "together", task / "own"
     weft(command(task, together, *keys))
     printed = weft(command(task, own, *keys, "reference.ranks=1", "critic.ranks=1"))
