@@ -18,12 +18,13 @@ from tests.pool import run
 from tests.zoo import tiny_config
 from weft.cluster.options import VerifyOptions
 from weft.cluster.process import Ranks
-from weft.config.schema import DataConfig, LoraConfig, ModelConfig, SftConfig
+from weft.config.schema import DataConfig, LoraConfig, ModelConfig, OptimizerConfig, SftConfig
 from weft.engine import startup
 from weft.engine.startup import LENGTHS, check_kernel, examine
 from weft.errors import UserError
 from weft.models import hf, state_mixers
 from weft.models.facts import position_limit
+from weft.models.families import Family
 from weft.models.kinds import kinds_of
 from weft.models.shrink import fewer_layers, narrow
 from weft.models.train_module import TrainModule
@@ -262,6 +263,42 @@ def test_a_family_that_no_layout_makes_exact_is_refused_by_name(
     config = strange(monkeypatch, base, factor)
     with pytest.raises(UserError, match=rf"model_type 'strange' \(StrangeForCausalLM\).*{reason}"):
         examine(config)
+
+
+def test_routes_that_are_drawn_in_training_and_keys_that_are_no_noise_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """phimoe as one that nobody had looked at: its jitter widens ties in inference, too, and training draws among
+    them."""
+    config = tiny_config("phimoe")
+    noise = hf.noise_of(config)
+    assert noise == () and hf.without_noise(config).router_jitter_noise == 0.01
+    examine(config, noise)
+    monkeypatch.setattr(hf, "family_of", lambda model_type: Family())
+    startup.forget_checks()
+    noise = hf.noise_of(config)
+    assert noise == ((0, "router_jitter_noise", 0.01),)
+    with pytest.raises(UserError, match="'phimoe'.*its inference depends on router_jitter_noise"):
+        examine(hf.without_noise(tiny_config("phimoe")), noise)
+    with pytest.raises(UserError, match="'phimoe'.*its logits in training mode differ by .* from those of inf"):
+        examine(config)
+    assert hf.noise_of(tiny_config("gpt2")) and examine(
+        hf.without_noise(tiny_config("gpt2")), ((0, "resid_pdrop", 0.1),)
+    )
+
+
+def test_verify_raises_the_epsilon_of_any_optimizer() -> None:
+    def eps_of(name: str, **options: object) -> object:
+        config = SftConfig(
+            model=ModelConfig(path="m"),
+            data=DataConfig(path="d"),
+            optimizer=OptimizerConfig(name=name, options=options),
+        )
+        return verified_config(config, "m").optimizer.options.get("eps")
+
+    assert eps_of("torch.optim.NAdam") == 1e-5 and eps_of("torch.optim.NAdam", eps=1e-3) == 1e-3
+    assert eps_of("torch.optim.ASGD") is None and eps_of("sgd") is None
+    assert eps_of("torch.optim.Adafactor") is None  # a pair
 
 
 def test_a_head_with_a_name_that_weft_uses_itself_is_refused_by_name() -> None:

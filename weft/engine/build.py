@@ -121,8 +121,10 @@ def _examine(
     config: ModelConfig, *, dtype: torch.dtype, device: torch.device, weights: bool, values: bool
 ) -> _Examined:
     """Read the model's config and check, on a small copy, that weft computes this architecture exactly."""
-    hf_config = hf.without_noise(hf.read_config(config.path))
-    findings = examine(hf.with_logits(hf_config) if values else hf_config)
+    hf_config = hf.read_config(config.path)
+    noise = hf.noise_of(hf_config)
+    hf_config = hf.without_noise(hf_config)
+    findings = examine(hf.with_logits(hf_config) if values else hf_config, noise)
     if values:
         hf_config = hf.with_values(hf_config)
     check_kernel(hf_config, config.attention, findings, device, dtype)

@@ -1,7 +1,7 @@
 """Checks on a small random copy of the architecture, in fp32 on the CPU, before anything large is loaded:
 
 1. Logits equal those of HuggingFace's eager forward of each document alone. 2. Changing one document leaves the logits
-of the others unchanged.
+of the others unchanged. 3. Training mode, without dropout and jitter, gives the logits of inference with them.
 
 A family that passes packed is laid out packed; one that passes only padded is laid out padded; others are refused.
 """
@@ -120,8 +120,9 @@ def check_kernel(
 
 
 @once_per_process
-def examine(config: PretrainedConfig) -> Findings:
-    """Run the checks for this architecture. Raises UserError, with the family, if no layout is exact."""
+def examine(config: PretrainedConfig, noise: hf.Noise = ()) -> Findings:
+    """Run the checks for this architecture. noise: dropout and jitter of the model's own config, which `config`
+    lacks. Raises UserError, with the family, if no layout is exact."""
     hf.register_kernels()
     text = config.get_text_config()
     _check_layer_types(text)
@@ -131,6 +132,7 @@ def examine(config: PretrainedConfig) -> Findings:
     documents = documents_of(text_vocabulary(ours))
     expected = [_alone(theirs, ids) for ids in documents]
     tolerance = _tolerance(theirs, documents, expected)
+    _check_noise(config, theirs, noise, documents[0], expected[0])
     layouts: list[Layout] = ["padded"] if family.layout == "padded" else ["packed", "padded"]
     worst, kinds = float("inf"), set[Traits]()
     for layout in layouts:
@@ -145,6 +147,7 @@ def examine(config: PretrainedConfig) -> Findings:
                 raise _refusal(config, str(error)) from error
             continue
         if worst <= tolerance:
+            _check_training_mode(config, ours, documents, layout, uses_bounds)
             attends = family.attention is not None or bool(kinds)
             images = check_images(ours, theirs, WIDEST_TOLERANCE) if layout == "packed" else "its documents are padded"
             videos = images or check_videos(ours, theirs, WIDEST_TOLERANCE)
@@ -163,6 +166,33 @@ def _tolerance(theirs: PreTrainedModel, documents: list[Tensor], expected: list[
     padded = theirs(input_ids=ids, use_cache=False).logits
     moved = _largest([a[: len(b)] - b for a, b in zip(padded, expected, strict=True)])
     return max(LOGIT_TOLERANCE, min(WIDEST_TOLERANCE, 10 * float(moved / _largest(expected))))
+
+
+def _check_noise(
+    config: PretrainedConfig, theirs: PreTrainedModel, noise: hf.Noise, ids: Tensor, expected: Tensor
+) -> None:
+    """Raises UserError if logits of inference depend on keys that are to be noise in training alone."""
+    if not noise:
+        return
+    noisy = _build(hf.with_noise(copy.deepcopy(theirs.config), noise), "eager")
+    noisy.load_state_dict(theirs.state_dict())
+    if not torch.allclose(_alone(noisy, ids), expected, rtol=0.0, atol=float(LOGIT_TOLERANCE * expected.abs().max())):
+        keys = ", ".join(sorted({name for _, name, _ in noise}))
+        raise _refusal(config, f"its inference depends on {keys}, which weft sets to 0 as noise of training")
+
+
+@torch.no_grad()
+def _check_training_mode(
+    config: PretrainedConfig, ours: TrainModule, documents: list[Tensor], layout: Layout, uses_bounds: bool
+) -> None:
+    """Raises UserError if the model computes something else in training mode, such as drawn routes."""
+    bounds = bounds_of(documents, layout, uses_bounds)
+    expected = logits_of(ours, documents, layout, bounds)
+    found = logits_of(ours.train(), documents, layout, bounds)
+    ours.eval()
+    apart = _largest([a - b for a, b in zip(found, expected, strict=True)]) / _largest(expected)
+    if not apart <= LOGIT_TOLERANCE:
+        raise _refusal(config, f"its logits in training mode differ by {apart:.1e} from those of inference")
 
 
 def text_vocabulary(module: TrainModule) -> int:

@@ -61,6 +61,7 @@ from transformers.utils.output_capturing import install_all_output_capturing_hoo
 from weft.errors import UserError, first_line, runs_own_code
 from weft.files import check_counts, check_folder
 from weft.hub import check_model_is_there
+from weft.models.families import family_of
 from weft.ops import attention
 from weft.ops.tower_attention import attend_in_tower
 
@@ -129,12 +130,30 @@ def vocabulary_size(path: str) -> int:
     return size
 
 
+Noise = tuple[tuple[int, str, float], ...]  # (number of the sub-config, key, value), for keys of dropout and jitter
+
+
+def noise_of(config: PretrainedConfig) -> Noise:
+    """The keys of dropout and router jitter that are not 0, also of sub-configs."""
+    found = []
+    for number, owner in enumerate(_with_sub_configs(config)):
+        kept = family_of(owner.model_type).kept_noise
+        for name, value in vars(owner).items():
+            if _NOISE_KEY.search(name) and name not in kept and isinstance(value, int | float) and value:
+                found += [] if isinstance(value, bool) else [(number, name, value)]
+    return tuple(found)
+
+
 def without_noise(config: PretrainedConfig) -> PretrainedConfig:
     """Set dropout and router jitter to 0, also in sub-configs. Changes `config` and returns it."""
-    for owner in _with_sub_configs(config):
-        for name, value in list(vars(owner).items()):
-            if _NOISE_KEY.search(name) and isinstance(value, int | float) and not isinstance(value, bool) and value:
-                setattr(owner, name, type(value)(0))
+    return with_noise(config, tuple((number, name, type(value)(0)) for number, name, value in noise_of(config)))
+
+
+def with_noise(config: PretrainedConfig, noise: Noise) -> PretrainedConfig:
+    """Set these keys. Changes `config` and returns it."""
+    owners = list(_with_sub_configs(config))
+    for number, name, value in noise:
+        setattr(owners[number], name, value)
     return config
 
 
@@ -227,7 +246,16 @@ def _from_config(config: PretrainedConfig, dtype: torch.dtype, attention: str | 
         set_attention(model, attention)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
+    keep_in_inference_mode(model, config.get_text_config().model_type)
     return model
+
+
+def keep_in_inference_mode(model: nn.Module, model_type: str) -> None:
+    """Take the modules that a family never has in training mode out of it."""
+    settled = family_of(model_type).in_inference_mode
+    for module in model.modules() if settled else ():
+        if type(module).__name__ in settled:
+            module.eval()
 
 
 def set_attention(model: PreTrainedModel, chosen: str) -> None:

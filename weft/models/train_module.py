@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -198,6 +198,12 @@ class TrainModule(nn.Module):
         self.passages: list[Passage] = []  # of this rank's pipeline stages; empty for a whole model
 
     hf_model: PreTrainedModel
+
+    def train(self, mode: bool = True) -> Self:
+        """Switches training mode, except for modules that the family keeps in inference mode."""
+        super().train(mode)
+        hf.keep_in_inference_mode(self, self.facts.model_type)
+        return self
 
     @property
     def base(self) -> nn.Module:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from weft.memory.estimate import local_ranks
 from weft.models import hf
 from weft.models.kinds import kinds_of
 from weft.models.shrink import fewer_layers
+from weft.optim.custom_optimizer import find_class
 from weft.parallel.parallelize import Precision
 from weft.rl.trainer import Trainer
 from weft.verification.documents import awkward_steps
@@ -129,10 +131,7 @@ def check_rl(config: Any, subject: Subject, ranks: Ranks, options: VerifyOptions
 def verified_config(config: Config, path: str) -> Config:
     """The user's config in fp32, with the weights at `path`, no dropout, and an optimizer that does not amplify
     rounding. model.attention becomes auto, because the configured kernel may support 16-bit types only."""
-    optimizer: OptimizerConfig = config.optimizer
-    if optimizer.name == "adamw":
-        optimizer = replace(optimizer, eps=max(optimizer.eps, EPSILON))
-    optimizer = replace(optimizer, load_state=False)
+    optimizer = replace(_with_larger_eps(config.optimizer), load_state=False)
     return replace(
         config,
         model=replace(config.model, path=path, init="pretrained", weights=None, attention="auto"),
@@ -140,6 +139,19 @@ def verified_config(config: Config, path: str) -> Config:
         fsdp=replace(config.fsdp, param_dtype="fp32", reduce_dtype="fp32", master_dtype="fp32"),
         optimizer=optimizer,
     )
+
+
+def _with_larger_eps(optimizer: OptimizerConfig) -> OptimizerConfig:
+    """With EPSILON in place of a smaller one, where the optimizer has one number of that name."""
+    if optimizer.name == "adamw":
+        return replace(optimizer, eps=max(optimizer.eps, EPSILON))
+    if optimizer.name == "sgd":
+        return optimizer
+    known = inspect.signature(find_class(optimizer)[0]).parameters.get("eps")
+    eps = optimizer.options.get("eps", None if known is None else known.default)
+    if not isinstance(eps, float):
+        return optimizer
+    return replace(optimizer, options={**optimizer.options, "eps": max(eps, EPSILON)})
 
 
 def choose_subject(config: SftConfig | RlConfig, options: VerifyOptions, ranks: Ranks, folder: str) -> Subject:

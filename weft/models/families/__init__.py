@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from weft.models.families import alibi, llama4, positions_only, state_mixers
+from weft.models.families import alibi, llama4, phimoe, positions_only, state_mixers
 from weft.models.families.family import Family
 from weft.models.families.state_mixers import carries_state
 from weft.ops.attention import ADAPTERS
 
 __all__ = ["FAMILIES", "Family", "carries_state", "family_of"]
 
-FAMILIES: Mapping[str, Family] = {**alibi.FAMILIES, **state_mixers.FAMILIES}
+FAMILIES: Mapping[str, Family] = {**alibi.FAMILIES, **phimoe.FAMILIES, **state_mixers.FAMILIES}
 ADAPTERS.update({**llama4.ADAPTERS, **positions_only.ADAPTERS})
 
 

@@ -12,8 +12,11 @@ from weft.ops.attention_call import BOUNDS_ARGUMENT
 class Family:
     """layout: `padded` where packed documents are known to be wrong. attention: attn_implementation of a family that
     does not use the attention interface. bounds_argument: name of the forward argument that carries document bounds
-    from the base model to its layers."""
+    from the base model to its layers. kept_noise: keys of its config that look like noise and are not.
+    in_inference_mode: classes of modules that are never in training mode."""
 
     layout: Literal["packed", "padded"] = "packed"
     attention: str | None = None
     bounds_argument: str = BOUNDS_ARGUMENT
+    kept_noise: tuple[str, ...] = ()
+    in_inference_mode: tuple[str, ...] = ()
