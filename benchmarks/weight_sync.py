@@ -39,7 +39,7 @@ from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
 from weft.rollout.standalone import Standalone
 from weft.rollout.sync.protocol import Ticket
-from weft.rollout.sync.sender import Receiver, Sender, SyncOptions
+from weft.rollout.sync.sender import EngineTarget, Sender, SyncOptions
 from weft.rollout.sync.transports import SLOTS
 
 GB, KEY = 1e9, "benchmark"
@@ -64,7 +64,7 @@ def train(rank: int, world: int, folder: str, options: SyncOptions, port: int, s
     )  # fmt: skip
     with join("cpu") as ranks:
         engine = Engine(config, ranks)
-        sender = Sender(engine, [Receiver("engine-0")], options, port=port, key=KEY)
+        sender = Sender(engine, [EngineTarget("engine-0")], options, port=port, key=KEY)
         source = torch.ones(1 << 27) if rank == 0 else torch.ones(1)
         target = torch.ones_like(source)
         seconds, copies = [], []

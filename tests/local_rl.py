@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from examples.make_arithmetic_demo import make_model, make_tokenizer, problems, write
 from weft.cluster.options import RlOptions
 from weft.cluster.process import leave
-from weft.cluster.rays import ActorGroup, together
+from weft.cluster.ray_actors import ActorGroup, together
 from weft.config.load import load_config
 from weft.config.rl_schema import RlConfig
 from weft.data.image_opener import image_opener

@@ -28,7 +28,7 @@ from tests.faults import DO, Fault, prepare
 from tests.local_rl import LocalGroup, local_actors
 from tests.machine import business
 from weft.cluster.failures import explain
-from weft.cluster.rays import _SerialActor
+from weft.cluster.ray_actors import _SerialActor
 from weft.cluster.reports import RankReport
 from weft.cluster.scratch import scratch_folder
 from weft.cluster.stopping import announce_ending_signal
@@ -209,18 +209,18 @@ def _other_checksum() -> None:
 
 def _port_in_use() -> None:
     """Where trainer ranks are to meet somebody listens already."""
-    from weft.cluster import rays
+    from weft.cluster import ray_actors
 
-    original = rays._prepare
+    original = ray_actors._prepare
 
     def prepare(handles: Sequence[Any], rendezvous: bool) -> None:
         original(handles, rendezvous)
         listener = socket.create_server(("127.0.0.1", 0))
         _kept.append(listener)
         variables = {"MASTER_PORT": str(listener.getsockname()[1])}
-        rays.import_ray().get([handle.prepare.remote(variables, os.getcwd()) for handle in handles])
+        ray_actors.import_ray().get([handle.prepare.remote(variables, os.getcwd()) for handle in handles])
 
-    rays._prepare = prepare
+    ray_actors._prepare = prepare
 
 
 def _few_files() -> None:

@@ -25,9 +25,9 @@ from tests.toy_tokenizers import byte_tokenizer
 from weft.config.load import load_config
 from weft.config.rl_schema import RlConfig
 from weft.engine.sleep import PARTS, Part, Sleeper
-from weft.rl import placement, pool
+from weft.rl import batch_pool, placement
+from weft.rl.batch_pool import EmbeddedPool, StandalonePool
 from weft.rl.colocation import PhaseSwitch, sleeping_parts
-from weft.rl.pool import EmbeddedPool, StandalonePool
 from weft.rl.trainer import Trainer
 from weft.rollout.base import Request, Sampling
 from weft.rollout.standalone import Standalone
@@ -214,7 +214,7 @@ def synced_meanwhile(folder: Path, unfinished: str) -> tuple[list[Any], list[Any
         return update(*args)
 
     trainer.update = noting  # type: ignore[method-assign]
-    with patch.object(pool.StandalonePool, "turn", 0.0):  # one token of each at a time
+    with patch.object(batch_pool.StandalonePool, "turn", 0.0):  # one token of each at a time
         found, fresh = asyncio.run(body())
     samples = as_samples([c for completions in found for c in completions])
     prompts = [request.tokens for request in requests for _ in request.seeds]

@@ -33,7 +33,7 @@ from weft.errors import UserError
 from weft.objectives.cross_entropy import CrossEntropy
 from weft.objectives.value import ValueLoss
 from weft.rl.advantages import advantages
-from weft.rl.engines import critic_config, critic_engine, policy_config, reference_config
+from weft.rl.model_engines import critic_config, critic_engine, policy_config, reference_config
 from weft.rl.trainer import Role, Trainer
 from weft.rollout.types import Floats
 from weft.verification.documents import awkward_steps

@@ -31,7 +31,7 @@ from weft.errors import UserError
 from weft.models import hf
 from weft.models.routing import differ, replace_choices
 from weft.recipes.rl import sampling_of
-from weft.rl.engines import notes_on_generation
+from weft.rl.model_engines import notes_on_generation
 from weft.rl.trainer import Trainer
 from weft.rollout import cache_support
 from weft.rollout.base import Completion, Request, Sampling

@@ -19,10 +19,10 @@ from tests.resuming import config_of
 from tests.test_hostile_models import DEEP, KINDS
 from weft import cli
 from weft.checkpoint import state
-from weft.checkpoint.parts import ENGINE, RL_RUN, RUN
 from weft.checkpoint.resume import judge_alone, newest, resumed_notes
 from weft.checkpoint.retention import complete_steps, step_folder
 from weft.checkpoint.state import DamagedError, write_rank_file, write_state
+from weft.checkpoint.state_schema import ENGINE, RL_RUN, RUN
 from weft.cluster.process import join
 from weft.config import to_dict
 from weft.config.schema import SftConfig

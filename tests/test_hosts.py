@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from tests.stand_in_vllm import environment
-from weft.cluster.rays import ActorGroup, Bundle, actor_group, check_capacity, ray_session
+from weft.cluster.ray_actors import ActorGroup, Bundle, actor_group, check_capacity, ray_session
 from weft.config.load import load_config
 from weft.config.rl_schema import RlConfig
 from weft.errors import ActorError, UserError

@@ -14,10 +14,10 @@ from tests.local_rl import make_task, start
 from weft.cluster.stopping import StopSignals
 from weft.errors import StoppedError
 from weft.report import progress
+from weft.rl import batch_pool
 from weft.rl import meter as meter_module
-from weft.rl import pool
+from weft.rl.batch_pool import BatchPool
 from weft.rl.meter import Meter
-from weft.rl.pool import BatchPool
 from weft.rollout.base import Completion, Request, Sampling
 
 
@@ -70,7 +70,7 @@ def test_a_run_says_how_far_its_rollouts_are(
     """Every turn of an engine is one token here, and everything that could be said is."""
     monkeypatch.setattr(progress, "_DOING_SECONDS", 0.0)
     monkeypatch.setattr(meter_module, "_SECONDS", 0.0)
-    monkeypatch.setattr(pool.BatchPool, "turn", 0.0)
+    monkeypatch.setattr(batch_pool.BatchPool, "turn", 0.0)
     start(make_task(tmp_path), tmp_path / "run", "train.steps=2")
     lines = capsys.readouterr().out.splitlines()
     first = [line for line in lines if line.startswith("rollout step 1: ")]

@@ -8,7 +8,7 @@ from unittest.mock import patch
 import pytest
 
 from weft.cluster.options import RlOptions
-from weft.cluster.rays import Bundle
+from weft.cluster.ray_actors import Bundle
 from weft.config.load import load_config
 from weft.config.rl_schema import RlConfig
 from weft.errors import UserError

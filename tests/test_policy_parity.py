@@ -24,7 +24,7 @@ from weft.objectives.policy import PolicyLoss
 from weft.recipes.verify import EPSILON
 from weft.rl import advantages
 from weft.rl.corrections import correct, old_is_current
-from weft.rl.documents import TrainedSamples, documents_of, is_trained
+from weft.rl.documents import TrainedSamples, build_documents, is_trained
 from weft.rollout.types import Group, Prompt, Sample
 from weft.verification.harness import ADAMW, GRADIENT, SCALAR, compare_gradients
 from weft.verification.observed import Tensors
@@ -132,7 +132,7 @@ def accumulate(engine: Engine, rows: Sequence[Row], config: RlConfig, budget: in
             sample.old = None
     correct(samples, config.rl)
     advantages.advantages(groups, config.rl)
-    documents = dict(enumerate(documents_of(samples, config)))
+    documents = dict(enumerate(build_documents(samples, config)))
     plan = engine.plan([engine.meta(document) for document in documents.values()], budget=budget)
     masked = TrainedSamples(samples, config).masked
     loss = engine.accumulate(plan, documents, PolicyLoss(config.rl, masked=masked))["loss"]
@@ -147,7 +147,7 @@ def accumulate_fresh(engine: Engine, rows: Sequence[Row], config: RlConfig) -> t
     for sample in samples:
         sample.old = None
     advantages.advantages(groups, config.rl)
-    documents = dict(enumerate(documents_of(samples, config)))
+    documents = dict(enumerate(build_documents(samples, config)))
     plan = engine.plan([engine.meta(document) for document in documents.values()])
     masked = TrainedSamples(samples, config).masked
     objective = PolicyLoss(config.rl, old_is_current=True, masked=masked)

@@ -29,7 +29,7 @@ from weft.engine.replay import LIVE, align_routes
 from weft.errors import UserError
 from weft.models.routing import replace_choices, replaced
 from weft.objectives.cross_entropy import CrossEntropy
-from weft.rl.documents import documents_of as documents_of_samples
+from weft.rl.documents import build_documents
 from weft.rl.trainer import Trainer
 from weft.rollout.base import Request, Sampling
 from weft.verification.documents import awkward_steps
@@ -135,7 +135,7 @@ def test_samples_become_documents_with_their_routes() -> None:
     record = np.arange(2 * 3 * 2, dtype=np.uint8).reshape(2, 3, 2)
     drawn = sample(1, 2, 1.0, old=[0, 0], advantages=[1, 1])
     drawn.routes = np.concatenate([record, record])
-    (document,) = documents_of_samples([drawn], rl_config(algorithm()))
+    (document,) = build_documents([drawn], rl_config(algorithm()))
     assert document.routes is not None and document.meta().routed
     assert document.routes.tolist() == [*record.tolist(), *record.tolist(), [[LIVE] * 2] * 3]
 

@@ -17,8 +17,8 @@ from tests.fault_cases import CASES, MORE
 from tests.local_rl import make_task
 from tests.rl_fault_cases import RL_CASES, RlCase, check_resume, check_rl, run_rl_case
 from tests.rl_faults import RlRun
-from weft.cluster import rays
-from weft.cluster.rays import ActorGroup, import_ray
+from weft.cluster import ray_actors
+from weft.cluster.ray_actors import ActorGroup, import_ray
 from weft.errors import UserError
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -87,9 +87,9 @@ def test_a_cluster_of_other_versions_is_told_apart_from_none(versions: tuple[str
 
     with (
         mock.patch.object(import_ray(), "init", join),
-        mock.patch.object(rays, "_require_listener"),
+        mock.patch.object(ray_actors, "_require_listener"),
         pytest.raises(UserError, match=says.format(ray=own.replace(".", r"\."))) as error,
-        rays.ray_session("10.0.0.1:6379", []),
+        ray_actors.ray_session("10.0.0.1:6379", []),
     ):
         """Not joined."""
     assert "no Ray cluster" not in str(error.value) and "token" not in str(error.value)
@@ -103,7 +103,7 @@ def test_an_actor_that_the_kernel_has_killed_for_want_of_memory_is_not_just_dead
         ("Task was killed due to the node running low on memory.", 2, 2, "memory"),
     ):
         group = ActorGroup("trainer rank", [], pulse, oom_kills=before)
-        with mock.patch.object(rays, "oom_kills", lambda count=after: count):
+        with mock.patch.object(ray_actors, "oom_kills", lambda count=after: count):
             error = group._died(1, reason)
         assert error.kind == kind, reason
         words = "short of memory" if kind == "memory" else "died\nThe actor is dead because its worker process has died"

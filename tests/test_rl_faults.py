@@ -35,7 +35,7 @@ from weft.checkpoint.save import Saver
 from weft.cluster import actor_watchdog, reports
 from weft.cluster.actor_watchdog import ActorWatchdog
 from weft.cluster.options import RolloutsOptions
-from weft.cluster.rays import _SerialActor, together
+from weft.cluster.ray_actors import _SerialActor, together
 from weft.cluster.reports import RankReport
 from weft.cluster.status import kind_of
 from weft.config.rl_schema import RlAlgorithm
@@ -45,7 +45,7 @@ from weft.recipes import rl
 from weft.report import rollouts
 from weft.rl.actors import Actors
 from weft.rl.advantages import advantages
-from weft.rl.pool import BatchPool
+from weft.rl.batch_pool import BatchPool
 from weft.rl.rewards import Rewards
 from weft.rl.stop_conditions import EmptySteps, FlatSteps
 from weft.rl.trainer import Trainer, Updated

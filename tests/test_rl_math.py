@@ -22,7 +22,7 @@ from weft.objectives.correction import importance_ratios
 from weft.recipes import rl as recipe
 from weft.rl.advantages import advantages, overlong_penalty, shape_rewards
 from weft.rl.corrections import correct, kl, require_comparable
-from weft.rl.documents import ReadSamples, TrainedSamples, deal, documents_of
+from weft.rl.documents import ReadSamples, TrainedSamples, build_documents, deal
 from weft.rl.prompts import PromptStream
 from weft.rollout.base import Sampling
 from weft.rollout.types import Group, Prompt, Sample
@@ -329,14 +329,14 @@ def test_documents(aggregation: str, weights: list[float]) -> None:
     for given in samples:
         given.old = given.advantages = given.correction = np.arange(len(given), dtype=np.float32)
     config = rl_config(algorithm(aggregation=aggregation), max_new_tokens=10)
-    documents = documents_of(samples, config)
+    documents = build_documents(samples, config)
     first, second = (torch.tensor(w) for w in weights)
     zero = torch.zeros(())
     assert torch.equal(documents[0].weights, torch.stack([zero] * 3 + [first, zero, first, first]))
     assert torch.equal(documents[1].weights, torch.stack([zero] * 3 + [second]))
     assert len(documents) == 2 and documents[0].source == "sample 0.0/0"
     assert sorted(documents[0].arrays) == ["advantage", "correction", "old_logprob"]
-    masked = documents_of(samples, rl_config(algorithm(mask_truncated=True, correction="none")))
+    masked = build_documents(samples, rl_config(algorithm(mask_truncated=True, correction="none")))
     assert [d.source for d in masked] == ["sample 0.0/0"] and "correction" not in masked[0].arrays
 
 

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 
 from tests.rl_samples import algorithm, rl_config, sample
-from weft.rl.documents import documents_of
+from weft.rl.documents import build_documents
 from weft.rl.rollouts import rewarded_groups
 from weft.rl.serialization import _BY_TOKEN, SampleBatch
-from weft.rollout.records import hold_routes, read_rollouts, write_rollouts
+from weft.rollout.records import has_routes, read_rollouts, write_rollouts
 from weft.rollout.types import Group, Prompt, Sample, samples_of
 from weft.telemetry.summary import Phases
 
@@ -43,7 +43,7 @@ def test_what_arrives_is_what_trainers_read() -> None:
         for name in (*_BY_TOKEN, "routes"):
             np.testing.assert_equal(getattr(theirs, name), getattr(ours, name))
     config = rl_config(algorithm("grpo"))
-    ours, theirs = documents_of(given, config), documents_of(there, config)
+    ours, theirs = build_documents(given, config), build_documents(there, config)
     assert len(ours) == len(theirs) == 1 and ours[0].source == theirs[0].source
     assert torch.equal(ours[0].tokens, theirs[0].tokens) and torch.equal(ours[0].weights, theirs[0].weights)
     assert ours[0].arrays.keys() == theirs[0].arrays.keys()
@@ -77,11 +77,11 @@ def test_routes_are_kept_where_they_are_asked_for(tmp_path: Path) -> None:
     made[1].routes = np.full((2, 2, 2), -1, np.int16)
     groups = [Group(made[0].prompt, made[:2]), Group(made[2].prompt, made[2:])]
     path = write_rollouts(tmp_path, 1, groups, routes=True)
-    assert hold_routes(path)
+    assert has_routes(path)
     for ours, theirs in zip(made, samples_of(read_rollouts(path)), strict=True):
         np.testing.assert_array_equal(theirs.routes, ours.routes)
         assert theirs.routes.dtype == np.int16 and theirs.text == ours.text
     made[2].routes[0, 0, 0] = 300
     assert samples_of(read_rollouts(write_rollouts(tmp_path, 2, groups, routes=True)))[2].routes[0, 0, 0] == 300
     path = write_rollouts(tmp_path, 3, groups)
-    assert not hold_routes(path) and all(sample.routes is None for sample in samples_of(read_rollouts(path)))
+    assert not has_routes(path) and all(sample.routes is None for sample in samples_of(read_rollouts(path)))

@@ -30,7 +30,7 @@ from weft.rollout.standalone import Filled, Standalone
 from weft.rollout.sync import buckets as contents
 from weft.rollout.sync import sender as sending
 from weft.rollout.sync.protocol import SyncError, Ticket
-from weft.rollout.sync.sender import Receiver, Sender, SyncOptions
+from weft.rollout.sync.sender import EngineTarget, Sender, SyncOptions
 from weft.rollout.sync.server import SyncServer
 from weft.rollout.sync.transports import SharedBuckets
 from weft.sharding import walker
@@ -124,9 +124,7 @@ def train_and_send(
 ) -> list[tuple[Synced, int]]:
     """Weights that change before every version, sent and exported: what each sync says, and its collectives."""
     engine = open_engine(path, mesh, lora=lora)
-    sender = (Elsewhere if kind == "gathered" else Sender)(
-        engine, [Receiver("it", adapters=bool(lora))], options, port=port, key=KEY
-    )
+    sender = (Elsewhere if kind == "gathered" else Sender)(engine, [EngineTarget("it")], options, port=port, key=KEY)
     found = []
     for version in VERSIONS:
         _change(engine, version)
@@ -247,7 +245,7 @@ def test_every_byte_is_written_by_one_rank(family: str, mesh: str) -> None:
 def fail_and_go_on(path: str, port: int, transport: sending.Transport) -> tuple[str, int]:
     """What every rank is told of a sync that fails; and the version of the next one."""
     engine = open_engine(path, "2")
-    sender = Sender(engine, [Receiver("it")], SyncOptions(transport, 30_000, 2, 30.0), port=port, key=KEY)
+    sender = Sender(engine, [EngineTarget("it")], SyncOptions(transport, 30_000, 2, 30.0), port=port, key=KEY)
     with pytest.raises(SyncError) as told:
         sender.send(1)
     synced = sender.send(2)
@@ -287,7 +285,9 @@ def test_a_sync_that_fails_is_told_to_all_and_the_next_one_serves(
 
 def proven(path: str, port: int) -> list[bool]:
     """Which of five syncs compared checksums."""
-    sender = Sender(open_engine(path, "1"), [Receiver("it")], SyncOptions("shared", verify_every=3), port=port, key=KEY)
+    sender = Sender(
+        open_engine(path, "1"), [EngineTarget("it")], SyncOptions("shared", verify_every=3), port=port, key=KEY
+    )
     found, prove = list[bool](), SyncServer.prove
     note = lambda server, buckets, version, sent: (found.append(bool(sent)), prove(server, buckets, version, sent))  # noqa: E731
     with patch.object(SyncServer, "prove", note):
@@ -314,7 +314,7 @@ def test_values_are_compared_at_an_engines_first_sync_and_every_so_often(process
 
 def refused(path: str, options: SyncOptions) -> str:
     with pytest.raises(UserError) as error:
-        Sender(open_engine(path, "1"), [Receiver("it", host="another")], options)
+        Sender(open_engine(path, "1"), [EngineTarget("it", host="another")], options)
     return str(error.value)
 
 

@@ -31,7 +31,7 @@ from weft.rl.trainer import Devices
 from weft.rollout.standalone import Standalone
 from weft.rollout.sync import protocol
 from weft.rollout.sync.protocol import SyncError, Ticket
-from weft.rollout.sync.sender import Receiver, Sender, SyncOptions
+from weft.rollout.sync.sender import EngineTarget, Sender, SyncOptions
 from weft.rollout.sync.transports import SLOTS
 
 DTYPE = torch.float32
@@ -127,7 +127,7 @@ def train_and_send(
     """Every version sent and exported: buckets of each sync, the routes, and how often this rank waited."""
     engine = open_engine(path, mesh)
     rank = engine.ranks.rank
-    receivers = [Receiver(f"engine-{n}", devices=(f"device-{n}", "another")) for n in range(len(ports))]
+    receivers = [EngineTarget(f"engine-{n}", devices=(f"device-{n}", "another")) for n in range(len(ports))]
     buckets = []
     with device(devices[rank], folder) as memory, ExitStack() as stack:
         # Each rank that sends listens on a port of its own, which its engine knows beforehand.
@@ -182,7 +182,7 @@ def send_twice(path: str, folder: str, port: int) -> None:
     engine = open_engine(path, "1")
     with device("device-0", folder):
         for version in (1, 2):
-            sender = Sender(engine, [Receiver("it", devices=("device-0",))], options(), port=port, key=KEY)
+            sender = Sender(engine, [EngineTarget("it", devices=("device-0",))], options(), port=port, key=KEY)
             sender.send(version)
             if version == 1:
                 sender.send(version)
@@ -267,7 +267,7 @@ def test_servers_see_the_devices_of_the_ranks_in_whose_place_they_are(tmp_path: 
 def route(path: str, own: str, transport: Any, devices: tuple[str, ...], host: str | None) -> Any:
     with device(own):
         try:
-            receivers = [Receiver("it", host, devices=devices)]
+            receivers = [EngineTarget("it", host, devices=devices)]
             sender = Sender(open_engine(path, "1"), receivers, SyncOptions(transport))
         except UserError as error:
             return str(error)
@@ -301,7 +301,9 @@ def test_elsewhere_it_is_refused(own: str, devices: tuple[str, ...], host: str |
 
 def send_in_vain(path: str, folder: str, port: int) -> str:
     with device("device-0", folder), pytest.raises(SyncError) as told:
-        Sender(open_engine(path, "1"), [Receiver("it", devices=("device-0",))], options(), port=port, key=KEY).send(1)
+        Sender(open_engine(path, "1"), [EngineTarget("it", devices=("device-0",))], options(), port=port, key=KEY).send(
+            1
+        )
     return str(told.value)
 
 

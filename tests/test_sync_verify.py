@@ -26,15 +26,15 @@ from weft.config.rl_schema import RlConfig
 from weft.config.schema import LoraConfig
 from weft.errors import ActorError, UserError
 from weft.models.lora import LoraPlan
+from weft.rl.batch_pool import decline_on_error
 from weft.rl.corrections import parity_is_due, require_parity
-from weft.rl.pool import decline_on_error
 from weft.rollout.standalone import Filled, Standalone
 from weft.rollout.sync import server as servers
 from weft.rollout.sync import transports
 from weft.rollout.sync.buckets import Content, Row, entry_of
 from weft.rollout.sync.checksums import checksum
 from weft.rollout.sync.protocol import Delivery, Entry, SyncError, Ticket, as_torch
-from weft.rollout.sync.sender import SyncOptions, is_proven, options_of
+from weft.rollout.sync.sender import SyncOptions, options_of, verify_is_due
 from weft.rollout.sync.server import SyncServer
 from weft.rollout.sync.transports import SharedBuckets
 from weft.rollout.sync.verify import check_parity, compare
@@ -400,10 +400,10 @@ def test_the_keys_of_sync() -> None:
 
 def test_which_syncs_are_proven() -> None:
     """Again and again, not once; and for an engine that comes back with an older version."""
-    assert [n for n in range(1, 10) if is_proven(n, 3, [n - 1], n - 1)] == [3, 6, 9]
-    assert not any(is_proven(n, 0, [n - 1], n - 1) for n in range(1, 10))
-    assert is_proven(5, 3, [4, None], 4) and is_proven(5, 3, [4, 3], 4) and is_proven(5, 0, [3], 4)
-    assert not is_proven(5, 3, [4, 4], 4) and not is_proven(3, 3, [], 2)
+    assert [n for n in range(1, 10) if verify_is_due(n, 3, [n - 1], n - 1)] == [3, 6, 9]
+    assert not any(verify_is_due(n, 0, [n - 1], n - 1) for n in range(1, 10))
+    assert verify_is_due(5, 3, [4, None], 4) and verify_is_due(5, 3, [4, 3], 4) and verify_is_due(5, 0, [3], 4)
+    assert not verify_is_due(5, 3, [4, 4], 4) and not verify_is_due(3, 3, [], 2)
 
 
 # ---------------------------------------------------------------- strangers at the port

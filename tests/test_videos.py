@@ -33,7 +33,7 @@ from weft.data.tokenise import Tokenising
 from weft.engine.document import Document
 from weft.errors import UserError
 from weft.models.clips import Clip, Sampling
-from weft.models.hf_video import KNOWN, frames_of
+from weft.models.hf_video import KNOWN, video_settings
 
 Model = tuple[PreTrainedTokenizerBase, Images]
 
@@ -168,13 +168,13 @@ def test_sizes_stay_within_the_limits(whole: bool) -> None:
 
 
 def test_settings_are_those_of_the_models_files() -> None:
-    found = frames_of("Qwen2_5_VLProcessor", {"min_pixels": 3136, "max_pixels": 12845056, "patch_size": 14})
+    found = video_settings("Qwen2_5_VLProcessor", {"min_pixels": 3136, "max_pixels": 12845056, "patch_size": 14})
     assert found is not None and (found.shortest_edge, found.longest_edge) == (3136, 12845056)
     size = {"shortest_edge": 4096, "longest_edge": 25165824}
-    own = frames_of("Qwen3VLProcessor", {"size": size, "image_mean": [0.1, 0.2, 0.3], "patch_size": 16})
+    own = video_settings("Qwen3VLProcessor", {"size": size, "image_mean": [0.1, 0.2, 0.3], "patch_size": 16})
     assert own is not None and own.image_mean == (0.1, 0.2, 0.3) and own.longest_edge == 25165824
-    assert frames_of("Qwen2VLProcessor", {"cap_pixels_per_frame": True}) is None
-    assert frames_of("Gemma3Processor", {}) is None
+    assert video_settings("Qwen2VLProcessor", {"cap_pixels_per_frame": True}) is None
+    assert video_settings("Gemma3Processor", {}) is None
 
 
 # ---------------------------------------------------------------- the forms of a video

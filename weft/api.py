@@ -232,7 +232,7 @@ def _with_rows(config: Any, written: Path) -> Any:
 
 
 def _run_rl(config: RlConfig, options: RlOptions, hooks: RlHooks) -> Run:
-    from weft.cluster.rays import import_ray
+    from weft.cluster.ray_actors import import_ray
     from weft.recipes import rl as recipe
     from weft.run.folder import default_folder
     from weft.telemetry import flight

@@ -29,7 +29,7 @@ from weft.rollout.embedded import EmbeddedEngine
 from weft.rollout.standalone import Standalone
 from weft.rollout.sync import protocol
 from weft.rollout.sync.protocol import SyncError, Ticket
-from weft.rollout.sync.sender import Receiver, Sender, SyncOptions
+from weft.rollout.sync.sender import EngineTarget, Sender, SyncOptions
 from weft.verification.adapter import randomize_adapters
 
 KEY = "a key"
@@ -130,7 +130,7 @@ def test_an_engine_of_another_process_has_every_version(
     randomize_adapters(engine)
     process.submit(begin, path, dtype, device.type, LoraConfig(**lora) if lora else None).result(120)
     seen = process.submit(devices_of, device.type).result(60)
-    sender = Sender(engine, [Receiver("it", devices=seen, adapters=bool(lora))], options(device, dtype, bucket_bytes))
+    sender = Sender(engine, [EngineTarget("it", devices=seen)], options(device, dtype, bucket_bytes))
     assert sender._routes["it"][0] == ("ipc" if device.type == "cuda" else "shared")
     for version in (1, 2, 3):
         before = {name: tensor.clone().cpu() for name, tensor in engine.tensors()}
@@ -148,7 +148,7 @@ def test_auto_takes_it(process: ProcessPoolExecutor, cuda: torch.device, ranks: 
     seen = process.submit(devices_of, "cuda").result(60)
     assert seen and seen == protocol.device_memory.devices(cuda)
     sender = Sender(
-        open_engine(saved_model("llama"), "1", device="cuda"), [Receiver("it", devices=seen)], SyncOptions()
+        open_engine(saved_model("llama"), "1", device="cuda"), [EngineTarget("it", devices=seen)], SyncOptions()
     )
     assert sender._routes["it"] == ("ipc", 0)
     sender.close()
@@ -162,7 +162,7 @@ def test_an_engine_that_is_killed_and_one_in_its_place(device: torch.device, ran
     seen = first.submit(devices_of, device.type).result(100)
     pid = first.submit(os.getpid).result(60)
     own = options(device, torch.float32, 30_000, timeout=30.0)
-    sender = Sender(engine, [Receiver("it", devices=seen)], own, port=port, key=KEY)
+    sender = Sender(engine, [EngineTarget("it", devices=seen)], own, port=port, key=KEY)
     first.submit(begin, path, torch.float32, device.type, None).result(60)
     taken(first, sender, 1, device)
     os.kill(pid, signal.SIGKILL)
@@ -194,7 +194,7 @@ def test_one_that_cannot_map_is_named_at_both_ends(
     path = saved_model("llama")
     seen = process.submit(devices_of, "cuda").result(100)
     engine = open_engine(path, "1", device="cuda")
-    sender = Sender(engine, [Receiver("it", devices=seen)], options(cuda, torch.float32, 30_000, timeout=30.0))
+    sender = Sender(engine, [EngineTarget("it", devices=seen)], options(cuda, torch.float32, 30_000, timeout=30.0))
     asked = process.submit(in_vain, path, sender.tickets["it"][0])
     with pytest.raises(SyncError, match="none here.* set rollout.transport=shared"):
         sender.send(1)
@@ -211,7 +211,7 @@ def test_asleep_the_engine_keeps_no_weights_of_the_device(
     engine = open_engine(path, "1", device=kind(device), fsdp={"param_dtype": "bf16"})
     process.submit(begin, path, torch.bfloat16, device.type, None).result(60)
     seen = process.submit(devices_of, device.type).result(60)
-    sender = Sender(engine, [Receiver("it", devices=seen)], options(device, torch.bfloat16, 64 << 20))
+    sender = Sender(engine, [EngineTarget("it", devices=seen)], options(device, torch.bfloat16, 64 << 20))
     taken(process, sender, 1, device)
     size = sum(parameter.numel() * 2 for parameter in engine.module.parameters())
     assert process.submit(sleep_and_report).result(60) < 0.2 * size

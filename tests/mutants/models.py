@@ -69,7 +69,7 @@ MUTANTS = (
     Mutant("parallel/tensor.py", "_partial", "name.startswith(inside)", "False", "tests/test_tensor_parallel.py"),
     Mutant("parallel/tensor.py", "_share_bias", "1.0 / ranks - 1.0", "0.0", "tests/test_tensor_parallel.py"),
     Mutant("parallel/tensor.py", "_divide_vocabulary", "output.masked_fill(elsewhere.pop()[..., None], 0.0)", "output", "tests/test_tensor_parallel.py"),
-    Mutant("parallel/tensor.py", "_Join.backward", "own / cut.copies[0]", "own", "tests/test_tensor_parallel.py"),
+    Mutant("parallel/tensor.py", "_JoinFeatures.backward", "own / cut.copies[0]", "own", "tests/test_tensor_parallel.py"),
     Mutant("parallel/tensor.py", "sum_partial_gradients", "copies > 1", "copies > 2", "tests/test_tensor_parallel.py"),
     Mutant("sharding/cuts.py", "Cut.boxes", "first + start - offset", "first", "tests/test_tensor_parallel.py tests/test_resume.py"),
     Mutant("engine/pieces.py", "spread", "total * n // ranks", "total // ranks * n", "tests/test_context_parallel.py"),

@@ -39,7 +39,7 @@ Tensors = dict[str, torch.Tensor]
 def opened(path: str, **more: Any) -> Iterator[LLM]:
     llm = LLM(
         path, dtype="float32", enforce_eager=True, max_model_len=64, skip_tokenizer_init=True, seed=0,
-        enable_prefix_caching=False, worker_extension_cls="weft.rollout.vllm.receiver.Receiver", **more,
+        enable_prefix_caching=False, worker_extension_cls="weft.rollout.vllm.receiver.VllmSyncWorker", **more,
     )  # fmt: skip
     yield llm
     del llm

@@ -225,7 +225,7 @@ class Saver:
         job, began, noted = self._job, time.monotonic(), False
         if job is None:
             return
-        while self._is_written(job):
+        while self._in_progress(job):
             alike = job.notes.all("ending")
             over = time.monotonic() - began > (self.timeout if alike else _GRACE_SECONDS)
             if over or self.failed or job.notes.any("left"):
@@ -253,7 +253,7 @@ class Saver:
         else:
             self.news.append(news)
 
-    def _is_written(self, job: Job) -> bool:
+    def _in_progress(self, job: Job) -> bool:
         """Whether any rank is still writing this checkpoint, which is neither committed nor given up."""
         return self._busy or job.notes.listed() is not None
 

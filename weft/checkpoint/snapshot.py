@@ -133,7 +133,7 @@ class Contents:
         }
         scalars = find_scalars(self.engine)
         if self.engine.mesh.pp is not None:
-            for of_stage in self.engine.mesh.pp.of_all((tensors, scalars)):
+            for of_stage in self.engine.mesh.pp.all_gather((tensors, scalars)):
                 tensors, scalars = of_stage[0] | tensors, of_stage[1] | scalars
         if not self.engine.ranks.is_first:
             return {}

@@ -25,8 +25,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from weft.checkpoint.parts import ENGINE, find_problem
 from weft.checkpoint.retention import STATE_FILE, TRAINER_STATE
+from weft.checkpoint.state_schema import ENGINE, find_problem
 from weft.engine.engine import Engine
 from weft.engine.host import HostTensor
 from weft.errors import UserError

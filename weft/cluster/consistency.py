@@ -51,7 +51,7 @@ def term(number: Number, place: int, size: int) -> Number:
     return number * (size - 1) if place == 0 else -number
 
 
-def require_alike(what: str, items: Mapping[str, str], group: dist.ProcessGroup) -> NoReturn:
+def raise_unlike(what: str, items: Mapping[str, str], group: dist.ProcessGroup) -> NoReturn:
     """Raise RanksDisagreeError after a checksum differed: it names each item on which the ranks that have it differ,
     or says that none differs now. Collective."""
     said: list[Mapping[str, str]] = [{}] * dist.get_world_size(group)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from weft.config.check import check_config
 from weft.config.load import load_config
 from weft.config.mesh import MeshSizes, check_reshard, resolve_mesh, shrink_mesh
 from weft.config.render import to_dict, to_yaml
@@ -20,6 +19,7 @@ from weft.config.schema import (
     StepConfig,
     TrainConfig,
 )
+from weft.config.validate import check_config
 
 __all__ = [
     "CheckpointConfig",

@@ -12,13 +12,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from weft.config.check import check_config, inert_keys, rules_of
 from weft.config.coerce import MismatchError, coerce, describe
 from weft.config.compat.names import weft_value
 from weft.config.keys import NOT_YET_VALUES, Key, attribute, schema_keys, sections
 from weft.config.paths import check_paths, near_names
 from weft.config.schema import SftConfig
 from weft.config.unknown import Unknown, messages, page_hint, unknown_keys
+from weft.config.validate import check_config, inert_keys, rules_of
 from weft.config.yaml12 import Node, node_of, read_file, read_value, show
 from weft.errors import UserError
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import yaml
 
-from weft.config.check import inert_keys
 from weft.config.keys import default_of, get, schema_keys
 from weft.config.urls import named
+from weft.config.validate import inert_keys
 from weft.config.yaml12 import Dumper
 
 

@@ -237,14 +237,14 @@ def read_images(model: str, tokenizer: PreTrainedTokenizerBase, data: DataConfig
         if key := next((name for name in ("image_pixels", "video") if getattr(data, name)), None):
             raise UserError(f"data.{key}: model.path {model} has no vision tower: leave it out.")
         return None
-    checks = Checks(data.check_images, data.max_image_pixels, data.fetch_images, video=sampling_of(data.video))
+    checks = Checks(data.check_images, data.max_image_pixels, data.fetch_images, video=frame_sampling(data.video))
     images = Images(model, tokenizer, data.image_pixels, checks, data.video)
     if not tokenizer.chat_template and images.template:
         tokenizer.chat_template = images.template
     return images
 
 
-def sampling_of(video: Mapping[str, float]) -> Sampling:
+def frame_sampling(video: Mapping[str, float]) -> Sampling:
     """data.video as a Sampling."""
     given = {name: int(video[name]) for name in ("min_frames", "max_frames") if name in video}
     return replace(Sampling(float(video.get("fps", Sampling().fps))), **given)

@@ -13,7 +13,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from weft.config.schema import LoraConfig, ModelConfig
 from weft.engine.device_check import check_on_device
-from weft.engine.row import Layout
+from weft.engine.plan import Layout
 from weft.engine.startup import Findings, check_kernel, compute_exactly, examine, implementation
 from weft.engine.value_head import value_head_names
 from weft.errors import UserError

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from weft.engine.row import Layout
+from weft.engine.plan import Layout
 from weft.engine.startup import Findings, hidden_of, small_copy, text_vocabulary
 from weft.errors import UserError
 from weft.models.train_module import TrainModule

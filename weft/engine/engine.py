@@ -39,7 +39,7 @@ from weft.optim.optimizer import (
 )
 from weft.parallel.fsdp import fsdp_modules
 from weft.parallel.mesh import Mesh, full_tensor
-from weft.parallel.stages import Link, of_all_stages, sum_shared_gradients
+from weft.parallel.stages import Link, gather_over_stages, sum_shared_gradients
 from weft.parallel.tensor import random_difference, sum_partial_gradients
 from weft.sharding.cuts import AnyCut
 from weft.sharding.layout import Piece
@@ -147,7 +147,7 @@ class Engine:
         """Every parameter of the whole model by name, tied ones once; on meta if this rank has a pipeline stage."""
         if self.pipeline is None:
             return dict(self.module.named_parameters())
-        return {name: self.pipeline.tensors[name] for name in self.pipeline.parameters}
+        return {name: self.pipeline.tensors[name] for name in self.pipeline.parameter_names}
 
     @property
     def elsewhere(self) -> frozenset[str]:
@@ -427,7 +427,7 @@ class Engine:
             yield from ((name, full_tensor(tensor, cuts.get(name))) for name, tensor in held.items())
             return
         names = self.pipeline.holders
-        stream = of_all_stages(self.pipeline, self.mesh.pp, self.device, names, held, cuts, full_tensor)
+        stream = gather_over_stages(self.pipeline, self.mesh.pp, self.device, names, held, cuts, full_tensor)
         for name, tensor in stream:
             assert tensor is not None
             yield name, tensor
@@ -482,5 +482,5 @@ class Engine:
         if self.mesh.pp is None or self.pipeline is None:
             yield from ((n, None if g is None else whole(g, cuts.get(n))) for n, g in held.items())
         else:
-            names = self.pipeline.parameters
-            yield from of_all_stages(self.pipeline, self.mesh.pp, self.device, names, held, cuts, whole)
+            names = self.pipeline.parameter_names
+            yield from gather_over_stages(self.pipeline, self.mesh.pp, self.device, names, held, cuts, whole)

@@ -255,7 +255,7 @@ class Executor:
         devices = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices):
             self.visit(rows, "count", self._ask_choices, use, following=True, evaluating=False)
-        self.of_all_layers([*chosen, layers[0]])
+        self.sum_over_stages([*chosen, layers[0]])
         return chosen, layers[0].float()
 
     def _ask_choices(self, row: Row) -> Asked:
@@ -263,7 +263,7 @@ class Executor:
         assert balance is not None
         return Asked(frozenset(), balance=replace(balance, counting=True))
 
-    def of_all_layers(self, sums: Sequence[Tensor]) -> None:
+    def sum_over_stages(self, sums: Sequence[Tensor]) -> None:
         """Sum the tensors, in place, over the ranks that have other layers; collective over these."""
 
     def balanced(self, row: Row, factors: Factors | None, micro: int) -> Balance | None:

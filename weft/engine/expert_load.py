@@ -28,7 +28,7 @@ class ExpertLoad:
         self.last: Tensor | None = None  # [L, E] choices of the last step, over all ranks
         self._counts: dict[int, Tensor] = {}
         self._tokens: int | None = None
-        elsewhere = mesh.pp is not None and any(mesh.pp.of_all(bool(self.layers))) and not self.layers
+        elsewhere = mesh.pp is not None and any(mesh.pp.all_gather(bool(self.layers))) and not self.layers
         self._of_others = ["experts/max_load", *["experts/sent"] * (mesh.ep is not None)] if elsewhere else []
         for child in self.layers:
             child.register_forward_pre_hook(self._count, with_kwargs=True)

@@ -192,8 +192,8 @@ class PipelineExecutor(Executor):
                 held.drop(micro)
             self.link.finish()
 
-    def of_all_layers(self, sums: Sequence[Tensor]) -> None:
-        """See Executor.of_all_layers."""
+    def sum_over_stages(self, sums: Sequence[Tensor]) -> None:
+        """See Executor.sum_over_stages."""
         joined = torch.cat([own.flatten() for own in sums])
         with waiting():
             dist.all_reduce(joined, group=self.axis.onward)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from weft.cluster.consistency import Alike, require_alike, term
+from weft.cluster.consistency import Alike, raise_unlike, term
 from weft.engine.document import Document
 from weft.engine.metrics import Sums
 from weft.engine.plan import StepPlan
@@ -78,12 +78,10 @@ class Replicas:
         unlike, weights = metrics.pop(_DOCUMENTS), metrics.pop(_PARAMETERS)
         if unlike:
             said = {own.what: f"{own.number:06x}" for own in documents}
-            require_alike(
-                "ranks that train the same documents have different tokens or weights", said, mesh.world_group
-            )
+            raise_unlike("ranks that train the same documents have different tokens or weights", said, mesh.world_group)
         if weights:
             said = {str(copy): f"{int(_number([copy])):06x}" for copies in self._copies.values() for copy in copies}
-            require_alike("ranks that hold the same weights have different ones", said, mesh.world_group)
+            raise_unlike("ranks that hold the same weights have different ones", said, mesh.world_group)
 
 
 def _place(groups: Groups) -> tuple[int, int]:

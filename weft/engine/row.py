@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,12 +18,11 @@ from torch import Tensor
 from weft.cluster.consistency import Alike
 from weft.engine.document import Document
 from weft.engine.media import joined
+from weft.engine.plan import Layout
 from weft.models.vision import Vision
 from weft.objectives.shared_documents import SharedDocuments
 from weft.ops.attention_call import Bounds
 from weft.ops.communicator import FeatureExchange
-
-Layout = Literal["packed", "padded"]
 
 
 @dataclass(frozen=True)

@@ -388,7 +388,7 @@ def check_memory(setup: Setup, built: BuiltModel, made: Sharded, *, fill: bool) 
     if built.load is None and fill:
         whole = dict(built.module.named_parameters())
         if made.pipeline is not None:
-            whole = {name: made.pipeline.tensors[name] for name in made.pipeline.parameters}
+            whole = {name: made.pipeline.tensors[name] for name in made.pipeline.parameter_names}
         shapes = (full_shape(name, p, made.divided.cuts) for name, p in whole.items())
         check_draws(sum(map(prod, shapes)), capacity(torch.device("cpu"), local_ranks(setup.ranks.world)))
 

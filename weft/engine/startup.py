@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from weft.engine.image_check import check_images, check_videos
-from weft.engine.row import Layout
+from weft.engine.plan import Layout
 from weft.errors import UserError
 from weft.models import hf
 from weft.models.families import family_of

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from torch import nn
+
 from weft.models import hf
 from weft.models.flops import AttentionFacts, FlopFacts, document_flops
 from weft.models.lora import LoraPlan, is_adapters
@@ -12,7 +14,7 @@ from weft.models.train_module import TrainModule
 from weft.models.vision import blocks
 
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
 def flop_facts(module: TrainModule) -> FlopFacts:
@@ -20,12 +22,9 @@ def flop_facts(module: TrainModule) -> FlopFacts:
     config: Any = module.hf_model.config.get_text_config()
     dense, expert = module.head.weight.numel(), 0
     for _, layer in module.layers:
-        for name, parameter in layer.named_parameters():
-            if parameter.ndim >= 2 and not name.endswith("bias"):
-                routed = ".experts." in f".{name}"
-                dense += 0 if routed else parameter.numel()
-                expert += parameter.numel() if routed else 0
-    experts, chosen = experts_of(config)
+        own, routed = _matrices(layer)
+        dense, expert = dense + own, expert + routed
+    experts, chosen = expert_counts(config)
     found = FlopFacts(dense, _attention(config), expert, experts, chosen)
     return _with_tower(found, module, config)
 
@@ -33,16 +32,23 @@ def flop_facts(module: TrainModule) -> FlopFacts:
 def costs_of_layers(module: TrainModule, length: int) -> tuple[list[float], float]:
     """(training FLOPs per token of each decoder layer, of the head), in documents of `length` tokens."""
     config: Any = module.hf_model.config.get_text_config()
-    experts, chosen = experts_of(config)
+    experts, chosen = expert_counts(config)
     costs = []
     for (_, layer), attention in zip(module.layers, _attention_by_layer(config), strict=True):
-        weights = 0.0
-        for name, parameter in layer.named_parameters():
-            if parameter.ndim >= 2 and not name.endswith("bias"):
-                weights += parameter.numel() * (chosen / experts if ".experts." in f".{name}" else 1.0)
+        dense, expert = _matrices(layer)
         single = FlopFacts(0, () if attention is None else (attention,))
-        costs.append(6.0 * weights + document_flops(single, length) / length)
+        costs.append(6.0 * (dense + expert * chosen / experts) + document_flops(single, length) / length)
     return costs, 6.0 * module.head.weight.numel()
+
+
+def _matrices(layer: nn.Module) -> tuple[int, int]:
+    """(Weights of a layer that multiply every token, weights of its routed experts)."""
+    dense = expert = 0
+    for name, parameter in layer.named_parameters():
+        if parameter.ndim >= 2 and not name.endswith("bias"):
+            routed = ".experts." in f".{name}"
+            dense, expert = dense + parameter.numel() * (not routed), expert + parameter.numel() * routed
+    return dense, expert
 
 
 def _with_tower(facts: FlopFacts, module: TrainModule, text: Any) -> FlopFacts:
@@ -62,9 +68,9 @@ def _with_tower(facts: FlopFacts, module: TrainModule, text: Any) -> FlopFacts:
     return replace(facts, tower=weights, tower_attention=attention, tower_memory=memory)
 
 
-def experts_of(config: Any) -> tuple[int, int]:
+def expert_counts(config: Any) -> tuple[int, int]:
     """(routed experts per layer, experts per token); (1, 1) if the config has none."""
-    experts, chosen = (next((v for n in names if (v := getattr(config, n, None))), 1) for names in (_EXPERTS, _TOP_K))
+    experts, chosen = (next((v for n in names if (v := getattr(config, n, None))), 1) for names in (EXPERTS, _TOP_K))
     return experts, min(chosen, experts)
 
 

@@ -35,7 +35,7 @@ import numpy as np
 from weft.errors import UserError, first_line, runs_own_code
 from weft.files import read_object
 from weft.models.clips import Clip, Shape
-from weft.models.hf_video import KNOWN, Frames, frames_of, settings_file, settings_of, video_inputs, video_text
+from weft.models.hf_video import KNOWN, Frames, settings_file, settings_of, video_inputs, video_settings, video_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -213,7 +213,7 @@ def load_processor(
     frames = None
     try:
         family = _family(path, config)
-        frames = frames_of(family.__name__, settings_file(lambda name: _read_file(path, name)))
+        frames = video_settings(family.__name__, settings_file(lambda name: _read_file(path, name)))
         made = _class_of(path, family, tokenizer).from_pretrained(path, trust_remote_code=False)
     except UserError:
         raise

@@ -123,7 +123,7 @@ def settings_file(read: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def frames_of(processor: str, found: Mapping[str, Any]) -> Frames | None:
+def video_settings(processor: str, found: Mapping[str, Any]) -> Frames | None:
     """The video processor's settings for a processor of this class; None if weft does not know the class, or the
     settings in `found` are of a kind it does not know. found: as settings_file returns them."""
     default = KNOWN.get(processor)

@@ -53,7 +53,7 @@ class Pipeline:
         return [(name, tensor) for name, tensor in self.tensors.items() if isinstance(tensor, nn.Parameter)]
 
     @property
-    def parameters(self) -> list[str]:
+    def parameter_names(self) -> list[str]:
         """Names of all parameters, tied ones once, in the model's order."""
         first: dict[int, str] = {}
         for name, parameter in self.named_parameters:

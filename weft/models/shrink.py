@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from weft.models.cost import experts_of
+from weft.models.cost import EXPERTS, expert_counts
 from weft.models.kinds import LayerKinds, meta_model
 
 _WINDOW = 16  # every window and chunk of a small copy; check rows are longer
@@ -24,7 +24,6 @@ _SMALL = {
     "vocab_size_per_layer_input": 512, "q_lora_rank": 32, "kv_lora_rank": 16, "chunk_size": _WINDOW,
     "mamba_chunk_size": _WINDOW, "mamba_d_state": 16, "ssm_state_size": 16, "state_size": 16,
 }  # fmt: skip
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 # Sizes that keep their ratio to the hidden width: of state mixers, and of attention that is wider than the rest.
 _WITH_HIDDEN = ("mamba_n_heads", "n_mamba_heads", "mamba_num_heads", "mamba_d_ssm", "attention_hidden_size")
 _TOKEN_IDS = ("pad_token_id", "bos_token_id", "eos_token_id")
@@ -88,7 +87,7 @@ def narrow(config: PretrainedConfig) -> PretrainedConfig:
     for name, value in _SMALL.items():
         _lower(text, name, value)
     experts = _enough_experts(text)
-    for name in _EXPERTS:
+    for name in EXPERTS:
         _lower(text, name, experts)
     for name in ("sliding_window", "attention_chunk_size"):
         _lower(text, name, _WINDOW)
@@ -155,7 +154,7 @@ def _lower(config: Any, name: str, ceiling: int) -> None:
 
 def _enough_experts(text: Any) -> int:
     """Number of experts of the copy: twice the experts per token, at least 8, and at least 4 per routing group."""
-    experts = max(8, 2 * experts_of(text)[1])
+    experts = max(8, 2 * expert_counts(text)[1])
     groups = getattr(text, "n_group", None) or 1
     return groups * max(4, -(-experts // groups))
 

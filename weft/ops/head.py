@@ -372,7 +372,7 @@ def _softmax_and_gradient(logits: Logits, rows: slice, targets: Tensor, directio
     """Fills the running values of these tokens and returns [t, V], the gradient as in `_gradient_of_tile`."""
     columns = slice(0, len(logits.weight))
     tile = logits.tile(rows, columns)
-    here, local = _local_targets(targets, columns)
+    here, local = local_columns(targets, columns)
     inner, outer = logits.scaling
     lse, picked = running.lse[rows], running.picked[rows]
     for block, z in logits.blocks(tile):
@@ -445,7 +445,7 @@ def _fold_all(logits: Logits, targets: Tensor, running: _Running, tile: tuple[in
 def _fold(logits: Logits, rows: slice, columns: slice, targets: Tensor, running: _Running) -> None:
     """Fold one tile into the running values."""
     tile = logits.tile(rows, columns)
-    here, local = _local_targets(targets, columns)
+    here, local = local_columns(targets, columns)
     picked = running.picked[rows]
     outer = logits.scaling.outer
     for block, z in logits.blocks(tile):
@@ -475,8 +475,8 @@ def _read_as_sampled(
     return logprob
 
 
-def _local_targets(targets: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
-    """([t] whether the target is one of these columns, [t] its index among them, or any valid one)."""
+def local_columns(targets: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
+    """(Whether each target, of any shape, is one of these columns; its index among them, or any valid one)."""
     width = columns.stop - columns.start
     local = targets - columns.start
     return (local >= 0) & (local < width), local.clamp(0, width - 1)
@@ -531,7 +531,7 @@ def _gradient_of_tile(logits: Logits, rows: slice, columns: slice, targets: Tens
     With p = softmax(z): d logprob / dz = onehot - p, d entropy / dz = -p (log p + entropy).
     """
     tile = logits.tile(rows, columns)
-    here, local = _local_targets(targets, columns)
+    here, local = local_columns(targets, columns)
     inner, outer = logits.scaling
     for block, z in logits.blocks(tile):
         g = upstream.rows(block)

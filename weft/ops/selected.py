@@ -20,6 +20,7 @@ from weft.ops.head import (
     Scaling,
     VocabularyShard,
     WideSum,
+    local_columns,
     log_sum_exp_,
     spread,
     tanh_slope_,
@@ -159,16 +160,9 @@ class _Selected(torch.autograd.Function):
         return *narrow, *(None,) * 5
 
 
-def _local(ids: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
-    """([t, C] whether each id is one of these columns, [t, C] its index among them, or any valid index)."""
-    width = columns.stop - columns.start
-    local = ids - columns.start
-    return (local >= 0) & (local < width), local.clamp(0, width - 1)
-
-
 def _fold(z: Tensor, ids: Tensor, columns: slice, running: _Running) -> None:
     """Fold logits z [t, v] of these columns into the running values of their rows; z is overwritten."""
-    here, local = _local(ids, columns)
+    here, local = local_columns(ids, columns)
     running.chosen.copy_(torch.where(here, z.gather(1, local), running.chosen))
     count = running.top.shape[1]
     if count:
@@ -197,7 +191,7 @@ def _gradient_of_tile(
             z.zero_()
         else:
             z.sub_(lse[block, None]).exp_().mul_(mass[block, None])
-        here, local = _local(ids[block], columns)
+        here, local = local_columns(ids[block], columns)
         z.scatter_add_(1, local, upstream[block] * here)
         through_transform_(z, slope, inner)
         if z.dtype != tile.dtype:

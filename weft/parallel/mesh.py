@@ -66,7 +66,7 @@ class PipelineAxis:
     def back(self) -> dist.ProcessGroup:
         return self.channels[False, False]
 
-    def of_all(self, value: T) -> list[T]:
+    def all_gather(self, value: T) -> list[T]:
         """Each rank's value; collective."""
         said = [value] * self.size
         dist.all_gather_object(said, value, group=self.onward)

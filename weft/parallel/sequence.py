@@ -41,7 +41,7 @@ class ReduceScatterTokens(torch.autograd.Function):
         return gather_tokens(grad, ctx.ranks), None
 
 
-class _Join(torch.autograd.Function):
+class _JoinTokens(torch.autograd.Function):
     """[B, T / ranks, H] -> [B, T, H], for computations that all ranks repeat: every rank then has the whole gradient,
     and backward takes its own tokens' part."""
 
@@ -69,7 +69,7 @@ def join_last_states(base: nn.Module, ranks: Communicator, place: int) -> None:
     """Make a base model return the last hidden states of all tokens, instead of this rank's."""
 
     def hook(module: nn.Module, args: Any, output: Any) -> Any:
-        output.last_hidden_state = _Join.apply(output.last_hidden_state, ranks, place)
+        output.last_hidden_state = _JoinTokens.apply(output.last_hidden_state, ranks, place)
         return output
 
     base.register_forward_hook(hook)

@@ -165,7 +165,7 @@ def sum_shared_gradients(module: nn.Module, pipeline: Pipeline, axis: PipelineAx
         own_part(parameter.grad).add_(theirs)
 
 
-def of_all_stages(
+def gather_over_stages(
     pipeline: Pipeline,
     axis: PipelineAxis,
     device: torch.device,

@@ -137,7 +137,7 @@ def _hook(module: TrainModule, styles: Styles, cuts: dict[str, Cut], axis: Axis,
         norm = module.get_submodule(name)
         width = sum(part.size for part in style.parts)
         joined = cut_of(name, (width,), style, axis)
-        norm.register_forward_pre_hook(lambda _, args, joined=joined: (_Join.apply(args[0], joined), *args[1:]))
+        norm.register_forward_pre_hook(lambda _, args, joined=joined: (_JoinFeatures.apply(args[0], joined), *args[1:]))
         norm.register_forward_hook(lambda _, __, output, joined=joined: _part_of_last(output, joined))
     for attention in _modules(module, styles.attention):
         _count_own_heads(attention, axis.size)
@@ -199,7 +199,7 @@ class _Sum(torch.autograd.Function):
         return grad, None
 
 
-class _Join(torch.autograd.Function):
+class _JoinFeatures(torch.autograd.Function):
     """[..., own features] -> [..., all features], for operations that need every head at once."""
 
     @staticmethod

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from weft.config.check import check_config
 from weft.config.mesh import MeshSizes
+from weft.config.validate import check_config
 from weft.engine.schedule import DELAYED, placement_of
 from weft.errors import UserError, first_line
 from weft.models.flops import document_flops

@@ -32,7 +32,7 @@ from weft.recipes.run_data import deal, read_data
 from weft.report.plan import Described, show_described, show_engines, show_search
 from weft.report.simulated import show_simulated
 from weft.report.tables import EngineRow
-from weft.rl.engines import critic_config, policy_config, reference_config
+from weft.rl.model_engines import critic_config, policy_config, reference_config
 from weft.rl.reference_critic import own_ranks
 
 _READ_BYTES = 64 << 20  # the most data that are tokenised to get lengths

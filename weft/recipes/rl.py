@@ -18,7 +18,7 @@ import numpy as np
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from weft.cluster.options import Device, RlOptions
-from weft.cluster.rays import exposure, import_ray
+from weft.cluster.ray_actors import exposure, import_ray
 from weft.cluster.stopping import StopSignals
 from weft.config.rl_schema import RlAlgorithm, RlConfig
 from weft.data.encode import load_tokenizer

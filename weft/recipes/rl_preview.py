@@ -19,8 +19,8 @@ from weft.memory.estimate import cache_bytes
 from weft.recipes.rl import Plan, Task, check_task, read_task
 from weft.report.banner import print_dry_run
 from weft.report.tables import EngineRow, engine_table, show
-from weft.rl.engines import critic_engine, policy_config, reference_engine
 from weft.rl.environments import environment_class
+from weft.rl.model_engines import critic_engine, policy_config, reference_engine
 from weft.rl.reference_critic import own_ranks
 from weft.rl.rewards import Rewards
 from weft.rollout.types import Prompt

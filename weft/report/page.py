@@ -57,7 +57,7 @@ _UNITS = {"loss": "nats per trained token", "perplexity": "e^loss", "accuracy": 
 
 
 @dataclass(frozen=True)
-class RunData:
+class ReportedRun:
     """The content of a run folder. summary: empty if the run has not ended. rollouts: for `weft rl`, the best and the
     worst samples of the last rollout step. notes: what could not be read."""
 
@@ -93,14 +93,14 @@ def run(options: ReportOptions) -> tuple[Path, list[str]]:
     return target, [note for one in runs for note in one.notes]
 
 
-def _default_path(runs: Sequence[RunData]) -> Path:
+def _default_path(runs: Sequence[ReportedRun]) -> Path:
     target = runs[0].folder / "report.html" if len(runs) == 1 else Path("report.html")
     if os.path.lexists(target) and (target.is_symlink() or not target.is_file()):
         raise UserError(f"{target}: is no regular file, so it is not written to: remove it, or set --output.")
     return target
 
 
-def read_run(folder: Path) -> RunData:
+def read_run(folder: Path) -> ReportedRun:
     """Reads everything that the page shows of a run folder. Raises UserError if no step is recorded there."""
     if not (folder / "metrics.jsonl").is_file():
         what = "holds no metrics.jsonl, so no step of a run is there" if folder.is_dir() else "does not exist"
@@ -114,7 +114,7 @@ def read_run(folder: Path) -> RunData:
         raise UserError(f"{folder}: no step has ended yet, so there is nothing to show.")
     summary = _read_summary(folder / "summary.json", notes)
     samples = [sample for sample in _read_lines(folder / "samples.jsonl", notes) if "answer" in sample]
-    return RunData(
+    return ReportedRun(
         folder=folder,
         name=folder.resolve().name,
         config=_read_config(folder / "config.yaml", notes),
@@ -128,7 +128,7 @@ def read_run(folder: Path) -> RunData:
     )
 
 
-def page(runs: Sequence[RunData]) -> str:
+def page(runs: Sequence[ReportedRun]) -> str:
     """The page as HTML."""
     template = files("weft.report").joinpath("page.html").read_text(encoding="utf-8")
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, finalize=_shown_as_text)
@@ -260,7 +260,7 @@ def _checkpoints(folder: Path) -> list[dict[str, Any]]:
     return found
 
 
-def _named_apart(runs: Sequence[RunData]) -> list[RunData]:
+def _named_apart(runs: Sequence[ReportedRun]) -> list[ReportedRun]:
     """The runs, with paths in place of names that are not unique."""
     names = [run.name for run in runs]
     return [replace(run, name=str(run.folder)) if names.count(run.name) > 1 else run for run in runs]
@@ -269,7 +269,7 @@ def _named_apart(runs: Sequence[RunData]) -> list[RunData]:
 # ---------------------------------------------------------------- charts
 
 
-def charts(runs: Sequence[RunData]) -> tuple[list[Chart], list[Chart]]:
+def charts(runs: Sequence[ReportedRun]) -> tuple[list[Chart], list[Chart]]:
     """(charts that every run has, charts of other metrics)."""
     main, together = rl_charts(runs)
     for key, chart in _CHARTS:
@@ -316,7 +316,7 @@ def without_zeros(
     return kept(main), kept(others), zero
 
 
-def _by_source(runs: Sequence[RunData], keys: Sequence[str]) -> list[Chart]:
+def _by_source(runs: Sequence[ReportedRun], keys: Sequence[str]) -> list[Chart]:
     """One chart for each key. For a single run, keys such as `eval/NAME/loss` share a chart, with a series a NAME."""
     groups: dict[str, list[str]] = {}
     for key in keys:
@@ -335,14 +335,14 @@ def _by_source(runs: Sequence[RunData], keys: Sequence[str]) -> list[Chart]:
     return found
 
 
-def _unit(runs: Sequence[RunData], leaf: str) -> str:
+def _unit(runs: Sequence[ReportedRun], leaf: str) -> str:
     """The unit of a metric. Accuracy counts whole answers in `weft rl`, and tokens in other runs."""
     if leaf == "accuracy" and any(is_rl(run) for run in runs):
         return "share of held-out prompts"
     return _UNITS.get(leaf, "")
 
 
-def _series(runs: Sequence[RunData], key: str) -> list[Series]:
+def _series(runs: Sequence[ReportedRun], key: str) -> list[Series]:
     found = []
     for place, run in enumerate(runs):
         x, y = run.points(key)
@@ -351,7 +351,7 @@ def _series(runs: Sequence[RunData], key: str) -> list[Series]:
     return found
 
 
-def _evaluation(runs: Sequence[RunData]) -> list[Series]:
+def _evaluation(runs: Sequence[ReportedRun]) -> list[Series]:
     """The series of held-out losses; of several runs, each in the colour of its run."""
     found = []
     for place, run in enumerate(runs):
@@ -363,7 +363,7 @@ def _evaluation(runs: Sequence[RunData]) -> list[Series]:
     return found
 
 
-def _phase_chart(run: RunData) -> Chart:
+def _phase_chart(run: ReportedRun) -> Chart:
     series = []
     lines = [line for line in run.lines if any(f"time/{phase}" in line for phase in PHASES)]
     x = [float(line["step"]) for line in lines]
@@ -374,7 +374,7 @@ def _phase_chart(run: RunData) -> Chart:
     return Chart("Time by phase", "seconds per step, first rank", series, stacked=True)
 
 
-def _skipped(runs: Sequence[RunData]) -> list[float]:
+def _skipped(runs: Sequence[ReportedRun]) -> list[float]:
     return [float(line["step"]) for run in runs for line in run.lines if line.get("skipped")]
 
 
@@ -396,7 +396,7 @@ def _drawn(chart: Chart) -> dict[str, Any]:
 # ---------------------------------------------------------------- numbers
 
 
-def _about(run: RunData, place: int) -> dict[str, Any]:
+def _about(run: ReportedRun, place: int) -> dict[str, Any]:
     seconds = {name: value for name, value in run.summary.get("seconds", {}).items() if name != "total"}
     total = sum(seconds.values())
     return {
@@ -420,7 +420,7 @@ def _about(run: RunData, place: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _status(run: RunData) -> str:
+def _status(run: ReportedRun) -> str:
     last = run.lines[-1]["step"]
     if not run.summary:
         return f"not finished: {last:,} steps so far"
@@ -428,7 +428,7 @@ def _status(run: RunData) -> str:
     return f"stopped by {stopped} after step {last:,}" if stopped else f"finished after {last:,} steps"
 
 
-def _samples(run: RunData) -> list[dict[str, Any]]:
+def _samples(run: ReportedRun) -> list[dict[str, Any]]:
     """The answers grouped by prompt and images: prompts in order, the newest answer of each first."""
     found: dict[str, dict[str, Any]] = {}
     for sample in run.samples:
@@ -445,7 +445,7 @@ def _words(value: object) -> str:
     return str(value)
 
 
-def _learnt(run: RunData) -> dict[str, tuple[str, str]]:
+def _learnt(run: ReportedRun) -> dict[str, tuple[str, str]]:
     """The figures of the training goal: training and held-out loss, or reward and held-out accuracy."""
     rl = is_rl(run)
     figures: dict[str, tuple[str, str]] = {}
@@ -463,7 +463,7 @@ def _learnt(run: RunData) -> dict[str, tuple[str, str]]:
     return figures
 
 
-def _figures(run: RunData) -> dict[str, tuple[str, str]]:
+def _figures(run: ReportedRun) -> dict[str, tuple[str, str]]:
     """The figures of a run: name -> (number, note)."""
     figures = _learnt(run)
     skipped = sum(bool(line.get("skipped")) for line in run.lines)
@@ -482,7 +482,7 @@ def _figures(run: RunData) -> dict[str, tuple[str, str]]:
     return figures
 
 
-def _time(run: RunData) -> tuple[str, str]:
+def _time(run: ReportedRun) -> tuple[str, str]:
     seconds = run.summary.get("seconds", {})
     in_steps = sum(value for value in run.points("seconds")[1] if value is not None)
     if not seconds.get("total"):
@@ -490,7 +490,7 @@ def _time(run: RunData) -> tuple[str, str]:
     return duration(seconds["total"]), f"{in_steps / seconds['total']:.0%} of it in steps"
 
 
-def _total(run: RunData, key: str) -> int:
+def _total(run: ReportedRun, key: str) -> int:
     return round(sum(value for value in run.points(key)[1] if value is not None))
 
 
@@ -498,17 +498,17 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def _tiles(run: RunData) -> list[dict[str, str]]:
+def _tiles(run: ReportedRun) -> list[dict[str, str]]:
     return [{"name": name, "number": value, "note": note} for name, (value, note) in _figures(run).items()]
 
 
-def _comparison(runs: Sequence[RunData]) -> dict[str, Any]:
+def _comparison(runs: Sequence[ReportedRun]) -> dict[str, Any]:
     figures = [_figures(run) for run in runs]
     names = list(dict.fromkeys(name for found in figures for name in found))
     return {"names": names, "rows": [[found.get(name, ("-", "")) for name in names] for found in figures]}
 
 
-def _differing(runs: Sequence[RunData]) -> list[dict[str, Any]]:
+def _differing(runs: Sequence[ReportedRun]) -> list[dict[str, Any]]:
     """The keys of the config whose values differ between runs."""
     flat = [{f"{s}.{k}": v for s, keys in run.config.items() for k, v in (keys or {}).items()} for run in runs]
     names = dict.fromkeys(name for config in flat for name in config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -54,18 +55,11 @@ def written(mesh: MeshSizes) -> str:
 
 
 def _show_heading(model: Blueprint, ranks: int, lengths: StepLengths, machine: Machine) -> None:
-    elements = sum(_elements(weight.shape) for weight in model.weights)
+    elements = sum(math.prod(weight.shape) for weight in model.weights)
     say(f"model    {model.built.path}: {elements:,} parameters; {ranks:,} ranks")
     for number, line in enumerate(machine.lines()):
         say(f"{'' if number else 'assumed':<8} {line}")
     say(f"lengths  {len(lengths.of):,} documents a step, {lengths.said}")
-
-
-def _elements(shape: Sequence[int]) -> int:
-    product = 1
-    for size in shape:
-        product *= size
-    return product
 
 
 def _ulysses(found: Described) -> str:

@@ -15,7 +15,7 @@ from weft.rollout.records import FOLDER, read_rollouts, rollout_files
 from weft.rollout.types import Group, Sample
 
 if TYPE_CHECKING:
-    from weft.report.page import RunData
+    from weft.report.page import ReportedRun
 
 # How many of the best and of the worst samples are shown, each of a different prompt.
 _MOST_SAMPLES = 3
@@ -73,12 +73,12 @@ _CHARTS = (
 )  # fmt: skip
 
 
-def is_rl(run: RunData) -> bool:
+def is_rl(run: ReportedRun) -> bool:
     """Whether `weft rl` wrote the run: a line names a rollout step, or the config has the section rl."""
     return "rl" in run.config or any("rollout" in line for line in run.lines)
 
 
-def rl_charts(runs: Sequence[RunData]) -> tuple[list[Chart], set[str]]:
+def rl_charts(runs: Sequence[ReportedRun]) -> tuple[list[Chart], set[str]]:
     """(charts, the metrics that they contain). For several runs, each chart has only the first metric that exists."""
     ours = [run for run in runs if is_rl(run)]
     found, used = [], set[str]()
@@ -105,15 +105,15 @@ def rl_charts(runs: Sequence[RunData]) -> tuple[list[Chart], set[str]]:
     return found, used
 
 
-def _by_key(run: RunData, keys: Sequence[str]) -> list[Series]:
+def _by_key(run: ReportedRun, keys: Sequence[str]) -> list[Series]:
     return [Series(key, *run.points(key), colour=place) for place, key in enumerate(keys)]
 
 
-def _by_run(runs: Sequence[RunData], key: str) -> list[Series]:
+def _by_run(runs: Sequence[ReportedRun], key: str) -> list[Series]:
     return [Series(run.name, *run.points(key), colour=place) for place, run in enumerate(runs) if run.has(key)]
 
 
-def _held_out(runs: Sequence[RunData], key: str, colour: int) -> list[Series]:
+def _held_out(runs: Sequence[ReportedRun], key: str, colour: int) -> list[Series]:
     """The held-out curve of each run: of several runs in the colour of the run, of one run in `colour`."""
     several = len(runs) > 1
     return [
@@ -128,7 +128,7 @@ def _held_out(runs: Sequence[RunData], key: str, colour: int) -> list[Series]:
     ]
 
 
-def _phases(run: RunData) -> tuple[Chart, list[str]]:
+def _phases(run: ReportedRun) -> tuple[Chart, list[str]]:
     """(chart of the seconds of each phase of a rollout step, at the optimizer step that ended it; its metrics)."""
     lines = [line for line in run.lines if any(key.startswith(_PHASES) for key in line)]
     keys = list(dict.fromkeys(key for line in lines for key in line if key.startswith(_PHASES)))

@@ -11,7 +11,7 @@ from typing import Any
 
 from weft.cluster.machine import cpu_cores
 from weft.cluster.options import RlOptions
-from weft.cluster.rays import ActorGroup, Bundle, actor_group, ray_session
+from weft.cluster.ray_actors import ActorGroup, Bundle, actor_group, ray_session
 from weft.config.rl_schema import RlConfig
 from weft.data.encode import load_tokenizer
 from weft.data.image_opener import image_opener

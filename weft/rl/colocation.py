@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-from weft.cluster.rays import ActorGroup
+from weft.cluster.ray_actors import ActorGroup
 from weft.config.rl_schema import RlConfig
 from weft.engine.sleep import PARTS, Part
 from weft.rollout.base import EnginePart, Synced

@@ -84,7 +84,7 @@ def correct(samples: Sequence[Sample], config: RlAlgorithm) -> dict[str, float]:
         for sample, part in zip(chosen, parts, strict=True):
             sample.correction = np.zeros(len(sample), np.float32)
             sample.correction[sample.sampled] = part.numpy()
-    return mismatch(np.concatenate(differences), ratios.numpy(), weights.numpy(), config)
+    return mismatch_metrics(np.concatenate(differences), ratios.numpy(), weights.numpy(), config)
 
 
 def _difference(sample: Sample) -> Exact:
@@ -97,7 +97,7 @@ def _difference(sample: Sample) -> Exact:
     return exact
 
 
-def mismatch(differences: Exact, ratios: Exact, weights: Exact, config: RlAlgorithm) -> dict[str, float]:
+def mismatch_metrics(differences: Exact, ratios: Exact, weights: Exact, config: RlAlgorithm) -> dict[str, float]:
     """Metrics of the difference, with TRL's names where TRL has them.
 
     differences: log rho per token. ratios, weights: rho before and after the limits, per sample or, at level token, per

@@ -137,7 +137,7 @@ _READ = {
 }  # fmt: skip
 
 
-def documents_of(samples: Sequence[Sample], config: RlConfig) -> list[Document]:
+def build_documents(samples: Sequence[Sample], config: RlConfig) -> list[Document]:
     """All documents of TrainedSamples, built."""
     trained = TrainedSamples(samples, config)
     return list(trained.take(range(len(trained))).values())

@@ -54,7 +54,7 @@ class Episodes:
         """A new environment in its own process. UserError if it cannot be imported there."""
         return Conversation(self.kind.__qualname__, await self.pool.open(), self.timeout)
 
-    def most_behind(self, prompt: Prompt, replied: PromptImages | None) -> int:
+    def max_completion_tokens(self, prompt: Prompt, replied: PromptImages | None) -> int:
         """The most tokens that a conversation may have after its prompt. Images of replies lower the limit, because the
         sample must fit into one row. Images of the prompt alone were checked before training."""
         if self.room is None or replied is None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 
 from weft.cluster.failures import describe_what_is_left
-from weft.cluster.rays import ActorGroup
+from weft.cluster.ray_actors import ActorGroup
 from weft.cluster.status import STATUS, kind_of
 from weft.cluster.watchdog import periodically
 from weft.errors import ActorError, StorageError

@@ -81,7 +81,7 @@ class RlRecorder:
         written = [dict(line) for line in lines]
         for line in written:
             line["rollout"] = step.number
-        written[-1] |= lengths_of(samples) | metrics
+        written[-1] |= length_metrics(samples) | metrics
         for line in written:
             self.file.write(line)
             self.trackers.log(line)
@@ -98,7 +98,7 @@ class RlRecorder:
             "step": step.number,
             "rollout": step.number,
             "taken": step.taken,
-            **lengths_of(step.samples),
+            **length_metrics(step.samples),
         }
         line |= {**step.metrics, **seconds}
         self.file.write(line)
@@ -153,7 +153,7 @@ class RlRecorder:
         print_closing(self.summary.content(phases, saved, name), self.folder)
 
 
-def lengths_of(samples: Sequence[Sample]) -> dict[str, float]:
+def length_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     """Statistics of completion lengths, under TRL's names. `terminated`: completions with finish `end`."""
     lengths = [sample.length for sample in samples]
     ended = [sample.length for sample in samples if sample.finish == "end"]

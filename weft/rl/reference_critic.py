@@ -31,7 +31,7 @@ from weft.engine.engine import Engine, StepResult
 from weft.engine.media import ImageRoom
 from weft.objectives.value import ValueLoss
 from weft.rl.documents import ReadSamples, TrainedSamples
-from weft.rl.engines import check_images, critic_engine, opening_lines, reference_engine
+from weft.rl.model_engines import check_images, critic_engine, opening_lines, reference_engine
 from weft.rollout.types import Floats, Sample
 from weft.telemetry import flight
 from weft.telemetry.profiling import own_peak_memory_gib

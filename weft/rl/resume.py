@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from weft.checkpoint.parts import RL_RUN
 from weft.checkpoint.resume import (
     from_weights,
     judge_alone,
@@ -19,14 +18,15 @@ from weft.checkpoint.resume import (
 )
 from weft.checkpoint.retention import complete_steps, point_latest, set_aside, step_folder
 from weft.checkpoint.state import TrainerState
+from weft.checkpoint.state_schema import RL_RUN
 from weft.config import to_dict
 from weft.config.rl_schema import RlConfig
 from weft.errors import UserError
 from weft.models import hf
-from weft.models.cost import experts_of
+from weft.models.cost import expert_counts
 from weft.rl.prompts import Prompts
 from weft.rl.reference_critic import CRITIC, steps_of_all
-from weft.rollout.records import EVALUATIONS, FOLDER, cut_rollouts, hold_routes, read_rollouts, rollout_files
+from weft.rollout.records import EVALUATIONS, FOLDER, cut_rollouts, has_routes, read_rollouts, rollout_files
 from weft.run import resume
 from weft.run.folder import cut_lines, write_config
 from weft.run.identity import model_fingerprint
@@ -175,7 +175,7 @@ def _set_aside_critic(checkpoints: Path, step: int) -> None:
 
 def notes_on_replay(config: RlConfig, replayed: Sequence[Path]) -> list[str]:
     """Warnings before training from recorded rollouts."""
-    experts, _ = experts_of(hf.read_config(config.model.path).get_text_config())
-    if not replayed or experts == 1 or hold_routes(replayed[0]):
+    experts, _ = expert_counts(hf.read_config(config.model.path).get_text_config())
+    if not replayed or experts == 1 or has_routes(replayed[0]):
         return []
     return ["replay   without routes, which --rollout-only keeps and training does not: experts are chosen anew"]

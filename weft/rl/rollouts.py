@@ -72,7 +72,7 @@ async def episode(
     """One sample: a conversation with a new environment.
 
     The conversation ends when the environment is done, after rl.max_turns answers, when an answer does not end by
-    itself, or when a reply leaves no room for another token (finish `length`; Episodes.most_behind). If the
+    itself, or when a reply leaves no room for another token (finish `length`; Episodes.max_completion_tokens). If the
     environment's code fails, the sample is not trained, and its notes have the `error`.
     """
     transcript = Transcript(prompt)
@@ -81,7 +81,7 @@ async def episode(
         await environment.start(prompt)
         while True:
             turn, name = transcript.turns, label + prompt.id
-            most = episodes.most_behind(prompt, transcript.replied)
+            most = episodes.max_completion_tokens(prompt, transcript.replied)
             asked = replace(sampling, max_new_tokens=most - transcript.length)
             seeds = (seed_of(seed, name, number, turn),)
             request = Request(f"{name}/{number} turn {turn + 1}", transcript.tokens, seeds, asked, transcript.images)
@@ -98,7 +98,7 @@ async def episode(
             if reply.done or transcript.turns == episodes.max_turns:
                 break
             given = episodes.given(prompt, reply, ended, transcript.replied)
-            if transcript.length + len(given.tokens) >= episodes.most_behind(prompt, given.replied):
+            if transcript.length + len(given.tokens) >= episodes.max_completion_tokens(prompt, given.replied):
                 transcript.finish = "length"
                 break
             transcript.add_given(given)

@@ -7,11 +7,11 @@ import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from weft.cluster.rays import ActorGroup, together
+from weft.cluster.ray_actors import ActorGroup, together
 from weft.config.rl_schema import RlConfig
 from weft.engine.sleep import Part
 from weft.errors import ActorError, UserError
-from weft.rl.pool import EmbeddedPool, StandalonePool, decline_on_error
+from weft.rl.batch_pool import EmbeddedPool, StandalonePool, decline_on_error
 from weft.rollout.base import Completion, EnginePart, Request, Synced
 from weft.rollout.servers import interpreter_of, server_names
 from weft.rollout.sync.protocol import Ticket

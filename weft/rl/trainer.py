@@ -42,7 +42,8 @@ from weft.report.banner import print_model
 from weft.report.step_line import StepOutcome, step_line
 from weft.rl.colocation import sleeping_parts
 from weft.rl.documents import TrainedSamples
-from weft.rl.engines import (
+from weft.rl.exact import prove_exact
+from weft.rl.model_engines import (
     check_images,
     critic_engine,
     notes_on_generation,
@@ -50,7 +51,6 @@ from weft.rl.engines import (
     policy_config,
     reference_engine,
 )
-from weft.rl.exact import prove_exact
 from weft.rl.reference_critic import (
     CRITIC,
     Critic,
@@ -66,7 +66,7 @@ from weft.rollout.base import Request, Synced
 from weft.rollout.embedded import EmbeddedEngine, end_tokens
 from weft.rollout.generate import Numbered
 from weft.rollout.sync.protocol import SyncError, Ticket, device_memory
-from weft.rollout.sync.sender import Receiver, Sender, options_of
+from weft.rollout.sync.sender import EngineTarget, Sender, options_of
 from weft.rollout.types import Floats, Sample
 from weft.telemetry import flight
 from weft.terminal import say
@@ -224,8 +224,8 @@ class Trainer:
         devices that it sees.
         """
         assert self.folder is not None, "open_run comes first"
-        adapters, seen = self.engine.lora is not None, devices or {}
-        receivers = [Receiver(name, host, workers, adapters, seen.get(name, ())) for name, host in hosts.items()]
+        seen = devices or {}
+        receivers = [EngineTarget(name, host, workers, seen.get(name, ())) for name, host in hosts.items()]
         self.sender = Sender(self.engine, receivers, options_of(self.config, self.folder))
         return self.sender.tickets
 

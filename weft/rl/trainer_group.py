@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from weft.cluster.rays import ActorGroup, together
+from weft.cluster.ray_actors import ActorGroup, together
 from weft.config.rl_schema import RlConfig
 from weft.engine.media import ImageRoom
 from weft.errors import first_line

@@ -77,7 +77,7 @@ def read_rollouts(path: Path) -> list[Group]:
     return list(groups.values())
 
 
-def hold_routes(path: Path) -> bool:
+def has_routes(path: Path) -> bool:
     """Whether a file of rollouts includes the routes of every sample."""
     _, pq = import_arrow()
     return "routes" in pq.read_schema(path).names and pq.read_table(path, columns=["routes"])["routes"].null_count == 0

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from weft.engine.media import Media
 from weft.models import hf
-from weft.models.cost import experts_of
+from weft.models.cost import expert_counts
 from weft.models.facts import find_facts
 from weft.models.families import family_of
 from weft.models.routing import RouteRecorder
@@ -104,7 +104,7 @@ class _Model:
         self._recorder: RouteRecorder | None = None
         if routes and any(".experts." in name for name, _ in model.named_parameters()):
             layers = list(model.get_submodule(facts.layers).children())
-            self._recorder = RouteRecorder(layers, *experts_of(self.config))
+            self._recorder = RouteRecorder(layers, *expert_counts(self.config))
 
     def hidden(
         self,

@@ -145,7 +145,7 @@ def _may_be_dead(error: BaseException | None) -> bool:
     return isinstance(error, ConnectionError) or (isinstance(error, RefusedError) and error.status >= 500)
 
 
-async def together(calls: Iterable[Any]) -> list[Any]:
+async def gather_or_cancel(calls: Iterable[Any]) -> list[Any]:
     """Await all calls; returns the results in order. If one fails, the others are cancelled and its error is raised."""
     tasks = [asyncio.ensure_future(call) for call in calls]
     try:

@@ -21,7 +21,7 @@ from weft.errors import UserError
 from weft.rollout.base import Completion, EnginePart, Finish, Request, spans_of
 from weft.rollout.http import Address
 from weft.rollout.process import EngineProcess
-from weft.rollout.served import Served, together
+from weft.rollout.served import Served, gather_or_cancel
 from weft.rollout.sync.protocol import SyncError
 from weft.rollout.vllm.server import Settings, option
 
@@ -70,7 +70,7 @@ class SglangEngine:
                 f"{request.id}: rollout.engine=sglang takes no images in this version: set rollout.engine=vllm or "
                 "embedded."
             )
-        return await together(self._complete(request, place) for place in range(len(request.seeds)))
+        return await gather_or_cancel(self._complete(request, place) for place in range(len(request.seeds)))
 
     async def pause(self) -> None:
         """Pause all requests."""

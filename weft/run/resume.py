@@ -11,7 +11,6 @@ from typing import Any
 import torch.distributed as dist
 
 from weft.checkpoint import rng
-from weft.checkpoint.parts import RUN
 from weft.checkpoint.resume import (
     agree,
     fill_from,
@@ -24,6 +23,7 @@ from weft.checkpoint.resume import (
 )  # fmt: skip
 from weft.checkpoint.retention import complete_steps, forget_best, point_best, point_latest, set_aside, step_folder
 from weft.checkpoint.state import TrainerState
+from weft.checkpoint.state_schema import RUN
 from weft.cluster.process import Ranks
 from weft.config import to_dict
 from weft.config.keys import schema_keys

@@ -28,7 +28,7 @@ from weft.objectives.policy import PolicyLoss
 from weft.objectives.value import ValueLoss
 from weft.rl import advantages
 from weft.rl.corrections import comparable, correct, old_is_current
-from weft.rl.documents import TrainedSamples, documents_of, is_trained
+from weft.rl.documents import TrainedSamples, build_documents, is_trained
 from weft.rl.reference_critic import READS, Role, set_readings
 from weft.rl.trainer import Trainer
 from weft.rollout.types import Floats, Group, Sample, samples_of
@@ -214,7 +214,7 @@ def _number(value: object) -> float:
 
 def _observe_gradients(trainer: Trainer, samples: Sequence[Sample], seen: RunResults) -> None:
     """Observe gradients of the first update, in one cut and in many micro-batches."""
-    documents = dict(enumerate(documents_of(samples, trainer.config)))
+    documents = dict(enumerate(build_documents(samples, trainer.config)))
     masked = TrainedSamples(samples, trainer.config).masked
     longest = max((len(document) for document in documents.values()), default=1)
     fused = "old_logprob" not in documents[0].arrays if documents else False

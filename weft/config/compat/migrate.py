@@ -12,7 +12,6 @@ import textwrap
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, get_args
 
-from weft.config.check import rules_of
 from weft.config.compat.columns import columns_of_sources, take_adapted, take_columns, take_sources
 from weft.config.compat.draft import Draft, numbers_of
 from weft.config.compat.names import entry_of, recognised
@@ -25,6 +24,7 @@ from weft.config.keys import schema_keys
 from weft.config.load import build, fill_presets, read_config_file
 from weft.config.rl_schema import RlConfig
 from weft.config.schema import SftConfig
+from weft.config.validate import rules_of
 from weft.config.yaml12 import Node, node_of, show, written
 from weft.errors import UserError
 

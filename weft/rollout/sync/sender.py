@@ -41,18 +41,17 @@ AHEAD = SLOTS - 2  # posted buckets that engines may still be reading while the 
 
 
 @dataclass(frozen=True)
-class Receiver:
+class EngineTarget:
     """An engine that receives weights.
 
     host: address of its machine, as own_address() returns there; None: the first rank's. workers: number of processes
-    that each receive all tensors. adapters: whether the engine receives only adapters. devices: UUIDs of the CUDA
-    devices that its workers see (protocol.DeviceMemory), its own first.
+    that each receive all tensors. devices: UUIDs of the CUDA devices that its workers see (protocol.DeviceMemory), its
+    own first.
     """
 
     name: str
     host: str | None = None
     workers: int = 1
-    adapters: bool = False
     devices: Sequence[str] = ()
 
 
@@ -60,7 +59,7 @@ class Receiver:
 class SyncOptions:
     """transport: `auto` is CUDA IPC for engines that see a trainer rank's device, shared memory for others on a
     trainer's host, else a process group. bucket_bytes: total size of the bucket buffers. verify_every: one of this many
-    syncs is verified; 0: only when an engine is new or lacks the last version (is_proven). timeout: seconds of any
+    syncs is verified; 0: only when an engine is new or lacks the last version (verify_is_due). timeout: seconds of any
     single wait. folder: for transport `files`. dtype: of the engines' weights; None: the trainer's compute dtype."""
 
     transport: Literal["auto", "ipc", "shared", "group", "files"] = "auto"
@@ -87,7 +86,7 @@ class Sender:
     def __init__(
         self,
         engine: Engine,
-        receivers: Sequence[Receiver],
+        receivers: Sequence[EngineTarget],
         options: SyncOptions | None = None,
         *,
         address: str | None = None,
@@ -145,7 +144,7 @@ class Sender:
 
     # ------------------------------------------------------------ routes and tickets
 
-    def _route(self, receiver: Receiver) -> tuple[Transport, int]:
+    def _route(self, receiver: EngineTarget) -> tuple[Transport, int]:
         """(transport, sending rank) for an engine. UserError if the requested transport cannot reach it."""
         host, wanted = receiver.host or self._hosts[0], self.options.transport
         if wanted == "files":
@@ -168,13 +167,13 @@ class Sender:
             )
         return "shared", self._hosts.index(host)
 
-    def _rank_on_device(self, receiver: Receiver, host: str) -> int | None:
+    def _rank_on_device(self, receiver: EngineTarget, host: str) -> int | None:
         """The rank on the engine's own device, else a rank on another device that the engine sees, else None."""
         places = [(self._hosts[rank], *own) for rank, own in enumerate(self._devices)]
         wanted = [(host, device) for device in receiver.devices]
         return next((places.index(place) for place in wanted if place in places), None)
 
-    def _tickets_of(self, receiver: Receiver, places: Sequence[tuple[str, int]]) -> list[Ticket]:
+    def _tickets_of(self, receiver: EngineTarget, places: Sequence[tuple[str, int]]) -> list[Ticket]:
         address, port = places[self._routes[receiver.name][1]]
         common = (address, port, self._key, receiver.name)
         return [Ticket(*common, member, self.options.timeout) for member in range(receiver.workers)]
@@ -220,7 +219,7 @@ class Sender:
     def _deliver(self, content: Content, transport: Transport, version: int) -> None:
         sent = dict[str, int]()
         had = [connection.has for connection in self.server.active] if self.server is not None else []
-        verify = is_proven(self._count, self.options.verify_every, had, self._last)
+        verify = verify_is_due(self._count, self.options.verify_every, had, self._last)
         if transport == "files":
             number = self._by_files(content, version, verify, sent)
         else:
@@ -395,7 +394,7 @@ class Sender:
         return out
 
 
-def is_proven(count: int, every: int, had: Sequence[int | None], last: int | None) -> bool:
+def verify_is_due(count: int, every: int, had: Sequence[int | None], last: int | None) -> bool:
     """Whether a sync is verified: every `every`-th one, and any to an engine without `last`, the last version that all
     confirmed. count: number of this sync, from 1. had: each engine's version, None for none; empty: no engine receives
     from this rank."""

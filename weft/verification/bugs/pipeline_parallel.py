@@ -107,7 +107,7 @@ def layer_skipped(plant: Plant, original: Original, module: Any, pipeline: Pipel
 
 
 @bug(
-    "B39", "weft.engine.pipeline:PipelineExecutor.of_all_layers",
+    "B39", "weft.engine.pipeline:PipelineExecutor.sum_over_stages",
     "the balancing loss of experts is made of a rank's own layers, and not of all",
     caught_by=GRADIENTS, seen=MEGATRON, ranks=2, needs=f"{NEEDS} and model.router_aux_loss",
 )  # fmt: skip

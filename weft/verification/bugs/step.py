@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from weft.engine.document import Document
-from weft.engine.row import Layout, Row
+from weft.engine.plan import Layout
+from weft.engine.row import Row
 from weft.engine.startup import LENGTHS
 from weft.objectives.balance import Balance, count_choices
 from weft.objectives.base import Batch, Objective, Terms

@@ -201,7 +201,7 @@ def block_outputs_apart(plant: Plant, original: Original, ctx: Any, x: Tensor, r
 
 
 @bug(
-    "B35", "weft.parallel.sequence:_Join.backward",
+    "B35", "weft.parallel.sequence:_JoinTokens.backward",
     "the gradient of the last hidden states, which every rank has whole, is summed over tp",
     caught_by=GRADIENTS, seen="huggingface/transformers#48687", ranks=2, needs=NEEDS,
 )  # fmt: skip

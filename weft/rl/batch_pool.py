@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from weft.cluster.rays import ActorGroup, together
+from weft.cluster.ray_actors import ActorGroup, together
 from weft.errors import ActorError
 from weft.rollout.base import Completion, EnginePart, Request, Synced
 from weft.rollout.sync.protocol import GONE, Delivery, SyncError, Ticket
