@@ -1,4 +1,4 @@
-"""However a step is cut, loss, gradients and weights are those of one plain process (DESIGN's measure)."""
+"""However a step is cut, loss, gradients and weights are those of one plain process (`weft verify`'s measure)."""
 
 from __future__ import annotations
 

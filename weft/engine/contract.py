@@ -1,4 +1,4 @@
-"""The dtype contract (DESIGN 6): dtypes of storage, compute, reduction and optimizer, checked after the first step."""
+"""The dtype contract: dtypes of storage, compute, reduction and optimizer, checked after the first step."""
 
 from __future__ import annotations
 
