@@ -1,4 +1,4 @@
-"""The update of every algorithm against plain PyTorch in one process (tests/plain_rl.py), by `weft verify`'s measure."""
+"""The update of every algorithm against plain PyTorch (tests/plain_rl.py), by `weft verify`'s measure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Learning rates against values computed by hand from the formulas in docs/reference/training.md, written out as numbers."""
+"""Learning rates against values computed by hand from the formulas in docs/reference/training.md."""
 
 from __future__ import annotations
 

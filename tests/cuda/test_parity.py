@@ -1,4 +1,4 @@
-"""On a device, too, loss, gradients and weights are those of one plain process on the CPU, by `weft verify`'s measure."""
+"""On a device loss, gradients and weights are those of one plain process on the CPU, by `weft verify`'s measure."""
 
 from __future__ import annotations
 
