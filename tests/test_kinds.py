@@ -14,6 +14,7 @@ from weft.errors import UserError
 from weft.models import shrink
 from weft.models.facts import find_facts
 from weft.models.kinds import LayerKinds, kinds_of, meta_model
+from weft.models.patterns import similar_names
 from weft.models.shrink import fewer_layers, narrow
 
 _RECURRENT = ["recurrent", "recurrent", "attention"]
@@ -97,3 +98,9 @@ def test_a_family_of_which_no_copy_has_every_kind_is_refused_by_name(monkeypatch
     monkeypatch.setattr(startup, "narrow", lambda config: narrow(shrink._with_layers(config, [0, 1])))
     with pytest.raises(UserError, match="model_type 'jamba'.*one of 2 layers, narrow has not the kinds of layers"):
         examine(tiny_config("jamba"))
+
+
+def test_a_pattern_that_is_like_no_name_is_told_what_names_begin_with() -> None:
+    names = ["gpt_neox.embed_in.weight", "gpt_neox.layers.0.mlp.weight", "gpt_neox.layers.1.mlp.weight", "head.weight"]
+    assert similar_names("model.decoder", names) == "; names begin with gpt_neox.embed_in, gpt_neox.layers, head."
+    assert similar_names("gpt_neox.embed_inn", names).startswith("; did you mean gpt_neox.embed_in")

@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
+_SHOWN = 6  # beginnings of names, in messages
 CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # they have no forward
 
 
@@ -30,7 +31,17 @@ def outermost(root: nn.Module, pattern: str) -> list[str]:
 
 
 def similar_names(pattern: str, names: Iterable[str]) -> str:
-    """The end of an error message about a pattern without a match: similar names."""
+    """The end of an error message about a pattern without a match: similar names, or what all names begin with."""
+    names = list(names)
     parts = {".".join(name.split(".")[:depth]) for name in names for depth in range(1, name.count(".") + 2)}
     close = get_close_matches(pattern, sorted(parts), n=2, cutoff=0.7)
-    return f"; did you mean {' or '.join(close)}?" if close else f"; names begin like {min(parts, key=len)}."
+    if close:
+        return f"; did you mean {' or '.join(close)}?"
+    return f"; names begin with {', '.join(list(dict.fromkeys(map(_beginning, names)))[:_SHOWN])}."
+
+
+def _beginning(name: str) -> str:
+    """`model.layers` of model.layers.0.mlp.weight, `lm_head` of lm_head.weight."""
+    parts = name.split(".")
+    numbered = next((place for place, part in enumerate(parts) if part.isdigit()), len(parts) - 1)
+    return ".".join(parts[: max(1, numbered)])
