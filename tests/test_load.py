@@ -88,7 +88,9 @@ def no_forward() -> Iterator[None]:
 
     hf.register_kernels()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "examine", lambda config, noise: Findings("packed", True, 0.0, True, (), (), "", "lm_head"))
+        patch.setattr(
+            build, "examine", lambda config, noise: Findings("packed", True, 0.0, True, (), (), "", "lm_head")
+        )
         patch.setattr(build, "check_kernel", lambda *args: None)
         patch.setattr(stages, "materialize", poisoned)
         yield
