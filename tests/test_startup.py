@@ -10,7 +10,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel, PretrainedConfig, RwkvConfig
+from transformers import DeepseekV2Config, LlamaConfig, LlamaForCausalLM, LlamaModel, PretrainedConfig, RwkvConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from tests.cases import open_engine, saved_model
@@ -463,3 +463,21 @@ def test_the_tolerance_is_far_below_a_wrong_softcap(monkeypatch: pytest.MonkeyPa
     with pytest.raises(UserError, match="model_type 'gemma2'"):
         examine(tiny_config("gemma2"))
     assert startup.WIDEST_TOLERANCE <= 1e-4
+
+
+def test_a_copy_that_would_fill_the_memory_is_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSeek-V2's bare config lacks what its code needs: narrow copies fail, and one of full width has 13 GiB."""
+    config = DeepseekV2Config(num_experts_per_tok=None)
+    config.architectures = ["DeepseekV2ForCausalLM"]
+    built = list[int]()
+    original = hf.build_random
+
+    def build(config: PretrainedConfig, **options: Any) -> Any:
+        model = original(config, **options)
+        built.append(sum(p.numel() for p in model.parameters()))
+        return model
+
+    monkeypatch.setattr(hf, "build_random", build)
+    with pytest.raises(UserError, match="no small copy of it could be built"):
+        examine(config)
+    assert max(built, default=0) < 1 << 28

@@ -35,6 +35,7 @@ LOGIT_TOLERANCE = 2e-5  # relative to the largest logit; most families are below
 # Copies with several state mixers amplify rounding: ten times HuggingFace's own error is allowed, up to this. Mistakes
 # change logits by 1e-3 and more.
 WIDEST_TOLERANCE = 1e-4
+_MOST_WEIGHTS = 1 << 28  # of a small copy, which is built twice: 1 GiB each
 KNOWN_LAYER_TYPES = {
     "full_attention", "sliding_attention", "chunked_attention", "attention", "linear_attention", "mamba", "conv",
     "recurrent", "hybrid", "dense", "sparse", "moe", "mlp",
@@ -245,6 +246,7 @@ def _small_copies(config: PretrainedConfig, kernel: str) -> tuple[PreTrainedMode
     for words, make in shrinkings:
         try:
             small = make()
+            _require_small(small)
             ours, theirs = (_build(copy.deepcopy(small), name) for name in (implementation(small, kernel), "eager"))
             alike = whole.are_those_of(theirs)
             _alone(theirs, torch.arange(3))
@@ -258,6 +260,13 @@ def _small_copies(config: PretrainedConfig, kernel: str) -> tuple[PreTrainedMode
             return ours, theirs, words
         failure = failure or f"one of {words} has not the kinds of layers that the whole model has"
     raise _refusal(config, f"no small copy of it could be built ({failure})")
+
+
+def _require_small(config: PretrainedConfig) -> None:
+    """Raises ValueError for a copy that could fill the memory: one that is not narrow has layers of full width."""
+    weights = sum(p.numel() for p in hf.build_meta(config, dtype=torch.float32, attention="eager").parameters())
+    if weights > _MOST_WEIGHTS:
+        raise ValueError(f"a copy would have {weights:,} weights, more than the {_MOST_WEIGHTS:,} of a check")
 
 
 def _build(config: PretrainedConfig, name: str) -> PreTrainedModel:
