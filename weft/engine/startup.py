@@ -9,11 +9,13 @@ A family that passes packed is laid out packed; one that passes only padded is l
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any, TypeVar, cast
 
+import psutil
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
@@ -28,6 +30,7 @@ from weft.models.shrink import fewer_layers, narrow
 from weft.models.train_module import TrainModule
 from weft.ops import attention
 from weft.ops.attention_call import BOUNDS_ARGUMENT, Bounds, Traits
+from weft.terminal import byte_count
 
 # Single documents, too, are longer than every window and chunk (16) of a small copy; one has a single token.
 LENGTHS = (36, 1, 24, 35)  # sum and longest divide by 2, 3 and 4, as rows do whose tokens are divided over tp
@@ -35,7 +38,6 @@ LOGIT_TOLERANCE = 2e-5  # relative to the largest logit; most families are below
 # Copies with several state mixers amplify rounding: ten times HuggingFace's own error is allowed, up to this. Mistakes
 # change logits by 1e-3 and more.
 WIDEST_TOLERANCE = 1e-4
-_MOST_WEIGHTS = 1 << 28  # of a small copy, which is built twice: 1 GiB each
 KNOWN_LAYER_TYPES = {
     "full_attention", "sliding_attention", "chunked_attention", "attention", "linear_attention", "mamba", "conv",
     "recurrent", "hybrid", "dense", "sparse", "moe", "mlp",
@@ -246,7 +248,7 @@ def _small_copies(config: PretrainedConfig, kernel: str) -> tuple[PreTrainedMode
     for words, make in shrinkings:
         try:
             small = make()
-            _require_small(small)
+            _require_room(small)
             ours, theirs = (_build(copy.deepcopy(small), name) for name in (implementation(small, kernel), "eager"))
             alike = whole.are_those_of(theirs)
             _alone(theirs, torch.arange(3))
@@ -262,11 +264,13 @@ def _small_copies(config: PretrainedConfig, kernel: str) -> tuple[PreTrainedMode
     raise _refusal(config, f"no small copy of it could be built ({failure})")
 
 
-def _require_small(config: PretrainedConfig) -> None:
-    """Raises ValueError for a copy that could fill the memory: one that is not narrow has layers of full width."""
+def _require_room(config: PretrainedConfig) -> None:
+    """Raises ValueError if a copy, which is built twice by each rank, would take more than half of the memory that is
+    free: one that cannot be made narrow may have layers of full width."""
     weights = sum(p.numel() for p in hf.build_meta(config, dtype=torch.float32, attention="eager").parameters())
-    if weights > _MOST_WEIGHTS:
-        raise ValueError(f"a copy would have {weights:,} weights, more than the {_MOST_WEIGHTS:,} of a check")
+    room = psutil.virtual_memory().available / 2 / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if 2 * 4 * weights > room:
+        raise ValueError(f"a copy would have {weights:,} weights, too many for {byte_count(int(room))} of memory")
 
 
 def _build(config: PretrainedConfig, name: str) -> PreTrainedModel:
