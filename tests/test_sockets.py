@@ -7,7 +7,6 @@ import os
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -19,6 +18,7 @@ from tests.cases import write_small_job
 from tests.forked import Run
 from tests.stand_in_vllm import environment
 from tests.toy_tokenizers import write_jsonl
+from weft.cluster.watchdog import periodically
 from weft.rollout.sync.protocol import open_store
 from weft.rollout.vllm.engine import VllmEngine
 from weft.rollout.vllm.interpreter import Interpreter
@@ -65,20 +65,14 @@ def is_private(address: str) -> bool:
 @contextmanager
 def watched(run: Run) -> Iterator[set[tuple[str, str]]]:
     """What a run listens on at any time inside, looked for several times a second."""
-    found, over = set[tuple[str, str]](), threading.Event()
+    found = set[tuple[str, str]]()
 
-    def look() -> None:
-        while not over.wait(0.2):
-            with suppress(psutil.NoSuchProcess):
-                found.update(listening(run.pid))
+    def look(_: float) -> None:
+        with suppress(psutil.NoSuchProcess):
+            found.update(listening(run.pid))
 
-    thread = threading.Thread(target=look)
-    thread.start()
-    try:
+    with periodically(look, 0.2, "sockets"):
         yield found
-    finally:
-        over.set()
-        thread.join()
 
 
 def test_what_is_outside_is_found(tmp_path: Path) -> None:

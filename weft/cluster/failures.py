@@ -134,10 +134,14 @@ def describe_what_is_left(run: str) -> str:
     folder."""
     if not run:
         return ""
-    latest, text = Path(run) / "checkpoints" / "latest", ""
-    if latest.exists():
-        text = f"\nThe last whole checkpoint is {latest.parent / os.readlink(latest)}."
-    return f"{text}\nWhat each rank was doing is in {Path(run) / flight.FOLDER}."
+    lines = [last_whole_checkpoint(Path(run)), f"What each rank was doing is in {Path(run) / flight.FOLDER}."]
+    return "".join(f"\n{line}" for line in lines if line)
+
+
+def last_whole_checkpoint(run: Path) -> str:
+    """A sentence about the last whole checkpoint of a run; empty without one."""
+    latest = run / "checkpoints" / "latest"
+    return f"The last whole checkpoint is {latest.parent / os.readlink(latest)}." if latest.exists() else ""
 
 
 def keep_own_record(report: RankReport) -> bool:

@@ -9,7 +9,6 @@ A family that passes packed is laid out packed; one that passes only padded is l
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
@@ -23,6 +22,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from weft.engine.image_check import check_images, check_videos
 from weft.engine.plan import Layout
 from weft.errors import UserError
+from weft.memory.estimate import local_ranks
 from weft.models import hf
 from weft.models.families import family_of
 from weft.models.kinds import LayerKinds, kinds_of
@@ -144,13 +144,13 @@ def examine(config: PretrainedConfig, noise: hf.Noise = ()) -> Findings:
             continue
         try:
             with attention.watched(lambda call: kinds.add(call.traits)):
-                worst = _check_layout(ours, documents, expected, layout, uses_bounds)
+                worst, logits = _check_layout(ours, documents, expected, layout, uses_bounds)
         except Exception as error:  # bounds did not reach attention, or the family's code cannot run this layout
             if layout == layouts[-1]:
                 raise _refusal(config, str(error)) from error
             continue
         if worst <= tolerance:
-            _check_training_mode(config, ours, documents, layout, uses_bounds)
+            _check_training_mode(config, ours, documents, logits, layout, uses_bounds)
             attends = family.attention is not None or bool(kinds)
             images = check_images(ours, theirs, WIDEST_TOLERANCE) if layout == "packed" else "its documents are padded"
             videos = images or check_videos(ours, theirs, WIDEST_TOLERANCE)
@@ -186,12 +186,16 @@ def _check_noise(
 
 @torch.no_grad()
 def _check_training_mode(
-    config: PretrainedConfig, ours: TrainModule, documents: list[Tensor], layout: Layout, uses_bounds: bool
+    config: PretrainedConfig,
+    ours: TrainModule,
+    documents: list[Tensor],
+    expected: list[Tensor],
+    layout: Layout,
+    uses_bounds: bool,
 ) -> None:
-    """Raises UserError if the model computes something else in training mode, such as drawn routes."""
-    bounds = bounds_of(documents, layout, uses_bounds)
-    expected = logits_of(ours, documents, layout, bounds)
-    found = logits_of(ours.train(), documents, layout, bounds)
+    """Raises UserError if the model computes something else in training mode, such as drawn routes. expected: its
+    logits in inference mode."""
+    found = logits_of(ours.train(), documents, layout, bounds_of(documents, layout, uses_bounds))
     ours.eval()
     apart = _largest([a - b for a, b in zip(found, expected, strict=True)]) / _largest(expected)
     if not apart <= LOGIT_TOLERANCE:
@@ -268,7 +272,7 @@ def _require_room(config: PretrainedConfig) -> None:
     """Raises ValueError if a copy, which is built twice by each rank, would take more than half of the memory that is
     free: one that cannot be made narrow may have layers of full width."""
     weights = sum(p.numel() for p in hf.build_meta(config, dtype=torch.float32, attention="eager").parameters())
-    room = psutil.virtual_memory().available / 2 / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    room = psutil.virtual_memory().available / 2 / local_ranks(1)
     if 2 * 4 * weights > room:
         raise ValueError(f"a copy would have {weights:,} weights, too many for {byte_count(int(room))} of memory")
 
@@ -324,9 +328,9 @@ def bounds_of(documents: list[Tensor], layout: Layout, uses_bounds: bool) -> Bou
 
 def _check_layout(
     module: TrainModule, documents: list[Tensor], expected: list[Tensor], layout: Layout, uses_bounds: bool
-) -> float:
-    """The worst difference to HuggingFace's logits, or to a document's logits after another one is changed, relative to
-    the largest logit."""
+) -> tuple[float, list[Tensor]]:
+    """(The worst difference to HuggingFace's logits, or to a document's logits after another one is changed, relative
+    to the largest logit; the logits of each document)."""
     bounds = bounds_of(documents, layout, uses_bounds)
     logits = logits_of(module, documents, layout, bounds)
     scale = _largest(expected)
@@ -337,7 +341,7 @@ def _check_layout(
         moved = logits_of(module, changed, layout, bounds_of(documents, layout, uses_bounds))
         others = [i for i in range(len(documents)) if i != place]
         worst.append(_largest([moved[i] - logits[i] for i in others]))
-    return float(torch.stack(worst).max() / scale)
+    return float(torch.stack(worst).max() / scale), logits
 
 
 def _largest(tensors: list[Tensor]) -> Tensor:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from weft.cluster.failures import describe_what_is_left
+from weft.cluster.failures import describe_what_is_left, last_whole_checkpoint
 from weft.cluster.ray_actors import ActorGroup
 from weft.cluster.status import STATUS, kind_of
 from weft.cluster.watchdog import periodically
@@ -47,11 +47,11 @@ def report_failures(folder: Path, groups: Mapping[str, ActorGroup], again: str) 
 
 def _said(error: OSError, folder: Path, again: str) -> str:
     where = f"{error.filename}: " if error.filename else ""
-    stands = _last_whole(folder)
-    return (
+    failed = (
         f"could not write {where}{error.strerror or error}. The storage is full, read-only or gone: look at `df -h` "
-        f"and at the folder. {stands}Then go on: {again}"
+        "and at the folder."
     )
+    return " ".join(filter(None, (failed, last_whole_checkpoint(folder), f"Then go on: {again}")))
 
 
 @contextmanager
@@ -83,14 +83,9 @@ def watching_controller(timeout: float, folder: Path, again: str) -> Iterator[No
 def _held(seconds: float, frame: FrameType | None, folder: Path, again: str) -> str:
     """The message for a controller whose event loop has been held."""
     calls = "".join(traceback.format_stack(frame)[-_SHOWN_CALLS:]) if frame is not None else ""
-    return (
+    held = (
         f"error: the controller has not come back from one call for {seconds:.0f} seconds (train.timeout). A function "
-        f"that runs in it, such as rl.advantage or on_step, hangs or takes longer than that:\n{calls.rstrip()}\n"
-        f"{_last_whole(folder)}Go on with: {again}"
+        f"that runs in it, such as rl.advantage or on_step, hangs or takes longer than that:\n{calls.rstrip()}"
     )
-
-
-def _last_whole(folder: Path) -> str:
-    """A sentence about the last whole checkpoint; empty without one."""
-    latest = folder / "checkpoints" / "latest"
-    return f"The last whole checkpoint is {latest.parent / os.readlink(latest)}. " if latest.exists() else ""
+    goes_on = filter(None, (last_whole_checkpoint(folder), f"Go on with: {again}"))
+    return f"{held}\n{' '.join(goes_on)}"

@@ -230,7 +230,8 @@ def _take_same(draft: Draft, key: str, value: Any, name: str) -> None:
 def _settle(draft: Draft, found: Mapping[str, Any]) -> None:
     """Settle keys that depend on one another."""
     min_lr = next((name for name in found if entry_of(name) == "min_lr"), None)
-    lowest, peak = _as_number(found.get(min_lr or "")), _as_number(draft.value("optimizer.lr"))
+    lowest = next(numbers_of(found.get(min_lr or "")), None)
+    peak = next(numbers_of(draft.value("optimizer.lr")), None)
     if min_lr is not None and lowest is not None and peak:
         draft.left.pop(min_lr, None)
         draft.take("schedule.min_lr_ratio", float(f"{lowest / peak:.6g}"), min_lr, "min_lr / lr")
@@ -247,14 +248,6 @@ def _settle(draft: Draft, found: Mapping[str, Any]) -> None:
     columns_of_sources(draft)
     if draft.rl is None:
         draft.fit_row(draft.value("data.max_length") or 0, "document")
-
-
-def _as_number(value: Any) -> float | None:
-    """The value as a number, also of a text such as 1e-6; None if it is none."""
-    try:
-        return None if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError):
-        return None
 
 
 def _add_defaults(draft: Draft, found: Mapping[str, Any]) -> None:
