@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -11,6 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+# Before torch is imported. With more, threads of one worker wait for cores that the other has: up to ten times slower.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 SECONDS = Path(__file__).parent / "seconds.json"  # of each file, in the last whole run that recorded them
 _SHOWN = 10  # files

@@ -50,14 +50,21 @@ _results: dict[tuple[Any, ...], Any] = {}
 
 def once_per_process(check: Check) -> Check:
     """Decorator: a process runs a check of an architecture once for equal arguments, because a policy, its reference
-    and its critic have one architecture. check: takes a config and hashable arguments. Errors are not cached."""
+    and its critic have one architecture. It runs on one thread, because its operations are so small that several
+    threads take a hundred times as long on a busy machine. check: takes a config and hashable arguments. Errors are
+    not cached."""
 
     @wraps(check)
     def cached(config: PretrainedConfig, *args: Any, **kwargs: Any) -> Any:
         of_config = (type(config), config.to_json_string(use_diff=False))
         key = (check.__qualname__, *of_config, args, tuple(sorted(kwargs.items())))
         if key not in _results:
-            _results[key] = check(config, *args, **kwargs)
+            threads = torch.get_num_threads()
+            torch.set_num_threads(1)
+            try:
+                _results[key] = check(config, *args, **kwargs)
+            finally:
+                torch.set_num_threads(threads)
         return _results[key]
 
     return cast(Check, cached)

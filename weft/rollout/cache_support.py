@@ -6,14 +6,13 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from weft.engine.startup import LOGIT_TOLERANCE, small_copy
+from weft.engine.startup import LOGIT_TOLERANCE, once_per_process, small_copy
 from weft.models import hf
 from weft.models.facts import position_limit
 from weft.models.families import family_of
 from weft.rollout.rows import CachedRows, Rows, WholeRows
 
 _PROMPTS = (5, 23, 37)  # lengths in tokens; some exceed the windows and chunks of a small copy
-_tried: dict[str, bool] = {}  # config as JSON -> whether its cache is exact
 
 
 def open_rows(model: PreTrainedModel, routes: bool = False) -> Rows:
@@ -27,12 +26,10 @@ def caches(config: PretrainedConfig) -> bool:
     text = config.get_text_config()
     if family_of(text.model_type).attention is not None or position_limit(text) is not None:
         return False  # own attention reads another mask; or the rotary table depends on a row's length
-    key = config.to_json_string(use_diff=False)
-    if key not in _tried:
-        _tried[key] = _is_exact(config)
-    return _tried[key]
+    return _is_exact(config)
 
 
+@once_per_process
 def _is_exact(config: PretrainedConfig) -> bool:
     """Whether logits with and without a cache agree within LOGIT_TOLERANCE, for uneven rows that join and leave."""
     small = small_copy(config)

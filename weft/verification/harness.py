@@ -29,6 +29,7 @@ from weft.verification.observed import (
     Observed,
     Step,
     Tensors,
+    gather_readouts,
     neighbours,
     observe,
     one_gradient,
@@ -351,7 +352,8 @@ def compare_once(engine: Engine, path: str, step: Step) -> tuple[str, Figure]:
     Collective."""
     randomize_adapters(engine)
     loss, gradients, _ = one_gradient(engine, step, None)
-    moved = Figure("neighbours do not move, configured dtypes", neighbours(engine, step), SCALAR / 10)
+    moves = neighbours(engine, step, gather_readouts(engine, step))
+    moved = Figure("neighbours do not move, configured dtypes", moves, SCALAR / 10)
     with saved_adapter(engine) as adapter:
         if not engine.ranks.is_first:
             return "", moved

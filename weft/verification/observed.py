@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -73,9 +73,9 @@ def _observe(
         seen.norms.append(norm)
     longest = max(meta.room for meta in to_documents(engine, steps[0], images)[1]) + 1
     seen.micro_loss, seen.micro_gradients, _ = one_gradient(engine, steps[0], longest, images)
-    seen.readouts = _readouts(engine, steps[0], None, images)
-    seen.alone = _readouts(engine, steps[0], longest, images)
-    seen.neighbours = neighbours(engine, steps[0], images)
+    seen.readouts = gather_readouts(engine, steps[0], None, images)
+    seen.alone = gather_readouts(engine, steps[0], longest, images)
+    seen.neighbours = neighbours(engine, steps[0], seen.readouts, images)
     try:
         for number, (step, lr) in enumerate(zip(steps, lrs, strict=True)):
             if replay is not None:
@@ -116,7 +116,9 @@ def one_gradient(
     return metrics["loss"] or 0.0, gradients, norm
 
 
-def _readouts(engine: Engine, step: Step, budget: int | None, images: Images) -> dict[int, Tensors]:
+def gather_readouts(
+    engine: Engine, step: Step, budget: int | None = None, images: Images = _NONE
+) -> dict[int, Tensors]:
     """Readouts of all documents, from all ranks, on every rank."""
     documents, metas = to_documents(engine, step, images)
     mine = engine.readout(engine.plan(metas, budget=budget), documents, ("logprob", "entropy"))
@@ -125,14 +127,16 @@ def _readouts(engine: Engine, step: Step, budget: int | None, images: Images) ->
     return {index: values for part in gathered for index, values in part.items()}
 
 
-def neighbours(engine: Engine, step: Step, images: Images = _NONE) -> float:
+def neighbours(engine: Engine, step: Step, before: Mapping[int, Tensors], images: Images = _NONE) -> float:
     """The largest change of other documents' logprobs when the longest document of text changes, as readout_distance:
-    relative, because experts and ranks batch tokens by the content of a row, which changes rounding."""
-    before = _readouts(engine, step, None, images)
+    relative, because experts and ranks batch tokens by the content of a row, which changes rounding.
+
+    before: the readouts of `step`, by document.
+    """
     longest = max(range(len(step)), key=lambda i: (tuple(step[i][0]) not in images, len(step[i][0])))
     ids, mask = step[longest]
     changed = [*step[:longest], (ids[::-1], mask), *step[longest + 1 :]]
-    after = _readouts(engine, changed, None, images)
+    after = gather_readouts(engine, changed, images=images)
     moves = [readout_distance(after[i]["logprob"], before[i]["logprob"]) for i in before if i != longest]
     return max(moves, default=0.0)
 

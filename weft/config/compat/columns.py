@@ -56,7 +56,8 @@ def _source(draft: Draft, name: str, entry: Mapping[str, Any]) -> dict[str, Any]
         source["columns"] = columns
     if isinstance(entry.get("roles"), dict):
         roles = {str(one): ours for ours, theirs in entry["roles"].items() for one in theirs or () if one != ours}
-        draft.take("data.roles", {**draft.value("data.roles", {}), **roles}, f"{name}.roles") if roles else None
+        if roles:
+            draft.take("data.roles", {**draft.value("data.roles", {}), **roles}, f"{name}.roles")
     taken = {*known.keys, *known.columns, "roles", *(("data_files",) if source["path"] != entry["path"] else ())}
     for key, value in entry.items():
         if key not in taken and value is not None and value not in known.silent.get(key, (False,)):
