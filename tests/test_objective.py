@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
 
+from tests.cases import describe, open_engine, saved_model
+from tests.pool import run
 from tests.toy_tokenizers import byte_tokenizer, write_jsonl
 from tests.zoo import tiny_config
 from weft import cli
@@ -17,6 +20,9 @@ from weft.models import hf
 from weft.objectives.base import Batch
 from weft.objectives.cross_entropy import CrossEntropy, HeldOutLoss
 from weft.objectives.load import choose_objective
+from weft.verification import harness
+from weft.verification.documents import awkward_steps
+from weft.verification.harness import Verdict
 
 FOCAL = """
 import torch
@@ -50,6 +56,66 @@ class Mute(Focal):
 class Hasty(Focal):
     def upstream(self, weights_N):
         return -weights_N
+
+class Mean(Focal):
+    def __call__(self, batch):
+        terms = super().__call__(batch)
+        return Terms(terms.loss_sum / batch.weights_N.sum(), terms.metrics)
+
+class Detached(Focal):
+    def __call__(self, batch):
+        terms = super().__call__(batch)
+        return Terms(terms.loss_sum.detach(), terms.metrics)
+
+class ScalarMetric(Focal):
+    def __call__(self, batch):
+        terms = super().__call__(batch)
+        return Terms(terms.loss_sum, {"loss": terms.loss_sum.detach()})
+
+class WideMetric(Focal):
+    def __call__(self, batch):
+        terms = super().__call__(batch)
+        return Terms(terms.loss_sum, {**terms.metrics, "each": (batch.readouts["logprob"], batch.weights_N)})
+
+class Undivided(Focal):
+    def normaliser(self, plan):
+        return None
+
+class ByNothing(Focal):
+    def normaliser(self, plan):
+        return 0
+
+class ByRows(Focal):
+    def normaliser(self, plan):
+        return len(plan.rows)
+
+class Smooth(Focal):
+    readouts = frozenset({"logprob", "chosen_logits", "logsumexp"})
+    first = 0
+
+    def token_ids(self, targets_N, arrays):
+        return targets_N.new_tensor(range(self.first, self.first + 264)).expand(len(targets_N), -1)
+
+    def __call__(self, batch):
+        terms = super().__call__(batch)
+        all_NC = batch.readouts["chosen_logits"] - batch.readouts["logsumexp"][:, None]
+        return Terms(terms.loss_sum - (batch.weights_N * all_NC.mean(1)).sum() / 10, terms.metrics)
+
+class Beyond(Smooth):
+    first = 1
+
+class Wide(Focal):
+    readouts = frozenset({"logprob", "entropy", "top_logits/3", "hidden/model.layers.0"})
+    every_token = True
+
+    def __call__(self, batch):
+        terms, found = super().__call__(batch), batch.readouts
+        each = found["entropy"] + 1e-2 * found["top_logits/3"].sum(1) + found["hidden/model.layers.0"].square().mean(1)
+        whole = batch.document_sum(each).square().sum()
+        return Terms(terms.loss_sum + 1e-3 * whole, terms.metrics)
+
+class Lettered(Focal):
+    readouts = "logprob"
 
 class Needy(Focal):
     def __init__(self, gamma):
@@ -124,9 +190,68 @@ def test_an_objective_whose_gradient_is_not_what_it_says_is_refused(
     assert not (here / "hasty" / "metrics.jsonl").read_text()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("Mean", "Mean is no sum over documents: with the same documents in the row twice, the gradient of a"),
+        ("Detached", "the loss_sum of Detached has no gradient"),
+        ("ScalarMetric", "metric `loss` of ScalarMetric is a tensor of shape []; it must be a pair (sum, weight)"),
+        ("WideMetric", "metric `each` of WideMetric is (a tensor of shape ["),
+        ("Undivided", "normaliser(plan) of Undivided gives a NoneType; it must be a number above zero"),
+        ("ByNothing", "normaliser(plan) of ByNothing gives 0.0; it must be a number above zero"),
+        ("Beyond", "token_ids() of Beyond gives token 264; the model has logits for tokens 0 to 263"),
+    ],
+)
+def test_what_an_objective_returns_is_looked_at_before_the_first_step(
+    name: str, words: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([*WORDS, f"train.objective=own_losses:{name}", f"run.dir={name}"]) == 2
+    assert words in capsys.readouterr().err
+    assert not (here / name / "metrics.jsonl").read_text()
+
+
+def verdict_of(path: str, name: str, mesh: str) -> Verdict | None:
+    objective = choose_objective(f"own_losses:{name}")
+    engine = open_engine(path, mesh, readouts=tuple(objective.readouts))
+    return harness.verify(engine, path, awkward_steps(264), [1e-3] * 3, objective=objective)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "family", "mesh"),
+    [
+        ("Smooth", "llama", "tp2"),
+        ("Wide", "llama", "cp2"),
+        ("Wide", "qwen3_moe", "ep2"),
+        ("Smooth", "qwen3_moe", "pp2"),
+    ],
+)
+def test_verify_compares_it_with_plain_readouts(name: str, family: str, mesh: str, folder: Path) -> None:
+    verdict = run(2, importing, str(folder), saved_model(family, vocab_size=264), name, mesh)[0]
+    assert verdict.passed, describe(verdict)
+    assert len([figure for figure in verdict.figures if figure.name.startswith("train.objective: ")]) == 4
+
+
+@pytest.mark.slow
+def test_verify_sees_one_that_depends_on_how_a_step_is_cut(folder: Path) -> None:
+    verdict = run(2, importing, str(folder), saved_model("llama", vocab_size=264), "ByRows", "2")[0]
+    assert verdict.failed == ["train.objective: gradients, many micro-batches"]
+
+
+def importing(folder: str, *args: str) -> Verdict | None:
+    """verdict_of on a rank, where modules of this folder can be imported."""
+    sys.path.append(folder)
+    try:
+        return verdict_of(*args)
+    finally:
+        sys.path.remove(folder)
+
+
 @pytest.mark.parametrize(
     ("path", "words"),
     [
+        ("own_losses:Lettered", "own_losses:Lettered has a string as `readouts`"),
         ("my_loss:Focal", "there is no module my_loss for my_loss:Focal"),
         ("own_losses:Focus", "own_losses has no Focus"),
         ("own_losses:Needy", "own_losses:Needy cannot be made without arguments"),
@@ -145,6 +270,8 @@ def test_it_is_refused_before_anything_is_read(here: Path, capsys: pytest.Captur
     (here / "empty.jsonl").write_text("")
     assert cli.main([*WORDS, "data.path=empty.jsonl", "train.objective=my_loss:Focal"]) == 2
     assert "there is no module my_loss" in capsys.readouterr().err
+    assert cli.main([*WORDS, "train.objective=own_losses.py:Focal"]) == 2
+    assert "in own_losses, which is no package: write own_losses:Focal." in capsys.readouterr().err
     assert cli.main([*WORDS, "train.objective=Focal"]) == 2
     assert "which is no import path: write package.module:Name" in capsys.readouterr().err
 

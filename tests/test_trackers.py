@@ -180,6 +180,12 @@ def test_tensorboard(tmp_path: Path) -> None:
     assert [(event.step, event.value) for event in read.Scalars("train/loss")] == [(1, 1), (2, 2), (3, 30), (4, 40)]
     (config,) = read.Tensors("config/text_summary")[:1]
     assert b"lr: 0.1" in config.tensor_proto.string_val[0]
+    without_a_checkpoint = tracked(tmp_path, "tensorboard", project="p", name="r")
+    without_a_checkpoint.log({"step": 1, "loss": 5.0})
+    without_a_checkpoint.finish()
+    read = EventAccumulator(str(tmp_path / "tensorboard"))
+    read.Reload()
+    assert [(event.step, event.value) for event in read.Scalars("train/loss")] == [(1, 5)]
 
 
 @needs("mlflow")

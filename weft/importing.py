@@ -71,6 +71,9 @@ def named_problem(path: str, key: str) -> str:
     places: Any = None
     own, parts = name.partition(".")[0], module_name.split(".")
     for number, part in enumerate(parts):
+        if number and names is not None and places is None and ".".join(parts[: number + 1]) not in sys.modules:
+            hint = f": write {'.'.join(parts[:-1])}:{name}" if parts[-1] == "py" else ""
+            return f"{key}: {path} names something in {'.'.join(parts[:number])}, which is no package{hint}."
         found = PathFinder.find_spec(".".join(parts[: number + 1]), places)
         if found is None and (names is None or part in names):
             return ""  # may be made by other means than a file

@@ -42,7 +42,7 @@ from weft.config.rl_schema import (
     RlEvalConfig,
     reward_names,
 )
-from weft.config.server_checks import server_combinations
+from weft.config.server_checks import SERVERS, server_combinations
 
 _DRAWN = "the policy's own completions are trained"
 _LIMITS = "rollout.max_prompt_tokens and rollout.max_new_tokens say how long a sample may be"
@@ -154,9 +154,7 @@ INERT = (
         "only rollout.engine=embedded reads it (others have rollout.memory)",
     ),
     *(
-        Inert(
-            f"rollout.{leaf}", lambda c: c.rollout.engine in ("embedded", "hf"), "only engines that are servers read it"
-        )
+        Inert(f"rollout.{leaf}", lambda c: c.rollout.engine not in SERVERS, "only engines that are servers read it")
         for leaf in ("python", "tp", "memory", "options")
     ),
     *(

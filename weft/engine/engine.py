@@ -28,7 +28,8 @@ from weft.engine.rows import RowBuilder, Rows
 from weft.engine.sleep import PARTS, Part, Sleeper, tensors_of
 from weft.engine.stages import assemble
 from weft.errors import RanksDisagreeError, UserError
-from weft.objectives.base import Batch, Objective, check_terms, chosen_tokens
+from weft.objectives.base import Batch, Objective
+from weft.objectives.check import check_normaliser, check_terms, chosen_tokens
 from weft.objectives.readouts import Wanted
 from weft.optim.optimizer import (
     OtherStages,
@@ -231,7 +232,7 @@ class Engine:
         self.require_awake("parameters", "gradients")
         assert not self._complete, "these gradients have been looked at: nothing can be added to them"
         assert self.lora is None or self.lora.switch.on, "without its adapter nothing of this engine can be trained"
-        normaliser = objective.normaliser(plan)
+        normaliser = check_normaliser(objective.normaliser(plan), objective)
         sums = Sums()
         sums.add(WRONG, 0.0, 1.0)
         flight.planned(plan.fingerprint())

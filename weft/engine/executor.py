@@ -23,7 +23,8 @@ from weft.engine.row import Row
 from weft.engine.rows import Rows
 from weft.models.experts import experts_of
 from weft.objectives.balance import Balance, Counted
-from weft.objectives.base import Batch, Objective, Terms, check_terms, chosen_tokens
+from weft.objectives.base import Batch, Objective, Terms
+from weft.objectives.check import check_is_sum, check_terms, check_tokens, chosen_tokens
 from weft.ops.exact import numerics
 from weft.ops.head import Direction
 from weft.parallel.fsdp import end_backward, reduce_when, reshard
@@ -91,6 +92,8 @@ class Executor:
         counted = () if config.model.compile else experts_of(self.module).values()
         self.load, self.packed = ExpertLoad(counted, mesh), built.layout == "packed"
         self.replay = Replay(self.module, self.experts, self.top_k, config.model.compile)
+        self.vocabulary = int(built.config.get_text_config().vocab_size)
+        self._checked: set[type] = set()  # objectives that were found to be sums
 
     def read(
         self,
@@ -125,9 +128,14 @@ class Executor:
     ) -> Terms:
         """One forward: the objective's terms for a row, with the auxiliary loss of its experts."""
         chosen_NC = chosen_tokens(objective, row.targets_N, row.arrays)
+        new = type(objective) not in self._checked and type(row.weights_N) is Tensor  # not a simulated one
+        if new:
+            check_tokens(chosen_NC, self.vocabulary, objective)
         readouts = self.read(row, objective.readouts, direction, balance, chosen_NC, received=received, chunk=chunk)
         balance_sum = readouts.pop("balance", None if balance is None else row.weights_N.new_zeros(()))
         batch = Batch(readouts, row.weights_N, row.document_N, row.documents, row.arrays, row.shared)
+        if new and len(row.weights_N) and check_is_sum(objective, batch):
+            self._checked.add(type(objective))
         return replace(check_terms(objective(batch), objective), balance_sum=balance_sum)
 
     def forward_backward(

@@ -27,7 +27,8 @@ from weft.models.pipeline import Pipeline
 from weft.models.placement import Placement
 from weft.models.train_module import TrainModule
 from weft.models.weight_gradients import Delayed, WeightGradients
-from weft.objectives.base import Objective, metrics_of
+from weft.objectives.base import Objective
+from weft.objectives.check import metrics_of
 from weft.ops.exact import numerics
 from weft.parallel.fsdp import end_backward, reduce_now, reduce_when
 from weft.parallel.mesh import Mesh

@@ -6,15 +6,12 @@ An objective never divides by a count of its own rows, because a rank sees no ot
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
-from weft.errors import UserError
-from weft.objectives.readouts import TOP, TOP_IDS, Wanted
 from weft.objectives.shared_documents import SharedDocuments
 
 if TYPE_CHECKING:
@@ -68,53 +65,6 @@ class Terms:
     loss_sum: Tensor
     metrics: dict[str, tuple[Tensor, Tensor | float]] = field(default_factory=dict)
     balance_sum: Tensor | None = None
-
-
-def check_terms(found: Any, objective: Objective) -> Terms:
-    """The Terms that an objective returned. Raises UserError if it returned something else."""
-    if isinstance(found, Terms) and isinstance(found.loss_sum, Tensor) and not found.loss_sum.ndim:
-        return found
-    what = found.loss_sum if isinstance(found, Terms) else found
-    shape = f" of shape {list(what.shape)}" if isinstance(what, Tensor) else ""
-    raise UserError(
-        f"train.objective: {type(objective).__name__} returned {'a loss_sum that is ' * isinstance(found, Terms)}"
-        f"a {type(what).__name__}{shape}; it must be Terms(loss_sum=...), the sum over all predictions of the batch, a "
-        "tensor without dimensions. docs/how-to/objective.md shows one that is whole."
-    )
-
-
-def chosen_tokens(objective: Objective, targets_N: Tensor, arrays: dict[str, Tensor]) -> Tensor | None:
-    """[N, C] tokens whose logits an objective asks for; None if it does not read `chosen_logits`. Raises UserError for
-    another shape or dtype."""
-    if "chosen_logits" not in objective.readouts:
-        return None
-    ask: Any = objective
-    ids, count = ask.token_ids(targets_N, arrays), len(targets_N)
-    if not count and isinstance(ids, Tensor) and ids.ndim < 2:  # of a row without documents, which has no arrays
-        return targets_N.new_empty(0, 0)
-    if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.ndim != 2 or len(ids) != count:
-        what = f"{ids.dtype} of shape {list(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
-        raise UserError(
-            f"train.objective: token_ids() of {type(objective).__name__} gives {what}, and has to give int64 of shape "
-            f"[{count}, tokens]: for each prediction the same number of tokens."
-        )
-    return ids.to(targets_N)
-
-
-def metrics_of(objective: Objective) -> list[str]:
-    """Names of an objective's metrics, from a row without predictions."""
-    nothing, wanted = torch.zeros(0), Wanted.of(objective.readouts)
-    targets_N, arrays = torch.zeros(0, dtype=torch.int64), defaultdict[str, Tensor](lambda: nothing)
-    readouts: dict[str, Tensor] = dict.fromkeys(("logprob", *objective.readouts), nothing)
-    for name in [name for name in objective.readouts if name.startswith(TOP)]:
-        width = int(name.removeprefix(TOP))
-        readouts |= {name: torch.zeros(0, width), TOP_IDS + str(width): targets_N.new_zeros(0, width)}
-    chosen_NC = chosen_tokens(objective, targets_N, arrays)
-    if chosen_NC is not None:
-        readouts["chosen_logits"] = torch.zeros(chosen_NC.shape)
-    assert not wanted.hidden, "a stage that computes no loss has no modules to read"
-    batch = Batch(readouts, nothing, targets_N, (), arrays)
-    return list(check_terms(objective(batch), objective).metrics)
 
 
 class Objective(Protocol):

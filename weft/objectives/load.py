@@ -44,6 +44,11 @@ def check_objective(found: Any, name: str) -> Objective:
             f"train.objective: {name} is no objective: it has no {', '.join(missing)}. "
             "docs/how-to/objective.md shows one that is whole."
         )
+    if isinstance(found.readouts, str):
+        raise UserError(
+            f"train.objective: {name} has a string as `readouts`; it has names of readouts, as in "
+            f'frozenset({{"{found.readouts}"}}).'
+        )
     unknown = Wanted.of(found.readouts).unknown
     if unknown or not found.readouts:
         what = f"asks for {', '.join(unknown)}" if unknown else "asks for nothing"

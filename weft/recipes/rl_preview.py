@@ -11,6 +11,7 @@ from weft.cluster.options import RlOptions
 from weft.cluster.process import Ranks, pretend
 from weft.config.paths import holds_weights
 from weft.config.rl_schema import RlConfig
+from weft.config.server_checks import SERVERS
 from weft.config.sources import looks_like_hub_dataset
 from weft.data.encode import load_tokenizer
 from weft.engine.engine import Engine
@@ -119,7 +120,7 @@ def _rows(config: RlConfig, policy: Engine, ranks: Ranks) -> list[EngineRow]:
 def _rollout_row(config: RlConfig, policy: Engine) -> EngineRow:
     """The memory of the rollout engine."""
     rollout, size = config.rollout, policy.precision.compute.itemsize
-    if rollout.engine not in ("embedded", "hf"):
+    if rollout.engine in SERVERS:
         each = f"{rollout.tp} accelerator{'s' * (rollout.tp > 1)}"
         which = f"{rollout.engines} x {each}" if rollout.engines else f"engines of {each}"
         note = f"{rollout.engine}: {which}, of each as much as rollout.memory says"

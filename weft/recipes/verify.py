@@ -25,6 +25,8 @@ from weft.memory.estimate import local_ranks
 from weft.models import hf
 from weft.models.kinds import kinds_of
 from weft.models.shrink import fewer_layers
+from weft.objectives.base import Objective
+from weft.objectives.load import choose_objective
 from weft.optim.custom_optimizer import find_class
 from weft.parallel.parallelize import Precision
 from weft.rl.trainer import Trainer
@@ -95,7 +97,9 @@ def check(config: Any, subject: Subject, ranks: Ranks, options: VerifyOptions) -
     """The verdict in fp32, with a comparison in the configured dtypes as a remark; None except on the first rank."""
     steps = awkward_steps(hf.vocabulary_size(subject.path))
     exact = verified_config(config, subject.path)
-    verdict = _verdict(Engine(EngineConfig.of(exact), ranks), subject.path, steps)
+    objective = None if config.train.objective is None else choose_objective(config.train.objective)
+    readouts = () if objective is None else objective.readouts
+    verdict = _verdict(Engine(EngineConfig.of(exact), ranks, readouts=readouts), subject.path, steps, objective)
     if Precision.of(config.fsdp, ranks.device) == Precision.of(exact.fsdp, ranks.device):
         return verdict
     kernel = config.model.attention if ranks.device.type == "cuda" else "auto"
@@ -107,10 +111,10 @@ def check(config: Any, subject: Subject, ranks: Ranks, options: VerifyOptions) -
     return replace(verdict, figures=[*verdict.figures, moved], remarks=[*verdict.remarks, remark])
 
 
-def _verdict(engine: Engine, path: str, steps: Sequence[Step]) -> Verdict | None:
+def _verdict(engine: Engine, path: str, steps: Sequence[Step], objective: Objective | None) -> Verdict | None:
     """The verdict of an engine; None except on the first rank. Models that take images get documents with images."""
     shown, images = steps_for(engine, path, steps)
-    return verify(engine, path, shown, [LEARNING_RATE] * len(shown), images)
+    return verify(engine, path, shown, [LEARNING_RATE] * len(shown), images, objective)
 
 
 def check_rl(config: Any, subject: Subject, ranks: Ranks, options: VerifyOptions) -> Verdict | None:

@@ -40,7 +40,8 @@ FAILED_PATIENCE = 3.0
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """The identity of the run for a tracker. id: kept when the run is resumed. step: the last finished step."""
+    """The identity of the run for a tracker. id: kept when the run is resumed. step: the last step that is kept, 0 if
+    none is; a tracker that has later ones, from before the run was resumed, drops them."""
 
     folder: Path
     project: str
@@ -51,7 +52,7 @@ class TrackedRun:
 
 class Tracker(ABC):
     """A destination of metrics. Any method may raise: the run then continues without this tracker. package: the name of
-    the package that it imports."""
+    the package that it imports; of one that needs none, a module of Python's own."""
 
     package: ClassVar[str]
 
@@ -77,8 +78,8 @@ class TensorBoard(Tracker):
         from torch.utils.tensorboard import SummaryWriter
 
         folder = run.folder / "tensorboard"
-        # Steps that a resumed run repeats replace the old ones.
-        self.writer = SummaryWriter(str(folder), purge_step=run.step + 1 if run.step else None)
+        # Steps that a resumed run repeats replace the old ones; without a checkpoint, those are all, with step 0.
+        self.writer = SummaryWriter(str(folder), purge_step=run.step + 1 if run.step else 0)
         self.writer.add_text("config", "    " + yaml.safe_dump(dict(config), sort_keys=False).replace("\n", "\n    "))
         return f"tensorboard --logdir {folder}"
 

@@ -13,11 +13,11 @@ from weft.cluster.machine import cpu_cores
 from weft.cluster.options import RlOptions
 from weft.cluster.ray_actors import ActorGroup, Bundle, actor_group, ray_session
 from weft.config.rl_schema import RlConfig
+from weft.config.server_checks import SERVERS
 from weft.data.encode import load_tokenizer
 from weft.data.image_opener import image_opener
 from weft.parallel.fsdp import DTYPES
 from weft.rl.reference_critic import ReferenceCriticRank, Role, own_ranks
-from weft.rl.served_pool import SERVERS
 from weft.rl.trainer import Trainer
 from weft.rollout.servers import CALLS, HostedServer, server_variables
 from weft.rollout.standalone import Standalone

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
 
 from weft.cluster.ray_actors import ActorGroup
 from weft.config.rl_schema import RlConfig
 from weft.engine.sleep import PARTS, Part
-from weft.rollout.base import EnginePart, Synced
+from weft.rollout.base import EnginePart, RolloutEngine, Synced
 from weft.telemetry.summary import Phases
 
 
@@ -41,7 +40,9 @@ class PhaseSwitch:
     that sleep during rollouts.
     """
 
-    def __init__(self, engine: Any, trainers: ActorGroup, *, shared: bool, parts: Sequence[Part] = ()) -> None:
+    def __init__(
+        self, engine: RolloutEngine, trainers: ActorGroup, *, shared: bool, parts: Sequence[Part] = ()
+    ) -> None:
         self.engine, self._trainers, self._shared, self._parts = engine, trainers, shared, list(parts)
         self._phases = Phases()
         self._version: int | None = None  # of the weights that engines have
@@ -53,7 +54,7 @@ class PhaseSwitch:
             await self._rest(sends=True)
             await self._wake_engine("weights")
         with self._phases("sync"):
-            synced: Synced = await self.engine.sync(version)
+            synced = await self.engine.sync(version)
         if self._shared:
             await self._rest()
             await self._wake_engine("cache")

@@ -141,11 +141,11 @@ async def try_engine(
     own, old = (np.concatenate([values(s)[s.sampled] for s in samples]) for values in (comparable, _old))
     apart, name = np.abs(own.astype(np.float64) - old), config.rollout.engine
     if apart.any():
-        asked_for = min(len(prompts), _PROMPTS)
+        asked_for, why = min(len(prompts), _PROMPTS), _ENGINES.get(name, "It computes otherwise than the trainer")
         raise UserError(
             f"rl.on_policy=exact: rollout.engine={name} is not exact here: {int((apart > 0).sum())} of {len(apart)} "
             f"tokens that it sampled for {asked_for} of this run's prompts have another logprob in the trainer, by "
-            f"{apart.mean():.1e} in the mean and {apart.max():.1e} at most. {_ENGINES[name]}. {_INSTEAD}, or "
+            f"{apart.mean():.1e} in the mean and {apart.max():.1e} at most. {why}. {_INSTEAD}, or "
             "rollout.engine=embedded, which is exact on CPU in fp32."
         )
     return (

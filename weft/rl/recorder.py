@@ -45,7 +45,8 @@ class RlRecorder:
         self.file = MetricsFile(self.folder / "metrics.jsonl")
         self.summary = RunSummary(model=self.config.model.path, data=str(self.config.data.path or "several sources"))
         self.summary.restore(self.start.summary)
-        self.trackers = Trackers(to_dict(self.config), self.config.track, self.folder, self.start.step)
+        done = self.start.step or self.start.rollout  # lines of --rollout-only are of rollout steps
+        self.trackers = Trackers(to_dict(self.config), self.config.track, self.folder, done)
         self.bad = BadSteps(self.config.train.max_nonfinite, self.start.bad_in_a_row)
         self.empty = EmptySteps(self.config.train.max_nonfinite, self.start.empty_in_a_row)
         self.flat = FlatSteps(self.start.flat_in_a_row)

@@ -9,14 +9,13 @@ from pathlib import Path
 
 from weft.cluster.ray_actors import ActorGroup, together
 from weft.config.rl_schema import RlConfig
+from weft.config.server_checks import SERVERS
 from weft.engine.sleep import Part
 from weft.errors import ActorError, UserError
 from weft.rl.batch_pool import EmbeddedPool, StandalonePool, decline_on_error
 from weft.rollout.base import Completion, EnginePart, Request, Synced
 from weft.rollout.servers import interpreter_of, server_names
 from weft.rollout.sync.protocol import Ticket
-
-SERVERS = ("vllm", "sglang")
 
 
 class ServedPool:

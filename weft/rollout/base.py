@@ -72,7 +72,7 @@ class RolloutEngine(Protocol):
     """The interface of a rollout engine, as the controller uses it. Every call ends within its own time limit, or
     raises.
 
-    Engines receive weights by a sync (weft/rollout/sync). drawn: number of tokens sampled so far, including those of
+    drawn: number of tokens sampled so far, including those of
     unfinished requests if the engine knows them.
     """
 
@@ -92,6 +92,10 @@ class RolloutEngine(Protocol):
 
     async def abort(self) -> None:
         """End all requests; each returns the tokens that it has, with finish `abort`."""
+        ...
+
+    async def sync(self, version: int) -> Synced:
+        """Take the trainers' current weights as `version` (weft/rollout/sync)."""
         ...
 
     async def sleep(self) -> None:

@@ -85,7 +85,7 @@ class Trainer:
         plain, c = self.reference(), self.config
         if double:
             _double(plain)
-        start = _on_cpu(plain.weights())
+        start = on_cpu(plain.weights())
         state = torch.bfloat16 if c.state_dtype == "bf16" else torch.float32
         groups = [(g.match, g.lr / c.lr if g.lr else g.lr_scale or 1.0, g.weight_decay) for g in c.groups]
         optimizer = Optimizer(c.name, c.betas, c.eps, c.weight_decay, c.momentum, c.options, groups)
@@ -96,7 +96,7 @@ class Trainer:
                 if recorder is not None:
                     recorder.stage = number
                 curve.append(plain.step(step, lr, padded))
-        return start, _on_cpu(plain.weights()), curve
+        return start, on_cpu(plain.weights()), curve
 
 
 def expect(trainer: Trainer, steps: Sequence[Step], facts: FlopFacts) -> Expected:
@@ -106,12 +106,12 @@ def expect(trainer: Trainer, steps: Sequence[Step], facts: FlopFacts) -> Expecte
     plain = trainer.reference()
     with _recording(recorder, plain, trainer.layers):
         out.readouts = [plain.logprobs(ids) for ids, _ in steps[0]]
-        found = [(loss, _on_cpu(gradients)) for loss, gradients in map(plain.gradients, steps)]
+        found = [(loss, on_cpu(gradients)) for loss, gradients in map(plain.gradients, steps)]
     for step, (loss, gradients) in zip(steps, found, strict=True):
         norm = float(torch.stack([g.double().norm() for g in gradients.values()]).norm())
-        others = [_on_cpu(plain.gradients(list(step)[::-1])[1])]
+        others = [on_cpu(plain.gradients(list(step)[::-1])[1])]
         if trainer.pads:
-            others.append(_on_cpu(plain.padded_gradients(step)))
+            others.append(on_cpu(plain.padded_gradients(step)))
         if trainer.rounds:
             with _recording(recorder, plain, trainer.layers, follow=True):
                 others.append(_in_double(plain, step))
@@ -154,5 +154,6 @@ def _recording(
         yield
 
 
-def _on_cpu(tensors: Tensors) -> Tensors:
+def on_cpu(tensors: Tensors) -> Tensors:
+    """The tensors on the CPU."""
     return {name: tensor.cpu() for name, tensor in tensors.items()}

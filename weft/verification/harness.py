@@ -22,9 +22,11 @@ from weft.engine.engine import Engine
 from weft.errors import UserError
 from weft.models.facts import position_limit
 from weft.models.freeze import resolved
+from weft.objectives.base import Objective
 from weft.verification.adapter import as_in_files, optimizer_by_files, randomize_adapters, renamed, saved_adapter
 from weft.verification.expected import Expected, ExpectedGradient, Trainer, expect
 from weft.verification.image_reference import Images
+from weft.verification.objective_check import Seen, divisor, expect_objective, observe_objective
 from weft.verification.observed import (
     Observed,
     Step,
@@ -83,14 +85,16 @@ class Verdict:
 
 
 def verify(
-    engine: Engine, path: str, steps: Sequence[Step], lrs: Sequence[float], images: Images | None = None
-) -> Verdict | None:
+    engine: Engine, path: str, steps: Sequence[Step], lrs: Sequence[float], images: Images | None = None,
+    objective: Objective | None = None,
+) -> Verdict | None:  # fmt: skip
     """Compare the engine, which has the weights at `path`, with the reference. Returns the verdict on rank 0, None on
     others. Trains the engine; collective.
 
     steps: documents of each optimizer step. lrs: learning rate of each step. images: by the token ids of their
-    documents. The reference runs first, because the engine follows its routes through experts. Raises UserError for
-    settings under which the engine cannot follow them.
+    documents. objective: also compared, on the documents of the first step; training is by cross entropy. The reference
+    runs first, because the engine follows its routes through experts. Raises UserError for settings under which the
+    engine cannot follow them.
     """
     if engine.config.model.compile and engine.built.flops.expert:
         raise UserError(
@@ -119,6 +123,12 @@ def verify(
         shared: list[Routes] = [expected.routes if expected is not None else {}]
         if engine.built.flops.expert:
             dist.broadcast_object_list(shared, src=0, group=engine.ranks.group)
+        figures: list[Figure] = []
+        if objective is not None:
+            by = divisor(engine, objective, steps[0], images)
+            own = observe_objective(engine, objective, steps[0], shared[0], images)
+            if engine.ranks.is_first:
+                figures = _objective_figures(own, expect_objective(trainer, objective, steps[0], by))
         seen = renamed(engine, observe(engine, steps, lrs, shared[0], images))
         if expected is None:
             return None
@@ -127,7 +137,18 @@ def verify(
         if may_be_rounding(verdict) and not trainer.rounds:
             expected = expect(replace(trainer, rounds=True), steps, engine.built.flops)
             verdict = judge(seen, expected, engine.config.optimizer.name, state)
-    return replace(verdict, remarks=[*verdict.remarks, *_context_remarks(engine, steps)])
+    remarks = [*verdict.remarks, *_context_remarks(engine, steps)]
+    return replace(verdict, figures=[*verdict.figures, *figures], remarks=remarks)
+
+
+def _objective_figures(seen: Seen, expected: ExpectedGradient) -> list[Figure]:
+    """Figures of train.objective."""
+    noise, figures = _gradient_noise(expected), []
+    for (loss, gradients), rows in zip(seen, ("", ", many micro-batches"), strict=True):
+        figures.append(Figure(f"train.objective: loss{rows}", _relative(loss, expected.loss), SCALAR))
+        parameters = compare_gradients(gradients, expected.gradients, noise)
+        figures.append(worst_of(f"train.objective: gradients{rows}", parameters))
+    return figures
 
 
 def may_be_rounding(verdict: Verdict) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -14,6 +15,7 @@ from weft.engine.engine import Engine
 from weft.engine.media import Media
 from weft.engine.plan import DocumentMeta
 from weft.errors import RanksDisagreeError
+from weft.objectives.base import Objective
 from weft.objectives.cross_entropy import CrossEntropy
 from weft.verification import reference
 from weft.verification.image_reference import Images
@@ -47,15 +49,23 @@ def observe(
     engine: Engine, steps: Sequence[Step], lrs: Sequence[float], routes: Routes, images: Images = _NONE
 ) -> Observed:
     """Run the engine's side of every check, following the reference's routes if there are any; collective."""
-    seen, facts = Observed(), engine.built.flops
-    if not routes:
-        _observe(engine, steps, lrs, seen, None, images)
-        return seen
-    replay = Replay(routes, facts.experts, facts.experts_per_token)
-    with replay.replaying(engine.module, [layer for _, layer in engine.module.layers]):
+    seen = Observed()
+    with following(engine, routes) as replay:
         _observe(engine, steps, lrs, seen, replay, images)
-    seen.routing = replay.differences.summed()
+    if replay is not None:
+        seen.routing = replay.differences.summed()
     return seen
+
+
+@contextmanager
+def following(engine: Engine, routes: Routes) -> Iterator[Replay | None]:
+    """Inside, the engine follows the reference's routes, if there are any."""
+    if not routes:
+        yield None
+        return
+    replay = Replay(routes, engine.built.flops.experts, engine.built.flops.experts_per_token)
+    with replay.replaying(engine.module, [layer for _, layer in engine.module.layers]):
+        yield replay
 
 
 def _observe(
@@ -104,12 +114,12 @@ def _media(engine: Engine, ids: Sequence[int], images: Images) -> Media | None:
 
 
 def one_gradient(
-    engine: Engine, step: Step, budget: int | None, images: Images = _NONE
+    engine: Engine, step: Step, budget: int | None, images: Images = _NONE, objective: Objective | None = None
 ) -> tuple[float, Tensors, float]:
-    """(Loss, whole gradients on the CPU, their norm). budget: tokens of a row; None as configured. The engine's
-    gradients are dropped afterwards."""
+    """(Loss, whole gradients on the CPU, their norm). budget: tokens of a row; None as configured. objective: cross
+    entropy if None. The engine's gradients are dropped afterwards."""
     documents, metas = to_documents(engine, step, images)
-    metrics = engine.accumulate(engine.plan(metas, budget=budget), documents, CrossEntropy())
+    metrics = engine.accumulate(engine.plan(metas, budget=budget), documents, objective or CrossEntropy())
     gradients = {name: g.cpu() for name, g in engine.gradients() if g is not None}
     norm = engine.gradient_norm()
     engine.drop_gradients()

@@ -38,7 +38,8 @@ class PeftReference(Reference):
         """A copy of named()."""
         return {name: parameter.detach().clone() for name, parameter in self.named()}
 
-    def _gradients(self) -> dict[str, Tensor]:
+    def current_gradients(self) -> dict[str, Tensor]:
+        """A copy of every gradient that there is, by the names of named()."""
         return {name: parameter.grad.clone() for name, parameter in self.named() if parameter.grad is not None}
 
     def named(self) -> list[tuple[str, nn.Parameter]]:

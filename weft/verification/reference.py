@@ -64,7 +64,7 @@ class Reference:
 
     def gradients(self, documents: Sequence[Document]) -> tuple[float, dict[str, Tensor]]:
         """(Loss = sum(w ce) / sum(w) over all documents, gradient of every parameter that is used)."""
-        return self._backward([([ids], [mask], None) for ids, mask in documents], documents), self._gradients()
+        return self._backward([([ids], [mask], None) for ids, mask in documents], documents), self.current_gradients()
 
     def padded_gradients(self, documents: Sequence[Document], size: int = 4) -> dict[str, Tensor]:
         """Gradients from right-padded batches of `size` with a mask, which show the reference's own rounding noise."""
@@ -77,7 +77,7 @@ class Reference:
             seen = torch.tensor([[1] * len(i) + [0] * (longest - len(i)) for i, _ in batch], device=self.device)
             batches.append((ids, masks, seen))
         self._backward(batches, documents)
-        return self._gradients()
+        return self.current_gradients()
 
     def _backward(self, batches: Sequence[Batch], documents: Sequence[Document]) -> float:
         """Run forward and backward batch by batch; returns the loss without the auxiliary one. With whole_step, the
@@ -116,7 +116,8 @@ class Reference:
         function = sys.modules[type(self.plain).__module__].load_balancing_loss_func
         return function(tuple(layers), layers[0].shape[-1], self.plain.config.num_experts_per_tok)
 
-    def _gradients(self) -> dict[str, Tensor]:
+    def current_gradients(self) -> dict[str, Tensor]:
+        """A copy of every gradient that there is."""
         return {n: p.grad.clone() for n, p in self.model.named_parameters() if p.grad is not None}
 
     def named(self) -> list[tuple[str, nn.Parameter]]:

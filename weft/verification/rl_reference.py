@@ -192,7 +192,7 @@ class _Update(Reference, ABC):
                 losses = self.rule.weights(row) * self.losses(row) / total
                 losses.sum().backward()
             loss, self.size = loss + float(losses.detach().sum()), self.size + float(losses.detach().abs().sum())
-        return loss, self._gradients()
+        return loss, self.current_gradients()
 
 
 class _Policy(_Update):
