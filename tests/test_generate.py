@@ -33,7 +33,6 @@ from weft.models.routing import differ, replace_choices
 from weft.recipes.rl import sampling_of
 from weft.rl.model_engines import notes_on_generation
 from weft.rl.trainer import Trainer
-from weft.rollout import cache_support
 from weft.rollout.base import Completion, Request, Sampling
 from weft.rollout.cache_support import caches
 from weft.rollout.generate import Generator
@@ -162,7 +161,6 @@ def test_the_trial_of_a_cache_sees(bug: str, monkeypatch: pytest.MonkeyPatch) ->
         return advance(rows, given[::-1])
 
     monkeypatch.setattr(CachedRows, "leave" if bug.startswith("a row") else "advance", wrong)
-    monkeypatch.setattr(cache_support, "_tried", {})
     assert not caches(tiny_config("llama"))
 
 

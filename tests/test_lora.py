@@ -31,7 +31,7 @@ from weft.recipes import export, merge
 from weft.sharding.adapter_files import plan_lora
 from weft.verification.adapter import randomize_adapters
 from weft.verification.documents import awkward_steps
-from weft.verification.observed import neighbours, one_gradient, to_documents
+from weft.verification.observed import gather_readouts, neighbours, one_gradient, to_documents
 from weft.verification.peft_reference import PeftReference
 from weft.verification.plants import planted
 from weft.verification.reference import Reference
@@ -78,7 +78,7 @@ def in_bf16(path: str, mesh: str, adapter: str) -> dict[str, Any]:
     engine.apply(1e-3)
     check_contract(engine)
     stored = {(p.requires_grad, p.dtype) for p in engine.module.parameters()}
-    moved = neighbours(engine, STEPS[0])
+    moved = neighbours(engine, STEPS[0], gather_readouts(engine, STEPS[0]))
     return {"loss": loss, "gradients": gradients, "stored": stored, "weights": engine.memory.weights, "moved": moved}
 
 
@@ -371,7 +371,7 @@ def dropped(path: str) -> list[float]:
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
         losses.append(one_gradient(engine, STEPS[0], None)[0])
-    return [*losses, neighbours(engine, STEPS[0])]
+    return [*losses, neighbours(engine, STEPS[0], gather_readouts(engine, STEPS[0]))]
 
 
 def test_dropout_is_seeded_and_for_training_only() -> None:

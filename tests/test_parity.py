@@ -9,7 +9,7 @@ import pytest
 
 from tests.cases import describe, parity, saved_model, world_of
 from tests.pool import run
-from tests.zoo import PARITY_FAMILIES
+from tests.zoo import OWN_ATTENTION_FAMILIES, PARITY_FAMILIES
 from weft.verification.harness import Verdict
 
 
@@ -48,6 +48,11 @@ def test_families(family: str, mesh: str) -> None:
 
 @pytest.mark.parametrize("family", MORE_FAMILIES)
 def test_more_families(family: str) -> None:
+    check(family, "2", {})
+
+
+@pytest.mark.parametrize("family", OWN_ATTENTION_FAMILIES)
+def test_families_with_attention_of_their_own(family: str) -> None:
     check(family, "2", {})
 
 

@@ -112,7 +112,7 @@ _HYBRIDS: dict[str, tuple[str, str, dict[str, Any]]] = {
         num_experts_per_tok=2, moe_intermediate_size=40, shared_expert_intermediate_size=40)),
 }  # fmt: skip
 
-# Families that are only loaded and saved in tests, because of how their checkpoints are laid out.
+# Families that are loaded and saved in tests, because of how their checkpoints are laid out; some are trained.
 _MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "mistral": ("MistralConfig", "MistralForCausalLM", dict(sliding_window=16)),
     "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", dict(tie_word_embeddings=True)),
@@ -142,6 +142,27 @@ _MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "nanochat": ("NanoChatConfig", "NanoChatForCausalLM", dict(final_logit_softcapping=3.0)),
 }  # fmt: skip
 
+# Whose attention is code of their own, or whose small copies amplify rounding: they are checked at start, and trained.
+_OWN_ATTENTION: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "mpt": ("MptConfig", "MptForCausalLM", dict(d_model=64, n_heads=4, n_layers=2, max_seq_len=256)),
+    "codegen": ("CodeGenConfig", "CodeGenForCausalLM", dict(
+        n_embd=64, n_layer=2, n_head=4, rotary_dim=8, n_positions=256, n_ctx=256)),
+    "gptj": ("GPTJConfig", "GPTJForCausalLM", dict(n_embd=64, n_layer=2, n_head=4, rotary_dim=8, n_positions=256)),
+    "gpt_neo": ("GPTNeoConfig", "GPTNeoForCausalLM", dict(
+        num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]], window_size=16)),
+    "gpt_neox_japanese": ("GPTNeoXJapaneseConfig", "GPTNeoXJapaneseForCausalLM", {}),
+    "xglm": ("XGLMConfig", "XGLMForCausalLM", dict(d_model=64, ffn_dim=80, num_layers=2, attention_heads=4)),
+    "doge": ("DogeConfig", "DogeForCausalLM", dict(keep_window_size=64)),
+    "mimo_v2_flash": ("MiMoV2FlashConfig", "MiMoV2FlashForCausalLM", dict(
+        num_hidden_layers=3, layer_types=["full_attention", *["sliding_attention"] * 2], sliding_window=16, head_dim=16,
+        v_head_dim=8, n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1,
+        moe_intermediate_size=40)),
+    "gemma3n_text": ("Gemma3nTextConfig", "Gemma3nForCausalLM", dict(
+        num_hidden_layers=4, head_dim=16, sliding_window=16, num_kv_shared_layers=2, hidden_size_per_layer_input=16,
+        laurel_rank=8, vocab_size_per_layer_input=VOCABULARY, intermediate_size=[80] * 4,
+        layer_types=["sliding_attention", "full_attention"] * 2, activation_sparsity_pattern=[0.5, 0.0, 0.0, 0.0])),
+}  # fmt: skip
+
 LAYOUT_FAMILIES = (*_ZOO, *_HYBRIDS, *_MORE)
 
 PARITY_FAMILIES = (
@@ -150,13 +171,16 @@ PARITY_FAMILIES = (
 )  # fmt: skip
 
 
+OWN_ATTENTION_FAMILIES = tuple(_OWN_ATTENTION)
+
+
 def names() -> list[str]:
     return list(_ZOO)
 
 
 def tiny_config(name: str, **changes: Any) -> PretrainedConfig:
     """The tiny config of a family, with its `architectures` set as in a real checkpoint."""
-    config_class, model_class, own = (_ZOO | _HYBRIDS | _MORE)[name]
+    config_class, model_class, own = (_ZOO | _HYBRIDS | _MORE | _OWN_ATTENTION)[name]
     config: PretrainedConfig = getattr(transformers, config_class)(**{**_COMMON, **own, **changes})
     config.architectures = [model_class]
     return config

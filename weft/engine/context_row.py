@@ -11,7 +11,7 @@ from torch import Tensor
 
 from weft.engine.pieces import Interval
 from weft.engine.plan import StepPlan
-from weft.engine.row import Row
+from weft.engine.row import PADDING, Row
 from weft.objectives.shared_documents import SharedDocuments
 from weft.ops.attention_call import Bounds
 from weft.ops.communicator import ContextAxis
@@ -39,7 +39,7 @@ def cut_row(row: Row, plan: StepPlan, micro_batch: int, rank: int, axis: Context
     highest = max([2, *lengths])
     return replace(
         row,
-        input_ids_BT=_padded(row.input_ids_BT[:, kept_M], torch.zeros(tail, dtype=torch.int64)),
+        input_ids_BT=_padded(row.input_ids_BT[:, kept_M], torch.full((tail,), PADDING)),
         position_ids_BT=_padded(row.position_ids_BT[..., kept_M], torch.arange(tail) % highest),
         bounds=bounds,
         selected_N=selected_N,

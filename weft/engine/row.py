@@ -24,6 +24,9 @@ from weft.objectives.shared_documents import SharedDocuments
 from weft.ops.attention_call import Bounds
 from weft.ops.communicator import FeatureExchange
 
+# The token of padding. The embedding of 0 is often all zeros, where a standard deviation has no gradient (gemma3n).
+PADDING = 1
+
 
 @dataclass(frozen=True)
 class Row:
@@ -115,7 +118,7 @@ def build_row(
     if vision is not None and vision.both_ways and any(document.media for document in chosen):
         bounds.last_seen = _last_seen(chosen, vision, read, length)
     places = _Places.of(starts, read)
-    ids = torch.zeros(shape[0] * length, dtype=torch.int64)
+    ids = torch.full((shape[0] * length,), PADDING)
     ids[places.row_K] = _joined([d.tokens[:taken] for d, taken in zip(chosen, read, strict=True)], torch.int64)
     return Row(
         documents=tuple(indices),

@@ -3,13 +3,15 @@
 1. Logits equal those of HuggingFace's eager forward of each document alone. 2. Changing one document leaves the logits
 of the others unchanged. 3. Training mode, without dropout and jitter, gives the logits of inference with them.
 
-A family that passes packed is laid out packed; one that passes only padded is laid out padded; others are refused.
+A family that passes packed is laid out packed; one that passes only padded is laid out padded; one that passes neither
+is tried with its own eager attention, padded; others are refused.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any, TypeVar, cast
@@ -24,7 +26,7 @@ from weft.engine.plan import Layout
 from weft.errors import UserError
 from weft.memory.estimate import local_ranks
 from weft.models import hf
-from weft.models.families import family_of
+from weft.models.families import FAMILIES, OWN_ATTENTION, family_of, tried_with
 from weft.models.kinds import LayerKinds, kinds_of
 from weft.models.shrink import fewer_layers, narrow
 from weft.models.train_module import TrainModule
@@ -99,6 +101,15 @@ def implementation(config: PretrainedConfig, kernel: str) -> str:
     return family_of(config.get_text_config().model_type).attention or f"weft_{kernel}"
 
 
+def settle(config: PretrainedConfig) -> None:
+    """Let this process know how an architecture runs whose attention weft's may not stand in for (`examine`). For
+    processes that have not built an engine of it."""
+    model_type = config.get_text_config().model_type
+    if model_type not in FAMILIES and not hf.uses_attention_interface(config):
+        with suppress(UserError):  # whoever trains it is told
+            examine(hf.without_noise(copy.deepcopy(config)))
+
+
 def compute_exactly(model: PreTrainedModel) -> None:
     """Select the attention and experts code that rl.on_policy=exact needs, together with weft.ops.exact.numerics."""
     hf.set_attention(model, implementation(model.config, attention.EXACT))
@@ -132,11 +143,24 @@ def check_kernel(
 @once_per_process
 def examine(config: PretrainedConfig, noise: hf.Noise = ()) -> Findings:
     """Run the checks for this architecture. noise: dropout and jitter of the model's own config, which `config`
-    lacks. Raises UserError, with the family, if no layout is exact."""
+    lacks. An architecture whose attention does not go through transformers' interface is tried with its own eager code
+    on padded documents, and runs so in this process if that is exact. Raises UserError, with the family, if nothing
+    is."""
     hf.register_kernels()
     text = config.get_text_config()
     _check_layer_types(text)
-    family = family_of(text.model_type)
+    try:
+        return _examine(config, noise)
+    except UserError as refused:
+        if text.model_type in FAMILIES or hf.uses_attention_interface(config):
+            raise
+        with suppress(UserError), tried_with(text.model_type, OWN_ATTENTION):
+            return _examine(config, noise)
+        raise refused from None
+
+
+def _examine(config: PretrainedConfig, noise: hf.Noise) -> Findings:
+    family = family_of(config.get_text_config().model_type)
     small, theirs, words = _small_copies(config, "per_document")
     ours = TrainModule(small).eval()
     documents = documents_of(text_vocabulary(ours))
@@ -156,7 +180,7 @@ def examine(config: PretrainedConfig, noise: hf.Noise = ()) -> Findings:
             if layout == layouts[-1]:
                 raise _refusal(config, str(error)) from error
             continue
-        if worst <= tolerance:
+        if worst <= tolerance or _differs_in_double(ours, theirs, documents, layout, uses_bounds) <= LOGIT_TOLERANCE:
             _check_training_mode(config, ours, documents, logits, layout, uses_bounds)
             attends = family.attention is not None or bool(kinds)
             images = check_images(ours, theirs, WIDEST_TOLERANCE) if layout == "packed" else "its documents are padded"
@@ -167,6 +191,25 @@ def examine(config: PretrainedConfig, noise: hf.Noise = ()) -> Findings:
                 ours.facts.head, images, videos,
             )  # fmt: skip
     raise _refusal(config, f"its logits differ from HuggingFace's eager forward by {worst:.1e} of the largest logit")
+
+
+def _differs_in_double(
+    ours: TrainModule, theirs: PreTrainedModel, documents: list[Tensor], layout: Layout, uses_bounds: bool
+) -> float:
+    """The worst difference of `_check_layout` in fp64. Random copies with many layers, or with experts, can amplify the
+    rounding of fp32 beyond every tolerance; a difference of what is computed stays."""
+    for model in (ours, theirs):
+        hf.run_experts_one_by_one(model)  # torch's grouped products take no fp64
+        model.double()
+    try:
+        with hf.in_double():
+            expected = [_alone(theirs, ids) for ids in documents]
+            return _check_layout(ours, documents, expected, layout, uses_bounds)[0]
+    except Exception:  # of any type: the family's code cannot run in fp64
+        return float("inf")
+    finally:
+        for model in (ours, theirs):
+            model.float()  # exact: the weights came from fp32
 
 
 @torch.no_grad()

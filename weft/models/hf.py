@@ -32,6 +32,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ import torch
 import transformers
 from huggingface_hub import try_to_load_from_cache
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, DynamicCache, PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import _MODEL_TO_CONVERSION_PATTERN, get_model_conversion_mapping
 from transformers.core_model_loading import (
@@ -162,6 +164,11 @@ def _with_sub_configs(config: PretrainedConfig) -> Iterable[PretrainedConfig]:
     for value in vars(config).values():
         if isinstance(value, PretrainedConfig):
             yield from _with_sub_configs(value)
+
+
+def uses_attention_interface(config: PretrainedConfig) -> bool:
+    """Whether the family's attention is chosen by name, so that weft's can stand in for it."""
+    return bool(model_class(config)._supports_attention_backend)
 
 
 def model_class(config: PretrainedConfig) -> type[PreTrainedModel]:
@@ -452,6 +459,26 @@ def run_experts_one_by_one(model: nn.Module) -> None:
     for module in model.modules():
         if is_fused_experts(module):
             module.config._experts_implementation = "eager"
+
+
+class _AsDouble(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.float:
+            return args[0].double()
+        args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
+        named = {name: torch.float64 if arg is torch.float32 else arg for name, arg in (kwargs or {}).items()}
+        return func(*args, **named)
+
+
+@contextmanager
+def in_double() -> Iterator[None]:
+    """Inside, what a family's code asks for in fp32 is computed in fp64, where that code can. For a model in fp64."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        with _AsDouble():
+            yield
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def grouped_linear(rows: Tensor, weight: Tensor, ends: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:

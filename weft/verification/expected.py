@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -91,7 +91,7 @@ class Trainer:
         optimizer = Optimizer(c.name, c.betas, c.eps, c.weight_decay, c.momentum, c.options, groups)
         plain.start(optimizer.over(plain.named()), c.max_grad_norm, state)
         curve = []
-        with _recording(recorder, plain, self.layers, follow=double):
+        with _recording(recorder, plain, self.layers, follow=double), hf.in_double() if double else nullcontext():
             for number, (step, lr) in enumerate(zip(steps, self.lrs, strict=True)):
                 if recorder is not None:
                     recorder.stage = number
@@ -129,9 +129,11 @@ def expect(trainer: Trainer, steps: Sequence[Step], facts: FlopFacts) -> Expecte
 
 
 def _in_double(plain: reference.Reference, step: Step) -> Tensors:
-    """Gradients computed in fp64, except where the model's code asks for fp32."""
+    """Gradients computed in fp64."""
     _double(plain)
-    gradients = {name: g.float().cpu() for name, g in plain.gradients(step)[1].items()}
+    with hf.in_double():
+        found = plain.gradients(step)[1]
+    gradients = {name: g.float().cpu() for name, g in found.items()}
     plain.model.float()  # exact: the weights came from fp32
     return gradients
 

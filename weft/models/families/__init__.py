@@ -2,19 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
-from weft.models.families import alibi, llama4, phimoe, positions_only, state_mixers
+from weft.models.families import llama4, own_attention, phimoe, positions_only, state_mixers
 from weft.models.families.family import Family
+from weft.models.families.own_attention import OWN_ATTENTION
 from weft.models.families.state_mixers import carries_state
 from weft.ops.attention import ADAPTERS
 
-__all__ = ["FAMILIES", "Family", "carries_state", "family_of"]
+__all__ = ["FAMILIES", "OWN_ATTENTION", "Family", "carries_state", "family_of", "tried_with"]
 
-FAMILIES: Mapping[str, Family] = {**alibi.FAMILIES, **phimoe.FAMILIES, **state_mixers.FAMILIES}
+FAMILIES: Mapping[str, Family] = {**own_attention.FAMILIES, **phimoe.FAMILIES, **state_mixers.FAMILIES}
 ADAPTERS.update({**llama4.ADAPTERS, **positions_only.ADAPTERS})
+
+
+_found: dict[str, Family] = {}  # by the checks at start of this process
 
 
 def family_of(model_type: str) -> Family:
     """The settings of this architecture; the defaults for most."""
-    return FAMILIES.get(model_type, Family())
+    return FAMILIES.get(model_type) or _found.get(model_type, Family())
+
+
+@contextmanager
+def tried_with(model_type: str, family: Family) -> Iterator[None]:
+    """Inside, and afterwards if nothing is raised, `family` is what this process knows of an architecture without a
+    file of its own."""
+    _found[model_type] = family
+    try:
+        yield
+    except BaseException:
+        del _found[model_type]
+        raise
