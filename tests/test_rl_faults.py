@@ -180,6 +180,8 @@ def test_a_replay_goes_on_as_a_replay(whole: Path, task: Path, tmp_path: Path) -
 def test_rollouts_alone_go_on_behind_the_last(
     whole: Path, task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     run, unbroken = tmp_path / "run", tmp_path / "unbroken"
     start(task, unbroken, "train.steps=4", rollout_only=True)
 
@@ -188,11 +190,15 @@ def test_rollouts_alone_go_on_behind_the_last(
             os.kill(os.getpid(), signal.SIGTERM)
 
     with pytest.raises(StoppedError):
-        start(task, run, "train.steps=4", rollout_only=True, hook=strike)
+        start(task, run, "train.steps=4", "track.to=[tensorboard]", rollout_only=True, hook=strike)
     assert f"after step 2. Go on with: weft rl --resume {run} --rollout-only" in capsys.readouterr().out
     start(task, run, resume=True, rollout_only=True)
     assert "resumed  behind rollout step 2" in capsys.readouterr().out
     assert lines_of(run) == lines_of(unbroken) and rollouts_of(run) == rollouts_of(unbroken)
+    read = EventAccumulator(str(run / "tensorboard"))
+    read.Reload()
+    name = next(name for name in read.Tags()["scalars"] if name.endswith("reward"))
+    assert [event.step for event in read.Scalars(name)] == [1, 2, 3, 4]
     with pytest.raises(UserError, match="this run has trained. For rollouts of its weights start another: weft rl"):
         start(task, whole, resume=True, rollout_only=True)
 

@@ -218,6 +218,11 @@ class Engine:
 
     # ------------------------------------------------------------ forward and backward
 
+    def check_sums(self, objective: Objective) -> None:
+        """Check the next rows of this objective, until one could tell: given twice, a row must have the same gradients.
+        Those calls are beside the ones that train. UserError where it is no sum (weft/objectives/check.py)."""
+        self._executor.unchecked.add(type(objective))
+
     def accumulate(
         self, plan: StepPlan, documents: Mapping[int, Document] | Rows, objective: Objective
     ) -> dict[str, float | None]:

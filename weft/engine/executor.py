@@ -92,8 +92,8 @@ class Executor:
         counted = () if config.model.compile else experts_of(self.module).values()
         self.load, self.packed = ExpertLoad(counted, mesh), built.layout == "packed"
         self.replay = Replay(self.module, self.experts, self.top_k, config.model.compile)
-        self.vocabulary = int(built.config.get_text_config().vocab_size)
-        self._checked: set[type] = set()  # objectives that were found to be sums
+        self._vocabulary = int(built.config.get_text_config().vocab_size)
+        self.unchecked: set[type] = set()  # objectives that are yet to be found to be sums
 
     def read(
         self,
@@ -128,14 +128,14 @@ class Executor:
     ) -> Terms:
         """One forward: the objective's terms for a row, with the auxiliary loss of its experts."""
         chosen_NC = chosen_tokens(objective, row.targets_N, row.arrays)
-        new = type(objective) not in self._checked and type(row.weights_N) is Tensor  # not a simulated one
+        new = type(objective) in self.unchecked and type(row.weights_N) is Tensor  # not a simulated one
         if new:
-            check_tokens(chosen_NC, self.vocabulary, objective)
+            check_tokens(chosen_NC, self._vocabulary, objective)
         readouts = self.read(row, objective.readouts, direction, balance, chosen_NC, received=received, chunk=chunk)
         balance_sum = readouts.pop("balance", None if balance is None else row.weights_N.new_zeros(()))
         batch = Batch(readouts, row.weights_N, row.document_N, row.documents, row.arrays, row.shared)
         if new and len(row.weights_N) and check_is_sum(objective, batch):
-            self._checked.add(type(objective))
+            self.unchecked.discard(type(objective))
         return replace(check_terms(objective(batch), objective), balance_sum=balance_sum)
 
     def forward_backward(

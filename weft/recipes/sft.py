@@ -120,6 +120,8 @@ def train(
     phases.add(start.seconds)
     steps, updates, stop = deal(config, data.documents), start.updates, 0
     objective = choose_objective(config.train.objective, hooks.objective)
+    if config.train.objective is not None or hooks.objective is not None:
+        engine.check_sums(objective)
     evaluator = Evaluator(config, engine, data.held_out, start.evaluation, folder, phases, objective)
     recorder = Recorder(config, engine, folder, RunSummary(model=config.model.path, data=data.report.path), start)
     saver = open_saver(config, engine, data.report, folder, steps, start)

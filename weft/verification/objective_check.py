@@ -24,6 +24,7 @@ Seen = list[tuple[float, Tensors]]  # the loss and the gradients: of rows as con
 def observe_objective(engine: Engine, objective: Objective, step: Step, routes: Routes, images: Images) -> Seen:
     """The engine's loss and gradients of `objective`, in rows as configured and in rows of about one document;
     collective."""
+    engine.check_sums(objective)
     longest = max(meta.room for meta in to_documents(engine, step, images)[1]) + 1
     with following(engine, routes):
         found = [one_gradient(engine, step, budget, images, objective)[:2] for budget in (None, longest)]
