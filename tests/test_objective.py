@@ -198,8 +198,8 @@ def test_an_objective_whose_gradient_is_not_what_it_says_is_refused(
         ("Detached", "the loss_sum of Detached has no gradient"),
         ("ScalarMetric", "metric `loss` of ScalarMetric is a tensor of shape []; it must be a pair (sum, weight)"),
         ("WideMetric", "metric `each` of WideMetric is (a tensor of shape ["),
-        ("Undivided", "normaliser(plan) of Undivided gives a NoneType; it must be a number above zero"),
-        ("ByNothing", "normaliser(plan) of ByNothing gives 0.0; it must be a number above zero"),
+        ("Undivided", "normaliser(plan) of Undivided gives a NoneType; it must be a number other than zero"),
+        ("ByNothing", "normaliser(plan) of ByNothing gives 0.0; it must be a number other than zero"),
         ("Beyond", "token_ids() of Beyond gives token 264; the model has logits for tokens 0 to 263"),
     ],
 )

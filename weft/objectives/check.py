@@ -54,14 +54,14 @@ def _in_words(value: Any) -> str:
 
 
 def check_normaliser(found: Any, objective: Objective) -> float:
-    """The divisor that an objective returned, as a number. Raises UserError if it is none, or not above zero."""
-    value = float(found) if _is_number(found) else math.nan
-    if math.isfinite(value) and value > 0:
-        return value
-    shown = value if _is_number(found) else _in_words(found)
+    """The divisor that an objective returned, as a number. Raises UserError if it is none, or zero. It is no finite
+    number where loss weights are none: such a step is skipped as others whose loss is not finite."""
+    if _is_number(found) and float(found) != 0.0:
+        return float(found)
+    shown = float(found) if _is_number(found) else _in_words(found)
     raise UserError(
-        f"train.objective: normaliser(plan) of {type(objective).__name__} gives {shown}; it must be a number above "
-        "zero, by which the loss sum of the whole step is divided, such as plan.totals.weight or 1.0."
+        f"train.objective: normaliser(plan) of {type(objective).__name__} gives {shown}; it must be a number other "
+        "than zero, by which the loss sum of the whole step is divided, such as plan.totals.weight or 1.0."
     )
 
 
