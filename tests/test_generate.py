@@ -80,7 +80,7 @@ def assert_logprobs(family: str, prompt: Sequence[int], completion: Completion, 
 @pytest.mark.parametrize(
     "family",
     ["llama", "qwen3", "gemma2", "gemma3_text", "gpt_oss", "qwen3_moe", "deepseek_v3", "stablelm", "lfm2", "qwen3_next",
-     "falcon", "mamba2", "llama4_text", "falcon_h1"],
+     "falcon", "mamba2", "llama4_text", "falcon_h1", "mpt", "mimo_v2_flash"],
 )  # fmt: skip
 def test_greedy_is_transformers(family: str) -> None:
     """With so little room that samples wait for others to end, and join beside longer ones."""
