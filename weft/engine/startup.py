@@ -3,8 +3,9 @@
 1. Logits equal those of HuggingFace's eager forward of each document alone. 2. Changing one document leaves the logits
 of the others unchanged. 3. Training mode, without dropout and jitter, gives the logits of inference with them.
 
-A family that passes packed is laid out packed; one that passes only padded is laid out padded; one that passes neither
-is tried with its own eager attention, padded; others are refused.
+A family that passes packed is laid out packed; one that passes only padded is laid out padded; one that passes neither,
+and whose attention does not go through transformers' interface, is tried with its own eager code, padded; others are
+refused.
 """
 
 from __future__ import annotations
@@ -104,10 +105,14 @@ def implementation(config: PretrainedConfig, kernel: str) -> str:
 def settle(config: PretrainedConfig) -> None:
     """Let this process know how an architecture runs whose attention weft's may not stand in for (`examine`). For
     processes that have not built an engine of it."""
-    model_type = config.get_text_config().model_type
-    if model_type not in FAMILIES and not hf.uses_attention_interface(config):
+    if _may_have_own_attention(config):
         with suppress(UserError):  # whoever trains it is told
             examine(hf.without_noise(copy.deepcopy(config)))
+
+
+def _may_have_own_attention(config: PretrainedConfig) -> bool:
+    known = config.get_text_config().model_type in FAMILIES
+    return not known and not hf.uses_attention_interface(config)
 
 
 def compute_exactly(model: PreTrainedModel) -> None:
@@ -152,7 +157,7 @@ def examine(config: PretrainedConfig, noise: hf.Noise = ()) -> Findings:
     try:
         return _examine(config, noise)
     except UserError as refused:
-        if text.model_type in FAMILIES or hf.uses_attention_interface(config):
+        if not _may_have_own_attention(config):
             raise
         with suppress(UserError), tried_with(text.model_type, OWN_ATTENTION):
             return _examine(config, noise)
@@ -198,6 +203,7 @@ def _differs_in_double(
 ) -> float:
     """The worst difference of `_check_layout` in fp64. Random copies with many layers, or with experts, can amplify the
     rounding of fp32 beyond every tolerance; a difference of what is computed stays."""
+    ours, theirs = copy.deepcopy((ours, theirs))
     for model in (ours, theirs):
         hf.run_experts_one_by_one(model)  # torch's grouped products take no fp64
         model.double()
@@ -207,9 +213,6 @@ def _differs_in_double(
             return _check_layout(ours, documents, expected, layout, uses_bounds)[0]
     except Exception:  # of any type: the family's code cannot run in fp64
         return float("inf")
-    finally:
-        for model in (ours, theirs):
-            model.float()  # exact: the weights came from fp32
 
 
 @torch.no_grad()

@@ -473,12 +473,13 @@ class _AsDouble(TorchFunctionMode):
 @contextmanager
 def in_double() -> Iterator[None]:
     """Inside, what a family's code asks for in fp32 is computed in fp64, where that code can. For a model in fp64."""
+    before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
         with _AsDouble():
             yield
     finally:
-        torch.set_default_dtype(torch.float32)
+        torch.set_default_dtype(before)
 
 
 def grouped_linear(rows: Tensor, weight: Tensor, ends: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:

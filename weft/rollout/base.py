@@ -72,8 +72,7 @@ class RolloutEngine(Protocol):
     """The interface of a rollout engine, as the controller uses it. Every call ends within its own time limit, or
     raises.
 
-    drawn: number of tokens sampled so far, including those of
-    unfinished requests if the engine knows them.
+    drawn: number of tokens sampled so far, including those of unfinished requests if the engine knows them.
     """
 
     drawn: int

@@ -108,7 +108,7 @@ def expect(trainer: Trainer, steps: Sequence[Step], facts: FlopFacts) -> Expecte
         out.readouts = [plain.logprobs(ids) for ids, _ in steps[0]]
         found = [(loss, on_cpu(gradients)) for loss, gradients in map(plain.gradients, steps)]
     for step, (loss, gradients) in zip(steps, found, strict=True):
-        norm = float(torch.stack([g.double().norm() for g in gradients.values()]).norm())
+        norm = norm_of(gradients)
         others = [on_cpu(plain.gradients(list(step)[::-1])[1])]
         if trainer.pads:
             others.append(on_cpu(plain.padded_gradients(step)))
@@ -154,6 +154,11 @@ def _recording(
     visit = recorder.following if follow else recorder.watching
     with visit(plain.model, list(plain.plain.get_submodule(layers).children())):
         yield
+
+
+def norm_of(gradients: Tensors) -> float:
+    """The norm of all gradients together, in fp64."""
+    return float(torch.stack([g.double().norm() for g in gradients.values()]).norm())
 
 
 def on_cpu(tensors: Tensors) -> Tensors:

@@ -12,9 +12,9 @@ from weft.objectives.base import Batch, Objective
 from weft.objectives.check import check_normaliser, check_terms, chosen_tokens
 from weft.objectives.readouts import HIDDEN, TOP, TOP_IDS
 from weft.verification.adapter import as_in_files
-from weft.verification.expected import ExpectedGradient, Trainer, on_cpu
+from weft.verification.expected import ExpectedGradient, Trainer, norm_of, on_cpu
 from weft.verification.image_reference import Images
-from weft.verification.observed import Step, Tensors, following, one_gradient, to_documents
+from weft.verification.observed import Step, Tensors, following, one_gradient, short_budget, to_documents
 from weft.verification.reference import Document, Reference
 from weft.verification.routing import Routes
 
@@ -25,9 +25,9 @@ def observe_objective(engine: Engine, objective: Objective, step: Step, routes: 
     """The engine's loss and gradients of `objective`, in rows as configured and in rows of about one document;
     collective."""
     engine.check_sums(objective)
-    longest = max(meta.room for meta in to_documents(engine, step, images)[1]) + 1
+    budgets = (None, short_budget(engine, step, images))
     with following(engine, routes):
-        found = [one_gradient(engine, step, budget, images, objective)[:2] for budget in (None, longest)]
+        found = [one_gradient(engine, step, budget, images, objective)[:2] for budget in budgets]
     return [(loss, as_in_files(engine, gradients)) for loss, gradients in found]
 
 
@@ -37,11 +37,11 @@ def divisor(engine: Engine, objective: Objective, step: Step, images: Images) ->
 
 
 def expect_objective(trainer: Trainer, objective: Objective, step: Step, divided_by: float) -> ExpectedGradient:
-    """What one plain process computes of it. others: with the documents in reverse, and in fp64."""
+    """What one plain process computes of it. others: with the documents in reverse."""
     plain = trainer.reference()
     loss, gradients = _gradients(plain, objective, step, divided_by)
-    norm = float(torch.stack([g.double().norm() for g in gradients.values()]).norm())
-    return ExpectedGradient(loss, norm, gradients, [_gradients(plain, objective, step[::-1], divided_by)[1]])
+    reverse = _gradients(plain, objective, step[::-1], divided_by)[1]
+    return ExpectedGradient(loss, norm_of(gradients), gradients, [reverse])
 
 
 def _gradients(plain: Reference, objective: Objective, step: Sequence[Document], by: float) -> tuple[float, Tensors]:

@@ -81,7 +81,7 @@ def _observe(
         seen.losses.append(loss)
         seen.gradients.append(gradients)
         seen.norms.append(norm)
-    longest = max(meta.room for meta in to_documents(engine, steps[0], images)[1]) + 1
+    longest = short_budget(engine, steps[0], images)
     seen.micro_loss, seen.micro_gradients, _ = one_gradient(engine, steps[0], longest, images)
     seen.readouts = gather_readouts(engine, steps[0], None, images)
     seen.alone = gather_readouts(engine, steps[0], longest, images)
@@ -97,6 +97,11 @@ def _observe(
     except RanksDisagreeError as error:  # the same on all ranks
         seen.apart = " ".join(str(error).split())
     seen.weights = {name: tensor.cpu() for name, tensor in engine.tensors()}
+
+
+def short_budget(engine: Engine, step: Step, images: Images = _NONE) -> int:
+    """Tokens of a row that has room for about one document of the step."""
+    return max(meta.room for meta in to_documents(engine, step, images)[1]) + 1
 
 
 def to_documents(engine: Engine, step: Step, images: Images = _NONE) -> tuple[dict[int, Document], list[DocumentMeta]]:

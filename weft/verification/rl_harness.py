@@ -35,6 +35,7 @@ from weft.rollout.types import Floats, Group, Sample, samples_of
 from weft.telemetry import flight
 from weft.verification import rl_reference
 from weft.verification.adapter import as_in_files, optimizer_by_files, randomize_adapters, saved_adapter
+from weft.verification.expected import norm_of
 from weft.verification.harness import (
     SCALAR,
     Figure,
@@ -342,7 +343,7 @@ class _Plain:
             if not number:
                 for plain, learner, _ in learners:
                     loss, gradients = plain.gradients(rows)
-                    norm = float(torch.stack([g.double().norm() for g in gradients.values()]).norm())
+                    norm = norm_of(gradients)
                     learner.first = loss, plain.size, norm, {name: g.cpu() for name, g in gradients.items()}
             for _ in range(PASSES):
                 for plain, learner, rate in learners:

@@ -15,8 +15,6 @@ __all__ = ["FAMILIES", "OWN_ATTENTION", "Family", "carries_state", "family_of", 
 
 FAMILIES: Mapping[str, Family] = {**own_attention.FAMILIES, **phimoe.FAMILIES, **state_mixers.FAMILIES}
 ADAPTERS.update({**llama4.ADAPTERS, **positions_only.ADAPTERS})
-
-
 _found: dict[str, Family] = {}  # by the checks at start of this process
 
 
