@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
@@ -106,8 +107,7 @@ def position_limit(config: PretrainedConfig) -> int | None:
     longrope has one table up to original_max_position_embeddings and another beyond. `dynamic` keeps a state between
     calls, and the engine refuses documents above the limit.
     """
-    parameters = getattr(config, "rope_parameters", None) or {}
-    for rope in (parameters, *(value for value in parameters.values() if isinstance(value, dict))):
+    for rope in rope_parameters(config):
         if rope.get("rope_type") in ("longrope", "dynamic"):
             original = rope.get("original_max_position_embeddings")
             original = original or getattr(config, "original_max_position_embeddings", None)
@@ -117,9 +117,13 @@ def position_limit(config: PretrainedConfig) -> int | None:
 
 def rope_is_dynamic(config: PretrainedConfig) -> bool:
     """Whether the rotary table depends on the longest sequence seen so far."""
+    return any(rope.get("rope_type") == "dynamic" for rope in rope_parameters(config))
+
+
+def rope_parameters(config: PretrainedConfig) -> list[dict[str, Any]]:
+    """The parameters of the rotary embedding, and those of each kind of layer or part of a head that has its own."""
     parameters = getattr(config, "rope_parameters", None) or {}
-    nested = (parameters, *(value for value in parameters.values() if isinstance(value, dict)))
-    return any(rope.get("rope_type") == "dynamic" for rope in nested)
+    return [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
 
 
 def _refusal(model: PreTrainedModel, reason: str) -> UserError:

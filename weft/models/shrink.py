@@ -8,6 +8,7 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from weft.models.cost import EXPERTS, expert_counts
+from weft.models.facts import rope_parameters
 from weft.models.kinds import LayerKinds, meta_model
 
 _WINDOW = 16  # every window and chunk of a small copy; check rows are longer
@@ -178,9 +179,7 @@ def _narrow_heads(text: Any) -> None:
 
 
 def _early_long_context(text: Any) -> None:
-    parameters = getattr(text, "rope_parameters", None) or {}
-    nested = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
-    for rope in nested:
+    for rope in rope_parameters(text):
         if "original_max_position_embeddings" in rope:
             rope["original_max_position_embeddings"] = _ORIGINAL_POSITIONS
     if getattr(text, "original_max_position_embeddings", None):

@@ -7,7 +7,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from weft.config.schema import OptimizerConfig
 from weft.models import hf
@@ -84,12 +84,10 @@ class Trainer:
         train in fp64, by the recorded routes. recorder: records the routes of experts."""
         plain, c = self.reference(), self.config
         if double:
-            _double(plain)
+            widen(plain.model)
         start = on_cpu(plain.weights())
         state = torch.bfloat16 if c.state_dtype == "bf16" else torch.float32
-        groups = [(g.match, g.lr / c.lr if g.lr else g.lr_scale or 1.0, g.weight_decay) for g in c.groups]
-        optimizer = Optimizer(c.name, c.betas, c.eps, c.weight_decay, c.momentum, c.options, groups)
-        plain.start(optimizer.over(plain.named()), c.max_grad_norm, state)
+        plain.start(plain_optimizer(c).over(plain.named()), c.max_grad_norm, state)
         curve = []
         with _recording(recorder, plain, self.layers, follow=double), hf.in_double() if double else nullcontext():
             for number, (step, lr) in enumerate(zip(steps, self.lrs, strict=True)):
@@ -128,9 +126,16 @@ def expect(trainer: Trainer, steps: Sequence[Step], facts: FlopFacts) -> Expecte
     return out
 
 
+def plain_optimizer(config: OptimizerConfig) -> Optimizer:
+    """The optimizer of a plain process. config: with the names that the plain model has."""
+    c = config
+    groups = [(g.match, g.lr / c.lr if g.lr else g.lr_scale or 1.0, g.weight_decay) for g in c.groups]
+    return Optimizer(c.name, c.betas, c.eps, c.weight_decay, c.momentum, c.options, groups)
+
+
 def _in_double(plain: reference.Reference, step: Step) -> Tensors:
     """Gradients computed in fp64."""
-    _double(plain)
+    widen(plain.model)
     with hf.in_double():
         found = plain.gradients(step)[1]
     gradients = {name: g.float().cpu() for name, g in found.items()}
@@ -138,9 +143,10 @@ def _in_double(plain: reference.Reference, step: Step) -> Tensors:
     return gradients
 
 
-def _double(plain: reference.Reference) -> None:
-    hf.run_experts_one_by_one(plain.model)  # torch's grouped products take no fp64
-    plain.model.double()
+def widen(model: nn.Module) -> None:
+    """Give the model weights in fp64. Its results are to be computed within `hf.in_double`."""
+    hf.run_experts_one_by_one(model)  # torch's grouped products take no fp64
+    model.double()
 
 
 @contextmanager

@@ -283,7 +283,7 @@ def compare_gradients(gradients: Tensors, expected: Tensors, noise: dict[str, fl
             scale = max(float(theirs.abs().max()), 1e-3 * largest)
             value = float((ours - theirs).abs().max()) / scale if scale > 0 else float((ours - theirs).abs().max())
         own = noise.get(name, 0.0)
-        out.append(Figure(name, value, _widened(GRADIENT, own), own))
+        out.append(Figure(name, value, widened(GRADIENT, own), own))
     return out
 
 
@@ -314,7 +314,7 @@ def compare_weights(
     element may round differently, which in a small parameter is a large share of all movement."""
     if optimizer == "sgd":
         value, *noises = (_distance(w, after, start, None) for w in (weights, *others))
-        return Figure(name, value, _widened(SGD, max(noises)), max(noises), "all together")
+        return Figure(name, value, widened(SGD, max(noises)), max(noises), "all together")
     step = torch.finfo(state).eps if state.itemsize < 4 else 0.0
 
     def own(parameter: Tensor) -> float:
@@ -322,7 +322,7 @@ def compare_weights(
 
     noise_of = {n: max(_distance(other, after, start, n) for other in others) for n in after}
     each = [
-        Figure(n, _distance(weights, after, start, n), _widened(ADAMW + own(after[n]), noise), noise)
+        Figure(n, _distance(weights, after, start, n), widened(ADAMW + own(after[n]), noise), noise)
         if noise < _ROUNDING
         else Figure(n, float(_moved(weights, start, n) > 10 * _moved(after, start, n)), 0.5, noise)
         for n, noise in noise_of.items()
@@ -344,7 +344,8 @@ def _distance(weights: Tensors, expected: Tensors, start: Tensors, name: str | N
     return float((error / moved) ** 0.5)
 
 
-def _widened(tolerance: float, noise: float) -> float:
+def widened(tolerance: float, noise: float) -> float:
+    """The tolerance of a figure whose value the reference itself moves by `noise`."""
     return min(max(tolerance, 10 * noise), WIDEST)
 
 

@@ -23,6 +23,7 @@ from weft.config.rl_schema import RlConfig
 from weft.engine.engine import Engine
 from weft.engine.replay import LIVE, align_routes
 from weft.errors import UserError
+from weft.models import hf
 from weft.models.routing import replace_choices, replaced
 from weft.objectives.policy import PolicyLoss
 from weft.objectives.value import ValueLoss
@@ -35,7 +36,7 @@ from weft.rollout.types import Floats, Group, Sample, samples_of
 from weft.telemetry import flight
 from weft.verification import rl_reference
 from weft.verification.adapter import as_in_files, optimizer_by_files, randomize_adapters, saved_adapter
-from weft.verification.expected import norm_of
+from weft.verification.expected import norm_of, plain_optimizer, widen
 from weft.verification.harness import (
     SCALAR,
     Figure,
@@ -45,11 +46,11 @@ from weft.verification.harness import (
     cut_documents,
     may_be_rounding,
     rounds,
+    widened,
     worst_five,
     worst_of,
 )  # fmt: skip
 from weft.verification.observed import Tensors
-from weft.verification.reference_optimizer import Optimizer
 from weft.verification.rl_reference import PeftPolicy, PlainCritic, PlainPolicy, Row, Rule
 from weft.verification.rl_rollouts import awkward_rollouts, disturb, noise
 
@@ -107,17 +108,22 @@ def verify_rl(trainer: Trainer, lr: float, rollouts: Rollouts | None = None) -> 
             plain = _Plain(trainer, start, adapter).run(rollouts, lr)
             others = [_Plain(trainer, start, adapter).run(rollouts, lr, reverse=True)]
             if at_once:
-                others.append(_Plain(trainer, start, adapter, double=True).run(rollouts, lr))
+                others.append(_in_double(trainer, start, adapter, rollouts, lr))
         seen = _observe(trainer, rollouts, lr)
         if plain is None:
             return None
         figures += _read_figures(seen, plain)
         verdict = _judge(seen, plain, others, start, config, figures)
-        # In fp64 other experts might be chosen.
-        if may_be_rounding(verdict) and not at_once and not trainer.engine.built.flops.expert:
-            others.append(_Plain(trainer, start, adapter, double=True).run(rollouts, lr))
+        if may_be_rounding(verdict) and not at_once and _routes_are_known(trainer.engine, rollouts):
+            others.append(_in_double(trainer, start, adapter, rollouts, lr))
             verdict = _judge(seen, plain, others, start, config, figures)
     return verdict
+
+
+def _routes_are_known(engine: Engine, rollouts: Rollouts) -> bool:
+    """Whether fp64 takes the same experts: it would choose others by itself where two are nearly alike."""
+    samples = [sample for groups in rollouts for sample in samples_of(groups)]
+    return not engine.built.flops.expert or all(sample.routes is not None for sample in samples)
 
 
 def _judge(
@@ -268,7 +274,7 @@ class _Plain:
     def __init__(
         self, trainer: Trainer, start: tuple[Tensors, Tensors | None], adapter: str | None, *, double: bool = False
     ) -> None:
-        self.trainer, self.config, self.start = trainer, trainer.config, start
+        self.trainer, self.config, self.start, self.double = trainer, trainer.config, start, double
         engine, config = trainer.engine, trainer.config
         path, self.device = config.model.path, str(engine.device)
         self.policy: PlainPolicy | PeftPolicy = (
@@ -279,31 +285,27 @@ class _Plain:
         rule = Rule(
             config.rl, config.rollout.temperature, config.rollout.max_new_tokens, config.critic.clip, self._following
         )
-        self.policy.rule = rule
-        self._widen(self.policy, double)
+        self._prepare(self.policy, rule)
         self.policy.start(self._optimizer(engine), config.optimizer.max_grad_norm)
         self.reference: PlainPolicy | None = None
         if config.rl.kl > 0 and not isinstance(self.policy, PeftPolicy):
             self.reference = PlainPolicy(config.reference.path or path, self.device)
-            self.reference.rule = rule
-            self._widen(self.reference, double)
+            self._prepare(self.reference, rule)
         self.critic: PlainCritic | None = None
         if trainer.critic is not None and start[1] is not None:
             self.critic = PlainCritic(config.critic.path or path, start[1], self.device)
-            self.critic.rule = rule
-            self._widen(self.critic, double)
+            self._prepare(self.critic, rule)
             self.critic.start(self._optimizer(trainer.critic), config.optimizer.max_grad_norm)
 
-    @staticmethod
-    def _widen(plain: PlainPolicy | PeftPolicy | PlainCritic, double: bool) -> None:
-        if double:
-            plain.model.double()
+    def _prepare(self, plain: PlainPolicy | PeftPolicy | PlainCritic, rule: Rule) -> None:
+        plain.rule = rule
+        if self.double:
+            widen(plain.model)
 
     def _optimizer(self, engine: Engine) -> torch.optim.Optimizer:
         c, plain = optimizer_by_files(engine), self.policy if engine is self.trainer.engine else self.critic
         assert plain is not None
-        groups = [(g.match, g.lr / c.lr if g.lr else g.lr_scale or 1.0, g.weight_decay) for g in c.groups]
-        return Optimizer(c.name, c.betas, c.eps, c.weight_decay, c.momentum, c.options, groups).over(plain.named())
+        return plain_optimizer(c).over(plain.named())
 
     @contextmanager
     def _following(self, row: Row) -> Iterator[None]:
@@ -383,6 +385,14 @@ class _Plain:
         return {name: [value.numpy() for value in values] for name, values in found.items()}
 
 
+def _in_double(
+    trainer: Trainer, start: tuple[Tensors, Tensors | None], adapter: str | None, rollouts: Rollouts, lr: float
+) -> RunResults:
+    plain = _Plain(trainer, start, adapter, double=True)
+    with hf.in_double():
+        return plain.run(rollouts, lr)
+
+
 # ---------------------------------------------------------------- figures
 
 
@@ -393,6 +403,14 @@ def _read_figures(seen: RunResults, plain: RunResults) -> list[Figure]:
         pairs = zip(seen.reads[0][name], plain.reads[0][name], strict=True)
         figures.append(Figure(names[name], max(_difference(*pair) for pair in pairs), SCALAR))
     return figures
+
+
+def _along(side: ModelResults, plain: ModelResults) -> tuple[float, float]:
+    """The largest differences of the losses and of the gradient norms of all updates from those of the plain side."""
+    pairs = list(zip(side.curve, plain.curve, strict=True))
+    losses = [abs(ours[0] - loss) / max(size, 1e-6) for ours, (loss, size, _) in pairs]
+    norms = [abs(ours[2] - norm) / max(norm, 1e-6) for ours, (_, _, norm) in pairs]
+    return max(losses), max(norms)
 
 
 def _learner_figures(
@@ -412,10 +430,8 @@ def _learner_figures(
             own[figure.name] = max(own.get(figure.name, 0.0), figure.value)
     parameters = compare_gradients(seen.first[3], plain.first[3], own)
     micro = compare_gradients(seen.micro, plain.first[3], own)
-    updates = len(plain.curve)
-    pairs = list(zip(seen.curve, plain.curve, strict=True))
-    losses = [abs(ours[0] - loss) / max(size, 1e-6) for ours, (loss, size, _) in pairs]
-    norms = [abs(ours[2] - norm) / max(norm, 1e-6) for ours, (_, _, norm) in pairs]
+    updates, along = len(plain.curve), _along(seen, plain)
+    noises = [max(values) for values in zip(*(_along(other, plain) for other in others), strict=True)]
     loss, size, norm, _ = plain.first
     weights, optimizer = [other.weights for other in others], config.optimizer.name
     figures = [
@@ -423,8 +439,10 @@ def _learner_figures(
         Figure("gradient norm", abs(seen.first[2] - norm) / max(norm, 1e-6), SCALAR),
         worst_of("gradients, every parameter", parameters),
         worst_of("gradients, many micro-batches", micro),
-        Figure(f"loss along {updates} updates", max(losses), 10 * SCALAR),
-        Figure(f"gradient norm along {updates} updates", max(norms), 10 * SCALAR),
+        *(
+            Figure(f"{name} along {updates} updates", value, widened(10 * SCALAR, noise), noise)
+            for name, value, noise in zip(("loss", "gradient norm"), along, noises, strict=True)
+        ),
         compare_weights(f"weights after {updates} updates", seen.weights, plain.weights, start, weights, optimizer),
     ]
     named = [Figure(prefix + f.name, f.value, f.tolerance, f.noise, f.note) for f in figures]
