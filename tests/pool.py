@@ -77,23 +77,23 @@ def _run(world: int, function: Callable[..., Any], args: tuple[Any, ...], timeou
 
 def _collect(workers: list[_Worker], name: str, timeout: float) -> list[Any]:
     deadline, results = time.monotonic() + timeout, {}
+    ranks = {end: rank for rank, worker in enumerate(workers) for end in (worker.pipe, worker.process.sentinel)}
     while len(results) < len(workers):
-        for rank, (process, pipe, _) in enumerate(workers):
-            if rank in results:
-                continue
-            if pipe.poll(0.01):
-                try:
-                    ok, value = pipe.recv()
-                except EOFError:
-                    process.join(5)
-                    ok, value = False, "it is gone"
-                if not ok:
-                    others = [worker.process.sentinel for worker in workers if worker.process.is_alive()]
-                    wait(others, timeout=0.2)  # this one's error may be that another has died
-                    _give_up(f"{name}, rank {rank} of {len(workers)}:\n{value}")
-                results[rank] = value
-            elif not process.is_alive():
+        waited_for = [end for end, rank in ranks.items() if rank not in results]
+        for rank in {ranks[end] for end in wait(waited_for, max(0.0, deadline - time.monotonic()))}:
+            process, pipe, _ = workers[rank]
+            if not pipe.poll():
                 _give_up(f"{name}, rank {rank} of {len(workers)}: it is gone")
+            try:
+                ok, value = pipe.recv()
+            except EOFError:
+                process.join(5)
+                ok, value = False, "it is gone"
+            if not ok:
+                others = [worker.process.sentinel for worker in workers if worker.process.is_alive()]
+                wait(others, timeout=0.2)  # this one's error may be that another has died
+                _give_up(f"{name}, rank {rank} of {len(workers)}:\n{value}")
+            results[rank] = value
         if time.monotonic() > deadline:
             waiting = [rank for rank in range(len(workers)) if rank not in results]
             for rank in waiting:

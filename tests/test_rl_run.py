@@ -33,7 +33,10 @@ WEFT = [sys.executable, "-m", "weft"]
 # A Ray that a program starts asks others of the same user for the token that it keeps.
 VARIABLES = {"PYTHONPATH": str(ROOT), "RAY_AUTH_MODE": "token"}
 CLUSTER = """
-import sys, ray
+import sys, tempfile, ray
+from tests.ray_forks import start_server
+folder = tempfile.TemporaryDirectory()
+start_server(folder.name)
 ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
 print(ray.get_runtime_context().gcs_address, flush=True)
 sys.stdin.read()
