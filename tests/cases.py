@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -169,11 +170,19 @@ def bytes_held(engine: Engine) -> tuple[int, int, int]:
     return weights, sum(g.nbytes for g in gradients), sum(v.nbytes for v in states)
 
 
-def parity(path: str, mesh: str, sections: dict[str, dict[str, Any]], device: Device = "cpu") -> Verdict | None:
+def parity(
+    path: str, mesh: str, sections: dict[str, dict[str, Any]], device: Device = "cpu", steps: int = 3
+) -> Verdict | None:
     """The verdict of `weft verify`'s own function on this mesh; on rank 0. The reference is on the CPU."""
     with mock.patch.object(harness, "expect", expect_once):
         engine = open_engine(path, mesh, device=device, **sections)
-        return harness.verify(engine, path, awkward_steps(128), [1e-3] * 3)
+        return harness.verify(engine, path, awkward_steps(128)[:steps], [1e-3] * steps)
+
+
+def pairs(suite: Sequence[tuple[Any, ...]], table: Sequence[tuple[Any, ...]]) -> list[Any]:
+    """Parameters of a test: the cases of the suite, and those that `make verify-all` runs as well."""
+    marked = [*((case, ()) for case in suite), *((case, pytest.mark.table) for case in table)]
+    return [pytest.param(*case, id=" ".join(p for p in case if isinstance(p, str)), marks=m) for case, m in marked]
 
 
 @contextmanager

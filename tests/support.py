@@ -66,10 +66,10 @@ def cases() -> dict[tuple[str, str], str]:
     found: dict[tuple[str, str], str] = {}
     for axis, tried in (
         ("dp", test_parity.CASES),
-        ("tp", test_tensor_parallel.CASES),
-        ("cp", [*test_context_parallel.CASES, *test_context_parallel.DEALT_WHOLE]),
-        ("ep", test_expert_parallel.CASES),
-        ("pp", test_pipeline.CASES),
+        ("tp", [*test_tensor_parallel.TABLE, *test_tensor_parallel.CASES]),
+        ("cp", [*test_context_parallel.TABLE, *test_context_parallel.CASES, *test_context_parallel.DEALT_WHOLE]),
+        ("ep", [*test_expert_parallel.TABLE, *test_expert_parallel.CASES]),
+        ("pp", [*test_pipeline.TABLE, *test_pipeline.CASES]),
     ):
         for family, mesh in tried:
             if world_of(mesh) >= world_of(found.get((family, axis), "1")):

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 FILES = sorted((ROOT / "weft").rglob("*.py"))
 
 
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def lengths() -> dict[str, int]:
     """file:function -> lines, of every function of the package."""
     found = {}
     for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree(path)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 assert node.end_lineno is not None
                 found[f"{path.relative_to(ROOT)}:{node.lineno} {node.name}"] = node.end_lineno - node.lineno + 1
@@ -66,7 +72,7 @@ def test_only_one_file_imports_internals_of_transformers() -> None:
     """`from transformers import X` is its public interface; a submodule is not."""
     importing = set()
     for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree(path)):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             if any(name.startswith("transformers.") for name in names):
@@ -89,7 +95,7 @@ def imports() -> set[tuple[str, str]]:
     found = set()
     for path in FILES:
         ours = path.relative_to(ROOT / "weft").parts[0].removesuffix(".py")
-        for node in _run(ast.parse(path.read_text())):
+        for node in _run(tree(path)):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             if isinstance(node, ast.ImportFrom):
                 names = [f"weft.{alias.name}" for alias in node.names] if node.module == "weft" else [str(node.module)]
@@ -115,7 +121,7 @@ def test_everything_is_printed_by_one_file() -> None:
     own = {"weft/terminal.py", "weft/config/reference.py", "weft/verification/plants.py"}
     printing = set()
     for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree(path)):
             calls = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
             if calls or (isinstance(node, ast.ImportFrom) and node.module == "rich.console"):
                 printing.add(str(path.relative_to(ROOT)))
@@ -137,7 +143,7 @@ def imports_of_files() -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for name, path in modules.items():
         named = set()
-        for node in _run(ast.parse(path.read_text())):
+        for node in _run(tree(path)):
             named |= {alias.name for alias in node.names} if isinstance(node, ast.Import) else set()
             if isinstance(node, ast.ImportFrom) and node.module is not None:
                 inside = {f"{node.module}.{alias.name}" for alias in node.names}
@@ -170,7 +176,7 @@ def without_group() -> list[str]:
         name = str(path.relative_to(ROOT))
         if name == "weft/cluster/process.py" or name.startswith("weft/verification/bugs/"):
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree(path)):
             if isinstance(node, ast.Attribute) and node.attr == "WORLD":
                 found.append(f"{name}:{node.lineno} WORLD")
             if isinstance(node, ast.Call) and not _has_group(node):

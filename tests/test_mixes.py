@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 
 from tests import mixes, support
+from tests.cases import pairs
 
-CASES = [("qwen3_moe", "pp2xep2xtp2"), ("gpt_oss", "ep2xcp2xtp2"), ("llama", "pp2x2xtp2")]
+CASES, TABLE = [("qwen3_moe", "pp2xep2xtp2"), ("llama", "pp2x2xtp2")], [("gpt_oss", "ep2xcp2xtp2")]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "mix"), CASES, ids=map(" ".join, CASES))
+@pytest.mark.parametrize(("family", "mix"), pairs(CASES, TABLE))
 def test_eight_ranks_on_three_axes(family: str, mix: str) -> None:
     assert mixes.verdict(family, mix) == "ok"
 

@@ -14,7 +14,7 @@ import transformers
 from torch import Tensor
 
 from tests import plain_rl
-from tests.cases import open_engine, saved_model, world_of
+from tests.cases import open_engine, pairs, saved_model, world_of
 from tests.plain_rl import LONGEST, Row
 from tests.pool import run
 from tests.rl_samples import algorithm, rl_config
@@ -224,8 +224,8 @@ def update_is_the_plain_one(plant: str | None) -> bool:
 
 @pytest.mark.parametrize(
     ("family", "mesh", "budget"),
-    [("llama", "1", 64), ("llama", "2", 40), ("llama", "4", 128), ("llama", "2x2", 30),
-     ("qwen3_moe", "2x2", 40)],
+    pairs([("llama", "1", 64), ("llama", "2", 40), ("qwen3_moe", "2x2", 40)],
+          [("llama", "4", 128), ("llama", "2x2", 30)]),
 )  # fmt: skip
 def test_every_algorithm(family: str, mesh: str, budget: int) -> None:
     path = saved_model(family)

@@ -63,7 +63,9 @@ def lasting(peak: Peak) -> tuple[dict[str, int], str, int]:
     ("family", "mesh", "sections", "micro_batches"),
     [
         ("qwen3", "2x2", {"fsdp": {"reduce": "last"}, "model": {"recompute": "full"}}, 2),
-        ("qwen3", "2xtp2", {"optimizer": {"state_dtype": "bf16", "ema_decay": 0.9}}, 2),
+        pytest.param(
+            "qwen3", "2xtp2", {"optimizer": {"state_dtype": "bf16", "ema_decay": 0.9}}, 2, marks=pytest.mark.table
+        ),
         ("llama", "tp2", {"lora": {"rank": 4}}, 2),
         ("gemma2", "2xcp2", {"fsdp": {"param_dtype": "bf16"}}, 2),
         ("llama_tied", "pp2x2", {}, 2),
@@ -196,7 +198,7 @@ def calls_in(found: Simulated) -> dict[tuple[str, int], tuple[int, int]]:
     ("model", "layers", "mesh", "world", "length", "recompute"),
     [
         ("Qwen3-4B", 6, {"dp_shard": 8}, 8, 4096, "none"),
-        ("Qwen3-32B", 6, {"dp_shard": 512, "tp": 8}, 4096, 4096, "full"),
+        pytest.param("Qwen3-32B", 6, {"dp_shard": 512, "tp": 8}, 4096, 4096, "full", marks=pytest.mark.table),
         ("Qwen3-30B-A3B", 4, {"dp_shard": 16, "ep": 8}, 16, 4096, "full"),
         ("Qwen3-235B-A22B", 8, {"pp": 2, "dp_shard": 2, "cp": 4, "ep": 8}, 16, 32768, "full"),
     ],

@@ -16,7 +16,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from tests.cases import describe, open_engine, parity, saved_model, world_of
+from tests.cases import describe, open_engine, pairs, parity, saved_model, world_of
 from tests.pool import run
 from tests.zoo import tiny_config
 from weft.engine import division_check
@@ -33,13 +33,14 @@ from weft.sharding.cuts import Cut
 
 CASES = [
     ("llama", "tp2"), ("llama_tied", "2xtp2"), ("qwen3", "tp4"), ("gemma3_text", "tp2"), ("gpt_oss", "tp4"),
-    ("qwen3_moe", "2xtp2"), ("deepseek_v3", "tp2"), ("cohere2", "tp2"), ("olmo2", "tp4"), ("phi3_longrope", "tp4"),
+    ("qwen3_moe", "2xtp2"), ("deepseek_v3", "tp2"), ("cohere2", "tp2"), ("olmo2", "tp2"), ("phi3_longrope", "tp2"),
     ("gpt2", "tp2"), ("falcon", "tp2"), ("stablelm", "tp2"), ("llama4_text", "tp2"), ("lfm2", "tp2"),
-    ("gemma4_text", "tp2"), ("qwen3_next", "tp2"), ("bamba", "tp2"), ("nemotron_h", "2xtp2"),
+    ("gemma4_text", "tp2"), ("qwen3_next", "tp2"), ("bamba", "tp2"), ("nemotron_h", "tp2"),
 ]  # fmt: skip
+TABLE = [("olmo2", "tp4"), ("phi3_longrope", "tp4"), ("nemotron_h", "2xtp2")]
 
 
-@pytest.mark.parametrize(("family", "mesh"), CASES, ids=map(" ".join, CASES))
+@pytest.mark.parametrize(("family", "mesh"), pairs(CASES, TABLE))
 def test_steps_are_those_of_plain_transformers(family: str, mesh: str) -> None:
     verdict = run(world_of(mesh), parity, saved_model(family), mesh, {})[0]
     assert verdict.passed, describe(verdict)

@@ -37,15 +37,20 @@ FUSED = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
     [
         ("llama", "tp2", {"lora": {"rank": 4, "rslora": True, "modules_to_save": ("lm_head",)}}),
         ("llama", "2xtp2", {"lora": {"rank": 3, "alpha": 5.0, "targets": ("all-linear", "lm_head")}}),
-        ("qwen3", "tp4", {"lora": {"rank": 4, "targets": ("all-linear", "embed_tokens")}}),
+        ("qwen3", "tp2", {"lora": {"rank": 4, "targets": ("all-linear", "embed_tokens")}}),
         ("qwen3_moe", "2xtp2", {"lora": {"rank": 2, "targets": EXPERTS}, "model": {"recompute": "full"}}),
         ("gpt_oss", "tp4", {"lora": {"rank": 2, "targets": ("q_proj", "v_proj", "experts.gate_up_proj",
                                                             "experts.down_proj")}}),
-        ("phi3_longrope", "tp4", {"lora": {"rank": 4, "targets": FUSED}, "fsdp": {"reduce": "last"}}),
+        ("phi3_longrope", "tp2", {"lora": {"rank": 4, "targets": FUSED}, "fsdp": {"reduce": "last"}}),
         ("gpt2", "tp2", {"lora": {"rank": 4, "targets": ("all-linear", "wte")}}),
         ("deepseek_v3", "tp2", {"lora": {"rank": 2}}),
-        ("falcon", "2xtp2", {"lora": {"rank": 2}, "fsdp": {"cpu_offload": True}}),
+        ("falcon", "tp2", {"lora": {"rank": 2}, "fsdp": {"cpu_offload": True}}),
         ("mamba", "tp2", {"lora": {"rank": 4, "targets": ("all-linear",)}}),
+        *(pytest.param(*case, marks=pytest.mark.table) for case in (
+            ("qwen3", "tp4", {"lora": {"rank": 4, "targets": ("all-linear", "embed_tokens")}}),
+            ("phi3_longrope", "tp4", {"lora": {"rank": 4, "targets": FUSED}, "fsdp": {"reduce": "last"}}),
+            ("falcon", "2xtp2", {"lora": {"rank": 2}, "fsdp": {"cpu_offload": True}}),
+        )),
     ],
 )  # fmt: skip
 def test_parity(family: str, mesh: str, sections: Sections) -> None:
