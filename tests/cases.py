@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
 from unittest import mock
@@ -26,14 +26,13 @@ from weft.config.schema import FsdpConfig, LoraConfig, MeshConfig, ModelConfig, 
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
 from weft.models import hf
-from weft.models.flops import FlopFacts
 from weft.objectives.cross_entropy import CrossEntropy
 from weft.recipes.verify import EPSILON
 from weft.verification import harness
 from weft.verification.documents import awkward_steps
-from weft.verification.expected import Expected, Trainer, expect
+from weft.verification.expected import Expected, Trainer, expect, with_noise
 from weft.verification.harness import Verdict
-from weft.verification.observed import Step, to_documents
+from weft.verification.observed import to_documents
 
 MESHES: dict[str, dict[str, Any]] = {
     "1": {}, "2": {"dp_shard": 2}, "3": {"dp_shard": 3}, "4": {"dp_shard": 4},
@@ -174,7 +173,7 @@ def parity(
     path: str, mesh: str, sections: dict[str, dict[str, Any]], device: Device = "cpu", steps: int = 3
 ) -> Verdict | None:
     """The verdict of `weft verify`'s own function on this mesh; on rank 0. The reference is on the CPU."""
-    with mock.patch.object(harness, "expect", expect_once):
+    with references_once():
         engine = open_engine(path, mesh, device=device, **sections)
         return harness.verify(engine, path, awkward_steps(128)[:steps], [1e-3] * steps)
 
@@ -204,13 +203,24 @@ def traced_parity(path: str, mesh: str, sections: dict[str, dict[str, Any]]) -> 
         return parity(path, mesh, sections | {"model": {"compile": True}})
 
 
-def expect_once(trainer: Trainer, steps: Sequence[Step], facts: FlopFacts) -> Expected:
-    """What one plain process computes is the same for every mesh. An adapter's folder is another one each time."""
-    trainer = replace(trainer, device="cpu")
-    key = repr((trainer, steps, facts))
-    if trainer.adapter is not None or key not in _expected:
-        _expected[key] = expect(trainer, steps, facts)
-    return _expected[key]
+@contextmanager
+def references_once() -> Iterator[None]:
+    """Inside: what one plain process computes is kept, as it is the same for every mesh; but not of an adapter, whose
+    folder is another one each time."""
+
+    def once(trainer: Trainer, *rest: Any, before: Expected | None = None) -> Expected:
+        trainer = replace(trainer, device="cpu")
+        key = repr((trainer, *rest, before is None))
+        if trainer.adapter is not None or key not in _expected:
+            compute = expect if before is None else partial(with_noise, before)
+            _expected[key] = compute(trainer, *rest)
+        return _expected[key]
+
+    def noisy_once(expected: Expected, *rest: Any) -> Expected:
+        return once(*rest, before=expected)
+
+    with mock.patch.multiple(harness, expect=once, with_noise=noisy_once):
+        yield
 
 
 def describe(verdict: Verdict) -> str:

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.cases import describe, expect_once, open_engine, pairs, world_of
+from tests.cases import describe, open_engine, pairs, references_once, world_of
 from tests.pool import run
 from tests.vision_zoo import FAMILIES, OTHERS, saved_vision_model
 from weft.engine import rows
@@ -27,7 +27,7 @@ def parity(
 ) -> Verdict | None:
     """The verdict of `weft verify`'s own function on this mesh; on rank 0. bare: with a step of text alone. videos:
     with some beside images, and instead of them."""
-    with mock.patch.object(harness, "expect", expect_once):
+    with references_once():
         engine = open_engine(path, mesh, **{"step": {"max_tokens_per_device": 256}, **sections})
         plain = hf.build_random(hf.read_config(path), dtype=torch.float32, attention="eager", seed=0)
         vision = engine.built.vision

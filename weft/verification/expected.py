@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -23,26 +23,26 @@ from weft.verification.routing import Recorder, Routes
 @dataclass(frozen=True)
 class ExpectedGradient:
     """The gradient of one step at the initial weights. others: the gradients by other orders of summation, and in fp64
-    if rounding counts, to measure noise."""
+    if rounding counts, to measure noise; empty if it was not measured."""
 
     loss: float
     norm: float
     gradients: Tensors
-    others: list[Tensors]
+    others: Sequence[Tensors] = ()
 
 
 @dataclass
 class Expected:
     """The reference's results. readouts: (logprob, entropy) of each document of the first step. curve: (loss, gradient
     norm) of each step. start, weights: the weights before and after training. others: the weights after training by
-    other orders of summation, or in fp64. routes: chosen experts, if there are any."""
+    other orders of summation, or in fp64; empty if noise was not measured. routes: chosen experts, if there are any."""
 
     readouts: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     steps: list[ExpectedGradient] = field(default_factory=list)
     curve: list[tuple[float, float]] = field(default_factory=list)
     start: Tensors = field(default_factory=dict)
     weights: Tensors = field(default_factory=dict)
-    others: list[Tensors] = field(default_factory=list)
+    others: Sequence[Tensors] = ()
     routes: Routes = field(default_factory=dict)
 
 
@@ -98,32 +98,45 @@ class Trainer:
 
 
 def expect(trainer: Trainer, steps: Sequence[Step], facts: FlopFacts) -> Expected:
-    """Compute all values that an engine will be compared with."""
+    """Compute all values that an engine will be compared with, without their noise."""
     out = Expected()
     recorder = Recorder(facts.experts, facts.experts_per_token) if facts.expert else None
     plain = trainer.reference()
     with _recording(recorder, plain, trainer.layers):
         out.readouts = [plain.logprobs(ids) for ids, _ in steps[0]]
         found = [(loss, on_cpu(gradients)) for loss, gradients in map(plain.gradients, steps)]
-    for step, (loss, gradients) in zip(steps, found, strict=True):
-        norm = norm_of(gradients)
-        others = [on_cpu(plain.gradients(list(step)[::-1])[1])]
-        if trainer.pads:
-            others.append(on_cpu(plain.padded_gradients(step)))
-        if trainer.rounds:
-            with _recording(recorder, plain, trainer.layers, follow=True):
-                others.append(_in_double(plain, step))
-        out.steps.append(ExpectedGradient(loss, norm, gradients, others))
-    del plain  # frees its memory for the references that train
+    out.steps = [ExpectedGradient(loss, norm_of(gradients), gradients) for loss, gradients in found]
+    del plain  # frees its memory for the reference that trains
     out.start, out.weights, out.curve = trainer.train(steps, recorder=recorder)
-    reordered = [list(step)[::-1] for step in steps]
-    out.others = [trainer.train(reordered)[1]]
-    if trainer.pads:
-        out.others.append(trainer.train(steps, padded=True)[1])
-    if trainer.rounds:
-        out.others.append(trainer.train(steps, double=True, recorder=recorder)[1])
     out.routes = recorder.routes if recorder is not None else {}
     return out
+
+
+def with_noise(expected: Expected, trainer: Trainer, steps: Sequence[Step], facts: FlopFacts) -> Expected:
+    """The same values with the reference's noise, which takes two to three times as long as they did."""
+    recorder = Recorder(facts.experts, facts.experts_per_token, expected.routes) if facts.expert else None
+    plain = trainer.reference()
+    found = [_other_gradients(trainer, plain, step, recorder) for step in steps]
+    del plain
+    others = [trainer.train([list(step)[::-1] for step in steps])[1]]
+    if trainer.pads:
+        others.append(trainer.train(steps, padded=True)[1])
+    if trainer.rounds:
+        others.append(trainer.train(steps, double=True, recorder=recorder)[1])
+    measured = [replace(step, others=more) for step, more in zip(expected.steps, found, strict=True)]
+    return replace(expected, steps=measured, others=others)
+
+
+def _other_gradients(
+    trainer: Trainer, plain: reference.Reference, step: Step, recorder: Recorder | None
+) -> list[Tensors]:
+    others = [on_cpu(plain.gradients(list(step)[::-1])[1])]
+    if trainer.pads:
+        others.append(on_cpu(plain.padded_gradients(step)))
+    if trainer.rounds:
+        with _recording(recorder, plain, trainer.layers, follow=True):
+            others.append(_in_double(plain, step))
+    return others
 
 
 def plain_optimizer(config: OptimizerConfig) -> Optimizer:

@@ -106,14 +106,16 @@ def verify_rl(trainer: Trainer, lr: float, rollouts: Rollouts | None = None) -> 
     with saved_adapter(trainer.engine) as adapter:
         if trainer.ranks.is_first:
             plain = _Plain(trainer, start, adapter).run(rollouts, lr)
-            others = [_Plain(trainer, start, adapter).run(rollouts, lr, reverse=True)]
-            if at_once:
-                others.append(_in_double(trainer, start, adapter, rollouts, lr))
         seen = _observe(trainer, rollouts, lr)
         if plain is None:
             return None
         figures += _read_figures(seen, plain)
         verdict = _judge(seen, plain, others, start, config, figures)
+        if not verdict.passed:
+            others.append(_Plain(trainer, start, adapter).run(rollouts, lr, reverse=True))
+            if at_once:
+                others.append(_in_double(trainer, start, adapter, rollouts, lr))
+            verdict = _judge(seen, plain, others, start, config, figures)
         if may_be_rounding(verdict) and not at_once and _routes_are_known(trainer.engine, rollouts):
             others.append(_in_double(trainer, start, adapter, rollouts, lr))
             verdict = _judge(seen, plain, others, start, config, figures)
@@ -431,7 +433,7 @@ def _learner_figures(
     parameters = compare_gradients(seen.first[3], plain.first[3], own)
     micro = compare_gradients(seen.micro, plain.first[3], own)
     updates, along = len(plain.curve), _along(seen, plain)
-    noises = [max(values) for values in zip(*(_along(other, plain) for other in others), strict=True)]
+    noises = [max((_along(other, plain)[which] for other in others), default=None) for which in range(2)]
     loss, size, norm, _ = plain.first
     weights, optimizer = [other.weights for other in others], config.optimizer.name
     figures = [

@@ -58,9 +58,10 @@ class Recorder:
     """Records the routes of a plain model that runs one document at a time. stage: the state of the weights, which the
     caller sets."""
 
-    def __init__(self, experts: int, chosen: int) -> None:
+    def __init__(self, experts: int, chosen: int, routes: Routes | None = None) -> None:
+        """routes: recorded before, to follow."""
         self.experts, self.chosen, self.stage = experts, chosen, 0
-        self.routes: Routes = {}
+        self.routes: Routes = {} if routes is None else routes
 
     @contextmanager
     def watching(self, model: nn.Module, layers: Sequence[nn.Module]) -> Iterator[None]:

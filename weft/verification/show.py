@@ -1,4 +1,4 @@
-"""Prints the verdict as a table: comparison, difference, tolerance, and the reference's own noise."""
+"""Prints the verdict as a table: comparison, difference, tolerance, and the reference's own noise if measured."""
 
 from __future__ import annotations
 
@@ -45,13 +45,14 @@ def print_verdict(
 
 def _table(title: str, figures: list[Figure]) -> Table:
     table = Table(box=None, pad_edge=False)
+    measured = any(figure.noise is not None for figure in figures)
     table.add_column(title)
-    for name in ("differs by", "allowed", "noise"):
+    for name in ("differs by", "allowed", *(["noise"] * measured)):
         table.add_column(name, justify="right")
     table.add_column("")
     table.add_column("where", overflow="fold")
     for figure in figures:
-        noise = "" if figure.noise is None else f"{figure.noise:.1e}"
+        noise = ["" if figure.noise is None else f"{figure.noise:.1e}"] * measured
         mark = "ok" if figure.passed else "OVER"
-        table.add_row(figure.name, f"{figure.value:.1e}", f"{figure.tolerance:.1e}", noise, mark, figure.note)
+        table.add_row(figure.name, f"{figure.value:.1e}", f"{figure.tolerance:.1e}", *noise, mark, figure.note)
     return table
