@@ -46,7 +46,7 @@ def check(
 
 
 # Each is built as another one, which the suite has.
-ALIKE = [("vipllava",), ("smolvlm",), ("qwen3_vl_moe",)]
+ALIKE = [("vipllava",), ("smolvlm",), ("qwen3_vl_moe",), ("glm4v_moe",)]
 
 
 @pytest.mark.parametrize("family", pairs([(f,) for f in (*FAMILIES, *OTHERS) if (f,) not in ALIKE], ALIKE))
