@@ -63,9 +63,9 @@ def test_parity_with_compiled_layers(mesh: str) -> None:
     assert verdict.passed, describe(verdict)
     for _, seen in ranks:
         assert seen["compiled"] == [True]
-        # Before and after attention, with and without gradients, first in forward and again in recomputation; rows of
-        # another length add none.
-        assert 4 <= seen["graphs"] <= 16
+        # Before and after attention, with and without gradients, first in forward and again in recomputation, and once
+        # more for a rank whose first rows were of another length; further lengths add none.
+        assert 4 <= seen["graphs"] <= 20
         assert seen["calls"] > 10 and not seen["traced"]
         assert all("torch.compiler.disable" in reason for reason in seen["breaks"])
 

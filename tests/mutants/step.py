@@ -119,5 +119,5 @@ MUTANTS = (
     Mutant("verification/harness.py", "_training_figures", "_relative(ours[1], theirs[1])", "_relative(ours[0], theirs[0])", "tests/test_figures.py"),
     Mutant("verification/harness.py", "Figure.passed", "self.value <= self.tolerance", "not self.value > self.tolerance", "tests/test_figures.py"),
     Mutant("verification/harness.py", "_distance", "(error / moved) ** 0.5", "error / moved", "tests/test_figures.py"),
-    Mutant("verification/expected.py", "expect", "if trainer.pads:\n            others", "if True:\n            others", "tests/test_figures.py"),
+    Mutant("verification/expected.py", "_other_gradients", "if trainer.pads:\n        others", "if True:\n        others", "tests/test_figures.py"),
 )  # fmt: skip
