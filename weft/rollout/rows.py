@@ -127,10 +127,10 @@ class _Model:
         return hidden_BTH
 
     def routes(self, batch: int, lengths: Sequence[int]) -> list[Routes]:
-        """The routes of the last forward, for the first lengths[b] tokens of each entry b of its batch."""
-        if self._recorder is None:
+        """The routes of the last forward, for the first lengths[b] tokens of each entry b of its batch. Empty if they
+        are not recorded, or if the model's routers do not choose by topk (phimoe's)."""
+        if self._recorder is None or not len(taken := self._recorder.take()):
             return []
-        taken = self._recorder.take()
         return [entry[:length] for entry, length in zip(np.split(taken, batch), lengths, strict=True)]
 
     def logits(self, hidden_NH: Tensor) -> Tensor:
