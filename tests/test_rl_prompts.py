@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 
 from tests.toy_tokenizers import byte_tokenizer, family_tokenizer, write_jsonl
+from tests.zoo import tiny_config
 from weft.config.load import load_config
 from weft.config.rl_schema import RlConfig
 from weft.data.encode import Encoding
 from weft.errors import UserError
 from weft.rl.chat import ChatRenderer
-from weft.rl.prompts import PromptRules, Prompts, PromptStream, load_rl_prompts, read_prompts
+from weft.rl.prompts import PromptRules, Prompts, PromptStream, check_lengths, load_rl_prompts, read_prompts
 from weft.rollout.types import Prompt
 
 ASKING = (
@@ -269,3 +270,21 @@ def test_weights_of_sources_say_how_often_their_prompts_come(tmp_path: Path) -> 
     assert stream.in_epoch == 10 and stream.steps(2) == 4
     counts = Counter(prompt.text for prompt in stream.take(20))
     assert counts == {**{f"a{i}": 4 for i in range(4)}, **{f"b{i}": 1 for i in range(4)}}
+
+
+@pytest.mark.parametrize(
+    ("family", "prompt", "words"),
+    [
+        ("llama", 250, r"260 tokens, but the model has 256 positions .*: lower one of the two keys"),
+        (
+            "phi3_longrope",
+            30,
+            r"40 tokens, but the model has another rotary table above 32 .* Lower the two keys to 32 tog",
+        ),
+    ],
+)
+def test_samples_that_may_become_too_long_are_refused(family: str, prompt: int, words: str) -> None:
+    shape, keys = tiny_config(family), ("data.path=owner/data", "rollout.max_new_tokens=10")
+    check_lengths(config_of(*keys, "rollout.max_prompt_tokens=22"), shape)
+    with pytest.raises(UserError, match=words):
+        check_lengths(config_of(*keys, f"rollout.max_prompt_tokens={prompt}"), shape)

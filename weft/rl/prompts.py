@@ -26,6 +26,7 @@ from weft.data.prompt_images import PromptImages
 from weft.data.prompts import as_text
 from weft.data.records import Record, check_unicode, is_json_list, refuse_media, with_system
 from weft.errors import UserError, first_line
+from weft.models.facts import position_limit
 from weft.rl.chat import ChatRenderer
 from weft.rl.environments import environment_class
 from weft.rollout.types import Prompt
@@ -55,13 +56,22 @@ class PromptRules:
 
 
 def check_lengths(config: RlConfig, shape: PretrainedConfig) -> None:
-    """Raise UserError if a sample may become longer than the model has positions. shape: the text config."""
+    """Raise UserError if a sample may become longer than the model has positions, or grow into another rotary table
+    than it was sampled by. shape: the text config."""
     rollout, positions = config.rollout, getattr(shape, "max_position_embeddings", None)
     longest = rollout.max_prompt_tokens + rollout.max_new_tokens
     if positions is not None and longest > positions:
         raise UserError(
             f"a sample may have rollout.max_prompt_tokens + rollout.max_new_tokens = {longest:,} tokens, but the model "
             f"has {positions:,} positions (max_position_embeddings in its config.json): lower one of the two keys."
+        )
+    limit = position_limit(shape)
+    if limit is not None and longest > limit:
+        raise UserError(
+            f"a sample may have rollout.max_prompt_tokens + rollout.max_new_tokens = {longest:,} tokens, but the model "
+            f"has another rotary table above {limit:,} tokens (rope_parameters in its config.json): a sample that "
+            f"grows beyond them would be trained by another table than it was sampled by. Lower the two keys to "
+            f"{limit:,} together."
         )
 
 

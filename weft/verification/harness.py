@@ -24,7 +24,7 @@ from weft.models.facts import position_limit
 from weft.models.freeze import resolved
 from weft.objectives.base import Objective
 from weft.verification.adapter import as_in_files, optimizer_by_files, randomize_adapters, renamed, saved_adapter
-from weft.verification.expected import Expected, ExpectedGradient, Trainer, expect, with_noise
+from weft.verification.expected import Expected, ExpectedGradient, Trainer, expect, norm_of, with_noise
 from weft.verification.image_reference import Images
 from weft.verification.objective_check import Seen, divisor, expect_objective, observe_objective
 from weft.verification.observed import (
@@ -156,7 +156,8 @@ def _objective_figures(seen: Seen, expected: ExpectedGradient) -> list[Figure]:
 
 
 def may_be_rounding(verdict: Verdict) -> bool:
-    """Whether only gradients and weights are beyond their tolerances, and none beyond what noise may widen one to."""
+    """Whether only gradients, their norms and weights are beyond their tolerances, and none beyond what noise may widen
+    one to."""
     failed = [figure for figure in verdict.figures if not figure.passed]
     return bool(failed) and all(figure.noise is not None and figure.value <= WIDEST for figure in failed)
 
@@ -244,8 +245,9 @@ def _gradient_figures(seen: Observed, steps: Sequence[ExpectedGradient]) -> tupl
     for number, step in enumerate(steps):
         noise = _gradient_noise(step)
         figures.append(Figure(f"loss, documents {number + 1}", _relative(seen.losses[number], step.loss), SCALAR))
-        norm = _relative(seen.norms[number], step.norm)
-        figures.append(Figure(f"gradient norm, documents {number + 1}", norm, SCALAR))
+        norm, own = _relative(seen.norms[number], step.norm), [_relative(norm_of(o), step.norm) for o in step.others]
+        moved = max(own, default=None)
+        figures.append(Figure(f"gradient norm, documents {number + 1}", norm, widened(SCALAR, moved), moved))
         parameters += compare_gradients(seen.gradients[number], step.gradients, noise)
         if number == 0:
             figures.append(Figure("loss, many micro-batches", _relative(seen.micro_loss, step.loss), SCALAR))
