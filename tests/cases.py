@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 from unittest import mock
@@ -30,7 +30,7 @@ from weft.objectives.cross_entropy import CrossEntropy
 from weft.recipes.verify import EPSILON
 from weft.verification import harness
 from weft.verification.documents import awkward_steps
-from weft.verification.expected import Expected, Trainer, expect, with_noise
+from weft.verification.expected import Expected, Trainer, expect, with_noise, with_rounding
 from weft.verification.harness import Verdict
 from weft.verification.observed import to_documents
 
@@ -208,18 +208,20 @@ def references_once() -> Iterator[None]:
     """Inside: what one plain process computes is kept, as it is the same for every mesh; but not of an adapter, whose
     folder is another one each time."""
 
-    def once(trainer: Trainer, *rest: Any, before: Expected | None = None) -> Expected:
-        trainer = replace(trainer, device="cpu")
-        key = repr((trainer, *rest, before is None))
-        if trainer.adapter is not None or key not in _expected:
-            compute = expect if before is None else partial(with_noise, before)
-            _expected[key] = compute(trainer, *rest)
-        return _expected[key]
+    def once(compute: Callable[..., Expected]) -> Callable[..., Expected]:
+        def kept(*args: Any) -> Expected:
+            args = tuple(replace(arg, device="cpu") if isinstance(arg, Trainer) else arg for arg in args)
+            (trainer,) = (arg for arg in args if isinstance(arg, Trainer))
+            before = [len(arg.others) for arg in args if isinstance(arg, Expected)]
+            key = repr((compute.__name__, before, *(arg for arg in args if not isinstance(arg, Expected))))
+            if trainer.adapter is not None or key not in _expected:
+                _expected[key] = compute(*args)
+            return _expected[key]
 
-    def noisy_once(expected: Expected, *rest: Any) -> Expected:
-        return once(*rest, before=expected)
+        return kept
 
-    with mock.patch.multiple(harness, expect=once, with_noise=noisy_once):
+    computed = {function.__name__: once(function) for function in (expect, with_noise, with_rounding)}
+    with mock.patch.multiple(harness, **computed):
         yield
 
 

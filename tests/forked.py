@@ -104,7 +104,7 @@ def _main(what: What, folder: str, environment: Mapping[str, str], out: str, err
     subprocess_handler.Popen = _Fork
     if prepare is not None:
         prepare()
-    _end_with(what if callable(what) else partial(_weft, what), environment)
+    end_with(what if callable(what) else partial(_weft, what), environment)
 
 
 def _weft(words: Sequence[str]) -> int:
@@ -120,7 +120,7 @@ def script(words: Sequence[str]) -> int:
     return 0
 
 
-def _end_with(body: Callable[[], object], environment: Mapping[str, str]) -> None:
+def end_with(body: Callable[[], object], environment: Mapping[str, str]) -> None:
     """Call `body` in this environment; this process ends with it, as a program would."""
     os.environ.clear()
     os.environ.update(environment)
@@ -153,4 +153,4 @@ class _Fork(subprocess.Popen[bytes]):
                 signal.signal(number, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
             body = partial(_weft, args[3:]) if args[1] == "-m" else partial(script, args[1:])
-            _end_with(body, environment)
+            end_with(body, environment)

@@ -10,12 +10,12 @@ from __future__ import annotations
 import array
 import json
 import os
-import runpy
 import signal
 import socket
 import subprocess
 import sys
 import threading
+from functools import partial
 from typing import Any
 
 _SOCKET = "WEFT_TEST_RAY_FORKS"  # a variable: where the fork server listens
@@ -72,6 +72,8 @@ def _become_worker(connection: socket.socket) -> None:
 
     import torch
 
+    from tests.forked import end_with, script
+
     size, descriptors, *_ = socket.recv_fds(connection, 8, 2)
     for ours, theirs in zip((1, 2), descriptors, strict=True):
         os.dup2(theirs, ours)
@@ -79,19 +81,16 @@ def _become_worker(connection: socket.socket) -> None:
     rest = connection.makefile("rb").read(int.from_bytes(size, "big"))
     words, environment, folder = json.loads(rest)
     own = dict(word.split("=", 1) for word in words if word.startswith(_OPTIONS))
-    os.environ.clear()
-    os.environ.update(environment | json.loads(own.get(_OPTIONS[0], "{}")).get("env_vars", {}))
     os.chdir(folder)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     tempfile.tempdir = None
     torch.set_num_threads(1)
-    threading.Thread(target=_end_with, args=[connection], daemon=True).start()
-    sys.argv = [word for word in words if not word.startswith(_OPTIONS)]
-    runpy.run_path(sys.argv[0], run_name="__main__")
-    os._exit(0)
+    threading.Thread(target=_end_after, args=[connection], daemon=True).start()
+    worker = partial(script, [word for word in words if not word.startswith(_OPTIONS)])
+    end_with(worker, environment | json.loads(own.get(_OPTIONS[0], "{}")).get("env_vars", {}))
 
 
-def _end_with(connection: socket.socket) -> None:
+def _end_after(connection: socket.socket) -> None:
     connection.recv(1)  # nothing comes but the end
     os._exit(1)
 

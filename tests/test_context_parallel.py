@@ -93,7 +93,7 @@ def test_layers_that_carry_state_with_other_knobs(family: str, mesh: str, sectio
     assert "were cut over" in verdict.remarks[-1]
 
 
-@pytest.mark.table  # of pp, and of shards with tp, layers are compiled in the suite
+@pytest.mark.table  # with shards, tp and pp layers are compiled in the suite
 def test_with_compiled_layers() -> None:
     verdict = run(2, traced_parity, saved_model("qwen3"), "cp2u2", SHORT)[0]
     assert verdict.passed, describe(verdict)

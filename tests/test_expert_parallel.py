@@ -77,7 +77,7 @@ def gradients(path: str, compiled: bool) -> dict[str, Tensor]:
     return {name: gradient for name, gradient in engine.gradients() if gradient is not None}
 
 
-@pytest.mark.table  # of pp, and of shards with tp, layers are compiled in the suite
+@pytest.mark.table  # with shards, tp and pp layers are compiled in the suite
 def test_with_compiled_layers() -> None:
     path = saved_model("qwen3_moe", num_hidden_layers=1)
     compiled, plain = (run(2, gradients, path, wanted)[0] for wanted in (True, False))

@@ -16,7 +16,7 @@ from weft.config.schema import OptimizerConfig
 from weft.models.flops import FlopFacts
 from weft.verification import harness
 from weft.verification.documents import awkward_steps
-from weft.verification.expected import Expected, Trainer, expect, with_noise
+from weft.verification.expected import Expected, Trainer, expect, with_noise, with_rounding
 from weft.verification.observed import Observed
 from weft.verification.routing import Differences
 
@@ -101,9 +101,9 @@ def test_what_differs_in_one_is_seen_by_that_one(name: str, sides: tuple[Observe
 
 def of_experts(path: str) -> list[float]:
     """The differences to fp64 of the gradients of each step, and of the weights, of a reference with experts."""
-    trainer = Trainer(path, [1e-3] * 3, OptimizerConfig(eps=1e-5), "cpu", "model.layers", rounds=True)
+    trainer = Trainer(path, [1e-3] * 3, OptimizerConfig(eps=1e-5), "cpu", "model.layers")
     steps, facts = awkward_steps(128), FlopFacts(1, expert=1, experts=5, experts_per_token=2)
-    found = with_noise(expect(trainer, steps, facts), trainer, steps, facts)
+    found = with_rounding(with_noise(expect(trainer, steps, facts), trainer, steps), trainer, steps, facts)
     in_double = [harness.compare_gradients(step.others[-1], step.gradients, {}) for step in found.steps]
     weights = harness.compare_weights("w", found.others[-1], found.weights, found.start, found.others[:1], "sgd")
     return [harness.worst_of("g", figures).value for figures in in_double] + [weights.value]
@@ -147,5 +147,5 @@ def test_padding_is_noise_only_where_it_changes_rounding_alone(pads: bool) -> No
     """Elsewhere it is another result, and tolerances would widen by it."""
     trainer = Trainer(saved_model("llama"), [1e-3], OptimizerConfig(lr=1e-3), "cpu", "model.layers", pads=pads)
     steps, facts = [awkward_steps(128)[0][:2]], FlopFacts(dense=1)
-    expected = with_noise(expect(trainer, steps, facts), trainer, steps, facts)
+    expected = with_noise(expect(trainer, steps, facts), trainer, steps)
     assert len(expected.steps[0].others) == len(expected.others) == 1 + pads

@@ -1,6 +1,6 @@
 """model.compile: layers run as graphs, attention over documents does not, and the numbers are those of a plain process.
 
-One case for both kinds of mesh, because the first steps compile: 70 s where others use the machine too.
+One case for each kind of mesh, because the first steps compile: 70 s where others use the machine too.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 import torch._dynamo
 import torch._inductor.config
 
-from tests.cases import describe, open_engine, saved_model, world_of
+from tests.cases import describe, open_engine, saved_model
 from tests.pool import run
 from weft.errors import UserError
 from weft.ops import attention
@@ -53,19 +53,17 @@ def compiled(path: str, mesh: str) -> tuple[Verdict | None, dict[str, Any]]:
 @pytest.mark.versions
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on CPU")
-@pytest.mark.parametrize(
-    "mesh", ["2xtp2", pytest.param("2", marks=pytest.mark.table), pytest.param("tp2", marks=pytest.mark.table)]
-)
+@pytest.mark.parametrize("mesh", ["2", "tp2"])
 def test_parity_with_compiled_layers(mesh: str) -> None:
     """The sums over tp are in the graphs."""
-    ranks = run(world_of(mesh), compiled, saved_model("llama", num_hidden_layers=1), mesh, timeout=500.0)
+    ranks = run(2, compiled, saved_model("llama", num_hidden_layers=1), mesh, timeout=500.0)
     verdict = ranks[0][0]
     assert verdict.passed, describe(verdict)
     for _, seen in ranks:
         assert seen["compiled"] == [True]
-        # Before and after attention, with and without gradients, first in forward and again in recomputation, and once
-        # more for a rank whose first rows were of another length; further lengths add none.
-        assert 4 <= seen["graphs"] <= 20
+        # Before and after attention, with and without gradients, first in forward and again in recomputation; rows of
+        # another length add none.
+        assert 4 <= seen["graphs"] <= 16
         assert seen["calls"] > 10 and not seen["traced"]
         assert all("torch.compiler.disable" in reason for reason in seen["breaks"])
 

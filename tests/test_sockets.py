@@ -64,14 +64,14 @@ def is_private(address: str) -> bool:
 
 @contextmanager
 def watched(run: Run) -> Iterator[set[tuple[str, str]]]:
-    """What a run listens on at any time inside, looked for twice a second."""
+    """What a run listens on at any time inside, looked for several times a second."""
     found = set[tuple[str, str]]()
 
     def look(_: float) -> None:
         with suppress(psutil.NoSuchProcess):
             found.update(listening(run.pid))
 
-    with periodically(look, 0.5, "sockets"):
+    with periodically(look, 0.2, "sockets"):
         yield found
 
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.cases import describe, open_engine, parity, saved_model, world_of
+from tests.cases import describe, open_engine, pairs, parity, saved_model, world_of
 from tests.pool import run
 from tests.resuming import Sections
 from tests.test_lora import EXPERTS
@@ -34,7 +34,7 @@ FUSED = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 
 @pytest.mark.parametrize(
     ("family", "mesh", "sections"),
-    [
+    pairs([
         ("llama", "tp2", {"lora": {"rank": 4, "rslora": True, "modules_to_save": ("lm_head",)}}),
         ("llama", "2xtp2", {"lora": {"rank": 3, "alpha": 5.0, "targets": ("all-linear", "lm_head")}}),
         ("qwen3", "tp2", {"lora": {"rank": 4, "targets": ("all-linear", "embed_tokens")}}),
@@ -46,12 +46,11 @@ FUSED = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
         ("deepseek_v3", "tp2", {"lora": {"rank": 2}}),
         ("falcon", "tp2", {"lora": {"rank": 2}, "fsdp": {"cpu_offload": True}}),
         ("mamba", "tp2", {"lora": {"rank": 4, "targets": ("all-linear",)}}),
-        *(pytest.param(*case, marks=pytest.mark.table) for case in (
-            ("qwen3", "tp4", {"lora": {"rank": 4, "targets": ("all-linear", "embed_tokens")}}),
-            ("phi3_longrope", "tp4", {"lora": {"rank": 4, "targets": FUSED}, "fsdp": {"reduce": "last"}}),
-            ("falcon", "2xtp2", {"lora": {"rank": 2}, "fsdp": {"cpu_offload": True}}),
-        )),
-    ],
+    ], [
+        ("qwen3", "tp4", {"lora": {"rank": 4, "targets": ("all-linear", "embed_tokens")}}),
+        ("phi3_longrope", "tp4", {"lora": {"rank": 4, "targets": FUSED}, "fsdp": {"reduce": "last"}}),
+        ("falcon", "2xtp2", {"lora": {"rank": 2}, "fsdp": {"cpu_offload": True}}),
+    ]),
 )  # fmt: skip
 def test_parity(family: str, mesh: str, sections: Sections) -> None:
     verdict = run(world_of(mesh), parity, saved_model(family), mesh, sections)[0]

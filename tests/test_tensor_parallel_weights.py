@@ -83,7 +83,7 @@ def test_what_is_divided_and_replicated_is_walked_whole() -> None:
 
 ANSWERING: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "whole": ({}, ("2xtp2", "pp2x2")),
-    "adapters": ({"rank": 2, "targets": ("all-linear", "lm_head")}, ("2xtp2",)),
+    "adapters": ({"rank": 2, "targets": ("all-linear", "lm_head")}, ("2xtp2", "tp2")),
     "adapters in layers": ({"rank": 2}, ("pp2xtp2",)),
 }
 

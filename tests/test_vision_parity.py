@@ -45,11 +45,7 @@ def check(
     assert verdict.passed, describe(verdict)
 
 
-# Each is built as another one, which the suite has.
-ALIKE = [("vipllava",), ("smolvlm",), ("qwen3_vl_moe",), ("glm4v_moe",)]
-
-
-@pytest.mark.parametrize("family", pairs([(f,) for f in (*FAMILIES, *OTHERS) if (f,) not in ALIKE], ALIKE))
+@pytest.mark.parametrize("family", [*FAMILIES, *OTHERS])
 def test_families(family: str) -> None:
     check(family, "2")
 

@@ -207,9 +207,13 @@ def rendered(
 
 def _shortened(text: str, marks: Sequence[str]) -> str:
     for mark in marks:
-        several = re.compile(f"(?:{re.escape(mark)}){{4,}}")
-        text = several.sub(lambda found, mark=mark: f"{mark}[x {len(found[0]) // len(mark):,}]", text)  # type: ignore[misc]
+        text = _counted(text, mark)
     return text
+
+
+def _counted(text: str, mark: str) -> str:
+    several = re.compile(f"(?:{re.escape(mark)}){{4,}}")
+    return several.sub(lambda found: f"{mark}[x {len(found[0]) // len(mark):,}]", text)
 
 
 def _image_lines(images: Images | None, tokenizer: PreTrainedTokenizerBase, places: Sequence[Place]) -> list[str]:

@@ -54,7 +54,7 @@ class Trainer:
     freeze: patterns of frozen parameters. balance: factor of the experts' auxiliary loss. whole_step: whether that loss
     is computed over all documents together. adapter: a peft folder, which is then trained. pads: whether padding
     changes only rounding, which is false if rotary tables depend on the longest document. images: by the token ids of
-    their documents. rounds: whether the difference to fp64 counts as noise, too.
+    their documents.
     """
 
     path: str
@@ -68,7 +68,6 @@ class Trainer:
     adapter: str | None = None
     pads: bool = True
     images: Images = field(default_factory=dict)
-    rounds: bool = False
 
     def reference(self) -> reference.Reference:
         """A fresh reference."""
@@ -112,31 +111,38 @@ def expect(trainer: Trainer, steps: Sequence[Step], facts: FlopFacts) -> Expecte
     return out
 
 
-def with_noise(expected: Expected, trainer: Trainer, steps: Sequence[Step], facts: FlopFacts) -> Expected:
-    """The same values with the reference's noise, which takes two to three times as long as they did."""
+def with_noise(expected: Expected, trainer: Trainer, steps: Sequence[Step]) -> Expected:
+    """The same values with the reference's noise by other orders of summation."""
+    plain = trainer.reference()
+    gradients = [_other_gradients(trainer, plain, step) for step in steps]
+    del plain
+    weights = [trainer.train([list(step)[::-1] for step in steps])[1]]
+    if trainer.pads:
+        weights.append(trainer.train(steps, padded=True)[1])
+    return _with_others(expected, gradients, weights)
+
+
+def with_rounding(expected: Expected, trainer: Trainer, steps: Sequence[Step], facts: FlopFacts) -> Expected:
+    """The same values with the reference's difference to fp64 among its noise, which takes as long as they did."""
     recorder = Recorder(facts.experts, facts.experts_per_token, expected.routes) if facts.expert else None
     plain = trainer.reference()
-    found = [_other_gradients(trainer, plain, step, recorder) for step in steps]
+    with _recording(recorder, plain, trainer.layers, follow=True):
+        gradients = [[_in_double(plain, step)] for step in steps]
     del plain
-    others = [trainer.train([list(step)[::-1] for step in steps])[1]]
-    if trainer.pads:
-        others.append(trainer.train(steps, padded=True)[1])
-    if trainer.rounds:
-        others.append(trainer.train(steps, double=True, recorder=recorder)[1])
-    measured = [replace(step, others=more) for step, more in zip(expected.steps, found, strict=True)]
-    return replace(expected, steps=measured, others=others)
+    return _with_others(expected, gradients, [trainer.train(steps, double=True, recorder=recorder)[1]])
 
 
-def _other_gradients(
-    trainer: Trainer, plain: reference.Reference, step: Step, recorder: Recorder | None
-) -> list[Tensors]:
+def _other_gradients(trainer: Trainer, plain: reference.Reference, step: Step) -> list[Tensors]:
     others = [on_cpu(plain.gradients(list(step)[::-1])[1])]
     if trainer.pads:
         others.append(on_cpu(plain.padded_gradients(step)))
-    if trainer.rounds:
-        with _recording(recorder, plain, trainer.layers, follow=True):
-            others.append(_in_double(plain, step))
     return others
+
+
+def _with_others(expected: Expected, gradients: Sequence[Sequence[Tensors]], weights: Sequence[Tensors]) -> Expected:
+    pairs = zip(expected.steps, gradients, strict=True)
+    steps = [replace(step, others=[*step.others, *others]) for step, others in pairs]
+    return replace(expected, steps=steps, others=[*expected.others, *weights])
 
 
 def plain_optimizer(config: OptimizerConfig) -> Optimizer:

@@ -24,7 +24,7 @@ from weft.models.facts import position_limit
 from weft.models.freeze import resolved
 from weft.objectives.base import Objective
 from weft.verification.adapter import as_in_files, optimizer_by_files, randomize_adapters, renamed, saved_adapter
-from weft.verification.expected import Expected, ExpectedGradient, Trainer, expect, norm_of, with_noise
+from weft.verification.expected import Expected, ExpectedGradient, Trainer, expect, norm_of, with_noise, with_rounding
 from weft.verification.image_reference import Images
 from weft.verification.objective_check import Seen, divisor, expect_objective, observe_objective
 from weft.verification.observed import (
@@ -133,21 +133,31 @@ def verify(
         seen = renamed(engine, observe(engine, steps, lrs, shared[0], images))
         if expected is None:
             return None
-        state = min(engine.state_dtypes, key=lambda dtype: dtype.itemsize, default=torch.float32)
-        verdict = judge(seen, expected, engine.config.optimizer.name, state)
-        if not verdict.passed:
-            expected = with_noise(expected, trainer, steps, engine.built.flops)
-            verdict = judge(seen, expected, engine.config.optimizer.name, state)
-        if may_be_rounding(verdict) and not trainer.rounds:
-            expected = with_noise(expected, replace(trainer, rounds=True), steps, engine.built.flops)
-            verdict = judge(seen, expected, engine.config.optimizer.name, state)
+        verdict = _judge_with_noise(engine, seen, expected, trainer, steps)
     remarks = [*verdict.remarks, *_context_remarks(engine, steps)]
     return replace(verdict, figures=[*verdict.figures, *figures], remarks=remarks)
 
 
+def _judge_with_noise(
+    engine: Engine, seen: Observed, expected: Expected, trainer: Trainer, steps: Sequence[Step]
+) -> Verdict:
+    """All comparisons; the reference's noise is measured if something is beyond its tolerance."""
+    optimizer, facts, at_once = engine.config.optimizer.name, engine.built.flops, rounds(engine)
+    state = min(engine.state_dtypes, key=lambda dtype: dtype.itemsize, default=torch.float32)
+    verdict = judge(seen, expected, optimizer, state)
+    if not verdict.passed:
+        expected = with_noise(expected, trainer, steps)
+        if at_once:
+            expected = with_rounding(expected, trainer, steps, facts)
+        verdict = judge(seen, expected, optimizer, state)
+    if may_be_rounding(verdict) and not at_once:
+        verdict = judge(seen, with_rounding(expected, trainer, steps, facts), optimizer, state)
+    return verdict
+
+
 def _objective_figures(seen: Seen, expected: ExpectedGradient) -> list[Figure]:
     """Figures of train.objective."""
-    noise, figures = _gradient_noise(expected), []
+    noise, figures = gradient_noise(expected.gradients, expected.others), []
     for (loss, gradients), rows in zip(seen, ("", ", many micro-batches"), strict=True):
         figures.append(Figure(f"train.objective: loss{rows}", _relative(loss, expected.loss), SCALAR))
         parameters = compare_gradients(gradients, expected.gradients, noise)
@@ -198,7 +208,6 @@ def _trainer(engine: Engine, path: str, lrs: Sequence[float], adapter: str | Non
         resolved(engine.module, model.freeze),
         engine.balance, model.router_aux_loss == "step", adapter,
         pads=position_limit(engine.built.config.get_text_config()) is None, images=images,
-        rounds=rounds(engine),
     )  # fmt: skip
 
 
@@ -243,7 +252,7 @@ def _gradient_figures(seen: Observed, steps: Sequence[ExpectedGradient]) -> tupl
     """(Figures of loss, norm and gradients for each step's documents, the five parameters that differ most)."""
     figures, parameters, micro = [], [], []
     for number, step in enumerate(steps):
-        noise = _gradient_noise(step)
+        noise = gradient_noise(step.gradients, step.others)
         figures.append(Figure(f"loss, documents {number + 1}", _relative(seen.losses[number], step.loss), SCALAR))
         norm, own = _relative(seen.norms[number], step.norm), [_relative(norm_of(o), step.norm) for o in step.others]
         moved = max(own, default=None)
@@ -265,12 +274,12 @@ def worst_five(parameters: Sequence[Figure]) -> list[Figure]:
     return sorted(by_name.values(), key=_excess, reverse=True)[:5]
 
 
-def _gradient_noise(step: ExpectedGradient) -> dict[str, float]:
-    """The noise of each parameter's gradient: the reference compared with itself (`ExpectedGradient.others`). Empty if
-    that was not measured."""
-    found: dict[str, float] = dict.fromkeys(step.gradients, 0.0) if step.others else {}
-    for other in step.others:
-        for figure in compare_gradients(other, step.gradients, {}):
+def gradient_noise(gradients: Tensors, others: Sequence[Tensors]) -> dict[str, float]:
+    """The noise of each parameter's gradient: the reference compared with itself by other orders of summation, and in
+    fp64. Empty if there are no others."""
+    found: dict[str, float] = {}
+    for other in others:
+        for figure in compare_gradients(other, gradients, {}):
             found[figure.name] = max(found.get(figure.name, 0.0), figure.value)
     return found
 

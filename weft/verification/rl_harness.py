@@ -44,6 +44,7 @@ from weft.verification.harness import (
     compare_gradients,
     compare_weights,
     cut_documents,
+    gradient_noise,
     may_be_rounding,
     rounds,
     widened,
@@ -426,14 +427,12 @@ def _learner_figures(
 ) -> tuple[list[Figure], list[Figure]]:
     """(The figures `before` and those of a policy or critic, its five parameters that differ most). others: the plain
     side's results by other orders of summation, and in fp64. prefix: of the figures' names."""
-    own: dict[str, float] = {}
-    for other in others:
-        for figure in compare_gradients(other.first[3], plain.first[3], {}):
-            own[figure.name] = max(own.get(figure.name, 0.0), figure.value)
+    own = gradient_noise(plain.first[3], [other.first[3] for other in others])
     parameters = compare_gradients(seen.first[3], plain.first[3], own)
     micro = compare_gradients(seen.micro, plain.first[3], own)
     updates, along = len(plain.curve), _along(seen, plain)
-    noises = [max((_along(other, plain)[which] for other in others), default=None) for which in range(2)]
+    moved = [_along(other, plain) for other in others]
+    noises = [max((pair[which] for pair in moved), default=None) for which in range(2)]
     loss, size, norm, _ = plain.first
     weights, optimizer = [other.weights for other in others], config.optimizer.name
     figures = [
