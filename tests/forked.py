@@ -102,9 +102,11 @@ def _main(what: What, folder: str, environment: Mapping[str, str], out: str, err
     os.chdir(folder)
     torch.set_num_threads(1)
     subprocess_handler.Popen = _Fork
+    os.environ.clear()
+    os.environ.update(environment)
     if prepare is not None:
         prepare()
-    end_with(what if callable(what) else partial(_weft, what), environment)
+    end_with(what if callable(what) else partial(_weft, what), dict(os.environ))
 
 
 def _weft(words: Sequence[str]) -> int:

@@ -23,13 +23,25 @@ _OPTIONS = ("--serialized-runtime-env-context", "--language")  # of the script; 
 
 
 def start_server(folder: str) -> None:
-    """Start the fork server, which ends with this process, and make a Ray that is started here use it."""
-    from ray._private import ray_constants
+    """Start the fork server, which ends with this process, and make a Ray that weft starts here use it."""
+    from weft.cluster import ray_actors
 
+    def import_and_use(*names: str) -> Any:
+        ray = import_extra(*names)
+        use_server()
+        return ray
+
+    import_extra, ray_actors.import_extra = ray_actors.import_extra, import_and_use
     os.environ[_SOCKET] = os.path.join(folder, "forks")
     pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     server = subprocess.Popen([sys.executable, "-m", "tests.ray_forks"], **pipes)
     assert server.stdout is not None and server.stdout.readline() == b"listening\n"
+
+
+def use_server() -> None:
+    """Make a Ray that is started here use the fork server. This imports Ray."""
+    from ray._private import ray_constants
+
     ray_constants.SETUP_WORKER_FILENAME = os.path.abspath(__file__)
 
 

@@ -27,6 +27,7 @@ from tests.fault_user_code import VARIABLE
 from tests.faults import DO, Fault, prepare
 from tests.local_rl import LocalGroup, local_actors
 from tests.machine import business
+from tests.ray_forks import start_server
 from weft.cluster.failures import explain
 from weft.cluster.ray_actors import _SerialActor
 from weft.cluster.reports import RankReport
@@ -104,7 +105,9 @@ def _settle(fault: RlFault | None, folder: Path, on_ray: bool, group: Path | Non
     tempfile.tempdir = None  # what it was before the variables were set
     announce_ending_signal()
     enter(group)
-    if not on_ray:
+    if on_ray:
+        start_server(str(folder))
+    else:
         rl.open_actors = partial(local_actors, kind=ReportingGroup)
     if fault is None or fault.who == "user":
         return

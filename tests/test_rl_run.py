@@ -34,9 +34,10 @@ WEFT = [sys.executable, "-m", "weft"]
 VARIABLES = {"PYTHONPATH": str(ROOT), "RAY_AUTH_MODE": "token"}
 CLUSTER = """
 import sys, tempfile, ray
-from tests.ray_forks import start_server
+from tests.ray_forks import start_server, use_server
 folder = tempfile.TemporaryDirectory()
 start_server(folder.name)
+use_server()
 ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
 print(ray.get_runtime_context().gcs_address, flush=True)
 sys.stdin.read()

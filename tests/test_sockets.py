@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -16,6 +18,7 @@ import pytest
 
 from tests.cases import write_small_job
 from tests.forked import Run
+from tests.ray_forks import start_server
 from tests.stand_in_vllm import environment
 from tests.toy_tokenizers import write_jsonl
 from weft.cluster.watchdog import periodically
@@ -153,10 +156,36 @@ def test_rl(here: Path) -> None:
             "train.log_every=1", "run.dir=run-rl", "--nproc", "2",
         ),
         here,
+        partial(start_server, str(here)),
     )  # fmt: skip
+    check_ray(run, r"step +2/")
+
+
+@pytest.mark.slow
+def test_a_ray_that_was_imported_before(tmp_path: Path) -> None:
+    """As a notebook may have done; Ray reads its settings when it is imported."""
+    check_ray(Run(import_first, tmp_path), "a task ran")
+
+
+def import_first() -> int:
+    import ray
+
+    from weft.cluster.ray_actors import Bundle, ray_session
+
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with suppress(KeyboardInterrupt), ray_session(None, [Bundle(cpus=1.0)]):
+        assert ray.get(ray.remote(lambda: 5).remote()) == 5
+        print("a task ran", flush=True)
+        signal.pause()
+    return 0
+
+
+def check_ray(run: Run, shown: str) -> None:
+    """Its Ray is reached by this machine alone, refuses who has no token, and leaves nothing. shown: what the run
+    prints when all of it is up."""
     try:
         with watched(run) as found:
-            run.wait_for(r"step +2/", timeout=240.0)
+            run.wait_for(shown, timeout=240.0)
         assert not list(outside(found)), found
         assert {name for name, _ in found} >= {"gcs_server", "raylet"}
         joined = join_ray(run)
@@ -176,5 +205,6 @@ def join_ray(run: Run) -> str:
     source = f"import ray; ray.init('127.0.0.1:{port}'); print('JOINED', ray.get(ray.remote(lambda: 5).remote()))"
     kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     kept["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # else it would not even look on loopback
+    kept["RAY_NUM_REDIS_GET_RETRIES"] = "1"  # it is asked 20 times, a second apart
     done = subprocess.run([sys.executable, "-c", source], env=kept, capture_output=True, text=True, timeout=120)
     return done.stdout + done.stderr

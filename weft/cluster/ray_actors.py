@@ -37,6 +37,7 @@ from weft.importing import import_extra
 from weft.telemetry import flight
 from weft.telemetry.flight import Record
 
+_OTHER_HOSTS = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # a variable of Ray: whether other hosts reach it
 _LINGER_SECONDS = 2.0  # how long a failure waits for one that may lie behind it
 _LISTENER_SECONDS = 10.0
 _STACKS_SECONDS = 0.5  # for a process to write its stacks
@@ -142,13 +143,24 @@ def import_ray(alone: bool = False) -> Any:
     """Ray, or a UserError that says how to install it.
 
     alone: for a cluster of this machine's own, which listens on loopback and requires a token that only its processes
-    have. Ray reads both settings at its first import, so there is no token where the program imported Ray before.
+    have.
     """
+    imported = "ray" in sys.modules
     if alone:
-        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # keeps Ray to this machine
-        if "ray" not in sys.modules and os.environ.setdefault("RAY_AUTH_MODE", "token") == "token":
+        os.environ.setdefault(_OTHER_HOSTS, "0")  # keeps Ray to this machine
+        if os.environ.setdefault("RAY_AUTH_MODE", "token") == "token":
             os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-    return import_extra("ray", "rl", "weft rl")
+    ray = import_extra("ray", "rl", "weft rl")
+    if alone and imported and not ray.is_initialized():
+        _read_settings_again(ray)
+    return ray
+
+
+def _read_settings_again(ray: Any) -> None:
+    """Let Ray read the two settings of `import_ray`, which it reads when it is imported: the program had imported it."""
+    ray._private.ray_constants.ENABLE_RAY_CLUSTER = os.environ[_OTHER_HOSTS] != "0"
+    ray._raylet.Config.initialize("")
+    ray._raylet.AuthenticationTokenLoader.instance().reset_cache()
 
 
 def exposure(address: str | None) -> list[str]:
