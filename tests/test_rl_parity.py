@@ -83,9 +83,10 @@ CASES = [
     ("qwen3_moe", "pp2ix2", ("rl.algorithm=gspo", "rl.epochs=2", "rl.kl=0.1", "model.recompute=full")),
     ("llama", "pp2", ("rl.epochs=2", "rl.correction=icepop", "lora.rank=4", "rl.kl=0.1",
                       "optimizer.name=sgd", "optimizer.eps=null")),
-    ("llama", "pp2xcp2", ()),  # the update reads the old policy itself
-    ("llama_tied", "2xtp2", (*PPO, "reference.pp=2", "reference.dp_shard=1", "critic.dp_shard=1", "critic.tp=1",
-                             "critic.pp=2", "critic.dp_replicate=2")),
+    pytest.param("llama", "pp2xcp2", (), marks=pytest.mark.table),  # the update reads the old policy itself
+    pytest.param("llama_tied", "2xtp2", (*PPO, "reference.pp=2", "reference.dp_shard=1", "critic.dp_shard=1",
+                                         "critic.tp=1", "critic.pp=2", "critic.dp_replicate=2"),
+                 marks=pytest.mark.table),
     ("llama", "pp2x2", (*PPO, "reference.pp=1", "reference.tp=2", "critic.pp=1", "critic.dp_shard=4")),
     ("phimoe", "1", ()),  # whose routers' choices are not recorded
 ]  # fmt: skip

@@ -47,7 +47,8 @@ from weft.errors import StorageError, UserError, first_line
 from weft.telemetry import flight
 from weft.terminal import say
 
-_POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.02, 0.5
+_FIRST_POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.002, 0.5
+_ENDING_POLL_SECONDS = 0.02
 _GRACE_SECONDS = 3.0  # how long a rank that ends with an error waits for the others to do so, too
 _MENDABLE = {*STORAGE, errno.ENOENT, errno.EACCES, errno.EPERM}
 
@@ -152,7 +153,8 @@ class Saver:
                 self.raise_failure()
             if not pending:
                 return
-            time.sleep(_POLL_SECONDS)
+            if self._thread is not None:
+                self._thread.join(_LONGEST_POLL_SECONDS)
 
     def finish(self) -> Path:
         """Wait for the last save and return its folder. Raises FloatingPointError if its weights were not finite."""
@@ -240,7 +242,7 @@ class Saver:
                     job.notes.leave("ending")
                 noted = True
             flight.own.beat()
-            time.sleep(_POLL_SECONDS)
+            time.sleep(_ENDING_POLL_SECONDS)
         self._cancel.set()
         if self._ending:
             say(*self.pop_messages(), error=True)
@@ -402,11 +404,11 @@ class Saver:
 
     def _until(self, job: Job, holds: Callable[[], bool]) -> None:
         """Wait until `holds`, which reads notes of other ranks. Raises _CancelledError if a rank has failed or left."""
-        seconds = _POLL_SECONDS
+        seconds = _FIRST_POLL_SECONDS
         while not holds():
             if self._cancel.wait(seconds) or job.notes.any("left"):
                 raise _CancelledError
-            seconds = min(1.2 * seconds, _LONGEST_POLL_SECONDS)
+            seconds = min(1.3 * seconds, _LONGEST_POLL_SECONDS)
 
 
 def _is_mendable(error: Exception) -> bool:

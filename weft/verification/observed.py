@@ -76,24 +76,23 @@ def _observe(
     replay: Replay | None,
     images: Images,
 ) -> None:
-    for step in steps:
-        loss, gradients, norm = one_gradient(engine, step, None, images)
-        seen.losses.append(loss)
-        seen.gradients.append(gradients)
-        seen.norms.append(norm)
     longest = short_budget(engine, steps[0], images)
     seen.micro_loss, seen.micro_gradients, _ = one_gradient(engine, steps[0], longest, images)
     seen.readouts = gather_readouts(engine, steps[0], None, images)
     seen.alone = gather_readouts(engine, steps[0], longest, images)
     seen.neighbours = neighbours(engine, steps[0], seen.readouts, images)
+    later = [one_gradient(engine, step, None, images) for step in steps[1:]]
+    first = _accumulated(engine, steps[0], None, images)  # and the first step of training
+    for loss, gradients, norm in (first, *later):
+        seen.losses.append(loss)
+        seen.gradients.append(gradients)
+        seen.norms.append(norm)
     try:
         for number, (step, lr) in enumerate(zip(steps, lrs, strict=True)):
             if replay is not None:
                 replay.stage = number
-            documents, metas = to_documents(engine, step, images)
-            metrics = engine.accumulate(engine.plan(metas), documents, CrossEntropy())
-            result = engine.apply(lr)
-            seen.trained.append((metrics["loss"] or 0.0, result.grad_norm))
+            loss = first[0] if number == 0 else _accumulate(engine, step, None, images)
+            seen.trained.append((loss, engine.apply(lr).grad_norm))
     except RanksDisagreeError as error:  # the same on all ranks
         seen.apart = " ".join(str(error).split())
     seen.weights = {name: tensor.cpu() for name, tensor in engine.tensors()}
@@ -123,12 +122,26 @@ def one_gradient(
 ) -> tuple[float, Tensors, float]:
     """(Loss, whole gradients on the CPU, their norm). budget: tokens of a row; None as configured. objective: cross
     entropy if None. The engine's gradients are dropped afterwards."""
-    documents, metas = to_documents(engine, step, images)
-    metrics = engine.accumulate(engine.plan(metas, budget=budget), documents, objective or CrossEntropy())
-    gradients = {name: g.cpu() for name, g in engine.gradients() if g is not None}
-    norm = engine.gradient_norm()
+    found = _accumulated(engine, step, budget, images, objective)
     engine.drop_gradients()
-    return metrics["loss"] or 0.0, gradients, norm
+    return found
+
+
+def _accumulated(
+    engine: Engine, step: Step, budget: int | None, images: Images, objective: Objective | None = None
+) -> tuple[float, Tensors, float]:
+    """As `one_gradient`; the engine keeps its gradients."""
+    loss = _accumulate(engine, step, budget, images, objective)
+    gradients = {name: g.cpu() for name, g in engine.gradients() if g is not None}
+    return loss, gradients, engine.gradient_norm()
+
+
+def _accumulate(
+    engine: Engine, step: Step, budget: int | None, images: Images, objective: Objective | None = None
+) -> float:
+    """The loss."""
+    documents, metas = to_documents(engine, step, images)
+    return engine.accumulate(engine.plan(metas, budget=budget), documents, objective or CrossEntropy())["loss"] or 0.0
 
 
 def gather_readouts(
