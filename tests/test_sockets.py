@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -164,7 +165,9 @@ def test_rl(here: Path) -> None:
 @pytest.mark.slow
 def test_a_ray_that_was_imported_before(tmp_path: Path) -> None:
     """As a notebook may have done; Ray reads its settings when it is imported."""
-    check_ray(Run(import_first, tmp_path), "a task ran")
+    run = Run(import_first, tmp_path)
+    check_ray(run, "a task ran")
+    assert run.status == 0, "the program's settings are not as they were"
 
 
 def import_first() -> int:
@@ -173,11 +176,18 @@ def import_first() -> int:
     from weft.cluster.ray_actors import Bundle, ray_session
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    before = settings_of(ray)
     with suppress(KeyboardInterrupt), ray_session(None, [Bundle(cpus=1.0)]):
         assert ray.get(ray.remote(lambda: 5).remote()) == 5
         print("a task ran", flush=True)
         signal.pause()
-    return 0
+    return int(settings_of(ray) != before)
+
+
+def settings_of(ray: Any) -> Any:
+    """What the program's own Ray would have."""
+    variables = {name: value for name, value in os.environ.items() if name.startswith(("RAY_AUTH", "RAY_ENABLE"))}
+    return variables, ray._private.ray_constants.ENABLE_RAY_CLUSTER
 
 
 def check_ray(run: Run, shown: str) -> None:

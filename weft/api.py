@@ -237,7 +237,7 @@ def _run_rl(config: RlConfig, options: RlOptions, hooks: RlHooks) -> Run:
     from weft.run.folder import default_folder
     from weft.telemetry import flight
 
-    if import_ray(alone=config.cluster.address is None).is_initialized():
+    if import_ray().is_initialized():
         raise UserError("this process has a Ray of its own already: call ray.shutdown() before weft.rl.")
     if config.run.dir is None:
         config = replace(config, run=replace(config.run, dir=str(default_folder(config.model.path))))

@@ -13,7 +13,6 @@ import re
 import secrets
 import signal
 import socket
-import sys
 import tempfile
 import threading
 import time
@@ -37,7 +36,7 @@ from weft.importing import import_extra
 from weft.telemetry import flight
 from weft.telemetry.flight import Record
 
-_OTHER_HOSTS = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # a variable of Ray: whether other hosts reach it
+_HOSTS, _MODE, _TOKEN = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"  # variables of Ray
 _LINGER_SECONDS = 2.0  # how long a failure waits for one that may lie behind it
 _LISTENER_SECONDS = 10.0
 _STACKS_SECONDS = 0.5  # for a process to write its stacks
@@ -65,7 +64,11 @@ def ray_session(address: str | None, bundles: Sequence[Bundle]) -> Iterator[None
     Other Ray clusters on this machine are left alone. Raises UserError if the cluster lacks resources for `bundles`.
     """
     own = address is None
-    with scratch_folder("ray-", _ray_base()) if own else nullcontext() as folder, _session(address, bundles, folder):
+    with (
+        scratch_folder("ray-", _ray_base()) if own else nullcontext() as folder,
+        _alone() if own else nullcontext(),
+        _session(address, bundles, folder),
+    ):
         check_capacity(bundles)
         yield
 
@@ -74,7 +77,7 @@ def ray_session(address: str | None, bundles: Sequence[Bundle]) -> Iterator[None
 def _session(address: str | None, bundles: Sequence[Bundle], folder: Path | None) -> Iterator[None]:
     """As ray_session, without the check. folder: for the sockets and logs of a cluster that is started here."""
     own = address is None
-    ray = import_ray(own)
+    ray = import_ray()
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     if address is not None:
@@ -91,7 +94,7 @@ def _session(address: str | None, bundles: Sequence[Bundle], folder: Path | None
     except Exception as error:  # Ray has no type of error for a machine that is too busy to start in time
         _require_same_versions(address, str(error))
         what = "Ray could not be started on this machine" if own else f"cluster.address: no Ray cluster at {address}"
-        token = "" if own or "RAY_AUTH_MODE" in os.environ else " If it wants its token, set RAY_AUTH_MODE=token."
+        token = "" if own or _MODE in os.environ else " If it wants its token, set RAY_AUTH_MODE=token."
         raise UserError(f"{what}: {first_line(error)}.{token}") from error
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, asked_to_end)  # Ray's own handler exits with 15, which means something else here
@@ -139,33 +142,40 @@ def _require_listener(address: str) -> None:
         ) from error
 
 
-def import_ray(alone: bool = False) -> Any:
-    """Ray, or a UserError that says how to install it.
-
-    alone: for a cluster of this machine's own, which listens on loopback and requires a token that only its processes
-    have.
-    """
-    imported = "ray" in sys.modules
-    if alone:
-        os.environ.setdefault(_OTHER_HOSTS, "0")  # keeps Ray to this machine
-        if os.environ.setdefault("RAY_AUTH_MODE", "token") == "token":
-            os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-    ray = import_extra("ray", "rl", "weft rl")
-    if alone and imported and not ray.is_initialized():
-        _read_settings_again(ray)
-    return ray
+def import_ray() -> Any:
+    """Ray, or a UserError that says how to install it."""
+    return import_extra("ray", "rl", "weft rl")
 
 
-def _read_settings_again(ray: Any) -> None:
-    """Let Ray read the two settings of `import_ray`, which it reads when it is imported: the program had imported it."""
-    ray._private.ray_constants.ENABLE_RAY_CLUSTER = os.environ[_OTHER_HOSTS] != "0"
-    ray._raylet.Config.initialize("")
-    ray._raylet.AuthenticationTokenLoader.instance().reset_cache()
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Inside, a Ray that is started here listens on loopback and requires a token that only its processes have."""
+    before = {name: os.environ.get(name) for name in (_HOSTS, _MODE, _TOKEN)}
+    os.environ.setdefault(_HOSTS, "0")
+    if os.environ.setdefault(_MODE, "token") == "token":
+        os.environ.setdefault(_TOKEN, secrets.token_hex(32))
+    _read_settings(import_ray())
+    try:
+        yield
+    finally:
+        for name, given in before.items():
+            os.environ.pop(name, None)
+            if given is not None:
+                os.environ[name] = given
+        _read_settings(import_ray())
+
+
+def _read_settings(ray: Any) -> None:
+    """Let Ray read its variables, which it does when it is imported: maybe by the program, or in an earlier session."""
+    constants, native = ray._private.ray_constants, ray._raylet
+    constants.ENABLE_RAY_CLUSTER = constants.env_bool(_HOSTS, not constants.IS_WINDOWS_OR_OSX)
+    native.Config.initialize("")
+    native.AuthenticationTokenLoader.instance().reset_cache()
 
 
 def exposure(address: str | None) -> list[str]:
     """Warnings about a cluster that asks for no token."""
-    if address is None or os.environ.get("RAY_AUTH_MODE") == "token":
+    if address is None or os.environ.get(_MODE) == "token":
         return []
     return [
         f"warning  the Ray cluster at {address} asks for no token (RAY_AUTH_MODE): whoever reaches it runs code there"

@@ -69,7 +69,7 @@ _PROMISE = "the rollout step that runs is finished, trained and saved first, and
 def run(config: RlConfig, options: RlOptions, hooks: RlHooks = NO_RL_HOOKS) -> None:
     """Entry point of the controller. Raises StoppedError if a signal ended the run early."""
     check_installed(config.track)
-    import_ray(alone=config.cluster.address is None)
+    import_ray()
     import_arrow()
     check_engines(config)
     if not options.rollout_only:
