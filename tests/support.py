@@ -1,7 +1,8 @@
 """`make support`: which families train on which axes of the mesh; the result is docs/reference/support.md.
 
-The start-up checks run on the tiny config of every family, then the cases of the tests of parity on real ranks, one
-for each family and axis. Arguments are families; the rows of the others stay as they are.
+The start-up checks run on the tiny config of every family, then a case of parity on real ranks for each axis whose
+check passes: a mesh of the tests of parity, else two ranks. Arguments are families; the rows of the others stay as
+they are.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import transformers
 from tests import test_context_parallel, test_expert_parallel, test_parity, test_pipeline, test_tensor_parallel
 from tests.cases import parity, saved_model, world_of
 from tests.pool import run
-from tests.zoo import LAYOUT_FAMILIES, tiny_config
+from tests.zoo import LAYOUT_FAMILIES, OWN_ATTENTION_FAMILIES, tiny_config
 from weft.engine.context_check import check_context
 from weft.engine.division_check import check_division
 from weft.engine.expert_check import check_experts
@@ -28,15 +29,19 @@ from weft.engine.pipeline_check import check_pipeline
 from weft.engine.startup import Findings, examine
 from weft.errors import UserError
 from weft.models import hf
+from weft.models.facts import position_limit
 from weft.models.flops import FlopFacts
 from weft.models.mixer_part import can_share_documents
 from weft.models.train_module import TrainModule
 
 PAGE = Path(__file__).parent.parent / "docs" / "reference" / "support.md"
 AXES = ("dp", "tp", "cp", "ep", "pp")
-KINDS = ("proven", "checked", "refused", "not run", "failed")
+KINDS = ("proven", "refused", "not run", "failed")
+FAMILIES = (*LAYOUT_FAMILIES, *OWN_ATTENTION_FAMILIES)
+TWO_RANKS = {"dp": "2", "tp": "tp2", "cp": "cp2", "ep": "ep2", "pp": "pp2"}  # where no other test has a mesh
+STATES = "cp2u2"  # of layers that carry state, which go over cp by Ulysses alone
 HEAD = "| family | model_type | layout | dp | tp | cp | ep | pp |\n| --- | --- | --- | --- | --- | --- | --- | --- |\n"
-WHOLE, DENSE = "not run: its documents are never cut", "not run: it has no experts"
+DENSE = "not run: no experts that weft knows"
 _LONGEST = 140  # letters of a reason
 INTRODUCTION = """\
 # Families and axes
@@ -50,13 +55,12 @@ on a small random copy, and refused by name where it does not pass.
   `2x2` is dp_replicate x dp_shard, `tp4` four ranks of tp, `2xcp2` two data ranks of two ranks of cp, `cp4u2` a ring of
   two with Ulysses over two, `4ep2` four data ranks, of which two each have the same experts, `pp2x2` two stages of two
   data ranks, `pp2g` two with the schedule GPipe; `whole` is said where documents are never cut, but dealt to these
-  ranks: where a state needs positions, and where documents are padded.
-- **checked**: the check that every run makes before it loads passes. On a small copy, over threads that stand for
-  ranks, readouts and gradients are those of the whole (tp, ep: 2 ranks; cp: a ring of 2, and of 2 with Ulysses over 2;
-  where layers carry state, Ulysses over 2 alone; pp: each layer a stage); dp: logits are those of transformers, and
-  documents do not see each other.
-- **refused**: that check fails, so that a run ends within seconds with this reason.
+  ranks: where a state needs positions, where documents are padded, and where the rotary table depends on their length.
+- **refused**: the check that every run makes before it loads, on a small copy, fails, so that a run ends within seconds
+  with this reason.
 - **not run**: nothing was tried.
+
+`make verify-all` runs all that is proven.
 
 """
 
@@ -97,16 +101,19 @@ def row(family: str) -> list[str]:
         findings = examine(config)
     except UserError as error:
         return [model_type, "", *[f"refused: {reason(error)}"] * len(AXES)]
+    whole = position_limit(config.get_text_config()) is not None or not is_cut(config, findings)
     checks = {
         "dp": lambda: None,
         "tp": lambda: check_division(config, findings, 2),
-        "cp": lambda: cut(config, findings),
+        "cp": lambda: None if whole else cut(config, findings),
         "ep": lambda: check_experts(config, findings, 2),
         "pp": lambda: check_pipeline(config, findings, torch.float32),
     }
-    cells = {axis: proven(family, axis) or checked(checks[axis]) for axis in AXES}
-    if not (cells["cp"].startswith("proven") or is_cut(config, findings)):
-        cells["cp"] = WHOLE
+    cells = {}
+    for axis in AXES:
+        states = axis == "cp" and findings.mixers and not whole
+        mesh = cases().get((family, axis)) or (STATES if states else TWO_RANKS[axis])
+        cells[axis] = refusal(checks[axis]) or proven(family, axis, mesh, whole)
     if "has no experts" in cells["ep"]:
         cells["ep"] = DENSE
     return [model_type, findings.layout, *cells.values()]
@@ -125,31 +132,23 @@ def cut(config: transformers.PretrainedConfig, findings: Findings) -> None:
         check_context(config, FlopFacts(1), cp, ulysses, 1)
 
 
-def proven(family: str, axis: str) -> str | None:
-    """The cell of a case of the tests; None where there is none."""
-    mesh = cases().get((family, axis))
-    if mesh is None:
-        return None
-    cuts = "cp" in mesh and (family, mesh) not in test_context_parallel.DEALT_WHOLE
-    sections = test_context_parallel.SHORT if cuts else {}
+def proven(family: str, axis: str, mesh: str, whole: bool) -> str:
+    """The cell of a case on real ranks. whole: whether documents are dealt whole to ranks of cp."""
+    sections = test_context_parallel.SHORT if "cp" in mesh and not whole else {}
     path = test_pipeline.model_of(family, mesh) if axis == "pp" else saved_model(family)
     verdict = run(world_of(mesh), parity, path, mesh, sections)[0]
-    return f"proven: {named(family, axis)}" if verdict.passed else f"failed: {', '.join(verdict.failed)} on {mesh}"
+    if not verdict.passed:
+        return f"failed: {', '.join(verdict.failed)} on {mesh}"
+    return f"proven: {mesh}, whole" if axis == "cp" and whole else f"proven: {mesh}"
 
 
-def named(family: str, axis: str) -> str:
-    """The mesh of a case, as its cell calls it."""
-    mesh = cases()[family, axis]
-    return f"{mesh}, whole" if axis == "cp" and (family, mesh) in test_context_parallel.DEALT_WHOLE else mesh
-
-
-def checked(check: Callable[[], object]) -> str:
-    """The cell of a start-up check."""
+def refusal(check: Callable[[], object]) -> str:
+    """The cell of a start-up check that fails; else empty."""
     try:
         check()
     except UserError as error:
         return f"refused: {reason(error)}"
-    return "checked"
+    return ""
 
 
 def reason(error: UserError) -> str:
@@ -162,7 +161,7 @@ def reason(error: UserError) -> str:
 
 def write(found: dict[str, list[str]]) -> None:
     """The page, one row for each family of the zoo that has cells."""
-    lines = (f"| `{family}` | {' | '.join(found[family])} |\n" for family in LAYOUT_FAMILIES if family in found)
+    lines = (f"| `{family}` | {' | '.join(found[family])} |\n" for family in FAMILIES if family in found)
     PAGE.write_text(INTRODUCTION.format(machine=machine()) + HEAD + "".join(lines), encoding="utf-8")
 
 
@@ -171,7 +170,7 @@ def main(families: list[str]) -> int:
     warnings.simplefilter("ignore")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     found = rows(PAGE.read_text(encoding="utf-8")) if families and PAGE.exists() else {}
-    for family in families or LAYOUT_FAMILIES:
+    for family in families or FAMILIES:
         found[family] = row(family)
         print(family, *found[family], sep="  ", flush=True)
         write(found)

@@ -21,7 +21,7 @@ def check(family: str, mesh: str, sections: dict[str, dict[str, Any]], **changes
 MESHES = ["1", "2", "3", "4", "2x2"]
 MORE_FAMILIES = [
     "falcon", "llama4_text", "gpt2", "phi", "mixtral", "glm4_moe", "olmo2", "phi3_longrope", "gemma4_text",
-    "opt", "phimoe",
+    "opt", "phimoe", "jetmoe",
 ]  # fmt: skip
 # Whose layers carry state: pairs of a family and a mesh.
 STATEFUL = [

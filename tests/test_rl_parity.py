@@ -89,6 +89,7 @@ CASES = [
                  marks=pytest.mark.table),
     ("llama", "pp2x2", (*PPO, "reference.pp=1", "reference.tp=2", "critic.pp=1", "critic.dp_shard=4")),
     ("phimoe", "1", ()),  # whose routers' choices are not recorded
+    ("jetmoe", "1", ()),  # whose attention chooses experts, too
 ]  # fmt: skip
 
 

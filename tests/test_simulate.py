@@ -68,7 +68,7 @@ def lasting(peak: Peak) -> tuple[dict[str, int], str, int]:
         ),
         ("llama", "tp2", {"lora": {"rank": 4}}, 2),
         ("gemma2", "2xcp2", {"fsdp": {"param_dtype": "bf16"}}, 2),
-        ("llama_tied", "pp2x2", {}, 2),
+        pytest.param("llama_tied", "pp2x2", {}, 2, marks=pytest.mark.table),
         ("qwen3", "pp2vx2", {"model": {"recompute": "full"}}, 3),
     ],
 )

@@ -1,4 +1,4 @@
-"""docs/reference/support.md has every family of the zoo, and as proven what the tests of parity prove."""
+"""docs/reference/support.md has every family of the zoo, and what it calls proven is proven."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from tests import support
-from tests.zoo import LAYOUT_FAMILIES, tiny_config
+from tests.zoo import tiny_config
 from weft.errors import UserError
 
 
 def test_the_page_has_every_family_in_the_order_of_the_zoo() -> None:
     found = support.rows(support.PAGE.read_text())
-    assert tuple(found) == LAYOUT_FAMILIES, "run: make support"
+    assert tuple(found) == support.FAMILIES, "run: make support"
     for family, (model_type, layout, *cells) in found.items():
         assert model_type == f"`{tiny_config(family).get_text_config().model_type}`"
         assert layout in ("packed", "padded")
@@ -21,20 +21,33 @@ def test_the_page_has_every_family_in_the_order_of_the_zoo() -> None:
         assert all(cell.startswith(support.KINDS) and not cell.startswith("failed") for cell in cells), family
 
 
-def test_what_is_proven_is_what_the_tests_prove() -> None:
-    found = support.rows(support.PAGE.read_text())
-    proven = {
+def proven() -> dict[tuple[str, str], str]:
+    """(family, axis) -> the mesh, with `whole` where it is said."""
+    return {
         (family, axis): cell.removeprefix("proven: ")
-        for family, cells in found.items()
+        for family, cells in support.rows(support.PAGE.read_text()).items()
         for axis, cell in zip(support.AXES, cells[2:], strict=True)
         if cell.startswith("proven")
     }
-    assert proven == {case: support.named(*case) for case in support.cases()}, "run: make support"
+
+
+def test_what_the_tests_of_parity_prove_is_on_the_page() -> None:
+    found = {case: mesh.removesuffix(", whole") for case, mesh in proven().items()}
+    assert support.cases().items() <= found.items(), "run: make support"
+
+
+@pytest.mark.table
+@pytest.mark.parametrize(("family", "axis"), [case for case in proven() if case not in support.cases()])
+def test_what_the_page_calls_proven(family: str, axis: str) -> None:
+    """Beyond the tests of parity."""
+    mesh, _, whole = proven()[family, axis].partition(", ")
+    cell = support.proven(family, axis, mesh, bool(whole))
+    assert cell == f"proven: {proven()[family, axis]}"
 
 
 def test_a_page_is_read_as_it_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(support, "PAGE", tmp_path / "support.md")
-    cells = {"llama": ["`llama`", "packed", "checked", "refused: a \\| b", support.WHOLE, support.DENSE, "checked"]}
+    cells = {"llama": ["`llama`", "packed", "proven: 2", "refused: a \\| b", "not run", support.DENSE, "proven: pp2"]}
     support.write(cells)
     assert support.rows(support.PAGE.read_text()) == cells
 

@@ -128,6 +128,8 @@ _MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
         num_experts=4, num_experts_per_tok=2, moe_intermediate_size=40, shared_expert_intermediate_size=40)),
     "granitemoe": ("GraniteMoeConfig", "GraniteMoeForCausalLM", dict(num_local_experts=4, num_experts_per_tok=2)),
     "phimoe": ("PhimoeConfig", "PhimoeForCausalLM", dict(num_local_experts=4, num_experts_per_tok=2)),
+    "jetmoe": ("JetMoeConfig", "JetMoeForCausalLM", dict(
+        kv_channels=16, num_local_experts=4, num_experts_per_tok=2)),
     "minimax_m2": ("MiniMaxM2Config", "MiniMaxM2ForCausalLM", dict(
         head_dim=16, num_local_experts=4, num_experts_per_tok=2)),
     "lfm2_moe": ("Lfm2MoeConfig", "Lfm2MoeForCausalLM", dict(

@@ -42,7 +42,7 @@ from weft.models.cost import costs_of_layers
 from weft.models.freeze import freeze
 from weft.models.lora import LoraPlan, freeze_base
 from weft.models.mixer_part import can_share_documents
-from weft.models.pipeline import Anatomy, Pipeline, cut_layers
+from weft.models.pipeline import Anatomy, Pipeline, cut_layers, own_layers
 from weft.models.placement import Placement
 from weft.models.tp_styles import check_states
 from weft.models.train_module import TrainModule
@@ -136,7 +136,7 @@ def assemble(
     if ranks.simulated is not None:
         with ranks.simulated.fake:
             materialize(built.module, ranks.tensors_on)
-        hf.rebuild_buffers(built.module.hf_model)
+        rebuild_buffers(built.module)
     elif weights:
         check_memory(setup, built, made, fill=fill)
         parts = replace(parts, loaded=fill_weights(setup, built, made, progress, fill=fill))
@@ -393,6 +393,12 @@ def check_memory(setup: Setup, built: BuiltModel, made: Sharded, *, fill: bool) 
         check_draws(sum(map(prod, shapes)), capacity(torch.device("cpu"), local_ranks(setup.ranks.world)))
 
 
+def rebuild_buffers(module: TrainModule) -> None:
+    """Compute the buffers that no checkpoint holds, of the layers that this rank runs."""
+    with own_layers(module.hf_model):
+        hf.rebuild_buffers(module.hf_model)
+
+
 def fill_weights(
     setup: Setup, built: BuiltModel, made: Sharded, progress: Progress | None = None, *, fill: bool = True
 ) -> LoadReport | None:
@@ -409,7 +415,7 @@ def fill_weights(
         # A frozen base is in no checkpoint: it is always read.
         report = load_weights(module, plan, cuts, progress) if fill or lora is not None else None
         plan.source.close()
-    hf.rebuild_buffers(module.hf_model)
+    rebuild_buffers(module)
     move_buffers(module, setup.ranks.device)
     if lora is not None:
         fill_adapters(module, lora, cuts, config.seed)

@@ -9,7 +9,8 @@ other layers, which are swapped into the model during its forwards.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -101,6 +102,20 @@ class StandIn(nn.Module):
         if self.gives:
             hidden = self.passage.received
         return (hidden, *[None] * (self.items - 1)) if self.items else hidden
+
+
+@contextmanager
+def own_layers(model: nn.Module) -> Iterator[None]:
+    """Inside, the model's lists of layers are without stand-ins: for code that reads into every layer (falcon_h1's
+    initialisation does)."""
+    lists = [(each, each._modules) for each in model.modules() if isinstance(each, nn.ModuleList)]
+    for each, held in lists:
+        each._modules = {name: child for name, child in held.items() if not isinstance(child, StandIn)}
+    try:
+        yield
+    finally:
+        for each, held in lists:
+            each._modules = held
 
 
 @dataclass(frozen=True)

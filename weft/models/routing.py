@@ -6,6 +6,7 @@ family's code. A replacement returns other indices and the scores at those, so t
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -18,12 +19,14 @@ from torch.overrides import TorchFunctionMode
 
 # (decoder layer, scores [M, E], result of topk) -> the result that the router sees instead
 Choose = Callable[[int, Tensor, Any], Any]
+_ATTENTION = re.compile(r"attn|attention")
 
 
 @contextmanager
 def replace_choices(layers: Sequence[nn.Module], experts: int, chosen: int, choose: Choose) -> Iterator[None]:
     """Inside, pass every choice of `chosen` out of `experts` in these decoder layers through `choose`, also in
-    recomputation.
+    recomputation. Choices inside of attention (jetmoe has experts there, too) stay the model's own, so that a layer has
+    one choice.
 
     The hooks are on the layers' children: a mode around the forward would miss recomputation, which backward starts,
     and newer transformers recompute a layer without the layer's own hooks.
@@ -31,7 +34,8 @@ def replace_choices(layers: Sequence[nn.Module], experts: int, chosen: int, choo
     watched = [
         (child, _TopK(number, experts, chosen, choose))
         for number, layer in enumerate(layers)
-        for child in layer.children()
+        for name, child in layer.named_children()
+        if not _ATTENTION.search(name)
     ]
 
     def enter(mode: _TopK) -> Any:

@@ -108,10 +108,6 @@ class Holdings:
         master = state.precision.master.itemsize
         return Held(place, weights, trained * master, trained * moments, trained * average, tuple(found))
 
-    def heaviest(self) -> Held:
-        """The holdings of the rank that holds most between steps."""
-        return max(self.by_stage(), key=lambda held: held.resident)
-
     def by_stage(self) -> list[Held]:
         """For each stage, the holdings of the rank that holds most between steps."""
         places = list(self._candidates())

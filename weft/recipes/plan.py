@@ -31,7 +31,7 @@ from weft.planner.timing import time_of
 from weft.recipes.run_data import deal, read_data
 from weft.report.plan import Described, show_described, show_engines, show_search
 from weft.report.simulated import show_simulated
-from weft.report.tables import EngineRow
+from weft.report.tables import EngineRow, separate_engines
 from weft.rl.model_engines import critic_config, policy_config, reference_config
 from weft.rl.reference_critic import own_ranks
 
@@ -150,5 +150,5 @@ def _engines_beside(config: RlConfig, ranks: int, assumed: Accelerator) -> list[
         memory = max(memory_by_stage(model, mesh, None), key=lambda one: one.held.resident)
         held = memory.held
         rows.append(EngineRow(name, held.weights, held.gradients, held.optimizer, memory.gathered))
-    rows += [EngineRow(who, note=f"in {count} ranks of its own") for who, count in own.items()]
+    rows += separate_engines(own.items())
     return rows

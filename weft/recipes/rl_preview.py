@@ -19,7 +19,7 @@ from weft.errors import UserError
 from weft.memory.estimate import cache_bytes
 from weft.recipes.rl import Plan, Task, check_task, read_task
 from weft.report.banner import print_dry_run
-from weft.report.tables import EngineRow, engine_table, show
+from weft.report.tables import EngineRow, engine_table, separate_engines, show
 from weft.rl.environments import environment_class
 from weft.rl.model_engines import critic_engine, policy_config, reference_engine
 from weft.rl.reference_critic import own_ranks
@@ -111,7 +111,7 @@ def _rows(config: RlConfig, policy: Engine, ranks: Ranks) -> list[EngineRow]:
         for name, e in engines.items()
         if e is not None
     ]
-    rows += [EngineRow(who, note=f"in {count} ranks of its own") for who, count in own.items()]
+    rows += separate_engines(own.items())
     if reference is None and config.rl.kl > 0 and "reference" not in own:
         rows.append(EngineRow("reference", note="the policy without its adapters"))
     return [*rows, _rollout_row(config, policy)]

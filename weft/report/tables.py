@@ -83,6 +83,11 @@ class EngineRow:
         return sum(part or 0 for part in (self.weights, self.gradients, self.optimizer))
 
 
+def separate_engines(ranks: Iterable[tuple[str, int]]) -> list[EngineRow]:
+    """Rows of engines that have ranks of their own. ranks: (engine, number of its ranks)."""
+    return [EngineRow(name, note=f"in {count} ranks of its own") for name, count in ranks]
+
+
 def engine_table(rows: Sequence[EngineRow]) -> Table:
     """A row for each engine, and their sum."""
     table = new_table(
