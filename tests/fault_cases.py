@@ -142,7 +142,7 @@ CASES = {
     ),
     "stopped while tokenising": Case(
         Fault(do="stop, tokenising", phase="tokenising", step=0), 2, 11,
-        [r"^rank \d .*is stopped \(SIGSTOP\)", "^reading the data"], [*BY_PROCESSES, *QUICK], within=40.0,
+        [r"^rank \d .*is stopped \(SIGSTOP\)", "^reading the data"], [*BY_PROCESSES, *QUICK], within=30.0,
     ),
     "a process that tokenises is killed": Case(
         Fault(do="kill a worker", phase="tokenising", step=0), 2, 10,

@@ -60,7 +60,7 @@ on a small random copy, and refused by name where it does not pass.
   with this reason.
 - **not run**: nothing was tried.
 
-`make verify-all` runs all that is proven.
+`make test` and `make verify-all` run all that is proven.
 
 """
 

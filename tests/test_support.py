@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import support
+from tests import support, test_context_parallel
 from tests.zoo import tiny_config
 from weft.errors import UserError
 
@@ -31,9 +31,18 @@ def proven() -> dict[tuple[str, str], str]:
     }
 
 
-def test_what_the_tests_of_parity_prove_is_on_the_page() -> None:
-    found = {case: mesh.removesuffix(", whole") for case, mesh in proven().items()}
-    assert support.cases().items() <= found.items(), "run: make support"
+def test_what_is_proven_is_what_tests_prove() -> None:
+    """Those of parity; and the next test, on two ranks."""
+    dealt_whole = test_context_parallel.DEALT_WHOLE
+    of_parity = {
+        (family, axis): f"{mesh}, whole" if axis == "cp" and (family, mesh) in dealt_whole else mesh
+        for (family, axis), mesh in support.cases().items()
+    }
+    found = proven()
+    assert of_parity.items() <= found.items(), "run: make support"
+    for (_, axis), mesh in found.items() - of_parity.items():
+        two = support.TWO_RANKS[axis]
+        assert mesh in ((two, f"{two}, whole", support.STATES) if axis == "cp" else (two,)), "run: make support"
 
 
 @pytest.mark.table

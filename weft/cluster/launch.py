@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,7 @@ from pathlib import Path
 from weft.cluster import reports
 from weft.cluster.entrypoint import Body, guarded, joined
 from weft.cluster.failures import Failure, diagnose, keep_evidence
-from weft.cluster.machine import cpu_cores
+from weft.cluster.machine import cpu_cores, variables_set
 from weft.cluster.scratch import scratch_folder
 from weft.cluster.status import SUCCESS
 from weft.cluster.stopping import Forwarder
@@ -63,7 +63,7 @@ def attempt(command: Sequence[str], nproc: int, debug: bool = False) -> Outcome:
         _silence_agent()
     with (
         scratch_folder() as folder,
-        _environment(_rank_variables(scratch := str(folder), nproc)),
+        variables_set(_rank_variables(scratch := str(folder), nproc)),
         _signal_handlers_kept(),
         watching(Path(scratch)) as watch,
         Forwarder(watch.processes) as forwarder,
@@ -109,20 +109,6 @@ def _rank_variables(scratch: str, nproc: int) -> dict[str, str]:
     if sys.platform == "linux":
         variables |= {name: os.environ.get(name, "lo") for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
     return variables
-
-
-@contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 @contextmanager

@@ -8,8 +8,8 @@ import random
 import signal
 import socket
 import sys
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +30,21 @@ ADDRESS = "WEFT_ADDRESS"  # environment variable with the address of an actor's 
 def own_address() -> str:
     """This machine's address, as other hosts reach it; the same in all processes of a machine."""
     return os.environ.get(ADDRESS, "127.0.0.1")
+
+
+@contextmanager
+def variables_set(variables: Mapping[str, str]) -> Iterator[None]:
+    """Inside, the environment has these variables, for this process and those that it starts."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def free_port() -> int:

@@ -27,7 +27,7 @@ import psutil
 from weft.cluster import reports
 from weft.cluster.actor_watchdog import ActorWatchdog, watching_actors
 from weft.cluster.failures import explain, explain_hang, keep_evidence, oom_kill_text
-from weft.cluster.machine import ADDRESS, cpu_cores, free_port, oom_kills
+from weft.cluster.machine import ADDRESS, cpu_cores, free_port, oom_kills, variables_set
 from weft.cluster.reports import RankReport
 from weft.cluster.scratch import scratch_folder
 from weft.cluster.watch import FROZEN, Evidence, Watch, process_of
@@ -150,19 +150,16 @@ def import_ray() -> Any:
 @contextmanager
 def _alone() -> Iterator[None]:
     """Inside, a Ray that is started here listens on loopback and requires a token that only its processes have."""
-    before = {name: os.environ.get(name) for name in (_HOSTS, _MODE, _TOKEN)}
-    os.environ.setdefault(_HOSTS, "0")
-    if os.environ.setdefault(_MODE, "token") == "token":
-        os.environ.setdefault(_TOKEN, secrets.token_hex(32))
-    _read_settings(import_ray())
+    variables = {_HOSTS: os.environ.get(_HOSTS, "0"), _MODE: os.environ.get(_MODE, "token")}
+    if variables[_MODE] == "token":
+        variables[_TOKEN] = os.environ.get(_TOKEN, secrets.token_hex(32))
+    ray = import_ray()
     try:
-        yield
+        with variables_set(variables):
+            _read_settings(ray)
+            yield
     finally:
-        for name, given in before.items():
-            os.environ.pop(name, None)
-            if given is not None:
-                os.environ[name] = given
-        _read_settings(import_ray())
+        _read_settings(ray)
 
 
 def _read_settings(ray: Any) -> None:

@@ -82,7 +82,7 @@ def _observe(
     seen.alone = gather_readouts(engine, steps[0], longest, images)
     seen.neighbours = neighbours(engine, steps[0], seen.readouts, images)
     later = [one_gradient(engine, step, None, images) for step in steps[1:]]
-    first = _accumulated(engine, steps[0], None, images)  # and the first step of training
+    first = one_gradient(engine, steps[0], None, images, keep=True)  # and the first step of training
     for loss, gradients, norm in (first, *later):
         seen.losses.append(loss)
         seen.gradients.append(gradients)
@@ -91,7 +91,7 @@ def _observe(
         for number, (step, lr) in enumerate(zip(steps, lrs, strict=True)):
             if replay is not None:
                 replay.stage = number
-            loss = first[0] if number == 0 else _accumulate(engine, step, None, images)
+            loss = first[0] if number == 0 else _accumulate(engine, step, None, images, CrossEntropy())
             seen.trained.append((loss, engine.apply(lr).grad_norm))
     except RanksDisagreeError as error:  # the same on all ranks
         seen.apart = " ".join(str(error).split())
@@ -118,30 +118,23 @@ def _media(engine: Engine, ids: Sequence[int], images: Images) -> Media | None:
 
 
 def one_gradient(
-    engine: Engine, step: Step, budget: int | None, images: Images = _NONE, objective: Objective | None = None
-) -> tuple[float, Tensors, float]:
+    engine: Engine, step: Step, budget: int | None, images: Images = _NONE, objective: Objective | None = None,
+    *, keep: bool = False,
+) -> tuple[float, Tensors, float]:  # fmt: skip
     """(Loss, whole gradients on the CPU, their norm). budget: tokens of a row; None as configured. objective: cross
-    entropy if None. The engine's gradients are dropped afterwards."""
-    found = _accumulated(engine, step, budget, images, objective)
-    engine.drop_gradients()
-    return found
-
-
-def _accumulated(
-    engine: Engine, step: Step, budget: int | None, images: Images, objective: Objective | None = None
-) -> tuple[float, Tensors, float]:
-    """As `one_gradient`; the engine keeps its gradients."""
-    loss = _accumulate(engine, step, budget, images, objective)
+    entropy if None. keep: leave the gradients in the engine, for its next update; else they are dropped."""
+    loss = _accumulate(engine, step, budget, images, objective or CrossEntropy())
     gradients = {name: g.cpu() for name, g in engine.gradients() if g is not None}
-    return loss, gradients, engine.gradient_norm()
+    norm = engine.gradient_norm()
+    if not keep:
+        engine.drop_gradients()
+    return loss, gradients, norm
 
 
-def _accumulate(
-    engine: Engine, step: Step, budget: int | None, images: Images, objective: Objective | None = None
-) -> float:
-    """The loss."""
+def _accumulate(engine: Engine, step: Step, budget: int | None, images: Images, objective: Objective) -> float:
+    """Forward and backward of a step; returns its loss."""
     documents, metas = to_documents(engine, step, images)
-    return engine.accumulate(engine.plan(metas, budget=budget), documents, objective or CrossEntropy())["loss"] or 0.0
+    return engine.accumulate(engine.plan(metas, budget=budget), documents, objective)["loss"] or 0.0
 
 
 def gather_readouts(
