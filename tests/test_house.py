@@ -1,4 +1,4 @@
-"""Rules of the house that a linter does not know: how long things are, and who may import what."""
+"""Rules that a linter does not know: who may import what, who prints, which ranks a collective is over."""
 
 from __future__ import annotations
 
@@ -14,58 +14,6 @@ FILES = sorted((ROOT / "weft").rglob("*.py"))
 @cache
 def tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
-
-
-def lengths() -> dict[str, int]:
-    """file:function -> lines, of every function of the package."""
-    found = {}
-    for path in FILES:
-        for node in ast.walk(tree(path)):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                assert node.end_lineno is not None
-                found[f"{path.relative_to(ROOT)}:{node.lineno} {node.name}"] = node.end_lineno - node.lineno + 1
-    return found
-
-
-def test_functions_are_short() -> None:
-    measured = lengths()
-    assert {name: lines for name, lines in measured.items() if lines > 80} == {}
-    short = sum(lines < 30 for lines in measured.values())
-    assert short >= 0.9 * len(measured)
-
-
-def test_files_are_short() -> None:
-    counts = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in FILES}
-    assert {name: lines for name, lines in counts.items() if lines >= 600} == {}
-
-
-# Short files that a reader would not look for elsewhere, and why; `__init__` and `__main__` apart.
-SHORT = {
-    "weft/data/prompt_images.py": "what processes of rewards and environments open, without torch",
-    "weft/engine/media.py": "what data/ makes and engine/ forwards: neither's own",
-    "weft/engine/prefetch.py": "a thread that knows neither engine nor recipe",
-    "weft/engine/value_head.py": "build.py and builder.py need it, and one imports the other",
-    "weft/hub.py": "asked by data/ and models/, below both, without torch",
-    "weft/models/freeze.py": "one key, and how it is refused",
-    "weft/models/hf_template.py": "the part of hf.py that imports no torch",
-    "weft/models/patterns.py": "what names in models/, optim/ and parallel/ mean",
-    "weft/report/pictures.py": "page.py and rl_page.py need it, and one imports the other",
-    "weft/run/hooks.py": "a protocol: what a program gives a run",
-    "weft/verification/documents.py": "imports the reference alone",
-    "weft/version.py": "imports nothing: the build reads it",
-}
-
-
-def test_files_are_not_tiny() -> None:
-    """Under 40 lines a file is a family, an objective, or one of those above; else it belongs to a neighbour."""
-    named = {"__init__.py", "__main__.py"}
-    counts = {
-        str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in FILES if path.name not in named
-    }
-    entries = ("weft/models/families/", "weft/objectives/")
-    tiny = {name for name, lines in counts.items() if lines < 40 and not name.startswith(entries)}
-    assert tiny - SHORT.keys() == set()
-    assert SHORT.keys() <= counts.keys()
 
 
 def test_only_one_file_imports_internals_of_transformers() -> None:

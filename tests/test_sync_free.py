@@ -19,6 +19,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import weft
 from tests.cases import open_engine, saved_model
 from tests.pool import run
 from tests.rl_samples import algorithm
@@ -41,6 +42,9 @@ ON_THE_HOST = {"torch/optim/adam.py"}  # step counters of an AdamW that is not f
 
 _READS = ("_local_scalar_dense", "nonzero", "masked_select", "bincount", "_unique", "repeat_interleave.Tensor", "equal")
 _BY_MASK = ("index.Tensor", "index_put", "_index_put_impl")
+# By where the packages are imported from: a clone, or a folder above it, may be called weft or optim.
+WEFT = Path(weft.__file__).parent
+TORCH_OPTIM = Path(torch.optim.__file__).parent
 _METHODS = ("tolist", "cpu", "numpy", "__array__")  # which are no operations of the CPU's
 
 
@@ -81,11 +85,9 @@ def _caller() -> str:
     frame = sys._getframe(2)
     while frame is not None:
         path = Path(frame.f_code.co_filename)
-        parts = path.parts
-        if "weft" in parts[:-1] and "tests" not in parts and frame.f_code is not read.__code__:
-            where = "/".join(parts[len(parts) - parts[::-1].index("weft") :])
-            return f"{where} {frame.f_code.co_qualname}"
-        if "optim" in parts and path.name not in ("optimizer.py",):
+        if path.is_relative_to(WEFT) and frame.f_code is not read.__code__:
+            return f"{path.relative_to(WEFT)} {frame.f_code.co_qualname}"
+        if path.is_relative_to(TORCH_OPTIM) and path.name != "optimizer.py":
             return "torch/optim/" + path.name
         frame = frame.f_back  # type: ignore[assignment]
     return "elsewhere"
