@@ -147,7 +147,14 @@ def local_actors(
 def lines_of(run: Path) -> list[dict[str, Any]]:
     """metrics.jsonl without times and memory."""
     found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k not in CLOCKS and "seconds" not in k} for line in found]
+    return [
+        {
+            key: value
+            for key, value in line.items()
+            if key not in CLOCKS and "seconds" not in key and not key.startswith("time/")
+        }
+        for line in found
+    ]
 
 
 def rollouts_of(run: Path) -> dict[int, list[dict[str, Any]]]:

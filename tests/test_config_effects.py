@@ -5,7 +5,6 @@ A new key fails here until it has its line. `shown_by` is "file::test".
 
 from __future__ import annotations
 
-import ast
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,6 @@ from weft.config import SftConfig
 from weft.config.keys import schema_keys
 
 TESTS = Path(__file__).parent
-PACKAGE = TESTS.parent / "weft"
 
 # key -> (what it changes, shown_by)
 EFFECTS: dict[str, tuple[str, str]] = {
@@ -346,17 +344,3 @@ def test_the_test_that_shows_it_exists(key: str) -> None:
     effect, shown_by = EFFECTS[key]
     file, _, name = shown_by.partition("::")
     assert effect and f"def {name}(" in (TESTS / file).read_text()
-
-
-def test_every_key_is_read_outside_the_config_package() -> None:
-    """Weak, but cheap: somewhere in weft an attribute of that name is read."""
-    read = set()
-    for path in PACKAGE.rglob("*.py"):
-        if path.parent.name != "config":
-            read |= {
-                node.attr.rstrip("_")
-                for node in ast.walk(ast.parse(path.read_text()))
-                if isinstance(node, ast.Attribute)
-            }
-    through_resolve_mesh = {"dp_replicate", "dp_shard"}
-    assert {key.leaf for key in schema_keys(SftConfig).values()} - read - through_resolve_mesh == set()

@@ -24,7 +24,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests import forked
-from tests.local_rl import shrink
+from tests.local_rl import lines_of, shrink
 from tests.machine import business
 from weft.rollout.records import FOLDER, read_rollouts, rollout_files
 
@@ -49,8 +49,6 @@ KEYS = [
     "schedule.warmup_steps=0", "rl.reward=[exact_match, length]", "data.columns={answer: completion}",
     "rl.reward_options={length.longest: 4}", "train.timeout=120",
 ]  # fmt: skip
-# What differs from run to run, whatever is trained.
-CLOCKS = ("seconds", "tokens_per_second", "memory_gib", "mfu", "sync/seconds", "sync/gb_per_second")
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -91,11 +89,6 @@ def weft(words: Sequence[str], status: int = 0) -> str:
     return done.stdout + done.stderr
 
 
-def lines_of(run: Path) -> list[dict[str, Any]]:
-    found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k not in CLOCKS and "seconds" not in k} for line in found]
-
-
 def weights(run: Path) -> dict[str, torch.Tensor]:
     return dict(load_file(run / "checkpoints/latest/model.safetensors"))
 
@@ -116,6 +109,8 @@ def test_a_run_and_what_it_leaves(whole: Path) -> None:
     assert all(line["documents"] == 8 for line in lines[1:])
     last = lines[-1]
     assert last["rollout"] == 3 and last["staleness/max"] == 0
+    for line in map(json.loads, (whole / "metrics.jsonl").read_text().splitlines()[1:]):
+        assert 0 < line["time/forward"] < line["seconds"] and line["time/communication"] > 0  # two ranks
     assert last["sampling/sampling_logp_difference/max"] < 1e-5  # the engine has the trainer's weights
     assert last["rewards/exact_match/mean"] + last["rewards/length/mean"] == pytest.approx(last["reward"])
     for step, path in rollout_files(whole / FOLDER).items():
@@ -189,7 +184,9 @@ def compare_with_one_rank(task: Path, name: str, mesh: list[str], keys: Sequence
 
 def test_engines_of_their_own_run_ahead_of_training(task: Path) -> None:
     run = task / "ahead"
-    weft(command(task, run, "train.steps=8", "rollout.engine=hf", "cluster.max_staleness=1"))
+    clock = ["checkpoint.every=0", "checkpoint.every_minutes=1e-5", "checkpoint.keep=10"]
+    weft(command(task, run, "train.steps=8", "rollout.engine=hf", "cluster.max_staleness=1", *clock))
+    assert [step for step in range(1, 9) if (run / f"checkpoints/step-{step:06}").exists()] == [2, 4, 6, 8]
     lags = [line["staleness/max"] for line in lines_of(run) if "staleness/max" in line]
     assert len(lags) == 4 and lags[0] == 0 and max(lags) == 1
     # What was sampled is what the trainer says of it, at the weights of that version.

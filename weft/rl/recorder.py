@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,6 +51,7 @@ class RlRecorder:
         self.bad = BadSteps(self.config.train.max_nonfinite, self.start.bad_in_a_row)
         self.empty = EmptySteps(self.config.train.max_nonfinite, self.start.empty_in_a_row)
         self.flat = FlatSteps(self.start.flat_in_a_row)
+        self._saved_at = time.monotonic()
 
     def __enter__(self) -> RlRecorder:
         for note in self.trackers.notes:
@@ -121,9 +123,12 @@ class RlRecorder:
         return [evaluated.line(step)]
 
     def due(self, rollout: int, plan: Plan) -> bool:
-        """Whether to save after this rollout step: one of its optimizer steps is a multiple of checkpoint.every."""
-        every, last = self.config.checkpoint.every, rollout * plan.per_rollout
-        return every > 0 and last // every > (last - plan.per_rollout) // every
+        """Whether to save after this rollout step: one of its optimizer steps is a multiple of checkpoint.every, or the
+        last save is longer ago than checkpoint.every_minutes."""
+        every, minutes = self.config.checkpoint.every, self.config.checkpoint.every_minutes
+        last = rollout * plan.per_rollout
+        by_steps = every > 0 and last // every > (last - plan.per_rollout) // every
+        return by_steps or (minutes is not None and time.monotonic() - self._saved_at >= 60.0 * minutes)
 
     def stop_if_unproductive(self, step: RolloutStep, lines: Sequence[Mapping[str, object]]) -> list[str]:
         """Raise UserError after train.max_nonfinite consecutive steps that were not finite, or that had no sample to
@@ -134,8 +139,9 @@ class RlRecorder:
         return self.flat.count(step.samples, self.config)
 
     def progress(self, step: RolloutStep, updates: int, phases: Phases) -> dict[str, Any]:
-        """The run's part of a checkpoint. Also syncs metrics.jsonl to disk."""
+        """The run's part of a checkpoint that is saved now. Also syncs metrics.jsonl to disk."""
         self.file.sync()
+        self._saved_at = time.monotonic()
         return {
             "rollout": step.number,
             "taken": step.taken,

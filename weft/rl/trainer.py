@@ -30,7 +30,7 @@ from weft.config.rl_schema import RlConfig
 from weft.data.encode import changed_files, load_tokenizer
 from weft.data.image_opener import image_opener
 from weft.engine.contract import check_contract
-from weft.engine.document import Document, first_sources
+from weft.engine.document import first_sources
 from weft.engine.engine import Engine
 from weft.engine.media import ImageRoom
 from weft.engine.sleep import Part
@@ -38,6 +38,7 @@ from weft.errors import ActorError
 from weft.models.flops import Throughput
 from weft.objectives.policy import PolicyLoss
 from weft.parallel.fsdp import DTYPES
+from weft.parallel.timed import time_collectives
 from weft.report.banner import print_model
 from weft.report.step_line import StepOutcome, step_line
 from weft.rl.colocation import sleeping_parts
@@ -69,6 +70,7 @@ from weft.rollout.sync.protocol import SyncError, Ticket, device_memory
 from weft.rollout.sync.sender import EngineTarget, Sender, options_of
 from weft.rollout.types import Floats, Sample
 from weft.telemetry import flight
+from weft.telemetry.timing import StepTimes
 from weft.terminal import say
 
 
@@ -109,6 +111,9 @@ class Trainer:
         tokens = config.rollout.max_tokens_per_device
         self.embedded = EmbeddedEngine(self.engine, self.tokenizer, tokens, routes=True, opener=self.opener)
         self.throughput = Throughput.of(self.engine)
+        self.times = StepTimes(self.engine.device, self.ranks.world) if config.track.timing else None
+        if self.times is not None and self.engine.device.type == "cpu":
+            time_collectives(self.engine.module)
         self.saver: Saver | None = None
         self.sender: Sender | None = None
         self.folder: Path | None = None
@@ -281,26 +286,26 @@ class Trainer:
         if not documents:  # on every rank alike
             nothing = {"step": number, "epoch": epoch, "skipped": True, "reason": "no sample is to be trained"}
             return Updated({**nothing, **_NOTHING})
-        flight.step(number, steps, first_sources(documents, range(len(documents))), len(documents))
         loss = PolicyLoss(self.config.rl, old_is_current=not documents.old_is_known, masked=documents.masked)
-        taken = self._take_step(documents, loss, lr, began)
+        # Only the policy's step is timed: readouts and the critic pass through phases of the same names.
+        with contextlib.nullcontext() if self.times is None else contextlib.closing(self.times.open()):
+            flight.step(number, steps, first_sources(documents, range(len(documents))), len(documents))
+            plan, local = self.engine.deal(documents)
+            metrics = self.engine.accumulate(plan, local, loss)
+            result = self.engine.apply(lr)
+        taken = StepOutcome(plan, metrics, result, lr, time.perf_counter() - began)
         values = {} if self.values is None else self.values.train(documents, lr / self.config.optimizer.lr)
         if not self._contract_checked:
             check_contract(self.engine)
             self._contract_checked = True
         memory = finish_step(self.engine, self.saver)
         line = step_line(number, epoch, taken, self.throughput, memory) | values
+        if self.times is not None:
+            line |= self.times.take()
         alike = self.engine.mesh.tp is not None and self.engine.mesh.tp.place > 0  # the first tp rank returns them
         old = {} if alike else loss.old_logprobs()
         read = {documents.places[index]: found.numpy() for index, found in old.items()}
         return Updated(line, {index: _spread(samples[index], found) for index, found in read.items()})
-
-    def _take_step(self, documents: Sequence[Document], loss: PolicyLoss, lr: float, began: float) -> StepOutcome:
-        engine = self.engine
-        plan, own = engine.deal(documents)
-        metrics = engine.accumulate(plan, own, loss)
-        result = engine.apply(lr)
-        return StepOutcome(plan, metrics, result, lr, time.perf_counter() - began)
 
     # ------------------------------------------------------------ saving
 

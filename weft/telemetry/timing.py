@@ -41,11 +41,12 @@ class StepTimes:
         self._marks: list[tuple[str, Any]] = []
         self._waits: list[tuple[str, float]] = []
 
-    def open(self) -> None:
-        """Begin to listen."""
+    def open(self) -> StepTimes:
+        """Begin to listen, until `close`. Returns itself."""
         global _open
         flight.own.listeners.append(self._at)
         _open = self
+        return self
 
     def close(self) -> None:
         """Stop listening."""
