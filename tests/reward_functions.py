@@ -131,3 +131,8 @@ def hold_the_lock(completions: list[str], **_: Any) -> list[float]:
     with open(os.environ["STARTED"], "w"):
         pass
     return [float(bool(re.match("(a+)+$", "a" * 60 + "b"))) for _ in completions]
+
+
+def told(completions: list[str], hint: str = "four", **columns: Any) -> list[float]:
+    """1 for each letter of `hint`, which is its default here, and 1 where `more` is null."""
+    return [float(len(hint)) + (more is None) for more in columns["more"]]

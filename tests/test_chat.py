@@ -157,6 +157,14 @@ def test_the_answer_begins_where_the_template_says(template: str) -> None:
     assert asked == "<|start|>user\na<|end|>\n<|start|>assistant\n"
 
 
+def test_a_rendered_text_has_no_second_bos_where_there_is_no_template(run: Path) -> None:
+    chat = open_chat(ChatOptions(str(run), device="cpu"))
+    chat.tokenizer = byte_tokenizer(None, bos=True)
+    for text in ("a", "<s>a"):
+        given = chat._inputs(text, [], ())
+        assert chat.tokenizer.decode(given["input_ids"][0]) == "<s>a" and given["attention_mask"].sum() == 2
+
+
 def test_what_ends_an_answer() -> None:
     tokenizer = byte_tokenizer()
     end, eos = tokenizer.convert_tokens_to_ids("<|end|>"), tokenizer.eos_token_id

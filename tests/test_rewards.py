@@ -115,6 +115,23 @@ def test_trls_signature_with_columns_and_weights(chat: bool) -> None:
     assert given(samples) == [1.75, -0.25]
 
 
+def test_a_row_without_a_column_of_other_rows_has_none_there() -> None:
+    """As in a table. A parameter that has a default keeps it."""
+    rows = [{"answer": "7", "more": 1, "hint": "h"}, {"answer": "7"}]
+    prompts = [Prompt(i, 0, (1, 2), "?", None, row, f"data.jsonl:{i}") for i, row in enumerate(rows)]
+    samples = [sample_of(prompt, i, "7") for i, prompt in enumerate(prompts)]
+    rewards = Rewards(RlAlgorithm(reward=(OURS + "told",), reward_workers=1, reward_timeout=20.0))
+
+    async def run() -> None:
+        async with rewards:
+            await rewards.start(prompts)
+            await rewards.score(samples, Failures())
+
+    asyncio.run(run())
+    assert [sample.notes.get("reward_errors") for sample in samples] == [None, None]
+    assert given(samples) == [1.0, 5.0]
+
+
 def test_verls_signature() -> None:
     columns = {"data_source": "openai/gsm8k", "reward_model": {"ground_truth": "7"}, "extra_info": {"index": 3}}
     samples, _ = scored(["7", "8", "raise"], OURS + "compute_score", columns=columns)
@@ -244,6 +261,10 @@ def built_in(name: str, text: str, **columns: Any) -> float | None:
         ("exact_match", "42.", {"answer": "42"}, 0.0),
         ("exact_match", "so #### 42", {"answer": "42", "after": "####"}, 1.0),
         ("exact_match", "42", {"answer": "42", "after": "####"}, 0.0),
+        ("exact_match", "so #### 42 ", {"answer": "40 + 2 = 42\n#### 42", "after": "####"}, 1.0),
+        ("exact_match", "so #### 40", {"answer": "40 + 2 = 42\n#### 42", "after": "####"}, 0.0),
+        ("exact_match", "42", {"answer": "40 + 2 = 42\n#### 42", "after": "####"}, 0.0),
+        ("exact_match", "", {"answer": "40 ####", "after": "####"}, 0.0),
         ("exact_match", "Paris", {"solution": "paris", "ignore_case": True}, 1.0),
         ("exact_match", "a", {"answer": None, "reward_model": {"ground_truth": "a"}}, 1.0),
         ("regex", "x = 3", {"pattern": r"= \d"}, 1.0),
@@ -251,6 +272,9 @@ def built_in(name: str, text: str, **columns: Any) -> float | None:
         ("regex", "= 3, = 4", {"pattern": r"= (\d)", "answer": "4"}, 1.0),
         ("regex", "= 3, = 4", {"pattern": r"= (\d)", "answer": "3"}, 0.0),
         ("regex", "none", {"pattern": r"= (\d)", "answer": ""}, 0.0),
+        ("regex", "#### 4", {"pattern": "#### (.+)", "answer": "2 + 2\n#### 4"}, 1.0),
+        ("regex", "#### 5", {"pattern": "#### (.+)", "answer": "2 + 2\n#### 4"}, 0.0),
+        ("regex", "so 8", {"pattern": r"(\d)", "answer": "18"}, 0.0),
         ("format", "<think>a</think> b", {}, 1.0),
         ("format", "a</think> b", {}, 1.0),
         ("format", "<think>a</think>", {}, 0.0),

@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from tests.toy_tokenizers import byte_tokenizer, family_tokenizer, write_jsonl
 from tests.zoo import tiny_config
 from weft.config.load import load_config
 from weft.config.rl_schema import RlConfig
+from weft.data.documents import load_documents
 from weft.data.encode import Encoding
+from weft.data.prompts import load_prompts
 from weft.errors import UserError
 from weft.rl.chat import ChatRenderer
 from weft.rl.prompts import PromptRules, Prompts, PromptStream, check_lengths, load_rl_prompts, read_prompts
@@ -95,6 +98,64 @@ def test_files_of_other_trainers(tmp_path: Path) -> None:
     assert [p.columns["answer"] for p in prompts] == ["1", "2", "3"]
     assert prompts[1].columns["data_source"] == "openai/gsm8k" and prompts[1].columns["extra_info"]["index"] == 1
     assert str(prompts).endswith("train.parquet: 3 prompts of 29 to 29 tokens")
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet", "saved", "memory"])
+def test_nulls_and_json_values_reach_rewards_as_the_data_have_them(form: str, tmp_path: Path) -> None:
+    """As TRL and verl have them: None in columns, in nested objects, in objects of lists. Messages have none."""
+    import datasets
+
+    def row(said: str, hint: str | None, info: dict[str, Any], more: Any, asked: dict[str, Any]) -> dict[str, Any]:
+        asking = [{"role": "system", "content": "s", "name": None}, {"role": "user", "content": said, "name": "me"}]
+        cases = [{"input": "1", "output": None}]
+        tools = [{"type": "function", "function": asked}]
+        return {"prompt": asking, "hint": hint, "extra_info": info, "cases": cases, "more": more, "tools": tools}
+
+    rows = [
+        row("a", "h", {"index": 0, "author": "x"}, {"a": [None, {"b": None}]}, {"name": "f", "a": {"of": "int"}}),
+        row("b", None, {"index": 1, "author": None}, [1, None], {"name": "g", "b": "c"}),
+    ]
+    jsonl = write_jsonl(tmp_path / "d.jsonl", *rows)
+    made = datasets.Dataset.from_list(rows, on_mixed_types="use_json")
+    assert str(made.features["more"]).startswith("Json")
+    if form == "parquet":
+        made.to_parquet(tmp_path / "d.parquet")
+    if form == "saved":
+        made.save_to_disk(tmp_path / "saved")
+    source = {"jsonl": jsonl, "parquet": f"{tmp_path}/d.parquet", "saved": f"{tmp_path}/saved"}.get(form, made)
+    template = "{{ tools | tojson }}{% for m in messages %}{{ m | tojson }}{% endfor %}"
+    first, second = read(source, template=template)
+    expected = read(jsonl, template=template)
+    assert [decoded(prompt) for prompt in (first, second)] == [decoded(prompt) for prompt in expected]
+    assert "null" not in decoded(first) + decoded(second)
+    for prompt, given in zip((first, second), rows, strict=True):
+        assert {name: prompt.columns[name] for name in ("hint", "extra_info", "cases", "more")} == {
+            name: given[name] for name in ("hint", "extra_info", "cases", "more")
+        }
+        assert prompt.columns["tools"] == given["tools"]
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [("ab", "<s>ab"), ("<s><|start|>user:ab<|end|>", "<s><|start|>user:ab<|end|>"), ("a<s>", "<s>a<s>")],
+)
+def test_a_text_that_was_rendered_has_no_second_bos(text: str, tokens: str, tmp_path: Path) -> None:
+    """Wherever texts become prompts, they have the tokens that training gives them."""
+    tokenizer = byte_tokenizer(None, bos=True)
+    (prompt,) = read([{"prompt": text}], template=None)
+    (asked,) = load_prompts(write_jsonl(tmp_path / "p.jsonl", {"prompt": text}), tokenizer)
+    (listed,) = load_prompts([text], tokenizer)
+    (document,), _ = load_documents([{"prompt": text, "completion": "c"}], tokenizer, max_length=99)
+    assert decoded(prompt) == tokens
+    assert prompt.tokens == asked.tokens == listed.tokens == tuple(document.tokens[: len(prompt.tokens)].tolist())
+
+
+def test_what_a_tokenizer_puts_behind_a_text_is_not_in_a_prompt(tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer(None)
+    pieces = ("<s>", tokenizer.convert_tokens_to_ids("<s>")), ("</s>", tokenizer.convert_tokens_to_ids("</s>"))
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A </s>", special_tokens=list(pieces))
+    assert decoded(read_prompts([{"prompt": "a"}], tokenizer, Encoding(), PromptRules(9))[0]) == "<s>a"
+    assert load_prompts(["a"], tokenizer)[0].tokens == tuple(tokenizer("a")["input_ids"][:-1])
 
 
 def test_keys_of_the_config(tmp_path: Path) -> None:

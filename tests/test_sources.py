@@ -22,7 +22,7 @@ from weft.data import sources as sources_module
 from weft.data.documents import Documents, lengths_of, load_documents, shares_of
 from weft.data.messages import read_messages
 from weft.data.records import Reading, Record
-from weft.data.sources import open_source
+from weft.data.sources import in_memory, open_source
 from weft.errors import UserError
 from weft.recipes.run_data import read_run_data
 
@@ -378,6 +378,102 @@ def test_nulls_of_a_table_are_not_there(tmp_path: Path) -> None:
     other = {"role": "assistant", "tool_calls": [{"function": {"name": "no", "arguments": {"b": 2}}}], "content": ""}
     messages = [*QUESTION, called, {"role": "tool", "content": "2", "tool_call_id": "x"}, other]
     assert values(write_parquet(tmp_path, [{"messages": messages, "tools": None}])) == [{"messages": messages}]
+
+
+CALLS = [{"type": "function", "function": {"name": "add", "arguments": {"a": 1, "unit": None, "of": [{"b": None}]}}}]
+CALLED = [
+    {"role": "user", "content": "q"},
+    {"role": "assistant", "content": "", "tool_calls": CALLS},
+    {"role": "tool", "content": "2"},
+    {"role": "assistant", "content": "two"},
+]
+
+
+def json_features(of: str) -> Any:
+    """Features with datasets' type Json() for whole messages, for each call, or for the arguments of calls."""
+    import datasets
+
+    text, json_type, listed = datasets.Value("string"), datasets.Json(), datasets.List
+    function = {"type": text, "function": {"name": text, "arguments": json_type}}
+    message = {
+        "messages": json_type,
+        "message": json_type,
+        "calls": {"role": text, "content": text, "tool_calls": json_type},
+        "call": {"role": text, "content": text, "tool_calls": listed(json_type)},
+        "arguments": {"role": text, "content": text, "tool_calls": listed(function)},
+    }[of]
+    return datasets.Features(
+        {"messages": json_type if of == "messages" else listed(message), "n": datasets.Value("int64")}
+    )
+
+
+@pytest.mark.parametrize("of", ["messages", "message", "calls", "call", "arguments"])
+@pytest.mark.parametrize("form", ["memory", "saved", "parquet"])
+def test_json_columns_of_datasets_are_the_values_that_were_written(of: str, form: str, tmp_path: Path) -> None:
+    """datasets stores Json() as text. Its nulls were written, so they stay; a struct's may be Arrow's."""
+    import datasets
+
+    made = datasets.Dataset.from_list([{"messages": CALLED, "n": 1}], features=json_features(of))
+    assert made[0]["messages"][1]["tool_calls"] == CALLS
+    if form == "saved":
+        made.save_to_disk(tmp_path / "saved")
+    if form == "parquet":
+        made.to_parquet(tmp_path / "d.parquet")
+    path = f"{tmp_path}/{'saved' if form == 'saved' else 'd.parquet'}"
+    (part,) = [in_memory(made)] if form == "memory" else open_source(SourceConfig(path=path))
+    ((_, record),) = [found for block in part.blocks() for found in block.records(Reading())]
+    assert record.value == {"messages": CALLED}
+
+
+def test_a_json_column_that_holds_no_json_is_named(tmp_path: Path) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    texts = pyarrow.array(["{}", '{"a": 1, "a": 2}', "{'a'", '"\\ud800"', None], pyarrow.json_())
+    parquet.write_table(pyarrow.table({"x": texts, "text": ["a"] * 5}), tmp_path / "d.parquet")
+    wrong: list[str] = []
+    (part,) = open_source(SourceConfig(path=f"{tmp_path}/d.parquet"))
+    found = [row.values for block in part.blocks() for row in block.rows(lambda _, error: wrong.append(str(error)))]
+    assert [row["x"] for row in found] == [{}, "\ud800", None]
+    assert [text.partition(": it")[0].partition(".parquet")[2].partition("valid JSON: ")[::2] for text in wrong] == [
+        ("[1]: column `x` is of type Json() and holds text that is not ", "an object has the key `a` twice; keep one."),
+        ("[2]: column `x` is of type Json() and holds text that is not ", wrong[1].partition("valid JSON: ")[2]),
+    ]
+    with pytest.raises(UserError, match=r"d.parquet\[1\]: column `x` is of type Json\(\) and holds text"):
+        load_documents(f"{tmp_path}/d.parquet", byte_tokenizer(), max_length=100)
+
+
+@pytest.mark.parametrize("form", ["parquet", "saved", "memory"])
+def test_tables_and_jsonl_of_the_same_rows_train_the_same_texts(form: str, tmp_path: Path) -> None:
+    """Objects of a table have the keys of all; a call, a message and a schema have their own only."""
+    import datasets
+
+    call = {"function": {"name": "add", "arguments": {"a": 1}}}
+    other = {"function": {"name": "list", "arguments": {"where": {"b": "x"}, "tags": [None, "t"]}}}
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {"type": "int"}}}}}]
+    answers: list[dict[str, Any]] = [
+        {"content": "", "tool_calls": [call, other]}, {"content": "hi", "tool_calls": None}, {"content": "ho"},
+    ]  # fmt: skip
+    more = [{"tools": tools, "chat_template_kwargs": None}, {"tools": None}, {"chat_template_kwargs": {"think": False}}]
+    rows = [
+        {"messages": [*QUESTION, {"role": "assistant", **answer}], **columns}
+        for answer, columns in zip(answers, more, strict=True)
+    ]
+    template = (
+        "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{{ think }}{% for m in messages %}<|start|>{{ m.role }}"
+        "{% generation %}{% if 'tool_calls' in m %}{{ m.tool_calls | tojson }}{% else %}{{ m.content }}{% endif %}"
+        "<|end|>{% endgeneration %}{% endfor %}"
+    )
+    tokenizer = byte_tokenizer(template)
+    expected, _ = load_documents(write_jsonl(tmp_path / "d.jsonl", *rows), tokenizer, max_length=9999)
+    source: Any = datasets.Dataset.from_list(rows)
+    if form == "parquet":
+        source = write_parquet(tmp_path, rows)
+    if form == "saved":
+        source.save_to_disk(tmp_path / "saved")
+        source = str(tmp_path / "saved")
+    documents, _ = load_documents(source, tokenizer, max_length=9999)
+    assert flat(documents) == flat(expected)
 
 
 def test_instructions_are_chats_where_there_is_a_template_and_text_elsewhere(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, AnyStr, Generic, Protocol, TypeVar
@@ -20,12 +20,14 @@ from typing import Any, AnyStr, Generic, Protocol, TypeVar
 from weft.data.records import Reading, Record, check_unicode, json_row, parse_row
 from weft.errors import UserError, first_line
 from weft.files import regular_file
+from weft.strict_json import JsonError, parse
 
 # The default of data.max_row_bytes.
 MAX_ROW_BYTES = 32 << 20
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 _Item = TypeVar("_Item")
+_Convert = Callable[[Any], Any]
 _Line = TypeVar("_Line", str, bytes, covariant=True)
 
 
@@ -33,8 +35,9 @@ _Line = TypeVar("_Line", str, bytes, covariant=True)
 class Row:
     """One row of a source.
 
-    number: the number of its line (from 1), or its index (from 0). where: its name in messages. escaped: whether the
-    text may hold half of a surrogate pair. position: as in Record.
+    number: the number of its line (from 1), or its index (from 0). where: its name in messages. values: with nulls
+    where the data have them. escaped: whether the text may hold half of a surrogate pair. position: as in Record.
+    cleaners: as in _Fields.
     """
 
     number: int
@@ -42,6 +45,17 @@ class Row:
     values: Mapping[str, Any]
     escaped: bool = False
     position: int | None = None
+    cleaners: Mapping[str, _Convert] = field(default_factory=dict)
+
+    def cleaned(self) -> Mapping[str, Any]:
+        """The values without null entries in the structs of an Arrow table, for what is rendered and trained.
+
+        Every struct of a table has the keys of all structs, so an entry that is null cannot be told from one that the
+        object never had: TRL removes both, too. Nulls of columns, lists and Json() values stay.
+        """
+        if not self.cleaners:
+            return self.values
+        return {**self.values, **{name: clean(self.values[name]) for name, clean in self.cleaners.items()}}
 
 
 OnBad = Callable[[int, UserError], None]  # (number of the row, what is wrong with it)
@@ -107,7 +121,7 @@ class _Rows(ABC, Generic[_Item]):
         folder = self.folder()
         for row in self.rows(bad):
             try:
-                record = parse_row(row.where, row.values, reading, folder)
+                record = parse_row(row.where, row.cleaned(), reading, folder)
                 if record.images:
                     record = replace(record, position=row.position)
                 if row.escaped:
@@ -246,17 +260,99 @@ class ArrowBlock(_Rows[Any]):
         return self.origin
 
     def _items(self) -> Iterator[tuple[int, str, Any]]:
-        large = self.table.nbytes > self.most
+        large, fields = self.table.nbytes > self.most, _Fields.of(self.table.schema)
         rows = (self.table.slice(place, 1) for place in range(len(self.table))) if large else self.table.to_pylist()
         for number, values in enumerate(rows, start=self.first):
-            yield number, where(self.origin, number, by_line=False), values
+            yield number, where(self.origin, number, by_line=False), (fields, values)
 
     def _row(self, number: int, name: str, item: Any) -> Row:
-        if not isinstance(item, dict):  # a table of one row: `_items` slices a large table
-            if item.nbytes > self.most:
+        fields, values = item
+        if not isinstance(values, dict):  # a table of one row: `_items` slices a large table
+            if values.nbytes > self.most:
                 raise too_large(name, self.most)
-            item = item.to_pylist()[0]
-        return Row(number, name, without_nulls(item), position=number if self.again else None)
+            values = values.to_pylist()[0]
+        for column, decode in fields.decoders.items():
+            try:
+                values[column] = decode(values[column])
+            except JsonError as error:
+                raise UserError(
+                    f"{name}: column `{column}` is of type Json() and holds text that is not valid JSON: {error}."
+                ) from None
+        return Row(number, name, values, bool(fields.decoders), number if self.again else None, fields.cleaners)
+
+
+@dataclass(frozen=True, slots=True)
+class _Fields:
+    """What becomes of the columns of an Arrow table, by their types.
+
+    decoders: name of a column -> a function that parses the JSON texts in its values, which datasets' type Json() is
+    stored as; of columns that hold such texts. Raises JsonError. cleaners: name of a column -> a function that removes
+    the null entries of structs in its values; of columns that hold structs.
+    """
+
+    decoders: Mapping[str, _Convert]
+    cleaners: Mapping[str, _Convert]
+
+    @classmethod
+    def of(cls, schema: Any) -> _Fields:
+        """schema: a pyarrow.Schema."""
+        decoders = {field.name: decode for field in schema if (decode := _decoder(field.type))}
+        return cls(decoders, {field.name: clean for field in schema if (clean := _cleaner(field.type))})
+
+
+def _decoder(kind: Any) -> _Convert | None:
+    """A function that parses the JSON texts in a value of an Arrow type; None if the type has no place for them."""
+    if getattr(kind, "extension_name", "") == "arrow.json":
+        return lambda text: None if text is None else parse(text)
+    if inner := _in_list(kind, _decoder):
+        return inner
+    inside = {} if not _is_struct(kind) else {f.name: decode for f in kind if (decode := _decoder(f.type))}
+    if not inside:
+        return None
+
+    def struct(value: Any) -> Any:
+        return None if value is None else {**value, **{name: decode(value[name]) for name, decode in inside.items()}}
+
+    return struct
+
+
+def _cleaner(kind: Any) -> _Convert | None:
+    """A function that removes null entries from the structs in a value of an Arrow type; None if it has no structs. It
+    does not look into Json() values, which have the keys that were written."""
+    if inner := _in_list(kind, _cleaner):
+        return inner
+    if not _is_struct(kind):
+        return None
+    inside = {f.name: clean for f in kind if (clean := _cleaner(f.type))}
+
+    def struct(value: Any) -> Any:
+        if value is None:
+            return None
+        found = {name: item for name, item in value.items() if item is not None}
+        for name, clean in inside.items():
+            if name in found:
+                found[name] = clean(found[name])
+        return found
+
+    return struct
+
+
+def _in_list(kind: Any, of: Callable[[Any], _Convert | None]) -> _Convert | None:
+    """The function for lists of an Arrow type, made of the function for their items; None if it is no list, or the
+    items need none."""
+    from pyarrow import types  # an optional package, which is there wherever a table is
+
+    lists = (types.is_list, types.is_large_list, types.is_fixed_size_list, types.is_list_view, types.is_large_list_view)
+    convert = of(kind.value_type) if any(is_list(kind) for is_list in lists) else None
+    if convert is None:
+        return None
+    return lambda value: None if value is None else [convert(item) for item in value]
+
+
+def _is_struct(kind: Any) -> bool:
+    from pyarrow import types
+
+    return bool(types.is_struct(kind))
 
 
 # ---------------------------------------------------------------- files
@@ -337,12 +433,3 @@ def not_blank(lines: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, bytes]]
 def where(origin: str, number: int, by_line: bool) -> str:
     """The name of a row in messages: file:line, or file[row] with rows counted from 0."""
     return f"{origin}:{number}" if by_line else f"{origin}[{number}]"
-
-
-def without_nulls(value: Any) -> Any:
-    """The value without null entries in its objects. In an Arrow table every object has the keys of all objects."""
-    if isinstance(value, dict):
-        return {name: without_nulls(item) for name, item in value.items() if item is not None}
-    if isinstance(value, list):
-        return [without_nulls(item) for item in value]
-    return value

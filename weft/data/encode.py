@@ -92,9 +92,9 @@ class Encoder:
         eos = self._eos(records[0])
         out = []
         with self._lock:
-            found = self.plain([record.value["text"] for record in records])
+            found = self.beginnings([record.value["text"] for record in records])
         for ids in found:
-            ids = _ended(self._begun(ids), eos)
+            ids = _ended(ids, eos)
             out.append(Encoded(ids, [1] * len(ids)))
         return out
 
@@ -110,12 +110,12 @@ class Encoder:
         """Prompt and completion are tokenised separately: the prompt must have the tokens that generation will see."""
         eos = self._eos(records[0])
         with self._lock:
-            prompts = self.plain([record.value["prompt"] for record in records])
+            prompts = self.beginnings([record.value["prompt"] for record in records])
             completions = self.continuations([record.value["completion"] for record in records])
         in_prompt = int(self.encoding.train_on == "all")
         out = []
         for prompt, completion in zip(prompts, completions, strict=True):
-            prompt, completion = self._begun(prompt), _ended(completion, eos)
+            completion = _ended(completion, eos)
             out.append(Encoded(prompt + completion, [in_prompt] * len(prompt) + [1] * len(completion)))
         return out
 
@@ -206,6 +206,13 @@ class Encoder:
         ids: list[list[int]] = out["input_ids"]
         return ids
 
+    def beginnings(self, texts: list[str]) -> list[list[int]]:
+        """Token ids of texts that begin a document, in training and in prompts: behind what the tokenizer puts first,
+        such as bos, unless a text has it already, as one that was rendered with a chat template. Nothing follows them.
+        """
+        n = len(self._prefix)
+        return [ids if ids[:n] == self._prefix else self._prefix + ids for ids in self.plain(texts)]
+
     def continuations(self, texts: list[str]) -> list[list[int]]:
         """Token ids of texts that continue other texts.
 
@@ -228,9 +235,6 @@ class Encoder:
             if full[i : i + len(bare)] == bare:
                 return full[:i]
         return []
-
-    def _begun(self, ids: list[int]) -> list[int]:
-        return ids if ids[: len(self._prefix)] == self._prefix else self._prefix + ids
 
     def _eos(self, record: Record) -> int:
         eos = self.tokenizer.eos_token_id

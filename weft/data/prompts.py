@@ -11,7 +11,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from weft.data.chat_template import RenderError
-from weft.data.encode import Encoding, has_template, renderer, unbounded
+from weft.data.encode import Encoder, Encoding, has_template, renderer, unbounded
 from weft.data.image_columns import VIDEOS, Image, images_alone, take_images
 from weft.data.images import Images, of_text_alone
 from weft.data.messages import Message, as_parts, read_messages
@@ -117,9 +117,7 @@ class _Reader:
         raise UserError(f"{where}: has {keys}; {_NEEDED}.")
 
     def _of_text(self, where: str, text: str) -> Prompt:
-        tokens: list[int] = self.tokenizer(text, verbose=False)["input_ids"]
-        if tokens[-1:] == [self.tokenizer.eos_token_id]:
-            tokens = tokens[:-1]  # some tokenizers append eos to every text; this text is to be continued
+        (tokens,) = Encoder(self.tokenizer).beginnings([text])
         if not tokens:
             raise UserError(f"{where}: is empty: write what the model is to continue.")
         return Prompt(text, tuple(tokens))

@@ -18,7 +18,7 @@ from weft.cluster.options import ChatOptions
 from weft.cluster.process import choose_device
 from weft.cluster.status import kind_of
 from weft.data.chat_template import RenderError
-from weft.data.encode import Encoding, load_tokenizer, renderer
+from weft.data.encode import Encoder, Encoding, load_tokenizer, renderer
 from weft.data.messages import Message
 from weft.data.prompts import up_to_the_answer
 from weft.data.template_bounds import UnboundedError
@@ -181,8 +181,10 @@ class Chat:
         prompt = prompt_text(self.tokenizer, asked) if chats else text
         if seen:
             return self.images.inputs(prompt, seen, self.model)
-        ids = self.tokenizer(prompt, return_tensors="pt", add_special_tokens=not chats).to(self.model.device)
-        return {name: ids[name] for name in ("input_ids", "attention_mask")}
+        encoder = Encoder(self.tokenizer)
+        tokens = encoder.plain([prompt]) if chats else encoder.beginnings([prompt])
+        ids = torch.tensor(tokens, dtype=torch.long, device=self.model.device)
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
     def _generate(self, inputs: Mapping[str, Any]) -> str:
         ends = end_tokens(self.tokenizer, self.model.generation_config.eos_token_id)

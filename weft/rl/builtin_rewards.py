@@ -25,31 +25,43 @@ def exact_match(
 ) -> list[float]:
     """1 where the completion equals the reference answer, ignoring surrounding white space.
 
-    after: a mark before the answer, such as `####`; only the text after its last occurrence is compared.
+    after: a mark before the answer, such as `####`; only the text after its last occurrence is compared, in the
+    completion, which must have it, and in a reference that has it (GSM8K's raw answers).
     """
+
+    def plain(text: str) -> str:
+        text = text.rpartition(after)[2].strip() if after else text.strip()
+        return text.lower() if ignore_case else text
+
+    texts, expected = map(completion_text, completions), references(len(completions), columns)
     return [
-        float(_plain(_behind(after, text), ignore_case) == _plain(reference, ignore_case))
-        for text, reference in zip(
-            map(completion_text, completions), references(len(completions), columns), strict=True
-        )
+        float((not after or after in text) and plain(text) == plain(reference))
+        for text, reference in zip(texts, expected, strict=True)
     ]
 
 
 def regex(completions: Sequence[Completion], pattern: str, **columns: Any) -> list[float]:
     """1 where the pattern (a Python regular expression whose `.` also matches line breaks) is found.
 
-    If the pattern has groups, the first group of the last match must equal the reference answer.
+    If the pattern has groups, the first group of the last match must equal the reference answer. Of a reference that
+    has the pattern with more than the group in it, such as GSM8K's `... #### 42` for `#### (.+)`, the group counts.
     """
     compiled = re.compile(pattern, re.DOTALL)
     texts = [completion_text(completion) for completion in completions]
     if not compiled.groups:
         return [float(compiled.search(text) is not None) for text in texts]
-    found = [[match.group(1) or "" for match in compiled.finditer(text)][-1:] for text in texts]
+
+    def last(text: str) -> re.Match[str] | None:
+        return next(iter([*compiled.finditer(text)][-1:]), None)
+
+    def answer(reference: str) -> str:
+        found = last(reference)
+        marked = found is not None and (found.group(1) or "").strip() != found.group(0).strip()
+        return (found.group(1) or "" if found is not None and marked else reference).strip()
+
+    said = [None if (found := last(text)) is None else (found.group(1) or "").strip() for text in texts]
     expected = references(len(completions), columns)
-    return [
-        float([reference.strip()] == [text.strip() for text in last])
-        for reference, last in zip(expected, found, strict=True)
-    ]
+    return [float(text == answer(reference)) for reference, text in zip(expected, said, strict=True)]
 
 
 def format(completions: Sequence[Completion], tags: Sequence[str] = ("think",), **_: Any) -> list[float]:
@@ -123,14 +135,6 @@ def _found(row: Mapping[str, Any]) -> Iterator[Any]:
             value = value.get("ground_truth")
         if value is not None:
             yield value
-
-
-def _behind(mark: str | None, text: str) -> str:
-    return text if mark is None else text.rpartition(mark)[2] if mark in text else ""
-
-
-def _plain(text: str, ignore_case: bool) -> str:
-    return text.strip().lower() if ignore_case else text.strip()
 
 
 def _has_format(text: str, tags: Sequence[str]) -> bool:

@@ -149,6 +149,10 @@ class ChatRenderer:
         """Token ids of texts that continue other texts (Encoder.continuations)."""
         return self._encoder.continuations(texts)
 
+    def beginnings(self, texts: list[str]) -> list[list[int]]:
+        """Token ids of prompts that are texts (Encoder.beginnings)."""
+        return self._encoder.beginnings(texts)
+
     def rendered(self, texts: list[str]) -> list[list[int]]:
         """Token ids of rendered chats, which contain their special tokens as text."""
         return self._encoder.plain(texts)

@@ -33,6 +33,9 @@ from weft.rollout.types import Prompt
 
 _NEEDED = "`prompt` (a text, or messages) or `messages` in each row"
 
+# Columns that go into the chat template.
+_RENDERED = ("prompt", "messages", "system", "tools", "chat_template_kwargs", COLUMN, VIDEOS)
+
 # Column names of common datasets -> weft's name, for the hint in an error message.
 _FOREIGN = {
     "question": "prompt", "problem": "prompt", "query": "prompt", "input": "prompt", "instruction": "prompt",
@@ -243,7 +246,7 @@ class _Reader:
     def _checked(self, row: Row, source: Source, folder: str) -> _Read:
         if row.escaped:
             check_unicode(row.where, row.values)
-        return self._row(row.where, with_named(row.where, row.values, source.columns), source, folder)
+        return self._row(row.where, _named(row, source.columns), source, folder)
 
     def _opened(self, rows: Sequence[tuple[int, _Read]], bad: OnBad) -> Iterator[_Read]:
         """The rows whose images can be opened, with placeholders for images in their texts."""
@@ -267,7 +270,7 @@ class _Reader:
 
     def _tokenised(self, rows: Sequence[_Read], bad: OnBad) -> Iterator[Prompt]:
         ids: dict[int, list[int]] = {}
-        for is_chat, tokenise in ((True, self.chats.rendered), (False, self._plain)):
+        for is_chat, tokenise in ((True, self.chats.rendered), (False, self.chats.beginnings)):
             places = [i for i, row in enumerate(rows) if (row.messages is not None) == is_chat]
             if places:
                 ids.update(zip(places, tokenise([rows[i].text for i in places]), strict=True))
@@ -277,12 +280,6 @@ class _Reader:
                 continue
             shown = row.opened, self.placeholders
             yield Prompt(0, 0, tuple(ids[i]), row.shown, row.messages, row.columns, row.where, *shown)
-
-    def _plain(self, texts: list[str]) -> list[list[int]]:
-        """Token ids of texts to be continued: with what the tokenizer puts first (bos), without eos at the end."""
-        found: list[list[int]] = self.tokenizer(texts, verbose=False)["input_ids"]
-        eos = self.tokenizer.eos_token_id
-        return [ids[:-1] if eos is not None and ids[-1:] == [eos] else ids for ids in found]
 
     def _row(self, where: str, row: dict[str, Any], source: Source, folder: str) -> _Read:
         refuse_media(where, row, VIDEOS)
@@ -327,6 +324,17 @@ class _Reader:
         chat, text = self.chats.question(where, messages, rest, images)
         asked = tuple(with_parts(message) for message in chat.messages)
         return _Read(where, text, as_text(asked), asked, rest, images)
+
+
+def _named(row: Row, columns: Mapping[str, str]) -> dict[str, Any]:
+    """All columns of a row, and those of `columns` under weft's names. Rewards get nulls as the data have them; what
+    the chat template renders has none that an Arrow table put into its objects."""
+    found = with_named(row.where, row.values, columns)
+    if row.cleaners:
+        paths = {name: path for name, path in columns.items() if name in _RENDERED}
+        cleaned = with_named(row.where, row.cleaned(), paths)
+        found |= {name: cleaned[name] for name in _RENDERED if name in cleaned}
+    return found
 
 
 def _text_prompt(where: str, text: str, rest: dict[str, Any]) -> _Read:

@@ -81,6 +81,7 @@ class Rewards:
             self._outside, config.reward_workers or min(cpu_cores(), _MOST_WORKERS), config.reward_timeout
         )
         self._signatures: dict[str, RewardSignature] = {}
+        self._columns: dict[str, None] = {}  # of all rows, in order
 
     async def start(self, prompts: Sequence[Prompt] = ()) -> None:
         """Import the functions. UserError if that fails, or if a prompt lacks a column that a function requires."""
@@ -90,6 +91,7 @@ class Rewards:
         self._signatures |= {name: function.signature for name, function in self._inline.items()}
         for prompt in prompts:
             self._check(prompt)
+            self._columns.update(dict.fromkeys(prompt.columns))
 
     def lines(self) -> list[str]:
         """A line per function with its weight and arguments. Call start() first."""
@@ -151,13 +153,16 @@ class Rewards:
 
     def _batch(self, function: RewardSpec, samples: Sequence[Sample]) -> Batch:
         prompt, signature = samples[0].prompt, self._signatures[function.name]
-        names = prompt.columns if signature.takes_all else [n for n in signature.columns if n in prompt.columns]
+        names = [name for name in signature.columns if name in prompt.columns]
+        if signature.takes_all:  # a row without a column of other rows has None there, as in a table
+            others = {**self._columns, **dict.fromkeys(prompt.columns)}
+            names += [name for name in others if name not in signature.columns]
         chat, ids = prompt.messages is not None, signature.takes_all or "completion_ids" in signature.columns
         return Batch(
             prompts=[list(prompt.messages) if prompt.messages is not None else prompt.text for _ in samples],
             completions=[_said(sample) if chat else sample.text for sample in samples],
             completion_ids=[sample.completion() if ids else () for sample in samples],
-            columns={name: [prompt.columns[name]] * len(samples) for name in names},
+            columns={name: [prompt.columns.get(name)] * len(samples) for name in names},
         )
 
     def _named(self, prompt: Prompt) -> Sequence[str]:
