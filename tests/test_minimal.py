@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -14,6 +15,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from tests.cases import write_small_job
+from weft.errors import how_to_install
 
 ROOT = Path(__file__).parent.parent
 EXTRAS = ("accelerate", "datasets", "math_verify", "mlflow", "peft", "pyarrow", "ray", "tensorboard")
@@ -95,4 +97,50 @@ def test_what_is_missing_is_named_with_its_extra(
     (here / "rows.parquet").write_bytes(b"PAR1")
     done = weft(bare, here, *words)
     assert done.returncode == 2, done.stderr + done.stdout
-    assert f"pip install {package}" in done.stderr and f"[{extra}]" in done.stderr and "Traceback" not in done.stderr
+    assert how_to_install(package, extra) in done.stderr and "Traceback" not in done.stderr
+
+
+def texts() -> list[tuple[str, str]]:
+    """(path, content) of every text in the repository but this file."""
+    folders = ("weft", "docs", "examples", "benchmarks", "tests")
+    files = [file for folder in folders for file in (ROOT / folder).rglob("*")] + list(ROOT.iterdir())
+    kinds = (".py", ".md", ".toml", ".yaml", ".yml", ".txt", ".sh", ".html", ".ipynb", "Makefile", "Dockerfile")
+    chosen = sorted(file for file in files if file.name.endswith(kinds) and file != Path(__file__) and file.is_file())
+    return [(str(file.relative_to(ROOT)), file.read_text(encoding="utf-8")) for file in chosen]
+
+
+def index_names(text: str) -> set[str]:
+    """The names that the `pip install` commands of a text look up on the index."""
+    found: set[str] = set()
+    for command in re.findall(r"pip3? install ([^`\n;#:)]*)", text):
+        words = (word.strip("'\",. ") for word in command.split())
+        found |= {re.split(r"[\[<>=~!]", word)[0].lower().replace("_", "-") for word in words if word[:1].isalpha()}
+    return found
+
+
+def test_nothing_says_to_install_what_the_index_calls_weft() -> None:
+    assert index_names("`pip install 'weft[rl]'`, or pip install -U weft==1") == {"weft"}
+    extras = "|".join(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
+    wrong = [name for name, text in texts() if index_names(text) & {"weft", project()["name"]}]
+    wrong += [name for name, text in texts() if re.search(rf"weft\[['\"]?({extras})\b", text)]
+    assert wrong == [] and len(texts()) > 100
+
+
+def project() -> dict[str, object]:
+    found: dict[str, object] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return found
+
+
+def test_the_distribution_has_a_name_of_its_own_and_the_command_stays() -> None:
+    assert str(project()["name"]).startswith("weft-") and project()["scripts"] == {"weft": "weft.cli:entry"}
+
+
+def test_messages_say_how_to_install_by_one_function() -> None:
+    extras = project()["optional-dependencies"]
+    assert isinstance(extras, dict)
+    package = {name: text for name, text in texts() if name.startswith("weft/")}
+    assert [name for name, text in package.items() if "'.[" in text] == ["weft/errors.py"]
+    named = set().union(*(re.findall(r"how_to_install\(.*?['\"](\w+)['\"]\)", text) for text in package.values()))
+    named |= set().union(*(re.findall(r"import_extra\([^,]+, \"(\w+)\"", text) for text in package.values()))
+    assert {"rl", "data", "lora", "vision", "video", "remote"} <= named <= set(extras)
+    assert how_to_install("math-verify>=0.8", "rl").startswith("pip install 'math-verify>=0.8', or ")

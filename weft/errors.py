@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Any
 
 
@@ -32,6 +33,12 @@ def runs_own_code(path: str, error: Exception, key: str = "model.path") -> UserE
         f"{key}: {path} asks for code of its own to be run (auto_map in one of its JSON files), which weft never does. "
         "Use an architecture and a tokenizer that transformers ships: a newer version may have them."
     )
+
+
+def how_to_install(package: str, extra: str) -> str:
+    """How to install what is missing, as the end of a sentence: the package alone, or all that one of weft's extras
+    brings. On the index the name `weft` is another project's, so that extras are named for a clone."""
+    return f"pip install {shlex.quote(package)}, or all that goes with it in weft's clone: pip install '.[{extra}]'"
 
 
 class BadRowError(UserError):

@@ -11,7 +11,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
-from weft.errors import UserError
+from weft.errors import UserError, how_to_install
 
 MAIN = "__main__"  # module of functions that no other process can import
 
@@ -25,10 +25,7 @@ def import_extra(module: str, extra: str, need: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] != package:
             raise
-        raise UserError(
-            f"{need} needs {package}, which is not installed: pip install {package}, or install weft with its extra "
-            f"[{extra}]."
-        ) from error
+        raise UserError(f"{need} needs {package}, which is not installed: {how_to_install(package, extra)}.") from error
 
 
 def import_named(path: str, key: str) -> Any:

@@ -22,6 +22,7 @@ from weft.config.schema import (
     StepConfig,
     TrainConfig,
 )
+from weft.errors import how_to_install
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -412,7 +413,7 @@ class RlConfig:
 
 
 BUILT_IN_REWARDS = ("math", "exact_match", "regex", "format", "length")
-NEEDS_MATH_VERIFY = "rl.reward: math needs math-verify: pip install 'math-verify>=0.8' (or weft[rl])"
+NEEDS_MATH_VERIFY = f"rl.reward: math needs math-verify: {how_to_install('math-verify>=0.8', 'rl')}"
 
 
 def reward_names(paths: Sequence[str]) -> list[str]:

@@ -9,6 +9,8 @@ from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
+from weft.errors import how_to_install
+
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://.")
 # Protocol -> the package that fsspec needs for it.
 _PACKAGES = {
@@ -51,7 +53,8 @@ def url_problem(key: str, url: str) -> str:
     if package is not None:
         if find_spec(package) is not None:
             return ""
-        return f"{key} {url}: {protocol}:// needs the package {package}, which is not installed: pip install {package}"
+        install = how_to_install(package, "remote") if package == "s3fs" else f"pip install {package}"
+        return f"{key} {url}: {protocol}:// needs the package {package}, which is not installed: {install}"
     from fsspec.registry import available_protocols, get_filesystem_class
 
     if protocol not in available_protocols():

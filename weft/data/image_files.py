@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.data.image_columns import Image
-from weft.errors import BadRowError, UserError, first_line
+from weft.errors import BadRowError, UserError, first_line, how_to_install
 from weft.files import regular_file
 from weft.models.clips import Clip, Sampling, Shape
 
@@ -66,8 +66,7 @@ def need_pillow(where: str) -> None:
     """Raises UserError if Pillow is missing. where: what needs it, for the message."""
     if find_spec("PIL") is None:
         raise UserError(
-            f"{where}: images are read by Pillow, which is not installed: pip install pillow, or install weft with its "
-            "extra [vision]."
+            f"{where}: images are read by Pillow, which is not installed: {how_to_install('pillow', 'vision')}."
         )
 
 

@@ -21,7 +21,7 @@ from typing import Any
 from weft.data.image_columns import Image, Video
 from weft.data.image_files import Checks, Measured, check_size, in_colours, measured, opened, pixels
 from weft.data.places import files_of, state_of
-from weft.errors import BadRowError, UserError, first_line
+from weft.errors import BadRowError, UserError, first_line, how_to_install
 from weft.files import regular_file
 from weft.models.clips import Clip
 
@@ -154,8 +154,8 @@ def _contained(file: Image, name: str, checks: Checks) -> Iterator[_Opened]:
     """A container, opened by PyAV. Rotation metadata are ignored, as in transformers."""
     if find_spec("av") is None:
         raise UserError(
-            f"{name}: containers such as mp4 are decoded by PyAV, which is not installed: pip install av, or install "
-            "weft with its extra [video]; or write the frames to a folder and name that."
+            f"{name}: containers such as mp4 are decoded by PyAV, which is not installed: "
+            f"{how_to_install('av', 'video')}; or write the frames to a folder and name that."
         )
     av: Any = importlib.import_module("av")
     size, changed = (len(file.data), 0) if file.data is not None else state_of([str(file.path)]) or (0, 0)

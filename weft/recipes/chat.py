@@ -22,7 +22,7 @@ from weft.data.encode import Encoder, Encoding, load_tokenizer, renderer
 from weft.data.messages import Message
 from weft.data.prompts import up_to_the_answer
 from weft.data.template_bounds import UnboundedError
-from weft.errors import UserError, first_line, runs_own_code
+from weft.errors import UserError, first_line, how_to_install, runs_own_code
 from weft.files import read_object
 from weft.models import hf
 from weft.recipes.chat_images import ChatImages, Shown, sees_images
@@ -120,9 +120,7 @@ def _peft(path: str) -> Any:
     try:
         return import_module("peft")
     except ImportError as error:
-        raise UserError(
-            f"{path} holds an adapter, which peft loads: pip install peft, or install weft with its extra [lora]."
-        ) from error
+        raise UserError(f"{path} holds an adapter, which peft loads: {how_to_install('peft', 'lora')}.") from error
 
 
 def _settings(options: ChatOptions) -> dict[str, Any]:

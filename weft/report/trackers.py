@@ -28,7 +28,7 @@ from typing import Any, ClassVar
 import yaml
 
 from weft.config.run_schema import TrackConfig
-from weft.errors import UserError
+from weft.errors import UserError, how_to_install
 from weft.terminal import say
 
 IDENTITY = "track.json"
@@ -197,7 +197,7 @@ def check_installed(config: TrackConfig) -> None:
         raise UserError(
             f"track.to names {' and '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not installed: "
             f"pip install {' '.join(missing)}, or leave {'it' if len(missing) == 1 else 'them'} out of track.to."
-            + " weft's extra [track] brings tensorboard."
+            + f" For tensorboard alone: {how_to_install('tensorboard', 'track')}."
             * ("tensorboard" in missing)
         )
 
