@@ -158,7 +158,7 @@ def test_the_answer_begins_where_the_template_says(template: str) -> None:
 
 
 def test_a_rendered_text_has_no_second_bos_where_there_is_no_template(run: Path) -> None:
-    chat = open_chat(ChatOptions(str(run), device="cpu"))
+    chat = open_chat(ChatOptions(path=str(run), device="cpu"))
     chat.tokenizer = byte_tokenizer(None, bos=True)
     for text in ("a", "<s>a"):
         given = chat._inputs(text, [], ())
