@@ -42,7 +42,7 @@ from weft.cluster.restart import Again, run_with_restarts
 from weft.cluster.status import SUCCESS, USER_ERROR
 from weft.cluster.stopping import announce_ending_signal
 from weft.config import SftConfig, check_reshard, load_config, resolve_mesh, shrink_mesh
-from weft.config.compat.migrate import migrate
+from weft.config.compat.migrate import migrate_and_compare
 from weft.config.load import read_config_file, written_config
 from weft.config.mesh import AXES, fewest_ranks
 from weft.config.rl_schema import RlConfig
@@ -289,8 +289,16 @@ def _data(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
 
 
 def _migrate(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
-    draft = migrate(arguments.files, arguments.nproc)
-    return Job(lambda: say(draft, end=""), 1, words)
+    draft, differing = migrate_and_compare(arguments.files, arguments.nproc)
+
+    def body() -> None:
+        say(draft, end="")
+        if differing:
+            count = "1 quantity differs" if len(differing) == 1 else f"{len(differing)} quantities differ"
+            names = ", ".join(differing)
+            print(f"weft migrate: {count} ({names}): the draft says how, and asks for a line.", file=sys.stderr)
+
+    return Job(body, 1, words)
 
 
 def _merge(arguments: argparse.Namespace, words: Sequence[str]) -> Job:

@@ -50,6 +50,7 @@ _CORE_SCHEMA = (
         r"(?:[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))",
         list("-+.0123456789"),
     ),
+    ("tag:yaml.org,2002:merge", r"(?:<<)", ["<"]),  # of YAML 1.1, and of most files with anchors
 )
 
 
@@ -63,6 +64,10 @@ class Dumper(yaml.SafeDumper):
     """yaml.SafeDumper that quotes what `Loader` would not read back as a string."""
 
     yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 - as in Loader
+
+    def ignore_aliases(self, data: Any) -> bool:
+        """True: a value that stands twice is written twice, and not as an anchor (`&id001`) and an alias."""
+        return True
 
 
 for _tag, _pattern, _first in _CORE_SCHEMA:
@@ -213,7 +218,15 @@ def _convert(loader: Loader, node: yaml.Node, origin: str, lines: bool) -> Node:
     if not isinstance(node, yaml.MappingNode):
         return Node(loader.construct_object(node, deep=True), where)
     children: dict[str, Node] = {}
+    merged: dict[str, Node] = {}  # of `<<: *name`: keys that the mapping itself sets replace them
     for key_node, value_node in node.value:
+        if isinstance(key_node, yaml.ScalarNode) and key_node.value == "<<":
+            for one in value_node.value if isinstance(value_node, yaml.SequenceNode) else [value_node]:
+                if not isinstance(one, yaml.MappingNode):
+                    problem = "`<<` merges mappings, as in `<<: *name`"
+                    raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
+                merged = {**_convert(loader, one, origin, lines).value, **merged}
+            continue
         if not isinstance(key_node, yaml.ScalarNode):
             raise yaml.constructor.ConstructorError(None, None, "a key must be a plain name", key_node.start_mark)
         key = str(key_node.value)
@@ -223,7 +236,7 @@ def _convert(loader: Loader, node: yaml.Node, origin: str, lines: bool) -> Node:
         children[key] = _convert(loader, value_node, origin, lines)
         if lines:  # a block's mark is the line of its first child, but the user looks for the key
             children[key].where = f"{origin}:{key_node.start_mark.line + 1}"
-    return Node(children, where)
+    return Node({**merged, **children}, where)
 
 
 def _syntax_message(error: yaml.YAMLError, path: str) -> str:

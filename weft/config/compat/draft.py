@@ -21,11 +21,22 @@ _LISTS = ("model.freeze",)  # keys that several names of a trainer fill
 _PATTERNS = ("lora.targets",)  # keys for which other trainers have regular expressions
 
 
+@dataclass(frozen=True)
+class Quantity:
+    """What the old config and the draft do about one quantity of the algorithm, in words. same: whether it is the same
+    computation."""
+
+    name: str
+    theirs: str
+    yours: str
+    same: bool
+
+
 @dataclass
 class Draft:
     """A draft in the making. trainer: of the old config. schema: of weft's command. taken: key -> (value, origin in
     words, the trainer's name). left: the trainer's name -> advice. unfit: keys for which the old value does not fit; no
-    default replaces it. images: whether the model is known to take images."""
+    default replaces it. images: whether the model is known to take images. quantities: what both compute."""
 
     trainer: Trainer
     schema: type = SftConfig
@@ -33,6 +44,7 @@ class Draft:
     left: dict[str, str] = field(default_factory=dict)
     unfit: set[str] = field(default_factory=set)
     images: bool = False
+    quantities: list[Quantity] = field(default_factory=list)
 
     @property
     def rl(self) -> RlDraft | None:
@@ -66,6 +78,15 @@ class Draft:
         own = [self.trainer.moves] if self.rl is None else [self.trainer.rl_moves, self.trainer.moves]
         tables = (*own, *(companion.moves for companion in TABLES.companions), TABLES.moves)
         return next((moves[entry] for moves in tables if entry in moves), None)
+
+    @property
+    def differs(self) -> list[Quantity]:
+        """The quantities that the draft computes otherwise than the old config."""
+        return [quantity for quantity in self.quantities if not quantity.same]
+
+    def compare(self, name: str, theirs: str, yours: str, *, same: bool = True) -> None:
+        """Note what both do about a quantity of the algorithm."""
+        self.quantities.append(Quantity(name, theirs, yours, same))
 
     def fit_row(self, longest: int, what: str) -> None:
         """Raise step.max_tokens_per_device so that a row holds `longest` tokens: over the ranks of mesh.cp, but on one

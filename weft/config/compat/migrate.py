@@ -16,7 +16,8 @@ from weft.config.compat.columns import columns_of_sources, take_adapted, take_co
 from weft.config.compat.draft import Draft, numbers_of
 from weft.config.compat.names import entry_of, recognised
 from weft.config.compat.ranks import gpus_of, settle_mesh, shared_by
-from weft.config.compat.rollouts import needs_another, settle_rollouts, take_rewards, take_rl_columns
+from weft.config.compat.roll import ALGORITHM, settle_algorithm
+from weft.config.compat.rollouts import settle_roles, settle_rollouts, take_rewards, take_rl_columns
 from weft.config.compat.scripts import read_script
 from weft.config.compat.trainer import ITSELF, REINFORCEMENT, TABLES, Trainer
 from weft.config.compat.vision import add_vision, config_has
@@ -40,9 +41,15 @@ _OC_ENV = re.compile(r"\$\{oc\.env:(\w+)(?:,([^{}]*))?\}")
 
 
 def migrate(files: Sequence[str], ranks: int | None = None) -> str:
-    """The draft, as YAML. ranks: number of GPUs of the old run, of which those that did not share documents multiply a
-    per-device batch; None: from the files. Raises UserError for files of an unknown trainer, of preference tuning, or
-    of reinforcement learning with a trainer whose table has no `rl_draft`."""
+    """The draft alone; see migrate_and_compare."""
+    return migrate_and_compare(files, ranks)[0]
+
+
+def migrate_and_compare(files: Sequence[str], ranks: int | None = None) -> tuple[str, list[str]]:
+    """(The draft, as YAML; the names of quantities that it computes otherwise). ranks: number of GPUs of the old run,
+    of which those that did not share documents multiply a per-device batch; None: from the files. Raises UserError for
+    files of an unknown trainer, of preference tuning, or of reinforcement learning with a trainer whose table has no
+    `rl_draft`."""
     found = {name: value for path in files for name, value in _leaves(_read(path))}
     found = {name: _filled(value, found) for name, value in found.items()}
     trainer, signs, schema = _trainer_of(found, files)
@@ -56,10 +63,16 @@ def migrate(files: Sequence[str], ranks: int | None = None) -> str:
     if draft.rl is None:
         _take_batch(draft, found, data_ranks)
     else:
-        settle_rollouts(draft, draft.rl, found, gpus, data_ranks)
+        settle_algorithm(draft, found, settle_rollouts(draft, draft.rl, found, gpus, data_ranks))
     settle_mesh(draft, found, gpus)
+    if draft.rl is not None:
+        settle_roles(draft, found, gpus)
     _settle(draft, found)
     _drop_idle(draft)
+    if draft.differs:
+        nearest = draft.value("rl.algorithm")
+        confirm = f"CONFIRM: write {nearest}, the nearest, once you have read what DIFFERS above"
+        draft.taken["rl.algorithm"] = (None, confirm, "rl.algorithm")
     more = f" and {len(signs) - _SIGNS} more" if len(signs) > _SIGNS else ""
     known = f"Recognised as a config of {trainer.title} by {', '.join(signs[:_SIGNS])}{more}."
     head = _HEAD.format(
@@ -67,7 +80,8 @@ def migrate(files: Sequence[str], ranks: int | None = None) -> str:
         known="\n# ".join(textwrap.wrap(known, 116)),
         command="sft" if draft.rl is None else "rl",
     )
-    return head + _render(draft)
+    text = head + _differences(draft) + _render(draft) + _comparison(draft)
+    return text, [quantity.name for quantity in draft.differs]
 
 
 def _trainer_of(found: Mapping[str, Any], files: Sequence[str]) -> tuple[Trainer, list[str], type]:
@@ -105,16 +119,15 @@ def _trainer_of(found: Mapping[str, Any], files: Sequence[str]) -> tuple[Trainer
 def _take_names(draft: Draft, found: Mapping[str, Any]) -> None:
     """Take over the names one by one, then columns and adapters."""
     columns: dict[str, str] = {}
+    settled = {*TABLES.shared.column_switches, *_per_device(draft.trainer)}  # together with other names
     for name, value in found.items():
         entry = draft.entry(name)
         if name in draft.keys:
             draft.take(name, value, name)
         elif value is None:
             _take_null(draft, name)
-        elif entry in TABLES.shared.column_switches or entry in _per_device(draft.trainer):
+        elif entry in settled or (draft.rl is not None and name in ALGORITHM):
             continue
-        elif draft.rl is not None and (needed := needs_another(draft.rl, entry, value, found)) is not None:
-            draft.left |= {name: needed} if needed else {}
         elif (meaning := draft.meaning(entry, value)) is not None:
             draft.take_meaning(meaning, value, name)
         elif isinstance(value, str) and entry in {**TABLES.columns, **draft.trainer.rl_columns}:
@@ -292,7 +305,8 @@ def _drop_idle(draft: Draft) -> None:
     tree: dict[str, dict[str, Any]] = {"model": {"path": "m"}, "data": {"path": "d"}} | ({"rl": {}} if draft.rl else {})
     for key, (value, _, _) in draft.taken.items():
         section, _, leaf = key.partition(".")
-        tree.setdefault(section, {})[leaf] = value
+        if value is not None or type(None) in get_args(draft.keys[key].type):
+            tree.setdefault(section, {})[leaf] = value
     nodes = node_of(tree, "")
     fill_presets(nodes, draft.schema)
     config: Any = build(nodes, draft.schema)
@@ -321,6 +335,32 @@ def _leaves(node: Node, name: str = "") -> Iterator[tuple[str, Any]]:
         return
     for key, child in node.value.items():
         yield from _leaves(child, f"{name}.{key}".lstrip("."))
+
+
+def _differences(draft: Draft) -> str:
+    """The quantities that the draft computes otherwise, for the top of the draft; "" if there are none."""
+    if not draft.differs:
+        return ""
+    title = f"DIFFERS: weft does not compute these as this config of {draft.trainer.short} does (theirs -> yours):"
+    lines = ["#", f"# {title}"]
+    for one in draft.differs:
+        lines += textwrap.wrap(
+            f"{one.name}: {one.theirs} -> {one.yours}", 116, initial_indent="#   ", subsequent_indent="#     "
+        )
+    return "\n".join([*lines, "# The draft is refused until `rl.algorithm` is written in place of null.", ""])
+
+
+def _comparison(draft: Draft) -> str:
+    """All quantities of the algorithm, theirs and yours, as a table in comments; "" if nothing was compared."""
+    if not draft.quantities:
+        return ""
+    widths = [max(len(getattr(one, part)) for one in draft.quantities) for part in ("name", "theirs")]
+    name, theirs = min(widths[0], 34), min(widths[1], 44)
+    lines = ["", f"# Theirs -> yours, of what defines the algorithm ({draft.trainer.short} -> weft):"]
+    for one in draft.quantities:
+        mark = " " if one.same else "!"
+        lines.append(f"# {mark} {one.name:<{name}}  {one.theirs:<{theirs}} -> {one.yours}")
+    return "\n".join(lines) + "\n"
 
 
 def _render(draft: Draft) -> str:

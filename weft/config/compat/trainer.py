@@ -37,11 +37,11 @@ class RlDraft:
     """A trainer's configs of reinforcement learning, for `weft migrate`. moves, means, silent, defaults: as in Table,
     with precedence over it.
 
-    columns: column of weft -> names of keys that give the file's name of the column. needs: name -> the switch without
-    which it has no effect. longest: names of the longest sample and of the longest prompt; their difference is the
-    longest completion, if that is not given. engines: name of the list of the engines' devices. reward: pattern of
-    names whose value is a reward's class. rewards: end of a class's name -> weft's function that does the same.
-    per_rollout: keys of weft that count optimizer steps, where the trainer counts rollout steps.
+    columns: column of weft -> names of keys that give the file's name of the column. longest: names of the longest
+    sample and of the longest prompt; their difference is the longest completion, if the former is given. engines: name
+    of the list of the engines' devices. reward: pattern of names whose value is a reward's class. rewards: end of a
+    class's name -> weft's function that does the same. per_rollout: keys of weft that count optimizer steps, where the
+    trainer counts rollout steps.
     """
 
     moves: Groups
@@ -49,7 +49,6 @@ class RlDraft:
     silent: dict[str, Any]
     defaults: dict[str, Any]
     columns: Groups
-    needs: dict[str, str]
     longest: tuple[str, ...]
     engines: str
     reward: str
