@@ -296,7 +296,7 @@ def _migrate(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
         if differing:
             count = "1 quantity differs" if len(differing) == 1 else f"{len(differing)} quantities differ"
             names = ", ".join(differing)
-            print(f"weft migrate: {count} ({names}): the draft says how, and asks for a line.", file=sys.stderr)
+            say(f"weft migrate: {count} ({names}): the draft says how, and waits for your line.", error=True)
 
     return Job(body, 1, words)
 
