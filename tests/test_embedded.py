@@ -14,11 +14,12 @@ from tests.pool import run
 from tests.resuming import Sections
 from tests.toy_tokenizers import byte_tokenizer, chat, write_jsonl
 from weft.data.encode import Encoding
+from weft.data.ends import configured_ends
 from weft.data.prompts import load_prompts
 from weft.engine.document import Document
 from weft.errors import UserError
 from weft.rollout.base import Completion, Request, Sampling
-from weft.rollout.embedded import EmbeddedEngine, end_tokens
+from weft.rollout.embedded import EmbeddedEngine
 from weft.verification.adapter import randomize_adapters
 
 PROMPTS = [[5], [9, 8, 7, 6, 5, 4, 3], [11, 12] * 10, [3, 100, 50]]
@@ -117,18 +118,14 @@ def test_adapters_are_merged_into_the_copy(family: str, mesh: str, lora: dict[st
         torch.testing.assert_close(copy, ours, rtol=0, atol=2e-5)
 
 
-def ends_of(path: str) -> list[int]:
-    return end_tokens(open_engine(path, "1"), byte_tokenizer())
-
-
 def test_answers_end_where_model_and_tokenizer_say(tmp_path: Path) -> None:
     path = tmp_path / "model"
     model = transformers.AutoModelForCausalLM.from_pretrained(saved_model("llama"))
     model.generation_config = transformers.GenerationConfig(eos_token_id=[7, 9])
     model.save_pretrained(path)
-    assert run(1, ends_of, str(path)) == [[2, 7, 9]]  # 2: of config.json, and of the tokenizer
+    assert configured_ends(str(path), byte_tokenizer()) == [2, 7, 9]  # 2: of config.json, and of the tokenizer
     (path / "generation_config.json").unlink()
-    assert run(1, ends_of, str(path)) == [[2]]
+    assert configured_ends(str(path), byte_tokenizer()) == [2]
 
 
 # ---------------------------------------------------------------- prompts

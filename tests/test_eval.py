@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from tests.cases import open_engine, saved_model, world_of
 from tests.pool import run
 from tests.resuming import STEPS, Sections, attempt, equal, inputs, lines, process, state_of
-from tests.toy_tokenizers import byte_tokenizer, chat, write_jsonl
+from tests.toy_tokenizers import chat, write_jsonl
 from weft import cli
 from weft.checkpoint.retention import best_step, complete_steps, point_best, prune, step_folder, sweep
 from weft.config import schema
@@ -433,14 +433,3 @@ def test_what_is_refused(name: str, here: Path, capsys: pytest.CaptureFixture[st
     assert cli.main([*SFT, "step.max_tokens_per_device=64", *words]) == 2
     err = capsys.readouterr().err
     assert re.search(expected, err, re.DOTALL), err
-
-
-def test_the_toy_tokenizer_ends_its_answers_with_a_special_token() -> None:
-    """What the data teaches as the end of an answer ends a sampled one."""
-    tokenizer = byte_tokenizer()
-    end, letter = tokenizer.convert_tokens_to_ids("<|end|>"), tokenizer.convert_tokens_to_ids("a")
-    documents = [
-        Document(torch.tensor([letter, end, letter]), torch.tensor([0.0, 1.0, 0.0])),
-        Document(torch.tensor([letter, letter]), torch.tensor([0.0, 1.0])),
-    ]
-    assert evaluate._trained_ends(documents, tokenizer) == [end]

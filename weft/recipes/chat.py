@@ -19,6 +19,7 @@ from weft.cluster.process import choose_device
 from weft.cluster.status import kind_of
 from weft.data.chat_template import RenderError
 from weft.data.encode import Encoder, Encoding, load_tokenizer, renderer
+from weft.data.ends import template_ends
 from weft.data.messages import Message
 from weft.data.prompts import up_to_the_answer
 from weft.data.template_bounds import UnboundedError
@@ -29,7 +30,6 @@ from weft.recipes.chat_images import ChatImages, Shown, sees_images
 from weft.sharding.adapter_files import CONFIG as ADAPTER
 from weft.terminal import say
 
-_MARK = "weft-mark"  # a stand-in for an answer, to see what the template writes after one
 _HELP = "/new begins a new conversation, /exit or Ctrl-D ends, Ctrl-C stops an answer, /help says this."
 _FOR_STREAMS = {"num_beams": 1, "num_return_sequences": 1, "return_dict_in_generate": False}
 _HELP_IMAGES = "/image PATH adds an image to your next message, which may have several."
@@ -214,16 +214,11 @@ def prompt_text(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> 
 
 
 def end_tokens(tokenizer: PreTrainedTokenizerBase, configured: int | Sequence[int] | None) -> list[int]:
-    """The ids of tokens that end an answer: the configured ones, the tokenizer's, and the token with which the template
-    ends a turn, because the files of a base model name only the end of a document."""
+    """The ids of tokens that end an answer: the configured ones, the tokenizer's, and the template's."""
     ends = [configured] if isinstance(configured, int) else list(configured or ())
     if tokenizer.eos_token_id is not None:
         ends.append(int(tokenizer.eos_token_id))
-    if tokenizer.chat_template is not None:
-        turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _MARK}]
-        after = _render(tokenizer, turns, False).rpartition(_MARK)[2].lstrip()
-        ids = tokenizer(after, add_special_tokens=False)["input_ids"] if after else []
-        ends += [token for token in ids[:1] if token in tokenizer.all_special_ids or _is_added(tokenizer, token)]
+    ends += template_ends(tokenizer)
     return list(dict.fromkeys(ends))
 
 
@@ -232,10 +227,6 @@ def _render(tokenizer: PreTrainedTokenizerBase, messages: list[Message], ask: bo
         return renderer(tokenizer, Encoding())(messages, ask)
     except (RenderError, UnboundedError) as error:
         raise UserError(f"the chat template of this model cannot be used: {error}.") from error
-
-
-def _is_added(tokenizer: PreTrainedTokenizerBase, token: int) -> bool:
-    return token in tokenizer.get_added_vocab().values()
 
 
 def _talk(chat: Chat) -> None:

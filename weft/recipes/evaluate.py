@@ -17,6 +17,7 @@ from weft.config.schema import DataConfig, SftConfig
 from weft.config.sources import source_name
 from weft.data.documents import DataReport
 from weft.data.encode import read_encoding
+from weft.data.ends import AnswerEnds
 from weft.data.images import Images
 from weft.data.prompts import load_prompts
 from weft.engine.document import Document
@@ -34,7 +35,6 @@ from weft.telemetry.summary import Phases
 PREFIX = "eval/"
 _UNNAMED = ""
 _ROWS = 16  # rows of a rank in one plan: planning is superlinear, and the documents of a plan are held in memory
-_LOOKED_AT = 1000  # documents whose last trained tokens tell how answers end
 
 
 @dataclass(frozen=True)
@@ -74,13 +74,13 @@ def read_held_out(
     read: Read,
     tokenizer: PreTrainedTokenizerBase,
     images: Images | None,
-    trained: Sequence[Document],
+    ends: AnswerEnds,
     of_training: tuple[Sequence[Document], DataReport] | None = None,
 ) -> HeldOut:
     """Reads the documents and prompts of the section `eval`. Raises UserError.
 
-    read: reads the documents of a data section. images: the image reader of a vision model. trained: the training
-    documents; their end-of-answer tokens end sampled answers. of_training: the documents that eval.share held out.
+    read: reads the documents of a data section. images: the image reader of a vision model. ends: end sampled
+    answers. of_training: the documents that eval.share held out.
     """
     found = {} if of_training is None else {_UNNAMED: of_training}
     if config.eval.path is not None:
@@ -93,19 +93,12 @@ def read_held_out(
     if config.eval.prompts is not None:
         encoding = read_encoding(config.data, tokenizer)
         prompts = load_prompts(config.eval.prompts, tokenizer, encoding, config.data.roles, images)
-        questions = Questions(prompts, tokenizer, _trained_ends(trained, tokenizer), images)
+        questions = Questions(prompts, tokenizer, ends.ids, images)
     return HeldOut(
         {name: documents for name, (documents, _) in found.items()},
         {name: report for name, (_, report) in found.items()},
         questions,
     )
-
-
-def _trained_ends(documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The added tokens that are the last trained token of some document: the model learns to end answers with them."""
-    some = (documents[i] for i in range(min(len(documents), _LOOKED_AT)))
-    last = {int(document.tokens[document.weights.nonzero()[-1]]) for document in some if document.weights.any()}
-    return sorted(last & set(tokenizer.added_tokens_decoder))
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ W + s B A (LoRA, arXiv:2106.09685) is computed in fp32 and rounded once, to the 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -15,6 +16,8 @@ from weft.checkpoint.export import FullTensors, copy_companions, export_alone, p
 from weft.checkpoint.snapshot import DTYPES
 from weft.cluster.options import MergeOptions
 from weft.config.schema import LoraConfig, ModelConfig
+from weft.data.encode import load_tokenizer
+from weft.data.ends import GENERATION, answer_ends, template_ends
 from weft.engine.build import build_model
 from weft.errors import UserError
 from weft.models.lora import LoraPlan, add_delta
@@ -50,10 +53,23 @@ def _write(adapter: Path, base: str, folder: Path, dtype: torch.dtype | None) ->
     assert lora is not None and load is not None
     folder.mkdir(parents=True)
     copy_companions(adapter, folder)  # first, so that the tokenizer of the training run is kept, not the base's
+    if not (folder / GENERATION).is_file():
+        plan = replace(plan, texts=_ends_of_another_template(adapter, base))
     with TensorFile.open(adapter / WEIGHTS) as file:
         names = list(built.module.state_dict())
         export_alone(plan, FullTensors(names, _merged(load, lora, file, names)), folder)
     load.source.close()
+
+
+def _ends_of_another_template(adapter: Path, base: str) -> dict[str, str]:
+    """A generation_config.json that stops where the adapter's chat template ends answers, if it is not the base's
+    template. peft saves no such file: without it, a base that learnt a template would never end its turn."""
+    try:
+        tokenizer, before = load_tokenizer(str(adapter)), load_tokenizer(base)
+    except UserError:  # not every adapter comes with a tokenizer
+        return {}
+    taught = template_ends(tokenizer) if tokenizer.chat_template != before.chat_template else []
+    return answer_ends(base, tokenizer, taught).files(base)
 
 
 def _merged(load: LoadPlan, lora: LoraPlan, file: TensorFile, names: list[str]) -> Callable[[str], Tensor]:

@@ -21,7 +21,8 @@ from weft.cluster.options import Device, RlOptions
 from weft.cluster.ray_actors import exposure, import_ray
 from weft.cluster.stopping import StopSignals
 from weft.config.rl_schema import RlAlgorithm, RlConfig
-from weft.data.encode import load_tokenizer
+from weft.data.encode import load_tokenizer, read_encoding
+from weft.data.ends import AnswerEnds, answer_ends, template_ends
 from weft.data.images import read_images
 from weft.errors import StoppedError, UserError
 from weft.models import hf
@@ -124,7 +125,8 @@ def list_replayed(options: RlOptions) -> list[Path]:
 
 @dataclass(frozen=True)
 class Task:
-    """Prompts, rewards and environment of a run. stream: the order of the training prompts."""
+    """Prompts, rewards and environment of a run. stream: the order of the training prompts. ends: of answers, in
+    every engine and in checkpoints."""
 
     prompts: Prompts
     held_out: HeldOutPrompts
@@ -132,6 +134,7 @@ class Task:
     tokenizer: PreTrainedTokenizerBase
     rewards: Rewards
     episodes: Episodes | None
+    ends: AnswerEnds
 
 
 def check_task(config: RlConfig) -> PretrainedConfig:
@@ -158,7 +161,11 @@ def read_task(config: RlConfig, hooks: RlHooks = NO_RL_HOOKS) -> Task:
         )
     stream = PromptStream(prompts, config.rl.prompts, config.train.seed, config.data.shuffle)
     held_out = read_held_out_prompts(config, tokenizer, vocabulary, images)
-    return Task(prompts, held_out, stream, tokenizer, Rewards(config.rl, hooks.rewards), episodes)
+    ends = template_ends(tokenizer, read_encoding(config.data, tokenizer))
+    # A text that holds the template's end of turn was rendered with it before. Other texts end as documents do.
+    chats = any(p.messages is not None or not set(ends).isdisjoint(p.tokens) for p in (*prompts, *held_out.all()))
+    ends_of_answers = answer_ends(config.model.path, tokenizer, ends if chats else ())
+    return Task(prompts, held_out, stream, tokenizer, Rewards(config.rl, hooks.rewards), episodes, ends_of_answers)
 
 
 @dataclass(frozen=True)
@@ -360,17 +367,20 @@ async def prepare(run: Run, opened: AsyncExitStack) -> tuple[PhaseSwitch, Sampli
         if task.episodes is not None and task.episodes.chats.images is not None:
             episodes = replace(task.episodes, room=await run.trainer_group.image_room())
             run.task = task = replace(task, episodes=episodes)
-        ends = await trainers.one(0, "ends")
         run.compute = await trainers.one(0, "compute_dtype")
-        notes = await run.trainer_group.open_run(str(run.held.folder), run.held.token, constants(run), start.step)
+        texts = task.ends.files(config.model.path)
+        notes = await run.trainer_group.open_run(
+            str(run.held.folder), run.held.token, constants(run), start.step, texts
+        )
         parts = sleeping_parts(config, run.device)
         engine = await open_engines(config, trainers, run.actors.engines, run.held.folder, run.compute, parts)
         opened.push_async_callback(engine.close)
         switch = PhaseSwitch(engine, trainers, shared=shares_devices(config), parts=parts)
         await switch.to_training()
-    print_rl_opening(run, opening, notes)
+    print_rl_opening(run, opening, [*task.ends.lines(), *notes])
     opened.enter_context(watching_controller(config.train.timeout, run.held.folder, run.resume_command))
-    evaluator = RlEvaluator(config, task.held_out, engine, task.rewards, task.tokenizer, task.episodes, ends, run.show)
+    ends, rewards = task.ends.ids, task.rewards
+    evaluator = RlEvaluator(config, task.held_out, engine, rewards, task.tokenizer, task.episodes, ends, run.show)
     return switch, sampling_of(config, ends), evaluator
 
 

@@ -18,7 +18,7 @@ from weft.data.prompts import Prompt
 from weft.engine.engine import Engine
 from weft.errors import UserError
 from weft.rollout.base import Request, Sampling, seed_of
-from weft.rollout.embedded import EmbeddedEngine, end_tokens
+from weft.rollout.embedded import EmbeddedEngine
 from weft.run.folder import SAMPLES
 from weft.telemetry import flight
 from weft.terminal import byte_count
@@ -30,8 +30,8 @@ _WIDTH = 100  # characters of a prompt, and of an answer, that are printed
 
 @dataclass(frozen=True)
 class Questions:
-    """The prompts of eval.prompts. ends: ids of tokens that end answers in the training data. images: the image reader
-    of a vision model."""
+    """The prompts of eval.prompts. ends: ids of tokens that end answers. images: the image reader of a vision
+    model."""
 
     prompts: Sequence[Prompt]
     tokenizer: PreTrainedTokenizerBase
@@ -47,7 +47,7 @@ class Sampler:
         """Raises UserError if a copy of the model does not fit into memory beside the training state."""
         self.config, self.ranks, self.questions = config.eval, engine.ranks, questions
         self.seed, self.path = config.train.seed, folder / SAMPLES
-        self.ends = tuple(sorted({*questions.ends, *end_tokens(engine, questions.tokenizer)}))
+        self.ends = tuple(questions.ends)
         self.placeholders = () if questions.images is None else questions.images.placeholders
         self.embedded = EmbeddedEngine(engine, max_tokens=_TOKENS, opener=ImageOpener(lambda: questions.images))
         needed, room = self.embedded.bytes, engine.room - engine.memory.resident

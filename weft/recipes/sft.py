@@ -19,7 +19,6 @@ from weft.cluster.process import join, pretend
 from weft.cluster.stopping import StopSignals
 from weft.config.checks import BUILT_IN
 from weft.config.schema import SftConfig
-from weft.data.documents import DataReport
 from weft.data.encode import changed_files
 from weft.data.order import Step, Steps
 from weft.engine.config import EngineConfig
@@ -101,7 +100,7 @@ def run(config: SftConfig, options: SftOptions, hooks: Hooks = NO_HOOKS) -> None
                 notes = restore(config, engine, start, folder)
             if ranks.is_first:
                 write_bad_rows([*data.report.bad, *data.held_out.bad], folder)
-            print_opening(config, engine, data.report, folder, [*data.held_out.lines(), *notes])
+            print_opening(config, engine, data.report, folder, [*data.ends.lines(), *data.held_out.lines(), *notes])
             train(config, engine, data, folder, phases, start, hooks, resume=resume)
 
 
@@ -124,7 +123,7 @@ def train(
         engine.check_sums(objective)
     evaluator = Evaluator(config, engine, data.held_out, start.evaluation, folder, phases, objective)
     recorder = Recorder(config, engine, folder, RunSummary(model=config.model.path, data=data.report.path), start)
-    saver = open_saver(config, engine, data.report, folder, steps, start)
+    saver = open_saver(config, engine, data, folder, steps, start)
     progress = Progress(len(steps), show=engine.ranks.is_first, every=config.train.log_every)
     upcoming = closing(prefetch(steps.starting_at(start.step + 1), partial(lay_out, engine, data.documents, objective)))
     uploads = Uploads(config, folder, resume=resume, first=engine.ranks.is_first)
@@ -200,18 +199,16 @@ def take_step(engine: Engine, laid_out: Future[LaidOut], objective: Objective, l
     return StepOutcome(plan, metrics, result, lr, time.perf_counter() - began)
 
 
-def open_saver(
-    config: SftConfig, engine: Engine, report: DataReport, folder: Path, steps: Steps, start: Start
-) -> Saver:
+def open_saver(config: SftConfig, engine: Engine, data: RunData, folder: Path, steps: Steps, start: Start) -> Saver:
     """The Saver of a run. Every checkpoint gets the files of `changed_files`, such as the template of
-    data.chat_template."""
+    data.chat_template, and a generation_config.json that stops at what the data teach as the end of an answer."""
     return Saver(
         engine,
         folder,
         config.checkpoint,
-        constants(config, report.documents, report.digest, len(steps)),
+        constants(config, data.report.documents, data.report.digest, len(steps)),
         last=start.step,
-        texts=changed_files(config.model.path, config.data),
+        texts=changed_files(config.model.path, config.data) | data.ends.files(config.model.path),
         timeout=config.train.timeout,
     )
 

@@ -64,7 +64,7 @@ from weft.rl.reference_critic import (
     start_rank,
 )
 from weft.rollout.base import Request, Synced
-from weft.rollout.embedded import EmbeddedEngine, end_tokens
+from weft.rollout.embedded import EmbeddedEngine
 from weft.rollout.generate import Numbered
 from weft.rollout.sync.protocol import SyncError, Ticket, device_memory
 from weft.rollout.sync.sender import EngineTarget, Sender, options_of
@@ -137,14 +137,12 @@ class Trainer:
         """The compute dtype, such as "bf16"."""
         return next(name for name, dtype in DTYPES.items() if dtype == self.engine.precision.compute)
 
-    def ends(self) -> list[int]:
-        """Tokens that end a completion."""
-        return end_tokens(self.engine, self.tokenizer)
-
-    def open_run(self, folder: str, token: str, constants: Mapping[str, Any], last: int = 0) -> list[str]:
+    def open_run(
+        self, folder: str, token: str, constants: Mapping[str, Any], last: int, texts: Mapping[str, str]
+    ) -> list[str]:
         """Enter the folder of a run and restore its checkpoint of optimizer step `last` (0: none); returns messages.
         token: content of the run's lock, by which each rank checks that it sees the same folder. constants: the
-        constant part of every checkpoint's state."""
+        constant part of every checkpoint's state. texts: further files of every checkpoint."""
         run = Path(folder)
         check_shared(run, token, self.ranks)
         flight.in_run(run)
@@ -154,7 +152,7 @@ class Trainer:
             state = read_state(step_folder(run / "checkpoints", last))
             critics = {} if self.critic is None else {str(critic_checkpoint(run.resolve(), last)): self.critic}
             notes = fill_from(self.engine, state, self.config.train.seed, critics, command="rl")
-        texts = changed_files(self.config.model.path, self.config.data)
+        texts = {**changed_files(self.config.model.path, self.config.data), **texts}
         others: dict[str, Engine] = {} if self.critic is None else {CRITIC: self.critic}
         kept = checkpoints_of(self.config)
         self.saver = Saver(

@@ -40,11 +40,13 @@ class TrainerGroup:
         """The smallest image room of all models that read samples."""
         return ImageRoom.least(await together([group.one(0, "image_room") for group in self._all]))
 
-    async def open_run(self, folder: str, token: str, constants: Mapping[str, Any], last: int) -> list[str]:
+    async def open_run(
+        self, folder: str, token: str, constants: Mapping[str, Any], last: int, texts: Mapping[str, str]
+    ) -> list[str]:
         """Call open_run on all ranks; returns the messages of the policy's first rank."""
         notes, *_ = await together(
             [
-                self._trainers.all("open_run", folder, token, constants, last),
+                self._trainers.all("open_run", folder, token, constants, last, texts),
                 *(group.all("open_run", folder, constants, last) for group in self._reference_critic.values()),
             ]
         )

@@ -10,14 +10,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from weft.checkpoint.export import manifest_of
 from weft.data.image_opener import ImageOpener
 from weft.engine.engine import Engine
 from weft.engine.sleep import Emptied
 from weft.engine.startup import implementation
-from weft.errors import UserError, first_line
 from weft.models import hf
 from weft.models.lora import add_delta
 from weft.parallel.parallelize import materialize, move_buffers
@@ -141,17 +140,3 @@ class EmbeddedEngine:
         manifest = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
         pieces = [Piece.whole(name, name, shape) for name, shape in shapes.items()]
         return (tensor.clone() for _, tensor in self.engine.walk(pieces, manifest))
-
-
-def end_tokens(engine: Engine, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Tokens that end an answer, according to generation_config.json, config.json and the tokenizer; sorted."""
-    named = [engine.built.config.get_text_config().eos_token_id, tokenizer.eos_token_id]
-    source = str(engine.built.source or engine.built.path)
-    try:
-        named.append(GenerationConfig.from_pretrained(source).eos_token_id)
-    except OSError:  # not every model has the file
-        pass
-    except Exception as error:
-        raise UserError(f"model.path: {source}: generation_config.json cannot be read: {first_line(error)}.") from error
-    flat = [token for ids in named for token in (ids if isinstance(ids, list) else [ids])]
-    return sorted({int(token) for token in flat if token is not None})
