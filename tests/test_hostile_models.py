@@ -236,7 +236,8 @@ INDICES: dict[str, tuple[str, str]] = {
 @pytest.mark.parametrize("name", INDICES)
 def test_an_index_that_lies_is_refused(name: str, tmp_path: Path) -> None:
     text, words = INDICES[name]
-    (copied(tmp_path) / "model.safetensors.index.json").write_bytes(text.encode("latin-1"))
+    (copied(tmp_path) / "model.safetensors").rename(tmp_path / "model-00001-of-00001.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_bytes(text.encode("latin-1"))
     (tmp_path / "inside").mkdir()
     with pytest.raises(UserError, match=words) as caught:
         open_source(str(tmp_path))
@@ -244,7 +245,7 @@ def test_an_index_that_lies_is_refused(name: str, tmp_path: Path) -> None:
 
 
 def index_parser(folder: Path) -> Callable[[Path], None]:
-    copied(folder)
+    (copied(folder) / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
 
     def parse(path: Path) -> None:
         (folder / "model.safetensors.index.json").write_bytes(path.read_bytes())
@@ -254,7 +255,8 @@ def index_parser(folder: Path) -> Callable[[Path], None]:
 
 
 def index_seeds() -> list[bytes]:
-    weight_map = {"model.norm.weight": "model.safetensors", "lm_head.weight": "model.safetensors"}
+    file = "model-00001-of-00001.safetensors"
+    weight_map = {"model.norm.weight": file, "lm_head.weight": file}
     return [json.dumps({"metadata": {"total_size": 7}, "weight_map": weight_map}).encode()]
 
 

@@ -6,21 +6,23 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from huggingface_hub import snapshot_download
 from torch import Tensor
 
 from weft.errors import UserError
-from weft.files import is_own_file, read_object
+from weft.files import is_own_file, read_object, regular_file
 from weft.models import hf
 from weft.sharding.boxes import Box
 from weft.sharding.quantised import decoder_of
 from weft.sharding.safetensors_files import Entry, TensorFile
 
-INDEX = "model.safetensors.index.json"
-# Weight files of older formats; reading them would mean unpickling them.
+WHOLE, INDEX, _INDEX_ENDING = "model.safetensors", "model.safetensors.index.json", ".safetensors.index.json"
+ADAPTER = "adapter_config.json"
+# Weight files of older formats; reading them would mean unpickling them. The first are what transformers looks for.
+_PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 _PICKLED = ("*.bin", "*.pt", "*.pth")
 _WANTED = ("*.safetensors", "*.json", "*.model", "*.jinja", "*.txt", "*.tiktoken")
 
@@ -102,15 +104,18 @@ class Source:
 def open_source(path: str) -> Source:
     """The weights of model.path. Raises UserError if they are missing, incomplete or pickled."""
     folder = fetch(path)
+    read = read_object(folder / "config.json", "the config of a model")
+    names, index = _weight_files(folder, read)
     files: dict[str, TensorFile] = {}
-    for name in _file_names(folder):
+    for name in names:
         file = TensorFile.open(folder / name)
         twice = next((tensor for tensor in file.entries if tensor in files), None)
         if twice is not None:
             raise UserError(f"model.path: {folder}: {twice} is in both {files[twice].path.name} and {name}: keep one.")
         files |= dict.fromkeys(file.entries, file)
-    _check_index(folder, files)
-    config = read_object(folder / "config.json", "the config of a model").get("quantization_config")
+    if index is not None:
+        _check_index(index, files)
+    config = read.get("quantization_config")
     if config is not None and not isinstance(config, dict):
         raise UserError(f"model.path: {folder / 'config.json'}: quantization_config is no object. Fetch it again.")
     decoders, hidden = decoder_of(config, _shapes(files), _dtypes(files), path)
@@ -133,13 +138,48 @@ def fetch(path: str) -> Path:
         ) from error
 
 
-def _file_names(folder: Path) -> list[str]:
-    if _has_index(folder):
-        return sorted(set(_weight_map(folder).values()))
+def _weight_files(folder: Path, config: Mapping[str, Any]) -> tuple[list[str], Path | None]:
+    """(weight files of a model's folder, the index that lists them, if one does), as transformers' from_pretrained
+    chooses: the file that config.json names as transformers_weights, else model.safetensors, else the index's, else a
+    pickle. Where there is none of them, other safetensors files are read, which transformers would not find.
+
+    Raises UserError for a pickle, for an adapter beside the weights, and if there are no weights.
+    """
+    if os.path.lexists(folder / ADAPTER):
+        raise UserError(
+            f"model.path: {folder} holds {ADAPTER} beside config.json: transformers loads that adapter on top of the "
+            "model, and weft the model alone. Move the adapter's files to a folder of their own; then name it as "
+            "lora.path to train it, or weft merge it, to train both as one model."
+        )
+    index = folder / INDEX
+    if os.path.lexists(index):  # also one that leads nowhere: it is an error, not a missing one
+        regular_file(index, "the index of a model's files")
+    named = config.get("transformers_weights")
+    if named is not None:
+        ending = next((e for e in (_INDEX_ENDING, ".safetensors") if str(named).endswith(e)), None)
+        if ending is None or not isinstance(named, str) or not is_own_file(named):
+            raise UserError(
+                f"model.path: {folder / 'config.json'}: transformers_weights is {named!r:.80}, not a *.safetensors "
+                "file of its own folder, or an index of such. Correct it, or remove it."
+            )
+        if ending == ".safetensors":
+            return [named], None
+        index = folder / named
+    elif os.path.lexists(folder / WHOLE):
+        return [WHOLE], None
+    if os.path.lexists(index) or named is not None:
+        return sorted(set(_weight_map(index).values())), index
     found = sorted(file.name for file in folder.glob("model*.safetensors"))
     found = found or sorted(file.name for file in folder.glob("*.safetensors"))
+    preferred = next((name for name in _PICKLES if (folder / name).is_file()), None)
+    if found and preferred is not None:
+        raise UserError(
+            f"model.path: {folder} holds {found[0]} and {preferred}: transformers reads {preferred}, a pickle, which "
+            "weft does not open. If the other is meant, move that away; else convert it with transformers: "
+            "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER)."
+        )
     if found:
-        return found
+        return found, None
     pickled = next((file for pattern in _PICKLED for file in sorted(folder.glob(pattern))), None)
     if pickled is not None:
         raise UserError(
@@ -152,13 +192,8 @@ def _file_names(folder: Path) -> list[str]:
     )
 
 
-def _has_index(folder: Path) -> bool:
-    return os.path.lexists(folder / INDEX)  # lexists: an index that cannot be read is an error, not a missing one
-
-
-def _weight_map(folder: Path) -> dict[str, str]:
-    """Tensor name -> file name, checked to be in the folder."""
-    index = folder / INDEX
+def _weight_map(index: Path) -> dict[str, str]:
+    """Tensor name -> file name, checked to be in the index's folder."""
     found = read_object(index, "the index of a model's files").get("weight_map")
     if not isinstance(found, dict) or not found or not all(isinstance(file, str) for file in found.values()):
         raise UserError(
@@ -170,14 +205,12 @@ def _weight_map(folder: Path) -> dict[str, str]:
     return found
 
 
-def _check_index(folder: Path, files: Mapping[str, TensorFile]) -> None:
+def _check_index(index: Path, files: Mapping[str, TensorFile]) -> None:
     """Raises UserError if a tensor is not in the file that the index names, as with a shard of another checkpoint."""
-    if not _has_index(folder):
-        return
-    for name, file in _weight_map(folder).items():
+    for name, file in _weight_map(index).items():
         if name not in files or files[name].path.name != file:
             raise UserError(
-                f"model.path: {folder / INDEX} says that {name} is in {file}, but it is not: the files do not belong "
+                f"model.path: {index} says that {name} is in {file}, but it is not: the files do not belong "
                 "together. Fetch them again."
             )
 
