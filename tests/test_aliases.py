@@ -65,7 +65,7 @@ def test_every_name_sentence_and_key_of_the_tables_is_one_that_there_is() -> Non
         ("verl.yaml", "    BALANCED:", "    PACKED:", "verl.yaml: cannot be read: `PACKED` stands twice"),
         ("verl.yaml", "[use_torch_compile]", "[micro_batch_size]", "micro_batch_size stands under The batch and under"),
         ("miles.yaml", "GROUP:", "GRUOP:", "miles.yaml: rl: GRUOP is no sentence of sentences.yaml."),
-        ("axolotl.yaml", "reinforcement learning: {", "rl: {", "axolotl.yaml: tasks: rl is neither preference tuning"),
+        ("axolotl.yaml", "reinforcement learning: {", "rl: {", "axolotl.yaml: tasks: rl is none of distillation"),
         ("axolotl.yaml", "note: QUANTISED", "note: QUANTIZED", "axolotl.yaml: means: adapter: QUANTIZED is no"),
         ("axolotl.yaml", "adapter: lora\n", "adapter: qlora\n", "axolotl.yaml: silent: adapter: qlora stands under"),
         ("shared.yaml", "run.dir: [output_dir", "run.dir: [seed, output_dir", "seed stands under train.seed and under"),

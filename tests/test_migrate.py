@@ -500,14 +500,41 @@ def test_accelerate_alone() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("base_model: m\nsequence_len: 2048\nrl: dpo\n", "of axolotl, for preference tuning (rl: dpo)"),
-        ("base_model: m\nsequence_len: 2048\nrl: grpo\n", "of axolotl, for reinforcement learning (rl: grpo)"),
-        ("model_name_or_path: m\ncutoff_len: 9\nstage: kto\n", "LLaMA-Factory, for preference tuning (stage: kto)"),
-        ("model_name_or_path: m\ndataset_name: d\nbeta: 0.1\n", "for preference tuning (beta: 0.1)"),
-        ("model_name_or_path: m\nnum_generations: 8\nbeta: 0.1\n", "for reinforcement learning (num_generations: 8)"),
-        ("algorithm: {adv_estimator: grpo}\ndata: {train_files: d}\n", "of verl, for reinforcement learning"),
-        ("hf_checkpoint: m\nprompt_data: d\nadvantage_estimator: grpo\n", "of Miles, for reinforcement learning"),
-        ("loss: {_component_: torchtune.rlhf.loss.DPOLoss}\n", "of torchtune, for preference tuning"),
+        ("base_model: m\nsequence_len: 2048\nrl: dpo\n", "it is a DPO config of axolotl (rl: dpo); weft has no"),
+        ("base_model: m\nsequence_len: 2048\nrl: grpo\n", "it is a GRPO config of axolotl (rl: grpo). `weft migrate`"),
+        ("base_model: m\nsequence_len: 2048\nreward_model: true\n", "it is a reward-model config of axolotl ("),
+        (
+            "model_name_or_path: m\ncutoff_len: 9\nstage: kto\n",
+            "a KTO config of LLaMA-Factory (stage: kto); weft has no",
+        ),
+        ("model_name_or_path: m\ncutoff_len: 9\nstage: rm\n", "a reward-model config of LLaMA-Factory (stage: rm);"),
+        (
+            "model_name_or_path: m\ndataset_name: d\nbeta: 0.1\n",
+            "DPO config of TRL and the HuggingFace Trainer (beta: 0",
+        ),
+        (
+            "model_name_or_path: m\nnum_generations: 8\nbeta: 0.1\n",
+            "a GRPO config of TRL and the HuggingFace Trainer (num",
+        ),
+        ("model_name_or_path: m\ndataset_name: d\nlmbda: 0.5\n", "a distillation config of TRL and the HuggingFace"),
+        *(  # max_prompt_length is a name of both
+            (
+                f"model_name_or_path: m\ndataset_name: d\nmax_prompt_length: 512\nbeta: 0.1\n{name}\n",
+                "it is a GRPO config",
+            )
+            for name in ("num_generations: 8", "use_vllm: true", "reward_funcs: [accuracy]", "max_completion_length: 9")
+        ),
+        (
+            "algorithm: {adv_estimator: grpo}\ndata: {train_files: d}\n",
+            "it is a GRPO config of verl (algorithm.adv_est",
+        ),
+        ("algorithm: {adv_estimator: gae}\ndata: {train_files: d}\n", "it is a PPO config of verl (algorithm.adv_est"),
+        (
+            "hf_checkpoint: m\nprompt_data: d\nadvantage_estimator: gspo\n",
+            "it is a GSPO config of Miles (advantage_est",
+        ),
+        ("loss: {_component_: torchtune.rlhf.loss.DPOLoss}\n", "it is a DPO config of torchtune (loss._component_: "),
+        ("teacher: {model_args: {dtype: bf16}}\nsequence_length: 9\n", "it is a distillation config of ROLL (teacher."),
         ("engine_type: fancy\nhidden: 3\n", "of no trainer that `weft migrate` knows, which are TRL"),
         ("model: {path: m}\noptimizer: {lr: 1.0e-5}\n", "a config of weft already"),
     ],
@@ -726,3 +753,54 @@ def test_a_draft_holds_no_anchors(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("data: {train_files: [a.parquet, b.parquet]}\ninput_key: chat\n")
     draft = migrate([str(tmp_path / "a.yaml")])
     assert "&id" not in draft and "*id" not in draft and draft.count("messages: chat") == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "drafted"),
+    [
+        ("model_name_or_path: m\ndataset_name: d\nnum_generations: 8\nlearning_rate: 1.0e-6\nseed: 1\n", False),
+        ("base_model: m\nsequence_len: 9\nrl: grpo\nmicro_batch_size: 1\nnum_epochs: 1\n", False),
+        ("hf_checkpoint: m\nprompt_data: d\nadvantage_estimator: grpo\nlr: 1.0e-6\neps_clip: 0.2\n", False),
+        ((FOREIGN / WITHOUT_DRAFT).read_text(), False),
+        ((FOREIGN / "roll_vision.yaml").read_text(), True),
+    ],
+    ids=["TRL", "axolotl", "Miles", "verl", "ROLL"],
+)
+def test_no_command_sends_in_a_circle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], text: str, drafted: bool
+) -> None:
+    """`weft rl` and `weft sft` name `weft migrate` where it makes a draft of these files, and where it makes none all
+    three say the same: of what there are drafts, and what to do."""
+    monkeypatch.chdir(tmp_path)
+    Path("theirs.yaml").write_text(text)
+    said = {}
+    for words in (["rl", "theirs.yaml"], ["sft", "theirs.yaml"], ["migrate", "theirs.yaml"]):
+        assert cli.main(words) == (0 if drafted and words[0] == "migrate" else 2)
+        said[words[0]] = capsys.readouterr().err
+    if drafted:
+        assert all("weft migrate FILE makes a draft" in said[command] for command in ("rl", "sft"))
+        return
+    assert all(TABLES.drafts in text and "makes a draft" not in text for text in said.values())
+    assert said["sft"].count("\n") == 1 and said["rl"].count("\n") > 5
+    assert TABLES.drafts in said["rl"].splitlines()[0] and "docs/coming-from/" in said["rl"].splitlines()[-1]
+
+
+def test_a_preference_config_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = "model_name_or_path: m\ndataset_name: d\nbeta: 0.1\nlearning_rate: 5.0e-7\nmax_prompt_length: 512\nseed: 1\n"
+    Path("dpo.yaml").write_text(text)
+    for command in ("sft", "rl"):
+        assert cli.main([command, "dpo.yaml"]) == 2
+        assert capsys.readouterr().err == (
+            "error: dpo.yaml: this is a DPO config of TRL and the HuggingFace Trainer (beta: 0.1); weft has no "
+            "preference tuning yet.\n"
+        )
+
+
+@pytest.mark.parametrize("name", ["train.py", "train.ipynb"])
+def test_a_python_program_becomes_another(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("from trl import GRPOTrainer\n")
+    with pytest.raises(UserError, match=r"is a Python program, .* GRPOTrainer\(...\) becomes weft.rl\(...\)"):
+        migrate([str(tmp_path / name)])

@@ -268,11 +268,6 @@ CASES: dict[str, tuple[str, dict[str, Any], set[str]]] = {
         "adv_estimator: grpo\nlength_loss_weight: true", {"algorithm": None}, {"weights of samples"}
     ),
     "epochs": ("adv_estimator: grpo\nppo_epochs: 2", {"epochs": 2}, set()),
-    "distillation": (
-        "is_pure_opd: true\nadv_estimator: reinforce\nwhiten_advantages: true",
-        {"algorithm": None, "advantage": "reinforce++", "scale": ..., "gamma": 1},
-        {"advantage"},
-    ),
 }  # fmt: skip
 
 

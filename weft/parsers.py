@@ -9,7 +9,7 @@ from weft.config import SftConfig
 from weft.config.compat.names import advice_for
 from weft.config.keys import schema_keys
 from weft.config.sources import HUB_NAME, is_hub_name
-from weft.config.unknown import Unknown, messages, page_hint
+from weft.config.unknown import Unknown, foreign_config
 from weft.errors import UserError
 
 SUMMARIES = {
@@ -61,7 +61,8 @@ def _foreign_options(message: str) -> list[str]:
         for name, text in advice.items()
         if text
     ]
-    return [*messages(found), *page_hint(found)]
+    lines, first, last = foreign_config(found, {key.name: True for key in found}, SftConfig)
+    return [line for line in (first, *lines, last) if line]
 
 
 def _count(text: str) -> int:

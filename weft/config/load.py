@@ -17,9 +17,9 @@ from weft.config.compat.names import weft_value
 from weft.config.keys import NOT_YET_VALUES, Key, attribute, schema_keys, sections
 from weft.config.paths import check_paths, near_names
 from weft.config.schema import SftConfig
-from weft.config.unknown import Unknown, messages, page_hint, unknown_keys
+from weft.config.unknown import Unknown, foreign_config, unknown_keys
 from weft.config.validate import check_config, inert_keys, rules_of
-from weft.config.yaml12 import Node, node_of, read_file, read_value, show
+from weft.config.yaml12 import Node, leaves_of, node_of, read_file, read_value, show
 from weft.errors import UserError
 
 Schema = TypeVar("Schema")
@@ -206,7 +206,12 @@ def build(tree: Node, schema: type[Schema]) -> Schema:
         values = _build_section(name, tree.value.get(name, Node({}, "")), schema, problems, unknown)
         if not problems and not unknown:
             built[name] = section_type(**{attribute(leaf): value for leaf, value in values.items()})
-    _raise_if([*messages(unknown), *problems], page_hint(unknown))
+    if unknown:
+        lines, first, last = foreign_config(unknown, dict(leaves_of(tree)), schema)
+        if not lines:
+            raise UserError(first)
+        _raise_if([*lines, *problems], [last] if last else [], first)
+    _raise_if(problems)
     return schema(**built)
 
 
@@ -262,10 +267,11 @@ def _expand_home(name: str, value: Any) -> Any:
     return os.path.expanduser(value) if name in PATH_KEYS and isinstance(value, str) and value[:1] == "~" else value
 
 
-def _raise_if(problems: list[str], hint: Sequence[str] = ()) -> None:
+def _raise_if(problems: list[str], hint: Sequence[str] = (), first: str = "") -> None:
     if not problems:
         return
     if len(problems) == 1:
         raise UserError(problems[0])
     lines = [f"{len(problems)} problems in the config:", *(f"  {line}" for line in problems), *hint]
+    lines = [first, *lines] if first else lines
     raise UserError("\n".join(lines))

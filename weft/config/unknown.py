@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from weft.config.compat.names import advice_for, likely_trainer
-from weft.config.compat.trainer import TABLES
+from weft.config.compat.names import advice_for, likely_trainer, task_of
+from weft.config.compat.trainer import REINFORCEMENT, TABLES
 from weft.config.keys import schema_keys, sections
 from weft.config.rl_schema import RlConfig
 from weft.config.schema import SftConfig
@@ -58,15 +59,24 @@ def messages(unknown: Sequence[Unknown]) -> list[str]:
     return [_line(keys, answer) for answer, keys in by_answer.items()]
 
 
-def page_hint(unknown: Sequence[Unknown]) -> list[str]:
-    """The page to read, if these are the keys of another trainer."""
+def foreign_config(unknown: Sequence[Unknown], found: Mapping[str, Any], schema: type) -> tuple[list[str], str, str]:
+    """(The lines on unknown keys, what to say before them, what to say after them). If the keys are those of another
+    trainer, the config may be of a kind that weft does not have, or not in this command: then that is all there is to
+    say. found: all names of the config with their values."""
     trainer = likely_trainer(key.name for key in unknown if key.foreign)
     if trainer is None:
-        return []
-    return [
+        return messages(unknown), "", ""
+    task = task_of(trainer, found)
+    places = unknown[0].where.rpartition(":")[0] or unknown[0].where
+    page = f"docs/coming-from/{trainer.name}.md has all of them side by side."
+    drafted = (
         f"These look like keys of {trainer.title}: weft migrate FILE makes a draft of a weft config from them, and "
-        f"docs/coming-from/{trainer.name}.md has all of them side by side."
-    ]
+    )
+    if task is None or task.is_drafted:
+        return messages(unknown), "", drafted + page
+    if task.kind != REINFORCEMENT or "rl" not in sections(schema):
+        return [], f"{places}: this is {task}", ""
+    return messages(unknown), f"{places}: this is {task}", page
 
 
 def _line(keys: list[Unknown], answer: str) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,6 +89,15 @@ def _represent_float(dumper: yaml.SafeDumper, value: float) -> yaml.ScalarNode:
 
 Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
 Dumper.add_representer(float, _represent_float)
+
+
+def leaves_of(node: Node, name: str = "") -> Iterator[tuple[str, Any]]:
+    """(Dotted name, value) of everything in a tree that is no section."""
+    if not node.is_section:
+        yield name, node.value
+        return
+    for key, child in node.value.items():
+        yield from leaves_of(child, f"{name}.{key}".lstrip("."))
 
 
 def read_file(path: str) -> Node:

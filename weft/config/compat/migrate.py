@@ -9,24 +9,24 @@ import math
 import os
 import re
 import textwrap
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, get_args
 
 from weft.config.compat.columns import columns_of_sources, take_adapted, take_columns, take_sources
 from weft.config.compat.draft import Draft, numbers_of
-from weft.config.compat.names import entry_of, recognised
+from weft.config.compat.names import entry_of, recognised, task_of
 from weft.config.compat.ranks import gpus_of, settle_mesh, shared_by
 from weft.config.compat.roll import ALGORITHM, settle_algorithm
 from weft.config.compat.rollouts import settle_roles, settle_rollouts, take_rewards, take_rl_columns
 from weft.config.compat.scripts import read_script
-from weft.config.compat.trainer import ITSELF, REINFORCEMENT, TABLES, Trainer
+from weft.config.compat.trainer import ITSELF, TABLES, Trainer
 from weft.config.compat.vision import add_vision, config_has
 from weft.config.keys import schema_keys
 from weft.config.load import build, fill_presets, read_config_file
 from weft.config.rl_schema import RlConfig
 from weft.config.schema import SftConfig
 from weft.config.validate import rules_of
-from weft.config.yaml12 import Node, node_of, show, written
+from weft.config.yaml12 import Node, leaves_of, node_of, written
 from weft.errors import UserError
 
 _HEAD = """\
@@ -50,7 +50,7 @@ def migrate_and_compare(files: Sequence[str], ranks: int | None = None) -> tuple
     of which those that did not share documents multiply a per-device batch; None: from the files. Raises UserError for
     files of an unknown trainer, of preference tuning, or of reinforcement learning with a trainer whose table has no
     `rl_draft`."""
-    found = {name: value for path in files for name, value in _leaves(_read(path))}
+    found = {name: value for path in files for name, value in leaves_of(_read(path))}
     found = {name: _filled(value, found) for name, value in found.items()}
     trainer, signs, schema = _trainer_of(found, files)
     draft = Draft(trainer, schema)
@@ -98,22 +98,10 @@ def _trainer_of(found: Mapping[str, Any], files: Sequence[str]) -> tuple[Trainer
             "the keys of docs/reference/config.md."
         )
     trainer, signs = by_signs
-    for name, value in found.items():
-        kind = trainer.task(entry_of(name, trainer.tasks) or "", value)
-        if kind == REINFORCEMENT and trainer.table.rl_draft is not None:
-            return trainer, signs, RlConfig
-        if kind is not None:
-            instead = (
-                f"Write a config for `weft rl`, which answers the names of others (docs/how-to/rl.md, docs/coming-from/"
-                f"{trainer.name}.md)."
-                if kind == REINFORCEMENT
-                else "Preference tuning is not in this version of weft."
-            )
-            raise UserError(
-                f"{what} of {trainer.title}, for {kind} ({name}: {show(value)}), of which `weft migrate` makes no "
-                f"draft. {instead}"
-            )
-    return trainer, signs, SftConfig
+    task = task_of(trainer, found)
+    if task is not None and not task.is_drafted:
+        raise UserError(f"{what} {task}")
+    return trainer, signs, SftConfig if task is None else RlConfig
 
 
 def _take_names(draft: Draft, found: Mapping[str, Any]) -> None:
@@ -317,6 +305,12 @@ def _drop_idle(draft: Draft) -> None:
 
 def _read(path: str) -> Node:
     """The content of a YAML or TOML file, or the options and overrides in a shell script."""
+    if path.endswith((".py", ".ipynb")):
+        raise UserError(
+            f"{path}: is a Python program, which `weft migrate` does not read. SFTTrainer(...) becomes weft.sft(...), "
+            "and GRPOTrainer(...) becomes weft.rl(...), with weft's sections as keywords: docs/how-to/notebook.md "
+            "shows both, and docs/coming-from/trl.md has the names of their arguments."
+        )
     return read_script(path) if path.endswith(".sh") else read_config_file(path)
 
 
@@ -327,14 +321,6 @@ def _filled(value: Any, found: Mapping[str, Any]) -> Any:
         return value
     value = _OC_ENV.sub(lambda match: os.environ.get(match[1]) or match[2] or match[0], value)
     return _NAMED.sub(lambda match: str(found.get(match[1], match[0])), value)
-
-
-def _leaves(node: Node, name: str = "") -> Iterator[tuple[str, Any]]:
-    if not node.is_section:
-        yield name, node.value
-        return
-    for key, child in node.value.items():
-        yield from _leaves(child, f"{name}.{key}".lstrip("."))
 
 
 def _differences(draft: Draft) -> str:

@@ -6,11 +6,14 @@ same. `wandb.*` in a table stands for a section and everything in it.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from weft.config.compat.trainer import TABLES, Trainer
+from weft.config.compat.trainer import DISTILLATION, KINDS, REINFORCEMENT, TABLES, Trainer
+from weft.config.yaml12 import show
 
 # The number of names of another trainer that make a config look like that trainer's.
 _FOREIGN = 4
@@ -64,6 +67,64 @@ def recognised(names: Iterable[str]) -> tuple[Trainer, list[str]] | None:
     found = [(trainer, trainer.signs_in(names)) for trainer in TABLES.trainers]
     best = max(found, key=lambda pair: (bool(pair[1]) and not pair[0].table.companion, len(pair[1])))
     return best if best[1] else None
+
+
+@dataclass(frozen=True)
+class Task:
+    """Training other than supervised fine-tuning that another trainer's config asks for. kind: one of KINDS. sign: the
+    name that asks for it, with its value. algorithm: in words, such as GRPO."""
+
+    trainer: Trainer
+    kind: str
+    sign: str
+    algorithm: str
+
+    @property
+    def is_drafted(self) -> bool:
+        """Whether `weft migrate` makes a draft of it."""
+        return self.kind == REINFORCEMENT and self.trainer.table.rl_draft is not None
+
+    def __str__(self) -> str:
+        """What the config is, and what weft can do with it, as the end of a sentence on the file."""
+        article = "an" if self.algorithm[0] in "RIO" and self.algorithm.isupper() and self.algorithm != "RLOO" else "a"
+        what = f"{article} {self.algorithm} config of {self.trainer.title} ({self.sign})"
+        if self.kind == REINFORCEMENT:
+            return f"{what}. {TABLES.drafts}"
+        missing = "distillation" if self.kind == DISTILLATION else "preference tuning"
+        return f"{what}; weft has no {missing} yet."
+
+
+_ALGORITHMS = re.compile(r"grpo|gspo|dapo|rloo|reinforce|ppo|dpo|kto|orpo|simpo|ipo|cpo")
+_ESTIMATORS = ("adv_estimator", "advantage_estimator")  # names whose value is the algorithm
+_OF_NAMES = {
+    "rloo_k": "RLOO", "reward_model_path": "PPO", "desirable_weight": "KTO", "reward_model": "reward-model",
+    "process_reward_model": "reward-model",
+}  # fmt: skip
+_OF_VALUES = {"gae": "PPO", "rm": "reward-model"}
+
+
+def task_of(trainer: Trainer, found: Mapping[str, Any]) -> Task | None:
+    """What a config of this trainer asks for; None for supervised fine-tuning. found: all names with their values."""
+    kinds = [(trainer.task(entry_of(name, trainer.tasks) or "", value), name, value) for name, value in found.items()]
+    for kind in KINDS:
+        for own, name, value in kinds:
+            if own == kind:
+                return Task(trainer, kind, f"{name}: {show(value)}", _algorithm(kind, name, value, found))
+    return None
+
+
+def _algorithm(kind: str, name: str, value: Any, found: Mapping[str, Any]) -> str:
+    if kind == DISTILLATION:
+        return "distillation"
+    leaf = name.rpartition(".")[2]
+    estimator = next((given for one, given in found.items() if one.rpartition(".")[2] in _ESTIMATORS), None)
+    if kind == REINFORCEMENT and estimator is not None:
+        value = estimator
+    word = str(value).lower()
+    known = _ALGORITHMS.search(word) or _ALGORITHMS.search(leaf)
+    if known is not None:
+        return known[0].upper()
+    return _OF_VALUES.get(word) or _OF_NAMES.get(leaf) or ("GRPO" if kind == REINFORCEMENT else "DPO")
 
 
 def likely_trainer(names: Iterable[str]) -> Trainer | None:

@@ -30,9 +30,10 @@ weft migrate {file} --nproc 8 > mine.yaml
 makes a draft of weft's config: what has the same meaning, the defaults that nobody wrote down, and below it what was
 not taken over, with what to do about it. `--nproc` is the number of GPUs of the old run, by which a per-device batch is
 multiplied; those that shared documents count once. Read it through, and look at what it would do with
-`weft sft mine.yaml --dry-run`.{rl}
+`weft sft mine.yaml --dry-run`.
+
+{drafts} Preference tuning and distillation are not in this version.
 """
-_RL_DRAFTS = " Of a config of reinforcement learning it makes a draft for `weft rl`."
 _NAMES = """\
 ## What weft calls it
 
@@ -104,7 +105,7 @@ def page(trainer: Trainer) -> str:
         introduction,
         _MOVE.format(
             file="theirs.sh" if "file=theirs.sh" in introduction else "theirs.yaml",
-            rl=_RL_DRAFTS if trainer.table.rl_draft else "",
+            drafts=TABLES.drafts,
         ),
     ]
     defaults = {key: value for key, value in trainer.table.defaults.items() if key in schema_keys(SftConfig)}

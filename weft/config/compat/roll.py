@@ -67,8 +67,6 @@ DEFAULTS: dict[str, Any] = {
     "error_max_len_clip": False,
     "error_max_len_threshold": 9999999999,
     "is_use_additional_prompts": False,
-    "is_pure_opd": False,
-    "use_opd": False,
     "value_clip": None,
     "reward_pretrain": None,
     "critic.model_args.model_name_or_path": None,
@@ -251,9 +249,6 @@ class _Algorithm:
             yours = "reinforce++: reward, whitened over all tokens"
         if not known:
             theirs = f"{estimator}, which weft does not have"
-        taught = any(name.split(".")[0] in ("teacher", "student_train") for name in self.found)
-        if taught or self.on("is_pure_opd") or self.on("use_opd"):
-            known, theirs = False, "distillation from a teacher's logprobs (OPD), which weft does not have"
         self.algorithm = algorithm
         self.take("rl.algorithm", algorithm, "adv_estimator", origin)
         self.take("rl.advantage", own, "adv_estimator", origin)

@@ -15,6 +15,12 @@ from weft.config.compat.tables import TableError, inverse, read_table, word
 FOLDER = Path(__file__).parent / "tables"
 PREFERENCES = "preference tuning"
 REINFORCEMENT = "reinforcement learning"
+DISTILLATION = "distillation"
+KINDS = (
+    DISTILLATION,
+    REINFORCEMENT,
+    PREFERENCES,
+)  # beside supervised fine-tuning; of several in a file the first counts
 ITSELF = "="  # in `means`: the value as it is
 ANY = "*"  # in `means`: any other value
 NOTE = "note"  # in `means`, in place of a key: advice, because the value cannot be carried over
@@ -252,6 +258,16 @@ class Tables:
         """Trainers whose file accompanies that of another."""
         return tuple(trainer for trainer in self.trainers if trainer.table.companion)
 
+    @property
+    def drafts(self) -> str:
+        """Of which configs `weft migrate` makes drafts, and what to do about others: said wherever one is asked for."""
+        titles = [trainer.short for trainer in self.trainers if trainer.table.rl_draft is not None]
+        return (
+            f"`weft migrate` drafts supervised fine-tuning of every trainer in docs/coming-from, and reinforcement "
+            f"learning of {' and '.join(titles)} alone. For another's, begin with docs/how-to/rl.md, and set what "
+            "`weft rl FILE --dry-run` answers to each name of the old config."
+        )
+
     def introduction(self, trainer: Trainer) -> str:
         """The Markdown text below the title of a trainer's page."""
         return (self.folder / f"{trainer.name}.md").read_text(encoding="utf-8")
@@ -272,8 +288,8 @@ def _tasks(kinds: Mapping[str, Mapping[str, Any]], where: str) -> dict[str, list
     """name -> (pattern of values, kind of training); the first pattern that matches decides."""
     found: dict[str, list[tuple[str, str]]] = {}
     for kind, names in kinds.items():
-        if kind not in (PREFERENCES, REINFORCEMENT):
-            raise TableError(f"{where} {kind} is neither {PREFERENCES} nor {REINFORCEMENT}.")
+        if kind not in KINDS:
+            raise TableError(f"{where} {kind} is none of {', '.join(KINDS)}.")
         for name, values in names.items():
             patterns = [ANY] if values is None else _words(values)
             found.setdefault(name, []).extend((pattern, kind) for pattern in patterns)
