@@ -8,7 +8,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,10 +19,12 @@ import psutil
 
 from weft.cluster import reports
 from weft.cluster.failures import keep_own_record, own_failure_text
+from weft.cluster.launchers import process_of_launcher
 from weft.cluster.machine import end_with_parent
 from weft.cluster.reports import RankReport
 from weft.cluster.status import FAILURE, STATUS, SUCCESS
-from weft.cluster.watchdog import STACKS, in_collective, watch_for_ever, watched, write_stacks_to
+from weft.cluster.stopping import request_stop
+from weft.cluster.watchdog import STACKS, in_collective, periodically, watch_for_ever, watched, write_stacks_to
 from weft.errors import StoppedError
 from weft.telemetry import flight
 from weft.terminal import say
@@ -29,6 +32,7 @@ from weft.terminal import say
 # How long a rank with bad input waits for the others to report the same, and how long a rank that waited for another in
 # vain gives the launcher to look at the others.
 LINGER_SECONDS = 1.0
+_LAUNCHER_SECONDS = 0.5  # between two looks at the launcher
 
 Body = Callable[[], bool | None]
 
@@ -67,7 +71,7 @@ def guarded(body: Body, debug: bool = False) -> int:
     if into is not None:
         _settle_in(into)
     try:
-        with watched(partial(_end_hung, debug=debug)):
+        with watched(partial(_end_hung, debug=debug)), _ending_with_launcher() if into is None else nullcontext():
             passed = body()
     except KeyboardInterrupt:
         return _end_rank(128 + signal.SIGINT)
@@ -98,6 +102,32 @@ def _settle_in(scratch: Path) -> None:
     write_stacks_to(scratch / STACKS / str(own_rank()))
     flight.own.open(scratch / flight.FOLDER / flight.live_name(own_rank()))
     flight.begin(own_rank(), int(os.environ["WORLD_SIZE"]))
+
+
+@contextmanager
+def _ending_with_launcher() -> Iterator[None]:
+    """Inside, a thread watches the launcher of this rank. When it is gone (killed, or ended by a signal that it does
+    not pass on, as torchrun by SIGUSR1), this rank gets SIGTERM: it saves and ends, and does not train on as an
+    orphan."""
+    launcher = process_of_launcher() if joined() else None
+    asked: list[int] = []
+
+    def look(frozen: float) -> None:
+        if launcher is None or asked or _runs(launcher):
+            return
+        asked.append(signal.SIGTERM)
+        if request_stop(signal.SIGTERM) and os.environ.get("LOCAL_RANK", "0") == "0":
+            say(f"the launcher of these ranks (process {launcher.pid}) is gone, and they end", error=True)
+
+    with nullcontext() if launcher is None else periodically(look, _LAUNCHER_SECONDS, "weft-launcher"):
+        yield
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return bool(process.is_running()) and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def set_up_actor(number: int) -> Path:

@@ -12,10 +12,13 @@ import sys
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
+import psutil
+
 from weft.cluster.machine import PORTS, cpu_cores
 from weft.errors import UserError
 
 _LOOPBACK, _LAST_PORT = "127.0.0.1", 65535
+_TORCHRUN = "TORCHELASTIC_RUN_ID"  # torchrun sets it in its ranks
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,27 @@ def join_launcher(environment: MutableMapping[str, str] = os.environ) -> None:
                 environment.update(_variables(launcher, environment, world))
                 break
     check_ranks(environment)
+
+
+def process_of_launcher(environment: Mapping[str, str] = os.environ) -> psutil.Process | None:
+    """The process that started this rank: torchrun's agent, Slurm's slurmstepd or MPI's daemon. None for ranks whose
+    variables were set by hand.
+
+    It is the nearest ancestor without the variable that the launcher sets in its ranks: a shell or another program that
+    stands between inherits the variable. An ancestor whose environment may not be read is not this user's, and so the
+    launcher (slurmstepd is root's).
+    """
+    names = (_TORCHRUN, *(launcher.rank for launcher in LAUNCHERS))
+    variable = next((name for name in names if name in environment), None)
+    if variable is None:
+        return None
+    for ancestor in psutil.Process().parents():
+        try:
+            if variable not in ancestor.environ():
+                return ancestor
+        except psutil.Error:
+            return ancestor
+    return None
 
 
 def check_ranks(environment: Mapping[str, str]) -> None:

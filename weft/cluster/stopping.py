@@ -107,6 +107,16 @@ class StopSignals(Handlers):
         super().__exit__(kind, error, trace)
 
 
+def request_stop(number: signal.Signals) -> bool:
+    """Sends this process a signal, unless an earlier one has already asked it to end: a second would end it unsaved.
+    Returns whether it was sent."""
+    listening = StopSignals._listening
+    if listening is not None and listening.number:
+        return False
+    os.kill(os.getpid(), number)
+    return True
+
+
 class Forwarder(Handlers):
     """The handlers of a launcher. ranks: the processes started so far."""
 

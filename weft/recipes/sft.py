@@ -177,6 +177,10 @@ def train(
     recorder.finish(phases, saved, stopped, evaluator.summary(saved.parent))
     flight.at("upload")
     say_all(uploads.finish(bool(stop), flight.own.beat))
+    if stop:
+        # Ranks that a signal ends have a status other than 0. Launchers take the first such end for a failure, and
+        # kill the others (torchrun; srun with KillOnBadExit), so none ends before the first rank has written it all.
+        max_over_ranks([0.0], engine.mesh.world_group, engine.device)
     if stopped is not None:
         if engine.ranks.is_first:
             say_stopped(stopped, step.number, f"weft sft --resume {folder}" + ("" if stop else f" {stopped}=null"))
