@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 import tempfile
@@ -28,6 +29,7 @@ from weft.models.lora import first_values
 from weft.models.low_rank import linear_hook
 from weft.objectives.cross_entropy import CrossEntropy
 from weft.recipes import export, merge
+from weft.sharding import adapter_files
 from weft.sharding.adapter_files import plan_lora
 from weft.verification.adapter import randomize_adapters
 from weft.verification.documents import awkward_steps
@@ -343,6 +345,128 @@ def test_an_adapter_that_does_not_fit_is_refused(
     (tmp_path / "adapter_model.safetensors").symlink_to(Path(adapter) / "adapter_model.safetensors")
     with pytest.raises(UserError, match=words):
         plan_for("llama", rank=None, path=str(tmp_path))
+
+
+def written(adapter: str, folder: Path, **changes: Any) -> str:
+    """The adapter with other keys in its config."""
+    config = json.loads((Path(adapter) / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps({**config, **changes}))
+    (folder / "adapter_model.safetensors").symlink_to(Path(adapter) / "adapter_model.safetensors")
+    return str(folder)
+
+
+# A value of each field of peft's LoraConfig by which it is used, and what is said of it; None: it is read as without.
+FIELDS: dict[str, tuple[Any, str | None]] = {
+    "bias": ("all", "bias: all"), "use_dora": (True, "use_dora"), "lora_bias": (True, "lora_bias"),
+    "rank_pattern": ({"q_proj": 2}, "rank_pattern"), "alpha_pattern": ({"q_proj": 2}, "alpha_pattern"),
+    "trainable_token_indices": ([1], "trainable_token_indices"), "layer_replication": ([[0, 2]], "layer_replication"),
+    "alora_invocation_tokens": ([1], "alora_invocation_tokens"), "arrow_config": ({"top_k": 2}, "arrow_config"),
+    "use_bdlora": ({"nblocks": 2}, "use_bdlora"), "use_qalora": (True, "use_qalora"),
+    "megatron_config": ({"a": 1}, "megatron_config"), "velora_config": ({"num_groups": 2}, "velora_config"),
+    "monteclora_config": ({"a": 1}, "monteclora_config"), "kasa_config": ({"a": 1}, "kasa_config"),
+    "peft_type": ("LOHA", "of type LOHA"), "r": (5, "should be"), "lora_alpha": (0, "lora_alpha: 0 makes"),
+    "use_rslora": ("yes", "use_rslora cannot be"), "modules_to_save": (["lm_head"], "lacks base_model.model.lm_head"),
+    "target_parameters": ("x", "target_parameters cannot be"), "base_model_name_or_path": (3, "cannot be 3"),
+    "init_lora_weights": ("pissa", "init_lora_weights: 'pissa' means"), "revision": ("v2", None),
+    "ensure_weight_tying": (True, None), "task_type": ("SEQ_CLS", None), "auto_mapping": ({"a": "b"}, None),
+    "peft_version": ("9", None), "inference_mode": (False, None), "target_modules": (["q_proj"], None),
+    "exclude_modules": (["x"], None), "layers_to_transform": ([0], None), "layers_pattern": ("layers", None),
+    "fan_in_fan_out": (True, None), "lora_dropout": (0.1, None), "megatron_core": ("megatron", None),
+    "qalora_group_size": (8, None), "runtime_config": ({"ephemeral_gpu_offload": True}, None),
+    "eva_config": ({"rho": 2.0}, None), "corda_config": ({"a": 1}, None), "lora_ga_config": ({"a": 1}, None),
+    "loftq_config": ({"loftq_bits": 4}, None),
+}  # fmt: skip
+
+
+def test_every_field_of_an_adapters_config_is_known() -> None:
+    fields = {field.name for field in dataclasses.fields(peft.LoraConfig)}
+    assert fields == FIELDS.keys()
+    assert fields == adapter_files.READ | adapter_files.HARMLESS | adapter_files.UNUSED.keys()
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_a_field_of_an_adapters_config_is_read_harmless_or_refused(field: str, adapter: str, tmp_path: Path) -> None:
+    value, words = FIELDS[field]
+    path = written(adapter, tmp_path, **{field: value})
+    if words is None:
+        assert plan_for("llama", rank=None, path=path).targets == plan_for("llama", rank=None, path=adapter).targets
+        return
+    with pytest.raises(UserError, match=words):
+        plan_for("llama", rank=None, path=path)
+
+
+def test_a_feature_of_a_later_peft_is_refused_and_a_note_of_another_trainer_is_not(
+    adapter: str, tmp_path: Path
+) -> None:
+    for name, value in (("use_later", True), ("later_config", {"a": 1})):
+        (tmp_path / name).mkdir()
+        with pytest.raises(UserError, match=f"what weft does not know: {name}"):
+            plan_for("llama", rank=None, path=written(adapter, tmp_path / name, **{name: value}))
+    plan_for("llama", rank=None, path=written(adapter, tmp_path, lorap_lr_ratio=2.0, later_config=None))
+
+
+@pytest.mark.parametrize(
+    "begins", ["pissa", "pissa_niter_16", "olora", "corda", "lora_ga", "loftq", "later", {"a": 1}], ids=str
+)
+def test_an_adapter_that_changes_its_base_is_refused(begins: Any, adapter: str, tmp_path: Path) -> None:
+    path = written(adapter, tmp_path, init_lora_weights=begins)
+    for read in (lambda: plan_for("llama", rank=None, path=path), lambda: merge.run(MergeOptions(path=path))):
+        with pytest.raises(UserError, match="init_lora_weights: .*whole base"):
+            read()
+
+
+@pytest.mark.parametrize("begins", [True, False, None, "gaussian", "eva", "orthogonal", "mica"])
+def test_an_adapter_that_leaves_its_base_is_merged_as_peft_merges_it(begins: Any, adapter: str, tmp_path: Path) -> None:
+    path = written(adapter, tmp_path, init_lora_weights=begins)
+    merged = merge.run(MergeOptions(path=path, output=str(tmp_path / "merged")))
+    ids = torch.arange(5, 40)[None]
+    theirs = peft.PeftModel.from_pretrained(Reference(saved_model("llama")).model, path)(input_ids=ids).logits
+    torch.testing.assert_close(Reference(str(merged)).model(input_ids=ids).logits, theirs, rtol=0, atol=1e-4)
+    if begins == "mica":
+        with pytest.raises(UserError, match="mica trains A alone"):
+            plan_for("llama", rank=None, path=path)
+
+
+@pytest.mark.parametrize("begins", ["pissa", "olora"])
+def test_what_is_said_of_such_an_adapter_works(begins: str, tmp_path: Path) -> None:
+    """Untrained it is the base itself: so is what peft merges, and a sum on the whole base would not be."""
+    base = Reference(saved_model("llama")).model
+    ids = torch.arange(5, 40)[None]
+    before = base(input_ids=ids).logits.detach()
+    settings = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "init_lora_weights": begins}
+    peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", **settings)).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"merge_and_unload\(\)"):
+        merge.run(MergeOptions(path=str(tmp_path), base=saved_model("llama")))
+    again = peft.PeftModel.from_pretrained(Reference(saved_model("llama")).model, str(tmp_path)).merge_and_unload()
+    torch.testing.assert_close(again(input_ids=ids).logits, before, rtol=0, atol=1e-4)
+
+
+def test_modules_to_save_are_those_of_pefts_rule(tmp_path: Path) -> None:
+    """`norm` means input_layernorm, too."""
+    made_by_peft(saved_model("llama"), str(tmp_path), target_modules=["q_proj"], r=2, modules_to_save=["norm"])
+    plan = plan_for("llama", rank=None, path=str(tmp_path))
+    assert {name.rpartition(".")[2] for name in plan.trained} == {"norm", "input_layernorm", "post_attention_layernorm"}
+
+
+def test_an_embedding_that_peft_saved_whole_is_called_that(tmp_path: Path) -> None:
+    model = Reference(saved_model("llama")).model
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], r=2))
+    wrapped.save_pretrained(tmp_path, save_embedding_layers=True)
+    with pytest.raises(UserError, match=r"lm_head.weight, a weight of the model itself that peft saved whole \(2"):
+        plan_for("llama", rank=None, path=str(tmp_path))
+
+
+def test_weights_that_peft_keeps_tied_are_refused(tmp_path: Path) -> None:
+    made_by_peft(saved_model("qwen3"), str(tmp_path), target_modules=["q_proj"], r=2, modules_to_save=["embed_tokens"],
+                 ensure_weight_tying=True)  # fmt: skip
+    with pytest.raises(UserError, match=r"ensure_weight_tying: true keeps lm_head.weight tied"):
+        plan_for("qwen3", rank=None, path=str(tmp_path))
+
+
+def test_the_base_of_a_revision_is_not_taken_from_another(adapter: str, tmp_path: Path) -> None:
+    path = written(adapter, tmp_path, revision="v2", base_model_name_or_path="someone/model")
+    with pytest.raises(UserError, match=r"hf download someone/model --revision v2 --local-dir BASE, then --base BASE"):
+        merge.run(MergeOptions(path=path))
 
 
 def test_an_adapter_of_another_model_is_refused(adapter: str) -> None:

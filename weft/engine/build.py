@@ -154,7 +154,7 @@ def _plan(
     adapters: Literal["attached", "merged"],
 ) -> _Planned:
     """Plan adapters and weights of a model on meta; ties of parameters that will differ are removed in it."""
-    plan = None if lora is None else plan_lora(model, lora)
+    plan = None if lora is None else plan_lora(model, lora, merged=adapters == "merged")
     untied = () if plan is None else untied_for(model, plan, merged=adapters == "merged")
     if weights and config.init == "pretrained":
         source = open_source(config.path) if config.weights is None else open_weights(config.weights, model)

@@ -32,7 +32,13 @@ def run(options: MergeOptions) -> Path:
     adapter = find_checkpoint(Path(options.path))
     if not (adapter / CONFIG).is_file():
         raise UserError(f"{adapter} holds no {CONFIG}: it is a whole model, with nothing to merge.")
-    base = options.base or read_config(adapter).get("base_model_name_or_path")
+    config = read_config(adapter)
+    base, revision = options.base or config.get("base_model_name_or_path"), config.get("revision")
+    if options.base is None and revision not in (None, "main") and not Path(str(base)).is_dir():
+        raise UserError(
+            f"{adapter / CONFIG}: the adapter is of revision {revision} of {base}, and weft reads the newest: fetch "
+            f"that one and name it, hf download {base} --revision {revision} --local-dir BASE, then --base BASE."
+        )
     if not base:
         raise UserError(f"{adapter / CONFIG} does not say what it was trained on: name it with --base.")
     target = Path(options.output) if options.output else adapter.with_name(f"{adapter.name}-merged")

@@ -7,9 +7,11 @@ parameters, peft wraps the module once per parameter, the last one outermost, so
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import torch
@@ -30,6 +32,7 @@ from weft.models.lora import (
     is_adapters,
     matches_end,
     new_adapters,
+    untied_for,
 )
 from weft.models.low_rank import LowRank
 from weft.models.train_module import TrainModule
@@ -42,12 +45,30 @@ PREFIX = "base_model.model."
 # Checkpoint layout -> names of modules that peft 0.21 mistakes for experts of the transformers 4 layout
 # (peft/utils/transformers_weight_conversion.py). Listed as target_parameters they are left alone.
 _OLD_EXPERTS = {"mixtral": ("gate", "w1", "w2", "w3"), "qwen2_moe": ("gate", "gate_proj", "up_proj", "down_proj")}
+# Fields of peft's LoraConfig that change nothing in what a saved adapter computes: where it came from, how it was
+# trained, which modules it was put on (the names of its tensors say that), and settings of features that are off.
+HARMLESS = frozenset((
+    "task_type", "auto_mapping", "peft_version", "inference_mode", "target_modules", "exclude_modules",
+    "layers_to_transform", "layers_pattern", "fan_in_fan_out", "lora_dropout", "megatron_core", "qalora_group_size",
+    "runtime_config", "eva_config", "corda_config", "lora_ga_config", "loftq_config",
+))  # fmt: skip
+# Those that are read. revision: by `weft merge`, where it takes the base from the adapter.
+READ = frozenset((
+    "peft_type", "r", "lora_alpha", "use_rslora", "modules_to_save", "target_parameters", "base_model_name_or_path",
+    "revision", "init_lora_weights", "ensure_weight_tying",
+))  # fmt: skip
 # Features of peft that weft lacks: keys of adapter_config.json -> the values that mean "not used".
-_UNUSED: dict[str, tuple[Any, ...]] = {
+UNUSED: dict[str, tuple[Any, ...]] = {
     "bias": ("none", None), "use_dora": (False, None), "lora_bias": (False, None), "rank_pattern": ({}, None),
     "alpha_pattern": ({}, None), "trainable_token_indices": (None,), "layer_replication": (None,),
     "alora_invocation_tokens": (None,), "arrow_config": (None,), "use_bdlora": (None, False),
+    "use_qalora": (False, None), "megatron_config": (None,), "velora_config": (None,), "monteclora_config": (None,),
+    "kasa_config": (None,),
 }  # fmt: skip
+_FEATURE = re.compile(r"use_\w+|\w+_config")  # what peft calls its features
+# Values of init_lora_weights after which peft leaves the base as it is. Any other takes a part of the base out of it
+# (pissa, olora, corda, lora_ga) or rounds it (loftq) when it loads the adapter, or cannot do so again.
+_BASE_STAYS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
 
 
 def _is_names(value: Any) -> bool:
@@ -64,10 +85,16 @@ _TYPES: dict[str, Callable[[Any], bool]] = {
 }
 
 
-def plan_lora(model: PreTrainedModel, config: LoraConfig) -> LoraPlan | None:
-    """The adapters of a config, new or at lora.path; None if it has none. Raises UserError if they do not fit."""
+def plan_lora(model: PreTrainedModel, config: LoraConfig, *, merged: bool = False) -> LoraPlan | None:
+    """The adapters of a config, new or at lora.path; None if it has none. merged: they will be merged, not trained.
+    Raises UserError if they do not fit."""
     if not config.on:
         return None
+    if config.path is not None and not merged and read_config(Path(config.path)).get("init_lora_weights") == "mica":
+        raise UserError(
+            f"lora.path: {Path(config.path) / CONFIG}: init_lora_weights: mica trains A alone, and weft both matrices. "
+            f"weft merge {quote(config.path)} writes a model to go on from."
+        )
     found = new_adapters(model, config) if config.path is None else read_plan(model, Path(config.path))
     plan = replace(found, dropout=config.dropout)
     wrapped = _as_parameters(plan, model)
@@ -154,13 +181,39 @@ def read_config(folder: Path) -> dict[str, Any]:
     found = read_object(folder / CONFIG, "the config of an adapter")
     if found.get("peft_type") != "LORA":
         raise UserError(f"{folder} is an adapter of type {found.get('peft_type')}; weft knows LORA alone.")
-    used = [f"{key}: {found[key]}" for key, unused in _UNUSED.items() if key in found and found[key] not in unused]
+    used = [f"{key}: {found[key]}" for key, unused in UNUSED.items() if key in found and found[key] not in unused]
+    known = HARMLESS | READ | UNUSED.keys()
+    used += [
+        f"{key}: {found[key]!r:.80}" for key in sorted(found.keys() - known) if found[key] and _FEATURE.fullmatch(key)
+    ]
     if used:
-        raise UserError(f"{folder / CONFIG} asks for what weft does not know: {', '.join(used)}.")
+        raise UserError(f"{folder / CONFIG} asks for what weft does not know: {', '.join(used)}. {_by_peft(folder)}")
+    begins = found.get("init_lora_weights", True)
+    if (begins.lower() if isinstance(begins, str) else begins) not in _BASE_STAYS:
+        raise UserError(
+            f"{folder / CONFIG}: init_lora_weights: {begins!r:.80} means that the adapter was trained on a base which "
+            "it had changed, and weft would put it on the whole base. Where the adapter before training was saved, too, "
+            "peft's save_pretrained(NEW, path_initial_model_for_weight_conversion=THAT) writes one of the "
+            f"whole base. For pissa and olora peft repeats the change: {_by_peft(folder)}"
+        )
+    if found.get("lora_alpha") == 0:
+        raise UserError(
+            f"{folder / CONFIG}: lora_alpha: 0 makes the adapter do nothing; verl's merger writes it whatever was "
+            "trained. Write the alpha that it was trained with."
+        )
     wrong = [key for key, is_right in _TYPES.items() if not is_right(found.get(key))]
     if wrong:
         raise UserError(f"{folder / CONFIG}: {wrong[0]} cannot be {found.get(wrong[0])!r}. Fetch or write it again.")
     return found
+
+
+def _by_peft(folder: Path) -> str:
+    """How to get a model of the adapter by peft itself."""
+    return (
+        "Let peft merge it, and go on from that model: "
+        "PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(BASE), "
+        f"{str(folder)!r}).merge_and_unload().save_pretrained(NEW_FOLDER), and the tokenizer's files beside it."
+    )
 
 
 def read_plan(model: PreTrainedModel, folder: Path) -> LoraPlan:
@@ -170,7 +223,7 @@ def read_plan(model: PreTrainedModel, folder: Path) -> LoraPlan:
         raise UserError(f"{folder} holds no {WEIGHTS}; an adapter in a pickle (*.bin) has to be saved anew by peft.")
     with TensorFile.open(folder / WEIGHTS) as file:
         shapes = {name: entry.shape for name, entry in file.entries.items() if not name.endswith(".base_layer.weight")}
-    trained = find_trained(model, config.get("modules_to_save") or ())
+    trained = find_trained(model, _saved_whole(model, config.get("modules_to_save") or ()))
     targets = _targets_in(adaptable(model), shapes, config.get("target_parameters") or ())
     plan = LoraPlan(
         rank=int(config["r"]),
@@ -181,8 +234,21 @@ def read_plan(model: PreTrainedModel, folder: Path) -> LoraPlan:
         trained=trained,
         path=folder,
     )
+    tied = [name for name in untied_for(model, plan, merged=True) if config.get("ensure_weight_tying")]
+    if tied:
+        raise UserError(
+            f"{folder / CONFIG}: ensure_weight_tying: true keeps {tied[0]} tied to what the adapter changes, and weft "
+            f"unties them. {_by_peft(folder)}"
+        )
     _check_shapes(plan, model, shapes, folder)
     return plan
+
+
+def _saved_whole(model: PreTrainedModel, ends: Sequence[str]) -> list[str]:
+    """modules_to_save by peft's rule: names of modules end with these letters, so that `norm` means input_layernorm,
+    too. An end that matches nothing stays, for the error that says so."""
+    names = [name for name, module in model.named_modules() if any(True for _ in module.parameters())]
+    return [name for end in ends for name in ([own for own in names if own.endswith(end)] or [end])]
 
 
 def _targets_in(
@@ -201,6 +267,15 @@ def _targets_in(
 def _check_shapes(plan: LoraPlan, model: PreTrainedModel, shapes: Mapping[str, Any], folder: Path) -> None:
     wanted = _wanted_shapes(plan, model)
     missing, unknown = sorted(wanted.keys() - shapes.keys()), sorted(shapes.keys() - wanted.keys())
+    whole = [
+        name for name in unknown if name.removeprefix(PREFIX) in dict(model.named_parameters(remove_duplicate=False))
+    ]
+    if whole and not missing:
+        raise UserError(
+            f"{folder / WEIGHTS} holds {whole[0]}, a weight of the model itself that peft saved whole ({len(whole)} "
+            "such), as it does with embeddings whose vocabulary was changed; modules_to_save of adapter_config.json "
+            f"does not name it. {_by_peft(folder)}"
+        )
     if missing or unknown:
         what = f"lacks {missing[0]}" if missing else f"holds {unknown[0]}, which this model has no place for"
         raise UserError(
