@@ -192,8 +192,8 @@ def read_config(folder: Path) -> dict[str, Any]:
     if (begins.lower() if isinstance(begins, str) else begins) not in _BASE_STAYS:
         raise UserError(
             f"{folder / CONFIG}: init_lora_weights: {begins!r:.80} means that the adapter was trained on a base which "
-            "it had changed, and weft would put it on the whole base. Where the adapter before training was saved, too, "
-            "peft's save_pretrained(NEW, path_initial_model_for_weight_conversion=THAT) writes one of the "
+            "it had changed, and weft would put it on the whole base. Where the untrained adapter was saved, too, "
+            "peft's save_pretrained(NEW, path_initial_model_for_weight_conversion=UNTRAINED) writes one of the "
             f"whole base. For pissa and olora peft repeats the change: {_by_peft(folder)}"
         )
     if found.get("lora_alpha") == 0:
