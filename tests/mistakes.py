@@ -184,7 +184,7 @@ OF_THE_CONFIG = [
     Mistake("documents longer than a row", sft("data.max_length=900"), ["step.max_tokens_per_device=900"],
             sft("data.max_length=900", "step.max_tokens_per_device=900")),
     Mistake("no documents in a step, under weft verify", ["verify", "sft.yaml", "step.documents=0"],
-            ["step.documents is 0; it must be 1 or more"], ["verify", "sft.yaml"]),
+            ["step.documents is 0; it must be 1 to 1,000,000"], ["verify", "sft.yaml"]),
     Mistake("a warm-up longer than the run", sft("schedule.warmup_steps=5"), ["set schedule.warmup_steps=1 or less"],
             sft("schedule.warmup_steps=1")),
     Mistake("a tab in YAML", sft(), ["sft.yaml:2: not valid YAML", "Indent with spaces"],

@@ -344,6 +344,8 @@ def test_every_inert_rule_is_tried() -> None:
         (["optimizer.groups=[{match: [a], lr_scale: 0}]"], "it must be above 0 (model.freeze names what is not"),
         (["optimizer.groups=[{match: [a], weight_decay: -1}]"], "has weight_decay = -1; it must be 0 or more"),
         (["schedule.name=wsd", "schedule.warmup_ratio=0.6", "schedule.decay_ratio=0.6"], "more than all steps"),
+        (["step.documents=1000000000"], "it must be 1 to 1,000,000"),
+        (["data.workers=1000000000"], "it must be 1 to 4,096"),
     ],
 )
 def test_values_that_do_not_fit(overrides: list[str], words: str) -> None:

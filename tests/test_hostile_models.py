@@ -274,7 +274,7 @@ CONFIGS: dict[str, tuple[str, str]] = {
     "layers that are text": ('{"model_type": "llama", "num_hidden_layers": "2"}', "cannot read a model config"),
     "architectures that are a number": ('{"model_type": "llama", "architectures": 7}', "s is 7|field 'architectures'"),
     "a class that is a number": ('{"model_type": "llama", "architectures": [7]}', r"s is \[7\]|field 'architectures'"),
-    "layers without end": ('{"model_type": "llama", "num_hidden_layers": 1000000000}', "over 10,000"),
+    "layers without end": ('{"model_type": "llama", "num_hidden_layers": 9999}', "num_hidden_layers is 9999, and no model has over 1,000"),
     "blocks of a tower without end": (
         '{"model_type": "qwen2_5_vl", "vision_config": {"depth": 1000000000}}', "depth is 1000000000, and no model"),
     "labels without end": ('{"model_type": "llama", "num_labels": 2147483648}', "num_labels is 2147483648"),

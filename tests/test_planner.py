@@ -302,6 +302,7 @@ def test_a_run_of_reinforcement_learning_is_described(checkout: Path, capsys: py
         (["--assume", "h1"], "--assume h1: weft knows"),
         (["--matmul", "2"], "--matmul 2: must be above 0, and at most 1"),
         (["--ranks", "7", "mesh.tp=2"], "start"),
+        (["--ranks", "1000000000"], "weft plans for up to 1,000,000 ranks"),
         (["mesh.tp=3", "mesh.dp_shard=1"], "mesh.tp=3 does not divide"),
         (["--simulated"], "unrecognized arguments: --simulated"),
     ],

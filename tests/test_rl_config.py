@@ -188,6 +188,9 @@ def test_a_value_out_of_range_is_refused(key: str) -> None:
         (["rl.on_policy=exact", "mesh.tp=2"], "with mesh.tp = 2 the sums of a layer are made of those of 2 ranks"),
         (["rl.on_policy=exact", "rl.algorithm=ppo", "critic.tp=4"], "set critic.tp=1"),
         (["model.weights=.", "rollout.engine=sglang"], "weft export . --model org/m, and set model.path to that"),
+        (["rl.prompts=100000", "rl.group_size=11"], "rl.prompts x rl.group_size is 1,100,000; it must be 1,000,000 or"),
+        (["rl.reward_workers=5000"], "it must be 1 to 4,096"),
+        (["cluster.trainer=1000000000"], "it must be 1 to 1,000,000"),
     ],
 )
 def test_values_that_do_not_fit(overrides: list[str], words: str) -> None:

@@ -543,7 +543,7 @@ REFUSED = {
     "data.columns={question: prompt}": "Weft's name comes first: {prompt: question}",
     "data.columns={text: a..b}": "names no column",
     "data.split=train[1]": "is not a split",
-    "data.workers=0": "data.workers is 0; it must be 1 or more",
+    "data.workers=0": "data.workers is 0; it must be 1 to 4,096",
 }
 
 

@@ -71,6 +71,12 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _ranks(text: str) -> int:
+    if _count(text) > 1_000_000:
+        raise argparse.ArgumentTypeError(f"{text} is too many: weft plans for up to 1,000,000 ranks")
+    return int(text)
+
+
 def _hub_name(text: str) -> str:
     if not is_hub_name(text):
         raise argparse.ArgumentTypeError(f"{text} must be {HUB_NAME}")
@@ -145,7 +151,7 @@ def plan_parser() -> argparse.ArgumentParser:
     parser = _Parser("plan", usage)
     parser.add_argument("config", nargs="*", metavar="CONFIG | section.key=value", help="as for weft sft or weft rl")
     parser.add_argument(
-        "--ranks", type=_count, metavar="N", help="ranks of the run (default: what mesh says); none is started"
+        "--ranks", type=_ranks, metavar="N", help="ranks of the run (default: what mesh says); none is started"
     )
     parser.add_argument("--assume", default="h100-80gb", metavar="DEVICE", help="accelerators (default: %(default)s)")
     parser.add_argument(

@@ -181,6 +181,16 @@ RESERVED_KWARGS = ("messages", "tools", "documents", "add_generation_prompt")
 POSITIVE: tuple[Test, str] = (lambda v: v > 0, "above 0")
 NOT_NEGATIVE: tuple[Test, str] = (lambda v: v >= 0, "0 or more")
 AT_LEAST_1: tuple[Test, str] = (lambda v: v >= 1, "1 or more")
+
+
+def _up_to(most: int) -> tuple[Test, str]:
+    """A bound above what any run has: beyond it, a start would compute for minutes or fill the memory, in silence."""
+    return (lambda v: 1 <= v <= most, f"1 to {most:,}")
+
+
+MOST_DOCUMENTS = 1_000_000  # of a step; a plan of as many takes ten seconds
+PROCESSES = _up_to(4_096)  # on a host
+RANKS = _up_to(1_000_000)
 AT_LEAST_2: tuple[Test, str] = (lambda v: v >= 2, "2 or more (a document of one token predicts nothing)")
 SHARE: tuple[Test, str] = (lambda v: 0 <= v <= 1, "between 0 and 1")
 BELOW_1: tuple[Test, str] = (lambda v: 0 <= v < 1, "0 or more and below 1")
@@ -213,7 +223,7 @@ RANGES: dict[str, tuple[Test, str]] = {
     "lora.alpha": POSITIVE,
     "lora.dropout": BELOW_1,
     "lora.targets": (lambda v: len(v) > 0, "all-linear, or a list that is not empty"),
-    "data.workers": AT_LEAST_1,
+    "data.workers": PROCESSES,
     "data.max_row_bytes": (lambda v: 1 <= v <= 1 << 40, "1 to 1099511627776 (a TiB)"),
     "data.max_image_pixels": (lambda v: 1 <= v <= 178_956_970, "1 to 178956970, which is all that Pillow opens"),
     "data.image_pixels": (
@@ -229,7 +239,7 @@ RANGES: dict[str, tuple[Test, str]] = {
         lambda v: not set(v) & set(RESERVED_KWARGS),
         f"without {', '.join(RESERVED_KWARGS)}, which come from the data",
     ),
-    "step.documents": AT_LEAST_1,
+    "step.documents": _up_to(MOST_DOCUMENTS),
     "step.tokens": AT_LEAST_2,
     "step.max_tokens_per_device": AT_LEAST_2,
     "optimizer.lr": POSITIVE,

@@ -13,8 +13,11 @@ from weft.config.checks import (
     AXIS,
     BELOW_1,
     IMPORT_PATH,
+    MOST_DOCUMENTS,
     NOT_NEGATIVE,
     POSITIVE,
+    PROCESSES,
+    RANKS,
     SHARE,
     Inert,
     Rules,
@@ -233,10 +236,10 @@ RANGES: dict[str, tuple[Test, str]] = {
     "rollout.bucket_mb": AT_LEAST_1,
     "rollout.verify_every": NOT_NEGATIVE,
     "rl.reward_timeout": POSITIVE,
-    "rl.reward_workers": AT_LEAST_1,
+    "rl.reward_workers": PROCESSES,
     "rl.max_turns": AT_LEAST_1,
     "rl.environment_timeout": POSITIVE,
-    "cluster.trainer": AT_LEAST_1,
+    "cluster.trainer": RANKS,
     "cluster.max_staleness": NOT_NEGATIVE,
     "rollout.top_p": (lambda v: 0 < v <= 1, "above 0 and at most 1"),
     "rollout.top_k": NOT_NEGATIVE,
@@ -429,6 +432,11 @@ def _algorithm_combinations(rl: RlAlgorithm, longest: int) -> Iterator[tuple[str
                 f"rl.{leaf} is {named}: it must be one of {', '.join(own)}, or the import path of a function of your "
                 f"own, as in my_rl:{leaf}.",
             )
+    if rl.prompts * rl.group_size > MOST_DOCUMENTS:
+        yield (
+            "rl.prompts",
+            f"rl.prompts x rl.group_size is {rl.prompts * rl.group_size:,}; it must be {MOST_DOCUMENTS:,} or less.",
+        )
     if rl.advantage in COMPARING and rl.group_size < 2:
         yield (
             "rl.group_size",
