@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from tokenizers import Regex, normalizers
 
 from tests import forked
 from tests.cases import saved_model
@@ -274,7 +275,7 @@ CONFIGS: dict[str, tuple[str, str]] = {
     "layers that are text": ('{"model_type": "llama", "num_hidden_layers": "2"}', "cannot read a model config"),
     "architectures that are a number": ('{"model_type": "llama", "architectures": 7}', "s is 7|field 'architectures'"),
     "a class that is a number": ('{"model_type": "llama", "architectures": [7]}', r"s is \[7\]|field 'architectures'"),
-    "layers without end": ('{"model_type": "llama", "num_hidden_layers": 9999}', "num_hidden_layers is 9999, and no model has over 1,000"),
+    "layers without end": ('{"model_type": "llama", "num_hidden_layers": 9999}', "is 9999, and no model has over 1,"),
     "blocks of a tower without end": (
         '{"model_type": "qwen2_5_vl", "vision_config": {"depth": 1000000000}}', "depth is 1000000000, and no model"),
     "labels without end": ('{"model_type": "llama", "num_labels": 2147483648}', "num_labels is 2147483648"),
@@ -325,6 +326,10 @@ TOKENIZERS: dict[str, tuple[str, str]] = {
     "no JSON": ("tokenizer.json", "{"),
     "a config that is no JSON": ("tokenizer_config.json", "{"),
     "added tokens that are text": ("tokenizer_config.json", '{"added_tokens_decoder": "x"}'),
+    "a length that is text": (
+        "tokenizer_config.json",
+        '{"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": "x"}',
+    ),
 }
 
 
@@ -335,6 +340,29 @@ def test_a_tokenizer_that_lies_is_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
         load_tokenizer(str(tmp_path))
     assert str(tmp_path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("replaces", "words"),
+    [
+        ([("a", "aa")] * 24, "its normalizer can make a text 16,777,216 times as long"),
+        ([("a", "b" * 2000)], "its normalizer can make a text 2,000 times as long"),
+        ([("", "a")], "its normalizer replaces the empty text by 'a'"),
+        ([(Regex(" *"), "xx")] * 7, "its normalizer can make a text 2,187 times as long"),
+        ([(Regex(" +"), " ")] * 30 + [("\n", "\u2581")] * 30, ""),
+    ],
+)
+def test_a_normaliser_that_fills_the_memory_is_refused(replaces: Any, words: str, tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer()
+    rules = [normalizers.Replace(pattern, content) for pattern, content in replaces]
+    tokenizer.backend_tokenizer.normalizer = normalizers.Sequence(rules)
+    tokenizer.save_pretrained(copied(tmp_path))
+    if not words:
+        assert load_tokenizer(str(tmp_path)).backend_tokenizer.normalizer is not None
+        return
+    with pytest.raises(UserError, match=words) as caught:
+        load_tokenizer(str(tmp_path))
+    assert f"{tmp_path}: tokenizer.json" in str(caught.value)
 
 
 ADAPTERS: list[tuple[dict[str, Any], str]] = [

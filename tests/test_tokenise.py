@@ -16,6 +16,7 @@ from threading import Thread
 from typing import Any
 
 import pytest
+from tokenizers import Regex, pre_tokenizers
 
 from tests.pool import run
 from tests.test_sources import flat
@@ -115,6 +116,45 @@ def test_a_process_that_dies_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr("weft.data.workers.sys.executable", "/bin/false")
     with pytest.raises(RuntimeError, match=r"a process that tokenises has died.*data\.workers"):
         load(write(tmp_path), workers=2)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_row_that_the_tokenizer_does_not_end_with_is_named(
+    workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers wait for ever, too: what stands for them is a program that reads and never answers."""
+    encode, never = Encoder._encode, threading.Event()
+
+    def slow(encoder: Encoder, records: Any) -> Any:
+        if any("abababababab" in str(record.value) for record in records):
+            never.wait()
+        return encode(encoder, records)
+
+    monkeypatch.setattr(Encoder, "_encode", slow)
+    monkeypatch.setattr(tokenise, "_PATIENCE", 0.3)
+    monkeypatch.setattr(tokenise, "_SLOWEST", 1e9)
+    if workers > 1:
+        stands_in = tmp_path / "waits"
+        stands_in.write_text("#!/bin/sh\nexec sleep 60\n")
+        stands_in.chmod(0o755)
+        monkeypatch.setattr("weft.data.workers.sys.executable", str(stands_in))
+        monkeypatch.setattr(sources, "BLOCK_BYTES", 10_000)
+    with pytest.raises(UserError, match=r"d\.jsonl:6: the tokenizer has not ended with this text in"):
+        load(write(tmp_path), workers=workers)
+    never.set()
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_row_for_which_the_tokenizers_library_panics_is_a_bad_row(workers: int, tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer(None)
+    split = pre_tokenizers.Split(Regex("(a+)+$"), "isolated")  # gives up after too many tries, by a panic
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False)])
+    path = write_jsonl(tmp_path / "d.jsonl", {"text": "b"}, {"text": "a" * 50 + "c"}, {"text": "c"})
+    with pytest.raises(UserError, match=r"d\.jsonl:2: the tokenizer fails for this text: .*retry-limit"):
+        load_documents(path, tokenizer, max_length=100, how=Tokenising(workers=workers))
+    how = Tokenising(workers=workers)
+    documents, _ = load_documents(path, tokenizer, max_length=100, bad_rows="drop", how=how)
+    assert [document.source for document in documents] == [f"{path}:1", f"{path}:3"]
 
 
 class Limited:

@@ -24,7 +24,7 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
 
 
-def runs_own_code(path: str, error: Exception, key: str = "model.path") -> UserError | None:
+def runs_own_code(path: str, error: BaseException, key: str = "model.path") -> UserError | None:
     """The UserError for an error that says that transformers would have to run code from `path`; None for other errors.
     key: the config key of `path`."""
     if "trust_remote_code" not in str(error):
@@ -39,6 +39,11 @@ def how_to_install(package: str, extra: str) -> str:
     """How to install what is missing, as the end of a sentence: the package alone, or all that one of weft's extras
     brings. On the index the name `weft` is another project's, so that extras are named for a clone."""
     return f"pip install {shlex.quote(package)}, or all that goes with it in weft's clone: pip install '.[{extra}]'"
+
+
+def is_panic(error: BaseException) -> bool:
+    """Whether a Rust library (tokenizers, safetensors) has hit a bug of its own: such exceptions are no `Exception`."""
+    return type(error).__name__ == "PanicException"
 
 
 class BadRowError(UserError):

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import datetime
+import json
+import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from threading import Lock
@@ -20,7 +23,7 @@ from weft.data.loss_mask import AssistantMasks, MaskedText
 from weft.data.places import Place
 from weft.data.records import Record
 from weft.data.template_bounds import UnboundedError
-from weft.errors import BadRowError, UserError, first_line, runs_own_code
+from weft.errors import BadRowError, UserError, first_line, is_panic, runs_own_code
 from weft.files import check_folder
 from weft.hub import check_model_is_there
 
@@ -70,7 +73,17 @@ class Encoder:
         self._lock = Lock()
 
     def encode(self, records: Sequence[Record]) -> list[Encoded]:
-        """Encodes each record by its format, in order."""
+        """Encodes each record by its format, in order. Raises BadRowError for a record that cannot be encoded."""
+        try:
+            return self._encode(records)
+        except BaseException as error:
+            if not is_panic(error):
+                raise
+            if len(records) > 1:  # which of them?
+                return [encoded for record in records for encoded in self.encode([record])]
+            raise BadRowError(f"{records[0].where}: the tokenizer fails for this text: {first_line(error)}.") from error
+
+    def _encode(self, records: Sequence[Record]) -> list[Encoded]:
         kinds = ["chat" if is_chat(record) else record.format for record in records]
         out: list[Encoded | None] = [None] * len(records)
         encoders = {"chat": self._chats, "prompt": self._prompts, "text": self._texts, "input_ids": self._tokens}
@@ -421,7 +434,9 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     check_model_is_there(path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    except Exception as error:  # the tokenizers library raises plain Exceptions
+    except BaseException as error:  # the tokenizers library raises plain Exceptions, and panics
+        if not isinstance(error, Exception) and not is_panic(error):
+            raise
         if refusal := runs_own_code(path, error):
             raise refusal from error
         raise UserError(
@@ -435,4 +450,54 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
             "started from to it."
         )
     assert isinstance(tokenizer, PreTrainedTokenizerBase)
+    _check_tokenizer(tokenizer, path)
     return tokenizer
+
+
+def _check_tokenizer(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
+    """Raises UserError for settings that break the tokenizers library, or that let a short text fill the memory."""
+    most = tokenizer.model_max_length
+    if not isinstance(most, int | float):
+        raise UserError(
+            f"model.path: {path}: tokenizer_config.json: model_max_length is {most!r:.80}, not a number of tokens: "
+            "correct it, or remove it."
+        )
+    normalizer = getattr(getattr(tokenizer, "backend_tokenizer", None), "normalizer", None)
+    if normalizer is None:
+        return
+    growth = _growth(json.loads(normalizer.__getstate__()), path)
+    if growth > _MOST_GROWTH:
+        raise UserError(
+            f"model.path: {path}: tokenizer.json: its normalizer can make a text {growth:,.0f} times as long. Copy "
+            "tokenizer.json from the model you started from."
+        )
+
+
+# Far above rules that write a space or a quote otherwise; a dozen rules that each double a text are beyond it.
+_MOST_GROWTH = 1000
+
+
+def _growth(normalizer: Mapping[str, Any], path: str) -> float:
+    """How many times as long a text can become. normalizer: as in tokenizer.json. Unicode's own forms do not count."""
+    if normalizer["type"] == "Sequence":
+        return math.prod(_growth(each, path) for each in normalizer["normalizers"])
+    if normalizer["type"] != "Replace":
+        return 1.0
+    pattern, content = normalizer["pattern"], normalizer["content"]
+    if pattern.get("String") == "":  # the library panics
+        raise UserError(
+            f"model.path: {path}: tokenizer.json: its normalizer replaces the empty text by {content!r:.40}. Copy "
+            "tokenizer.json from the model you started from."
+        )
+    if "String" in pattern:
+        return max(1.0, len(content) / len(pattern["String"]))
+    return max(1.0, len(content) + float(_matches_nothing(pattern["Regex"])))
+
+
+def _matches_nothing(pattern: str) -> bool:
+    """Whether a regular expression matches the empty text, between any two characters; assumed of what Python cannot
+    read, because the library has another dialect."""
+    try:
+        return re.compile(pattern).match("") is not None
+    except re.error:
+        return True

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import pickle
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, wait
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from threading import Thread
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from weft.cluster.machine import cpu_cores
 from weft.data import cache, table
@@ -35,6 +37,13 @@ CREW_BYTES = 64 << 20
 
 # While the tokenizers library processes a block, in its own threads and without the GIL, another is read and rendered.
 _THREADS = 2
+
+# Texts of a block that take longer are an error: seconds for whatever size, and bytes a second.
+_PATIENCE = 60.0
+_SLOWEST = 10_000
+_ENDING_SECONDS = 5.0  # how long to wait for blocks that nobody needs after an error
+
+R = TypeVar("R")
 
 Shown = Callable[[int, int], None]
 
@@ -76,6 +85,28 @@ class Work:
                 raise leave_out(error) from error
             numbered, encoded = _one_by_one(encoder, numbered, bad)
         return Chunk.of([number for number, _ in numbered], [record for _, record in numbered], encoded, sorted(bad))
+
+    def seconds_for(self, block: Block) -> float | None:
+        """How long the texts of a block may take: ten times what a slow tokenizer takes on a busy machine. None for
+        images, which come from disks and networks with limits of their own."""
+        return None if self.images is not None else _PATIENCE + block.size / _SLOWEST
+
+    def too_slow(self, block: Block) -> UserError:
+        """The error that names the row of a block that the tokenizer does not end with: they are tried one by one."""
+        # The thread that does not end holds this encoder's lock, and has borrowed its tokenizer.
+        encoder = pickle.loads(pickle.dumps(self)).make()
+        where, seconds = "", 0.0
+        for _, record in block.records(self.reading, lambda number, error: None):
+            seconds = _PATIENCE / 4 + len(str(record.value)) / _SLOWEST
+            where = where or f"{record.where} or a row after it"
+            if not wait([_in_thread(partial(encoder.encode, [record]))[0]], seconds).done:
+                where = record.where
+                break
+        return UserError(
+            f"{where}: the tokenizer has not ended with this text in {seconds:.0f} s. Its rules (tokenizer.json: "
+            "normalizer, pre_tokenizer) take too long for it. Shorten the row, or copy tokenizer.json from the model "
+            "you started from."
+        )
 
 
 def _keep(bad: list[BadRow], number: int, error: UserError) -> None:
@@ -154,15 +185,44 @@ def _chunks(blocks: Iterable[Block], work: Work, workers: int) -> Generator[tupl
         with WorkerPool(work, workers) as pool:
             yield from pool.map(blocks)
         return
-    encoder, begun = work.make(), deque[tuple[int, Future[Chunk]]]()
-    with ThreadPoolExecutor(_THREADS) as pool:
+    encoder, begun = work.make(), deque[tuple[Block, Future[Chunk], Thread]]()
+    try:
         for block in blocks:
-            begun.append((block.size, pool.submit(work.encode, encoder, block)))
-            if len(begun) > _THREADS:
-                size, chunk = begun.popleft()
-                yield size, chunk.result()
-        for size, chunk in begun:
-            yield size, chunk.result()
+            if len(begun) == _THREADS:
+                yield _finished(begun, work)
+            begun.append((block, *_in_thread(partial(work.encode, encoder, block))))
+        while begun:
+            yield _finished(begun, work)
+    finally:
+        for *_, thread in begun:
+            thread.join(_ENDING_SECONDS)
+
+
+def _in_thread(call: Callable[[], R]) -> tuple[Future[R], Thread]:
+    """The result of a call in a thread that ends with the process, although it may never return: the tokenizers library
+    cannot be interrupted, and a pool's threads are waited for at exit."""
+    future = Future[R]()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    thread = Thread(target=run, daemon=True)
+    thread.start()
+    return future, thread
+
+
+def _finished(begun: deque[tuple[Block, Future[Chunk], Thread]], work: Work) -> tuple[int, Chunk]:
+    """Removes the first block from the queue, once it is tokenised. UserError if that takes too long."""
+    block, chunk, thread = begun[0]
+    if not wait([chunk], work.seconds_for(block)).done:
+        begun.clear()  # none is waited for
+        raise work.too_slow(block)
+    thread.join()
+    begun.popleft()
+    return block.size, chunk.result()
 
 
 def _shown(part: Part, chunks: Generator[tuple[int, Chunk]], shown: Shown) -> Generator[Chunk]:

@@ -40,7 +40,7 @@ class WorkerPool:
         self._work, self._count = work, count
         self._processes: list[subprocess.Popen[bytes]] = []
         self._idle: list[Connection] = []
-        self._busy: dict[Connection, int] = {}
+        self._busy: dict[Connection, tuple[int, float, Block]] = {}  # number of its block, and when it was sent
         self._oom_kills = oom_kills() or 0
 
     def __enter__(self) -> WorkerPool:
@@ -90,18 +90,31 @@ class WorkerPool:
             while turn in done:
                 yield sizes.pop(turn), _result(done.pop(turn))
                 turn += 1
-            for ready in wait(list(self._busy)) if self._busy else ():
+            for ready in self._wait():
                 connection = cast("Connection[Any, Any]", ready)
-                done[self._busy.pop(connection)] = self._receive(connection)
+                number, *_ = self._busy.pop(connection)
+                done[number] = self._receive(connection)
                 self._idle.append(connection)
                 flight.beat()
+
+    def _wait(self) -> list[Any]:
+        """Busy workers that have an answer, once there is one. Raises UserError if one takes too long for its block."""
+        if not self._busy:
+            return []
+        _, since, block = min(self._busy.values(), key=lambda sent: sent[1])
+        seconds = self._work.seconds_for(block)
+        left = None if seconds is None else max(0.0, since + seconds - time.monotonic())
+        ready = wait(list(self._busy), left)
+        if not ready:
+            raise self._work.too_slow(block)
+        return ready
 
     def _send(self, connection: Connection, number: int, block: Block) -> None:
         try:
             connection.send_bytes(pickle.dumps(block))
         except OSError:
             raise self._died() from None
-        self._busy[connection] = number
+        self._busy[connection] = number, time.monotonic(), block
 
     def _receive(self, connection: Connection) -> Any:
         try:
