@@ -194,7 +194,12 @@ def _again(arguments: argparse.Namespace, words: Sequence[str], run: Path) -> Se
     if arguments.resume is not None:
         return words
     options = ["--device", arguments.device] + (["--nproc", str(arguments.nproc)] if arguments.nproc else [])
-    return ["sft", "--resume", display_name(str(run)), *options, *(["--debug"] if arguments.debug else [])]
+    return ["sft", "--resume", display_name(str(run)), *options, *_flags(arguments)]
+
+
+def _flags(arguments: argparse.Namespace) -> list[str]:
+    """The options without a value that every attempt of a run keeps."""
+    return [f"--{name}" for name in ("quiet", "debug") if getattr(arguments, name)]
 
 
 def _verify(arguments: argparse.Namespace, words: Sequence[str]) -> Job:

@@ -123,6 +123,9 @@ def _training_parser(name: str) -> argparse.ArgumentParser:
     parser.add_argument("--dry-run", action="store_true", help="print the resolved config, the mesh and the sharding")
     parser.add_argument("--parameters", action="store_true", help="with --dry-run: one line per parameter")
     parser.add_argument("--assume", metavar="DEVICE", help="with --dry-run: accelerators as h100-80gb instead of yours")
+    parser.add_argument(
+        "--quiet", action="store_true", help="print less at the start: no tables, and only the most important lines"
+    )
     return parser
 
 

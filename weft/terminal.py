@@ -104,6 +104,12 @@ def count(number: int) -> str:
     return str(number)
 
 
+def counted(number: int, noun: str) -> str:
+    """`1 step`, `1,234 steps`, `2 micro-batches`."""
+    ending = "" if number == 1 else "es" if noun.endswith(("ch", "sh", "s", "x")) else "s"
+    return f"{number:,} {noun}{ending}"
+
+
 def byte_count(number: int) -> str:
     """`12 B`, `19.7 MiB`, `1.5 TiB`."""
     for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):

@@ -14,7 +14,7 @@ class SftOptions:
 
     resume: the run folder whose newest checkpoint is resumed. dry_run: print the resolved config, the mesh and the
     sharding, and train nothing. parameters: in a dry run, also one line per parameter. assume: in a dry run, the
-    accelerator of each rank, by its name in cluster/machine.py.
+    accelerator of each rank, by its name in cluster/machine.py. quiet: print the essential lines of the opening only.
     """
 
     device: Device = "auto"
@@ -23,6 +23,7 @@ class SftOptions:
     dry_run: bool = False
     parameters: bool = False
     assume: str | None = None
+    quiet: bool = False
     debug: bool = False
 
 
@@ -31,7 +32,7 @@ class RlOptions:
     """`weft rl`. world: trainer ranks. resume: the run folder whose newest checkpoint is resumed.
 
     replay: train from the rollouts of this folder, RUN/rollouts of another run, instead of new ones. rollout_only:
-    generate and reward, and train nothing. dry_run, parameters, assume: as for `weft sft`.
+    generate and reward, and train nothing. dry_run, parameters, assume, quiet: as for `weft sft`.
     """
 
     device: Device = "auto"
@@ -42,6 +43,7 @@ class RlOptions:
     dry_run: bool = False
     parameters: bool = False
     assume: str | None = None
+    quiet: bool = False
     debug: bool = False
 
 

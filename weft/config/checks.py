@@ -11,6 +11,7 @@ from typing import Any
 
 from weft.config.compat.names import weft_value
 from weft.config.keys import NOT_YET_VALUES
+from weft.config.presets import ADAPTER_DEFAULTS
 from weft.config.sources import (
     HUB_NAME,
     column_problems,
@@ -532,4 +533,11 @@ def show_value(value: Any) -> str:
     return show(list(value) if isinstance(value, tuple) else value)
 
 
-SFT = Rules(EXCLUSIVE, INERT, RANGES, _combinations)
+def adapter_presets(value: Callable[[str], Any], command: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The defaults that adapters set."""
+    for name in ("lora.rank", "lora.path"):
+        if value(name) is not None:
+            yield name, ADAPTER_DEFAULTS[command]
+
+
+SFT = Rules(EXCLUSIVE, INERT, RANGES, _combinations, lambda value: adapter_presets(value, "sft"))

@@ -172,7 +172,7 @@ def fill_presets(tree: Node, schema: type) -> None:
     def value(name: str) -> Any:
         chosen = _find(tree, name)
         found = schema_keys(schema)[name].default if chosen is None else chosen.value
-        return found if isinstance(found, str) else None
+        return found if isinstance(found, str | int) else None
 
     for name, presets in rules_of(schema).presets(value):
         chosen = _find(tree, name)

@@ -22,6 +22,7 @@ from weft.config.checks import (
     Inert,
     Rules,
     Test,
+    adapter_presets,
     common_combinations,
     held_out_problems,
     pipeline_combinations,
@@ -466,10 +467,11 @@ def _algorithm_combinations(rl: RlAlgorithm, longest: int) -> Iterator[tuple[str
 
 
 def _presets(value: Callable[[str], Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The presets of rl.like, which take precedence, and of rl.algorithm."""
+    """The presets of rl.like, which take precedence, of rl.algorithm, and of adapters."""
     algorithm = value("rl.algorithm")
     for name, table in (("rl.like", LIKE.get(value("rl.like"), {})), ("rl.algorithm", PRESETS)):
         yield name, {f"rl.{leaf}": preset for leaf, preset in table.get(algorithm, {}).items()}
+    yield from adapter_presets(value, "rl")
 
 
 RULES = Rules(EXCLUSIVE, INERT, RANGES, _combinations, _presets)

@@ -364,6 +364,23 @@ class CriticConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RlOptimizerConfig(OptimizerConfig):
+    """As in `weft sft`, with other defaults: a tenth of the learning rate, and no decay."""
+
+    lr: float = key("Peak learning rate.", 1.0e-6)
+    weight_decay: float = key(
+        "Decay of matrices and embeddings; biases, norms, conv1d kernels and A_log are never decayed.", 0.0
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RlScheduleConfig(ScheduleConfig):
+    """As in `weft sft`, with another default."""
+
+    name: Literal["constant", "linear", "cosine", "wsd"] = key("Shape of the learning rate after warm-up.", "constant")
+
+
+@dataclass(frozen=True, kw_only=True)
 class RlEvalConfig:
     """Held-out prompts, whose answers are rewarded and not trained."""
 
@@ -403,8 +420,8 @@ class RlConfig:
     fsdp: FsdpConfig = field(default_factory=FsdpConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     step: StepConfig = field(default_factory=StepConfig)
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    optimizer: RlOptimizerConfig = field(default_factory=RlOptimizerConfig)
+    schedule: RlScheduleConfig = field(default_factory=RlScheduleConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     eval: RlEvalConfig = field(default_factory=RlEvalConfig)

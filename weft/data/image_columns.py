@@ -23,6 +23,7 @@ from urllib.parse import unquote, urlsplit
 from weft.data.messages import IMAGE_PARTS, VIDEO_PARTS, Message, decoded
 from weft.data.messages import kind as kind_of
 from weft.errors import UserError
+from weft.terminal import counted
 
 COLUMN, VIDEOS = "images", "videos"
 _FORMS = "a path, a data: URI, base64, or {bytes, path} as datasets writes it"
@@ -141,7 +142,7 @@ def _check_counts(where: str, row: Mapping[str, Any], kind: _Kind, found: int, p
     name = kind.name
     hint = "" if found or name not in row else f" Set data.columns={{{kind.column}: {name}}}."
     raise UserError(
-        f"{where}: has {found} {name}{'s' * (found != 1)} in `{kind.column}` and {places} place{'s' * (places != 1)} "
+        f"{where}: has {counted(found, name)} in `{kind.column}` and {counted(places, 'place')} "
         f'for them ({kind.mark} in a text, or a part {{"type": "{name}"}} without its {name}): each needs one of '
         f"the other.{hint}"
     )

@@ -33,7 +33,7 @@ from weft.models.shrink import fewer_layers, narrow
 from weft.models.train_module import TrainModule
 from weft.ops import attention
 from weft.ops.attention_call import BOUNDS_ARGUMENT, Bounds, Traits
-from weft.terminal import byte_count
+from weft.terminal import byte_count, counted
 
 # Single documents, too, are longer than every window and chunk (16) of a small copy; one has a single token.
 LENGTHS = (36, 1, 24, 35)  # sum and longest divide by 2, 3 and 4, as rows do whose tokens are divided over tp
@@ -281,7 +281,7 @@ def small_copy(config: PretrainedConfig, kernel: str = "auto") -> PreTrainedMode
 def _shrinkings(config: PretrainedConfig, whole: LayerKinds) -> list[tuple[str, Callable[[], PretrainedConfig]]]:
     """(description, function that makes the config) of the small copies to try, the cheapest first."""
     fewer = fewer_layers(config, 2, whole)
-    count = f"{fewer.get_text_config().num_hidden_layers} layers"
+    count = counted(fewer.get_text_config().num_hidden_layers, "layer")
     return [
         (f"{count}, narrow", lambda: narrow(fewer)),
         ("all layers, narrow", lambda: narrow(config)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import shlex
 import shutil
 import signal
 import time
@@ -62,7 +63,7 @@ from weft.run.hooks import NO_RL_HOOKS, OnStep, RlHooks
 from weft.run.resume import after_the_last
 from weft.telemetry import flight
 from weft.telemetry.summary import Phases
-from weft.terminal import say, say_all
+from weft.terminal import counted, display_name, say, say_all
 
 _PROMISE = "the rollout step that runs is finished, trained and saved first, and then the run ends"
 
@@ -104,7 +105,18 @@ def run(config: RlConfig, options: RlOptions, hooks: RlHooks = NO_RL_HOOKS) -> N
             report_failures(held.folder, actors.groups, command),
         ):
             opened = Run(
-                config, held, task, actors, plan, start, replayed, hooks.on_step, command, options.device, resume
+                config,
+                held,
+                task,
+                actors,
+                plan,
+                start,
+                replayed,
+                hooks.on_step,
+                command,
+                options.device,
+                resume,
+                quiet=options.quiet,
             )
             asyncio.run(collect(opened) if options.rollout_only else train(opened))
 
@@ -205,6 +217,7 @@ class Run:
     resume_command: str = ""
     device: Device = "cpu"
     resume: bool = False
+    quiet: bool = False  # print the essential lines of the opening only
     show: Show = lambda text: None  # shows the progress of rollouts
     phases: Phases = field(default_factory=Phases)
     compute: str = ""  # the trainers' dtype
@@ -340,6 +353,7 @@ async def collect(run: Run) -> None:
                 step.metrics |= {**reward_metrics(step.groups), **step.failures.metrics()}
                 progress.notes(step.failures.pop_messages())
                 progress.step(recorder.record_rollout(step))
+                progress.notes(recorder.cut.count(step.samples))
                 if signals.number:
                     break
         await run.trainer_group.close()
@@ -347,6 +361,12 @@ async def collect(run: Run) -> None:
     if signals.number and number < run.plan.rollouts:
         say_stopped(signal.Signals(signals.number).name, number, run.resume_command)
         raise StoppedError(signals.number)
+    folder = display_name(str(run.held.folder))
+    say(
+        f"done     {counted(number, 'rollout step')}, nothing trained: {folder}/rollouts",
+        f"next     weft rollouts {shlex.quote(folder)}  what was sampled, and how it was rewarded",
+        f"         weft rl ... --replay {shlex.quote(f'{folder}/rollouts')}  trains from these rollouts",
+    )
 
 
 async def prepare(run: Run, opened: AsyncExitStack) -> tuple[PhaseSwitch, Sampling, RlEvaluator]:

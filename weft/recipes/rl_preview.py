@@ -18,14 +18,14 @@ from weft.engine.engine import Engine
 from weft.errors import UserError
 from weft.memory.estimate import cache_bytes
 from weft.recipes.rl import Plan, Task, check_task, read_task
-from weft.report.banner import print_dry_run
+from weft.report.banner import few_rollout_steps, print_dry_run
 from weft.report.tables import EngineRow, engine_table, separate_engines, show
 from weft.rl.environments import environment_class
 from weft.rl.model_engines import critic_engine, policy_config, reference_engine
 from weft.rl.reference_critic import own_ranks
 from weft.rl.rewards import Rewards
 from weft.rollout.types import Prompt
-from weft.terminal import byte_count, say
+from weft.terminal import byte_count, counted, say
 
 _LONGEST = 2000  # characters of the prompt that is shown
 _LONGEST_VALUE = 60  # characters of a value of a column
@@ -80,10 +80,11 @@ def _task_lines(config: RlConfig, task: Task) -> list[str]:
     lines = [f"prompts  {task.prompts}"]
     lines += [f"held out {name or config.eval.path}: {len(found):,}" for name, found in task.held_out.named.items()]
     lines.append(
-        f"steps    {plan.rollouts:,} rollout steps of {rl.prompts} prompts x {rl.group_size} samples, "
-        f"{plan.per_rollout} optimizer step{'s' * (plan.per_rollout > 1)} each; "
-        f"{plan.rollouts * rl.prompts / task.stream.in_epoch:.3g} times through the prompts"
+        f"steps    {counted(plan.rollouts, 'rollout step')} of {counted(rl.prompts, 'prompt')} x "
+        f"{counted(rl.group_size, 'sample')}, {counted(plan.per_rollout, 'optimizer step')} each: "
+        f"{plan.rollouts * rl.prompts / task.stream.in_epoch:.3g} x the prompts"
     )
+    lines += few_rollout_steps(config, plan.rollouts, task.stream.in_epoch)
     prompt = task.prompts[0]
     text = str(task.tokenizer.decode(list(prompt.tokens)))
     shown = text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ... ({len(text) - _LONGEST:,} characters more)"
@@ -121,7 +122,7 @@ def _rollout_row(config: RlConfig, policy: Engine) -> EngineRow:
     """The memory of the rollout engine."""
     rollout, size = config.rollout, policy.precision.compute.itemsize
     if rollout.engine in SERVERS:
-        each = f"{rollout.tp} accelerator{'s' * (rollout.tp > 1)}"
+        each = counted(rollout.tp, "accelerator")
         which = f"{rollout.engines} x {each}" if rollout.engines else f"engines of {each}"
         note = f"{rollout.engine}: {which}, of each as much as rollout.memory says"
         return EngineRow("rollout", note=note)

@@ -100,7 +100,8 @@ def run(config: SftConfig, options: SftOptions, hooks: Hooks = NO_HOOKS) -> None
                 notes = restore(config, engine, start, folder)
             if ranks.is_first:
                 write_bad_rows([*data.report.bad, *data.held_out.bad], folder)
-            print_opening(config, engine, data.report, folder, [*data.ends.lines(), *data.held_out.lines(), *notes])
+            opening = [*data.ends.lines(), *data.held_out.lines(), *notes]
+            print_opening(config, engine, data.report, folder, steps, opening, quiet=options.quiet)
             train(config, engine, data, folder, phases, start, hooks, resume=resume)
 
 

@@ -30,6 +30,7 @@ from weft.objectives.load import choose_objective
 from weft.optim.custom_optimizer import find_class
 from weft.parallel.parallelize import Precision
 from weft.rl.trainer import Trainer
+from weft.terminal import counted
 from weft.verification.documents import awkward_steps
 from weft.verification.harness import Verdict, compare_once, verify
 from weft.verification.image_documents import steps_for
@@ -135,7 +136,7 @@ def check_rl(config: Any, subject: Subject, ranks: Ranks, options: VerifyOptions
 def verified_config(config: Config, path: str) -> Config:
     """The user's config in fp32, with the weights at `path`, no dropout, and an optimizer that does not amplify
     rounding. model.attention becomes auto, because the configured kernel may support 16-bit types only."""
-    optimizer = replace(_with_larger_eps(config.optimizer), load_state=False)
+    optimizer: Any = replace(_with_larger_eps(config.optimizer), load_state=False)
     return replace(
         config,
         model=replace(config.model, path=path, init="pretrained", weights=None, attention="auto"),
@@ -173,7 +174,7 @@ def choose_subject(config: SftConfig | RlConfig, options: VerifyOptions, ranks: 
     if layers is not None:
         shape = fewer_layers(shape, layers, kinds_of(shape))
         why = "as asked" if options.layers is not None else "because the reference would not fit this machine"
-        words += f", cut to {shape.get_text_config().num_hidden_layers} layers ({why})"
+        words += f", cut to {counted(shape.get_text_config().num_hidden_layers, 'layer')} ({why})"
     shared = [str(Path(folder) / "model")]
     dist.broadcast_object_list(shared, src=0, group=ranks.group)
     if ranks.local_rank == 0:

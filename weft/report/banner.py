@@ -4,7 +4,7 @@ the model is, what to do next). Printed by the first rank."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from weft.config import to_yaml
 from weft.config.checks import BUILT_IN
 from weft.config.mesh import AXES
 from weft.config.paths import holds_weights
+from weft.config.presets import default_of_command
 from weft.config.rl_schema import RlConfig
 from weft.config.schema import SftConfig
 from weft.config.urls import is_url
@@ -53,27 +54,68 @@ from weft.report.tables import (
 from weft.report.vision import vision_lines
 from weft.sharding.cuts import AnyCut, NestedCut, full_shape
 from weft.sharding.load import LoadReport
-from weft.terminal import byte_count, display_name, say
+from weft.terminal import byte_count, counted, display_name, say, say_all
 from weft.versions import untested_versions
 
+_TIMED_BYTES = 100 << 20
+_FEW_STEPS = 20  # fewer optimizer steps than this, where nobody chose their number, are pointed out
+# What the opening says with --quiet, too.
+_ESSENTIAL = ("model ", "update ", "lora ", "hint ", "warning ")
 _COMPARED = "on a small copy log-probabilities and every gradient were those of one rank"
 
 
 def print_opening(
-    config: SftConfig, engine: Engine, report: DataReport, folder: Path, notes: Sequence[str] = ()
+    config: SftConfig,
+    engine: Engine,
+    report: DataReport,
+    folder: Path,
+    steps: int,
+    notes: Sequence[str] = (),
+    *,
+    quiet: bool = False,
 ) -> None:
-    """Prints what a user needs to know before a long run. notes: lines about a resumed run."""
+    """Prints what a user needs to know before a long run. steps: optimizer steps of the run. notes: lines about a
+    resumed run. quiet: only the most important of it."""
     if not engine.ranks.is_first:
         return
     say(f"run      {folder}")
     say(f"data     {report}")
+    say_all(steps_lines(config, steps, report.in_epoch or report.documents))
     if config.train.objective is not None:
         say(f"loss     {config.train.objective}")
     for note in notes:
         say(note)
-    if engine.loaded is not None:
+    if engine.loaded is not None and not quiet:
         say(f"weights  {_loaded(engine.loaded)}")
-    print_model(config, engine)
+    print_model(config, engine, quiet=quiet)
+
+
+def steps_lines(config: SftConfig, steps: int, documents: int) -> list[str]:
+    """Lines about the length of a run, with advice if it has few steps and train.steps does not say so. documents: of
+    an epoch."""
+    step, epochs = config.step, config.train.epochs
+    each = f"up to {step.tokens:,} tokens" if step.tokens is not None else counted(step.documents or 0, "document")
+    passes = "" if epochs is None else f"; {counted(epochs, 'epoch')} of {counted(documents, 'document')}"
+    lines = [f"steps    {counted(steps, 'optimizer step')} in all, of {each}{passes}"]
+    if epochs is None or steps >= _FEW_STEPS:
+        return lines
+    fewer = max(1, documents * epochs // (2 * _FEW_STEPS))
+    smaller = f"step.documents={fewer}" if step.tokens is None else f"step.tokens={max(2, step.tokens // 4)}"
+    makes = "makes smaller steps and more of them" if fewer < (step.documents or fewer + 1) else ""
+    longer = f"train.epochs={epochs * -(-2 * _FEW_STEPS // steps)} goes through the data more often"
+    advice = f"{smaller} {makes}, {longer}" if makes else longer
+    return [*lines, f"hint     {counted(steps, 'optimizer step')} in all may teach little: {advice}"]
+
+
+def few_rollout_steps(config: RlConfig, rollouts: int, prompts: int) -> list[str]:
+    """Advice if a run of weft rl has few rollout steps and train.steps does not say so. prompts: of an epoch."""
+    epochs = config.train.epochs
+    if epochs is None or rollouts >= _FEW_STEPS:
+        return []
+    fewer = max(1, prompts * epochs // (2 * _FEW_STEPS)) * config.rl.updates
+    smaller = f"rl.prompts={fewer} makes smaller steps and more of them, " if fewer < config.rl.prompts else ""
+    longer = f"train.epochs={epochs * -(-2 * _FEW_STEPS // max(1, rollouts))} goes through the prompts more often"
+    return [f"hint     {counted(rollouts, 'rollout step')} in all may teach little: {smaller}{longer}"]
 
 
 def say_finished(folder: Path, step: int, steps: int, by: str | None, ranks: Ranks, more: str) -> None:
@@ -149,52 +191,72 @@ def _balancing(engine: Engine) -> str:
 
 
 def print_model(
-    config: SftConfig | RlConfig, engine: Engine, beside: Sequence[Engine] = (), asleep: Sequence[Part] = ()
+    config: SftConfig | RlConfig,
+    engine: Engine,
+    beside: Sequence[Engine] = (),
+    asleep: Sequence[Part] = (),
+    *,
+    quiet: bool = False,
 ) -> None:
     """Prints the model, its sharding and memory. beside: other engines on the same ranks. asleep: the parts of all
-    engines that sleep at times (engine/sleep.py)."""
-    built = engine.built
-    for line in untested_versions():
-        say(f"warning  {line}")
-    say(f"model    {config.model.path}: {type(built.module.hf_model).__name__}, {_all_elements(engine):,} parameters")
-    apart = "".join(f"{name} document by document; " for name in built.findings.mixers if built.layout == "packed")
-    say(f"layout   documents {built.layout}; {apart}{_attention(config, engine)}")
-    if engine.mesh.cp_size > 1:
-        say(f"cp       {_context(engine)}")
-    if engine.pipeline is not None:
-        say(f"pp       {_stages(engine, engine.pipeline)}")
-    if engine.mesh.tp_size > 1:
-        whole = {type(own.mixer).__name__: None for own in engine.module.mixers.values() if own.share is None}
-        apart = "".join(f"{name} whole on each, because its heads do not divide; " for name in whole)
-        say(f"tp       layers divided over {engine.mesh.tp_size} ranks; {apart}{_COMPARED}")
-    say(
-        f"checked  on a small copy ({built.findings.copy}): logits within {built.findings.error:.0e} of HuggingFace's "
-        f"eager forward, documents{', with images and without,' * _takes_images(engine)} do not see each other"
-    )
-    for line in vision_lines(engine, _elements_of(engine), config.data.image_pixels):
-        say(line)
-    if built.flops.expert:
-        say(f"experts  {_balancing(engine)} (model.router_aux_loss); dropout and router jitter are 0")
-    begins = engine.optimizer is not None and engine.loaded is not None
-    for line in state_lines(engine.built.load, engine.config.optimizer) if begins else ():
-        say(line)
-    for line in describe(engine.lora, engine.module, _elements_of(engine)) if engine.lora is not None else ():
-        say(f"lora     {line}")
-    if _layers(engine):
-        say(f"layers   {_layers(engine)}")
-    say(f"fsdp     {fsdp_line(engine)}")
-    for line in update_lines(config):
-        say(line)
-    of = "of the first stage: " if engine.pipeline is not None else ""
-    say(f"memory   {of}{engine.memory}; {_rooms(engine)}; {_host(config, [engine, *beside], asleep)}")
-    advice = hint(engine.memory, engine.room, engine.mesh) if engine.storage.type != "cpu" else None
-    if advice is not None:
-        say(f"hint     {advice}")
+    engines that sleep at times (engine/sleep.py). quiet: only the essential lines, and no table."""
+    lines = _model_lines(config, engine, beside, asleep)
+    if quiet:
+        say_all(essential(lines))
+        return
+    say_all(lines)
     show(mesh_table(axis_rows(engine)))
     show(dtype_table(dtype_rows(engine)))
     show(unit_table(unit_rows(engine), engine.mesh.tp_size))
     named = engine.module.named_parameters(remove_duplicate=False)
     show(optimizer_table(describe_groups(named, config.optimizer, engine.divided.cuts)))
+
+
+def essential(lines: Iterable[str]) -> list[str]:
+    """The lines of an opening that --quiet leaves."""
+    return [line for line in lines if line.startswith(_ESSENTIAL)]
+
+
+def _model_lines(
+    config: SftConfig | RlConfig, engine: Engine, beside: Sequence[Engine], asleep: Sequence[Part]
+) -> Iterator[str]:
+    """The lines of print_model."""
+    built = engine.built
+    for line in untested_versions():
+        yield f"warning  {line}"
+    yield (
+        f"model    {config.model.path}: {type(built.module.hf_model).__name__}, {_all_elements(engine):,} parameters"
+    )
+    apart = "".join(f"{name} document by document; " for name in built.findings.mixers if built.layout == "packed")
+    yield f"layout   documents {built.layout}; {apart}{_attention(config, engine)}"
+    if engine.mesh.cp_size > 1:
+        yield f"cp       {_context(engine)}"
+    if engine.pipeline is not None:
+        yield f"pp       {_stages(engine, engine.pipeline)}"
+    if engine.mesh.tp_size > 1:
+        whole = {type(own.mixer).__name__: None for own in engine.module.mixers.values() if own.share is None}
+        apart = "".join(f"{name} whole on each, because its heads do not divide; " for name in whole)
+        yield f"tp       layers divided over {engine.mesh.tp_size} ranks; {apart}{_COMPARED}"
+    yield (
+        f"checked  on a small copy ({built.findings.copy}): logits within {built.findings.error:.0e} of HuggingFace's "
+        f"eager forward, documents{', with images and without,' * _takes_images(engine)} do not see each other"
+    )
+    yield from vision_lines(engine, _elements_of(engine), config.data.image_pixels)
+    if built.flops.expert:
+        yield f"experts  {_balancing(engine)} (model.router_aux_loss); dropout and router jitter are 0"
+    begins = engine.optimizer is not None and engine.loaded is not None
+    yield from state_lines(engine.built.load, engine.config.optimizer) if begins else ()
+    for line in describe(engine.lora, engine.module, _elements_of(engine)) if engine.lora is not None else ():
+        yield f"lora     {line}"
+    if _layers(engine):
+        yield f"layers   {_layers(engine)}"
+    yield f"fsdp     {fsdp_line(engine)}"
+    yield from update_lines(config)
+    of = "of the first stage: " if engine.pipeline is not None else ""
+    yield f"memory   {of}{engine.memory}; {_rooms(engine)}; {_host(config, [engine, *beside], asleep)}"
+    advice = hint(engine.memory, engine.room, engine.mesh) if engine.storage.type != "cpu" else None
+    if advice is not None:
+        yield f"hint     {advice}"
 
 
 def _rooms(engine: Engine) -> str:
@@ -219,9 +281,9 @@ def _host(config: SftConfig | RlConfig, engines: Sequence[Engine], asleep: Seque
 
 
 def _loaded(report: LoadReport) -> str:
-    rate = report.bytes_read / max(report.seconds, 1e-9) / 1e9
-    text = f"{report.tensors} tensors; this rank read {report.bytes_read / 1e9:.2f} GB in {report.seconds:.1f} s"
-    text += f" ({rate:.2f} GB/s)"
+    text = f"{counted(report.tensors, 'tensor')}; this rank read {byte_count(report.bytes_read)}"
+    if report.bytes_read >= _TIMED_BYTES:  # the time of less is that of opening files
+        text += f" in {report.seconds:.1f} s ({report.bytes_read / max(report.seconds, 1e-9) / 1e9:.2f} GB/s)"
     if report.left_out:
         text += f"; left out, not part of this model: {len(report.left_out)} ({report.left_out[0]}, ...)"
     return text
@@ -243,11 +305,20 @@ def fsdp_line(engine: Engine) -> str:
 
 
 def update_lines(config: SftConfig | RlConfig) -> list[str]:
-    """Lines about the optimizer if it is not a built-in one, and about the average of the weights if there is one."""
-    optimizer, lines = config.optimizer, []
-    if optimizer.name not in BUILT_IN:
-        options = "".join(f", {name} {value}" for name, value in optimizer.options.items())
-        lines.append(f"update   {optimizer.name}{options}; each rank steps its own shards")
+    """Lines about the optimizer, its learning rate and which keys have their defaults, and about the average of the
+    weights if there is one."""
+    optimizer, schedule, lines = config.optimizer, config.schedule, []
+    options = "".join(f", {name} {value}" for name, value in optimizer.options.items())
+    own = "" if optimizer.name in BUILT_IN else "; each rank steps its own shards"
+    by_command: dict[str, list[str]] = {}
+    for name in ("optimizer.lr", "optimizer.weight_decay", "schedule.name"):
+        if command := default_of_command(config, name):
+            by_command.setdefault(command, []).append(name)
+    lines.append(
+        f"update   {optimizer.name}{options}, lr {optimizer.lr:g}, weight_decay {optimizer.weight_decay:g}, "
+        f"schedule {schedule.name}{own}"
+        + "".join(f"; default of {command}: {', '.join(names)}" for command, names in by_command.items())
+    )
     if optimizer.ema_decay is not None:
         lines.append(
             f"average  of the weights, decay {optimizer.ema_decay:g}; the HuggingFace directory of a checkpoint holds "
@@ -309,7 +380,7 @@ def pipeline_hint(engine: Engine, plan: StepPlan) -> list[str]:
     if pp == 1 or micro_batches >= 2 * pp:
         return []
     return [
-        f"hint     {micro_batches} micro-batch{'es' * (micro_batches > 1)} for {pp} stages (mesh.pp): they wait for "
+        f"hint     {counted(micro_batches, 'micro-batch')} for {pp} stages (mesh.pp): they wait for "
         f"each other in {engine.bubble(plan):.0%} of a step like this. More documents or tokens in a step, or a "
         f"smaller step.max_tokens_per_device, gives more; {2 * pp} or more are good."
     ]
@@ -464,7 +535,9 @@ def closing(summary: Mapping[str, Any], folder: Path) -> list[str]:
     seconds = {name: value for name, value in summary["seconds"].items() if name != "total"}
     phases = ", ".join(f"{name} {duration(value)}" for name, value in seconds.items())
     skipped = f" ({summary['skipped_steps']} skipped)" if summary["skipped_steps"] else ""
-    lines = [f"done     {summary['steps']} steps{skipped} in {duration(summary['seconds']['total'])}: {phases}"]
+    lines = [
+        f"done     {counted(summary['steps'], 'step')}{skipped} in {duration(summary['seconds']['total'])}: {phases}"
+    ]
     rewards = summary.get("last_rewards")
     if rewards:
         several = summary["first_rewards"] != rewards
@@ -478,8 +551,8 @@ def closing(summary: Mapping[str, Any], folder: Path) -> list[str]:
     train = seconds.get("train", 0.0)
     rate = f", {summary['tokens'] / train:,.0f} tokens/s" if train > 0 else ""
     lines.append(
-        f"tokens   {summary['tokens']:,} ({summary['loss_tokens']:,} trained on) in {summary['documents']:,} documents"
-        f"{rate}; peak memory {summary['peak_memory_gib']:.2f} GiB"
+        f"tokens   {summary['tokens']:,} ({summary['loss_tokens']:,} trained on) in "
+        f"{counted(summary['documents'], 'document')}{rate}; peak memory {summary['peak_memory_gib']:.2f} GiB"
     )
     if summary["saved"] is not None:
         lines.append(f"model    {summary['saved']}")

@@ -18,7 +18,7 @@ from weft.planner.search import Found, Proposal
 from weft.planner.timing import StepTime
 from weft.planner.traffic import Transfer
 from weft.report.tables import EngineRow, engine_table, new_table, show
-from weft.terminal import byte_count, say
+from weft.terminal import byte_count, counted, say
 
 _MOST_REFUSED = 6
 
@@ -69,7 +69,7 @@ def _ulysses(found: Described) -> str:
 
 def _step(plan: StepPlan) -> str:
     cut = sum(document.read > plan.budget for document in plan.documents)
-    text = f"{plan.micro_batches} micro-batch{'es' * (plan.micro_batches > 1)} on {plan.ranks:,} ranks with other "
+    text = f"{counted(plan.micro_batches, 'micro-batch')} on {counted(plan.ranks, 'rank')} with other "
     text += f"documents; fill {plan.fill:.0%}, utilisation {plan.utilisation:.0%}"
     return text + (f"; {cut} documents are cut over ranks of cp" if plan.pieces else "")
 

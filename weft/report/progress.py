@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -19,12 +20,16 @@ from weft.terminal import Console
 _WINDOW = 20
 # Without a terminal, seconds between two lines about steps, and between two lines about the activity within a step.
 _STEP_SECONDS, _DOING_SECONDS = 5.0, 10.0
-# Metrics of a step of `weft rl` -> their names in the line. kl_old is shown only if not zero; it is zero as long as the
-# weights have not changed since the rollout.
+# Metrics of a step of `weft rl` -> (their names in the line, formats). kl_old is shown only if not zero; it is zero as
+# long as the weights have not changed since the rollout. cut: share of samples that ended at rollout.max_new_tokens.
 _POLICY = {
-    "reward": "reward", "reward_std": "reward_std", "kl": "kl", "policy/kl_old": "kl_old",
-    "completions/mean_length": "length", "staleness/mean": "staleness",
+    "reward": ("reward", ".4g"), "reward_std": ("reward_std", ".4g"), "kl": ("kl", ".4g"),
+    "policy/kl_old": ("kl_old", ".4g"), "entropy": ("entropy", ".3g"), "completions/mean_length": ("length", ".4g"),
+    "completions/clipped_ratio": ("cut", ".0%"), "staleness/mean": ("staleness", ".4g"),
 }  # fmt: skip
+
+
+_REWARD_MEAN = re.compile(r"rewards/.+/mean")
 
 
 class Progress:
@@ -48,7 +53,8 @@ class Progress:
         self._times: deque[float] = deque([clock()], maxlen=_WINDOW + 1)
         self._bar: Bar | None = None
         self._task: TaskID | None = None
-        self._status = self._doing = self._unsaid = ""
+        self._doing = self._unsaid = ""
+        self._words: list[str] = []  # of the latest step, the first to stay on a narrow terminal
         self._said_at: float | None = None  # the last line of a step
         self._told_at = self._times[-1]  # the last line of any kind
 
@@ -85,12 +91,12 @@ class Progress:
         self._times.append(self._clock())
         if not self._show:
             return
-        status, eta = "  ".join(describe(line)), f"ETA {duration(self.remaining())}"
+        words, eta = describe(line), f"ETA {duration(self.remaining())}"
         if self._bar is not None:
-            self._status = f"{eta}  {status}"
+            self._words = [eta, *words]
             self._draw()
             return
-        self._unsaid = f"step {self._done}/{self._total}  {status}  {eta}"
+        self._unsaid = "  ".join([f"step {self._done}/{self._total}", *words, eta])
         if self._is_due(line):
             self._say_step()
 
@@ -118,9 +124,16 @@ class Progress:
             self._print(text)
 
     def _draw(self) -> None:
-        if self._bar is not None and self._task is not None:
-            status = "  ".join(filter(None, (self._doing, self._status)))
-            self._bar.update(self._task, completed=self._done, status=escape(status))
+        if self._bar is None or self._task is None:
+            return
+        room = self._console.width - len(f"step {self._total}/{self._total}") - 2  # a space after each column
+        status = ""
+        for word in filter(None, (self._doing, *self._words)):  # a word that does not fit is left out whole
+            longer = f"{status}  {word}" if status else word
+            if status and len(longer) > room:
+                break
+            status = longer
+        self._bar.update(self._task, completed=self._done, status=escape(status))
 
     def note(self, text: str) -> None:
         """Prints a line above the bar, or after the line of the latest step."""
@@ -163,14 +176,17 @@ def describe(line: Mapping[str, object]) -> list[str]:
     if line.get("skipped"):
         return [f"skipped: {line.get('reason') or 'loss or gradient is not finite'}"]
     if "rollout" in line:
-        shown = {word: line[key] for key, word in _POLICY.items() if line.get(key) is not None}
-        words = [f"{word} {number(value, '.4g')}" for word, value in shown.items() if value or word != "kl_old"]
+        means = {key: key.removeprefix("rewards/").removesuffix("/mean") for key in line if _REWARD_MEAN.fullmatch(key)}
+        shown = {"reward": _POLICY["reward"]}
+        shown |= {key: (name, ".4g") for key, name in means.items() if len(means) > 1} | _POLICY
+        values = [(line[key], *how) for key, how in shown.items() if line.get(key) is not None]
+        words = [f"{word} {number(value, form)}" for value, word, form in values if value or word != "kl_old"]
     else:
         words = [f"loss {number(line.get('loss'), '.4f')}"]
     if "loss" not in line:  # nothing was trained
         return words
     words += [
-        f"grad_norm {number(line.get('grad_norm'), '.3g')}",
+        f"grad_norm {number(line.get('grad_norm'), '#.3g')}",
         f"lr {number(line.get('lr'), '.2e')}",
         f"{number(line.get('tokens_per_second'), ',.0f')} tokens/s",
     ]

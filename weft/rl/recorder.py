@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import time
 from collections.abc import Mapping, Sequence
@@ -14,19 +13,19 @@ from typing import TYPE_CHECKING, Any
 from weft.config import to_dict
 from weft.config.rl_schema import RlConfig
 from weft.engine.metrics import MetricsFile
-from weft.report.banner import print_closing
+from weft.report.banner import essential, few_rollout_steps, print_closing
 from weft.report.trackers import Trackers
 from weft.rl.documents import is_trained
 from weft.rl.evaluate import Evaluated
 from weft.rl.resume import RlStart
-from weft.rl.stop_conditions import EmptySteps, FlatSteps
+from weft.rl.stop_conditions import CutSamples, EmptySteps, FlatSteps
 from weft.rollout.base import Synced
 from weft.rollout.records import EVALUATIONS, write_rollouts
 from weft.rollout.types import Sample
 from weft.run.hooks import OnStep
 from weft.run.recorder import BadSteps
 from weft.telemetry.summary import Phases, RunSummary
-from weft.terminal import say
+from weft.terminal import counted, say, say_all
 
 if TYPE_CHECKING:
     from weft.recipes.rl import Plan, RolloutStep, Run
@@ -51,6 +50,7 @@ class RlRecorder:
         self.bad = BadSteps(self.config.train.max_nonfinite, self.start.bad_in_a_row)
         self.empty = EmptySteps(self.config.train.max_nonfinite, self.start.empty_in_a_row)
         self.flat = FlatSteps(self.start.flat_in_a_row)
+        self.cut = CutSamples(self.config.rollout.max_new_tokens)
         self._saved_at = time.monotonic()
 
     def __enter__(self) -> RlRecorder:
@@ -136,7 +136,7 @@ class RlRecorder:
         for line in lines:
             self.bad.count(line, "Lower optimizer.lr, or look at the rollouts.")
         self.empty.count(step.samples, self.config)
-        return self.flat.count(step.samples, self.config)
+        return [*self.flat.count(step.samples, self.config), *self.cut.count(step.samples)]
 
     def progress(self, step: RolloutStep, updates: int, phases: Phases) -> dict[str, Any]:
         """The run's part of a checkpoint that is saved now. Also syncs metrics.jsonl to disk."""
@@ -184,13 +184,13 @@ def print_rl_opening(run: Run, model: str, notes: Sequence[str]) -> None:
     for note in [*run.start.notes, *notes]:
         say(note)
     like = "" if rl.like is None else f" like {rl.like}"
+    rewards = [*rl.reward, *([] if rl.environment is None else [f"those of {rl.environment}"])]
     say(
-        f"rl       {rl.algorithm}{like}: {plan.rollouts:,} rollout steps of {rl.prompts} prompts x {rl.group_size} "
-        f"samples, {plan.per_rollout} optimizer step{'s' * (plan.per_rollout > 1)} each; "
-        f"rewards {json.dumps(list(rl.reward))}",
-    )
-    say(
+        f"rl       {rl.algorithm}{like}: {counted(plan.rollouts, 'rollout step')} of {counted(rl.prompts, 'prompt')} x "
+        f"{counted(rl.group_size, 'sample')}, {counted(plan.per_rollout, 'optimizer step')} each; "
+        f"rewards {', '.join(rewards)}",
+        *few_rollout_steps(config, plan.rollouts, run.task.stream.in_epoch),
         f"rollout  {rollout.engine} engine; up to {rollout.max_prompt_tokens} + {rollout.max_new_tokens} tokens, "
-        f"temperature {rollout.temperature:g}"
+        f"temperature {rollout.temperature:g}",
     )
-    say(model.rstrip())
+    say_all(essential(model.splitlines()) if run.quiet else [model.rstrip()])

@@ -35,6 +35,7 @@ from weft.rl.model_engines import check_images, critic_engine, opening_lines, re
 from weft.rollout.types import Floats, Sample
 from weft.telemetry import flight
 from weft.telemetry.profiling import own_peak_memory_gib
+from weft.terminal import counted
 
 Role = Literal["policy", "reference", "critic"]
 CRITIC: Literal["critic"] = "critic"
@@ -141,7 +142,7 @@ class ReferenceCriticRank:
         """Lines that describe this reference or critic at start."""
         mine = (self.engine, None) if self.values is None else (None, self.engine)
         count, line = self.ranks.world, opening_lines(self.config, *mine)[-1]
-        return [f"{line}; on {count} rank{'s' * (count > 1)} of its own"]
+        return [f"{line}; on {counted(count, 'rank')} of its own"]
 
     def check_images(self, samples: Sequence[tuple[str, int, int]]) -> None:
         """See engines.check_images."""

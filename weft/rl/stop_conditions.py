@@ -11,6 +11,7 @@ from weft.config.rl_schema import RlConfig
 from weft.errors import UserError
 from weft.rl.documents import is_trained
 from weft.rollout.types import Sample
+from weft.terminal import counted
 
 
 @dataclass
@@ -65,6 +66,30 @@ class FlatSteps:
                 "them differ (rollout.temperature, rl.group_size), or give prompts that are solved sometimes. Two of "
                 f"the last samples:\n{lines}"
             )
+
+
+_MOSTLY = 0.9  # of a step's samples: from here on their lengths are the limit's
+
+
+@dataclass
+class CutSamples:
+    """Warns once of a run, in the first rollout step of which nearly all samples were cut at their longest."""
+
+    longest: int
+    said: bool = False
+
+    def count(self, samples: Sequence[Sample]) -> list[str]:
+        """Look at one rollout step; returns lines to print. longest: rollout.max_new_tokens."""
+        cut = sum(sample.finish == "length" for sample in samples)
+        if self.said or cut < _MOSTLY * len(samples):
+            return []
+        self.said = True
+        return [
+            f"warning  {cut} of {counted(len(samples), 'sample')} were cut at rollout.max_new_tokens={self.longest}: "
+            "their rewards are those of unfinished answers. Give them room "
+            f"(rollout.max_new_tokens={2 * self.longest}), or see in `weft rollouts` why they do not end: a model that "
+            "was taught a chat template ends its answers only in it (rl.chat=true)."
+        ]
 
 
 _WHY = "all rewards that are compared with each other were equal, so every advantage was zero."

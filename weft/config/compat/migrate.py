@@ -23,6 +23,7 @@ from weft.config.compat.trainer import ITSELF, TABLES, Trainer
 from weft.config.compat.vision import add_vision, config_has
 from weft.config.keys import schema_keys
 from weft.config.load import build, fill_presets, read_config_file
+from weft.config.presets import ADAPTER_DEFAULTS
 from weft.config.rl_schema import RlConfig
 from weft.config.schema import SftConfig
 from weft.config.validate import rules_of
@@ -257,7 +258,13 @@ def _add_defaults(draft: Draft, found: Mapping[str, Any]) -> None:
     older = trainer.table.older
     former = older is not None and any(entry_of(name) in older.names for name in found)
     defaults = older.defaults if older is not None and former else trainer.table.defaults
-    for key, value in (defaults if draft.rl is None else {**defaults, **draft.rl.defaults}).items():
+    if draft.rl is not None:
+        defaults = {**defaults, **draft.rl.defaults}
+    if draft.rl is not None or _has_adapters(trainer, found):
+        # A table leaves out what is weft's default for whole weights, too. Other defaults apply here.
+        own = schema_keys(SftConfig)
+        defaults = {key: own[key].default for key in (*ADAPTER_DEFAULTS["sft"], "schedule.name")} | defaults
+    for key, value in defaults.items():
         replaced = any(key == loser and winner in draft.taken for loser, winner in rules_of(draft.schema).exclusive)
         idle = key == "lora.rank" and not _has_adapters(trainer, found)
         if key not in draft.keys or key in draft.taken or key in draft.unfit or replaced or idle:
