@@ -29,7 +29,9 @@ from weft.config import (
 from weft.config.checks import EXCLUSIVE, INERT, RANGES
 from weft.config.keys import get, schema_keys
 from weft.config.mesh import fewest_ranks
+from weft.config.presets import default_of_command
 from weft.config.reference import reference
+from weft.config.rl_schema import RlConfig
 from weft.errors import UserError
 
 ROOT = Path(__file__).parent.parent
@@ -646,3 +648,37 @@ def test_the_reference_page_is_current() -> None:
 def test_the_version_is_the_packages() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert "version" in project["dynamic"]
+
+
+RATES = ("optimizer.lr", "optimizer.weight_decay", "schedule.name")
+
+
+@pytest.mark.parametrize(
+    ("schema", "overrides", "rates", "of"),
+    [
+        (SftConfig, (), (1e-5, 0.1, "cosine"), "weft sft"),
+        (SftConfig, ("lora.rank=8",), (1e-4, 0.0, "cosine"), "weft sft with lora"),
+        (SftConfig, ("lora.path=a",), (1e-4, 0.0, "cosine"), "weft sft with lora"),
+        (SftConfig, ("lora.rank=null",), (1e-5, 0.1, "cosine"), "weft sft"),
+        (SftConfig, ("lora.rank=8", "optimizer.lr=3e-4"), (3e-4, 0.0, "cosine"), ""),
+        (RlConfig, ("rl.reward=[length]",), (1e-6, 0.0, "constant"), "weft rl"),
+        (RlConfig, ("rl.reward=[length]", "lora.rank=8"), (1e-5, 0.0, "constant"), "weft rl with lora"),
+        (RlConfig, ("rl.reward=[length]", "optimizer.lr=1e-5"), (1e-5, 0.0, "constant"), ""),
+    ],
+)
+def test_rates_have_the_defaults_of_their_command_and_of_adapters(
+    schema: type, overrides: tuple[str, ...], rates: tuple[float, float, str], of: str
+) -> None:
+    config = load_config([], ["model.path=m", "data.path=d.jsonl", *overrides], schema)
+    assert tuple(get(config, name) for name in RATES) == rates
+    assert default_of_command(config, "optimizer.lr") == of
+    Path("resolved.yaml").write_text(to_yaml(config))  # as a resumed run reads it, whatever the defaults are then
+    assert f"lr: {rates[0]:g}" in Path("resolved.yaml").read_text().replace("1.0e", "1e").replace("3.0e", "3e")
+    assert load_config(["resolved.yaml"], [], schema, of_run=True) == config
+
+
+def test_the_reference_page_names_each_default_that_depends_on_the_command() -> None:
+    page = reference()
+    assert "| `1e-05`, with lora `0.0001` | Peak learning rate. |" in page
+    assert "| `1e-06`, with lora `1e-05` | Peak learning rate. |" in page
+    assert "| `constant` | Shape of the learning rate after warm-up. |" in page

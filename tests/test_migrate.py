@@ -643,6 +643,9 @@ def test_defaults_of_the_older_verl(tmp_path: Path) -> None:
     assert "documents: 256  # verl's default" in new and "documents: 256  # verl's default" in old
     assert "name: constant  # verl's default" in new and "warmup_ratio: 0.1  # verl's default" in old
     assert "constant" not in old and "lr:" not in old  # cosine and 1e-5, as in weft
+    (tmp_path / "a.yaml").write_text(trainer + "model: {partial_pretrain: m, lora_rank: 8}\n")
+    adapted = migrate([str(tmp_path / "a.yaml")])
+    assert "lr: 1e-05  # verl's default" in adapted  # weft's own is another one for adapters
 
 
 def test_lists_of_files(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -13,7 +14,8 @@ from weft.terminal import Console
 LINE = {"step": 1, "loss": 2.34567, "grad_norm": 12.3456, "lr": 1e-5, "tokens_per_second": 12345.6}
 POLICY = {
     **LINE, "loss": 0.0, "rollout": 1, "reward": 0.3125, "reward_std": 0.21, "kl": 0.0012, "policy/kl_old": 0.0,
-    "completions/mean_length": 341.5, "staleness/mean": 0.5,
+    "completions/mean_length": 341.5, "completions/clipped_ratio": 0.125, "entropy": 1.25, "staleness/mean": 0.5,
+    "rewards/math/mean": 0.3125,
 }  # fmt: skip
 
 
@@ -98,7 +100,11 @@ def test_what_goes_on_within_a_step() -> None:
 
 def test_a_policy_is_described_by_its_rewards() -> None:
     words = "  ".join(describe(POLICY))
-    assert words.startswith("reward 0.3125  reward_std 0.21  kl 0.0012  length 341.5  staleness 0.5  grad_norm 12.3")
+    assert words.startswith(
+        "reward 0.3125  reward_std 0.21  kl 0.0012  entropy 1.25  length 341.5  cut 12%  staleness 0.5  grad_norm 12.3"
+    )
+    several = describe({**POLICY, "rewards/format/mean": 1.0, "rewards/format/std": 0.5})
+    assert several[:4] == ["reward 0.3125", "math 0.3125", "format 1", "reward_std 0.21"]
     assert "loss" not in words and "kl_old" not in words
     assert "kl_old 0.01" in describe({**POLICY, "policy/kl_old": 0.01})
     assert describe({"step": 1, "rollout": 1, "reward": 0.25}) == ["reward 0.25"]  # nothing was trained
@@ -134,6 +140,28 @@ def test_bar_on_a_terminal(width: int) -> None:
     assert "saved [step-1]" in text and "step 5/5" in text and "loss -" in text
     assert "ETA 0:00" in text  # the last to go where the terminal is narrow
     assert all(len(line) < 2 * width for line in text.splitlines())  # escape codes aside, nothing wraps
+
+
+def test_the_digits_of_a_gradient_norm_are_as_many_in_every_line() -> None:
+    texts = [describe({**LINE, "grad_norm": value})[1] for value in (7.7, 7.65, 10.0, 0.5)]
+    assert texts == ["grad_norm 7.70", "grad_norm 7.65", "grad_norm 10.0", "grad_norm 0.500"]
+
+
+@pytest.mark.parametrize("width", [50, 80, 100, 160])
+def test_a_terminal_cuts_no_figure_in_two(width: int) -> None:
+    out = io.StringIO()
+    console = Console(file=out, width=width, force_terminal=True, color_system=None)
+    line = {**LINE, "memory_gib": 12.34}
+    with Progress(5, console=console) as progress:
+        progress.step(line)
+    drawn = [text for text in out.getvalue().splitlines() if "step 1/5" in text][-1]
+    known = {"ETA 0:00", *describe(line)}
+    shown = {word for word in known if word in drawn}
+    rest = drawn.partition("ETA")[2]
+    for word in shown:
+        rest = rest.replace(word.removeprefix("ETA"), "")
+    assert shown and not re.search(r"[a-z]{2}|\d", re.sub(r"\x1b\[[^a-zA-Z]*[a-zA-Z]|step 1/5", "", rest)), drawn
+    assert (len(shown) == len(known)) == (width >= 100)
 
 
 def test_the_bar_says_what_goes_on() -> None:

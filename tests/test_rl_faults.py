@@ -47,7 +47,7 @@ from weft.rl.actors import Actors
 from weft.rl.advantages import advantages
 from weft.rl.batch_pool import BatchPool
 from weft.rl.rewards import Rewards
-from weft.rl.stop_conditions import EmptySteps, FlatSteps
+from weft.rl.stop_conditions import CutSamples, EmptySteps, FlatSteps
 from weft.rl.trainer import Trainer, Updated
 from weft.rollout.base import Completion, Request, Sampling
 from weft.rollout.sync.protocol import SyncError
@@ -646,6 +646,20 @@ def test_flat_steps_are_those_whose_advantages_are_all_zero() -> None:
         flat = FlatSteps(5 if expected != 1 else 0)
         flat.count(samples_of(groups), config)
         assert flat.in_a_row == expected, (name, rewards)
+
+
+def test_samples_that_are_nearly_all_cut_are_warned_of_once() -> None:
+    from tests.rl_samples import group
+
+    samples = group(tuple([0.0] * 10)).samples
+    cut = CutSamples(longest=16)
+    for number, sample in enumerate(samples):
+        sample.finish = "length" if number < 8 else "end"
+    assert cut.count(samples) == []
+    samples[8].finish = "length"
+    (line,) = cut.count(samples)
+    assert line.startswith("warning  9 of 10 samples were cut at rollout.max_new_tokens=16")
+    assert "rollout.max_new_tokens=32" in line and "rl.chat=true" in line and cut.count(samples) == []
 
 
 def test_one_token_that_is_too_old_is_enough() -> None:

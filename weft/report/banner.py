@@ -59,6 +59,7 @@ from weft.versions import untested_versions
 
 _TIMED_BYTES = 100 << 20
 _FEW_STEPS = 20  # fewer optimizer steps than this, where nobody chose their number, are pointed out
+_SMALL_STEP = 4  # documents or prompts; gradients of fewer are mostly noise
 # What the opening says with --quiet, too.
 _ESSENTIAL = ("model ", "update ", "lora ", "hint ", "warning ")
 _COMPARED = "on a small copy log-probabilities and every gradient were those of one rank"
@@ -99,9 +100,9 @@ def steps_lines(config: SftConfig, steps: int, documents: int) -> list[str]:
     lines = [f"steps    {counted(steps, 'optimizer step')} in all, of {each}{passes}"]
     if epochs is None or steps >= _FEW_STEPS:
         return lines
-    fewer = max(1, documents * epochs // (2 * _FEW_STEPS))
+    fewer = max(_SMALL_STEP, documents * epochs // (2 * _FEW_STEPS))
     smaller = f"step.documents={fewer}" if step.tokens is None else f"step.tokens={max(2, step.tokens // 4)}"
-    makes = "makes smaller steps and more of them" if fewer < (step.documents or fewer + 1) else ""
+    makes = "makes smaller steps and more of them" if fewer < min(step.documents or documents, documents) else ""
     longer = f"train.epochs={epochs * -(-2 * _FEW_STEPS // steps)} goes through the data more often"
     advice = f"{smaller} {makes}, {longer}" if makes else longer
     return [*lines, f"hint     {counted(steps, 'optimizer step')} in all may teach little: {advice}"]
@@ -112,8 +113,10 @@ def few_rollout_steps(config: RlConfig, rollouts: int, prompts: int) -> list[str
     epochs = config.train.epochs
     if epochs is None or rollouts >= _FEW_STEPS:
         return []
-    fewer = max(1, prompts * epochs // (2 * _FEW_STEPS)) * config.rl.updates
-    smaller = f"rl.prompts={fewer} makes smaller steps and more of them, " if fewer < config.rl.prompts else ""
+    fewer = max(_SMALL_STEP, prompts * epochs // (2 * _FEW_STEPS)) * config.rl.updates
+    smaller = (
+        f"rl.prompts={fewer} makes smaller steps and more of them, " if fewer < min(config.rl.prompts, prompts) else ""
+    )
     longer = f"train.epochs={epochs * -(-2 * _FEW_STEPS // max(1, rollouts))} goes through the prompts more often"
     return [f"hint     {counted(rollouts, 'rollout step')} in all may teach little: {smaller}{longer}"]
 

@@ -260,7 +260,8 @@ def _add_defaults(draft: Draft, found: Mapping[str, Any]) -> None:
     defaults = older.defaults if older is not None and former else trainer.table.defaults
     if draft.rl is not None:
         defaults = {**defaults, **draft.rl.defaults}
-    if draft.rl is not None or _has_adapters(trainer, found):
+    adapters = draft.value("lora.rank") or ("lora.rank" in defaults and _has_adapters(trainer, found))
+    if draft.rl is not None or adapters:
         # A table leaves out what is weft's default for whole weights, too. Other defaults apply here.
         own = schema_keys(SftConfig)
         defaults = {key: own[key].default for key in (*ADAPTER_DEFAULTS["sft"], "schedule.name")} | defaults
