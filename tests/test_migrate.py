@@ -19,7 +19,7 @@ from weft.config.compat.trainer import TABLES
 from weft.config.keys import schema_keys
 from weft.config.rl_checks import INERT
 from weft.config.rl_schema import RlConfig
-from weft.config.yaml12 import Node, read_file
+from weft.config.yaml12 import Loader, Node, read_file
 from weft.errors import UserError
 
 FOREIGN = Path(__file__).parent / "foreign"
@@ -85,7 +85,7 @@ def test_trl() -> None:
             "data.long_documents": "truncate", "data.train_on": "answers", "fsdp.param_dtype": "bf16",
             "step.tokens": 2 * 8 * 4 * 4096, "optimizer.lr": 2e-5, "optimizer.weight_decay": 0.01,
             "optimizer.betas": [0.9, 0.98], "schedule.name": "cosine", "schedule.warmup_ratio": 0.1,
-            "schedule.min_lr_ratio": 0.0, "train.epochs": 1, "train.seed": 42, "checkpoint.every": 100,
+            "schedule.min_lr_ratio": 0.1, "train.epochs": 1, "train.seed": 42, "checkpoint.every": 100,
             "checkpoint.keep": 1, "run.dir": "data/base-7b-sft",
         },
     )  # fmt: skip
@@ -93,7 +93,7 @@ def test_trl() -> None:
     assert "train.steps" not in found  # max_steps: -1
     draft = migrate([str(FOREIGN / "trl.yaml")])
     assert "tokens: 65536  # 8 x 2 x 4096 x the number of GPUs: multiply by it, or say --nproc\n" in draft
-    assert "min_lr_ratio: 0.0  # TRL's default\n" in draft
+    assert "min_lr_ratio: 0.1  # lr_scheduler_kwargs.min_lr_rate\n" in draft
 
 
 def test_what_trl_leaves_unsaid() -> None:
@@ -420,6 +420,7 @@ def test_axolotl() -> None:
             "lora.alpha": 32, "lora.dropout": 0.05, "lora.targets": "all-linear", "run.dir": "./outputs/lora-out",
         },
     )  # fmt: skip
+    assert (found["eval.share"], found["checkpoint.keep"]) == (0.05, 4)
     assert found["data.sources"] == [
         {"path": "org/chats", "split": "train[:20%]", "columns": {"messages": "conversations"}},
         {"path": "data/tasks.jsonl"},
@@ -429,9 +430,9 @@ def test_axolotl() -> None:
     assert "# Recognised as a config of axolotl by base_model, datasets, dataset_prepared_path, val_set_size" in draft
     left = " ".join(draft.partition("# Not taken over:")[2].replace("\n#", " ").split())
     for words in (
-        "optimizer: adamw_bnb_8bit is no value of optimizer.name: say `optimizer.name`: adamw or sgd.",
+        "optimizer: adamw_bnb_8bit is no value of optimizer.name: say `optimizer.name`: adamw, sgd,",
         "chat_template: the tokenizer's chat template",
-        "val_set_size: no share of the training data", "adapter: training on a quantised base", "saves_per_epoch:",
+        "adapter: training on a quantised base", "saves_per_epoch:",
         "datasets.drop_system_message: weft has no such key", "datasets.type: conversations,",
     ):  # fmt: skip
         assert words in left, words
@@ -458,7 +459,9 @@ def test_llama_factory() -> None:
     )  # fmt: skip
     assert found["data.path"] is None  # a name of its dataset_info.json
     left = migrate([str(FOREIGN / "llama_factory.yaml")]).partition("# Not taken over:")[2]
-    assert "dataset: say `data.path`" in left and "template: the tokenizer's" in left and "val_size: no share" in left
+    assert "dataset: say `data.path`" in left and "template: the tokenizer's" in left
+    assert (found["eval.share"], found["data.split"], found["checkpoint.keep"]) == (0.1, "[:1000]", None)
+    assert "train.timeout" not in found and "ddp_timeout: a rank that hangs would not be found" in left
 
 
 def test_llama_factory_trains_adapters_unless_told_otherwise(tmp_path: Path) -> None:
@@ -559,7 +562,8 @@ def test_a_draft_is_a_config_of_weft(file: str, tmp_path: Path, monkeypatch: pyt
     monkeypatch.chdir(tmp_path)
     Path("d.jsonl").write_text("")
     Path("mine.yaml").write_text(migrate([str(FOREIGN / file)]))
-    overrides = ["model.path=org/m", "data.path=d.jsonl", "data.sources=null", "eval.path=d.jsonl"]
+    overrides = ["model.path=org/m", "data.path=d.jsonl", "data.sources=null", "eval.path=d.jsonl", "eval.share=null"]
+    overrides = overrides[:-1] if file in REINFORCED else overrides
     if file in REINFORCED:
         overrides += ["rl.algorithm=grpo", "rl.reward=[math]", "rl.reward_column=null"]  # to be confirmed, and written
     load_config(["mine.yaml"], overrides, RlConfig if file in REINFORCED else SftConfig)
@@ -577,7 +581,7 @@ def test_nothing_is_lost_without_a_word(file: str) -> None:
         key = next((known[entry] for known in moves if entry in known), name)
         meaning = [trainer.means.get(entry, {}) for trainer in TABLES.trainers]
         said = (
-            any(str(value).lower() in table or "*" in table for table in meaning)
+            any({str(value).lower(), "*", "on" if value else "off"} & {*table} for table in meaning)
             or f"{key.rpartition('.')[2]}: " in taken
             or entry_of(name)
             in (
@@ -807,3 +811,203 @@ def test_a_python_program_becomes_another(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("from trl import GRPOTrainer\n")
     with pytest.raises(UserError, match=r"is a Python program, .* GRPOTrainer\(...\) becomes weft.rl\(...\)"):
         migrate([str(tmp_path / name)])
+
+
+# ---------------------------------------------------------------- what has a key is carried over, not only named
+
+HF = "model_name_or_path: m\ndataset_name: d\nper_device_train_batch_size: 1\n"
+AXOLOTL = "base_model: m\nsequence_len: 512\n"
+FACTORY = "model_name_or_path: m\ncutoff_len: 512\nstage: sft\nfinetuning_type: full\n"
+VERL = "data: {train_files: d}\ntrainer: {total_epochs: 1}\n"
+ROLL = "pretrain: m\nsequence_length: 512\ntrack_with: stdout\n"
+MILES = "hf_checkpoint: m\nprompt_data: d\ninput_key: messages\n"
+TITAN = "training: {seq_len: 512}\nparallelism: {data_parallel_shard_degree: 8}\nmetrics: {log_freq: 1}\n"
+VALID = "data: {train_files: d, val_files: v}\ntrainer: {total_epochs: 1"
+CARRIED: dict[str, tuple[str, dict[str, Any]]] = {
+    # checkpoints: nobody but axolotl and torchtitan removes one that they were not told to
+    "keep, TRL": (HF, {"checkpoint.keep": None}),
+    "keep, LLaMA-Factory": (FACTORY, {"checkpoint.keep": None}),
+    "keep, verl": (VERL, {"checkpoint.keep": None}),
+    "keep, ROLL": (ROLL, {"checkpoint.keep": None}),
+    "keep, Miles": (MILES, {"checkpoint.keep": None}),
+    "keep, axolotl": (AXOLOTL, {"checkpoint.keep": 4}),
+    "keep, torchtitan": (TITAN, {"checkpoint.keep": 10}),
+    "keep 0, TRL": (f"{HF}save_total_limit: 0\n", {"checkpoint.keep": None}),
+    "keep 0, ROLL": (f"{ROLL}max_ckpt_to_keep: 0\n", {"checkpoint.keep": None}),
+    "keep -1, verl": (f"{VERL}max_ckpt_to_keep: -1\n", {"checkpoint.keep": None}),
+    "keep null, verl": (f"{VERL}max_ckpt_to_keep: null\n", {"checkpoint.keep": None}),
+    "keep 0, torchtitan": (f"{TITAN}checkpoint: {{keep_latest_k: 0}}\n", {"checkpoint.keep": None}),
+    "keep 2": (f"{HF}save_total_limit: 2\n", {"checkpoint.keep": 2}),
+    # verl evaluates after the last step alone where test_freq is -1, its default
+    "test_freq -1": (f"{VALID}, test_freq: -1}}\n", {"eval.path": "v", "eval.every": 0}),
+    "test_freq unset": (f"{VALID}}}\n", {"eval.path": "v", "eval.every": 0}),
+    "test_freq 5": (f"{VALID}, test_freq: 5}}\n", {"eval.every": 5}),
+    # its WSD decays by a cosine, over a tenth of the steps after warm-up
+    "wsd": (
+        f"{VERL}optim: {{lr_scheduler: wsd, lr_warmup_steps_ratio: 0.1}}\n",
+        {"schedule.name": "wsd", "schedule.decay": "cosine", "schedule.decay_ratio": 0.09},
+    ),
+    "wsd, engine": (f"{VERL}optim: {{lr_scheduler_type: wsd}}\n", {"schedule.name": "wsd", "schedule.decay": "cosine"}),
+    "recompute, verl": (VERL, {"model.recompute": "full", "data.max_length": 1024}),
+    "recompute, older verl": (f"{VERL}model: {{partial_pretrain: m}}\n", {"model.recompute": "full"}),
+    "recompute off": (f"{VERL}model: {{enable_gradient_checkpointing: false}}\n", {"model.recompute": "none"}),
+    "recompute off, HF": (f"{HF}gradient_checkpointing: false\n", {"model.recompute": "none"}),
+    "model_dtype": (f"{VERL}model: {{fsdp_config: {{model_dtype: bf16}}}}\n", {"fsdp.master_dtype": "bf16"}),
+    "model_dtype, in full": (f"{VERL}engine: {{model_dtype: bfloat16}}\n", {"fsdp.master_dtype": "bf16"}),
+    "thinking, verl": (
+        f"{VERL}apply_chat_template_kwargs: {{enable_thinking: false}}\n",
+        {"data.template_kwargs": {"enable_thinking": False}},
+    ),
+    "use_wandb": (f"{MILES}use_wandb: true\nwandb_project: p\n", {"track.to": ["wandb"], "track.project": "p"}),
+    "use_tensorboard": (f"{MILES}use_tensorboard: true\nuse_wandb: true\n", {"track.to": ["tensorboard", "wandb"]}),
+    "async_save": (f"{VERL}checkpoint: {{async_save: false}}\n", {"checkpoint.async": False}),
+    "async_save_ckpt": (f"{ROLL}async_save_ckpt: false\n", {"checkpoint.async": False}),
+    "pipelines, Miles": (f"{MILES}pipeline_model_parallel_size: 4\n", {"mesh.pp": 4}),
+    "pipelines, ROLL": (
+        f"{ROLL}pipeline_model_parallel_size: 2\nvirtual_pipeline_model_parallel_size: 3\n",
+        {"mesh.pp": 2, "mesh.pp_stages_per_rank": 3, "mesh.pp_schedule": "Interleaved1F1B"},
+    ),
+    "no pipeline": (f"{ROLL}pipeline_model_parallel_size: 1\n", {"mesh.pp": None}),
+    "wrapped classes": (
+        f"{ROLL}wrap_policy: {{transformer_layer_cls_to_wrap: [Qwen3DecoderLayer], wrap_embeddings: true, "
+        "wrap_lm_output: false}\n",
+        {"fsdp.wrap": ["Qwen3DecoderLayer", "embedding"]},
+    ),
+    "wrapped head": (f"{ROLL}wrap_policy: {{wrap_lm_output: true}}\n", {"fsdp.wrap": ["layers", "head"]}),
+    "wrapped by name": (
+        f"{VERL}wrap_policy: {{transformer_layer_cls_to_wrap: A}}\n", {"fsdp.wrap": ["A"]}
+    ),
+    # held-out rows, parts of the data
+    "val_set_size": (f"{AXOLOTL}val_set_size: 0.05\n", {"eval.share": 0.05}),
+    "val_size": (f"{FACTORY}val_size: 0.1\neval_steps: 50\n", {"eval.share": 0.1, "eval.every": 50}),
+    "val_set_size 0": (f"{AXOLOTL}val_set_size: 0.0\n", {"eval.share": None}),
+    "val_set_size of documents": (f"{AXOLOTL}val_set_size: 200\n", {"eval.share": None}),
+    "max_samples": (f"{FACTORY}max_samples: 1000\n", {"data.split": "[:1000]"}),
+    "train_max_samples": (f"{VERL}train_max_samples: 64\n", {"data.split": "[:64]"}),
+    "train_max_samples -1": (f"{VERL}train_max_samples: -1\n", {"data.split": None}),
+    "overwrite": (f"{HF}overwrite_output_dir: true\n", {"run.overwrite": True}),
+    # numbers that the user wrote
+    "a lowest rate": (
+        f"{HF}lr_scheduler_type: cosine_with_min_lr\nlr_scheduler_kwargs: {{min_lr_rate: 0.1}}\n",
+        {"schedule.name": "cosine", "schedule.min_lr_ratio": 0.1},
+    ),
+    "a lowest rate in JSON": (
+        f"{HF}lr_scheduler_type: cosine_with_min_lr\nlr_scheduler_kwargs: '{{\"min_lr_rate\": 0.2}}'\n",
+        {"schedule.min_lr_ratio": 0.2},
+    ),
+    "a lowest rate itself": (
+        f"{HF}learning_rate: 1.0e-4\nlr_scheduler_kwargs: {{min_lr: 1.0e-5}}\n", {"schedule.min_lr_ratio": 0.1}
+    ),
+    "a mixture": (
+        "model_name_or_path: m\ndataset_mixture:\n  datasets:\n    - {path: a, name: x, split: train}\n"
+        "    - {id: b, config: y, weight: 0.5}\n  test_split_size: 0.1\n",
+        {
+            "data.sources": [
+                {"path": "a", "subset": "x", "split": "train"}, {"path": "b", "subset": "y", "weight": 0.5}
+            ],
+            "data.path": None, "eval.share": 0.1,
+        },
+    ),
+    "a push": (
+        f"{HF}push_to_hub: true\nhub_model_id: me/model\nhub_private_repo: true\n",
+        {"checkpoint.push": "me/model", "checkpoint.push_at": "save", "checkpoint.push_private": True},
+    ),
+    "a push at the end": (
+        f"{HF}push_to_hub: true\nhub_model_id: me/model\nhub_strategy: end\n",
+        {"checkpoint.push": "me/model", "checkpoint.push_at": "end"},
+    ),
+    "no push": (f"{HF}push_to_hub: false\nhub_model_id: me/model\n", {"checkpoint.push": None}),
+    "a push of axolotl": (f"{AXOLOTL}hub_model_id: me/model\n", {"checkpoint.push": "me/model"}),
+    "no thinking": (f"{FACTORY}template: qwen3_nothink\n", {"data.template_kwargs": {"enable_thinking": False}}),
+    "thinking, by a key": (f"{FACTORY}enable_thinking: true\n", {"data.template_kwargs": {"enable_thinking": True}}),
+    "a timeout": (f"{HF}ddp_timeout: 7200\n", {"train.timeout": 7200}),
+    "no timeout": (f"{HF}ddp_timeout: 180000000\n", {"train.timeout": None}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CARRIED)
+def test_what_has_a_key_is_carried_over(tmp_path: Path, name: str) -> None:
+    text, expected = CARRIED[name]
+    (tmp_path / "a.yaml").write_text(text)
+    draft = yaml.load(migrate([str(tmp_path / "a.yaml")], 8), Loader)
+    found = {f"{section}.{leaf}": value for section, keys in draft.items() for leaf, value in keys.items()}
+    none = {key for key, value in expected.items() if value is None and not key.endswith("keep")}
+    assert not none & {*found}
+    got = {key: [*value] if isinstance(value, tuple) else value for key, value in found.items() if key in expected}
+    assert got == {key: value for key, value in expected.items() if key not in none}
+    if "checkpoint.keep" in expected:
+        assert "checkpoint.keep" in found
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (f"{HF}neftune_noise_alpha: 5\n", "neftune_noise_alpha: noise on embeddings (NEFTune) is not in this version"),
+        (f"{AXOLOTL}plugins: [a.B]\nlora_mlp_kernel: true\n", "plugins, lora_mlp_kernel: kernels are chosen"),
+        (f"{FACTORY}use_unsloth: true\n", "use_unsloth: kernels are chosen by weft and torch"),
+        (f"{AXOLOTL}min_sample_len: 4\n", "min_sample_len: documents are not left out for being short"),
+        (f"{AXOLOTL}optimizer: paged_adamw_8bit\n", "such as bitsandbytes.optim.AdamW8bit where nothing is sharded"),
+        (f"{FACTORY}use_galore: true\n", "or the import path of another"),
+        (f"{HF}compute_metrics: f\n", "compute_metrics: in Python on_step of weft.sft"),
+        (f"{VERL}balance_dp_token: true\n", "balance_dp_token: the loss is always the mean over the trained tokens"),
+        (f"{AXOLOTL}val_set_size: 200\n", "val_set_size: say `eval.share`, such as 0.05"),
+        (f"{HF}push_to_hub: true\nhub_model_id: model\n", "hub_model_id: say `checkpoint.push`: OWNER/NAME"),
+        (f"{HF}push_to_hub: true\n", "push_to_hub: say `checkpoint.push`: OWNER/NAME"),
+        (f"{HF}ddp_timeout: 180000000\n", "ddp_timeout: a rank that hangs would not be found"),
+        (
+            f"{HF}lr_scheduler_kwargs: {{num_cycles: 3}}\n",
+            "min_lr_ratio: 0.0 # TRL's default; but see lr_scheduler_kwargs.num_cycles below",
+        ),
+    ],
+)  # fmt: skip
+def test_what_has_no_key_is_answered(tmp_path: Path, text: str, words: str) -> None:
+    (tmp_path / "a.yaml").write_text(text)
+    draft = " ".join(migrate([str(tmp_path / "a.yaml")]).replace("\n#", " ").split())
+    assert words in draft, draft
+
+
+SCRIPT = """
+BACKEND=${{BACKEND:-fsdp}}
+N=2
+if {test}; then
+    CONFIG="engine.ulysses_sequence_parallel_size=2 optim.lr=1e-5"
+    NAME=one
+elif [ "$BACKEND" = "other" ]; then
+    CONFIG="optim.lr=5e-5"; NAME=two
+else
+    CONFIG="engine.tensor_model_parallel_size=4 optim.lr=2e-5"
+    NAME=three
+fi
+torchrun -m verl.trainer.sft_trainer data.train_files=d $CONFIG trainer.experiment_name=$NAME trainer.total_epochs=1
+"""
+
+
+@pytest.mark.parametrize(
+    ("test", "name"),
+    [
+        ('[ "$BACKEND" = "fsdp" ]', "one"), ('[[ $BACKEND == fs* ]]', "one"), ('[ "$BACKEND" != "fsdp" ]', "three"),
+        ('test -n "$BACKEND"', "one"), ('[ -z "$BACKEND" ]', "three"), ('[ ! -z "$BACKEND" ]', "one"),
+        ('[ -z "$1" ]', "one"), ('[ -n "$SOMETHING_UNSET" ]', "three"), ('[ "$N" -gt 1 ]', "one"),
+        ("[ $N -lt 2 ]", "three"),
+        ("[ -f no.such.file ]", "three"), ("nvidia-smi", "three"),
+    ],
+)  # fmt: skip
+def test_the_branch_of_a_script_that_is_taken(tmp_path: Path, test: str, name: str) -> None:
+    """Of both branches the last was read, whatever it would run on."""
+    (tmp_path / "a.sh").write_text(SCRIPT.format(test=test))
+    draft = yaml.load(migrate([str(tmp_path / "a.sh")]), Loader)
+    one = {"cp": 2, "ulysses": 2}
+    assert draft["optimizer"]["lr"] == {"one": 1e-5, "three": 2e-5}[name]
+    assert draft["mesh"] == (one if name == "one" else {"tp": 4})
+
+
+def test_the_case_of_a_script_that_is_taken(tmp_path: Path) -> None:
+    text = (
+        "SIZE=${1:-7b}\ncase $SIZE in\n  1b)\n    LR=1e-4\n    ;;\n  7*) LR=2e-5 ;;\n  *)\n    LR=9\n    ;;\nesac\n"
+        "if [ $SIZE = 7b ]; then\n  if [ $LR = 9 ]; then EPOCHS=5; else EPOCHS=3; fi\nfi\n"
+    )
+    (tmp_path / "a.sh").write_text(
+        text + "python t.py --hf-checkpoint m --prompt-data d --lr $LR --num-epoch $EPOCHS\n"
+    )
+    draft = yaml.load(migrate([str(tmp_path / "a.sh")]), Loader)
+    assert (draft["optimizer"]["lr"], draft["train"]["epochs"]) == (2e-5, 3)

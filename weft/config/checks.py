@@ -66,8 +66,8 @@ class Rules:
         return tuple(dict.fromkeys(rule.key for rule in self.inert))
 
 
-_NO_DOCUMENTS = "neither eval.path nor eval.sources is set: no documents are evaluated"
-_NOTHING_TO_EVALUATE = "none of eval.path, eval.sources and eval.prompts is set"
+_NO_DOCUMENTS = "none of eval.path, eval.sources and eval.share is set: no documents are evaluated"
+_NOTHING_TO_EVALUATE = "none of eval.path, eval.sources, eval.share and eval.prompts is set"
 _SOURCES = "data.sources is set: set it for each source"
 
 

@@ -32,7 +32,8 @@ def take_columns(draft: Draft, given: Mapping[str, str], found: Mapping[str, Any
 
 def take_sources(draft: Draft, name: str, entries: Any) -> None:
     """Set data.path or data.sources, or the same keys of eval, from axolotl's list of data sets."""
-    if not isinstance(entries, list) or not all(isinstance(entry, dict) and "path" in entry for entry in entries):
+    named = [key for key, ours in TABLES.shared.sources.keys.items() if ours == "path"]
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) and {*named} & {*entry} for entry in entries):
         draft.left[name] = "it is no list of data sets with a path."
         return
     section = TABLES.shared.sources.lists[name]
@@ -49,6 +50,7 @@ def _source(draft: Draft, name: str, entry: Mapping[str, Any]) -> dict[str, Any]
     known = TABLES.shared.sources
     source: dict[str, Any] = {ours: entry[key] for key, ours in known.keys.items() if entry.get(key) is not None}
     files = entry.get("data_files")
+    given = source["path"]
     if isinstance(files, str | list) and len([files] if isinstance(files, str) else files) == 1:
         source["path"] = files if isinstance(files, str) else files[0]
     columns = {ours: entry[key] for key, ours in known.columns.items() if entry.get(key) not in (None, ours)}
@@ -58,7 +60,7 @@ def _source(draft: Draft, name: str, entry: Mapping[str, Any]) -> dict[str, Any]
         roles = {str(one): ours for ours, theirs in entry["roles"].items() for one in theirs or () if one != ours}
         if roles:
             draft.take("data.roles", {**draft.value("data.roles", {}), **roles}, f"{name}.roles")
-    taken = {*known.keys, *known.columns, "roles", *(("data_files",) if source["path"] != entry["path"] else ())}
+    taken = {*known.keys, *known.columns, "roles", *(("data_files",) if source["path"] != given else ())}
     for key, value in entry.items():
         if key not in taken and value is not None and value not in known.silent.get(key, (False,)):
             text = _TYPE.format(type=value) if key == "type" else f"weft has no such key of a source ({value})."

@@ -17,7 +17,7 @@ from weft.config.rl_schema import RlConfig
 from weft.config.schema import SftConfig
 from weft.config.yaml12 import Node, read_value, show
 
-_LISTS = ("model.freeze",)  # keys that several names of a trainer fill
+_LISTS = ("model.freeze", "fsdp.wrap", "track.to")  # keys that several names of a trainer fill
 _PATTERNS = ("lora.targets",)  # keys for which other trainers have regular expressions
 
 
@@ -128,6 +128,8 @@ class Draft:
                 self.left[name] = value
                 continue
             own, before, of = _said(value, given), self.value(key), origin or self._short(name)
+            if key in _LISTS and isinstance(own, str):
+                own = [part.strip() for part in own.split(",")]
             if isinstance(before, list) and key in _LISTS:
                 own = [*before, *(one for one in own if one not in before)]
             elif isinstance(before, dict):

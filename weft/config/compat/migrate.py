@@ -9,7 +9,7 @@ import math
 import os
 import re
 import textwrap
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, get_args
 
 from weft.config.compat.columns import columns_of_sources, take_adapted, take_columns, take_sources
@@ -27,7 +27,7 @@ from weft.config.presets import ADAPTER_DEFAULTS
 from weft.config.rl_schema import RlConfig
 from weft.config.schema import SftConfig
 from weft.config.validate import rules_of
-from weft.config.yaml12 import Node, leaves_of, node_of, written
+from weft.config.yaml12 import Node, leaves_of, node_of, read_value, written
 from weft.errors import UserError
 
 _HEAD = """\
@@ -37,6 +37,8 @@ _HEAD = """\
 """
 _ROUTED = ("num_experts", "num_local_experts", "n_routed_experts", "router_aux_loss_coef")  # keys of config.json
 _SIGNS = 4  # how many of the names by which a trainer was recognised are shown
+_KEY = re.compile(r"`([a-z_]+\.[a-z_]+)`")  # a key of weft in a sentence
+_LONGEST_TIMEOUT = 6 * 3600  # seconds
 _NAMED = re.compile(r"\$\{([\w.]+)\}")
 _OC_ENV = re.compile(r"\$\{oc\.env:(\w+)(?:,([^{}]*))?\}")
 
@@ -51,7 +53,7 @@ def migrate_and_compare(files: Sequence[str], ranks: int | None = None) -> tuple
     of which those that did not share documents multiply a per-device batch; None: from the files. Raises UserError for
     files of an unknown trainer, of preference tuning, or of reinforcement learning with a trainer whose table has no
     `rl_draft`."""
-    found = {name: value for path in files for name, value in leaves_of(_read(path))}
+    found = {name: value for path in files for name, value in _opened(_read(path))}
     found = {name: _filled(value, found) for name, value in found.items()}
     trainer, signs, schema = _trainer_of(found, files)
     draft = Draft(trainer, schema)
@@ -70,6 +72,7 @@ def migrate_and_compare(files: Sequence[str], ranks: int | None = None) -> tuple
         settle_roles(draft, found, gpus)
     _settle(draft, found)
     _drop_idle(draft)
+    _mark_defaults(draft)
     if draft.differs:
         nearest = draft.value("rl.algorithm")
         confirm = f"CONFIRM: write {nearest}, the nearest, once you have read what DIFFERS above"
@@ -131,6 +134,7 @@ def _take_names(draft: Draft, found: Mapping[str, Any]) -> None:
         take_rl_columns(draft, columns)
         take_rewards(draft, draft.rl, found)
     take_adapted(draft, found)
+    _take_push(draft, found)
     _settle_adapters(draft, found)
 
 
@@ -159,6 +163,8 @@ def _take_value(draft: Draft, entry: str, value: Any, name: str) -> bool:
     elif key := TABLES.minutes.get(entry):
         minutes = value if isinstance(value, int | float) else next(numbers_of(value), None)
         draft.take(key, value if minutes is None else minutes * 60, name)
+    elif entry in ("max_samples", "train_max_samples"):
+        _take_part(draft, value, name)
     else:
         return False
     return True
@@ -220,18 +226,58 @@ def _take_same(draft: Draft, key: str, value: Any, name: str) -> None:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if key == "schedule.warmup_steps" and isinstance(value, float) and 0 < value < 1:
         key = "schedule.warmup_ratio"  # transformers 5
-    if number and value <= 0 and key in TABLES.shared.unlimited:
-        return  # no limit
+    amount = value if number else next(numbers_of(value), None)
+    if amount is not None and amount <= 0 and key in TABLES.shared.unlimited:
+        draft.unfit.add(key)  # no limit, which no default replaces
+        return
+    if amount is not None and amount <= 0 and key == "checkpoint.keep":
+        draft.taken[key] = (None, f"{draft.entry(name)} {value}: all", name)
+        return
+    if key == "eval.share" and amount is not None and not 0 < amount < 1:
+        if amount:
+            draft.left[name] = TABLES.sentences.sft["HELD_OUT"]
+            draft.unfit.add(key)
+        return
+    if key == "train.timeout" and amount is not None and amount > _LONGEST_TIMEOUT:
+        draft.left[name] = TABLES.sentences.sft["TIMEOUT_LONG"]
+        return
     if key in ("data.path", "eval.path") and isinstance(value, list):  # verl and ROLL take lists of files
         several = len(value) > 1
         key = key.replace("path", "sources") if several else key
         value = [{"path": path} for path in value] if several else "".join(map(str, value))
-    draft.take(key, max(0, value) if number and key == "checkpoint.every" else value, name)
+    never = key in ("checkpoint.every", "eval.every") and amount is not None and amount < 0  # only the last step
+    draft.take(key, 0 if never else value, name)
+
+
+def _take_part(draft: Draft, most: Any, name: str) -> None:
+    """Set data.split to the first rows of what it was. most: their number; 0 or less: all."""
+    number = next(numbers_of(most), None)
+    if number is None or number != int(number):
+        draft.left[name] = draft.advice(name) or ""
+    elif number > 0:
+        whole = str(draft.value("data.split") or "").partition("[")[0]
+        draft.take("data.split", f"{whole}[:{int(number)}]", name, f"{draft.entry(name)}: the first")
+
+
+def _take_push(draft: Draft, found: Mapping[str, Any]) -> None:
+    """Set checkpoint.push from push_to_hub and hub_model_id; drop what belongs to it if nothing is pushed."""
+    by_entry = {draft.entry(name): (name, value) for name, value in found.items()}
+    name, repository = by_entry.get("hub_model_id", ("hub_model_id", None))
+    alone = draft.trainer.name == "axolotl" and repository is not None  # where the name is the switch, too
+    switch, on = by_entry.get("push_to_hub", ("push_to_hub", alone))
+    if on is True and isinstance(repository, str) and "/" in repository:
+        draft.left.pop(switch, None), draft.left.pop(name, None)
+        draft.take("checkpoint.push", repository, name)
+        if "checkpoint.push_at" not in draft.taken:
+            draft.take("checkpoint.push_at", "save", "hub_strategy", "hub_strategy: every_save by default")
+    elif on is True:
+        draft.left[switch] = "say `checkpoint.push`: OWNER/NAME, where nobody has to guess the owner."
 
 
 def _settle(draft: Draft, found: Mapping[str, Any]) -> None:
     """Settle keys that depend on one another."""
-    min_lr = next((name for name in found if entry_of(name) == "min_lr"), None)
+    lowest_rates = ("min_lr", "lr_scheduler_kwargs.min_lr")
+    min_lr = next((name for name in found if entry_of(name) in lowest_rates), None)
     lowest = next(numbers_of(found.get(min_lr or "")), None)
     peak = next(numbers_of(draft.value("optimizer.lr")), None)
     if min_lr is not None and lowest is not None and peak:
@@ -242,7 +288,18 @@ def _settle(draft: Draft, found: Mapping[str, Any]) -> None:
     for loser, winner in rules_of(draft.schema).exclusive:
         if winner in draft.taken and loser in draft.taken:
             draft.drop(loser, f"{winner} replaces it.")
-    if "schedule.decay_ratio" in draft.taken:
+    wrapped = draft.value("fsdp.wrap")
+    if isinstance(wrapped, list) and {*wrapped} <= {"embedding", "head"}:
+        draft.taken["fsdp.wrap"] = (["layers", *wrapped], *draft.taken["fsdp.wrap"][1:])  # the layers are units anyway
+    if (
+        "schedule.decay_ratio" in draft.taken and draft.value("schedule.name") == "wsd"
+    ):  # verl's, of what follows warm-up
+        share, origin, name = draft.taken["schedule.decay_ratio"]
+        rest = 1 - (draft.value("schedule.warmup_ratio") or 0)
+        draft.take(
+            "schedule.decay_ratio", float(f"{share * rest:.6g}"), name, f"{origin}: {share} of the steps after warm-up"
+        )
+    elif "schedule.decay_ratio" in draft.taken:
         draft.take("schedule.name", "wsd", "decay_ratio", "constant, then the decay of decay_ratio")
     elif "schedule.decay" in draft.taken:  # decay right after warm-up: the schedule of that name
         shape, _, name = draft.taken.pop("schedule.decay")
@@ -309,6 +366,26 @@ def _drop_idle(draft: Draft) -> None:
     for rule in rules_of(draft.schema).inert:
         if rule.key in draft.taken and rule.when(config):
             draft.drop(rule.key, f"{rule.key} would have no effect: {rule.because}.")
+
+
+def _mark_defaults(draft: Draft) -> None:
+    """Name, beside each default of the trainer, a value of the old config that says the same and was not taken over."""
+    for name, advice in draft.left.items():
+        for key in _KEY.findall(advice):
+            if key in draft.taken and draft.taken[key][1] == f"{draft.trainer.short}'s default":
+                value, origin, of = draft.taken[key]
+                draft.taken[key] = (value, f"{origin}; but see {name} below", of)
+
+
+def _opened(node: Node) -> Iterator[tuple[str, Any]]:
+    """(Dotted name, value) of a file. Text that is JSON of a mapping, as arguments may be written, is one."""
+    for name, value in leaves_of(node):
+        if isinstance(value, str) and value[:1] == "{" and value[-1:] == "}":
+            inside = read_value(value, node.where)
+            if inside.is_section:
+                yield from leaves_of(inside, name)
+                continue
+        yield name, value
 
 
 def _read(path: str) -> Node:

@@ -1,5 +1,5 @@
 """Reads the options and overrides of a shell script as a config: --lr 1e-5 and optim.lr=1e-5. The script is not
-run."""
+run. Of `if` and `case` the branch counts that a run without arguments would take."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from weft.config.yaml12 import Node, node_of, read_value
@@ -37,8 +38,81 @@ def read_script(path: str) -> Node:
 
 def _found(text: str) -> dict[str, list[str]]:
     """The last values of each option and override. Raises ValueError for text that no shell would read."""
-    variables = {"HOME": os.path.expanduser("~")}
-    return {name: given for words in _lines(text) for name, given in _values(_arguments(words, variables))}
+    variables, branches = {"HOME": os.path.expanduser("~")}, _Branches()
+    found: dict[str, list[str]] = {}
+    for words in _lines(text):
+        found |= _values(_arguments(branches.rest(words, variables), variables))
+    return found
+
+
+class _Branches:
+    """The `if` and `case` blocks around a line. blocks: [the block's word (None for `if`), whether a branch of it was
+    taken before, whether the present branch is taken] of each, outermost first."""
+
+    def __init__(self) -> None:
+        self.blocks: list[tuple[str | None, bool, bool]] = []
+
+    def rest(self, words: Sequence[str], variables: dict[str, str]) -> Sequence[str]:
+        """The words of a line that are a command in a branch that is taken; [] for others."""
+        if not words:
+            return []
+        first, rest = words[0], words[1:]
+        block, done, _ = self.blocks[-1] if self.blocks else (None, False, True)
+        if first == "if":
+            self.blocks.append((None, holds := _holds(rest, variables), holds))
+        elif first == "case":
+            self.blocks.append((_without(rest[0], variables) if rest else "", False, False))
+        elif first in ("fi", "esac") and self.blocks:
+            self.blocks.pop()
+        elif first == "elif" and self.blocks:
+            holds = not done and _holds(rest, variables)
+            self.blocks[-1] = (block, done or holds, holds)
+        elif first == "else" and self.blocks:
+            self.blocks[-1] = (block, True, not done)
+            return self.rest(rest, variables)
+        elif block is not None and first.endswith(")") and "(" not in first:
+            holds = not done and fnmatchcase(block, first[:-1])
+            self.blocks[-1] = (block, done or holds, holds)
+            return self.rest(rest, variables)
+        elif first == "then":
+            return self.rest(rest, variables)
+        else:
+            return words if all(taken for _, _, taken in self.blocks) else []
+        return []
+
+
+def _holds(words: Sequence[str], variables: dict[str, str]) -> bool:
+    """Whether a test holds, as in [ "$A" = fsdp ]; False for what is known only where the script runs."""
+    if len(words) < 3 or words[0] not in ("[", "[[", "test"):
+        return False
+    inside = [_without(word, variables) for word in (words[1:] if words[0] == "test" else words[1:-1])]
+    negated, inside = inside[0] == "!", inside[1:] if inside[0] == "!" else inside
+    if len(inside) == 2 and inside[0] in ("-z", "-n"):
+        return (bool(inside[1]) == (inside[0] == "-n")) != negated
+    return len(inside) == 3 and _compares(*inside) != negated
+
+
+def _compares(left: str, operator: str, right: str) -> bool:
+    if operator in ("=", "=="):
+        return fnmatchcase(left, right)
+    if operator == "!=":
+        return not fnmatchcase(left, right)
+    number = {
+        "-eq": int.__eq__,
+        "-ne": int.__ne__,
+        "-gt": int.__gt__,
+        "-ge": int.__ge__,
+        "-lt": int.__lt__,
+        "-le": int.__le__,
+    }
+    if operator in number and left.lstrip("-").isdigit() and right.lstrip("-").isdigit():
+        return bool(number[operator](int(left), int(right)))
+    return False
+
+
+def _without(word: str, variables: dict[str, str]) -> str:
+    """A word with its variables substituted, those that are not known by nothing, as a shell does."""
+    return _VARIABLE.sub(lambda match: match[3] or "", _expanded(word, variables))
 
 
 def _lines(text: str) -> Iterator[list[str]]:
