@@ -63,6 +63,15 @@ EFFECTS: dict[str, tuple[str, str]] = {
     "data.columns": ("which columns are read as which", "test_sources.py::test_rows_of_other_trainers"),
     "data.sources": ("which sources are trained, and how much of each", "test_sources.py::test_several_sources"),
     "data.roles": ("who speaks", "test_sources.py::test_the_mapping_of_roles_that_an_error_proposes_mends_it"),
+    "data.message_keys": ("which keys messages have", "test_messages.py::test_keys_of_other_names_are_mapped"),
+    "data.ignore": (
+        "what is left out on purpose",
+        "test_messages.py::test_keys_and_columns_that_are_left_out_on_purpose",
+    ),
+    "data.system": (
+        "the default system prompt",
+        "test_messages.py::test_a_system_message_by_column_and_by_default",
+    ),
     "data.train_on": ("which tokens the loss falls on", "test_masks.py::test_train_on"),
     "data.chat_template": ("how conversations are rendered", "test_masks_templates.py::test_a_template_of_a_file"),
     "data.template_kwargs": (

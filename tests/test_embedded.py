@@ -15,6 +15,7 @@ from tests.resuming import Sections
 from tests.toy_tokenizers import byte_tokenizer, chat, write_jsonl
 from weft.data.encode import Encoding
 from weft.data.ends import configured_ends
+from weft.data.messages import MessageRules
 from weft.data.prompts import load_prompts
 from weft.engine.document import Document
 from weft.errors import UserError
@@ -163,7 +164,7 @@ def test_prompts_have_the_roles_of_the_data(tmp_path: Path) -> None:
     theirs = {"messages": [{"from": "visitor", "value": "a"}, {"from": "clerk", "value": "b"}]}
     path = write_jsonl(tmp_path / "p.jsonl", theirs, {"prompt": [{"role": "visitor", "content": "a"}]})
     roles = {"visitor": "user", "clerk": "assistant"}
-    first, second = load_prompts(path, byte_tokenizer(), roles=roles)
+    first, second = load_prompts(path, byte_tokenizer(), rules=MessageRules(roles=roles))
     (plain,) = load_prompts(["a"], byte_tokenizer())
     assert first == second == plain
 
@@ -176,7 +177,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "no messages": ({"messages": []}, r"p\.jsonl:2: `messages` is empty"),
     "answers alone": (chat(("assistant", "a")), r"p\.jsonl:2: holds no message that could be answered"),
     "a message of another shape": ({"messages": ["a"]}, r"p\.jsonl:2: message 1 must be an object"),
-    "a role that the template does not know": (chat(("tool", "a")), r"p\.jsonl:2: .* refused this chat: no tools"),
+    "a role that the template does not know": (chat(("tool", "a")), r"p\.jsonl:2: .* refused this document: no tools"),
     "a role that weft does not know": (
         chat(("human", "a")),
         r"p\.jsonl:2: message 1: .* Set data\.roles={human: user}",

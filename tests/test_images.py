@@ -294,7 +294,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "more images": (user("<image>a", images=["a", "b"]), "has 2 images in `images` and 1 place for them"),
     "more places": (user("<image>a<image>", images=["a"]), "has 1 image in `images` and 2 places"),
     "no image": (user([{"type": "image"}]), "has 0 images in `images` and 1 place"),
-    "another column": (user([{"type": "image"}], image="a"), "Set data.columns={images: image}."),
+    "another column": (user([{"type": "image"}], pictures="a"), "has 0 images in `images` and 1 place"),
+    "a column without a place": (user("a", image="a"), "Set data.columns={images: image}"),
+    "pixels of one": (
+        user([{"type": "image", "image": "a.png", "max_pixels": 9}]),
+        "`max_pixels` of an image is not read: set data.image_pixels",
+    ),
     "null": (user("<image>a", images=[None]), "`images` holds null"),
     "number": (user("a", images=[3]), "an image is a path, a data: URI, base64, or {bytes, path}"),
     "bad base64": (user([{"type": "image", "image": "data:image/png;base64,@@"}]), "is not valid base64"),

@@ -63,7 +63,10 @@ _ONE_TURN = (
     "CALLS_TEXT_{% if not m.tool_calls %}END_{% endif %}RESULTS_{% endif %}{% endfor %}" + ASKING
 )
 _PIECES = {
-    "CALLS_": "{% for c in m.tool_calls or [] %}{{ '<call>' + c.function.name + '</call>' }}{% endfor %}",
+    "CALLS_": (
+        "{% for c in m.tool_calls or [] %}{{ '<call>' + c.function.name + (c.function.arguments.values() | join) + "
+        "'</call>' }}{% endfor %}"
+    ),
     "TEXT_": "{{ m.content }}",
     "END_": "{{ '<|end|>' }}",
     "RESULTS_": (
@@ -89,9 +92,9 @@ def one_turn(*marked: str) -> str:
 def test_a_tools_result_that_the_template_writes_into_a_turn_is_left_out_by_markers() -> None:
     chat = {"messages": [user("Time?"), CALL, RESULT, answer("Noon."), user("Thanks"), answer("Yes.")]}
     marked = encoder(one_turn("CALLS_", "TEXT_", "END_"))
-    assert "".join(trained(marked, chat)) == "<call>get_time</call>Noon.<|end|>Yes.<|end|>"
+    assert "".join(trained(marked, chat)) == "<call>get_timeRome</call>Noon.<|end|>Yes.<|end|>"
     both = {"messages": [user("Time?"), CALL, RESULT, {**RESULT, "content": "13:00"}, answer("Noon.")]}
-    assert "".join(trained(marked, both)) == "<call>get_time</call>Noon.<|end|>"
+    assert "".join(trained(marked, both)) == "<call>get_timeRome</call>Noon.<|end|>"
     for template in (one_turn(), one_turn("CALLS_", "TEXT_", "END_", "RESULTS_")):
         with pytest.raises(UserError, match=r"the template writes message 3 into an answer|does not (begin|end) as"):
             trained(encoder(template), chat)
@@ -256,7 +259,7 @@ def test_a_day_is_asked_for_only_where_it_is_written() -> None:
             "text of message 2",
         ),
         ("{% for m in messages[1:] %}" + PLAIN[21:], CHATS["system"]["messages"], "text of message 1"),
-        (PLAIN + "{# thinking #}", CHATS["thinking"]["messages"], "leaves out what message 4 thinks"),
+        (PLAIN + "{# thinking #}", CHATS["thinking"]["messages"], "leaves out what message 2 thinks"),
         (
             PLAIN.replace("m.content", "m.content.split('</think>')[-1]"),
             [user("1?"), answer("<think>Hm.</think>One.")],

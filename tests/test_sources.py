@@ -20,7 +20,7 @@ from weft.config import SftConfig, load_config
 from weft.config.schema import DataConfig, SourceConfig
 from weft.data import sources as sources_module
 from weft.data.documents import Documents, lengths_of, load_documents, shares_of
-from weft.data.messages import read_messages
+from weft.data.messages import MessageRules, read_messages
 from weft.data.records import Reading, Record
 from weft.data.sources import in_memory, open_source
 from weft.errors import UserError
@@ -369,7 +369,7 @@ def test_a_role_of_the_templates_own_is_mapped_to_itself() -> None:
         {"role": "document", "content": "b"},
         {"role": "assistant", "content": "c"},
     ]
-    assert read_messages("d:1", "messages", own, {"document": "document"}) == own
+    assert read_messages("d:1", "messages", own, MessageRules({"document": "document"})) == own
 
 
 def test_nulls_of_a_table_are_not_there(tmp_path: Path) -> None:

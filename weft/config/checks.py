@@ -16,6 +16,7 @@ from weft.config.sources import (
     HUB_NAME,
     column_problems,
     is_hub_name,
+    key_problems,
     role_problems,
     source_name,
     source_problems,
@@ -499,6 +500,9 @@ def _group_problems(group: Any) -> Iterator[str]:
 
 def _source_problems(data: Any, free: bool) -> Iterator[tuple[str, str]]:
     yield from (("data.roles", f"data.roles: {text}") for text in role_problems(data.roles))
+    yield from (("data.message_keys", f"data.message_keys: {text}") for text in key_problems(data.message_keys))
+    if data.system is not None and not data.system.strip():
+        yield "data.system", "data.system is blank: write the system prompt, or leave it out."
     if data.sources is not None:
         yield from (("data.sources", f"data.sources: {text}") for text in source_problems(data.sources, free=free))
         return

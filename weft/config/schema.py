@@ -230,6 +230,19 @@ class DataConfig:
         "`gpt` are known.",
         default_factory=dict,
     )
+    message_keys: dict[str, str] = key(  # noqa: RUF009 - key() is dataclasses.field()
+        "Which key of a message holds what, where they have other names: weft's name -> theirs, as in {role: speaker, "
+        "content: text}. ShareGPT's `from` and `value` are known.",
+        default_factory=dict,
+    )
+    ignore: tuple[str, ...] = key(
+        "Columns, and keys of messages, parts and calls, that are left out on purpose, as in [mask, label]. One that "
+        "weft does not read, and that may change what is trained, is an error otherwise.",
+        (),
+    )
+    system: str | None = key(
+        "Default system prompt: put before the messages of every row that has no message of the system.", None
+    )
     train_on: Literal["answers", "last", "all"] = key(
         "What the loss falls on: `answers`, every message of the assistant that is not `train: false`, or the "
         "completion; `last`, the last of them; `all`, every token.",

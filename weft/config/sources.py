@@ -91,6 +91,22 @@ def role_problems(roles: Mapping[str, str]) -> Iterator[str]:
             yield f"{theirs}: {show(ours)} is none of {', '.join(ROLES)}, nor {theirs} itself.{turned}"
 
 
+MESSAGE_KEYS = ("role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name", "train")
+
+
+def key_problems(keys: Mapping[str, str]) -> Iterator[str]:
+    """The problems of data.message_keys, weft's key -> theirs: keys of messages that weft does not know, or two that
+    are to come from one."""
+    for ours, theirs in keys.items():
+        if ours not in MESSAGE_KEYS:
+            turned = f" Weft's name comes first: {{{theirs}: {ours}}}." if theirs in MESSAGE_KEYS else ""
+            yield f"{ours} is no key of a message of weft; it has {', '.join(MESSAGE_KEYS)}.{turned}"
+        elif not theirs:
+            yield f"{ours}: {show(theirs)} names no key."
+    for name in sorted({name for name in keys.values() if list(keys.values()).count(name) > 1}):
+        yield f"{show(dict(keys))} reads {name} twice: keep one."
+
+
 def source_problems(sources: Sequence[Any], path: str = "data.path", free: bool = False) -> Iterator[str]:
     """The problems of data.sources or a similar key. path: the key that it replaces. free: as in column_problems."""
     if not sources:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,6 +18,7 @@ from jinja2.visitor import NodeTransformer
 
 from weft.config.paths import near_names
 from weft.config.schema import DataConfig
+from weft.data.messages import THOUGHTS
 from weft.data.template_bounds import Bounded, UnboundedError, bound
 from weft.errors import UserError, first_line
 from weft.files import regular_file
@@ -74,6 +76,10 @@ class Lost(Unclear):
     """A rendering omits some text of its conversation."""
 
 
+class PythonArguments(Lost):
+    """A rendering has the arguments of a call as Python writes a dict: the template wants them as JSON text."""
+
+
 class ChatTemplate:
     """A Jinja chat template, with transformers' filters and globals, that records what it writes for which message.
 
@@ -92,6 +98,15 @@ class ChatTemplate:
         self._variables = dict(variables)
         self._words = frozenset(re.findall(r"\w+", source))
         self._read_as: dict[tuple[str, bool], bool] = {}
+        self._thoughts: dict[str, bool] = {}
+        self._older_calls = self.names("function_call") and not self.names("tool_calls")
+        # Another name of thoughts, for templates that read none of the two that all messages have.
+        self.reads_thoughts = self.names("reasoning_content") or self.names("thinking")
+        self._thought = ""
+        if not self.reads_thoughts:
+            named = (name for name in THOUGHTS if re.search(rf"""(\.|\[['"]|\(['"]){name}\b""", source))
+            self._thought = next(named, "")
+            self.reads_thoughts = bool(self._thought)
         self.has_markers = bool(GENERATION_TAG.search(source))
         # Markers inside macros get no notes; transformers' own tracker finds those.
         self._track: Any = environment.activate_tracker if noted.unseen_markers else None
@@ -99,6 +114,33 @@ class ChatTemplate:
     def names(self, word: str) -> bool:
         """Whether the template uses a variable or attribute of this name."""
         return word in self._words
+
+    def has_thoughts(self, kwargs: Mapping[str, Any]) -> bool:
+        """Whether the template renders what an answer thinks while the conversation is at it: in its first turn, in a
+        later one, or before a call's result. Cached."""
+        key = json.dumps(kwargs, sort_keys=True, default=str) if kwargs else ""
+        if key not in self._thoughts:
+            user, thought = {"role": "user", "content": "question"}, {"reasoning_content": _PROBE, "thinking": _PROBE}
+            answer = {"role": "assistant", "content": "answer"}
+            call = {"type": "function", "id": "abcdefghi", "function": {"name": "f", "arguments": {}}}
+            chats: list[list[dict[str, Any]]] = [
+                [user, answer | thought],
+                [user, answer, user, answer | thought],
+                [user, {"role": "assistant", "content": "", "tool_calls": [call]} | thought],
+            ]
+            self._thoughts[key] = any(self._has_probe(chat, kwargs) for chat in chats)
+        return self._thoughts[key]
+
+    def _has_probe(self, messages: Sequence[Mapping[str, Any]], kwargs: Mapping[str, Any]) -> bool:
+        try:
+            return _PROBE in self.render(messages, kwargs).text
+        except RenderError:
+            return False
+
+    @property
+    def reads_calls(self) -> bool:
+        """Whether the template names calls, in one of their two forms."""
+        return self.names("tool_calls") or self._older_calls
 
     def render(
         self,
@@ -125,7 +167,14 @@ class ChatTemplate:
 
     def _as_read(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
         """The message with its content as a list of parts, if the data gave a list or the template reads no plain text
-        (SmolVLM, Idefics3, LLaVA-NeXT); unchanged if the template reads no lists."""
+        (SmolVLM, Idefics3, LLaVA-NeXT); unchanged if the template reads no lists. Thoughts and calls get the names that
+        the template reads."""
+        if self._thought and "thinking" in message:
+            message = {**message, self._thought: message["thinking"]}
+        if self._older_calls and message.get("role") == "tool":
+            message = {**message, "role": "function"}
+        elif self._older_calls and len(message.get("tool_calls", ())) == 1:
+            message = {**message, "function_call": message["tool_calls"][0]["function"]}
         content = message.get("content")
         if not isinstance(content, str):
             return message

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from weft.config.sources import BESIDE, FORMATS
+from weft.data.row_columns import MEANT
 from weft.errors import UserError
 
 _OPTIONAL = ("input", *BESIDE)
@@ -18,7 +19,7 @@ def renamed(where: str, row: Mapping[str, Any], columns: Mapping[str, str]) -> d
     table may hold several. Raises UserError if a required path is not in the row.
     """
     named = [form for form, names in FORMATS.items() if any(name in columns for name in names)]
-    kept = {name for form in named or FORMATS for name in FORMATS[form]} | set(BESIDE)
+    kept = {name for form in named or FORMATS for name in FORMATS[form]} | {*BESIDE, *MEANT}
     out = {name: value for name, value in row.items() if name not in columns and (name in kept or not named)}
     for name, path in columns.items():
         value = _find(where, row, name, path)

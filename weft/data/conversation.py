@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from weft.data.messages import Parts, is_plain
+from weft.data.messages import Parts, check_arguments, is_plain
 from weft.data.records import Record
-from weft.errors import UserError
+from weft.errors import BadRowError, UserError
 from weft.strict_json import JsonError, parse
 
 TrainOn = Literal["answers", "last", "all"]
@@ -41,7 +41,7 @@ def is_chat(record: Record) -> bool:
 
 
 def conversation(record: Record, train_on: TrainOn, *, text_arguments: bool = False) -> Conversation:
-    """The conversation of a chat record (see is_chat). Raises UserError.
+    """The conversation of a chat record (see is_chat). Raises BadRowError.
 
     text_arguments: give the arguments of tool calls as JSON text, which some templates need, instead of as objects.
     """
@@ -66,14 +66,14 @@ def _trained(where: str, messages: Sequence[Mapping[str, Any]], first: int, trai
     for number, message in enumerate(messages, start=1):
         flag = message.get("train")
         if flag is not None and not isinstance(flag, bool):
-            raise UserError(f"{where}: message {number}: `train` must be true or false, not {json.dumps(flag)}.")
+            raise BadRowError(f"{where}: message {number}: `train` must be true or false, not {json.dumps(flag)}.")
         if flag and (message["role"] != "assistant" or number <= first):
-            raise UserError(
+            raise BadRowError(
                 f"{where}: message {number} says `train: true`, but only answers of the assistant can be trained. "
                 "Remove it, or say data.train_on: all."
             )
         if flag is False and train_on == "all":
-            raise UserError(
+            raise BadRowError(
                 f"{where}: message {number} says `train: false`, and data.train_on: all trains every token. Remove "
                 "one of them."
             )
@@ -111,20 +111,21 @@ def _call(where: str, raw: Mapping[str, Any], text_arguments: bool) -> dict[str,
     """The call as {"type": "function", "function": {"name", "arguments"}}; missing parts are filled in."""
     call = {key: value for key, value in raw.items() if value is not None}
     function = dict(call.get("function") or {key: call.pop(key) for key in ("name", "arguments") if key in call})
-    arguments = function.get("arguments")
-    if arguments is None:
-        arguments = {}
-    if isinstance(arguments, str) and not text_arguments:
-        arguments = _from_json(where, "arguments", arguments)
-    elif text_arguments and not isinstance(arguments, str):
-        arguments = json.dumps(arguments, ensure_ascii=False)
+    given = function.get("arguments")
+    try:
+        arguments: Any = check_arguments(where, given)
+    except UserError as error:
+        raise BadRowError(str(error)) from None
+    if text_arguments:  # the user's own text, if it is one: templates write it as it stands
+        is_text = isinstance(given, str) and given.strip() and arguments
+        arguments = given if is_text else json.dumps(arguments, ensure_ascii=False)
     return {"type": "function", **call, "function": {**function, "arguments": arguments}}
 
 
 def _tools(where: str, raw: Any) -> list[Any] | None:
     tools = _from_json(where, "tools", raw)
     if tools is not None and not isinstance(tools, list):
-        raise UserError(f"{where}: `tools` must be a list of functions (JSON schemas).")
+        raise BadRowError(f"{where}: `tools` must be a list of functions (JSON schemas).")
     return tools or None
 
 
@@ -134,4 +135,4 @@ def _from_json(where: str, name: str, raw: Any) -> Any:
     try:
         return parse(raw) if raw.strip() else None
     except JsonError as error:
-        raise UserError(f"{where}: `{name}` is no JSON: {error}.") from None
+        raise BadRowError(f"{where}: `{name}` is no JSON: {error}.") from None

@@ -7,7 +7,7 @@ import datetime
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from threading import Lock
 from typing import TYPE_CHECKING, Any
@@ -20,9 +20,11 @@ from weft.data.conversation import Conversation, TrainOn, conversation, is_chat
 from weft.data.image_files import Measured
 from weft.data.images import Images, Placed, of_text_alone, read_images, texts_of
 from weft.data.loss_mask import AssistantMasks, MaskedText
+from weft.data.messages import CALL_KEYS, FUNCTION_KEYS, is_harmless, is_plain, leave_out_key, unread_keys
 from weft.data.places import Place
 from weft.data.records import Record
 from weft.data.template_bounds import UnboundedError
+from weft.data.text_checks import TextChecks
 from weft.errors import BadRowError, UserError, first_line, is_panic, runs_own_code
 from weft.files import check_folder
 from weft.hub import check_model_is_there
@@ -158,29 +160,22 @@ class Encoder:
         return self._images.place(record, chat, sizes)
 
     def _rendered(self, record: Record) -> MaskedText:
-        """Renders with tool-call arguments as objects; if the template refuses, as JSON text. Raises BadRowError."""
+        """Renders with tool-call arguments as objects; if the template refuses or loses them, as JSON text. Raises
+        BadRowError."""
         chat = conversation(record, self.encoding.train_on)
         try:
             return self._find(record, chat)
         except UserError:
             raise
-        except RenderError as error:
+        except (RenderError, Lost) as error:
             if any("tool_calls" in message for message in chat.messages):
                 try:
                     return self._find(record, conversation(record, self.encoding.train_on, text_arguments=True))
-                except RenderError:
+                except (RenderError, Lost):
                     pass
-            raise BadRowError(
-                f"{record.where}: the chat template refused this document: {first_line(error)}. Change the messages, "
-                "or set data.chat_template."
-            ) from error
+            raise refused(record.where, error) from error
         except UnboundedError as error:
             raise BadRowError(unbounded(record.where, error)) from None
-        except Lost as error:
-            raise BadRowError(
-                f"{record.where}: {error}. This is the rendering:\n{_shown(error.rendering)}\nRemove that text, or set "
-                "data.chat_template (or data.template_kwargs) so that it is rendered."
-            ) from error
         except Unclear as error:
             raise BadRowError(
                 f"{record.where}: cannot tell which tokens are the assistant's: {error}. This is the rendering, with "
@@ -208,8 +203,32 @@ class Encoder:
                 [*self.tokenizer.all_special_tokens, *(token.content for token in added if token.special)],
                 [token.content for token in added if not token.special],
             )
-        _check_read(record.where, chat, self._answers[source].template)
+        template = self._answers[source].template
+        _check_read(record.where, chat, template, {**self.encoding.template_kwargs, **chat.kwargs})
         return self._answers[source]
+
+    def question(self, record: Record) -> tuple[Conversation, AssistantMasks, dict[str, Any]]:
+        """(a chat that is to be answered, the masks of its template, the template's variables). Everything that the
+        chat has is in its rendering. Raises BadRowError.
+
+        Arguments of calls are objects, or JSON text if the template refuses or loses them otherwise.
+        """
+        first: RenderError | Lost | None = None
+        for text_arguments in (False, True):
+            chat = conversation(record, "answers", text_arguments=text_arguments)
+            answers, kwargs = self.masks_of(record, chat), {**self.encoding.template_kwargs, **chat.kwargs}
+            try:
+                rendering = answers.template.render(chat.messages, kwargs, tools=chat.tools, ask=True)
+                TextChecks(answers.template, chat, kwargs, rendering, {}, ask=True).run()
+                return chat, answers, kwargs
+            except (RenderError, Lost) as error:
+                first = first or error
+                if not any("tool_calls" in message for message in chat.messages):
+                    break
+            except UnboundedError as error:
+                raise BadRowError(unbounded(record.where, error)) from None
+        assert first is not None
+        raise refused(record.where, first) from first
 
     def plain(self, texts: list[str]) -> list[list[int]]:
         """Token ids of texts, without special tokens."""
@@ -324,21 +343,66 @@ def _own_template(tokenizer: PreTrainedTokenizerBase, where: str, chat: Conversa
     return source
 
 
-def _check_read(where: str, chat: Conversation, template: ChatTemplate) -> None:
+def refused(where: str, error: RenderError | Lost) -> BadRowError:
+    """The error of a conversation that a template refused, or did not render whole."""
+    if isinstance(error, RenderError):
+        return BadRowError(
+            f"{where}: the chat template refused this document: {first_line(error)}. Change the messages, or set "
+            "data.chat_template."
+        )
+    return BadRowError(
+        f"{where}: {error}. This is the rendering:\n{_shown(error.rendering)}\nRemove that from the document, or set "
+        "data.chat_template (or data.template_kwargs) so that it is rendered."
+    )
+
+
+def _check_read(where: str, chat: Conversation, template: ChatTemplate, kwargs: Mapping[str, Any]) -> None:
     """Raises BadRowError if messages have a part that the template never reads: it would be lost silently."""
     advice = "Remove it, or set data.chat_template to one that does."
     if chat.tools and not template.names("tools"):
         raise BadRowError(f"{where}: has `tools`, which the chat template does not render. {advice}")
     for number, message in enumerate(chat.messages, start=1):
-        if "tool_calls" in message and not template.names("tool_calls"):
+        if is_plain(message):
+            continue
+        if "tool_calls" in message and not template.reads_calls:
             raise BadRowError(
                 f"{where}: message {number} has `tool_calls`, which the chat template does not render. {advice}"
             )
-        if message.get("thinking") and not (template.names("thinking") or template.names("reasoning_content")):
+        if message.get("thinking") and not template.reads_thoughts:
             raise BadRowError(
                 f"{where}: message {number} has `reasoning_content`, which the chat template does not render. Write it "
                 "into `content` as the model is to say it, remove it, or set data.chat_template to one that does."
             )
+        for what, name, without in _without_unread(chat, number - 1):
+            if not template.names(name) or _renders_alike(template, chat, without, kwargs):
+                raise BadRowError(
+                    f"{where}: message {number}{what} has `{name}`, which neither weft nor the chat template reads. "
+                    f"{leave_out_key(name)}"
+                )
+
+
+def _without_unread(chat: Conversation, place: int) -> Iterator[tuple[str, str, Conversation]]:
+    """Yields (which call, the key, the conversation without it) for each key that only the template could read."""
+    message = chat.messages[place]
+    for name in unread_keys(message):
+        yield "", name, chat.replaced(place, **{name: None})
+    for number, call in enumerate(message.get("tool_calls", ())):
+        function = call["function"]
+        for where, keys, known in ((call, "call", CALL_KEYS), (function, "function", FUNCTION_KEYS)):
+            for name in (name for name, value in where.items() if name not in known and not is_harmless(name, value)):
+                left = {key: value for key, value in where.items() if key != name}
+                changed = left if keys == "call" else {**call, "function": left}
+                calls = [*message["tool_calls"][:number], changed, *message["tool_calls"][number + 1 :]]
+                yield f", call {number + 1}", name, chat.replaced(place, tool_calls=calls)
+
+
+def _renders_alike(template: ChatTemplate, chat: Conversation, other: Conversation, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a template renders two conversations alike; False if it refuses one of them."""
+    try:
+        one, two = (template.render(c.messages, kwargs, tools=c.tools).text for c in (chat, other))
+    except RenderError:
+        return False
+    return one == two
 
 
 def _chat_backend(tokenizer: PreTrainedTokenizerBase, where: str) -> Any:

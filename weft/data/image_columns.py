@@ -35,6 +35,8 @@ _OF_EACH_VIDEO = (
     "resized_width", "video_start", "video_end",
 )  # fmt: skip
 
+_OF_EACH_IMAGE = ("min_pixels", "max_pixels", "resized_height", "resized_width")
+
 
 @dataclass(frozen=True, slots=True)
 class Image:
@@ -103,7 +105,12 @@ def take_images(
     folder: paths are relative to it. Raises UserError for an invalid image or video, and if a column does not have as
     many as there are places for it.
     """
-    columns = {kind: _column(where, kind, row, folder) for kind in _KINDS}
+    columns = {
+        kind: _column(
+            where, kind, row, folder, row.get(kind.name) is not None and any(_places(m, kind) for m in messages)
+        )
+        for kind in _KINDS
+    }
     if not any(columns.values()) and not any(isinstance(message.get("content"), list) for message in messages):
         return list(messages), ()
     marked = [kind for kind in _KINDS if columns[kind]]
@@ -148,8 +155,10 @@ def _check_counts(where: str, row: Mapping[str, Any], kind: _Kind, found: int, p
     )
 
 
-def _column(where: str, kind: _Kind, row: Mapping[str, Any], folder: str) -> list[Image | Video]:
-    given = decoded(where, kind.column, row.get(kind.column))
+def _column(where: str, kind: _Kind, row: Mapping[str, Any], folder: str, marked: bool) -> list[Image | Video]:
+    """The images or videos of their column. marked: whether the texts have places for them."""
+    name = kind.name if row.get(kind.column) is None and marked else kind.column  # LLaVA's data have a column `image`
+    given = decoded(where, name, row.get(name))
     if given is None:
         return []
     listed = list(given) if isinstance(given, list | tuple) else [given]
@@ -199,6 +208,8 @@ def _image(where: str, given: Any, folder: str) -> Image:
     if isinstance(given, Mapping):
         found = next((key for key in ("bytes", *_IMAGE.keys) if given.get(key) is not None), None)
         if found is not None:
+            if own := [key for key in _OF_EACH_IMAGE if given.get(key) is not None]:
+                raise UserError(f"{where}: `{own[0]}` of an image is not read: set data.image_pixels, for all images.")
             return _image(where, given[found], folder)
     if isinstance(given, bytes | bytearray | memoryview):
         return Image(data=bytes(given))

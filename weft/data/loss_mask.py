@@ -62,15 +62,19 @@ class AssistantMasks:
     def find(self, chat: Conversation, kwargs: Mapping[str, Any]) -> MaskedText:
         """The conversation's text and trained spans. Raises Unclear if the spans are ambiguous, and RenderError."""
         rendering = self.template.render(chat.messages, kwargs, tools=chat.tools)
+        text, spans = rendering.text, dict[int, list[Span]]()
         if not chat.trained:
+            TextChecks(self.template, chat, kwargs, rendering, spans).run()
             return MaskedText(rendering.text, ())
         if self.template.has_markers:
             spans = _within_markers(chat, rendering)
             TextChecks(self.template, chat, kwargs, rendering, spans).run()
             return MaskedText(rendering.text, tuple(span for message in spans.values() for span in message))
         if not rendering.regions and not rendering.scattered:
-            return MaskedText(*MasksByComparison(self.template, self.specials, self.added, chat, kwargs).find())
-        text, spans = rendering.text, {}
+            text, compared = MasksByComparison(self.template, self.specials, self.added, chat, kwargs).find()
+            spans = {place: [span] for place, span in zip(chat.trained, compared, strict=True)}
+            TextChecks(self.template, chat, kwargs, rendering, spans).run()
+            return MaskedText(text, compared)
         for place in chat.trained:
             (start, end), ending = self._answer(chat, kwargs, rendering, place)
             text += ending  # only of the last answer: the template writes this end of turn with the next question
@@ -79,9 +83,10 @@ class AssistantMasks:
         return MaskedText(text, tuple(span for [span] in spans.values()))
 
     def whole(self, chat: Conversation, kwargs: Mapping[str, Any]) -> MaskedText:
-        """The conversation's text, with one trained span over all of it. Raises RenderError."""
-        text = self.template.render(chat.messages, kwargs, tools=chat.tools).text
-        return MaskedText(text, ((0, len(text)),))
+        """The conversation's text, with one trained span over all of it. Raises Lost, and RenderError."""
+        rendering = self.template.render(chat.messages, kwargs, tools=chat.tools)
+        TextChecks(self.template, chat, kwargs, rendering, {}).run()
+        return MaskedText(rendering.text, ((0, len(rendering.text)),))
 
     def _answer(
         self, chat: Conversation, kwargs: Mapping[str, Any], rendering: Rendering, place: int
@@ -158,10 +163,11 @@ class AssistantMasks:
         at = full.text.find(SENTINEL)
         if full.text.count(SENTINEL) != 1 or not start <= at < end:
             raise Unclear(f"the text of message {place + 1} is not where the template renders this message", full)
-        if place - 1 in asked.regions:
-            prompt = asked.text[asked.regions[place - 1][1] :]
-        elif asked.text.startswith(full.text[:start]):
+        # The prompt may be written behind the loop over messages, or in it, while the loop is at the last message.
+        if asked.text.startswith(full.text[:start]):
             prompt = asked.text[start:]
+        elif place - 1 in asked.regions:
+            prompt = self._prompt_behind(chat, kwargs, place - 1, asked)
         else:
             raise Unclear(f"the template renders messages 1 to {place} otherwise when they are alone", asked)
         header = common_header(full.text[start:at], prompt, (*self.specials, *self.added))
@@ -170,6 +176,13 @@ class AssistantMasks:
         closing = full.text[at + len(SENTINEL) : end].rstrip()
         headers = tuple(dict.fromkeys((prompt, header)))
         return TurnFormat(headers, (closing,), "" if closing else self._follower(full.text, end, headers) or "")
+
+    def _prompt_behind(self, chat: Conversation, kwargs: Mapping[str, Any], place: int, asked: Rendering) -> str:
+        """The generation prompt that follows message `place`, the last one of the rendering `asked`."""
+        behind = asked.text[asked.regions[place][1] :]
+        plain = self.template.render(chat.messages[: place + 1], kwargs, tools=chat.tools).of(place)
+        inside = asked.of(place)
+        return inside[len(plain) :] + behind if plain and inside.startswith(plain) else behind
 
     def _follower(self, text: str, end: int, headers: Sequence[str]) -> str | None:
         """The special token at `end`, which begins the next turn and so ends this one; None if answers begin with it,

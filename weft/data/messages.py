@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
 from weft.config.sources import ROLES
@@ -17,14 +17,77 @@ Message = dict[str, Any]
 # ShareGPT's names of the roles, as datasets and LLaMA-Factory use them.
 SPEAKERS = {
     "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant",
-    "system": "system", "tool": "tool", "observation": "tool", "function_response": "tool",
-    "function_call": "assistant",
+    "system": "system", "tool": "tool", "observation": "tool", "function_response": "tool", "tool_response": "tool",
 }  # fmt: skip
+# Roles of messages whose content is the JSON of a call (ShareGPT, ms-swift), and of messages that hold its result.
+CALL_ROLES = ("function_call", "tool_call")
+RESULT_ROLES = ("tool_response", "function_response")
 # Other names of roles: only used for the data.roles that an error message proposes.
 _LIKELY = {
     **SPEAKERS, "prompter": "user", "instruction": "user", "question": "user", "bot": "assistant", "ai": "assistant",
     "model": "assistant", "answer": "assistant", "chatbot": "assistant", "response": "assistant",
 }  # fmt: skip
+# Other names of the keys of a message: only used for the data.message_keys that an error message proposes.
+_LIKELY_KEYS = {
+    "role": ("role", "speaker", "from", "author", "sender", "user_type", "type", "name"),
+    "content": ("content", "text", "value", "message", "body", "utterance", "msg"),
+}
+
+# Names of what an answer thinks: DeepSeek, Qwen; gpt-oss, Anthropic, Ollama; OpenRouter, vLLM, Gemma 4; others.
+THOUGHTS = (
+    "reasoning_content", "thinking", "reasoning", "thought", "thoughts", "thinking_content", "reasoning_text", "think",
+)  # fmt: skip
+# Marks of an answer that is trained (1, true) or not (0, false): axolotl, its older default, ms-swift and xtuner, slime
+# and Miles, OpenAI and Together, others.
+_MARKS = (
+    "train", "training", "loss", "step_loss_mask", "loss_mask", "weight", "loss_weight", "loss_scale", "trainable",
+    "trained", "is_trained", "should_train",
+)  # fmt: skip
+_OPPOSITE_MARKS = ("masked",)  # torchtune: true is not trained
+# Marks of parts of a text (axolotl), and one that some use for what is trained and others for what is not.
+_REFUSED_MARKS = {
+    "train_detail": "weft trains a whole answer or none of it",
+    "training_detail": "weft trains a whole answer or none of it",
+    "reasoning_training_detail": "weft trains a whole answer or none of it",
+    "mask": "some write it for what is trained, and others for what is not",
+}
+
+# Keys that templates and weft read; whatever else a message has is accepted only if the template reads it.
+_READ = frozenset(("role", "content", "tool_calls", "tool_call_id", "name", "train", *THOUGHTS))
+# Keys that say where a message is from, and nothing that a model reads or writes: of data sets on the hub (WildChat,
+# OASST, ShareGPT ...) and of logs of APIs.
+_HARMLESS = frozenset((
+    "id", "_id", "message_id", "msg_id", "uuid", "openai_id", "parent_id", "parent", "parent_message_id", "call_id",
+    "conversation_id", "turn", "turn_id", "turn_index", "turn_number", "turn_identifier", "index", "idx", "order",
+    "timestamp", "time", "date", "datetime", "created", "created_at", "create_time", "updated_at", "update_time",
+    "model", "model_name", "source", "dataset", "origin", "provider", "tool_name", "function_name", "object",
+    "language", "lang", "country", "state", "hashed_ip", "header", "toxic", "redacted", "metadata", "meta", "extra",
+    "extra_info", "info", "usage", "logprobs", "finish_reason", "stop_reason", "native_finish_reason", "annotations",
+    "token_count", "num_tokens", "n_tokens", "score", "scores", "rating", "quality", "reward", "rank", "likes", "hash",
+    "cost", "latency", "duration", "cache_control", "parsed_arguments", "system_fingerprint", "markdown",
+))  # fmt: skip
+# Values with which a key says nothing: torchtune's marks of a message, and of unfinished answers.
+_SAYING_NOTHING = {
+    "eot": True, "ipython": False, "end_turn": True, "prefix": False, "partial": False, "refusal": False,
+    "is_error": False,
+}  # fmt: skip
+CALL_KEYS = frozenset(("id", "type", "function", "name", "arguments"))
+FUNCTION_KEYS = frozenset(("name", "arguments"))
+_PART_KEYS = frozenset(("type", "text"))
+
+
+@dataclass(frozen=True, slots=True)
+class MessageRules:
+    """How the messages of a data section are read. roles, keys, ignored, system: as data.roles, data.message_keys,
+    data.ignore and data.system."""
+
+    roles: Mapping[str, str] = field(default_factory=dict)
+    keys: Mapping[str, str] = field(default_factory=dict)
+    ignored: tuple[str, ...] = ()
+    system: str | None = None
+
+
+AS_THEY_STAND = MessageRules()
 
 
 class Parts(str):
@@ -69,15 +132,16 @@ def read_messages(
     where: str,
     column: str,
     value: Any,
-    roles: Mapping[str, str] = MappingProxyType({}),
+    rules: MessageRules = AS_THEY_STAND,
     images: bool = False,
     videos: bool = False,
 ) -> list[Message]:
-    """The messages of a column, each a new dict without nulls. roles: as data.roles. images, videos: whether content
-    parts of these types are allowed.
+    """The messages of a column, each a new dict without nulls. images, videos: whether content parts of these types are
+    allowed.
 
-    `from` and `value` become `role` and `content`; a `weight` of 0 or 1 becomes `train`; text parts are unchanged.
-    Raises UserError for anything that is not a message.
+    `from` and `value` become `role` and `content`; marks of other trainers become `train`; other names of thoughts
+    become `reasoning_content`; calls in other forms become `tool_calls`; text parts are unchanged. Keys that are none
+    of these are kept, for the chat template. Raises UserError for anything that is not a message.
     """
     value = decoded(where, column, value)
     if not isinstance(value, list):
@@ -86,17 +150,60 @@ def read_messages(
         raise UserError(f"{where}: `{column}` is empty. Give it messages, or remove the document.")
     place = "message" if column == "messages" else f"message of `{column}`"
     read = (*(IMAGE_PARTS if images else ()), *(VIDEO_PARTS if videos else ()))
-    found = [
-        dict(message) if is_plain(message) else _message(f"{where}: {place} {number}", message, roles, read)
-        for number, message in enumerate(value, start=1)
-    ]
-    if roles:
-        found = [{**message, "role": roles.get(message["role"], message["role"])} for message in found]
-    known = {*ROLES, *roles.values()}
-    for number, message in enumerate(found, start=1):
+    converted = {*CALL_ROLES, *RESULT_ROLES}
+    messages: list[Message] = []
+    older_calls = False
+    for number, raw in enumerate(value, start=1):
+        if is_plain(raw) and not rules.keys and raw["role"] not in converted:
+            messages.append(dict(raw))
+            continue
+        message = _message(f"{where}: {place} {number}", raw, rules, read)
+        older_calls |= isinstance(raw, dict) and bool(raw.get("function_call"))
+        is_call = bool(message.pop(_IS_CALL, False))
+        if is_call and messages and _goes_on(messages[-1], message):  # ms-swift: parallel calls are messages in a row
+            messages[-1] = {**messages[-1], "tool_calls": [*messages[-1].get("tool_calls", []), *message["tool_calls"]]}
+        else:
+            messages.append(message)
+    if rules.roles:
+        messages = [{**message, "role": rules.roles.get(message["role"], message["role"])} for message in messages]
+    if older_calls:
+        messages = [{**m, "role": "tool"} if m["role"] == "function" else m for m in messages]
+    known = {*ROLES, *rules.roles.values()}
+    for number, message in enumerate(messages, start=1):
         if message["role"] not in known:
-            raise UserError(_unknown_role(f"{where}: {place} {number}", found, number - 1, roles))
-    return found
+            raise UserError(_unknown_role(f"{where}: {place} {number}", messages, number - 1, rules.roles))
+        if message["role"] != "assistant" and (unread := [n for n in ("tool_calls", *THOUGHTS) if message.get(n)]):
+            raise UserError(
+                f"{where}: {place} {number} has `{unread[0]}`, which only an answer of the assistant can have, and is "
+                f"of the role {json.dumps(message['role'])}. Change the role, or remove the key."
+            )
+    return messages
+
+
+def with_default_system(messages: list[Message], rules: MessageRules) -> list[Message]:
+    """The messages, preceded by data.system if none of them is of the system."""
+    if rules.system is None or any(message["role"] in ("system", "developer") for message in messages):
+        return messages
+    return [{"role": "system", "content": rules.system}, *messages]
+
+
+def unread_keys(message: Mapping[str, Any]) -> Iterator[str]:
+    """The keys of a message that say something and are read by weft nowhere: they are for the template, or lost."""
+    for name, value in message.items():
+        if name not in _READ and not is_harmless(name, value):
+            yield name
+
+
+def is_harmless(name: str, value: Any) -> bool:
+    """Whether a key of a message, part or call says nothing that a model would read or write."""
+    if name in _HARMLESS or value is None or (isinstance(value, str | list | dict) and not value):
+        return True
+    return name in _SAYING_NOTHING and value is _SAYING_NOTHING[name]
+
+
+def _goes_on(message: Message, call: Message) -> bool:
+    """Whether a call belongs to the answer before it: both are trained, or neither."""
+    return message["role"] == "assistant" and message.get("train") == call.get("train")
 
 
 def _unknown_role(where: str, messages: Sequence[Message], place: int, roles: Mapping[str, str]) -> str:
@@ -145,64 +252,179 @@ def decoded(where: str, column: str, value: Any) -> Any:
         ) from None
 
 
-def _message(where: str, value: Any, roles: Mapping[str, str], read: Sequence[str]) -> Message:
+_IS_CALL = "\0call"  # marks, within this file, the message of a role of CALL_ROLES
+
+
+def _message(where: str, value: Any, rules: MessageRules, read: Sequence[str]) -> Message:
     if not isinstance(value, dict):
         raise UserError(f"{where} must be an object with `role` and `content`, not {kind(value)}.")
-    message = {name: item for name, item in value.items() if item is not None}
+    theirs: dict[Any, str] = {name: ours for ours, name in rules.keys.items()}
+    message: Message = {
+        str(theirs.get(name, name)): item
+        for name, item in value.items()
+        if item is not None and name not in rules.ignored and (name in theirs or name not in rules.keys)
+    }
     if "role" not in message and "from" in message:
-        message = _from_sharegpt(message, where, roles)
+        message = {"role": message.pop("from"), "content": message.pop("value", None), **message}
+        if not isinstance(message["role"], str):
+            raise UserError(f'{where}: `from` must be a string such as "human", not {kind(message["role"])}.')
+        message["role"] = _speaker(message["role"], rules)
     if not isinstance(message.get("role"), str):
-        raise UserError(f'{where}: `role` must be a string such as "user", not {kind(message.get("role"))}.')
+        raise UserError(_no_role(where, message.get("role"), value, rules))
+    if "role" in rules.keys:
+        message["role"] = _speaker(message["role"], rules)
+    if message["role"] in CALL_ROLES and rules.roles.get(message["role"], "assistant") == "assistant":
+        message = _of_call(where, message)
+    elif message["role"] in RESULT_ROLES and message["role"] not in rules.roles:
+        message["role"] = "tool"
     if unread := [name for name in MEDIA if message.get(name)]:
         raise UserError(
             f"{where}: `{unread[0]}` of a message is not read: images and videos are parts of `content`, or columns of "
             "the row."
         )
-    _check_content(where, message, read)
-    _check_calls(where, message)
-    return _with_train(where, message)
+    _take_function_call(where, message)
+    _take_thoughts(where, message)
+    _check_content(where, message, value, rules, read)
+    _check_calls(where, message, rules)
+    return _with_train(where, message, rules)
 
 
-def _from_sharegpt(message: Message, where: str, roles: Mapping[str, str]) -> Message:
-    speaker = message.pop("from")
-    if not isinstance(speaker, str):
-        raise UserError(f'{where}: `from` must be a string such as "human", not {kind(speaker)}.')
-    role = speaker if speaker in roles else SPEAKERS.get(speaker, speaker)
-    message = {"role": role, "content": message.pop("value", None), **message}
-    if speaker != "function_call":
-        return message
-    calls = message.pop("content")
+def _speaker(speaker: str, rules: MessageRules) -> str:
+    """ShareGPT's word for who speaks as a role; a word that data.roles maps, or that is not known, is unchanged."""
+    return speaker if speaker in rules.roles or speaker in CALL_ROLES else SPEAKERS.get(speaker, speaker)
+
+
+def _no_role(where: str, role: Any, value: Mapping[str, Any], rules: MessageRules) -> str:
+    """The error message about a message without a role. It proposes a data.message_keys if the keys are likely ones."""
+    if role is not None:
+        return f'{where}: `role` must be a string such as "user", not {kind(role)}.'
+    there = ", ".join(f"`{name}`" for name in value) or "no keys"
+    taken = {rules.keys.get("content", "content")} & set(value)
+    keys: dict[str, str] = {}
+    for ours, names in _LIKELY_KEYS.items():
+        name = next((n for n in names if n not in taken and isinstance(value.get(n), str | list)), None)
+        if name is not None and name != ours:
+            keys[ours] = name
+            taken.add(name)
+    if "role" not in keys:
+        return f"{where}: has {there}, and no `role`. Say who speaks, or set data.message_keys={{role: KEY}}."
+    return (
+        f"{where}: has {there}; it needs `role` and `content`. Set data.message_keys='{show({**rules.keys, **keys})}'."
+    )
+
+
+def _of_call(where: str, message: Message) -> Message:
+    """A message of a role of CALL_ROLES, whose content is the JSON of a call or of several, as an answer with calls."""
+    role, calls = message["role"], message.pop("content", None)
     try:
         calls = parse(calls) if isinstance(calls, str) else calls
     except JsonError as error:
-        raise UserError(f"{where}: `value` of a function_call must be JSON: {error}.") from None
-    calls = calls if isinstance(calls, list) else [calls]
-    return {**message, "tool_calls": [{"type": "function", "function": call} for call in calls]}
+        raise UserError(f"{where}: the content of a {role} must be JSON: {error}.") from None
+    listed = calls if isinstance(calls, list) else [calls]
+    return {
+        **message,
+        "role": "assistant",
+        "tool_calls": [{"type": "function", "function": call} for call in listed],
+        _IS_CALL: role == "tool_call",
+    }
 
 
-def _check_content(where: str, message: Message, read: Sequence[str]) -> None:
+def _take_function_call(where: str, message: Message) -> None:
+    """Move OpenAI's older `function_call` to `tool_calls`."""
+    call = message.pop("function_call", None)
+    if not call:
+        return
+    if message.get("tool_calls"):
+        raise UserError(f"{where}: has `function_call` and `tool_calls`. Keep one.")
+    try:
+        call = parse(call) if isinstance(call, str) else call
+    except JsonError as error:
+        raise UserError(f"{where}: `function_call` must be an object, and this text is no JSON: {error}.") from None
+    message["tool_calls"] = [{"type": "function", "function": call}]
+
+
+def _take_thoughts(where: str, message: Message) -> None:
+    """Move what an answer thinks to `reasoning_content`, from any of its names."""
+    named = [name for name in THOUGHTS if name in message]
+    if not named:
+        return
+    for name in named:
+        value = message[name]
+        texts = isinstance(value, list) and all(isinstance(part, dict) and "text" in part for part in value)
+        if not isinstance(value, str) and not texts:
+            raise UserError(f"{where}: `{name}` must be a string, what the answer thinks, not {kind(value)}.")
+    said = [name for name in named if message[name]]
+    content = message.get("content")
+    for name in said:
+        if message[name] != message[said[0]]:
+            raise UserError(f"{where}: has `{said[0]}` and `{name}`, two thoughts that differ. Keep one.")
+        text = message[name].strip() if isinstance(message[name], str) else ""
+        if name not in THOUGHTS[:2] and text and isinstance(content, str) and text in content:
+            raise UserError(
+                f"{where}: the text of `{name}` is in `content`, too, and would be trained twice. Remove `{name}`, or "
+                f"set data.ignore=[{name}]."
+            )
+    value = message[(said or named)[0]]
+    for name in named:
+        del message[name]
+    if said or named[0] in THOUGHTS[:2]:
+        message["reasoning_content"] = value
+
+
+def _check_content(
+    where: str, message: Message, value: Mapping[str, Any], rules: MessageRules, read: Sequence[str]
+) -> None:
     content = message.get("content")
     if isinstance(content, str):
         return
     if isinstance(content, list):
         for number, part in enumerate(content, start=1):
-            _check_part(f"{where}: part {number} of `content`", part, read)
+            _check_part(f"{where}: part {number} of `content`", part, rules, read, message["role"] == "assistant")
         return
     # A message may have only reasoning, or only tool calls, and no content.
-    if content is None and any(message.get(name) for name in ("tool_calls", "reasoning_content", "thinking")):
+    if content is None and any(message.get(name) for name in ("tool_calls", "reasoning_content")):
         return
+    if content is None and "content" not in value:
+        raise UserError(_no_content(where, value, rules))
     raise UserError(f"{where}: `content` must be a string or a list of text parts, not {kind(content)}.")
 
 
-def _check_part(where: str, part: Any, read: Sequence[str]) -> None:
+def _no_content(where: str, value: Mapping[str, Any], rules: MessageRules) -> str:
+    """The error message about a message without content. It lists the keys that are there."""
+    there = ", ".join(f"`{name}`" for name in value)
+    likely = next((name for name in _LIKELY_KEYS["content"] if isinstance(value.get(name), str | list)), None)
+    advice = f" Set data.message_keys='{show({**rules.keys, 'content': likely})}'." if likely else ""
+    return f"{where}: `content` must be a string or a list of text parts, not null. It has {there}.{advice}"
+
+
+def _check_part(where: str, part: Any, rules: MessageRules, read: Sequence[str], answers: bool) -> None:
+    """Raises UserError for a part that weft does not read, or not whole. answers: whether it is of an answer."""
     if not isinstance(part, dict) or "type" not in part:
         raise UserError(f'{where} must be an object such as {{"type": "text", "text": "..."}}, not {kind(part)}.')
     if part["type"] in read:
         return
+    if part["type"] in ("thinking", "reasoning"):
+        raise UserError(f"{where} is a thought. Write it as `reasoning_content` of the message.")
     if part["type"] != "text":
         raise UserError(f"{where} is of type {json.dumps(part['type'])}: {_reads(read)}. Remove it.")
     if not isinstance(part.get("text"), str):
         raise UserError(f"{where}: `text` must be a string, not {kind(part.get('text'))}.")
+    for name, value in part.items():
+        if name in _PART_KEYS or name in rules.ignored or is_harmless(name, value):
+            continue
+        if name in _MARKS or name in _OPPOSITE_MARKS:
+            if (value in (0, 1)) and bool(value) == (answers == (name in _MARKS)):
+                continue  # what is so without the mark
+            raise UserError(
+                f"{where} has `{name}`: weft trains a whole answer or none of it. Mark the message (`train: false`), "
+                f"cut it into several messages, or remove `{name}`."
+            )
+        raise UserError(f"{where} has `{name}`, which is not read. {leave_out_key(name)}")
+
+
+def leave_out_key(name: str) -> str:
+    """The advice about a key that is not read."""
+    return f"Remove it, or set data.ignore=[{name}] if nothing is lost without it."
 
 
 def _reads(read: Sequence[str]) -> str:
@@ -211,32 +433,80 @@ def _reads(read: Sequence[str]) -> str:
     return "weft reads text, images and videos" if VIDEO_PARTS[0] in read else "only text and images are read here"
 
 
-def _check_calls(where: str, message: Message) -> None:
+def _check_calls(where: str, message: Message, rules: MessageRules) -> None:
     calls = message.get("tool_calls")
     if calls is None:
         return
+    calls = decoded(where, "tool_calls", calls)
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         raise UserError(f"{where}: `tool_calls` must be a list of objects, not {kind(calls)}.")
+    message["tool_calls"] = calls = [_without(call, rules.ignored) for call in calls]
     for number, call in enumerate(calls, start=1):
-        function = call.get("function", call)
+        function = call.get("function") or call
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise UserError(
                 f'{where}: call {number} of `tool_calls` has no name: write {{"type": "function", "function": '
                 '{"name": "...", "arguments": {...}}}.'
             )
+        if "arguments" not in function and "parameters" in function:  # Llama 3's name of them
+            renamed = {("arguments" if name == "parameters" else name): item for name, item in function.items()}
+            calls[number - 1] = {**call, "function": renamed} if call.get("function") else renamed
+            function = renamed
+        check_arguments(f"{where}: call {number}", function.get("arguments"))
     if not calls:  # templates test whether the key exists, not whether the list is empty
         del message["tool_calls"]
 
 
-def _with_train(where: str, message: Message) -> Message:
-    """The message with OpenAI's `weight` (0 or 1) as `train` (false or true). Raises UserError."""
-    weight = message.pop("weight", None)
-    if weight is not None:
-        if weight not in (0, 1):
-            raise UserError(f"{where}: `weight` is {json.dumps(weight)}; it must be 0 (not trained) or 1.")
-        message.setdefault("train", bool(weight))
-    if not isinstance(message.get("train", True), bool):
-        raise UserError(f"{where}: `train` must be true or false, not {kind(message['train'])}.")
+def _without(call: Mapping[str, Any], ignored: Sequence[str]) -> dict[str, Any]:
+    """A copy of a call without these keys, of itself and of its function."""
+    kept = {name: value for name, value in call.items() if name not in ignored}
+    if isinstance(kept.get("function"), dict):
+        kept["function"] = {name: value for name, value in kept["function"].items() if name not in ignored}
+    return kept
+
+
+def check_arguments(where: str, arguments: Any) -> Mapping[str, Any]:
+    """The arguments of a call as an object: absent, blank and null ones are {}. Raises UserError for what is none."""
+    value = arguments
+    if isinstance(value, str):
+        try:
+            value = parse(value) if value.strip() else None
+        except JsonError as error:
+            raise UserError(f"{where}: `arguments` is no JSON: {error}.") from None
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise UserError(
+            f"{where}: `arguments` must be an object of names and values, or its JSON text, not {kind(value)}."
+        )
+    return value
+
+
+def _with_train(where: str, message: Message, rules: MessageRules) -> Message:
+    """The message with its marks, of any trainer, as `train`. Raises UserError."""
+    for name, because in _REFUSED_MARKS.items():
+        if name in message and not is_harmless(name, message[name]):
+            raise UserError(
+                f"{where} has `{name}`: {because}. Write `train: true` or `train: false` for the whole message, or set "
+                f"data.ignore=[{name}]."
+            )
+    marks: dict[str, bool] = {}
+    for name in (*_MARKS, *_OPPOSITE_MARKS):
+        if name not in message:
+            continue
+        value = message.pop(name)
+        if name == "step_loss_mask" and value == 1 and rules.roles.get(message["role"], message["role"]) != "assistant":
+            continue  # slime's default, which trains answers alone
+        if name == "train" and not isinstance(value, bool | int | float):
+            raise UserError(f"{where}: `train` must be true or false, not {kind(value)}.")
+        if not isinstance(value, bool | int | float) or value not in (0, 1):
+            shown = json.dumps(value, ensure_ascii=False, default=str)[:80]
+            raise UserError(f"{where}: `{name}` is {shown}; it must be 0 (not trained) or 1, false or true.")
+        marks[name] = bool(value) == (name in _MARKS)
+    if len(set(marks.values())) > 1:
+        raise UserError(f"{where}: {' and '.join(f'`{name}`' for name in marks)} contradict each other. Keep one.")
+    if marks:
+        message["train"] = next(iter(marks.values()))
     return message
 
 

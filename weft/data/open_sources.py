@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from weft.config.schema import DataConfig, SourceConfig
 from weft.config.sources import source_name
 from weft.data.blocks import MAX_ROW_BYTES
+from weft.data.messages import AS_THEY_STAND, MessageRules
 from weft.data.records import Reading
 from weft.data.sources import Part, in_memory, open_source
 
@@ -18,38 +19,45 @@ Data = str | DataConfig | Sequence[SourceConfig] | Sequence[Mapping[str, Any]] |
 
 @dataclass(frozen=True)
 class Source:
-    """A source with its files. label: its name in reports. name: as in data.sources; "" without data.sources."""
+    """A source with its files. label: its name in reports. name: as in data.sources; "" without data.sources. rules:
+    how its messages are read."""
 
     label: str
     parts: list[Part]
     columns: Mapping[str, str]
     name: str = ""
     weight: float = 1.0
-    roles: Mapping[str, str] = field(default_factory=dict)
+    rules: MessageRules = AS_THEY_STAND
 
     def reading(self, chat: bool) -> Reading:
         """How the rows of the source are parsed. chat: whether there is a chat template."""
-        return Reading(self.columns, self.roles, chat)
+        return Reading(self.columns, self.rules, chat)
+
+
+def message_rules(data: DataConfig) -> MessageRules:
+    """How the messages of a data section are read."""
+    return MessageRules(data.roles, data.message_keys, data.ignore, data.system)
 
 
 def open_data(data: Data) -> list[Source]:
     """Locates and opens the files of a data section. Raises UserError if one is missing or cannot be read."""
     if isinstance(data, DataConfig):
+        rules = message_rules(data)
         if data.sources is not None:
-            return [_open(source, data.roles, named=True, most=data.max_row_bytes) for source in data.sources]
+            return [_open(source, rules, named=True, most=data.max_row_bytes) for source in data.sources]
         assert data.path is not None
         whole = SourceConfig(path=data.path, split=data.split, subset=data.subset, columns=data.columns)
-        return [_open(whole, data.roles, most=data.max_row_bytes)]
+        return [_open(whole, rules, most=data.max_row_bytes)]
     if isinstance(data, str):
-        return [_open(SourceConfig(path=data), {})]
+        return [_open(SourceConfig(path=data), AS_THEY_STAND)]
     if isinstance(data, Sequence) and data and isinstance(data[0], SourceConfig):
         configs: Sequence[Any] = data
-        return [_open(source, {}, named=True) for source in configs]
+        return [_open(source, AS_THEY_STAND, named=True) for source in configs]
     return [Source("data", [in_memory(data)], {})]
 
 
-def _open(config: SourceConfig, roles: Mapping[str, str], named: bool = False, most: int = MAX_ROW_BYTES) -> Source:
+def _open(config: SourceConfig, rules: MessageRules, named: bool = False, most: int = MAX_ROW_BYTES) -> Source:
     name = source_name(config) if named else ""
     label = f"{name} ({config.path})" if named else config.path
     key = "data.sources" if named else "data.path"
-    return Source(label, open_source(config, key, most), config.columns, name, config.weight, roles)
+    return Source(label, open_source(config, key, most), config.columns, name, config.weight, rules)

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from weft.data.chat_template import RenderError
-from weft.data.encode import Encoder, Encoding, has_template, renderer, unbounded
+from weft.data.encode import Encoder, Encoding, has_template, refused, unbounded
 from weft.data.image_columns import VIDEOS, Image, images_alone, take_images
 from weft.data.images import Images, of_text_alone
-from weft.data.messages import Message, as_parts, read_messages
+from weft.data.messages import AS_THEY_STAND, Message, MessageRules, read_messages, with_default_system
 from weft.data.prompt_images import PromptImages
-from weft.data.records import refuse_media
+from weft.data.records import Record, conversations_of, is_json_list, refuse_media, template_inputs, with_system
 from weft.data.template_bounds import UnboundedError
-from weft.errors import UserError, first_line
+from weft.errors import UserError
 from weft.files import regular_file
 from weft.strict_json import JsonError, parse
 
@@ -42,7 +41,7 @@ def load_prompts(
     source: str | Sequence[str],
     tokenizer: PreTrainedTokenizerBase,
     encoding: Encoding | None = None,
-    roles: Mapping[str, str] = MappingProxyType({}),
+    rules: MessageRules = AS_THEY_STAND,
     images: Images | None = None,
 ) -> list[Prompt]:
     """The prompts of a JSONL file, or of a list of texts.
@@ -51,10 +50,10 @@ def load_prompts(
     `messages` goes through the chat template without the assistant messages at its end, and a text `prompt` is
     continued as it is; so a file of training data works, too.
 
-    encoding: the chat template, if not the tokenizer's own, and its variables. roles: as data.roles. images: the image
-    reader of a vision model. Raises UserError, with file and line.
+    encoding: the chat template, if not the tokenizer's own, and its variables. rules: how messages are read. images:
+    the image reader of a vision model. Raises UserError, with file and line.
     """
-    reader = _Reader(tokenizer, encoding or Encoding(), roles, images)
+    reader = _Reader(Encoder(tokenizer, encoding, images), rules, images)
     if isinstance(source, str):
         folder = str(Path(source).parent)
         prompts = [reader.of_line(where, line, folder) for where, line in _lines(source)]
@@ -79,17 +78,16 @@ def _lines(path: str) -> Iterator[tuple[str, str]]:
 
 @dataclass(frozen=True, slots=True)
 class _Reader:
-    """Reads single prompts. The fields are as in load_prompts."""
+    """Reads single prompts. rules, images: as in load_prompts."""
 
-    tokenizer: PreTrainedTokenizerBase
-    encoding: Encoding
-    roles: Mapping[str, str]
+    encoder: Encoder
+    rules: MessageRules
     images: Images | None
 
     def of_question(self, where: str, text: str) -> Prompt:
         """The prompt of a text: a user's message if there is a chat template, else a text to be continued."""
-        if has_template(self.tokenizer, self.encoding):
-            return self._of_chat(where, [{"role": "user", "content": text}])
+        if has_template(self.encoder.tokenizer, self.encoder.encoding):
+            return self._of_chat(where, with_default_system([{"role": "user", "content": text}], self.rules), {})
         return self._of_text(where, text)
 
     def of_line(self, where: str, line: str, folder: str) -> Prompt:
@@ -102,49 +100,58 @@ class _Reader:
             ) from None
         if not isinstance(value, dict):
             raise UserError(f"{where}: is not a JSON object: {_NEEDED}.")
-        column = "messages" if value.get("messages") is not None else "prompt"
-        given = value.get(column)
-        if isinstance(given, str):
+        value = {name: item for name, item in value.items() if item is not None and name not in self.rules.ignored}
+        conversations = None if "prompt" in value else conversations_of(value)
+        column = "messages" if "messages" in value or conversations is not None else "prompt"
+        given = value.get(column, conversations)
+        if isinstance(given, str) and not is_json_list(given):
             return self._of_text(where, given)
-        if isinstance(given, list):
-            read = read_messages(where, column, given, self.roles, images=self.images is not None)
+        if isinstance(given, str | list):
+            read = read_messages(where, column, given, self.rules, images=self.images is not None)
+            while read and read[-1]["role"] == "assistant":
+                read.pop()
+            if not read:
+                raise UserError(f"{where}: holds no message that could be answered: end it with one of the user.")
             refuse_media(where, value, VIDEOS)
-            messages, found = take_images(where, read, value, folder)
+            asked = with_default_system(with_system(where, value, read), self.rules)
+            messages, found = take_images(where, asked, value, folder)
             if found and self.images is None:
                 raise of_text_alone(where)
-            return self._of_chat(where, messages, images_alone(found))
+            return self._of_chat(where, messages, template_inputs(where, value), images_alone(found))
         keys = ", ".join(f"`{key}`" for key in value) or "no keys"
         raise UserError(f"{where}: has {keys}; {_NEEDED}.")
 
     def _of_text(self, where: str, text: str) -> Prompt:
-        (tokens,) = Encoder(self.tokenizer).beginnings([text])
+        (tokens,) = self.encoder.beginnings([text])
         if not tokens:
             raise UserError(f"{where}: is empty: write what the model is to continue.")
         return Prompt(text, tuple(tokens))
 
-    def _of_chat(self, where: str, messages: list[Message], given: tuple[Image, ...] = ()) -> Prompt:
-        encoding, images = self.encoding, self.images
-        while messages and messages[-1]["role"] == "assistant":
-            messages = messages[:-1]
-        if not messages:
-            raise UserError(f"{where}: holds no message that could be answered: end it with one of the user.")
-        if not has_template(self.tokenizer, encoding):
+    def _of_chat(
+        self, where: str, messages: list[Message], inputs: Mapping[str, Any], given: tuple[Image, ...] = ()
+    ) -> Prompt:
+        """The prompt of a chat. inputs: its tools and template variables, as template_inputs gives them."""
+        tokenizer, images = self.encoder.tokenizer, self.images
+        if not has_template(tokenizer, self.encoder.encoding):
             raise UserError(
                 f"{where}: is a chat, but the tokenizer has no chat template. Write `prompt` with a text to be "
                 "continued, or use the model's chat (instruct) variant."
             )
-        if given and images is not None and images.template:
-            encoding = replace(encoding, chat_template=encoding.chat_template or images.template)
+        chat, answers, kwargs = self.encoder.question(
+            Record(where, "messages", {"messages": messages, **inputs}, given)
+        )
+
+        def render(messages: Messages, ask: bool) -> str:
+            return answers.template.render(messages, kwargs, tools=chat.tools, ask=ask).text
+
         try:
-            text = up_to_the_answer(renderer(self.tokenizer, encoding), [as_parts(message) for message in messages])
+            text = up_to_the_answer(render, chat.messages)
         except RenderError as error:
-            raise UserError(
-                f"{where}: the tokenizer's chat template refused this chat: {first_line(error)}."
-            ) from error
+            raise refused(where, error) from error
         except UnboundedError as error:
             raise UserError(unbounded(where, error)) from None
         text, opened = (text, None) if images is None else images.prompt(where, text, given)
-        tokens: list[int] = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        tokens: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         return Prompt(as_text(messages), tuple(tokens), opened)
 
 

@@ -6,8 +6,9 @@
 {"instruction": "...", "input": "...", "output": "..."}     becomes a Record of messages, or of prompt and completion
 {"input_ids": [...], "labels": [...]}     tokens, used unchanged (weft/data/pretokenised.py)
 
-Further columns: `tools`, `system` and `chat_template_kwargs`, `history` of an instruction, and `images` and `videos` of
-a chat (weft/data/image_columns.py).
+Further columns: `tools`, `system` and `chat_template_kwargs`, `history` of an instruction, and `images` and `videos`
+of a chat (weft/data/image_columns.py). Columns of other trainers that mean the same, or change what is trained, are
+read or refused (weft/data/row_columns.py); all others are ignored.
 """
 
 from __future__ import annotations
@@ -20,8 +21,17 @@ from typing import Any, Literal
 from weft.config.sources import FORMATS
 from weft.data.columns import renamed
 from weft.data.image_columns import Image, Video, take_images
-from weft.data.messages import Message, kind, read_messages, read_tools
+from weft.data.messages import (
+    AS_THEY_STAND,
+    Message,
+    MessageRules,
+    kind,
+    read_messages,
+    read_tools,
+    with_default_system,
+)
 from weft.data.pretokenised import read_tokens
+from weft.data.row_columns import SYSTEMS, marked, system_of, template_switches, tools_of
 from weft.errors import UserError
 from weft.strict_json import JsonError, parse
 
@@ -61,11 +71,11 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """How rows are parsed. columns, roles: as data.columns and data.roles. chat: whether an instruction becomes a chat,
-    or else plain text."""
+    """How rows are parsed. columns: as data.columns. rules: how messages are read. chat: whether an instruction becomes
+    a chat, or else plain text."""
 
     columns: Mapping[str, str] = field(default_factory=dict)
-    roles: Mapping[str, str] = field(default_factory=dict)
+    rules: MessageRules = AS_THEY_STAND
     chat: bool = True
 
 
@@ -84,11 +94,34 @@ def json_row(where: str, line: bytes) -> dict[str, Any]:
 
 def parse_row(where: str, row: Mapping[str, Any], reading: Reading, folder: str = "") -> Record:
     """The document of a row. folder: paths of images are relative to it. Raises UserError."""
-    named = renamed(where, row, reading.columns) if reading.columns else row
+    ignored = reading.rules.ignored
+    read = {name: value for name, value in row.items() if name not in ignored} if ignored else row
+    named = renamed(where, read, reading.columns) if reading.columns else read
     # Null means absent: exported tables have every column in every row.
     present = {name: value for name, value in named.items() if value is not None}
     refuse_media(where, present)
+    if (conversations := conversations_of(present)) is not None:
+        present = {name: value for name, value in present.items() if name not in _ASKED}
+        present["messages"] = conversations
     return _with_images(_READERS[_format(where, row, present)](where, present, reading), present, folder)
+
+
+# Columns of a question alone, as in data that have whole conversations, too.
+_ASKED = ("prompt", "instruction", "input")
+
+
+def conversations_of(row: Mapping[str, Any]) -> Any:
+    """ShareGPT's `conversations`, in a row that is in no other format; else None."""
+    whole = ("messages", "text", "completion", "output", "input_ids")
+    if any(name in row for name in whole):
+        return None
+    for name in CONVERSATIONS:
+        value = row.get(name)
+        if isinstance(value, str) and is_json_list(value):
+            return value
+        if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+            return value
+    return None
 
 
 def refuse_media(where: str, row: Mapping[str, Any], *more: str) -> None:
@@ -173,21 +206,28 @@ def _likely_columns(row: Mapping[str, Any]) -> str:
 
 
 def _read_messages(where: str, row: Mapping[str, Any], reading: Reading) -> Record:
-    messages = with_system(where, row, _messages(where, "messages", row["messages"], reading))
+    messages = marked(where, row, _messages(where, "messages", row["messages"], reading), 0)
+    return _chat(where, row, reading, messages)
+
+
+def _chat(where: str, row: Mapping[str, Any], reading: Reading, messages: list[Message]) -> Record:
+    messages = with_default_system(with_system(where, row, messages), reading.rules)
     return Record(where, "messages", {"messages": messages, **template_inputs(where, row)})
 
 
 def _messages(where: str, column: str, value: Any, reading: Reading) -> list[Message]:
-    return read_messages(where, column, value, reading.roles, images=True, videos=True)
+    return read_messages(where, column, value, reading.rules, images=True, videos=True)
 
 
 def _read_text(where: str, row: Mapping[str, Any], reading: Reading) -> Record:
     _refuse(where, row, ("system", "tools", "chat_template_kwargs"), "`text` is trained as it stands")
+    _refuse_default_system(where, reading, "text")
     return Record(where, "text", {"text": _string(where, row, "text")})
 
 
 def _read_tokens(where: str, row: Mapping[str, Any], reading: Reading) -> Record:
     ids, trained = read_tokens(where, row)
+    _refuse_default_system(where, reading, "input_ids")
     return Record(where, "input_ids", {"input_ids": ids, "trained": trained})
 
 
@@ -197,7 +237,9 @@ def _read_prompt(where: str, row: Mapping[str, Any], reading: Reading) -> Record
             raise UserError(f"{where}: has `{other}` but no `{name}`.{_prompt_advice(name, row)}")
     prompt, completion = row["prompt"], row["completion"]
     if isinstance(prompt, str) and isinstance(completion, str) and not is_json_list(prompt):
-        _refuse(where, row, ("system", "tools", "chat_template_kwargs"), "`prompt` and `completion` are plain text")
+        names = ("system", "tools", "chat_template_kwargs", *SYSTEMS)
+        _refuse(where, row, names, "`prompt` and `completion` are plain text")
+        _refuse_default_system(where, reading, "prompt")
         return Record(where, "prompt", {"prompt": prompt, "completion": completion})
     if isinstance(prompt, str) and not is_json_list(prompt):
         if isinstance(completion, list | dict):
@@ -212,11 +254,11 @@ def _read_prompt(where: str, row: Mapping[str, Any], reading: Reading) -> Record
         completion = [{"role": "assistant", "content": completion}]
     elif isinstance(completion, dict):
         completion = [completion]
-    value = {
-        "prompt": with_system(where, row, _messages(where, "prompt", prompt, reading)),
-        "completion": _messages(where, "completion", completion, reading),
-    }
-    return Record(where, "prompt", {**value, **template_inputs(where, row)})
+    asked = _messages(where, "prompt", prompt, reading)
+    messages = marked(where, row, [*asked, *_messages(where, "completion", completion, reading)], len(asked))
+    asked, answered = messages[: len(asked)], messages[len(asked) :]
+    asked = with_default_system(with_system(where, row, asked), reading.rules)
+    return Record(where, "prompt", {"prompt": asked, "completion": answered, **template_inputs(where, row)})
 
 
 def _read_instruction(where: str, row: Mapping[str, Any], reading: Reading) -> Record:
@@ -227,14 +269,15 @@ def _read_instruction(where: str, row: Mapping[str, Any], reading: Reading) -> R
     question = "\n".join(_string(where, row, name) for name in names or ("instruction",))
     answer = _string(where, row, "output")
     if not reading.chat:
-        _refuse(
-            where, row, ("system", "tools", "history", "chat_template_kwargs"), "the tokenizer has no chat template"
-        )
+        unread = ("system", "tools", "history", "chat_template_kwargs", *SYSTEMS)
+        _refuse(where, row, unread, "the tokenizer has no chat template")
+        _refuse_default_system(where, reading, "instruction")
         return Record(where, "prompt", {"prompt": f"{question}\n\n", "completion": answer})
     turns = [*_history(where, row), (question, answer)]
     roles = ("user", "assistant")
     messages = [{"role": role, "content": text} for turn in turns for role, text in zip(roles, turn, strict=True)]
-    return Record(where, "messages", {"messages": with_system(where, row, messages), **template_inputs(where, row)})
+    without_history = {name: value for name, value in row.items() if name != "history"}
+    return _chat(where, row, reading, marked(where, without_history, messages, 0))
 
 
 _READERS = {
@@ -253,23 +296,37 @@ assert set(_READERS) == set(FORMATS)
 def template_inputs(where: str, row: Mapping[str, Any]) -> dict[str, Any]:
     """The row's `tools` and `chat_template_kwargs`, if it has them. Raises UserError."""
     found: dict[str, Any] = {}
-    if row.get("tools"):
-        found["tools"] = read_tools(where, row["tools"])
-    kwargs = row.get("chat_template_kwargs")
+    tools = tools_of(where, row)
+    if tools:
+        found["tools"] = read_tools(where, tools)
+    kwargs = row.get("chat_template_kwargs") or {}
+    if not isinstance(kwargs, dict):
+        raise UserError(f"{where}: `chat_template_kwargs` must be an object, not {kind(kwargs)}.")
+    kwargs = {**template_switches(where, row), **kwargs}
     if kwargs:
-        if not isinstance(kwargs, dict):
-            raise UserError(f"{where}: `chat_template_kwargs` must be an object, not {kind(kwargs)}.")
         found["chat_template_kwargs"] = kwargs
     return found
 
 
 def with_system(where: str, row: Mapping[str, Any], messages: list[Message]) -> list[Message]:
-    """The messages, preceded by the text of the column `system` if the row has one. Raises UserError."""
-    if not row.get("system"):
+    """The messages, preceded by the text of the column `system` if the row has one, or of one that means the same.
+    Raises UserError."""
+    name, _ = system_of(where, row)
+    if not name:
         return messages
     if messages[0].get("role") == "system":
-        raise UserError(f"{where}: has a column `system`, and its messages begin with one of the system. Keep one.")
-    return [{"role": "system", "content": _string(where, row, "system")}, *messages]
+        if name in SYSTEMS and messages[0].get("content") == row[name]:
+            return messages
+        raise UserError(f"{where}: has a column `{name}`, and its messages begin with one of the system. Keep one.")
+    return [{"role": "system", "content": _string(where, row, name)}, *messages]
+
+
+def _refuse_default_system(where: str, reading: Reading, form: str) -> None:
+    if reading.rules.system is not None:
+        raise UserError(
+            f"{where}: data.system has no effect on `{form}`, which does not go through a chat template. Leave it out, "
+            "or write the document as `messages`."
+        )
 
 
 def _history(where: str, row: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -283,7 +340,8 @@ def _history(where: str, row: Mapping[str, Any]) -> list[tuple[str, str]]:
 def _refuse(where: str, row: Mapping[str, Any], names: tuple[str, ...], because: str) -> None:
     if unread := [name for name in names if row.get(name)]:
         raise UserError(
-            f"{where}: has `{unread[0]}`, but {because}. Write the document as `messages`, or remove `{unread[0]}`."
+            f"{where}: has `{unread[0]}`, but {because}. Write the document as `messages`, or remove `{unread[0]}` "
+            f"(data.ignore=[{unread[0]}])."
         )
 
 

@@ -19,6 +19,7 @@ from weft.data.documents import DataReport
 from weft.data.encode import read_encoding
 from weft.data.ends import AnswerEnds
 from weft.data.images import Images
+from weft.data.open_sources import message_rules
 from weft.data.prompts import load_prompts
 from weft.engine.document import Document
 from weft.engine.engine import Engine
@@ -92,7 +93,7 @@ def read_held_out(
     questions = None
     if config.eval.prompts is not None:
         encoding = read_encoding(config.data, tokenizer)
-        prompts = load_prompts(config.eval.prompts, tokenizer, encoding, config.data.roles, images)
+        prompts = load_prompts(config.eval.prompts, tokenizer, encoding, message_rules(config.data), images)
         questions = Questions(prompts, tokenizer, ends.ids, images)
     return HeldOut(
         {name: documents for name, (documents, _) in found.items()},

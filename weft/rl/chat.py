@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from weft.data.chat_template import ChatTemplate, RenderError, Unclear, common_header
 from weft.data.conversation import Conversation, conversation
-from weft.data.encode import Encoder, Encoding, unbounded
+from weft.data.encode import Encoder, Encoding, refused, unbounded
 from weft.data.image_columns import Image, images_alone, take_images
 from weft.data.images import Images, texts_of
 from weft.data.loss_mask import AssistantMasks
@@ -57,12 +57,12 @@ class ChatRenderer:
 
         row: the row's columns, of which `tools` and `chat_template_kwargs` are read. images: those of the messages.
         """
-        chat = self._conversation(where, messages, row)
-        answers, kwargs = self._answers(where, chat, images)
+        value = {"messages": messages, **template_inputs(where, row)}
+        chat, answers, kwargs = self._encoder.question(Record(where, "messages", value, tuple(images)))
         try:
             return chat, self._asked(answers.template, chat, kwargs)
         except RenderError as error:
-            raise UserError(f"{where}: the chat template refused this prompt: {first_line(error)}.") from error
+            raise refused(where, error) from error
         except UnboundedError as error:
             raise UserError(unbounded(where, error)) from None
 

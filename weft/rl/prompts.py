@@ -19,12 +19,21 @@ from weft.data.encode import Encoding, has_template, read_encoding
 from weft.data.image_columns import COLUMN, VIDEOS, Image, images_alone, take_images
 from weft.data.image_files import opening_pool
 from weft.data.images import Images, of_text_alone, texts_of
-from weft.data.messages import read_messages, with_parts
+from weft.data.messages import MessageRules, read_messages, with_default_system, with_parts
 from weft.data.open_sources import Data, Source, open_data
 from weft.data.order import Share, order_of
 from weft.data.prompt_images import PromptImages
 from weft.data.prompts import as_text
-from weft.data.records import Record, check_unicode, is_json_list, refuse_media, with_system
+from weft.data.records import (
+    CONVERSATIONS,
+    Record,
+    check_unicode,
+    conversations_of,
+    is_json_list,
+    refuse_media,
+    with_system,
+)
+from weft.data.row_columns import SYSTEMS, TOOLS
 from weft.errors import UserError, first_line
 from weft.models.facts import position_limit
 from weft.rl.chat import ChatRenderer
@@ -34,7 +43,9 @@ from weft.rollout.types import Prompt
 _NEEDED = "`prompt` (a text, or messages) or `messages` in each row"
 
 # Columns that go into the chat template.
-_RENDERED = ("prompt", "messages", "system", "tools", "chat_template_kwargs", COLUMN, VIDEOS)
+_RENDERED = (
+    "prompt", "messages", *CONVERSATIONS, "system", "tools", *TOOLS, "chat_template_kwargs", COLUMN, VIDEOS,
+)  # fmt: skip
 
 # Column names of common datasets -> weft's name, for the hint in an error message.
 _FOREIGN = {
@@ -282,19 +293,24 @@ class _Reader:
             yield Prompt(0, 0, tuple(ids[i]), row.shown, row.messages, row.columns, row.where, *shown)
 
     def _row(self, where: str, row: dict[str, Any], source: Source, folder: str) -> _Read:
+        rules = source.rules
+        row = {key: item for key, item in row.items() if key not in rules.ignored}
         refuse_media(where, row, VIDEOS)
+        if row.get("prompt") is None:
+            conversations = conversations_of({key: item for key, item in row.items() if item is not None})
+            row |= {} if conversations is None else {"messages": conversations}
         name = _prompt_column(where, row, source.columns)
         value = row[name]
         rest = {key: item for key, item in row.items() if key != name}
         if isinstance(value, str) and name == "prompt" and not is_json_list(value):
             text = value if self.rules.instruction is None else f"{value}\n{self.rules.instruction}"
             if not self.rules.chat:
-                return _text_prompt(where, text, rest)
+                return _text_prompt(where, text, rest, rules)
             messages = with_system(where, rest, [{"role": "user", "content": text}])
         else:
-            messages = with_system(where, rest, read_messages(where, name, value, source.roles, images=True))
+            messages = with_system(where, rest, read_messages(where, name, value, rules, images=True))
             messages = self._instructed(_to_be_answered(where, name, messages))
-        return self._chat(where, messages, rest, folder)
+        return self._chat(where, with_default_system(messages, rules), rest, folder)
 
     def _instructed(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The conversation with rl.instruction appended to its last message."""
@@ -337,8 +353,13 @@ def _named(row: Row, columns: Mapping[str, str]) -> dict[str, Any]:
     return found
 
 
-def _text_prompt(where: str, text: str, rest: dict[str, Any]) -> _Read:
-    if unread := [name for name in ("system", "tools", "chat_template_kwargs", COLUMN) if rest.get(name)]:
+def _text_prompt(where: str, text: str, rest: dict[str, Any], rules: MessageRules) -> _Read:
+    if rules.system is not None:
+        raise UserError(
+            f"{where}: data.system has no effect on a `prompt` that is a text to be continued. Set rl.chat=true if it "
+            "is what a user says, write it as messages, or leave data.system out."
+        )
+    if unread := [name for name in ("system", *SYSTEMS, "tools", "chat_template_kwargs", COLUMN) if rest.get(name)]:
         raise UserError(
             f"{where}: has `{unread[0]}`, but `prompt` is a text that is continued as it stands. Set rl.chat=true if "
             f"it is what a user says, write it as messages, or remove `{unread[0]}`."

@@ -1,0 +1,181 @@
+"""Columns beside the messages that other trainers' data have: those that mean what a column of weft means are read, and
+those that change what is trained are read or refused. All others are ignored: most data sets have some."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from weft.data.messages import Message, decoded, kind, leave_out_key
+from weft.errors import UserError
+
+TOOLS = ("functions", "tool_defs")  # OpenAI's older name; verifiers and prime-rl
+SYSTEMS = ("system_prompt", "system_message")
+_MASKS = ("loss_mask", "loss_masks", "step_loss_mask", "step_loss_masks", "train_mask")
+# Switches of other trainers, which some write into rows -> the value with which they say what weft does anyway.
+_SWITCHES = {
+    "unmask": False, "train_on_inputs": False, "train_on_input": False, "train_on_prompt": False,
+    "train_on_source": False, "mask_inputs": True, "mask_input": True, "mask_prompt": True, "mask_source": True,
+}  # fmt: skip
+_MEDIA = {"image": "images", "video": "videos"}
+_BOXES = ("<bbox>", "<ref-object>")  # ms-swift replaces them by the column `objects`
+# What is looked at here, also where data.columns names the columns of one format.
+MEANT = (
+    *TOOLS, *SYSTEMS, *_MASKS, *_SWITCHES, *_MEDIA, "enable_thinking", "mask_history", "mask", "history", "objects",
+    "audio",
+)  # fmt: skip
+
+
+def tools_of(where: str, row: Mapping[str, Any]) -> Any:
+    """The row's tools: of `tools`, else of a column that means the same; None without any. Raises UserError."""
+    if row.get("tools"):
+        return row["tools"]
+    for name in TOOLS:
+        value = decoded(where, name, row.get(name)) if row.get(name) else None
+        if isinstance(value, list) and value and all(map(_is_tool, value)):
+            return [item if "function" in item else {"type": "function", "function": item} for item in value]
+    return None
+
+
+def _is_tool(item: Any) -> bool:
+    """Whether this is the schema of a function, and not something else that a column `functions` may hold."""
+    function = item.get("function", item) if isinstance(item, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        return False
+    return "parameters" in function or "description" in function or set(function) <= {"name", "type", "strict"}
+
+
+def system_of(where: str, row: Mapping[str, Any]) -> tuple[str, Any]:
+    """(the column with the row's system message, its value), or ("", None). Raises UserError."""
+    named = [name for name in ("system", *SYSTEMS) if row.get(name)]
+    for name in named[1:]:
+        if row[name] != row[named[0]]:
+            raise UserError(f"{where}: has `{named[0]}` and `{name}`, and they differ. {leave_out_key(name)}")
+    return (named[0], row[named[0]]) if named else ("", None)
+
+
+def template_switches(where: str, row: Mapping[str, Any]) -> dict[str, Any]:
+    """Variables of the chat template that have a column of their own (verl). Raises UserError."""
+    value = row.get("enable_thinking")
+    if value is None:
+        return {}
+    if not isinstance(value, bool):
+        raise UserError(
+            f"{where}: `enable_thinking` must be true or false, not {kind(value)}. {leave_out_key('enable_thinking')}"
+        )
+    return {"enable_thinking": value}
+
+
+def marked(where: str, row: Mapping[str, Any], messages: Sequence[Message], first: int) -> list[Message]:
+    """The messages, with `train` as the columns of the row say. first: index of the first message that can be trained.
+    Raises UserError for a column that changes what is trained and cannot be read."""
+    out = [dict(message) for message in messages] if any(name in row for name in MEANT) else list(messages)
+    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i >= first]
+    for name in _MASKS:
+        for place, trained in _mask(where, name, row.get(name), messages, answers):
+            _mark(where, name, out, place, trained)
+    history = row.get("mask_history")
+    if history is not None:
+        if not isinstance(history, bool | int) or history not in (0, 1):
+            raise UserError(f"{where}: `mask_history` must be true or false, not {kind(history)}.")
+        for place in answers[:-1] if history else ():
+            _mark(where, "mask_history", out, place, False)
+    for name, usual in _SWITCHES.items():
+        if isinstance(row.get(name), bool | int) and row[name] != usual:
+            raise UserError(
+                f"{where}: has `{name}: {json.dumps(row[name])}`, which is not read of a row. Set data.train_on=all "
+                f"to train every token of all rows, or data.ignore=[{name}] to train answers alone."
+            )
+    _refuse_mask(where, row.get("mask"), len(messages), len(answers))
+    if row.get("history"):
+        raise UserError(
+            f"{where}: has `history` beside its messages, and it would be lost. Write it as messages. "
+            f"{leave_out_key('history')}"
+        )
+    _refuse_media(where, row, messages)
+    return out
+
+
+def _mask(
+    where: str, name: str, value: Any, messages: Sequence[Message], answers: Sequence[int]
+) -> Iterator[tuple[int, bool]]:
+    """Yields (index of an answer, whether it is trained) of a column with a value for each message or each answer."""
+    value = decoded(where, name, value)
+    if value is None or value == [] or (not isinstance(value, list) and value in (1, True)):
+        return
+    if not isinstance(value, list) or not all(
+        isinstance(item, bool | int | float) and item in (0, 1) for item in value
+    ):
+        raise UserError(
+            f"{where}: `{name}` must be a list of 0 (not trained) and 1, one for each message or each answer. "
+            f"{leave_out_key(name)}"
+        )
+    if len(value) == len(messages):
+        for place, item in enumerate(value):
+            if place in answers:
+                yield place, bool(item)
+            elif item:
+                raise UserError(
+                    f"{where}: `{name}` has 1 for message {place + 1}, but only answers of the assistant can be "
+                    "trained. Write 0, or set data.train_on=all."
+                )
+    elif len(value) == len(answers):
+        yield from ((place, bool(item)) for place, item in zip(answers, value, strict=True))
+    else:
+        raise UserError(
+            f"{where}: `{name}` has {len(value)} values, for {len(messages)} messages and {len(answers)} answers. Give "
+            "it one for each message or each answer."
+        )
+
+
+def _mark(where: str, name: str, messages: list[Message], place: int, trained: bool) -> None:
+    if messages[place].get("train", trained) != trained:
+        raise UserError(f"{where}: `{name}` and a mark of message {place + 1} contradict each other. Keep one.")
+    messages[place]["train"] = trained
+
+
+def _refuse_mask(where: str, value: Any, messages: int, answers: int) -> None:
+    """Raises UserError for a column `mask` that says which messages are trained. NeMo's names the speaker who is not:
+    the user, as here. Others' have masks of images there."""
+    speaker = isinstance(value, str) and value.strip().lower() not in ("", "user", "human", "system")
+    flags = isinstance(value, list) and len(value) in (messages, answers) and bool(value)
+    if speaker or (flags and all(isinstance(item, bool | int) and item in (0, 1) for item in value)):
+        raise UserError(
+            f"{where}: has `mask`, which some write for what is trained, and others for what is not. Write `loss_mask` "
+            "(1 is trained), or set data.ignore=[mask]."
+        )
+
+
+def _refuse_media(where: str, row: Mapping[str, Any], messages: Sequence[Message]) -> None:
+    for name, column in _MEDIA.items():
+        if row.get(name) and not row.get(column) and not _has_place(messages, name):
+            raise UserError(
+                f"{where}: has `{name}`, and no place for it in its messages. Set data.columns={{{column}: {name}}} to "
+                f"put it before the first question, or data.ignore=[{name}] if nothing is lost without it."
+            )
+    if row.get("audio"):
+        raise UserError(f"{where}: `audio` is not read in this version. {leave_out_key('audio')}")
+    if row.get("objects") and any(mark in _text(message) for message in messages for mark in _BOXES):
+        raise UserError(
+            f"{where}: `objects` is not read: the marks {' and '.join(_BOXES)} would be trained as they stand. Write "
+            "what they stand for into the texts."
+        )
+
+
+def _has_place(messages: Sequence[Message], name: str) -> bool:
+    return any(
+        f"<{name}>" in _text(message)
+        or (
+            isinstance(message.get("content"), list)
+            and any(isinstance(part, dict) and part.get("type") == name for part in message["content"])
+        )
+        for message in messages
+    )
+
+
+def _text(message: Message) -> str:
+    content = message.get("content")
+    if not isinstance(content, list):
+        return str(content or "")
+    return "".join(part["text"] for part in content if isinstance(part, dict) and isinstance(part.get("text"), str))
