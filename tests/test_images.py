@@ -186,6 +186,7 @@ def forms(folder: Path) -> dict[str, dict[str, Any]]:
         "TRL, ms-swift: no places": column("What?", [path]),
         "TRL: bare parts": {**part(), "images": [{"path": path, "bytes": None}]},
         "one image": column("<image>What?", path),
+        "LLaVA: a column `image`": {"messages": column("<image>What?", path)["messages"], "image": path},
         "prompt and completion": {
             "prompt": [{"role": "user", "content": "<image>What?"}], "completion": "a cat", "images": [path],
         },
