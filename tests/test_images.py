@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import gzip
+import io
 import json
 import os
 import re
@@ -22,16 +23,17 @@ from typing import Any
 import datasets
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 from transformers import AutoProcessor, AutoTokenizer, PreTrainedTokenizerBase
 
 from tests.toy_tokenizers import byte_tokenizer, write_jsonl
 from tests.vision_zoo import FAMILIES, encoded, picture, question, vision_folder
 from weft.config.load import load_config
 from weft.config.schema import DataConfig, SftConfig
-from weft.data import image_urls
+from weft.data import image_files, image_urls
 from weft.data.documents import Documents, load_documents
 from weft.data.encode import Encoding, changed_files
+from weft.data.image_columns import Image as ImageOfRow
 from weft.data.image_files import Checks
 from weft.data.images import Images, expanded
 from weft.data.loss_mask import MaskedText
@@ -238,6 +240,56 @@ def test_an_image_is_seen_as_its_orientation_says(qwen: tuple[PreTrainedTokenize
     assert all(torch.equal(first.media.inputs[name], second.media.inputs[name]) for name in first.media.inputs)
 
 
+def ifd(*entries: tuple[int, int, int, bytes]) -> bytes:
+    """EXIF of (tag, type, count, value or offset)."""
+    packed = b"".join(struct.pack("<HHI", tag, kind, count) + value for tag, kind, count, value in entries)
+    return b"Exif\0\0II*\0" + struct.pack("<IH", 8, len(entries)) + packed + struct.pack("<I", 0)
+
+
+TURNED = (0x0112, 3, 1, struct.pack("<HH", 6, 0))
+# EXIF with an orientation, and what else breaks its reader or writer. The last has no orientation that can be read.
+STRANGE_EXIF = {
+    "a float where text is due": ifd(TURNED, (0x010E, 11, 1, struct.pack("<f", 1.5))),
+    "an offset out of range": ifd(TURNED, (0x010E, 2, 100, struct.pack("<I", 10**6))),
+    "a directory out of range": ifd(TURNED, (0x8769, 4, 1, struct.pack("<I", 10**6))),
+    "an orientation that is a float": ifd((0x0112, 11, 1, struct.pack("<f", 6.0))),
+    "two orientations": ifd((0x0112, 3, 2, struct.pack("<HH", 6, 6))),
+    "no directory": b"Exif\0\0II*\0" + struct.pack("<I", 99_999),
+}
+
+
+@pytest.mark.parametrize("decode", [True, False])
+@pytest.mark.parametrize("name", [*STRANGE_EXIF, *(f"TIFF {n}" for n in range(1, 9))])
+def test_what_is_measured_before_training_is_what_a_step_reads(name: str, decode: bool) -> None:
+    """Whatever the EXIF holds. Pillow itself turns TIFF."""
+    file, picture = io.BytesIO(), CAT.convert("RGB")
+    if name in STRANGE_EXIF:
+        picture.save(file, "JPEG", exif=STRANGE_EXIF[name])
+        upright = Image.open(file).convert("RGB")
+        upright = upright.transpose(Image.Transpose.ROTATE_270) if name != "no directory" else upright
+    else:
+        picture.save(file, "TIFF", tiffinfo={0x0112: int(name[-1])})
+        upright = ImageOps.exif_transpose(Image.open(file)).convert("RGB")
+    image = ImageOfRow(data=file.getvalue())
+    seen, read = image_files.pixels(image, "row", Checks())
+    assert seen.tobytes() == upright.tobytes() and (seen.width, seen.height) == upright.size
+    assert image_files.measured(image, "row", Checks(decode=decode)).shape == read.shape
+
+
+def test_an_image_that_fills_the_memory_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(picture: Any) -> None:
+        raise MemoryError
+
+    image = ImageOfRow(data=encoded(CAT))
+    monkeypatch.setattr(Image.Image, "load", load)
+    monkeypatch.setattr("PIL.ImageFile.ImageFile.load", load)
+    with pytest.raises(MemoryError) as caught:
+        image_files.measured(image, "d.jsonl:3", Checks())
+    assert caught.value.__notes__ == [
+        "d.jsonl:3 (in the row): there is no memory to decode this image. Make it smaller, or leave it out."
+    ]
+
+
 def test_grey_and_transparent_images_become_rgb(qwen: tuple[PreTrainedTokenizerBase, Images]) -> None:
     for mode in ("L", "RGBA", "P", "1", "CMYK", "LA"):
         image = CAT.convert("RGB").convert(mode) if mode not in ("LA",) else CAT.convert("L").convert("LA")
@@ -310,6 +362,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "audios": (user("a", audios=["a.wav"]), "`audios` is not read in this version, where text, images and videos are"),
     "mark": (user("What is <|image_pad|>?"), "a text holds <|image_pad|>, with which this model marks the place"),
     "text": ({"text": "a", "images": ["a"]}, "`text` has no messages, to which images belong"),
+    "half a letter": (user("a", images=["~\ud800/a.png"]), "half of a surrogate pair"),
+    "no URL": (user("a", images=["file://[a/b.png"]), "is no file: URL"),
     "no user": ({"messages": [{"role": "assistant", "content": "b"}], "images": ["a"]}, "no message of the user"),
 }
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from weft.errors import first_line
+from weft.errors import UserError, first_line
 
 _DEEPEST = 100  # lists and objects in one another
 _TOO_DEEP = f"it is nested more than {_DEEPEST} deep"
@@ -94,3 +94,13 @@ def plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [plain(item) for item in value]
     return value
+
+
+def check_unicode(where: str, value: Any) -> None:
+    """Raises UserError for half of a surrogate pair: JSON can write it, but tokenizers fail on it without naming the
+    line."""
+    try:
+        json.dumps(value, ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError as error:
+        bad = error.object[error.start]
+        raise UserError(f"{where}: holds {bad!r}, half of a surrogate pair and no character. Remove it.") from None

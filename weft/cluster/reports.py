@@ -17,6 +17,7 @@ from typing import Any
 from weft.cluster.status import STATUS, Kind, kind_of
 from weft.errors import ActorError, RanksDisagreeError, UserError
 from weft.telemetry import flight
+from weft.version import PACKAGE
 
 # Names the folder for the reports of a run; only ranks that weft itself started have it.
 FOLDER_VARIABLE = "WEFT_RANK_REPORTS"
@@ -82,7 +83,7 @@ def of_exception(rank: int, error: BaseException) -> RankReport:
 def _too_deep(error: RecursionError) -> str:
     """The message for input that is nested too deeply for Python, by its reader."""
     calls = traceback.extract_tb(error.__traceback__)
-    ours = [call for call in calls if f"{os.sep}weft{os.sep}" in call.filename] or calls
+    ours = [call for call in calls if Path(call.filename).is_relative_to(PACKAGE)] or calls
     place = f" ({ours[-1].name}, {Path(ours[-1].filename).name}:{ours[-1].lineno})" if ours else ""
     return f"something that was read here is nested too deeply{place}: --debug shows where. Make it flatter."
 

@@ -17,10 +17,10 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, AnyStr, Generic, Protocol, TypeVar
 
-from weft.data.records import Reading, Record, check_unicode, json_row, parse_row
+from weft.data.records import Reading, Record, json_row, parse_row
 from weft.errors import UserError, first_line
 from weft.files import regular_file
-from weft.strict_json import JsonError, parse
+from weft.strict_json import JsonError, check_unicode, parse
 
 # The default of data.max_row_bytes.
 MAX_ROW_BYTES = 32 << 20

@@ -23,6 +23,7 @@ from urllib.parse import unquote, urlsplit
 from weft.data.messages import IMAGE_PARTS, VIDEO_PARTS, Message, decoded
 from weft.data.messages import kind as kind_of
 from weft.errors import UserError
+from weft.strict_json import check_unicode
 from weft.terminal import counted
 
 COLUMN, VIDEOS = "images", "videos"
@@ -264,12 +265,20 @@ def _of_text(where: str, text: str, folder: str) -> Image:
     if scheme in ("http", "https"):
         return Image(url=text)
     if scheme == "file":
-        text = unquote(urlsplit(text).path)
+        text = _of_file_url(where, text)
     elif _BASE64.match(text):
         return Image(data=_decoded(where, text))
     if not text or "\0" in text:
         raise UserError(f"{where}: an image is {_FORMS}, not {json.dumps(text)}.")
+    check_unicode(where, text)
     return Image(path=os.path.abspath(os.path.join(folder, os.path.expanduser(text))))
+
+
+def _of_file_url(where: str, text: str) -> str:
+    try:
+        return unquote(urlsplit(text).path)
+    except ValueError as error:  # brackets that hold no address
+        raise UserError(f"{where}: {text[:80]!r} is no file: URL ({error}): write a path.") from None
 
 
 def _of_data_uri(where: str, text: str) -> bytes:

@@ -79,21 +79,43 @@ def measured(image: Image, where: str, checks: Checks) -> Measured:
     """Measures an image before training, and decodes it if checks.decode. where: names the row and the image. Raises
     BadRowError."""
     with opened(image, where, checks) as (picture, size, changed):
-        if checks.decode:
+        orientation = _orientation(picture)
+        if checks.decode or (picture.format == "TIFF" and orientation in _TURNED):  # Pillow turns TIFF while it decodes
             picture.load()
-        turned = picture.getexif().get(_ORIENTATION) in _TURNED
-        width, height = reversed(picture.size) if turned else picture.size
+            picture = in_colours(_upright(picture))  # all that `pixels` does: what fails, fails now
+            orientation = None
+        width, height = reversed(picture.size) if orientation in _TURNED else picture.size
         return Measured(height, width, size, changed)
 
 
 def pixels(image: Image, where: str, checks: Checks) -> tuple[Any, Measured]:
     """(the image as a PIL image in RGB, its measurements). Raises BadRowError."""
-    from PIL import ImageOps
-
     with opened(image, where, checks) as (picture, size, changed):
         picture.load()
-        seen = in_colours(ImageOps.exif_transpose(picture))
+        seen = in_colours(_upright(picture))
         return seen, Measured(seen.height, seen.width, size, changed)
+
+
+def _orientation(picture: Any) -> Any:
+    """The EXIF orientation; None if there is none that Pillow can read."""
+    try:
+        return picture.getexif().get(_ORIENTATION)
+    except Exception:  # of any type: damaged EXIF, of which no pixel depends
+        return None
+
+
+def _upright(picture: Any) -> Any:
+    """The picture as its EXIF orientation says. Pillow's ImageOps.exif_transpose also writes the rest of the EXIF anew,
+    which fails for values of other types than their tags have."""
+    from PIL import Image as Pil
+
+    turn = Pil.Transpose
+    turns = {
+        2: turn.FLIP_LEFT_RIGHT, 3: turn.ROTATE_180, 4: turn.FLIP_TOP_BOTTOM, 5: turn.TRANSPOSE, 6: turn.ROTATE_270,
+        7: turn.TRANSVERSE, 8: turn.ROTATE_90,
+    }  # fmt: skip
+    orientation = _orientation(picture)
+    return picture.transpose(turns[orientation]) if orientation in turns else picture
 
 
 def in_colours(picture: Any) -> Any:
@@ -136,7 +158,8 @@ def opened(image: Image, where: str, checks: Checks) -> Iterator[tuple[Any, int,
     except FileNotFoundError:
         hint = " Paths are relative to the file of the row." if checks.rows else ""
         raise BadRowError(f"{name}: there is no such file.{hint}") from None
-    except MemoryError:
+    except MemoryError as error:
+        error.add_note(f"{name}: there is no memory to decode this image. Make it smaller, or leave it out.")
         raise
     except Exception as error:  # PIL's decoders raise errors of any type for what they cannot read
         hint = " Mend the image, or remove the row." if checks.rows else ""

@@ -13,7 +13,6 @@ read or refused (weft/data/row_columns.py); all others are ignored.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -149,16 +148,6 @@ def _with_images(record: Record, row: Mapping[str, Any], folder: str) -> Record:
     first = len(record.value[names[0]])
     pieces = dict(zip(names, (taken[:first], taken[first:]), strict=False))
     return replace(record, value={**record.value, **pieces}, images=images)
-
-
-def check_unicode(where: str, value: Any) -> None:
-    """Raises UserError for half of a surrogate pair: JSON can write it, but tokenizers fail on it without naming the
-    line."""
-    try:
-        json.dumps(value, ensure_ascii=False, default=str).encode()
-    except UnicodeEncodeError as error:
-        bad = error.object[error.start]
-        raise UserError(f"{where}: holds {bad!r}, half of a surrogate pair and no character. Remove it.") from None
 
 
 def _json_advice(line: bytes) -> str:

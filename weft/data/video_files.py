@@ -162,7 +162,10 @@ def _contained(file: Image, name: str, checks: Checks) -> Iterator[_Opened]:
     try:
         with av.open(str(file.path) if file.data is None else io.BytesIO(file.data)) as container:
             yield _decoded(container, name, checks, size, changed)
-    except (UserError, MemoryError):
+    except UserError:
+        raise
+    except MemoryError as error:
+        error.add_note(f"{name}: there is no memory to decode this video. Make it smaller, or leave it out.")
         raise
     except Exception as error:  # FFmpeg's errors are of many types
         raise BadRowError(

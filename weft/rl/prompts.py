@@ -27,7 +27,6 @@ from weft.data.prompts import as_text
 from weft.data.records import (
     CONVERSATIONS,
     Record,
-    check_unicode,
     conversations_of,
     is_json_list,
     refuse_media,
@@ -39,6 +38,7 @@ from weft.models.facts import position_limit
 from weft.rl.chat import ChatRenderer
 from weft.rl.environments import environment_class
 from weft.rollout.types import Prompt
+from weft.strict_json import check_unicode
 
 _NEEDED = "`prompt` (a text, or messages) or `messages` in each row"
 
