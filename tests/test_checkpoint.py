@@ -445,11 +445,15 @@ def saves_by_the_clock(folder: str) -> list[bool]:
         found.append(saver.overdue)
     with mock.patch.object(save.time, "monotonic", return_value=saver._clock + 599.0):
         found.append(saver.overdue)
+    saver._clock -= 601.0  # a checkpoint is due, and begins the time anew
+    saver.save(1, {})
+    found.append(saver.overdue)
+    saver.finish()
     return [*found, saver.due(5, 10), saver.due(10, 10)]
 
 
 def test_a_checkpoint_is_due_by_the_clock(tmp_path: Path) -> None:
-    assert on_ranks(1, saves_by_the_clock, str(tmp_path)) == [[True, False, False, True]]
+    assert on_ranks(1, saves_by_the_clock, str(tmp_path)) == [[True, False, False, False, True]]
 
 
 # ---------------------------------------------------------------- what a run saves

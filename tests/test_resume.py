@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,11 +19,14 @@ from safetensors.torch import load_file
 from tests.cases import MESHES, pairs, world_of
 from tests.pool import run
 from tests.resuming import STEPS, Sections, config_of, equal, inputs, lines, process, state_of, whole_state
+from weft.checkpoint import resume
 from weft.checkpoint.state import load_state, read_state
 from weft.cluster.process import join
+from weft.config.load import load_config
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
 from weft.parallel.mesh import full_tensor
+from weft.run.resume import rates_changed, refused_changes
 
 CASES: dict[str, tuple[str, Sections]] = {
     "1 rank, sync": ("1", {}),
@@ -56,6 +60,57 @@ CASES: dict[str, tuple[str, Sections]] = {
         {"checkpoint": {"async_": True, "weights": "ema"}, "optimizer": {"ema_decay": 0.9}},
     ),
 }
+
+
+def rates(before: int, now: int, updates: int, step: int, **schedule: Any) -> list[str]:
+    """rates_changed of a constant schedule without warm-up that goes on with this one."""
+    words = ["model.path=org/m", "data.path=org/d"]
+    config = load_config([], [*words, *(f"schedule.{name}={value}" for name, value in schedule.items())])
+    old = {"schedule": {"name": "constant", "warmup_steps": 0}, "optimizer": {"lr": config.optimizer.lr}}
+    return rates_changed({"config": old, "steps": before, "step": step}, config, now, updates)
+
+
+def test_a_finished_run_is_not_too_short() -> None:
+    constant = {"name": "constant", "warmup_steps": 0}
+    assert rates(10, 10, 10, 10, **constant) == []
+    assert rates(10, 9, 10, 10, **constant) == ["train.steps, train.epochs: a run of 9 steps ends before step 10"]
+
+
+def test_the_rate_of_the_last_update_is_compared() -> None:
+    """wsd of 10 steps, the last 4 of which fall: the rate of step 7 is the first that differs from a constant one."""
+    falling = {"name": "wsd", "warmup_steps": 0, "decay_ratio": 0.4}
+    assert rates(10, 10, 6, 6, **falling) == []
+    (message,) = rates(10, 10, 7, 7, **falling)
+    assert message.startswith("the learning rate of update 7 was")
+
+
+def test_masters_keep_their_dtype() -> None:
+    changed = {"fsdp.master_dtype": ("fp32", "bf16"), "fsdp.param_dtype": ("auto", "bf16")}
+    assert refused_changes(changed) == ["fsdp.master_dtype: fp32 -> bf16: it changes what is trained, and how"]
+
+
+@pytest.mark.parametrize(
+    ("before", "line"),
+    [
+        ({}, "mesh.pp  2, 1 before: random numbers of the ranks are seeded anew"),
+        ({"pp": 2, "tp": 2}, "mesh.tp  1, 2 before: random numbers of the ranks are seeded anew"),
+        ({"pp": 2}, None),
+    ],
+)
+def test_ranks_take_up_random_numbers_of_the_same_place_only(
+    before: dict[str, int], line: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many ranks as before, in stages."""
+    restored: list[int] = []
+    monkeypatch.setattr(resume.rng, "seed_rank", lambda *_: None)
+    monkeypatch.setattr(resume.rng, "restore", lambda *_: restored.append(1))
+    monkeypatch.setattr(resume, "read_rng", lambda *_: None)
+    mesh = SimpleNamespace(tp_size=1, pp_size=2, loss_rank=0)
+    engine: Any = SimpleNamespace(ranks=SimpleNamespace(rank=0, world=4), mesh=mesh, device=None)
+    state: Any = SimpleNamespace(content={"mesh": before}, world=4, step=3)
+    assert resume._take_up_rng(engine, state, 0) == ([] if line is None else [line])
+    assert len(restored) == (line is None)
+
 
 EACH_STEP = ("1 rank, sync", "2 ranks, async, a row for each document")
 TABLE = (
