@@ -3,6 +3,7 @@ by how probable it was. So sums are exact means, and gradients are compared with
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,16 @@ from torch import Tensor
 
 from tests.rl_samples import algorithm, rl_config, sample
 from weft.cluster.options import RlOptions
-from weft.config.rl_schema import RlAlgorithm
+from weft.config.load import load_config
+from weft.config.rl_schema import RlAlgorithm, RlConfig
 from weft.engine.plan import DocumentMeta, plan_step
 from weft.errors import UserError
 from weft.objectives.base import Batch, Terms
 from weft.objectives.policy import PolicyLoss
+from weft.recipes.rl import read_before_training
 from weft.rl.corrections import correct
+from weft.rl.model_engines import reference_config
+from weft.rl.reference_critic import own_ranks
 
 TOKENS = 8
 
@@ -118,6 +123,31 @@ def test_metrics() -> None:
     outside = {"clip_ratio/low_mean": 0.25, "clip_ratio/high_mean": 0.5, "clip_ratio/region_mean": 0.75}
     assert means(policy_loss="cispo").items() >= outside.items()
     assert not any(name.startswith("clip") for name in means(policy_loss="reinforce"))
+
+
+def test_a_kl_of_weight_0_is_measured_and_trains_nothing() -> None:
+    arrays = {"old_logprob": torch.tensor([-1.0, -2.0, -3.0]), "advantage": torch.ones(3)}
+    reference = arrays["old_logprob"] - 0.5
+    logprob = arrays["old_logprob"].clone().requires_grad_()
+    plain = terms(algorithm(), logprob, torch.ones(3), **arrays)
+    measured = terms(algorithm(measure_kl=True), logprob, torch.ones(3), reference_logprob=reference, **arrays)
+    total, weight = measured.metrics["kl"]
+    assert float(total) / float(weight) == pytest.approx(math.exp(-0.5) - 1 + 0.5)
+    assert "kl" not in plain.metrics
+    (of_plain,) = torch.autograd.grad(plain.loss_sum, logprob)
+    (of_measured,) = torch.autograd.grad(measured.loss_sum, logprob)
+    assert torch.equal(of_plain, of_measured)
+
+
+def test_a_measured_kl_has_a_reference() -> None:
+    """The reference is loaded, and reads the samples, with ranks of its own, too."""
+    words = ["model.path=org/m", "data.path=org/d", "rl.reward=[math]"]
+    for more, is_read in ((["rl.measure_kl=true"], True), (["rl.kl=0.1"], True), ([], False)):
+        config = load_config([], [*words, *more], RlConfig)
+        assert ("reference" in read_before_training(config.rl, old=False)) == is_read
+        assert (reference_config(config) is not None) == is_read
+    config = load_config([], [*words, "rl.measure_kl=true", "reference.ranks=2", "reference.path=org/other"], RlConfig)
+    assert own_ranks(config) == {"reference": 2}
 
 
 @pytest.mark.parametrize(("aggregation", "divisor"), [("token_mean", 5.0), ("sequence_mean", 2.0)])

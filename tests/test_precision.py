@@ -14,10 +14,12 @@ from torch.distributed.tensor import DTensor
 
 from tests.cases import REDUCE_SCATTER, open_engine, saved_model
 from tests.pool import run
+from weft.config.schema import FsdpConfig
 from weft.engine.contract import check_contract
 from weft.engine.engine import Engine
 from weft.objectives.cross_entropy import CrossEntropy
 from weft.parallel.fsdp import fsdp_modules
+from weft.parallel.parallelize import Precision
 from weft.verification.documents import awkward_steps
 from weft.verification.observed import to_documents
 
@@ -83,6 +85,23 @@ def test_every_dtype_is_the_configs(param: str, reduce: str, master: str) -> Non
             "stored": {NAMES[master]},
             "state": {NAMES[master]},
         }
+
+
+@pytest.mark.parametrize(
+    ("param", "master", "words"),
+    [
+        ("fp16", "bf16", "compute in float16 over bfloat16 masters has the range of float16 and the precision of"),
+        ("fp32", "bf16", "compute in float32 over bfloat16 masters costs the time and memory of float32"),
+        ("auto", "bf16", "compute in float32 over bfloat16"),  # on a CPU
+        ("bf16", "bf16", ""),
+        ("bf16", "fp32", ""),
+        ("fp16", "fp32", ""),
+        ("fp32", "fp32", ""),
+    ],
+)
+def test_a_pair_of_dtypes_without_a_use_is_said(param: Any, master: Any, words: str) -> None:
+    remark = Precision.of(FsdpConfig(param_dtype=param, master_dtype=master), torch.device("cpu")).remark()
+    assert remark.startswith(words) and bool(remark) == bool(words)
 
 
 # ---------------------------------------------------------------- the contract, broken

@@ -53,6 +53,7 @@ EFFECTS: dict[str, str] = {
     "rl.dual_clip": "test_policy_loss.py::test_metrics",
     "rl.aggregation": "test_rl_math.py::test_documents",
     "rl.kl": "test_rl_math.py::test_kl_in_the_reward",
+    "rl.measure_kl": "test_policy_loss.py::test_a_kl_of_weight_0_is_measured_and_trains_nothing",
     "rl.kl_in": "test_rl_math.py::test_kl_in_the_reward",
     "rl.kl_estimator": "test_policy_loss.py::test_what_the_gradient_of_a_kl_estimate_is_the_gradient_of",
     "rl.kl_clamp": ALGORITHMS,
@@ -76,6 +77,7 @@ EFFECTS: dict[str, str] = {
     "rollout.top_p": "test_generate.py::test_keys_of_the_config_are_those_of_the_draws",
     "rollout.top_k": "test_generate.py::test_keys_of_the_config_are_those_of_the_draws",
     "rollout.min_p": "test_generate.py::test_keys_of_the_config_are_those_of_the_draws",
+    "rollout.allow_truncated": "test_rl_math.py::test_truncated_samples_of_an_engine_that_does_not_say_the_kept_share",
     "rollout.stop": "test_generate.py::test_keys_of_the_config_are_those_of_the_draws",
     "rollout.unfinished": "test_colocation.py::test_completions_that_are_unfinished_when_weights_change",
     "rollout.transport": SYNC,
@@ -120,6 +122,7 @@ EFFECTS: dict[str, str] = {
     "eval.top_k": "test_rl_eval.py::test_pass_at_k_of_answers_that_are_drawn",
     "eval.correct_from": "test_rl_eval.py::test_what_is_correct_and_how_many_are_drawn",
 }
+TRUNCATED = ("rollout.engine=vllm", "rollout.top_p=0.99", "rollout.top_k=100", "rollout.allow_truncated=true")
 OWN = [name for name in schema_keys(RlConfig) if name not in schema_keys(SftConfig)]
 
 
@@ -181,6 +184,12 @@ def test_a_value_out_of_range_is_refused(key: str) -> None:
         (["cluster.sleep=[weights]"], "cluster.sleep"),
         (["rollout.max_new_tokens=9000"], "set step.max_tokens_per_device="),
         (["rl.prompts=3", "rl.updates=2"], "rl.updates is 2, which does not divide rl.prompts = 3"),
+        (["rl.kl=0.1", "rl.measure_kl=true"], "rl.measure_kl would have no effect: rl.kl is above 0"),
+        (["rollout.engine=vllm", "rollout.top_p=0.99"], "rollout.allow_truncated=true"),
+        (["rollout.engine=vllm", "rollout.allow_truncated=true"], "leave no token out"),
+        (["rollout.top_k=5", "rollout.allow_truncated=true"], "only engines that are servers read it"),
+        ([*TRUNCATED, "rl.correction_level=sequence"], "set rl.correction_level=token, or geometric"),
+        ([*TRUNCATED, "rl.old_logprobs=rollout"], "set rl.old_logprobs=recompute"),
         (["data.long_documents=truncate"], "a prompt without its end asks something else"),
         (["rollout.bucket_mb=1"], "rollout.bucket_mb would have no effect"),
         (["rl.reward=[]"], "rl.reward is empty"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,15 +16,16 @@ import torch
 from tests.rl_samples import PROMPT, algorithm, group, rl_config, sample
 from weft.config.load import load_config
 from weft.config.presets import LIKE, PRESETS
-from weft.config.rl_schema import RlConfig
+from weft.config.rl_schema import RlConfig, RolloutConfig
 from weft.engine.document import Costs, metas
-from weft.errors import UserError
+from weft.errors import ActorError, UserError
 from weft.objectives.correction import importance_ratios
 from weft.recipes import rl as recipe
 from weft.rl.advantages import advantages, overlong_penalty, shape_rewards
-from weft.rl.corrections import correct, kl, require_comparable
+from weft.rl.corrections import correct, kl, require_comparable, require_parity
 from weft.rl.documents import ReadSamples, TrainedSamples, build_documents, deal
 from weft.rl.prompts import PromptStream
+from weft.rl.recorder import truncation_line
 from weft.rollout.base import Sampling
 from weft.rollout.types import Group, Prompt, Sample
 
@@ -107,6 +109,17 @@ def test_reinforce_plus_plus_baseline_takes_the_groups_mean_first() -> None:
     assert firsts(groups) == [pytest.approx([scale, -scale]), pytest.approx([0, 0])]
 
 
+def test_reinforce_plus_plus_baseline_takes_the_kl_off_its_rewards() -> None:
+    """Rewards 3 and 1; k1 of the first's tokens is 0.5 and 1, of weight 2: 3 - 2 x 1.5 = 0, now below the other. The
+    deviation of -0.5, -0.5, 0.5, 0.5 is sqrt(1/3)."""
+    groups = [group([3.0, 1.0], [2, 2])]
+    for given, old in zip(groups[0].samples, ([0.5, 1.0], [0.0, 0.0]), strict=True):
+        given.old, given.reference = np.zeros(len(given), np.float32), np.zeros(len(given), np.float32)
+        given.old[given.sampled] = old
+    advantages(groups, algorithm("reinforce++_baseline", kl=2.0, kl_in="reward", kl_estimator="k1"))
+    assert firsts(groups) == [pytest.approx([-math.sqrt(3 / 4), math.sqrt(3 / 4)])]
+
+
 def test_gae_and_its_returns() -> None:
     """Values 0.5, 0.25, 1 and a reward of 2, gamma 1/2, lambda 1/2: delta = -0.375, 0.25, 1, so from the end
     A = 1, 0.25 + 1/4, -0.375 + 0.5/4. A tool wrote the token between the first and the second."""
@@ -145,6 +158,7 @@ def test_kl_in_the_reward(estimator: Any, penalties: list[float]) -> None:
 def test_a_kl_in_the_reward_is_clamped() -> None:
     """k3 of d = -5 is exp(5) - 6, some 142; verl's bound is 10."""
     assert kl(np.array([-5.0, 1.0]), "k3", 10.0) == pytest.approx([10.0, math.exp(-1)])
+    assert kl(np.array([-5.0, 5.0, 0.5]), "k1", 1.0).tolist() == [-1.0, 1.0, 0.5]
     given = sample(0, 2, 1.0, old=[-6.0, -1.0], reference=[-1.0, -2.0], values=[0.0, 0.0])
     keys: dict[str, Any] = {"kl": 0.1, "kl_in": "reward", "kl_estimator": "k3", "kl_clamp": 10.0, "scale": "none"}
     advantages([Group(given.prompt, [given])], algorithm("ppo", **keys))
@@ -315,6 +329,52 @@ def test_truncated_sampling_is_compared_among_all_tokens() -> None:
     require_comparable([given], Sampling(8))
 
 
+def test_truncated_samples_of_an_engine_that_does_not_say_the_kept_share() -> None:
+    """Shares 1/2 and 1/8 were kept, and engine and trainer agree: factors are the shares, whose geometric mean is 1/4.
+    An engine that says its share has the same metric, and factors of 1."""
+    given = sample(0, 2, 1.0, old=[-1.0, -4.0], rollout=[-1 + LOG2, -4 + 3 * LOG2])
+    require_comparable([given], Sampling(8, top_k=2), allowed=True)
+    found = correct([given], algorithm(), truncated=True)
+    assert found["sampling/kept_share"] == pytest.approx(0.25)
+    assert given.correction is not None and given.correction[given.sampled] == pytest.approx([0.5, 0.125])
+    given.kept_logmass = np.where(given.sampled, given.old - given.rollout, 0).astype(np.float32)
+    found = correct([given], algorithm(), truncated=True)
+    assert found["sampling/kept_share"] == pytest.approx(0.25)
+    assert given.correction[given.sampled] == pytest.approx([1, 1])
+    assert "sampling/kept_share" not in correct([given], algorithm())
+
+
+@pytest.mark.parametrize(
+    ("keys", "above", "is_right"),
+    [
+        ({"top_p": 0.5}, LOG2, True),
+        ({"top_p": 0.5}, 2 * LOG2, False),  # more than the smallest share explains
+        ({"top_p": 0.5}, -0.1, False),  # an engine is never below
+        ({"top_p": 0.5, "top_k": 2}, 9.0, True),
+        ({"min_p": 0.1}, -0.1, False),
+        ({}, LOG2, False),
+    ],
+)
+def test_a_comparison_after_a_sync_knows_what_truncation_explains(
+    keys: dict[str, Any], above: float, is_right: bool
+) -> None:
+    given = sample(0, 2, 1.0, old=[-1.0, -2.0], rollout=[-1 + above, -2 + above])
+    with nullcontext() if is_right else pytest.raises(ActorError, match="another distribution"):
+        require_parity([given], 0, "vllm", ["fp32"], RolloutConfig(**keys))
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"top_p": 0.99, "top_k": 100, "engine": "vllm", "allow_truncated": True}, "top_p 0.99, top_k 100: tokens"),
+        ({"engine": "vllm", "min_p": 0.1, "allow_truncated": True}, "vllm does not say the share that it kept"),
+        ({"top_k": 3}, "the policy is trained as if they could be (sampling/kept_share"),
+    ],
+)
+def test_truncated_sampling_is_said_at_the_start(keys: dict[str, Any], words: str) -> None:
+    assert words in truncation_line(RolloutConfig(**keys))
+
+
 # ---------------------------------------------------------------- documents
 
 
@@ -337,6 +397,8 @@ def test_documents(aggregation: str, weights: list[float]) -> None:
     assert len(documents) == 2 and documents[0].source == "sample 0.0/0"
     assert sorted(documents[0].arrays) == ["advantage", "correction", "old_logprob"]
     masked = build_documents(samples, rl_config(algorithm(mask_truncated=True, correction="none")))
+    samples[0].finish = "abort"  # ended by something else than its length
+    assert len(build_documents(samples, rl_config(algorithm(mask_truncated=True)))) == 1
     assert [d.source for d in masked] == ["sample 0.0/0"] and "correction" not in masked[0].arrays
 
 

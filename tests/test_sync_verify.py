@@ -22,7 +22,7 @@ from torch import Tensor
 from tests.cases import saved_model
 from tests.rl_samples import algorithm, rl_config, sample
 from weft.config.load import load_config
-from weft.config.rl_schema import RlConfig
+from weft.config.rl_schema import RlConfig, RolloutConfig
 from weft.config.schema import LoraConfig
 from weft.errors import ActorError, UserError
 from weft.models.lora import LoraPlan
@@ -373,9 +373,9 @@ def test_what_an_engine_sampled_is_compared_with_what_the_trainer_reads() -> Non
     right = sample(0, 2, 1.0, rollout=(-1, -2), old=(-1, -2), versions=(4, 4))
     wrong = sample(1, 2, 1.0, rollout=(-1, -3), old=(-1, -2), versions=(4, 4))
     stale = sample(2, 2, 1.0, rollout=(-1, -3), old=(-1, -2), versions=(3, 4))  # begun under older weights
-    require_parity([right, stale], 4, "hf", ["fp32"])
+    require_parity([right, stale], 4, "hf", ["fp32"], RolloutConfig())
     with pytest.raises(ActorError, match="logprobs of 4 tokens differ by 0.25 in the mean"):
-        require_parity([right, wrong, stale], 4, "hf", ["fp32"])
+        require_parity([right, wrong, stale], 4, "hf", ["fp32"], RolloutConfig())
     config = rl_config(algorithm(), engine="hf", verify_every=3)
     assert [parity_is_due(config, step) for step in (1, 2, 3, 4, 6)] == [True, False, True, False, True]
     assert not parity_is_due(rl_config(algorithm()), 1)

@@ -52,6 +52,7 @@ _DRAWN = "the policy's own completions are trained"
 _LIMITS = "rollout.max_prompt_tokens and rollout.max_new_tokens say how long a sample may be"
 
 
+_NO_REFERENCE = "rl.kl is 0: there is no reference (rl.measure_kl=true measures the KL from one)"
 _NO_PROMPTS = "neither eval.path nor eval.sources is set: nothing is evaluated"
 
 
@@ -118,9 +119,10 @@ INERT = (
     Inert("rl.clip", _other_loss(*_CLIPPED, "cispo"), "rl.policy_loss=reinforce has no ratio to clip"),
     Inert("rl.dual_clip", _other_loss(*_CLIPPED), "only rl.policy_loss=ppo, gspo and ppo_sequence read it"),
     *(
-        Inert(f"rl.{leaf}", lambda c: c.rl.kl == 0, "rl.kl is 0: there is no reference")
+        Inert(f"rl.{leaf}", lambda c: c.rl.kl == 0, "rl.kl is 0: no KL is trained on")
         for leaf in ("kl_in", "kl_estimator", "kl_clamp", "kl_unbiased")
     ),
+    Inert("rl.measure_kl", lambda c: c.rl.kl > 0, "rl.kl is above 0, and its KL is measured anyway"),
     Inert("rl.kl_unbiased", lambda c: c.rl.kl_in == "reward", "rl.kl_in is reward, which has no gradient"),
     *(
         Inert(f"rl.{leaf}", lambda c: c.rl.old_logprobs == "rollout", _RATIO)
@@ -135,10 +137,7 @@ INERT = (
         for leaf in ("correction", "correction_level", "correction_limits")
     ),
     Inert("model.attention", lambda c: c.rl.on_policy == "exact", "rl.on_policy=exact brings its own"),
-    *(
-        Inert(f"reference.{leaf}", lambda c: c.rl.kl == 0, "rl.kl is 0: there is no reference")
-        for leaf in _leaves(ReferenceConfig)
-    ),
+    *(Inert(f"reference.{leaf}", lambda c: not c.rl.has_reference, _NO_REFERENCE) for leaf in _leaves(ReferenceConfig)),
     *(
         Inert(f"reference.{leaf}", _reads_base, "the base under the adapters is the reference, and needs no engine")
         for leaf in _leaves(ReferenceConfig)
@@ -159,7 +158,12 @@ INERT = (
     ),
     *(
         Inert(f"rollout.{leaf}", lambda c: c.rollout.engine not in SERVERS, "only engines that are servers read it")
-        for leaf in ("python", "tp", "memory", "options")
+        for leaf in ("python", "tp", "memory", "options", "allow_truncated")
+    ),
+    Inert(
+        "rollout.allow_truncated",
+        lambda c: not c.rollout.truncated,
+        "rollout.top_p, top_k and min_p leave no token out",
     ),
     *(
         Inert(f"rollout.{leaf}", lambda c: c.rollout.engine == "embedded", "rollout.engine=embedded has no processes")
@@ -273,6 +277,7 @@ def _combinations(config: RlConfig) -> Iterator[tuple[str, str]]:
     yield from _eval_combinations(config.eval)
     yield from _algorithm_combinations(config.rl, config.rollout.max_new_tokens)
     yield from _exact_combinations(config)
+    yield from _truncated_combinations(config)
     for section in ("reference", "critic"):
         own = getattr(config, section)
         if (own.pp or 1) > 1 and (config.mesh.pp == 1 or own.ranks is not None):  # else its stages are the policy's
@@ -327,7 +332,7 @@ def _exact_combinations(config: RlConfig) -> Iterator[tuple[str, str]]:
             "rl.on_policy is exact, but with cluster.max_staleness samples come from older weights than those that are "
             "trained: set cluster.max_staleness=0.",
         )
-    if config.rollout.top_p < 1 or config.rollout.top_k > 0 or config.rollout.min_p > 0:
+    if config.rollout.truncated:
         yield (
             "rl.on_policy",
             "rl.on_policy is exact, but rollout.top_p, top_k or min_p leave tokens out, which the trainer does not: "
@@ -358,6 +363,25 @@ def _exact_combinations(config: RlConfig) -> Iterator[tuple[str, str]]:
                 f"rl.on_policy is exact, but with {section}.tp = {tp} the sums of a layer are made of those of {tp} "
                 f"ranks, where an engine that samples makes them at once: set {section}.tp=1.",
             )
+
+
+def _truncated_combinations(config: RlConfig) -> Iterator[tuple[str, str]]:
+    """vLLM's logprobs are among the kept tokens: each exceeds the trainer's by the log of the kept share."""
+    if config.rollout.engine != "vllm" or not (config.rollout.truncated and config.rollout.allow_truncated):
+        return
+    if config.rl.corrects and config.rl.correction_level == "sequence":
+        yield (
+            "rl.correction_level",
+            "rl.correction_level is sequence, but vLLM's logprobs of truncated sampling lack the share that was kept, "
+            "and its product over a long sample vanishes: set rl.correction_level=token, or geometric.",
+        )
+    if config.rl.old_logprobs == "rollout":
+        yield (
+            "rl.old_logprobs",
+            "rl.old_logprobs is rollout, but vLLM's logprobs of truncated sampling are among the kept tokens, and the "
+            "trainer's are not, so that ratios would never be 1, and nothing would measure it: set "
+            "rl.old_logprobs=recompute.",
+        )
 
 
 def _reward_combinations(rl: RlAlgorithm) -> Iterator[tuple[str, str]]:

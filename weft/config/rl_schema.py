@@ -114,6 +114,10 @@ class RlAlgorithm:
         "sequence_mean",
     )
     kl: float = key("Weight of the KL divergence from the reference, the model as it was at first; 0: none.", 0.0)
+    measure_kl: bool = key(
+        "Measure the KL divergence from the reference (metric `kl`) where rl.kl is 0, too; nothing is trained on it.",
+        False,
+    )
     kl_in: Literal["loss", "reward"] = key("Whether it is part of the loss, or taken off each token's reward.", "loss")
     kl_estimator: Literal["k1", "k2", "k3"] = key(
         "Of each token's KL, d being log(policy / reference): k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d. In the loss "
@@ -182,6 +186,11 @@ class RlAlgorithm:
     overlong_penalty: float = key("What a sample of the greatest length loses.", 1.0)
 
     @property
+    def has_reference(self) -> bool:
+        """Whether the KL divergence from a reference is trained on, or only measured."""
+        return self.kl > 0 or self.measure_kl
+
+    @property
     def corrects(self) -> bool:
         """Whether samples carry a correction between rollout and old policy."""
         return self.correction != "none" and self.old_logprobs == "recompute"
@@ -203,6 +212,12 @@ class RolloutConfig:
     top_p: float = key("Likeliest tokens that are drawn from, by their probability together; 1: all.", 1.0)
     top_k: int = key("Likeliest tokens that are drawn from, by number; 0: all.", 0)
     min_p: float = key("Tokens less likely than this share of the likeliest are not drawn; 0: all may be.", 0.0)
+    allow_truncated: bool = key(
+        "Train on samples of a server whose rollout.top_p, top_k or min_p leave tokens out, though it does not say how "
+        "much of the distribution it kept: logprobs are then of the kept tokens, which biases the correction by that "
+        "share (metric `sampling/kept_share`, docs/reference/algorithms.md).",
+        False,
+    )
     stop: tuple[str, ...] = key("Texts that end a completion, beside the model's end tokens.", ())
     unfinished: Literal["continue", "drop"] = key(
         "What becomes of completions that are being written when weights change (cluster.max_staleness): `continue`: "
@@ -263,6 +278,11 @@ class RolloutConfig:
     )
 
     @property
+    def truncated(self) -> bool:
+        """Whether some tokens cannot be sampled."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+
+    @property
     def count(self) -> int:
         """The number of engines with processes of their own, once cluster.placement is settled."""
         return self.engines or 1
@@ -296,7 +316,7 @@ class ClusterConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ReferenceConfig:
-    """The model that rl.kl measures the policy against: an engine of its own beside the trainer, which only reads."""
+    """The model that rl.kl and rl.measure_kl measure the policy against: an engine of its own, which only reads."""
 
     path: str | None = key(
         "A HuggingFace model directory or hub id; null: the policy as model.path has it. With lora that is the base "

@@ -206,10 +206,10 @@ class PolicyLoss:
         if config.corrects:
             loss = loss * self._correction(batch, old)
         means = {"entropy": entropy, **self._ratio_metrics(tokens)}
-        if config.kl > 0:
+        if config.has_reference:
             reference = batch.arrays["reference_logprob"]
             means["kl"] = _k3(logprob, reference)
-            if config.kl_in == "loss":
+            if config.kl > 0 and config.kl_in == "loss":
                 loss = loss + config.kl * kl_loss(tokens, reference, config)
         if config.entropy > 0:
             loss = loss - config.entropy * entropy * self._entropy_share(batch)

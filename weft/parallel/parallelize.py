@@ -38,6 +38,21 @@ class Precision:
         master = DTYPES[config.master_dtype]
         return Precision(master, compute, DTYPES[config.reduce_dtype], frozen=compute if adapters else master)
 
+    def remark(self) -> str:
+        """What a pair of dtypes costs without giving anything; "" for the usual ones: fp32 masters, or one dtype."""
+        master, compute = (str(dtype).removeprefix("torch.") for dtype in (self.master, self.compute))
+        if self.master in (torch.float32, self.compute):
+            return ""
+        if self.compute == torch.float32:
+            return (
+                f"compute in {compute} over {master} masters costs the time and memory of {compute}, and weights have "
+                f"the precision of {master}: fsdp.master_dtype=fp32, or fsdp.param_dtype=bf16"
+            )
+        return (
+            f"compute in {compute} over {master} masters has the range of {compute} and the precision of {master}, the "
+            "worse of each: fsdp.master_dtype=fp32, or fsdp.param_dtype=bf16"
+        )
+
 
 @dataclass(frozen=True)
 class Stages:

@@ -468,7 +468,7 @@ async def roll_out(run: Run, engine: RolloutEngine, sampling: Sampling, number: 
     if rl.dynamic_sampling:
         step.metrics["rollout/replaced"] = float(replaced)
     step.taken = run.task.stream.taken
-    require_comparable(step.samples, sampling)
+    require_comparable(step.samples, sampling, allowed=run.config.rollout.allow_truncated)
     return step
 
 
@@ -486,19 +486,19 @@ async def compute_advantages(run: Run, step: RolloutStep) -> None:
     if checks:
         rollout = run.config.rollout
         dtypes = [run.compute, run.compute if rollout.dtype == "auto" else rollout.dtype]
-        require_parity(samples, run.version, f"rollout.engine={rollout.engine}", dtypes)
+        require_parity(samples, run.version, f"rollout.engine={rollout.engine}", dtypes, rollout)
     if fused:  # discard what a parity check read, so that checked steps train like the others
         for sample in samples:
             sample.old = None
     else:  # also sets old logprobs that were not recomputed, because advantages may read them
-        step.metrics |= correct(samples, rl)
+        step.metrics |= correct(samples, rl, truncated=run.config.rollout.truncated)
     stale = staleness(samples, run.version, None if run.replayed else run.config.cluster.max_staleness)
     step.metrics |= {**advantages(step.groups, rl), **step.failures.metrics(), **stale}
 
 
 def read_before_training(rl: RlAlgorithm, *, old: bool) -> list[Role]:
     """The models that must read the samples before training. old: whether the policy is one of them."""
-    wanted: dict[Role, bool] = {"policy": old, "reference": rl.kl > 0, "critic": rl.advantage == "gae"}
+    wanted: dict[Role, bool] = {"policy": old, "reference": rl.has_reference, "critic": rl.advantage == "gae"}
     return [role for role, is_wanted in wanted.items() if is_wanted]
 
 
@@ -514,7 +514,8 @@ async def update(run: Run, step: RolloutStep) -> list[dict[str, object]]:
                 lines.append(await run.trainer_group.update(samples_of(part), number, plan.steps, epoch + 1, lr))
                 run.updates += not lines[-1].get("skipped")
     if old_is_current(config):
-        step.metrics |= correct([sample for sample in step.samples if sample.old is not None], config.rl)
+        read = [sample for sample in step.samples if sample.old is not None]
+        step.metrics |= correct(read, config.rl, truncated=config.rollout.truncated)
     return lines
 
 

@@ -113,7 +113,7 @@ def _rows(config: RlConfig, policy: Engine, ranks: Ranks) -> list[EngineRow]:
         if e is not None
     ]
     rows += separate_engines(own.items())
-    if reference is None and config.rl.kl > 0 and "reference" not in own:
+    if reference is None and config.rl.has_reference and "reference" not in own:
         rows.append(EngineRow("reference", note="the policy without its adapters"))
     return [*rows, _rollout_row(config, policy)]
 

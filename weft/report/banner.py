@@ -210,6 +210,8 @@ def print_model(
     say_all(lines)
     show(mesh_table(axis_rows(engine)))
     show(dtype_table(dtype_rows(engine)))
+    if engine.precision.remark():
+        say(f"warning  {engine.precision.remark()}")
     show(unit_table(unit_rows(engine), engine.mesh.tp_size))
     named = engine.module.named_parameters(remove_duplicate=False)
     show(optimizer_table(describe_groups(named, config.optimizer, engine.divided.cuts)))

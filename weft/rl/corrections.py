@@ -6,13 +6,16 @@ factors on the tokens' losses. Their formulas are in weft/objectives/correction.
 An engine that truncates sampling (top-p, top-k, min-p) reports logprobs renormalised over the kept tokens. Adding the
 log of the kept tokens' total probability (`kept_logmass`) gives the logprob over the whole vocabulary, which a trainer
 computes. So the ratio rho is 1 where engine and trainer compute the same. The change of the kept share during training
-is neglected. Truncated samples without kept_logmass are refused.
+is neglected. vLLM reports no kept_logmass. With rollout.allow_truncated its samples are trained as they come: rho is
+then the ratio of the trainer's policy and the truncated distribution that the token was drawn from, at most 1 by the
+kept share, and sampling/kept_share is the mean of that share. Without the key such samples are refused.
 
 require_parity() also checks that engine and trainer have the same model, as the last part of verifying a weight sync.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Literal
 
@@ -21,7 +24,7 @@ import torch
 from numpy.typing import NDArray
 
 from weft.config.presets import ADVANTAGES
-from weft.config.rl_schema import RlAlgorithm, RlConfig
+from weft.config.rl_schema import RlAlgorithm, RlConfig, RolloutConfig
 from weft.errors import ActorError, UserError
 from weft.objectives.correction import LARGEST, bounded, importance_ratios, of_tokens
 from weft.rollout.base import Sampling
@@ -51,27 +54,30 @@ def comparable(sample: Sample) -> Floats:
     return sample.rollout if sample.kept_logmass is None else sample.rollout + sample.kept_logmass
 
 
-def require_comparable(samples: Sequence[Sample], sampling: Sampling) -> None:
-    """Raise UserError if sampling was truncated and the engine has not reported the kept probability mass."""
-    if not sampling.truncated:
+def require_comparable(samples: Sequence[Sample], sampling: Sampling, *, allowed: bool = False) -> None:
+    """Raise UserError if sampling was truncated and the engine has not reported the kept probability mass. allowed:
+    rollout.allow_truncated."""
+    if not sampling.truncated or allowed:
         return
     silent = next((sample for sample in samples if sample.kept_logmass is None), None)
     if silent is not None:
         raise UserError(
             f"sample {silent.id} cannot be trained: rollout.top_p, top_k or min_p leave tokens out, and this engine "
             "does not say how much of the distribution the others have: set rollout.top_p=1, rollout.top_k=0 and "
-            "rollout.min_p=0 (evaluation may have its own)."
+            "rollout.min_p=0 (evaluation may have its own), or accept the bias: rollout.allow_truncated=true."
         )
 
 
-def correct(samples: Sequence[Sample], config: RlAlgorithm) -> dict[str, float]:
+def correct(samples: Sequence[Sample], config: RlAlgorithm, *, truncated: bool = False) -> dict[str, float]:
     """Set `correction` on samples that count, from `old` and `rollout`; returns metrics of the difference. With
-    rl.old_logprobs=rollout, set `old` to `rollout` instead; there is no difference then, and no metrics."""
+    rl.old_logprobs=rollout, set `old` to `rollout` instead; there is no difference then, and no metrics of it.
+    truncated: whether the engine left tokens out of sampling."""
     chosen = [sample for sample in samples if sample.counts and sample.length]
+    found = _kept_share(chosen) if truncated and chosen else {}
     if config.old_logprobs == "rollout":
         for sample in chosen:
             sample.old = comparable(sample)
-        return {}
+        return found
     if not chosen:
         return {}
     differences = [_difference(sample) for sample in chosen]
@@ -84,7 +90,19 @@ def correct(samples: Sequence[Sample], config: RlAlgorithm) -> dict[str, float]:
         for sample, part in zip(chosen, parts, strict=True):
             sample.correction = np.zeros(len(sample), np.float32)
             sample.correction[sample.sampled] = part.numpy()
-    return mismatch_metrics(np.concatenate(differences), ratios.numpy(), weights.numpy(), config)
+    return found | mismatch_metrics(np.concatenate(differences), ratios.numpy(), weights.numpy(), config)
+
+
+def _kept_share(samples: Sequence[Sample]) -> dict[str, float]:
+    """The share of the distribution that tokens were drawn from, in the geometric mean over tokens: as the engine says,
+    else from the trainer's logprobs, which are of the whole vocabulary. The difference of the logprobs holds rounding,
+    too."""
+    logs = [
+        (sample.old - sample.rollout if sample.kept_logmass is None else sample.kept_logmass)[sample.sampled]
+        for sample in samples
+        if sample.kept_logmass is not None or sample.old is not None
+    ]
+    return {"sampling/kept_share": float(np.exp(np.concatenate(logs).astype(np.float64).mean()))} if logs else {}
 
 
 def _difference(sample: Sample) -> Exact:
@@ -146,11 +164,27 @@ def parity_is_due(config: RlConfig, steps: int) -> bool:
     return config.rollout.engine != "embedded" and (steps == 1 or (every > 0 and steps % every == 0))
 
 
-def require_parity(samples: Sequence[Sample], version: int, engine: str, dtypes: Sequence[str]) -> None:
+def require_parity(
+    samples: Sequence[Sample], version: int, engine: str, dtypes: Sequence[str], rollout: RolloutConfig
+) -> None:
     """Raise ActorError if the engine's logprobs of this version's samples differ from the trainer's (`old`) by more
-    than dtypes explain (check_parity). engine: its name. dtypes: of engine and trainer, such as "bf16"."""
+    than dtypes explain (check_parity). engine: its name. dtypes: of engine and trainer, such as "bf16".
+
+    Where an engine truncates sampling and does not say the kept share, its logprobs may be above the trainer's: by at
+    most -log(top_p) with top_p alone; top_k and min_p set no bound."""
+    kept_least = rollout.top_p if not (rollout.top_k or rollout.min_p) else 0.0
+    most_above = -math.log(kept_least) if kept_least else math.inf
+
+    def expected(sample: Sample, old: Floats) -> Floats:
+        """[G] what of the engine's logprobs truncation does not explain."""
+        own = comparable(sample)[sample.sampled]
+        if sample.kept_logmass is not None or not rollout.truncated:
+            return own
+        explained: Floats = own - (own - old).clip(0, most_above)
+        return explained
+
     read = [
-        (comparable(sample)[sample.sampled], sample.old[sample.sampled])
+        (expected(sample, sample.old[sample.sampled]), sample.old[sample.sampled])
         for sample in samples
         if sample.old is not None and sample.length and (sample.versions[sample.sampled] == version).all()
     ]

@@ -28,10 +28,10 @@ def policy_config(config: RlConfig) -> EngineConfig:
 
 
 def reference_config(config: RlConfig) -> EngineConfig | None:
-    """The engine config of the reference. None without rl.kl, or if the policy without its adapters is the reference
-    (Engine.without_adapter)."""
+    """The engine config of the reference. None without rl.kl and rl.measure_kl, or if the policy without its adapters
+    is the reference (Engine.without_adapter)."""
     own = config.reference
-    if config.rl.kl == 0 or (config.lora.on and own.path is None and not config.lora.modules_to_save):
+    if not config.rl.has_reference or (config.lora.on and own.path is None and not config.lora.modules_to_save):
         return None
     base = _from_policy(policy_config(config), own)
     fsdp = replace(base.fsdp, param_dtype=own.param_dtype or base.fsdp.param_dtype)
@@ -86,12 +86,12 @@ def critic_engine(
 
 def opening_lines(config: RlConfig, reference: Engine | None, critic: Engine | None) -> list[str]:
     """Lines that describe the reference and the critic at start."""
-    lines = []
+    lines, only = [], "; not trained on (rl.measure_kl)" * config.rl.measure_kl
     if reference is not None:
         kept = str(reference.precision.compute).removeprefix("torch.")
-        lines.append(f"kl       measured against {reference.config.model.path}, in {kept}: {reference.memory}")
-    elif config.rl.kl > 0 and reference_config(config) is None:
-        lines.append("kl       measured against the base under the adapters")
+        lines.append(f"kl       measured against {reference.config.model.path}, in {kept}{only}: {reference.memory}")
+    elif config.rl.has_reference and reference_config(config) is None:
+        lines.append(f"kl       measured against the base under the adapters{only}")
     if critic is not None:
         kind = type(critic.built.module.hf_model).__name__
         load = critic.built.load

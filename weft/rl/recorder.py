@@ -11,7 +11,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from weft.config import to_dict
-from weft.config.rl_schema import RlConfig
+from weft.config.rl_schema import RlConfig, RolloutConfig
+from weft.config.server_checks import KEEPS_ALL
 from weft.engine.metrics import MetricsFile
 from weft.report.banner import essential, few_rollout_steps, print_closing
 from weft.report.trackers import Trackers
@@ -175,6 +176,16 @@ def length_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     return found
 
 
+def truncation_line(rollout: RolloutConfig) -> str:
+    """What rollout.top_p, top_k and min_p mean for training."""
+    cut = {"top_p": rollout.top_p, "top_k": rollout.top_k, "min_p": rollout.min_p}
+    keys = ", ".join(f"{name} {value:g}" for name, value in cut.items() if value != KEEPS_ALL[name])
+    text = f"with {keys}: tokens that are left out are never drawn, and the policy is trained as if they could be"
+    if rollout.allow_truncated:
+        text += f"; {rollout.engine} does not say the share that it kept, which biases the correction"
+    return f"{text} (sampling/kept_share says by how much)"
+
+
 def print_rl_opening(run: Run, model: str, notes: Sequence[str]) -> None:
     """Print what the run will do. model: the trainers' description of the model. notes: further lines."""
     config, plan = run.config, run.plan
@@ -193,4 +204,6 @@ def print_rl_opening(run: Run, model: str, notes: Sequence[str]) -> None:
         f"rollout  {rollout.engine} engine; up to {rollout.max_prompt_tokens} + {rollout.max_new_tokens} tokens, "
         f"temperature {rollout.temperature:g}",
     )
+    if rollout.truncated:
+        say(f"sampled  {truncation_line(rollout)}")
     say_all(essential(model.splitlines()) if run.quiet else [model.rstrip()])

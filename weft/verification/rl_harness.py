@@ -177,7 +177,7 @@ def _whole(engine: Engine) -> Tensors:
 def _read(trainer: Trainer, samples: Sequence[Sample]) -> None:
     """Set what trainers read of the samples (old and reference logprobs, values), on every rank."""
     rl = trainer.config.rl
-    wanted = {"policy": rl.old_logprobs == "recompute", "reference": rl.kl > 0, "critic": rl.advantage == "gae"}
+    wanted = {"policy": rl.old_logprobs == "recompute", "reference": rl.has_reference, "critic": rl.advantage == "gae"}
     roles: list[Role] = [role for role in READS if wanted[role]]
     parts: list[Any] = [None] * trainer.ranks.world
     dist.all_gather_object(parts, trainer.read_all(roles, samples), group=trainer.ranks.group)
@@ -291,7 +291,7 @@ class _Plain:
         self._prepare(self.policy, rule)
         self.policy.start(self._optimizer(engine), config.optimizer.max_grad_norm)
         self.reference: PlainPolicy | None = None
-        if config.rl.kl > 0 and not isinstance(self.policy, PeftPolicy):
+        if config.rl.has_reference and not isinstance(self.policy, PeftPolicy):
             self.reference = PlainPolicy(config.reference.path or path, self.device)
             self._prepare(self.reference, rule)
         self.critic: PlainCritic | None = None
@@ -375,7 +375,7 @@ class _Plain:
         rl, found = self.config.rl, dict[str, list[torch.Tensor]]()
         if rl.old_logprobs == "recompute":
             found["old"] = self.policy.look(rows)
-        if rl.kl > 0 and isinstance(self.policy, PeftPolicy):
+        if rl.has_reference and isinstance(self.policy, PeftPolicy):
             with self.policy.base():
                 found["reference"] = self.policy.look(rows, follow=False)
         elif self.reference is not None:
