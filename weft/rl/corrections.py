@@ -97,11 +97,12 @@ def _kept_share(samples: Sequence[Sample]) -> dict[str, float]:
     """The share of the distribution that tokens were drawn from, in the geometric mean over tokens: as the engine says,
     else from the trainer's logprobs, which are of the whole vocabulary. The difference of the logprobs holds rounding,
     too."""
-    logs = [
-        (sample.old - sample.rollout if sample.kept_logmass is None else sample.kept_logmass)[sample.sampled]
-        for sample in samples
-        if sample.kept_logmass is not None or sample.old is not None
-    ]
+    logs: list[Floats] = []
+    for sample in samples:
+        if sample.kept_logmass is not None:
+            logs.append(sample.kept_logmass[sample.sampled])
+        elif sample.old is not None:
+            logs.append((sample.old - sample.rollout)[sample.sampled])
     return {"sampling/kept_share": float(np.exp(np.concatenate(logs).astype(np.float64).mean()))} if logs else {}
 
 
