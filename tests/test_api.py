@@ -244,3 +244,9 @@ def test_importing_weft_imports_no_torch() -> None:
     code = "import sys, weft; weft.sft; print([m for m in ('torch', 'transformers') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_run_is_named_by_text(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    run = weft.Run(str(tmp_path))  # type: ignore[arg-type]  # notebooks check no types
+    assert run.metrics == [{"step": 1}] and run.model == tmp_path / "checkpoints" / "latest"

@@ -117,7 +117,7 @@ def test_a_terminal_has_a_conversation(
         said.append([message["content"] for message in self.messages])
         return ""
 
-    typed = iter(["a", "", "b", "/new", "stop", "c", "/exit", "never"])
+    typed = iter(["a", "", "b", "/new", "stop", "/quitt", "/save x", "c", "/quit", "never"])
     monkeypatch.setattr(Chat, "say", say)
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
     monkeypatch.setattr("builtins.input", lambda prompt: next(typed))
@@ -125,6 +125,7 @@ def test_a_terminal_has_a_conversation(
     assert said == [["a"], ["a", "b"], ["c"]]
     out = capsys.readouterr().out
     assert "step-000004 on cpu" in out and "/exit or Ctrl-D ends" in out and "(stopped)" in out
+    assert "/quitt is no command, and was not sent" in out and "/save is no command" in out
 
 
 def test_which_model(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

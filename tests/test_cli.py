@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import types
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 import weft.recipes
 from weft import __version__, cli
 from weft.cluster.options import SftOptions, VerifyOptions
+from weft.config.keys import schema_keys
+from weft.config.rl_schema import RlConfig
+from weft.config.schema import SftConfig
 from weft.errors import UserError
+from weft.parsers import ELSEWHERE
 
 CONFIG = """\
 model: {path: m}
@@ -176,7 +181,7 @@ def test_verify_takes_the_ranks_that_its_mesh_needs(recorder: Recorder, capsys: 
         (["sft", "c.yaml", "--nproc", "4", "fsdp.reshard_after_forward=3"], "must be one of true, false, 2"),
         (["verify", "c.yaml", "--layers", "0"], "--layers is 0"),
         (["sftt"], "did you mean weft sft?"),
-        (["bench", "c.yaml"], "not in this version yet"),
+        (["bench", "c.yaml"], "not in this version"),
         (["c.yaml"], "weft sft c.yaml"),
         (["zzz"], "the commands are sft, "),
     ],
@@ -190,6 +195,45 @@ def test_a_wrong_command_line_is_answered(
     assert message in captured.err
     assert "Traceback" not in captured.err
     assert recorder.calls == recorder.launched == []
+
+
+@pytest.mark.parametrize(
+    ("word", "answer"),
+    [
+        ("train", "`weft sft` fine-tunes"), ("finetune", "`weft sft` fine-tunes"), ("serve", "`vllm serve`"),
+        ("generate", "`weft chat RUN|MODEL`"), ("infer", "`weft chat"), ("predict", "`weft chat"),
+        ("dpo", "preference tuning is not in this version"), ("KTO", "preference tuning"), ("orpo", "preference"),
+        ("grpo", "weft rl ... rl.algorithm=grpo"), ("ppo", "rl.algorithm=ppo"), ("lora", "lora.rank=16"),
+        ("convert", "`weft export`"), ("merge_adapter", "`weft merge RUN|ADAPTER`"),
+    ],
+)  # fmt: skip
+def test_words_of_other_tools_are_answered_with_what_does_it_here(
+    word: str, answer: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([word, "x.yaml"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: weft {word}: no such command: ") and answer in said and "did you mean" not in said
+
+
+def test_answers_to_words_of_other_tools_name_commands_and_keys_that_there_are() -> None:
+    algorithms = get_args(schema_keys(RlConfig)["rl.algorithm"].type)
+    for word, answer in ELSEWHERE.items():
+        assert word not in cli.COMMANDS and word == word.lower()
+        assert set(re.findall(r"weft ([a-z]+)\b(?! rl)", answer.replace("-m weft", "weft"))) <= {
+            *cli.COMMANDS,
+            "starts",
+        }
+        assert all(
+            (Path(cli.__file__).parent.parent / page).exists() for page in re.findall(r"docs/[\w/.-]+\w", answer)
+        )
+        for key, value in re.findall(r"([a-z]+\.[a-z_]+)=([\w']+)", answer):
+            assert key in schema_keys(SftConfig) or key in schema_keys(RlConfig), word
+            assert key != "rl.algorithm" or value in algorithms
+
+
+def test_weft_plan_says_its_own_option_for_ranks(recorder: Recorder, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "c.yaml", "--ranks", "64", "mesh.dp_shard=16"]) == 2
+    assert "take 16 ranks (--ranks 16) or set mesh.dp_shard=64" in capsys.readouterr().err
 
 
 def test_more_ranks_than_accelerators_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -517,7 +517,7 @@ def test_a_mesh_is_resolved(replicate: int, shard: int, world: int, sizes: tuple
     ("replicate", "shard", "world", "words"),
     [
         (-1, -1, 4, "both -1"),
-        (2, 3, 4, "= 2 x 3 = 6, but there are 4 ranks: start 6 ranks (--nproc 6) or set mesh.dp_shard=2."),
+        (2, 3, 4, "= 2 x 3 = 6, but there are 4 ranks: take 6 ranks (--nproc 6) or set mesh.dp_shard=2."),
         (3, -1, 4, "4 ranks are not a multiple of mesh.dp_replicate = 3"),
         (8, -1, 4, "4 ranks are not a multiple"),
     ],

@@ -19,6 +19,7 @@ from weft.cluster.machine import Accelerator, accelerator
 from weft.cluster.process import pretend
 from weft.config import SftConfig, load_config
 from weft.config.mesh import MeshSizes, fewest_ranks, resolve_mesh
+from weft.config.rl_schema import RlConfig
 from weft.config.schema import MeshConfig
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
@@ -32,6 +33,7 @@ from weft.planner.search import BEST, Search, meshes, search
 from weft.planner.simulate import Step, plan_of, rows_of, watched_step
 from weft.planner.timing import time_of
 from weft.planner.traffic import transfers
+from weft.recipes.plan import longer
 
 ROOT = Path(__file__).parent.parent
 
@@ -291,6 +293,19 @@ def test_the_best_meshes_are_proposed(checkout: Path, capsys: pytest.CaptureFixt
     assert cli.main([*words[:2], "--ranks", "16", "--length", "8192", *found[1].split()]) == 0
 
 
+def test_what_is_proposed_for_a_length_lets_a_run_have_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    given = ["model.path=m", "data.path=d.jsonl"]
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "config.json").write_text("{}")
+    (tmp_path / "d.jsonl").write_text("{}")
+    sft = load_config([], [*given, "data.max_length=64"], weights=False)
+    assert longer(sft, 128) == "data.max_length=128" and longer(sft, 64) == longer(sft, None) == ""
+    assert longer(load_config([], given, weights=False), 128) == ""  # a document may fill a row
+    rl = load_config([], [*given, "rl.reward=[length]"], RlConfig, weights=False)  # 1024 + 1024 tokens
+    assert longer(rl, 3000) == "rollout.max_new_tokens=1976" and longer(rl, 2048) == ""
+
+
 def test_a_run_of_reinforcement_learning_is_described(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", "examples/rl_dapo_qwen3_4b.yaml"]) == 0
     assert "prompts and answers as long as rollout allows" in said(capsys)
@@ -301,8 +316,8 @@ def test_a_run_of_reinforcement_learning_is_described(checkout: Path, capsys: py
     [
         (["--assume", "h1"], "--assume h1: weft knows"),
         (["--matmul", "2"], "--matmul 2: must be above 0, and at most 1"),
-        (["--ranks", "7", "mesh.tp=2"], "start"),
         (["--ranks", "1000000000"], "weft plans for up to 1,000,000 ranks"),
+        (["--ranks", "7", "mesh.tp=2"], "a multiple of 2 ranks (--ranks)"),
         (["mesh.tp=3", "mesh.dp_shard=1"], "mesh.tp=3 does not divide"),
         (["--simulated"], "unrecognized arguments: --simulated"),
     ],

@@ -39,9 +39,12 @@ Schema = TypeVar("Schema", SftConfig, RlConfig)
 
 @dataclass(frozen=True)
 class Run:
-    """The files of a run."""
+    """The files of a run. folder: its path, which may be given as text."""
 
     folder: Path
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "folder", Path(self.folder).expanduser())
 
     @property
     def model(self) -> Path:

@@ -43,25 +43,23 @@ from weft.cluster.status import SUCCESS, USER_ERROR
 from weft.cluster.stopping import announce_ending_signal
 from weft.config import SftConfig, check_reshard, load_config, resolve_mesh, shrink_mesh
 from weft.config.compat.migrate import migrate_and_compare
-from weft.config.load import read_config_file, written_config
+from weft.config.load import chosen_keys, read_config_file, written_config
 from weft.config.mesh import AXES, fewest_ranks
+from weft.config.reference import SCHEMAS, find_keys, starter
 from weft.config.rl_schema import RlConfig
 from weft.config.urls import is_url, uses_stores
 from weft.errors import UserError
-from weft.parsers import SUMMARIES
+from weft.parsers import ELSEWHERE, SUMMARIES
 from weft.remote.enter import fetched_config
 from weft.remote.reading import local_path
 from weft.report.trackers import check_installed
 from weft.telemetry.profiling import check_profile
-from weft.terminal import clean_everything, display_name, say
+from weft.terminal import clean_everything, display_name, say, say_all
 from weft.version import __version__
 
 Schema = TypeVar("Schema")
 Options = TypeVar("Options")
 AnyConfig = SftConfig | RlConfig
-
-# Planned commands.
-NOT_YET = ("bench",)
 
 _PROGRAM_HELP = """\
 usage: weft COMMAND [CONFIG ...] [section.key=value ...] [options]
@@ -229,7 +227,7 @@ def _plan(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
     accelerator(arguments.assume)
     ranks = arguments.ranks or getattr(getattr(config, "cluster", None), "trainer", None) or fewest_ranks(config.mesh)
     if not arguments.search:
-        check_reshard(config, resolve_mesh(config.mesh, ranks))
+        check_reshard(config, resolve_mesh(config.mesh, ranks, "--ranks"))
     options = _options(PlanOptions, arguments, ranks=ranks)
 
     def body() -> None:
@@ -358,6 +356,39 @@ def _report(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
         say(f"wrote {written}", *(f"note: {note}" for note in notes))
 
     return Job(body, 1, words)
+
+
+def _init(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
+    _alone("init")
+    command, overrides = "sft", list(arguments.words)
+    if overrides and "=" not in overrides[0]:
+        command = overrides.pop(0)
+    if command not in SCHEMAS:
+        raise UserError(f"weft init {command}: it writes a config for `weft sft` or for `weft rl`: weft init sft")
+    if stray := [word for word in overrides if "=" not in word]:
+        raise UserError(f"weft init: {stray[0]} is no key to set: write section.key=value.")
+    text = starter(command, chosen_keys(overrides, SCHEMAS[command]))
+
+    def body() -> None:
+        if arguments.output is None:
+            say(text, end="")
+            return
+        file = Path(arguments.output).expanduser()
+        try:
+            with file.open("x", encoding="utf-8") as stream:
+                stream.write(text)
+        except FileExistsError as error:
+            raise UserError(f"--output {file}: is there already: remove it, or name another file.") from error
+        except OSError as error:
+            raise UserError(f"--output {file}: cannot be written: {error.strerror}.") from error
+        say(f"wrote {file}", f"next  weft {command} {shlex.quote(str(file))} --dry-run")
+
+    return Job(body, 1, words)
+
+
+def _keys(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
+    lines = find_keys(arguments.words)
+    return Job(lambda: say_all(lines), 1, words)
 
 
 def _engine(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
@@ -511,6 +542,8 @@ COMMANDS = {
     "merge": Command(parsers.merge_parser, _merge),
     "plan": Command(parsers.plan_parser, _plan),
     "verify": Command(parsers.verify_parser, _verify),
+    "init": Command(parsers.init_parser, _init),
+    "keys": Command(parsers.keys_parser, _keys),
     "engine": Command(parsers.engine_parser, _engine),
     "migrate": Command(parsers.migrate_parser, _migrate),
 }
@@ -523,8 +556,9 @@ def _program_help() -> str:
 
 def _unknown_command(name: str) -> str:
     known = ", ".join(COMMANDS)
-    if name in NOT_YET:
-        return f"weft {name} is not in this version yet; the commands are {known}."
+    elsewhere = ELSEWHERE.get(name.lower())
+    if elsewhere is not None:
+        return f"weft {name}: no such command: {elsewhere}."
     close = difflib.get_close_matches(name, COMMANDS, n=1)
     if close:
         return f"weft {name}: no such command; did you mean weft {close[0]}?"

@@ -24,9 +24,64 @@ SUMMARIES = {
     "merge": "Write a base model with an adapter merged into it.",
     "plan": "Memory and time of a run on a mesh of any size, without an accelerator.",
     "verify": "Show that the configured mesh computes what one plain process does.",
+    "init": "A first config, with comments.",
+    "keys": "Keys of the config, by name, meaning, or another trainer's name.",
     "engine": "Environments of rollout engines: weft engine install vllm.",
     "migrate": "A config of another trainer as a draft of weft's.",
 }
+
+
+_ADAPTERS = "adapters are keys of a config: weft sft ... lora.rank=16"
+_ELSEWHERE = (
+    ("train finetune fine-tune fine_tune tune fit run", "`weft sft` fine-tunes, and `weft rl` learns from rewards"),
+    ("pretrain pt cpt", "`weft sft` does it with rows of `text`; model.init=random begins without weights"),
+    (
+        "dpo orpo kto ipo simpo cpo",
+        "preference tuning is not in this version. `weft sft` with data.columns='{prompt: prompt, completion: chosen}' "
+        "trains the chosen answers alone",
+    ),
+    (
+        "reward rm reward-model reward_model reward_modeling",
+        "reward models are not trained in this version. Rewards are functions: docs/how-to/write-a-reward.md",
+    ),
+    *(
+        (name, f"it is an algorithm of `weft rl`: weft rl ... rl.algorithm={name}")
+        for name in ("grpo", "dr_grpo", "dapo", "rloo", "gspo", "cispo", "ppo")
+    ),
+    ("reinforce rlhf rlvr online", "`weft rl` learns from rewards (rl.algorithm: docs/reference/algorithms.md)"),
+    ("lora peft adapter dora", _ADAPTERS),
+    ("qlora", f"quantised bases are not in this version; {_ADAPTERS}"),
+    (
+        "serve server deploy api",
+        "a checkpoint is a HuggingFace directory, which `vllm serve` takes (docs/how-to/serve-with-vllm.md); "
+        "`weft chat` talks to it",
+    ),
+    ("vllm-serve vllm", "`weft rl` starts its engines: rollout.engine=vllm, after weft engine install vllm"),
+    (
+        "generate infer inference predict ask sample",
+        "`weft chat RUN|MODEL` answers each line of standard input, and `weft eval RUN|MODEL DATA` measures answers",
+    ),
+    ("evaluate test validate benchmark lm_eval lm-eval score", "`weft eval RUN|MODEL DATA` measures a model"),
+    ("merge_adapter merge-adapter merge_lora merge-lora fuse", "`weft merge RUN|ADAPTER` writes one model of both"),
+    (
+        "convert save to_hf consolidate merge-weights merge_fsdp_weights",
+        "a checkpoint is a HuggingFace directory already; `weft export` writes another dtype, or DCP",
+    ),
+    ("upload publish hub", "`weft push RUN OWNER/NAME` uploads a checkpoint to the hub"),
+    (
+        "launch torchrun accelerate deepspeed ray",
+        "weft starts its own ranks: weft sft ... --nproc N; on several machines torchrun ... -m weft sft ...",
+    ),
+    ("config new create template example", "`weft init` writes a config with comments, `weft keys WORD` finds keys"),
+    ("preprocess prepare tokenize tokenise inspect preview", "`weft data preview` shows what would be trained"),
+    ("estimate memory estimate-memory", "`weft plan` gives memory and time, `weft sft ... --dry-run` the sharding"),
+    ("resume continue", "it is an option: weft sft --resume RUN, or weft rl --resume RUN"),
+    ("version env info", "weft --version prints the version"),
+    ("logs plot dashboard tensorboard wandb", "`weft report RUN` draws curves; track.to=[wandb] sends them"),
+    ("bench", "it is not in this version; docs/benchmarks says how each measurement is made"),
+)
+# What users of other tools try as a command -> what to do here.
+ELSEWHERE = {word: answer for words, answer in _ELSEWHERE for word in words.split()}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -34,7 +89,9 @@ class _Parser(argparse.ArgumentParser):
 
     def __init__(self, name: str, usage: str | None = None) -> None:
         super().__init__(prog=f"weft {name}", usage=usage, description=SUMMARIES[name], allow_abbrev=False)
-        self.add_argument("--debug", action="store_true", help="show tracebacks of errors that you can mend, too")
+        self.add_argument(
+            "--debug", action="store_true", help="also show tracebacks for configuration and data mistakes"
+        )
 
     def error(self, message: str) -> NoReturn:
         foreign = _foreign_options(message)
@@ -133,7 +190,7 @@ def sft_parser() -> argparse.ArgumentParser:
     parser = _training_parser("sft")
     parser.add_argument(
         "--restarts", type=_number, default=0, metavar="N",
-        help="after a failure that is not yours to mend, go on from the last checkpoint, up to N times",
+        help="after a crash (not a configuration mistake), restart from the last checkpoint, up to N times",
     )  # fmt: skip
     return parser
 
@@ -164,8 +221,12 @@ def plan_parser() -> argparse.ArgumentParser:
     rates.add_argument("--machine", type=_count, metavar="N", help="accelerators of a machine (default: 8)")
     rates.add_argument("--link", type=float, metavar="GB/S", help="of an accelerator to others of its machine")
     rates.add_argument("--network", type=float, metavar="GB/S", help="of an accelerator to other machines")
-    rates.add_argument("--matmul", type=float, metavar="SHARE", help="of the peak, that products of matrices reach")
-    rates.add_argument("--attention", type=float, metavar="SHARE", help="of the peak, that attention reaches")
+    rates.add_argument(
+        "--matmul", type=float, metavar="SHARE", help="fraction of peak FLOP/s that matrix multiplications reach"
+    )
+    rates.add_argument(
+        "--attention", type=float, metavar="SHARE", help="fraction of peak FLOP/s that attention reaches"
+    )
     parser.add_argument("--search", action="store_true", help="propose the five best meshes for these ranks")
     parser.add_argument(
         "--simulate", action="store_true", help="run a step of one rank of this mesh, with tensors that hold nothing"
@@ -202,7 +263,9 @@ def data_parser() -> argparse.ArgumentParser:
 
 def export_parser() -> argparse.ArgumentParser:
     parser = _Parser("export")
-    parser.add_argument("path", metavar="RUN | CHECKPOINT | DCP", help="of a run folder the newest checkpoint is taken")
+    parser.add_argument(
+        "path", metavar="RUN | CHECKPOINT | DCP", help="for a run folder, the newest checkpoint is used"
+    )
     parser.add_argument("--dtype", choices=("auto", "bf16", "fp16", "fp32"), help="default: bf16")
     parser.add_argument("--output", metavar="DIR", help="where to write (default: beside the checkpoint)")
     parser.add_argument(
@@ -226,20 +289,22 @@ def export_parser() -> argparse.ArgumentParser:
 
 def push_parser() -> argparse.ArgumentParser:
     parser = _Parser("push")
-    parser.add_argument("path", metavar="RUN | CHECKPOINT", help="of a run folder the newest checkpoint is taken")
-    parser.add_argument("repository", type=_hub_name, metavar="OWNER/NAME", help="made where it is missing")
-    parser.add_argument("--private", action="store_true", help="make it a private one, where it is missing")
-    parser.add_argument("--revision", metavar="BRANCH", help="made where it is missing (default: main)")
-    parser.add_argument("--message", metavar="TEXT", help="of the commit (default: Upload step-N)")
+    parser.add_argument("path", metavar="RUN | CHECKPOINT", help="for a run folder, the newest checkpoint is used")
+    parser.add_argument("repository", type=_hub_name, metavar="OWNER/NAME", help="created if it does not exist")
+    parser.add_argument("--private", action="store_true", help="create it as a private repository")
+    parser.add_argument("--revision", metavar="BRANCH", help="created if it does not exist (default: main)")
+    parser.add_argument("--message", metavar="TEXT", help="commit message (default: Upload step-N)")
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--step", type=_count, metavar="N", help="of a run folder the checkpoint of this step")
-    which.add_argument("--best", action="store_true", help="of a run folder the best one (checkpoint.keep_best)")
+    which.add_argument("--step", type=_count, metavar="N", help="for a run folder, the checkpoint of this step")
+    which.add_argument(
+        "--best", action="store_true", help="for a run folder, the best checkpoint (checkpoint.keep_best)"
+    )
     return parser
 
 
 def merge_parser() -> argparse.ArgumentParser:
     parser = _Parser("merge")
-    parser.add_argument("path", metavar="RUN | ADAPTER", help="of a run folder the newest checkpoint is taken")
+    parser.add_argument("path", metavar="RUN | ADAPTER", help="for a run folder, the newest checkpoint is used")
     parser.add_argument("--base", metavar="MODEL", help="instead of the model that the adapter names")
     parser.add_argument(
         "--dtype", choices=("auto", "bf16", "fp16", "fp32"), default="auto", help="default: each tensor as in the base"
@@ -263,7 +328,7 @@ def migrate_parser() -> argparse.ArgumentParser:
 
 def chat_parser() -> argparse.ArgumentParser:
     parser = _Parser("chat")
-    parser.add_argument("path", metavar="RUN | MODEL", help="of a run folder the newest checkpoint is taken")
+    parser.add_argument("path", metavar="RUN | MODEL", help="for a run folder, the newest checkpoint is used")
     parser.add_argument("--step", type=_count, metavar="N", help="the checkpoint of this step instead")
     parser.add_argument("--system", metavar="TEXT", help="a system message")
     parser.add_argument(
@@ -299,6 +364,23 @@ def report_parser() -> argparse.ArgumentParser:
     parser = _Parser("report")
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders; several are compared")
     parser.add_argument("--output", metavar="FILE", help="where to write (default: RUN/report.html)")
+    return parser
+
+
+def init_parser() -> argparse.ArgumentParser:
+    parser = _Parser("init", "weft init [sft | rl] [section.key=value ...] [--output FILE]")
+    parser.add_argument(
+        "words", nargs="*", metavar="sft | rl | section.key=value", help="the command (default: sft); keys to set"
+    )
+    parser.add_argument("--output", metavar="FILE", help="where to write (default: standard output)")
+    return parser
+
+
+def keys_parser() -> argparse.ArgumentParser:
+    parser = _Parser("keys", "weft keys [WORD ...]")
+    parser.add_argument(
+        "words", nargs="*", metavar="WORD", help="part of a key, of its meaning, or of a name elsewhere"
+    )
     return parser
 
 

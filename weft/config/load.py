@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from weft.config.coerce import MismatchError, coerce, describe
 from weft.config.compat.names import weft_value
-from weft.config.keys import NOT_YET_VALUES, Key, attribute, schema_keys, sections
+from weft.config.keys import NOT_YET_VALUES, Key, attribute, get, schema_keys, sections
 from weft.config.paths import check_paths, near_names
 from weft.config.schema import SftConfig
 from weft.config.unknown import Unknown, foreign_config, unknown_keys
@@ -96,6 +96,19 @@ def _finish(tree: Node, schema: type[Schema], weights: bool, of_run: Sequence[st
             del explicit[key]
     _raise_if(check_config(config, explicit) or check_paths(config, explicit, weights=weights))
     return config
+
+
+def chosen_keys(overrides: Sequence[str], schema: type) -> dict[str, Any]:
+    """Dotted key -> value, of overrides alone. Raises UserError for what is no key of the schema, or of another
+    type."""
+    required = [f"{key.name}=x" for key in schema_keys(schema).values() if key.required]
+    tree, whole = Node({}, COMMAND_LINE), Node({}, COMMAND_LINE)
+    for override in overrides:
+        _merge(tree, parse_override(override))
+    for override in [*required, *overrides]:
+        _merge(whole, parse_override(override))
+    config: Any = build(whole, schema)
+    return {name: get(config, name) for name in schema_keys(schema) if _find(tree, name) is not None}
 
 
 def parse_override(text: str) -> Node:

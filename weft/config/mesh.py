@@ -52,7 +52,7 @@ def fewest_ranks(mesh: MeshConfig) -> int:
     return fixed * (mesh.ep // math.gcd(mesh.ep, mesh.cp) if mesh.dp_shard == -1 and mesh.cp > 0 else 1)
 
 
-def resolve_mesh(mesh: MeshConfig, world: int) -> MeshSizes:
+def resolve_mesh(mesh: MeshConfig, world: int, option: str = "--nproc") -> MeshSizes:
     """The sizes of `mesh` on `world` ranks. Raises UserError unless their product can be `world`, and ep divides the
     shards."""
     sizes = {axis: getattr(mesh, axis) for axis in AXES}
@@ -64,7 +64,7 @@ def resolve_mesh(mesh: MeshConfig, world: int) -> MeshSizes:
     if inferred and world % fixed == 0:
         sizes[inferred[0]] = world // fixed
     elif fixed != world or inferred:
-        raise UserError(_product_message(sizes, fixed, world))
+        raise UserError(_product_message(sizes, fixed, world, option))
     found = MeshSizes(**sizes, ep=mesh.ep)
     if found.shards % found.ep:
         divisors = ", ".join(str(n) for n in range(1, found.shards + 1) if found.shards % n == 0)
@@ -124,7 +124,7 @@ def _product(sizes: dict[str, int]) -> int:
     return math.prod(size for size in sizes.values() if size != -1)
 
 
-def _product_message(sizes: dict[str, int], fixed: int, world: int) -> str:
+def _product_message(sizes: dict[str, int], fixed: int, world: int, option: str) -> str:
     sizes = {axis: size for axis, size in sizes.items() if size != 1 or axis.startswith("dp")}
     product = " x ".join(f"mesh.{axis}" for axis in sizes)
     values = " x ".join(str(size) for size in sizes.values())
@@ -132,8 +132,8 @@ def _product_message(sizes: dict[str, int], fixed: int, world: int) -> str:
         axes = " x ".join(f"mesh.{axis}" for axis, size in sizes.items() if size != -1)
         return (
             f"{product} = {values}: {world} ranks are not a multiple of {axes} = {fixed}; "
-            f"set it to a divisor of {world}, or start a multiple of {fixed} ranks (--nproc)."
+            f"set it to a divisor of {world}, or take a multiple of {fixed} ranks ({option})."
         )
     others = fixed // sizes["dp_shard"]
     fits = f" or set mesh.dp_shard={world // others}" if world % others == 0 else ""
-    return f"{product} = {values} = {fixed}, but there are {world} ranks: start {fixed} ranks (--nproc {fixed}){fits}."
+    return f"{product} = {values} = {fixed}, but there are {world} ranks: take {fixed} ranks ({option} {fixed}){fits}."

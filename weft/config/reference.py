@@ -1,19 +1,25 @@
-"""Writes docs/reference/config.md from the schema: `python -m weft.config.reference > docs/reference/config.md`."""
+"""What is made from the schema for readers: docs/reference/config.md (`python -m weft.config.reference >
+docs/reference/config.md`), the answers of `weft keys`, and the config that `weft init` writes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+import difflib
+import re
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
 
 from weft.config.checks import RANGES, Test
 from weft.config.coerce import describe
+from weft.config.compat.trainer import TABLES
 from weft.config.keys import Key, schema_keys, sections
 from weft.config.load import show_default
 from weft.config.presets import ADAPTER_DEFAULTS
 from weft.config.rl_checks import RANGES as RL_RANGES
 from weft.config.rl_schema import RlConfig
 from weft.config.schema import SftConfig
-from weft.config.yaml12 import show
+from weft.config.yaml12 import show, written
+from weft.errors import UserError
 
 _INTRODUCTION = """\
 # Configuration
@@ -68,6 +74,184 @@ def _row(key: Key, ranges: Mapping[str, tuple[Test, str]], adapted: Mapping[str,
     if key.name in ranges:
         kind += f"; {ranges[key.name][1]}"
     return f"| `{key.name}` | {kind} | {default} | {key.help} |"
+
+
+# ---------------------------------------------------------------- weft keys
+
+Command = Literal["sft", "rl"]
+SCHEMAS: dict[Command, type] = {"sft": SftConfig, "rl": RlConfig}
+_WIDTH = 96
+
+
+def find_keys(words: Sequence[str]) -> list[str]:
+    """The lines of `weft keys WORDS`: keys whose name holds every word, else those whose help does, and what other
+    trainers' names with these words are here. Without words: every key and its default. Raises UserError for words
+    that nothing has."""
+    wanted = [word.lower().lstrip("-").partition("=")[0] for word in words]
+    if not wanted:
+        lines = [f"{key.name:<34} {_default(key)}" for key in _all_keys()]
+        return [
+            *lines,
+            "\nweft keys WORD tells more of the keys that have it, by name, meaning or another trainer's name.",
+        ]
+    named = [key for key in _all_keys() if all(word in key.name.lower() for word in wanted)]
+    exact = [key for key in named if key.name in wanted]
+    named = exact or named
+    told = [key for key in _all_keys() if all(word in f"{key.name} {key.help}".lower() for word in wanted)]
+    foreign = _foreign(wanted) if not exact else {}
+    if not named and not told and not foreign:
+        known = [key.name for key in _all_keys()] + [key.leaf for key in _all_keys()]
+        close = difflib.get_close_matches(".".join(wanted), known, n=3, cutoff=0.5)
+        hint = f" Did you mean {' or '.join(dict.fromkeys(close))}?" if close else " `weft keys` lists all."
+        raise UserError(f"weft keys: no key has {' and '.join(wanted)} in its name or meaning.{hint}")
+    lines = [line for key in named or told for line in _described(key)]
+    if named and not exact and len(told) > len(named):
+        others = [key.name for key in told if key not in named]
+        lines += [
+            "",
+            *textwrap.wrap(f"Named in what is said of: {', '.join(others)}", _WIDTH, subsequent_indent="    "),
+        ]
+    if foreign:
+        lines += ["", "Names of other trainers:"]
+        lines += [
+            line
+            for names, answer in foreign.items()
+            for line in textwrap.wrap(f"{names}: {answer}", _WIDTH, initial_indent="  ", subsequent_indent="      ")
+        ]
+    return lines
+
+
+def _all_keys() -> list[Key]:
+    """The keys of both commands; of one that both have, `weft sft`'s."""
+    return list({**schema_keys(RlConfig), **schema_keys(SftConfig)}.values())
+
+
+def _default(key: Key) -> str:
+    """The default of a key, and those of other commands where they differ."""
+    found: dict[str, str] = {}
+    for command, schema in SCHEMAS.items():
+        own = schema_keys(schema).get(key.name)
+        if own is not None:
+            adapted = ADAPTER_DEFAULTS[command].get(key.name)
+            text = "required" if own.required else show_default(own)
+            found[f"weft {command}"] = text + ("" if adapted is None else f", with lora {show(adapted)}")
+    if len(set(found.values())) == 1:
+        only = "" if len(found) == len(SCHEMAS) else f"  ({next(iter(found))} alone)"
+        return f"{next(iter(found.values()))}{only}"
+    return "; ".join(f"{command}: {text}" for command, text in found.items())
+
+
+def _described(key: Key) -> list[str]:
+    """A key in full: its name, type, range and default, and its meaning below."""
+    ranges = {**RL_RANGES, **RANGES}
+    kind = describe(key.type) + (f"; {ranges[key.name][1]}" if key.name in ranges else "")
+    says = _default(key)
+    head = f"{key.name}  {kind}" + (", required" if key.required else f"; default {says}")
+    return [
+        *textwrap.wrap(head, _WIDTH, subsequent_indent="    ", break_on_hyphens=False),
+        *textwrap.wrap(key.help, _WIDTH, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False),
+    ]
+
+
+def _foreign(wanted: Sequence[str]) -> dict[str, str]:
+    """Names of other trainers that hold every word -> the answer to them."""
+    by_answer: dict[str, list[str]] = {}
+    for table in (TABLES.names, TABLES.rl_names):
+        for name, answer in table.items():
+            if all(word.replace("-", "_") in name for word in wanted):
+                names = by_answer.setdefault(answer, [])
+                names += [] if name in names else [name]
+    return {", ".join(names): answer for answer, names in by_answer.items()}
+
+
+# ---------------------------------------------------------------- weft init
+
+# What a first config sets, and what it shows behind a `#`, in this order. A value stands for the schema's default.
+_FIRST: dict[Command, dict[str, Any]] = {
+    "sft": {"model.path": "Qwen/Qwen3-0.6B", "data.path": "chat.jsonl", "step.documents": 16, "train.epochs": 3},
+    "rl": {
+        "model.path": "Qwen/Qwen3-0.6B", "data.path": "problems.jsonl", "rl.reward": ["exact_match"], "rl.chat": True,
+        "rl.prompts": 32, "rollout.max_new_tokens": 512,
+    },
+}  # fmt: skip
+_SET = {
+    "sft": "model.path data.path step.documents step.max_tokens_per_device optimizer.lr schedule.name "
+    "schedule.warmup_ratio train.epochs checkpoint.every checkpoint.keep",
+    "rl": "model.path data.path rl.reward rl.chat rl.algorithm rl.prompts rl.group_size rollout.engine "
+    "rollout.max_prompt_tokens rollout.max_new_tokens rollout.temperature step.max_tokens_per_device optimizer.lr "
+    "schedule.name train.epochs checkpoint.every checkpoint.keep",
+}
+_SHOWN = {
+    "sft": "model.recompute data.columns data.max_length data.long_documents data.train_on mesh.dp_shard mesh.tp "
+    "mesh.cp lora.rank optimizer.weight_decay eval.share eval.every track.to run.dir",
+    "rl": "data.columns rl.kl rl.instruction rl.environment mesh.dp_shard mesh.tp lora.rank eval.path eval.every "
+    "eval.samples track.to run.dir",
+}
+_EXAMPLES: dict[str, Any] = {
+    "model.recompute": "full", "data.columns": {"prompt": "question"}, "data.max_length": 4096, "lora.rank": 16,
+    "data.long_documents": "drop", "data.train_on": "all", "mesh.dp_shard": 4, "mesh.tp": 2, "mesh.cp": 2,
+    "optimizer.weight_decay": 0.0, "eval.share": 0.05, "eval.path": "held_out.jsonl", "eval.every": 20,
+    "eval.samples": 4, "track.to": ["tensorboard"], "run.dir": "runs/mine", "rl.kl": 0.001,
+    "rl.instruction": "Put the answer in \\boxed{}.", "rl.environment": "my_envs:Calculator",
+}  # fmt: skip
+
+# What a first config says of keys whose help is long.
+_COMMENTS = {
+    "model.path": "a HuggingFace model: a directory, or a hub id",
+    "data.path": "rows of messages, of prompt and completion, or of text: JSONL, CSV, Parquet, a hub dataset",
+    "data.columns": "which of weft's columns lies where in your rows",
+    "data.long_documents": "error, truncate or drop: what to do with documents over data.max_length",
+    "data.train_on": "answers, last or all: what the loss falls on",
+    "mesh.tp": "ranks that divide each layer (tensor parallelism)",
+    "mesh.cp": "ranks that share documents longer than step.max_tokens_per_device (context parallelism)",
+    "mesh.dp_shard": "ranks that parameters are sharded over (FSDP2); left out: all",
+    "model.recompute": "less memory, about a third more compute",
+    "rl.reward": "built in: math, exact_match, regex, format, length; your own: my_rewards:is_right",
+    "rl.algorithm": "grpo, dr_grpo, dapo, rloo, reinforce++, gspo, cispo or ppo, as in its paper",
+    "rl.chat": "prompts that are texts go through the chat template; false: they are continued as they stand",
+    "rollout.engine": "embedded, hf, vllm or sglang",
+    "eval.share": "of the documents, held out and evaluated",
+    "lora.rank": "adapters instead of all weights; optimizer.lr is then 1e-4 (weft rl: 1e-5) unless it is set",
+    "schedule.name": "constant, linear, cosine or wsd, after warm-up",
+    "step.max_tokens_per_device": "of one forward on one rank: lower it where memory is short",
+    "run.dir": "where the run writes; left out: runs/NAME-DATE",
+}
+
+
+def starter(command: Command, chosen: Mapping[str, Any]) -> str:
+    """A first config for `weft sft` or `weft rl`, as YAML with a comment at each key. chosen: dotted key -> value that
+    replaces the one of this file, also of keys that it does not have."""
+    keys = schema_keys(SCHEMAS[command])
+    active = {name: _FIRST[command].get(name, keys[name].default) for name in _SET[command].split()}
+    if command == "rl" and "rl.reward" not in chosen:
+        active["rl.reward"] = _FIRST["rl"]["rl.reward"]
+    active |= {name: value for name, value in chosen.items() if name in keys}
+    shown = {name: _EXAMPLES[name] for name in _SHOWN[command].split() if name not in active}
+    lines = [
+        f"# A config of `weft {command}`. Look at it: weft {command} THIS --dry-run; run it: weft {command} THIS",
+        "# Every key has a default: what is behind a # is an example. `weft keys WORD` tells more of a key.",
+    ]
+    for section in sections(SCHEMAS[command]):
+        set_here = {name: value for name, value in active.items() if name.startswith(f"{section}.")}
+        beside = {name: value for name, value in shown.items() if name.startswith(f"{section}.")}
+        if not set_here and not beside:
+            continue
+        lines += ["", f"{section}:" if set_here else f"# {section}:"]
+        lines += [_line(keys[name], value, "  ") for name, value in set_here.items()]
+        lines += [_line(keys[name], value, "  # " if set_here else "#   ") for name, value in beside.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _line(key: Key, value: Any, indent: str) -> str:
+    """`  lr: 1e-05  # peak learning rate`."""
+    text = f"{indent}{key.leaf}: {written(list(value) if isinstance(value, tuple) else value)}"
+    return f"{text:<44}  # {_COMMENTS.get(key.name) or _beginning(key.help)}"
+
+
+def _beginning(text: str) -> str:
+    """A help text up to the first stop outside of brackets."""
+    stop = re.match(r"(?:\([^)]*\)|[^(.;:]|[.;:](?! |$))+", text)
+    return text if stop is None else stop[0]
 
 
 if __name__ == "__main__":

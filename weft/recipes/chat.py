@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,6 +32,7 @@ from weft.sharding.adapter_files import CONFIG as ADAPTER
 from weft.terminal import say
 
 _HELP = "/new begins a new conversation, /exit or Ctrl-D ends, Ctrl-C stops an answer, /help says this."
+_ENDINGS = ("/exit", "/quit", "/bye", "/q")
 _FOR_STREAMS = {"num_beams": 1, "num_return_sequences": 1, "return_dict_in_generate": False}
 _HELP_IMAGES = "/image PATH adds an image to your next message, which may have several."
 
@@ -242,7 +244,7 @@ def _talk(chat: Chat) -> None:
         except (EOFError, KeyboardInterrupt):
             say()
             return
-        if text == "/exit":
+        if text in _ENDINGS:
             return
         try:
             _turn(chat, text)
@@ -263,6 +265,8 @@ def _turn(chat: Chat, text: str) -> None:
         say(_help(chat))
     elif command == "/image":
         say(f"({chat.show(rest)} is added to your next message)")
+    elif re.fullmatch(r"/[a-z?]+", command):  # a path has more slashes, or a capital, or a dot
+        say(f"{command} is no command, and was not sent to the model. {_help(chat)}")
     elif text:
         chat.say(text)
 

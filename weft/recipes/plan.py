@@ -51,7 +51,7 @@ def run(config: SftConfig | RlConfig, options: PlanOptions) -> None:
     lengths = lengths_of_a_step(config, options.length)
     if options.search:
         found = search(Search(config, model, machine, options.ranks, lengths.of, options.length is not None))
-        show_search(model, found, options.ranks, lengths, machine)
+        show_search(model, found, options.ranks, lengths, machine, longer(config, options.length))
         return
     described = _described(model, machine, options.ranks, lengths)
     show_described(described)
@@ -65,7 +65,7 @@ def run(config: SftConfig | RlConfig, options: PlanOptions) -> None:
 
 
 def _described(model: Blueprint, machine: Machine, ranks: int, lengths: StepLengths) -> Described:
-    mesh = resolve_mesh(model.config.mesh, ranks)
+    mesh = resolve_mesh(model.config.mesh, ranks, "--ranks")
     model.check(mesh)
     plan = plan_rows(model, mesh, lengths.of)
     rows = RowFacts.of(model, plan)
@@ -101,6 +101,18 @@ def lengths_of_a_step(config: SftConfig | RlConfig, stated: int | None) -> StepL
         return StepLengths(found, f"a step of {config.data.path}")
     several = list(islice(cycle(found), wanted))
     return StepLengths(several, f"the {len(found)} documents of {config.data.path}, repeated")
+
+
+def longer(config: SftConfig | RlConfig, stated: int | None) -> str:
+    """The override that lets a run have documents of the stated length; "" if it has them without."""
+    if stated is None:
+        return ""
+    if isinstance(config, SftConfig):
+        limit = config.data.max_length
+        return "" if limit is None or stated <= limit else f"data.max_length={stated}"
+    rollout = config.rollout
+    beside = stated - rollout.max_prompt_tokens
+    return "" if beside <= rollout.max_new_tokens else f"rollout.max_new_tokens={beside}"
 
 
 def _equal(config: SftConfig, length: int, said: str) -> StepLengths:
@@ -145,7 +157,7 @@ def _engines_beside(config: RlConfig, ranks: int, assumed: Accelerator) -> list[
         if engine is None or name in own:
             continue
         model = Blueprint(engine, "cpu", assumed)
-        mesh = resolve_mesh(engine.mesh, ranks)
+        mesh = resolve_mesh(engine.mesh, ranks, "--ranks")
         model.check(mesh)
         memory = max(memory_by_stage(model, mesh, None), key=lambda one: one.held.resident)
         held = memory.held

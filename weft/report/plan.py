@@ -158,8 +158,11 @@ def show_engines(rows: Sequence[EngineRow]) -> None:
         show(engine_table(rows))
 
 
-def show_search(model: Blueprint, found: Found, ranks: int, lengths: StepLengths, machine: Machine) -> None:
-    """Prints the best meshes, what limits each, and why other meshes were refused."""
+def show_search(
+    model: Blueprint, found: Found, ranks: int, lengths: StepLengths, machine: Machine, more: str = ""
+) -> None:
+    """Prints the best meshes, what limits each, and why other meshes were refused. more: a further override that runs
+    of these lengths need."""
     _show_heading(model, ranks, lengths, machine)
     say(
         f"tried    {found.tried:,} of {found.meshes:,} meshes, those first that could be the fastest; "
@@ -179,7 +182,7 @@ def show_search(model: Blueprint, found: Found, ranks: int, lengths: StepLengths
     unknown = next((one.memory.unknown for one in found.best if one.memory.unknown), "")
     if unknown:
         say(f"warning  without activations, which are not known of this model ({unknown}): it takes more memory")
-    say(f"take     {_overrides(found.best[0])}")
+    say(f"take     {' '.join(filter(None, (_overrides(found.best[0]), more)))}")
 
 
 def _refused(found: Found) -> list[tuple[str, int]]:
