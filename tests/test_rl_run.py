@@ -124,6 +124,16 @@ def test_a_run_and_what_it_leaves(whole: Path) -> None:
     assert "rl       grpo: 3 rollout steps of 4 prompts x 4 samples, 2 optimizer steps each" in printed
 
 
+def test_weft_eval_finds_what_the_run_has_found(task: Path, whole: Path) -> None:
+    words = [*WEFT, "eval", str(whole), f"{task}/held-out.jsonl", "--json", f"cluster.address={cluster()}"]
+    said = json.loads(weft(words).strip().split("\n")[-1])
+    last = lines_of(whole)[-1]
+    assert said["prompts"] == 6
+    assert {key: said[key] for key in last if key.startswith("eval/") and key != "eval/seconds"} == {
+        key: value for key, value in last.items() if key.startswith("eval/") and key != "eval/seconds"
+    }
+
+
 def test_a_run_whose_controller_is_killed_goes_on_as_the_unbroken_one(task: Path, whole: Path) -> None:
     """All that it has started ends with it; then the same prompts, rollouts, losses and weights, to the bit."""
     run = task / "broken"

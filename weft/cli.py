@@ -27,6 +27,7 @@ from weft.cluster.machine import accelerator, accelerator_count, check_ranks_fit
 from weft.cluster.options import (
     ChatOptions,
     ExportOptions,
+    MeasureOptions,
     MergeOptions,
     PlanOptions,
     PreviewOptions,
@@ -53,6 +54,7 @@ from weft.parsers import ELSEWHERE, SUMMARIES
 from weft.remote.enter import fetched_config
 from weft.remote.reading import local_path
 from weft.report.trackers import check_installed
+from weft.run.measured import measured_config
 from weft.telemetry.profiling import check_profile
 from weft.terminal import clean_everything, display_name, say, say_all
 from weft.version import __version__
@@ -331,6 +333,25 @@ def _chat(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
     return Job(body, 1, words)
 
 
+def _eval(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
+    path = local_path("weft eval", arguments.path, step=arguments.step)
+    config = measured_config(path, arguments.config, arguments.step if path == arguments.path else None)
+    if isinstance(config, RlConfig):
+        _alone("eval")
+        found = rl_options(config, arguments.device, arguments.nproc)
+        options, world = _options(MeasureOptions, arguments, device=found.device, world=found.world), 1
+    else:
+        world = _world(arguments, config)
+        options = _options(MeasureOptions, arguments, world=world)
+
+    def body() -> None:
+        from weft.recipes import measure
+
+        measure.run(config, options)
+
+    return Job(body, world, words)
+
+
 def _rollouts(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
     _alone("rollouts")
     options = _options(RolloutsOptions, arguments, run=local_path("weft rollouts", arguments.run, records=True))
@@ -534,6 +555,7 @@ COMMANDS = {
     "sft": Command(parsers.sft_parser, _sft),
     "rl": Command(parsers.rl_parser, _rl),
     "chat": Command(parsers.chat_parser, _chat),
+    "eval": Command(parsers.eval_parser, _eval),
     "rollouts": Command(parsers.rollouts_parser, _rollouts),
     "report": Command(parsers.report_parser, _report),
     "data": Command(parsers.data_parser, _data),

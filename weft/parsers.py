@@ -17,6 +17,7 @@ SUMMARIES = {
     "rl": "Reinforcement learning from rewards.",
     "chat": "Talk to a run's last checkpoint, or to any model.",
     "rollouts": "What was sampled in a run of weft rl, and how it was rewarded.",
+    "eval": "Loss and accuracy of a model on held-out data, or pass@k by rewards.",
     "report": "One HTML page about a run, or several compared.",
     "data": "Look at the data before training: weft data preview.",
     "export": "Write a checkpoint's weights in another dtype.",
@@ -342,6 +343,23 @@ def chat_parser() -> argparse.ArgumentParser:
         "--temperature", type=_temperature, metavar="T",
         help="0: always the likeliest token (default: as generation_config.json says)",
     )  # fmt: skip
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: %(default)s")
+    return parser
+
+
+def eval_parser() -> argparse.ArgumentParser:
+    parser = _Parser("eval", "weft eval RUN|MODEL DATA [section.key=value ...] [options]")
+    parser.add_argument("path", metavar="RUN | MODEL", help="for a run folder, the newest checkpoint is used")
+    parser.add_argument(
+        "config", nargs="*", metavar="DATA | section.key=value",
+        help="held-out rows, as data.path takes them; overrides. With rl.reward answers are generated and rewarded",
+    )  # fmt: skip
+    parser.add_argument("--step", type=_count, metavar="N", help="for a run folder, the checkpoint of this step")
+    parser.add_argument(
+        "--nproc", type=_count, metavar="N", help="ranks to start here (default: one per accelerator, or 1)"
+    )
+    parser.add_argument("--json", action="store_true", help="print one line of JSON instead of a table")
+    parser.add_argument("--output", metavar="FILE", help="also write the figures there, as JSON")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: %(default)s")
     return parser
 

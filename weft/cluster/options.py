@@ -173,3 +173,15 @@ class PlanOptions:
     search: bool = False
     simulate: bool = False
     debug: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasureOptions:
+    """`weft eval`. world: ranks. json: print one line of JSON instead of a table. output: a file for the figures, as
+    JSON."""
+
+    device: Device = "auto"
+    world: int = 1
+    json: bool = False
+    output: str | None = None
+    debug: bool = False

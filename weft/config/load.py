@@ -25,6 +25,7 @@ from weft.errors import UserError
 Schema = TypeVar("Schema")
 
 COMMAND_LINE = "command line"
+_BASE = "what the run's config says"
 PATH_KEYS = (
     "model.path",
     "model.weights",
@@ -44,19 +45,22 @@ def load_config(
     *,
     weights: bool = True,
     of_run: bool = False,
+    base: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Schema:
     """The config of `files` (merged left to right) and `overrides` (`a.b=c`, later wins).
 
-    weights: whether model.path must hold weights already. of_run: the files were written by a run; keys in them that
-    have no effect beside the overrides are dropped, not refused. Raises UserError, with one line per problem, unless
-    every key is known, has its type and fits the others, and the local files that it names exist.
+    weights: whether model.path must hold weights already. of_run: the files were written by a run. base: section -> key
+    -> value, below the files. Keys in either that have no effect beside the overrides are dropped, not refused. Raises
+    UserError, with one line per problem, unless every key is known, has its type and fits the others, and the local
+    files that it names exist.
     """
     tree = Node({}, COMMAND_LINE)
+    _merge(tree, node_of(base or {}, _BASE))
     for path in files:
         _merge(tree, read_config_file(path))
     for override in overrides:
         _merge(tree, parse_override(override))
-    return _finish(tree, schema, weights, files if of_run else ())
+    return _finish(tree, schema, weights, (*(files if of_run else ()), _BASE))
 
 
 def load_values(
@@ -135,6 +139,11 @@ def read_config_file(path: str) -> Node:
     if re.fullmatch(r"[a-z_]+\.[a-z_]+", path) and not path.endswith((".yaml", ".yml", ".toml", ".json")):
         raise UserError(f"{path}: no such config file; to set a key write {path}=VALUE.")
     raise UserError(f"{path}: no such config file.{near_names(file)}")
+
+
+def plain_sections(tree: Node) -> dict[str, dict[str, Any]]:
+    """Section -> key -> value of a file's tree, without places."""
+    return {name: dict(_plain(node).value) for name, node in tree.value.items() if node.is_section}
 
 
 def _expand_dotted(tree: Node) -> Node:

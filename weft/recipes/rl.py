@@ -218,6 +218,7 @@ class Run:
     device: Device = "cpu"
     resume: bool = False
     quiet: bool = False  # print the essential lines of the opening only
+    opening: bool = True  # print an opening
     show: Show = lambda text: None  # shows the progress of rollouts
     phases: Phases = field(default_factory=Phases)
     compute: str = ""  # the trainers' dtype
@@ -397,7 +398,8 @@ async def prepare(run: Run, opened: AsyncExitStack) -> tuple[PhaseSwitch, Sampli
         opened.push_async_callback(engine.close)
         switch = PhaseSwitch(engine, trainers, shared=shares_devices(config), parts=parts)
         await switch.to_training()
-    print_rl_opening(run, opening, [*task.ends.lines(), *notes])
+    if run.opening:
+        print_rl_opening(run, opening, [*task.ends.lines(), *notes])
     opened.enter_context(watching_controller(config.train.timeout, run.held.folder, run.resume_command))
     ends, rewards = task.ends.ids, task.rewards
     evaluator = RlEvaluator(config, task.held_out, engine, rewards, task.tokenizer, task.episodes, ends, run.show)

@@ -1,0 +1,95 @@
+"""The config of `weft eval`: which weights are measured, and what of a run's config says how. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from weft.checkpoint.retention import chosen_step, complete_steps
+from weft.config.load import load_config, parse_override, plain_sections, read_config_file
+from weft.config.rl_schema import RlConfig
+from weft.config.schema import SftConfig
+from weft.errors import UserError
+from weft.files import read_object
+
+_ADAPTER = "adapter_config.json"
+# Of a run's config: what says how rows become documents, prompts and rewards, and how they are computed with.
+_OTHER_DATA = ("path", "sources", "split", "subset", "columns", "shuffle", "chat_template", "workers", "cache")
+_KEPT: dict[str, tuple[str, ...]] = {
+    "step": ("max_tokens_per_device",),
+    "fsdp": ("param_dtype",),
+    "train": ("seed", "objective"),
+    "rl": (
+        "reward", "reward_weights", "reward_column", "reward_options", "reward_timeout", "reward_workers",
+        "environment", "max_turns", "environment_timeout", "chat", "instruction",
+    ),
+    "rollout": ("max_prompt_tokens", "max_new_tokens", "stop"),
+    "eval": ("samples", "pass_at", "temperature", "top_p", "top_k", "max_new_tokens", "correct_from"),
+}  # fmt: skip
+
+
+def measured_config(path: str, words: Sequence[str], step: int | None = None) -> SftConfig | RlConfig:
+    """The config that measures a model. path: a run folder (its newest checkpoint, or that of `step`), a checkpoint, a
+    model or adapter directory, or a hub id. words: the path of the data, and overrides. With a section `rl`, here or in
+    the run's config, answers are rewarded; else documents have a loss. Raises UserError."""
+    data = [word for word in words if "=" not in word or Path(word).exists()]
+    overrides = [word for word in words if word not in data]
+    named = {name for word in overrides for name in [word.partition("=")[0]]}
+    if len(data) != 1 and not (not data and named & {"data.path", "data.sources"}):
+        what = "name the data" if not data else f"{data[1]} is a second file: name one, or a pattern in quotes"
+        raise UserError(f"weft eval: {what}, as in weft eval {path} held_out.jsonl [section.key=value ...].")
+    run, checkpoint = _weights(Path(path), step)
+    written = plain_sections(read_config_file(str(run / "config.yaml"))) if run is not None else {}
+    rewards = "rl" in written or any(name.startswith("rl.") for name in named)
+    base = _of_run(written, rewards)
+    base["model"] = {"path": path if checkpoint is None else str(checkpoint)}
+    if checkpoint is not None and (checkpoint / _ADAPTER).is_file():
+        said = read_object(checkpoint / _ADAPTER, "the config of an adapter").get("base_model_name_or_path")
+        model = written.get("model", {}).get("path") or said
+        if not isinstance(model, str):
+            raise UserError(f"{checkpoint}: its adapter_config.json names no base model: set model.path=BASE.")
+        base["model"], base["lora"] = {"path": model}, {"path": str(checkpoint)}
+        template = written.get("data", {}).get("chat_template")  # a whole model's checkpoint has it in its tokenizer
+        base["data"] |= {} if template is None else {"chat_template": template}
+    for word in data:
+        base["data"]["path"] = word
+    if not rewards:
+        return load_config([], overrides, SftConfig, base=base)
+    base.setdefault("rl", {})
+    base["rl"] |= {"prompts": 1, "updates": 1}
+    where = next((str(parse_override(word).value) for word in overrides if word.startswith("data.path=")), None)
+    base["eval"] = {**base.get("eval", {}), "path": where or base["data"].get("path")}
+    return load_config([], overrides, RlConfig, base=base)
+
+
+def _weights(path: Path, step: int | None) -> tuple[Path | None, Path | None]:
+    """(Run folder, checkpoint or model directory); None for what there is not: a hub id has neither."""
+    run = next((folder for folder in (path, path.resolve().parent.parent) if _is_run(folder)), None)
+    if run is not None and run == path:
+        steps = complete_steps(path / "checkpoints")
+        if not steps:
+            raise UserError(f"{path} has no whole checkpoint yet: wait for its first, or lower checkpoint.every.")
+        return run, chosen_step(path / "checkpoints", path, steps[-1] if step is None else step)
+    if step is not None:
+        raise UserError(f"--step {step} chooses a checkpoint of a run folder, and {path} is none: leave it out.")
+    return run, path if path.is_dir() else None
+
+
+def _is_run(folder: Path) -> bool:
+    return (folder / "config.yaml").is_file() and (folder / "checkpoints").is_dir()
+
+
+def _of_run(written: Mapping[str, Mapping[str, Any]], rewards: bool) -> dict[str, dict[str, Any]]:
+    """What is taken over of a run's config. Its mesh is not: the ranks are others here."""
+    data = {key: value for key, value in written.get("data", {}).items() if key not in _OTHER_DATA}
+    if written.get("data", {}).get("sources") is None and "columns" in written.get("data", {}):
+        data["columns"] = written["data"]["columns"]
+    kept: dict[str, dict[str, Any]] = {"data": data}
+    for section, leaves in _KEPT.items():
+        if section in ("rl", "rollout", "eval") and not rewards:
+            continue
+        values = {leaf: written.get(section, {})[leaf] for leaf in leaves if leaf in written.get(section, {})}
+        if values:
+            kept[section] = values
+    return kept
