@@ -28,7 +28,8 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, lora in (("whole", {}), ("adapted", {"lora": {"rank": 2}})):
         weft.sft(
             model=folder / "model", data=rows, eval={"path": str(folder / "chat.jsonl")}, optimizer={"lr": 1e-2},
-            step={"max_tokens_per_device": 64}, train={"epochs": 2}, run={"dir": str(folder / name)}, device="cpu", **lora,
+            step={"max_tokens_per_device": 64}, train={"epochs": 2}, run={"dir": str(folder / name)}, device="cpu",
+            **lora,
         )  # fmt: skip
     return folder
 
