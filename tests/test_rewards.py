@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -357,3 +358,15 @@ def test_what_cannot_be_sent_is_said() -> None:
         name_rewards(3)
     with pytest.raises(UserError, match="__main__:less belongs to the program that started the run"):
         scored([], "__main__:less")
+
+
+@pytest.mark.parametrize(("page", "text"), [("notebook.md", "7"), ("write-a-reward.md", "It is 7")])
+def test_the_rewards_of_the_docs_take_texts_and_messages(page: str, text: str) -> None:
+    from tests.docs_runner import blocks
+
+    folder = Path(__file__).parent.parent / "docs" / "how-to"
+    (block,) = [block.text for block in blocks(folder / page) if "def is_right" in block.text]
+    space: dict[str, Any] = {}
+    exec(block.partition("\n\n\nrun = ")[0], space)
+    messages = [{"role": "assistant", "content": text}]
+    assert space["is_right"]([text, messages, "no"], answer=["7", "7", "7"]) == [1.0, 1.0, 0.0]
