@@ -370,3 +370,14 @@ def test_the_rewards_of_the_docs_take_texts_and_messages(page: str, text: str) -
     exec(block.partition("\n\n\nrun = ")[0], space)
     messages = [{"role": "assistant", "content": text}]
     assert space["is_right"]([text, messages, "no"], answer=["7", "7", "7"]) == [1.0, 1.0, 0.0]
+
+
+def test_a_reward_that_takes_messages_for_texts_is_told_how_to_read_them() -> None:
+    from tests.rl_samples import group
+
+    for error, told in (("AttributeError: 'list' object has no attribute 'strip'", True), ("ValueError: no", False)):
+        failures = Failures()
+        failures.count("is_right", group((0.0, 0.0)).samples[0], error)
+        with pytest.raises(UserError) as caught:
+            failures.metrics()
+        assert ("completions[i][-1]['content']" in str(caught.value)) is told

@@ -23,6 +23,11 @@ ENVIRONMENT = "environment"  # the reward that comes from replies of an environm
 _NEWS = 3  # most messages about failures between two calls of `metrics`
 _MOST_WORKERS = 16
 
+_OF_MESSAGES = (
+    ". Where prompts are messages, or with rl.chat, completions are lists of messages, as in TRL: the text of one is "
+    "completions[i][-1]['content'], or weft.rl.builtin_rewards.completion_text(completions[i])."
+)
+
 
 class Failures:
     """Counts of calls and failures by function."""
@@ -51,7 +56,7 @@ class Failures:
                 key = "rl.environment" if name == ENVIRONMENT else f"rl.reward: {name}"
                 raise UserError(
                     f"{key} failed for every one of the {count} samples of this step: nothing is left to learn from. "
-                    f"The last: {last[name]}"
+                    f"The last: {last[name]}" + _OF_MESSAGES * ("'list'" in last[name] or "'dict'" in last[name])
                 )
         by_name = {f"rewards/{name}/failed": float(count) for name, count in failed.items()}
         return {"rewards/failed": float(failed.total()), **by_name}
