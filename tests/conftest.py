@@ -22,11 +22,14 @@ _SHOWN = 10  # files
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--record-seconds", action="store_true", help=f"write the seconds of each file to {SECONDS.name}")
+    parser.addoption("--in-order", action="store_true", help="run files in the order in which they are named")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """What takes longest comes first, so that no worker begins it when the others have ended; a file without a record
     may take any time."""
+    if config.getoption("--in-order"):
+        return
     known: dict[str, float] = json.loads(SECONDS.read_text())
     items.sort(key=lambda item: -known.get(item.path.name, math.inf))
 

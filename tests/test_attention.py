@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from weft import versions
 from weft.engine.device_check import errors
 from weft.ops import attention, flex
+from weft.ops import per_document as per_document_kernel
 from weft.ops.attention import choose, varlen
 from weft.ops.attention_call import Bounds, Call, Traits
 from weft.ops.per_document import per_document
@@ -74,6 +75,28 @@ def test_a_window_hides_what_is_as_far_away_as_it_is_long() -> None:
     changed[:, :, 0] += 1.0
     moved = (per_document(replace(call, value_BKTE=changed)) - per_document(call)).abs().amax((0, 1, 3))
     assert (moved > 1e-3).tolist() == [True, True, True, True, False]
+
+
+@pytest.mark.parametrize("window", [None, 90])
+def test_blocks_of_queries_see_no_later_keys(window: int | None) -> None:
+    """Documents of which this rank has the last tokens, more of them than one block holds: values and gradients are
+    those of whole documents, whose mask is written here."""
+    queries, keys, generator = (700, 40), (900, 40), torch.Generator().manual_seed(0)
+    assert queries[0] > per_document_kernel._QUERIES
+    shapes = (sum(queries), sum(keys), sum(keys))
+    inputs = [torch.randn(1, 2, tokens, 8, generator=generator).requires_grad_() for tokens in shapes]
+    bounds = Bounds(queries, key_lengths=keys)
+    found = per_document(Call(*inputs, bounds, scaling=0.3, window=window, softcap=None, sinks_H=None))
+    parts = []
+    for q, k, v in zip(*(x.split(list(n), 2) for x, n in zip(inputs, (queries, keys, keys), strict=True)), strict=True):
+        key, query = torch.arange(k.shape[2]), torch.arange(k.shape[2] - q.shape[2], k.shape[2])[:, None]
+        hidden = (key > query) | (key <= query - (window or 10**6))
+        parts.append((q @ k.transpose(2, 3) * 0.3).masked_fill(hidden, float("-inf")).softmax(-1) @ v)
+    expected = torch.cat(parts, 2)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    upstream = torch.randn(expected.shape, generator=generator)
+    for ours, theirs in zip(*(torch.autograd.grad(out, inputs, upstream) for out in (found, expected)), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)
 
 
 # ---------------------------------------------------------------- the table

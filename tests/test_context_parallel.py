@@ -8,10 +8,12 @@ layers that carry state, several documents at once (mamba2); data ranks and tp b
 from __future__ import annotations
 
 import random
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
@@ -22,7 +24,8 @@ from tests.zoo import tiny_config
 from weft.config.rl_schema import RlAlgorithm
 from weft.engine import context_check
 from weft.engine.context_check import check_context, choose_ulysses
-from weft.engine.dealt_images import deal_images
+from weft.engine.context_row import _last_seen
+from weft.engine.dealt_images import _exchange, _Seen, deal_images
 from weft.engine.division_check import STATE_TOLERANCE
 from weft.engine.document import Document
 from weft.engine.engine import Engine
@@ -40,7 +43,17 @@ from weft.objectives.cross_entropy import HeldOutLoss
 from weft.objectives.policy import PolicyLoss
 from weft.objectives.shared_documents import SharedDocuments
 from weft.ops import context
-from weft.ops.communicator import FeatureExchange, GroupCommunicator
+from weft.ops.attention_call import Bounds, Call
+from weft.ops.communicator import (
+    ContextAxis,
+    FeatureExchange,
+    GroupCommunicator,
+    MetaCommunicator,
+    ThreadCommunicator,
+    ThreadGroup,
+)
+from weft.ops.context import ContextRow, attend_in_context
+from weft.ops.per_document import per_document
 from weft.parallel.mesh import own_part
 
 SHORT = {"step": {"max_tokens_per_device": 40}}  # weft verify makes rows shorter still, so that most documents are cut
@@ -394,3 +407,70 @@ def shapes(path: str, mesh: str) -> list[tuple[int, int]]:
 def test_its_ranks_shard_parameters() -> None:
     found = run(2, shapes, saved_model("llama"), "cp2")[0]
     assert all(here * 2 == of_all for here, of_all in found)
+
+
+# ---------------------------------------------------------------- images beside documents that are cut
+
+
+def test_images_behind_a_cut_document_see_no_later_tokens() -> None:
+    """A row of six tokens of a cut document and two whole ones, whose images see all of themselves (gemma3): these have
+    the attention that they have alone."""
+    generator, cut, lengths = torch.Generator().manual_seed(0), 6, (7, 5)
+    q, k, v = (torch.randn(1, 2, cut + 12, 8, generator=generator) for _ in range(3))
+    seen_alone = torch.tensor([0, 3, 3, 3, 4, 5, 6, 7, 10, 10, 10, 11])  # images at 1 to 3 and at 8 to 10
+    row = Bounds((cut, *lengths), last_seen=torch.cat([torch.arange(cut), cut + seen_alone]))
+    call = Call(q, k, v, row, 0.3, None, None, None)
+    axis = ContextAxis(0, 2, 1, MetaCommunicator(2), None, None)
+    shared = ContextRow(axis, (((0, 0, 6),), ((0, 6, 12),)), lengths)
+    with mock.patch.object(context, "_shared", lambda call, *_: call.query_BHTD):
+        found = attend_in_context(call, shared, per_document)
+    alone = replace(call, query_BHTD=q[:, :, cut:], key_BKTD=k[:, :, cut:], value_BKTE=v[:, :, cut:])
+    expected = per_document(replace(alone, bounds=Bounds(lengths, last_seen=seen_alone)))
+    assert torch.equal(found[:, :, :cut], q[:, :, :cut])
+    torch.testing.assert_close(found[:, :, cut:], expected)
+
+
+def test_the_last_token_that_an_image_shows_is_one_of_this_ranks_row() -> None:
+    """The second rank has tokens 3 to 5 of a document of eight, and a whole one of four with an image at 1 and 2."""
+    whole_row = torch.tensor([0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 10, 11], dtype=torch.int32)
+    kept = torch.tensor([3, 4, 5, 8, 9, 10, 11])
+    assert _last_seen(whole_row, kept, 2).tolist() == [0, 1, 2, 3, 5, 5, 6, 7, 8]
+
+
+def test_images_of_a_cut_document_take_room_on_its_ranks() -> None:
+    """Twelve tokens with images that take the room of eighteen leave one of ten on each of two ranks."""
+    group = Group(2, 1, 10)
+    assert place([12, 4], [12, 4], group, [18, 4])[1] == [1]
+    assert place([12, 4], [12, 4], group, [12, 4])[1] == []
+    assert place([12, 1], [12, 1], group, [18, 1])[1] == []
+
+
+def images_of(index: int, owners: list[int], holders: list[int], features: list[int]) -> _Seen:
+    """A document of images alone: of each, who computes it, who has its tokens, and how many features it has."""
+    owner, holder = (np.repeat(np.array(ranks), features) for ranks in (owners, holders))
+    return _Seen(index, [], [], np.array(owners), owner, holder, np.arange(sum(features)), sum(features))
+
+
+@pytest.mark.parametrize("order", [[0, 2, 1], [0, 1, 2], [2, 0, 1], [1, 2, 0]], ids=str)
+def test_features_of_several_documents_reach_the_tokens_of_their_images(order: list[int]) -> None:
+    """Document 0 is cut: each rank computes an image, and the other has its tokens. Two whole ones are on rank 1, in
+    any order of the row."""
+    made = {0: images_of(0, [0, 1], [1, 0], [2, 3]), 1: images_of(1, [1], [1], [2]), 2: images_of(2, [1], [1], [4])}
+    held: list[dict[int, list[tuple[int, int]]]] = [{0: [(2, 5)]}, {0: [(0, 2)], 1: [(0, 2)], 2: [(0, 4)]}]
+    group = ThreadGroup(2)
+
+    def exchanged(rank: int) -> list[int]:
+        """The features of this rank's row. Feature f of document d is 100 d + f."""
+        documents = [index for index in order if index in held[rank]]
+        seen, axis = (
+            [made[index] for index in documents],
+            ContextAxis(rank, 2, 1, ThreadCommunicator(group, rank), None, None),
+        )
+        tower = [100 * one.index + f for one in seen for f in range(len(one.owner_F)) if one.owner_F[f] == rank]
+        return _exchange(seen, documents, held[rank], axis).run(torch.tensor(tower)[:, None])[:, 0].tolist()
+
+    with ThreadPoolExecutor(2) as threads:
+        found = list(threads.map(exchanged, range(2)))
+    for rank, features in enumerate(found):
+        expected = [100 * d + f for d in order if d in held[rank] for a, b in held[rank][d] for f in range(a, b)]
+        assert features == expected, rank

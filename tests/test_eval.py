@@ -121,7 +121,7 @@ def one_rank(family: str) -> dict[str, Figures]:
     return on_mesh("1", family)
 
 
-FAMILIES = {"llama": ("1", "2", "3", "4", "2x2"), "lfm2": ("1", "3"), "gemma2": ("2",)}
+FAMILIES = {"llama": ("1", "2", "3", "4", "2x2", "tp2"), "lfm2": ("1", "3"), "gemma2": ("2",)}
 
 
 @pytest.mark.parametrize(("family", "mesh"), [(family, mesh) for family, meshes in FAMILIES.items() for mesh in meshes])

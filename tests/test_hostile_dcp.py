@@ -258,6 +258,8 @@ def test_more_files_than_a_process_may_open(tmp_path: Path, monkeypatch: pytest.
         for name, tensor in tensors.items():
             assert torch.equal(directory.read(name, Box.whole((4, 3))), tensor)
             assert len(directory._files) <= 2
+            links = [os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
+            assert sum(link.startswith(os.path.realpath(tmp_path)) for link in links) <= 2
     directory.close()
     (tmp_path / "d" / "__0_3.distcp").unlink()
     with pytest.raises(UserError, match="cannot be opened: No such file"):

@@ -47,6 +47,13 @@ def test_parity_with_a_scaled_loss(family: str, mesh: str, sections: dict[str, A
     assert verdict.passed, describe(verdict)
 
 
+@pytest.mark.parametrize("of", ["document", "step"])
+def test_the_balancing_loss_of_experts_is_scaled(of: str) -> None:
+    sections = {"model": {"router_aux_loss": of, "router_aux_loss_coef": 0.1}}
+    verdict = run(2, scaled_parity, saved_model("qwen3_moe"), "2", sections)[0]
+    assert verdict.passed, describe(verdict)
+
+
 def never_unscaled(path: str) -> Verdict | None:
     with mock.patch("weft.engine.engine.unscale_gradients"):
         return scaled_parity(path, "2", {"optimizer": {"name": "sgd", "max_grad_norm": None}})

@@ -21,6 +21,7 @@ from tests import forked, local_rl, object_stores
 from tests.object_stores import FailsFor, Killed, KillsItself, Place, counted, gone, place
 from tests.resuming import equal, inputs, state_of
 from weft import cli, terminal
+from weft.checkpoint.retention import point_best
 from weft.config.load import load_config
 from weft.config.rl_schema import RlConfig
 from weft.config.schema import CheckpointConfig, ModelConfig
@@ -211,6 +212,29 @@ def test_checkpoints_that_are_removed_here_are_uploaded_whole(
     assert found.remote.steps() == [3, 4] and found.remote.named(LATEST) == 4
     assert any("step-000001" in line for line in news)
     assert not (found.run / "uploading/step-000001").exists()
+
+
+def test_the_best_checkpoint_is_uploaded_though_newer_ones_wait(files: Place, tmp_path: Path) -> None:
+    """Of four that wait, the last is kept, and the second, which `best` names."""
+    found = mirrored(f"{files.url}/run", tmp_path, keep=1)
+    for step in (1, 2, 3, 4):
+        checkpoint(found.run, step)
+    point_best(found.run / "checkpoints/step-000002")
+    found._tidy()
+    found._link_new()
+    found._round(ends=True)
+    assert found.remote.steps() == [2, 4]
+    assert (found.remote.named(BEST), found.remote.named(LATEST)) == (2, 4)
+
+
+def test_a_file_that_changes_within_its_size_is_uploaded_again(files: Place, tmp_path: Path) -> None:
+    found = mirrored(f"{files.url}/run", tmp_path)
+    metrics = found.run / "metrics.jsonl"
+    for text, nanoseconds in (("one", 10**18), ("two", 10**18 + 1)):
+        metrics.write_text(text)
+        os.utime(metrics, ns=(nanoseconds, nanoseconds))
+        found._send_records()
+        assert files.store("run").read("metrics.jsonl") == text.encode()
 
 
 def test_a_store_that_fails_is_tried_again_and_training_is_told(

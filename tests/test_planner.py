@@ -27,7 +27,7 @@ from weft.objectives.cross_entropy import CrossEntropy
 from weft.planner.blueprint import Blueprint
 from weft.planner.holdings import Held, Holdings, Place
 from weft.planner.machines import Machine, machine_of
-from weft.planner.memory import memory_by_stage
+from weft.planner.memory import _lingering, _unreduced, memory_by_stage
 from weft.planner.rows import RowFacts, plan_rows
 from weft.planner.search import BEST, Search, meshes, search
 from weft.planner.simulate import Step, plan_of, rows_of, watched_step
@@ -89,6 +89,21 @@ def test_what_each_rank_holds_is_counted_to_the_byte(
     foreseen = [bytes_of(holdings.of(Place.of(sizes, rank))) for rank in range(sizes.world)]
     assert foreseen == there
     assert max(held.resident for held in holdings.by_stage()) == max(map(sum, there))
+
+
+@pytest.mark.parametrize(("reduce", "micro_batches", "roots"), [
+    ("scatter", 4, 1), ("scatter", 1, 0), ("every", None, 1), ("last", 4, 0), ("last", None, 0),
+])  # fmt: skip
+def test_gradients_of_the_root_linger_where_another_micro_batch_follows(
+    reduce: str, micro_batches: int | None, roots: int
+) -> None:
+    """As they were sent, in fp32. With `last` they are among those of all units, which are counted as unreduced."""
+    model, sizes = blueprint("llama", "2", {"fsdp": {"reduce": reduce}}), sizes_of("2")
+    held = Holdings(model, sizes).of(Place.of(sizes, 0))
+    embedding = 128 * 64  # of a vocabulary of 128 tokens, a hidden width of 64; head and norm are a unit of their own
+    assert _lingering(model, held, micro_batches) == roots * embedding * 4
+    all_units = sum(unit.trained * unit.count for unit in held.units) * 4
+    assert (_unreduced(model, held, micro_batches) > all_units) == (reduce == "last")
 
 
 # ---------------------------------------------------------------- what travels

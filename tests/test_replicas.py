@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from tests.cases import open_engine, saved_model, world_of
 from tests.pool import run
 from weft.engine.document import Document
 from weft.engine.engine import Engine
+from weft.engine.replicas import _number
 from weft.errors import RanksDisagreeError
 from weft.objectives.cross_entropy import CrossEntropy
 from weft.parallel.mesh import own_part
@@ -45,6 +47,17 @@ def with_another_weight(path: str, mesh: str, name: str, rank: int, at: int) -> 
         own = own_part(dict(engine.module.named_parameters())[name].detach()).reshape(-1)
         own.view(torch.int32)[at] ^= 1
     return error_of(engine, documents())
+
+
+@pytest.mark.parametrize("elements", [1, 65_534, 65_535, 65_536, 65_537, 131_072, 131_073])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_one_bit_of_a_tensor_of_any_size_is_seen(elements: int, dtype: torch.dtype) -> None:
+    small = SimpleNamespace(values=torch.ones(3, dtype=dtype))
+    for changed in {0, elements // 2, elements - 1}:
+        values = torch.ones(elements, dtype=dtype)
+        before = _number([small, SimpleNamespace(values=values)])  # type: ignore[list-item]
+        values.view(torch.uint8)[changed * dtype.itemsize] ^= 1
+        assert int(_number([small, SimpleNamespace(values=values)])) != int(before)  # type: ignore[list-item]
 
 
 PARAMETERS = [

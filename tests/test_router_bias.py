@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,8 +17,9 @@ from tests.pool import run
 from tests.resuming import lines, process
 from weft.engine.document import Document
 from weft.engine.router_bias import find_biases
-from weft.models import hf
+from weft.models import families, hf
 from weft.models.experts import experts_of
+from weft.models.families import Family
 from weft.objectives.cross_entropy import CrossEntropy
 
 RATE = 0.01
@@ -63,6 +65,22 @@ def test_a_step_moves_biases_by_its_choices(family: str) -> None:
     assert found.keys() == expected.keys() and expected
     assert all(torch.allclose(found[name], bias) for name, bias in expected.items())
     assert any(len(bias.unique()) > 1 for bias in expected.values())
+
+
+def moved_in_padded_rows(path: str) -> dict[str, Tensor]:
+    with mock.patch.dict(families.FAMILIES, glm4_moe=Family(layout="padded")):
+        engine = open_engine(path, "1")
+        plan, _ = engine.deal(documents(0))
+        assert engine.built.layout == "padded" and any(len(row) > 1 for rows in plan.rows for row in rows)
+        return moved(path, "1", 1, {})
+
+
+def test_padding_between_documents_is_no_choice_of_experts() -> None:
+    """No shipped family with such routers is padded; one that a check finds to leak in rows would be."""
+    path = saved_model("glm4_moe")
+    expected = moved_in_transformers(path)
+    (found,) = run(1, moved_in_padded_rows, path)
+    assert all(torch.allclose(found[name], bias) for name, bias in expected.items())
 
 
 SMALL_ROWS = {"step": {"max_tokens_per_device": 64}}

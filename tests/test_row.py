@@ -95,6 +95,14 @@ def test_a_row_stays_where_it_is_on_the_cpu() -> None:
     assert empty.arrays["whatever an objective asks for"].shape == (0,)
 
 
+def test_what_a_row_shares_goes_with_it_to_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: tensor)  # which needs an accelerator
+    row = row_of(MIXED, "packed", 12)
+    row.bounds.firsts, row.bounds.context = (3, 0, 0), "the documents that ranks share"
+    there = row.to(torch.device("meta")).bounds
+    assert (there.lengths, there.firsts, there.context) == (row.bounds.lengths, row.bounds.firsts, row.bounds.context)
+
+
 def test_a_model_with_rotary_tables_of_three_positions_takes_them() -> None:
     """Qwen2-VL's text model: each document of a packed row as transformers' own attention has it alone."""
     config = transformers.Qwen2VLTextConfig(

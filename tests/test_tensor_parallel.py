@@ -107,6 +107,18 @@ def divided(family: str, tp: int = 2) -> float:
     return found.error
 
 
+@pytest.mark.parametrize("tp", [2, 4])
+def test_norms_with_a_weight_for_each_head_are_divided_with_their_heads(tp: int) -> None:
+    """Command-R+ has them, and two heads of keys here, which four ranks repeat."""
+    config = hf.without_noise(tiny_config("cohere", use_qk_norm=True))
+    assert check_division(config, examine(config), tp).error < 1e-5
+    module = TrainModule(hf.build_meta(config, dtype=torch.float32, attention="eager"))
+    styles = find_styles(module, config, tp).of
+    for leaf, heads in (("q_norm", 4), ("k_norm", 2)):
+        style = styles[f"model.layers.0.self_attn.{leaf}.weight"]
+        assert (style.dim, [(part.count, part.width) for part in style.parts]) == (0, [(heads, 1)])
+
+
 @pytest.mark.parametrize("family", [*HYBRIDS, "qwen3_next", "jamba", "lfm2"])
 @pytest.mark.parametrize("tp", [2, 4])
 def test_mixers_that_carry_state_are_divided(family: str, tp: int) -> None:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,7 @@ from weft.engine.document import Document
 from weft.errors import UserError
 from weft.models.clips import Clip, Sampling
 from weft.models.hf_video import KNOWN, video_settings
+from weft.models.vision import Vision
 
 Model = tuple[PreTrainedTokenizerBase, Images]
 
@@ -147,6 +149,12 @@ def test_patches_are_those_of_the_familys_video_processor(
     measures = documents_measures(model, frames)
     assert document.media is not None and measures == (len(inputs["pixel_values_videos"]), document.media.pairs, True)
     assert tokenizer.decode(document.tokens[document.weights > 0]) == "a cat<|im_end|>"
+
+
+def test_frames_of_a_video_are_attended_to_apart() -> None:
+    """Their number counts for the cost of a document as often as they are, not squared."""
+    grids = {"video_grid_thw": torch.tensor([[3, 4, 2]]), "image_grid_thw": torch.tensor([[1, 2, 6]])}
+    assert Vision.patches(SimpleNamespace(), grids) == [12, 8, 8, 8]  # type: ignore[arg-type]
 
 
 def documents_measures(model: Model, frames: Any) -> tuple[int, int, bool]:

@@ -1,28 +1,39 @@
 """`make mutants`: does the suite see a bug? Each is planted into a copy of weft, whose own tests run until one fails.
 
-The status is 1 where fewer than 95% are seen, or where a mutant no longer fits its function.
+The status is 1 where fewer than 95% are seen, of the drawn ones or of the others, or where a mutant no longer fits its
+function.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import shutil
-import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
-from itertools import chain
+from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 
-from tests.mutants import data, models, rl, step, storage
+from tests.mutants.drawn import BY_HAND, COUNT, ROOT, SEED, Drawn, draw, equivalents
 from tests.mutants.mutant import Mutant
+from tests.mutants.warm import Warm
 
-ROOT = Path(__file__).parents[2]
-MUTANTS: tuple[Mutant, ...] = (*step.MUTANTS, *data.MUTANTS, *models.MUTANTS, *storage.MUTANTS, *rl.MUTANTS)
+MUTANTS = BY_HAND
 LEAST = 0.95
 SECONDS = 900
+BROKEN = "BROKEN"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of a mutant. words: seen, SURVIVED, equivalent (recorded as such, and not run), HANGS (for SECONDS:
+    its tests have no time limit that ends them), or BROKEN (it is no program). by: the test that failed."""
+
+    mutant: Mutant | Drawn
+    words: str
+    by: str = ""
 
 
 def main() -> int:
@@ -30,41 +41,77 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("words", nargs="*", help="only mutants whose names hold one of these")
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--drawn", type=int, default=COUNT, help="how many are drawn from the seed")
+    parser.add_argument("--seed", type=int, default=SEED)
+    parser.add_argument("--only-drawn", action="store_true", help="not those that were thought of")
     arguments = parser.parse_args()
-    chosen = [m for m in MUTANTS if not arguments.words or any(word in m.name for word in arguments.words)]
-    tests = sorted(set(chain.from_iterable(mutant.tests.split() for mutant in chosen)))
-    if not passes_alone(tests):
-        print("these tests fail without any mutant")
-        return 1
+    everything = (*(() if arguments.only_drawn else MUTANTS), *draw(arguments.drawn, arguments.seed))
+    chosen = [m for m in everything if not arguments.words or any(word in m.name for word in arguments.words)]
+    warm: SimpleQueue[Warm] = SimpleQueue()
+    for _ in range(arguments.workers):
+        warm.put(Warm(ROOT))
     with ThreadPoolExecutor(arguments.workers) as pool:
-        seen = list(pool.map(report, chosen))
-    print(f"{sum(seen)} of {len(seen)} mutants were seen")
-    return int(sum(seen) < LEAST * len(seen))
+        verdicts = list(pool.map(lambda mutant: look(mutant, warm), chosen))
+        flawed = fail_without({verdict.by for verdict in verdicts if "::" in verdict.by}, warm)
+        again = [verdict.mutant for verdict in verdicts if verdict.by in flawed]
+        sure = [verdict for verdict in verdicts if verdict.by not in flawed]
+        verdicts = [*sure, *pool.map(lambda mutant: look(mutant, warm, flawed), again)]
+    of_hand = [verdict for verdict in verdicts if isinstance(verdict.mutant, Mutant)]
+    of_seed = [verdict for verdict in verdicts if isinstance(verdict.mutant, Drawn)]
+    enough = [summed("mutants", of_hand), summed(f"mutants drawn from seed {arguments.seed}", of_seed)]
+    while not warm.empty():
+        warm.get().close()
+    return int(not all(enough))
 
 
-def report(mutant: Mutant) -> bool:
-    """Whether its tests see it; a line about it."""
-    verdict = look(mutant)
-    print(f"{verdict:9} {mutant.name}  [{mutant.tests}]", flush=True)
-    return verdict == "seen"
+def summed(what: str, verdicts: Sequence[Verdict]) -> bool:
+    """Whether enough of those that change anything are seen; a line about them."""
+    changing = [verdict for verdict in verdicts if verdict.words != "equivalent"]
+    seen = sum(verdict.words == "seen" for verdict in changing)
+    if verdicts:
+        print(f"{seen} of {len(changing)} {what} were seen ({len(verdicts) - len(changing)} more change nothing)")
+    return seen >= LEAST * len(changing)
 
 
-def look(mutant: Mutant) -> str:
-    """seen, SURVIVED, HANGS (for SECONDS: its tests have no time limit that ends them), or BROKEN: it is no program."""
+def look(mutant: Mutant | Drawn, warm: SimpleQueue[Warm], without: Sequence[str] = ()) -> Verdict:
+    """What becomes of it; a line about it. without: tests that fail anyway."""
+    if mutant.name in equivalents():
+        return _said(Verdict(mutant, "equivalent", equivalents()[mutant.name]))
     with tempfile.TemporaryDirectory(prefix="weft-mutant-") as folder:
-        root = copy(Path(folder))
+        root = copy(Path(folder) / "weft")
         try:
             mutant.plant(root / "weft")
-            status = run(root, mutant.tests.split())
-        except subprocess.TimeoutExpired:
-            return "HANGS"
         except (ValueError, SyntaxError) as error:
-            return f"BROKEN: {error}"
-    return {0: "SURVIVED", 1: "seen"}.get(status, f"BROKEN: pytest ends with {status}")
+            return _said(Verdict(mutant, f"{BROKEN}: {error}"))
+        status, failed = run(root, mutant.tests.split(), warm, without, drawn=isinstance(mutant, Drawn))
+    words = {0: "SURVIVED", 1: "seen", None: "HANGS"}.get(status)
+    if words is None:  # a drawn one may end what imports it, or the process
+        words = "seen" if isinstance(mutant, Drawn) and status != 5 else f"{BROKEN}: pytest ends with {status}"
+    return _said(Verdict(mutant, words, failed))
+
+
+def _said(verdict: Verdict) -> Verdict:
+    mutant = verdict.mutant
+    why = verdict.by or (f"{mutant.shown()}  [{mutant.tests}]" if isinstance(mutant, Drawn) else f"[{mutant.tests}]")
+    print(f"{verdict.words:9} {mutant.name}  {why}", flush=True)
+    return verdict
+
+
+def fail_without(tests: Set[str], warm: SimpleQueue[Warm]) -> list[str]:
+    """Those of the tests that fail in a copy without any mutant, and would see anything."""
+    with tempfile.TemporaryDirectory(prefix="weft-mutant-") as folder:
+        root = copy(Path(folder) / "weft")
+        if not tests or run(root, sorted(tests), warm)[0] == 0:
+            return []
+        found = [test for test in sorted(tests) if run(root, [test], warm)[0] != 0]
+    for test in found:
+        print(f"fails without any mutant: {test}")
+    return found
 
 
 def copy(root: Path) -> Path:
     """A checkout of its own. All of it: pytest resolves links, and would find our weft beside its tests."""
+    root.mkdir()
     for entry in ROOT.iterdir():
         if entry.name.startswith(".") or entry.name in ("runs", "build", "dist"):
             continue
@@ -75,25 +122,19 @@ def copy(root: Path) -> Path:
     return root
 
 
-def run(root: Path, tests: Sequence[str], seconds: float = SECONDS) -> int:
-    """pytest's status: 1 where one failed."""
-    words = ["-m", "pytest", "-x", "-q", "-m", "not soak", "-p", "no:cacheprovider", "-p", "no:xdist", *tests]
-    process = subprocess.Popen(
-        [sys.executable, *words], cwd=root, env={**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
-    )  # fmt: skip
+def run(
+    root: Path, tests: Sequence[str], warm: SimpleQueue[Warm], without: Sequence[str] = (), *, drawn: bool = False
+) -> tuple[int | None, str]:  # fmt: skip
+    """(pytest's status: 1 where one failed, None where it took longer than SECONDS; the test that failed). drawn: the tests
+    of the suite alone, the files in this order."""
+    marked = "not soak and not table and not oracle" if drawn else "not soak"
+    words = ["-x", "-q", "-m", marked, "-p", "no:cacheprovider", "-p", "no:xdist", "--in-order", *tests]
+    words += [f"--deselect={test}" for test in without]
+    process = warm.get()
     try:
-        return process.wait(seconds)
+        return process.run(root, words, SECONDS * (1 if drawn or len(tests) < 5 else len(tests)))
     finally:
-        if process.poll() is None:
-            os.killpg(process.pid, 9)
-            process.wait()
-
-
-def passes_alone(tests: Sequence[str]) -> bool:
-    """Whether all pass as things are: else they would see anything."""
-    with tempfile.TemporaryDirectory(prefix="weft-mutant-") as folder:
-        return run(copy(Path(folder)), tests, SECONDS * len(tests)) == 0
+        warm.put(process)
 
 
 if __name__ == "__main__":

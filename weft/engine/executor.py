@@ -90,7 +90,7 @@ class Executor:
         self.experts = built.flops.experts if built.flops.expert else 0
         # Hooks inside of compiled layers would be traced.
         counted = () if config.model.compile else experts_of(self.module).values()
-        self.load, self.packed = ExpertLoad(counted, mesh), built.layout == "packed"
+        self.load = ExpertLoad(counted, mesh)
         self.replay = Replay(self.module, self.experts, self.top_k, config.model.compile)
         self._vocabulary = int(built.config.get_text_config().vocab_size)
         self.unchecked: set[type] = set()  # objectives that are yet to be found to be sums
@@ -111,7 +111,7 @@ class Executor:
         media, borrowed, exchange = (row.media, row.borrowed, row.exchange) if first else (None, False, None)
         if balance is not None and balance.counting:  # the head computes nothing
             row = replace(row, selected_N=row.selected_N[:0], targets_N=row.targets_N[:0])
-        with self.load.counting(row.real_tokens if self.packed else row.input_ids_BT.numel()):
+        with self.load.counting(row.real_tokens if row.real_K is None else row.real_K):
             return self.module(
                 row.input_ids_BT, row.position_ids_BT, bounds, row.selected_N, row.targets_N, what, direction, balance,
                 chosen_NC, media, borrowed, received, chunk, exchange,

@@ -27,15 +27,16 @@ class ExpertLoad:
         self.layers = [child for child in layers if hf.is_fused_experts(child)]
         self.last: Tensor | None = None  # [L, E] choices of the last step, over all ranks
         self._counts: dict[int, Tensor] = {}
-        self._tokens: int | None = None
+        self._tokens: int | Tensor | None = None
         elsewhere = mesh.pp is not None and any(mesh.pp.all_gather(bool(self.layers))) and not self.layers
         self._of_others = ["experts/max_load", *["experts/sent"] * (mesh.ep is not None)] if elsewhere else []
         for child in self.layers:
             child.register_forward_pre_hook(self._count, with_kwargs=True)
 
     @contextmanager
-    def counting(self, tokens: int) -> Iterator[None]:
-        """Inside, count the choices of the first `tokens` tokens of a forward with gradients; the rest is padding.
+    def counting(self, tokens: int | Tensor) -> Iterator[None]:
+        """Inside, count the choices of the first `tokens` tokens of a forward with gradients, or of those with these
+        indices; the rest is padding.
         Layers that backward recomputes are not counted again."""
         self._tokens = tokens if torch.is_grad_enabled() else None
         try:
@@ -47,7 +48,8 @@ class ExpertLoad:
         if self._tokens is None:
             return
         chosen_TK = next(value for value in (*args, *kwargs.values()) if not value.is_floating_point())
-        expert = chosen_TK[: self._tokens].reshape(-1)
+        real = self._tokens
+        expert = (chosen_TK.index_select(0, real) if isinstance(real, Tensor) else chosen_TK[:real]).reshape(-1)
         before = self._counts.get(id(experts))
         if before is None:
             before = torch.zeros(experts.num_experts, dtype=torch.int64, device=expert.device)
