@@ -15,6 +15,7 @@ from torch import Tensor
 from tests.cases import open_engine, saved_model, world_of
 from tests.pool import run
 from tests.resuming import lines, process
+from weft.engine import startup
 from weft.engine.document import Document
 from weft.engine.router_bias import find_biases
 from weft.models import families, hf
@@ -68,11 +69,14 @@ def test_a_step_moves_biases_by_its_choices(family: str) -> None:
 
 
 def moved_in_padded_rows(path: str) -> dict[str, Tensor]:
+    startup.forget_checks()  # of the packed family, by an earlier test in this process
     with mock.patch.dict(families.FAMILIES, glm4_moe=Family(layout="padded")):
         engine = open_engine(path, "1")
         plan, _ = engine.deal(documents(0))
         assert engine.built.layout == "padded" and any(len(row) > 1 for rows in plan.rows for row in rows)
-        return moved(path, "1", 1, {})
+        result = moved(path, "1", 1, {})
+    startup.forget_checks()
+    return result
 
 
 def test_padding_between_documents_is_no_choice_of_experts() -> None:

@@ -27,7 +27,7 @@ MUTANTS = (
     Mutant("data/encode.py", "_trained_tokens", "behind += 1", "pass", "tests/test_masks.py tests/test_tokenise.py"),
     Mutant("data/encode.py", "_trained_tokens", "behind = len(mask)", "behind = len(mask) - 1", "tests/test_masks.py"),
     Mutant("data/encode.py", "Encoder._prompts", '== "all"', '!= "all"', "tests/test_masks.py tests/test_data.py"),
-    Mutant("data/encode.py", "Encoder._begun", "ids if ids[: len(self._prefix)] == self._prefix else self._prefix + ids", "self._prefix + ids", "tests/test_masks.py tests/test_data.py"),
+    Mutant("data/encode.py", "Encoder.beginnings", "ids if ids[:n] == self._prefix else self._prefix + ids", "self._prefix + ids", "tests/test_masks.py tests/test_data.py"),
     Mutant("data/conversation.py", "_trained", "and i >= first]", "]", "tests/test_masks.py tests/test_data.py"),
     Mutant("data/conversation.py", "_trained", "answers[-1:] if", "answers[:1] if", "tests/test_masks.py"),
     Mutant("data/conversation.py", "_trained", 'is not False', "is True", "tests/test_masks.py"),

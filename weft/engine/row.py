@@ -37,8 +37,8 @@ class Row:
     number of tokens without padding. shared: the documents that other ranks have parts of, if any. media: forward
     arguments of the row's images; None if no rank has images. borrowed: media are of an image in no document, so that
     this rank runs the tower as the others do. exchange: if set, media are the images that this rank computes, whose
-    features are exchanged (dealt_images.py). real_K: indices in the flattened row of the tokens that are
-    no padding, in layout `padded`; None where padding comes last. alike: checksums that must equal those of other ranks."""
+    features are exchanged (dealt_images.py). real_K: indices in the flattened row of the tokens that are no padding, in
+    layout `padded`; None where padding comes last. alike: checksums that must equal those of other ranks."""
 
     documents: tuple[int, ...]
     input_ids_BT: Tensor
