@@ -446,6 +446,23 @@ def test_roles_of_axolotl(tmp_path: Path) -> None:
     assert (found["data.path"], found["data.roles"]) == ("d.jsonl", {"bot": "assistant", "human": "user"})
 
 
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ("message_property_mappings: {role: who, content: what}", {"role": "who", "content": "what"}),
+        ("message_field_role: who, message_field_content: what", {"role": "who", "content": "what"}),
+        ("message_property_mappings: {role: from, content: value}, message_field_training: learn", {"train": "learn"}),
+        ("message_property_mappings: {role: role, content: content}", {}),
+    ],
+)
+def test_keys_of_messages_of_axolotl(keys: str, expected: dict[str, str], tmp_path: Path) -> None:
+    source = f"{{path: d.jsonl, type: chat_template, {keys}}}"
+    text = f"base_model: m\nsequence_len: 512\ndatasets: [{source}]\ndefault_system_message: Be kind.\n"
+    (tmp_path / "a.yaml").write_text(text)
+    found = values(str(tmp_path / "a.yaml"))
+    assert (found.get("data.message_keys") or {}, found["data.system"]) == (expected, "Be kind.")
+
+
 def test_llama_factory() -> None:
     found = values("llama_factory.yaml", ranks=4)
     expect(

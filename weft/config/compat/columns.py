@@ -8,7 +8,13 @@ from typing import Any
 from weft.config.compat.draft import Draft
 from weft.config.compat.names import entry_of
 from weft.config.compat.trainer import TABLES
+from weft.config.sources import MESSAGE_KEYS
 
+# axolotl's names of the keys of messages: all of them in one mapping, ours -> theirs, or one at a time. ShareGPT's are
+# known to weft.
+_MAPPINGS = "message_property_mappings"
+_KEYS = {"message_field_role": "role", "message_field_content": "content", "message_field_training": "train"}
+_SHAREGPT = {"role": "from", "content": "value"}
 _TYPE = "conversations, and columns of instructions, are rendered by the tokenizer's chat template and not as {type}."
 
 
@@ -60,7 +66,22 @@ def _source(draft: Draft, name: str, entry: Mapping[str, Any]) -> dict[str, Any]
         roles = {str(one): ours for ours, theirs in entry["roles"].items() for one in theirs or () if one != ours}
         if roles:
             draft.take("data.roles", {**draft.value("data.roles", {}), **roles}, f"{name}.roles")
-    taken = {*known.keys, *known.columns, "roles", *(("data_files",) if source["path"] != given else ())}
+    mapped = dict(entry.get(_MAPPINGS) or {}) if isinstance(entry.get(_MAPPINGS), dict) else {}
+    mapped |= {ours: entry[key] for key, ours in _KEYS.items() if entry.get(key) is not None}
+    keys = {ours: str(theirs) for ours, theirs in mapped.items() if ours in MESSAGE_KEYS and theirs != ours}
+    keys = {ours: theirs for ours, theirs in keys.items() if _SHAREGPT.get(ours) != theirs}
+    if keys:
+        draft.take("data.message_keys", {**draft.value("data.message_keys", {}), **keys}, f"{name}.{_MAPPINGS}")
+    if unknown := [ours for ours in mapped if ours not in MESSAGE_KEYS]:
+        draft.left[f"{name}.{_MAPPINGS}"] = f"weft has no key of a message {unknown[0]}: data.message_keys."
+    taken = {
+        *known.keys,
+        *known.columns,
+        "roles",
+        _MAPPINGS,
+        *_KEYS,
+        *(("data_files",) if source["path"] != given else ()),
+    }
     for key, value in entry.items():
         if key not in taken and value is not None and value not in known.silent.get(key, (False,)):
             text = _TYPE.format(type=value) if key == "type" else f"weft has no such key of a source ({value})."
