@@ -198,7 +198,8 @@ def test_keys_that_say_where_a_message_is_from_are_left_alone() -> None:
         "toxic": False, "redacted": False, "header": {"user-agent": "x"}, "turn_identifier": 3, "usage": {"tokens": 3},
         "refusal": None, "audio": None, "annotations": [], "tool_calls": None, "function_call": None, "files": [],
         "note": "", "eot": True, "ipython": False, "finish_reason": "stop", "metadata": {"a": 1}, "name": "bot",
-        "logprobs": None, "reasoning_details": [], "mask": None, "masked": None,
+        "logprobs": None, "reasoning_details": [], "mask": None, "masked": None, "type": "message",
+        "status": "completed",
     }  # fmt: skip
     plain = {"messages": [user("1?"), answer("One.")], "extra": 1}
     assert rows_trained({"messages": [user("1?") | more, answer("One.", **more)]}) == rows_trained(plain)
@@ -443,6 +444,11 @@ def test_the_error_lists_the_keys_and_its_proposal_mends_it() -> None:
     assert rows_trained(row, MessageRules(keys={"role": "speaker", "content": "text"})) == ["One.<|end|>"]
     with pytest.raises(UserError, match=r"It has `role`, `text`\. Set data\.message_keys='\{content: text\}'"):
         rows_trained({"messages": [{"role": "user", "text": "1?"}]})
+
+
+def test_a_column_of_turns_is_proposed() -> None:
+    with pytest.raises(UserError, match=r"has `id`, `dialog`.*Set data\.columns=\{messages: dialog\}"):
+        rows_trained({"id": 1, **SPOKEN})
 
 
 @pytest.mark.parametrize(

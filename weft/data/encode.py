@@ -358,15 +358,18 @@ def refused(where: str, error: RenderError | Lost) -> BadRowError:
 
 def _check_read(where: str, chat: Conversation, template: ChatTemplate, kwargs: Mapping[str, Any]) -> None:
     """Raises BadRowError if messages have a part that the template never reads: it would be lost silently."""
-    advice = "Remove it, or set data.chat_template to one that does."
     if chat.tools and not template.names("tools"):
-        raise BadRowError(f"{where}: has `tools`, which the chat template does not render. {advice}")
+        raise BadRowError(
+            f"{where}: has `tools`, which the chat template does not render. Leave them out (data.ignore=[tools]), or "
+            "set data.chat_template to one that does."
+        )
     for number, message in enumerate(chat.messages, start=1):
         if is_plain(message):
             continue
         if "tool_calls" in message and not template.reads_calls:
             raise BadRowError(
-                f"{where}: message {number} has `tool_calls`, which the chat template does not render. {advice}"
+                f"{where}: message {number} has `tool_calls`, which the chat template does not render. Remove it, or "
+                "set data.chat_template to one that does."
             )
         if message.get("thinking") and not template.reads_thoughts:
             raise BadRowError(

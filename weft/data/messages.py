@@ -64,12 +64,12 @@ _HARMLESS = frozenset((
     "language", "lang", "country", "state", "hashed_ip", "header", "toxic", "redacted", "metadata", "meta", "extra",
     "extra_info", "info", "usage", "logprobs", "finish_reason", "stop_reason", "native_finish_reason", "annotations",
     "token_count", "num_tokens", "n_tokens", "score", "scores", "rating", "quality", "reward", "rank", "likes", "hash",
-    "cost", "latency", "duration", "cache_control", "parsed_arguments", "system_fingerprint", "markdown",
+    "cost", "latency", "duration", "status", "cache_control", "parsed_arguments", "system_fingerprint", "markdown",
 ))  # fmt: skip
-# Values with which a key says nothing: torchtune's marks of a message, and of unfinished answers.
-_SAYING_NOTHING = {
-    "eot": True, "ipython": False, "end_turn": True, "prefix": False, "partial": False, "refusal": False,
-    "is_error": False,
+# Values with which a key says nothing: torchtune's marks of a message, types of OpenAI's Responses, unfinished answers.
+_SAYING_NOTHING: dict[str, tuple[Any, ...]] = {
+    "eot": (True,), "ipython": (False,), "end_turn": (True,), "prefix": (False,), "partial": (False,),
+    "refusal": (False,), "is_error": (False,), "type": ("message", "text"), "content_type": ("text",),
 }  # fmt: skip
 CALL_KEYS = frozenset(("id", "type", "function", "name", "arguments"))
 FUNCTION_KEYS = frozenset(("name", "arguments"))
@@ -198,7 +198,7 @@ def is_harmless(name: str, value: Any) -> bool:
     """Whether a key of a message, part or call says nothing that a model would read or write."""
     if name in _HARMLESS or value is None or (isinstance(value, str | list | dict) and not value):
         return True
-    return name in _SAYING_NOTHING and value is _SAYING_NOTHING[name]
+    return name in _SAYING_NOTHING and any(value is usual or value == str(usual) for usual in _SAYING_NOTHING[name])
 
 
 def _goes_on(message: Message, call: Message) -> bool:

@@ -13,7 +13,7 @@ read or refused (weft/data/row_columns.py); all others are ignored.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -178,9 +178,10 @@ def _format(where: str, row: Mapping[str, Any], present: Mapping[str, Any]) -> s
 
 def _likely_columns(row: Mapping[str, Any]) -> str:
     """The data.columns to propose for a row of another library; "" if none of its columns is known."""
-    for name in (*CONVERSATIONS, "chosen"):
-        if isinstance(row.get(name), list):
-            return f"{{messages: {name}}}"
+    turns = (name for name, value in row.items() if isinstance(value, list) and value and _are_turns(value))
+    named = next((name for name in (*CONVERSATIONS, "chosen") if isinstance(row.get(name), list)), next(turns, None))
+    if named is not None:
+        return f"{{messages: {named}}}"
     asked = next((name for name in QUESTIONS if row.get(name) is not None), None)
     answers = [path for name, path in ANSWERS.items() if row.get(name) is not None]
     if asked is not None and answers:
@@ -189,6 +190,11 @@ def _likely_columns(row: Mapping[str, Any]) -> str:
     if text is None:
         return ""
     return f"{{{'messages' if is_json_list(row[text]) else 'text'}: {text}}}"
+
+
+def _are_turns(value: Sequence[Any]) -> bool:
+    """Whether a list may be a conversation with keys of other names: objects with two texts or more."""
+    return all(isinstance(item, dict) and sum(isinstance(text, str) for text in item.values()) > 1 for item in value)
 
 
 # ---------------------------------------------------------------- one reader for each format
