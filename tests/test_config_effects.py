@@ -21,6 +21,10 @@ EFFECTS: dict[str, tuple[str, str]] = {
         "random: weights are drawn and no weight file is needed",
         "test_engine.py::test_random_weights_depend_on_the_seed_and_not_on_the_mesh",
     ),
+    "model.imports": (
+        "which architectures of the user's own are known",
+        "test_own_architecture.py::test_gradients_and_weights_are_plain_transformers",
+    ),
     "model.weights": (
         "which directory of torch.distributed.checkpoint weights are read from",
         "test_dcp.py::test_what_names_stand_under",

@@ -142,7 +142,8 @@ def read_keys(reached: Reached, schema: type) -> set[str]:
                 before = value.attr if isinstance(value, ast.Attribute) else getattr(value, "id", None)
                 for section, keys in names.items():
                     elsewhere = before not in names and (
-                        sections(schema)[section].__name__ in text or f".{section}" in text
+                        any(kind.__name__ in text for kind in sections(schema)[section].__mro__[:-1])
+                        or f".{section}" in text
                     )
                     if child.attr in keys and (before == section or elsewhere):
                         read.add(keys[child.attr])

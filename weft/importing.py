@@ -28,16 +28,19 @@ def import_extra(module: str, extra: str, need: str) -> Any:
         raise UserError(f"{need} needs {package}, which is not installed: {how_to_install(package, extra)}.") from error
 
 
-def import_named(path: str, key: str) -> Any:
-    """The object at `package.module:Name` or `package.module.Name`. The working directory is searched last. Raises
-    UserError, which names the config key `key`, if there is no such object."""
-    module_name, colon, name = path.partition(":")
-    if not colon:
-        module_name, _, name = path.rpartition(".")
+def search_working_directory() -> None:
+    """Search the working directory for modules, too, last: `python -m weft` does so, the command `weft` does not."""
     if os.getcwd() not in sys.path and "" not in sys.path:
-        sys.path.append(os.getcwd())  # `python -m weft` has it in the path, the command `weft` does not
+        sys.path.append(os.getcwd())
+
+
+def import_module(path: str, key: str, module_name: str | None = None) -> Any:
+    """The user's module `module_name`, `path` by default. The working directory is searched last. Raises UserError,
+    which names the config key `key` and its value `path`, if it cannot be imported."""
+    module_name = module_name or path
+    search_working_directory()
     try:
-        found: Any = importlib.import_module(module_name)
+        return importlib.import_module(module_name)
     except ImportError as error:
         absent = isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}.")
         what = f"there is no module {error.name} for {path}, which" if absent else path
@@ -45,6 +48,15 @@ def import_named(path: str, key: str) -> Any:
             f"{key}: {what} cannot be imported: {error}. It is looked for among the installed packages, in PYTHONPATH "
             f"and in {os.getcwd()}: install it, or mend the path."
         ) from error
+
+
+def import_named(path: str, key: str) -> Any:
+    """The object at `package.module:Name` or `package.module.Name`; errors as of import_module, and UserError if the
+    module has no such object."""
+    module_name, colon, name = path.partition(":")
+    if not colon:
+        module_name, _, name = path.rpartition(".")
+    found = import_module(path, key, module_name)
     for part in name.split("."):
         if not hasattr(found, part) and module_name == "__main__":
             raise UserError(
@@ -58,20 +70,35 @@ def import_named(path: str, key: str) -> Any:
     return found
 
 
+def module_file(name: str) -> Path | None:
+    """The file of a module, or the folder of a package without one, found without running anything of it; None if
+    there is none."""
+    search_working_directory()
+    places: Any = None
+    found = None
+    for part in name.split("."):
+        found = PathFinder.find_spec(part, places)  # by its full name, Python would look for its imported parent
+        if found is None:
+            return None
+        places = None if found.submodule_search_locations is None else list(found.submodule_search_locations)
+    origin = None if found is None else found.origin or next(iter(places or ()), None)
+    return None if origin is None else Path(origin)
+
+
 def named_problem(path: str, key: str) -> str:
-    """Why import_named would fail, found by reading files without running them. Empty if it would succeed, or if only
-    running the module could tell."""
+    """Why import_named would fail, found by reading files without running them; for `module:`, why import_module would.
+    Empty if it would succeed, or if only running the module could tell."""
     module_name, _, name = path.partition(":") if ":" in path else path.rpartition(".")
-    if os.getcwd() not in sys.path and "" not in sys.path:
-        sys.path.append(os.getcwd())
+    path = path.removesuffix(":")
+    search_working_directory()
     names: set[str] | None = set(sys.modules) | set(sys.builtin_module_names)
     places: Any = None
     own, parts = name.partition(".")[0], module_name.split(".")
     for number, part in enumerate(parts):
         if number and names is not None and places is None and ".".join(parts[: number + 1]) not in sys.modules:
-            hint = f": write {'.'.join(parts[:-1])}:{name}" if parts[-1] == "py" else ""
+            hint = f": write {':'.join(filter(None, ('.'.join(parts[:-1]), name)))}" if parts[-1] == "py" else ""
             return f"{key}: {path} names something in {'.'.join(parts[:number])}, which is no package{hint}."
-        found = PathFinder.find_spec(".".join(parts[: number + 1]), places)
+        found = PathFinder.find_spec(part, places)  # by its full name, Python would look for its imported parent
         if found is None and (names is None or part in names):
             return ""  # may be made by other means than a file
         if found is None:
@@ -79,8 +106,9 @@ def named_problem(path: str, key: str) -> str:
                 f"{key}: there is no module {'.'.join(parts[: number + 1])} for {path}, which is looked for among the "
                 f"installed packages, in PYTHONPATH and in {os.getcwd()}: install it, or mend the path."
             )
-        names, places = _names(found.origin), found.submodule_search_locations
-    if names is None or own in names:
+        names, locations = _names(found.origin), found.submodule_search_locations
+        places = None if locations is None else list(locations)
+    if names is None or own in names or not own:
         return ""
     close = difflib.get_close_matches(own, names, n=1)
     return f"{key}: {module_name} has no {name}." + (f" Did you mean {module_name}:{close[0]}?" if close else "")

@@ -285,6 +285,7 @@ def export_parser() -> argparse.ArgumentParser:
         help="of a directory that another trainer saved with torch.distributed.checkpoint: the HuggingFace model whose "
         "config and tokenizer it goes with",
     )  # fmt: skip
+    _add_imports(parser)
     return parser
 
 
@@ -303,6 +304,13 @@ def push_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_imports(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--import", action="append", default=[], dest="imports", metavar="MODULE",
+        help="a module that registers an architecture of your own (a run's model.imports are known)",
+    )  # fmt: skip
+
+
 def merge_parser() -> argparse.ArgumentParser:
     parser = _Parser("merge")
     parser.add_argument("path", metavar="RUN | ADAPTER", help="for a run folder, the newest checkpoint is used")
@@ -311,6 +319,7 @@ def merge_parser() -> argparse.ArgumentParser:
         "--dtype", choices=("auto", "bf16", "fp16", "fp32"), default="auto", help="default: each tensor as in the base"
     )
     parser.add_argument("--output", metavar="DIR", help="where to write (default: beside the adapter)")
+    _add_imports(parser)
     return parser
 
 
@@ -344,6 +353,7 @@ def chat_parser() -> argparse.ArgumentParser:
         help="0: always the likeliest token (default: as generation_config.json says)",
     )  # fmt: skip
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: %(default)s")
+    _add_imports(parser)
     return parser
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -69,7 +70,8 @@ class ExportOptions:
 
     ema: export the average of the weights (optimizer.ema_decay) instead of the masters. format: output format.
     optimizer: with format dcp, write the optimizer's state, too. model: for a directory of
-    torch.distributed.checkpoint, the HuggingFace model whose config and tokenizer belong to it.
+    torch.distributed.checkpoint, the HuggingFace model whose config and tokenizer belong to it. imports: modules that
+    register architectures, beside model.imports of a run.
     """
 
     path: str
@@ -79,6 +81,7 @@ class ExportOptions:
     format: Literal["hf", "dcp"] = "hf"
     optimizer: bool = False
     model: str | None = None
+    imports: Sequence[str] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,12 +102,13 @@ class PushOptions:
 @dataclass(frozen=True, kw_only=True)
 class MergeOptions:
     """`weft merge`. path: a run folder, one of its checkpoints, or a peft adapter. base: replaces the model that the
-    adapter names. output: None for a folder next to the adapter."""
+    adapter names. output: None for a folder next to the adapter. imports: as for `weft export`."""
 
     path: str
     base: str | None = None
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
     output: str | None = None
+    imports: Sequence[str] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +116,7 @@ class ChatOptions:
     """`weft chat`. path: a run folder, a model directory or a hub id. step: of a run folder; None for the newest.
 
     images: paths of images before the first message. temperature: 0 is greedy; None for that of generation_config.json.
+    imports: as for `weft export`.
     """
 
     path: str
@@ -121,6 +126,7 @@ class ChatOptions:
     max_new_tokens: int = 512
     temperature: float | None = None
     device: Device = "auto"
+    imports: Sequence[str] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

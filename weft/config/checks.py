@@ -177,6 +177,7 @@ INERT = (
 )
 
 IMPORT_PATH = re.compile(r"\w+(\.\w+)*(:|\.)\w+(\.\w+)*")
+_MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 # Arguments of a chat template that weft itself passes.
 RESERVED_KWARGS = ("messages", "tools", "documents", "add_generation_prompt")
 
@@ -358,6 +359,10 @@ def _zero_bubble_combinations(config: Any) -> Iterator[tuple[str, str]]:
 def common_combinations(config: Any, free_columns: bool = False) -> Iterator[tuple[str, str]]:
     """(key, message) of values that do not go together, in sections that `weft sft` and `weft rl` share. free_columns:
     the data may have columns of any name."""
+    for name in config.model.imports:
+        if not _MODULE.fullmatch(name):
+            known = "my_model for my_model.py in the working directory or in PYTHONPATH, package.module for one inside"
+            yield "model.imports", f"model.imports: {name!r} is no name of a module: write {known}."
     cp, ulysses = config.mesh.cp, config.mesh.ulysses
     if ulysses and cp % ulysses:
         yield (

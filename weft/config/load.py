@@ -19,7 +19,7 @@ from weft.config.paths import check_paths, near_names
 from weft.config.schema import SftConfig
 from weft.config.unknown import Unknown, foreign_config, unknown_keys
 from weft.config.validate import check_config, inert_keys, rules_of
-from weft.config.yaml12 import Node, leaves_of, node_of, read_file, read_value, show
+from weft.config.yaml12 import Node, leaves_of, node_of, read_file, read_sections, read_value, show
 from weft.errors import UserError
 
 Schema = TypeVar("Schema")
@@ -89,6 +89,19 @@ def written_config(run: str, schema: type, name: str | None = None) -> str:
     if (command == "rl") != ("rl" in sections(schema)):
         raise UserError(f"--resume {name or run}: it is a run of weft {command}: weft {command} --resume {name or run}")
     return str(path)
+
+
+def imports_of_run(path: str) -> tuple[str, ...]:
+    """model.imports of the run that the path, a run folder or one of its checkpoints, belongs to; empty for others."""
+    folder = Path(path).resolve()
+    file = next((own for own in (folder, *folder.parents[1:2]) if (own / "config.yaml").is_file()), None)
+    if file is None:
+        return ()
+    try:
+        named = read_sections(str(file / "config.yaml")).get("model", {}).get("imports")
+    except UserError:  # whoever needs the file says what is wrong with it
+        return ()
+    return tuple(str(name) for name in named or ()) if isinstance(named, list) else ()
 
 
 def _finish(tree: Node, schema: type[Schema], weights: bool, of_run: Sequence[str] = ()) -> Schema:

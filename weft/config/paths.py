@@ -57,6 +57,7 @@ def _import_paths(config: Any) -> list[tuple[str, str]]:
         named += [("rl.reward", path) for path in rl.reward]
         named += [(f"rl.{key}", getattr(rl, key)) for key in ("environment", "advantage", "policy_loss")]
     paths = [(key, path) for key, path in named if path is not None and ("." in path or ":" in path)]
+    paths += [("model.imports", f"{module}:") for module in config.model.imports]
     return [(key, path) for key, path in paths if path.partition(":")[0] != MAIN]
 
 

@@ -314,6 +314,12 @@ def _combinations(config: RlConfig) -> Iterator[tuple[str, str]]:
             "model.path: set rollout.engine=vllm, or write a HuggingFace directory, weft export "
             f"{config.model.weights} --model {config.model.path}, and set model.path to that.",
         )
+    if config.model.imports and config.rollout.engine in SERVERS:
+        yield (
+            "model.imports",
+            f"model.imports does not go together with rollout.engine={config.rollout.engine}, which knows its own "
+            "architectures alone: set rollout.engine=embedded or hf.",
+        )
     yield from common_combinations(config, free_columns=True)
 
 

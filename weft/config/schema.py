@@ -26,6 +26,12 @@ class ModelConfig:
         "from train.seed.",
         "pretrained",
     )
+    imports: tuple[str, ...] = key(
+        "Modules that are imported before the model is looked at, as in [my_model]: those in which you register an "
+        "architecture of your own with transformers' Auto classes (docs/how-to/own-architecture.md). They are looked "
+        "for among the installed packages, in PYTHONPATH and in the working directory, never in the model's folder.",
+        (),
+    )
     weights: str | None = key(
         "Directory of torch.distributed.checkpoint (torchtitan, ROLL, ...), or of verl, that is read in place of the "
         "weights at model.path, which then needs config and tokenizer alone (docs/how-to/dcp.md).",

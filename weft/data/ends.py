@@ -104,7 +104,7 @@ def answer_ends(path: str, tokenizer: PreTrainedTokenizerBase, taught: Sequence[
 def configured_ends(path: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Tokens that end an answer according to generation_config.json, config.json and the tokenizer; sorted."""
     source = str(hf.source_folder(path) or path)
-    named = [hf.read_config(path).get_text_config().eos_token_id, tokenizer.eos_token_id]
+    named = [getattr(hf.read_config(path).get_text_config(), "eos_token_id", None), tokenizer.eos_token_id]
     try:
         named.append(GenerationConfig.from_pretrained(source).eos_token_id)
     except OSError:  # not every model has the file

@@ -121,6 +121,7 @@ def _examine(
     config: ModelConfig, *, dtype: torch.dtype, device: torch.device, weights: bool, values: bool
 ) -> _Examined:
     """Read the model's config and check, on a small copy, that weft computes this architecture exactly."""
+    hf.import_architectures(config.imports, config.path)
     hf_config = hf.read_config(config.path)
     noise = hf.noise_of(hf_config)
     hf_config = hf.without_noise(hf_config)

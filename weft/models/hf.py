@@ -10,6 +10,7 @@ Internal symbols used, all checked on transformers 5.17 to 5.19:
 - conversion_mapping.{get_model_conversion_mapping, _MODEL_TO_CONVERSION_PATTERN}; core_model_loading.{
   rename_source_key, revert_weight_conversion, WeightConverter, WeightRenaming}
 - models.auto.modeling_auto.{MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES}
+- AutoModelFor...._model_mapping._extra_content (config class -> class that a user registered)
 - integrations.moe.{ALL_EXPERTS_FUNCTIONS.register, _grouped_linear}; of modules under use_experts_implementation
   .config, .num_experts, .has_gate, .has_bias, .is_transposed, ._apply_gate
 - modeling_layers.GradientCheckpointingLayer; of vision models' bases .get_image_features (with .pooler_output, a tensor
@@ -42,7 +43,15 @@ import transformers
 from huggingface_hub import try_to_load_from_cache
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from transformers import AutoConfig, DynamicCache, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
+    DynamicCache,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.conversion_mapping import _MODEL_TO_CONVERSION_PATTERN, get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
@@ -63,6 +72,7 @@ from transformers.utils.output_capturing import install_all_output_capturing_hoo
 from weft.errors import UserError, first_line, runs_own_code
 from weft.files import check_counts, check_folder
 from weft.hub import check_model_is_there
+from weft.importing import import_module, module_file
 from weft.models.families import family_of
 from weft.ops import attention
 from weft.ops.tower_attention import attend_in_tower
@@ -100,6 +110,28 @@ def register_kernels(*, traced: bool = True) -> None:
     register_attention(_TOWER, attend_in_tower if traced else torch.compiler.disable(attend_in_tower))
 
 
+def import_architectures(modules: Iterable[str], path: str, key: str = "model.imports") -> None:
+    """Import the user's modules that register architectures with transformers' Auto classes, before the config of the
+    model at `path` is read. key: where the modules are named, for messages. Raises UserError if a module cannot be
+    imported, or lies in the model's folder, whose code is never run."""
+    folder = Path(path).resolve()
+    for name in modules:
+        origin = module_file(name) if Path(path).is_dir() else None
+        if origin is not None and origin.resolve().is_relative_to(folder):
+            raise UserError(
+                f"{key}: {name} is {origin}, in the model's folder, and weft runs no code that comes with a model. If "
+                "you have read it and want it, move it to a folder of your own, and name that in PYTHONPATH."
+            )
+        import_module(name, key)
+
+
+def registered_classes(config: PretrainedConfig) -> list[type[PreTrainedModel]]:
+    """The user's classes for this config, by AutoModelFor...register: for causal language modelling first."""
+    kinds = (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification)
+    found = [kind._model_mapping._extra_content.get(type(config)) for kind in kinds]
+    return [kind for kind in found if kind is not None]
+
+
 def read_config(path: str) -> PretrainedConfig:
     """The config of the model at `path`. Raises UserError if it cannot be read."""
     check_folder(path)
@@ -109,7 +141,9 @@ def read_config(path: str) -> PretrainedConfig:
     except Exception as error:  # of any type: a family's config class got values that it does not expect
         if refusal := runs_own_code(path, error):
             raise refusal from error
-        raise UserError(f"model.path: cannot read a model config from {path!r}: {first_line(error)}.") from error
+        own = " If it is your own, name the module that registers it in model.imports (weft chat, export, merge: "
+        hint = f"{own}--import)." if "does not recognize this architecture" in str(error) else ""
+        raise UserError(f"model.path: cannot read a model config from {path!r}: {first_line(error)}.{hint}") from error
     named = config.architectures
     if named is not None and not (isinstance(named, list) and all(isinstance(name, str) for name in named)):
         raise UserError(
@@ -177,6 +211,10 @@ def model_class(config: PretrainedConfig) -> type[PreTrainedModel]:
     AutoModelForCausalLM would drop the vision tower of some families.
     """
     names = list(config.architectures or [])
+    registered = registered_classes(config)
+    for own in registered:
+        if not names or own.__name__ == names[0]:
+            return own
     if not names:
         mapped = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
         if mapped is None:
@@ -189,7 +227,8 @@ def model_class(config: PretrainedConfig) -> type[PreTrainedModel]:
     if not (isinstance(found, type) and issubclass(found, PreTrainedModel)):
         raise UserError(
             f"model.path: transformers {transformers.__version__} has no model {names[0]!r} (config.architectures). "
-            "weft trains classes that transformers ships; models with code of their own are not supported."
+            "weft trains classes that transformers ships, and those that you register in a module of model.imports "
+            "(AutoModelForCausalLM.register); it never runs code that comes with a model."
         )
     return found
 
@@ -217,7 +256,8 @@ def with_values(config: PretrainedConfig) -> PretrainedConfig:
         if config.num_labels != 1:
             raise UserError(f"model.path: {named} has {config.num_labels} labels; a critic needs one with 1.")
         return values
-    found = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(config.model_type)
+    own = AutoModelForSequenceClassification._model_mapping._extra_content.get(type(config))
+    found = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(config.model_type) if own is None else own.__name__
     if found is None:
         raise UserError(
             f"model.path: transformers {transformers.__version__} has no sequence classification for model_type "

@@ -18,6 +18,7 @@ from weft.checkpoint.retention import chosen_step, complete_steps
 from weft.cluster.options import ChatOptions
 from weft.cluster.process import choose_device
 from weft.cluster.status import kind_of
+from weft.config.load import imports_of_run
 from weft.data.chat_template import RenderError
 from weft.data.encode import Encoder, Encoding, load_tokenizer, renderer
 from weft.data.ends import template_ends
@@ -74,6 +75,7 @@ def find_model(path: str, step: int | None) -> str:
 
 def open_chat(options: ChatOptions) -> Chat:
     """Loads the model, its tokenizer and its processor. Raises UserError if a model or an image cannot be loaded."""
+    hf.import_architectures([*imports_of_run(options.path), *options.imports], options.path, "--import")
     path = find_model(options.path, options.step)
     device = choose_device(options.device, 0)
     tokenizer = load_tokenizer(path)

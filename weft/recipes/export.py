@@ -24,6 +24,7 @@ from weft.checkpoint.retention import TRAINER_STATE, commit, complete_steps, ste
 from weft.checkpoint.snapshot import DTYPES, exported
 from weft.checkpoint.state import EMA, OPTIMIZER, DamagedError, TrainerState, check_contents, read_state, tied_names
 from weft.cluster.options import ExportOptions
+from weft.config.load import imports_of_run
 from weft.config.schema import ModelConfig
 from weft.engine.build import BuiltModel, build_model
 from weft.errors import UserError
@@ -47,6 +48,8 @@ class Shapes:
 def run(options: ExportOptions) -> Path:
     """Writes the directory and returns its path. For a run with adapters it holds the adapter; `weft merge` writes the
     model. Raises UserError if the checkpoint has no complete trainer state with masters."""
+    imported = [*imports_of_run(options.path), *options.imports]
+    hf.import_architectures(imported, options.model or options.path, "--import")
     if options.model is not None:
         return _convert(options, options.model)
     checkpoint = find_checkpoint(Path(options.path))

@@ -15,11 +15,13 @@ from torch import Tensor
 from weft.checkpoint.export import FullTensors, copy_companions, export_alone, plan_export
 from weft.checkpoint.snapshot import DTYPES
 from weft.cluster.options import MergeOptions
+from weft.config.load import imports_of_run
 from weft.config.schema import LoraConfig, ModelConfig
 from weft.data.encode import load_tokenizer
 from weft.data.ends import GENERATION, answer_ends, template_ends
 from weft.engine.build import build_model
 from weft.errors import UserError
+from weft.models import hf
 from weft.models.lora import LoraPlan, add_delta
 from weft.recipes.export import Shapes, find_checkpoint, write_folder
 from weft.sharding.adapter_files import CONFIG, WEIGHTS, file_names, read_config
@@ -29,6 +31,7 @@ from weft.sharding.safetensors_files import TensorFile
 
 def run(options: MergeOptions) -> Path:
     """Writes the merged model and returns its folder. Raises UserError if base and adapter do not fit."""
+    hf.import_architectures([*imports_of_run(options.path), *options.imports], options.path, "--import")
     adapter = find_checkpoint(Path(options.path))
     if not (adapter / CONFIG).is_file():
         raise UserError(f"{adapter} holds no {CONFIG}: it is a whole model, with nothing to merge.")

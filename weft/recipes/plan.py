@@ -19,6 +19,7 @@ from weft.data.images import read_images
 from weft.data.open_sources import open_data
 from weft.engine.config import EngineConfig
 from weft.errors import UserError, first_line
+from weft.models import hf
 from weft.objectives.load import choose_objective
 from weft.objectives.policy import PolicyLoss
 from weft.planner.blueprint import Blueprint
@@ -40,6 +41,7 @@ _READ_BYTES = 64 << 20  # the most data that are tokenised to get lengths
 
 def run(config: SftConfig | RlConfig, options: PlanOptions) -> None:
     """Entry point; runs in one process. Raises UserError if weft refuses the model, the mesh or the rows."""
+    hf.import_architectures(config.model.imports, config.model.path)
     assumed = accelerator(options.assume)
     assert assumed is not None
     machine = machine_of(

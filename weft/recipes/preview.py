@@ -77,6 +77,9 @@ def _tokenised(config: SftConfig, sampled: Sequence[Sampled], options: PreviewOp
     from weft.data.limits import Limits, bad_rows, length_limit
     from weft.data.table import in_memory
     from weft.data.tokenise import Tokenising, Work, tokenise
+    from weft.models import hf
+
+    hf.import_architectures(config.model.imports, config.model.path)
 
     tokenizer, read = load_tokenizer(config.model.path), []
     images = read_images(config.model.path, tokenizer, config.data)

@@ -152,6 +152,7 @@ class Task:
 def check_task(config: RlConfig) -> PretrainedConfig:
     """The text config of the model. Raises UserError, before anything is loaded, if a user's function is missing or
     samples do not fit the model."""
+    hf.import_architectures(config.model.imports, config.model.path)
     choose_estimator(config.rl.advantage)
     choose_policy_loss(config.rl.policy_loss)
     environment_class(config)

@@ -29,6 +29,7 @@ from weft.engine.plan import StepPlan
 from weft.engine.prefetch import prefetch
 from weft.engine.rows import Rows
 from weft.errors import StoppedError
+from weft.models import hf
 from weft.objectives.base import Objective
 from weft.objectives.load import choose_objective
 from weft.optim.custom_optimizer import find_class
@@ -57,6 +58,7 @@ LaidOut = tuple[StepPlan, Rows]
 
 def run(config: SftConfig, options: SftOptions, hooks: Hooks = NO_HOOKS) -> None:
     """Entry point of one rank. Raises StoppedError if a signal ended the run early."""
+    hf.import_architectures(config.model.imports, config.model.path)
     # First, so that an error in the objective is reported before anything is read.
     objective = choose_objective(config.train.objective, hooks.objective)
     hooks, readouts = replace(hooks, objective=objective), objective.readouts

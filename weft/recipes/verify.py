@@ -68,6 +68,7 @@ class Subject:
 def run(config: SftConfig | RlConfig, options: VerifyOptions) -> bool:
     """Entry point of one rank. Returns whether every check is within tolerance, the same on all ranks."""
     compute_in_fp32()
+    hf.import_architectures(config.model.imports, config.model.path)
     with join(options.device, config.train.timeout) as ranks, scratch_folder() as folder:
         subject = choose_subject(config, options, ranks, str(folder))
         with planted(options.plant) as plant:

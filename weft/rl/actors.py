@@ -16,6 +16,7 @@ from weft.config.rl_schema import RlConfig
 from weft.config.server_checks import SERVERS
 from weft.data.encode import load_tokenizer
 from weft.data.image_opener import image_opener
+from weft.models import hf
 from weft.parallel.fsdp import DTYPES
 from weft.rl.reference_critic import ReferenceCriticRank, Role, own_ranks
 from weft.rl.trainer import Trainer
@@ -136,6 +137,7 @@ def _make_trainer(config: RlConfig, options: RlOptions, fill: bool, rank: int) -
 def _make_engine(config: RlConfig, options: RlOptions, number: int) -> Standalone:
     flight.watch(config.rollout.timeout, "rollout.timeout")
     flight.at("load")
+    hf.import_architectures(config.model.imports, config.model.path)
     auto = "bf16" if options.device == "cuda" else "fp32"
     wanted = config.rollout.dtype if config.rollout.dtype != "auto" else config.fsdp.param_dtype
     return Standalone(

@@ -29,6 +29,7 @@ from weft.engine.contract import check_contract
 from weft.engine.document import Document, first_sources
 from weft.engine.engine import Engine, StepResult
 from weft.engine.media import ImageRoom
+from weft.models import hf
 from weft.objectives.value import ValueLoss
 from weft.rl.documents import ReadSamples, TrainedSamples
 from weft.rl.model_engines import check_images, critic_engine, opening_lines, reference_engine
@@ -52,6 +53,7 @@ def set_readings(samples: Sequence[Sample], parts: Iterable[Mapping[Role, Mappin
 
 def start_rank(config: RlConfig, device: Device) -> Ranks:
     """Join the process group of this kind of rank, and check that all ranks have the same config and versions."""
+    hf.import_architectures(config.model.imports, config.model.path)
     ranks = join(device, config.train.timeout)
     flight.watch(config.train.timeout)
     keys = {f"{section}.{key}": str(v) for section, values in to_dict(config).items() for key, v in values.items()}

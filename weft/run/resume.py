@@ -45,9 +45,9 @@ MAY_CHANGE = (
     "data.subset", "data.columns", "data.roles", "data.message_keys", "data.ignore", "data.system", "data.max_length",
     "data.long_documents", "data.bad_rows",
     "data.workers", "data.cache", "data.check_images", "data.max_image_pixels", "data.fetch_images",
-    "data.chat_template", "model.path", "model.weights", "model.attention", "model.recompute", "model.compile",
-    "step.max_tokens_per_device", "step.shapes", "train.timeout", "train.log_every", "train.max_nonfinite",
-    "train.deterministic", "optimizer.load_state",
+    "data.chat_template", "model.path", "model.imports", "model.weights", "model.attention", "model.recompute",
+    "model.compile", "step.max_tokens_per_device", "step.shapes", "train.timeout", "train.log_every",
+    "train.max_nonfinite", "train.deterministic", "optimizer.load_state",
 )  # fmt: skip
 MAY_NOT = ("fsdp.master_dtype",)
 _SCHEDULED = ("schedule", "train.steps", "train.epochs")  # may change if past updates keep their rates: rates_changed

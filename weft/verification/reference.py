@@ -35,7 +35,7 @@ class Reference:
         whole_step: bool = False,
     ) -> None:
         named = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False).architectures[0]
-        cls = getattr(transformers, named)
+        cls = getattr(transformers, named, transformers.AutoModelForCausalLM)  # which knows what a user registered
         self.plain = cls.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval().to(device)
         self.model: nn.Module = self.plain
         for name, parameter in self.model.named_parameters():
