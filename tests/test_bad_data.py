@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import shlex
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config
 from tests.toy_tokenizers import CHATML, byte_tokenizer, chat, lossy_tokenizer, write_jsonl
 from weft import cli
 from weft.data.encode import load_tokenizer
-from weft.data.records import Reading, parse_row
+from weft.data.records import Reading, Record, parse_row
 from weft.errors import UserError
 
 GOOD = chat(("user", "a"), ("assistant", "b"))
@@ -92,17 +93,19 @@ CASES = [
     # formats
     Case("no format", [GOOD, {"id": 1}], ":2: ", ["has `id`", "`messages`", "`prompt` and `completion`", "`text`"]),
     Case("nothing", [{}], ":1: ", ["has no columns"]),
-    Case("sharegpt", [{"conversations": []}], ":1: ", ["Set data.columns={messages: conversations}"]),
+    Case("sharegpt", [{"conversations": []}], ":1: ", ["Set 'data.columns={messages: conversations}'"]),
     Case("question and answer", [{"question": "a", "answer": "b"}], ":1: ",
-         ["Set data.columns={prompt: question, completion: answer}"]),
-    Case("preference pair", [{"chosen": "a", "rejected": "b"}], ":1: ", ["Set data.columns={text: chosen}"]),
+         ["Set 'data.columns={instruction: question, output: answer}'"]),
+    Case("preference pair", [{"chosen": "a", "rejected": "b"}], ":1: ",
+         ["has no preference tuning (DPO) yet", "set 'data.columns={text: chosen}'"]),
     Case("two formats", [{"text": "a", **GOOD}], ":1: ",
-         ["(`messages` and `text`)", "data.columns={messages: messages}"]),
+         ["(`messages` and `text`)", "'data.columns={messages: messages}'"]),
     Case("images", [{**GOOD, "images": ["a.png"]}], ":1: ", ["has images or videos", "a model of text alone"]),
     Case("videos", [{**GOOD, "videos": ["a.mp4"]}], ":1: ", ["has images or videos", "a model of text alone"]),
     Case("audios", [{**GOOD, "audios": ["a.wav"]}], ":1: ", ["`audios` is not read in this version"]),
     Case("no completion", [PAIR, {"prompt": "a"}], ":2: ", ["has `prompt` but no `completion`", "Add `completion`"]),
-    Case("label for completion", [{"prompt": "a", "label": "b"}], ":1: ", ["Set data.columns={completion: label}"]),
+    Case("label for completion", [{"prompt": "a", "label": "b"}], ":1: ",
+         ["Set 'data.columns={instruction: prompt, output: label}'"]),
     Case("no prompt", [{"completion": "a"}], ":1: ", ["has `completion` but no `prompt`", "`text`"]),
     Case("prompt text, completion messages", [{"prompt": "a", "completion": GOOD["messages"]}], ":1: ",
          ["both as text, or both as messages"]),
@@ -138,9 +141,10 @@ CASES = [
     Case("message of text", [{"messages": ["hi"]}], ":1: ", ["message 1 must be an object", "not a string"]),
     Case("no role", [message(content="a")], ":1: ", ["message 1: has `content`, and no `role`", "data.message_keys"]),
     Case("an unknown speaker", [{"messages": [{"from": "bing", "value": "a"}]}], ":1: ",
-         ["message 1: weft does not know the role \"bing\"", "Set data.roles={bing: bing}", "{bing: assistant}"]),
+         ["message 1: weft does not know the role \"bing\"", "Set 'data.roles={bing: bing}'", "{bing: assistant}"]),
     Case("roles of one's own", [{"messages": [{"role": "human", "content": "a"}, {"role": "Bot", "content": "b"}]}],
-         ":1: ", ["message 1: weft does not know the role \"human\"", "Set data.roles={Bot: assistant, human: user}."]),
+         ":1: ",
+         ["message 1: weft does not know the role \"human\"", "Set 'data.roles={Bot: assistant, human: user}'."]),
     Case("an image in the content", [message(role="user", content=[{"type": "image", "url": "a"}])], ":1: ",
          ["has images or videos", "a model of text alone"]),
     Case("audio in the content", [message(role="user", content=[{"type": "audio", "url": "a"}])], ":1: ",
@@ -222,17 +226,46 @@ OTHERS = [
     {"problem": "a", "solution": "b"}, {"input": "a", "output": "b"},
     {"chosen": TURNS, "rejected": TURNS}, {"chosen": "a", "rejected": "b"}, {"prompt": "a", "chosen": TURNS},
     {"prompt": "a", "chosen": "b"}, {"prompt": TURNS[:1], "chosen": TURNS[1:]}, {"question": "a", "chosen": "b"},
+    {"prompt": "a", "answer": "b"}, {"prompt": TURNS[:1], "answer": "b"}, {"prompt": "a", "label": "b"},
+    {"prompt": TURNS[:1], "reward_model": {"ground_truth": "b"}}, {"query": json.dumps(TURNS[:1]), "response": "b"},
+]  # fmt: skip
+PAIRS = [
+    {"prompt": "a", "chosen": "b"}, {"prompt": "a", "chosen": TURNS}, {"chosen": TURNS}, {"chosen": json.dumps(TURNS)},
+    {"prompt": TURNS[:1], "chosen": TURNS[1:]}, {"prompt": TURNS[:1], "chosen": "b"}, {"question": "a", "chosen": "b"},
+    {"instruction": "a", "input": "", "chosen": "b"}, {"conversations": TURNS[:1], "chosen": TURNS[1]},
+    {"input": "a", "chosen": "b"},
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("row", OTHERS, ids=lambda row: "-".join(row))
-def test_the_columns_that_are_proposed_are_read(row: dict[str, Any]) -> None:
+def followed(row: dict[str, Any], chat: bool) -> Record:
+    """The record of a row that is refused, once what the message says to set is set as a shell passes it on."""
     with pytest.raises(UserError) as caught:
-        parse_row("here", row, Reading())
-    found = re.search(r"Set data\.columns=(\{.*\})\.$", str(caught.value))
+        parse_row("here", row, Reading(chat=chat))
+    found = re.search(r"[Ss]et ('data\.columns=.*')\.$", str(caught.value))
     assert found is not None, caught.value
-    record = parse_row("here", row, Reading(columns=yaml.safe_load(found[1])))
+    ((_, columns),) = (word.split("=", 1) for word in shlex.split(found[1]))
+    assert ("has no preference tuning" in str(caught.value)) == ("rejected" in row and "chosen" in row)
+    return parse_row("here", row, Reading(columns=yaml.safe_load(columns), chat=chat))
+
+
+@pytest.mark.parametrize("chat", [True, False])
+@pytest.mark.parametrize("row", OTHERS, ids=lambda row: "-".join(row))
+def test_the_columns_that_are_proposed_are_read(row: dict[str, Any], chat: bool) -> None:
+    """A question and an answer become a chat wherever there is a chat template."""
+    record = followed(row, chat)
     assert "b" in str(record) or row == {"content": "a"} or row == OTHERS[7]
+    assert "a\\na" not in str(record)
+    if chat and len(row) == 2 and row != OTHERS[7]:
+        assert record.kind in ("messages", "prompt of messages")
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda row: "-".join(row))
+def test_preference_pairs_are_called_so_and_the_chosen_answers_go_through_the_template(pair: dict[str, Any]) -> None:
+    """Following what is said trains the question and the chosen answer, never the rejected one."""
+    record = followed({**pair, "rejected": TURNS if isinstance(pair["chosen"], list) else "no"}, chat=True)
+    assert record.kind in ("messages", "prompt of messages")
+    turns = record.value.get("messages") or [*record.value["prompt"], *record.value["completion"]]
+    assert turns == TURNS
 
 
 def test_there_are_forty_cases() -> None:

@@ -348,7 +348,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "more places": (user("<image>a<image>", images=["a"]), "has 1 image in `images` and 2 places"),
     "no image": (user([{"type": "image"}]), "has 0 images in `images` and 1 place"),
     "another column": (user([{"type": "image"}], pictures="a"), "has 0 images in `images` and 1 place"),
-    "a column without a place": (user("a", image="a"), "Set data.columns={images: image}"),
+    "a column without a place": (user("a", image="a"), "Set 'data.columns={images: image}'"),
     "pixels of one": (
         user([{"type": "image", "image": "a.png", "max_pixels": 9}]),
         "`max_pixels` of an image is not read: set data.image_pixels",

@@ -440,14 +440,14 @@ def test_the_error_lists_the_keys_and_its_proposal_mends_it() -> None:
     with pytest.raises(UserError) as error:
         rows_trained(row)
     words = "message 1: has `speaker`, `text`; it needs `role` and `content`. "
-    assert f"{words}Set data.message_keys='{{content: text, role: speaker}}'." in str(error.value)
+    assert f"{words}Set 'data.message_keys={{content: text, role: speaker}}'." in str(error.value)
     assert rows_trained(row, MessageRules(keys={"role": "speaker", "content": "text"})) == ["One.<|end|>"]
-    with pytest.raises(UserError, match=r"It has `role`, `text`\. Set data\.message_keys='\{content: text\}'"):
+    with pytest.raises(UserError, match=r"It has `role`, `text`\. Set 'data\.message_keys=\{content: text\}'"):
         rows_trained({"messages": [{"role": "user", "text": "1?"}]})
 
 
 def test_a_column_of_turns_is_proposed() -> None:
-    with pytest.raises(UserError, match=r"has `id`, `dialog`.*Set data\.columns=\{messages: dialog\}"):
+    with pytest.raises(UserError, match=r"has `id`, `dialog`.*Set 'data\.columns=\{messages: dialog\}'"):
         rows_trained({"id": 1, **SPOKEN})
 
 

@@ -36,6 +36,7 @@ def test_numbers_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
     keys = ["data.path=d.jsonl", "step.documents=4", "step.max_tokens_per_device=20", "data.shuffle=false"]
     out = shown(capsys, *keys)
     assert "data     d.jsonl, 123 B: 6 documents (text)" in out
+    assert "template NOT used: `text` is trained as plain text" in out
     assert "tokens   51, of which 45 trained (88%)" in out  # all but the first of each
     assert "long     no document is longer than 20 tokens (step.max_tokens_per_device)" in out
     # Without the last of each document, 3 + 5 + 9 + 3 = 20 tokens of the first step take a row of 20, 19 + 6 of the

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from weft.config.keys import schema_keys, sections
 from weft.config.load import build
 from weft.config.rl_schema import RlConfig
 from weft.config.schema import SftConfig
-from weft.config.yaml12 import node_of, read_value
+from weft.config.yaml12 import node_of, override, read_value, written
 from weft.errors import UserError
 
 SOURCE = Path(weft.__file__).parent
@@ -36,10 +37,21 @@ def proposals(source: str) -> Iterator[tuple[str, str]]:
     tree = ast.parse(source)
     inside = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
     for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "override":
+            yield from _of_call(*node.args)
         text = "" if id(node) in inside else _text(node)
         for key, value in _PROPOSED.findall(text):
             if key.partition(".")[0] in SECTIONS:
                 yield key, value.rstrip(".:'\"")
+
+
+def _of_call(key: ast.expr, value: ast.expr) -> Iterator[tuple[str, str]]:
+    """What a call of weft.config.yaml12.override proposes."""
+    if isinstance(key, ast.Constant):
+        try:
+            yield key.value, written(ast.literal_eval(value))
+        except ValueError:
+            yield key.value, _FILLED
 
 
 def proposals_of_tables() -> Iterator[tuple[str, str, str]]:
@@ -92,6 +104,53 @@ def problem(key: str, value: str) -> str:
 @pytest.mark.parametrize(("file", "key", "value"), ALL)
 def test_a_proposed_key_takes_the_proposed_value(file: str, key: str, value: str) -> None:
     assert (file, key) in _THEIRS or problem(key, value) == ""
+
+
+@pytest.mark.parametrize(
+    ("value", "word"),
+    [
+        ({"prompt": "question", "completion": "reward_model.ground_truth"},
+         "'data.columns={completion: reward_model.ground_truth, prompt: question}'"),
+        (["math"], "'data.columns=[math]'"),
+        ("a b", "'data.columns=a b'"),
+        ({"pattern": "#### (.+)"}, "\"data.columns={pattern: '#### (.+)'}\""),
+        ({"a": "it's $HOME"}, None),
+        (512, "data.columns=512"),
+        (None, "data.columns=null"),
+    ],
+)  # fmt: skip
+def test_an_override_reaches_the_program_as_it_was_meant(value: Any, word: str | None) -> None:
+    said = override("data.columns", value)
+    assert word is None or said == word
+    passed_on = subprocess.run(["sh", "-c", f"printf '%s' {said}"], capture_output=True, text=True, check=True).stdout
+    key, _, text = passed_on.partition("=")
+    assert key == "data.columns" and node_value(read_value(text, "here")) == value
+
+
+def node_value(node: Any) -> Any:
+    if isinstance(node.value, dict):
+        return {name: node_value(child) for name, child in node.value.items()}
+    return node.value
+
+
+def test_no_proposal_breaks_in_a_shell() -> None:
+    """Braces, brackets and spaces are quoted: they come from `override`, or stand in quotes."""
+    found = []
+    for path in [*SOURCE.rglob("*.py"), *SOURCE.rglob("*.yaml")]:
+        tree = ast.parse(path.read_text(encoding="utf-8") if path.suffix == ".py" else repr(path.read_text("utf-8")))
+        documented = {
+            id(ast.get_docstring(node, clean=False))
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        }
+        found += [
+            (path.name, match[0])
+            for node in ast.walk(tree)
+            if (text := _text(node)) and id(text) not in documented
+            for match in re.finditer(r"(?<![\w.'\"`])([a-z]+)\.[a-z_]+=[\[{][^\]}]*", text)
+            if match[1] in SECTIONS
+        ]
+    assert found == []
 
 
 def test_proposals_are_found() -> None:

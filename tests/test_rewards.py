@@ -216,7 +216,7 @@ def test_what_is_no_reward_function_is_said_before_anything_runs(name: str, mess
 
 
 def test_a_missing_answer_is_said_before_anything_runs() -> None:
-    with pytest.raises(UserError, match=r"exact_match needs the right answer, .* Set data.columns={answer: ...}"):
+    with pytest.raises(UserError, match=r"exact_match needs the right answer, .* Set 'data.columns={answer: COLUMN}'"):
         scored([], "exact_match", columns={"question": "a"})
 
 

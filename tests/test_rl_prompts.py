@@ -70,6 +70,22 @@ def test_a_text_may_be_what_a_user_says_and_an_instruction_goes_behind_it() -> N
     assert decoded(prompt) == "<|start|>user:hi\nBe brief.<|end|><|start|>assistant:"
 
 
+@pytest.mark.parametrize(
+    ("rows", "template", "says"),
+    [
+        ([{"prompt": "a"}], ASKING,
+         "NOT used: `prompt` is text, continued as it stands. rl.chat=true makes it what a user says"),
+        ([{"prompt": "a"}, {"messages": [{"role": "user", "content": "a"}]}], ASKING,
+         "the chat template renders 1 prompts, not 1: `prompt` is text, continued as it stands. rl.chat=true makes it "
+         "what a user says"),
+        ([{"prompt": "a"}], None, "there is no chat template: prompts are continued as plain text"),
+        ([{"messages": [{"role": "user", "content": "a"}]}], ASKING, "the chat template renders all prompts"),
+    ],
+)  # fmt: skip
+def test_whether_the_chat_template_is_used_is_said(rows: Any, template: str | None, says: str) -> None:
+    assert read(rows, template=template).template_use() == says
+
+
 def test_files_of_other_trainers(tmp_path: Path) -> None:
     """verl's columns, of which one is nested, from Parquet; by the keys of a config."""
     import pyarrow
@@ -187,8 +203,9 @@ def test_long_prompts_are_an_error_or_left_out(tmp_path: Path) -> None:
     [
         (
             {"question": "a", "answer": "b"},
-            r"data\[0\]: has `question`, `answer`; .* Set data.columns={prompt: question}.",
+            r"data\[0\]: has `question`, `answer`; .* Set 'data.columns={prompt: question}' rl.chat=true: a",
         ),
+        ({"instruction": "a", "input": "b"}, "Write `instruction` and `input` into one column, `prompt`"),
         ({"prompt": "a", "messages": [{"role": "user", "content": "a"}]}, "has `prompt` and `messages`"),
         ({"messages": [{"role": "assistant", "content": "a"}]}, "holds no message that could be answered"),
         ({"prompt": "a", "tools": [{"name": "f"}]}, "has `tools`, but `prompt` is a text .* rl.chat=true"),
@@ -209,6 +226,7 @@ def test_long_prompts_are_an_error_or_left_out(tmp_path: Path) -> None:
     ],
     ids=[
         "question",
+        "an instruction with an input",
         "both",
         "nothing asked",
         "tools of a text",

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.test_bad_data import model
-from tests.toy_tokenizers import byte_tokenizer, chat, write_jsonl
+from tests.toy_tokenizers import CHATML, byte_tokenizer, chat, write_jsonl
 from weft import cli
 from weft.config import SftConfig, load_config
 from weft.config.schema import DataConfig, SourceConfig
@@ -330,7 +330,7 @@ def flat_of_roles(path: Path, *overrides: str) -> tuple[Any, str]:
     try:
         return flat(load_documents(config.data, byte_tokenizer(), max_length=100)[0]), ""
     except UserError as error:
-        return None, re.findall(r"weft does not know the role .* Set (data\.roles=\{.*?\})", str(error))[0]
+        return None, re.findall(r"weft does not know the role .* Set '(data\.roles=\{.*?\})'", str(error))[0]
 
 
 @pytest.mark.parametrize(
@@ -370,6 +370,10 @@ def test_a_role_of_the_templates_own_is_mapped_to_itself() -> None:
         {"role": "assistant", "content": "c"},
     ]
     assert read_messages("d:1", "messages", own, MessageRules({"document": "document"})) == own
+
+
+TEXT = {"prompt": "a", "completion": "b"}
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
 
 
 def test_nulls_of_a_table_are_not_there(tmp_path: Path) -> None:
@@ -492,6 +496,38 @@ def test_instructions_are_chats_where_there_is_a_template_and_text_elsewhere(tmp
 
 def config_of(*overrides: str) -> SftConfig:
     return load_config([], ["model.path=org/model", *overrides])
+
+
+@pytest.mark.parametrize(
+    ("rows", "template", "says"),
+    [
+        ([TEXT, TEXT], True, "NOT used: `prompt` and `completion` are trained as plain text. To use it, set "
+         "'data.columns={instruction: prompt, output: completion}'"),
+        ([TEXT], False, "there is no chat template: `prompt` and `completion` are trained as plain text"),
+        ([{"text": "a"}, TEXT, CHAT], True,
+         "the chat template renders 1 documents, and 2 not: `prompt` and `completion` and `text` are trained as plain "
+         "text. To use it, set 'data.columns={instruction: prompt, output: completion}'"),
+        ([{"text": "a"}], True, "NOT used: `text` is trained as plain text"),
+        ([CHAT, {"prompt": CHAT["messages"][:1], "completion": "b"}], True, "the chat template renders all documents"),
+        ([{"instruction": "a", "output": "b"}], True, "the chat template renders all documents"),
+        ([{"instruction": "a", "output": "b"}], False,
+         "there is no chat template: `prompt` and `completion` are trained as plain text"),
+        ([{"input_ids": [9, 8]}], True, "not used: rows are tokens"),
+    ],
+)  # fmt: skip
+def test_whether_the_chat_template_is_used_is_said(rows: list[dict[str, Any]], template: bool, says: str) -> None:
+    _, report = load_documents(rows, byte_tokenizer(CHATML if template else None), max_length=100)
+    assert report.template_use(DataConfig(path="d"), template) == says
+
+
+def test_the_remedy_for_texts_puts_the_users_columns_into_the_template() -> None:
+    _, report = load_documents([TEXT], byte_tokenizer(), max_length=100)
+    columns = {"prompt": "question", "completion": "x.answer"}
+    assert report.template_use(DataConfig(path="d", columns=columns), True).endswith(
+        "set 'data.columns={instruction: question, output: x.answer}'"
+    )
+    sources = (SourceConfig(path="d"),)
+    assert "in the columns of the source" in report.template_use(DataConfig(path=None, sources=sources), True)
 
 
 def test_several_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,6 +49,7 @@ from weft.config.mesh import AXES, fewest_ranks
 from weft.config.reference import SCHEMAS, find_keys, starter
 from weft.config.rl_schema import RlConfig
 from weft.config.urls import is_url, uses_stores
+from weft.config.yaml12 import override
 from weft.errors import UserError
 from weft.parsers import ELSEWHERE, SUMMARIES
 from weft.remote.enter import fetched_config
@@ -423,7 +424,7 @@ def _engine(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
         folder = Path(arguments.python).expanduser() if arguments.python else interpreter.home()
         device: Literal["cpu", "cuda"] = "cuda" if accelerator_count(arguments.device) else "cpu"
         made = interpreter.install(folder, device, shlex.split(arguments.torch))
-        name = "" if arguments.python is None else f"; say rollout.python={folder}"
+        name = "" if arguments.python is None else f"; say {override('rollout.python', str(folder))}"
         say(f"vLLM {made.version} for {device} is in {folder}{name}")
 
     return Job(body, 1, words)

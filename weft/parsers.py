@@ -38,8 +38,8 @@ _ELSEWHERE = (
     ("pretrain pt cpt", "`weft sft` does it with rows of `text`; model.init=random begins without weights"),
     (
         "dpo orpo kto ipo simpo cpo",
-        "preference tuning is not in this version. `weft sft` with data.columns='{prompt: prompt, completion: chosen}' "
-        "trains the chosen answers alone",
+        "preference tuning is not in this version. `weft sft` with "
+        "'data.columns={instruction: prompt, output: chosen}' trains the chosen answers alone",
     ),
     (
         "reward rm reward-model reward_model reward_modeling",
@@ -78,7 +78,7 @@ _ELSEWHERE = (
     ("estimate memory estimate-memory", "`weft plan` gives memory and time, `weft sft ... --dry-run` the sharding"),
     ("resume continue", "it is an option: weft sft --resume RUN, or weft rl --resume RUN"),
     ("version env info", "weft --version prints the version"),
-    ("logs plot dashboard tensorboard wandb", "`weft report RUN` draws curves; track.to=[wandb] sends them"),
+    ("logs plot dashboard tensorboard wandb", "`weft report RUN` draws curves; 'track.to=[wandb]' sends them"),
     ("bench", "it is not in this version; docs/benchmarks says how each measurement is made"),
 )
 # What users of other tools try as a command -> what to do here.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,7 @@ from weft.checkpoint.state import (
     read_state,
 )
 from weft.cluster.process import Ranks
+from weft.config.yaml12 import override
 from weft.engine.engine import Engine
 from weft.errors import UserError
 from weft.sharding.adapter_files import CONFIG as ADAPTER
@@ -161,8 +163,8 @@ def other_training(folder: Path, state: TrainerState, problems: Sequence[str], c
 
 def from_weights(checkpoint: Path, command: str = "sft") -> str:
     """The command that starts a new run from a checkpoint's weights."""
-    config = checkpoint.parent.parent / "config.yaml"
+    config = shlex.quote(str(checkpoint.parent.parent / "config.yaml"))
     if (checkpoint / ADAPTER).is_file():  # keys that the adapter sets cannot be set beside it
         unset = " ".join(f"lora.{leaf}=null" for leaf in ("rank", "alpha", "rslora", "targets", "modules_to_save"))
-        return f"weft {command} {config} lora.path={checkpoint} {unset} run.dir=NEW"
-    return f"weft {command} {config} model.path={checkpoint} model.init=pretrained run.dir=NEW"
+        return f"weft {command} {config} {override('lora.path', str(checkpoint))} {unset} run.dir=NEW"
+    return f"weft {command} {config} {override('model.path', str(checkpoint))} model.init=pretrained run.dir=NEW"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import math
 import re
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +24,7 @@ from weft.config.sources import (
     split_problems,
 )
 from weft.config.urls import uses_stores
-from weft.config.yaml12 import show
+from weft.config.yaml12 import override, show
 
 # (key, partner): the partner replaces the key. If only the partner is set, the key's default becomes null.
 EXCLUSIVE = (
@@ -337,7 +338,7 @@ def pipeline_combinations(config: Any, axis: str, stages: int) -> Iterator[tuple
     for key, found, why, instead in refused:
         if found:
             text = f"{key} does not go together with {axis} = {stages}: {why}. "
-            yield key, f"{text}Set {key}={show_value(instead)}, or {axis}=1."
+            yield key, f"{text}Set {override(key, instead)}, or {axis}=1."
     if config.mesh.pp_schedule.endswith("ZeroBubble"):
         yield from _zero_bubble_combinations(config)
 
@@ -353,7 +354,7 @@ def _zero_bubble_combinations(config: Any) -> Iterator[tuple[str, str]]:
     for key, found, why, instead in refused:
         if found:
             text = f"{key} does not go together with mesh.pp_schedule = {config.mesh.pp_schedule}: {why}. "
-            yield key, f"{text}Set {key}={show_value(instead)}, or mesh.pp_schedule=Interleaved1F1B."
+            yield key, f"{text}Set {override(key, instead)}, or mesh.pp_schedule=Interleaved1F1B."
 
 
 def common_combinations(config: Any, free_columns: bool = False) -> Iterator[tuple[str, str]]:
@@ -407,8 +408,8 @@ def _weights_combinations(config: Any) -> Iterator[tuple[str, str]]:
         yield (
             "model.weights",
             "model.weights does not go together with lora: an adapter names its base by model.path, which has other "
-            f"weights. Write a HuggingFace directory, weft export {config.model.weights} --model {config.model.path}, "
-            "and set model.path to that.",
+            f"weights. Write a HuggingFace directory, weft export {shlex.quote(config.model.weights)} --model "
+            f"{shlex.quote(config.model.path)}, and set model.path to that.",
         )
 
 

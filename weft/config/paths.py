@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
+import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 from weft.config.rl_schema import NEEDS_MATH_VERIFY
 from weft.config.sources import DATA_SUFFIXES, is_pattern, looks_like_hub_dataset, matching_files
 from weft.config.urls import is_url, url_problem
+from weft.config.yaml12 import override
 from weft.errors import UserError
 from weft.files import regular_file
 from weft.importing import MAIN, named_problem
@@ -127,7 +129,8 @@ def _prompts_problem(path: str) -> str:
         return f'eval.prompts {path} is no list to YAML: quote each text, as in \'["What is it?", "Why: say it."]\'.'
     near = near_names(Path(path))
     return (
-        f"eval.prompts {path} is no file: name a JSONL file, or write a list of prompts: eval.prompts=[{path!r}].{near}"
+        f"eval.prompts {path} is no file: name a JSONL file, or write a list of prompts: "
+        f"{override('eval.prompts', [path])}.{near}"
     )
 
 
@@ -183,14 +186,15 @@ def _folder_problem(folder: Path, weights: bool) -> str:
     if not has_config and (folder / "adapter_config.json").is_file():
         return (
             f"model.path {folder} holds an adapter, not a model: set lora.path to it and model.path to its base, or "
-            f"write the model: weft merge {folder}."
+            f"write the model: weft merge {shlex.quote(str(folder))}."
         )
     if not has_config:
         return f"model.path {folder} holds no config.json, so it is not a HuggingFace model directory."
     if weights and not holds_weights(folder):
         if dcp := next((found for found in (folder, folder / "dcp") if os.path.lexists(found / ".metadata")), None):
             return (
-                f"model.path {folder} holds its weights as torch.distributed.checkpoint: set model.weights={dcp}, too."
+                f"model.path {folder} holds its weights as torch.distributed.checkpoint: set "
+                f"{override('model.weights', str(dcp))}, too."
             )
         return (
             f"model.path {folder} holds no weights (*.safetensors): download them to it, or set model.init=random to "

@@ -47,6 +47,7 @@ from weft.config.rl_schema import (
     reward_names,
 )
 from weft.config.server_checks import SERVERS, server_combinations
+from weft.config.yaml12 import override
 
 _DRAWN = "the policy's own completions are trained"
 _LIMITS = "rollout.max_prompt_tokens and rollout.max_new_tokens say how long a sample may be"
@@ -394,7 +395,7 @@ def _reward_combinations(rl: RlAlgorithm) -> Iterator[tuple[str, str]]:
     if not rl.reward and rl.environment is None:
         yield (
             "rl.reward",
-            "rl.reward is empty: name at least one reward function, as in rl.reward=[math] "
+            f"rl.reward is empty: name at least one reward function, as in {override('rl.reward', ['math'])} "
             "(docs/how-to/write-a-reward.md), or an rl.environment that gives rewards.",
         )
     for path in rl.reward:
@@ -426,7 +427,8 @@ def _reward_combinations(rl: RlAlgorithm) -> Iterator[tuple[str, str]]:
     if "regex" in rl.reward and "regex.pattern" not in rl.reward_options:
         yield (
             "rl.reward_options",
-            "rl.reward names regex, whose pattern is not set: rl.reward_options={regex.pattern: '#### (.+)'}.",
+            "rl.reward names regex, whose pattern is not set: set "
+            f"{override('rl.reward_options', {'regex.pattern': '#### (.+)'})}.",
         )
     if rl.environment is not None and not IMPORT_PATH.fullmatch(rl.environment):
         yield (

@@ -7,6 +7,7 @@ is kept, its implicit types are replaced by those of YAML 1.2's core schema.
 from __future__ import annotations
 
 import re
+import shlex
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -183,6 +184,13 @@ def written(value: Any) -> str:
     """A value in YAML, on one line."""
     text = yaml.dump(value, Dumper=Dumper, default_flow_style=True, width=10_000, allow_unicode=True)
     return text.removesuffix("\n...\n").strip()
+
+
+def override(key: str, value: Any) -> str:
+    """`key=value` as one word of a command line, quoted where a shell would break it. For messages that propose it."""
+    text = f"{key}={written(value)}"
+    # The quotes of YAML within are easier to read than shlex's.
+    return f'"{text}"' if "'" in text and not re.search(r'["$`\\!]', text) else shlex.quote(text)
 
 
 def show(value: Any) -> str:

@@ -20,7 +20,9 @@ def renamed(where: str, row: Mapping[str, Any], columns: Mapping[str, str]) -> d
     """
     named = [form for form, names in FORMATS.items() if any(name in columns for name in names)]
     kept = {name for form in named or FORMATS for name in FORMATS[form]} | {*BESIDE, *MEANT}
-    out = {name: value for name, value in row.items() if name not in columns and (name in kept or not named)}
+    # An optional column that has another name in `columns` is not read under its own, too: {instruction: input}.
+    moved = {*columns, *(path for path in columns.values() if path in _OPTIONAL)}
+    out = {name: value for name, value in row.items() if name not in moved and (name in kept or not named)}
     for name, path in columns.items():
         value = _find(where, row, name, path)
         if value is not None or name not in _OPTIONAL:

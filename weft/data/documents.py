@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from weft.config.schema import DataConfig
 from weft.data.encode import Encoding, has_template
 from weft.data.image_files import opening_pool
 from weft.data.images import Images
@@ -18,7 +19,7 @@ from weft.data.limits import Limits, LongDocuments, Piece
 from weft.data.limits import bad_rows as bad_rows_of
 from weft.data.open_sources import Data, Source, open_data
 from weft.data.order import Share, permutation
-from weft.data.records import ALL_FORMATS, NEEDED
+from weft.data.records import ALL_KINDS, NEEDED, template_use
 from weft.data.table import Array, Table
 from weft.data.tokenise import Tokenising, Work, tokenise
 from weft.engine.document import Document, MeasuredDocuments, Measures
@@ -62,6 +63,10 @@ class DataReport:
         if self.in_epoch not in (None, self.documents):
             text += f"; an epoch takes {self.in_epoch:,} documents"
         return "\n".join([text, *(f"         {source}" for source in self.sources)])
+
+    def template_use(self, data: DataConfig, template: bool) -> str:
+        """As the function template_use."""
+        return template_use(dict(self.formats), data, template)
 
 
 class Documents(MeasuredDocuments):
@@ -252,7 +257,7 @@ class _Loaded:
             digest=digests[0] if len(digests) == 1 else _digest(digests),
             dropped=sum(piece.dropped for piece in self.pieces),
             truncated=sum(piece.truncated for piece in self.pieces),
-            formats=tuple((name, int(count)) for name, count in zip(ALL_FORMATS, counts, strict=False) if count),
+            formats=tuple((name, int(count)) for name, count in zip(ALL_KINDS, counts, strict=False) if count),
             in_epoch=self.share.in_epoch,
             bad=self.bad,
         )
@@ -270,7 +275,7 @@ def _join(loaded: Sequence[_Loaded]) -> tuple[Documents, DataReport]:
     reports = [one.report() for one in loaded]
     if not loaded[0].source.name:
         return documents, reports[0]
-    formats = {name: sum(dict(report.formats).get(name, 0) for report in reports) for name in ALL_FORMATS}
+    formats = {name: sum(dict(report.formats).get(name, 0) for report in reports) for name in ALL_KINDS}
     weights = [f"{one.source.weight:.17g}" for one in loaded]
     whole = DataReport(
         path=f"{len(reports)} sources",

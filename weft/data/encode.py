@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from jinja2.exceptions import TemplateSyntaxError
 
 from weft.config.schema import DataConfig
+from weft.config.yaml12 import override
 from weft.data.chat_template import ChatTemplate, Lost, RenderError, Rendering, Unclear, chosen_template
 from weft.data.conversation import Conversation, TrainOn, conversation, is_chat
 from weft.data.image_files import Measured
@@ -360,8 +361,8 @@ def _check_read(where: str, chat: Conversation, template: ChatTemplate, kwargs: 
     """Raises BadRowError if messages have a part that the template never reads: it would be lost silently."""
     if chat.tools and not template.names("tools"):
         raise BadRowError(
-            f"{where}: has `tools`, which the chat template does not render. Leave them out (data.ignore=[tools]), or "
-            "set data.chat_template to one that does."
+            f"{where}: has `tools`, which the chat template does not render. Leave them out "
+            f"({override('data.ignore', ['tools'])}), or set data.chat_template to one that does."
         )
     for number, message in enumerate(chat.messages, start=1):
         if is_plain(message):

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+from weft.config.yaml12 import override
 from weft.data.messages import IMAGE_PARTS, VIDEO_PARTS, Message, decoded
 from weft.data.messages import kind as kind_of
 from weft.errors import UserError
@@ -148,7 +149,7 @@ def _check_counts(where: str, row: Mapping[str, Any], kind: _Kind, found: int, p
     if found == places:
         return
     name = kind.name
-    hint = "" if found or name not in row else f" Set data.columns={{{kind.column}: {name}}}."
+    hint = "" if found or name not in row else f" Set {override('data.columns', {kind.column: name})}."
     raise UserError(
         f"{where}: has {counted(found, name)} in `{kind.column}` and {counted(places, 'place')} "
         f'for them ({kind.mark} in a text, or a part {{"type": "{name}"}} without its {name}): each needs one of '

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
 from weft.config.sources import ROLES
-from weft.config.yaml12 import show
+from weft.config.yaml12 import override, show
 from weft.errors import UserError
 from weft.strict_json import JsonError, parse
 
@@ -214,7 +214,7 @@ def _unknown_role(where: str, messages: Sequence[Message], place: int, roles: Ma
     keeps = "" if own.lower() in _LIKELY else f", which leaves it as it is, or {{{show(own)}: assistant}} to train it"
     return (
         f"{where}: weft does not know the role {json.dumps(own)}, so it would not be trained whatever it is. Set "
-        f"data.roles={show(mapping)}{keeps}."
+        f"{override('data.roles', mapping)}{keeps}."
     )
 
 
@@ -307,9 +307,11 @@ def _no_role(where: str, role: Any, value: Mapping[str, Any], rules: MessageRule
             keys[ours] = name
             taken.add(name)
     if "role" not in keys:
-        return f"{where}: has {there}, and no `role`. Say who speaks, or set data.message_keys={{role: KEY}}."
+        named = override("data.message_keys", {"role": "KEY"})
+        return f"{where}: has {there}, and no `role`. Say who speaks, or set {named}."
     return (
-        f"{where}: has {there}; it needs `role` and `content`. Set data.message_keys='{show({**rules.keys, **keys})}'."
+        f"{where}: has {there}; it needs `role` and `content`. Set "
+        f"{override('data.message_keys', {**rules.keys, **keys})}."
     )
 
 
@@ -362,7 +364,7 @@ def _take_thoughts(where: str, message: Message) -> None:
         if name not in THOUGHTS[:2] and text and isinstance(content, str) and text in content:
             raise UserError(
                 f"{where}: the text of `{name}` is in `content`, too, and would be trained twice. Remove `{name}`, or "
-                f"set data.ignore=[{name}]."
+                f"set {override('data.ignore', [name])}."
             )
     value = message[(said or named)[0]]
     for name in named:
@@ -393,7 +395,7 @@ def _no_content(where: str, value: Mapping[str, Any], rules: MessageRules) -> st
     """The error message about a message without content. It lists the keys that are there."""
     there = ", ".join(f"`{name}`" for name in value)
     likely = next((name for name in _LIKELY_KEYS["content"] if isinstance(value.get(name), str | list)), None)
-    advice = f" Set data.message_keys='{show({**rules.keys, 'content': likely})}'." if likely else ""
+    advice = f" Set {override('data.message_keys', {**rules.keys, 'content': likely})}." if likely else ""
     return f"{where}: `content` must be a string or a list of text parts, not null. It has {there}.{advice}"
 
 
@@ -424,7 +426,7 @@ def _check_part(where: str, part: Any, rules: MessageRules, read: Sequence[str],
 
 def leave_out_key(name: str) -> str:
     """The advice about a key that is not read."""
-    return f"Remove it, or set data.ignore=[{name}] if nothing is lost without it."
+    return f"Remove it, or set {override('data.ignore', [name])} if nothing is lost without it."
 
 
 def _reads(read: Sequence[str]) -> str:
@@ -488,7 +490,7 @@ def _with_train(where: str, message: Message, rules: MessageRules) -> Message:
         if name in message and not is_harmless(name, message[name]):
             raise UserError(
                 f"{where} has `{name}`: {because}. Write `train: true` or `train: false` for the whole message, or set "
-                f"data.ignore=[{name}]."
+                f"{override('data.ignore', [name])}."
             )
     marks: dict[str, bool] = {}
     for name in (*_MARKS, *_OPPOSITE_MARKS):

@@ -17,7 +17,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from weft.config.schema import DataConfig
 from weft.config.sources import FORMATS
+from weft.config.yaml12 import override
 from weft.data.columns import renamed
 from weft.data.image_columns import Image, Video, take_images
 from weft.data.messages import (
@@ -35,7 +37,10 @@ from weft.errors import UserError
 from weft.strict_json import JsonError, parse
 
 Format = Literal["messages", "prompt", "text", "input_ids"]
-ALL_FORMATS: tuple[Format, ...] = ("messages", "prompt", "text", "input_ids")
+# What a document is: a prompt is text, or messages, which go through the chat template.
+Kind = Literal["messages", "prompt", "text", "input_ids", "prompt of messages"]
+ALL_KINDS: tuple[Kind, ...] = ("messages", "prompt", "text", "input_ids", "prompt of messages")
+CHATS: tuple[Kind, ...] = ("messages", "prompt of messages")
 NEEDED = "`messages`, `prompt` and `completion`, `text`, `instruction` and `output`, or `input_ids`"
 
 # Columns that change what a document means: ignoring them would train on something other than the user wrote.
@@ -67,6 +72,11 @@ class Record:
     images: tuple[Image | Video, ...] = ()
     position: int | None = None
 
+    @property
+    def kind(self) -> Kind:
+        is_chat = self.format == "prompt" and not isinstance(self.value["prompt"], str)
+        return "prompt of messages" if is_chat else self.format
+
 
 @dataclass(frozen=True, slots=True)
 class Reading:
@@ -76,6 +86,26 @@ class Reading:
     columns: Mapping[str, str] = field(default_factory=dict)
     rules: MessageRules = AS_THEY_STAND
     chat: bool = True
+
+
+def template_use(counts: Mapping[str, int], data: DataConfig, template: bool) -> str:
+    """A sentence on whether the chat template renders the documents. counts: of documents by kind. template: whether
+    there is one."""
+    chats, prompts, texts = sum(counts.get(k, 0) for k in CHATS), counts.get("prompt", 0), counts.get("text", 0)
+    if not prompts and not texts:
+        return "the chat template renders all documents" if chats else "not used: rows are tokens"
+    names = " and ".join(["`prompt` and `completion`"] * bool(prompts) + ["`text`"] * bool(texts))
+    names += " are" if prompts else " is"
+    if not template:
+        return f"there is no chat template: {names} trained as plain text"
+    said = f"the chat template renders {chats:,} documents, and {prompts + texts:,} not" if chats else "NOT used"
+    said += f": {names} trained as plain text"
+    if not prompts:
+        return said
+    if data.sources is not None:
+        return f"{said}. To use it, call them `instruction` and `output` in the columns of the source"
+    asked, answer = (data.columns.get(name, name) for name in ("prompt", "completion"))
+    return f"{said}. To use it, set {override('data.columns', {'instruction': asked, 'output': answer})}"
 
 
 def json_row(where: str, line: bytes) -> dict[str, Any]:
@@ -100,9 +130,10 @@ def parse_row(where: str, row: Mapping[str, Any], reading: Reading, folder: str 
     present = {name: value for name, value in named.items() if value is not None}
     refuse_media(where, present)
     if (conversations := conversations_of(present)) is not None:
+        _refuse_preferences(where, present, reading.chat)
         present = {name: value for name, value in present.items() if name not in _ASKED}
         present["messages"] = conversations
-    return _with_images(_READERS[_format(where, row, present)](where, present, reading), present, folder)
+    return _with_images(_READERS[_format(where, row, present, reading.chat)](where, present, reading), present, folder)
 
 
 # Columns of a question alone, as in data that have whole conversations, too.
@@ -158,7 +189,7 @@ def _json_advice(line: bytes) -> str:
     return " Each line must be one JSON object."
 
 
-def _format(where: str, row: Mapping[str, Any], present: Mapping[str, Any]) -> str:
+def _format(where: str, row: Mapping[str, Any], present: Mapping[str, Any], chat: bool) -> str:
     """The format of a row, a key of _READERS. Raises UserError if there is none, or more than one."""
     found = [name for name in ("messages", "text") if name in present]
     found += ["prompt"] if "prompt" in present or "completion" in present else []
@@ -167,29 +198,64 @@ def _format(where: str, row: Mapping[str, Any], present: Mapping[str, Any]) -> s
         names = " and ".join(f"`{name}`" for name in found)
         raise UserError(
             f"{where}: is in more than one format ({names}). Remove all but one, or name the one to train in "
-            f"data.columns, as in data.columns={{{found[0]}: {found[0]}}}."
+            f"data.columns, as in {override('data.columns', {found[0]: found[0]})}."
         )
     if found:
         return found[0]
-    columns = _likely_columns(row)
+    _refuse_preferences(where, present, chat)
     names = ", ".join(f"`{name}`" for name in row) or "no columns"
-    raise UserError(f"{where}: has {names}; it needs {NEEDED}." + (f" Set data.columns={columns}." if columns else ""))
+    raise UserError(f"{where}: has {names}; it needs {NEEDED}.{_setting(_likely_columns(present, chat))}")
 
 
-def _likely_columns(row: Mapping[str, Any]) -> str:
-    """The data.columns to propose for a row of another library; "" if none of its columns is known."""
+def _setting(columns: Mapping[str, str]) -> str:
+    return f" Set {override('data.columns', columns)}." if columns else ""
+
+
+def _likely_columns(row: Mapping[str, Any], chat: bool) -> dict[str, str]:
+    """The data.columns to propose for a row of another library; empty if none of its columns is known."""
     turns = (name for name, value in row.items() if isinstance(value, list) and value and _are_turns(value))
     named = next((name for name in (*CONVERSATIONS, "chosen") if isinstance(row.get(name), list)), next(turns, None))
     if named is not None:
-        return f"{{messages: {named}}}"
-    asked = next((name for name in QUESTIONS if row.get(name) is not None), None)
-    answers = [path for name, path in ANSWERS.items() if row.get(name) is not None]
+        return {"messages": named}
+    asked, answers = next((name for name in QUESTIONS if name in row), None), _answers(row)
     if asked is not None and answers:
-        return f"{{prompt: {asked}, completion: {answers[0]}}}"
+        return _question_and_answer(row, asked, answers[0], chat)
     text = next((name for name in ("chosen", "content", *CONVERSATIONS) if isinstance(row.get(name), str)), None)
-    if text is None:
-        return ""
-    return f"{{{'messages' if is_json_list(row[text]) else 'text'}: {text}}}"
+    return {} if text is None else {"messages" if is_json_list(row[text]) else "text": text}
+
+
+def _answers(row: Mapping[str, Any]) -> list[str]:
+    """The paths of columns that may be the answer to a prompt, likeliest first."""
+    return [path for name, path in ANSWERS.items() if name in row]
+
+
+def _question_and_answer(row: Mapping[str, Any], asked: str, answer: str, chat: bool) -> dict[str, str]:
+    """The data.columns of a question and an answer. Where there is a chat template, texts become a chat: a prompt and
+    a completion that are texts would be trained without it."""
+    if chat and isinstance(row[asked], str) and not is_json_list(row[asked]):
+        return {"instruction": asked, "output": answer}
+    named = {"prompt": asked, "completion": answer}
+    return {name: path for name, path in named.items() if name != path}
+
+
+def _refuse_preferences(where: str, row: Mapping[str, Any], chat: bool) -> None:
+    """Raises UserError for a row of a preferred and another answer; it proposes to train the preferred one alone."""
+    if "chosen" not in row or "rejected" not in row:
+        return
+    chosen = row["chosen"]
+    asked = next((name for name in ("instruction", "prompt", *QUESTIONS, *CONVERSATIONS) if name in row), None)
+    if isinstance(chosen, list) and (asked is None or isinstance(row[asked], str)):
+        columns = {"messages": "chosen"}  # the whole conversation
+    elif asked is None:
+        columns = {"messages" if isinstance(chosen, str) and is_json_list(chosen) else "text": "chosen"}
+    elif asked == "instruction":
+        columns = {"output": "chosen"}
+    else:
+        columns = _question_and_answer(row, asked, "chosen", chat)
+    raise UserError(
+        f"{where}: has `chosen` and `rejected`: it is a preference pair, and weft has no preference tuning (DPO) yet. "
+        f"To fine-tune on the chosen answers alone, set {override('data.columns', columns)}."
+    )
 
 
 def _are_turns(value: Sequence[Any]) -> bool:
@@ -229,7 +295,8 @@ def _read_tokens(where: str, row: Mapping[str, Any], reading: Reading) -> Record
 def _read_prompt(where: str, row: Mapping[str, Any], reading: Reading) -> Record:
     for name, other in (("prompt", "completion"), ("completion", "prompt")):
         if name not in row:
-            raise UserError(f"{where}: has `{other}` but no `{name}`.{_prompt_advice(name, row)}")
+            _refuse_preferences(where, row, reading.chat)
+            raise UserError(f"{where}: has `{other}` but no `{name}`.{_prompt_advice(name, row, reading.chat)}")
     prompt, completion = row["prompt"], row["completion"]
     if isinstance(prompt, str) and isinstance(completion, str) and not is_json_list(prompt):
         names = ("system", "tools", "chat_template_kwargs", *SYSTEMS)
@@ -259,6 +326,7 @@ def _read_prompt(where: str, row: Mapping[str, Any], reading: Reading) -> Record
 def _read_instruction(where: str, row: Mapping[str, Any], reading: Reading) -> Record:
     """Alpaca's columns. In a chat the question is one user message; as plain text it ends with an empty line."""
     if "output" not in row:
+        _refuse_preferences(where, row, reading.chat)
         raise UserError(f"{where}: has `instruction` but no `output`. Add `output`, the answer.")
     names = [name for name in ("instruction", "input") if row.get(name) not in (None, "")]
     question = "\n".join(_string(where, row, name) for name in names or ("instruction",))
@@ -336,7 +404,7 @@ def _refuse(where: str, row: Mapping[str, Any], names: tuple[str, ...], because:
     if unread := [name for name in names if row.get(name)]:
         raise UserError(
             f"{where}: has `{unread[0]}`, but {because}. Write the document as `messages`, or remove `{unread[0]}` "
-            f"(data.ignore=[{unread[0]}])."
+            f"({override('data.ignore', [unread[0]])})."
         )
 
 
@@ -359,10 +427,12 @@ def is_json_list(text: str) -> bool:
     return all(isinstance(item, dict) and ("role" in item or "from" in item) for item in value)
 
 
-def _prompt_advice(missing: str, row: Mapping[str, Any]) -> str:
+def _prompt_advice(missing: str, row: Mapping[str, Any], chat: bool) -> str:
     if missing == "prompt":
         return " Add `prompt`. A document without a prompt is written as `text`."
     if isinstance(row["prompt"], str) and isinstance(row.get("chosen"), list):  # whole conversations
-        return " Set data.columns={messages: chosen}."
-    answers = [path for name, path in ANSWERS.items() if name in row]
-    return f" Set data.columns={{completion: {answers[0]}}}." if answers else " Add `completion`, the answer."
+        return _setting({"messages": "chosen"})
+    answers = _answers(row)
+    if not answers:
+        return " Add `completion`, the answer."
+    return _setting(_question_and_answer(row, "prompt", answers[0], chat))

@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from weft.config.yaml12 import override
 from weft.data.messages import Message, decoded, kind, leave_out_key
 from weft.errors import UserError
 
@@ -85,7 +86,7 @@ def marked(where: str, row: Mapping[str, Any], messages: Sequence[Message], firs
         if isinstance(row.get(name), bool | int) and row[name] != usual:
             raise UserError(
                 f"{where}: has `{name}: {json.dumps(row[name])}`, which is not read of a row. Set data.train_on=all "
-                f"to train every token of all rows, or data.ignore=[{name}] to train answers alone."
+                f"to train every token of all rows, or {override('data.ignore', [name])} to train answers alone."
             )
     _refuse_mask(where, row.get("mask"), len(messages), len(answers))
     if row.get("history"):
@@ -143,7 +144,7 @@ def _refuse_mask(where: str, value: Any, messages: int, answers: int) -> None:
     if speaker or (flags and all(isinstance(item, bool | int) and item in (0, 1) for item in value)):
         raise UserError(
             f"{where}: has `mask`, which some write for what is trained, and others for what is not. Write `loss_mask` "
-            "(1 is trained), or set data.ignore=[mask]."
+            f"(1 is trained), or set {override('data.ignore', ['mask'])}."
         )
 
 
@@ -151,8 +152,9 @@ def _refuse_media(where: str, row: Mapping[str, Any], messages: Sequence[Message
     for name, column in _MEDIA.items():
         if row.get(name) and not row.get(column) and not _has_place(messages, name):
             raise UserError(
-                f"{where}: has `{name}`, and no place for it in its messages. Set data.columns={{{column}: {name}}} to "
-                f"put it before the first question, or data.ignore=[{name}] if nothing is lost without it."
+                f"{where}: has `{name}`, and no place for it in its messages. Set "
+                f"{override('data.columns', {column: name})} to put it before the first question, or "
+                f"{override('data.ignore', [name])} if nothing is lost without it."
             )
     if row.get("audio"):
         raise UserError(f"{where}: `audio` is not read in this version. {leave_out_key('audio')}")

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from weft.data.blocks import where
 from weft.data.encode import Encoded
 from weft.data.places import FILES, HEAD_BYTES, Place, identity
-from weft.data.records import ALL_FORMATS, Format, Record
+from weft.data.records import ALL_KINDS, Kind, Record
 
 Array = NDArray[Any]
 BadRow = tuple[int, str]  # (number of the row, error message, which begins with file:line)
@@ -43,7 +43,7 @@ class Chunk:
     """Some tokenised documents.
 
     ids, trained: one value a token. One value a document: lengths, its tokens; losses, its trained tokens without the
-    first, which nothing predicts; numbers, its line or row; formats, indices into ALL_FORMATS; patches, pairs, reaches,
+    first, which nothing predicts; numbers, its line or row; formats, indices into ALL_KINDS; patches, pairs, reaches,
     as in Encoded; images, the number of its images and videos; videos, the number of its videos. places: the packed
     Places of all images and videos, concatenated. sizes: bytes of each packed Place. bad: the rows that were left out.
     """
@@ -80,7 +80,7 @@ class Chunk:
             lengths=np.array([len(item.ids) for item in encoded], np.int32),
             losses=np.array([sum(item.trained[1:]) for item in encoded], np.int32),
             numbers=np.array(numbers, np.int64),
-            formats=np.array([ALL_FORMATS.index(record.format) for record in records], np.uint8),
+            formats=np.array([ALL_KINDS.index(record.kind) for record in records], np.uint8),
             patches=np.array([item.patches for item in encoded], np.int64),
             pairs=np.array([item.pairs for item in encoded], np.int64),
             reaches=np.array([item.reach for item in encoded], np.int32),
@@ -153,8 +153,8 @@ class Table:
         """The name of a document in messages: file:line or file[row]."""
         return where(self.origin, int(self.numbers[index]), self.by_line)
 
-    def format(self, index: int) -> Format:
-        return ALL_FORMATS[int(self.formats[index])]
+    def format(self, index: int) -> Kind:
+        return ALL_KINDS[int(self.formats[index])]
 
     def tokens(self, index: int, length: int) -> tuple[Array, Array]:
         """(ids, trained) of the first `length` tokens of a document."""

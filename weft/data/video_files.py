@@ -18,6 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from weft.config.yaml12 import override
 from weft.data.image_columns import Image, Video
 from weft.data.image_files import Checks, Measured, check_size, in_colours, measured, opened, pixels
 from weft.data.places import files_of, state_of
@@ -83,8 +84,8 @@ def _listed(frames: Sequence[Image], fps: float | None, name: str, checks: Check
     if len(frames) > checks.video.max_frames:
         raise BadRowError(
             f"{name}: has {len(frames):,} frames, all of which would be taken, and data.video allows "
-            f"{checks.video.max_frames:,} (max_frames). Leave some out, or set data.video={{max_frames: "
-            f"{len(frames)}}}."
+            f"{checks.video.max_frames:,} (max_frames). Leave some out, or set "
+            f"{override('data.video', {'max_frames': len(frames)})}."
         )
     if url := next((frame.url for frame in frames if frame.url is not None), None):
         raise BadRowError(f"{name}: a frame is a URL ({url}), and only whole videos are fetched. Name files.")

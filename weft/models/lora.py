@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from weft.config.schema import LoraConfig
+from weft.config.yaml12 import override
 from weft.errors import UserError
 from weft.models import hf
 from weft.models.experts import use_experts_forward
@@ -297,7 +298,8 @@ def describe(plan: LoraPlan, module: nn.Module, elements: Mapping[str, int]) -> 
     if plan.trained:
         lines.append(f"trained whole: {', '.join(plan.trained)}")
     if any(hf.is_fused_experts(child) for child in module.modules()) and not plan.has_experts:
-        lines.append("its experts are not adapted: name them, as in lora.targets=[all-linear, 'experts.*_proj']")
+        targets = override("lora.targets", ["all-linear", "experts.*_proj"])
+        lines.append(f"its experts are not adapted: name them, as in {targets}")
     if plan.dropout:
         lines.append(
             f"dropout {plan.dropout:g}: each data rank draws masks for its own rows, so that results depend on the cut"

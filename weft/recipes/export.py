@@ -6,6 +6,7 @@ Export goes tensor by tensor: memory holds the largest tensor, never the whole m
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -65,7 +66,8 @@ def run(options: ExportOptions) -> Path:
     write = partial(_write, state, options)
     if (checkpoint / CONFIG).is_file():
         if options.format == "dcp":
-            raise UserError(f"--format dcp: {checkpoint} holds an adapter: weft merge {checkpoint} writes the model.")
+            quoted = shlex.quote(str(checkpoint))
+            raise UserError(f"--format dcp: {checkpoint} holds an adapter: weft merge {quoted} writes the model.")
         write = partial(_write_adapter, state, options)
     write_folder(target, write)
     return target

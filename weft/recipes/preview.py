@@ -51,7 +51,7 @@ def _read(source: Source, part: Part, sample: bool, bad: list[str], shown: Calla
     done = 0
     for block in part.blocks() if blocks is None else blocks:
         for _, record in block.records(source.reading(chat=True), lambda _, error: bad.append(first_line(error))):
-            formats[record.format] = formats.get(record.format, 0) + 1
+            formats[record.kind] = formats.get(record.kind, 0) + 1
         done += block.size
         shown(min(done, part.size), part.size)
     taken = 1.0 if whole else min(1.0, done / part.size)
@@ -103,7 +103,10 @@ def _tokenised(config: SftConfig, sampled: Sequence[Sampled], options: PreviewOp
     # Documents that training would refuse are left out of the plan, to show the steps of the others.
     kept = replace(limits, long="drop") if limits.long == "error" else limits
     planned = _plan(config, read, [kept.piece(one.table, one.source.name) for one in read], options.world)
-    show_preview(Preview(config, limits, read, planned, bad, images), tokenizer, options.samples, full=options.full)
+    template = has_template(tokenizer, encoding)
+    show_preview(
+        Preview(config, limits, read, planned, bad, images, template), tokenizer, options.samples, full=options.full
+    )
 
 
 def _plan(config: SftConfig, read: Sequence[Read], pieces: Sequence[Any], world: int) -> Planned | None:

@@ -123,8 +123,14 @@ def run(config: RlConfig, options: RlOptions, hooks: RlHooks = NO_RL_HOOKS) -> N
 
 def resume_command(folder: Path, options: RlOptions) -> str:
     """The command line that resumes a run."""
-    more = " --rollout-only" if options.rollout_only else f" --replay {options.replay}" if options.replay else ""
-    return f"weft rl --resume {folder}{more}"
+    more = (
+        " --rollout-only"
+        if options.rollout_only
+        else f" --replay {shlex.quote(options.replay)}"
+        if options.replay
+        else ""
+    )
+    return f"weft rl --resume {shlex.quote(str(folder))}{more}"
 
 
 def list_replayed(options: RlOptions) -> list[Path]:

@@ -77,7 +77,7 @@ async def _try(rewards: Rewards, task: Task | None) -> None:
 def _task_lines(config: RlConfig, task: Task) -> list[str]:
     """Lines about the prompts: their number, the steps that they make, and the first as the model sees it."""
     plan, rl = Plan.of(config, task.stream), config.rl
-    lines = [f"prompts  {task.prompts}"]
+    lines = [f"prompts  {task.prompts}", f"template {task.prompts.template_use()}"]
     lines += [f"held out {name or config.eval.path}: {len(found):,}" for name, found in task.held_out.named.items()]
     lines.append(
         f"steps    {counted(plan.rollouts, 'rollout step')} of {counted(rl.prompts, 'prompt')} x "

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from weft.config.schema import DataConfig, SftConfig
 from weft.data.documents import DataReport, Documents, hold_out, lengths_of, load_documents, shares_of
-from weft.data.encode import load_tokenizer, read_encoding
+from weft.data.encode import has_template, load_tokenizer, read_encoding
 from weft.data.ends import NO_ENDS, AnswerEnds, answer_ends, taught_ends
 from weft.data.images import Images, read_images
 from weft.data.limits import length_limit
@@ -26,12 +26,14 @@ Shown = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class RunData:
-    """The training and the evaluation data of a run. ends: of answers, in checkpoints and in evaluations."""
+    """The training and the evaluation data of a run. ends: of answers, in checkpoints and in evaluations. template:
+    whether there is a chat template."""
 
     documents: Sequence[Document]
     report: DataReport
     held_out: HeldOut = NOTHING
     ends: AnswerEnds = NO_ENDS
+    template: bool = False
 
 
 def read_run_data(config: SftConfig, shown: Shown | None = None) -> RunData:
@@ -43,10 +45,10 @@ def read_run_data(config: SftConfig, shown: Shown | None = None) -> RunData:
     of_training = None
     if config.eval.share is not None:
         (documents, report), of_training = hold_out(documents, config.eval.share, config.train.seed)
-    taught = taught_ends(documents, tokenizer, read_encoding(config.data, tokenizer))
-    ends = answer_ends(config.model.path, tokenizer, taught)
+    encoding = read_encoding(config.data, tokenizer)
+    ends = answer_ends(config.model.path, tokenizer, taught_ends(documents, tokenizer, encoding))
     held_out = read_held_out(config, read, tokenizer, images, ends, of_training)
-    return RunData(documents, report, held_out, ends)
+    return RunData(documents, report, held_out, ends, has_template(tokenizer, encoding))
 
 
 def dated(config: SftConfig) -> SftConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
 import time
 from collections.abc import Sequence
@@ -102,7 +103,8 @@ def run(config: SftConfig, options: SftOptions, hooks: Hooks = NO_HOOKS) -> None
                 notes = restore(config, engine, start, folder)
             if ranks.is_first:
                 write_bad_rows([*data.report.bad, *data.held_out.bad], folder)
-            opening = [*data.ends.lines(), *data.held_out.lines(), *notes]
+            template = f"template {data.report.template_use(config.data, data.template)}"
+            opening = [template, *data.ends.lines(), *data.held_out.lines(), *notes]
             print_opening(config, engine, data.report, folder, steps, opening, quiet=options.quiet)
             train(config, engine, data, folder, phases, start, hooks, resume=resume)
 
@@ -186,7 +188,11 @@ def train(
         max_over_ranks([0.0], engine.mesh.world_group, engine.device)
     if stopped is not None:
         if engine.ranks.is_first:
-            say_stopped(stopped, step.number, f"weft sft --resume {folder}" + ("" if stop else f" {stopped}=null"))
+            say_stopped(
+                stopped,
+                step.number,
+                f"weft sft --resume {shlex.quote(str(folder))}" + ("" if stop else f" {stopped}=null"),
+            )
         if stop:
             raise StoppedError(stop)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import threading
 from collections.abc import Callable
@@ -41,7 +42,7 @@ def repeated(checkpoint: Path, repository: Repository) -> str:
     """The command that repeats the upload of a checkpoint."""
     private = " --private" if repository.private else ""
     branch = "" if repository.revision is None else f" --revision {repository.revision}"
-    return f"weft push {checkpoint} {repository.name}{private}{branch}"
+    return f"weft push {shlex.quote(str(checkpoint))} {repository.name}{private}{branch}"
 
 
 class Pusher:

@@ -4,6 +4,7 @@ the model is, what to do next). Printed by the first rank."""
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -75,8 +76,8 @@ def print_opening(
     *,
     quiet: bool = False,
 ) -> None:
-    """Prints what a user needs to know before a long run. steps: optimizer steps of the run. notes: lines about a
-    resumed run. quiet: only the most important of it."""
+    """Prints what a user needs to know before a long run. steps: optimizer steps of the run. notes:
+    further lines about the data, and about a resumed run. quiet: only the most important of it."""
     if not engine.ranks.is_first:
         return
     say(f"run      {folder}")
@@ -563,12 +564,13 @@ def closing(summary: Mapping[str, Any], folder: Path) -> list[str]:
         lines.append(f"model    {summary['saved']}")
     remote = is_url(display_name(str(folder)))  # for a URL, `weft merge` requires --output
     if summary["saved"] is not None and not str(summary["stopped"]).startswith("SIG"):
-        lines.append(f"next     weft chat {folder}      talk to it")
+        run = shlex.quote(str(folder))
+        lines.append(f"next     weft chat {run}      talk to it")
         if (Path(summary["saved"]) / "adapter_config.json").is_file():
-            lines.append(f"         weft merge {folder}{' --output merged' * remote}     a model of base and adapter")
-        lines.append(f"         weft report {folder}    curves, phases and config on one page")
+            lines.append(f"         weft merge {run}{' --output merged' * remote}     a model of base and adapter")
+        lines.append(f"         weft report {run}    curves, phases and config on one page")
         if rewards:
-            lines.append(f"         weft rollouts {folder}  what was sampled, and how it was rewarded")
+            lines.append(f"         weft rollouts {run}  what was sampled, and how it was rewarded")
     return lines
 
 

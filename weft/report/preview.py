@@ -17,6 +17,7 @@ from weft.config.schema import SftConfig
 from weft.data.blocks import Block
 from weft.data.open_sources import Source
 from weft.data.order import Share
+from weft.data.records import ALL_KINDS, template_use
 from weft.data.sources import Part
 from weft.errors import UserError
 from weft.terminal import Console, byte_count
@@ -75,7 +76,7 @@ class Planned:
 @dataclass(frozen=True, slots=True)
 class Preview:
     """Everything that is shown after tokenising. planned: None if no document is left. bad: the error of each bad row.
-    images: the image reader of a vision model."""
+    images: the image reader of a vision model. template: whether there is a chat template."""
 
     config: SftConfig
     limits: Limits
@@ -83,6 +84,7 @@ class Preview:
     planned: Planned | None
     bad: Sequence[str] = ()
     images: Images | None = None
+    template: bool = False
 
     @property
     def exact(self) -> bool:
@@ -132,7 +134,16 @@ def show_preview(
     _show_samples(console, preview, tokenizer, samples, full)
     _show_lengths(console, preview)
     console.print()
-    for line in [*_token_lines(preview), *_bad_lines(preview), *_long_lines(preview), *_plan_lines(preview)]:
+    kinds = np.concatenate([one.table.formats for one in preview.read])
+    counts = {kind: int((kinds == number).sum()) for number, kind in enumerate(ALL_KINDS)}
+    use = template_use({kind: n for kind, n in counts.items() if n}, preview.config.data, preview.template)
+    for line in [
+        f"template {use}",
+        *_token_lines(preview),
+        *_bad_lines(preview),
+        *_long_lines(preview),
+        *_plan_lines(preview),
+    ]:
         console.print(line, soft_wrap=True)
 
 

@@ -125,7 +125,7 @@ def has_reference(columns: Mapping[str, Any]) -> bool:
 def _reference(row: Mapping[str, Any]) -> str:
     for value in _found(row):
         return str(value)
-    raise ValueError("there is no column `answer`; set data.columns={answer: ...}")
+    raise ValueError("there is no column `answer`; set 'data.columns={answer: COLUMN}'")
 
 
 def _found(row: Mapping[str, Any]) -> Iterator[Any]:

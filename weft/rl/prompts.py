@@ -13,6 +13,7 @@ import numpy as np
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from weft.config.rl_schema import RlConfig
+from weft.config.yaml12 import override
 from weft.data.blocks import OnBad, Row, refuse
 from weft.data.columns import with_named
 from weft.data.encode import Encoding, has_template, read_encoding
@@ -91,7 +92,7 @@ def check_lengths(config: RlConfig, shape: PretrainedConfig) -> None:
 
 class Prompts(Sequence[Prompt]):
     """The prompts of a run. shares: one per source; they determine the order. dropped: number of prompts left out as
-    too long. bad: (source, error) of each invalid row that was left out."""
+    too long. bad: (source, error) of each invalid row that was left out. template: whether there is a chat template."""
 
     def __init__(
         self,
@@ -100,7 +101,9 @@ class Prompts(Sequence[Prompt]):
         shares: Sequence[Share],
         dropped: int = 0,
         bad: Sequence[tuple[str, str]] = (),
+        template: bool = False,
     ) -> None:
+        self.template = template
         self.label, self.prompts, self.shares, self.dropped, self.bad = label, prompts, shares, dropped, bad
 
     def __len__(self) -> int:
@@ -118,6 +121,20 @@ class Prompts(Sequence[Prompt]):
         text = f"{self.label}: {len(self):,} prompts of {min(lengths):,} to {max(lengths):,} tokens"
         text += f"; {self.dropped:,} longer ones dropped" if self.dropped else ""
         return text + (f"; {len(self.bad):,} bad rows left out" if self.bad else "")
+
+    def template_use(self) -> str:
+        """A sentence on whether the chat template renders the prompts."""
+        texts = sum(prompt.messages is None for prompt in self.prompts)
+        if not texts:
+            return "the chat template renders all prompts"
+        if not self.template:
+            return "there is no chat template: prompts are continued as plain text"
+        said = (
+            "NOT used"
+            if texts == len(self)
+            else f"the chat template renders {len(self) - texts:,} prompts, not {texts:,}"
+        )
+        return f"{said}: `prompt` is text, continued as it stands. rl.chat=true makes it what a user says"
 
     @property
     def digest(self) -> str:
@@ -186,7 +203,7 @@ def read_prompts(
         prompts += [replace(prompt, index=len(prompts) + i) for i, prompt in enumerate(kept)]
         dropped += len(found) - len(kept)
     label = sources[0].label if len(sources) == 1 else f"{len(sources)} sources"
-    return Prompts(label, prompts, shares, dropped, bad)
+    return Prompts(label, prompts, shares, dropped, bad, reader.has_template)
 
 
 def _keep(wrong: list[str], number: int, error: UserError) -> None:
@@ -299,7 +316,7 @@ class _Reader:
         if row.get("prompt") is None:
             conversations = conversations_of({key: item for key, item in row.items() if item is not None})
             row |= {} if conversations is None else {"messages": conversations}
-        name = _prompt_column(where, row, source.columns)
+        name = _prompt_column(where, row, source.columns, self.has_template and not self.rules.chat)
         value = row[name]
         rest = {key: item for key, item in row.items() if key != name}
         if isinstance(value, str) and name == "prompt" and not is_json_list(value):
@@ -367,8 +384,8 @@ def _text_prompt(where: str, text: str, rest: dict[str, Any], rules: MessageRule
     return _Read(where, text, text, None, rest)
 
 
-def _prompt_column(where: str, row: Mapping[str, Any], columns: Mapping[str, str]) -> str:
-    """The name of the column that holds the prompt."""
+def _prompt_column(where: str, row: Mapping[str, Any], columns: Mapping[str, str], chat: bool) -> str:
+    """The name of the column that holds the prompt. chat: as in _columns_to_set."""
     found = [name for name in ("prompt", "messages") if row.get(name) is not None]
     named = [name for name in found if name in columns]
     if len(named) == 1 or len(found) == 1:
@@ -376,11 +393,23 @@ def _prompt_column(where: str, row: Mapping[str, Any], columns: Mapping[str, str
     if found:
         raise UserError(
             f"{where}: has `prompt` and `messages`. Remove one of them, or name the one to be answered in "
-            "data.columns, as in data.columns={prompt: prompt}."
+            f"data.columns, as in {override('data.columns', {'prompt': 'prompt'})}."
         )
     names = ", ".join(f"`{name}`" for name in row) or "no columns"
-    hints = [f" Set data.columns={{{ours}: {name}}}." for name, ours in _FOREIGN.items() if row.get(name) is not None]
-    raise UserError(f"{where}: has {names}; it needs {_NEEDED}.{hints[0] if hints else ''}")
+    raise UserError(f"{where}: has {names}; it needs {_NEEDED}.{_columns_to_set(row, chat)}")
+
+
+def _columns_to_set(row: Mapping[str, Any], chat: bool) -> str:
+    """What to set for a row of another library; "" if none of its columns is known. chat: whether a chat template may
+    be used that a text would not go through."""
+    if row.get("instruction") and row.get("input"):
+        return " Write `instruction` and `input` into one column, `prompt`: both are the question."
+    ours, name = next(((ours, name) for name, ours in _FOREIGN.items() if row.get(name) is not None), ("", ""))
+    if not name:
+        return ""
+    is_text = ours == "prompt" and isinstance(row[name], str) and not is_json_list(row[name])
+    also = " rl.chat=true: a question then goes through the chat template" if chat and is_text else ""
+    return f" Set {override('data.columns', {ours: name})}{also}."
 
 
 def _to_be_answered(where: str, name: str, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -192,6 +192,7 @@ def print_rl_opening(run: Run, model: str, notes: Sequence[str]) -> None:
     rl, rollout = config.rl, config.rollout
     say(f"run      {run.held.folder}")
     say(f"prompts  {run.task.prompts}")
+    say(f"template {run.task.prompts.template_use()}")
     for note in [*run.start.notes, *notes]:
         say(note)
     like = "" if rl.like is None else f" like {rl.like}"

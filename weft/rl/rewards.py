@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from weft.cluster.machine import cpu_cores
 from weft.config.rl_schema import RlAlgorithm, reward_names
+from weft.config.yaml12 import override
 from weft.errors import UserError
 from weft.rl.builtin_rewards import INLINE, has_reference
 from weft.rl.reward_calls import GIVEN, Batch, Outcome, RewardFunction, RewardSignature, RewardSpec
@@ -234,11 +235,12 @@ def _missing(name: str, signature: RewardSignature, prompt: Prompt) -> str | Non
     if absent is None and (not signature.reference or has_reference(prompt.columns)):
         return None
     columns = ", ".join(f"`{column}`" for column in prompt.columns) or "no columns beside the prompt"
+    named = override("data.columns", {absent or "answer": "COLUMN"})
     if absent is None:
-        return f"{name} needs the right answer, and the row has {columns}. Set data.columns={{answer: ...}}."
+        return f"{name} needs the right answer, and the row has {columns}. Set {named}."
     return (
         f"{name} asks for `{absent}`, and the row has {columns}. Weft gives {', '.join(GIVEN)} and the columns of the "
-        f"data: set data.columns={{{absent}: ...}}, or give the parameter a default."
+        f"data: set {named}, or give the parameter a default."
     )
 
 
