@@ -22,10 +22,10 @@ _SWITCHES = {
 _MEDIA = {"image": "images", "video": "videos"}
 _BOXES = ("<bbox>", "<ref-object>")  # ms-swift replaces them by the column `objects`
 # What is looked at here, also where data.columns names the columns of one format.
-MEANT = (
+MEANT = frozenset((
     *TOOLS, *SYSTEMS, *_MASKS, *_SWITCHES, *_MEDIA, "enable_thinking", "mask_history", "mask", "history", "objects",
     "audio",
-)  # fmt: skip
+))  # fmt: skip
 
 
 def tools_of(where: str, row: Mapping[str, Any]) -> Any:
@@ -71,7 +71,9 @@ def template_switches(where: str, row: Mapping[str, Any]) -> dict[str, Any]:
 def marked(where: str, row: Mapping[str, Any], messages: Sequence[Message], first: int) -> list[Message]:
     """The messages, with `train` as the columns of the row say. first: index of the first message that can be trained.
     Raises UserError for a column that changes what is trained and cannot be read."""
-    out = [dict(message) for message in messages] if any(name in row for name in MEANT) else list(messages)
+    if MEANT.isdisjoint(row):
+        return list(messages)
+    out = [dict(message) for message in messages]
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i >= first]
     for name in _MASKS:
         for place, trained in _mask(where, name, row.get(name), messages, answers):
