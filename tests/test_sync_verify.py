@@ -21,6 +21,7 @@ from torch import Tensor
 
 from tests.cases import saved_model
 from tests.rl_samples import algorithm, rl_config, sample
+from weft.cluster import scratch
 from weft.config.load import load_config
 from weft.config.rl_schema import RlConfig, RolloutConfig
 from weft.config.schema import LoraConfig
@@ -152,7 +153,7 @@ def test_what_is_sent_arrives() -> None:
     attempt = Attempt()
     assert attempt.sender_error is attempt.engine_error is None
     assert all(torch.equal(attempt.came[name], tensor) for name, tensor in TENSORS.items())
-    assert not list(transports.SHARED_MEMORY.glob("weft-sync-test-*"))
+    assert not list(scratch.SHARED_MEMORY.glob("weft-sync-test-*"))
 
 
 def _row(attempt: Attempt, place: int, **changes: Any) -> None:
@@ -246,7 +247,7 @@ def test_every_wait_ends_and_says_for_whom() -> None:
 
 
 def test_shared_memory_that_is_short_or_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transports, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(scratch, "SHARED_MEMORY", tmp_path)
     left = tmp_path / "weft-sync-dead-0-0"
     left.touch()
     ours = SharedBuckets("ours", 0, 4096, 4096, True)
@@ -262,7 +263,7 @@ def test_shared_memory_that_is_short_or_left_behind(tmp_path: Path, monkeypatch:
 def test_shared_memory_that_another_run_takes_for_stale_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transports, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(scratch, "SHARED_MEMORY", tmp_path)
     lock, removed = transports.fcntl.flock, list[Path]()
 
     def late(descriptor: int, how: int) -> None:

@@ -106,12 +106,23 @@ def keep_freed_memory() -> None:
 
 def end_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
     """Ask Linux to end this process when the one that started it dies, even by SIGKILL: no orphans on accelerators."""
+    set_parent_death_signal = 1  # PR_SET_PDEATHSIG
+    _control_process(set_parent_death_signal, number)
+
+
+def adopt_orphans() -> None:
+    """Ask Linux to make this process the parent of those of its descendants whose own parent ends: none can hide."""
+    set_child_subreaper = 36  # PR_SET_CHILD_SUBREAPER
+    _control_process(set_child_subreaper, 1)
+
+
+def _control_process(option: int, value: int) -> None:
+    """prctl(2) of Linux; nothing on other systems."""
     if sys.platform != "linux":
         return
     import ctypes
 
-    set_parent_death_signal = 1  # PR_SET_PDEATHSIG
-    ctypes.CDLL(None).prctl(set_parent_death_signal, number)
+    ctypes.CDLL(None).prctl(option, value)
 
 
 def oom_kills() -> int | None:

@@ -7,34 +7,39 @@ the whole group is ended, because the others may wait in a collective, and the f
 from __future__ import annotations
 
 import asyncio
+import atexit
 import logging
 import os
 import re
 import secrets
 import signal
 import socket
+import subprocess
 import tempfile
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from weft.cluster import reports
+from weft.cluster import reaper, reports
 from weft.cluster.actor_watchdog import ActorWatchdog, watching_actors
 from weft.cluster.failures import explain, explain_hang, keep_evidence, oom_kill_text
 from weft.cluster.machine import ADDRESS, cpu_cores, free_port, oom_kills, variables_set
+from weft.cluster.ray_watchdog import RayWatchdog, watching_ray
 from weft.cluster.reports import RankReport
-from weft.cluster.scratch import scratch_folder
+from weft.cluster.scratch import kill_all, remove_abandoned_memory, scratch_folder
 from weft.cluster.watch import FROZEN, Evidence, Watch, process_of
 from weft.errors import ActorError, UserError, first_line
 from weft.importing import import_extra
 from weft.telemetry import flight
 from weft.telemetry.flight import Record
+from weft.terminal import say
 
 _HOSTS, _MODE, _TOKEN = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"  # variables of Ray
 _LINGER_SECONDS = 2.0  # how long a failure waits for one that may lie behind it
@@ -43,6 +48,10 @@ _STACKS_SECONDS = 0.5  # for a process to write its stacks
 _ENDING_SECONDS = 1.0  # for Ray to end an actor
 _LONGEST_BASE = 20  # characters
 _PLACED_SECONDS = 600.0  # how long a cluster may take to make room
+_LEAVING_SECONDS = 10.0  # for Ray to end
+
+# Of the Ray that this process is in: global, as Ray is.
+_watchdog = RayWatchdog()
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +73,24 @@ def ray_session(address: str | None, bundles: Sequence[Bundle]) -> Iterator[None
     Other Ray clusters on this machine are left alone. Raises UserError if the cluster lacks resources for `bundles`.
     """
     own = address is None
+    reaper.current().clean(_ray_base())
     with (
         scratch_folder("ray-", _ray_base()) if own else nullcontext() as folder,
         _alone() if own else nullcontext(),
+        _memory_removed(),
         _session(address, bundles, folder),
     ):
         check_capacity(bundles)
         yield
+
+
+@contextmanager
+def _memory_removed() -> Iterator[None]:
+    """Afterwards, shared memory of actors of this machine that were killed is removed."""
+    try:
+        yield
+    finally:
+        remove_abandoned_memory()
 
 
 @contextmanager
@@ -90,7 +110,8 @@ def _session(address: str | None, bundles: Sequence[Bundle], folder: Path | None
         options |= {"num_cpus": cpus, "include_dashboard": False, "_temp_dir": str(folder / "r")}
     asked_to_end = signal.getsignal(signal.SIGTERM)
     try:
-        ray.init(**options, logging_level=logging.ERROR, log_to_driver=False, configure_logging=True)
+        with variables_set(reaper.current().mark):  # for what it starts
+            ray.init(**options, logging_level=logging.ERROR, log_to_driver=False, configure_logging=True)
     except Exception as error:  # Ray has no type of error for a machine that is too busy to start in time
         _require_same_versions(address, str(error))
         what = "Ray could not be started on this machine" if own else f"cluster.address: no Ray cluster at {address}"
@@ -98,10 +119,44 @@ def _session(address: str | None, bundles: Sequence[Bundle], folder: Path | None
         raise UserError(f"{what}: {first_line(error)}.{token}") from error
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, asked_to_end)  # Ray's own handler exits with 15, which means something else here
+    global _watchdog
+    parts = _started_parts(ray) if own else {}
+    reaper.current().add(*(part.pid for part in parts.values()))
+    _watchdog = RayWatchdog()
+    _watchdog.add(parts)
     try:
-        yield
+        with watching_ray(_watchdog):
+            yield
     finally:
-        ray.shutdown()
+        _end_session(ray, [psutil.Process(part.pid) for part in parts.values() if part.poll() is None])
+
+
+def _started_parts(ray: Any) -> dict[str, subprocess.Popen[bytes]]:
+    """Ray's type of a process -> the process, of the Ray that this process has started."""
+    node = ray._private.worker._global_node
+    return {kind: found[0].process for kind, found in node.all_processes.items()}
+
+
+def _end_session(ray: Any, parts: Sequence[psutil.Process]) -> None:
+    """Leave Ray, and end the processes of one's own. Ray waits for ever for a part that is stopped, and does not once
+    all are killed. parts: the processes of one's own Ray that this process has started."""
+    global _watchdog
+    watchdog, _watchdog = _watchdog, RayWatchdog()
+    processes = {*parts, *watchdog.processes, *reaper.descendants(parts)}
+    leaving = threading.Thread(target=ray.shutdown, name="weft leaves Ray", daemon=True)
+    if watchdog.failure is None:
+        leaving.start()
+        leaving.join(_LEAVING_SECONDS)
+        if leaving.is_alive():
+            text = f"ending   Ray has not ended within {_LEAVING_SECONDS:g} seconds"
+            stopped = watchdog.stopped()
+            say(text + (f": {stopped}" if stopped else "") + "; its processes are killed" * bool(parts), error=True)
+    kill_all(processes | {*reaper.descendants(processes)})
+    if watchdog.failure is not None:
+        leaving.start()
+    leaving.join(_LEAVING_SECONDS)
+    if leaving.is_alive():
+        atexit.unregister(ray.shutdown)  # it would wait again
 
 
 def _require_same_versions(address: str | None, refusal: str) -> None:
@@ -181,14 +236,15 @@ def exposure(address: str | None) -> list[str]:
 
 def check_capacity(bundles: Sequence[Bundle]) -> None:
     """Raise UserError if the cluster is too small for `bundles`; Ray would wait for ever without a message."""
-    there = import_ray().cluster_resources()
+    there = _watchdog.call(import_ray().cluster_resources)
     for name, needed in (("GPU", sum(b.gpus for b in bundles)), ("CPU", sum(b.cpus for b in bundles))):
         if needed > there.get(name, 0):
             raise UserError(
                 f"the Ray cluster has {there.get(name, 0):g} {name}s, and trainers and engines ask for {needed:g}: set "
                 "cluster.trainer (or rollout.engines) to fewer, or join a larger cluster (cluster.address)."
             )
-        most = max((node["Resources"].get(name, 0) for node in import_ray().nodes() if node["Alive"]), default=0)
+        nodes = _watchdog.call(import_ray().nodes)
+        most = max((node["Resources"].get(name, 0) for node in nodes if node["Alive"]), default=0)
         one = max(bundle.resources().get(name, 0) for bundle in bundles)
         if one > most:
             raise UserError(
@@ -203,13 +259,15 @@ class ActorGroup:
     hang.
 
     name: of one actor, for messages. watchdog: of the actors on this machine. placed: Ray's placement group; None where
-    the actors request nothing. oom_kills: the kernel's count before the actors started.
+    the actors request nothing. ray: the watchdog of the run's own Ray. oom_kills: the kernel's count before the actors
+    started.
     """
 
     name: str
     handles: list[Any]
     watchdog: ActorWatchdog
     placed: Any = None  # its placement group
+    ray: RayWatchdog = field(default_factory=RayWatchdog)
     oom_kills: int = field(default_factory=lambda: oom_kills() or 0)
 
     @property
@@ -238,8 +296,12 @@ class ActorGroup:
         handle = self.handles[number]
         try:
             with self.watchdog.waiting_for(number):
-                answer = await handle.call.remote(method, *args)
-        except ray.exceptions.RayActorError as error:
+                answer = await self.ray.unless_failed(handle.call.remote(method, *args))
+        except ray.exceptions.RayError as error:
+            if failure := await asyncio.to_thread(self.ray.cause):
+                raise failure from error
+            if not isinstance(error, ray.exceptions.RayActorError):
+                raise
             raise self._died(number, str(error)) from error
         if isinstance(answer, RankReport):
             title = "" if answer.message.startswith(self.name) else f"{self.name} {number} failed: "
@@ -278,7 +340,7 @@ class ActorGroup:
         ray = import_ray()
         for handle in self.handles:
             with suppress(Exception):
-                ray.kill(handle)
+                self.ray.call(partial(ray.kill, handle))
         _, left = psutil.wait_procs([process for _, _, process in self._here()], timeout=_ENDING_SECONDS)
         for process in left:  # Ray cannot end one that is stopped
             with suppress(psutil.Error):
@@ -336,7 +398,7 @@ def actor_group(
     with scratch_folder() as scratch:
         placed = _place(reserve or bundles) if share_with is None else share_with[0].placed
         indices = range(len(bundles)) if share_with is None else share_with[1]
-        group = ActorGroup(name, [], ActorWatchdog(scratch, timeout, key), placed)
+        group = ActorGroup(name, [], ActorWatchdog(scratch, timeout, key), placed, _watchdog)
         try:
             for number, bundle in enumerate(bundles):
                 options: dict[str, Any] = {
@@ -350,14 +412,16 @@ def actor_group(
                 if at_once > 1:
                     options["max_concurrency"] = at_once
                 host = _SerialActor if at_once == 1 else _ConcurrentActor
-                group.handles.append(ray.remote(host).options(**options).remote(make, number))
+                create = ray.remote(host).options(**options).remote
+                group.handles.append(_watchdog.call(partial(create, make, number)))
             _prepare(group.handles, rendezvous=at_once == 1)
             with watching_actors(group.watchdog):
                 yield group
         finally:
             group.end()
             if placed is not None and share_with is None:
-                ray.util.remove_placement_group(placed)
+                with suppress(ActorError):
+                    _watchdog.call(partial(ray.util.remove_placement_group, placed))
 
 
 def _prepare(handles: Sequence[Any], rendezvous: bool) -> None:
@@ -366,12 +430,19 @@ def _prepare(handles: Sequence[Any], rendezvous: bool) -> None:
     ray, variables = import_ray(), dict[str, str]()
     try:
         if rendezvous:
-            address, port = ray.get(handles[0].address.remote(), timeout=_PLACED_SECONDS)
+            address, port = _get(handles[0].address.remote())
             variables = {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
         told = [handle.prepare.remote(variables, os.getcwd()) for handle in handles]
-        ray.get(told, timeout=_PLACED_SECONDS)
+        _get(told)
     except ray.exceptions.RayError as error:
+        if failure := _watchdog.cause():
+            raise failure from error
         raise ActorError(f"the actors could not be started: {first_line(error)}", "failed") from error
+
+
+def _get(wanted: Any) -> Any:
+    """What Ray's tasks return, within _PLACED_SECONDS."""
+    return _watchdog.call(partial(import_ray().get, wanted, timeout=_PLACED_SECONDS))
 
 
 def _place(bundles: Sequence[Bundle]) -> Any:
@@ -380,9 +451,9 @@ def _place(bundles: Sequence[Bundle]) -> Any:
     wanted = [bundle.resources() for bundle in bundles]
     if not all(wanted):
         return None
-    placed = ray.util.placement_group(wanted, strategy="PACK")
+    placed = _watchdog.call(partial(ray.util.placement_group, wanted, strategy="PACK"))
     try:
-        ray.get(placed.ready(), timeout=_PLACED_SECONDS)
+        _get(placed.ready())
     except ray.exceptions.GetTimeoutError as error:
         ray.util.remove_placement_group(placed)
         raise UserError(

@@ -1,5 +1,9 @@
-"""Scratch folders in the temporary directory, removed at the end of their context. The next start removes those of
-killed processes."""
+"""What a run keeps outside of its folder, and what the next start removes where the run was killed: scratch folders in
+the temporary directory, files of shared memory, and processes.
+
+Whoever uses a folder or a file holds a lock on it, which the kernel releases when the process ends, however it ends.
+Processes are known by id and start time, as the run noted them (reaper.py), never by their names.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +12,19 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import psutil
+
 PREFIX = "weft-"
+PROCESSES = "processes"  # a file of a folder: one process of its run a line, as `note_of` writes it
+SHARED_MEMORY = Path("/dev/shm")
+MEMORY_PREFIX = "weft-sync-"  # of files of shared memory, whose owner holds their lock
 _LOCK = "in-use"  # a file that is locked by those who use the folder
+_SAME_SECONDS = 2.0  # start times are derived from the clock, which may be set meanwhile
+_KILL_SECONDS = 10.0  # for killed processes to end
 
 
 @contextmanager
@@ -35,7 +46,7 @@ def scratch_folder(kind: str = "", base: str | None = None) -> Iterator[Path]:
 
 
 def remove_abandoned(base: str) -> None:
-    """Remove folders whose users are gone: nobody holds their lock."""
+    """Remove folders whose users are gone, and kill the processes that are noted in them: nobody holds their lock."""
     for folder in Path(base).glob(f"{PREFIX}*"):
         with suppress(OSError):
             if folder.lstat().st_uid != os.getuid():
@@ -43,9 +54,62 @@ def remove_abandoned(base: str) -> None:
             descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_NOFOLLOW)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                kill_all(noted_processes(folder))
                 _remove(folder)
             finally:
                 os.close(descriptor)
+
+
+def remove_abandoned_memory() -> None:
+    """Remove files of shared memory whose owner is gone: nobody holds their lock."""
+    for path in SHARED_MEMORY.glob(f"{MEMORY_PREFIX}*"):
+        with suppress(OSError):
+            descriptor = os.open(path, os.O_RDWR)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink()
+            finally:
+                os.close(descriptor)
+
+
+def note_of(process: psutil.Process) -> str:
+    """A process as a line of PROCESSES: its id and its start time."""
+    return f"{process.pid} {process.create_time():.2f}\n"
+
+
+def noted_processes(folder: Path) -> list[psutil.Process]:
+    """The processes in the folder's file PROCESSES that still run; a process with the id of an ended one is not
+    counted."""
+    running = []
+    with suppress(OSError):
+        for line in (folder / PROCESSES).read_text(encoding="ascii", errors="replace").splitlines():
+            with suppress(ValueError, psutil.Error):
+                number, started = line.split()
+                process = psutil.Process(int(number))
+                if abs(process.create_time() - float(started)) < _SAME_SECONDS:
+                    running.append(process)
+    return running
+
+
+def kill_all(processes: Collection[psutil.Process], seconds: float = _KILL_SECONDS) -> list[psutil.Process]:
+    """Kill these processes, and wait for their ends, at most `seconds`; returns those that run on."""
+    for process in processes:
+        with suppress(psutil.Error):
+            process.kill()
+    end = time.monotonic() + seconds
+    left = [process for process in processes if _runs(process)]
+    while left and time.monotonic() < end:
+        time.sleep(0.02)
+        left = [process for process in left if _runs(process)]
+    return left
+
+
+def _runs(process: psutil.Process) -> bool:
+    """Whether it runs; one that has ended and that its parent has not noticed yet does not."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
 
 
 def _remove(folder: Path) -> None:

@@ -20,6 +20,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from weft.cluster.options import Device, RlOptions
 from weft.cluster.ray_actors import exposure, import_ray
+from weft.cluster.reaper import reaping
 from weft.cluster.stopping import StopSignals
 from weft.config.rl_schema import RlAlgorithm, RlConfig
 from weft.data.encode import load_tokenizer, read_encoding
@@ -80,7 +81,7 @@ def run(config: RlConfig, options: RlOptions, hooks: RlHooks = NO_RL_HOOKS) -> N
     plan, replayed = Plan.of(config, task.stream), list_replayed(options)
     if replayed:
         plan = replace(plan, rollouts=min(plan.rollouts, len(replayed)))
-    with lock_folder(config, resume=resume) as held:
+    with reaping(), lock_folder(config, resume=resume) as held:
         start = FRESH
         if resume and options.rollout_only:
             start = find_collected(held.folder)

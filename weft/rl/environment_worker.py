@@ -30,10 +30,19 @@ from weft.cluster.machine import end_with_parent
 from weft.errors import UserError, first_line
 from weft.importing import import_named
 from weft.rl.environments import Environment, Reply
-from weft.rl.user_process import IMPORT_SECONDS, add_import_folders, prefer_oom_kill, receive, send, take_over_streams
+from weft.rl.user_process import (
+    IMPORT_SECONDS,
+    add_import_folders,
+    prefer_oom_kill,
+    receive,
+    send,
+    supervise,
+    take_over_streams,
+)
 
 ORDER = struct.Struct(">q")  # the number of a conversation; negative: kill its process
 ENDED = struct.Struct(">qi")  # number, status
+_MOST_PROCESSES = 10_000  # conversations, and what they start
 
 
 class LateError(Exception):
@@ -42,6 +51,7 @@ class LateError(Exception):
 
 def main() -> None:
     """argv[1]: file descriptor of the connection to the controller."""
+    supervise(_MOST_PROCESSES)
     signal.alarm(IMPORT_SECONDS)  # ends a process that hangs in the import and does not see the controller end
     requests, answers = take_over_streams()
     control = socket.socket(fileno=int(sys.argv[1]))

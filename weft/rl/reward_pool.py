@@ -42,8 +42,7 @@ class RewardPool:
 
     async def close(self) -> None:
         """End all processes."""
-        for worker in self._workers:
-            await worker.end()
+        await asyncio.gather(*(worker.end() for worker in self._workers))
         self._workers.clear()
 
     async def _ask(self, request: Any) -> Any:

@@ -1,7 +1,9 @@
 """Messages and set-up of processes that run user code (reward functions, environments).
 
 The controller starts them with `python -m weft.rl.NAME` and does not fork, because it has threads. They import no
-torch. Requests arrive on standard input and answers go to standard output, each a pickle preceded by its length.
+torch. Requests arrive on standard input and answers go to standard output, each a pickle preceded by its length. The
+process that the controller starts supervises, and a fork of it runs the user's code: whatever that starts, in sessions
+of its own too, ends with it, and `os.getppid()` of user code is not the controller.
 """
 
 from __future__ import annotations
@@ -9,12 +11,23 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import select
+import signal
+import socket
 import struct
 import sys
+import time
 from typing import IO, Any, Protocol
+
+import psutil
+
+from weft.cluster.machine import adopt_orphans, end_with_parent
+from weft.cluster.reaper import descendants
 
 HEADER = struct.Struct(">Q")  # bytes of the pickle that follows
 IMPORT_SECONDS = 120  # limit on importing the user's code
+_LOOK_SECONDS = 1.0
+_END_SECONDS = 5.0  # for processes that were killed to end
 
 
 class Readable(Protocol):
@@ -29,6 +42,82 @@ class Writable(Protocol):
     def write(self, data: bytes, /) -> object: ...
 
     def flush(self) -> None: ...
+
+
+def supervise(most: int) -> None:
+    """Fork, and return in the child. This process waits until the child has ended or the controller asks for that
+    (SIGTERM, or the end of standard input), kills all that the child has started, and exits with the child's status,
+    which is 128 + the number for a signal. most: processes that the child may start.
+
+    The child may not notice the controller's end itself: a function that hangs reads no input, and may hold the
+    interpreter's lock for ever.
+    """
+    adopt_orphans()
+    woken, wakes = socket.socketpair()
+    for end in (woken, wakes):
+        end.setblocking(False)
+    asked: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)
+    signal.set_wakeup_fd(wakes.fileno(), warn_on_full_buffer=False)
+    supervisor, child = os.getpid(), os.fork()
+    if not child:
+        signal.set_wakeup_fd(-1)
+        for number in (signal.SIGTERM, signal.SIGCHLD):
+            signal.signal(number, signal.SIG_DFL)
+        woken.close()
+        wakes.close()
+        os.setpgid(0, 0)  # a signal to the group of user code is not for the supervisor
+        end_with_parent(signal.SIGKILL)
+        if os.getppid() != supervisor:
+            os._exit(1)  # it has died in between
+        return
+    events, before = select.poll(), len(psutil.pids())
+    events.register(0, 0)  # wait only for the hang-up, not for input
+    events.register(woken, select.POLLIN)
+    status: int | None = None
+    while status is None and not asked:
+        ready = dict(events.poll(_LOOK_SECONDS * 1000))
+        with contextlib.suppress(BlockingIOError):
+            woken.recv(1 << 12)
+        status = _bury().get(child)
+        if 0 in ready:
+            break
+        if len(psutil.pids()) - before > most and len(descendants([psutil.Process()])) > most:
+            os.write(2, f"user code has started more than {most} processes, and is ended\n".encode())
+            break
+    buried = _end_descendants()
+    status = buried.get(child, -signal.SIGKILL) if status is None else status
+    os._exit(status if status >= 0 else 128 - status)
+
+
+def _bury() -> dict[int, int]:
+    """Process id -> status (negative: the signal) of children that have ended."""
+    ended: dict[int, int] = {}
+    with contextlib.suppress(ChildProcessError):
+        while (found := os.waitpid(-1, os.WNOHANG))[0]:
+            ended[found[0]] = os.waitstatus_to_exitcode(found[1])
+    return ended
+
+
+def _end_descendants() -> dict[int, int]:
+    """Kill all processes that descend from this one, which has adopted those without a parent; returns statuses as
+    _bury does. They are stopped first, so that none starts another meanwhile."""
+    stopped, ended = set[psutil.Process](), dict[int, int]()
+    end = time.monotonic() + _END_SECONDS
+    while time.monotonic() < end:
+        ended |= _bury()
+        there = descendants([psutil.Process()])
+        if not there:
+            break
+        more = [process for process in there if process not in stopped]
+        stopped.update(more)
+        for process in more or there:
+            with contextlib.suppress(psutil.Error):
+                process.suspend() if more else process.kill()
+        if not more:
+            time.sleep(0.01)
+    return ended
 
 
 def take_over_streams() -> tuple[IO[bytes], IO[bytes]]:

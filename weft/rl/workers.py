@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import pickle
-import signal
+import socket
+import subprocess
 import sys
+import threading
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+from weft.cluster import reaper
 from weft.errors import UserError, first_line
 from weft.rl.user_process import HEADER, IMPORT_SECONDS, packed
 from weft.version import PACKAGE
+
+_OBEYS_SECONDS = 10.0  # within which a supervisor must end what it supervises
 
 
 class WorkerError(Exception):
@@ -26,7 +31,8 @@ class WorkerError(Exception):
 
 class Worker:
     """One process, which answers one request at a time. ended: waits until the process has ended and returns its exit
-    status (negative: the signal), or None if unknown. kill: kills the process and its children, without waiting."""
+    status (negative: the signal), or None if its parent process has ended. kill: kills the process and its children,
+    without waiting."""
 
     def __init__(
         self,
@@ -78,20 +84,35 @@ async def start_worker(
     UserError if the process dies on this request, with a message that begins with `refused`, or if it answers with a
     string, which is the message. words: command-line arguments. pass_fds: file descriptors to inherit.
     """
-    root = str(PACKAGE.parent)
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-P", "-m", module, *words,
-        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, pass_fds=pass_fds,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": _joined(root, os.environ.get("PYTHONPATH"))},
-        start_new_session=True,
-    )  # fmt: skip
-    assert process.stdin is not None and process.stdout is not None
+    root, run = str(PACKAGE.parent), reaper.current()
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", module, *words],
+            stdin=theirs.fileno(), stdout=theirs.fileno(), pass_fds=pass_fds,
+            env={
+                **os.environ, **run.mark, "OMP_NUM_THREADS": "1",
+                "PYTHONPATH": _joined(root, os.environ.get("PYTHONPATH")),
+            },
+            start_new_session=True,
+        )  # fmt: skip
+    run.add(process.pid)
+    threading.Thread(target=process.wait, name=f"weft end of {module}", daemon=True).start()  # it is no zombie
+    answers, requests = await asyncio.open_connection(sock=ours)
 
-    def kill() -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
+    async def ended() -> int | None:
+        """Wait for the supervisor; the status is that of the process below it. asyncio's own wait would be over only
+        when nobody had the other end of the pipes, and user code may give it to whom it likes."""
+        deadline = time.monotonic() + _OBEYS_SECONDS
+        while (status := process.poll()) is None:
+            if time.monotonic() > deadline:
+                process.kill()  # it is stopped; what it supervises ends with it
+            await asyncio.sleep(0.01)
+        if status < 0:
+            return None
+        return status if status <= 128 else 128 - status
 
-    worker = Worker(process.stdout, process.stdin, process.wait, kill)
+    worker = Worker(answers, requests, ended, process.terminate)
     try:
         answer = await worker.ask((sys.path, hello), IMPORT_SECONDS)
     except WorkerError as error:
@@ -110,5 +131,5 @@ def _ending(status: int | None) -> str:
     if status is not None and status < 0:
         return f"was ended by signal {-status}"
     if status is None:
-        return "ended with the one that all are forked from, which was killed or stopped"
+        return "ended with its parent process, which was killed or stopped: user code must not do that"
     return f"ended with status {status}"

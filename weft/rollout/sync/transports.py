@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weft.cluster import scratch
+from weft.cluster.scratch import MEMORY_PREFIX, remove_abandoned_memory
 from weft.errors import UserError, first_line
 from weft.rollout.sync import protocol
 from weft.rollout.sync.protocol import SyncError, broadcast, join_group, open_store
 from weft.rollout.sync.server import Connection
 
-SHARED_MEMORY = Path("/dev/shm")
 SLOTS = 4  # buffers: one being written, one being read, and two in between, so that neither side waits
-_PREFIX = "weft-sync-"
 
 
 class SharedBuckets:
@@ -37,10 +37,10 @@ class SharedBuckets:
         others open them afterwards. room: bytes of each buffer. size: bytes at which a bucket is full. create: whether
         this rank creates the files; UserError if memory is short."""
         self.size = size
-        self.paths = [SHARED_MEMORY / f"{_PREFIX}{key}-{owner}-{slot}" for slot in range(SLOTS)]
+        self.paths = [scratch.SHARED_MEMORY / f"{MEMORY_PREFIX}{key}-{owner}-{slot}" for slot in range(SLOTS)]
         self._locks = list[int]()
         if create:
-            _remove_stale()
+            remove_abandoned_memory()
             for path in self.paths:
                 self._locks.append(_create(path, room))
         self._memories = [torch.from_file(str(path), shared=True, size=room, dtype=torch.uint8) for path in self.paths]
@@ -83,25 +83,14 @@ def _create(path: Path, size: int) -> int:
     except OSError as error:
         os.close(descriptor)
         path.unlink()
-        free = shutil.disk_usage(SHARED_MEMORY).free
+        memory = scratch.SHARED_MEMORY
+        free = shutil.disk_usage(memory).free
         raise UserError(
-            f"{SHARED_MEMORY} has {free / 1e6:.0f} MB left, and a sync needs {SLOTS} buckets of {size / 1e6:.0f} MB: "
+            f"{memory} has {free / 1e6:.0f} MB left, and a sync needs {SLOTS} buckets of {size / 1e6:.0f} MB: "
             "set rollout.bucket_mb lower (a bucket holds at least the largest tensor), give it more (docker run "
             "--shm-size), or set rollout.transport=group."
         ) from error
     return descriptor
-
-
-def _remove_stale() -> None:
-    """Remove files whose owner is gone, which means that no process holds their lock."""
-    for path in SHARED_MEMORY.glob(f"{_PREFIX}*"):
-        with suppress(OSError):
-            descriptor = os.open(path, os.O_RDWR)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                path.unlink()
-            finally:
-                os.close(descriptor)
 
 
 class DeviceBuckets:
