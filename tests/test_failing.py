@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import signal
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -15,14 +17,14 @@ import pytest
 import torch
 
 from tests import control_group
-from weft.cluster import entrypoint, machine, reports
+from weft.cluster import entrypoint, machine, reports, watch
 from weft.cluster.consistency import differences
 from weft.cluster.failures import Failure, diagnose
 from weft.cluster.launch import Outcome
 from weft.cluster.reports import RankReport
 from weft.cluster.restart import run_with_restarts
 from weft.cluster.status import STATUS, Kind, kind_of
-from weft.cluster.watch import Evidence
+from weft.cluster.watch import Evidence, Watch
 from weft.cluster.watchdog import Frozen, in_collective, main_stack
 from weft.errors import RanksDisagreeError, StorageError, UserError
 from weft.telemetry import flight
@@ -249,6 +251,64 @@ def test_a_rank_that_lost_its_peer_is_not_the_first() -> None:
     gone = RankReport(0, 1.0, "RuntimeError: Connection closed by peer", kind="peer", gone=[1])
     assert diagnose([gone], {0: 10, 1: -15}, Evidence(), 2).message.startswith("rank 1 was killed by SIGTERM")
     assert diagnose([lost], {0: 10, 1: -15}, Evidence(), 2).rank == 0
+
+
+@pytest.mark.parametrize("waited", [False, True])
+def test_a_rank_whose_connection_a_waiting_one_closed_is_not_the_cause(waited: bool) -> None:
+    """Rank 1 is stopped. Rank 2 waits for it in vain and closes its connections, which rank 0 reports first, and may be
+    the only one to report anything."""
+    lost = RankReport(0, 1.0, "RuntimeError: gloo: Connection closed by peer", kind="peer", where="in step 2 of 9")
+    seen = Evidence(records(*[(2, "forward", 9)] * 3), {0: COLLECTIVE}, {1: "stopped (SIGSTOP)"})
+    failure = diagnose([lost, *(waiting(2) if waited else [])], {0: 10, 2: 11 if waited else -15, 1: -15}, seen, 3)
+    assert (failure.kind, failure.rank) == ("hang", 1)
+    assert failure.message.startswith("rank 1 is stuck: it did not come within ")
+    assert "it is stopped (SIGSTOP)" in failure.message and "rank 0 failed" not in failure.message
+
+
+def test_a_rank_that_waited_in_vain_says_more_than_one_that_lost_a_connection() -> None:
+    """Nobody is stopped: rank 1 is elsewhere."""
+    lost = RankReport(0, 1.0, "RuntimeError: gloo: Connection closed by peer", kind="peer")
+    seen = Evidence(records(*[(2, "forward", 9)] * 3), {0: COLLECTIVE, 1: ELSEWHERE, 2: COLLECTIVE})
+    failure = diagnose([lost, *waiting(2)], {0: 10, 2: 11, 1: -15}, seen, 3)
+    assert (failure.kind, failure.rank) == ("hang", 1)
+
+
+RANK = """
+import sys, time
+from pathlib import Path
+from weft.telemetry import flight
+flight.own.open(Path(sys.argv[1]) / flight.FOLDER / flight.live_name(1))
+flight.begin(1, 2)
+flight.watch(0.3)
+flight.at("load")
+print("there", flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_stopped_rank_is_found_in_a_slow_phase_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loading may take ten times train.timeout, but not of a rank that does not run; frozen time of the launcher does
+    not count."""
+    monkeypatch.setattr(watch, "BEHIND_SECONDS", 0.0)
+    variables = {**os.environ, reports.FOLDER_VARIABLE: str(tmp_path)}
+    words = [sys.executable, "-c", RANK, str(tmp_path)]
+    with subprocess.Popen(words, env=variables, stdout=subprocess.PIPE, text=True) as rank:
+        try:
+            assert rank.stdout is not None and rank.stdout.readline() == "there\n"
+            observed, start = Watch(tmp_path), time.monotonic()
+            while time.monotonic() - start < 0.5:  # it runs, and then it is stopped while the launcher is frozen, too
+                observed.look(time.monotonic() - start)
+                rank.send_signal(signal.SIGSTOP)
+            assert reports.read_all(tmp_path) == []
+            while not reports.read_all(tmp_path):
+                assert time.monotonic() - start < 2.5  # ten times the timeout are three seconds
+                observed.look(0.5)
+                time.sleep(0.02)
+        finally:
+            rank.kill()
+    (report,) = reports.read_all(tmp_path)
+    assert (report.rank, report.kind, report.where) == (1, "hang", "loading the model")
+    assert report.message.endswith("it is stopped (SIGSTOP)")
 
 
 def test_a_silent_rank_is_blamed_for_how_it_ended_not_for_its_place() -> None:

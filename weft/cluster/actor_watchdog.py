@@ -12,7 +12,7 @@ import psutil
 
 from weft.cluster import reports
 from weft.cluster.reports import RankReport
-from weft.cluster.watch import FROZEN, Silence, process_of
+from weft.cluster.watch import FROZEN, Silence, Stops, process_of
 from weft.cluster.watchdog import periodically
 from weft.telemetry import flight
 from weft.telemetry.flight import Record
@@ -29,7 +29,7 @@ class ActorWatchdog:
 
     def __init__(self, scratch: Path, timeout: float, key: str) -> None:
         self.scratch, self.timeout, self.key = scratch, timeout, key
-        self._silence = Silence()
+        self._silence, self._stops = Silence(), Stops()
         self._calls = Counter[int]()
         self._asked: dict[int, float] = {}
 
@@ -49,10 +49,13 @@ class ActorWatchdog:
         process itself did not run, which does not count."""
         for number, record in flight.read_all(self.scratch / flight.FOLDER).items():
             silence = self._silence.seconds(number, record, frozen_seconds)
-            if not self._calls[number] or not self._is_too_long(number, record, silence):
-                continue
             process = process_of(record, self.scratch)
-            if process is not None:
+            if process is None:
+                continue
+            stopped = self._stops.seconds(process, frozen_seconds)
+            if self._calls[number] and (
+                stopped > Stops.most(self.timeout) or self._is_too_long(number, record, silence)
+            ):
                 self._end(number, record, process, silence)
 
     def _is_too_long(self, number: int, record: Record, silence: float) -> bool:

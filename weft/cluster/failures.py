@@ -74,7 +74,7 @@ def diagnose(
     found: reports, the earliest first. exits: rank -> exit status (negative: the signal) of the ranks that failed, in
     the order in which the launcher noticed. seen: what the launcher saw of the ranks.
     """
-    errors = sorted((report for report in found if not report.is_verdict), key=lambda r: (r.is_consequence, r.time))
+    errors = sorted((report for report in found if not report.is_verdict), key=lambda report: report.order)
     unlike = _unlike_plans(seen.records)
     silent = _silent_rank(errors, exits)
     if silent is not None:
@@ -88,8 +88,8 @@ def diagnose(
         title = "error: " if same else f"rank {rank} failed: "
         stopped = 0 if same else nproc - 1
         text = explain(first, title, debug)
-        if kind == "hang":
-            rank, text = explain_hang(errors, seen, debug)
+        if kind == "hang" or (first.is_consequence and seen.states.keys() - {report.rank for report in errors}):
+            kind, (rank, text) = "hang", explain_hang(errors, seen, debug)
     if unlike and kind in ("hang", "peer", "killed", "failed"):
         kind, text = "disagree", f"{unlike}\n{text}"
     if stopped:
@@ -217,9 +217,9 @@ def explain_hang(errors: Sequence[RankReport], seen: Evidence, debug: bool, name
     """(The rank that is stuck, as opposed to those that waited for it; the message). name: the word for a rank."""
     suspects = stuck_ranks(errors, seen)
     first = errors[0]
-    if not suspects or not any(report.waited for report in errors):
+    if not suspects or not any(report.is_consequence for report in errors):
         return first.rank, explain(first, f"{name} {first.rank} failed: ", debug)
-    lines, within = [], next(report.within for report in errors if report.waited)
+    lines, within = [], next((report.within for report in errors if report.waited), first.within)
     for rank in suspects:
         record, state = seen.records[rank], seen.states.get(rank)
         because = f"; it is {state}" if state else ""

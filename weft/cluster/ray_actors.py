@@ -280,15 +280,20 @@ class ActorGroup:
     async def all(self, method: str, *args: Any) -> list[Any]:
         """Call this method on every actor; returns the results in order. List and dict arguments are put into Ray's
         store once."""
-        ray = import_ray()
-        stored = [ray.put(arg) if isinstance(arg, list | dict) and len(self) > 1 else arg for arg in args]
+        several = len(self) > 1
+        stored = [await self._stored(arg) if several and isinstance(arg, list | dict) else arg for arg in args]
         calls = [self.one(number, method, *stored) for number in range(len(self))]
         try:
             return await together(calls)
         except ActorError as error:
-            found = await asyncio.to_thread(self._stuck) if error.report is not None and error.report.waited else None
+            consequence = error.report is not None and error.report.is_consequence
+            found = await asyncio.to_thread(self._stuck) if consequence else None
             self.end()
             raise found or error from error
+
+    async def _stored(self, value: Any) -> Any:
+        """A reference to the value in Ray's store, which is in the raylet and does not answer where that is stopped."""
+        return await asyncio.to_thread(self.ray.call, partial(import_ray().put, value))
 
     async def one(self, number: int, method: str, *args: Any) -> Any:
         """Call this method on one actor. Raises ActorError if the method raised, or if the actor died."""
@@ -319,13 +324,17 @@ class ActorGroup:
         last = next((line.strip() for line in reason.splitlines() if "has died" in line), "").partition(". ")[0]
         return ActorError(f"{self.name} {number} died{where}" + (f"\n{last}" if last else ""), "killed", None)
 
-    def _stuck(self) -> ActorError:
-        """The error that names the actor for which the others waited in vain, with its stack."""
+    def _stuck(self) -> ActorError | None:
+        """The error that names the actor for which the others waited in vain, with its stack; None if nobody waited,
+        and none is stopped."""
         watch = Watch(self.scratch)
         watch.look(0.0)
         time.sleep(_STACKS_SECONDS)
-        found = [report for report in reports.read_all(self.scratch) if report.waited]
-        number, text = explain_hang(found, watch.evidence(), False, self.name)
+        seen = watch.evidence()
+        found = sorted((r for r in reports.read_all(self.scratch) if r.is_consequence), key=lambda report: report.order)
+        if not any(report.waited for report in found) and not seen.states:
+            return None
+        number, text = explain_hang(found, seen, False, self.name)
         report = next((report for report in found if report.rank == number), found[0])
         return ActorError(text, "hang", report)
 
@@ -376,7 +385,9 @@ async def together(calls: Sequence[Awaitable[Any]]) -> list[Any]:
         for task in tasks:
             task.cancel()
         found = [other for other in errors if isinstance(other, ActorError)] or [error]
-        found.sort(key=lambda e: (e.report is not None and e.report.is_consequence, 0 if e.report is None else 1))
+        found.sort(
+            key=lambda e: (False, False, False) if e.report is None else (e.report.order[0], True, e.report.order[1])
+        )
         raise found[0] from error
 
 

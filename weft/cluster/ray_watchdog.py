@@ -20,7 +20,7 @@ import psutil
 from weft.cluster import reports
 from weft.cluster.machine import oom_kills
 from weft.cluster.status import Kind
-from weft.cluster.watch import FROZEN
+from weft.cluster.watch import FROZEN, Stops
 from weft.cluster.watchdog import periodically
 from weft.errors import ActorError
 from weft.telemetry import flight
@@ -45,13 +45,11 @@ _WORKER = "a worker of Ray's"
 
 @dataclass
 class _Part:
-    """A process of Ray. started: this process is its parent, and knows how it ends. since: when it was first seen to be
-    stopped, by the monotonic clock, and the frozen seconds then."""
+    """A process of Ray. started: this process is its parent, and knows how it ends."""
 
     name: str
     process: psutil.Process
     started: subprocess.Popen[bytes] | None = None
-    since: tuple[float, float] | None = None
 
     @property
     def state(self) -> str:
@@ -87,6 +85,8 @@ class RayWatchdog:
     _waiting: set[asyncio.Future[None]] = field(default_factory=set)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _oom_kills: int | None = field(default_factory=oom_kills)
+    _children: set[psutil.Process] = field(default_factory=set)
+    _stops: Stops = field(default_factory=Stops)
     _frozen: float = 0.0
     _next_search: float = 0.0
     _failed: tuple[str, Kind] | None = None
@@ -98,8 +98,8 @@ class RayWatchdog:
 
     @property
     def processes(self) -> list[psutil.Process]:
-        """The processes that are watched."""
-        return list(self._parts)
+        """The processes that are watched, and what the raylet has started."""
+        return [*self._parts, *self._children]
 
     def add(self, started: Mapping[str, subprocess.Popen[bytes]]) -> None:
         """Watch these processes, by Ray's names of their types, and the children of the raylet."""
@@ -120,12 +120,14 @@ class RayWatchdog:
             dead = [part for part in self._parts.values() if part.state == psutil.STATUS_DEAD]
             # The raylet ends by itself after an agent: then the agent is the cause.
             dead.sort(key=lambda part: part.started is not None and (part.started.returncode or 0) >= 0)
-            stopped = [part for part in self._parts.values() if self._is_stopped(part)]
+            seconds = {part.who: self._stops.seconds(part.process, self._frozen) for part in self._parts.values()}
+            stopped = [part for part in self._parts.values() if seconds[part.who] > STOPPED_SECONDS]
             if dead:
                 self._fail(*self._death(dead[0]))
             elif stopped:
-                state = FROZEN[stopped[0].state]
+                state = FROZEN.get(stopped[0].state, "stopped")
                 self._fail("hang", f"{stopped[0].who} has been {state} for {STOPPED_SECONDS:g} seconds")
+                stopped[0].process.kill()  # so that a call that waits for it ends
 
     async def unless_failed(self, waited: Awaitable[T]) -> T:
         """Await; raises `failure` as soon as a part of Ray has failed."""
@@ -172,14 +174,15 @@ class RayWatchdog:
 
     def stopped(self) -> str:
         """Words for the parts that are stopped now; empty if there are none."""
-        found = [part for part in self._parts.values() if part.state in FROZEN]
-        return "; ".join(f"{part.who} is {FROZEN[part.state]}" for part in found)
+        states = {part.who: FROZEN.get(part.state) for part in self._parts.values()}
+        return "; ".join(f"{who} is {state}" for who, state in states.items() if state is not None)
 
     def _find_children(self) -> None:
         """Watch the agents of the raylet, and workers that are stopped before they are actors."""
         if time.monotonic() < self._next_search:
             return
         self._next_search = time.monotonic() + _SEARCH_SECONDS
+        self._children = {child for child in self._children if child.is_running()}
         for process, part in list(self._parts.items()):
             if part.name == _WORKER and part.state not in FROZEN:
                 del self._parts[process]
@@ -187,22 +190,13 @@ class RayWatchdog:
         for raylet in raylets:
             for child in _children_of(raylet):
                 with suppress(psutil.Error):
+                    self._children.add(child)
                     words = " ".join(child.cmdline())
                     name = next((name for known, name in _AGENTS.items() if known in words), None)
                     if name is None and child.status() in FROZEN and not _is_watched_actor(child):
                         name = _WORKER
                     if name is not None and child not in self._parts:
                         self._parts[child] = _Part(name, child)
-
-    def _is_stopped(self, part: _Part) -> bool:
-        if part.state not in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
-            part.since = None
-            return False
-        now = time.monotonic()
-        if part.since is None:
-            part.since = now, self._frozen
-        since, frozen = part.since
-        return now - since - (self._frozen - frozen) > STOPPED_SECONDS
 
     def _death(self, part: _Part) -> tuple[Kind, str]:
         kills = oom_kills()

@@ -21,8 +21,10 @@ from pathlib import Path
 import psutil
 
 from weft.cluster.scratch import (
+    MARK,
     PROCESSES,
     kill_all,
+    marked_processes,
     note_of,
     remove_abandoned,
     remove_abandoned_memory,
@@ -30,7 +32,6 @@ from weft.cluster.scratch import (
 )
 from weft.version import PACKAGE
 
-MARK = "WEFT_RUN_SCRATCH"  # environment variable of the roots, which their descendants inherit
 _LOOK_SECONDS = 1.0
 _END_SECONDS = 20.0  # for the reaper to kill what is left at the end
 _ROOT, _BASE, _END = "root", "base", "end"  # the words of the controller's lines
@@ -52,7 +53,7 @@ class Reaper:
 
     @property
     def mark(self) -> dict[str, str]:
-        """Variables for the environment of a root."""
+        """Variables for the environment of a root, which its descendants inherit."""
         return {} if self._folder is None else {MARK: str(self._folder)}
 
     def add(self, *roots: int) -> None:
@@ -132,7 +133,6 @@ class _Notes:
     """The processes of a run, in memory and in the file that the next start reads."""
 
     def __init__(self, folder: Path) -> None:
-        self.mark = str(folder)
         self.processes: dict[psutil.Process, None] = {}
         self._file = (folder / PROCESSES).open("a", encoding="ascii")
 
@@ -150,13 +150,6 @@ class _Notes:
         """Note the descendants of the noted processes."""
         running = [process for process in self.processes if process.is_running()]
         self.add(descendants(running))
-
-    def add_marked(self) -> None:
-        """Note the processes that have inherited the mark of the roots: maybe they started after the last look."""
-        for process in psutil.process_iter():
-            with suppress(psutil.Error, OSError):
-                if process.environ().get(MARK) == self.mark:
-                    self.add([process])
 
 
 def main(controller: int, folder: Path) -> None:
@@ -186,7 +179,7 @@ def main(controller: int, folder: Path) -> None:
         notes.look()
     for _ in range(3):  # what a process starts while others are killed
         notes.look()
-        notes.add_marked()
+        notes.add(marked_processes(folder))
         kill_all([process for process in notes.processes if process.is_running()])
     remove_abandoned_memory()
     if not over:

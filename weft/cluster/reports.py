@@ -53,6 +53,12 @@ class RankReport:
         return self.kind == "peer" or self.waited
 
     @property
+    def order(self) -> tuple[bool, bool, float]:
+        """Sorts reports: the probable cause first, then ranks that waited in vain, then ranks whose connection to
+        another closed: that is what a rank does which waited in vain."""
+        return self.is_consequence, self.kind == "peer", self.time
+
+    @property
     def status(self) -> int:
         """The exit status of a rank that ends with this report."""
         return STATUS[self.kind] if self.exit_status is None else self.exit_status

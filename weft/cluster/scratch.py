@@ -20,6 +20,7 @@ import psutil
 
 PREFIX = "weft-"
 PROCESSES = "processes"  # a file of a folder: one process of its run a line, as `note_of` writes it
+MARK = "WEFT_RUN_SCRATCH"  # an environment variable of processes of a run, which names that folder
 SHARED_MEMORY = Path("/dev/shm")
 MEMORY_PREFIX = "weft-sync-"  # of files of shared memory, whose owner holds their lock
 _LOCK = "in-use"  # a file that is locked by those who use the folder
@@ -54,7 +55,7 @@ def remove_abandoned(base: str) -> None:
             descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_NOFOLLOW)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                kill_all(noted_processes(folder))
+                kill_all(processes_of(folder))
                 _remove(folder)
             finally:
                 os.close(descriptor)
@@ -77,18 +78,30 @@ def note_of(process: psutil.Process) -> str:
     return f"{process.pid} {process.create_time():.2f}\n"
 
 
-def noted_processes(folder: Path) -> list[psutil.Process]:
-    """The processes in the folder's file PROCESSES that still run; a process with the id of an ended one is not
-    counted."""
-    running = []
+def processes_of(folder: Path) -> list[psutil.Process]:
+    """The processes of the folder's run that still run: those that are noted in its file PROCESSES, and those that have
+    inherited its mark; empty without such a file. A process with the id of an ended one is not counted."""
+    running = dict[psutil.Process, None]()
     with suppress(OSError):
         for line in (folder / PROCESSES).read_text(encoding="ascii", errors="replace").splitlines():
             with suppress(ValueError, psutil.Error):
                 number, started = line.split()
                 process = psutil.Process(int(number))
-                if abs(process.create_time() - float(started)) < _SAME_SECONDS:
-                    running.append(process)
-    return running
+                if abs(process.create_time() - float(started)) < _SAME_SECONDS and _runs(process):
+                    running[process] = None
+        running |= dict.fromkeys(marked_processes(folder))
+    return list(running)
+
+
+def marked_processes(folder: Path) -> list[psutil.Process]:
+    """The processes that have inherited the mark of the folder's run. What their parents were does not matter, nor
+    whether these still run."""
+    marked = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):
+            if process.environ().get(MARK) == str(folder):
+                marked.append(process)
+    return marked
 
 
 def kill_all(processes: Collection[psutil.Process], seconds: float = _KILL_SECONDS) -> list[psutil.Process]:

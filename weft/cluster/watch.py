@@ -15,7 +15,7 @@ import psutil
 from weft.cluster import reports
 from weft.cluster.machine import oom_kills
 from weft.cluster.reports import RankReport
-from weft.cluster.watchdog import STACKS, main_stack, periodically
+from weft.cluster.watchdog import BEHIND_SECONDS, BEHIND_SHARE, STACKS, main_stack, periodically
 from weft.telemetry import flight
 from weft.telemetry.flight import Record
 
@@ -26,6 +26,7 @@ _BEHIND_SECONDS, _BEHIND_SHARE = 10.0, 0.2
 _TICK = 0.2
 FROZEN = {psutil.STATUS_STOPPED: "stopped (SIGSTOP)", psutil.STATUS_TRACING_STOP: "stopped by a debugger",
            psutil.STATUS_DISK_SLEEP: "waiting for a disk or a driver (state D)"}  # fmt: skip
+_STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,28 @@ class Silence:
         return limit * (1 + _BEHIND_SHARE) + _BEHIND_SECONDS
 
 
+class Stops:
+    """How long each process has been stopped, without the time in which this process did not run. Whatever phase a
+    stopped process is in, it makes no progress: it need not be given the time of a slow phase."""
+
+    def __init__(self) -> None:
+        self._since: dict[psutil.Process, tuple[float, float]] = {}  # monotonic seconds, frozen seconds
+
+    def seconds(self, process: psutil.Process, frozen_seconds: float) -> float:
+        """Seconds since it was first seen to be stopped; 0 if it is not."""
+        with suppress(psutil.Error):
+            if process.status() in _STOPPED:
+                since, frozen = self._since.setdefault(process, (time.monotonic(), frozen_seconds))
+                return time.monotonic() - since - (frozen_seconds - frozen)
+        self._since.pop(process, None)
+        return 0.0
+
+    @staticmethod
+    def most(timeout: float) -> float:
+        """The seconds after which a stopped rank is reported: those that wait for it in a collective know first."""
+        return timeout * (1 + BEHIND_SHARE) + BEHIND_SECONDS
+
+
 def process_of(record: Record, scratch: Path) -> psutil.Process | None:
     """The process of a record, if it runs on this machine and its environment names the record's folder."""
     with suppress(psutil.Error):
@@ -75,8 +98,9 @@ class Watch:
     def __init__(self, scratch: Path) -> None:
         self._scratch, self._kills = scratch, oom_kills()
         self._states: dict[int, str] = {}
-        self._asked = self._killed = False
-        self._silence = Silence()
+        self._noted = self._asked = self._killed = False
+        self._silence, self._stops = Silence(), Stops()
+        self._processes: dict[int, psutil.Process | None] = {}  # by process id
 
     def evidence(self) -> Evidence:
         """Everything known so far."""
@@ -90,11 +114,15 @@ class Watch:
         return Evidence(records, {rank: stack for rank, stack in stacks.items() if stack}, self._states, kills)
 
     def look(self, frozen_seconds: float) -> None:
-        """Request stacks where a rank has reported a hang; kill ranks that outlive a failed one by STOP_SECONDS."""
+        """Note which ranks are stopped when one has failed, and request stacks where it has reported a hang; kill ranks
+        that outlive a failed one by STOP_SECONDS."""
         errors = [report for report in reports.read_all(self._scratch) if not report.is_verdict]
         if not errors:
             self._report_silent(frozen_seconds)
             return
+        if not self._noted:
+            self._noted = True
+            self._note_states()
         if not self._asked and any(report.kind == "hang" for report in errors):
             self._asked = True
             self._ask_for_stacks()
@@ -123,12 +151,16 @@ class Watch:
                 if environment.get(reports.FOLDER_VARIABLE) == str(self._scratch) and "RANK" in environment:
                     yield int(environment["RANK"]), child
 
-    def _ask_for_stacks(self) -> None:
+    def _note_states(self) -> None:
         for rank, child in self._ranks():
             with suppress(psutil.Error):
                 state = FROZEN.get(child.status())
                 if state is not None:
                     self._states[rank] = state
+
+    def _ask_for_stacks(self) -> None:
+        for rank, child in self._ranks():
+            with suppress(psutil.Error):
                 if (self._scratch / STACKS / str(rank)).exists():  # it has a handler for the signal
                     child.send_signal(signal.SIGUSR2)
 
@@ -136,7 +168,12 @@ class Watch:
         """Report on behalf of a rank that makes no progress and cannot say so."""
         for rank, record in flight.read_all(self._scratch / flight.FOLDER).items():
             silence = self._silence.seconds(rank, record, frozen_seconds)
-            if record.limit is not None and silence > Silence.most(record.limit):
+            if record.pid not in self._processes:
+                self._processes[record.pid] = process_of(record, self._scratch)
+            process = self._processes[record.pid]
+            stopped = 0.0 if process is None else self._stops.seconds(process, frozen_seconds)
+            too_long = record.limit is not None and silence > Silence.most(record.limit)
+            if too_long or (record.timeout is not None and stopped > Stops.most(record.timeout)):
                 message = f"no progress for {silence:.0f} seconds{self._frozen(rank)}"
                 report = RankReport(rank, time.monotonic(), message, kind="hang", where=record.where())
                 reports.write(report, self._scratch)

@@ -64,15 +64,16 @@ _ABOUT_DOCUMENTS = ("plan", "count", "rows", "forward", "backward", "reduce", "e
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
     """One rank at one moment. since: when the phase began or last made progress. limit: seconds that the phase may take
-    without progress. step: 0 before the first. documents: sources of the first few of the phase's `count` documents.
-    plan: digest of the step's plan. changes: number of phases so far, equal on ranks that are equally far. trail: the
-    last phases, oldest first: since, step, phase, micro_batch."""
+    without progress. timeout: those that a usual phase may take. step: 0 before the first. documents: sources of the
+    first few of the phase's `count` documents. plan: digest of the step's plan. changes: number of phases so far, equal
+    on ranks that are equally far. trail: the last phases, oldest first: since, step, phase, micro_batch."""
 
     rank: int = 0
     world: int = 1
     pid: int = 0
     run: str = ""
     limit: float | None = None
+    timeout: float | None = None
     step: int = 0
     steps: int = 0
     plan: str = ""
@@ -132,6 +133,8 @@ class Flight:
         """Count a phase without progress for `timeout` seconds, or a multiple of it for slow phases, as a hang from now
         on. key: the config key of the timeout."""
         self._timeout, self.key = timeout, key
+        self._fixed["timeout"] = timeout
+        self._head = ""
         self.at(self.phase)
 
     @property
