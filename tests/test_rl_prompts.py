@@ -62,6 +62,45 @@ def test_what_the_model_is_given(row: dict[str, Any], expected: str) -> None:
     assert prompt.columns["answer"] == "7" and prompt.source == "data[0]" and prompt.id == "0.0"
 
 
+def test_rows_of_prompts_are_read_as_documents_are(tmp_path: Path) -> None:
+    """Conversations, keys of other names, tools and system messages in other columns; the rewards get all columns."""
+    template = "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}" + ASKING
+    tools = [{"name": "now", "description": "The time.", "parameters": {"type": "object", "properties": {}}}]
+    rows = [
+        {"conversations": [{"from": "human", "value": "hi"}], "functions": tools, "system_prompt": "be"},
+        {"messages": [{"who": "user", "what": "hi", "loss": 0}], "answer": "7"},
+    ]
+    keys = ["data.message_keys={role: who, content: what}", "data.system=kind"]
+    (first,) = read(rows[:1], template=template)
+    assert '"name": "now"' in decoded(first) and decoded(first).endswith(
+        "<|start|>system:be<|end|><|start|>user:hi<|end|><|start|>assistant:"
+    )
+    config = config_of(f"data.path={write_jsonl(tmp_path / 'k.jsonl', rows[1])}", *keys)
+    (second,) = load_rl_prompts(config, byte_tokenizer(template))
+    assert decoded(second) == "<|start|>system:kind<|end|><|start|>user:hi<|end|><|start|>assistant:"
+    assert second.columns["answer"] == "7"
+    text = write_jsonl(tmp_path / "t.jsonl", {"prompt": "hi"})
+    with pytest.raises(UserError, match="data.system has no effect on a `prompt` that is a text"):
+        load_rl_prompts(config_of(f"data.path={text}", keys[1]), byte_tokenizer(template))
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"prompt": [{"role": "user", "content": "hi", "hint": "7"}]}, "message 1 has `hint`, which neither"),
+        ({"prompt": [{"role": "user", "content": "hi"}], "tools": [{"name": "f"}]}, "has `tools`"),
+        (
+            {"prompt": [{"role": "system", "content": "be"}, {"role": "user", "content": "hi"}]},
+            "does not render the text of message 1",
+        ),
+    ],
+)
+def test_what_a_prompt_would_lose_is_refused(row: dict[str, Any], words: str) -> None:
+    users = ASKING.replace("{% for m in messages %}", "{% for m in messages if m.role != 'system' %}")
+    with pytest.raises(UserError, match=rf"data\[0\]: .*{words}"):
+        read([row], template=users)
+
+
 def test_a_text_may_be_what_a_user_says_and_an_instruction_goes_behind_it() -> None:
     (prompt,) = read([{"prompt": "hi"}], chat=True, instruction="Be brief.")
     assert decoded(prompt) == "<|start|>user:hi\nBe brief.<|end|><|start|>assistant:"
