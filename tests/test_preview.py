@@ -112,11 +112,12 @@ def test_every_row_is_read_and_bad_ones_are_listed(
     write_jsonl(Path("bad.jsonl"), *rows)
     shown(capsys, "data.path=bad.jsonl", "--sample")
     err = shown(capsys, "data.path=bad.jsonl", status=2)
-    assert "25 of 3,000 rows cannot be trained on:" in err and "and 5 more" in err
-    assert [n for n in range(990, 1030) if f"  bad.jsonl:{n}: has `body`" in err] == list(range(1001, 1021))
+    assert "25 of 3,000 rows cannot be trained on:\n  25 rows, bad.jsonl:1001 to bad.jsonl:1025: has `body`; it" in err
+    assert err.count("has `body`") == 1
     assert err.strip().endswith("Mend them, or set data.bad_rows=drop, which leaves them out.")
     out = shown(capsys, "data.path=bad.jsonl", "data.bad_rows=drop")
-    assert "bad      25 rows are left out (data.bad_rows=drop):" in out and "bad.jsonl:1020: has" in out
+    assert "bad      25 rows are left out (data.bad_rows=drop):" in out and "to bad.jsonl:1025: has" in out
+    assert "2,975 documents (text)" in out
     assert "steps    47 in an epoch" in out  # 2,975 documents, 64 in a step
     unclear = {"messages": chat(("user", "hi"))["messages"]}
     tools = {**chat(("user", "hi"), ("assistant", "yes")), "tools": [{"name": "f"}]}
@@ -124,6 +125,35 @@ def test_every_row_is_read_and_bad_ones_are_listed(
     err = shown(capsys, "data.path=late.jsonl", status=2)
     assert "2 of 3 rows cannot be trained on:\n  late.jsonl:2: no token of this document is trained" in err
     assert "late.jsonl:3: has `tools`" in err
+
+
+def test_rows_that_are_bad_in_any_way_are_counted_together(capsys: pytest.CaptureFixture[str]) -> None:
+    """Rows that cannot be read, and those of which nothing is trained: the numbers are those of the run."""
+    good, untrained = chat(("user", "hi"), ("assistant", "yes")), {"messages": chat(("user", "hi"))["messages"]}
+    write_jsonl(Path("mixed.jsonl"), good, {"body": "b"}, good, untrained, {"messages": []}, good)
+    err = shown(capsys, "data.path=mixed.jsonl", status=2)
+    assert "3 of 6 rows cannot be trained on:\n  mixed.jsonl:2: has `body`" in err
+    assert "  mixed.jsonl:4: no token of this document" in err and "  mixed.jsonl:5: `messages` is empty" in err
+    out = shown(capsys, "data.path=mixed.jsonl", "data.bad_rows=drop", "step.documents=1")
+    assert "3 documents (messages)" in out and "bad      3 rows are left out" in out and "steps    3 in an epoch" in out
+    tokens = next(line for line in out.splitlines() if line.startswith("tokens"))
+    write_jsonl(Path("good.jsonl"), good, good, good)
+    assert tokens in shown(capsys, "data.path=good.jsonl")
+
+
+@pytest.mark.parametrize("drop", [False, True])
+def test_a_mistake_in_every_row_is_said_once_and_leaving_out_all_rows_is_not_proposed(
+    drop: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = ["data.bad_rows=drop"] if drop else []
+    Path("all.csv").write_text("question,answer\n" + "a,b\n" * 40, encoding="utf-8")
+    err = shown(capsys, "data.path=all.csv", *keys, status=2)
+    assert "none of the 40 rows can be trained on:\n  40 rows, all.csv:2 to all.csv:41: has `question`, `answer`" in err
+    assert err.count("it needs") == 1 and "or set data.bad_rows" not in err
+    assert "Set 'data.columns={instruction: question, output: answer}'" in err
+    write_jsonl(Path("asked.jsonl"), *[{"messages": chat(("user", "hi"))["messages"]}] * 3)
+    err = shown(capsys, "data.path=asked.jsonl", *keys, status=2)
+    assert "none of the 3 rows can be trained on:" in err and "or set data.bad_rows" not in err
 
 
 def test_what_is_trained_is_always_shown(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,7 @@ from weft.data.open_sources import Source, open_data
 from weft.data.records import NEEDED
 from weft.data.sources import Part
 from weft.errors import UserError, first_line
-from weft.report.preview import Planned, Preview, Read, Sampled, refuse_bad, show_preview, show_sampled
+from weft.report.preview import Planned, Preview, Read, Sampled, refuse_bad, show_preview, show_sampled, trained_kinds
 from weft.report.progress import loading
 
 # With --sample, about so many bytes of a larger file are read.
@@ -26,20 +26,16 @@ _PLANNED = 8  # steps that are planned
 def run(config: SftConfig, options: PreviewOptions) -> None:
     """Entry point; runs in one process. Raises UserError for data that training would refuse, except long documents.
 
-    All rows are checked before the tokenizer is imported, because the check is fast.
+    All rows are read before the tokenizer is imported, because reading is fast: data of another format are refused at
+    once. Where some rows are bad, the others are tokenised, too, so that all the bad ones are named together.
     """
     sources, bad = open_data(config.data), list[str]()
     with loading(what="reading") as shown:
         sampled = [_read(source, part, options.sample, bad, shown) for source in sources for part in source.parts]
     count = sum(sum(one.formats.values()) for one in sampled)
-    if config.data.bad_rows == "error":
-        refuse_bad(bad, count + len(bad))
     if not count:
-        found = (
-            f"all {len(bad):,} rows are bad. The first: {bad[0]}" if bad else f"data.path must name data with {NEEDED}."
-        )
-        raise UserError(f"{sampled[0].part.origin}: holds no documents. {found}")
-    show_sampled(sampled)
+        refuse_bad(bad, len(bad))
+        raise UserError(f"{sampled[0].part.origin}: holds no documents. data.path must name data with {NEEDED}.")
     _tokenised(config, sampled, options)
 
 
@@ -96,8 +92,10 @@ def _tokenised(config: SftConfig, sampled: Sequence[Sampled], options: PreviewOp
                 table = in_memory(one.part.origin, one.part.by_line, chunks)
             read.append(Read(one.source, table, one.taken))
     bad = [text for one in read for _, text in bad_rows(one.table)]
-    if config.data.bad_rows == "error":
-        refuse_bad(bad, sum(len(one.table) + len(one.table.bad) for one in read))
+    rows = sum(len(one.table) + len(one.table.bad) for one in read)
+    if config.data.bad_rows == "error" or len(bad) == rows:
+        refuse_bad(bad, rows)
+    show_sampled([replace(one, formats=trained_kinds(each.table)) for one, each in zip(sampled, read, strict=True)])
     limit = length_limit(config.data, config.step.max_tokens_per_device, config.mesh.cp)
     limits = Limits(*limit, config.data.long_documents, drop_untrained=True)
     # Documents that training would refuse are left out of the plan, to show the steps of the others.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -36,7 +37,8 @@ _WIDTH = 40
 _MOST_TOKENS = 400  # of a document that is shown whole
 # Tokens that are shown of a longer one: at its beginning, on both sides of a trained part, at both ends of that part.
 _FIRST, _BESIDE, _TRAINED = 60, 30, (150, 50)
-_MOST_BAD = 20  # bad rows that are listed
+_MOST_BAD = 20  # errors of bad rows that are listed
+_LOCATED = re.compile(r"(.+?(?::\d+|\[\d+\])): (.*)", re.DOTALL)  # file:line or file[row], and what is wrong there
 _PERCENTILES = (0, 10, 50, 90, 99, 100)
 # Enclose trained text if the console has no colours.
 _MARKS = ("\u00bb", "\u00ab")
@@ -44,8 +46,8 @@ _MARKS = ("\u00bb", "\u00ab")
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """A part of a source before tokenising. blocks: the blocks that were read; None for all. formats: number of
-    documents by format. taken: the share of the part's bytes that was read."""
+    """A part of a source. blocks: the blocks that were read; None for all. formats: number of documents by format.
+    taken: the share of the part's bytes that was read."""
 
     source: Source
     part: Part
@@ -61,6 +63,12 @@ class Read:
     source: Source
     table: Table
     taken: float
+
+    @property
+    def lengths(self) -> Array:
+        """Tokens of each document that can be trained on."""
+        lengths: Array = self.table.lengths[self.table.losses > 0]
+        return lengths
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +100,7 @@ class Preview:
 
 
 def show_sampled(sampled: Sequence[Sampled], console: Console | None = None) -> None:
-    """Prints what is known before tokenising."""
+    """Prints the number of documents of each part."""
     console = console or Console()
     for one in sampled:
         count = sum(one.formats.values())
@@ -110,16 +118,36 @@ def _label(source: Source, origin: str) -> str:
 
 def refuse_bad(bad: Sequence[str], rows: int) -> None:
     """Raises UserError if there are bad rows. bad: their errors, each beginning with file:line. rows: all rows."""
-    if bad:
-        raise UserError(
-            "\n".join([f"{len(bad):,} of {rows:,} rows cannot be trained on:", *_named(bad)])
-            + "\nMend them, or set data.bad_rows=drop, which leaves them out."
-        )
+    if not bad:
+        return
+    whole = len(bad) == rows
+    said = f"none of the {rows:,} rows can" if whole and rows > 1 else f"{len(bad):,} of {rows:,} rows cannot"
+    advice = "Mend them, or set data.bad_rows=drop, which leaves them out."
+    if whole:
+        advice = "Mend them: data.bad_rows=drop would leave nothing to train on."
+    raise UserError("\n".join([f"{said} be trained on:", *_named(bad), advice]))
+
+
+def trained_kinds(table: Table) -> dict[str, int]:
+    """The number of documents of a table that can be trained on, by kind."""
+    kinds = table.formats[table.losses > 0]
+    counts = {kind: int((kinds == number).sum()) for number, kind in enumerate(ALL_KINDS)}
+    return {kind: count for kind, count in counts.items() if count}
 
 
 def _named(bad: Sequence[str]) -> list[str]:
-    more = [f"  and {len(bad) - _MOST_BAD:,} more"] if len(bad) > _MOST_BAD else []
-    return [*(f"  {text}" for text in bad[:_MOST_BAD]), *more]
+    """The errors, each once, with the first and the last of its rows: one mistake is often in every row."""
+    rows_of: dict[str, list[str]] = {}
+    for text in bad:
+        located = _LOCATED.match(text)
+        row, wrong = (located[1], located[2]) if located else ("", text)
+        rows_of.setdefault(wrong, []).append(row)
+    lines = []
+    for wrong, rows in list(rows_of.items())[:_MOST_BAD]:
+        several = f"{len(rows):,} rows, {rows[0]} to {rows[-1]}: " if rows[0] else ""
+        lines.append(f"  {several if len(rows) > 1 else rows[0] and f'{rows[0]}: '}{wrong}")
+    left = sum(len(rows) for rows in list(rows_of.values())[_MOST_BAD:])
+    return [*lines, *([f"  and {left:,} more rows"] if left else [])]
 
 
 def show_preview(
@@ -134,9 +162,10 @@ def show_preview(
     _show_samples(console, preview, tokenizer, samples, full)
     _show_lengths(console, preview)
     console.print()
-    kinds = np.concatenate([one.table.formats for one in preview.read])
-    counts = {kind: int((kinds == number).sum()) for number, kind in enumerate(ALL_KINDS)}
-    use = template_use({kind: n for kind, n in counts.items() if n}, preview.config.data, preview.template)
+    counts: Counter[str] = Counter()
+    for one in preview.read:
+        counts.update(trained_kinds(one.table))
+    use = template_use(counts, preview.config.data, preview.template)
     for line in [
         f"template {use}",
         *_token_lines(preview),
@@ -250,12 +279,12 @@ def _image_lines(images: Images | None, tokenizer: PreTrainedTokenizerBase, plac
 
 def _token_lines(preview: Preview) -> list[str]:
     about = "" if preview.exact else "about "
-    tokens = sum(int(one.table.lengths.sum()) / one.taken for one in preview.read)
+    tokens = sum(int(one.lengths.sum()) / one.taken for one in preview.read)
     trained = sum(int(one.table.losses.sum()) / one.taken for one in preview.read)
     lines = [f"tokens   {about}{round(tokens):,}, of which {round(trained):,} trained ({trained / tokens:.0%})"]
     for one in preview.read:
         if one.source.weight != 1.0:
-            count = Share(round(len(one.table) / one.taken), one.source.weight).in_epoch
+            count = Share(round(len(one.lengths) / one.taken), one.source.weight).in_epoch
             lines.append(
                 f"weight   {one.source.weight:g} of {one.source.name}: an epoch takes {about}{count:,} documents"
             )
@@ -276,8 +305,8 @@ def _image_totals(preview: Preview) -> list[str]:
 
 
 def _show_lengths(console: Console, preview: Preview) -> None:
-    lengths = np.concatenate([one.table.lengths for one in preview.read])
-    trained = np.concatenate([one.table.losses for one in preview.read])
+    lengths = np.concatenate([one.lengths for one in preview.read])
+    trained = np.concatenate([one.table.losses[one.table.losses > 0] for one in preview.read])
     grid = RichTable(box=box.SIMPLE_HEAD, pad_edge=False)
     grid.add_column("tokens of a document")
     for name in ("shortest", "10%", "median", "90%", "99%", "longest", "mean"):
@@ -318,11 +347,11 @@ def _bad_lines(preview: Preview) -> list[str]:
 
 def _long_lines(preview: Preview) -> list[str]:
     limits = preview.limits
-    long = sum(int((one.table.lengths > limits.max_length).sum()) for one in preview.read)
-    total = sum(len(one.table) for one in preview.read)
+    long = sum(int((one.lengths > limits.max_length).sum()) for one in preview.read)
+    total = sum(len(one.lengths) for one in preview.read)
     if not long:
         return [f"long     no document is longer than {limits.max_length:,} tokens ({limits.key})"]
-    lost = sum(int((one.table.lengths - limits.max_length).clip(0).sum()) for one in preview.read)
+    lost = sum(int((one.lengths - limits.max_length).clip(0).sum()) for one in preview.read)
     what = {
         "error": "training would refuse them: raise it, or set data.long_documents to truncate or drop",
         "truncate": f"they lose their ends, {lost:,} tokens (data.long_documents)",
