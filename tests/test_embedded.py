@@ -180,7 +180,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "a role that the template does not know": (chat(("tool", "a")), r"p\.jsonl:2: .* refused this document: no tools"),
     "a role that weft does not know": (
         chat(("human", "a")),
-        r"p\.jsonl:2: message 1: .* Set data\.roles={human: user}",
+        r"p\.jsonl:2: message 1: .* Set 'data\.roles={human: user}'",
     ),
 }
 
