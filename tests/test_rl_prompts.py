@@ -18,6 +18,7 @@ from weft.data.encode import Encoding
 from weft.data.prompts import load_prompts
 from weft.errors import UserError
 from weft.rl.chat import ChatRenderer
+from weft.rl.evaluate import HeldOutPrompts
 from weft.rl.prompts import PromptRules, Prompts, PromptStream, check_lengths, load_rl_prompts, read_prompts
 from weft.rollout.types import Prompt
 
@@ -123,6 +124,17 @@ def test_a_text_may_be_what_a_user_says_and_an_instruction_goes_behind_it() -> N
 )  # fmt: skip
 def test_whether_the_chat_template_is_used_is_said(rows: Any, template: str | None, says: str) -> None:
     assert read(rows, template=template).template_use() == says
+
+
+def test_held_out_prompts_that_are_trained_on_are_counted() -> None:
+    training, held_out = (
+        read([{"prompt": "a"}, {"prompt": "b"}]),
+        read([{"prompt": "c"}, {"prompt": "b", "answer": "d"}]),
+    )
+    (line,) = HeldOutPrompts({"": held_out}).leaks(training)
+    assert line.startswith("hint     1 of the 2 held-out prompts are in the training data, too")
+    assert "data[1] is the same as data[1]" in line
+    assert HeldOutPrompts({"new": read([{"prompt": "e"}])}).leaks(training) == []
 
 
 def test_files_of_other_trainers(tmp_path: Path) -> None:

@@ -89,6 +89,31 @@ def test_a_share_of_the_training_data_is_held_out(share: float, seed: int, tmp_p
         load_config([], [*words, "eval.share=0.5", f"eval.path={tmp_path}/a.jsonl"], SftConfig)
 
 
+@pytest.mark.parametrize("long", ["drop", "truncate"])
+def test_held_out_documents_that_are_trained_on_are_counted(long: str, tmp_path: Path) -> None:
+    """Equal tokens are found wherever they are; documents of one length that differ in a token are not equal."""
+    texts = [f"{number:03} {'word ' * 9}" for number in range(40)]
+    write_jsonl(tmp_path / "train.jsonl", *({"text": text} for text in texts))
+    held = [texts[7], texts[7].replace("w", "W", 1), "new", texts[30], texts[7] + " and more"]
+    write_jsonl(tmp_path / "held.jsonl", *({"text": text} for text in held))
+    words = [
+        f"model.path={model(byte_tokenizer, 300)}", "model.init=random", f"data.path={tmp_path}/train.jsonl",
+        "data.max_length=60", f"data.long_documents={long}",
+    ]  # fmt: skip
+    lines = read_run_data(load_config([], [*words, f"eval.path={tmp_path}/held.jsonl"], SftConfig)).held_out.lines()
+    (hint,) = [line for line in lines if line.startswith("hint")]
+    assert "2 of the 5 held-out documents are in the training data, too" in hint
+    assert f"{tmp_path}/held.jsonl:1 is the same as {tmp_path}/train.jsonl:8." in hint
+    named = read_run_data(load_config([], [*words, f"eval.sources=[{{name: new, path: {tmp_path}/held.jsonl}}]"]))
+    assert any(line.startswith("hint     new: 2 of the 5") for line in named.held_out.lines())
+    assert not any(
+        "hint" in line for line in read_run_data(load_config([], [*words, "eval.share=0.2"])).held_out.lines()
+    )
+    write_jsonl(tmp_path / "train.jsonl", *({"text": texts[0]} for _ in range(10)))
+    lines = read_run_data(load_config([], [*words, "eval.share=0.2"])).held_out.lines()
+    assert any("hint     2 of the 2 held-out documents" in line for line in lines)
+
+
 # ---------------------------------------------------------------- forms
 
 

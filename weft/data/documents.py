@@ -20,7 +20,7 @@ from weft.data.limits import bad_rows as bad_rows_of
 from weft.data.open_sources import Data, Source, open_data
 from weft.data.order import Share, permutation
 from weft.data.records import ALL_KINDS, NEEDED, template_use
-from weft.data.table import Array, Table
+from weft.data.table import Array, Digest, Table
 from weft.data.tokenise import Tokenising, Work, tokenise
 from weft.engine.document import Document, MeasuredDocuments, Measures
 from weft.engine.media import Media
@@ -111,6 +111,28 @@ class Documents(MeasuredDocuments):
             return super().take(indices)
         with opening_pool() as pool:
             return dict(zip(indices, pool.map(self.build, indices), strict=True))
+
+    def probes(self) -> Array:
+        """A number for each document, from its length and five of its tokens: it is the same for equal documents, and
+        rarely for others. The other tokens are not read."""
+        found = [np.empty(0, np.uint64)]
+        for piece in self._pieces:
+            table, lengths = piece.table, piece.table.lengths[piece.kept].astype(np.int64)
+            begins, numbers = table.ends[piece.kept] - lengths, lengths.astype(np.uint64)
+            for quarter in range(5):
+                tokens = table.ids[begins + (lengths - 1) * quarter // 4]
+                numbers = numbers * np.uint64(1_000_003) + tokens.astype(np.uint64)
+            found.append(numbers)
+        return np.concatenate(found)
+
+    def content(self, index: int) -> bytes:
+        """A digest of a document's tokens before truncation, and of the sizes of its images."""
+        piece, row = self._place(index)
+        kept, digest = int(piece.kept[row]), Digest()
+        ids, trained = piece.table.tokens(kept, int(piece.table.lengths[kept]))
+        digest.update(ids, np.zeros_like(trained), np.array([len(ids)]))
+        digest.update_images(*piece.table.media_of(kept))
+        return digest.hexdigest().encode()
 
     def _place(self, index: int) -> tuple[Piece, int]:
         """(the piece that holds document `index`, its row in the piece)."""
@@ -211,6 +233,28 @@ def hold_out(
         held.append(one.only(chosen))
     taken, report = _join(held)
     return _join(left), (taken, replace(report, dropped=0, bad=()))
+
+
+def also_trained(held_out: Documents, training: Documents) -> list[tuple[str, str]]:
+    """(name of a held-out document, name of the first equal one in the training data) of all documents that are in
+    both. Equal are tokens before truncation, and sizes of images. Names are file:line or file[row]."""
+    here, there = held_out.probes(), training.probes()
+    equal = {training.content(int(i)): int(i) for i in np.flatnonzero(np.isin(there, here))[::-1]}
+    pairs = ((int(i), equal.get(held_out.content(int(i)))) for i in np.flatnonzero(np.isin(here, there)))
+    return [(held_out.source(i), training.source(same)) for i, same in pairs if same is not None]
+
+
+def leak(name: str, equal: Sequence[tuple[str, str]], held_out: int, what: str) -> list[str]:
+    """A line about held-out data that are trained on, too. name: of the source, "" for eval.path and eval.share. equal:
+    (held-out row, equal row of the training data). held_out: number of held-out rows. what: their plural."""
+    if not equal:
+        return []
+    here, there = equal[0]
+    return [
+        f"hint     {name + ': ' if name else ''}{len(equal):,} of the {held_out:,} held-out {what} are in the training "
+        f"data, too, so that the evaluation says less about new ones. The first: {here} is the same as {there}. Leave "
+        "them out of one of the two"
+    ]
 
 
 def _check_not_empty(source: Source, tables: Sequence[Table], drop: bool) -> None:

@@ -41,11 +41,12 @@ _ROWS = 16  # rows of a rank in one plan: planning is superlinear, and the docum
 @dataclass(frozen=True)
 class HeldOut:
     """The evaluation data of a run. documents, reports: by source name of eval.sources, or under "" for eval.path and
-    eval.share. questions: of eval.prompts."""
+    eval.share. questions: of eval.prompts. leaks: lines about documents that are trained on, too."""
 
     documents: Mapping[str, Sequence[Document]] = field(default_factory=dict)
     reports: Mapping[str, DataReport] = field(default_factory=dict)
     questions: Questions | None = None
+    leaks: Sequence[str] = ()
 
     @property
     def digest(self) -> str:
@@ -60,13 +61,15 @@ class HeldOut:
 
     def lines(self) -> list[str]:
         """Lines that describe the evaluation data, for the opening."""
-        found = [f"held out {report}" for report in self.reports.values()]
+        found = [f"held out {report}" for report in self.reports.values()] + [*self.leaks]
         if self.questions is not None:
             found.append(f"prompts  {len(self.questions.prompts)}, answered at every evaluation")
         return found
 
 
 NOTHING = HeldOut()
+
+
 Read = Callable[[DataConfig], tuple[Sequence[Document], DataReport]]
 
 

@@ -79,6 +79,7 @@ def _task_lines(config: RlConfig, task: Task) -> list[str]:
     plan, rl = Plan.of(config, task.stream), config.rl
     lines = [f"prompts  {task.prompts}", f"template {task.prompts.template_use()}"]
     lines += [f"held out {name or config.eval.path}: {len(found):,}" for name, found in task.held_out.named.items()]
+    lines += task.held_out.leaks(task.prompts)
     lines.append(
         f"steps    {counted(plan.rollouts, 'rollout step')} of {counted(rl.prompts, 'prompt')} x "
         f"{counted(rl.group_size, 'sample')}, {counted(plan.per_rollout, 'optimizer step')} each: "

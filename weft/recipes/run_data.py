@@ -10,7 +10,16 @@ from functools import partial
 from transformers import PreTrainedTokenizerBase
 
 from weft.config.schema import DataConfig, SftConfig
-from weft.data.documents import DataReport, Documents, hold_out, lengths_of, load_documents, shares_of
+from weft.data.documents import (
+    DataReport,
+    Documents,
+    also_trained,
+    hold_out,
+    leak,
+    lengths_of,
+    load_documents,
+    shares_of,
+)
 from weft.data.encode import has_template, load_tokenizer, read_encoding
 from weft.data.ends import NO_ENDS, AnswerEnds, answer_ends, taught_ends
 from weft.data.images import Images, read_images
@@ -48,7 +57,13 @@ def read_run_data(config: SftConfig, shown: Shown | None = None) -> RunData:
     encoding = read_encoding(config.data, tokenizer)
     ends = answer_ends(config.model.path, tokenizer, taught_ends(documents, tokenizer, encoding))
     held_out = read_held_out(config, read, tokenizer, images, ends, of_training)
-    return RunData(documents, report, held_out, ends, has_template(tokenizer, encoding))
+    leaks = [
+        line
+        for name, others in held_out.documents.items()
+        if isinstance(others, Documents)
+        for line in leak(name, also_trained(others, documents), len(others), "documents")
+    ]
+    return RunData(documents, report, replace(held_out, leaks=leaks), ends, has_template(tokenizer, encoding))
 
 
 def dated(config: SftConfig) -> SftConfig:

@@ -12,11 +12,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import comb
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from weft.config.rl_schema import RlConfig, RlEvalConfig
 from weft.config.sources import source_name
+from weft.data.documents import leak
 from weft.data.images import Images
 from weft.rl.episodes import Episodes
 from weft.rl.meter import Meter, Show
@@ -44,9 +46,27 @@ class HeldOutPrompts:
         """The bad rows of all sources, as in Prompts.bad."""
         return [row for prompts in self.named.values() for row in prompts.bad]
 
+    def leaks(self, training: Prompts) -> list[str]:
+        """Lines about held-out prompts that are trained on, too. Equal are tokens, and sizes of images."""
+        lines: list[str] = []
+        for name, prompts in self.named.items():
+            wanted = {_content(prompt) for prompt in prompts}
+            trained: dict[Any, str] = {}
+            for prompt in training.prompts:
+                if (content := _content(prompt)) in wanted:
+                    trained.setdefault(content, prompt.source)
+            equal = [(p.source, trained[_content(p)]) for p in prompts.prompts if _content(p) in trained]
+            lines += leak(name, equal, len(prompts), "prompts")
+        return lines
+
     def all(self) -> list[Prompt]:
         """The prompts of all sources."""
         return [prompt for prompts in self.named.values() for prompt in prompts]
+
+
+def _content(prompt: Prompt) -> tuple[Any, ...]:
+    images = () if prompt.images is None else prompt.images.sizes
+    return prompt.tokens, *((size.height, size.width, size.size) for size in images)
 
 
 @dataclass(frozen=True)

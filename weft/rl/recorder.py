@@ -193,6 +193,7 @@ def print_rl_opening(run: Run, model: str, notes: Sequence[str]) -> None:
     say(f"run      {run.held.folder}")
     say(f"prompts  {run.task.prompts}")
     say(f"template {run.task.prompts.template_use()}")
+    say_all(run.task.held_out.leaks(run.task.prompts))
     for note in [*run.start.notes, *notes]:
         say(note)
     like = "" if rl.like is None else f" like {rl.like}"
