@@ -193,7 +193,7 @@ OF_THE_CONFIG = [
             files={"sft.yaml": SFT_YAML + "run: {overwrite: true}\n"},
             mended={"sft.yaml": SFT_YAML.replace("dir: run", "dir: run, overwrite: true")}),
     Mistake("groups of one sample", rl("rl.group_size=1"), ["set rl.group_size=2 or more"], rl("rl.group_size=2")),
-    Mistake("no reward", rl("rl.reward=[]"), ["as in rl.reward=[math]"], rl("rl.reward=[math]")),
+    Mistake("no reward", rl("rl.reward=[]"), ["as in 'rl.reward=[math]'"], rl("rl.reward=[math]")),
     Mistake("samples longer than a row", rl("rollout.max_new_tokens=900"), ["set step.max_tokens_per_device=932"],
             rl("rollout.max_new_tokens=900", "step.max_tokens_per_device=932")),
 ]  # fmt: skip

@@ -365,6 +365,21 @@ def test_a_normaliser_that_fills_the_memory_is_refused(replaces: Any, words: str
     assert f"{tmp_path}: tokenizer.json" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_hidden_layers": "2"}, "cannot read a model config.*num_hidden_layers"),
+        ({"num_hidden_layers": 2.0}, "cannot read a model config.*num_hidden_layers.*2.0"),
+        ({"dtype": "auto"}, "config.json: dtype is 'auto', and torch has no such dtype"),
+    ],
+)
+def test_a_config_at_fault_is_not_blamed_on_the_tokenizer(changes: dict[str, Any], words: str, tmp_path: Path) -> None:
+    file = copied(tmp_path) / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    with pytest.raises(UserError, match=words):
+        load_tokenizer(str(tmp_path))
+
+
 ADAPTERS: list[tuple[dict[str, Any], str]] = [
     ({"r": "8"}, "r cannot be '8'"),
     ({"r": -1}, "r cannot be -1"),

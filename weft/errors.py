@@ -20,8 +20,10 @@ class UserError(ValueError):
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an exception's message, without its full stop, as a part of a sentence."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+    """The first line of an exception's message, without its full stop, as a part of a sentence; with the second where
+    the first ends in a colon."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return " ".join(lines[: 1 + lines[0].endswith(":")]).rstrip(".:")
 
 
 def runs_own_code(path: str, error: BaseException, key: str = "model.path") -> UserError | None:

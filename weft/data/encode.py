@@ -507,6 +507,9 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
             raise
         if refusal := runs_own_code(path, error):
             raise refusal from error
+        from weft.models.hf import read_config
+
+        read_config(path)  # transformers looks tokenizers up by config.json: where that is at fault, this says so
         raise UserError(
             f"model.path: no tokenizer could be read from {path}: {first_line(error)}. It needs tokenizer.json and "
             "tokenizer_config.json beside config.json; copy them from the model you started from."

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import copy
 import os
-import pickle
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future, wait
@@ -94,7 +94,7 @@ class Work:
     def too_slow(self, block: Block) -> UserError:
         """The error that names the row of a block that the tokenizer does not end with: they are tried one by one."""
         # The thread that does not end holds this encoder's lock, and has borrowed its tokenizer.
-        encoder = pickle.loads(pickle.dumps(self)).make()
+        encoder = copy.deepcopy(self).make()
         where, seconds = "", 0.0
         for _, record in block.records(self.reading, lambda number, error: None):
             seconds = _PATIENCE / 4 + len(str(record.value)) / _SLOWEST
