@@ -100,7 +100,7 @@ class Watch:
         self._states: dict[int, str] = {}
         self._noted = self._asked = self._killed = False
         self._silence, self._stops = Silence(), Stops()
-        self._processes: dict[int, psutil.Process | None] = {}  # by process id
+        self._processes: dict[int, psutil.Process] = {}  # by process id
 
     def evidence(self) -> Evidence:
         """Everything known so far."""
@@ -169,8 +169,8 @@ class Watch:
         for rank, record in flight.read_all(self._scratch / flight.FOLDER).items():
             silence = self._silence.seconds(rank, record, frozen_seconds)
             if record.pid not in self._processes:
-                self._processes[record.pid] = process_of(record, self._scratch)
-            process = self._processes[record.pid]
+                self._processes |= {process.pid: process for _, process in self._ranks()}
+            process = self._processes.get(record.pid)
             stopped = 0.0 if process is None else self._stops.seconds(process, frozen_seconds)
             too_long = record.limit is not None and silence > Silence.most(record.limit)
             if too_long or (record.timeout is not None and stopped > Stops.most(record.timeout)):
