@@ -15,11 +15,8 @@ PLACES = {
     ("weft/data/workers.py", "serve", "pickle.loads"): "a pipe to the process that has started this one",
     ("weft/importing.py", "import_extra", "import_module"): "names written at the calls, of weft's extras",
     ("weft/importing.py", "import_module", "import_module"): "import paths of the config",
-    (
-        "weft/models/hf.py",
-        "import_architectures",
-        "import_module",
-    ): "model.imports, which is never in the model's folder",
+    ("weft/importing.py", "import_named", "import_module"): "the same",
+    ("weft/models/hf.py", "import_architectures", "import_module"): "model.imports, never in the model's folder",
     ("weft/models/hf_processor.py", "_family", "import_module"): "modules of transformers, by names that it lists",
     ("weft/models/hf_processor.py", "_without_torchvision", "import_module"): "the same",
     ("weft/rl/reward_calls.py", "_found", "pickle.loads"): "functions of the program that calls weft.rl",

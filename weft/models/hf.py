@@ -141,6 +141,11 @@ def read_config(path: str) -> PretrainedConfig:
     except Exception as error:  # of any type: a family's config class got values that it does not expect
         if refusal := runs_own_code(path, error):
             raise refusal from error
+        if missing := re.search("module 'torch' has no attribute '(.*?)'", str(error)):
+            raise UserError(
+                f"model.path: {path}: config.json: dtype is {missing[1]!r}, and torch has no such dtype: write "
+                "float32, bfloat16 or float16, or remove it."
+            ) from error
         own = " If it is your own, name the module that registers it in model.imports (weft chat, export, merge: "
         hint = f"{own}--import)." if "does not recognize this architecture" in str(error) else ""
         raise UserError(f"model.path: cannot read a model config from {path!r}: {first_line(error)}.{hint}") from error
