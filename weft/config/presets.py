@@ -61,6 +61,22 @@ _NEMO_RL: dict[str, Any] = {
     "kl_estimator": "k3", "kl_clamp": 10.0, "kl_unbiased": False, "correction": "none", "count_masked": False,
 }  # fmt: skip
 
+# roll/configs/base_config.py (PPOConfig) and roll/pipeline/rlvr/actor_worker.py: KL in the loss is k3, cut at 10
+_ROLL: dict[str, Any] = {
+    "clip": [0.2, 0.2], "dual_clip": None, "aggregation": "sequence_mean", "kl_in": "loss", "kl_estimator": "k3",
+    "kl_clamp": 10.0, "kl_unbiased": False, "correction": "none", "count_masked": False, "dynamic_sampling": 0,
+}  # fmt: skip
+# miles/utils/arguments.py and loss_hub/math_utils.py; slime/utils/arguments.py and ppo_utils.py
+_SLIME: dict[str, Any] = {
+    "clip": [0.2, 0.2], "dual_clip": None, "aggregation": "sequence_mean", "kl_in": "loss", "kl_estimator": "k1",
+    "kl_clamp": None, "kl_unbiased": False, "correction": "none", "count_masked": False, "dynamic_sampling": 0,
+}  # fmt: skip
+# openrlhf/cli/train_ppo_ray.py, openrlhf/models/loss.py (PolicyLoss) and models/utils.py (compute_approx_kl)
+_OPENRLHF: dict[str, Any] = {
+    "clip": [0.2, 0.2], "dual_clip": None, "aggregation": "token_mean", "kl": 0.01, "kl_in": "reward",
+    "kl_estimator": "k1", "kl_clamp": 10.0, "correction": "none", "count_masked": False,
+}  # fmt: skip
+
 
 def _but(common: dict[str, Any], *without: str, **own: Any) -> dict[str, Any]:
     return {name: value for name, value in common.items() if name not in without} | own
@@ -89,6 +105,17 @@ LIKE: dict[str, dict[str, dict[str, Any]]] = {
         "cispo": _but(_VERL, "clip", "dual_clip"),
         **dict.fromkeys(("rloo", "reinforce++", "reinforce++_baseline", "ppo"), _VERL),
     },
+    "roll": {
+        "grpo": _ROLL,
+        "gspo": _but(_ROLL, "clip"),
+        **{
+            name: _but(_ROLL, kl_in="reward", kl_estimator="k1", kl_clamp=None)
+            for name in ("reinforce++", "reinforce++_baseline")
+        },
+        "ppo": _but(_ROLL, kl_in="reward", kl_estimator="k1", kl_clamp=None, scale="none", gae_lambda=0.95),
+    },
+    **{name: {"grpo": _SLIME, "gspo": _but(_SLIME, "clip")} for name in ("miles", "slime")},
+    "openrlhf": {"ppo": _OPENRLHF, "reinforce++": _OPENRLHF},
     "nemo-rl": {"grpo": _NEMO_RL, "gspo": _but(_NEMO_RL, "clip", aggregation="sequence_mean")},
 }  # fmt: skip
 

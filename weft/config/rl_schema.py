@@ -64,7 +64,7 @@ class RlAlgorithm:
         "(docs/reference/algorithms.md).",
         "grpo",
     )
-    like: Literal["trl", "verl", "nemo-rl"] | None = key(
+    like: Literal["trl", "verl", "roll", "miles", "slime", "openrlhf", "nemo-rl"] | None = key(
         "Sets those of the keys below that nobody has set as this trainer has them by default for rl.algorithm, where "
         "it differs from the paper (docs/reference/algorithms.md); null: the paper's.",
         None,
