@@ -529,7 +529,7 @@ def test_the_page_of_presets_is_current() -> None:
         (["rl.count_masked=true"], "rl.mask_truncated is false"),
         (["rl.count_masked=true", "rl.mask_truncated=true", "rl.algorithm=dapo"], "rl.aggregation=token_mean counts"),
         (["rl.like=nemo-rl", "rl.algorithm=ppo"], "set rl.algorithm to one of grpo, gspo, or rl.like=null"),
-        (["rl.like=openrlhf"], "rl.like must be one of trl, verl, nemo-rl or null"),
+        (["rl.like=prime-rl"], "rl.like must be one of trl, verl, roll, miles, slime, openrlhf, nemo-rl or null"),
         (["rl.overlong_buffer=2000"], "set it to at most rollout.max_new_tokens = 1024"),
         (["rl.overlong_penalty=2"], "rl.overlong_buffer is not set"),
     ],
