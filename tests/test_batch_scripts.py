@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -86,7 +87,10 @@ main(words.split())
 
 
 def program(path: Path, text: str) -> None:
-    path.write_text(f"#!{sys.executable}\n{text}")
+    """A program of Python. Its first line cannot name an interpreter whose path has a space."""
+    code = path.with_name(f"{path.name}.code")
+    code.write_text(text)
+    path.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {shlex.quote(str(code))} "$@"\n')
     path.chmod(0o755)
 
 
@@ -247,7 +251,8 @@ ANCESTRY = (
 @pytest.mark.parametrize("variable", ["TORCHELASTIC_RUN_ID", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"])
 def test_the_launcher_is_known_behind_a_shell(variable: str) -> None:
     """This process starts a shell, the launcher; it starts a wrapper with the rank's variables, and that the rank."""
-    rank = f"{variable}=0 sh -c '{sys.executable} -c \"{ANCESTRY}\" {os.getpid()}; exit $?'; exit $?"
+    rank = f"{shlex.quote(sys.executable)} -c {shlex.quote(ANCESTRY)} {os.getpid()}; exit $?"
+    rank = f"{variable}=0 sh -c {shlex.quote(rank)}; exit $?"
     launcher = subprocess.run(["sh", "-c", rank], env=environment(PYTHONPATH=str(ROOT)), timeout=60, check=False)
     assert launcher.returncode == 0
 
