@@ -90,6 +90,33 @@ def test_a_hub_out_of_reach_is_said_at_once(tmp_path: Path, monkeypatch: pytest.
     hub.check_model_is_there("model-dri")
 
 
+def test_a_model_that_is_not_cached_is_not_looked_for_offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The tokenizer would be blamed, and its files asked for."""
+    monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", True)
+    for read in (load_tokenizer, hf.read_config):
+        with pytest.raises(UserError, match=r"someone/model is no folder .* HF_HUB_OFFLINE is set.*unset it"):
+            read("someone/model")
+    monkeypatch.setattr(
+        hub, "try_to_load_from_cache", lambda path, name: str(tmp_path) if "tokenizer" in name else None
+    )
+    hub.check_model_is_there("someone/model")
+
+
+def test_variables_in_paths_that_are_made_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder of that name would be made, and the run be looked for elsewhere."""
+    monkeypatch.setenv("SCRATCH", "/large")
+    for key in ("run.dir", "data.cache"):
+        base = ["model.path=org/model", "data.path=org/data"]
+        for value in ("$SCRATCH/new", "${SCRATCH}/new"):
+            with pytest.raises(
+                UserError, match=rf"{key} is '.*', and a config replaces no variables: write .*/large/new"
+            ):
+                load_config([], [*base, f"{key}={value}"])
+        with pytest.raises(UserError, match=rf"{key} is .*oc.env:SCRATCH.*: write the path itself"):
+            load_config([], [*base, f"{key}=${{oc.env:SCRATCH}}/new"])
+        load_config([], [*base, f"{key}=costs-5$"])
+
+
 def test_a_port_in_use_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

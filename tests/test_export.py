@@ -32,6 +32,7 @@ from weft.engine.engine import Engine
 from weft.errors import StorageError, UserError
 from weft.models import hf
 from weft.objectives.cross_entropy import CrossEntropy
+from weft.rollout.sync import buckets
 from weft.sharding.safetensors_files import create
 from weft.verification.documents import awkward_steps
 from weft.verification.observed import to_documents
@@ -209,6 +210,27 @@ def test_what_the_source_keeps_in_fp32_stays_so(tmp_path: Path) -> None:
     assert kept == {f"model.layers.{layer}.mlp.gate.e_score_correction_bias" for layer in (1, 2)}
     for name in kept:  # a buffer: no gradient, so it comes back as it was
         assert torch.equal(saved[name], tensors_of(path)[name]) and bool(saved[name].any())
+
+
+def save_in_bf16(path: str, folder: str) -> dict[str, tuple[torch.dtype, torch.dtype]]:
+    """Leaves the export in FOLDER. Returns name -> dtype in the export's plan, and in what engines are sent."""
+    engine = open_engine(path, "1")
+    plan = export.plan_export(engine, torch.bfloat16)
+    export.save_planned(engine, plan, export.written_shards(engine), Path(folder))
+    sent = buckets.weights(engine, torch.bfloat16).manifest
+    return {name: (tensor.dtype, sent[name].dtype) for name, tensor in plan.manifest.items()}
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
+def test_router_biases_stay_fp32_whatever_dtype_is_asked_for(family: str, tmp_path: Path) -> None:
+    """Rounded, they would choose other experts in the served model than in the trained one."""
+    path = source(family, "bf16")
+    [dtypes] = run(1, save_in_bf16, str(path), str(tmp_path / "saved"))
+    biases = {name for name in dtypes if name.endswith("e_score_correction_bias")}
+    assert biases and all(both == (torch.float32,) * 2 for name, both in dtypes.items() if name in biases)
+    assert all(both == (torch.bfloat16,) * 2 for name, both in dtypes.items() if name not in biases)
+    saved, before = tensors_of(tmp_path / "saved"), tensors_of(path)
+    assert all(torch.equal(saved[name], before[name]) and bool(saved[name].any()) for name in biases)
 
 
 def test_a_config_names_the_dtype_of_most_elements() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Regex, normalizers
 
 from tests import forked
@@ -26,6 +26,7 @@ from weft.models import hf
 from weft.run.identity import _rows_of
 from weft.sharding import adapter_files
 from weft.sharding.boxes import Box
+from weft.sharding.load import plan_load
 from weft.sharding.quantised import decoder_of
 from weft.sharding.safetensors_files import TensorFile
 from weft.sharding.source import open_source
@@ -458,3 +459,15 @@ def test_damage_at_random(tmp_path: Path) -> None:
 @pytest.mark.timeout(3600)
 def test_much_damage_at_random(tmp_path: Path) -> None:
     fuzz_all(tmp_path, 20_000)
+
+
+def test_a_head_that_is_missing_may_be_the_embedding(tmp_path: Path) -> None:
+    tensors = load_file(copied(tmp_path) / "model.safetensors")
+    del tensors["lm_head.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    model, source = hf.build_meta(hf.read_config(str(tmp_path)), dtype=torch.float32, attention=None), str(tmp_path)
+    with pytest.raises(UserError, match=r'write "tie_word_embeddings": true there; .*: lm_head.weight'):
+        plan_load(model, open_source(source), ())
+    config = json.loads((tmp_path / "config.json").read_text()) | {"tie_word_embeddings": True}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    plan_load(hf.build_meta(hf.read_config(source), dtype=torch.float32, attention=None), open_source(source), ())

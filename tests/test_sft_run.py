@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -317,6 +318,17 @@ def test_a_dry_run_shows_mesh_and_sharding_and_writes_nothing(here: Path, capsys
     assert cli.main([*words, "--parameters"]) == 0
     assert re.search(r"lm_head\.weight +264x64 +88x64 +dp_shard +float32", capsys.readouterr().out)
     assert tree(here) == before
+
+
+def test_dropout_of_the_model_is_said_to_be_off(here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["sft", "c.yaml", "--device", "cpu", "--dry-run"]
+    assert cli.main(words) == 0
+    assert "\ndropout " not in capsys.readouterr().out
+    shutil.copytree(here / "model", tmp_path / "model")
+    config = json.loads((tmp_path / "model/config.json").read_text()) | {"attention_dropout": 0.1}
+    (tmp_path / "model/config.json").write_text(json.dumps(config))
+    assert cli.main([*words, f"model.path={tmp_path}/model"]) == 0
+    assert "\ndropout  attention_dropout 0.1 of config.json: 0 in training" in capsys.readouterr().out
 
 
 def test_an_impossible_kernel_is_refused_before_training(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

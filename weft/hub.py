@@ -13,14 +13,30 @@ from weft.config.paths import near_names
 from weft.errors import UserError
 
 _SECONDS = 5.0
+_TELLING = ("config.json", "adapter_config.json", "tokenizer_config.json", "tokenizer.json")
+
+
+def _cached_config(path: str) -> object:
+    """A cached file that tells that a hub id was fetched; None if there is none."""
+    try:
+        found = (try_to_load_from_cache(path, name) for name in _TELLING)
+        return next((file for file in found if isinstance(file, str)), None)
+    except ValueError:  # no hub id
+        return None
 
 
 def check_model_is_there(path: str) -> None:
-    """Raise UserError if model.path is no folder, is not in the hub's cache, and the hub is out of reach. Skipped in
-    offline mode, in which the client fails at once, and with a proxy."""
-    if Path(path).exists() or constants.HF_HUB_OFFLINE or getproxies():
+    """Raise UserError if model.path is no folder, is not in the hub's cache, and the hub is out of reach or
+    HF_HUB_OFFLINE forbids it. With a proxy the hub is not tried."""
+    if Path(path).exists() or isinstance(_cached_config(path), str):
         return
-    if isinstance(try_to_load_from_cache(path, "config.json"), str):
+    if constants.HF_HUB_OFFLINE:
+        raise UserError(
+            f"model.path {path} is no folder here and not in the hub's cache ({constants.HF_HUB_CACHE}), and "
+            "HF_HUB_OFFLINE is set, so that the hub is not asked: unset it, name a folder, or fetch the model first "
+            f"where it is not set.{near_names(Path(path), folders=True)}"
+        )
+    if getproxies():
         return
     hub = urlsplit(constants.ENDPOINT)
     try:

@@ -28,7 +28,9 @@ def check_paths(config: Any, explicit: Mapping[str, str] | None = None, *, weigh
     named = [("model.path", config.model.path), ("lora.path", config.lora.path), ("run.dir", config.run.dir)]
     named += [("data.chat_template", config.data.chat_template), ("eval.prompts", prompts)]
     named += [("model.weights", config.model.weights)]
-    found = list(_unnameable([*data, *((key, path) for key, path in named if path is not None)]))
+    written = [("run.dir", config.run.dir), ("data.cache", config.data.cache)]
+    found = [(key, problem) for key, path in written if (problem := _variable_problem(key, path))]
+    found += list(_unnameable([*data, *((key, path) for key, path in named if path is not None)]))
     if not found:
         found = [(key, data_problem(key, path)) for key, path in data if not is_url(path)]
         if prompts is not None and not is_url(prompts):
@@ -61,6 +63,15 @@ def _import_paths(config: Any) -> list[tuple[str, str]]:
     paths = [(key, path) for key, path in named if path is not None and ("." in path or ":" in path)]
     paths += [("model.imports", f"{module}:") for module in config.model.imports]
     return [(key, path) for key, path in paths if path.partition(":")[0] != MAIN]
+
+
+def _variable_problem(key: str, path: str | None) -> str:
+    """The problem of a path, which need not exist yet, with a variable in it; else ""."""
+    if path is None or not re.search(r"\$[{A-Za-z_]", path):
+        return ""
+    expanded = os.path.expandvars(path)
+    write = override(key, expanded) if "$" not in expanded else "the path itself"
+    return f"{key} is {path!r}, and a config replaces no variables: write {write}."
 
 
 def _extra_problem(config: Any) -> str:

@@ -31,6 +31,7 @@ from weft.engine.schedule import in_flight
 from weft.engine.sleep import Part
 from weft.memory.activations import RowSharing, saved_bytes
 from weft.memory.estimate import HostNeeds, hint, host_bytes
+from weft.models import hf
 from weft.models.lora import describe
 from weft.models.pipeline import Pipeline
 from weft.ops.attention import EXACT, choose
@@ -250,6 +251,9 @@ def _model_lines(
     yield from vision_lines(engine, _elements_of(engine), config.data.image_pixels)
     if built.flops.expert:
         yield f"experts  {_balancing(engine)} (model.router_aux_loss); dropout and router jitter are 0"
+    if noise := hf.noise_of(hf.read_config(built.path)):
+        named = ", ".join(dict.fromkeys(f"{name} {value:g}" for _, name, value in noise))
+        yield f"dropout  {named} of config.json: 0 in training, as dropout and router jitter always are"
     begins = engine.optimizer is not None and engine.loaded is not None
     yield from state_lines(engine.built.load, engine.config.optimizer) if begins else ()
     for line in describe(engine.lora, engine.module, _elements_of(engine)) if engine.lora is not None else ():

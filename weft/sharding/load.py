@@ -85,7 +85,14 @@ def plan_load(
     fresh = frozenset(p.runtime for p in lacking if p.runtime in may_lack)
     key = source.key
     needed = [piece.disk for piece in lacking if piece.runtime not in fresh]
-    _raise_for(key, "weights that the model needs are not in the files", needed)
+    head = next((n for n, module in model.named_modules() if module is model.get_output_embeddings()), None)
+    says = "weights that the model needs are not in the files"
+    if needed == [f"{head}.weight"] and not hf.tied_parameters(model):
+        says += (
+            ', and config.json says "tie_word_embeddings": false. If the head is the embedding, write '
+            '"tie_word_embeddings": true there; else fetch the files again'
+        )
+    _raise_for(key, says, needed)
     filled = [p for p in pieces if p.runtime not in fresh]
     wrong = [
         f"{file} is {list(source.shape(file))} and should be {list(p.shape)}"
