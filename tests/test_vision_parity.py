@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -19,7 +21,7 @@ from weft.models import hf
 from weft.verification import harness
 from weft.verification.documents import awkward_steps
 from weft.verification.harness import Verdict
-from weft.verification.image_documents import steps_with_images
+from weft.verification.image_documents import steps_with_images, text_ids
 
 
 def parity(
@@ -57,6 +59,14 @@ def test_families(family: str) -> None:
 ))  # fmt: skip
 def test_meshes(family: str, mesh: str) -> None:
     check(family, mesh)
+
+
+def test_text_beside_images_is_no_placeholder() -> None:
+    """Whatever ids a model has given them: documents get words after an image at their end, and in place of
+    placeholders among random tokens."""
+    for image, video in itertools.product((3, 5, 6, 7, 90), (None, 3, 5, 6, 8)):
+        words = text_ids(SimpleNamespace(image=image, video=video))  # type: ignore[arg-type]
+        assert len(set(words)) == 3 and not {image, video} & set(words)
 
 
 FROZEN = {"model": {"freeze": ("model.visual",)}}

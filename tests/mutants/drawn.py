@@ -37,6 +37,7 @@ MOST_SECONDS, MOST_FILES = 60.0, 5  # of the tests of one mutant, as recorded
 LEFT_OUT = ("verification/bugs/", "rollout/vllm/", "config/reference.py", "config/compat/pages.py")
 # Tests of the repository itself, and those that try everything at once.
 APART = (
+    "test_containers.py",
     "test_house.py",
     "test_mutants.py",
     "test_docs.py",

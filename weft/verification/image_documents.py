@@ -31,12 +31,13 @@ def steps_with_images(
     base: a base model with weights, whose tower decides how many placeholders an image has.
     """
     source, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    words = text_ids(vision)
     out: list[list[Document]] = []
     images: dict[tuple[int, ...], dict[str, torch.Tensor]] = {}
     for number, step in enumerate(steps):
         out.append([])
         for place, (ids, mask) in enumerate(step):
-            text = [3 if i in (vision.image, vision.video) else i for i in ids]
+            text = [words[0] if i in (vision.image, vision.video) else i for i in ids]
             count = 0 if (bare and number == len(steps) - 1) or len(ids) < 3 else (place + 1) % 3
             found = [vision.sample(generator, source.randrange(1, 4)) for _ in range(count)]
             if found and videos and place % 4 < 2:
@@ -50,6 +51,11 @@ def steps_with_images(
     return out, images
 
 
+def text_ids(vision: Vision) -> list[int]:
+    """Three token ids that are no placeholder of an image or a video."""
+    return [i for i in (3, 5, 6, 7, 8) if i not in (vision.image, vision.video)][:3]
+
+
 def _inserted(document: Document, runs: Sequence[tuple[int, int]], vision: Vision, source: random.Random) -> Document:
     """The document with the placeholders of one more image or video after its present ones; text stays before, between
     and after them."""
@@ -57,7 +63,7 @@ def _inserted(document: Document, runs: Sequence[tuple[int, int]], vision: Visio
     for placeholder, count in runs:
         first = max((n + 1 for n, i in enumerate(ids) if i in (vision.image, vision.video)), default=0) + 1
         if first >= len(ids):  # text between two of them
-            ids, mask = [*ids, 5, 6], [*mask, 1.0, 1.0]
+            ids, mask = [*ids, *text_ids(vision)[1:]], [*mask, 1.0, 1.0]
         at = source.randrange(first, len(ids))
         ids, mask = (
             [*ids[:at], *[placeholder] * count, *ids[at:]],
