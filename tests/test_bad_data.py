@@ -268,6 +268,21 @@ def test_preference_pairs_are_called_so_and_the_chosen_answers_go_through_the_te
     assert turns == TURNS
 
 
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "a", "completion": "b", "label": False},
+        {"messages": TURNS, "kto_tag": False},
+        {"prompt": "a", "completion": "b", "label": 1, "kto_tag": False},
+    ],
+)
+def test_answers_that_are_not_wanted_are_not_trained(row: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=r"is false: the answer is one that is not wanted.*data\.ignore=\["):
+        parse_row("d.jsonl:1", row, Reading())
+    wanted = {name: value or True for name, value in row.items()}
+    assert parse_row("d.jsonl:1", wanted, Reading()).format in ("prompt", "messages")
+
+
 def test_there_are_forty_cases() -> None:
     assert len({case.name for case in CASES}) == len(CASES) >= 40
 

@@ -129,6 +129,7 @@ def parse_row(where: str, row: Mapping[str, Any], reading: Reading, folder: str 
     # Null means absent: exported tables have every column in every row.
     present = {name: value for name, value in named.items() if value is not None}
     refuse_media(where, present)
+    _refuse_unwanted(where, present)
     if (conversations := conversations_of(present)) is not None:
         _refuse_preferences(where, present, reading.chat)
         present = {name: value for name, value in present.items() if name not in _ASKED}
@@ -256,6 +257,19 @@ def _refuse_preferences(where: str, row: Mapping[str, Any], chat: bool) -> None:
         f"{where}: has `chosen` and `rejected`: it is a preference pair, and weft has no preference tuning (DPO) yet. "
         f"To fine-tune on the chosen answers alone, set {override('data.columns', columns)}."
     )
+
+
+def _refuse_unwanted(where: str, row: Mapping[str, Any]) -> None:
+    """Raises UserError for an answer that a row of unpaired preferences (KTO) says is not wanted: TRL's `label` beside
+    prompt and completion, LLaMA-Factory's `kto_tag`."""
+    marks = ("label", "kto_tag") if "prompt" in row and "completion" in row else ("kto_tag",)
+    for mark in marks:
+        if row.get(mark) is False:
+            raise UserError(
+                f"{where}: `{mark}` is false: the answer is one that is not wanted, and weft has no preference tuning "
+                f"(KTO) yet. Remove such rows to fine-tune on the others, or set {override('data.ignore', [mark])} to "
+                "train all."
+            )
 
 
 def _are_turns(value: Sequence[Any]) -> bool:
