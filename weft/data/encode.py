@@ -6,6 +6,7 @@ import copy
 import datetime
 import json
 import math
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -509,7 +510,8 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
             raise refusal from error
         from weft.models.hf import read_config
 
-        read_config(path)  # transformers looks tokenizers up by config.json: where that is at fault, this says so
+        if not os.path.isdir(path) or os.path.exists(os.path.join(path, "config.json")):
+            read_config(path)  # transformers looks tokenizers up by config.json: where that is at fault, this says so
         raise UserError(
             f"model.path: no tokenizer could be read from {path}: {first_line(error)}. It needs tokenizer.json and "
             "tokenizer_config.json beside config.json; copy them from the model you started from."
