@@ -408,7 +408,7 @@ REFUSED = {
     "two of one name": (["eval.sources=[{path: held.jsonl}, {path: held.jsonl}]"], r"eval\.sources: two sources are"),
     "a path and sources": (["eval.path=held.jsonl", "eval.sources=[{path: held.jsonl}]"], r"are both set: keep one"),
     "no sources": (["eval.sources=[]"], r"eval\.sources: is empty: name at least one source, or set eval\.path"),
-    "a text as a file of prompts": (["eval.prompts=Who"], r"eval\.prompts Who is no file: .*prompts=\['Who'\]"),
+    "a text as a file of prompts": (["eval.prompts=Who"], r"eval\.prompts Who is no file: .*'eval\.prompts=\[Who\]'"),
     "a list that YAML does not read": (["eval.prompts=[Who?]"], r"\[Who\?\] is no list to YAML: quote each text"),
     "no prompts": (["eval.prompts=[]"], r"eval\.prompts is empty: name a file"),
     "a figure that is not there": (
