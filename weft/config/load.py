@@ -93,8 +93,11 @@ def written_config(run: str, schema: type, name: str | None = None) -> str:
 
 def imports_of_run(path: str) -> tuple[str, ...]:
     """model.imports of the run that the path, a run folder or one of its checkpoints, belongs to; empty for others."""
-    folder = Path(path).resolve()
-    file = next((own for own in (folder, *folder.parents[1:2]) if (own / "config.yaml").is_file()), None)
+    try:
+        folder = Path(path).resolve()
+        file = next((own for own in (folder, *folder.parents[1:2]) if (own / "config.yaml").is_file()), None)
+    except (OSError, RuntimeError, ValueError):  # no file has such a name: whoever opens it says so
+        return ()
     if file is None:
         return ()
     try:

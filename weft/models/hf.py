@@ -114,8 +114,8 @@ def import_architectures(modules: Iterable[str], path: str, key: str = "model.im
     """Import the user's modules that register architectures with transformers' Auto classes, before the config of the
     model at `path` is read. key: where the modules are named, for messages. Raises UserError if a module cannot be
     imported, or lies in the model's folder, whose code is never run."""
-    folder = Path(path).resolve()
     for name in modules:
+        folder = Path(path).resolve()
         origin = module_file(name) if Path(path).is_dir() else None
         if origin is not None and origin.resolve().is_relative_to(folder):
             raise UserError(
