@@ -22,6 +22,7 @@ from weft.cluster.failures import keep_own_record, own_failure_text
 from weft.cluster.launchers import process_of_launcher
 from weft.cluster.machine import end_with_parent
 from weft.cluster.reports import RankReport
+from weft.cluster.scratch import runs
 from weft.cluster.status import FAILURE, STATUS, SUCCESS
 from weft.cluster.stopping import request_stop
 from weft.cluster.watchdog import STACKS, in_collective, periodically, watch_for_ever, watched, write_stacks_to
@@ -113,7 +114,7 @@ def _ending_with_launcher() -> Iterator[None]:
     asked: list[int] = []
 
     def look(frozen: float) -> None:
-        if launcher is None or asked or _runs(launcher):
+        if launcher is None or asked or runs(launcher):
             return
         asked.append(signal.SIGTERM)
         if request_stop(signal.SIGTERM) and os.environ.get("LOCAL_RANK", "0") == "0":
@@ -121,13 +122,6 @@ def _ending_with_launcher() -> Iterator[None]:
 
     with nullcontext() if launcher is None else periodically(look, _LAUNCHER_SECONDS, "weft-launcher"):
         yield
-
-
-def _runs(process: psutil.Process) -> bool:
-    try:
-        return bool(process.is_running()) and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def set_up_actor(number: int) -> Path:

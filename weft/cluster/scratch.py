@@ -87,7 +87,7 @@ def processes_of(folder: Path) -> list[psutil.Process]:
             with suppress(ValueError, psutil.Error):
                 number, started = line.split()
                 process = psutil.Process(int(number))
-                if abs(process.create_time() - float(started)) < _SAME_SECONDS and _runs(process):
+                if abs(process.create_time() - float(started)) < _SAME_SECONDS and runs(process):
                     running[process] = None
         running |= dict.fromkeys(marked_processes(folder))
     return list(running)
@@ -110,19 +110,22 @@ def kill_all(processes: Collection[psutil.Process], seconds: float = _KILL_SECON
         with suppress(psutil.Error):
             process.kill()
     end = time.monotonic() + seconds
-    left = [process for process in processes if _runs(process)]
+    left = [process for process in processes if runs(process)]
     while left and time.monotonic() < end:
         time.sleep(0.02)
-        left = [process for process in left if _runs(process)]
+        left = [process for process in left if runs(process)]
     return left
 
 
-def _runs(process: psutil.Process) -> bool:
-    """Whether it runs; one that has ended and that its parent has not noticed yet does not."""
+def runs(process: psutil.Process) -> bool:
+    """Whether it runs; one that has ended and that its parent has not noticed yet does not. One that this user may not
+    look at does."""
     try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.Error:
+        return bool(process.is_running()) and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
         return False
+    except psutil.Error:
+        return True
 
 
 def _remove(folder: Path) -> None:

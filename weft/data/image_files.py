@@ -82,8 +82,9 @@ def measured(image: Image, where: str, checks: Checks) -> Measured:
         orientation = _orientation(picture)
         if checks.decode or (picture.format == "TIFF" and orientation in _TURNED):  # Pillow turns TIFF while it decodes
             picture.load()
-            picture = in_colours(_upright(picture))  # all that `pixels` does: what fails, fails now
-            orientation = None
+            picture, orientation = _upright(picture), None
+            if picture.mode != "RGB":  # all that `pixels` does: what fails, fails now
+                in_colours(picture)
         width, height = reversed(picture.size) if orientation in _TURNED else picture.size
         return Measured(height, width, size, changed)
 

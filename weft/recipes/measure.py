@@ -59,7 +59,7 @@ def run(config: SftConfig | RlConfig, options: MeasureOptions) -> None:
         say(json.dumps(content))
         return
     say(f"model    {name}")
-    say(*(f"data     {line}" for line in [config.data.path or "several sources"]))
+    say(f"data     {config.data.path or 'several sources'}")
     _show(measured)
     base = config.model.path + (f",peft={config.lora.path}" if config.lora.on else "")
     say(f"more     public benchmarks: lm_eval --model hf --model_args pretrained={base} --tasks gsm8k")

@@ -35,7 +35,7 @@ def measured_config(path: str, words: Sequence[str], step: int | None = None) ->
     the run's config, answers are rewarded; else documents have a loss. Raises UserError."""
     data = [word for word in words if "=" not in word or Path(word).exists()]
     overrides = [word for word in words if word not in data]
-    named = {name for word in overrides for name in [word.partition("=")[0]]}
+    named = {word.partition("=")[0] for word in overrides}
     if len(data) != 1 and not (not data and named & {"data.path", "data.sources"}):
         what = "name the data" if not data else f"{data[1]} is a second file: name one, or a pattern in quotes"
         raise UserError(f"weft eval: {what}, as in weft eval {path} held_out.jsonl [section.key=value ...].")
