@@ -9,9 +9,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import transformers
@@ -23,12 +24,13 @@ from tests.hub_server import Hub, asked, hub
 from tests.pool import run
 from tests.resuming import Sections, attempt, inputs, lines, process
 from weft import cli
+from weft.checkpoint.retention import complete_steps
 from weft.config.load import load_config
 from weft.config.schema import CheckpointConfig
 from weft.errors import UserError
 from weft.recipes import push
 from weft.remote import card
-from weft.remote.card import model_card
+from weft.remote.card import CARD, model_card
 from weft.remote.hub import Repository
 from weft.remote.push import Pusher
 
@@ -258,8 +260,30 @@ def attempt_with_hub(url: str, token: str | None, *arguments: Any) -> None:
         attempt(*arguments)
 
 
-def trained(folder: Path, url: str, mesh: str = "1", token: str | None = hub_server.TOKEN, **sections: Any) -> None:
-    run(world_of(mesh), attempt_with_hub, url, token, str(inputs()), str(folder), mesh, False, None, sections, None)
+def attempt_that_waits_for_an_upload(url: str, token: str | None, *arguments: Any) -> None:
+    """The same, whose training goes on from its first complete checkpoint when the first upload has begun: a short run
+    would be over before the thread of the uploads looks for a checkpoint."""
+    pop_messages = Pusher.pop_messages
+    waited = threading.Event()
+
+    def pop_when_uploading(pusher: Pusher) -> list[str]:
+        if complete_steps(pusher._checkpoints) and not waited.is_set():
+            deadline = time.monotonic() + 60.0
+            while not (pusher._links / CARD).exists():
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            waited.set()
+        return pop_messages(pusher)
+
+    with mock.patch.object(Pusher, "pop_messages", pop_when_uploading):
+        attempt_with_hub(url, token, *arguments)
+
+
+def trained(
+    folder: Path, url: str, mesh: str = "1", token: str | None = hub_server.TOKEN,
+    attempt_of: Callable[..., None] = attempt_with_hub, **sections: Any,
+) -> None:  # fmt: skip
+    run(world_of(mesh), attempt_of, url, token, str(inputs()), str(folder), mesh, False, None, sections, None)
 
 
 def test_the_last_checkpoint_at_the_end(finished: Path, tmp_path: Path) -> None:
@@ -281,7 +305,10 @@ def test_after_each_save_while_training_goes_on_and_checkpoints_are_removed(tmp_
     with hub() as found:
         found.hold.clear()
         release_when(found, tmp_path / "run/checkpoints/step-000010")
-        trained(tmp_path / "run", found.url, checkpoint=keys, train={"steps": 10, "epochs": None})
+        trained(
+            tmp_path / "run", found.url, attempt_of=attempt_that_waits_for_an_upload, checkpoint=keys,
+            train={"steps": 10, "epochs": None},
+        )  # fmt: skip
         commits = found.repos["me/model"].commits
         assert commits[0].message < commits[-1].message == "Upload step-000010 of run"
         assert "model.safetensors" in commits[0].files
