@@ -65,8 +65,11 @@ types: $(STAMP)
 	$(BIN)/mypy weft
 
 # Two at a time: much of the suite waits (for time limits, for ranks to start), and one file's ranks are one worker's.
+# Status 1: tests failed. Up to three of them run once more, alone, and are named if they pass.
 suite: $(STAMP)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	rm -f .pytest_cache/v/cache/lastfailed
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS) || \
+		{ test $$? -eq 1 && $(BIN)/python -m tests.again; }
 
 # Some 250 small bugs, each planted into a copy of weft: do its tests see it? WORDS=... takes those whose names hold one.
 mutants: $(STAMP)
