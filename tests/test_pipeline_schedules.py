@@ -7,7 +7,9 @@ rank, against plain transformers.
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,8 @@ from weft.errors import UserError
 from weft.models import hf
 from weft.models.placement import Placement
 from weft.models.weight_gradients import WeightGradients
+from weft.parallel.mesh import Channel
+from weft.parallel.stages import Message
 
 # ---------------------------------------------------------------- orders
 
@@ -71,6 +75,92 @@ def test_what_is_sent_first_is_asked_for_first(schedule: Schedule, chunks: int, 
                     if source is not None:
                         asked.setdefault((placement.rank_of(source), place), []).append((stage, micro))
         assert sent == asked
+
+
+def streamed_bubble(
+    schedule: Schedule, ranks: int, chunks: int, micro_batches: int, cost: Callable[[int, Action], float]
+) -> float:
+    """The bubble where each rank runs sends and receives of one channel in the order of posting, as NCCL does.
+
+    As PipelineExecutor.train does, a rank posts the receives of this action and of the next, computes, and posts the
+    send. A message is there when both ends have reached it in their channels and the sender has computed it.
+    """
+    placement = placement_of(schedule, ranks, chunks)
+    channels: dict[tuple[int, Channel], list[tuple[Message, int]]] = {}  # -> (message, actions before it was posted)
+    places: dict[tuple[int, Message], tuple[tuple[int, Channel], int]] = {}
+    orders = [order(schedule, placement, rank, micro_batches) for rank in range(ranks)]
+
+    def needs(rank: int, action: Action) -> Message | None:
+        stage, onward = placement.stage_of(rank, action.chunk), action.kind == "forward"
+        source = None if action.kind == "weights" else placement.neighbour(stage, not onward)
+        return None if source is None else Message(onward, stage, action.micro)
+
+    def post(rank: int, message: Message, source: int, target: int, done: int) -> None:
+        if source != target and (rank, message) not in places:
+            key = rank, Channel.between(message.onward, source, target)
+            channels.setdefault(key, []).append((message, done))
+            places[rank, message] = key, len(channels[key]) - 1
+
+    for rank, actions in enumerate(orders):
+        for done, action in enumerate(actions):
+            for near in actions[done : done + 2]:
+                if (message := needs(rank, near)) is not None:
+                    source = placement.neighbour(message.stage, not message.onward)
+                    assert source is not None
+                    post(rank, message, placement.rank_of(source), rank, done)
+            stage, onward = placement.stage_of(rank, action.chunk), action.kind == "forward"
+            target = None if action.kind == "weights" else placement.neighbour(stage, onward)
+            if target is not None:
+                post(rank, Message(onward, target, action.micro), rank, placement.rank_of(target), done + 1)
+
+    @functools.cache
+    def reached(rank: int, message: Message) -> float:
+        """When a rank's end of a message can begin: after all that the channel has before it."""
+        key, index = places[rank, message]
+        before = 0.0 if index == 0 else arrived(channels[key][index - 1][0])
+        return max(before, computed(rank, channels[key][index][1] - 1))
+
+    @functools.cache
+    def arrived(message: Message) -> float:
+        return max(reached(rank, message) for rank in range(ranks) if (rank, message) in places)
+
+    @functools.cache
+    def computed(rank: int, index: int) -> float:
+        if index < 0:
+            return 0.0
+        message = needs(rank, orders[rank][index])
+        begin = computed(rank, index - 1)
+        if message is not None and (rank, message) in places:
+            begin = max(begin, arrived(message))
+        return begin + taken(rank, orders[rank][index])
+
+    def taken(rank: int, action: Action) -> float:
+        return cost(placement.stage_of(rank, action.chunk), action)
+
+    whole = max(computed(rank, len(orders[rank]) - 1) for rank in range(ranks))
+    return 1.0 - sum(taken(rank, action) for rank in range(ranks) for action in orders[rank]) / (whole * ranks)
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), SCHEDULES)
+def test_messages_in_order_of_their_channels_keep_no_rank_waiting(schedule: Schedule, chunks: int) -> None:
+    """No rank both sends and receives on a channel. With one channel for both, a send waits for the message that was
+    requested before it: ZBVZeroBubble's 4 ranks and 16 micro-batches of one cost have a bubble of 4%, not of 3%."""
+    for ranks, micro_batches in itertools.product((2, 3, 4), (1, 4, 9, 16)):
+        placement = placement_of(schedule, ranks, chunks)
+        stages = [placement.rank_of(stage) for stage in range(placement.stages)]
+        for onward, stages_in_order in ((True, stages), (False, stages[::-1])):
+            pairs = [pair for pair in itertools.pairwise(stages_in_order) if pair[0] != pair[1]]
+            sends = {(source, Channel.between(onward, source, target)) for source, target in pairs}
+            assert sends.isdisjoint((target, Channel.between(onward, source, target)) for source, target in pairs)
+        orders = [order(schedule, placement, rank, micro_batches) for rank in range(ranks)]
+        for cost in (lambda stage, action: 1.0, uneven):
+            ideal = bubble(orders, placement, cost)
+            assert streamed_bubble(schedule, ranks, chunks, micro_batches, cost) == pytest.approx(ideal)
+
+
+def uneven(stage: int, action: Action) -> float:
+    """A cost that differs by stage (its layers) and micro-batch (its documents)."""
+    return (2.0 if action.kind == "backward" else 1.0) * (1.0 + 0.1 * stage) * (1.0 + action.micro % 3)
 
 
 @pytest.mark.parametrize(("schedule", "chunks"), SCHEDULES)

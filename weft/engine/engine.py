@@ -120,7 +120,7 @@ class Engine:
             self._executor = PipelineExecutor(
                 config, built, self.mesh, self.device, link, made.pipeline, made.stages.costs
             )
-            self._other_stages = OtherStages(self.mesh.pp.onward, self.borrowed)
+            self._other_stages = OtherStages(self.mesh.pp.group, self.borrowed)
         rate = config.model.router_bias_rate
         self._router_biases = None if rate is None else RouterBiases(self.module, self._executor.load, rate)
         on_device, replay = self.device.type == "cuda", self._executor.replay
@@ -451,7 +451,7 @@ class Engine:
         if self.pipeline is None or self.mesh.pp is None:
             return None
         meshes = [self.mesh.dp] if self.mesh.experts is None else [self.mesh.dp, self.mesh.experts]
-        return Lane(self.mesh.pp.onward, self.mesh.pp.place, self.pipeline.holders, meshes)
+        return Lane(self.mesh.pp.group, self.mesh.pp.place, self.pipeline.holders, meshes)
 
     def gradient_norm(self) -> float:
         """The global norm of the gradient accumulated so far."""

@@ -197,7 +197,7 @@ class PipelineExecutor(Executor):
         """See Executor.sum_over_stages."""
         joined = torch.cat([own.flatten() for own in sums])
         with waiting():
-            dist.all_reduce(joined, group=self.axis.onward)
+            dist.all_reduce(joined, group=self.axis.group)
         for own, part in zip(sums, joined.split([own.numel() for own in sums]), strict=True):
             own.copy_(part.view_as(own))
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -48,34 +48,44 @@ class ExpertRanks:
     with_tp: Communicator | None
 
 
+class Channel(NamedTuple):
+    """Messages between stages that share a process group: hidden states (onward) or their gradients, to a later rank or
+    an earlier one, from ranks with an odd index or an even one.
+
+    NCCL runs sends and receives of one group in the order in which a rank posts them. So no rank sends and receives on
+    one channel: a send would wait until a message that was requested before it has arrived.
+    """
+
+    onward: bool
+    later: bool
+    odd: bool
+
+    @classmethod
+    def between(cls, onward: bool, source: int, target: int) -> Channel:
+        """The channel from one rank to a neighbour in the order of stages (the last and the first rank included)."""
+        return cls(onward, source < target, source % 2 == 1)
+
+
 @dataclass(frozen=True)
 class PipelineAxis:
-    """A rank's place on pp, whose ranks have the same documents. channels: (hidden states or else gradients, to a later
-    rank or else to an earlier one) -> process group. All have the same ranks; messages of one kind never wait for those
-    of another."""
+    """A rank's place on pp, whose ranks have the same documents. group: for collectives. channels: for messages between
+    two ranks. All process groups have the same ranks."""
 
     place: int
     size: int
-    channels: Mapping[tuple[bool, bool], dist.ProcessGroup]
-
-    @property
-    def onward(self) -> dist.ProcessGroup:
-        return self.channels[True, True]
-
-    @property
-    def back(self) -> dist.ProcessGroup:
-        return self.channels[False, False]
+    group: dist.ProcessGroup
+    channels: Mapping[Channel, dist.ProcessGroup]
 
     def all_gather(self, value: T) -> list[T]:
         """Each rank's value; collective."""
         said = [value] * self.size
-        dist.all_gather_object(said, value, group=self.onward)
+        dist.all_gather_object(said, value, group=self.group)
         return said
 
     def from_place(self, place: int, value: T) -> T:
         """The value of the rank at `place`, on all ranks; collective."""
         said = [value]
-        dist.broadcast_object_list(said, group=self.onward, group_src=place)
+        dist.broadcast_object_list(said, group=self.group, group_src=place)
         return said[0]
 
 
@@ -215,10 +225,11 @@ def _pipeline_axis(root: DeviceMesh, sizes: MeshSizes) -> PipelineAxis | None:
     if sizes.pp == 1:
         return None
     lanes = torch.arange(sizes.world).reshape(sizes.pp, -1).T.tolist()
-    channels = {(True, True): root.get_group("pp")}
-    for way in ((False, False), (True, False), (False, True)):
-        channels[way], _ = dist.new_subgroups_by_enumeration(lanes)
-    return PipelineAxis(root["pp"].get_local_rank(), sizes.pp, channels)
+    pairs = [(a, b) for a in range(sizes.pp) for b in range(sizes.pp) if abs(a - b) in (1, sizes.pp - 1)]
+    # In the same order on all ranks, because making a group is collective.
+    wanted = dict.fromkeys(Channel.between(onward, *pair) for onward in (True, False) for pair in pairs)
+    channels = {channel: dist.new_subgroups_by_enumeration(lanes)[0] for channel in wanted}
+    return PipelineAxis(root["pp"].get_local_rank(), sizes.pp, root.get_group("pp"), channels)
 
 
 def _tp_axis(root: DeviceMesh) -> Axis | None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from weft.cluster.simulated import has_ended
 from weft.models.pipeline import Pipeline
 from weft.models.placement import Placement
-from weft.parallel.mesh import PipelineAxis, own_part
+from weft.parallel.mesh import Channel, PipelineAxis, own_part
 from weft.sharding.cuts import AnyCut, Cuts, full_shape
 from weft.telemetry import flight
 from weft.telemetry.timing import waiting
@@ -61,7 +61,7 @@ class Link:
         value = torch.zeros(1, device=self.device)
         for onward in (True, False):
             for source, end in self._pairs(onward):
-                group = self.axis.channels[onward, source < end]
+                group = self.axis.channels[Channel.between(onward, source, end)]
                 if self.axis.place == source:
                     _wait(dist.isend(value, group=group, group_dst=end), self.device)
                 elif self.axis.place == end:
@@ -84,7 +84,7 @@ class Link:
         if rank == self.axis.place:
             return
         buffer = torch.empty(self._shape(shape), dtype=self.dtype, device=self.device)
-        group = self.axis.channels[message.onward, rank < self.axis.place]
+        group = self.axis.channels[Channel.between(message.onward, rank, self.axis.place)]
         self._asked[message] = buffer, dist.irecv(buffer, group=group, group_src=rank)
 
     def receive(self, message: Message) -> Tensor | None:
@@ -113,7 +113,7 @@ class Link:
         if rank == self.axis.place:
             self._own[Message(onward, target, micro)] = sent
             return
-        group = self.axis.channels[onward, self.axis.place < rank]
+        group = self.axis.channels[Channel.between(onward, self.axis.place, rank)]
         self._sent = [(kept, work) for kept, work in self._sent if not has_ended(work)]
         self._sent.append((sent, dist.isend(sent, group=group, group_dst=rank)))
 
@@ -147,17 +147,19 @@ def sum_shared_gradients(module: nn.Module, pipeline: Pipeline, axis: PipelineAx
     shared = [parameter for parameter in shared if parameter.requires_grad]
     works, others = [], []
     other = axis.size - 1 - axis.place
+    later = axis.channels[Channel.between(True, 0, axis.size - 1)]
+    earlier = axis.channels[Channel.between(False, axis.size - 1, 0)]
     for parameter in shared:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         own = own_part(parameter.grad).contiguous()
         others.append(torch.empty_like(own))
         if axis.place == 0:
-            works.append(dist.isend(own, group=axis.onward, group_dst=other))
-            works.append(dist.irecv(others[-1], group=axis.back, group_src=other))
+            works.append(dist.isend(own, group=later, group_dst=other))
+            works.append(dist.irecv(others[-1], group=earlier, group_src=other))
         else:  # in the order of the other rank, as NCCL needs it
-            works.append(dist.irecv(others[-1], group=axis.onward, group_src=other))
-            works.append(dist.isend(own, group=axis.back, group_dst=other))
+            works.append(dist.irecv(others[-1], group=later, group_src=other))
+            works.append(dist.isend(own, group=earlier, group_dst=other))
     for work in works:
         _wait(work, shared[0].device)
     for parameter, theirs in zip(shared, others, strict=True):
@@ -181,7 +183,7 @@ def gather_over_stages(
     """
     mine = {n: (full_shape(n, t, cuts), t.dtype) for n, t in held.items() if t is not None}
     known: list[dict[str, tuple[tuple[int, ...], torch.dtype]]] = [{}] * axis.size
-    dist.all_gather_object(known, mine, group=axis.onward)
+    dist.all_gather_object(known, mine, group=axis.group)
     for name in names:
         stages = pipeline.holders[name]
         own = held.get(name) if axis.place in stages else None
@@ -193,5 +195,5 @@ def gather_over_stages(
             shape, dtype = known[stages[0]][name]
             found = torch.empty(shape, dtype=dtype, device=device)
         assert found is not None
-        dist.broadcast(found, group=axis.onward, group_src=stages[0])
+        dist.broadcast(found, group=axis.group, group_src=stages[0])
         yield name, found

@@ -86,8 +86,8 @@ def _of_mesh(mesh: Mesh) -> Iterator[tuple[str, dist.ProcessGroup]]:
     if mesh.tp is not None:
         yield "tp", mesh.tp_group
     if mesh.pp is not None:
-        yield "pp", mesh.pp.onward
-        yield "pp", mesh.pp.back
+        yield "pp", mesh.pp.group
+        yield from (("pp", group) for group in mesh.pp.channels.values())
     if mesh.dp_replicate > 1:
         yield "dp_replicate", mesh.dp.get_group("dp_replicate")
     yield "fsdp", mesh.dp.get_group(mesh.shard_axis)
