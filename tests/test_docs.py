@@ -7,11 +7,14 @@ import json
 import re
 import sys
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from tests.docs_runner import Block, blocks, commands, run
+from tests.local_rl import local_actors
 from tests.test_house import HOUSE
 from tests.toy_tokenizers import byte_tokenizer, chat
 from tests.zoo import tiny_config
@@ -19,6 +22,7 @@ from weft import cli
 from weft.config.compat.trainer import TABLES
 from weft.config.load import load_config
 from weft.models import hf
+from weft.recipes import rl
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -61,6 +65,19 @@ def workplace(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_the_commands_of_a_page_run(page: Path, workplace: Path) -> None:
     for block in blocks(page):
         run(block, workplace)
+
+
+@pytest.mark.slow
+def test_the_cell_of_a_notebook_that_starts_reinforcement_learning_runs(workplace: Path) -> None:
+    """As it stands; threads of this process are in place of Ray's actors."""
+    (block,) = [block for block in blocks(ROOT / "docs/how-to/notebook.md") if "weft.rl(" in block.text]
+    space: dict[str, Any] = {"__name__": "__main__"}
+    with mock.patch.object(rl, "open_actors", local_actors):
+        exec(compile(block.text, "notebook.md", "exec"), space)
+    run = space["run"]
+    assert [line["step"] for line in run.metrics] == list(range(1, 21)) and len(run.rollouts) == 20
+    assert {"rewards/is_right/mean", "rewards/length/mean"} <= run.metrics[-1].keys()
+    assert all(line["rewards/failed"] == 0 for line in run.metrics)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=label)

@@ -96,6 +96,71 @@ def test_a_function_that_fails_for_all_ends_the_run() -> None:
         failures.metrics()
 
 
+def tried(*functions: str, folder: Path, **keys: Any) -> list[str]:
+    """The lines of `try_out` for functions that are written as source and found in `folder`."""
+    (folder / "tried_rewards.py").write_text("\n\n".join(functions))
+    names = [line.split("(")[0].removeprefix("def ") for text in functions for line in text.splitlines()[-2:-1]]
+    messages = ({"role": "user", "content": "?"},) if keys.pop("chat", False) else None
+    prompts = [Prompt(0, 0, (1,), "?", messages, {"answer": "7"}, "data.jsonl:1")]
+    config = RlAlgorithm(
+        reward=tuple(f"tried_rewards:{name}" for name in names),
+        **{"reward_workers": 1, "reward_timeout": 20.0, **keys},
+    )
+
+    async def run() -> list[str]:
+        async with Rewards(config) as rewards:
+            await rewards.start(prompts)
+            return await rewards.try_out(prompts, lambda text: [*text.encode()])
+
+    return asyncio.run(run())
+
+
+def test_a_function_that_fails_for_every_stand_in_answer_is_an_error_with_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for text, message in {
+        "def raises(completions, answer):\n    return [float(answer.no) for _ in completions]": (
+            r"raises \(.*tried_rewards.py:1\) fails for each of 3 stand-in answers to data.jsonl:1: AttributeError: "
+            r"'list' object has no attribute 'no' \(.*tried_rewards.py:2\)"
+        ),
+        "import re\n\ndef reads(completions):\n    return [float(re.sub('a', '', [text])) for text in completions]": (
+            r"reads \(.*tried_rewards.py:3\) .*TypeError: expected string .* \(.*tried_rewards.py:4\)"
+        ),
+        "def word(completions):\n    return ['yes' for _ in completions]": (
+            r"word \(.*tried_rewards.py:1\) .*: returned 'yes', which is no number"
+        ),
+        "def dies(completions):\n    import os; os._exit(3)": r"dies .*: the function's process ended with status 3",
+        "def alone(completions):\n    return [1.0]": r"alone returned 1 values for 3 .* at .*tried_rewards.py:1\.",
+        "def compute(solution_str, ground_truth):\n    return {'value': 1.0}": (
+            r"compute \(.*tried_rewards.py:1\) .*returned a dict without `score`"
+        ),
+    }.items():
+        with pytest.raises(UserError, match=rf"^rl.reward: {message}"):
+            tried(text, folder=tmp_path)
+
+
+def test_stand_in_answers_are_scored_as_a_run_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What some answers, a limit of time or a missing environment explain is no error."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    right = "def right(completions, answer, **columns):\n    return [float(text == answer[0]) for text in completions]"
+    tagged = (
+        "import re\n\ndef tagged(completions):\n"
+        "    return [float(re.search('<answer>(.*)</answer>', text)[1]) for text in completions]"
+    )
+    never = "def never(completions):\n    import time; time.sleep(60)"
+    first, second = tried(right, tagged, folder=tmp_path)
+    assert first == "right: 1, 0, 0 for 3 stand-in answers to data.jsonl:1"
+    assert second.startswith("tagged: no reward, no reward, 7 for 3 stand-in answers to data.jsonl:1; the last error: ")
+    (line,) = tried(never, folder=tmp_path, reward_timeout=0.3)
+    assert line.endswith("the last error: the function's process gave no answer within 0.3 seconds")
+    replies = "def replies(completions):\n    return [float(said[-2]['content']) for said in completions]"
+    with pytest.raises(UserError, match="IndexError: list index out of range"):
+        tried(replies, folder=tmp_path, chat=True)
+    (line,) = tried(replies, folder=tmp_path, chat=True, environment="tests.environments:Counter")
+    assert "IndexError: list index out of range" in line
+
+
 @pytest.mark.parametrize("name", ["too_few", "one_for_all", "pairs"])
 def test_another_number_of_values_is_an_error_at_the_first_call(name: str) -> None:
     """Though each completion alone may have as many."""
@@ -114,6 +179,16 @@ def test_trls_signature_with_columns_and_weights(chat: bool) -> None:
         [("seen", 0.0), ("length", -0.5)],
     ]
     assert given(samples) == [1.75, -0.25]
+
+
+def test_the_arguments_of_functions_are_listed() -> None:
+    rewards = Rewards(RlAlgorithm(reward=("exact_match", "length", "format")))
+    asyncio.run(rewards.start())
+    assert rewards.lines() == [
+        "exact_match, weight 1; arguments: completions, the right answer, and all other columns",
+        "length, weight 1; arguments: completion_ids, and all other columns",
+        "format, weight 1; arguments: completions, and all other columns",
+    ]
 
 
 def test_a_row_without_a_column_of_other_rows_has_none_there() -> None:

@@ -39,13 +39,15 @@ def dry_run(config: RlConfig, options: RlOptions) -> None:
     task = None if unread else read_task(config)
     rewards = task.rewards if task is not None else Rewards(config.rl)
     environment = environment_class(config)
-    asyncio.run(_try(rewards, task))
+    tried = asyncio.run(_try(rewards, task))
     with pretend(options.world, options.device, accelerator(options.assume)) as ranks:
         engine = Engine(policy_config(config), ranks, weights=False)
         print_dry_run(config, engine, parameters=options.parameters)
         show(engine_table(_rows(config, engine, ranks)))
     for line in rewards.lines():
         say(f"reward   {line}")
+    for line in tried:
+        say(f"tried    {line}")
     if environment is not None:
         say(f"environ. {environment.__name__}, up to {config.rl.max_turns} answers in a conversation")
     for line in [f"prompts  not read: {unread}"] if task is None else _task_lines(config, task):
@@ -68,10 +70,17 @@ def _unread(config: RlConfig) -> str:
     return ""
 
 
-async def _try(rewards: Rewards, task: Task | None) -> None:
-    """Imports the reward functions, and checks that every prompt has the columns that they take."""
+async def _try(rewards: Rewards, task: Task | None) -> list[str]:
+    """Import the reward functions, check that every prompt has the columns that they take, and call each once. Returns
+    what they returned."""
     async with rewards:
-        await rewards.start([] if task is None else [*task.prompts, *task.held_out.all()])
+        if task is None:
+            await rewards.start()
+            return []
+        prompts = [*task.prompts, *task.held_out.all()]
+        await rewards.start(prompts)
+        tokenizer = task.tokenizer
+        return await rewards.try_out(prompts, lambda text: tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def _task_lines(config: RlConfig, task: Task) -> list[str]:

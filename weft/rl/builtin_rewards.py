@@ -119,16 +119,17 @@ def references(count: int, columns: Mapping[str, Sequence[Any]]) -> list[str]:
 
 def has_reference(columns: Mapping[str, Any]) -> bool:
     """Whether a row has a reference answer."""
-    return any(True for _ in _found(columns))
+    return any(True for _ in reference_answers(columns))
 
 
 def _reference(row: Mapping[str, Any]) -> str:
-    for value in _found(row):
+    for value in reference_answers(row):
         return str(value)
     raise ValueError("there is no column `answer`; set 'data.columns={answer: COLUMN}'")
 
 
-def _found(row: Mapping[str, Any]) -> Iterator[Any]:
+def reference_answers(row: Mapping[str, Any]) -> Iterator[Any]:
+    """The reference answers of a row, the one that counts first."""
     for name in REFERENCES:
         value = row.get(name)
         if isinstance(value, Mapping):

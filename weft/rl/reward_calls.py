@@ -11,9 +11,11 @@ import asyncio
 import inspect
 import math
 import pickle
+import sysconfig
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 from weft.data.prompt_images import PromptImages
@@ -23,6 +25,7 @@ from weft.rl.builtin_rewards import BUILT_IN, COMPARING, completion_text
 
 GIVEN = ("prompts", "completions", "completion_ids")
 _OF_VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
+_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +42,15 @@ class RewardSpec:
 @dataclass(frozen=True, slots=True)
 class RewardSignature:
     """The parameters of an imported function. columns: names of all parameters. required: columns of the data that it
-    needs. takes_all: whether it has `**columns`. reference: whether it needs a reference answer."""
+    needs. takes_all: whether it has `**columns`. reference: whether it needs a reference answer. source: file and line
+    of its definition; "" if Python does not know them."""
 
     kind: Literal["list", "async", "verl"]
     columns: tuple[str, ...]
     required: tuple[str, ...]
     takes_all: bool
     reference: bool
+    source: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +75,12 @@ class Batch:
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """A function's result for one sample. value: None if the function returned None or failed. notes: the whole dict
-    that a function returned, if any."""
+    that a function returned, if any. late: whether the error is that the time limit was exceeded."""
 
     value: float | None
     error: str | None = None
     notes: Mapping[str, Any] = field(default_factory=dict)
+    late: bool = False
 
 
 class _CountError(Exception):
@@ -192,7 +198,8 @@ def _describe(spec: RewardSpec, call: Callable[..., Any]) -> RewardSignature:
     wanted = [name for name in required if name not in (*GIVEN, *spec.options)]
     if {"solution_str", "ground_truth"} <= set(names):
         own = [name for name in wanted if name not in _OF_VERL]
-        return RewardSignature("verl", (*names, "reward_model", "answer"), tuple(own), takes_all, reference=True)
+        columns = (*names, "reward_model", "answer")
+        return RewardSignature("verl", columns, tuple(own), takes_all, reference=True, source=_source(call))
     if required[:2] == ["args", "sample"] or any(p.kind is p.POSITIONAL_ONLY for p in parameters):
         raise UserError(
             f"rl.reward: {spec.path} has the parameters {', '.join(p.name for p in parameters)}; a reward function is "
@@ -201,7 +208,15 @@ def _describe(spec: RewardSpec, call: Callable[..., Any]) -> RewardSignature:
         )
     is_async = inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(type(call).__call__)
     reference = spec.path in COMPARING or (spec.path == "regex" and "(" in str(spec.options.get("pattern", "")))
-    return RewardSignature("async" if is_async else "list", tuple(names), tuple(wanted), takes_all, reference)
+    kind: Literal["list", "async"] = "async" if is_async else "list"
+    return RewardSignature(kind, tuple(names), tuple(wanted), takes_all, reference, _source(call))
+
+
+def _source(call: Callable[..., Any]) -> str:
+    """The file and line where a function, or an object's `__call__`, is defined; "" if unknown."""
+    function = inspect.unwrap(call.func if isinstance(call, partial) else call)
+    code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else ""
 
 
 def _opened(values: Sequence[Any]) -> Sequence[Any]:
@@ -230,8 +245,11 @@ def _outcome(value: Any) -> Outcome:
 
 
 def _last_line(error: BaseException) -> str:
-    """The traceback's last line, with the place where the function raised the error."""
+    """The traceback's last line, with the place in the user's code where the error was raised: the innermost frame that
+    is neither Python's library nor an installed package's, if there is one."""
     last = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
-    frames = traceback.extract_tb(error.__traceback__)
-    outside = frames and frames[-1].filename != __file__
-    return f"{last} ({frames[-1].filename}:{frames[-1].lineno})" if outside else last
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
+    if not frames:
+        return last
+    frame = next((frame for frame in reversed(frames) if not frame.filename.startswith(_LIBRARIES)), frames[-1])
+    return f"{last} ({frame.filename}:{frame.lineno})"

@@ -36,7 +36,7 @@ class RewardPool:
             return await self._ask((number, batch))
         except WorkerError as error:
             if len(batch) == 1:
-                return [Outcome(None, f"the function's process {error}")]
+                return [Outcome(None, f"the function's process {error}", late=error.late)]
         alone = await asyncio.gather(*(self.call(number, batch.only(i)) for i in range(len(batch))))
         return [outcome for outcomes in alone for outcome in outcomes]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -15,7 +15,7 @@ from weft.cluster.machine import cpu_cores
 from weft.config.rl_schema import RlAlgorithm, reward_names
 from weft.config.yaml12 import override
 from weft.errors import UserError
-from weft.rl.builtin_rewards import INLINE, has_reference
+from weft.rl.builtin_rewards import INLINE, has_reference, reference_answers
 from weft.rl.reward_calls import GIVEN, Batch, Outcome, RewardFunction, RewardSignature, RewardSpec
 from weft.rl.reward_pool import RewardPool
 from weft.rollout.types import Prompt, Sample
@@ -27,6 +27,14 @@ _MOST_WORKERS = 16
 _OF_MESSAGES = (
     ". Where prompts are messages, or with rl.chat, completions are lists of messages, as in TRL: the text of one is "
     "completions[i][-1]['content'], or weft.rl.builtin_rewards.completion_text(completions[i])."
+)
+
+# Answers for `Rewards.try_out`: the right one, a sentence, and what many functions look for. ANSWER is replaced by the
+# row's reference answer.
+_STAND_INS = (
+    "ANSWER",
+    "This is a stand-in for an answer.",
+    "<think>\nThis is a stand-in for a thought.\n</think>\n\n<answer>ANSWER</answer>\n\\boxed{ANSWER}\n#### ANSWER",
 )
 
 
@@ -57,7 +65,7 @@ class Failures:
                 key = "rl.environment" if name == ENVIRONMENT else f"rl.reward: {name}"
                 raise UserError(
                     f"{key} failed for every one of the {count} samples of this step: nothing is left to learn from. "
-                    f"The last: {last[name]}" + _OF_MESSAGES * ("'list'" in last[name] or "'dict'" in last[name])
+                    f"The last: {last[name]}{_about_messages(last[name])}"
                 )
         by_name = {f"rewards/{name}/failed": float(count) for name, count in failed.items()}
         return {"rewards/failed": float(failed.total()), **by_name}
@@ -81,6 +89,7 @@ class Rewards:
         weights = config.reward_weights or (1.0,) * len(self.functions)
         self.weights = {ENVIRONMENT: 1.0, **{f.name: w for f, w in zip(self.functions, weights, strict=True)}}
         self.column = config.reward_column
+        self._environment = config.environment is not None
         self._inline = {f.name: RewardFunction(f) for f in self.functions if f.path in INLINE}
         self._outside = [f for f in self.functions if f.name not in self._inline]
         self._pool = RewardPool(
@@ -99,15 +108,27 @@ class Rewards:
             self._check(prompt)
             self._columns.update(dict.fromkeys(prompt.columns))
 
+    async def try_out(self, prompts: Sequence[Prompt], encode: Callable[[str], list[int]]) -> list[str]:
+        """Call each function once, with stand-in answers to the first prompt that it scores and all columns of that
+        row. Returns a line per function with its values; UserError if a function raises, or returns no number, for each
+        answer. Of a function that exceeds the time limit, or of a run with an environment, errors are in the line.
+
+        encode: the tokens of a text. Call start() first.
+        """
+        return list(await asyncio.gather(*(self._tried(function, prompts, encode) for function in self.functions)))
+
     def lines(self) -> list[str]:
         """A line per function with its weight and arguments. Call start() first."""
-        found = []
+        lines = []
         for function in self.functions:
             signature = self._signatures[function.name]
-            asked = [name for name in signature.columns if name in GIVEN or name in signature.required]
-            asked += ["the right answer"] * signature.reference + ["every column"] * signature.takes_all
-            found.append(f"{function.path}, weight {self.weights[function.name]:g}; is given {', '.join(asked)}")
-        return found
+            arguments = [name for name in signature.columns if name in GIVEN or name in signature.required]
+            arguments += ["the right answer"] * signature.reference
+            arguments += ["and all other columns" if arguments else "all columns"] * signature.takes_all
+            lines.append(
+                f"{function.path}, weight {self.weights[function.name]:g}; arguments: {', '.join(arguments) or 'none'}"
+            )
+        return lines
 
     async def score(self, samples: Sequence[Sample], failures: Failures) -> None:
         """Set `rewards` and `reward` of each sample, from its text.
@@ -137,15 +158,42 @@ class Rewards:
         samples = [sample for sample in group if "error" not in sample.notes]
         if not samples or function.name not in self._named(samples[0].prompt):
             return
-        batch = self._batch(function, samples)
-        inline = self._inline.get(function.name)
-        if inline is not None:
-            outcomes = inline(batch)
-        else:
-            outcomes = await self._pool.call(self._outside.index(function), batch)
-        for sample, outcome in zip(samples, outcomes, strict=True):
+        for sample, outcome in zip(samples, await self._outcomes(function, samples), strict=True):
             _note(function.name, sample, outcome)
             failures.count(function.name, sample, outcome.error)
+
+    async def _outcomes(self, function: RewardSpec, samples: Sequence[Sample]) -> list[Outcome]:
+        """What one function returns for samples of one prompt."""
+        batch = self._batch(function, samples)
+        inline = self._inline.get(function.name)
+        return inline(batch) if inline is not None else await self._pool.call(self._outside.index(function), batch)
+
+    async def _tried(self, function: RewardSpec, prompts: Sequence[Prompt], encode: Callable[[str], list[int]]) -> str:
+        """Call one function with the stand-in answers to the first prompt that it scores; returns a line."""
+        prompt = next((prompt for prompt in prompts if function.name in self._named(prompt)), None)
+        if prompt is None:
+            return f"{function.name}: no prompt names it in column `{self.column}`: it is never called"
+        right = next(iter(reference_answers(prompt.columns)), "42")
+        texts = [text.replace("ANSWER", str(right)) for text in _STAND_INS]
+        samples = [stand_in(prompt, number, text, encode(text)) for number, text in enumerate(texts)]
+        where = f"{len(samples)} stand-in answers to {prompt.source}"
+        try:
+            outcomes = await self._outcomes(function, samples)
+        except UserError as error:
+            raise UserError(f"{error} It is defined at {self._signatures[function.name].source}.") from error
+        errors = [outcome.error for outcome in outcomes if outcome.error is not None]
+        values = ", ".join("no reward" if outcome.value is None else f"{outcome.value:g}" for outcome in outcomes)
+        line = f"{function.name}: {values} for {where}"
+        if not errors:
+            return line
+        # A slow function may be waking a judge, and replies of an environment, which a function may need, are missing.
+        if len(errors) < len(samples) or any(outcome.late for outcome in outcomes) or self._environment:
+            return f"{line}; the last error: {errors[-1]}"
+        source = self._signatures[function.name].source
+        raise UserError(
+            f"rl.reward: {function.name}{f' ({source})' if source else ''} fails for each of {where}: {errors[-1]}"
+            f"{_about_messages(errors[-1])}"
+        )
 
     def _sum(self, sample: Sample, failures: Failures) -> None:
         error = sample.notes.get("error")
@@ -198,23 +246,32 @@ def decode(samples: Sequence[Sample], tokenizer: PreTrainedTokenizerBase) -> Non
         sample.text = text
 
 
+def stand_in(prompt: Prompt, number: int, text: str, completion: Sequence[int]) -> Sample:
+    """A sample that no policy made. completion: the tokens of its text."""
+    tokens = np.array([*prompt.tokens, *completion], np.int64)
+    sampled = np.arange(len(tokens)) >= len(prompt.tokens)
+    zeros, versions = np.zeros(len(tokens), np.float32), np.zeros(len(tokens), np.int32)
+    return Sample(prompt, number, tokens, sampled, zeros, versions, "end", text=text)
+
+
 def try_rewards(
-    reward: Sequence[str], completions: Sequence[str], *, prompt: str = "", timeout: float = 30.0, **columns: Any
+    reward: Sequence[str],
+    completions: Sequence[str],
+    *,
+    prompt: str | Sequence[Mapping[str, Any]] = "",
+    timeout: float = 30.0,
+    **columns: Any,
 ) -> list[dict[str, Any]]:
     """Score completions of one prompt as in a run, to test reward functions before training.
 
-    reward: as in rl.reward. timeout: seconds of one call. columns: the prompt's other columns. Functions get the bytes
-    of a completion as completion_ids. Returns a row per completion: `reward`, the value of each function, and `errors`
-    by function.
+    reward: as in rl.reward. prompt: a text, or messages; with messages, functions get each completion as a list of
+    messages. timeout: seconds of one call. columns: the prompt's other columns. Functions get the bytes of a completion
+    as completion_ids. Returns a row per completion: `reward`, the value of each function, and `errors` by function.
     """
-    asked = Prompt(0, 0, (), prompt, None, columns, "the prompt")
-    samples = []
-    for number, text in enumerate(completions):
-        tokens = np.frombuffer(text.encode(), np.uint8).astype(np.int64)
-        n = len(tokens)
-        zeros = np.zeros(n, np.float32)
-        flags, versions = np.ones(n, np.bool_), np.zeros(n, np.int32)
-        samples.append(Sample(asked, number, tokens, flags, zeros, versions, "end", text=text))
+    messages = None if isinstance(prompt, str) else tuple(prompt)
+    text = prompt if isinstance(prompt, str) else "\n".join(str(message.get("content", "")) for message in prompt)
+    asked = Prompt(0, 0, (), text, messages, columns, "the prompt")
+    samples = [stand_in(asked, number, text, list(text.encode())) for number, text in enumerate(completions)]
 
     async def run() -> None:
         rewards = Rewards(RlAlgorithm(reward=tuple(reward), reward_timeout=timeout, reward_workers=1))
@@ -227,6 +284,11 @@ def try_rewards(
         {"reward": sample.reward, **sample.rewards, "errors": sample.notes.get("reward_errors", {})}
         for sample in samples
     ]
+
+
+def _about_messages(error: str) -> str:
+    """What to add to an error of a function that took a list of messages for a text; "" for other errors."""
+    return _OF_MESSAGES if "'list'" in error or "'dict'" in error else ""
 
 
 def _missing(name: str, signature: RewardSignature, prompt: Prompt) -> str | None:
