@@ -105,6 +105,14 @@ def test_the_index_leads_to_every_page() -> None:
         assert any(f"({name})" in text for name in named), page
 
 
+def test_the_tests_that_a_page_names_are_there() -> None:
+    for page in PAGES:
+        for file, test in re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", page.read_text()):
+            assert re.search(rf"^def {test}\(", (ROOT / file).read_text(), re.MULTILINE), (
+                f"{label(page)}: {file}::{test}"
+            )
+
+
 # ---------------------------------------------------------------- the runner itself
 
 

@@ -35,7 +35,7 @@ HOUSE = (
     "cluster", "telemetry", "hub", "config",
 )  # fmt: skip
 # Files that stand beside the folders; they import one another and no folder.
-BELOW = {"errors", "files", "importing", "strict_json", "terminal", "version", "versions"}
+BELOW = {"errors", "files", "importing", "strict_json", "terminal", "upstream", "version", "versions"}
 
 
 def imports() -> set[tuple[str, str]]:

@@ -17,6 +17,7 @@ from weft.config.schema import FsdpConfig
 from weft.models.train_module import TrainModule
 from weft.parallel.mesh import Mesh
 from weft.parallel.units import Strategy, Unit, nested
+from weft.upstream import hsdp_offload_races
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -26,9 +27,6 @@ def shard(module: TrainModule, units: list[Unit], mesh: Mesh, config: FsdpConfig
     policy = MixedPrecisionPolicy(
         param_dtype=compute, reduce_dtype=DTYPES[config.reduce_dtype], cast_forward_inputs=False
     )
-    offload = OffloadPolicy()
-    if config.cpu_offload:
-        offload = CPUOffloadPolicy(pin_memory=mesh.dp.device_type != "cpu")  # pinning needs an accelerator
     meshes: dict[Strategy, DeviceMesh] = {}
     for unit in units:
         if unit.shard not in meshes:
@@ -38,8 +36,12 @@ def shard(module: TrainModule, units: list[Unit], mesh: Mesh, config: FsdpConfig
             one.register_forward_hook(_without_views)
         target = list(unit.modules) if len(unit.modules) > 1 else unit.modules[0]
         reshard = False if unit.keep else _reshard(config.reshard_after_forward, own.size(own.ndim - 1))
-        fully_shard(target, mesh=own, mp_policy=policy, offload_policy=offload, reshard_after_forward=reshard)
-    fully_shard(module, mesh=mesh.dp, mp_policy=policy, offload_policy=offload, reshard_after_forward=False)
+        fully_shard(
+            target, mesh=own, mp_policy=policy, offload_policy=_offload(config, own), reshard_after_forward=reshard
+        )
+    fully_shard(
+        module, mesh=mesh.dp, mp_policy=policy, offload_policy=_offload(config, mesh.dp), reshard_after_forward=False
+    )
     if config.prefetch is not None:
         depth = config.prefetch if isinstance(config.prefetch, tuple) else (config.prefetch, config.prefetch)
         prefetch(module, units, *depth)
@@ -47,6 +49,15 @@ def shard(module: TrainModule, units: list[Unit], mesh: Mesh, config: FsdpConfig
         # gloo has no PREMUL_SUM, so a factor of 1 also needs the plain sum to be forced.
         child.set_gradient_divide_factor(1.0)
         child.set_force_sum_reduction_for_comms(True)
+
+
+def _offload(config: FsdpConfig, mesh: DeviceMesh) -> OffloadPolicy:
+    """Where the shards of a unit with this mesh live. Host memory is pinned, which needs an accelerator, so that copies
+    overlap; but a pinned copy of a replicated unit's gradient is overwritten (weft/upstream.py)."""
+    if not config.cpu_offload:
+        return OffloadPolicy()
+    replicated = mesh.ndim > 1
+    return CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu" and not (replicated and hsdp_offload_races()))
 
 
 @torch.compiler.disable
