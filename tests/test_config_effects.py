@@ -54,6 +54,10 @@ EFFECTS: dict[str, tuple[str, str]] = {
         "layers run as compiled graphs",
         "test_knobs_compile.py::test_parity_with_compiled_layers",
     ),
+    "model.transforms": (
+        "fp8: linear layers of the decoder multiply rounded matrices",
+        "test_fp8.py::test_gradients_of_plain_layers_that_round",
+    ),
     "model.freeze": (
         "which parameters have no gradient and no optimizer state",
         "test_knobs_freeze.py::test_what_is_frozen_has_no_gradient_no_state_and_is_not_reduced",

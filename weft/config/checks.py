@@ -383,6 +383,12 @@ def common_combinations(config: Any, free_columns: bool = False) -> Iterator[tup
         )
     yield from _weights_combinations(config)
     yield from _router_combinations(config)
+    if config.model.transforms and config.mesh.tp > 1:
+        yield (
+            "model.transforms",
+            "model.transforms: fp8 has a scale for each token and each row of weights. mesh.tp cuts tokens and rows, "
+            "so that its ranks would round by other scales than one rank. Set mesh.tp=1, or model.transforms=[].",
+        )
     if config.mesh.pp > 1:
         yield from pipeline_combinations(config, "mesh.pp", config.mesh.pp)
     yield from _schedule_combinations(config.schedule, config.train.steps)

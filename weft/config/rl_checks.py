@@ -351,6 +351,12 @@ def _exact_combinations(config: RlConfig) -> Iterator[tuple[str, str]]:
             "rl.on_policy is exact, but model.compile lets the compiler choose in which order numbers are added: set "
             "model.compile=false.",
         )
+    if config.model.transforms:
+        yield (
+            "rl.on_policy",
+            "rl.on_policy is exact, but model.transforms changes how the trainer computes, and not how engines do: set "
+            "model.transforms=[].",
+        )
     if config.mesh.cp > 1:
         yield (
             "rl.on_policy",

@@ -72,6 +72,12 @@ class ModelConfig:
         "steps are slow, others faster on accelerators.",
         False,
     )
+    transforms: tuple[Literal["fp8"], ...] = key(
+        "Changes to how layers compute. `fp8`: linear layers of the decoder multiply 8-bit floating-point numbers, "
+        "with a scale for each token and each row of weights; weights and their gradients keep their dtypes. Not "
+        "exact. For CUDA devices of capability 8.9 or newer; emulated on the CPU (docs/how-to/fp8.md).",
+        (),
+    )
     freeze: tuple[str, ...] = key(
         "Parameters that are not trained: names of parameters or of modules, `*` for any part, as in "
         "[model.embed_tokens, 'model.layers.*.mlp']. They get no gradient and no optimizer state. Of vision-language "

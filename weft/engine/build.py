@@ -24,6 +24,7 @@ from weft.models.lora import LoraPlan, attach, untied_for
 from weft.models.mixer_part import can_share_documents
 from weft.models.train_module import TrainModule
 from weft.models.vision import Vision, find_vision
+from weft.ops import fp8
 from weft.sharding.adapter_files import plan_lora
 from weft.sharding.dcp_source import open_weights
 from weft.sharding.layout import Piece, layout_of
@@ -131,6 +132,8 @@ def _examine(
     check_kernel(hf_config, config.attention, findings, device, dtype)
     if device.type == "cuda" and weights:  # on the CPU `examine` has tried the kernel that runs there
         check_on_device(hf_config, config.attention, findings, device, dtype)
+        if "fp8" in config.transforms:
+            fp8.check(device, dtype)
     return _Examined(hf_config, findings, implementation(hf_config, config.attention))
 
 

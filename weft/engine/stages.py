@@ -231,6 +231,8 @@ def shard_model(setup: Setup, built: BuiltModel, readouts: Collection[str] = ())
     checked = built.config if config.value_head is None else hf.with_logits(built.config)
     sequence = False
     if setup.mesh.tp is not None:
+        if config.model.transforms:  # of a reference or a critic, whose tp is their own
+            raise UserError("model.transforms: fp8 does not go together with tensor parallelism: set tp to 1.")
         division = check_division(checked, built.findings, setup.mesh.tp.size)
         # Hidden readouts need all tokens, and features of images are inserted into all embeddings of a row.
         sequence = division.sequence and not Wanted.of(readouts).hidden and built.vision is None

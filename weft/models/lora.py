@@ -149,7 +149,7 @@ def _targets_of(name: str, module: nn.Module, model: PreTrainedModel) -> Iterato
         vocabulary, width = module.weight.shape
         yield Target(name, "embedding", vocabulary, width, transposed=True)
     elif hf.is_plain_linear(module):
-        if model.config.get_text_config().model_type in _READ_ONLY[0] and name.endswith(_READ_ONLY[1]):
+        if is_read_only(model.config.get_text_config().model_type, name):
             return
         inputs, outputs = hf.linear_widths(module)
         yield Target(name, "linear", inputs, outputs, transposed=hf.is_transposed(module))
@@ -160,6 +160,11 @@ def _targets_of(name: str, module: nn.Module, model: PreTrainedModel) -> Iterato
                 if module.is_transposed:
                     inputs, outputs = outputs, inputs
                 yield Target(name, "experts", inputs, outputs, parameter, experts, module.is_transposed)
+
+
+def is_read_only(family: str, name: str) -> bool:
+    """Whether a layer of this name is never called, because its mixer reads its weight. family: the model_type."""
+    return family in _READ_ONLY[0] and name.endswith(_READ_ONLY[1])
 
 
 def find_targets(model: PreTrainedModel, patterns: Sequence[str], trained: Sequence[str] = ()) -> tuple[Target, ...]:

@@ -14,6 +14,7 @@ from weft.models.experts import experts_of
 from weft.models.pipeline import Anatomy, Outside, Pipeline, Span, keep_stages, plan_pipeline
 from weft.models.placement import Placement
 from weft.models.train_module import TrainModule
+from weft.models.transforms import TRANSFORMS
 from weft.parallel.experts import expert_parallel
 from weft.parallel.fsdp import DTYPES, shard
 from weft.parallel.mesh import Mesh
@@ -87,11 +88,15 @@ def parallelize(
     divided = tensor_parallel(module, mesh.tp, config, sequence=sequence)
     divided = replace(divided, cuts=expert_parallel(module, mesh.ep, divided.cuts))
 
-    # 1. Memory: recomputation wraps layers from inside, so it comes before anything that hooks them.
+    # 1. Transforms: how modules compute. Whatever wraps layers comes after.
+    for name in model.transforms:
+        TRANSFORMS[name].apply(module)
+
+    # 2. Memory: recomputation wraps layers from inside, so it comes before anything that hooks them.
     if model.recompute == "full":
         hf.enable_recompute(module.hf_model)
 
-    # 2. Compute: layers are compiled before FSDP2 hooks them, so that its hooks stay outside the graphs.
+    # 3. Compute: layers are compiled before FSDP2 hooks them, so that its hooks stay outside the graphs.
     if model.compile:
         hf.register_kernels(traced=False)
         for boundary in module.mixers.values():
@@ -99,12 +104,12 @@ def parallelize(
         for _, layer in module.layers:
             layer.compile(dynamic=True)
 
-    # 3. Storage: one dtype for the masters, one for the frozen base of adapters; buffers keep theirs, because tables
+    # 4. Storage: one dtype for the masters, one for the frozen base of adapters; buffers keep theirs, because tables
     #    and router biases must stay fp32.
     for parameter in module.parameters():
         parameter.data = parameter.data.to(precision.master if parameter.requires_grad else precision.frozen)
 
-    # 4. Layers: a rank of pp keeps its own, after all steps that need the whole model.
+    # 5. Layers: a rank of pp keeps its own, after all steps that need the whole model.
     pipeline = None
     if stages is not None:
         assert mesh.pp is not None
@@ -114,11 +119,11 @@ def parallelize(
         wide = torch.float32 if stages.anatomy.wide else precision.compute
         keep_stages(module, pipeline, mesh.pp.place, Outside(wide, device, mesh.tp_size if sequence else 1))
 
-    # 5. Data axes: FSDP2 or HSDP over what the other axes left to this rank.
+    # 6. Data axes: FSDP2 or HSDP over what the other axes left to this rank.
     units = find_units(module, fsdp.wrap, fsdp.overrides, experts=[] if mesh.ep is None else [*experts_of(module)])
     shard(module, units, mesh, fsdp, precision.compute)
 
-    # 6. Buffers are not FSDP's: move them to where the compute is.
+    # 7. Buffers are not FSDP's: move them to where the compute is.
     move_buffers(module, device)
     return units, divided, pipeline
 

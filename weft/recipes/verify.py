@@ -102,10 +102,11 @@ def check(config: Any, subject: Subject, ranks: Ranks, options: VerifyOptions) -
     objective = None if config.train.objective is None else choose_objective(config.train.objective)
     readouts = () if objective is None else objective.readouts
     verdict = _verdict(Engine(EngineConfig.of(exact), ranks, readouts=readouts), subject.path, steps, objective)
-    if Precision.of(config.fsdp, ranks.device) == Precision.of(exact.fsdp, ranks.device):
+    same_dtypes = Precision.of(config.fsdp, ranks.device) == Precision.of(exact.fsdp, ranks.device)
+    if same_dtypes and not config.model.transforms:
         return verdict
     kernel = config.model.attention if ranks.device.type == "cuda" else "auto"
-    model = replace(exact.model, attention=kernel)
+    model = replace(exact.model, attention=kernel, transforms=config.model.transforms)
     configured = Engine(EngineConfig.of(replace(exact, fsdp=config.fsdp, model=model)), ranks)
     remark, moved = compare_once(configured, subject.path, steps[0])
     if verdict is None:
@@ -136,11 +137,12 @@ def check_rl(config: Any, subject: Subject, ranks: Ranks, options: VerifyOptions
 
 def verified_config(config: Config, path: str) -> Config:
     """The user's config in fp32, with the weights at `path`, no dropout, and an optimizer that does not amplify
-    rounding. model.attention becomes auto, because the configured kernel may support 16-bit types only."""
+    rounding. model.attention becomes auto, because the configured kernel may support 16-bit types only. Transforms are
+    left out, because they are not exact."""
     optimizer: Any = replace(_with_larger_eps(config.optimizer), load_state=False)
     return replace(
         config,
-        model=replace(config.model, path=path, init="pretrained", weights=None, attention="auto"),
+        model=replace(config.model, path=path, init="pretrained", weights=None, attention="auto", transforms=()),
         lora=replace(config.lora, dropout=0.0),
         fsdp=replace(config.fsdp, param_dtype="fp32", reduce_dtype="fp32", master_dtype="fp32"),
         optimizer=optimizer,

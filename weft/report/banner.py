@@ -24,7 +24,6 @@ from weft.config.rl_schema import RlConfig
 from weft.config.schema import SftConfig
 from weft.config.urls import is_url
 from weft.data.documents import DataReport
-from weft.data.order import Steps
 from weft.engine.engine import Engine
 from weft.engine.loaded_state import state_lines
 from weft.engine.plan import StepPlan
@@ -35,6 +34,7 @@ from weft.memory.estimate import HostNeeds, hint, host_bytes
 from weft.models import hf
 from weft.models.lora import describe
 from weft.models.pipeline import Pipeline
+from weft.models.transforms import TRANSFORMS
 from weft.ops.attention import EXACT, choose
 from weft.optim.groups import describe_groups
 from weft.parallel.mesh import Mesh
@@ -73,18 +73,18 @@ def print_opening(
     engine: Engine,
     report: DataReport,
     folder: Path,
-    steps: Steps,
+    steps: int,
     notes: Sequence[str] = (),
     *,
     quiet: bool = False,
 ) -> None:
-    """Prints what a user needs to know before a long run. notes: further
-    lines about the data, and about a resumed run. quiet: only the most important of it."""
+    """Prints what a user needs to know before a long run. steps: optimizer steps of the run. notes:
+    further lines about the data, and about a resumed run. quiet: only the most important of it."""
     if not engine.ranks.is_first:
         return
     say(f"run      {folder}")
     say(f"data     {report}")
-    say_all(steps_lines(config, len(steps), report.in_epoch or report.documents, steps.in_epoch))
+    say_all(steps_lines(config, steps, report.in_epoch or report.documents))
     if config.train.objective is not None:
         say(f"loss     {config.train.objective}")
     for note in notes:
@@ -94,16 +94,12 @@ def print_opening(
     print_model(config, engine, quiet=quiet)
 
 
-def steps_lines(config: SftConfig, steps: int, documents: int, in_epoch: int) -> list[str]:
+def steps_lines(config: SftConfig, steps: int, documents: int) -> list[str]:
     """Lines about the length of a run, with advice if it has few steps and train.steps does not say so. documents: of
-    an epoch. in_epoch: optimizer steps of the first epoch."""
+    an epoch."""
     step, epochs = config.step, config.train.epochs
     each = f"up to {step.tokens:,} tokens" if step.tokens is not None else counted(step.documents or 0, "document")
-    number = f"{'about ' * (step.tokens is not None)}{in_epoch:,}"
-    if epochs is None:
-        passes = f"; an epoch, {counted(documents, 'document')}, has {number}"
-    else:
-        passes = f"; {counted(epochs, 'epoch')} of {counted(documents, 'document')}{f', {number} each' * (epochs > 1)}"
+    passes = "" if epochs is None else f"; {counted(epochs, 'epoch')} of {counted(documents, 'document')}"
     lines = [f"steps    {counted(steps, 'optimizer step')} in all, of {each}{passes}"]
     if epochs is None or steps >= _FEW_STEPS:
         return lines
@@ -350,10 +346,11 @@ def _prefetch(depth: int | tuple[int, int] | None) -> str:
 
 
 def _layers(engine: Engine) -> str:
-    """Describes how the decoder layers are computed; "" without recompute and compile."""
+    """Describes how the decoder layers are computed; "" without recompute, compile and transforms."""
     model = engine.config.model
     recompute = ["run again in backward (recompute)"] if model.recompute == "full" else []
-    return ", ".join([*recompute, *(["compiled"] if model.compile else [])])
+    transforms = [TRANSFORMS[name].describe(engine.module) for name in model.transforms]
+    return ", ".join([*recompute, *(["compiled"] if model.compile else []), *transforms])
 
 
 def _attention(config: SftConfig | RlConfig, engine: Engine) -> str:

@@ -399,8 +399,9 @@ def compare_once(engine: Engine, path: str, step: Step) -> tuple[str, Figure]:
         expected_loss, expected = _trainer(engine, path, (), adapter, {}).reference().gradients(step)
     gradients = as_in_files(engine, gradients)
     worst = max(compare_gradients(gradients, {n: g.cpu() for n, g in expected.items()}, {}), key=lambda f: f.value)
+    transforms = "".join(f", {name}" for name in engine.config.model.transforms)
     words = (
-        f"in the configured dtypes ({engine.precision.compute}, reduced in {engine.precision.reduce}; no verdict): "
+        f"as configured ({engine.precision.compute}, reduced in {engine.precision.reduce}{transforms}; no verdict): "
         f"loss differs by {_relative(loss, expected_loss):.1e}, the worst gradient by {worst.value:.1e} ({worst.name})"
     )
     return words, moved

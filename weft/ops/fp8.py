@@ -1,0 +1,100 @@
+"""Linear layers whose products are of 8-bit floating-point numbers (e4m3: 4 bits of exponent, 3 of mantissa).
+
+    y = x W^T        both rounded: each row of x (a token) and of W (an output) has a scale
+    dL/dx = g W      both rounded: each row of g (a token) and each column of W (an input) has a scale
+    dL/dW = g^T x    in the compute dtype
+
+A scale is the least power of two with which the largest element of its row is at most 448, the largest number of e4m3.
+Scales of tokens depend on no other token, so that packing, micro-batches and ranks change nothing; the last product
+adds over tokens, whose blocks would depend on the cut, and stays in the compute dtype. The same recipe is torchao's
+`rowwise_with_gw_hp`. Formats: Micikevicius et al. 2022, arXiv:2209.05433.
+
+T tokens, I inputs, O outputs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from weft.errors import UserError
+
+MULTIPLE = 16  # of a layer's widths, for scaled products on tensor cores
+CAPABILITY = (8, 9)  # the first CUDA devices with such products
+_LARGEST = 448.0  # = 1.75 x 2^8
+
+
+def rounded(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """(x / scale in e4m3, fp32 scale) with one scale for all elements along `dim`, which has size 1 in the scale.
+
+    Rows of zeros have a scale of 1. A row that holds inf or NaN becomes NaN, so that a loss shows it.
+    """
+    largest = x.detach().abs().amax(dim, keepdim=True).float()
+    mantissa, exponent = torch.frexp(largest)  # largest = mantissa x 2^exponent, mantissa in [0.5, 1)
+    exponent = (exponent - 9 + (mantissa > 0.875)).clamp(min=-126)
+    scale = torch.ldexp(torch.ones_like(largest), exponent)
+    scale = torch.where(largest == 0, 1.0, torch.where(largest.isfinite(), scale, torch.nan))
+    return (x.float() / scale).to(torch.float8_e4m3fn), scale
+
+
+def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    """x W^T + bias by 8-bit products; x: [..., I]. Widths must be multiples of MULTIPLE."""
+    out: Tensor = _Linear.apply(x.flatten(0, -2), weight_OI)
+    out = out.view(*x.shape[:-1], len(weight_OI))
+    return out if bias_O is None else out + bias_O
+
+
+def product(a_MK: Tensor, a_scale_M1: Tensor, b_NK: Tensor, b_scale_N1: Tensor, dtype: torch.dtype) -> Tensor:
+    """[M, N] = a b^T of rounded matrices, summed in fp32. On a CPU without 8-bit products: of the same numbers."""
+    if a_MK.device.type != "cuda":
+        return ((a_MK.float() @ b_NK.float().T) * (a_scale_M1 * b_scale_N1.T)).to(dtype)
+    by_row = F.ScalingType.RowWise
+    out: Tensor = F.scaled_mm(a_MK, b_NK.T, a_scale_M1, by_row, b_scale_N1.T, by_row, output_dtype=dtype)
+    return out
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TI: Tensor, weight_OI: Tensor) -> Tensor:
+        ctx.save_for_backward(x_TI if ctx.needs_input_grad[1] else None, weight_OI)
+        return product(*rounded(x_TI, 1), *rounded(weight_OI, 1), x_TI.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        (grad_TO,), (x_TI, weight_OI) = gradients, ctx.saved_tensors
+        grad_x = grad_weight = None
+        if ctx.needs_input_grad[0]:
+            columns_OI, scale_1I = rounded(weight_OI, 0)
+            # Products on tensor cores read both operands along the dimension that is summed.
+            grad_x = product(*rounded(grad_TO, 1), columns_OI.T.contiguous(), scale_1I.T, grad_TO.dtype)
+        if ctx.needs_input_grad[1]:
+            grad_weight = grad_TO.T @ x_TI
+        return grad_x, grad_weight
+
+
+def check(device: torch.device, dtype: torch.dtype) -> None:
+    """Raises UserError if this device lacks 8-bit products, or computes them wrongly. dtype: of compute."""
+    if device.type != "cuda":
+        return
+    name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+    remedy = "Set model.transforms=[]."
+    if capability < CAPABILITY or not hasattr(F, "scaled_mm"):
+        lacks = f"{name} has none" if capability < CAPABILITY else f"torch {torch.__version__} has no scaled_mm"
+        raise UserError(f"model.transforms: fp8 needs products of 8-bit numbers, and {lacks}. {remedy}")
+    if dtype != torch.bfloat16:
+        raise UserError(
+            "model.transforms: fp8 computes in bf16 on CUDA: set fsdp.param_dtype=bf16, or model.transforms=[]."
+        )
+    generator = torch.Generator().manual_seed(0)
+    x_TI, weight_OI = (torch.randn(size, 256, generator=generator).to(dtype) for size in (67, 48))
+    expected = product(*rounded(x_TI, 1), *rounded(weight_OI, 1), torch.float32)
+    try:
+        result = linear(x_TI.to(device), weight_OI.to(device)).float().cpu()
+    except RuntimeError as error:
+        raise UserError(f"model.transforms: fp8 does not run on {name}: {error}. {remedy}") from error
+    off = float((result - expected).abs().max() / expected.abs().max())
+    if not off <= 1e-2:  # bf16 results: 4e-3
+        raise UserError(f"model.transforms: fp8 is wrong on {name}: a product is off by {off:.1e}. {remedy}")
