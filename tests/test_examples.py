@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 
-from tests.toy_tokenizers import byte_tokenizer
+from tests.toy_tokenizers import byte_tokenizer, chat
 from tests.vision_zoo import vision_folder
 from tests.zoo import tiny_config
 from weft import cli
@@ -44,12 +44,13 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for model in ("model", "adder", "warm/checkpoints/latest"):
         byte_tokenizer().save_pretrained(tmp_path / ".demo" / model)
         tiny_config("qwen3", vocab_size=264).save_pretrained(tmp_path / ".demo" / model)
-    (tmp_path / ".demo" / "chat.jsonl").write_text("")
+    row = chat(("user", "How far?"), ("assistant", "Far."))
+    (tmp_path / ".demo" / "chat.jsonl").write_text(json.dumps(row) + "\n")
     for data in ("additions", "held-out"):
         (tmp_path / ".demo" / f"{data}.jsonl").write_text('{"prompt": "12+34=", "completion": "64"}\n')
     vision_folder(tmp_path / ".demo/shapes/model", "qwen2_5_vl")
     for data in ("train", "held-out", "shown"):
-        (tmp_path / f".demo/shapes/{data}.jsonl").write_text("")
+        (tmp_path / f".demo/shapes/{data}.jsonl").write_text(json.dumps(row) + "\n")
     return tmp_path
 
 

@@ -44,13 +44,24 @@ def rl(*overrides: str) -> RlConfig:
 def test_a_run_of_few_steps_is_told_how_to_get_more(
     overrides: tuple[str, ...], steps: int, documents: int, said: str, advice: str | None
 ) -> None:
-    lines = steps_lines(sft(*overrides), steps, documents)
+    lines = steps_lines(sft(*overrides), steps, documents, steps)
     assert lines[0].startswith(f"steps    {said}") and len(lines) == (1 if advice is None else 2)
     if advice is not None:
         assert lines[1].startswith(f"hint     {counted(steps, 'optimizer step')} in all") and advice in lines[1]
         for word in lines[1].replace(",", " ").split():
             if "=" in word:
                 sft(*overrides, word)  # accepted as printed
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("train.epochs=3", "of 64 documents; 3 epochs of 1,280 documents, 20 each"),
+        ("train.steps=60", "of 64 documents; an epoch, 1,280 documents, has 20"),
+    ],
+)
+def test_steps_of_an_epoch_and_in_all(override: str, said: str) -> None:
+    assert steps_lines(sft(override), 60, 1280, 20)[0] == f"steps    60 optimizer steps in all, {said}"
 
 
 def test_a_reinforced_run_of_few_steps_is_told_so() -> None:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,15 @@ from tests.machine import business
 from tests.toy_tokenizers import CHATML, byte_tokenizer, chat, write_jsonl
 from tests.zoo import tiny_config
 from weft import cli
+from weft.cluster.machine import known_accelerator
+from weft.config.load import load_config
 from weft.config.schema import ScheduleConfig
 from weft.engine.engine import Engine
 from weft.engine.metrics import CORE_KEYS
 from weft.models import hf
 from weft.optim.schedule import learning_rate
-from weft.recipes import sft
+from weft.recipes import sft, sft_preview
+from weft.recipes.run_data import why_unread
 
 EPOCHS, STEPS = 2, 6  # 20 documents, 8 to a step: three steps an epoch, the last of 4
 CONFIG = f"""\
@@ -318,6 +322,72 @@ def test_a_dry_run_shows_mesh_and_sharding_and_writes_nothing(here: Path, capsys
     assert cli.main([*words, "--parameters"]) == 0
     assert re.search(r"lm_head\.weight +264x64 +88x64 +dp_shard +float32", capsys.readouterr().out)
     assert tree(here) == before
+
+
+def test_a_dry_run_says_documents_steps_and_time(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["sft", "c.yaml", "--device", "cpu", "--dry-run"]
+    assert cli.main([*words, "train.epochs=3"]) == 0
+    lines = capsys.readouterr().out.splitlines()[-7:]
+    assert re.fullmatch(
+        r"data     chats.jsonl: 20 documents \(messages\), [\d,]+ tokens, of which [\d,]+ trained; the longest has \d+",
+        lines[0],
+    )
+    assert lines[1] == "steps    9 optimizer steps in all, of 8 documents; 3 epochs of 20 documents, 3 each"
+    assert [line.split()[0] for line in lines[2:]] == ["hint", "template", "ends", "time", "look"]
+    assert lines[5].startswith("time     not estimated: weft knows no rates of this device")
+    assert cli.main([*words, "--assume", "h100-80gb", "train.epochs=100000000"]) == 0
+    (line,) = re.findall(r"^time .*", capsys.readouterr().out, re.MULTILINE)
+    assert re.match(
+        r"time     about [\d:d ]+ of optimizer steps, .* s each, as `weft plan` estimates for h100-80gb;", line
+    )
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("data.path=bad.jsonl", "bad.jsonl:2: `messages` must be a list"),
+        ("data.max_length=12", "documents are longer than 12 tokens"),
+        ("eval.path=bad.jsonl", "bad.jsonl:2: `messages` must be a list"),
+        ("profile={steps: [7]}", "profile.steps names step 7, but the run has 6"),
+    ],
+)
+def test_a_dry_run_is_refused_for_what_a_run_is(
+    override: str, message: str, here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_jsonl(tmp_path / "bad.jsonl", chat(("user", "a"), ("assistant", "b")), {"messages": 3})
+    override = override.replace("bad.jsonl", str(tmp_path / "bad.jsonl"))
+    for more in (["--dry-run"], [f"run.dir={tmp_path}/run"]):
+        assert cli.main(["sft", "c.yaml", "--device", "cpu", override, *more]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_a_dry_run_says_why_data_are_not_read(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sft_preview, "_MOST_BYTES", 1000)
+    for path, reason in {
+        "someone/chats": "someone/chats is on the hub, and a dry run downloads nothing",
+        "chats.jsonl": "they have ",
+    }.items():
+        assert cli.main(["sft", "c.yaml", "--device", "cpu", "--dry-run", f"data.path={path}"]) == 0
+        assert capsys.readouterr().out.splitlines()[-1].startswith(f"data     not read: {reason}")
+    config = load_config(["c.yaml"], [])
+    config = replace(config, data=replace(config.data, path="s3://bucket/chats.jsonl"))
+    assert why_unread(config).startswith("s3://bucket/chats.jsonl is on an object store")
+
+
+def test_an_accelerator_is_known_by_its_name_and_memory() -> None:
+    for name, gib, known in (
+        ("NVIDIA H100 80GB HBM3", 79.1, "h100-80gb"),
+        ("NVIDIA A100-SXM4-40GB", 39.4, "a100-40gb"),
+        ("NVIDIA L40S", 44.4, "l40s-48gb"),
+        ("NVIDIA L4", 22.0, "l4-24gb"),
+        ("NVIDIA GeForce RTX 4090", 23.5, "rtx4090-24gb"),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", 9.5, None),
+        ("NVIDIA GeForce GTX 1080", 8.0, None),
+    ):
+        found = known_accelerator(name, int(gib * (1 << 30)))
+        assert (found.name if found is not None else None) == known
 
 
 def test_dropout_of_the_model_is_said_to_be_off(here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

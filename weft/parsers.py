@@ -178,7 +178,11 @@ def _training_parser(name: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--resume", metavar="RUN", help="go on from the newest checkpoint of this run folder, with its config"
     )
-    parser.add_argument("--dry-run", action="store_true", help="print the resolved config, the mesh and the sharding")
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="check config and data, print config, mesh, memory and steps; train nothing",
+    )
     parser.add_argument("--parameters", action="store_true", help="with --dry-run: one line per parameter")
     parser.add_argument("--assume", metavar="DEVICE", help="with --dry-run: accelerators as h100-80gb instead of yours")
     parser.add_argument(

@@ -105,8 +105,9 @@ def count(number: int) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """`1 step`, `1,234 steps`, `2 micro-batches`."""
-    ending = "" if number == 1 else "es" if noun.endswith(("ch", "sh", "s", "x")) else "s"
+    """`1 step`, `1,234 steps`, `2 micro-batches`, `3 epochs`."""
+    hissing = noun.endswith(("ch", "sh", "s", "x")) and not noun.endswith("epoch")
+    ending = "" if number == 1 else "es" if hissing else "s"
     return f"{number:,} {noun}{ending}"
 
 

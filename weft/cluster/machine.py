@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import socket
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from weft.cluster.options import Device
@@ -189,3 +191,11 @@ def accelerator(name: str | None) -> Accelerator | None:
     if name not in ACCELERATORS:
         raise UserError(f"--assume {name}: weft knows {', '.join(ACCELERATORS)}.")
     return ACCELERATORS[name]
+
+
+def known_accelerator(device: str, memory: int) -> Accelerator | None:
+    """The accelerator of this name and memory in bytes, as torch reports them; None if there is none of both."""
+    words = re.split(r"[ -]+", device.lower())
+    names = {*words, *map("".join, pairwise(words))}  # RTX 4090 is two words
+    fits = (one for one in ACCELERATORS.values() if abs(one.memory - memory) < 0.1 * memory)
+    return next((one for one in fits if one.name.partition("-")[0] in names), None)

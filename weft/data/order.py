@@ -134,6 +134,11 @@ class Steps:
             first += self._count(epoch)
             epoch += 1
 
+    @property
+    def in_epoch(self) -> int:
+        """The number of steps of the first epoch, also if the run ends earlier."""
+        return self._count(1)
+
     def _in_epochs(self, epochs: int) -> int:
         if self._documents is not None:  # all epochs have as many steps, and there may be very many epochs
             return epochs * self._count(1)

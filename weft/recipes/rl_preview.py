@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 
 from weft.checkpoint.export import manifest_of
 from weft.cluster.machine import accelerator
 from weft.cluster.options import RlOptions
 from weft.cluster.process import Ranks, pretend
-from weft.config.paths import holds_weights
 from weft.config.rl_schema import RlConfig
 from weft.config.server_checks import SERVERS
-from weft.config.sources import looks_like_hub_dataset
-from weft.data.encode import load_tokenizer
 from weft.engine.engine import Engine
-from weft.errors import UserError
 from weft.memory.estimate import cache_bytes
 from weft.recipes.rl import Plan, Task, check_task, read_task
+from weft.recipes.run_data import why_unread
 from weft.report.banner import few_rollout_steps, print_dry_run
 from weft.report.tables import EngineRow, engine_table, separate_engines, show
 from weft.rl.environments import environment_class
@@ -35,7 +31,7 @@ def dry_run(config: RlConfig, options: RlOptions) -> None:
     """Prints the preview. Raises UserError for anything that the run would refuse at its start; prompts and rewards are
     checked first."""
     check_task(config)
-    unread = _unread(config)
+    unread = why_unread(config)
     task = None if unread else read_task(config)
     rewards = task.rewards if task is not None else Rewards(config.rl)
     environment = environment_class(config)
@@ -52,22 +48,6 @@ def dry_run(config: RlConfig, options: RlOptions) -> None:
         say(f"environ. {environment.__name__}, up to {config.rl.max_turns} answers in a conversation")
     for line in [f"prompts  not read: {unread}"] if task is None else _task_lines(config, task):
         say(line)
-
-
-def _unread(config: RlConfig) -> str:
-    """Why the prompts cannot be read yet; "" if they can."""
-    sources = [config.data.path, *(source.path for source in config.data.sources or ())]
-    sources += [config.eval.path, *(source.path for source in config.eval.sources or ())]
-    hub = [path for path in sources if path and looks_like_hub_dataset(path) and not Path(path).exists()]
-    if hub:
-        return f"{hub[0]} is on the hub, and a dry run downloads nothing"
-    folder = Path(config.model.path)
-    if folder.is_dir() and not holds_weights(folder):  # yet to be downloaded
-        try:
-            load_tokenizer(config.model.path)
-        except UserError:
-            return f"there is no tokenizer in {folder} yet"
-    return ""
 
 
 async def _try(rewards: Rewards, task: Task | None) -> list[str]:

@@ -6,10 +6,15 @@ import datetime
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
+from weft.config.paths import holds_weights
+from weft.config.rl_schema import RlConfig
 from weft.config.schema import DataConfig, SftConfig
+from weft.config.sources import looks_like_hub_dataset
+from weft.config.urls import is_url
 from weft.data.documents import (
     DataReport,
     Documents,
@@ -27,6 +32,7 @@ from weft.data.limits import length_limit
 from weft.data.order import Steps
 from weft.data.tokenise import Tokenising
 from weft.engine.document import Document
+from weft.errors import UserError
 from weft.models import hf
 from weft.recipes.evaluate import NOTHING, HeldOut, read_held_out
 
@@ -95,6 +101,26 @@ def read_data(
         images=images,
         how=Tokenising(config.data.workers, config.data.cache, shown),
     )
+
+
+def why_unread(config: SftConfig | RlConfig) -> str:
+    """Why a dry run cannot read the data: they or the tokenizer are not on this machine yet. "" if it can."""
+    paths = [config.data.path, *(source.path for source in config.data.sources or ())]
+    paths += [config.eval.path, *(source.path for source in config.eval.sources or ())]
+    if isinstance(config, SftConfig) and isinstance(config.eval.prompts, str):
+        paths.append(config.eval.prompts)
+    for path in paths:
+        if path and is_url(path):
+            return f"{path} is on an object store, and a dry run fetches no data"
+        if path and looks_like_hub_dataset(path) and not Path(path).exists():
+            return f"{path} is on the hub, and a dry run downloads nothing"
+    folder = Path(config.model.path)
+    if folder.is_dir() and not holds_weights(folder):  # yet to be downloaded
+        try:
+            load_tokenizer(config.model.path)
+        except UserError:
+            return f"there is no tokenizer in {folder} yet"
+    return ""
 
 
 def deal(config: SftConfig, documents: Sequence[Document]) -> Steps:

@@ -14,9 +14,8 @@ from pathlib import Path
 
 from weft.checkpoint.save import Saver
 from weft.cluster.consistency import max_over_ranks, on_first_rank, require_agreement
-from weft.cluster.machine import accelerator
 from weft.cluster.options import SftOptions
-from weft.cluster.process import join, pretend
+from weft.cluster.process import join
 from weft.cluster.stopping import StopSignals
 from weft.config.checks import BUILT_IN
 from weft.config.schema import SftConfig
@@ -35,10 +34,11 @@ from weft.objectives.base import Objective
 from weft.objectives.load import choose_objective
 from weft.optim.custom_optimizer import find_class
 from weft.optim.schedule import learning_rate
+from weft.recipes import sft_preview
 from weft.recipes.evaluate import Evaluator, ended_by
 from weft.recipes.run_data import RunData, dated, deal, read_run_data
 from weft.remote.uploads import Uploads, prepare, upload_all
-from weft.report.banner import pipeline_hint, print_dry_run, print_opening, say_finished, say_stopped
+from weft.report.banner import pipeline_hint, print_opening, say_finished, say_stopped
 from weft.report.progress import Progress, loading
 from weft.report.step_line import StepOutcome
 from weft.report.trackers import check_installed
@@ -65,9 +65,7 @@ def run(config: SftConfig, options: SftOptions, hooks: Hooks = NO_HOOKS) -> None
     hooks, readouts = replace(hooks, objective=objective), objective.readouts
     check_installed(config.track)
     if options.dry_run:
-        with pretend(options.world, options.device, accelerator(options.assume)) as ranks:
-            engine = Engine(EngineConfig.of(config), ranks, weights=False, readouts=readouts)
-            print_dry_run(config, engine, parameters=options.parameters)
+        sft_preview.dry_run(config, options, objective)
         return
     config = dated(config)
     with join(options.device, config.train.timeout) as ranks:
@@ -82,7 +80,8 @@ def run(config: SftConfig, options: SftOptions, hooks: Hooks = NO_HOOKS) -> None
             data = read_run_data(config, shown)
         require_agreement(identity(config, data.report) | {"documents of eval.path": data.held_out.digest}, ranks.group)
         with open_folder(config, ranks, resume=resume) as folder:
-            steps = len(deal(config, data.documents))
+            dealt = deal(config, data.documents)
+            steps = len(dealt)
             check_profile(config.profile, steps=steps)
             start = find_start(config, folder, data.report, steps, ranks) if resume else FRESH
             by = ended_by(config, data.held_out, start.evaluation)
@@ -105,7 +104,7 @@ def run(config: SftConfig, options: SftOptions, hooks: Hooks = NO_HOOKS) -> None
                 write_bad_rows([*data.report.bad, *data.held_out.bad], folder)
             template = f"template {data.report.template_use(config.data, data.template)}"
             opening = [template, *data.ends.lines(), *data.held_out.lines(), *notes]
-            print_opening(config, engine, data.report, folder, steps, opening, quiet=options.quiet)
+            print_opening(config, engine, data.report, folder, dealt, opening, quiet=options.quiet)
             train(config, engine, data, folder, phases, start, hooks, resume=resume)
 
 

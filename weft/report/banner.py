@@ -24,6 +24,7 @@ from weft.config.rl_schema import RlConfig
 from weft.config.schema import SftConfig
 from weft.config.urls import is_url
 from weft.data.documents import DataReport
+from weft.data.order import Steps
 from weft.engine.engine import Engine
 from weft.engine.loaded_state import state_lines
 from weft.engine.plan import StepPlan
@@ -73,18 +74,18 @@ def print_opening(
     engine: Engine,
     report: DataReport,
     folder: Path,
-    steps: int,
+    steps: Steps,
     notes: Sequence[str] = (),
     *,
     quiet: bool = False,
 ) -> None:
-    """Prints what a user needs to know before a long run. steps: optimizer steps of the run. notes:
-    further lines about the data, and about a resumed run. quiet: only the most important of it."""
+    """Prints what a user needs to know before a long run. notes: further
+    lines about the data, and about a resumed run. quiet: only the most important of it."""
     if not engine.ranks.is_first:
         return
     say(f"run      {folder}")
     say(f"data     {report}")
-    say_all(steps_lines(config, steps, report.in_epoch or report.documents))
+    say_all(steps_lines(config, len(steps), report.in_epoch or report.documents, steps.in_epoch))
     if config.train.objective is not None:
         say(f"loss     {config.train.objective}")
     for note in notes:
@@ -94,12 +95,16 @@ def print_opening(
     print_model(config, engine, quiet=quiet)
 
 
-def steps_lines(config: SftConfig, steps: int, documents: int) -> list[str]:
+def steps_lines(config: SftConfig, steps: int, documents: int, in_epoch: int) -> list[str]:
     """Lines about the length of a run, with advice if it has few steps and train.steps does not say so. documents: of
-    an epoch."""
+    an epoch. in_epoch: optimizer steps of the first epoch."""
     step, epochs = config.step, config.train.epochs
     each = f"up to {step.tokens:,} tokens" if step.tokens is not None else counted(step.documents or 0, "document")
-    passes = "" if epochs is None else f"; {counted(epochs, 'epoch')} of {counted(documents, 'document')}"
+    number = f"{'about ' * (step.tokens is not None)}{in_epoch:,}"
+    if epochs is None:
+        passes = f"; an epoch, {counted(documents, 'document')}, has {number}"
+    else:
+        passes = f"; {counted(epochs, 'epoch')} of {counted(documents, 'document')}{f', {number} each' * (epochs > 1)}"
     lines = [f"steps    {counted(steps, 'optimizer step')} in all, of {each}{passes}"]
     if epochs is None or steps >= _FEW_STEPS:
         return lines

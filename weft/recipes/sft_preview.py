@@ -1,0 +1,101 @@
+"""`weft sft --dry-run`: the data, steps, memory and time of a run, from local files and without weights."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+import torch
+
+from weft.cluster.machine import Accelerator, accelerator, known_accelerator
+from weft.cluster.options import SftOptions
+from weft.cluster.process import choose_device, pretend
+from weft.config.mesh import MeshSizes
+from weft.config.schema import SftConfig
+from weft.data.documents import lengths_of
+from weft.data.open_sources import open_data
+from weft.data.order import Steps
+from weft.engine.config import EngineConfig
+from weft.engine.document import MeasuredDocuments
+from weft.engine.engine import Engine
+from weft.objectives.base import Objective
+from weft.planner.blueprint import Blueprint
+from weft.planner.machines import machine_of
+from weft.planner.rows import RowFacts, plan_rows
+from weft.planner.timing import time_of
+from weft.recipes.run_data import RunData, dated, deal, read_run_data, why_unread
+from weft.report.banner import print_dry_run, steps_lines
+from weft.report.progress import duration, loading
+from weft.telemetry.profiling import check_profile
+from weft.terminal import byte_count, say, say_all
+
+_MOST_BYTES = 256 << 20  # of data that a dry run reads; a tokenizer takes minutes for more
+
+
+def dry_run(config: SftConfig, options: SftOptions, objective: Objective) -> None:
+    """Prints the preview. Raises UserError for anything that the run would refuse at its start; data are checked
+    first."""
+    unread, data = _unread(config), None
+    if not unread:
+        with loading(what="tokenising") as shown:
+            data = read_run_data(dated(config), shown)
+        check_profile(config.profile, steps=len(deal(config, data.documents)))
+    with pretend(options.world, options.device, accelerator(options.assume)) as ranks:
+        engine = Engine(EngineConfig.of(config), ranks, weights=False, readouts=objective.readouts)
+        if data is not None:
+            for documents in (data.documents, *data.held_out.documents.values()):
+                engine.check_images(documents)
+        print_dry_run(config, engine, parameters=options.parameters)
+        mesh = engine.mesh.sizes
+    if data is None:
+        say(f"data     not read: {unread}")
+        return
+    steps = deal(config, data.documents)
+    say(f"data     {data.report}")
+    say_all(steps_lines(config, len(steps), data.report.in_epoch or data.report.documents, steps.in_epoch))
+    say(f"template {data.report.template_use(config.data, data.template)}")
+    say_all([*data.ends.lines(), *data.held_out.lines()])
+    say(f"time     {_time(config, options, mesh, steps, data)}")
+    say("look     `weft data preview`, with the same config, shows documents and which of their tokens are trained")
+
+
+def _unread(config: SftConfig) -> str:
+    """Why the data are not read; "" if they are."""
+    if reason := why_unread(config):
+        return reason
+    size = sum(part.size for source in open_data(config.data) for part in source.parts)
+    if size <= _MOST_BYTES:
+        return ""
+    return (
+        f"they have {byte_count(size)}, and a dry run reads up to {byte_count(_MOST_BYTES)}; `weft data preview` reads "
+        "all, and with --sample a part"
+    )
+
+
+def _time(config: SftConfig, options: SftOptions, mesh: MeshSizes, steps: Steps, data: RunData) -> str:
+    """The expected time of all optimizer steps, from that of the first and the tokens of each, or why there is none."""
+    device = accelerator(options.assume) or _accelerator_here(options)
+    if device is None:
+        return "not estimated: weft knows no rates of this device; --assume h100-80gb has those of an accelerator"
+    if isinstance(data.documents, MeasuredDocuments) and data.documents.measures().patches.any():
+        return "not estimated: weft plan, which would, counts no images"
+    lengths = lengths_of(data.documents)
+    tokens = [sum(lengths[index] for index in step.documents) for step in islice(steps, steps.in_epoch)]
+    model = Blueprint(EngineConfig.of(config), "cpu", device)
+    rows = RowFacts.of(model, plan_rows(model, mesh, [lengths[index] for index in next(iter(steps)).documents]))
+    first = time_of(model, mesh, rows, machine_of(device)).seconds
+    seconds = first * sum(tokens) / tokens[0] * len(steps) / len(tokens)
+    each = seconds / len(steps)
+    return (
+        f"about {duration(seconds) if seconds >= 1 else 'a second'} of optimizer steps, "
+        f"{f'{each:.2g}' if each >= 0.01 else 'under 0.01'} s each, as `weft plan` estimates for {device.name}; "
+        "nothing of it was measured, and loading, evaluation and saving are not in it"
+    )
+
+
+def _accelerator_here(options: SftOptions) -> Accelerator | None:
+    """The accelerator of this machine; None for a CPU or one that weft does not know."""
+    device = choose_device(options.device, 0)
+    if device.type != "cuda":
+        return None
+    found = torch.cuda.get_device_properties(device)
+    return known_accelerator(found.name, found.total_memory)
