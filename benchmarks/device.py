@@ -89,6 +89,7 @@ class Device:
         self.collect()
         if self.cuda:
             torch.cuda.reset_peak_memory_stats()
+            torch.cuda.reset_accumulated_memory_stats()  # the allocator's retries
             return int(torch.cuda.memory_allocated())
         Path("/proc/self/clear_refs").write_text("5")
         return _process_memory("VmRSS")
@@ -96,6 +97,20 @@ class Device:
     def peak(self) -> int:
         """The most that this process has held at once since then."""
         return int(torch.cuda.max_memory_allocated()) if self.cuda else _process_memory("VmHWM")
+
+    def allocator(self) -> dict[str, float]:
+        """What the caching allocator had to do: retries (each of which waits for the device), and the bytes, in GiB,
+        that it had reserved beyond those in use, at the most since reset_peak()."""
+        stats = torch.cuda.memory_stats()
+        beyond = stats["reserved_bytes.all.peak"] - stats["allocated_bytes.all.peak"]
+        return {"allocator's retries": stats["num_alloc_retries"], "fragments GiB": max(0, beyond) / 2**30}
+
+    def answers(self) -> bool:
+        """Whether the device still computes: after an illegal access nothing of this process does."""
+        try:
+            return bool(torch.ones(2, device=self.kind).sum().item() == 2)
+        except RuntimeError:
+            return False
 
 
 def _process_memory(key: str) -> int:

@@ -1,12 +1,15 @@
-"""One command for the minutes that a GPU is at hand: tests/cuda, then rates, training, memory, rollouts, as a table.
+"""One command for the minutes that a GPU is at hand: does a run work, how fast is it, which tests pass; as a page.
 
     python benchmarks/gpu.py --minutes 9 --out .gpu                       # make gpu
     python benchmarks/gpu.py --parts sft-4b profile --minutes 4           # some of it
     python benchmarks/gpu.py --tiny --device cpu --minutes 5              # all of it, on sizes of a test
 
 Writes DIR/gpu.md and gpu.json anew after every row, so that an end at any moment loses nothing; beside them gpu.log
-(what the parts print), tests.txt, profile-4b.txt and its trace. Every part is a process of its own and has a share of
-the time that is left; parts come in the order of what they tell. Exit status 1 where a part has failed.
+(what the parts print), run.txt, tests.txt, profile-*.txt with their traces, clocks.txt, and measured/CARD.json, the
+constants of this card. Parts come in the order of what they tell, each with the seconds that it is planned to take:
+with fewer minutes than for all, the first ones run. All run in one process, because importing torch takes 10 s; a part
+that hangs or breaks the device ends that process, and the next part begins a new one. Warnings are listed in the page.
+Exit status 1 where a part has failed.
 """
 
 from __future__ import annotations
@@ -14,12 +17,17 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shlex
+import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
 import traceback
+from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import date
@@ -28,52 +36,67 @@ from subprocess import STDOUT, Popen, TimeoutExpired
 from typing import IO, Any
 
 ROOT = Path(__file__).resolve().parent.parent
-_POLL = 0.5  # seconds between looks at a part's rows
-_LEAST = 12.0  # seconds below which no part is begun: most of them would go into importing
+_POLL = 0.2  # seconds between looks at a part's rows
+_LEAST = 8.0  # seconds below which no part is begun
 _GRACE = 10.0  # seconds that a part may take beyond its time to end by itself
+START = 15  # seconds planned for importing and the device's context, once
+_CLOCKS = "driver_version,pstate,clocks.sm,clocks.max.sm,clocks.mem,power.draw,power.limit,temperature.gpu"
 
 
 @dataclass(frozen=True)
 class Part:
-    """share: of the time that is left, against those of the parts still to come."""
+    """seconds: that it is planned to take on one H100 with 16 cores. accelerators: fewer than these, and there is no
+    such part."""
 
     name: str
-    share: float
+    seconds: float
     title: str
     about: str
+    accelerators: int = 1
 
 
 _SFT = (
     "Random weights; one packed row of log-normal documents a step; bf16 compute over fp32 masters, AdamW. bare: a "
-    "plain PyTorch loop with the same attention kernel (benchmarks/gpu_sft.py says what it does). MFU is of the "
-    "measured matmul rate, causal attention counted half, recomputation not at all. GiB: the most at once. planner: "
-    "weights, gradients, optimizer and gathered units, as weft's planner says; estimate: with activations and the head."
+    "plain PyTorch loop with the same attention kernel and a chunked, checkpointed cross entropy "
+    "(benchmarks/gpu_sft.py says what it does); both have as many layers as both have memory for. MFU is of the "
+    "measured matmul rate, causal attention counted half, recomputation not at all. GiB: the most at once; fragments: "
+    "reserved, but not allocated, at the most. planner: weights, gradients, optimizer and gathered units, as weft's "
+    "planner says; estimate: with activations and the head."
 )
 PARTS = (
-    Part("rates", 30, "Rates", "bf16 products of random matrices, and copies: the floor of all that follows."),
-    Part("tests", 150, "tests/cuda", "Output in tests.txt."),
-    Part("sft-4b", 110, "SFT, Qwen3-4B", _SFT),
-    Part("kernels", 45, "Attention kernels", "A 4B layer's attention over 16,384 tokens, forward and backward."),
-    Part("head", 20, "The head", "Logprobs of 8192 tokens, H 2560, V 151,936, bf16, forward and backward. matmul "
+    Part("run", 50, "A run of weft sft", "Qwen3-0.6B with random weights, from a config: 25 steps with a checkpoint "
+         "after 20, then the last 5 again from it. Output in run.txt."),
+    Part("two", 75, "Two devices", "A step on two ranks beside one rank's: relative differences of loss and gradient "
+         "norm in fp32, and tokens/s in bf16, with small models.", accelerators=2),
+    Part("rates", 10, "Rates", "bf16 products of random matrices, copies, and what the host pays: the floor of all "
+         "that follows."),
+    Part("profile", 50, "Profiles", "0.6B without recomputation and 4B with it: two steps by kind of work, and the "
+         "gaps of the device of a third, with the frame of the host in them. By kernel in profile-*.txt; the traces "
+         "are beside them."),
+    Part("sft-4b", 90, "SFT, Qwen3-4B", _SFT),
+    Part("sft-0.6b", 45, "SFT, Qwen3-0.6B", _SFT),
+    Part("tests", 130, "tests/cuda", "Flex attention, which is compiled, comes last. Output in tests.txt."),
+    Part("head", 15, "The head", "Logprobs of 8192 tokens, H 2560, V 151,936, bf16, forward and backward. matmul "
          "share: three products at the measured rate / time. extra: beyond the gradients."),
-    Part("profile", 35, "Profile of the 4B step", "By kernel in profile-4b.txt; the trace is beside it."),
-    Part("sft-0.6b", 70, "SFT, Qwen3-0.6B", _SFT),
-    Part("sft-30b-a3b", 50, "SFT, Qwen3-30B-A3B, as many layers as fit", _SFT),
-    Part("rl", 35, "A step of reinforcement learning, Qwen3-0.6B", "In one process: 32 prompts of 256 tokens, 8 "
+    Part("kernels", 25, "Attention kernels", "A 4B layer's attention over 16,384 tokens, forward and backward."),
+    Part("moe", 15, "A layer of experts", "128 experts, 8 a token, H 2048, I 768, 8192 tokens in bf16, forward and "
+         "backward. dense: one product of as many FLOPs. empty: experts without tokens, whose gradients have to be 0. "
+         "waits: times that the host waited for the device."),
+    Part("rl", 30, "A step of reinforcement learning, Qwen3-0.6B", "In one process: 32 prompts of 256 tokens, 8 "
          "samples of 256 tokens each (64 in step 1, which warms up). difference: engine's logprobs from trainer's."),
-    Part("files", 40, "Files", "A 4B model written and read; a checkpoint of 0.6B with its trainer state."),
-    Part("sft-8b", 40, "SFT, Qwen3-8B", _SFT),
+    Part("files", 30, "Files", "A 4B model written and read; a checkpoint of 0.6B with its trainer state."),
 )  # fmt: skip
 
 
 @dataclass
 class Result:
-    """state: "" once it has run, else why it has not, or not to its end."""
+    """state: "" once it has run, else why it has not, or not to its end. facts: of the process, when it had ended."""
 
     part: Part
     state: str = "waiting"
     seconds: float = 0.0
     rows: list[dict[str, Any]] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
 
     @property
     def failed(self) -> bool:
@@ -106,34 +129,70 @@ def table(rows: list[dict[str, Any]]) -> str:
 def section(result: Result, about: bool = True) -> str:
     """Of one part."""
     parts = [f"## {result.part.title}", *([result.part.about] if about else [])]
-    if result.rows:
-        parts.append(table(result.rows))
+    alike: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    for row in result.rows:  # rows of other columns are another table
+        alike.setdefault(tuple(name for name in row if name != "note")[:1], []).append(row)
+    parts += [table(rows) for rows in alike.values()]
     state = f" {result.state[0].upper()}{result.state[1:]}." if result.state else ""
-    return "\n\n".join(parts) + f"\n\nPart `{result.part.name}`, {result.seconds:.0f} s.{state}\n"
+    facts = "".join(f"; {name} {cell(value)}" for name, value in result.facts.items() if value is not None)
+    planned = f"planned {result.part.seconds:.0f} s"
+    return "\n\n".join(parts) + f"\n\nPart `{result.part.name}`, {result.seconds:.0f} s, {planned}{facts}.{state}\n"
 
 
-def page(command: str, machine: str, results: list[Result]) -> str:
+def page(report: Report) -> str:
     """The whole of gpu.md; what several parts have to say of their columns is said once."""
-    head = f"# On one accelerator\n\n    {command}\n\n{machine}, {date.today()}.\n"
-    said = [result.part.about for result in results]
-    return "\n".join([head, *(section(r, about=said.index(r.part.about) == n) for n, r in enumerate(results))])
+    machine = "\n".join(f"- {name}: {value}" for name, value in report.machine.items())
+    head = f"# On one accelerator\n\n    {report.command}\n\n{date.today()}.\n\n{machine}\n"
+    said = [result.part.about for result in report.results]
+    sections = [section(r, about=said.index(r.part.about) == n) for n, r in enumerate(report.results)]
+    if report.warnings:
+        rows = [{"times": count, "warning": text[:400]} for text, count in report.warnings.most_common()]
+        sections.append(f"## Warnings\n\nOf all parts but tests/cuda's, whose are in its table.\n\n{table(rows)}\n")
+    return "\n".join([head, *sections])
 
 
 @dataclass
 class Report:
-    """What is on the disk."""
+    """What is on the disk. machine: its name and versions, by what they are of. warnings: text -> times."""
 
     folder: Path
     command: str
-    machine: str
+    machine: dict[str, Any]
     results: list[Result]
+    warnings: Counter[str] = field(default_factory=Counter)
 
     def write(self) -> None:
-        """gpu.md and gpu.json, as things stand."""
-        parts = {r.part.name: {"state": r.state, "seconds": r.seconds, "rows": r.rows} for r in self.results}
-        found = {"command": self.command, "machine": self.machine, "parts": parts}
+        """gpu.md, gpu.json and the constants of the card, as things stand."""
+        parts = {
+            r.part.name: {"state": r.state, "seconds": r.seconds, "rows": r.rows, "facts": r.facts}
+            for r in self.results
+        }
+        found = {"command": self.command, "machine": self.machine, "parts": parts, "warnings": dict(self.warnings)}
         _replace(self.folder / "gpu.json", json.dumps(found, indent=1))
-        _replace(self.folder / "gpu.md", page(self.command, self.machine, self.results))
+        _replace(self.folder / "gpu.md", page(self))
+        constants = measured({r.part.name: r.rows for r in self.results})
+        if constants and (card := self.machine.get("accelerator")):
+            source = f"make gpu on {self.machine.get('device')}, {date.today()}, torch {self.machine.get('torch')}"
+            (self.folder / "measured").mkdir(exist_ok=True)
+            _replace(self.folder / "measured" / f"{card}.json", json.dumps({"source": source} | constants, indent=1))
+
+
+def measured(parts: dict[str, list[dict[str, Any]]]) -> dict[str, float]:
+    """The constants of planner/machines.py that these rows tell: FLOP/s, bytes/s and seconds."""
+    found: dict[str, float] = {}
+
+    def take(name: str, part: str, column: str, unit: float, **where: Any) -> None:
+        for row in parts.get(part, []):
+            matches = all(str(row.get(key, "")).startswith(str(value)) for key, value in where.items())
+            if matches and isinstance(row.get(column), int | float):
+                found.setdefault(name, row[column] * unit)
+
+    take("matmul_rate", "rates", "rate", 1e12, what="matmuls of a 4b layer")
+    take("copy_rate", "rates", "rate", 1e9, what="device to device")
+    take("host_rate", "rates", "rate", 1e9, what="host to device, pinned")
+    take("launch", "rates", "rate", 1e-6, what="an operation's launch")
+    take("attention_rate", "kernels", "TFLOP/s", 1e12, kernel="varlen")
+    return found
 
 
 def _replace(path: Path, text: str) -> None:
@@ -145,45 +204,82 @@ def _replace(path: Path, text: str) -> None:
 # ---------------------------------------------------------------- running the parts
 
 
-def run_parts(report: Report, options: argparse.Namespace, end: float) -> None:
-    """Each in its turn, with its share of what is left until `end`."""
+def run_parts(report: Report, options: argparse.Namespace, end: float, worker: Worker) -> None:
+    """Each in its turn, until `end`: in its planned seconds, and those that nobody else is planned to take."""
     report.write()
     for number, result in enumerate(report.results):
         left, least = end - time.monotonic(), 1.0 if options.tiny else _LEAST
-        if left < least:
+        wanted = sum(other.part.seconds for other in report.results[number:])
+        limit = min(left, result.part.seconds + max(0.0, left - wanted))
+        if limit < min(least, result.part.seconds):
             result.state = f"not run: no time left ({max(0.0, left):.0f} s)"
         else:
-            shares = sum(other.part.share for other in report.results[number:])
-            limit = min(left, max(least, left * result.part.share / shares))
-            run_part(report, result, options, limit, min(limit + _GRACE, left))
+            worker.run(report, result, limit, min(limit + _GRACE, left))
         report.write()
         print(section(result), flush=True)
 
 
-def run_part(report: Report, result: Result, options: argparse.Namespace, limit: float, longest: float) -> None:
-    """One, in a process of its own that is told `limit` seconds, and killed after `longest`."""
-    began, ended = time.monotonic(), False
-    with tempfile.TemporaryDirectory() as folder, (report.folder / "gpu.log").open("a") as log:
-        rows = Path(folder) / "rows.json"
+class Worker:
+    """The process in which parts run, one after the other, with what it is told and what it answers as files of a
+    folder: N.order, N.rows (as in gpu_rows.py), N.done; NAME.warnings."""
+
+    def __init__(self, options: argparse.Namespace, log: IO[str]) -> None:
+        self.options, self.log = options, log
+        self.folder = Path(tempfile.mkdtemp(prefix="weft-gpu-"))
+        self.process: Popen[bytes] | None = None
+        self.orders = 0
+
+    def order(self, part: str, seconds: float) -> tuple[Path, Path]:
+        """Begin a part, in a new process where there is none; (its rows, what it has left when it has ended)."""
+        number, self.orders = self.orders, self.orders + 1
+        _replace(self.folder / f"{number}.order", json.dumps({"part": part, "seconds": seconds}))
+        if self.process is None or self.process.poll() is not None:
+            self.process = start(["--worker", str(self.folder), "--first", str(number)], self.options, self.log)
+        return self.folder / f"{number}.rows", self.folder / f"{number}.done"
+
+    def run(self, report: Report, result: Result, limit: float, longest: float) -> None:
+        """A part that is told `limit` seconds; the process is killed after `longest`."""
+        began, ended, status = time.monotonic(), False, None
         result.state = "running"
-        process = start(["--part", result.part.name, "--rows", str(rows), "--seconds", f"{limit:.1f}"], options, log)
-        try:
-            while not ended and time.monotonic() - began < longest:
-                ended = _ends(process, _POLL)
-                result.seconds = time.monotonic() - began
-                if rows.exists() and (found := json.loads(rows.read_text())) != result.rows:
-                    result.rows = found
-                    report.write()
-        finally:
-            end_group(process)
-    if not ended:
-        result.state = f"stopped after {result.seconds:.0f} s"
-    else:
-        result.state = "" if process.returncode == 0 else f"failed: it ended with {process.returncode}; see gpu.log"
+        rows, done = self.order(result.part.name, limit)
+        assert self.process is not None
+        while not ended and status is None and time.monotonic() - began < longest:
+            time.sleep(_POLL)
+            status, ended = self.process.poll(), done.exists()
+            result.seconds = time.monotonic() - began
+            if rows.exists() and (found := json.loads(rows.read_text())) != result.rows:
+                result.rows = found
+                report.write()
+        result.state = "" if ended else f"stopped after {result.seconds:.0f} s"
+        if not ended and status is not None:
+            result.state = f"failed: it ended with {status}; see gpu.log"
+        if ended:
+            left = json.loads(done.read_text())
+            result.facts = left["facts"]
+            if not left["sound"]:
+                result.state = "failed: the device answers no more; the next part has a new process"
+        if not ended or not left["sound"]:
+            self.end()
+        self.collect(report)
+
+    def collect(self, report: Report) -> None:
+        """Count the warnings so far: Python's, and those that libraries write themselves."""
+        report.warnings.clear()
+        for path in self.folder.glob("*.warnings"):
+            report.warnings.update(json.loads(path.read_text()))
+        with suppress(OSError):
+            text = (report.folder / "gpu.log").read_text(errors="replace")
+            report.warnings.update(re.findall(r"^(?:\[rank\d+\]:)?\[W[\d .:]+(.*)$", text, re.MULTILINE))
+
+    def end(self) -> None:
+        """Kill the process and what it has left behind."""
+        if self.process is not None:
+            end_group(self.process)
+        self.process = None
 
 
 def start(words: list[str], options: argparse.Namespace, log: IO[str]) -> Popen[bytes]:
-    """This program as a part, in a process group of its own, with the weft of this repository."""
+    """This program as the parts' process, in a process group of its own, with the weft of this repository."""
     command = [sys.executable, str(Path(__file__).resolve()), *words, "--device", options.device, "--out", options.out]
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     return Popen(
@@ -192,99 +288,127 @@ def start(words: list[str], options: argparse.Namespace, log: IO[str]) -> Popen[
     )  # fmt: skip
 
 
-def _ends(process: Popen[bytes], seconds: float) -> bool:
-    try:
-        process.wait(seconds)
-    except TimeoutExpired:
-        return False
-    return True
-
-
 def end_group(process: Popen[bytes]) -> None:
-    """Kill a part and what it has left behind."""
+    """Kill a process and what it has left behind."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
-# ---------------------------------------------------------------- one part, in its own process
+# ---------------------------------------------------------------- in the parts' process
 
 
-def be_part(options: argparse.Namespace) -> None:
-    """What a part's process does."""
+def work(options: argparse.Namespace) -> None:
+    """Run what is ordered, until the program that orders has ended."""
     import torch._dynamo
 
     from benchmarks.device import Device
     from benchmarks.gpu_parts import FUNCTIONS
-    from benchmarks.gpu_rows import Run, failure
+    from benchmarks.gpu_rows import Run, failure, keep_warnings
     from weft.cluster.process import leave
 
     torch._dynamo.config.disable = options.tiny  # compiling takes a minute, whatever the size
-    end = time.monotonic() + options.seconds
-    run = Run(Device(options.device), options.tiny, end, Path(options.out), Path(options.rows))
-    try:
-        FUNCTIONS[options.part](run)
-    except Exception as error:
-        traceback.print_exc()
-        run.add(note=failure(error))
+    folder, number, parent = Path(options.worker), options.first, os.getppid()
+    keep_warnings(folder / f"{os.getpid()}.warnings")
+    device = Device(options.device)
+    while os.getppid() == parent:
+        order = folder / f"{number}.order"
+        if not order.exists():
+            time.sleep(0.02)
+            continue
+        asked = json.loads(order.read_text())
+        print(f"==== {asked['part']}", flush=True)
+        run = Run(
+            device, options.tiny, time.monotonic() + asked["seconds"], Path(options.out), folder / f"{number}.rows"
+        )
+        try:
+            FUNCTIONS[asked["part"]](run)
+        except Exception as error:
+            traceback.print_exc()
+            run.add(note=failure(error))
+        left: dict[str, Any] = {"sound": device.answers(), "facts": {}}
+        if device.cuda and left["sound"]:
+            left["facts"] = device.allocator() | {"PYTORCH_CUDA_ALLOC_CONF": os.environ.get("PYTORCH_CUDA_ALLOC_CONF")}
+        _replace(folder / f"{number}.done", json.dumps(left))
+        number += 1
+        if not left["sound"]:
+            os._exit(70)
     leave()
 
 
-def describe_machine(options: argparse.Namespace) -> None:
-    """Write what this runs on, where there is such a device."""
-    import torch
-    import transformers
-
-    from benchmarks.device import Device
-
-    if options.device == "cuda" and not torch.cuda.is_available():
-        print(f"torch {torch.__version__} sees none")
-        return
-    device = Device(options.device)
-    cuda = f"CUDA {torch.version.cuda}, " if device.cuda else ""
-    text = (
-        f"{device.name}, {device.memory / 2**30:.0f} GiB, {os.cpu_count()} cores; {cuda}torch {torch.__version__}, "
-        f"transformers {transformers.__version__}, Python {sys.version.split()[0]}"
-    )
-    Path(options.rows).write_text(json.dumps(text))
-
-
-def ask_machine(options: argparse.Namespace) -> str:
-    """What this runs on; "" where there is no such device."""
-    with tempfile.TemporaryDirectory() as folder, (Path(options.out) / "gpu.log").open("a") as log:
-        answer = Path(folder) / "machine.json"
-        start(["--part", "machine", "--rows", str(answer)], options, log).wait()
-        return str(json.loads(answer.read_text())) if answer.exists() else ""
-
-
 # ---------------------------------------------------------------- the command
+
+
+def clocks(out: Path, when: str) -> str:
+    """The driver's version and the clocks, in a line, and all that nvidia-smi says in clocks.txt; "" without it."""
+    words = ["nvidia-smi", f"--query-gpu={_CLOCKS}", "--format=csv,noheader"]
+    try:
+        line = subprocess.run(words, capture_output=True, text=True, timeout=20).stdout.strip().replace("\n", "; ")
+        whole = subprocess.run(["nvidia-smi", "-q", "-d", "CLOCK,POWER"], capture_output=True, text=True, timeout=20)
+    except (OSError, TimeoutExpired):
+        return ""
+    with (out / "clocks.txt").open("a") as stream:
+        stream.write(f"==== {when}\n{line}\n{whole.stdout}\n")
+    return f"{line} ({_CLOCKS})"
+
+
+def describe(worker: Worker, limit: float = 120.0) -> dict[str, Any]:
+    """What this runs on; {} where there is no such device."""
+    rows, done = worker.order("machine", limit)
+    assert worker.process is not None
+    end = time.monotonic() + limit
+    while not done.exists() and worker.process.poll() is None and time.monotonic() < end:
+        time.sleep(0.02)
+    found = json.loads(rows.read_text()) if done.exists() and rows.exists() else []
+    return dict(found[0]) if found and "note" not in found[0] else {}
 
 
 def main() -> int:
     """Exit status: 1 where a part has failed, 2 where nothing could begin."""
     end, options = time.monotonic(), parse()
     end += 60 * options.minutes
-    if options.part:
+    if options.worker:
         sys.path.insert(0, str(ROOT))
-        print(f"==== {options.part}", flush=True)
-        describe_machine(options) if options.part == "machine" else be_part(options)
+        work(options)
         return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and the part that runs ends, too
     folder = Path(options.out)
     folder.mkdir(parents=True, exist_ok=True)
-    for name in ("gpu.md", "gpu.json", "gpu.log"):
+    for name in ("gpu.md", "gpu.json", "gpu.log", "clocks.txt"):
         (folder / name).unlink(missing_ok=True)
-    machine = ask_machine(options)
+    with (folder / "gpu.log").open("a") as log:
+        worker = Worker(options, log)
+        try:
+            return _measure(options, folder, worker, end)
+        finally:
+            worker.end()
+            shutil.rmtree(worker.folder, ignore_errors=True)
+
+
+def _measure(options: argparse.Namespace, folder: Path, worker: Worker, end: float) -> int:
+    machine = describe(worker)
     if not machine:
-        said = (folder / "gpu.log").read_text().strip().splitlines()[-1]
+        said = ((folder / "gpu.log").read_text().strip().splitlines() or ["its process said nothing"])[-1]
         print(f"no {options.device} device here (--device cpu --tiny tries all of it): {said}", file=sys.stderr)
         return 2
-    wanted = options.parts or [part.name for part in PARTS]
-    chosen = [part for part in PARTS if part.name in wanted or part.name.split("-")[0] in wanted]
-    report = Report(folder, f"python {shlex.join(sys.argv)}", machine, [Result(part) for part in chosen])
-    run_parts(report, options, end)
+    if before := clocks(folder, "before"):
+        machine["clocks before"] = before
+    report = Report(
+        folder, f"python {shlex.join(sys.argv)}", machine, [Result(part) for part in parts_of(options, machine)]
+    )
+    run_parts(report, options, end, worker)
+    if after := clocks(folder, "after"):
+        machine["clocks after"] = after
+        report.write()
     print(f"{folder}/gpu.md")
     return int(any(result.failed for result in report.results))
+
+
+def parts_of(options: argparse.Namespace, machine: dict[str, Any]) -> Sequence[Part]:
+    """The wanted ones, in their order; on one device not those that need two."""
+    wanted = options.parts or [part.name for part in PARTS]
+    chosen = [part for part in PARTS if part.name in wanted or part.name.split("-")[0] in wanted]
+    return [part for part in chosen if part.accelerators <= machine.get("devices", 1)]
 
 
 def parse() -> argparse.Namespace:
@@ -296,9 +420,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--out", default=".gpu", metavar="DIR")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--tiny", action="store_true", help="sizes of a test; nothing is compiled")
-    for hidden in ("--part", "--rows"):
-        parser.add_argument(hidden, help=argparse.SUPPRESS)
-    parser.add_argument("--seconds", type=float, help=argparse.SUPPRESS)
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--first", type=int, default=0, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 

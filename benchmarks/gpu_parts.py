@@ -1,26 +1,35 @@
-"""The parts of benchmarks/gpu.py but for training (gpu_sft.py) and reinforcement learning (gpu_rl.py)."""
+"""The parts of benchmarks/gpu.py but for training (gpu_sft.py), whole runs (gpu_run.py), reinforcement learning
+(gpu_rl.py) and experts (gpu_moe.py)."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
-import subprocess
+import statistics
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from subprocess import STDOUT, Popen, TimeoutExpired
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest import mock
 
 import torch
+import transformers
 from safetensors.torch import load_file
 from torch import nn
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks import gpu_run, gpu_tests
 from benchmarks.device import Device, copy_rate, matmul_rate, matmul_seconds
+from benchmarks.gpu_moe import moe
 from benchmarks.gpu_rl import rl
 from benchmarks.gpu_rows import Row, Run
 from benchmarks.gpu_sft import (
@@ -35,11 +44,13 @@ from benchmarks.gpu_sft import (
 from benchmarks.head import LOSSES, Problem
 from weft.checkpoint.export import save_huggingface
 from weft.checkpoint.save import Saver
+from weft.cluster.machine import ACCELERATORS, cpu_cores
 from weft.cluster.process import join
 from weft.config.schema import CheckpointConfig, ModelConfig
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
 from weft.ops import attention
+from weft.ops import head as head_ops
 from weft.ops.attention_call import BOUNDS_ARGUMENT, Bounds
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -55,19 +66,75 @@ def rates(run: Run) -> None:
     size = run.pick(8192, 256)
     run.attempt(run.add(what=f"matmul {size}^3"), lambda: {"rate": matmul_rate(device) / 1e12, "unit": "TFLOP/s"})
     tokens = run.pick(8192, 64)
-    for shape in ("0.6b", "4b", "8b"):
+    for shape in ("4b", "0.6b"):
         row = run.add(what=f"matmuls of a {shape} layer, forward and backward, {tokens} tokens")
         run.attempt(row, partial(_layer_rate, device, config_of(shape, run.tiny), tokens))
-    elements = run.pick(2**31, 2**16)
-    there = torch.empty(elements, dtype=torch.uint8, device=device.kind)
+    _copy_rates(run, run.pick(2**31, 2**16))
+    calls = run.pick(5000, 50)
+    run.attempt(
+        run.add(what="an operation's launch, on the host"),
+        lambda: {"rate": _launch_seconds(device, calls) * 1e6, "unit": "us"},
+    )
+    run.attempt(
+        run.add(what="an operation with autograd, forward and backward, on the host"),
+        lambda: {"rate": _autograd_seconds(device, calls) * 1e6, "unit": "us"},
+    )
+    size = run.pick(2**30, 2**16)
+    run.attempt(
+        run.add(what="pinning of host memory"),
+        lambda: {"rate": size / _pin_seconds(device, size) / 1e9, "unit": "GB/s"},
+    )
+
+
+def _copy_rates(run: Run, elements: int) -> None:
+    device = run.device
+    target = torch.empty(elements, dtype=torch.uint8, device=device.kind)
     pairs: dict[str, Callable[[], float]] = {
-        "device to device, read + written": lambda: copy_rate(device, there, torch.empty_like(there)),
-        "host to device, pinned": lambda: copy_rate(device, device.on_host(elements), there),
-        "device to host, pinned": lambda: copy_rate(device, there, device.on_host(elements)),
-        "host to device, pageable": lambda: copy_rate(device, torch.ones(elements, dtype=torch.uint8), there),
+        "device to device, read + written": lambda: copy_rate(device, target, torch.empty_like(target)),
+        "host to device, pinned": lambda: copy_rate(device, device.on_host(elements), target),
+        "device to host, pinned": lambda: copy_rate(device, target, device.on_host(elements)),
+        "host to device, pageable": lambda: copy_rate(device, torch.ones(elements, dtype=torch.uint8), target),
     }
     for what, rate in pairs.items():
         run.attempt(run.add(what=what), lambda: {"rate": rate() / 1e9, "unit": "GB/s"})  # noqa: B023 - called at once
+
+
+def _launch_seconds(device: Device, calls: int) -> float:
+    """Of the host, for each of many small operations: a queue that is never full."""
+    x = torch.zeros(1, device=device.kind)
+    for _ in range(100):
+        x.add_(1.0)
+    taken = []
+    for _ in range(calls // 50):  # few enough for the queue of the device
+        device.now()
+        began = time.perf_counter()
+        for _ in range(50):
+            x.add_(1.0)
+        taken.append((time.perf_counter() - began) / 50)
+    return statistics.median(taken)
+
+
+def _autograd_seconds(device: Device, calls: int) -> float:
+    """Of the host, for each of a chain of small operations that autograd records."""
+    x = torch.zeros(1, device=device.kind, requires_grad=True)
+    taken = []
+    for _ in range(calls // 50):
+        device.now()
+        began = time.perf_counter()
+        y = x
+        for _ in range(50):
+            y = y * 1.5
+        y.backward()
+        taken.append((time.perf_counter() - began) / 50)
+    return statistics.median(taken)
+
+
+def _pin_seconds(device: Device, size: int) -> float:
+    began = device.now()
+    pinned = torch.empty(size, dtype=torch.uint8, pin_memory=device.cuda)
+    seconds = device.now() - began
+    del pinned
+    return max(seconds, 1e-9)
 
 
 def _layer_rate(device: Device, config: dict[str, Any], tokens: int) -> Row:
@@ -87,37 +154,51 @@ def _layer_rate(device: Device, config: dict[str, Any], tokens: int) -> Row:
 
 
 def tests(run: Run) -> None:
-    """tests/cuda by pytest, in a process of its own; its output is in tests.txt."""
-    run.attempt(run.add(what="tests/cuda"), partial(_pytest, run))
+    """tests/cuda by pytest, in a process of its own; its output is in tests.txt. Warnings end no test."""
+    rows = [run.add(what="tests/cuda"), run.add(what="of these, flex attention")]
+    run.attempt(rows[0], partial(_pytest, run, rows))
 
 
-def _pytest(run: Run) -> Row:
-    log = run.out / "tests.txt"
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "tests/cuda",
+def _pytest(run: Run, rows: Sequence[Row]) -> Row:
+    log, limit, note = run.out / "tests.txt", max(1.0, run.left - 3), ""
+    report = run.out / "tests.jsonl"
+    report.unlink(missing_ok=True)
+    words = [
+        str(ROOT / "tests/cuda"),
+        "--rootdir",
+        str(ROOT),
+        "-c",
+        str(ROOT / "pyproject.toml"),
         "-v",
+        "-W",
+        "default",
         "-p",
         "no:cacheprovider",
-        "--continue-on-collection-errors",
+        "-p",
+        "benchmarks.gpu_tests",
     ]
-    limit, note = max(1.0, run.left - 3), ""
+    words += ["--continue-on-collection-errors"]
     with log.open("w") as stream:
+        process = Popen(
+            [sys.executable, "-m", "pytest", *words], stdout=stream, stderr=STDOUT,
+            env={**os.environ, gpu_tests.REPORT: str(report), "PYTHONPATH": str(ROOT)},
+        )  # fmt: skip
         try:
-            done = subprocess.run(command, cwd=ROOT, stdout=stream, stderr=subprocess.STDOUT, timeout=limit)
-        except subprocess.TimeoutExpired:
-            note = f"stopped after {limit:.0f} s"
-    text = log.read_text()
-    counts = Counter(re.findall(r"^tests/\S+.* (PASSED|FAILED|ERROR|SKIPPED)\b", text, re.MULTILINE))
-    failed = re.findall(r"^(?:FAILED|ERROR) (?:tests/cuda/)?(\S+)", text, re.MULTILINE)
-    if not note and done.returncode:
-        said = (text.strip().splitlines() or ["pytest said nothing"])[-1].strip("= ")
-        nothing = done.returncode in (4, 5)  # no such folder, or no test in it
-        note = f"{'not run' if nothing else 'failed'}: {said}; {', '.join(failed[:20])}".rstrip("; ")
-    found: Row = {name.lower(): counts[name] for name in ("PASSED", "FAILED", "ERROR", "SKIPPED")}
-    return found | ({"note": note} if note else {})
+            status = process.wait(limit)
+        except TimeoutExpired:
+            process.kill()
+            status, note = process.wait(), f"stopped after {limit:.0f} s"
+    read = gpu_tests.read_report(report)
+    text = (log.read_text().strip().splitlines() or ["pytest said nothing"])[-1].strip("= ")
+    if not note and status:
+        nothing = status in (4, 5)  # no such folder, or no test in it
+        note = f"{'not run' if nothing else 'failed'}: {text}; {', '.join(read.failed[:20])}".rstrip("; ")
+    elif note and read.failed:
+        note += f"; failed: {', '.join(read.failed[:20])}"
+    rows[1].update(read.counts(flex=True))
+    for text, count in read.warnings.most_common():
+        run.add(warning=text, times=count)
+    return read.counts(flex=False) | ({"note": note} if note else {})
 
 
 # ---------------------------------------------------------------- the head
@@ -133,15 +214,23 @@ def head(run: Run) -> None:
         vocabulary=run.pick(151_936, 512),
     )
     naive: Row = {}
-    for name in ("naive", "chunked, known direction", "chunked", "chunked, entropy too"):
-        row = run.add(loss=name)
-        if run.attempt(row, partial(_time_loss, run.device, name, options, tokens)):
+    own = head_ops.tile_bytes(run.device.kind)
+    variants = [("naive", own), *((name, own) for name in LOSSES if name.startswith("chunked"))]
+    variants += [("chunked, known direction", run.pick(size, size >> 16)) for size in (2**29, 2**30, 2**31)]
+    for name, tile in variants:
+        row = run.add(loss=name, **{"tile MiB": tile / MIB})
+        if run.attempt(row, partial(_time_loss, run.device, name, options, tokens, tile)):
             naive = naive or row
             row["/ naive"] = row["ms"] / naive["ms"]
             run.save()
 
 
-def _time_loss(device: Device, name: str, options: argparse.Namespace, tokens: int) -> Row:
+def _time_loss(device: Device, name: str, options: argparse.Namespace, tokens: int, tile: int) -> Row:
+    with mock.patch.object(head_ops, "tile_bytes", return_value=tile):
+        return _timed_loss(device, name, options, tokens)
+
+
+def _timed_loss(device: Device, name: str, options: argparse.Namespace, tokens: int) -> Row:
     problem = Problem(options, tokens)
     matmul_rate(device)
     problem.run(LOSSES[name])
@@ -302,15 +391,27 @@ KINDS = {
     "copies, casts": r"memcpy|memset|copy|::cat|CatArray|fill|::to\b|nccl|c10d",
     "sort, index": r"sort|index|gather|scatter|embedding|cumsum|topk",
 }
+PROFILES = (("0.6b", "none", 8192), ("4b", "full", 16_384))  # shape, model.recompute, tokens of a row
 _TOP = 30
+_GAP = 200.0  # microseconds
+_GAPS = 12  # frames that are listed
 
 
 def profiled(run: Run) -> None:
-    """Two steps of 4B under torch's profiler: a table by kind of work here, by kernel in profile-4b.txt."""
-    tokens = run.pick(8192, 48)
+    """0.6B without recomputation, 4B with it: tables by kind of work here, by kernel in profile-*.txt."""
+    for shape, recompute, tokens in PROFILES:
+        tokens = run.pick(tokens, 48)
+        run.attempt(
+            run.add(model=shape, recompute=recompute, tokens=tokens), partial(_profile, run, shape, recompute, tokens)
+        )
+
+
+def _profile(run: Run, shape: str, recompute: str, tokens: int) -> Row:
+    """Two steps by kind of work, and a third with the host's frames, whose recording makes the host slower."""
     with TemporaryDirectory() as folder:
-        engine = open_engine(write_model(Path(folder) / "4b", config_of("4b", run.tiny)), run.device, tokens)
-        rows = rows_of(tokens, engine.built.config.vocab_size, 5)
+        model = write_model(Path(folder) / shape, config_of(shape, run.tiny))
+        engine = open_engine(model, run.device, tokens, recompute=recompute)
+        rows = rows_of(tokens, engine.built.config.vocab_size, 6)
         step = weft_step(engine)
         for row in rows[:3]:
             step(row)
@@ -318,12 +419,58 @@ def profiled(run: Run) -> None:
         run.device.now()
         with profile(activities=activities) as seen:
             began = run.device.now()
-            for row in rows[3:]:
+            for row in rows[3:5]:
                 step(row)
             wall = run.device.now() - began
-    events = work_of(seen.events(), run.device.cuda)
-    summarise(run, events, wall)
-    seen.export_chrome_trace(str(run.out / "profile-4b.json.gz"))
+        with profile(activities=activities, with_stack=True) as framed:
+            step(rows[5])
+            run.device.now()
+    summarise(run, shape, work_of(seen.events(), run.device.cuda), wall)
+    seen.export_chrome_trace(str(run.out / f"profile-{shape}.json.gz"))
+    trace = run.out / f"profile-{shape}-frames.json"
+    framed.export_chrome_trace(str(trace))
+    gaps = gaps_of(json.loads(trace.read_text())["traceEvents"], run.device.cuda)
+    trace.unlink()
+    for frame, several in sorted(gaps.items(), key=lambda pair: -sum(pair[1]))[:_GAPS]:
+        run.add(gap=shape, ms=sum(several) / 1e3, times=len(several), **{"longest ms": max(several) / 1e3}, frame=frame)
+    return {"ms a step": wall / 2 * 1e3, "tokens/s": 2 * tokens / wall, "idle": 1.0 - _busy(seen, run) / wall}
+
+
+def _busy(seen: Any, run: Run) -> float:
+    return busy_seconds(work_of(seen.events(), run.device.cuda))
+
+
+def gaps_of(events: Sequence[dict[str, Any]], cuda: bool) -> dict[str, list[float]]:
+    """The microseconds of each gap above _GAP in the device's work, by the innermost frame of the host in the middle
+    of it, and weft's innermost. events: of a chrome trace with stacks."""
+    kinds = ("kernel", "gpu_memcpy", "gpu_memset") if cuda else ("cpu_op",)
+    busy = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e.get("cat") in kinds and "dur" in e)
+    frames = sorted(
+        (e["ts"], e["ts"] + e["dur"], str(e["name"]))
+        for e in events
+        if e.get("cat") == "python_function" and "dur" in e
+    )
+    gaps, end = [], busy[0][1] if busy else 0.0
+    for start, stop in busy:
+        if start - end > _GAP:
+            gaps.append((end, start))
+        end = max(end, stop)
+    found: dict[str, list[float]] = {}
+    stack: list[tuple[float, float, str]] = []
+    place = 0
+    for begin, stop in gaps:
+        when = (begin + stop) / 2
+        while place < len(frames) and frames[place][0] <= when:
+            while stack and stack[-1][1] <= frames[place][0]:
+                stack.pop()
+            stack.append(frames[place])
+            place += 1
+        there = [name for _, until, name in stack if until > when]
+        own = next((name for name in reversed(there) if "weft/" in name and "site-packages" not in name), "")
+        inner = there[-1] if there else "no frame"
+        name = inner if own in ("", inner) else f"{inner} in {own}"
+        found.setdefault(name, []).append(stop - begin)
+    return found
 
 
 def work_of(events: Sequence[FunctionEvent], cuda: bool) -> list[FunctionEvent]:
@@ -346,7 +493,7 @@ def busy_seconds(events: Sequence[FunctionEvent]) -> float:
     return total / 1e6
 
 
-def summarise(run: Run, events: Sequence[FunctionEvent], wall: float) -> None:
+def summarise(run: Run, shape: str, events: Sequence[FunctionEvent], wall: float) -> None:
     """Rows by kind of work, and a file of the kernels that take longest."""
     seconds, calls = Counter[str](), Counter[str]()
     for event in events:
@@ -357,26 +504,73 @@ def summarise(run: Run, events: Sequence[FunctionEvent], wall: float) -> None:
     for name, taken in seconds.items():
         kinds[kind_of(name)] += taken
     for kind, taken in kinds.most_common():
-        run.add(work=kind, **{"ms of 2 steps": taken * 1e3, "share": taken / wall})
+        run.add(work=kind, of=shape, **{"ms of 2 steps": taken * 1e3, "share": taken / wall})
     idle = wall - busy_seconds(events)
-    run.add(work="idle", **{"ms of 2 steps": idle * 1e3, "share": idle / wall})
+    run.add(work="idle", of=shape, **{"ms of 2 steps": idle * 1e3, "share": idle / wall})
     head = f"{wall * 1e3:.1f} ms of wall-clock, two steps; {len(events)} kernels"
     lines = [head, "", "      ms  share  calls  kernel"]
     for name, taken in seconds.most_common(_TOP):
         lines.append(f"{taken * 1e3:8.2f} {taken / wall:6.1%} {calls[name]:6}  [{kind_of(name)}] {name[:150]}")
-    (run.out / "profile-4b.txt").write_text("\n".join(lines) + "\n")
+    (run.out / f"profile-{shape}.txt").write_text("\n".join(lines) + "\n")
+
+
+# ---------------------------------------------------------------- the machine
+
+
+def machine(run: Run) -> None:
+    """A row of what this runs on, its versions and its allocator's settings."""
+    device = run.device
+    if device.cuda and not torch.cuda.is_available():
+        print(f"torch {torch.__version__} sees none")
+        return
+    found: Row = {
+        "device": device.name,
+        "memory GiB": round(device.memory / 2**30, 1),
+        "devices": torch.cuda.device_count() if device.cuda else 2,  # two ranks of a CPU are as good as any
+        "cores": cpu_cores(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda or "none",
+        "transformers": transformers.__version__,
+        "python": sys.version.split()[0],
+        "triton": _version("triton"),
+        "PYTORCH_CUDA_ALLOC_CONF": os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "not set"),
+        "PYTORCH_ALLOC_CONF": os.environ.get("PYTORCH_ALLOC_CONF", "not set"),
+    }
+    if device.cuda:
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        found["capability"] = ".".join(map(str, torch.cuda.get_device_capability()))
+        found["accelerator"] = accelerator_of(device.name, device.memory) or "unknown to weft plan"
+    run.add(**found)
+
+
+def accelerator_of(name: str, memory: int) -> str | None:
+    """The accelerator of cluster/machine.py with this name and memory; None if weft plan does not know it."""
+    words = re.sub(r"[^a-z0-9]+", " ", name.lower()).replace("rtx ", "rtx").split()
+    for known in ACCELERATORS.values():
+        if known.name.split("-")[0] in words and abs(known.memory - memory) < 0.1 * memory:
+            return known.name
+    return None
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "none"
 
 
 FUNCTIONS: dict[str, Callable[[Run], None]] = {
+    "machine": machine,
+    "run": gpu_run.run,
+    "two": gpu_run.two,
     "rates": rates,
-    "tests": tests,
-    "sft-4b": partial(sft, shape="4b"),
-    "kernels": kernels,
-    "head": head,
     "profile": profiled,
+    "sft-4b": partial(sft, shape="4b"),
     "sft-0.6b": partial(sft, shape="0.6b"),
-    "sft-30b-a3b": partial(sft, shape="30b-a3b"),
+    "tests": tests,
+    "head": head,
+    "kernels": kernels,
+    "moe": moe,
     "rl": rl,
     "files": files,
-    "sft-8b": partial(sft, shape="8b"),
 }

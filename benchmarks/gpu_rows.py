@@ -6,6 +6,8 @@ import json
 import math
 import time
 import traceback
+import warnings
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -74,6 +76,23 @@ class Run:
         row.update(found | ({"note": "; ".join(notes)} if notes else {}))
         self.save()
         return not notes
+
+
+def keep_warnings(path: Path) -> None:
+    """From now on write each of this process's warnings into a file, as text -> times, and let none end anything."""
+    counts: Counter[str] = Counter()
+    shown = warnings.showwarning
+
+    def keep(message: Any, category: type[Warning], filename: str, lineno: int, *rest: Any, **more: Any) -> None:
+        place = "/".join(Path(filename).parts[-3:])
+        counts[f"{category.__name__} ({place}:{lineno}): {str(message).strip().splitlines()[0]}"] += 1
+        draft = path.with_suffix(".draft")
+        draft.write_text(json.dumps(counts))
+        draft.replace(path)
+        shown(message, category, filename, lineno, *rest, **more)
+
+    warnings.simplefilter("default")
+    warnings.showwarning = keep
 
 
 def failure(error: BaseException) -> str:

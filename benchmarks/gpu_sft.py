@@ -1,8 +1,9 @@
 """Steps of supervised fine-tuning for benchmarks/gpu.py: weft's Engine beside a bare PyTorch loop, on random Qwen3.
 
 The bare loop is what one would write by hand for one device: transformers' model in the compute dtype, called with the
-same attention kernel on the same packed rows; naive logits with F.cross_entropy; fp32 masters that fused AdamW steps, a
-few hundred million elements at a time, after clipping the (bf16) gradients; the new weights are copied back.
+same attention kernel on the same packed rows; F.cross_entropy on the logits of an eighth of a row at a time, computed
+again in backward; fp32 masters that fused AdamW steps, a few hundred million elements at a time, after clipping the
+(bf16) gradients; the new weights are copied back.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import torch
 import torch._dynamo
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from benchmarks.device import Device, matmul_rate
 from benchmarks.gpu_rows import Row, Run
@@ -42,7 +44,6 @@ EXAMPLES = Path(__file__).resolve().parent.parent / "examples/models"
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "0.6b": ("Qwen3-0.6B", {}),
     "4b": ("Qwen3-4B", {}),
-    "8b": ("Qwen3-4B", {"hidden_size": 4096, "intermediate_size": 12288, "tie_word_embeddings": False}),
     "30b-a3b": ("Qwen3-30B-A3B", {}),
 }
 TINY = {
@@ -54,6 +55,7 @@ WARM_UP, STEPS = 3, 4
 LR = 1e-5
 GIB = 2**30
 _USABLE = 0.97  # of a device's memory: the rest is fragments
+_LOSS_CHUNKS = 8  # of a row, in the bare loop
 _CHUNK = 2**28  # elements that the bare loop's optimizer steps at once
 
 Step = Callable[[list[Tensor]], float | Tensor]  # takes the documents of a row; the loss
@@ -132,14 +134,20 @@ def rows_of(tokens: int, vocabulary: int, count: int) -> list[list[Tensor]]:
 
 def weft_step(engine: Engine) -> Step:
     """An optimizer step, planning included."""
+    step = step_with_norm(engine)
+    return lambda row: step(row)[0]
 
-    def step(row: list[Tensor]) -> float:
+
+def step_with_norm(engine: Engine) -> Callable[[list[Tensor]], tuple[float, float]]:
+    """An optimizer step, planning included, on documents that all ranks have; its loss, and the gradient's norm."""
+
+    def step(row: list[Tensor]) -> tuple[float, float]:
         documents = {i: Document(ids, torch.ones(len(ids))) for i, ids in enumerate(row)}
         plan = engine.plan([engine.meta(document) for document in documents.values()])
         metrics = engine.accumulate(plan, documents, CrossEntropy())
         result = engine.apply(LR)
         assert not result.skipped and metrics["loss"] is not None, result.reason
-        return metrics["loss"]
+        return metrics["loss"], result.grad_norm
 
     return step
 
@@ -195,14 +203,27 @@ def bare_step(path: str, device: Device, recompute: str, compile: bool) -> Step:
         positions = torch.cat([torch.arange(n) for n in lengths])[None].to(device.kind)
         labels = torch.cat([F.pad(own[1:], (0, 1), value=-100) for own in row]).to(device.kind)
         bounds = Bounds.packed(lengths, ids.device)
-        found = model(input_ids=ids, position_ids=positions, use_cache=False, **{BOUNDS_ARGUMENT: bounds})
-        loss = F.cross_entropy(found.logits[0].float(), labels)
-        del found
+        base = model.model(input_ids=ids, position_ids=positions, use_cache=False, **{BOUNDS_ARGUMENT: bounds})
+        loss = chunked_cross_entropy(base.last_hidden_state[0], model.lm_head.weight, labels)
+        del base
         loss.backward()
         masters.step()
         return loss.detach()
 
     return step
+
+
+def chunked_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    """The mean over labels that are not -100; logits of one of _LOSS_CHUNKS parts at a time, computed again in
+    backward. hidden: [T, H]. weight: [V, H]. labels: [T]."""
+
+    def part(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(F.linear(hidden, weight).float(), labels, reduction="sum")
+
+    total: Tensor = hidden.new_zeros((), dtype=torch.float32)
+    for states, own in zip(hidden.chunk(_LOSS_CHUNKS), labels.chunk(_LOSS_CHUNKS), strict=True):
+        total = total + checkpoint(part, states, weight, own, use_reentrant=False)
+    return total / (labels != -100).sum()
 
 
 # ---------------------------------------------------------------- what fits
@@ -249,18 +270,19 @@ class Sizes:
     def needed(self, who: str, layers: int, tokens: int, recompute: str) -> int:
         """Of the whole step."""
         vocabulary = self.config["vocab_size"]
-        head = 12 * tokens * vocabulary if who == "bare" else GIB + 4 * vocabulary * self.config["hidden_size"]
+        # bare: logits of a part in bf16 and fp32, and both gradients; beside the fp32 copies of a part's gradients.
+        bare = max(12 * -(-tokens // _LOSS_CHUNKS) * vocabulary, 4 * _CHUNK)
+        head = bare if who == "bare" else GIB + 4 * vocabulary * self.config["hidden_size"]
         unsharded = self.gathered if who == "bare" else 0
         return self.planned(layers) - unsharded + head + self.activations(layers, tokens, recompute)
 
-    def fitting(self, tokens: int, room: float) -> int:
-        """As many layers as weft has room for; where that is not all, as many as the bare loop has, too."""
+    def fitting(self, tokens: int, room: float, recompute: str = "full") -> int:
+        """As many layers as both weft and the bare loop have room for; at least 1."""
 
-        def most(who: str) -> int:
-            return next((n for n in range(self.layers, 1, -1) if self.needed(who, n, tokens, "full") <= room), 1)
+        def fits(layers: int) -> bool:
+            return max(self.needed(who, layers, tokens, recompute) for who in ("weft", "bare")) <= room
 
-        own = most("weft")
-        return own if own == self.layers else min(own, most("bare"))
+        return next((n for n in range(self.layers, 1, -1) if fits(n)), 1)
 
 
 # ---------------------------------------------------------------- the part
@@ -268,18 +290,19 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Case:
-    """long: the longer of two rows."""
+    """tokens: of the row."""
 
-    long: bool
+    tokens: int
     recompute: str
     compile: bool
 
 
-# Those that tell most first.
-CASES = (
-    Case(False, "none", False), Case(False, "none", True), Case(True, "full", False), Case(False, "full", False),
-    Case(True, "none", False), Case(True, "full", True), Case(False, "full", True), Case(True, "none", True),
-)  # fmt: skip
+# Those that tell most first. Of 4B, 80 GB have no room for a long row without recomputation.
+CASES = {
+    "4b": (Case(16_384, "full", False), Case(16_384, "full", True), Case(8192, "none", False)),
+    "0.6b": (Case(8192, "none", False), Case(8192, "none", True), Case(16_384, "none", False)),
+}
+TINY_CASES = (Case(96, "full", False), Case(48, "none", True))
 
 
 def sft(run: Run, shape: str) -> None:
@@ -287,14 +310,13 @@ def sft(run: Run, shape: str) -> None:
     with TemporaryDirectory() as folder:
         path = write_model(Path(folder) / "whole", config_of(shape, run.tiny))
         whole, room = Sizes.of(path, run.device), run.device.free * _USABLE
-        lengths = run.pick((8192, 16384), (48, 96))
-        layers = whole.fitting(lengths[0], room)
-        if layers < whole.layers:
-            path = write_model(Path(folder) / "model", config_of(shape, run.tiny, layers))
-        flops = Sizes.of(path, run.device).flops if layers < whole.layers else whole.flops
-        contest = Contest(run, path, whole, flops, layers, room)
-        for case in run.pick(CASES, CASES[1:3]):
-            contest.add_row(case, lengths[case.long])
+        models: dict[int, tuple[str, FlopFacts]] = {whole.layers: (path, whole.flops)}
+        for case in run.pick(CASES[shape], TINY_CASES):
+            layers = whole.fitting(case.tokens, room, case.recompute)
+            if layers not in models:
+                part = write_model(Path(folder) / str(layers), config_of(shape, run.tiny, layers))
+                models[layers] = part, Sizes.of(part, run.device).flops
+            Contest(run, models[layers][0], whole, models[layers][1], layers, room).add_row(case)
 
 
 @dataclass(frozen=True)
@@ -308,8 +330,9 @@ class Contest:
     layers: int
     room: float
 
-    def add_row(self, case: Case, tokens: int) -> None:
+    def add_row(self, case: Case) -> None:
         """What both make of a case."""
+        tokens = case.tokens
         of = f"{self.layers} of {self.whole.layers}" if self.layers < self.whole.layers else str(self.layers)
         row = self.run.add(row=tokens, recompute=case.recompute, compile="yes" if case.compile else "no", layers=of)
         makes: dict[str, Callable[[], Step]] = {
@@ -320,12 +343,13 @@ class Contest:
         }
         for who, make in makes.items():
             kind = "compiled" if case.compile else "not compiled"
-            self.run.attempt(row, partial(self._measured, who, make, case, tokens), like=kind)
+            self.run.attempt(row, partial(self._measured, who, make, case), like=kind)
         if "weft tokens/s" in row and "bare tokens/s" in row:
             row["weft / bare"] = row["weft tokens/s"] / row["bare tokens/s"]
             self.run.save()
 
-    def _measured(self, who: str, make: Callable[[], Step], case: Case, tokens: int) -> Row:
+    def _measured(self, who: str, make: Callable[[], Step], case: Case) -> Row:
+        tokens = case.tokens
         needed = self.whole.needed(who, self.layers, tokens, case.recompute)
         if needed > self.room:
             return {"note": f"{who} not run: it would take about {needed / GIB:.0f} of {self.room / GIB:.0f} GiB"}
@@ -334,6 +358,8 @@ class Contest:
         seconds, peak = time_steps(make, self.run, rows)
         flops = sum(document_flops(self.flops, len(ids)) for row in rows for ids in row) / len(rows)
         found = {f"{who} tokens/s": tokens / seconds, f"{who} MFU": flops / seconds / matmul_rate(self.run.device)}
+        if self.run.device.cuda:
+            found |= {f"{who} {name}": value for name, value in self.run.device.allocator().items()}
         if who == "weft":
             planned = self.whole.planned(self.layers)
             return found | {"weft GiB": peak / GIB, "planner GiB": planned / GIB, "estimate GiB": needed / GIB}

@@ -117,6 +117,10 @@ def _weft(words: Sequence[str]) -> int:
 
 def script(words: Sequence[str]) -> int:
     """`python words`, in this process."""
+    if words[0] == "-m":
+        sys.argv = list(words[1:])
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        return 0
     sys.argv = list(words)
     runpy.run_path(words[0], run_name="__main__")
     return 0
@@ -139,8 +143,8 @@ def end_with(body: Callable[[], object], environment: Mapping[str, str]) -> None
 
 
 class _Fork(subprocess.Popen[bytes]):
-    """What the agent starts for `python -m weft WORDS` or `python SCRIPT`: a fork of the launcher, with a session of
-    its own."""
+    """What the agent starts for `python -m weft WORDS`, `python -m MODULE WORDS` or `python SCRIPT`: a fork of the
+    launcher, with a session of its own."""
 
     def _execute_child(self, args: Sequence[str], *rest: Any) -> None:  # type: ignore[override]
         environment = next(value for value in rest if isinstance(value, dict))
@@ -154,5 +158,6 @@ class _Fork(subprocess.Popen[bytes]):
             for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1):
                 signal.signal(number, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            body = partial(_weft, args[3:]) if args[1] == "-m" else partial(script, args[1:])
+            is_weft = list(args[1:3]) == ["-m", "weft"]
+            body = partial(_weft, args[3:]) if is_weft else partial(script, args[1:])
             end_with(body, environment)
