@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+import types
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from weft import ops
+from weft.cluster.simulated import Simulation
 from weft.ops import head
 from weft.ops.communicator import ThreadCommunicator, ThreadGroup
 from weft.ops.head import Direction, LogitTransform, VocabularyShard, chunked_readouts, logprob_and_top1
@@ -276,6 +283,103 @@ def test_the_weights_gradient_is_summed_in_fp32() -> None:
         return float((gradients([logprob], [torch.ones(512)], [weight])[0].double() - truth).norm() / truth.norm())
 
     assert error((8, 100)) <= 1.2 * error((512, 100)) + 1e-4
+
+
+@pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16], ids=str)
+def test_products_are_added_to_a_wide_sum_without_rounding(narrow: torch.dtype) -> None:
+    """A product in 16 bits would be wrong by 2^-9 of itself (bf16), in every tile."""
+    generator = torch.Generator().manual_seed(0)
+    total, truth = torch.zeros(8, 5), torch.zeros(8, 5, dtype=torch.float64)
+    for inner in (3, 70, 1):
+        a = torch.randn(8, inner, generator=generator).to(narrow)
+        b = torch.randn(inner, 5, generator=generator).to(narrow)
+        head._add_product(total, a, b)
+        truth += a.double() @ b.double()
+    torch.testing.assert_close(total.double(), truth, rtol=1e-6, atol=1e-5)
+
+
+def test_wide_products_take_the_inner_dimension_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(head, "block_bytes", lambda device: 4 * (8 + 5) * 16)
+    a, b, total = torch.randn(8, 70).bfloat16(), torch.randn(70, 5).bfloat16(), torch.ones(8, 5)
+    head._widen(total, a, b)
+    torch.testing.assert_close(total.double(), 1.0 + a.double() @ b.double(), rtol=1e-6, atol=1e-5)
+
+
+class Operators(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names[func.name()] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_on_cuda_a_tile_costs_one_kernel_beside_its_products(known: bool) -> None:
+    """In a simulation of a card with 24 GB and of one with 80 GB, whose tiles are four times larger."""
+    counts = []
+    for gigabytes in (24, 80):
+        simulation = Simulation("cuda", gigabytes * 10**9)
+        with simulation.running(), Operators() as seen:
+            hidden = torch.zeros(4000, 64, dtype=torch.bfloat16, requires_grad=True)
+            weight = torch.zeros(151_936, 64, dtype=torch.bfloat16, requires_grad=True)
+            direction = Direction(torch.ones(4000)) if known else None
+            targets = torch.zeros(4000, dtype=torch.int64)
+            logprob, entropy = chunked_readouts(
+                hidden, weight, None, targets, LogitTransform(), entropy=not known, direction=direction
+            )
+            (logprob.sum() if entropy is None else logprob.sum() + entropy.sum()).backward()
+        names = seen.names
+        tiles = names["weft::head_softmax_gradient" if known else "weft::head_gradient"]
+        assert names["weft::head_fold"] == (0 if known else tiles)
+        assert names["aten::addmm.dtype_out"] == 2 * tiles
+        assert not names["aten::exp_"] and not names["aten::scatter_add_"]
+        counts.append(tiles)
+    assert counts == [5, 2]
+
+
+def compare_kernels() -> None:
+    """Values, both gradients, a softcap, targets of other tiles, columns that no block divides."""
+    assert head.kernels_serve(torch.device("cpu"), torch.bfloat16)
+    for transform in (TRANSFORMS["none"], TRANSFORMS["scale and softcap"]):
+        for known in (False, True):
+            results = []
+            for fused in (False, True):
+                head.fused = lambda tile, fused=fused: fused
+                hidden, weight, bias, targets = problem(12, torch.bfloat16, vocabulary=300, width=16)
+                upstream = torch.linspace(0.5, 2.0, 12)
+                direction = Direction(upstream) if known else None
+                logprob, entropy = chunked_readouts(
+                    hidden, weight, bias, targets, transform, entropy=not known, temperature=0.7, direction=direction,
+                    tile=(5, 130),
+                )  # fmt: skip
+                outputs = [logprob] if entropy is None else [logprob, entropy]
+                found = gradients(outputs, [upstream, upstream.flip(0)][: len(outputs)], [hidden, weight, bias])
+                top1 = logprob_and_top1(hidden, weight, bias, targets, transform, tile=(5, 130))
+                results.append([*outputs, *found, *top1])
+            for plain, ours in zip(*results, strict=True):
+                close(ours.float(), plain.float(), 2.0**-6 if plain.dtype == torch.bfloat16 else 1e-5)
+
+
+def test_kernels_equal_the_operations() -> None:
+    """Under Triton's interpreter, which has to be chosen before Triton is imported."""
+    pytest.importorskip("triton")
+    body = "from tests.test_head import compare_kernels; compare_kernels(); print('equal')"
+    interpreted = {**os.environ, "TRITON_INTERPRET": "1"}
+    ran = subprocess.run([sys.executable, "-c", body], env=interpreted, capture_output=True, text=True, check=False)
+    assert ran.stdout == "equal\n", ran.stderr
+
+
+def test_kernels_that_are_wrong_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = types.ModuleType("weft.ops.head_kernels")
+    for name in ("fold", "softmax_gradient", "gradient"):
+        setattr(wrong, name, lambda *arguments: None)
+    monkeypatch.setitem(sys.modules, "weft.ops.head_kernels", wrong)
+    monkeypatch.setattr(ops, "head_kernels", wrong, raising=False)
+    monkeypatch.setattr(head, "find_spec", lambda name: object())
+    with pytest.warns(UserWarning, match="computes without its Triton kernels on cpu: they differ by"):
+        assert not head.kernels_serve.__wrapped__(torch.device("cpu"), torch.bfloat16)
 
 
 def test_in_fp16_gradients_are_of_the_scaled_loss() -> None:

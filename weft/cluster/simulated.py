@@ -6,6 +6,7 @@ Code that chooses kernels or sizes by the device calls `device_kind`; code that 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -19,9 +20,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 class Simulation:
     """The simulation of a device."""
 
-    def __init__(self, kind: str) -> None:
-        """kind: the type of the device, `cuda` or `cpu`."""
-        self.kind = kind
+    def __init__(self, kind: str, memory: int = 0) -> None:
+        """kind: the type of the device, `cuda` or `cpu`. memory: its bytes."""
+        self.kind, self.memory = kind, memory
         # Real tensors (a table on the host) become fake ones at their first use.
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
 
@@ -49,6 +50,18 @@ def runs() -> bool:
 def device_kind(device: torch.device) -> str:
     """The type of device for which kernels and sizes are chosen."""
     return device.type if _current is None else _current.kind
+
+
+def device_memory(device: torch.device) -> int:
+    """Bytes of the accelerator for which sizes are chosen; 0 for a CPU."""
+    if _current is not None:
+        return _current.memory
+    return _memory(device) if device.type == "cuda" else 0
+
+
+@functools.cache
+def _memory(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).total_memory)
 
 
 def read(values: Tensor, planned: Callable[[], Sequence[Any]]) -> list[Any]:

@@ -9,15 +9,18 @@ tokens instead, and gradients are computed in forward.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from weft.cluster.simulated import device_kind
+from weft.cluster.simulated import device_kind, device_memory, runs
 from weft.ops.communicator import Communicator
 from weft.ops.exact import linear, token_logprobs
 
@@ -25,6 +28,7 @@ _MIB = 2**20
 # A tile of t tokens and v columns reads (t + v) x H elements for t x v x H work, so nearly square tiles are best; more
 # tokens than this gain little.
 _TILE_TOKENS = 4096
+_ROOMY = 38 * 2**30  # cards that are sold as 40 GB and more
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,9 +152,10 @@ def logprob_and_top1(
     return running.picked - running.lse, (running.picked >= running.largest).to(logits.wide)
 
 
-def tile_bytes(device: str) -> int:
-    """fp32 bytes of one tile of logits on this type of device."""
-    return (64 if device == "cpu" else 512) * _MIB
+def tile_bytes(device: str, memory: int = 0) -> int:
+    """fp32 bytes of one tile of logits on this type of device. memory: bytes of the accelerator; each tile of the
+    supervised path costs a pass over an fp32 buffer of the weight's shape, so tiles are large where there is room."""
+    return (64 if device == "cpu" else 2048 if memory >= _ROOMY else 512) * _MIB
 
 
 def block_bytes(device: str) -> int:
@@ -159,10 +164,10 @@ def block_bytes(device: str) -> int:
     return (2 if device == "cpu" else 128) * _MIB
 
 
-def _tile_shape(tokens: int, vocabulary: int, device: str) -> tuple[int, int]:
+def _tile_shape(tokens: int, vocabulary: int, device: str, memory: int = 0) -> tuple[int, int]:
     """Even tiles of at most the device's bytes (fp32), as near to square as the shapes allow."""
     rows = -(-tokens // max(1, -(-tokens // _TILE_TOKENS)))
-    columns = min(vocabulary, max(1, tile_bytes(device) // 4 // max(1, rows)))
+    columns = min(vocabulary, max(1, tile_bytes(device, memory) // 4 // max(1, rows)))
     columns = -(-vocabulary // -(-vocabulary // columns))
     return max(1, rows), min(vocabulary, -(-columns // 64) * 64)
 
@@ -177,13 +182,17 @@ class Logits:
 
     def tiles(self, tile: tuple[int, int] | None) -> Iterator[tuple[slice, Iterator[slice]]]:
         """(columns, rows) of the tiles, by default nearly square."""
-        height, width = tile or _tile_shape(len(self.hidden), len(self.weight), device_kind(self.weight.device))
+        device = self.weight.device
+        height, width = tile or _tile_shape(
+            len(self.hidden), len(self.weight), device_kind(device), device_memory(device)
+        )
         for columns in slices(len(self.weight), width):
             yield columns, slices(len(self.hidden), height)
 
     def rows_of_all_columns(self) -> int:
         """Number of tokens in a tile with the whole vocabulary."""
-        return max(1, tile_bytes(device_kind(self.weight.device)) // (4 * len(self.weight)))
+        device = self.weight.device
+        return max(1, tile_bytes(device_kind(device), device_memory(device)) // (4 * len(self.weight)))
 
     def tile(self, rows: slice, columns: slice) -> Tensor:
         """[t, v] inner * (hidden @ weight.T + bias) in the weight's dtype; valid until the next call."""
@@ -198,9 +207,13 @@ class Logits:
 
     def blocks(self, tile: Tensor) -> Iterator[tuple[slice, Tensor]]:
         """The tile's rows in blocks, in fp32 or fp64: views if the tile has that dtype, else copies."""
-        budget = block_bytes(device_kind(tile.device))
-        for rows in slices(len(tile), max(1, budget // (4 * tile.shape[1]))):
-            yield rows, tile[rows].to(self.wide)
+        return _blocks(tile, self.wide)
+
+
+def _blocks(tile: Tensor, wide: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+    budget = block_bytes(device_kind(tile.device))
+    for rows in slices(len(tile), max(1, budget // (4 * tile.shape[1]))):
+        yield rows, tile[rows].to(wide)
 
 
 def slices(length: int, step: int) -> Iterator[slice]:
@@ -370,12 +383,30 @@ def _fold_and_differentiate(
 
 def _softmax_and_gradient(logits: Logits, rows: slice, targets: Tensor, direction: Tensor, running: _Running) -> Tensor:
     """Fills the running values of these tokens and returns [t, V], the gradient as in `_gradient_of_tile`."""
-    columns = slice(0, len(logits.weight))
-    tile = logits.tile(rows, columns)
-    here, local = local_columns(targets, columns)
-    inner, outer = logits.scaling
+    tile = logits.tile(rows, slice(0, len(logits.weight)))
     lse, picked = running.lse[rows], running.picked[rows]
-    for block, z in logits.blocks(tile):
+    if fused(tile):
+        inner, outer = logits.scaling
+        torch.ops.weft.head_softmax_gradient(tile, targets, direction, lse, picked, inner, outer)
+    else:
+        softmax_gradient_(tile, targets, direction, lse, picked, logits.scaling, logits.wide)
+    return tile
+
+
+def softmax_gradient_(
+    tile: Tensor,
+    targets: Tensor,
+    direction: Tensor,
+    lse: Tensor,
+    picked: Tensor,
+    scaling: Scaling,
+    wide: torch.dtype = torch.float32,
+) -> None:
+    """Overwrite a tile of whole rows [t, V] with the gradient for `direction` [t] of the log-probabilities; fills lse,
+    and picked where the target is one of the columns."""
+    here, local = local_columns(targets, slice(0, tile.shape[1]))
+    inner, outer = scaling
+    for block, z in _blocks(tile, wide):
         slope = None
         if outer is not None:
             slope = tanh_slope_(z).mul_(inner * outer)
@@ -391,7 +422,6 @@ def _softmax_and_gradient(logits: Logits, rows: slice, targets: Tensor, directio
             z.mul_(slope)
         if z.dtype != tile.dtype:
             tile[block] = z
-    return tile
 
 
 class _Running(NamedTuple):
@@ -445,9 +475,15 @@ def _fold_all(logits: Logits, targets: Tensor, running: _Running, tile: tuple[in
 def _fold(logits: Logits, rows: slice, columns: slice, targets: Tensor, running: _Running) -> None:
     """Fold one tile into the running values."""
     tile = logits.tile(rows, columns)
-    here, local = local_columns(targets, columns)
-    picked = running.picked[rows]
+    targets, picked = targets - columns.start, running.picked[rows]
     outer = logits.scaling.outer
+    if fused(tile):
+        lse, entropy = torch.empty_like(picked), torch.empty_like(picked)
+        largest = torch.full_like(picked, float("-inf")) if running.largest is None else running.largest[rows]
+        torch.ops.weft.head_fold(tile, targets, lse, entropy, picked, largest, outer)
+        _merge(running, rows, lse, None if running.entropy is None else entropy)
+        return
+    here, local = local_columns(targets, slice(0, tile.shape[1]))
     for block, z in logits.blocks(tile):
         if outer is not None:
             z.tanh_().mul_(outer)
@@ -530,10 +566,23 @@ def _gradient_of_tile(logits: Logits, rows: slice, columns: slice, targets: Tens
 
     With p = softmax(z): d logprob / dz = onehot - p, d entropy / dz = -p (log p + entropy).
     """
-    tile = logits.tile(rows, columns)
-    here, local = local_columns(targets, columns)
-    inner, outer = logits.scaling
-    for block, z in logits.blocks(tile):
+    tile, targets = logits.tile(rows, columns), targets - columns.start
+    if fused(tile):
+        inner, outer = logits.scaling
+        _, g_entropy, lse, value = upstream
+        torch.ops.weft.head_gradient(tile, targets, lse, upstream.logprob, g_entropy, value, inner, outer)
+    else:
+        gradient_(tile, targets, upstream, logits.scaling, logits.wide)
+    return tile
+
+
+def gradient_(
+    tile: Tensor, targets: Tensor, upstream: _Upstream, scaling: Scaling, wide: torch.dtype = torch.float32
+) -> None:
+    """Overwrite a tile [t, v] with the gradient as in `_gradient_of_tile`. targets: [t], counted from its columns."""
+    here, local = local_columns(targets, slice(0, tile.shape[1]))
+    inner, outer = scaling
+    for block, z in _blocks(tile, wide):
         g = upstream.rows(block)
         slope = None
         if outer is not None:
@@ -550,7 +599,99 @@ def _gradient_of_tile(logits: Logits, rows: slice, columns: slice, targets: Tens
         through_transform_(z, slope, inner)
         if z.dtype != tile.dtype:
             tile[block] = z
-    return tile
+
+
+# The kernels of head_kernels.py as operators, so that a simulation knows them without Triton.
+
+
+@torch.library.custom_op("weft::head_fold", mutates_args=("lse", "entropy", "picked", "largest"))
+def _fold_kernel(
+    tile: Tensor, targets: Tensor, lse: Tensor, entropy: Tensor, picked: Tensor, largest: Tensor, outer: float | None
+) -> None:
+    from weft.ops import head_kernels
+
+    head_kernels.fold(tile, targets, lse, entropy, picked, largest, outer)
+
+
+@torch.library.custom_op("weft::head_softmax_gradient", mutates_args=("tile", "lse", "picked"))
+def _softmax_gradient_kernel(
+    tile: Tensor, targets: Tensor, direction: Tensor, lse: Tensor, picked: Tensor, inner: float, outer: float | None
+) -> None:
+    from weft.ops import head_kernels
+
+    head_kernels.softmax_gradient(tile, targets, direction, lse, picked, inner, outer)
+
+
+@torch.library.custom_op("weft::head_gradient", mutates_args=("tile",))
+def _gradient_kernel(
+    tile: Tensor, targets: Tensor, lse: Tensor, logprob: Tensor, entropy: Tensor | None, value: Tensor | None,
+    inner: float, outer: float | None,
+) -> None:  # fmt: skip
+    from weft.ops import head_kernels
+
+    head_kernels.gradient(tile, targets, lse, logprob, entropy, value, inner, outer)
+
+
+for _operator in (_fold_kernel, _softmax_gradient_kernel, _gradient_kernel):
+    _operator.register_fake(lambda *arguments: None)
+
+
+def fused(tile: Tensor) -> bool:
+    """Whether the kernels of head_kernels.py take this tile: 16 bits, on CUDA, and right where they were tried."""
+    if device_kind(tile.device) != "cuda" or tile.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    return runs() or kernels_serve(tile.device, tile.dtype)
+
+
+@functools.cache
+def kernels_serve(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the kernels of head_kernels.py run on this device and equal the operations of this file, within the
+    rounding of the tile's dtype; tried once, on a small tile. Warns where they do not."""
+    if find_spec("triton") is None:
+        return False
+    try:
+        worst = max(_differences(device, dtype, scaling) for scaling in (Scaling(0.5, None), Scaling(0.1, 20.0)))
+        failure = "" if worst <= 1.0 else f"they differ by {worst:.3g} of what rounding allows"
+    except Exception as error:  # from a compiler, a driver, or a kernel that this device lacks
+        failure = f"they do not run ({type(error).__name__}: {error})"
+    if failure:
+        warnings.warn(f"the head computes without its Triton kernels on {device}: {failure}", stacklevel=2)
+    return not failure
+
+
+def _differences(device: torch.device, dtype: torch.dtype, scaling: Scaling) -> float:
+    """The largest difference between each kernel and the operations that it replaces, in units of what the dtype's
+    rounding allows; infinite if one is not finite."""
+    from weft.ops import head_kernels
+
+    columns, inner, outer = 5000, *scaling
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(3, columns, generator=generator).mul_(4.0 / (1.0 if outer is None else outer)).to(device, dtype)
+    g, targets = torch.tensor([1.0, 0.5, -2.0], device=device), torch.tensor([0, columns - 1, columns], device=device)
+    here = torch.tensor([True, True, False], device=device)
+    z = x.float() if outer is None else outer * x.float().tanh()
+    lse, entropy = log_sum_exp_(z.clone()), _log_sum_exp_and_entropy_(z.clone())[1]
+    picked = torch.where(here, z.gather(1, targets.clamp(max=columns - 1)[:, None])[:, 0], 0.0)
+    pairs: list[tuple[Tensor, Tensor]] = []
+    seen = torch.zeros(4, 3, device=device)
+    head_kernels.fold(x, targets, seen[0], seen[1], seen[2], seen[3], outer)
+    pairs += zip(seen, (lse, entropy, picked, z.amax(1).clamp(min=0.0)), strict=True)
+    seen, of_kernel, of_torch = torch.zeros(2, 3, device=device), x.clone(), x.clone()
+    head_kernels.softmax_gradient(of_kernel, targets, g, seen[0], seen[1], inner, outer)
+    softmax_gradient_(of_torch, targets, g, torch.empty_like(lse), torch.empty_like(lse), scaling)
+    pairs += [(seen[0], lse), (seen[1], picked), (of_kernel, of_torch)]
+    for g_entropy in (None, g.flip(0)):
+        of_kernel, of_torch = x.clone(), x.clone()
+        head_kernels.gradient(of_kernel, targets, lse, g, g_entropy, entropy, inner, outer)
+        gradient_(of_torch, targets, _Upstream(g, g_entropy, lse, entropy), scaling)
+        pairs.append((of_kernel, of_torch))
+    worst = 0.0
+    for ours, truth in pairs:
+        step = torch.finfo(torch.float32).eps * 64 if ours.dtype == torch.float32 else torch.finfo(dtype).eps * 2
+        allowed = step * (truth.float().abs() + 1e-4)  # gradients far below the largest may underflow
+        apart = ((ours.float() - truth.float()).abs() / allowed).max()
+        worst = max(worst, float(apart) if bool(apart.isfinite()) else float("inf"))
+    return worst
 
 
 def through_transform_(z: Tensor, slope: Tensor | None, inner: float) -> None:
@@ -568,11 +709,48 @@ def tanh_slope_(x: Tensor) -> Tensor:
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b, where total may be wider than a and b."""
+    """total += a @ b, where total may be wider than a and b: the product is then not rounded to their dtype."""
     if total.dtype == a.dtype:
         total.addmm_(a, b)
     else:
-        total += a @ b
+        _wide_product(a.device if not runs() else None, a.dtype)(total, a, b)
+
+
+def _accumulate(total: Tensor, a: Tensor, b: Tensor) -> None:
+    torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+
+
+def _multiply_wide(total: Tensor, a: Tensor, b: Tensor) -> None:
+    total += torch.mm(a, b, out_dtype=total.dtype)
+
+
+def _widen(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Both factors in the sum's dtype, some of the inner dimension at a time."""
+    step = max(1, block_bytes(device_kind(total.device)) // (4 * (a.shape[0] + b.shape[1])))
+    for inner in slices(a.shape[1], step):
+        total.addmm_(a[:, inner].to(total.dtype), b[inner].to(total.dtype))
+
+
+@functools.cache
+def _wide_product(device: torch.device | None, narrow: torch.dtype) -> Callable[[Tensor, Tensor, Tensor], None]:
+    """The fastest way to add a product of this dtype to an fp32 sum without rounding it: torch's CUDA library has
+    products with a wider result (torch 2.11 and later: addmm, 2.8: mm); tried once. device: None in a simulation."""
+    if device is None:
+        return _accumulate
+    ways = (_accumulate, _multiply_wide) if device.type == "cuda" else ()
+    for way in ways:
+        total = torch.ones(16, 16, device=device)
+        # 1 + 2^-12 has more digits than 16 bits hold.
+        a = torch.full((16, 32), 2.0**-5, device=device, dtype=narrow)
+        b = torch.full((32, 16), 1.0, device=device, dtype=narrow)
+        b[0] += 2.0**-7
+        try:
+            way(total, a, b)
+        except (RuntimeError, NotImplementedError, TypeError):
+            continue
+        if bool((total == 2.0 + 2.0**-12).all()):
+            return way
+    return _widen
 
 
 class WideSum:

@@ -172,8 +172,8 @@ def _head(model: Blueprint, mesh: MeshSizes, tokens: int) -> int:
         return 0
     width = int(head.weight.shape[1])
     vocabulary = -(-int(head.weight.shape[0]) // mesh.tp)
-    kind = "cpu" if model.setup.ranks.device.type == "cpu" else "cuda"
-    tiles = min(tile_bytes(kind) // 4, tokens * vocabulary) * compute
+    kind, assumed = "cpu" if model.setup.ranks.device.type == "cpu" else "cuda", model.setup.ranks.assumed
+    tiles = min(tile_bytes(kind, 0 if assumed is None else assumed.memory) // 4, tokens * vocabulary) * compute
     hidden = tokens * width * (4 + compute)
     if not head.weight.requires_grad or not model.setup.trained:
         return tiles + hidden

@@ -71,7 +71,8 @@ def simulate(config: EngineConfig, world: int, assumed: Accelerator | None, step
     values.
     """
     _check(config)
-    began, simulation = time.perf_counter(), Simulation("cpu" if assumed is None else "cuda")
+    began = time.perf_counter()
+    simulation = Simulation("cpu") if assumed is None else Simulation("cuda", assumed.memory)
     _forget_meshes()
     with pretend(world, "cpu", assumed, rank=rank, simulated=simulation) as ranks:
         engine = Engine(config, ranks, weights=False, readouts=step.objective.readouts)

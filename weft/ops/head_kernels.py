@@ -1,0 +1,161 @@
+"""The head's elementwise work on a tile of logits as one Triton kernel each, where the operations of `head.py` read and
+write the tile several times in fp32.
+
+A tile [t, v] is read and written in its own 16-bit dtype; arithmetic is in fp32. One program has one row. Imported only
+where Triton is; head.py tries each kernel against its own operations before a run uses it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_BLOCK = 4096  # columns that a program has at a time: 16 values for each of 256 threads
+
+
+@triton.jit
+def _tanh(x: Any) -> Any:
+    e = tl.exp(-2.0 * tl.abs(x))
+    t = (1.0 - e) / (1.0 + e)
+    return tl.where(x < 0, -t, t)
+
+
+@triton.jit
+def _fold(
+    tile: Any, stride: Any, columns: Any, targets: Any, lse: Any, entropy: Any, picked: Any, largest: Any, outer: Any,
+    CAPPED: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    logits = tile + row * stride
+    top = -float("inf")
+    total = 0.0
+    weighted = 0.0  # sum of exp(z - top) * (z - top)
+    for start in range(0, columns, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        inside = column < columns
+        z = tl.load(logits + column, mask=inside, other=0.0).to(tl.float32)
+        if CAPPED:
+            z = outer * _tanh(z)
+        z = tl.where(inside, z, -float("inf"))
+        now = tl.maximum(top, tl.max(z, 0))
+        shift = tl.where(top == -float("inf"), 0.0, top - now)
+        share = tl.where(top == -float("inf"), 0.0, tl.exp(top - now))
+        d = z - now
+        e = tl.exp(d)
+        weighted = share * (weighted + shift * total) + tl.sum(e * tl.where(e > 0.0, d, 0.0), 0)
+        total = share * total + tl.sum(e, 0)
+        top = now
+    tl.store(lse + row, top + tl.log(total))
+    tl.store(entropy + row, tl.log(total) - weighted / total)
+    tl.store(largest + row, tl.maximum(tl.load(largest + row), top))
+    target = tl.load(targets + row)
+    if (target >= 0) & (target < columns):
+        z = tl.load(logits + target).to(tl.float32)
+        if CAPPED:
+            z = outer * _tanh(z)
+        tl.store(picked + row, z)
+
+
+@triton.jit
+def _softmax_gradient(
+    tile: Any, stride: Any, columns: Any, targets: Any, direction: Any, lse: Any, picked: Any, inner: Any, outer: Any,
+    CAPPED: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    logits = tile + row * stride
+    target = tl.load(targets + row)
+    if (target >= 0) & (target < columns):  # before the first reduction, and so before anything is overwritten
+        z = tl.load(logits + target).to(tl.float32)
+        if CAPPED:
+            z = outer * _tanh(z)
+        tl.store(picked + row, z)
+    top = -float("inf")
+    total = 0.0
+    for start in range(0, columns, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        inside = column < columns
+        z = tl.load(logits + column, mask=inside, other=0.0).to(tl.float32)
+        if CAPPED:
+            z = outer * _tanh(z)
+        z = tl.where(inside, z, -float("inf"))
+        now = tl.maximum(top, tl.max(z, 0))
+        total = total * tl.where(top == -float("inf"), 0.0, tl.exp(top - now)) + tl.sum(tl.exp(z - now), 0)
+        top = now
+    tl.store(lse + row, top + tl.log(total))
+    g = tl.load(direction + row)
+    for start in range(0, columns, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        inside = column < columns
+        z = tl.load(logits + column, mask=inside, other=0.0).to(tl.float32)
+        slope = inner
+        if CAPPED:
+            t = _tanh(z)
+            slope = inner * outer * (1.0 - t * t)
+            z = outer * t
+        gradient = (tl.where(column == target, g, 0.0) - g * (tl.exp(z - top) / total)) * slope
+        tl.store(logits + column, gradient.to(tile.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _gradient(
+    tile: Any, stride: Any, columns: Any, targets: Any, lse: Any, logprob: Any, entropy: Any, value: Any, inner: Any,
+    outer: Any, CAPPED: tl.constexpr, ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    logits = tile + row * stride
+    target = tl.load(targets + row)
+    total = tl.load(lse + row)
+    g = tl.load(logprob + row)
+    for start in range(0, columns, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        inside = column < columns
+        z = tl.load(logits + column, mask=inside, other=0.0).to(tl.float32)
+        slope = inner
+        if CAPPED:
+            t = _tanh(z)
+            slope = inner * outer * (1.0 - t * t)
+            z = outer * t
+        log_p = z - total
+        towards = -g
+        if ENTROPY:
+            towards = -(tl.load(entropy + row) * (log_p + tl.load(value + row)) + g)
+        gradient = (tl.where(column == target, g, 0.0) + towards * tl.exp(log_p)) * slope
+        tl.store(logits + column, gradient.to(tile.dtype.element_ty), mask=inside)
+
+
+def fold(
+    tile: Tensor, targets: Tensor, lse: Tensor, entropy: Tensor, picked: Tensor, largest: Tensor, outer: float | None
+) -> None:
+    """Values of the rows of a tile [t, v]: overwrites lse and entropy [t]; picked [t] where the target is one of its
+    columns; raises largest [t] to the largest logit."""
+    _fold[(len(tile),)](
+        tile, tile.stride(0), tile.shape[1], targets, lse, entropy, picked, largest, outer or 1.0,
+        CAPPED=outer is not None, BLOCK=_BLOCK, num_warps=8,
+    )  # fmt: skip
+
+
+def softmax_gradient(
+    tile: Tensor, targets: Tensor, direction: Tensor, lse: Tensor, picked: Tensor, inner: float, outer: float | None
+) -> None:
+    """Overwrites a tile of whole rows [t, V] with the gradient for `direction` [t] of the log-probabilities; lse and
+    picked as in `fold`."""
+    _softmax_gradient[(len(tile),)](
+        tile, tile.stride(0), tile.shape[1], targets, direction, lse, picked, inner, outer or 1.0,
+        CAPPED=outer is not None, BLOCK=_BLOCK, num_warps=8,
+    )  # fmt: skip
+
+
+def gradient(
+    tile: Tensor, targets: Tensor, lse: Tensor, logprob: Tensor, entropy: Tensor | None, value: Tensor | None,
+    inner: float, outer: float | None,
+) -> None:  # fmt: skip
+    """Overwrites a tile [t, v] with the gradient for upstream gradients [t] of log-probabilities and entropies. lse,
+    value: [t], of the whole rows."""
+    _gradient[(len(tile),)](
+        tile, tile.stride(0), tile.shape[1], targets, lse, logprob, logprob if entropy is None else entropy,
+        lse if value is None else value, inner, outer or 1.0,
+        CAPPED=outer is not None, ENTROPY=entropy is not None, BLOCK=_BLOCK, num_warps=8,
+    )  # fmt: skip
