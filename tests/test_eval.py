@@ -395,7 +395,7 @@ def test_what_a_run_says_of_its_evaluations(here: Path, capsys: pytest.CaptureFi
     )
     assert "sample   abc -> " in out and "sample   bcd -> " in out
     assert {p.name for p in (here / "run").iterdir()} == {
-        "config.yaml", "metrics.jsonl", "samples.jsonl", "checkpoints", "summary.json",
+        "config.yaml", "opening.txt", "metrics.jsonl", "samples.jsonl", "checkpoints", "summary.json",
     }  # fmt: skip
     assert "left out" not in (here / "run" / "samples.jsonl").read_text()
 

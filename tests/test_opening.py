@@ -9,7 +9,8 @@ import pytest
 from weft.config import load_config
 from weft.config.rl_schema import RlConfig
 from weft.config.schema import SftConfig
-from weft.report.banner import essential, few_rollout_steps, steps_lines, update_lines
+from weft.report.banner import ModelOpening, few_rollout_steps, show_opening, steps_lines, update_lines
+from weft.report.tables import AxisRow, mesh_table
 from weft.terminal import counted
 
 
@@ -86,9 +87,19 @@ def test_the_opening_says_which_rates_are_defaults() -> None:
     ]
 
 
-def test_quiet_leaves_warnings_and_what_is_trained() -> None:
-    lines = ["model    m", "fsdp     x", "hint     less", "warning  new", "update   adamw", "memory   1 GiB", "┏━━━┓"]
-    assert essential(lines) == ["model    m", "hint     less", "warning  new", "update   adamw"]
+def test_how_much_of_an_opening_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All of it is in the file, whatever is printed; a resumed run adds to it."""
+    lines = ["model    m", "fsdp     x", "hint     less", "warning  new", "update   adamw", "memory   1 GiB"]
+    model = ModelOpening(lines, [mesh_table([AxisRow("dp_shard", 2, ((0, 1),), "shards")])])
+    printed = {}
+    for detail in ("quiet", "normal", "verbose"):
+        show_opening(["run      r"], model, tmp_path, detail)
+        printed[detail] = capsys.readouterr().out.splitlines()
+    assert printed["quiet"] == ["run      r", "model    m", "hint     less", "warning  new", "update   adamw"]
+    assert printed["normal"][:-1] == ["run      r", *(line for line in lines if not line.startswith("fsdp"))]
+    assert printed["normal"][-1].startswith(f"details  {tmp_path}/opening.txt has ")
+    assert printed["verbose"][:7] == ["run      r", *lines] and printed["verbose"][7].strip() == "mesh"
+    assert (tmp_path / "opening.txt").read_text().splitlines() == printed["verbose"] * 3
 
 
 def test_plurals() -> None:

@@ -114,7 +114,8 @@ def one(weft: Weft, folder: Path) -> tuple[Path, str]:
 @pytest.mark.slow
 def test_the_run_folder(one: tuple[Path, str], folder: Path) -> None:
     run, _ = one
-    assert {file.name for file in run.iterdir()} == {"config.yaml", "metrics.jsonl", "checkpoints", "summary.json"}
+    names = {"config.yaml", "opening.txt", "metrics.jsonl", "checkpoints", "summary.json"}
+    assert {file.name for file in run.iterdir()} == names
     assert {file.name for file in (run / "checkpoints").iterdir()} == {f"step-{STEPS:06d}", "latest"}
     latest = run / "checkpoints" / "latest"
     assert latest.is_symlink() and latest.resolve() == (run / "checkpoints" / f"step-{STEPS:06d}").resolve()
@@ -159,10 +160,32 @@ def test_the_summary_adds_up(one: tuple[Path, str]) -> None:
 
 @pytest.mark.slow
 def test_the_console_has_one_line_for_each_step(one: tuple[Path, str]) -> None:
-    _, console = one
+    run, console = one
     assert re.findall(r"^step (\d+)/6  loss \d", console, re.MULTILINE) == [str(n) for n in range(1, STEPS + 1)]
-    for words in ("run      one", "20 documents", "LlamaForCausalLM", "attention kernel per_document", "dp_shard"):
+    for words in ("run      one", "20 documents", "LlamaForCausalLM", "dp_shard 1 on 1 rank of cpu", "details  one/"):
         assert words in console
+    full = (run / "opening.txt").read_text()
+    for words in ("run      one", "attention kernel per_document", "FSDP units", "optimizer groups"):
+        assert words in full
+    opening = console.partition("\nstep 1/6")[0]
+    assert len(opening.splitlines()) <= 14 and "FSDP units" not in opening and "attention kernel" not in opening
+
+
+@pytest.mark.parametrize(("columns", "more"), [(80, []), (60, ["--verbose"]), (80, ["--dry-run"])])
+def test_nothing_that_begins_or_ends_a_run_is_wider_than_the_terminal(
+    columns: int, more: list[str], here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    words = ["eval.share=0.1", "optimizer.ema_decay=0.9", "lora.rank=2", "train.epochs=1"]
+    assert cli.main(["sft", "c.yaml", "--device", "cpu", f"run.dir={tmp_path}/r", *words, *more]) == 0
+    out = capsys.readouterr().out
+    if "--dry-run" in more:
+        out = out.partition("\nmodel    ")[2]  # behind the config
+    else:  # lines of steps are one line each where there is no terminal
+        out = out.partition("\nstep 1/")[0] + "\n" + out.partition("\ndone ")[2]
+    path = len(str(tmp_path))  # names of files are not broken
+    wide = [line for line in out.splitlines() if len(line.rstrip()) > columns]
+    assert [line for line in wide if not re.search(r"/r\b", line) or len(line) > columns + path] == []
 
 
 @pytest.mark.slow

@@ -27,7 +27,7 @@ from weft.models import hf
 from weft.recipes import chat as chat_recipe
 from weft.rollout.records import write_rollouts
 from weft.rollout.types import Group, Prompt, Sample
-from weft.terminal import Console, clean, say
+from weft.terminal import Console, clean, say, say_folded
 
 # A title, the clipboard, colours and the cursor, C1's CSI and OSC, a bell, a return, bidi overrides and isolates.
 EVIL = "\x1b]0;title\x07\x1b]52;c;ZXZpbA==\x1b\\\x1b[2J\x1b[31m\x9b1A\x9d0;x\x9c\r\x08\x7f\u202egnp.\u2066\u2069"
@@ -210,3 +210,24 @@ def test_output_that_nobody_takes(words: list[str], full: bool, tmp_path: Path) 
 def test_the_log_of_a_program_is_its_own() -> None:
     """clean_everything() is for the program: a library leaves logging and warnings alone."""
     assert "weft" not in repr(logging.getLogRecordFactory()) and "weft" not in repr(warnings.formatwarning)
+
+
+def test_lines_are_folded_under_their_labels(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the width of a terminal, or of COLUMNS; not for logs, and not what has no label."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+    lines = [
+        "memory   " + "a bc " * 12,
+        "held out " + "xy " * 20,
+        "a command of --long words that is not a line of labels",
+    ]
+    say_folded(lines)
+    assert capsys.readouterr().out.splitlines() == lines
+    monkeypatch.setenv("COLUMNS", "40")
+    say_folded(lines)
+    out = capsys.readouterr().out.splitlines()
+    assert out == [
+        "memory   a bc a bc a bc a bc a bc a bc a", "         bc a bc a bc a bc a bc a bc",
+        "held out xy xy xy xy xy xy xy xy xy xy", "         xy xy xy xy xy xy xy xy xy xy", lines[2],
+    ]  # fmt: skip

@@ -200,7 +200,7 @@ def _again(arguments: argparse.Namespace, words: Sequence[str], run: Path) -> Se
 
 def _flags(arguments: argparse.Namespace) -> list[str]:
     """The options without a value that every attempt of a run keeps."""
-    return [f"--{name}" for name in ("quiet", "debug") if getattr(arguments, name)]
+    return [f"--{name}" for name in ("quiet", "verbose", "debug") if getattr(arguments, name)]
 
 
 def _verify(arguments: argparse.Namespace, words: Sequence[str]) -> Job:

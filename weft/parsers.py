@@ -185,8 +185,10 @@ def _training_parser(name: str) -> argparse.ArgumentParser:
     )
     parser.add_argument("--parameters", action="store_true", help="with --dry-run: one line per parameter")
     parser.add_argument("--assume", metavar="DEVICE", help="with --dry-run: accelerators as h100-80gb instead of yours")
-    parser.add_argument(
-        "--quiet", action="store_true", help="print less at the start: no tables, and only the most important lines"
+    amount = parser.add_mutually_exclusive_group()
+    amount.add_argument("--quiet", action="store_true", help="print only the most important lines at the start")
+    amount.add_argument(
+        "--verbose", action="store_true", help="print all of RUN/opening.txt at the start: dtypes, units, kernels"
     )
     return parser
 

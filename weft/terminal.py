@@ -10,7 +10,9 @@ from __future__ import annotations
 import logging
 import os
 import re
+import shutil
 import sys
+import textwrap
 import traceback
 import warnings
 from collections.abc import Iterable
@@ -26,6 +28,7 @@ from weft.errors import UserError
 # C0 but tab and line feed, DEL and C1; line separators; overrides of the text's direction; surrogates.
 _COMMANDS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
+_NARROWEST = 40  # columns; narrower terminals fold by themselves
 
 _called: dict[str, str] = {}  # local folder -> the name that is printed
 
@@ -59,6 +62,31 @@ def say(*texts: object, error: bool = False, end: str = "\n", as_is: bool = Fals
         raise UserError("what reads the output of this command has ended: send it to a file instead.") from error
 
 
+def say_folded(texts: Iterable[object]) -> None:
+    """Print each text on a line. A text that begins with a label, `data     chat.jsonl: ...`, is folded at spaces to
+    the width of the terminal, under its label. Without a terminal nothing is folded, unless COLUMNS is set: logs are
+    searched by line."""
+    width = folded_width()
+    for text in texts:
+        say(text if width is None else "\n".join(_folded(line, width) for line in str(text).split("\n")))
+
+
+def folded_width() -> int | None:
+    """The columns to fold output to; None if it goes neither to a terminal nor to columns that COLUMNS states."""
+    if sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdecimal():
+        return max(_NARROWEST, shutil.get_terminal_size().columns)
+    return None
+
+
+def _folded(line: str, width: int) -> str:
+    label = re.match(r" {9,}|[a-z][a-z. ]{7} (?=\S)", line)
+    if label is None or len(line) <= width:
+        return line
+    return textwrap.fill(
+        line, width, subsequent_indent=" " * len(label[0]), break_long_words=False, break_on_hyphens=False
+    )
+
+
 def say_all(texts: Iterable[object], *, error: bool = False) -> None:
     """Print each text on a line; nothing for no texts."""
     for text in texts:
@@ -70,6 +98,11 @@ class Console(rich.console.Console):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(highlight=False, markup=False, emoji=False, **options)
+
+    def print_folded(self, text: str) -> None:
+        """Print a line; on a terminal it is folded as by say_folded. Elsewhere it is not, because another program may
+        read it."""
+        self.print(_folded(text, self.width) if self.is_terminal else text, soft_wrap=True)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for segment in super().render(renderable, options):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Device = Literal["auto", "cpu", "cuda"]
+Detail = Literal["quiet", "normal", "verbose"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,6 +17,7 @@ class SftOptions:
     resume: the run folder whose newest checkpoint is resumed. dry_run: print the resolved config, the mesh and the
     sharding, and train nothing. parameters: in a dry run, also one line per parameter. assume: in a dry run, the
     accelerator of each rank, by its name in cluster/machine.py. quiet: print the essential lines of the opening only.
+    verbose: print all of it, tables included.
     """
 
     device: Device = "auto"
@@ -25,7 +27,13 @@ class SftOptions:
     parameters: bool = False
     assume: str | None = None
     quiet: bool = False
+    verbose: bool = False
     debug: bool = False
+
+    @property
+    def detail(self) -> Detail:
+        """How much of the opening is printed."""
+        return "quiet" if self.quiet else "verbose" if self.verbose else "normal"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +41,7 @@ class RlOptions:
     """`weft rl`. world: trainer ranks. resume: the run folder whose newest checkpoint is resumed.
 
     replay: train from the rollouts of this folder, RUN/rollouts of another run, instead of new ones. rollout_only:
-    generate and reward, and train nothing. dry_run, parameters, assume, quiet: as for `weft sft`.
+    generate and reward, and train nothing. dry_run, parameters, assume, quiet, verbose: as for `weft sft`.
     """
 
     device: Device = "auto"
@@ -45,7 +53,13 @@ class RlOptions:
     parameters: bool = False
     assume: str | None = None
     quiet: bool = False
+    verbose: bool = False
     debug: bool = False
+
+    @property
+    def detail(self) -> Detail:
+        """How much of the opening is printed."""
+        return "quiet" if self.quiet else "verbose" if self.verbose else "normal"
 
 
 @dataclass(frozen=True, kw_only=True)

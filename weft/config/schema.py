@@ -44,7 +44,7 @@ class ModelConfig:
     )
     attention: Literal["auto", "per_document", "varlen", "flex"] = key(
         "Attention kernel; `auto` takes the fastest that is right for this model, dtype and device, "
-        "and the choice is printed.",
+        "and RUN/opening.txt names the choice.",
         "auto",
     )
     recompute: Literal["none", "full"] = key(
@@ -175,7 +175,7 @@ class FsdpConfig:
     )
     prefetch: int | tuple[int, int] | None = key(
         "Units that are gathered ahead of the one that runs: a number for forward and backward, or [forward, "
-        "backward]; more overlaps more communication and holds more memory. null: FSDP2's own, the next unit.",
+        "backward]; more overlaps more communication and holds more memory. null: FSDP2's default, the next unit.",
         None,
     )
     cpu_offload: bool = key(

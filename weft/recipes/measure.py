@@ -105,9 +105,7 @@ def _rewards(config: RlConfig, options: MeasureOptions) -> dict[str, Any]:
         quiet = redirect_stdout(io.StringIO()) if options.json else nullcontext()
         with quiet, lock_folder(config) as held, open_actors(config, rl_options, fill=True) as actors:
             plan = reinforcement.Plan(1, 1)
-            run = reinforcement.Run(
-                config, held, task, actors, plan, FRESH, device=rl_options.device, quiet=True, opening=False
-            )
+            run = reinforcement.Run(config, held, task, actors, plan, FRESH, device=rl_options.device, opening=False)
             found = asyncio.run(_answer(run))
     return {"prompts": len(task.prompts), "bad_rows": len(task.prompts.bad), **found.metrics}
 

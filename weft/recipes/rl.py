@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from weft.cluster.options import Device, RlOptions
+from weft.cluster.options import Detail, Device, RlOptions
 from weft.cluster.ray_actors import exposure, import_ray
 from weft.cluster.reaper import reaping
 from weft.cluster.stopping import StopSignals
@@ -117,7 +117,7 @@ def run(config: RlConfig, options: RlOptions, hooks: RlHooks = NO_RL_HOOKS) -> N
                 command,
                 options.device,
                 resume,
-                quiet=options.quiet,
+                detail=options.detail,
             )
             asyncio.run(collect(opened) if options.rollout_only else train(opened))
 
@@ -225,7 +225,7 @@ class Run:
     resume_command: str = ""
     device: Device = "cpu"
     resume: bool = False
-    quiet: bool = False  # print the essential lines of the opening only
+    detail: Detail = "normal"  # how much of the opening is printed
     opening: bool = True  # print an opening
     show: Show = lambda text: None  # shows the progress of rollouts
     phases: Phases = field(default_factory=Phases)

@@ -21,7 +21,7 @@ from weft.rl.model_engines import critic_engine, policy_config, reference_engine
 from weft.rl.reference_critic import own_ranks
 from weft.rl.rewards import Rewards
 from weft.rollout.types import Prompt
-from weft.terminal import byte_count, counted, say
+from weft.terminal import byte_count, counted, say_folded
 
 _LONGEST = 2000  # characters of the prompt that is shown
 _LONGEST_VALUE = 60  # characters of a value of a column
@@ -40,14 +40,10 @@ def dry_run(config: RlConfig, options: RlOptions) -> None:
         engine = Engine(policy_config(config), ranks, weights=False)
         print_dry_run(config, engine, parameters=options.parameters)
         show(engine_table(_rows(config, engine, ranks)))
-    for line in rewards.lines():
-        say(f"reward   {line}")
-    for line in tried:
-        say(f"tried    {line}")
+    lines = [f"reward   {line}" for line in rewards.lines()] + [f"tried    {line}" for line in tried]
     if environment is not None:
-        say(f"environ. {environment.__name__}, up to {config.rl.max_turns} answers in a conversation")
-    for line in [f"prompts  not read: {unread}"] if task is None else _task_lines(config, task):
-        say(line)
+        lines.append(f"environ. {environment.__name__}, up to {config.rl.max_turns} answers in a conversation")
+    say_folded([*lines, *([f"prompts  not read: {unread}"] if task is None else _task_lines(config, task))])
 
 
 async def _try(rewards: Rewards, task: Task | None) -> list[str]:

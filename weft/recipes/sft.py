@@ -104,7 +104,7 @@ def run(config: SftConfig, options: SftOptions, hooks: Hooks = NO_HOOKS) -> None
                 write_bad_rows([*data.report.bad, *data.held_out.bad], folder)
             template = f"template {data.report.template_use(config.data, data.template)}"
             opening = [template, *data.ends.lines(), *data.held_out.lines(), *notes]
-            print_opening(config, engine, data.report, folder, dealt, opening, quiet=options.quiet)
+            print_opening(config, engine, data.report, folder, dealt, opening, options.detail)
             train(config, engine, data, folder, phases, start, hooks, resume=resume)
 
 

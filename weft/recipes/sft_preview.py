@@ -26,7 +26,7 @@ from weft.recipes.run_data import RunData, dated, deal, read_run_data, why_unrea
 from weft.report.banner import print_dry_run, steps_lines
 from weft.report.progress import duration, loading
 from weft.telemetry.profiling import check_profile
-from weft.terminal import byte_count, say, say_all
+from weft.terminal import byte_count, say_folded
 
 _MOST_BYTES = 256 << 20  # of data that a dry run reads; a tokenizer takes minutes for more
 
@@ -47,15 +47,20 @@ def dry_run(config: SftConfig, options: SftOptions, objective: Objective) -> Non
         print_dry_run(config, engine, parameters=options.parameters)
         mesh = engine.mesh.sizes
     if data is None:
-        say(f"data     not read: {unread}")
+        say_folded([f"data     not read: {unread}"])
         return
     steps = deal(config, data.documents)
-    say(f"data     {data.report}")
-    say_all(steps_lines(config, len(steps), data.report.in_epoch or data.report.documents, steps.in_epoch))
-    say(f"template {data.report.template_use(config.data, data.template)}")
-    say_all([*data.ends.lines(), *data.held_out.lines()])
-    say(f"time     {_time(config, options, mesh, steps, data)}")
-    say("look     `weft data preview`, with the same config, shows documents and which of their tokens are trained")
+    say_folded(
+        [
+            f"data     {data.report}",
+            *steps_lines(config, len(steps), data.report.in_epoch or data.report.documents, steps.in_epoch),
+            f"template {data.report.template_use(config.data, data.template)}",
+            *data.ends.lines(),
+            *data.held_out.lines(),
+            f"time     {_time(config, options, mesh, steps, data)}",
+            "look     `weft data preview`, with the same config, shows documents and which of their tokens are trained",
+        ]
+    )
 
 
 def _unread(config: SftConfig) -> str:

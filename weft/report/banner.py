@@ -3,17 +3,20 @@ the model is, what to do next). Printed by the first rank."""
 
 from __future__ import annotations
 
+import io
 import math
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.table import Table
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
+from weft.cluster.options import Detail
 from weft.cluster.process import Ranks
 from weft.config import to_yaml
 from weft.config.checks import BUILT_IN
@@ -58,15 +61,29 @@ from weft.report.tables import (
 from weft.report.vision import vision_lines
 from weft.sharding.cuts import AnyCut, NestedCut, full_shape
 from weft.sharding.load import LoadReport
-from weft.terminal import byte_count, counted, display_name, say, say_all
+from weft.terminal import Console, byte_count, clean, counted, display_name, say, say_folded
 from weft.versions import untested_versions
 
 _TIMED_BYTES = 100 << 20
 _FEW_STEPS = 20  # fewer optimizer steps than this, where nobody chose their number, are pointed out
 _SMALL_STEP = 4  # documents or prompts; gradients of fewer are mostly noise
-# What the opening says with --quiet, too.
+# Lines of the model that --quiet leaves, and lines that only --verbose prints; RUN/opening.txt has all.
 _ESSENTIAL = ("model ", "update ", "lora ", "hint ", "warning ")
+_DETAILS = ("weights ", "layout ", "checked ", "fsdp ", "host ")
+OPENING = "opening.txt"
 _COMPARED = "on a small copy log-probabilities and every gradient were those of one rank"
+
+
+@dataclass(frozen=True)
+class ModelOpening:
+    """What a run says of its model and mesh. Both are sent between processes."""
+
+    lines: Sequence[str]
+    tables: Sequence[Table] = ()
+
+    def followed_by(self, lines: Iterable[str]) -> ModelOpening:
+        """The same with further lines."""
+        return replace(self, lines=[*self.lines, *lines])
 
 
 def print_opening(
@@ -76,23 +93,39 @@ def print_opening(
     folder: Path,
     steps: Steps,
     notes: Sequence[str] = (),
-    *,
-    quiet: bool = False,
+    detail: Detail = "normal",
 ) -> None:
-    """Prints what a user needs to know before a long run. notes: further
-    lines about the data, and about a resumed run. quiet: only the most important of it."""
+    """Prints what a user needs to know before a long run. notes: further lines about the data, and about a resumed
+    run."""
     if not engine.ranks.is_first:
         return
-    say(f"run      {folder}")
-    say(f"data     {report}")
-    say_all(steps_lines(config, len(steps), report.in_epoch or report.documents, steps.in_epoch))
+    lines = [f"run      {folder}", f"data     {report}"]
+    lines += steps_lines(config, len(steps), report.in_epoch or report.documents, steps.in_epoch)
     if config.train.objective is not None:
-        say(f"loss     {config.train.objective}")
-    for note in notes:
-        say(note)
-    if engine.loaded is not None and not quiet:
-        say(f"weights  {_loaded(engine.loaded)}")
-    print_model(config, engine, quiet=quiet)
+        lines.append(f"loss     {config.train.objective}")
+    model = model_opening(config, engine)
+    if engine.loaded is not None:
+        model = replace(model, lines=[f"weights  {_loaded(engine.loaded)}", *model.lines])
+    show_opening([*lines, *notes], model, folder, detail)
+
+
+def show_opening(lines: Sequence[str], model: ModelOpening, folder: Path, detail: Detail) -> None:
+    """Prints an opening, and appends all of it to RUN/opening.txt. lines: about the run, which are always printed."""
+    page = io.StringIO()
+    for table in model.tables:
+        show(table, Console(file=page))
+    with (folder / OPENING).open("a", encoding="utf-8") as file:
+        file.write("".join(f"{clean(line)}\n" for line in (*lines, *model.lines)) + page.getvalue())
+    if detail == "verbose":
+        say_folded([*lines, *model.lines])
+        for table in model.tables:
+            show(table)
+        return
+    say_folded([*lines, *(essential if detail == "quiet" else brief)(model.lines)])
+    if detail == "normal":
+        say_folded(
+            [f"details  {folder / OPENING} has dtypes, kernels, units and optimizer groups; --verbose prints them"]
+        )
 
 
 def steps_lines(config: SftConfig, steps: int, documents: int, in_epoch: int) -> list[str]:
@@ -147,8 +180,11 @@ def print_dry_run(config: SftConfig | RlConfig, engine: Engine, *, parameters: b
     own = config.model.init == "pretrained" and config.model.weights is None
     if own and folder.is_dir() and not holds_weights(folder):
         say(f"weights  there are none in {folder} yet: download them before you train")
-    print_model(config, engine)
-    say(f"rows     {_activations(engine)}")
+    model = model_opening(config, engine)
+    say_folded(model.lines)
+    for table in model.tables:
+        show(table)
+    say_folded([f"rows     {_activations(engine)}"])
     rows = parameter_rows(engine)
     show(sharding_table(rows) if parameters else sharding_totals_table(rows))
 
@@ -201,45 +237,49 @@ def _balancing(engine: Engine) -> str:
     return "no auxiliary loss" if of is None else f"auxiliary loss of {of} x {engine.balance:g}"
 
 
-def print_model(
-    config: SftConfig | RlConfig,
-    engine: Engine,
-    beside: Sequence[Engine] = (),
-    asleep: Sequence[Part] = (),
-    *,
-    quiet: bool = False,
-) -> None:
-    """Prints the model, its sharding and memory. beside: other engines on the same ranks. asleep: the parts of all
-    engines that sleep at times (engine/sleep.py). quiet: only the essential lines, and no table."""
-    lines = _model_lines(config, engine, beside, asleep)
-    if quiet:
-        say_all(essential(lines))
-        return
-    say_all(lines)
-    show(mesh_table(axis_rows(engine)))
-    show(dtype_table(dtype_rows(engine)))
-    if engine.precision.remark():
-        say(f"warning  {engine.precision.remark()}")
-    show(unit_table(unit_rows(engine), engine.mesh.tp_size))
+def model_opening(
+    config: SftConfig | RlConfig, engine: Engine, beside: Sequence[Engine] = (), asleep: Sequence[Part] = ()
+) -> ModelOpening:
+    """The model, its sharding and memory. beside: other engines on the same ranks. asleep: the parts of all engines
+    that sleep at times (engine/sleep.py)."""
     named = engine.module.named_parameters(remove_duplicate=False)
-    show(optimizer_table(describe_groups(named, config.optimizer, engine.divided.cuts)))
+    tables = [
+        mesh_table(axis_rows(engine)),
+        dtype_table(dtype_rows(engine)),
+        unit_table(unit_rows(engine), engine.mesh.tp_size),
+        optimizer_table(describe_groups(named, config.optimizer, engine.divided.cuts)),
+    ]
+    return ModelOpening(list(_model_lines(config, engine, beside, asleep)), tables)
 
 
 def essential(lines: Iterable[str]) -> list[str]:
-    """The lines of an opening that --quiet leaves."""
+    """The lines about the model that --quiet leaves."""
     return [line for line in lines if line.startswith(_ESSENTIAL)]
+
+
+def brief(lines: Iterable[str]) -> list[str]:
+    """The lines about the model that are printed without --quiet and --verbose."""
+    return [line for line in lines if not line.startswith(_DETAILS)]
 
 
 def _model_lines(
     config: SftConfig | RlConfig, engine: Engine, beside: Sequence[Engine], asleep: Sequence[Part]
 ) -> Iterator[str]:
-    """The lines of print_model."""
+    """The lines of model_opening."""
     built = engine.built
     for line in untested_versions():
         yield f"warning  {line}"
     yield (
         f"model    {config.model.path}: {type(built.module.hf_model).__name__}, {_all_elements(engine):,} parameters"
     )
+    precision = engine.precision
+    yield (
+        f"mesh     {' x '.join(f'{axis} {size}' for axis, size in engine.mesh.axes.items())} on "
+        f"{counted(engine.ranks.world, 'rank')} of {engine.ranks.device.type}; "
+        f"{_name(precision.master)} weights, {_name(precision.compute)} compute"
+    )
+    if precision.remark():
+        yield f"warning  {precision.remark()}"
     apart = "".join(f"{name} document by document; " for name in built.findings.mixers if built.layout == "packed")
     yield f"layout   documents {built.layout}; {apart}{_attention(config, engine)}"
     if engine.mesh.cp_size > 1:
@@ -269,7 +309,8 @@ def _model_lines(
     yield f"fsdp     {fsdp_line(engine)}"
     yield from update_lines(config)
     of = "of the first stage: " if engine.pipeline is not None else ""
-    yield f"memory   {of}{engine.memory}; {_rooms(engine)}; {_host(config, [engine, *beside], asleep)}"
+    yield f"memory   {of}{engine.memory}; {_rooms(engine)}"
+    yield f"host     {_host(config, [engine, *beside], asleep)}"
     advice = hint(engine.memory, engine.room, engine.mesh) if engine.storage.type != "cpu" else None
     if advice is not None:
         yield f"hint     {advice}"
@@ -290,9 +331,10 @@ def _host(config: SftConfig | RlConfig, engines: Sequence[Engine], asleep: Seque
         adapters, replicas = engine.lora is not None, engine.mesh.dp_replicate
         found = HostNeeds.of(engine.memory, adapters=adapters, state=state, replicas=replicas, parts=asleep)
         needs.append(found if engine.config.purpose == "train" else replace(found, saved=0))
-    pinned = ", pinned," if engines[0].storage.type == "cuda" else ""
+    pinned = "pinned " if engines[0].storage.type == "cuda" else ""
     return (
-        f"{byte_count(host_bytes(needs))} of the host's{pinned} for what is being saved{' or sleeps' if asleep else ''}"
+        f"{byte_count(host_bytes(needs))} of {pinned}host memory a rank for checkpoint copies"
+        f"{' or for parts that sleep' if asleep else ''}"
     )
 
 
@@ -345,7 +387,7 @@ def update_lines(config: SftConfig | RlConfig) -> list[str]:
 
 def _prefetch(depth: int | tuple[int, int] | None) -> str:
     if depth is None:
-        return "FSDP2's own"
+        return "FSDP2's default"
     forward, backward = depth if isinstance(depth, tuple) else (depth, depth)
     return f"{forward} ahead in forward and {backward} in backward"
 
@@ -543,8 +585,7 @@ def _name(dtype: torch.dtype) -> str:
 
 def print_closing(summary: Mapping[str, Any], folder: Path) -> None:
     """Prints how a run went. summary: the content of summary.json. folder: the run folder."""
-    for text in closing(summary, folder):
-        say(text)
+    say_folded(closing(summary, folder))
 
 
 def closing(summary: Mapping[str, Any], folder: Path) -> list[str]:

@@ -109,7 +109,7 @@ def show_sampled(sampled: Sequence[Sampled], console: Console | None = None) -> 
         if one.taken < 1.0:
             said = f"about {round(count / one.taken):,} documents, reckoned from {said} (--sample)"
         size = f", {byte_count(one.part.size)}" if one.part.size else ""
-        console.print(f"data     {_label(one.source, one.part.origin)}{size}: {said}", soft_wrap=True)
+        console.print_folded(f"data     {_label(one.source, one.part.origin)}{size}: {said}")
 
 
 def _label(source: Source, origin: str) -> str:
@@ -173,7 +173,7 @@ def show_preview(
         *_long_lines(preview),
         *_plan_lines(preview),
     ]:
-        console.print(line, soft_wrap=True)
+        console.print_folded(line)
 
 
 # ---------------------------------------------------------------- documents

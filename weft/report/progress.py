@@ -154,8 +154,7 @@ class Progress:
 
     def _print(self, text: str) -> None:
         self._told_at = self._clock()
-        # Another program may read the line: it must not be folded at a width that rich guesses.
-        self._console.print(text, soft_wrap=True)
+        self._console.print_folded(text)
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -16,7 +17,7 @@ from rich.measure import Measurement
 from rich.table import Table
 
 from weft.optim.groups import OptimizerGroupRow
-from weft.terminal import Console, byte_count, count
+from weft.terminal import Console, byte_count, count, folded_width
 
 _SHOWN_GROUPS = 4
 _UNLIMITED = 10_000
@@ -194,15 +195,16 @@ def new_table(title: str, *columns: str) -> Table:
 
 
 def show(table: Table, console: Console | None = None) -> None:
-    """Prints a table, folded to the width of the terminal; without a terminal to the width of a page, or wider if a
-    name would be broken."""
+    """Prints a table, folded to the width of the terminal; without a terminal to COLUMNS where it is set, else to the
+    width of a page, or wider if a name would be broken."""
     console = console or Console()
     if not console.is_terminal:
         for column in table.columns:
             column.no_wrap = " " not in max(map(str, column.cells), key=len, default="")
         page = Console(file=console.file, width=_UNLIMITED)
         needed = Measurement.get(page, page.options, table).minimum
-        console = Console(file=console.file, width=max(_PAGE, console.width, needed))
+        width = folded_width() if console.file is sys.stdout else None
+        console = Console(file=console.file, width=width or max(_PAGE, console.width, needed))
     console.print(table)
     console.print()
 

@@ -14,7 +14,7 @@ from weft.config import to_dict
 from weft.config.rl_schema import RlConfig, RolloutConfig
 from weft.config.server_checks import KEEPS_ALL
 from weft.engine.metrics import MetricsFile
-from weft.report.banner import essential, few_rollout_steps, print_closing
+from weft.report.banner import ModelOpening, few_rollout_steps, print_closing, show_opening
 from weft.report.trackers import Trackers
 from weft.rl.documents import is_trained
 from weft.rl.evaluate import Evaluated
@@ -26,7 +26,7 @@ from weft.rollout.types import Sample
 from weft.run.hooks import OnStep
 from weft.run.recorder import BadSteps
 from weft.telemetry.summary import Phases, RunSummary
-from weft.terminal import counted, say, say_all
+from weft.terminal import counted, say
 
 if TYPE_CHECKING:
     from weft.recipes.rl import Plan, RolloutStep, Run
@@ -186,26 +186,27 @@ def truncation_line(rollout: RolloutConfig) -> str:
     return f"{text} (sampling/kept_share says by how much)"
 
 
-def print_rl_opening(run: Run, model: str, notes: Sequence[str]) -> None:
-    """Print what the run will do. model: the trainers' description of the model. notes: further lines."""
+def print_rl_opening(run: Run, model: ModelOpening, notes: Sequence[str]) -> None:
+    """Print what the run will do, and write all of it to RUN/opening.txt. model: the trainers' description of the
+    model. notes: further lines."""
     config, plan = run.config, run.plan
     rl, rollout = config.rl, config.rollout
-    say(f"run      {run.held.folder}")
-    say(f"prompts  {run.task.prompts}")
-    say(f"template {run.task.prompts.template_use()}")
-    say_all(run.task.held_out.leaks(run.task.prompts))
-    for note in [*run.start.notes, *notes]:
-        say(note)
     like = "" if rl.like is None else f" like {rl.like}"
     rewards = [*rl.reward, *([] if rl.environment is None else [f"those of {rl.environment}"])]
-    say(
+    lines = [
+        f"run      {run.held.folder}",
+        f"prompts  {run.task.prompts}",
+        f"template {run.task.prompts.template_use()}",
+        *run.task.held_out.leaks(run.task.prompts),
+        *run.start.notes,
+        *notes,
         f"rl       {rl.algorithm}{like}: {counted(plan.rollouts, 'rollout step')} of {counted(rl.prompts, 'prompt')} x "
         f"{counted(rl.group_size, 'sample')}, {counted(plan.per_rollout, 'optimizer step')} each; "
         f"rewards {', '.join(rewards)}",
         *few_rollout_steps(config, plan.rollouts, run.task.stream.in_epoch),
         f"rollout  {rollout.engine} engine; up to {rollout.max_prompt_tokens} + {rollout.max_new_tokens} tokens, "
         f"temperature {rollout.temperature:g}",
-    )
+    ]
     if rollout.truncated:
-        say(f"sampled  {truncation_line(rollout)}")
-    say_all(essential(model.splitlines()) if run.quiet else [model.rstrip()])
+        lines.append(f"sampled  {truncation_line(rollout)}")
+    show_opening(lines, model, run.held.folder, run.detail)

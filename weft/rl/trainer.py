@@ -6,12 +6,11 @@ Every method except `generate` is called on all ranks together, with the same ar
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +38,7 @@ from weft.models.flops import Throughput
 from weft.objectives.policy import PolicyLoss
 from weft.parallel.fsdp import DTYPES
 from weft.parallel.timed import time_collectives
-from weft.report.banner import print_model
+from weft.report.banner import ModelOpening, model_opening
 from weft.report.step_line import StepOutcome, step_line
 from weft.rl.colocation import sleeping_parts
 from weft.rl.documents import TrainedSamples
@@ -71,7 +70,6 @@ from weft.rollout.sync.sender import EngineTarget, Sender, options_of
 from weft.rollout.types import Floats, Sample
 from weft.telemetry import flight
 from weft.telemetry.timing import StepTimes
-from weft.terminal import say
 
 
 @dataclass(frozen=True)
@@ -121,17 +119,14 @@ class Trainer:
 
     # ------------------------------------------------------------ at start
 
-    def describe(self) -> str:
-        """The opening text about the model and its layout."""
-        text = io.StringIO()
-        with contextlib.redirect_stdout(text):
-            for note in notes_on_generation(self.config, self.engine.built.config):
-                say(note)
-            parts = sleeping_parts(self.config, self.engine.device.type)
-            print_model(self.config, self.engine, self._engines()[1:], parts)
-            for line in opening_lines(self.config, self.reference, self.critic):
-                say(line)
-        return text.getvalue()
+    def describe(self) -> ModelOpening:
+        """The opening about the model and its layout."""
+        notes = notes_on_generation(self.config, self.engine.built.config)
+        parts = sleeping_parts(self.config, self.engine.device.type)
+        model = model_opening(self.config, self.engine, self._engines()[1:], parts)
+        return replace(model, lines=[*notes, *model.lines]).followed_by(
+            opening_lines(self.config, self.reference, self.critic)
+        )
 
     def compute_dtype(self) -> str:
         """The compute dtype, such as "bf16"."""

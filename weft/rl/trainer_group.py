@@ -12,6 +12,7 @@ from weft.cluster.ray_actors import ActorGroup, together
 from weft.config.rl_schema import RlConfig
 from weft.engine.media import ImageRoom
 from weft.errors import first_line
+from weft.report.banner import ModelOpening
 from weft.rl.reference_critic import CRITIC, Role, set_readings
 from weft.rl.serialization import SampleBatch
 from weft.rollout.types import Sample
@@ -25,11 +26,11 @@ class TrainerGroup:
         self.config, self._trainers, self._reference_critic = config, trainers, reference_critic
         self._is_saving = False
 
-    async def describe(self) -> str:
-        """The opening text about the models. The first call waits until all ranks have built their engines."""
-        opening, *others = await together([group.all("describe") for group in self._all])
-        lines = [line for first, *_ in others for line in first]
-        return "\n".join([str(opening[0]).rstrip(), *lines])
+    async def describe(self) -> ModelOpening:
+        """The opening about the models. The first call waits until all ranks have built their engines."""
+        (opening, *_), *others = await together([group.all("describe") for group in self._all])
+        described: ModelOpening = opening
+        return described.followed_by(line for first, *_ in others for line in first)
 
     async def check_images(self, samples: Sequence[tuple[str, int, int]]) -> None:
         """Trainer.check_images on all ranks."""

@@ -169,9 +169,9 @@ def make_folder(run: RunConfig, model: str, command: str = "sft") -> Path:
 
 # The files of an earlier run that run.overwrite removes. Other files stay.
 _LEFT = (
-    "config.yaml", "metrics.jsonl", "metrics.dropped.jsonl", "samples.jsonl", "samples.dropped.jsonl", "summary.json",
-    "bad_rows.jsonl", "report.html", "checkpoints", "rollouts", "evaluations", "flight", "profile", "tensorboard",
-    "engines", "reference", "critic", "track.json",
+    "config.yaml", "opening.txt", "metrics.jsonl", "metrics.dropped.jsonl", "samples.jsonl", "samples.dropped.jsonl",
+    "summary.json", "bad_rows.jsonl", "report.html", "checkpoints", "rollouts", "evaluations", "flight", "profile",
+    "tensorboard", "engines", "reference", "critic", "track.json",
 )  # fmt: skip
 
 
