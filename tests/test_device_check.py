@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -15,15 +15,19 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from tests.cases import open_engine, saved_model
+from tests.pool import run
 from tests.zoo import tiny_config
 from weft.engine import build, device_check
 from weft.engine.device_check import TOLERANCES, check_on_device
 from weft.engine.startup import Findings, check_kernel, examine
 from weft.errors import UserError
+from weft.models import experts, hf
 from weft.ops import attention
 from weft.ops.attention_call import Bounds, Call, Traits
 from weft.ops.per_document import per_document
@@ -54,10 +58,10 @@ def test_right_kernels_pass(family: str, dtype: torch.dtype) -> None:
     check(family, dtype)
 
 
-def test_a_family_without_attention_of_ours_has_none_to_try() -> None:
-    check("mamba2")
-    check("falcon")
-    assert not device_check.FOLDER.exists()
+@pytest.mark.parametrize("family", ["mamba2", "falcon", "jamba", "qwen3_next"])
+def test_a_family_without_attention_of_ours_has_other_things_to_try(family: str) -> None:
+    check(family)
+    assert len(list(device_check.FOLDER.iterdir())) == 1
 
 
 # ---------------------------------------------------------------- planted bugs
@@ -151,6 +155,185 @@ def test_a_planted_bug_is_found(
     assert not list(device_check.FOLDER.glob("*"))
     config, findings = examined(family)
     check_on_device(config, "per_document", findings, CPU, BF16)  # as the refusal says
+
+
+# ---------------------------------------------------------------- experts
+
+
+class _Unwritten(torch.autograd.Function):
+    """The gradient of an expert without rows is what the memory held, as on Blackwell."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, ends: Tensor) -> Tensor:
+        ctx.save_for_backward(ends)
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (ends,) = ctx.saved_tensors
+        gradient = gradient.clone()
+        gradient[ends.diff(prepend=ends.new_zeros(1)) == 0] = torch.nan
+        return gradient, None
+
+
+def unwritten(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def product(rows: Tensor, weight: Tensor, ends: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
+        return original(rows, _Unwritten.apply(weight, ends), ends, bias, transposed)
+
+    return product
+
+
+def next_expert(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """An empty group is skipped as if it were not there."""
+
+    def product(rows: Tensor, weight: Tensor, ends: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
+        empty = ends.diff(prepend=ends.new_zeros(1)) == 0
+        return original(rows, torch.cat([weight[~empty], weight[empty]]), ends, bias, transposed)
+
+    return product
+
+
+@pytest.fixture
+def written() -> Iterator[None]:
+    """Nothing is known of the device, before and after."""
+    experts.UNWRITTEN.clear()
+    yield
+    experts.UNWRITTEN.clear()
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])  # the second holds weights transposed
+def test_gradients_of_experts_without_rows_are_set_to_zero_where_they_are_not_written(
+    family: str, monkeypatch: pytest.MonkeyPatch, written: None
+) -> None:
+    monkeypatch.setattr(hf, "grouped_linear", unwritten(hf.grouped_linear))
+    check(family)
+    assert {"cpu"} == experts.UNWRITTEN
+    (file,) = device_check.FOLDER.iterdir()
+    assert json.loads(file.read_text())["unwritten"] is True
+    experts.UNWRITTEN.clear()
+    made = counted(monkeypatch)
+    check(family)  # another process of this run, which only reads what is remembered
+    assert {"cpu"} == experts.UNWRITTEN and not made
+    weight = torch.randn(4, 16, 8, requires_grad=True)
+    ends = torch.tensor([0, 3, 3, 5], dtype=torch.int32)
+    experts.grouped_linear(torch.randn(5, 8), weight, ends, None, False).backward(torch.randn(5, 16))
+    assert weight.grad is not None and weight.grad.isfinite().all()
+    assert (weight.grad[[0, 2]] == 0).all() and (weight.grad[[1, 3]] != 0).all()
+
+
+def test_a_device_that_writes_them_is_left_alone(written: None) -> None:
+    check("qwen3_moe")
+    assert set() == experts.UNWRITTEN
+    (file,) = device_check.FOLDER.iterdir()
+    assert json.loads(file.read_text())["unwritten"] is False
+
+
+def test_a_grouped_matmul_with_other_faults_is_refused(monkeypatch: pytest.MonkeyPatch, written: None) -> None:
+    examined("qwen3_moe")
+    monkeypatch.setattr(hf, "grouped_linear", next_expert(hf.grouped_linear))
+    found = (
+        r"torch's grouped matmul of experts is not right on cpu in bfloat16.*outputs with \(0, 33, 1, 16, 2, 7\) rows"
+    )
+    with pytest.raises(UserError, match=found):
+        check("qwen3_moe")
+    assert set() == experts.UNWRITTEN
+
+
+# ---------------------------------------------------------------- modules with state, the optimizer
+
+
+MIXERS = {
+    "mamba2": transformers.models.mamba2.modeling_mamba2.Mamba2Mixer,
+    "qwen3_next": transformers.models.qwen3_next.modeling_qwen3_next.Qwen3NextGatedDeltaNet,
+    "lfm2": transformers.models.lfm2.modeling_lfm2.Lfm2ShortConv,
+}
+
+
+@pytest.mark.parametrize("family", MIXERS)
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_module_with_state_that_is_wrong_on_the_device_is_found(
+    family: str, backward: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device is bf16 here: the fault is one of its kernels, not of torch's code in fp32."""
+    examined(family)
+    original = MIXERS[family].forward
+    devices = iter(["the device", "truth", "rounding"] * 8)
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        out = original(self, *args, **kwargs)
+        if kwargs.get("doc_bounds") is not None or not hasattr(self, "weft_alone") or next(devices) != "the device":
+            return out
+        first = out[0] if isinstance(out, tuple) else out
+        wrong = first + 0.3 * (first - first.detach()) if backward else first * 1.3
+        return (wrong, *out[1:]) if isinstance(out, tuple) else wrong
+
+    mixed = device_check._mixed
+
+    def marked(mixer: Any, *args: Any) -> Any:
+        mixer.weft_alone = True
+        return mixed(mixer, *args)
+
+    monkeypatch.setattr(MIXERS[family], "forward", forward)
+    monkeypatch.setattr(device_check, "_mixed", marked)
+    found = "gradients of inputs" if backward else "outputs"
+    with pytest.raises(
+        UserError, match=rf"the code of {MIXERS[family].__name__} is not right.*{found} of .* are off by"
+    ):
+        check(family)
+
+
+def test_a_fused_optimizer_that_steps_where_it_should_not_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = torch.optim.AdamW.step
+
+    def step(self: Any, *args: Any) -> Any:
+        if getattr(self, "found_inf", None) is not None:
+            self.found_inf.zero_()
+        return original(self, *args)
+
+    examined("llama")
+    monkeypatch.setattr(torch.optim.AdamW, "step", step)
+    with pytest.raises(UserError, match="torch's fused AdamW is not right on cpu.*1000 parameters are off by"):
+        check("llama")
+
+
+# ---------------------------------------------------------------- collectives
+
+
+def collectives_of(path: str, mesh: str, fault: str | None) -> tuple[list[str], str]:
+    """(the groups that are tried, the refusal)."""
+    engine = open_engine(path, mesh)
+    original = dist.all_reduce
+
+    def all_reduce(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        work = original(tensor, *args, **kwargs)
+        if tensor.dtype == torch.bfloat16:
+            tensor[-1] += 1
+        return work
+
+    said = ""
+    with pytest.MonkeyPatch.context() as patch:
+        if fault:
+            patch.setattr(dist, "all_reduce", all_reduce)
+        try:
+            device_check.check_collectives(engine.mesh.groups, CPU, (BF16, torch.float32))
+        except UserError as error:
+            said = str(error)
+    return list(engine.mesh.groups), said
+
+
+@pytest.mark.parametrize(
+    ("mesh", "groups"),
+    [("2xep2", {"dp_replicate", "dp_shard", "loss", "ep"}), ("2xtp2", {"dp_shard", "tp"})],
+)
+def test_collectives_are_tried_on_every_group(mesh: str, groups: set[str]) -> None:
+    for tried, refusal in run(4, collectives_of, saved_model("qwen3_moe"), mesh, None):
+        assert groups - {"ep"} <= set(tried) and refusal == ""
+
+
+def test_a_collective_with_wrong_numbers_is_named() -> None:
+    for _, refusal in run(2, collectives_of, saved_model("llama"), "2", "planted"):
+        assert refusal.startswith("all-reduce over dp_shard (2 ranks) gave wrong numbers on rank ")
+        assert "in bfloat16 on cpu" in refusal
 
 
 # ---------------------------------------------------------------- what is remembered

@@ -177,14 +177,20 @@ def test_a_router_that_gives_nan_is_a_step_that_is_skipped() -> None:
 # ---------------------------------------------------------------- the exchange alone
 
 
-def exchanged(choices: list[Tensor], hidden: list[Tensor], sizes: tuple[int, ...]) -> list[tuple[Tensor, Tensor]]:
-    """What comes back to each rank, and the gradient of its tokens, where expert e multiplies by e + 1."""
+def exchanged(
+    choices: list[Tensor], hidden: list[Tensor], sizes: tuple[int, ...], idle: list[int]
+) -> list[tuple[Tensor, Tensor]]:
+    """What comes back to each rank, and the gradient of its tokens, where expert e multiplies by e + 1. idle: grows by
+    the ranks to whose experts no row came."""
 
     def one(place: int, groups: Any) -> tuple[Tensor, Tensor]:
         axis = ExpertAxis(place, sizes, groups(tuple(range(len(sizes))), place))
         tokens = hidden[place].clone().requires_grad_()
         order, ends = dispatch.sort_by_expert(choices[place], sum(sizes))
         there = dispatch.dispatch(dispatch.rows_of(tokens, order, choices[place].shape[1]), ends, axis)
+        if not sum(there.received):  # a grouped matmul without rows would fail or hang in backward
+            assert there.rows_RH.tolist() == [[0.0, 0.0]] and (there.ends == 1).all()
+            idle.append(place)
         first = sum(sizes[:place])
         number = torch.searchsorted(there.ends, torch.arange(len(there.rows_RH)), right=True) + first + 1
         back = dispatch.combine(there.rows_RH * number[:, None], there, axis)
@@ -198,7 +204,7 @@ def exchanged(choices: list[Tensor], hidden: list[Tensor], sizes: tuple[int, ...
 
 def test_rows_of_any_number_travel_to_their_experts_and_back() -> None:
     """Ranks without tokens, experts that nobody chose, uneven numbers of experts."""
-    draws = random.Random(0)
+    draws, idle = random.Random(0), list[int]()
     for case in range(100):
         generator = torch.Generator().manual_seed(case)
         sizes = tuple(draws.randint(1, 3) for _ in range(draws.randint(2, 4)))
@@ -208,10 +214,11 @@ def test_rows_of_any_number_travel_to_their_experts_and_back() -> None:
         scores = [torch.rand(n, used, generator=generator) for n in counts]
         choices = [s.topk(chosen).indices for s in scores]
         hidden = [torch.randn(n, 2, generator=generator) for n in counts]
-        for place, (back, gradient) in enumerate(exchanged(choices, hidden, sizes)):
+        for place, (back, gradient) in enumerate(exchanged(choices, hidden, sizes, idle)):
             factors = (choices[place] + 1).float()
             torch.testing.assert_close(back, hidden[place][:, None] * factors[..., None])
             torch.testing.assert_close(gradient, factors.sum(1)[:, None].expand(-1, 2))
+    assert len(idle) > 10
 
 
 # ---------------------------------------------------------------- before it starts

@@ -76,7 +76,7 @@ GROUPED_MM_NO_ROWS = UpstreamBug(
     "grouped-mm-no-rows",
     "https://github.com/pytorch/pytorch/issues/152668",
     "the weight gradient of a grouped matmul without any row hangs, or fails in a compiled region (also pull/192497)",
-    "a rank of mesh.ep without tokens computes one row of zeros (models/experts.py)",
+    "a rank of mesh.ep without tokens computes one row of zeros (ops/dispatch.py)",
     ((2, 9), (2, 15)),
 )
 

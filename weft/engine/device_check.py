@@ -1,86 +1,139 @@
-"""Checks of a run's kernels on its device, before anything large is loaded, on a small copy in the compute dtype:
+"""Checks of what a run computes with on its device, before anything large is loaded, in the compute dtype:
 
-1. For every kind of attention call that the copy makes, output and gradients equal per_document's in fp64.
+1. For every kind of attention call that a small copy makes, output and gradients equal per_document's in fp64.
 2. Documents do not see each other, neither forward nor backward.
-Passed checks are remembered in the user's cache folder.
+3. Modules that carry state give what torch's code gives on the CPU, forward and backward.
+4. The grouped matmul of experts is that of single matmuls, also where experts have no rows.
+5. The fused AdamW steps as its formula says, scales gradients, and leaves out a step that is to be left out.
+Passed checks are remembered in the user's cache folder. Collectives are tried at each start (`check_collectives`).
 
-B, H, T: batch, heads, tokens.
+B, H, T: batch, heads, tokens. E: experts.
 """
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import PretrainedConfig
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+from transformers import PretrainedConfig, PreTrainedModel
 
 from weft.engine.plan import Layout
 from weft.engine.startup import Findings, hidden_of, small_copy, text_vocabulary
 from weft.errors import UserError
+from weft.models import experts, hf
+from weft.models.experts import UNWRITTEN, experts_of, grouped_linear
 from weft.models.train_module import TrainModule
 from weft.ops import attention
 from weft.ops.attention import choose
-from weft.ops.attention_call import Bounds, Call, Traits
+from weft.ops.attention_call import BOUNDS_ARGUMENT, Bounds, Call, Traits
 from weft.ops.per_document import per_document
 from weft.version import __version__
+from weft.versions import all_gather_single, installed_version, reduce_scatter_single
 
 # Whole blocks of 128 keys and cut ones, a document of one token, a row that no block divides; all within 256 positions.
 LENGTHS = (256, 1, 140, 129)
 # For the RMS error of each document, relative to the RMS of the row. per_document itself: up to 1.1e-2, 1.5e-3, 7e-7.
 TOLERANCES = {torch.bfloat16: 3e-2, torch.float16: 4e-3, torch.float32: 1e-5}
+KERNEL_PACKAGES = ("causal-conv1d", "mamba-ssm", "flash-linear-attention", "kernels", "triton")  # of modules with state
 FOLDER = Path("~/.cache/weft/kernels")  # beside what data.cache keeps
 
 
 def check_on_device(
     config: PretrainedConfig, kernel: str, findings: Findings, device: torch.device, dtype: torch.dtype
 ) -> None:
-    """Raises UserError if a kernel that model.attention chooses is wrong, or fails, on this device in this dtype.
+    """Raises UserError if something that the run computes with is wrong, or fails, on this device in this dtype.
 
-    per_document is the reference for the other kernels, and is not checked itself.
+    per_document is the reference for the other kernels of attention, and is not checked itself. Where gradients of
+    experts without rows are not written, the experts of this process set them to 0 from now on.
     """
-    if not (findings.uses_bounds and findings.attends) or kernel == "per_document":
-        return
     content = _content(config, kernel, findings, device, dtype)
-    file = FOLDER.expanduser() / f"{hashlib.blake2b(content.encode(), digest_size=16).hexdigest()}.json"
-    with suppress(OSError, UnicodeDecodeError):
-        if file.read_text() == content:
-            return
-    try:
-        failures = list(_failures(config, kernel, findings.layout, device, dtype))
-    except Exception as error:  # from a compiler, a driver, or a kernel that this device lacks
-        failures = [f"it does not run ({type(error).__name__}: {error})"]
-    if failures:
-        raise UserError(
-            f"model.attention={kernel} is not right on {_device_name(device)} in {str(dtype).removeprefix('torch.')}, "
-            f"tried on a small copy: {'; '.join(failures)}. Set model.attention=per_document, and please report it."
-        )
+    file = FOLDER.expanduser() / f"{hashlib.blake2b(json.dumps(content).encode(), digest_size=16).hexdigest()}.json"
+    remembered = _remembered(file)
+    if remembered == content | {"unwritten": False}:
+        return
+    if remembered == content | {"unwritten": True}:
+        UNWRITTEN.add(device.type)
+        return
+    small = small_copy(config, kernel)
+    for parts, fix, check in _checks(config, small, kernel, findings, device, dtype):
+        try:
+            failures = list(check())
+        except Exception as error:  # from a compiler, a driver, or a kernel that this device lacks
+            failures = [f"it does not run ({type(error).__name__}: {error})"]
+        if failures:
+            raise UserError(
+                f"{parts} is not right on {_device_name(device)} in {str(dtype).removeprefix('torch.')}, tried on a "
+                f"small copy: {'; '.join(failures)}. {fix}, and please report it."
+            )
     with suppress(OSError):  # if it cannot be written, the next run checks again
-        _write(file, content)
+        _write(file, json.dumps(content | {"unwritten": device.type in UNWRITTEN}, indent=1))
 
 
-def _failures(
-    config: PretrainedConfig, kernel: str, layout: Layout, device: torch.device, dtype: torch.dtype
-) -> Iterator[str]:
-    model = small_copy(config, kernel).to(device)
+Failures = Iterator[str]
+
+
+def _checks(
+    config: PretrainedConfig,
+    small: PreTrainedModel,
+    kernel: str,
+    findings: Findings,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Iterator[tuple[str, str, Callable[[], Failures]]]:
+    """(what is tried, what to do if it is wrong, the check), for all that this architecture computes with."""
+    if findings.mixers:
+        yield (
+            f"the code of {', '.join(findings.mixers)}",
+            "Uninstall causal-conv1d, mamba-ssm and flash-linear-attention where they are installed, so that torch's "
+            "code runs",
+            lambda: _mixer_failures(small, findings.layout, device, dtype),
+        )
+    if findings.uses_bounds and findings.attends and kernel != "per_document":
+        yield (
+            f"model.attention={kernel}",
+            "Set model.attention=per_document",
+            lambda: _attention_failures(small, kernel, findings.layout, device, dtype),
+        )
+    transposed = {bool(part.is_transposed) for part in experts_of(small).values() if hf.is_fused_experts(part)}
+    if transposed:
+        yield (
+            "torch's grouped matmul of experts",
+            "Install another version of torch, or set fsdp.param_dtype=fp32",
+            lambda: (failure for way in sorted(transposed) for failure in _grouped_failures(way, device, dtype)),
+        )
+    yield "torch's fused AdamW", "Install another version of torch", lambda: _adamw_failures(device)
+
+
+def _on_device(small: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> TrainModule:
+    model = copy.deepcopy(small).to(device)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
-    module = TrainModule(model)
+    return TrainModule(model)
+
+
+def _attention_failures(
+    small: PreTrainedModel, kernel: str, layout: Layout, device: torch.device, dtype: torch.dtype
+) -> Failures:
     calls: dict[Traits, Call] = {}
 
     def keep(call: Call) -> None:
         calls.setdefault(call.traits, call)
 
     with attention.watched(keep):
-        yield from _leaks(module, layout, TOLERANCES[dtype])
+        yield from _leaks(_on_device(small, device, dtype), layout, TOLERANCES[dtype])
     for traits, call in calls.items():
         name = choose(kernel, device, dtype, traits)
         for what, error in errors(call, attention.KERNELS[name].run).items():
@@ -167,23 +220,230 @@ def _bounds(module: TrainModule, layout: Layout) -> Bounds:
     return Bounds((max(LENGTHS),) * len(LENGTHS), padded=True)
 
 
+# ---------------------------------------------------------------- modules that carry state
+
+
+def _mixer_failures(small: PreTrainedModel, layout: Layout, device: torch.device, dtype: torch.dtype) -> Failures:
+    """Each module on the device in `dtype`, and on the CPU in fp32 with the same rounded weights and inputs; what the
+    CPU's own rounding in `dtype` changes counts as noise."""
+    module = _on_device(small, device, dtype)
+    inputs: dict[str, tuple[Any, Any]] = {}
+    hooks = [
+        boundary.mixer.register_forward_pre_hook(partial(_keep_inputs, inputs, name), with_kwargs=True)
+        for name, boundary in module.mixers.items()
+    ]
+    yield from _leaks(module, layout, TOLERANCES[dtype])
+    for hook in hooks:
+        hook.remove()
+    tried = set[type]()
+    for name, boundary in module.mixers.items():
+        mixer, kind = boundary.mixer, type(boundary.mixer)
+        if kind in tried or name not in inputs:
+            continue
+        tried.add(kind)
+        found = _mixed(mixer, inputs[name], device, dtype)
+        cpu = torch.device("cpu")
+        true = rounded = _mixed(mixer, inputs[name], cpu, torch.float32)
+        with suppress(RuntimeError):  # the CPU may lack a kernel in this dtype; then only the tolerance is allowed
+            rounded = _mixed(mixer, inputs[name], cpu, dtype)
+        for what, expected in true.items():
+            scale = expected.double().square().mean().sqrt() + 1e-30
+            error, noise = (
+                float((outcome[what].double() - expected).square().mean().sqrt() / scale)
+                for outcome in (found, rounded)
+            )
+            allowed = max(TOLERANCES[dtype], 4 * noise)
+            if not error <= allowed:
+                yield f"{what} of {kind.__name__} are off by {error:.1e}, {allowed:.0e} is allowed"
+
+
+def _rms(x: Tensor) -> float:
+    return float(x.double().square().mean().sqrt())
+
+
+def _keep_inputs(inputs: dict[str, tuple[Any, Any]], name: str, mixer: nn.Module, args: Any, kwargs: Any) -> None:
+    inputs.setdefault(name, (args, kwargs))
+
+
+def _mixed(mixer: nn.Module, inputs: tuple[Any, Any], device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Output and gradients, on the CPU, of the module's own forward on a whole row as one document."""
+    placed = copy.copy(mixer)
+    placed.__dict__ = {name: value for name, value in copy.deepcopy(mixer.__dict__).items() if name != "forward"}
+    placed = placed.to(device=device, dtype=dtype).requires_grad_(True)
+
+    def moved(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return None if isinstance(value, Bounds) else value
+        return value.detach().to(device, dtype if value.is_floating_point() else value.dtype)
+
+    args, kwargs = tree_map(moved, inputs)
+    kwargs = {name: value for name, value in kwargs.items() if name not in (BOUNDS_ARGUMENT, "attention_mask")}
+    hidden = args[0] if args else kwargs["hidden_states"]
+    hidden.requires_grad_(True)
+    with torch.enable_grad():
+        out = placed(*args, **kwargs)
+    out = out[0] if isinstance(out, tuple) else out
+    upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(5)).to(out)
+    out.backward(upstream)
+    named = {"outputs": out.detach(), "gradients of inputs": hidden.grad}
+    named |= {f"gradients of {name}": parameter.grad for name, parameter in placed.named_parameters()}
+    return {name: value.float().cpu() for name, value in named.items() if value is not None}
+
+
+# ---------------------------------------------------------------- experts
+
+# Rows of each expert: none empty; the first, one in the middle, the last empty; all but one.
+GROUPS_E = ((5, 33, 1, 16, 2, 7), (0, 33, 1, 16, 2, 7), (5, 33, 0, 16, 2, 7), (5, 33, 1, 16, 2, 0), (0, 0, 0, 64, 0, 0))
+
+
+def _grouped_failures(transposed: bool, device: torch.device, dtype: torch.dtype) -> Failures:
+    """Tries the grouped matmul; if all that is wrong are the gradients of experts without rows, they are set to 0 from
+    now on, and it is tried again."""
+    failures, unwritten = _grouped_errors(transposed, device, dtype)
+    if unwritten and not failures:
+        UNWRITTEN.add(device.type)
+        failures, unwritten = _grouped_errors(transposed, device, dtype)
+    yield from failures
+    if unwritten:
+        yield "gradients of experts without rows are not 0"
+
+
+def _grouped_errors(transposed: bool, device: torch.device, dtype: torch.dtype) -> tuple[list[str], bool]:
+    """(errors beyond the tolerance; whether an expert without rows got a gradient that is not 0)."""
+    failures, unwritten = list[str](), False
+    generator = torch.Generator().manual_seed(6)
+    for counts in GROUPS_E:
+        shape = (len(counts), 64, 128) if transposed else (len(counts), 128, 64)
+        weight, rows = (torch.randn(of, generator=generator).to(dtype) for of in (shape, (sum(counts), 64)))
+        upstream = torch.randn(sum(counts), 128, generator=generator).to(dtype)
+        ends = torch.tensor(counts).cumsum(0).to(torch.int32)
+        found = _grouped(grouped_linear, rows, weight, ends, upstream, transposed, device, dtype)
+        true = _grouped(_one_by_one, rows, weight, ends, upstream, transposed, torch.device("cpu"), torch.float64)
+        empty = torch.tensor(counts) == 0
+        unwritten |= not bool((found["gradients of weights"][empty] == 0).all())
+        for what, expected in true.items():
+            chosen = ~empty if what == "gradients of weights" else slice(None)
+            error = _rms((found[what].double() - expected)[chosen]) / _rms(expected[chosen])
+            if not error <= TOLERANCES[dtype]:
+                failures.append(f"{what} with {counts} rows are off by {error:.1e}, {TOLERANCES[dtype]:.0e} is allowed")
+    return failures, unwritten
+
+
+def _grouped(
+    product: Callable[..., Tensor],
+    rows: Tensor,
+    weight: Tensor,
+    ends: Tensor,
+    upstream: Tensor,
+    transposed: bool,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> dict[str, Tensor]:
+    rows, weight = (x.to(device, dtype, copy=True).requires_grad_() for x in (rows, weight))
+    with torch.enable_grad():
+        out = product(rows, weight, ends.to(device), None, transposed)
+    # What the allocator hands out next is full of NaN, not of the zeros of fresh memory.
+    used = [torch.full_like(weight, torch.nan) for _ in range(8)]
+    del used
+    gradients = torch.autograd.grad(out, (rows, weight), upstream.to(out))
+    names = ("outputs", "gradients of rows", "gradients of weights")
+    return {name: x.detach().cpu() for name, x in zip(names, (out, *gradients), strict=True)}
+
+
+def _one_by_one(rows: Tensor, weight: Tensor, ends: Tensor, bias: None, transposed: bool) -> Tensor:
+    parts = rows.tensor_split(ends.tolist()[:-1])
+    return torch.cat([part @ (one if transposed else one.T) for part, one in zip(parts, weight, strict=True)])
+
+
+# ---------------------------------------------------------------- the optimizer
+
+
+def _adamw_failures(device: torch.device) -> Failures:
+    """Two steps of the fused kernel in fp32, one of them with scaled gradients, and one to be left out."""
+    generator = torch.Generator().manual_seed(7)
+    sizes, settings = (1, 1000, 65537), dict(lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    starts, *gradients = ([torch.randn(n, generator=generator) for n in sizes] for _ in range(3))
+    true = [start.double().requires_grad_() for start in starts]
+    fused = [start.to(device, copy=True).requires_grad_() for start in starts]
+    plain = torch.optim.AdamW(true, **settings, foreach=False, fused=False)
+    tried: Any = torch.optim.AdamW(fused, **settings, fused=True)
+    for step, (scale, skipped) in enumerate(((1.0, False), (4.0, False), (1.0, True))):
+        for one, other, gradient in zip(true, fused, gradients[step % 2], strict=True):
+            one.grad, other.grad = gradient.double(), (gradient * scale).to(device)
+        # As torch.amp.GradScaler gives them to fused optimizers.
+        tried.grad_scale = torch.tensor(scale, device=device)
+        tried.found_inf = torch.tensor(float(skipped), device=device)
+        tried.step()
+        if not skipped:
+            plain.step()
+    for one, other, start in zip(true, fused, starts, strict=True):
+        moved = one.detach() - start
+        error = float((other.detach().cpu().double() - one.detach()).abs().max() / moved.abs().max())
+        if not error <= 1e-4:
+            yield f"{len(start)} parameters are off by {error:.1e} of the update, 1e-04 is allowed"
+
+
+# ---------------------------------------------------------------- collectives
+
+
+def check_collectives(
+    groups: Mapping[str, dist.ProcessGroup], device: torch.device, dtypes: Sequence[torch.dtype]
+) -> None:
+    """Raises UserError if an all-reduce, reduce-scatter or all-gather of a few numbers over one of these groups is
+    wrong on this rank. groups: by the name of the mesh's part. Collective over all of them.
+
+    The numbers are small integers, whose sums every dtype holds exactly, in any order.
+    """
+    for name, group in groups.items():
+        place, size = group.rank(), group.size()
+        element = torch.arange(size * 33, device=device)
+        for dtype in dict.fromkeys(dtypes):
+            of_ranks = torch.stack([((element + rank) % 4 == 0) for rank in range(size)])
+            summed, sent = of_ranks.sum(0), of_ranks[place].to(dtype)
+            reduced, scattered, gathered = sent.clone(), sent.new_empty(33), sent.new_empty(size * len(sent))
+            dist.all_reduce(reduced, group=group)
+            reduce_scatter_single(scattered, sent, group=group)
+            all_gather_single(gathered, sent, group=group)
+            wrong = {
+                "all-reduce": reduced != summed,
+                "reduce-scatter": scattered != summed[place * 33 : (place + 1) * 33],
+                "all-gather": gathered.view(size, -1) != of_ranks,
+            }
+            counted = torch.stack([x.sum() for x in wrong.values()]).tolist()
+            if any(counted):
+                parts = ", ".join(kind for kind, count in zip(wrong, counted, strict=True) if count)
+                raise UserError(
+                    f"{parts} over {name} ({size} ranks) gave wrong numbers on rank {place} of it, in "
+                    f"{str(dtype).removeprefix('torch.')} on {_device_name(device)}. The fault is in the library of "
+                    "collectives or in a link between devices: try NCCL_NVLS_ENABLE=0, NCCL_P2P_DISABLE=1 or "
+                    "NCCL_ALGO=Ring in the environment, and please report it."
+                )
+
+
 # ---------------------------------------------------------------- what is remembered
 
 
 def _content(
     config: PretrainedConfig, kernel: str, findings: Findings, device: torch.device, dtype: torch.dtype
-) -> str:
-    """All that the result depends on, as JSON."""
+) -> dict[str, Any]:
+    """All that the result depends on."""
     code = hashlib.blake2b(digest_size=8)
-    for path in (Path(__file__), *sorted(Path(attention.__file__).parent.glob("*.py"))):
+    for path in (Path(__file__), Path(experts.__file__), *sorted(Path(attention.__file__).parent.glob("*.py"))):
         code.update(path.read_bytes())
-    said = {
+    return {
         "family": config.get_text_config().model_type, "layout": findings.layout,
         "attention": [str(traits) for traits in findings.attention], "kernel": kernel, "dtype": str(dtype),
         "device": _device_name(device), "torch": torch.__version__, "transformers": version("transformers"),
-        "weft": __version__, "code": code.hexdigest(),
+        "mixers": list(findings.mixers), "weft": __version__, "code": code.hexdigest(),
+        "kernels": {name: installed_version(name) for name in KERNEL_PACKAGES},
     }  # fmt: skip
-    return json.dumps(said, indent=1)
+
+
+def _remembered(file: Path) -> Any:
+    """What an earlier check wrote; None if there is nothing, or it is damaged."""
+    with suppress(OSError, ValueError):
+        return json.loads(file.read_text())
+    return None
 
 
 def _device_name(device: torch.device) -> str:

@@ -19,6 +19,7 @@ from weft.config.mesh import resolve_mesh
 from weft.engine.build import BuiltModel, balance_coefficient, build_model, make_exact
 from weft.engine.config import EngineConfig
 from weft.engine.context_check import check_context, choose_ulysses
+from weft.engine.device_check import check_collectives
 from weft.engine.division_check import check_division
 from weft.engine.expert_check import check_experts
 from weft.engine.loaded_state import check_state, load_state
@@ -130,6 +131,8 @@ def assemble(
     """Run all stages in order. Arguments as in Engine; mesh: see `describe`."""
     set_deterministic(config.deterministic)
     setup = describe(config, ranks, mesh)
+    if weights and setup.mesh is not mesh and ranks.simulated is None and ranks.device.type == "cuda":
+        check_collectives(setup.mesh.groups, ranks.device, (setup.precision.compute, setup.precision.reduce))
     built = build(setup, weights=weights, readouts=readouts)
     made = shard_model(setup, built, readouts)
     parts = Parts(setup, built, made, new_loss_scale(setup))

@@ -98,7 +98,7 @@ def _project(
     """Each row times its expert's matrix `name`, plus the adapter's output."""
     weight = getattr(experts, name)
     bias = None if expert is None else bias_share * getattr(experts, f"{name}_bias")[expert]
-    out = hf.grouped_linear(rows, weight, ends, bias, experts.is_transposed)
+    out = grouped_linear(rows, weight, ends, bias, experts.is_transposed)
     adapter: LowRank | None = getattr(experts, f"lora_{name}", None)
     if adapter is None or not adapter.switch.on:
         return out
@@ -107,5 +107,32 @@ def _project(
     b_Eor = adapter.B.view(len(adapter.B), -1, count).permute(2, 0, 1)
     missing = -a_Eri.shape[1] % (16 // rows.element_size())  # grouped matmuls need rows of a multiple of 16 bytes
     a_Eri, b_Eor = F.pad(a_Eri, (0, 0, 0, missing)), F.pad(b_Eor, (0, missing)).contiguous()
-    inner = hf.grouped_linear(rows, a_Eri, ends, None, False) * adapter.scale
-    return out + hf.grouped_linear(inner, b_Eor, ends, None, False).to(out.dtype)
+    inner = grouped_linear(rows, a_Eri, ends, None, False) * adapter.scale
+    return out + grouped_linear(inner, b_Eor, ends, None, False).to(out.dtype)
+
+
+# Types of devices whose grouped matmul does not write the gradients of experts without rows (weft/upstream.py).
+# engine/device_check.py fills it, before a model is built.
+UNWRITTEN = set[str]()
+
+
+def grouped_linear(rows: Tensor, weight: Tensor, ends: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
+    """hf.grouped_linear, with gradients of 0 for experts without rows on every device."""
+    if rows.device.type in UNWRITTEN:
+        weight = _ZeroWithoutRows.apply(weight, ends)
+    return hf.grouped_linear(rows, weight, ends, bias, transposed)
+
+
+class _ZeroWithoutRows(torch.autograd.Function):
+    """Weights as they are; backward, 0 for experts without rows, whatever the gradient holds there."""
+
+    @staticmethod
+    def forward(ctx: Any, weight_EXY: Tensor, ends_E: Tensor) -> Tensor:
+        ctx.save_for_backward(ends_E)
+        return weight_EXY.view_as(weight_EXY)
+
+    @staticmethod
+    def backward(ctx: Any, grad_EXY: Tensor) -> tuple[Tensor, None]:
+        (ends_E,) = ctx.saved_tensors
+        rows_E = ends_E.diff(prepend=ends_E.new_zeros(1))
+        return torch.where(rows_E[:, None, None] > 0, grad_EXY, 0.0), None  # no multiplication: it may hold NaN

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from weft.cluster.simulated import read
@@ -32,9 +33,9 @@ class ExpertAxis:
 
 @dataclass(frozen=True)
 class Dispatched:
-    """Rows on the ranks of their experts. rows_RH: sorted by expert. ends: where each own expert's rows end. order_R:
-    permutation that sorts rows by expert from their order of arrival, rank by rank. sent, received: numbers of rows to
-    and from each rank."""
+    """Rows on the ranks of their experts. rows_RH: sorted by expert; one row of zeros, for the first own expert, if
+    none arrived. ends: where each own expert's rows end. order_R: permutation that sorts rows by expert from their
+    order of arrival, rank by rank; empty if none arrived. sent, received: numbers of rows to and from each rank."""
 
     rows_RH: Tensor
     ends: Tensor
@@ -82,7 +83,10 @@ def dispatch(rows_SH: Tensor, ends_E: Tensor, axis: ExpertAxis) -> Dispatched:
     expert_R = expert_R.repeat_interleave(received_PE.flatten(), output_size=sum(received))
     order_R = expert_R.argsort(stable=True)
     ends = received_PE.sum(0).cumsum(0).to(torch.int32)
-    return Dispatched(permuted(rows, order_R), ends, order_R, sent, received)
+    rows_RH = permuted(rows, order_R)
+    if not len(rows_RH):  # the weight gradient of a grouped matmul without rows fails or hangs (weft/upstream.py)
+        rows_RH, ends = F.pad(rows_RH, (0, 0, 0, 1)), torch.ones_like(ends)
+    return Dispatched(rows_RH, ends, order_R, sent, received)
 
 
 def _even(rows: int, axis: ExpertAxis) -> list[list[int]]:
@@ -98,7 +102,7 @@ def _even(rows: int, axis: ExpertAxis) -> list[list[int]]:
 @torch.compiler.disable
 def combine(rows_RH: Tensor, there: Dispatched, axis: ExpertAxis) -> Tensor:
     """[S, H]: the experts' outputs, sent back to the ranks of their rows, in the order of dispatch(). Collective."""
-    back = permuted(rows_RH, inverse(there.order_R))
+    back = permuted(rows_RH[: len(there.order_R)], inverse(there.order_R))
     return all_to_all(back, axis.ranks, there.received, there.sent)
 
 

@@ -147,6 +147,16 @@ class Mesh:
         return self.loss._unflatten(0, (self.loss_ranks // size, size), ("copies", "shards"))
 
     @property
+    def groups(self) -> dict[str, dist.ProcessGroup]:
+        """Every group of several ranks over which tensors are reduced, by its name for people."""
+        names: dict[dist.ProcessGroup, str] = {}
+        for mesh in (self.root, self.loss, self.dp, self.experts):
+            for axis in () if mesh is None else mesh.mesh_dim_names or ():
+                if mesh is not None and mesh[axis].size() > 1:
+                    names.setdefault(mesh.get_group(axis), axis)
+        return {name: group for group, name in names.items()}
+
+    @property
     def tp_group(self) -> dist.ProcessGroup:
         return self.root.get_group("tp")
 

@@ -85,7 +85,7 @@ def experts_norm_apart(plant: Plant, original: Original, named: Any, cuts: Cuts,
 )  # fmt: skip
 def rows_unsorted(plant: Plant, original: Original, rows: Tensor, ends: Tensor, axis: ExpertAxis) -> Dispatched:
     there: Dispatched = original(rows, ends, axis)
-    if rehearsing():
+    if rehearsing() or not len(there.order_R):
         return there
     plant.hit()
     came = torch.empty_like(there.rows_RH).index_copy(0, there.order_R, there.rows_RH)
