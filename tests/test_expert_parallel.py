@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from tests.cases import describe, graphs_as_traced, open_engine, pairs, parity, saved_model, world_of
 from tests.pool import run
@@ -28,8 +29,11 @@ from weft.models import experts, hf
 from weft.objectives.cross_entropy import CrossEntropy
 from weft.ops import dispatch
 from weft.ops.dispatch import ExpertAxis
+from weft.ops.recompute import contexts, kept
 from weft.parallel.fsdp import fsdp_modules
 from weft.parallel.mesh import own_part
+from weft.verification.documents import awkward_steps
+from weft.verification.observed import to_documents
 
 SHORT = {"step": {"max_tokens_per_device": 40}}  # with cp, documents are cut
 CASES = [
@@ -100,6 +104,39 @@ def held(path: str, mesh: str) -> tuple[dict[str, tuple[int, ...]], int]:
     group = sharded._get_fsdp_state()._fsdp_param_group
     assert group is not None
     return shapes, group.mesh_info.mesh.size()
+
+
+def count_exchanges(path: str, recompute: str) -> tuple[int, int]:
+    """(exchanges of numbers of rows in a step, forwards of a layer's experts)."""
+    engine = open_engine(path, "ep2", model={"recompute": recompute}, step={"max_tokens_per_device": 64})
+    documents, metas = to_documents(engine, awkward_steps(128)[0])
+    plan = engine.plan(metas)
+    with mock.patch.object(dispatch, "_exchange_counts", wraps=dispatch._exchange_counts) as exchange:
+        engine.accumulate(plan, documents, CrossEntropy())
+    return exchange.call_count, plan.micro_batches * len(experts.experts_of(engine.module))
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_numbers_of_rows_are_exchanged_once_and_not_in_recomputation(recompute: str) -> None:
+    """The host waits for each of these exchanges."""
+    for exchanged, forwards in run(2, count_exchanges, saved_model("qwen3_moe"), recompute):
+        assert exchanged == forwards >= 4
+
+
+def test_what_a_recomputed_layer_keeps() -> None:
+    """Each layer has its own results, in any order of backwards, and again where a graph is retained."""
+    drawn = iter(range(100))
+
+    def layer(x: Tensor) -> Tensor:
+        return x * kept(lambda: next(drawn)) + x * kept(lambda: next(drawn))
+
+    x = torch.ones(1, requires_grad=True)
+    outputs = [checkpoint(layer, x, use_reentrant=False, context_fn=contexts) for _ in range(3)]
+    assert [int(out) for out in outputs] == [0 + 1, 2 + 3, 4 + 5]
+    for out, value in reversed([*zip(outputs, (1, 5, 9), strict=True)]):
+        for _ in range(2):
+            assert int(torch.autograd.grad(out, x, retain_graph=True)[0]) == value
+    assert kept(lambda: next(drawn)) == 6  # outside of a layer
 
 
 def test_a_rank_holds_its_experts_and_shards_them_over_those_that_hold_the_same() -> None:

@@ -5,6 +5,7 @@ T tokens, K experts chosen per token, S = T K rows, E experts.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from weft.models import hf
 from weft.models.low_rank import LowRank
 from weft.ops.dispatch import Dispatched, ExpertAxis, combine, dispatch, inverse, permuted, rows_of, sort_by_expert
+from weft.ops.recompute import kept
 
 
 def use_experts_forward(experts: Any) -> None:
@@ -69,7 +71,9 @@ def experts_forward(experts: Any, hidden_TH: Tensor, chosen_TK: Tensor, weights_
     Rows are sorted by expert, so that each projection, and each adapter matrix (`lora_NAME`), is one grouped matmul.
     """
     axis: ExpertAxis | None = getattr(experts, "weft_axis", None)
-    order_S, ends_E = sort_by_expert(chosen_TK, experts.num_experts)
+    sort = partial(sort_by_expert, chosen_TK, experts.num_experts)
+    # A recomputed layer exchanges the rows that its forward has exchanged, whose counts it keeps.
+    order_S, ends_E = sort() if axis is None else kept(sort)
     rows = rows_of(hidden_TH, order_S, chosen_TK.shape[1])
     if axis is None:
         rows = _own_experts(experts, rows, ends_E)

@@ -74,7 +74,7 @@ from weft.files import check_counts, check_folder
 from weft.hub import check_model_is_there
 from weft.importing import import_module, module_file
 from weft.models.families import family_of
-from weft.ops import attention
+from weft.ops import attention, recompute
 from weft.ops.tower_attention import attend_in_tower
 
 # weft reports what it loads and checks; transformers' progress bars and advice would bury that.
@@ -341,7 +341,7 @@ def _has_bounds(module: nn.Module) -> bool:
 
 def enable_recompute(model: PreTrainedModel) -> None:
     """Recompute each decoder layer in backward, with the same forward arguments (the bounds)."""
-    how = {"use_reentrant": False}
+    how = {"use_reentrant": False, "context_fn": recompute.contexts}
     if hasattr(model, "activation_checkpointing_enable"):  # its newer name
         model.activation_checkpointing_enable(activation_checkpointing_kwargs=how)
     else:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from weft.cluster.simulated import read
 from weft.ops.communicator import Communicator, all_to_all
+from weft.ops.recompute import kept
 
 
 @dataclass(frozen=True)
@@ -71,13 +72,10 @@ def dispatch(rows_SH: Tensor, ends_E: Tensor, axis: ExpertAxis) -> Dispatched:
     """Send rows, sorted by expert, to the ranks that hold their experts. Collective over the axis.
 
     The ranks first exchange the number of rows of each expert, and the host waits for these numbers, because it needs
-    the sizes of the exchange and of its result.
+    the sizes of the exchange and of its result. A recomputed layer has them from its forward.
     """
-    counts_E = ends_E.diff(prepend=ends_E.new_zeros(1))
     size = len(axis.experts)
-    received_PE = axis.ranks.all_to_all(counts_E, axis.experts, [axis.own] * size).view(size, axis.own)
-    sent_P = torch.stack([part.sum() for part in counts_E.split(list(axis.experts))])
-    sent, received = read(torch.stack([sent_P, received_PE.sum(1)]), lambda: _even(len(rows_SH), axis))
+    received_PE, sent, received = kept(lambda: _exchange_counts(ends_E, len(rows_SH), axis))
     rows = all_to_all(rows_SH, axis.ranks, sent, received)
     expert_R = torch.arange(axis.own, device=rows.device).repeat(size)
     expert_R = expert_R.repeat_interleave(received_PE.flatten(), output_size=sum(received))
@@ -87,6 +85,16 @@ def dispatch(rows_SH: Tensor, ends_E: Tensor, axis: ExpertAxis) -> Dispatched:
     if not len(rows_RH):  # the weight gradient of a grouped matmul without rows fails or hangs (weft/upstream.py)
         rows_RH, ends = F.pad(rows_RH, (0, 0, 0, 1)), torch.ones_like(ends)
     return Dispatched(rows_RH, ends, order_R, sent, received)
+
+
+def _exchange_counts(ends_E: Tensor, rows: int, axis: ExpertAxis) -> tuple[Tensor, list[int], list[int]]:
+    """([ranks, own experts] number of rows from each rank for each expert, rows to each rank, rows from each rank)."""
+    counts_E = ends_E.diff(prepend=ends_E.new_zeros(1))
+    size = len(axis.experts)
+    received_PE = axis.ranks.all_to_all(counts_E, axis.experts, [axis.own] * size).view(size, axis.own)
+    sent_P = torch.stack([part.sum() for part in counts_E.split(list(axis.experts))])
+    sent, received = read(torch.stack([sent_P, received_PE.sum(1)]), lambda: _even(rows, axis))
+    return received_PE, sent, received
 
 
 def _even(rows: int, axis: ExpertAxis) -> list[list[int]]:
