@@ -29,7 +29,7 @@ from weft.models import hf
 from weft.objectives.cross_entropy import CrossEntropy
 from weft.recipes.verify import EPSILON
 from weft.verification import harness
-from weft.verification.documents import awkward_steps
+from weft.verification.documents import awkward_steps, special_ids
 from weft.verification.expected import Expected, Trainer, expect, with_noise, with_rounding
 from weft.verification.harness import Verdict
 from weft.verification.observed import to_documents
@@ -170,12 +170,15 @@ def bytes_held(engine: Engine) -> tuple[int, int, int]:
 
 
 def parity(
-    path: str, mesh: str, sections: dict[str, dict[str, Any]], device: Device = "cpu", steps: int = 3
-) -> Verdict | None:
-    """The verdict of `weft verify`'s own function on this mesh; on rank 0. The reference is on the CPU."""
+    path: str, mesh: str, sections: dict[str, dict[str, Any]], device: Device = "cpu", steps: int = 3,
+    special: bool = False,
+) -> Verdict | None:  # fmt: skip
+    """The verdict of `weft verify`'s own function on this mesh; on rank 0. The reference is on the CPU. special: with
+    special_ids among the documents."""
     with references_once():
         engine = open_engine(path, mesh, device=device, **sections)
-        return harness.verify(engine, path, awkward_steps(128)[:steps], [1e-3] * steps)
+        ids = special_ids(engine, path)[0] if special else []
+        return harness.verify(engine, path, awkward_steps(128, special=ids)[:steps], [1e-3] * steps)
 
 
 def pairs(suite: Sequence[tuple[Any, ...]], table: Sequence[tuple[Any, ...]]) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
@@ -15,9 +16,10 @@ from tests.pool import run
 from weft.config.schema import OptimizerConfig
 from weft.models.flops import FlopFacts
 from weft.verification import harness
-from weft.verification.documents import awkward_steps
+from weft.verification.documents import awkward_steps, boundary_ids, special_ids
 from weft.verification.expected import Expected, Trainer, expect, with_noise, with_rounding
-from weft.verification.observed import Observed
+from weft.verification.observed import Observed, largest
+from weft.verification.reference import Document, Reference
 from weft.verification.routing import Differences
 
 
@@ -67,6 +69,8 @@ CHANGES: dict[str, Callable[[Observed], None]] = {
     "readout: entropy": of_readouts("entropy", both=True),
     "packed against alone": of_readouts("logprob", both=False),
     "neighbours do not move": at("neighbours", None, lambda value: value + 1e-4),
+    "evaluation: accuracy": at("evaluated", None, lambda pair: (pair[0] + 0.1, pair[1])),
+    "evaluation: exact": at("evaluated", None, lambda pair: (pair[0], 0.0)),
     "loss, documents 1": at("losses", 0, lambda value: value * 1.001),
     "loss, documents 2": at("losses", 1, lambda value: value * 1.001),
     "loss, documents 3": at("losses", 2, lambda value: value * 1.001),
@@ -97,6 +101,25 @@ def test_what_differs_in_one_is_seen_by_that_one(name: str, sides: tuple[Observe
     seen, expected = deepcopy(sides)
     CHANGES[name](seen)
     assert harness.judge(seen, expected, "adamw").failed == [name]
+
+
+def test_documents_to_evaluate_are_hit_and_missed(sides: tuple[Observed, Expected]) -> None:
+    """One has likeliest tokens alone. In the other, tokens are missed that are the likeliest of a half."""
+    seen, expected = sides
+    assert seen.evaluated == (expected.accuracy, expected.exact) and expected.exact == 0.5
+    assert 0.7 < expected.accuracy < 0.9 and all(sum(mask) > 5 for _, mask in expected.held_out)
+
+
+@pytest.mark.parametrize("values", [[1.0, math.nan, 2.0], [math.nan, 1.0], [1.0, math.nan]])
+def test_the_largest_difference_is_no_number_if_any_is_none(values: list[float]) -> None:
+    assert math.isnan(largest(values)) and largest([1.0, 3.0]) == 3.0 and largest([]) == 0.0
+
+
+def test_a_later_loss_that_is_no_number_fails(sides: tuple[Observed, Expected]) -> None:
+    seen, expected = deepcopy(sides)
+    seen.trained[1] = (math.nan, math.nan)
+    failed = harness.judge(seen, expected, "adamw").failed
+    assert failed == ["loss along 3 steps", "gradient norm along 3 steps"]
 
 
 def of_experts(path: str) -> list[float]:
@@ -149,3 +172,47 @@ def test_padding_is_noise_only_where_it_changes_rounding_alone(pads: bool) -> No
     steps, facts = [awkward_steps(128)[0][:2]], FlopFacts(dense=1)
     expected = with_noise(expect(trainer, steps, facts), trainer, steps)
     assert len(expected.steps[0].others) == len(expected.others) == 1 + pads
+
+
+def test_documents_have_the_borders_of_each_shard_of_the_vocabulary() -> None:
+    """As inputs and as trained targets, of every number of shards up to that of the mesh; all else is as without."""
+    assert boundary_ids(128, 1) == [0, 127] and boundary_ids(131, 2) == [0, 64, 65, 130]
+    special = boundary_ids(131, 4)
+    assert special[:8] == [0, 31, 32, 64, 65, 97, 98, 130] and set(special) == {*special[:8], 42, 43, 86, 87}
+    plain, steps = awkward_steps(131), awkward_steps(131, special=special)
+    assert steps[1:] == plain[1:] and [mask for _, mask in steps[0]] == [mask for _, mask in plain[0]]
+    counted = [pair for ids, mask in steps[0] for pair in zip(ids[:-1], mask[:-1], strict=True)]
+    assert set(special) <= {token for token, weight in counted if weight}
+    assert not set(special) & {ids[0] for ids, _ in steps[0]}
+    assert all(len(ids) == len(mask) for ids, mask in awkward_steps(10_000, special=range(3000, 9000))[0])
+
+
+def special_of(path: str, mesh: str) -> tuple[list[int], str]:
+    return special_ids(open_engine(path, mesh), path)
+
+
+def test_padding_is_among_the_documents_unless_the_plain_model_has_no_gradients_there() -> None:
+    path = saved_model("llama", pad_token_id=77)
+    assert run(2, special_of, path, "tp2") == [([77, 0, 63, 64, 127], "")] * 2
+    assert run(1, special_of, saved_model("llama", pad_token_id=None), "1") == [([0, 127], "")]
+
+
+def without_gradients_at(token: int, path: str) -> tuple[list[int], str]:
+    def gradients(self: Reference, documents: list[Document]) -> tuple[float, dict[str, torch.Tensor]]:
+        bad = any(token in ids for ids, _ in documents)
+        return 1.0, {"w": torch.tensor([math.nan if bad else 0.0])}
+
+    with mock.patch.object(Reference, "gradients", gradients):
+        return special_ids(open_engine(path, "1"), path)
+
+
+def test_tokens_without_finite_gradients_are_left_out_and_named() -> None:
+    path, why = saved_model("llama", pad_token_id=77), "plain transformers' gradients are not finite there"
+    assert run(1, without_gradients_at, 77, path) == [([0, 127], f"tokens   no document has 77: {why}")]
+    assert run(1, without_gradients_at, 127, path) == [([], f"tokens   no document has 77, 0, 127: {why}")]
+
+
+@pytest.mark.parametrize("family", ["gemma3n_text", "gemma4_text"])
+def test_families_whose_padding_embeds_to_zero(family: str) -> None:
+    verdict = run(1, parity, saved_model(family), "1", {}, "cpu", 1, True)[0]
+    assert verdict.passed, describe(verdict)

@@ -49,13 +49,14 @@ Check = Callable[[str | None], bool]
 
 @dataclass(frozen=True)
 class Case:
-    """Where a bug shows. changes: of the family's tiny config. steps: that it takes to show."""
+    """Where a bug shows. changes: of the family's tiny config. steps: that it takes. special: as in `parity`."""
 
     family: str = "llama"
     mesh: str = ""
     sections: tuple[tuple[str, str, Any], ...] = ()
     changes: tuple[tuple[str, Any], ...] = ()
     steps: int = 1
+    special: bool = False
 
 
 BALANCED = Case("qwen3_moe", "2", (("model", "router_aux_loss", "document"), ("model", "router_aux_loss_coef", 0.1)))
@@ -81,9 +82,11 @@ CASES = {
 AFTER_STEPS = ("loss, documents 2", "weights after 3 steps", "ranks that hold the same agree")
 
 
-def planted_parity(plant: str | None, path: str, mesh: str, sections: Sections, steps: int) -> Verdict | None:
+def planted_parity(
+    plant: str | None, path: str, mesh: str, sections: Sections, steps: int, special: bool
+) -> Verdict | None:
     with planted(plant):
-        return parity(path, mesh, sections, steps=steps)
+        return parity(path, mesh, sections, steps=steps, special=special)
 
 
 @cache
@@ -91,8 +94,8 @@ def verdict_of(plant: str | None, case: Case) -> Verdict:
     sections: Sections = {}
     for section, key, value in case.sections:
         sections.setdefault(section, {})[key] = value
-    path = saved_model(case.family, **dict(case.changes))
-    verdict: Verdict = run(world_of(case.mesh), planted_parity, plant, path, case.mesh, sections, case.steps)[0]
+    path, of = saved_model(case.family, **dict(case.changes)), (case.steps, case.special)
+    verdict: Verdict = run(world_of(case.mesh), planted_parity, plant, path, case.mesh, sections, *of)[0]
     return verdict
 
 

@@ -10,15 +10,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests import test_context_parallel, test_eval, test_tensor_parallel_weights
-from tests.cases import open_engine, saved_model
+from tests import test_context_parallel, test_eval, test_tensor_parallel_weights, test_vision_parity
+from tests.cases import describe, open_engine, saved_model
 from tests.pool import run
 from tests.test_plants import BALANCED, Case, figure_passes, of_the_mesh, one_step
+from tests.vision_zoo import saved_vision_model
 from weft.checkpoint import export
 from weft.errors import RanksDisagreeError
 from weft.sharding.walker import walk
 from weft.verification.bugs.context_parallel import HELD_OUT_CUT, SAMPLES
 from weft.verification.bugs.tensor_parallel import ALIKE, WALKED
+from weft.verification.harness import Verdict
 from weft.verification.plants import PLANTS, planted
 
 FOUR_LAYERS = (("num_hidden_layers", 4),)
@@ -36,6 +38,8 @@ CASES = {
     "expert-bias-of-every-rank": Case("gpt_oss", "tp2"),
     "sinks-of-another-rank": Case("gpt_oss", "tp2"),
     "fused-cut-as-one": Case("phi3_longrope", "tp2"),
+    "border-embedded-twice": Case("qwen3", "tp2", special=True),
+    "padding-in-every-part": Case("qwen3", "tp2", special=True),
     "mixer-norm-of-own-heads": Case("bamba", "tp2"),
     "state-runs-into-the-next": Case("mamba2", "cp4u4"),
     "state-begins-at-the-cut": Case("mamba2", "cp2u2"),
@@ -55,6 +59,10 @@ CASES = {
 USUAL = {
     "tensor_parallel": Case(mesh="tp2"), "context_parallel": Case(mesh="cp2"),
     "expert_parallel": Case("mixtral", "ep2"), "pipeline_parallel": Case(mesh="pp2"),
+}  # fmt: skip
+WITH_IMAGES = {
+    "features-in-the-order-of-the-row": "qwen2_5_vl", "images-see-beyond-themselves": "gemma3",
+    "images-see-by-another-place": "gemma3",
 }  # fmt: skip
 SHORT = {"step": {"max_tokens_per_device": 64}}
 
@@ -119,6 +127,17 @@ def held_out_of_cut_documents(plant: str | None) -> bool:
     return all(math.isclose(found[name]["eval/loss"] or 0.0, mean, rel_tol=3e-6) for name, mean in means.items())
 
 
+@cache
+def verdict_of_images(plant: str | None, family: str) -> Verdict:
+    verdict: Verdict = run(2, planted_images, plant, saved_vision_model(family))[0]
+    return verdict
+
+
+def planted_images(plant: str | None, path: str) -> Verdict | None:
+    with planted(plant):
+        return test_vision_parity.parity(path, "cp2", {}, steps=1)
+
+
 TESTS: dict[str, Callable[[str | None], bool]] = {
     ALIKE: ranks_agree,
     "weft.parallel.tensor.random_difference": ranks_agree,
@@ -136,7 +155,11 @@ def passes_without(caught_by: str) -> bool:
 @pytest.mark.parametrize("name", [name for name in PLANTS if of_the_mesh(name)])
 def test_planted_bug_is_caught(name: str) -> None:
     caught_by = PLANTS[name].caught_by
-    if caught_by in TESTS:
+    if name in WITH_IMAGES:
+        verdicts = [verdict_of_images(plant, WITH_IMAGES[name]) for plant in (None, name)]
+        assert verdicts[0].passed, describe(verdicts[0])
+        without, with_it = (caught_by not in verdict.failed for verdict in verdicts)
+    elif caught_by in TESTS:
         without, with_it = passes_without(caught_by), TESTS[caught_by](name)
     else:
         without, with_it = (figure_passes(case_of(name), caught_by, plant) for plant in (None, name))

@@ -21,11 +21,11 @@ from weft.models import hf
 from weft.verification import harness
 from weft.verification.documents import awkward_steps
 from weft.verification.harness import Verdict
-from weft.verification.image_documents import steps_with_images, text_ids
+from weft.verification.image_documents import shown, text_ids
 
 
 def parity(
-    path: str, mesh: str, sections: dict[str, dict[str, Any]], bare: bool = True, videos: bool = False
+    path: str, mesh: str, sections: dict[str, dict[str, Any]], bare: bool = True, videos: bool = False, steps: int = 3
 ) -> Verdict | None:
     """The verdict of `weft verify`'s own function on this mesh; on rank 0. bare: with a step of text alone. videos:
     with some beside images, and instead of them."""
@@ -35,8 +35,8 @@ def parity(
         vision = engine.built.vision
         assert vision is not None and not engine.built.findings.images
         assert not (videos and engine.built.findings.videos)
-        steps, images = steps_with_images(awkward_steps(100), vision, plain.model, bare=bare, videos=videos)
-        return harness.verify(engine, path, steps, [1e-3] * 3, images)
+        documents, images, behind = shown(engine, awkward_steps(100), plain.model, bare, videos)
+        return harness.verify(engine, path, documents[:steps], [1e-3] * steps, images, behind=behind)
 
 
 def check(

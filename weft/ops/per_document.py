@@ -13,7 +13,9 @@ from torch.autograd.function import once_differentiable
 
 from weft.ops.attention_call import Call
 
-_QUERIES = 512  # per block, for documents with more keys than queries: bounds the scores held at a time
+# The most queries of a block, for documents with more keys than queries: bounds the scores held at a time. A document
+# with fewer has two blocks, which computes fewer scores, so that short documents of checks take the way of long ones.
+_QUERIES = 512
 
 
 def per_document(call: Call) -> Tensor:
@@ -131,9 +133,9 @@ class _InBlocks(torch.autograd.Function):
 
 def _spans(call: Call, queries: int, keys: int) -> Iterator[tuple[slice, slice]]:
     """(slice of queries, slice of the keys that they see) of each block."""
-    before = keys - queries
-    for first in range(0, queries, _QUERIES):
-        end = min(first + _QUERIES, queries)
+    before, size = keys - queries, min(_QUERIES, -(-queries // 2))
+    for first in range(0, queries, size):
+        end = min(first + size, queries)
         start = 0 if call.window is None else max(0, before + first - call.window + 1)
         yield slice(first, end), slice(start, before + end)
 

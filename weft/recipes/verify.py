@@ -31,7 +31,7 @@ from weft.optim.custom_optimizer import find_class
 from weft.parallel.parallelize import Precision
 from weft.rl.trainer import Trainer
 from weft.terminal import counted
-from weft.verification.documents import awkward_steps
+from weft.verification.documents import awkward_steps, special_ids
 from weft.verification.harness import Verdict, compare_once, verify
 from weft.verification.image_documents import steps_for
 from weft.verification.observed import Step
@@ -97,11 +97,14 @@ def compute_in_fp32() -> None:
 
 def check(config: Any, subject: Subject, ranks: Ranks, options: VerifyOptions) -> Verdict | None:
     """The verdict in fp32, with a comparison in the configured dtypes as a remark; None except on the first rank."""
-    steps = awkward_steps(hf.vocabulary_size(subject.path))
     exact = verified_config(config, subject.path)
     objective = None if config.train.objective is None else choose_objective(config.train.objective)
-    readouts = () if objective is None else objective.readouts
-    verdict = _verdict(Engine(EngineConfig.of(exact), ranks, readouts=readouts), subject.path, steps, objective)
+    engine = Engine(EngineConfig.of(exact), ranks, readouts=() if objective is None else objective.readouts)
+    special, remark = special_ids(engine, subject.path)
+    steps = awkward_steps(hf.vocabulary_size(subject.path), special=special)
+    verdict = _verdict(engine, subject.path, steps, objective)
+    if verdict is not None and remark:
+        verdict = replace(verdict, remarks=[*verdict.remarks, remark])
     same_dtypes = Precision.of(config.fsdp, ranks.device) == Precision.of(exact.fsdp, ranks.device)
     if same_dtypes and not config.model.transforms:
         return verdict
@@ -116,8 +119,8 @@ def check(config: Any, subject: Subject, ranks: Ranks, options: VerifyOptions) -
 
 def _verdict(engine: Engine, path: str, steps: Sequence[Step], objective: Objective | None) -> Verdict | None:
     """The verdict of an engine; None except on the first rank. Models that take images get documents with images."""
-    shown, images = steps_for(engine, path, steps)
-    return verify(engine, path, shown, [LEARNING_RATE] * len(shown), images, objective)
+    shown, images, behind = steps_for(engine, path, steps)
+    return verify(engine, path, shown, [LEARNING_RATE] * len(shown), images, objective, behind)
 
 
 def check_rl(config: Any, subject: Subject, ranks: Ranks, options: VerifyOptions) -> Verdict | None:

@@ -88,5 +88,6 @@ def renamed(engine: Engine, seen: Observed) -> Observed:
         seen,
         gradients=[as_in_files(engine, gradients) for gradients in seen.gradients],
         micro_gradients=as_in_files(engine, seen.micro_gradients),
+        behind=None if seen.behind is None else (seen.behind[0], as_in_files(engine, seen.behind[1])),
         weights=as_in_files(engine, seen.weights),
     )

@@ -19,6 +19,9 @@ from weft.verification.peft_reference import PeftReference
 from weft.verification.reference_optimizer import Optimizer
 from weft.verification.routing import Recorder, Routes
 
+_HELD_OUT = 7  # trained tokens of a document to evaluate
+_TIE = 1e-4  # of logits, relative: closer ones may change places by rounding
+
 
 @dataclass(frozen=True)
 class ExpectedGradient:
@@ -35,7 +38,9 @@ class ExpectedGradient:
 class Expected:
     """The reference's results. readouts: (logprob, entropy) of each document of the first step. curve: (loss, gradient
     norm) of each step. start, weights: the weights before and after training. others: the weights after training by
-    other orders of summation, or in fp64; empty if noise was not measured. routes: chosen experts, if there are any."""
+    other orders of summation, or in fp64; empty if noise was not measured. routes: chosen experts, if there are any.
+    held_out: documents to evaluate, with their accuracy and the share of exact ones. behind: logprobs and the
+    gradient of documents_behind."""
 
     readouts: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     steps: list[ExpectedGradient] = field(default_factory=list)
@@ -44,6 +49,10 @@ class Expected:
     weights: Tensors = field(default_factory=dict)
     others: Sequence[Tensors] = ()
     routes: Routes = field(default_factory=dict)
+    held_out: Sequence[reference.Document] = ()
+    accuracy: float = 0.0
+    exact: float = 0.0
+    behind: tuple[Sequence[Tensor], ExpectedGradient] | None = None
 
 
 @dataclass(frozen=True)
@@ -96,19 +105,65 @@ class Trainer:
         return start, on_cpu(plain.weights()), curve
 
 
-def expect(trainer: Trainer, steps: Sequence[Step], facts: FlopFacts) -> Expected:
-    """Compute all values that an engine will be compared with, without their noise."""
+def expect(trainer: Trainer, steps: Sequence[Step], facts: FlopFacts, behind: Step = ()) -> Expected:
+    """Compute all values that an engine will be compared with, without their noise. behind: documents of which
+    logprobs and the gradient are compared by themselves."""
     out = Expected()
     recorder = Recorder(facts.experts, facts.experts_per_token) if facts.expert else None
     plain = trainer.reference()
+    documents = [_likeliest(plain, steps[0][0][0][0], second) for second in (False, True)]
     with _recording(recorder, plain, trainer.layers):
+        out.held_out, out.accuracy, out.exact = _evaluated(plain, documents)
         out.readouts = [plain.logprobs(ids) for ids, _ in steps[0]]
-        found = [(loss, on_cpu(gradients)) for loss, gradients in map(plain.gradients, steps)]
+        logprobs = [plain.logprobs(ids)[0] for ids, _ in behind]
+        found = [
+            (loss, on_cpu(gradients)) for loss, gradients in map(plain.gradients, [*steps, *[behind] * bool(behind)])
+        ]
     out.steps = [ExpectedGradient(loss, norm_of(gradients), gradients) for loss, gradients in found]
+    if behind:
+        out.behind = logprobs, out.steps.pop()
     del plain  # frees its memory for the reference that trains
     out.start, out.weights, out.curve = trainer.train(steps, recorder=recorder)
     out.routes = recorder.routes if recorder is not None else {}
     return out
+
+
+@torch.no_grad()
+def _likeliest(plain: reference.Reference, first: int, second: bool) -> list[int]:
+    """The tokens of a short document, each the likeliest after those before it. second: every other one is the
+    likeliest of the half of the vocabulary that does not have the likeliest, so that it is the likeliest of most shards
+    of a divided vocabulary, too."""
+    ids = [first]
+    for place in range(_HELD_OUT):
+        logits = plain.logits(ids)[-1]
+        for name in ("image_token_id", "video_token_id"):  # not without an image
+            if isinstance(placeholder := getattr(plain.plain.config, name, None), int):
+                logits[placeholder] = float("-inf")
+        half = len(logits) // 2
+        if second and place % 2:
+            (logits[:half] if int(logits.argmax()) < half else logits[half:]).fill_(float("-inf"))
+        ids.append(int(logits.argmax()))
+    return ids
+
+
+@torch.no_grad()
+def _evaluated(
+    plain: reference.Reference, documents: Sequence[list[int]]
+) -> tuple[list[reference.Document], float, float]:
+    """(Documents in which every token counts for which the likeliest token is no matter of rounding, the share of these
+    that are the likeliest, the share of documents of such tokens alone)."""
+    found, hits = list[reference.Document](), list[list[bool]]()
+    for ids in documents:
+        logits = plain.logits(ids)[:-1]
+        best = logits.topk(2, dim=-1)[0]
+        chosen = logits.gather(1, torch.tensor(ids[1:], device=logits.device)[:, None])[:, 0]
+        second = torch.where(chosen == best[:, 0], best[:, 1], chosen)
+        clear = (best[:, 0] - second) > _TIE * best[:, 0].abs().clamp_min(1.0)
+        found.append((ids, [0.0, *clear.float().tolist()]))
+        hits.append((chosen == best[:, 0])[clear].tolist())
+    counted = [of for of in hits if of]
+    every = [hit for of in counted for hit in of]
+    return found, sum(every) / max(1, len(every)), sum(map(all, counted)) / max(1, len(counted))
 
 
 def with_noise(expected: Expected, trainer: Trainer, steps: Sequence[Step]) -> Expected:

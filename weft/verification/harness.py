@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,13 +33,14 @@ from weft.verification.observed import (
     Step,
     Tensors,
     gather_readouts,
+    largest,
     neighbours,
     observe,
     one_gradient,
     readout_distance,
     to_documents,
 )
-from weft.verification.routing import Differences, Routes
+from weft.verification.routing import Differences
 
 GRADIENT = 1e-5
 ADAMW = 2e-4
@@ -87,15 +89,16 @@ class Verdict:
 
 def verify(
     engine: Engine, path: str, steps: Sequence[Step], lrs: Sequence[float], images: Images | None = None,
-    objective: Objective | None = None,
+    objective: Objective | None = None, behind: Step = (),
 ) -> Verdict | None:  # fmt: skip
     """Compare the engine, which has the weights at `path`, with the reference. Returns the verdict on rank 0, None on
     others. Trains the engine; collective.
 
     steps: documents of each optimizer step. lrs: learning rate of each step. images: by the token ids of their
-    documents. objective: also compared, on the documents of the first step; training is by cross entropy. The reference
-    runs first, because the engine follows its routes through experts. Raises UserError for settings under which the
-    engine cannot follow them.
+    documents. objective: also compared, on the documents of the first step; training is by cross entropy. behind:
+    documents with images to lay behind one that is cut (image_documents.documents_behind). The reference runs first,
+    because the engine follows its routes through experts. Raises UserError for settings under which the engine cannot
+    follow them.
     """
     if engine.config.model.compile and engine.built.flops.expert:
         raise UserError(
@@ -120,17 +123,16 @@ def verify(
     with saved_adapter(engine) as adapter:
         if engine.ranks.is_first:
             trainer = _trainer(engine, path, lrs, adapter, images)
-            expected = expect(trainer, steps, engine.built.flops)
-        shared: list[Routes] = [expected.routes if expected is not None else {}]
-        if engine.built.flops.expert:
-            dist.broadcast_object_list(shared, src=0, group=engine.ranks.group)
+            expected = expect(trainer, steps, engine.built.flops, behind)
+        shared: list[Any] = [expected.routes, expected.held_out] if expected is not None else [{}, ()]
+        dist.broadcast_object_list(shared, src=0, group=engine.ranks.group)
         figures: list[Figure] = []
         if objective is not None:
             by = divisor(engine, objective, steps[0], images)
             own = observe_objective(engine, objective, steps[0], shared[0], images)
             if engine.ranks.is_first:
                 figures = _objective_figures(own, expect_objective(trainer, objective, steps[0], by))
-        seen = renamed(engine, observe(engine, steps, lrs, shared[0], images))
+        seen = renamed(engine, observe(engine, steps, lrs, shared[0], images, shared[1], behind))
         if expected is None:
             return None
         verdict = _judge_with_noise(engine, seen, expected, trainer, steps)
@@ -238,13 +240,32 @@ def _readout_figures(seen: Observed, expected: Expected) -> list[Figure]:
     worst = {"logprob": 0.0, "entropy": 0.0}
     for index, pair in enumerate(expected.readouts):
         for name, values in zip(worst, pair, strict=True):
-            worst[name] = _larger(worst[name], readout_distance(seen.readouts[index][name], values))
+            worst[name] = largest([worst[name], readout_distance(seen.readouts[index][name], values)])
     moves = [readout_distance(seen.alone[i]["logprob"], values["logprob"]) for i, values in seen.readouts.items()]
+    accuracy, exact = seen.evaluated
     return [
         Figure("readout: logprob", worst["logprob"], SCALAR),
         Figure("readout: entropy", worst["entropy"], SCALAR),
-        Figure("packed against alone", max(moves), SCALAR),
+        Figure("packed against alone", largest(moves), SCALAR),
         Figure("neighbours do not move", seen.neighbours, SCALAR / 10),
+        Figure("evaluation: accuracy", abs(accuracy - expected.accuracy), SCALAR),
+        Figure("evaluation: exact", abs(exact - expected.exact), SCALAR),
+        *_behind_figures(seen, expected),
+    ]
+
+
+def _behind_figures(seen: Observed, expected: Expected) -> list[Figure]:
+    """Figures of documents with images in rows behind a cut document."""
+    if seen.behind is None:
+        return []
+    readouts, gradients = seen.behind
+    assert expected.behind is not None
+    logprobs, step = expected.behind
+    moves = [readout_distance(readouts[index]["logprob"], logprob) for index, logprob in enumerate(logprobs)]
+    parameters = compare_gradients(gradients, step.gradients, gradient_noise(step.gradients, step.others))
+    return [
+        Figure("images behind a cut document: logprob", largest(moves), SCALAR),
+        worst_of("images behind a cut document: gradients", parameters),
     ]
 
 
@@ -310,8 +331,8 @@ def _training_figures(seen: Observed, expected: Expected, optimizer: str, state:
     if seen.apart:
         return [agree]
     pairs = list(zip(seen.trained, expected.curve, strict=True))
-    losses = max(_relative(ours[0], theirs[0]) for ours, theirs in pairs)
-    norms = max(_relative(ours[1], theirs[1]) for ours, theirs in pairs)
+    losses = largest(_relative(ours[0], theirs[0]) for ours, theirs in pairs)
+    norms = largest(_relative(ours[1], theirs[1]) for ours, theirs in pairs)
     name = f"weights after {len(pairs)} steps"
     return [
         agree,
@@ -368,11 +389,6 @@ def widened(tolerance: float, noise: float | None) -> float:
 
 def _relative(value: float, expected: float) -> float:
     return abs(value - expected) / max(abs(expected), 1e-6)
-
-
-def _larger(a: float, b: float) -> float:
-    """The maximum, with NaN as the largest."""
-    return b if b != b or b > a else a
 
 
 def _excess(figure: Figure) -> float:

@@ -12,8 +12,10 @@ import torch.distributed as dist
 from weft.engine.engine import Engine
 from weft.engine.image_check import placeholders
 from weft.engine.media import joined
+from weft.models.facts import position_limit
 from weft.models.vision import Vision
 from weft.verification.image_reference import Images
+from weft.verification.observed import to_documents
 from weft.verification.reference import Document, Reference
 
 
@@ -51,6 +53,35 @@ def steps_with_images(
     return out, images
 
 
+def documents_behind(engine: Engine, base: Any, step: Sequence[Document]) -> tuple[list[Document], Images]:
+    """(Short documents with an image, and a long one that mesh.cp can cut so that short ones have room behind its
+    parts; images by the token ids of their documents). Both are empty if the engine cuts no documents.
+
+    The long one has images if such documents are cut. It is the last one, and the short ones rise in length: a row
+    has another order, cut documents first and long ones before short ones. step: documents with text to take.
+    """
+    vision, images = engine.built.vision, dict[tuple[int, ...], dict[str, torch.Tensor]]()
+    if engine.context is None or vision is None:
+        return [], images
+    source, generator = random.Random(1), torch.Generator().manual_seed(1)
+    text = [i for ids, _ in step for i in ids if i not in (vision.image, vision.video)]
+
+    def document(first: int, length: int, count: int) -> Document:
+        made: Document = [text[(first + n) % len(text)] for n in range(length)], [1.0] * length
+        inputs = [vision.sample(generator, 2) for _ in range(count)]
+        for own in inputs:
+            made = _inserted(made, placeholders(vision, base, own), vision, source)
+        if inputs:
+            images[tuple(made[0])] = joined(inputs)
+        return made
+
+    short = [document(9 * n, 4 + n, 1) for n in range(engine.context.size)]
+    room = max(meta.room for meta in to_documents(engine, short, images)[1])
+    long = document(5, 2 * room + 4, 3 if engine.image_room.ranks > 1 else 0)
+    limit = position_limit(engine.built.config.get_text_config())
+    return ([], {}) if limit is not None and len(long[0]) > limit else ([*short, long], images)
+
+
 def text_ids(vision: Vision) -> list[int]:
     """Three token ids that are no placeholder of an image or a video."""
     return [i for i in (3, 5, 6, 7, 8) if i not in (vision.image, vision.video)][:3]
@@ -72,19 +103,33 @@ def _inserted(document: Document, runs: Sequence[tuple[int, int]], vision: Visio
     return ids, mask
 
 
-def steps_for(engine: Engine, path: str, steps: Sequence[Sequence[Document]]) -> tuple[list[list[Document]], Images]:
-    """The steps, with images and videos if the model takes any; the same on every rank. Collective.
+def steps_for(
+    engine: Engine, path: str, steps: Sequence[Sequence[Document]]
+) -> tuple[list[list[Document]], Images, list[Document]]:
+    """(The steps, with images and videos if the model takes any; the images; documents_behind, whose images are among
+    them); the same on every rank. Collective.
 
     path: the model's weights, from which the first rank learns how many placeholders an image has.
     """
     vision = engine.built.vision
     if vision is None or engine.built.findings.images:
-        return [list(step) for step in steps], {}
+        return [list(step) for step in steps], {}, []
     made: list[Any] = [None]
     if engine.ranks.is_first:
         plain = Reference(path, str(engine.device)).plain.get_submodule(engine.module.facts.base)
-        with torch.no_grad():
-            made = [steps_with_images(steps, vision, plain, videos=not engine.built.findings.videos)]
+        made = [shown(engine, steps, plain, videos=not engine.built.findings.videos)]
     dist.broadcast_object_list(made, src=0, group=engine.ranks.group)
-    found: tuple[list[list[Document]], Images] = made[0]
+    found: tuple[list[list[Document]], Images, list[Document]] = made[0]
     return found
+
+
+@torch.no_grad()
+def shown(
+    engine: Engine, steps: Sequence[Sequence[Document]], base: Any, bare: bool = True, videos: bool = False
+) -> tuple[list[list[Document]], Images, list[Document]]:
+    """steps_with_images and documents_behind."""
+    vision = engine.built.vision
+    assert vision is not None
+    with_images, images = steps_with_images(steps, vision, base, bare=bare, videos=videos)
+    behind, more = documents_behind(engine, base, with_images[0])
+    return with_images, {**images, **more}, behind

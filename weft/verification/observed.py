@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -13,10 +13,10 @@ from torch import Tensor
 from weft.engine.document import Document
 from weft.engine.engine import Engine
 from weft.engine.media import Media
-from weft.engine.plan import DocumentMeta
+from weft.engine.plan import DocumentMeta, StepPlan
 from weft.errors import RanksDisagreeError
 from weft.objectives.base import Objective
-from weft.objectives.cross_entropy import CrossEntropy
+from weft.objectives.cross_entropy import CrossEntropy, HeldOutLoss
 from weft.verification import reference
 from weft.verification.image_reference import Images
 from weft.verification.routing import Differences, Replay, Routes
@@ -29,7 +29,9 @@ _NONE: Images = {}
 @dataclass
 class Observed:
     """The engine's results, as whole tensors. routing: choices of experts that differ from the reference's; None if
-    dense. apart: the error if weights that several ranks hold became unequal, which ends training; else ""."""
+    dense. behind: readouts and gradients of documents with images behind one that is cut; None without such ones.
+    evaluated: accuracy and share of exact documents. apart: the error if weights that
+    several ranks hold became unequal, which ends training; else ""."""
 
     losses: list[float] = field(default_factory=list)
     gradients: list[Tensors] = field(default_factory=list)
@@ -38,6 +40,8 @@ class Observed:
     micro_gradients: Tensors = field(default_factory=dict)
     readouts: dict[int, Tensors] = field(default_factory=dict)
     alone: dict[int, Tensors] = field(default_factory=dict)
+    behind: tuple[dict[int, Tensors], Tensors] | None = None
+    evaluated: tuple[float, float] = (0.0, 0.0)
     neighbours: float = 0.0
     trained: list[tuple[float, float]] = field(default_factory=list)
     weights: Tensors = field(default_factory=dict)
@@ -46,11 +50,27 @@ class Observed:
 
 
 def observe(
-    engine: Engine, steps: Sequence[Step], lrs: Sequence[float], routes: Routes, images: Images = _NONE
+    engine: Engine,
+    steps: Sequence[Step],
+    lrs: Sequence[float],
+    routes: Routes,
+    images: Images = _NONE,
+    held_out: Step = (),
+    behind: Step = (),
 ) -> Observed:
-    """Run the engine's side of every check, following the reference's routes if there are any; collective."""
+    """Run the engine's side of every check, following the reference's routes if there are any; collective.
+
+    held_out: documents to evaluate. behind: see documents_behind.
+    """
     seen = Observed()
     with following(engine, routes) as replay:
+        if held_out:
+            seen.evaluated = _evaluated(engine, held_out)
+        if behind:
+            budget = budget_behind(engine, behind, images)
+            if budget is not None:
+                readouts = gather_readouts(engine, behind, budget, images)
+                seen.behind = readouts, one_gradient(engine, behind, budget, images)[1]
         _observe(engine, steps, lrs, seen, replay, images)
     if replay is not None:
         seen.routing = replay.differences.summed()
@@ -98,9 +118,36 @@ def _observe(
     seen.weights = {name: tensor.cpu() for name, tensor in engine.tensors()}
 
 
+def _evaluated(engine: Engine, step: Step) -> tuple[float, float]:
+    """(Accuracy, share of exact documents), as a run's evaluation gives them."""
+    documents, metas = to_documents(engine, step)
+    sums = engine.evaluate(engine.plan(metas), documents, HeldOutLoss())
+    found = sums.reduce(engine.mesh.world_group)
+    return found["accuracy"] or 0.0, found["exact"] or 0.0
+
+
 def short_budget(engine: Engine, step: Step, images: Images = _NONE) -> int:
     """Tokens of a row that has room for about one document of the step."""
     return max(meta.room for meta in to_documents(engine, step, images)[1]) + 1
+
+
+def budget_behind(engine: Engine, documents: Step, images: Images) -> int | None:
+    """A budget of rows (see Engine.plan) at which some of documents_behind lie behind the one that is cut; None if
+    there is none."""
+    metas = to_documents(engine, documents, images)[1]
+    rooms = [meta.room for meta in metas]
+    ranks = 1 if engine.context is None else engine.context.size
+    budgets = range(-(-rooms[-1] // ranks) + max(rooms[:-1]), rooms[-1])
+    found = {budget: _behind(engine.plan(metas, budget=budget)) for budget in budgets}
+    best = max(found, key=lambda budget: found[budget], default=None)
+    return best if best is not None and found[best] else None
+
+
+def _behind(plan: StepPlan) -> int:
+    """The largest number of whole documents in a row behind a part of a cut document."""
+    rows = [(micro, rank, row) for micro, ranks in enumerate(plan.rows) for rank, row in enumerate(ranks)]
+    cut = [set(row) & set(plan.shared(micro, rank)) for micro, rank, row in rows]
+    return max(len(row) - len(shared) if shared else 0 for (_, _, row), shared in zip(rows, cut, strict=True))
 
 
 def to_documents(engine: Engine, step: Step, images: Images = _NONE) -> tuple[dict[int, Document], list[DocumentMeta]]:
@@ -158,8 +205,13 @@ def neighbours(engine: Engine, step: Step, before: Mapping[int, Tensors], images
     ids, mask = step[longest]
     changed = [*step[:longest], (ids[::-1], mask), *step[longest + 1 :]]
     after = gather_readouts(engine, changed, images=images)
-    moves = [readout_distance(after[i]["logprob"], before[i]["logprob"]) for i in before if i != longest]
-    return max(moves, default=0.0)
+    return largest(readout_distance(after[i]["logprob"], before[i]["logprob"]) for i in before if i != longest)
+
+
+def largest(values: Iterable[float]) -> float:
+    """The maximum, with NaN as the largest; 0 of none."""
+    values = list(values)
+    return next((value for value in values if value != value), max(values, default=0.0))
 
 
 def readout_distance(ours: Tensor, expected: Tensor) -> float:

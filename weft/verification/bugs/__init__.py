@@ -19,6 +19,7 @@ GRADIENTS = "gradients, every parameter"
 NORM = "gradient norm, documents 1"
 LOGPROB = "readout: logprob"
 NEIGHBOURS = "neighbours do not move"
+ACCURACY = "evaluation: accuracy"
 AGREE = "ranks that hold the same agree"
 # Tests that compare an SFT run with the reference, step by step.
 RUN_LOSSES = "tests/test_plants.py: losses of a run"

@@ -5,7 +5,7 @@ As those of tensor parallelism, they are inactive in the checks of a small copy 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from weft.ops.context import Piece, repeats
 from weft.verification.bugs import GRADIENTS, LOGPROB, LOSS, Original, Plant, bug, rehearsing
 from weft.verification.bugs.step import Altered
 
+BESIDE = "images behind a cut document: logprob"
 SAMPLES = "tests/test_context_parallel.py: ratios of whole samples"
 HELD_OUT_CUT = "tests/test_eval.py: the held-out loss of documents that are cut"
 MEGATRON = "NVIDIA/Megatron-LM#7452"
@@ -179,6 +180,68 @@ def gradients_stay_away(plant: Plant, original: Original, ctx: Any, grad: Tensor
         return own, *rest
     plant.hits += own.numel() > 0
     return own * 0, *rest
+
+
+@bug(
+    "B37", "weft.ops.per_document:_spans",
+    "of a document that is cut, all blocks of queries but the last see later tokens",
+    caught_by=LOGPROB, seen=MEGATRON, ranks=2, needs=NEEDS,
+)  # fmt: skip
+def blocks_see_later_tokens(
+    plant: Plant, original: Original, call: Any, queries: int, keys: int
+) -> Iterator[tuple[slice, slice]]:
+    for block, seen in original(call, queries, keys):
+        if rehearsing():
+            yield block, seen
+            continue
+        plant.hits += seen.stop < keys
+        yield block, slice(seen.start, keys)
+
+
+# ---------------------------------------------------------------- images beside a document that is cut
+
+
+@bug(
+    "B37", "weft.ops.attention:attend_in_context",
+    "images behind a document that is cut see as many later tokens as this rank has of it",
+    caught_by=BESIDE, seen=MEGATRON, ranks=2, needs=f"{NEEDS} and images whose tokens see later ones, as in gemma3",
+)  # fmt: skip
+def images_see_beyond_themselves(plant: Plant, original: Original, call: Any, context: Any, run: Any) -> Tensor:
+    if call.bounds.last_seen is not None and context.whole and not rehearsing():
+        plant.hits += context.tokens > 0
+        call = replace(call, bounds=replace(call.bounds, last_seen=call.bounds.last_seen + context.tokens))
+    found: Tensor = original(call, context, run)
+    return found
+
+
+@bug(
+    "B37", "weft.engine.context_row:_last_seen",
+    "the later tokens that an image sees are read at another token's place in a row with a document that is cut",
+    caught_by=BESIDE, seen=MEGATRON, ranks=2, needs=f"{NEEDS} and images whose tokens see later ones, as in gemma3",
+)  # fmt: skip
+def images_see_by_another_place(
+    plant: Plant, original: Original, last_seen_T: Tensor, kept_M: Tensor, tail: int
+) -> Tensor:
+    moved = last_seen_T.clone()
+    moved[kept_M] = last_seen_T[: len(kept_M)]
+    plant.hits += not torch.equal(moved, last_seen_T)
+    found: Tensor = original(moved, kept_M, tail)
+    return found
+
+
+@bug(
+    "B37", "weft.engine.dealt_images:_exchange",
+    "features of images leave in the order of the row, and are taken for sorted by document",
+    caught_by=BESIDE, seen=MEGATRON, ranks=2,
+    needs=f"{NEEDS} and rows with a document with images that is cut and others with images",
+)  # fmt: skip
+def features_in_the_order_of_the_row(
+    plant: Plant, original: Original, seen: Sequence[Any], documents: Any, held: Any, axis: Any
+) -> Any:
+    found = original(seen, documents, held, axis)
+    by_row = original([replace(one, index=place) for place, one in enumerate(seen)], (), held, axis)
+    plant.hits += not torch.equal(found.sent, by_row.sent)
+    return replace(found, sent=by_row.sent)
 
 
 # ---------------------------------------------------------------- heads in Ulysses

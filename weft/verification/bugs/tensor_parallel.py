@@ -20,7 +20,7 @@ from weft.ops.communicator import GroupCommunicator
 from weft.parallel.mesh import Axis, own_part
 from weft.parallel.tensor import TensorParallel, sum_partial_gradients
 from weft.sharding.cuts import Cut, split
-from weft.verification.bugs import AGREE, GRADIENTS, LOGPROB, NORM, Original, Plant, bug, rehearsing
+from weft.verification.bugs import ACCURACY, AGREE, GRADIENTS, LOGPROB, NORM, Original, Plant, bug, rehearsing
 
 WALKED = "tests/test_tensor_parallel_weights.py: the walker gives what the files have"
 ALIKE = "weft.engine.replicas.Replicas.check"
@@ -223,6 +223,65 @@ def vocabulary_of_a_part(plant: Plant, original: Original, self: Any, ranks: Any
         return original(self, ranks)
     plant.hit()
     return self
+
+
+@bug(
+    "B35", "weft.ops.head:_Running.joined",
+    "held-out targets count as the likeliest tokens if they are the likeliest of a rank's part of the vocabulary",
+    caught_by=ACCURACY, seen=MEGATRON, ranks=2, needs=NEEDS,
+)  # fmt: skip
+def likeliest_of_a_part(plant: Plant, original: Original, self: Any, ranks: Any) -> Any:
+    if self.largest is None or not isinstance(ranks, GroupCommunicator):
+        return original(self, ranks)
+    of_a_part = self.largest.clone()
+    found = original(self, ranks)
+    plant.hits += not torch.equal(found.largest, of_a_part)
+    return found._replace(largest=of_a_part)
+
+
+@bug(
+    "B35", "weft.parallel.tensor:_divide_vocabulary",
+    "the first token behind a rank's part of the vocabulary is embedded by that rank, too",
+    caught_by=LOGPROB, seen=MEGATRON, ranks=2, needs=NEEDS,
+)  # fmt: skip
+def border_embedded_twice(
+    plant: Plant, original: Original, module: Any, cuts: dict[str, Cut], axis: Axis, total: Any
+) -> None:
+    if rehearsing() or not isinstance(axis.ranks, GroupCommunicator):
+        original(module, cuts, axis, total)
+        return
+    embedding = module.get_submodule(module.facts.embedding)
+    cut, seen = cuts[f"{module.facts.embedding}.weight"], list[Tensor]()
+    ((first, count),) = cut.ranges[cut.place]
+
+    class Total:
+        @staticmethod
+        def apply(output: Tensor, ranks: Any) -> Tensor:
+            tokens = seen.pop()
+            border = (tokens == first + count)[..., None]
+            plant.hits += bool(border.any())
+            last = type(embedding).forward(embedding, tokens.new_tensor([count - 1]))
+            found: Tensor = total.apply(output + border * last, ranks)
+            return found
+
+    embedding.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    original(module, cuts, axis, Total)
+
+
+@bug(
+    "B35", "weft.parallel.tensor:_divide_vocabulary",
+    "each rank's part of the vocabulary has a row of padding, which has no gradient",
+    caught_by=GRADIENTS, seen=MEGATRON, ranks=2, needs=f"{NEEDS} and an embedding with a row of padding",
+)  # fmt: skip
+def padding_in_every_part(
+    plant: Plant, original: Original, module: Any, cuts: dict[str, Cut], axis: Axis, total: Any
+) -> None:
+    embedding = module.get_submodule(module.facts.embedding)
+    padding = embedding.padding_idx
+    original(module, cuts, axis, total)
+    if not rehearsing() and padding is not None and padding < len(embedding.weight):
+        plant.hits += embedding.padding_idx != padding
+        embedding.padding_idx = padding
 
 
 def _of_every_rank(plant: Plant, original: Original, module: Any, ranks: int, experts: bool) -> None:
