@@ -55,7 +55,7 @@ def test_a_bad_row_is_an_error_that_names_the_key_or_is_left_out(kind: str, tmp_
     path = write_rows(tmp_path / "d.jsonl", good, BAD[kind], good)
     with pytest.raises(UserError, match=r"d\.jsonl:2: ") as caught:
         load_documents(config_of(path), byte_tokenizer(CHATML), **FEW)
-    assert str(caught.value).endswith("Or set data.bad_rows=drop, which leaves such rows out.")
+    assert str(caught.value).endswith("Or skip such rows with data.bad_rows=drop.")
     documents, report = load_documents(config_of(path), byte_tokenizer(CHATML), bad_rows="drop", **FEW)
     assert texts(documents) == ["1", "3"] and report.documents == 2 and report.dropped == 0
     ((source, error),) = report.bad
@@ -97,7 +97,7 @@ def test_processes_and_a_cache_change_nothing(tmp_path: Path) -> None:
     assert len(plain.bad) == 50 and plain.documents == 4950
     for _ in range(2):  # made, and read again
         assert load_documents(path, byte_tokenizer(), how=Tokenising(cache=folder), **options)[1] == plain
-    with pytest.raises(UserError, match=r"d\.jsonl:1: is not valid JSON.*Or set data\.bad_rows=drop"):
+    with pytest.raises(UserError, match=r"d\.jsonl:1: is not valid JSON.*Or skip such rows with data\.bad_rows=drop"):
         load_documents(path, byte_tokenizer(), max_length=400, how=Tokenising(cache=folder))
 
 
@@ -150,7 +150,7 @@ def test_prompts_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         {"body": "b", "completion": "1"},
         {"prompt": "", "completion": "1"},
     )
-    with pytest.raises(UserError, match=r"additions\.jsonl:5: has `body`.*Or set data\.bad_rows=drop"):
+    with pytest.raises(UserError, match=r"additions\.jsonl:5: has `body`.*Or skip such rows with data\.bad_rows=drop"):
         start(task, tmp_path / "run", "train.steps=1")
     start(task, tmp_path / "other", "train.steps=1", "data.bad_rows=drop")
     assert "4 prompts of 6 to 6 tokens; 2 bad rows left out" in capsys.readouterr().out

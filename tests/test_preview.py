@@ -114,7 +114,7 @@ def test_every_row_is_read_and_bad_ones_are_listed(
     err = shown(capsys, "data.path=bad.jsonl", status=2)
     assert "25 of 3,000 rows cannot be trained on:\n  25 rows, bad.jsonl:1001 to bad.jsonl:1025: has `body`; it" in err
     assert err.count("has `body`") == 1
-    assert err.strip().endswith("Mend them, or set data.bad_rows=drop, which leaves them out.")
+    assert err.strip().endswith("Fix them, or skip them with data.bad_rows=drop.")
     out = shown(capsys, "data.path=bad.jsonl", "data.bad_rows=drop")
     assert "bad      25 rows are left out (data.bad_rows=drop):" in out and "to bad.jsonl:1025: has" in out
     assert "2,975 documents (text)" in out

@@ -177,7 +177,7 @@ def test_no_token_no_network_offline(finished: Path, served: Hub, capsys: pytest
     assert "run `hf auth login`, or set HF_TOKEN" in capsys.readouterr().err
     with asked(served.url, offline=True):
         assert main(str(finished), "me/model") == 2
-    assert "HF_HUB_OFFLINE is set, so the hub is not asked: unset it" in capsys.readouterr().err
+    assert "HF_HUB_OFFLINE is set; unset it" in capsys.readouterr().err
     with asked("http://127.0.0.1:9"):
         assert main(str(finished), "me/model") == 2
     assert "http://127.0.0.1:9 (HF_ENDPOINT) cannot be reached" in capsys.readouterr().err

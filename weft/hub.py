@@ -33,7 +33,7 @@ def check_model_is_there(path: str) -> None:
     if constants.HF_HUB_OFFLINE:
         raise UserError(
             f"model.path {path} is no folder here and not in the hub's cache ({constants.HF_HUB_CACHE}), and "
-            "HF_HUB_OFFLINE is set, so that the hub is not asked: unset it, name a folder, or fetch the model first "
+            "HF_HUB_OFFLINE is set: unset it, name a folder, or fetch the model first "
             f"where it is not set.{near_names(Path(path), folders=True)}"
         )
     if getproxies():

@@ -100,7 +100,7 @@ class MeshConfig:
     )
     cp: int = key(
         "Ranks that share documents which are longer than step.max_tokens_per_device (context parallelism): up to cp "
-        "times as long. Shorter ones are not cut. These ranks shard parameters like those of dp_shard.",
+        "times as long. Shorter documents stay on one rank. Parameters are sharded over these ranks, too.",
         1,
     )
     ulysses: int | None = key(
@@ -526,8 +526,8 @@ class CheckpointConfig:
         "while training goes on, the newest after each save.",
         "end",
     )
-    push_private: bool = key("Make that repository a private one, where it is not there yet.", False)
-    push_revision: str | None = key("Branch of it, made where it is missing; null: main.", None)
+    push_private: bool = key("Create that repository as a private one, if it does not exist.", False)
+    push_revision: str | None = key("Branch of it, created if it does not exist; null: main.", None)
 
 
 @dataclass(frozen=True, kw_only=True)

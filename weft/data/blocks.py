@@ -68,7 +68,8 @@ def refuse(number: int, error: UserError) -> None:
 
 def leave_out(error: UserError) -> UserError:
     """Returns the error of a bad row with the advice to set data.bad_rows=drop."""
-    return UserError(f"{error} Or set data.bad_rows=drop, which leaves such rows out.")
+    text = str(error)
+    return UserError(f"{text}{'' if text.endswith(('.', '?')) else '.'} Or skip such rows with data.bad_rows=drop.")
 
 
 class Block(Protocol):

@@ -13,7 +13,7 @@ from huggingface_hub.errors import OfflineModeIsEnabled
 from weft.errors import UserError, first_line
 
 T = TypeVar("T")
-_OFFLINE = "HF_HUB_OFFLINE is set, so the hub is not asked: unset it"
+_OFFLINE = "HF_HUB_OFFLINE is set; unset it"
 # Names of the exceptions that httpx, which the hub's client uses, raises without an answer.
 _UNANSWERED = {"TransportError", "ConnectionError", "TimeoutError"}
 

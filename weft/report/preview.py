@@ -122,9 +122,9 @@ def refuse_bad(bad: Sequence[str], rows: int) -> None:
         return
     whole = len(bad) == rows
     said = f"none of the {rows:,} rows can" if whole and rows > 1 else f"{len(bad):,} of {rows:,} rows cannot"
-    advice = "Mend them, or set data.bad_rows=drop, which leaves them out."
+    advice = "Fix them, or skip them with data.bad_rows=drop."
     if whole:
-        advice = "Mend them: data.bad_rows=drop would leave nothing to train on."
+        advice = "Fix them: data.bad_rows=drop would leave nothing to train on."
     raise UserError("\n".join([f"{said} be trained on:", *_named(bad), advice]))
 
 
