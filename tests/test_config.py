@@ -290,6 +290,7 @@ PUSHED = ("push_at", "push_private", "push_revision")
         ("eval.temperature", "2", ["eval.path=d.jsonl"]),
         ("track.project", "mine", []),
         ("track.name", "first", []),
+        ("track.system_seconds", "1", ["track.system=false"]),
         ("profile.ranks", "[1]", []),
         ("profile.memory", "true", []),
         ("mesh.pp_schedule", "GPipe", ["mesh.pp=1"]),
@@ -318,7 +319,7 @@ def test_every_inert_rule_is_tried() -> None:
     tried |= {"checkpoint.keep_best", "eval.every", "eval.at_start", "eval.patience", "eval.min_delta", "eval.metric"}
     tried |= {"eval.target"}
     tried |= {"eval.max_new_tokens", "eval.temperature"}
-    tried |= {"track.project", "track.name", "profile.ranks", "profile.memory"}
+    tried |= {"track.project", "track.name", "track.system_seconds", "profile.ranks", "profile.memory"}
     tried |= {"mesh.pp_schedule", "mesh.pp_stages_per_rank"}
     tried |= {"data.split", "data.subset", "data.columns"}  # in tests/test_sources.py
     assert {rule.key for rule in INERT} == tried
@@ -413,6 +414,7 @@ OUT_OF_RANGE = {
     "eval.min_delta": "-0.1",
     "eval.max_new_tokens": "0",
     "eval.temperature": "-1",
+    "track.system_seconds": "0",
     "profile.steps": "[3, 0]",
     "profile.ranks": "[]",
 }

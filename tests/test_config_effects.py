@@ -339,7 +339,18 @@ EFFECTS: dict[str, tuple[str, str]] = {
         "the name of the run in trackers",
         "test_trackers.py::test_a_tracker_gets_config_names_steps_and_the_end",
     ),
-    "track.timing": ("whether lines have the seconds by phase", "test_observing.py::test_timing_can_be_switched_off"),
+    "track.timing": (
+        "whether lines have the seconds by phase",
+        "test_observing.py::test_timing_and_samples_of_the_machine_can_be_switched_off",
+    ),
+    "track.system": (
+        "whether the machine is sampled",
+        "test_observing.py::test_timing_and_samples_of_the_machine_can_be_switched_off",
+    ),
+    "track.system_seconds": (
+        "how often the machine is sampled",
+        "test_observing.py::test_the_machine_is_sampled_for_the_trackers_too",
+    ),
     "profile.steps": ("which steps are traced", "test_timing.py::test_a_trace_holds_the_phases"),
     "profile.ranks": ("which ranks write traces", "test_timing.py::test_a_trace_holds_the_phases"),
     "profile.memory": ("whether allocations are in the trace", "test_timing.py::test_a_trace_holds_the_phases"),

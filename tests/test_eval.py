@@ -395,7 +395,8 @@ def test_what_a_run_says_of_its_evaluations(here: Path, capsys: pytest.CaptureFi
     )
     assert "sample   abc -> " in out and "sample   bcd -> " in out
     assert {p.name for p in (here / "run").iterdir()} == {
-        "config.yaml", "opening.txt", "metrics.jsonl", "samples.jsonl", "checkpoints", "summary.json",
+        "config.yaml", "opening.txt", "metrics.jsonl", "samples.jsonl", "checkpoints", "starts.jsonl", "summary.json",
+        "system.jsonl",
     }  # fmt: skip
     assert "left out" not in (here / "run" / "samples.jsonl").read_text()
 

@@ -45,7 +45,8 @@ def on(folder: Path) -> tuple[Path, str]:
         patch.chdir(folder)
         out = io.StringIO()
         with contextlib.redirect_stdout(out):
-            assert cli.main([*WORDS, "run.dir=on", "track.to=[tensorboard]", "profile.steps=[2]"]) == 0
+            words = ["run.dir=on", "track.to=[tensorboard]", "profile.steps=[2]", "track.system_seconds=0.01"]
+            assert cli.main([*WORDS, *words]) == 0
     return folder / "on", out.getvalue()
 
 
@@ -75,13 +76,33 @@ def test_what_it_says(on: tuple[Path, str]) -> None:
     assert "model    on/checkpoints/step-000003\nnext     weft chat on " in out
 
 
-def test_timing_can_be_switched_off(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_machine_is_sampled_for_the_trackers_too(on: tuple[Path, str]) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run, _ = on
+    samples = [json.loads(line) for line in (run / "system.jsonl").read_text().splitlines()]
+    assert len(samples) > 2 and samples[-1]["step"] == 3, "a sample every hundredth of a second"
+    assert all(0 <= sample["system/cpu"] <= 1 for sample in samples)
+    assert all(sample["system/memory_gib"] > 0 for sample in samples)
+    events = EventAccumulator(str(run / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("system/cpu")] == [sample["step"] for sample in samples]
+
+
+def test_the_start_and_the_end_are_recorded(on: tuple[Path, str]) -> None:
+    run, _ = on
+    start, end = (json.loads(line) for line in (run / "starts.jsonl").read_text().splitlines())
+    assert (start["step"], start["ranks"], start["mesh"]) == (0, 1, {"dp_replicate": 1, "dp_shard": 1})
+    assert start["device"].endswith("(CPU)") and end["error"] == "" and start["started"] <= end["ended"]
+
+
+def test_timing_and_samples_of_the_machine_can_be_switched_off(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
-    assert cli.main([*WORDS, "run.dir=off", "track.timing=false", "train.steps=1"]) == 0
+    assert cli.main([*WORDS, "run.dir=off", "track.timing=false", "track.system=false", "train.steps=1"]) == 0
     (line,) = lines(folder / "off")
     assert not [name for name in line if name.startswith("time/")]
     assert {path.name for path in (folder / "off").iterdir()} == {
-        "checkpoints", "config.yaml", "metrics.jsonl", "summary.json",
+        "checkpoints", "config.yaml", "metrics.jsonl", "starts.jsonl", "summary.json",
     }  # fmt: skip
 
 

@@ -118,6 +118,11 @@ def test_a_run_and_what_it_leaves(whole: Path) -> None:
         assert [len(group.samples) for group in groups] == [4] * 4
         versions = {int(v) for g in groups for s in g.samples for v in s.versions[s.sampled]}
         assert versions == {step - 1}
+    start, end = (json.loads(line) for line in (whole / "starts.jsonl").read_text().splitlines())
+    assert start["step"] == 0 and start["device"].endswith("(CPU)") and end["error"] == ""
+    assert start["ranks"] == start["mesh"]["dp_shard"] and start["engines"] == ""
+    sample = json.loads((whole / "system.jsonl").read_text().splitlines()[-1])
+    assert sample["step"] == 6 and 0 <= sample["system/cpu"] <= 1
     summary = json.loads((whole / "summary.json").read_text())
     assert summary["steps"] == 6 and summary["stopped"] is None
     printed = (whole.parent / "whole.out").read_text()

@@ -114,8 +114,9 @@ def one(weft: Weft, folder: Path) -> tuple[Path, str]:
 @pytest.mark.slow
 def test_the_run_folder(one: tuple[Path, str], folder: Path) -> None:
     run, _ = one
-    names = {"config.yaml", "opening.txt", "metrics.jsonl", "checkpoints", "summary.json"}
-    assert {file.name for file in run.iterdir()} == names
+    assert {file.name for file in run.iterdir()} == {
+        "config.yaml", "opening.txt", "metrics.jsonl", "checkpoints", "starts.jsonl", "summary.json", "system.jsonl",
+    }  # fmt: skip
     assert {file.name for file in (run / "checkpoints").iterdir()} == {f"step-{STEPS:06d}", "latest"}
     latest = run / "checkpoints" / "latest"
     assert latest.is_symlink() and latest.resolve() == (run / "checkpoints" / f"step-{STEPS:06d}").resolve()

@@ -4,6 +4,7 @@ only to count accelerators."""
 from __future__ import annotations
 
 import os
+import platform
 import random
 import re
 import signal
@@ -79,6 +80,19 @@ def accelerator_count(device: Device) -> int:
             "takes --assume h100-80gb."
         )
     return count
+
+
+def device_name(kind: str) -> str:
+    """The name of this process's accelerator, or of the processor. kind: of a torch.device."""
+    if kind == "cuda":
+        import torch
+
+        return str(torch.cuda.get_device_name())
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return f"{line.partition(':')[2].strip()} (CPU)"
+    return f"{platform.processor() or platform.machine()} (CPU)"
 
 
 def check_ranks_fit(ranks: int, device: Device) -> None:

@@ -172,6 +172,7 @@ INERT = (
     Inert("schedule.warmup_ratio", lambda c: c.schedule.warmup_steps is not None, "schedule.warmup_steps is set"),
     Inert("track.project", lambda c: not c.track.to, "track.to is empty"),
     Inert("track.name", lambda c: not c.track.to, "track.to is empty"),
+    Inert("track.system_seconds", lambda c: not c.track.system, "track.system is false"),
     Inert("run.staging", lambda c: not uses_stores(c), "no path of this config is on an object store"),
     Inert("profile.ranks", lambda c: not c.profile.steps, "profile.steps is empty"),
     Inert("profile.memory", lambda c: not c.profile.steps, "profile.steps is empty"),
@@ -275,6 +276,7 @@ RANGES: dict[str, tuple[Test, str]] = {
     "eval.min_delta": NOT_NEGATIVE,
     "eval.max_new_tokens": AT_LEAST_1,
     "eval.temperature": NOT_NEGATIVE,
+    "track.system_seconds": POSITIVE,
     "profile.steps": (lambda v: all(step >= 1 for step in v), "of steps, which count from 1"),
     "profile.ranks": (lambda v: len(v) > 0 and all(rank >= 0 for rank in v), "one rank or more, which count from 0"),
 }

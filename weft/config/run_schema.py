@@ -22,6 +22,12 @@ class TrackConfig:
         "`time/communication` and `time/optimizer` in every line.",
         True,
     )
+    system: bool = key(
+        "Sample how busy the first rank's machine is: processor, memory, and of NVIDIA GPUs utilisation, memory, "
+        "temperature and power. A line of RUN/system.jsonl each time, which trackers get, too.",
+        True,
+    )
+    system_seconds: float = key("Seconds between two such samples.", 10.0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -49,7 +49,7 @@ from weft.rl.meter import Meter, Show
 from weft.rl.placement import TIMED, resolve_placement
 from weft.rl.producer import Producer
 from weft.rl.prompts import Prompts, PromptStream, check_lengths, load_rl_prompts, with_images
-from weft.rl.recorder import RlRecorder, print_rl_opening
+from weft.rl.recorder import RlRecorder, note_rl_start, print_rl_opening
 from weft.rl.reference_critic import Role
 from weft.rl.resume import FRESH, RlStart, constants, find_collected, find_start, notes_on_replay, prepare_folder
 from weft.rl.rewards import Failures, Rewards, decode
@@ -230,6 +230,7 @@ class Run:
     show: Show = lambda text: None  # shows the progress of rollouts
     phases: Phases = field(default_factory=Phases)
     compute: str = ""  # the trainers' dtype
+    device_name: str = ""  # of the first trainer
     version: int = 0  # of the trainers' weights: the number of rollout steps trained so far
     updates: int = 0  # optimizer steps that were not skipped, which the learning rate depends on
     trainer_group: TrainerGroup = field(init=False)
@@ -258,13 +259,14 @@ class RolloutStep:
 async def train(run: Run) -> None:
     """The loop: rollouts, rewards, advantages, optimizer steps, weight sync. Raises StoppedError after a signal."""
     config, plan, first = run.config, run.plan, run.start.rollout + 1
-    recorder = RlRecorder(config, run.held.folder, run.start, run.on_step)
+    recorder = RlRecorder(config, run.held.folder, run.start, run.on_step, cuda=run.device == "cuda")
     progress = Progress(plan.steps, every=config.train.log_every)
     run.show = progress.doing
     async with AsyncExitStack() as opened:
         uploads = opened.enter_context(Uploads(config, run.held.folder, resume=run.resume))
         opened.push_async_exit(run.trainer_group.ending)  # runs before the uploads end: its last checkpoint is uploaded
         switch, sampling, evaluator = await prepare(run, opened)
+        note_rl_start(run)
         with recorder, StopSignals(_PROMISE) as signals, progress:
             progress.notes(await begin(run, switch, sampling, evaluator, recorder))
             make = replay(run) if run.replayed else partial(roll_out, run, switch.engine, sampling)
@@ -349,12 +351,13 @@ async def timed(run: Run) -> float:
 
 async def collect(run: Run) -> None:
     """The loop of `--rollout-only`: rollouts with the current weights, without training."""
-    recorder = RlRecorder(run.config, run.held.folder, run.start)
+    recorder = RlRecorder(run.config, run.held.folder, run.start, cuda=run.device == "cuda")
     async with AsyncExitStack() as opened:
         switch, sampling, _ = await prepare(run, opened)
         uploads = opened.enter_context(Uploads(run.config, run.held.folder, resume=run.resume))
         progress = Progress(run.plan.rollouts, every=run.config.train.log_every)
         run.show = progress.doing
+        note_rl_start(run)
         with recorder, StopSignals(_PROMISE) as signals, progress:
             await switch.to_rollouts(0)
             for number in range(run.start.rollout + 1, run.plan.rollouts + 1):
@@ -397,6 +400,7 @@ async def prepare(run: Run, opened: AsyncExitStack) -> tuple[PhaseSwitch, Sampli
             episodes = replace(task.episodes, room=await run.trainer_group.image_room())
             run.task = task = replace(task, episodes=episodes)
         run.compute = await trainers.one(0, "compute_dtype")
+        run.device_name = await trainers.one(0, "device_name")
         texts = task.ends.files(config.model.path)
         notes = await run.trainer_group.open_run(
             str(run.held.folder), run.held.token, constants(run), start.step, texts

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from weft.config import to_dict
+from weft.config import resolve_mesh, to_dict
 from weft.config.rl_schema import RlConfig, RolloutConfig
 from weft.config.server_checks import KEEPS_ALL
 from weft.engine.metrics import MetricsFile
@@ -25,7 +25,9 @@ from weft.rollout.records import EVALUATIONS, write_rollouts
 from weft.rollout.types import Sample
 from weft.run.hooks import OnStep
 from weft.run.recorder import BadSteps
+from weft.run.starts import note_end, note_start
 from weft.telemetry.summary import Phases, RunSummary
+from weft.telemetry.system import SYSTEM, SystemMonitor
 from weft.terminal import counted, say
 
 if TYPE_CHECKING:
@@ -34,13 +36,15 @@ if TYPE_CHECKING:
 
 @dataclass
 class RlRecorder:
-    """Writes the results of rollout steps. As a context manager, it finishes the trackers at the end. on_step: called
-    with the line of each optimizer step."""
+    """Writes the results of rollout steps. As a context manager, it samples this machine (track.system), records how
+    the run ends, and finishes the trackers. on_step: called with the line of each optimizer step. cuda: whether on
+    GPUs."""
 
     config: RlConfig
     folder: Path
     start: RlStart
     on_step: OnStep | None = None
+    cuda: bool = False
 
     def __post_init__(self) -> None:
         self.file = MetricsFile(self.folder / "metrics.jsonl")
@@ -48,6 +52,10 @@ class RlRecorder:
         self.summary.restore(self.start.summary)
         done = self.start.step or self.start.rollout  # lines of --rollout-only are of rollout steps
         self.trackers = Trackers(to_dict(self.config), self.config.track, self.folder, done)
+        self.system: SystemMonitor | None = None
+        if self.config.track.system:
+            path, seconds = self.folder / SYSTEM, self.config.track.system_seconds
+            self.system = SystemMonitor(path, seconds, None if self.cuda else 0, done, self.trackers.log)
         self.bad = BadSteps(self.config.train.max_nonfinite, self.start.bad_in_a_row)
         self.empty = EmptySteps(self.config.train.max_nonfinite, self.start.empty_in_a_row)
         self.flat = FlatSteps(self.start.flat_in_a_row)
@@ -57,12 +65,17 @@ class RlRecorder:
     def __enter__(self) -> RlRecorder:
         for note in self.trackers.notes:
             say(note)
+        if self.system is not None:
+            self.system.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self.system is not None:
+            self.system.__exit__(kind, error, trace)
         self.trackers.finish(failed=error is not None)
+        note_end(self.folder, error)
 
     def record(
         self,
@@ -88,6 +101,8 @@ class RlRecorder:
         written[-1] |= length_metrics(samples) | metrics
         for line in written:
             self.file.write(line)
+            if self.system is not None:
+                self.system.step = int(str(line["step"]))
             self.trackers.log(line)
             self.summary.add(line)
             if self.on_step is not None:
@@ -106,6 +121,8 @@ class RlRecorder:
         }
         line |= {**step.metrics, **seconds}
         self.file.write(line)
+        if self.system is not None:
+            self.system.step = step.number
         self.trackers.log(line)
         return line
 
@@ -184,6 +201,20 @@ def truncation_line(rollout: RolloutConfig) -> str:
     if rollout.allow_truncated:
         text += f"; {rollout.engine} does not say the share that it kept, which biases the correction"
     return f"{text} (sampling/kept_share says by how much)"
+
+
+def note_rl_start(run: Run) -> None:
+    """Records the start of a run in RUN/starts.jsonl."""
+    config, actors, start = run.config, run.actors, run.start
+    ranks = len(actors.trainers)
+    note_start(
+        run.held.folder,
+        start.step or start.rollout,
+        device=run.device_name,
+        ranks=ranks,
+        mesh=resolve_mesh(config.mesh, ranks).named,
+        engines="" if actors.engines is None else f"{len(actors.engines)} {config.rollout.engine}",
+    )
 
 
 def print_rl_opening(run: Run, model: ModelOpening, notes: Sequence[str]) -> None:

@@ -23,6 +23,7 @@ from weft.checkpoint.retention import step_folder
 from weft.checkpoint.save import Saver
 from weft.checkpoint.state import read_state
 from weft.cluster.consistency import check_shared
+from weft.cluster.machine import device_name
 from weft.cluster.options import Device
 from weft.cluster.process import leave
 from weft.config.rl_schema import RlConfig
@@ -131,6 +132,10 @@ class Trainer:
     def compute_dtype(self) -> str:
         """The compute dtype, such as "bf16"."""
         return next(name for name, dtype in DTYPES.items() if dtype == self.engine.precision.compute)
+
+    def device_name(self) -> str:
+        """The name of this rank's accelerator, or of the processor."""
+        return device_name(self.engine.device.type)
 
     def open_run(
         self, folder: str, token: str, constants: Mapping[str, Any], last: int, texts: Mapping[str, str]

@@ -171,7 +171,7 @@ def make_folder(run: RunConfig, model: str, command: str = "sft") -> Path:
 _LEFT = (
     "config.yaml", "opening.txt", "metrics.jsonl", "metrics.dropped.jsonl", "samples.jsonl", "samples.dropped.jsonl",
     "summary.json", "bad_rows.jsonl", "report.html", "checkpoints", "rollouts", "evaluations", "flight", "profile",
-    "tensorboard", "engines", "reference", "critic", "track.json",
+    "tensorboard", "engines", "reference", "critic", "track.json", "starts.jsonl", "system.jsonl",
 )  # fmt: skip
 
 

@@ -8,20 +8,24 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from weft.config import to_dict
+from weft.cluster.machine import device_name
+from weft.config import resolve_mesh, to_dict
 from weft.config.run_schema import TrackConfig
 from weft.config.schema import SftConfig
 from weft.data.order import Step
 from weft.engine.engine import Engine
 from weft.engine.metrics import MetricsFile
 from weft.errors import UserError
+from weft.memory.estimate import local_ranks
 from weft.models.flops import Throughput
 from weft.parallel.timed import time_collectives
 from weft.report.banner import print_closing
 from weft.report.step_line import StepOutcome, step_line
 from weft.report.trackers import Trackers
 from weft.run.resume import Start
+from weft.run.starts import note_end, note_start
 from weft.telemetry.summary import Phases, RunSummary
+from weft.telemetry.system import SYSTEM, SystemMonitor
 from weft.telemetry.timing import StepTimes
 from weft.terminal import say
 
@@ -48,8 +52,8 @@ class BadSteps:
 
 @dataclass
 class Recorder:
-    """Writes metrics.jsonl and summary.json. The context manager measures the phases of steps (track.timing), and
-    finishes the trackers at its end."""
+    """Writes metrics.jsonl and summary.json. The context manager records the start and its end in starts.jsonl,
+    measures the phases of steps (track.timing), samples the machine (track.system), and finishes the trackers."""
 
     config: SftConfig
     engine: Engine
@@ -65,10 +69,22 @@ class Recorder:
         self.times = StepTimes(self.engine.device, self.engine.ranks.world) if self.config.track.timing else None
         track = self.config.track if self.engine.ranks.is_first else TrackConfig()
         self.trackers = Trackers(to_dict(self.config), track, self.folder, self.start.step)
+        self.system: SystemMonitor | None = None
+        if self.engine.ranks.is_first and track.system:
+            gpus = local_ranks(self.engine.ranks.world) if self.engine.device.type == "cuda" else 0
+            path, step = self.folder / SYSTEM, self.start.step
+            self.system = SystemMonitor(path, track.system_seconds, gpus, step, self.trackers.log)
 
     def __enter__(self) -> Recorder:
         for note in self.trackers.notes:
             say(note)
+        if self.engine.ranks.is_first:
+            world = self.engine.ranks.world
+            mesh = resolve_mesh(self.config.mesh, world).named
+            device = device_name(self.engine.device.type)
+            note_start(self.folder, self.start.step, device=device, ranks=world, mesh=mesh)
+        if self.system is not None:
+            self.system.__enter__()
         if self.times is not None:
             self.times.open()
             if self.engine.device.type == "cpu":
@@ -80,7 +96,11 @@ class Recorder:
     ) -> None:
         if self.times is not None:
             self.times.close()
+        if self.system is not None:
+            self.system.__exit__(kind, error, trace)
         self.trackers.finish(failed=error is not None)
+        if self.engine.ranks.is_first:
+            note_end(self.folder, error)
 
     def record(
         self,
@@ -104,6 +124,8 @@ class Recorder:
             line["profiled"] = True
         if self.file is not None:
             self.file.write(line)
+        if self.system is not None:
+            self.system.step = step.number
         self.trackers.log(line)
         self.summary.add(line)
         return line
