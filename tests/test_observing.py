@@ -102,7 +102,7 @@ def test_timing_and_samples_of_the_machine_can_be_switched_off(folder: Path, mon
     (line,) = lines(folder / "off")
     assert not [name for name in line if name.startswith("time/")]
     assert {path.name for path in (folder / "off").iterdir()} == {
-        "checkpoints", "config.yaml", "metrics.jsonl", "starts.jsonl", "summary.json",
+        "checkpoints", "config.yaml", "metrics.jsonl", "opening.txt", "starts.jsonl", "summary.json",
     }  # fmt: skip
 
 
