@@ -272,6 +272,10 @@ PUSHED = ("push_at", "push_private", "push_revision")
         ),
         ("schedule.decay", "linear", []),
         ("schedule.min_lr_ratio", "0.2", ["schedule.name=constant"]),
+        ("schedule.min_lr_ratio", "0.2", ["schedule.name=inverse_sqrt"]),
+        ("schedule.cycles", "2", []),
+        ("schedule.power", "2.0", ["schedule.name=wsd"]),
+        ("schedule.timescale", "10", ["schedule.name=polynomial"]),
         ("checkpoint.keep_every", "100", ["checkpoint.keep=null"]),
         ("checkpoint.keep_every", "100", ["checkpoint.every=0"]),
         ("checkpoint.push_at", "save", []),
@@ -308,8 +312,7 @@ def test_every_inert_rule_is_tried() -> None:
     tried |= {
         "optimizer.load_state",
         "optimizer.state_dtype",
-        "schedule.min_lr_ratio",
-        "schedule.warmup_ratio",
+        *(f"schedule.{leaf}" for leaf in ("min_lr_ratio", "warmup_ratio", "cycles", "power", "timescale")),
         "checkpoint.keep_every",
     }
     tried |= {f"checkpoint.{leaf}" for leaf in PUSHED} | {"run.staging"}
@@ -347,6 +350,10 @@ def test_every_inert_rule_is_tried() -> None:
         (["optimizer.groups=[{match: [a], lr_scale: 0}]"], "it must be above 0 (model.freeze names what is not"),
         (["optimizer.groups=[{match: [a], weight_decay: -1}]"], "has weight_decay = -1; it must be 0 or more"),
         (["schedule.name=wsd", "schedule.warmup_ratio=0.6", "schedule.decay_ratio=0.6"], "more than all steps"),
+        (
+            ["schedule.name=cosine_with_restarts", "schedule.cycles=6", "train.steps=10"],
+            "a cycle of one step never falls; set schedule.cycles=5 or less",
+        ),
         (["step.documents=1000000000"], "it must be 1 to 1,000,000"),
         (["data.workers=1000000000"], "it must be 1 to 4,096"),
     ],
@@ -395,6 +402,9 @@ OUT_OF_RANGE = {
     "schedule.warmup_steps": "-1",
     "schedule.min_lr_ratio": "1.5",
     "schedule.decay_ratio": "-0.1",
+    "schedule.cycles": "0",
+    "schedule.power": "0",
+    "schedule.timescale": "0",
     "train.steps": "0",
     "train.epochs": "0",
     "train.seed": "-1",
@@ -435,7 +445,13 @@ def test_a_value_out_of_range_is_refused(key: str) -> None:
     extra = needed.get(key, [])
     extra += ["lora.rank=8"] if key.startswith("lora.") and key != "lora.rank" else []
     extra += ["profile.steps=[1]"] if key == "profile.ranks" else []
-    extra += ["schedule.name=wsd"] if key == "schedule.decay_ratio" else []
+    schedules = {
+        "decay_ratio": "wsd",
+        "cycles": "cosine_with_restarts",
+        "power": "polynomial",
+        "timescale": "inverse_sqrt",
+    }
+    extra += [f"schedule.name={name}" for leaf, name in schedules.items() if key == f"schedule.{leaf}"]
     extra += ["fsdp.param_dtype=fp16"] if key.startswith("fsdp.loss_scale") else []
     message = refused(f"{key}={OUT_OF_RANGE[key]}", *extra)
     assert f"command line: {key} is " in message
@@ -622,7 +638,7 @@ def test_to_dict_is_plain_and_whole() -> None:
     unread |= {"eval.every", "eval.at_start", "eval.metric", "eval.patience", "eval.min_delta", "eval.target"}
     unread |= {"eval.max_new_tokens", "eval.temperature", "optimizer.load_state"}
     unread |= {"track.project", "track.name", "profile.ranks", "profile.memory", "mesh.pp_schedule"}
-    unread |= {"mesh.pp_stages_per_rank"}
+    unread |= {"mesh.pp_stages_per_rank", "schedule.cycles", "schedule.power", "schedule.timescale"}
     assert names == set(schema_keys(SftConfig)) - unread
     assert rendered["optimizer"]["betas"] == [0.9, 0.95]
 

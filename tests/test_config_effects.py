@@ -233,6 +233,9 @@ EFFECTS: dict[str, tuple[str, str]] = {
     "schedule.min_lr_ratio": ("the last learning rate", "test_schedule.py::test_linear"),
     "schedule.decay_ratio": ("when wsd's decay begins", "test_schedule.py::test_wsd_decays_in_its_last_share"),
     "schedule.decay": ("the shape of wsd's decay", "test_schedule.py::test_wsd_decays_in_its_last_share"),
+    "schedule.cycles": ("how often the rate falls", "test_schedule.py::test_restarts_are_those_of_transformers"),
+    "schedule.power": ("the shape of a polynomial", "test_schedule.py::test_rates_are_those_of_transformers"),
+    "schedule.timescale": ("how fast inverse_sqrt falls", "test_schedule.py::test_rates_are_those_of_transformers"),
     "train.steps": (
         "the number of optimizer steps",
         "test_sft_run.py::test_steps_end_a_run_and_without_a_name_it_gets_one",

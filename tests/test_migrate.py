@@ -916,6 +916,30 @@ CARRIED: dict[str, tuple[str, dict[str, Any]]] = {
     "a lowest rate itself": (
         f"{HF}learning_rate: 1.0e-4\nlr_scheduler_kwargs: {{min_lr: 1.0e-5}}\n", {"schedule.min_lr_ratio": 0.1}
     ),
+    "restarts": (
+        f"{HF}lr_scheduler_type: cosine_with_restarts\nlr_scheduler_kwargs: {{num_cycles: 3}}\n",
+        {"schedule.name": "cosine_with_restarts", "schedule.cycles": 3, "schedule.min_lr_ratio": 0.0},
+    ),
+    "restarts in LLaMA-Factory": (
+        f"{FACTORY}lr_scheduler_type: cosine_with_restarts\nlr_scheduler_kwargs: '{{\"num_cycles\": 4}}'\n",
+        {"schedule.name": "cosine_with_restarts", "schedule.cycles": 4, "schedule.min_lr_ratio": 0.0},
+    ),
+    "half a wave": (
+        f"{HF}lr_scheduler_type: cosine\nlr_scheduler_kwargs: {{num_cycles: 0.5}}\n",
+        {"schedule.name": "cosine", "schedule.cycles": None},
+    ),
+    "a polynomial with transformers' lowest rate": (
+        f"{AXOLOTL}learning_rate: 1.0e-5\nlr_scheduler: polynomial\nlr_scheduler_kwargs: {{power: 2}}\n",
+        {"schedule.name": "polynomial", "schedule.power": 2, "schedule.min_lr_ratio": 0.01},
+    ),
+    "a polynomial with a lowest rate": (
+        f"{HF}learning_rate: 1.0e-4\nlr_scheduler_type: polynomial\nlr_scheduler_kwargs: {{lr_end: 1.0e-5}}\n",
+        {"schedule.name": "polynomial", "schedule.power": None, "schedule.min_lr_ratio": 0.1},
+    ),
+    "an inverse root": (
+        f"{HF}lr_scheduler_type: inverse_sqrt\nlr_scheduler_kwargs: {{timescale: 50}}\n",
+        {"schedule.name": "inverse_sqrt", "schedule.timescale": 50, "schedule.min_lr_ratio": None},
+    ),
     "a mixture": (
         "model_name_or_path: m\ndataset_mixture:\n  datasets:\n    - {path: a, name: x, split: train}\n"
         "    - {id: b, config: y, weight: 0.5}\n  test_split_size: 0.1\n",
@@ -973,8 +997,13 @@ def test_what_has_a_key_is_carried_over(tmp_path: Path, name: str) -> None:
         (f"{HF}push_to_hub: true\n", "push_to_hub: say `checkpoint.push`: OWNER/NAME"),
         (f"{HF}ddp_timeout: 180000000\n", "ddp_timeout: a rank that hangs would not be found"),
         (
-            f"{HF}lr_scheduler_kwargs: {{num_cycles: 3}}\n",
-            "min_lr_ratio: 0.0 # TRL's default; but see lr_scheduler_kwargs.num_cycles below",
+            f"{HF}lr_scheduler_kwargs: {{min_rate: 3}}\n",
+            "min_lr_ratio: 0.0 # TRL's default; but see lr_scheduler_kwargs.min_rate below",
+        ),
+        (
+            f"{HF}lr_scheduler_type: cosine\nlr_scheduler_kwargs: {{num_cycles: 3}}\n",
+            "lr_scheduler_kwargs.num_cycles: schedule.cycles would have no effect: only "
+            "schedule.name=cosine_with_restarts reads it",
         ),
     ],
 )  # fmt: skip

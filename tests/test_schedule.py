@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import sys
 from itertools import pairwise
+from pathlib import Path
 from subprocess import run
-from typing import Any
+from typing import Any, get_args
 
 import pytest
+import torch
+import transformers
 
-from weft.config.schema import ScheduleConfig
+from weft.config.compat.trainer import TABLES
+from weft.config.keys import schema_keys
+from weft.config.reference import _COMMENTS
+from weft.config.schema import ScheduleConfig, SftConfig
 from weft.optim.schedule import decay_steps, learning_rate, warmup_steps
+
+NAMES = get_args(schema_keys(SftConfig)["schedule.name"].type)
 
 
 def rates(total: int, lr: float = 1.0, beyond: int = 0, **keys: Any) -> list[float]:
@@ -92,10 +100,75 @@ def test_wsd_without_decay_is_constant() -> None:
     assert rates(4, beyond=1, name="wsd", decay_ratio=0.0, warmup_steps=0) == [1.0] * 5
 
 
-@pytest.mark.parametrize("name", ["linear", "cosine", "wsd"])
+@pytest.mark.parametrize("name", ["linear", "cosine", "cosine_with_restarts", "polynomial", "wsd"])
 def test_one_step(name: str) -> None:
     assert rates(1, name=name, warmup_steps=0, min_lr_ratio=0.25) == [0.25]  # step 1 is step T
     assert rates(1, name=name, min_lr_ratio=0.25) == [1.0]  # warmup_ratio 0.03 makes it a warm-up step
+
+
+def theirs(name: str, warmup: int, total: int, **options: Any) -> list[float]:
+    """transformers' rates at its current_step 1 to `total`, for a peak of 1."""
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    schedule = transformers.get_scheduler(name, optimizer, warmup, total, options)
+    return [schedule.lr_lambdas[0](step) for step in range(1, total + 1)]
+
+
+@pytest.mark.parametrize("warmup", [0, 1, 3, 10])
+@pytest.mark.parametrize("total", [11, 20, 97])
+def test_rates_are_those_of_transformers(warmup: int, total: int) -> None:
+    shape: dict[str, Any] = {"warmup_steps": warmup}
+    falls = {**shape, "min_lr_ratio": 0.0}
+    assert rates(total, name="constant", **shape) == pytest.approx(theirs("constant_with_warmup", warmup, total))
+    assert rates(total, name="linear", **falls) == pytest.approx(theirs("linear", warmup, total), abs=1e-12)
+    assert rates(total, name="cosine", **falls) == pytest.approx(theirs("cosine", warmup, total), abs=1e-12)
+    for power in (0.5, 1.0, 2.0, 3.5):
+        for lowest in (0.0, 1e-7, 0.25):
+            ours = rates(total, name="polynomial", power=power, warmup_steps=warmup, min_lr_ratio=lowest)
+            expected = theirs("polynomial", warmup, total, power=power, lr_end=lowest)
+            assert ours == pytest.approx(expected, abs=1e-12)
+    for timescale in (None, 1, 7, 1000):
+        options = {} if timescale is None else {"timescale": timescale}
+        ours = rates(total, name="inverse_sqrt", timescale=timescale, **shape)
+        assert ours == pytest.approx(theirs("inverse_sqrt", warmup, total, **options))
+
+
+@pytest.mark.parametrize("cycles", [1, 2, 3, 7])
+@pytest.mark.parametrize("warmup", [0, 3, 10])
+@pytest.mark.parametrize("total", [11, 20, 31, 97])
+def test_restarts_are_those_of_transformers(cycles: int, warmup: int, total: int) -> None:
+    ours = rates(total, name="cosine_with_restarts", cycles=cycles, warmup_steps=warmup, min_lr_ratio=0.0)
+    expected = theirs("cosine_with_restarts", warmup, total, num_cycles=cycles)
+    for step in range(max(1, warmup), total):
+        # Where a cycle begins at a step, transformers' fraction of a float may round to the end of the one before.
+        if (step - warmup) * cycles % (total - warmup) == 0:
+            expected[step - 1] = 1.0
+    assert ours == pytest.approx(expected, abs=1e-12)
+
+
+def test_a_cycle_begins_at_the_peak_whatever_the_floats_round_to() -> None:
+    """49 x (2 / 98) is 0.9999999999999999 in floating point, the end of a cycle."""
+    values = rates(98, name="cosine_with_restarts", cycles=49, warmup_steps=0, min_lr_ratio=0.5)
+    assert values == pytest.approx([0.75, 1.0] * 48 + [0.75, 0.5])
+
+
+def test_restarts_end_at_the_minimum_and_stay() -> None:
+    # W = 1, T = 9, 2 cycles of 4 steps.
+    values = rates(9, beyond=2, name="cosine_with_restarts", cycles=2, warmup_steps=1, min_lr_ratio=0.2)
+    fall = [0.8828427125, 0.6, 0.3171572875]
+    assert values == pytest.approx([1.0, *fall, 1.0, *fall, 0.2, 0.2, 0.2], abs=1e-9)
+
+
+def test_inverse_sqrt_does_not_depend_on_the_length_of_the_run() -> None:
+    keys: dict[str, Any] = {"name": "inverse_sqrt", "warmup_steps": 4}
+    assert rates(30, **keys) == rates(90, **keys)[:30]
+
+
+def test_every_name_is_explained() -> None:
+    page = (Path(__file__).parents[1] / "docs/reference/training.md").read_text()
+    formulas = page.partition("## Learning rate")[2].partition("## ")[0]
+    for name in NAMES:
+        assert f"\n    {name} " in formulas or f"\n    {name}\n" in formulas, name
+        assert name in TABLES.sentences.sft["SCHEDULE"] and name in _COMMENTS["schedule.name"], name
 
 
 @pytest.mark.parametrize("name", ["linear", "cosine"])
@@ -103,13 +176,13 @@ def test_warmup_of_the_whole_run(name: str) -> None:
     assert rates(4, beyond=2, name=name, warmup_steps=4) == pytest.approx([0.25, 0.5, 0.75, 1.0, 0.1, 0.1])
 
 
-@pytest.mark.parametrize("name", ["constant", "linear", "cosine", "wsd"])
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("warmup", [0, 3, 7, 20])
 @pytest.mark.parametrize("decay", ["linear", "cosine", "1-sqrt"])
 def test_shape(name: str, warmup: int, decay: str) -> None:
     total = 7
     values = rates(total, beyond=30, name=name, decay=decay, warmup_steps=warmup, min_lr_ratio=0.3)
-    if name != "constant" and warmup < total:
+    if name not in ("constant", "inverse_sqrt") and warmup < total:
         assert values[total - 1] == 0.3  # exactly
     after = values[min(warmup, total) - 1 :] if warmup else values
     assert all(late <= early for early, late in pairwise(after))

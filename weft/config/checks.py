@@ -142,6 +142,20 @@ INERT = (
     Inert("schedule.decay_ratio", lambda c: c.schedule.name != "wsd", "only schedule.name=wsd reads it"),
     Inert("schedule.decay", lambda c: c.schedule.name != "wsd", "only schedule.name=wsd reads it"),
     Inert("schedule.min_lr_ratio", lambda c: c.schedule.name == "constant", "schedule.name is constant"),
+    Inert(
+        "schedule.min_lr_ratio",
+        lambda c: c.schedule.name == "inverse_sqrt",
+        "schedule.name=inverse_sqrt has no lowest rate",
+    ),
+    Inert(
+        "schedule.cycles",
+        lambda c: c.schedule.name != "cosine_with_restarts",
+        "only schedule.name=cosine_with_restarts reads it",
+    ),
+    Inert("schedule.power", lambda c: c.schedule.name != "polynomial", "only schedule.name=polynomial reads it"),
+    Inert(
+        "schedule.timescale", lambda c: c.schedule.name != "inverse_sqrt", "only schedule.name=inverse_sqrt reads it"
+    ),
     Inert("checkpoint.keep_every", lambda c: c.checkpoint.keep is None, "checkpoint.keep is null: none is removed"),
     Inert("checkpoint.keep_every", lambda c: c.checkpoint.every == 0, "checkpoint.every is 0: only the last is saved"),
     Inert("checkpoint.keep_best", lambda c: not _held_out(c), _NO_DOCUMENTS),
@@ -258,6 +272,9 @@ RANGES: dict[str, tuple[Test, str]] = {
     "schedule.warmup_steps": NOT_NEGATIVE,
     "schedule.min_lr_ratio": SHARE,
     "schedule.decay_ratio": SHARE,
+    "schedule.cycles": AT_LEAST_1,
+    "schedule.power": POSITIVE,
+    "schedule.timescale": AT_LEAST_1,
     "train.steps": AT_LEAST_1,
     "train.epochs": AT_LEAST_1,
     "train.seed": NOT_NEGATIVE,
@@ -531,6 +548,12 @@ def _schedule_combinations(schedule: Any, steps: int | None) -> Iterator[tuple[s
             "schedule.warmup_steps",
             f"schedule.warmup_steps is {warmup}, but train.steps is {steps}: the peak would never be reached; "
             f"set schedule.warmup_steps={steps} or less.",
+        )
+    if schedule.name == "cosine_with_restarts" and steps is not None and schedule.cycles > max(1, steps // 2):
+        yield (
+            "schedule.cycles",
+            f"schedule.cycles is {schedule.cycles}, but train.steps is {steps}: a cycle of one step never falls; set "
+            f"schedule.cycles={max(1, steps // 2)} or less.",
         )
     shares = schedule.warmup_ratio + schedule.decay_ratio
     if schedule.name == "wsd" and warmup is None and shares > 1:

@@ -212,7 +212,7 @@ _COMMENTS = {
     "rollout.engine": "embedded, hf, vllm or sglang",
     "eval.share": "of the documents, held out and evaluated",
     "lora.rank": "adapters instead of all weights; optimizer.lr is then 1e-4 (weft rl: 1e-5) unless it is set",
-    "schedule.name": "constant, linear, cosine or wsd, after warm-up",
+    "schedule.name": "constant, linear, cosine, cosine_with_restarts, polynomial, inverse_sqrt or wsd, after warm-up",
     "step.max_tokens_per_device": "of one forward on one rank: lower it where memory is short",
     "run.dir": "where the run writes; left out: runs/NAME-DATE",
 }

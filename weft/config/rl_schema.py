@@ -397,7 +397,9 @@ class RlOptimizerConfig(OptimizerConfig):
 class RlScheduleConfig(ScheduleConfig):
     """As in `weft sft`, with another default."""
 
-    name: Literal["constant", "linear", "cosine", "wsd"] = key("Shape of the learning rate after warm-up.", "constant")
+    name: Literal["constant", "linear", "cosine", "cosine_with_restarts", "polynomial", "inverse_sqrt", "wsd"] = key(
+        "Shape of the learning rate after warm-up.", "constant"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -439,12 +439,21 @@ class OptimizerConfig:
 class ScheduleConfig:
     """The learning rate over the steps."""
 
-    name: Literal["constant", "linear", "cosine", "wsd"] = key("Shape of the learning rate after warm-up.", "cosine")
+    name: Literal["constant", "linear", "cosine", "cosine_with_restarts", "polynomial", "inverse_sqrt", "wsd"] = key(
+        "Shape of the learning rate after warm-up.", "cosine"
+    )
     warmup_ratio: float = key("Warm-up steps as a share of all steps (rounded up).", 0.03)
     warmup_steps: int | None = key("Warm-up steps; instead of warmup_ratio.", None)
     min_lr_ratio: float = key("Learning rate of the last step, as a share of the peak.", 0.1)
     decay_ratio: float = key("wsd: share of all steps in which the rate decays.", 0.1)
     decay: Literal["linear", "cosine", "1-sqrt"] = key("wsd: shape of that decay.", "linear")
+    cycles: int = key("cosine_with_restarts: how often the rate falls from the peak.", 1)
+    power: float = key("polynomial: exponent of the share of steps that remain; 1 is linear.", 1.0)
+    timescale: int | None = key(
+        "inverse_sqrt: steps after warm-up in which the rate falls to 0.71 of the peak; null: the warm-up steps, or "
+        "10000 without warm-up.",
+        None,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

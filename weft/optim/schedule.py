@@ -3,15 +3,20 @@
 Steps count from 1 to T = `total`; W is the number of warm-up steps. Step s <= W trains at lr x s / W. After that
 p = clamp((s - W) / max(1, T - W), 0, 1), and the rate is lr x f, with m = min_lr_ratio:
 
-    constant  f = 1
-    linear    f = m + (1 - m) (1 - p)
-    cosine    f = m + (1 - m) (1 + cos(pi p)) / 2
+    constant              f = 1
+    linear                f = m + (1 - m) (1 - p)
+    cosine                f = m + (1 - m) (1 + cos(pi p)) / 2
+    cosine_with_restarts  f = m + (1 - m) (1 + cos(pi q)) / 2, where q is the fraction of cycles x p: `cycles` falls
+                          from the peak, each followed by a jump back, the last of which ends at m
+    polynomial            f = m + (1 - m) (1 - p)^power
+    inverse_sqrt          f = sqrt(t / (s - W + t)), with t = timescale, or W, or 10000 where there is no warm-up
     wsd       f = 1 until the last D = ceil(decay_ratio x T) steps (at most T - W of them), in which q runs from 0 to 1:
               linear   f = m + (1 - m) (1 - q)
               cosine   f = m + (1 - m) (1 + cos(pi q)) / 2
               1-sqrt   f = m + (1 - m) (1 - sqrt(q))         (Haegele et al. 2024, arXiv:2405.18392)
 
-Where W < T, every shape but `constant` (and wsd with D = 0) gives exactly lr x m at step T, and keeps it afterwards.
+Where W < T, every shape but `constant` and `inverse_sqrt` (and wsd with D = 0) gives exactly lr x m at step T, and
+keeps it afterwards. Shapes with a name of transformers' are its functions of the same name at current_step = s.
 """
 
 from __future__ import annotations
@@ -19,6 +24,8 @@ from __future__ import annotations
 import math
 
 from weft.config.schema import ScheduleConfig
+
+_TIMESCALE = 10_000  # transformers' own, of inverse_sqrt without warm-up
 
 
 def warmup_steps(config: ScheduleConfig, total: int) -> int:
@@ -43,10 +50,21 @@ def learning_rate(step: int, total: int, lr: float, config: ScheduleConfig) -> f
         return lr * step / warmup
     if config.name == "constant":
         return lr
+    if config.name == "inverse_sqrt":
+        timescale = config.timescale or warmup or _TIMESCALE
+        return lr * math.sqrt(timescale / (step - warmup + timescale))
     if config.name == "wsd":
         decay = decay_steps(config, total)
         return lr * _fall(config.decay, _progress(step, total - decay, total), config.min_lr_ratio) if decay else lr
-    return lr * _fall(config.name, _progress(step, warmup, total), config.min_lr_ratio)
+    progress = _progress(step, warmup, total)
+    if config.name == "cosine_with_restarts":
+        # In whole numbers: a cycle that begins at a step begins there, where cycles x progress may round to below it.
+        if progress < 1.0:
+            progress = (step - warmup) * config.cycles % (total - warmup) / (total - warmup)
+        return lr * _fall("cosine", progress, config.min_lr_ratio)
+    if config.name == "polynomial":
+        return lr * _fall("linear", 1.0 - (1.0 - progress) ** config.power, config.min_lr_ratio)
+    return lr * _fall(config.name, progress, config.min_lr_ratio)
 
 
 def _progress(step: int, begin: int, end: int) -> float:

@@ -209,8 +209,8 @@ def rates_changed(content: Mapping[str, Any], config: SftConfig | RlConfig, step
             return [
                 f"the learning rate of update {update} was {was:.6g} in a run of {before} steps with schedule.name="
                 f"{schedule.name}, and would be {now:.6g} in one of {steps} with {config.schedule.name}: what is done "
-                "cannot be planned anew. A run grows with schedule.name=constant, or with wsd before its decay, and "
-                "schedule.warmup_steps instead of warmup_ratio"
+                "cannot be planned anew. A run grows with schedule.name=constant or inverse_sqrt, or with wsd before "
+                "its decay, and schedule.warmup_steps instead of warmup_ratio"
             ]
     return []
 

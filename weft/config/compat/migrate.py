@@ -39,6 +39,7 @@ _ROUTED = ("num_experts", "num_local_experts", "n_routed_experts", "router_aux_l
 _SIGNS = 4  # how many of the names by which a trainer was recognised are shown
 _KEY = re.compile(r"`([a-z_]+\.[a-z_]+)`")  # a key of weft in a sentence
 _LONGEST_TIMEOUT = 6 * 3600  # seconds
+_LR_END = 1e-7  # the lowest rate of transformers' polynomial schedule, if none is given
 _NAMED = re.compile(r"\$\{([\w.]+)\}")
 _OC_ENV = re.compile(r"\$\{oc\.env:(\w+)(?:,([^{}]*))?\}")
 
@@ -276,13 +277,19 @@ def _take_push(draft: Draft, found: Mapping[str, Any]) -> None:
 
 def _settle(draft: Draft, found: Mapping[str, Any]) -> None:
     """Settle keys that depend on one another."""
-    lowest_rates = ("min_lr", "lr_scheduler_kwargs.min_lr")
+    lowest_rates = ("min_lr", "lr_scheduler_kwargs.min_lr", "lr_scheduler_kwargs.lr_end")
     min_lr = next((name for name in found if entry_of(name) in lowest_rates), None)
     lowest = next(numbers_of(found.get(min_lr or "")), None)
     peak = next(numbers_of(draft.value("optimizer.lr")), None)
+    lowest_key = "schedule.min_lr_ratio"
+    of_default = draft.taken.get(lowest_key, (None, "", lowest_key))[2] == lowest_key
     if min_lr is not None and lowest is not None and peak:
         draft.left.pop(min_lr, None)
         draft.take("schedule.min_lr_ratio", float(f"{lowest / peak:.6g}"), min_lr, "min_lr / lr")
+    elif draft.value("schedule.name") == "polynomial" and peak and of_default:
+        draft.take(
+            "schedule.min_lr_ratio", float(f"{_LR_END / peak:.6g}"), lowest_key, f"transformers' lr_end {_LR_END} / lr"
+        )
     if found.get("rollout_batch_size") == draft.value("step.documents"):
         draft.left.pop("rollout_batch_size", None)
     for loser, winner in rules_of(draft.schema).exclusive:
