@@ -162,7 +162,8 @@ bench-rl: $(STAMP) .venv-trl/.installed
 gpu:
 	python=$$(test -x $(BIN)/python && echo $(BIN)/python || echo $(PYTHON)); \
 	$$python benchmarks/gpu.py --minutes $(MINUTES) --out $(GPU_OUT); status=$$?; \
-	test ! -e $(GPU_OUT)/gpu.md || cp $(GPU_OUT)/gpu.md docs/benchmarks/gpu.md; exit $$status
+	test ! -e $(GPU_OUT)/gpu.md || cp $(GPU_OUT)/gpu.md docs/benchmarks/gpu.md; \
+	test ! -d $(GPU_OUT)/measured || cp $(GPU_OUT)/measured/*.json weft/planner/measured/; exit $$status
 
 # TRL has an environment of its own, with the transformers of ours: the comparison is of trainers.
 .venv-trl/.installed: | $(STAMP)

@@ -6,10 +6,10 @@
 
 Writes DIR/gpu.md and gpu.json anew after every row, so that an end at any moment loses nothing; beside them gpu.log
 (what the parts print), run.txt, tests.txt, profile-*.txt with their traces, clocks.txt, and measured/CARD.json, the
-constants of this card. Parts come in the order of what they tell, each with the seconds that it is planned to take:
-with fewer minutes than for all, the first ones run. All run in one process, because importing torch takes 10 s; a part
-that hangs or breaks the device ends that process, and the next part begins a new one. Warnings are listed in the page.
-Exit status 1 where a part has failed.
+constants of this card, which take the place of assumptions of `weft plan` in weft/planner/measured. Parts come in the
+order of what they tell, each with the seconds that it is planned to take: with fewer minutes than for all, the first
+ones run. All run in one process, because importing torch takes 10 s; a part that hangs or breaks the device ends that
+process, and the next part begins a new one. Warnings are listed in the page. Exit status 1 where a part has failed.
 """
 
 from __future__ import annotations
@@ -70,9 +70,9 @@ PARTS = (
          "norm in fp32, and tokens/s in bf16, with small models.", accelerators=2),
     Part("rates", 10, "Rates", "bf16 products of random matrices, copies, and what the host pays: the floor of all "
          "that follows."),
-    Part("profile", 50, "Profiles", "0.6B without recomputation and 4B with it: two steps by kind of work, and the "
-         "gaps of the device of a third, with the frame of the host in them. By kernel in profile-*.txt; the traces "
-         "are beside them."),
+    Part("profile", 50, "Profiles", "A step of 0.6B that is too short for the device; 0.6B without recomputation and "
+         "4B with it: two steps by kind of work, and the gaps of the device of a third, with the frame of the host in "
+         "them. By kernel in profile-*.txt; the traces are beside them."),
     Part("sft-4b", 90, "SFT, Qwen3-4B", _SFT),
     Part("sft-0.6b", 45, "SFT, Qwen3-0.6B", _SFT),
     Part("tests", 130, "tests/cuda", "Flex attention, which is compiled, comes last. Output in tests.txt."),
@@ -190,7 +190,7 @@ def measured(parts: dict[str, list[dict[str, Any]]]) -> dict[str, float]:
     take("matmul_rate", "rates", "rate", 1e12, what="matmuls of a 4b layer")
     take("copy_rate", "rates", "rate", 1e9, what="device to device")
     take("host_rate", "rates", "rate", 1e9, what="host to device, pinned")
-    take("launch", "rates", "rate", 1e-6, what="an operation's launch")
+    take("launch", "profile", "us of an operation", 1e-6, model="0.6b, 256 tokens")
     take("attention_rate", "kernels", "TFLOP/s", 1e12, kernel="varlen")
     return found
 

@@ -52,6 +52,8 @@ from weft.engine.engine import Engine
 from weft.ops import attention
 from weft.ops import head as head_ops
 from weft.ops.attention_call import BOUNDS_ARGUMENT, Bounds
+from weft.planner.passes import layer_passes
+from weft.planner.timing import LAUNCHES_OF_UPDATE
 
 ROOT = Path(__file__).resolve().parent.parent
 MIB = 2**20
@@ -214,18 +216,20 @@ def head(run: Run) -> None:
         vocabulary=run.pick(151_936, 512),
     )
     naive: Row = {}
-    own = head_ops.tile_bytes(run.device.kind)
-    variants = [("naive", own), *((name, own) for name in LOSSES if name.startswith("chunked"))]
+    variants: list[tuple[str, int | None]] = [("naive", None)]
+    variants += [(name, None) for name in LOSSES if name.startswith("chunked")]
     variants += [("chunked, known direction", run.pick(size, size >> 16)) for size in (2**29, 2**30, 2**31)]
     for name, tile in variants:
-        row = run.add(loss=name, **{"tile MiB": tile / MIB})
+        row = run.add(loss=name, **({} if tile is None else {"tile MiB": tile / MIB}))
         if run.attempt(row, partial(_time_loss, run.device, name, options, tokens, tile)):
             naive = naive or row
             row["/ naive"] = row["ms"] / naive["ms"]
             run.save()
 
 
-def _time_loss(device: Device, name: str, options: argparse.Namespace, tokens: int, tile: int) -> Row:
+def _time_loss(device: Device, name: str, options: argparse.Namespace, tokens: int, tile: int | None) -> Row:
+    if tile is None:
+        return _timed_loss(device, name, options, tokens)
     with mock.patch.object(head_ops, "tile_bytes", return_value=tile):
         return _timed_loss(device, name, options, tokens)
 
@@ -399,11 +403,31 @@ _GAPS = 12  # frames that are listed
 
 def profiled(run: Run) -> None:
     """0.6B without recomputation, 4B with it: tables by kind of work here, by kernel in profile-*.txt."""
+    host = run.add(model="0.6b, 256 tokens", recompute="none", tokens=run.pick(256, 48))
+    run.attempt(host, partial(_host_step, run, run.pick(256, 48)))
     for shape, recompute, tokens in PROFILES:
         tokens = run.pick(tokens, 48)
         run.attempt(
             run.add(model=shape, recompute=recompute, tokens=tokens), partial(_profile, run, shape, recompute, tokens)
         )
+
+
+def _host_step(run: Run, tokens: int) -> Row:
+    """A step with so little to compute that it takes what the host needs: for an operation of the planner's count."""
+    with TemporaryDirectory() as folder:
+        engine = open_engine(write_model(Path(folder) / "0.6b", config_of("0.6b", run.tiny)), run.device, tokens)
+        passes = layer_passes(engine.built.config, torch.bfloat16)
+        rows = rows_of(tokens, engine.built.config.vocab_size, 8)
+        step, taken = weft_step(engine), []
+        for row in rows:
+            began = run.device.now()
+            step(row)
+            taken.append(run.device.now() - began)
+    seconds = statistics.median(taken[3:])
+    operations = sum(layer.forward.operations + layer.backward.operations for layer in passes)
+    operations += LAUNCHES_OF_UPDATE * sum(1 for _ in engine.module.parameters())
+    rates = {"ms a step": seconds * 1e3, "tokens/s": tokens / seconds}
+    return rates | {"operations": operations, "us of an operation": seconds / operations * 1e6}
 
 
 def _profile(run: Run, shape: str, recompute: str, tokens: int) -> Row:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import re
 from collections import defaultdict
 from dataclasses import replace
@@ -10,6 +12,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 from tests.cases import MESHES, bytes_held, engine_config, open_engine, saved_model, world_of
 from tests.pool import run
@@ -23,11 +26,14 @@ from weft.config.rl_schema import RlConfig
 from weft.config.schema import MeshConfig
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
+from weft.memory.activations import RowSharing
 from weft.objectives.cross_entropy import CrossEntropy
+from weft.planner import machines
 from weft.planner.blueprint import Blueprint
 from weft.planner.holdings import Held, Holdings, Place
 from weft.planner.machines import Machine, machine_of
 from weft.planner.memory import _lingering, _unreduced, memory_by_stage
+from weft.planner.passes import layer_passes
 from weft.planner.rows import RowFacts, plan_rows
 from weft.planner.search import BEST, Search, meshes, search
 from weft.planner.simulate import Step, plan_of, rows_of, watched_step
@@ -233,6 +239,211 @@ def test_the_parts_of_a_step_add_up(mesh: dict[str, int]) -> None:
     peak = machine().peak * machine().matmul
     assert rows.flops / sizes.world / peak <= computing + 1e-12
     assert time_of(model, sizes, rows, machine(), recompute=True).seconds >= time.seconds
+
+
+# ---------------------------------------------------------------- what a step costs beside products
+
+PLAIN = {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "intermediate_size": 320,
+    "hidden_size": 256,
+}
+
+
+def test_the_passes_of_a_layer_by_hand() -> None:
+    """A llama layer in bf16. RMSNorm: 6 bytes an element to fp32, 8 for the square, 4 for the mean, 8 times the root, 6
+    back, 4 times the weight. Rotation: 4 times cosines, 2 + 4 to turn half, 4 times sines, 6 for the sum. Sums with the
+    residual: 6. SiLU 4, the product 6. What is as wide as a head or narrower is a few percent."""
+    config = blueprint("llama", "1", {}, **PLAIN).built.config
+    passes = layer_passes(config, torch.bfloat16)
+    norms, rotated, sums, activations = 2 * 36 * 256, 20 * (4 + 2) * 32, 2 * 6 * 256, 10 * 320
+    assert passes[0].forward.bytes == pytest.approx(norms + rotated + sums + activations, rel=0.08)
+    assert 1.8 < passes[0].backward.bytes / passes[0].forward.bytes < 2.6
+    assert passes[0] == passes[1] and 30 < passes[0].forward.operations < 60
+    compute = layer_passes(config, torch.float32)  # as wide before the casts as behind them
+    assert compute[0].forward.bytes > passes[0].forward.bytes
+    divided = layer_passes(config, torch.bfloat16, RowSharing(tp=2, sequence=True))
+    assert 0.5 < divided[0].forward.bytes / passes[0].forward.bytes < 0.6  # and what is gathered
+
+
+def described(
+    sections: dict[str, Any], mesh: dict[str, int], lengths: list[int], own: Machine | None = None, **changes: Any
+) -> tuple[Blueprint, dict[str, float], Any]:
+    """(A small llama in bf16 on H100s, part -> seconds, the whole time)."""
+    fsdp = {"param_dtype": "bf16", **sections.get("fsdp", {})}
+    path = saved_model("llama", **PLAIN, **changes)
+    config = replace(engine_config(path, "1", **{**sections, "fsdp": fsdp}), mesh=MeshConfig(**mesh))
+    model = Blueprint(config, "cpu", accelerator("h100-80gb"))
+    sizes = resolve_mesh(config.mesh, fewest_ranks(config.mesh))
+    time = time_of(model, sizes, RowFacts.of(model, plan_rows(model, sizes, lengths)), own or machine())
+    assert sum(part.waits for part in time.parts) == pytest.approx(time.seconds)
+    return model, {part.name: part.seconds for part in time.parts}, time
+
+
+def test_what_a_single_rank_spends_on_copies_and_the_update_by_hand() -> None:
+    """One micro-batch, 60 tokens, of which the last is not read. A parameter is cast (4 + 2 bytes) and copied (2 + 2)
+    in forward, and again in backward where it was freed; its gradient is laid out (2 + 4), divided (4 + 4) and copied
+    (4 + 4). AdamW reads and writes master and two states, and reads the gradient; the norm reads it; clipping reads and
+    writes it: 40 bytes."""
+    model, parts, _ = described({}, {"dp_shard": 1}, [60])
+    rate = 3350e9 * 0.8
+    held = Holdings(model, MeshSizes(1, 1, 1, 1, 1, 1)).of(Place())
+    freed = sum(unit.elements * unit.count for unit in held.units if not unit.keep)
+    assert parts["copies of weights"] == pytest.approx((10 * model.trained + 10 * freed + 22 * model.trained) / rate)
+    assert parts["optimizer"] == pytest.approx(40 * model.trained / rate)
+    assert parts["end of the step"] == pytest.approx(3 * 15e-6 * len(model.weights))
+    layers = model.passes(RowSharing())
+    of_layers = 59 * sum(one.forward.bytes + one.backward.bytes for one in layers)
+    assert parts["passes"] == pytest.approx((of_layers + 59 * model.head_passes(1)) / rate, rel=1e-3)
+    operations = sum(one.forward.operations + one.backward.operations for one in layers)
+    assert parts["launching"] == pytest.approx(15e-6 * operations)
+
+
+def test_a_step_with_little_to_compute_takes_what_the_host_needs() -> None:
+    _, parts, time = described({}, {"dp_shard": 1}, [60])
+    assert time.limit == "launching" and time.seconds > parts["launching"] > 10 * parts["matrices"]
+    faster = described({}, {"dp_shard": 1}, [60], replace(machine(), launch=1e-6))[2]
+    assert faster.seconds < 0.2 * time.seconds
+
+
+def test_recomputed_layers_pass_once_more_and_compiled_ones_less() -> None:
+    model, plain, _ = described({}, {"dp_shard": 1}, [60])
+    again = described({"model": {"recompute": "full"}}, {"dp_shard": 1}, [60])[1]
+    fused = described({"model": {"compile": True}}, {"dp_shard": 1}, [60])[1]
+    rate, layers = 3350e9 * 0.8, model.passes(RowSharing())
+    forward = 59 * sum(one.forward.bytes for one in layers) / rate
+    both = forward + 59 * sum(one.backward.bytes for one in layers) / rate
+    assert again["passes"] - plain["passes"] == pytest.approx(forward)
+    assert plain["passes"] - fused["passes"] == pytest.approx(0.6 * both)
+
+
+def test_shards_are_cast_and_what_arrived_is_copied() -> None:
+    """On 4 ranks: a quarter is cast, all is copied out; gradients are laid out; a second micro-batch adds."""
+    model, parts, _ = described({"step": {"max_tokens_per_device": 64}}, {"dp_shard": 4}, [60] * 8)
+    held = Holdings(model, MeshSizes(1, 4, 1, 1, 1, 1)).of(Place())
+    freed = sum(unit.elements * unit.count for unit in held.units if not unit.keep)
+    of_gather, of_gradient = 6 / 4 + 4, 6 + 12 / 4
+    bytes_of_row = of_gather * (model.trained + freed) + of_gradient * model.trained
+    assert parts["copies of weights"] == pytest.approx(2 * bytes_of_row / (3350e9 * 0.8))
+
+
+def test_frozen_weights_in_the_compute_dtype_are_copied_all_the_same() -> None:
+    model, parts, _ = described({"lora": {"rank": 4}}, {"dp_shard": 1}, [60])
+    frozen = sum(math.prod(weight.shape) for weight in model.weights if not weight.trained)
+    assert parts["copies of weights"] >= 2 * 2 * 0.8 * frozen * 2 / (3350e9 * 0.8)
+    assert parts["optimizer"] == pytest.approx(40 * model.trained / (3350e9 * 0.8))
+
+
+def test_4b_on_an_h100_takes_what_a_step_really_costs(checkout: Path) -> None:
+    """8,192 tokens without recomputation. Products alone would take 0.29 s."""
+    seconds = {}
+    for name, words in {"eager": [], "compiled": ["model.compile=true"], "full": ["model.recompute=full"]}.items():
+        rows = ["step.documents=20", "step.max_tokens_per_device=8192", "mesh.dp_shard=1", "model.recompute=none"]
+        config = load_config(["examples/sft_qwen3_4b.yaml"], [*rows, *words], SftConfig, weights=False)
+        model, sizes = Blueprint(EngineConfig.of(config), "cpu", accelerator("h100-80gb")), MeshSizes(1, 1, 1, 1, 1, 1)
+        facts = RowFacts.of(model, plan_rows(model, sizes, [409] * 20))
+        seconds[name] = time_of(model, sizes, facts, machine()).seconds
+    assert 0.6 < seconds["eager"] < 0.75
+    assert 0.4 < seconds["compiled"] < seconds["eager"] - 0.1
+    assert seconds["full"] > seconds["eager"] + 0.1
+
+
+def test_what_was_measured_takes_the_place_of_assumptions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machines, "MEASURED", tmp_path)
+    assumed = machine()
+    (tmp_path / "a100-80gb.json").write_text('{"source": "another card"}')
+    assert machine() == assumed and "Nothing of this was measured" in assumed.lines()[-1]
+    constants = {
+        "source": "make gpu on a card", "matmul_rate": 494.5e12, "copy_rate": 2.01e12, "host_rate": 20e9,
+        "attention_rate": 98.9e12, "launch": 9e-6,
+    }  # fmt: skip
+    (tmp_path / "h100-80gb.json").write_text(json.dumps(constants))
+    measured = machine()
+    shares = measured.matmul, measured.attention, measured.copied, measured.launch, measured.host * measured.moved
+    assert shares == pytest.approx((0.5, 0.1, 0.6, 9e-6, 20e9))
+    assert "as measured: make gpu on a card" in measured.lines()[-1] and measured.peak == assumed.peak
+    assert machine(matmul=0.9).matmul == 0.9  # what is stated counts more
+
+
+# ---------------------------------------------------------------- on the host
+
+
+def test_what_is_offloaded_is_on_the_host(capsys: pytest.CaptureFixture[str]) -> None:
+    mesh = {"dp_shard": 2}
+    on, off = (described({"fsdp": {"cpu_offload": offload}}, mesh, [60] * 2) for offload in (True, False))
+    sizes, facts = MeshSizes(1, 2, 1, 1, 1, 1), None
+    (here,), (there,) = (memory_by_stage(model, sizes, facts) for model, *_ in (on, off))
+    assert here.held == there.held and there.resident == here.held.resident > 0 == here.resident
+    assert here.on_host - here.host == here.held.resident and there.on_host == there.host
+    two = sorted((unit.elements for unit in here.held.units for _ in range(unit.count)), reverse=True)[:2]
+    assert here.staged == sum(two) * 4 // 2
+    assert there.fullest - here.fullest == here.held.resident - here.staged
+    # Each rank's half comes in fp32 for forward and, where it was freed, for backward; gradients go back in fp32.
+    model, parts, _ = on
+    freed = sum(unit.elements * unit.count for unit in here.held.units if not unit.keep)
+    moved = 4 * (model.trained + freed + model.trained) / 2
+    assert parts["copies from and to the host"] == pytest.approx(moved / (50e9 * 0.8))
+    assert parts["optimizer"] == pytest.approx(40 * model.trained / 2 / 25e9)
+    assert "copies from and to the host" not in off[1]
+
+
+def test_a_single_rank_waits_for_what_comes_from_the_host() -> None:
+    model, parts, _ = described({"fsdp": {"cpu_offload": True}}, {"dp_shard": 1}, [60])
+    copies = described({}, {"dp_shard": 1}, [60])[1]["copies of weights"]
+    freed = sum(
+        u.elements * u.count for u in Holdings(model, MeshSizes(1, 1, 1, 1, 1, 1)).of(Place()).units if not u.keep
+    )
+    assert parts["copies of weights"] - copies == pytest.approx(4 * (model.trained + freed) / (50e9 * 0.8))
+    assert parts["copies from and to the host"] == pytest.approx(4 * model.trained / (50e9 * 0.8))
+
+
+def test_a_model_that_fits_by_offloading_is_said_to_fit(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "examples/sft_qwen3_4b.yaml", "--ranks", "1", "mesh.dp_shard=1", "--length", "4096"]
+    words += ["--assume", "rtx4090-24gb"]
+    assert cli.main(words) == 0
+    assert "warning it does not fit" in said(capsys)
+    assert cli.main([*words, "fsdp.cpu_offload=true"]) == 0
+    out = said(capsys)
+    assert "does not fit" not in out
+    assert "by fsdp.cpu_offload: weights 14.98 GiB, gradients 14.98 GiB, optimizer 29.97 GiB" in out
+    assert cli.main([*words, "fsdp.cpu_offload=true", "--search"]) == 0
+    assert "take mesh." in said(capsys)
+
+
+def test_a_reference_on_the_host_takes_no_memory_of_the_accelerator(
+    checkout: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["plan", "examples/rl_dapo_qwen3_4b.yaml", "rl.kl=0.01"]
+    rows = []
+    for offload in ("false", "true"):
+        assert cli.main([*words, f"reference.cpu_offload={offload}"]) == 0
+        (row,) = re.findall(r"^ *reference +(.*)$", capsys.readouterr().out, re.MULTILINE)
+        rows.append(row)
+    assert "on the host (cpu_offload)" in rows[1] and "host" not in rows[0]
+    weights = rows[0].split("GiB")[0].strip()
+    assert f"{weights} GiB on the host" in rows[1]
+
+
+@pytest.mark.parametrize(
+    ("fsdp", "kept"),
+    [
+        ({}, 0),
+        ({"reduce": "every"}, 4),
+        ({"master_dtype": "bf16"}, 4),
+        ({"master_dtype": "bf16", "reduce_dtype": "bf16"}, 0),
+    ],
+)
+def test_reduced_gradients_of_replicas_that_torch_keeps_are_counted(fsdp: dict[str, str], kept: int) -> None:
+    """Beside the gradients, in the dtype of the reduction: where they are cast to the masters' or added to others."""
+    config = engine_config(saved_model("llama"), "1", fsdp={"param_dtype": "bf16", **fsdp})
+    for mesh, sizes in (({"dp_replicate": 2, "dp_shard": 2}, (2, 2)), ({"dp_shard": 4}, (1, 4))):
+        model = Blueprint(replace(config, mesh=MeshConfig(**mesh)), "cpu", None)
+        whole = MeshSizes(*sizes, 1, 1, 1, 1)
+        (memory,) = memory_by_stage(model, whole, None)
+        replicas = sum(u.trained_padded // u.shards * u.count for u in memory.held.units) * kept
+        assert memory.reduced == (replicas if sizes[0] > 1 else 0)
 
 
 # ---------------------------------------------------------------- search

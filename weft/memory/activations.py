@@ -77,7 +77,7 @@ def saved_bytes(config: PretrainedConfig, dtype: torch.dtype, shared: RowSharing
     AttentionInterface.register(_ATTENTION, partial(_attend, shared))
     model = hf.build_meta(copy.deepcopy(config), dtype=dtype, attention=_ATTENTION).train()
     module = TrainModule(model)
-    firsts = _once(module)
+    firsts = once(module)
     if shared.tp > 1:
         ranks = MetaCommunicator(shared.tp)
         tensor_parallel(module, Axis(0, shared.tp, ranks, lambda _: ranks), model.config, sequence=shared.sequence)
@@ -125,7 +125,7 @@ def _gathered(module: TrainModule, layer: str, shared: RowSharing) -> int:
     return (shared.ulysses - 1) * sum(name.startswith(f"{layer}.") for name in module.mixers) * hidden
 
 
-def _once(module: TrainModule) -> list[int]:
+def once(module: TrainModule) -> list[int]:
     """Keep the first of the layers that are built alike, and replace the others by stand-ins that pass hidden states
     on. Returns for each layer the number of the layer that runs for it."""
     types = getattr(module.hf_model.config.get_text_config(), "layer_types", None) or ()

@@ -42,10 +42,11 @@ from weft.models.cost import costs_of_layers
 from weft.models.experts import experts_of
 from weft.models.pipeline import Anatomy, Pipeline, plan_pipeline
 from weft.models.tp_styles import Styles, find_styles
-from weft.models.train_module import TrainModule
+from weft.models.train_module import TrainModule, ValueHead
 from weft.parallel.experts import strided
 from weft.parallel.parallelize import Stages, layers_of
 from weft.parallel.units import Strategy, Unit, find_units, own_parameters
+from weft.planner.passes import LayerPasses, head_passes, layer_passes, usual_passes
 
 _EXPERT_RANKS = 8
 _WIDE_TP = 8
@@ -98,6 +99,8 @@ class Blueprint:
         self._ulysses: dict[tuple[int, int], int | None] = {}
         self._pipelines: dict[int, tuple[Stages, Pipeline]] = {}
         self._saved: dict[RowSharing, Saved] = {}
+        self._passes: dict[RowSharing, list[LayerPasses]] = {}
+        self._head_passes: dict[int, float] = {}
         self._styles: dict[int, Styles] = {}
         self._kinds: dict[int, tuple[list[Weight], list[int]]] = {}
         self._units: dict[tuple[int, bool], tuple[Units, ...]] = {}
@@ -270,6 +273,31 @@ class Blueprint:
         if shared not in self._saved:
             self._saved[shared] = saved_bytes(self.built.config, self.setup.precision.compute, shared)
         return self._saved[shared]
+
+    def passes(self, shared: RowSharing) -> list[LayerPasses]:
+        """What each layer reads and writes beside products and attention; of families that cannot run on meta, as much
+        as a layer of Qwen3 with this hidden size."""
+        key = RowSharing(tp=shared.tp, sequence=shared.sequence)
+        if key not in self._passes:
+            try:
+                passes = layer_passes(self.built.config, self.setup.precision.compute, key)
+            except Exception:  # whatever a family does that needs values
+                passes = usual_passes(len(self.costs[0]), self.text.hidden_size, key.tp)
+            self._passes[key] = passes
+        return self._passes[key]
+
+    def head_passes(self, tp: int) -> float:
+        """The bytes that the head reads and writes beside products for a token, on one of `tp` ranks; 0 for a head of
+        values."""
+        head = self.module.head
+        if isinstance(head, ValueHead):
+            return 0.0
+        words, hidden = -(-int(head.weight.shape[0]) // tp), int(head.weight.shape[1])
+        if words not in self._head_passes:
+            trained = bool(head.weight.requires_grad) and self.setup.trained
+            compute = self.setup.precision.compute
+            self._head_passes[words] = head_passes(words, hidden, compute, trained=trained, entropy=self.samples)
+        return self._head_passes[words] * words
 
     def shared(self, pp: int, place: int) -> list[Weight]:
         """Trained weights that a rank at this place of mesh.pp and another rank both hold."""

@@ -47,7 +47,8 @@ class Place:
 class HeldUnit:
     """A unit on a rank, or `count` units that are alike. elements: elements of one gathered unit, after division by tp
     and ep. trained: those of trained weights. padded, trained_padded: the same as sent in collectives, where all shards
-    are as large as the first. shards: number of ranks over which the unit is sharded."""
+    are as large as the first. shards: number of ranks over which the unit is sharded. tensors: number of its trained
+    weights."""
 
     name: str
     keep: bool
@@ -58,6 +59,7 @@ class HeldUnit:
     padded: int
     trained_padded: int
     shards: int
+    tensors: int
 
 
 @dataclass(frozen=True)
@@ -191,4 +193,5 @@ def _unit(facts: Units, count: int, parts: list[tuple[tuple[int, ...], Weight]],
         padded=sum(padded(shape) for shape, _ in parts),
         trained_padded=sum(padded(shape) for shape, weight in parts if weight.trained),
         shards=shards,
+        tensors=sum(weight.trained for _, weight in parts),
     )  # fmt: skip

@@ -1,58 +1,85 @@
-"""A plan's assumptions about accelerators and the links between them. Nothing here was measured by weft.
+"""A plan's assumptions about accelerators, the links between them and their hosts.
 
-Rates are those of the vendors' data sheets: dense bf16 (fp16 where there is no bf16), memory, and NVLink, Infinity
-Fabric or PCIe in one direction. The network is that of machines in which the accelerator is usually sold. The shares of
-a rate that a run reaches are assumptions, which are printed and can be replaced.
+Rates are those of the vendors' data sheets: dense bf16 (fp16 where there is no bf16), memory, NVLink, Infinity Fabric
+or PCIe in one direction, and the link to the host. The network is that of machines in which the accelerator is usually
+sold. The shares of a rate that a run reaches are assumptions, which are printed and can be replaced. What `make gpu`
+has measured on an accelerator (measured/NAME.json, written by benchmarks/gpu.py) takes the place of both.
 """
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from weft.cluster.machine import Accelerator
 from weft.errors import UserError
 
 GB = 1e9
-# name: (TFLOP/s, memory GB/s, link GB/s, network GB/s for each accelerator)
+MEASURED = Path(__file__).parent / "measured"
+# name: (TFLOP/s, memory GB/s, link GB/s, network GB/s for each accelerator, host GB/s; the shares of the TFLOP/s that
+# products and attention reach). The first five are of data sheets, host of the PCIe generation (of GH200: NVLink-C2C).
+# Shares: 0.7 and 0.5 where nothing better is known; of Hopper 700 TFLOP/s of 8192^3 products and 350 of flash
+# attention 2, which uses none of its newer instructions; of A100 250 and 190; of MI300X 650 in products.
 _RATES = {
-    "t4-16gb": (65, 320, 16, 3), "a10g-24gb": (70, 600, 32, 3), "l4-24gb": (121, 300, 32, 3),
-    "rtx3090-24gb": (71, 936, 32, 3), "rtx4090-24gb": (165, 1008, 32, 3), "rtx5090-32gb": (209, 1792, 64, 3),
-    "v100-32gb": (125, 900, 150, 12.5), "a100-40gb": (312, 1555, 300, 25), "l40s-48gb": (362, 864, 32, 12.5),
-    "a100-80gb": (312, 2039, 300, 25), "h100-80gb": (989, 3350, 450, 50), "gh200-96gb": (989, 4000, 450, 50),
-    "h200-141gb": (989, 4800, 450, 50), "b200-192gb": (2250, 8000, 900, 50), "mi300x-192gb": (1307, 5300, 448, 50),
+    "t4-16gb": (65, 320, 16, 3, 12, 0.7, 0.3), "a10g-24gb": (70, 600, 32, 3, 25, 0.7, 0.5),
+    "l4-24gb": (121, 300, 32, 3, 25, 0.7, 0.5), "rtx3090-24gb": (71, 936, 32, 3, 25, 0.7, 0.5),
+    "rtx4090-24gb": (165, 1008, 32, 3, 25, 0.7, 0.5), "rtx5090-32gb": (209, 1792, 64, 3, 50, 0.7, 0.5),
+    "v100-32gb": (125, 900, 150, 12.5, 12, 0.7, 0.3), "a100-40gb": (312, 1555, 300, 25, 25, 0.8, 0.6),
+    "l40s-48gb": (362, 864, 32, 12.5, 25, 0.7, 0.5), "a100-80gb": (312, 2039, 300, 25, 25, 0.8, 0.6),
+    "h100-80gb": (989, 3350, 450, 50, 50, 0.7, 0.35), "gh200-96gb": (989, 4000, 450, 50, 400, 0.7, 0.35),
+    "h200-141gb": (989, 4800, 450, 50, 50, 0.7, 0.35), "b200-192gb": (2250, 8000, 900, 50, 50, 0.7, 0.15),
+    "mi300x-192gb": (1307, 5300, 448, 50, 50, 0.5, 0.3),
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Machine:
     """Rates of a machine, in FLOP/s and bytes/s. ranks: accelerators of a machine. matmul, attention: the shares of
-    `peak` that they reach. moved: the share that is reached of the rates of memory, link and network. hop, far_hop:
-    seconds for a step of a ring within a machine and between machines. usable: the share of the memory that a plan may
-    take."""
+    `peak` that they reach. copied: the share of the memory's rate that passes over tensors reach. moved: that of link,
+    network and host. host: the rate between an accelerator and its host. host_memory: the rate at which a rank's
+    processors step an optimizer, in bytes that are read and written. hop, far_hop: seconds for a step of a ring within
+    a machine and between machines. launch: seconds of the host for an operation, with Python around it. fused: bytes of
+    compiled layers' passes, as a share of those of eager ones. usable: the share of the memory that a plan may take.
+    measured: how rates were measured; "" if they are assumptions."""
 
     accelerator: Accelerator
     peak: float
     memory_rate: float
     link: float
     network: float
+    host: float
     ranks: int = 8
-    matmul: float = 0.6
-    attention: float = 0.45
+    matmul: float = 0.7
+    attention: float = 0.5
+    copied: float = 0.8
     moved: float = 0.8
+    host_memory: float = 25 * GB
     hop: float = 2e-6
     far_hop: float = 8e-6
+    launch: float = 15e-6
+    fused: float = 0.4
     usable: float = 0.92
+    measured: str = ""
 
     def lines(self) -> list[str]:
         """The assumptions, as lines to print."""
         return [
             f"{self.accelerator.name}: {self.peak / 1e12:g} TFLOP/s, memory {self.memory_rate / GB:g} GB/s; machines "
-            f"of {self.ranks}: {self.link / GB:g} GB/s within, {self.network / GB:g} GB/s for each between them;",
-            f"matrices reach {self.matmul:.0%} of the peak, attention {self.attention:.0%}, rates {self.moved:.0%}; "
-            f"a step of a ring takes {self.hop * 1e6:g} us, between machines {self.far_hop * 1e6:g} us.",
-            "Nothing of this was measured; --help lists what replaces it.",
+            f"of {self.ranks}: {self.link / GB:g} GB/s within, {self.network / GB:g} GB/s for each between them, "
+            f"{self.host / GB:g} GB/s to the host;",
+            f"matrices reach {self.matmul:.0%} of the peak, attention {self.attention:.0%}, memory {self.copied:.0%}, "
+            f"links {self.moved:.0%}; a step of a ring takes {self.hop * 1e6:g} us, between machines "
+            f"{self.far_hop * 1e6:g} us, an operation {self.launch * 1e6:.2g} us of the host.",
+            f"Of these, products, attention, memory, host and operations as measured: {self.measured}."
+            if self.measured
+            else "Nothing of this was measured; --help lists what replaces it.",
         ]
+
+    def passing(self, size: float) -> float:
+        """Seconds of passes over tensors that read and write so many bytes."""
+        return size / (self.memory_rate * self.copied)
 
     def ranks_here(self, size: int, stride: int) -> int:
         """The number of a group's ranks that share a machine. stride: difference of the numbers of neighbours."""
@@ -87,8 +114,11 @@ class Machine:
 def machine_of(accelerator: Accelerator, **others: float | int | None) -> Machine:
     """The machine of an accelerator. others: values that replace fields, link and network in GB/s; None keeps a field.
     Raises UserError for a value out of range."""
-    tflops, memory, link, network = _RATES[accelerator.name]
-    found = Machine(accelerator, tflops * 1e12, memory * GB, link * GB, network * GB)
+    tflops, memory, link, network, host, matmul, attention = _RATES[accelerator.name]
+    machine = Machine(
+        accelerator, tflops * 1e12, memory * GB, link * GB, network * GB, host * GB, matmul=matmul, attention=attention
+    )
+    machine = _as_measured(machine)
     changed: dict[str, Any] = {name: value for name, value in others.items() if value is not None}
     for name, value in changed.items():
         share = name in ("matmul", "attention")
@@ -97,4 +127,22 @@ def machine_of(accelerator: Accelerator, **others: float | int | None) -> Machin
     for rate in ("link", "network"):
         if rate in changed:
             changed[rate] *= GB
-    return replace(found, **changed)
+    return replace(machine, **changed)
+
+
+def _as_measured(machine: Machine) -> Machine:
+    """The machine with what was measured on its accelerator, if anything was."""
+    path = MEASURED / f"{machine.accelerator.name}.json"
+    if not path.exists():
+        return machine
+    constants = json.loads(path.read_text())
+    shares = {"matmul_rate": ("matmul", machine.peak), "attention_rate": ("attention", machine.peak)}
+    shares["copy_rate"] = ("copied", machine.memory_rate)
+    changed: dict[str, Any] = {
+        field: constants[name] / whole for name, (field, whole) in shares.items() if name in constants
+    }
+    if "host_rate" in constants:
+        changed["host"] = constants["host_rate"] / machine.moved
+    if "launch" in constants:
+        changed["launch"] = constants["launch"]
+    return replace(machine, **changed, measured=str(constants["source"]))

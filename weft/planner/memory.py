@@ -15,6 +15,7 @@ from weft.ops.head import block_bytes, tile_bytes
 from weft.planner.blueprint import Blueprint
 from weft.planner.holdings import Held, HeldUnit, Holdings
 from weft.planner.rows import RowFacts
+from weft.upstream import HSDP_BUFFERS
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,10 @@ class Memory:
     backward. in_flight: what further rows of a pipeline keep. experts: rows that travel to experts, and back. head:
     logits, and gradients of the head's inputs. host: on the host, while a checkpoint is written. unknown: why `rows`
     could not be computed; "" if it was. lingering: buffers of the gradients that FSDP reduced last, which it frees in
-    the next row's backward. again: the part of `rows` of a layer that is recomputed in backward."""
+    the next row's backward. again: the part of `rows` of a layer that is recomputed in backward. offloaded: whether
+    what is held is on the host (fsdp.cpu_offload). staged: shards of units that have come from there. reduced:
+    gradients of replicated units in the dtype in which they are reduced, which torch keeps until the end of
+    backward."""
 
     held: Held
     gathered: int
@@ -37,12 +41,26 @@ class Memory:
     unknown: str = ""
     lingering: int = 0
     again: int = 0
+    offloaded: bool = False
+    staged: int = 0
+    reduced: int = 0
+
+    @property
+    def resident(self) -> int:
+        """Bytes of the accelerator between steps."""
+        return 0 if self.offloaded else self.held.resident
+
+    @property
+    def on_host(self) -> int:
+        """Bytes of the host while a checkpoint is written, with what is held there."""
+        return self.host + (self.held.resident if self.offloaded else 0)
 
     @property
     def fullest(self) -> int:
         """Bytes at the fullest moment: the head and a layer's backward take turns, all else adds up."""
-        alternating = max(self.head + self.lingering, self.again + self.unreduced + self.experts)
-        return self.held.resident + self.gathered + self.rows - self.again + self.in_flight + alternating
+        alternating = max(self.head + self.lingering, self.again + self.unreduced + self.experts + self.reduced)
+        gathered = self.gathered + self.staged
+        return self.resident + gathered + self.rows - self.again + self.in_flight + alternating
 
     @property
     def needs(self) -> MemoryNeeds:
@@ -80,6 +98,9 @@ def _of_stage(model: Blueprint, mesh: MeshSizes, held: Held, rows: RowFacts | No
         head=_head(model, mesh, tokens) if held.place.pp == last_place(model, mesh) else 0,
         host=_host(model, mesh, held),
         lingering=_lingering(model, held, micro_batches) if model.setup.trained else 0,
+        offloaded=config.fsdp.cpu_offload,
+        staged=_staged(model, held) if config.fsdp.cpu_offload else 0,
+        reduced=_reduced(model, mesh, held, micro_batches) if model.setup.trained else 0,
     )
     if not model.setup.trained:
         return found
@@ -145,6 +166,30 @@ def _lingering(model: Blueprint, held: Held, micro_batches: int | None) -> int:
         return 0
     roots = (unit for unit in held.units if unit.name == "root" and unit.shards > 1)
     return sum(unit.trained_padded for unit in roots) * model.setup.precision.reduce.itemsize
+
+
+def _staged(model: Blueprint, held: Held) -> int:
+    """Bytes of the shards that have come from the host, as they are stored, of the two largest units: each is there
+    until it is gathered."""
+    precision = model.setup.precision
+    master, frozen = precision.master.itemsize, precision.frozen.itemsize
+    sizes = []
+    for unit in held.units:
+        stored = unit.trained * master + (unit.elements - unit.trained) * frozen
+        sizes += [(stored // unit.shards, False)] * unit.count
+    return gathered_elements(sizes, True)
+
+
+def _reduced(model: Blueprint, mesh: MeshSizes, held: Held, micro_batches: int | None) -> int:
+    """Bytes of reduced gradients of replicated units that torch keeps beside the gradients (weft/upstream.py): where
+    they are cast to the masters' dtype, or added to those of an earlier micro-batch."""
+    present, config, precision = HSDP_BUFFERS.present, model.config.fsdp, model.setup.precision
+    added = config.reduce == "every" and micro_batches != 1
+    if present is None or not present() or (precision.reduce == precision.master and not added):
+        return 0
+    ranks, size = mesh.dp_replicate * mesh.shards, precision.reduce.itemsize
+    replicated = (unit for unit in held.units if ranks > unit.shards * (mesh.ep if unit.strategy == "experts" else 1))
+    return sum(unit.trained_padded // unit.shards * unit.count for unit in replicated) * size
 
 
 def _both(unit: HeldUnit, compute: torch.dtype, reduce: torch.dtype) -> int:

@@ -171,8 +171,11 @@ def _divisors(number: int, most: int) -> list[int]:
 
 
 def _could_fit(wanted: Search, parts: int) -> bool:
-    """Whether weights, gradients and optimizer state alone fit, divided into `parts` equal parts."""
+    """Whether weights, gradients and optimizer state alone fit, divided into `parts` equal parts; they always do on the
+    host, whose memory is not known."""
     setup = wanted.model.setup
+    if wanted.model.config.fsdp.cpu_offload:
+        return True
     state = setup.precision.master.itemsize + sum(dtype.itemsize for dtype in setup.moments)
     total = wanted.model.stored + wanted.model.trained * state * setup.trained
     return total / parts <= wanted.machine.accelerator.memory * wanted.machine.usable

@@ -1,4 +1,9 @@
-"""The time of a step on an assumed machine, part by part: arithmetic on stated rates, without measurement."""
+"""The time of a step on a machine, part by part: arithmetic on rates, which are assumed or were measured.
+
+Beside products, attention and collectives it knows what an accelerator spends on passes over tensors: those of layers
+and head (planner/passes.py), FSDP2's copies between masters and gathered weights, clipping and the optimizer; and what
+the host spends on launching operations, which shows where there is little to compute.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +17,7 @@ from weft.engine.schedule import DELAYED, Action, bubble, order
 from weft.planner.blueprint import Blueprint
 from weft.planner.holdings import Held, Holdings
 from weft.planner.machines import Machine
-from weft.planner.memory import last_place
+from weft.planner.memory import last_place, sharing
 from weft.planner.rows import RowFacts
 from weft.planner.traffic import Transfer, transfers
 
@@ -48,24 +53,37 @@ class StepTime:
 
 
 _COMPUTING = ("matrices", "attention")
+# Operations per trained tensor for norm, clipping and update, for whose launch the device waits.
+LAUNCHES_OF_UPDATE = 3
 
 
 @dataclass(frozen=True)
 class _Work:
     """A stage's seconds, as (forward, backward), for one row of the cost RowFacts.dearest. linear, attention:
-    computing. open: collectives that nothing hides. gathers: collectives that computing may hide."""
+    computing. passes: over tensors of layers and head. copies: of FSDP2, in the stream that computes. open: collectives
+    that nothing hides. gathers: collectives that computing may hide; hosted: copies from and to the host, too.
+    launching: of the host."""
 
     linear: tuple[float, float]
     attention: tuple[float, float]
+    passes: tuple[float, float]
+    copies: tuple[float, float]
     open: tuple[float, float]
     gathers: tuple[float, float]
+    hosted: tuple[float, float]
+    launching: tuple[float, float]
+
+    def device(self, phase: int, share: float) -> float:
+        """Seconds in which the accelerator computes a row that costs `share` times as much."""
+        scaled = self.linear[phase] + self.attention[phase] + self.passes[phase]
+        return scaled * share + self.copies[phase]
 
     def seconds(self, share: float) -> tuple[float, float]:
         """(Forward, backward) seconds of a row that costs `share` times as much."""
         both = []
         for phase in (0, 1):
-            computing = (self.linear[phase] + self.attention[phase]) * share
-            both.append(max(computing, self.gathers[phase]) + self.open[phase] * share)
+            hidden = max(self.gathers[phase], self.hosted[phase], self.launching[phase])
+            both.append(max(self.device(phase, share), hidden) + self.open[phase] * share)
         return both[0], both[1]
 
 
@@ -82,13 +100,16 @@ def time_of(
     of_rows = _seconds_of_rows(model, mesh, works, busy, shares)
     slowest = max(range(len(works)), key=lambda stage: busy[stage])
     ends = [_end_of_step(of, machine) for of in moved]
-    update = max(_update_seconds(one, machine) for one in held)
-    whole = of_rows + max(ends) + update
+    update = max(_update_seconds(model, one, machine) for one in held)
+    waiting = LAUNCHES_OF_UPDATE * machine.launch * max(map(_trained_tensors, held))
+    whole = of_rows + max(ends) + update + waiting
     parts = _parts(works[slowest], rows, moved[slowest], machine)
     if mesh.pp > 1:
         idle, bubble_share = of_rows - busy[slowest], 1.0 - sum(busy) / len(busy) / of_rows
         parts.append(Part("waiting for stages", idle, idle, note=f"bubble {bubble_share:.0%}"))
-    parts.append(Part("optimizer", update, update, note="reads and writes the states"))
+    where = "on the host: " if model.config.fsdp.cpu_offload else ""
+    parts.append(Part("optimizer", update, update, note=f"{where}norm, clipping, reads and writes of the states"))
+    parts.append(Part("end of the step", waiting, waiting, note="the host launches the update, the device waits"))
     mfu = rows.flops / (machine.peak * mesh.world * whole)
     return StepTime(whole, tuple(parts), rows.tokens, mfu, tuple(moved[slowest]))
 
@@ -107,15 +128,83 @@ def _work(
     seconds = defaultdict[tuple[str, bool], float](float)
     for one in moved:
         seconds[one.phase, one.hidden] += one.seconds(machine) * per_row
+    passes, launching = _passes(model, mesh, held, rows, machine, recompute=recompute)
+    copies, hosted = _copies(model, mesh, held, rows, machine)
     return _Work(
         linear=(linear[0] / (machine.peak * machine.matmul), linear[1] / (machine.peak * machine.matmul)),
         attention=(
             attention[0] / (machine.peak * machine.attention),
             attention[1] / (machine.peak * machine.attention),
         ),
+        passes=passes,
+        copies=copies,
         open=(seconds["forward", False], seconds["backward", False]),
         gathers=(seconds["forward", True], seconds["backward", True]),
+        hosted=hosted,
+        launching=launching,
     )
+
+
+def _passes(
+    model: Blueprint, mesh: MeshSizes, held: Held, rows: RowFacts, machine: Machine, *, recompute: bool
+) -> tuple[tuple[float, float], tuple[float, float]]:
+    """((forward, backward) seconds of passes over tensors of a row's layers and head, the same of launching all of its
+    operations). A pipeline's last stage has the head."""
+    load, each = rows.load, model.passes(sharing(model, mesh, rows))
+    tokens = load.tokens / load.micro_batches
+    own = [each[layer] for layer in model.layers(mesh.pp, held.place.pp)]
+    again = 1 if recompute else 0
+    ahead = sum(layer.forward.bytes for layer in own)
+    back = sum(layer.backward.bytes for layer in own) + again * ahead
+    operations = sum(layer.forward.operations for layer in own)
+    backward = sum(layer.backward.operations for layer in own) + again * operations
+    fused = machine.fused if model.config.model.compile else 1.0
+    forward_bytes, backward_bytes = fused * ahead * tokens, fused * back * tokens
+    if held.place.pp == last_place(model, mesh):
+        # Where directions are known, the head does nearly all in forward; where it has to wait, nearly all in backward.
+        of_head = model.head_passes(mesh.tp) * load.predicted / load.micro_batches
+        if model.samples:
+            backward_bytes += of_head
+        else:
+            forward_bytes += of_head
+    seconds = machine.passing(forward_bytes), machine.passing(backward_bytes)
+    return seconds, (operations * machine.launch, backward * machine.launch)
+
+
+def _copies(
+    model: Blueprint, mesh: MeshSizes, held: Held, rows: RowFacts, machine: Machine
+) -> tuple[tuple[float, float], tuple[float, float]]:
+    """((forward, backward) seconds of FSDP2's copies for a row, (forward, backward) seconds of copies between host and
+    accelerator that computing hides).
+
+    Gathering: shards are cast, and what has arrived is copied into parameters; a single shard is cast and copied as
+    well. Reducing: gradients are laid one behind the other and cast, a single shard's are divided and copied; those of
+    further micro-batches are added. From a host, shards come in the masters' dtype, and gradients go back.
+    """
+    config, precision = model.config.fsdp, model.setup.precision
+    compute, reduce, master = precision.compute.itemsize, precision.reduce.itemsize, precision.master.itemsize
+    trains, further = model.setup.trained, rows.load.micro_batches > 1
+    copied, waited, hidden = [0.0, 0.0], [0.0, 0.0], [0.0, 0.0]  # bytes; bytes from the host, with and without waiting
+    for unit in held.units:
+        phases = (0, 1) if trains and not unit.keep and config.reshard_after_forward is not False else (0,)
+        for elements, stored in ((unit.trained, master), (unit.elements - unit.trained, precision.frozen.itemsize)):
+            cast = 0.0 if stored == compute else (stored + compute) / unit.shards
+            for phase in phases:
+                copied[phase] += unit.count * elements * (cast + 2 * compute)
+                if config.cpu_offload:
+                    # A single shard comes in the stream that computes.
+                    target = waited if unit.shards == 1 else hidden
+                    target[phase] += unit.count * elements * stored / unit.shards
+        if not trains:
+            continue
+        single = 4 * reduce if unit.shards == 1 else 0
+        added = 3 * master / unit.shards if further else 0
+        copied[1] += unit.count * unit.trained * (compute + reduce + single + added)
+        if config.cpu_offload:
+            hidden[1] += unit.count * unit.trained * reduce / unit.shards
+    rate = machine.host * machine.moved
+    forward, backward = (machine.passing(copied[phase]) + waited[phase] / rate for phase in (0, 1))
+    return (forward, backward), (hidden[0] / rate, hidden[1] / rate)
 
 
 def _flops(
@@ -175,29 +264,48 @@ def _end_of_step(moved: Sequence[Transfer], machine: Machine) -> float:
     return sum(one.seconds(machine) for one in moved if one.phase == "step")
 
 
-def _update_seconds(held: Held, machine: Machine) -> float:
-    """Seconds of clipping and the update: gradients are read twice, weights and states are read and written."""
-    moved = 2 * (held.gradients + held.gradients + held.optimizer + held.average)
-    return moved / (machine.memory_rate * machine.moved)
+def _update_seconds(model: Blueprint, held: Held, machine: Machine) -> float:
+    """Seconds of norm, clipping and update: gradients are read for the norm, read and written by clipping and read by
+    the optimizer, which reads and writes masters and states; an average is read and written beside the masters."""
+    masters = held.gradients  # as many, in the same dtype
+    moved = 2 * (masters + held.optimizer) + 4 * held.gradients
+    if held.average:
+        moved += 2 * held.average + masters
+    return moved / machine.host_memory if model.config.fsdp.cpu_offload else machine.passing(moved)
+
+
+def _trained_tensors(held: Held) -> int:
+    return sum(unit.count * unit.tensors for unit in held.units)
 
 
 def _parts(work: _Work, rows: RowFacts, moved: Sequence[Transfer], machine: Machine) -> list[Part]:
     """The parts of the slowest stage's time: computing, and each kind of collective, with the seconds that computing
     does not hide."""
     total = sum(rows.shares)
-    linear, attention = sum(work.linear) * total, sum(work.attention) * total
+    linear, attention, passes = (sum(of) * total for of in (work.linear, work.attention, work.passes))
+    copies = sum(work.copies) * len(rows.shares)
     even = rows.utilisation
-    uneven = (linear + attention) * (1 - even)
+    uneven = (linear + attention + passes) * (1 - even)
     parts = [
         Part("matrices", linear * even, linear * even),
         Part("attention", attention * even, attention * even),
+        Part("passes", passes * even, passes * even, note="norms, rotations, activations, logits"),
+        Part("copies of weights", copies, copies, note="casts, and gradients, by FSDP2"),
         Part("uneven rows", uneven, uneven, note=f"utilisation {even:.0%}"),
     ]
-    visible = 0.0
+    visible = hosted = launched = 0.0
     for share in rows.shares:
         for phase in (0, 1):
-            computing = (work.linear[phase] + work.attention[phase]) * share
-            visible += max(0.0, work.gathers[phase] - computing)
+            computing = work.device(phase, share)
+            gathered = max(computing, work.gathers[phase])
+            copied = max(gathered, work.hosted[phase])
+            visible, hosted = visible + gathered - computing, hosted + copied - gathered
+            launched += max(0.0, work.launching[phase] - copied)
+    count = len(rows.shares)
+    parts.append(Part("copies from and to the host", sum(work.hosted) * count, hosted, note="computing goes on"))
+    parts.append(
+        Part("launching", sum(work.launching) * count, launched, note="by the host, while the device computes")
+    )
     hidden = sum(one.seconds(machine) for one in moved if one.hidden)
     for (name, overlaps), several in _by_name(moved):
         seconds = sum(one.seconds(machine) for one in several)

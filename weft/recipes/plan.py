@@ -35,6 +35,7 @@ from weft.report.simulated import show_simulated
 from weft.report.tables import EngineRow, separate_engines
 from weft.rl.model_engines import critic_config, policy_config, reference_config
 from weft.rl.reference_critic import own_ranks
+from weft.terminal import byte_count
 
 _READ_BYTES = 64 << 20  # the most data that are tokenised to get lengths
 
@@ -162,7 +163,15 @@ def _engines_beside(config: RlConfig, ranks: int, assumed: Accelerator) -> list[
         mesh = resolve_mesh(engine.mesh, ranks, "--ranks")
         model.check(mesh)
         memory = max(memory_by_stage(model, mesh, None), key=lambda one: one.held.resident)
-        held = memory.held
-        rows.append(EngineRow(name, held.weights, held.gradients, held.optimizer, memory.gathered))
+        rows.append(_engine_row(name, memory))
     rows += separate_engines(own.items())
     return rows
+
+
+def _engine_row(name: str, memory: Memory) -> EngineRow:
+    """An engine's memory on the accelerator; with cpu_offload that is what its units need while they run."""
+    held = memory.held
+    if memory.offloaded:
+        note = f"{byte_count(held.resident)} on the host (cpu_offload)"
+        return EngineRow(name, gathered=memory.gathered + memory.staged, note=note)
+    return EngineRow(name, held.weights, held.gradients, held.optimizer, memory.gathered)

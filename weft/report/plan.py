@@ -78,18 +78,23 @@ def _show_memory(found: Described, memory: Memory) -> None:
     held, machine = memory.held, found.machine
     place = f", place {held.place.pp + 1} of mesh.pp" if found.mesh.pp > 1 else ""
     table = new_table(f"memory of the fullest rank{place}", "what", ">bytes", "")
-    rows: list[tuple[str, int, str]] = [
+    kept: list[tuple[str, int, str]] = [
         ("weights", held.weights, "masters, and what is frozen"),
         ("gradients", held.gradients, ""),
         ("optimizer", held.optimizer, ""),
         ("average", held.average, "of the weights"),
+    ]
+    rows = [
+        *([] if memory.offloaded else kept),
+        ("units from the host", memory.staged, "shards, as they are stored"),
         ("gathered units", memory.gathered, "in the compute dtype"),
         ("activations", memory.rows, memory.unknown or "what the longest row keeps for backward"),
         ("in flight", memory.in_flight, "what further rows of the pipeline keep"),
         ("gradients of a unit", memory.unreduced, "before they are sent"),
         ("sent gradients", memory.lingering, "of the last unit, until the next row's backward; beside the head"),
+        ("reduced gradients", memory.reduced, "of replicated units, which torch keeps until the end of backward"),
         ("rows of experts", memory.experts, "sent and received, where routers choose evenly"),
-        ("head", memory.head, "tiles of logits, and its gradients; in turn with the two above"),
+        ("head", memory.head, "tiles of logits, and its gradients; in turn with gradients of units"),
     ]
     for name, size, note in rows:
         if size or note == memory.unknown != "":
@@ -101,6 +106,9 @@ def _show_memory(found: Described, memory: Memory) -> None:
     show(table)
     if memory.fullest > room * machine.usable:
         say(f"warning  it does not fit: {1 - machine.usable:.0%} of the memory is for the context and fragments\n")
+    if memory.offloaded:
+        there = ", ".join(f"{name} {byte_count(size)}" for name, size, _ in kept if size)
+        say(f"host     {byte_count(held.resident)} a rank, by fsdp.cpu_offload: {there}")
     say(
         f"host     {byte_count(memory.host)} a rank for what is being saved. Not counted: temporary tensors of a layer,"
     )
@@ -112,7 +120,7 @@ def _show_stages(found: Described) -> None:
     table = new_table("ranks of mesh.pp", ">place", "layers", ">resident", ">activations", ">fullest")
     for place, memory in enumerate(found.memory):
         kept = memory.rows + memory.in_flight
-        sizes = (memory.held.resident, kept, memory.fullest)
+        sizes = (memory.resident, kept, memory.fullest)
         table.add_row(str(place + 1), _layers(found, place), *(byte_count(size) for size in sizes))
     show(table)
 

@@ -7,6 +7,10 @@ from weft.planner.simulate import Simulated
 from weft.report.tables import new_table, show
 from weft.terminal import byte_count, say
 
+# What a simulation does not see: bytes of the contexts of CUDA and NCCL, and fragments of the allocator's blocks, as a
+# share of what is allocated.
+_CONTEXT = 1 << 30
+_FRAGMENTS = 0.025
 _NOTES = {
     "weights": "masters, what is frozen, and buffers",
     "optimizer": "with the average of the weights, if there is one",
@@ -27,8 +31,7 @@ def show_simulated(found: Simulated, estimated: Memory, room: int) -> None:
     say(f"simulate rank {found.rank} took a step with tensors without values: {ran} ({found.seconds:.0f} s)")
     _show_memory(found, estimated, room)
     _show_collectives(found)
-    say("         Attention has the sizes of flash kernels; experts get equally many tokens. Not counted: what an")
-    say("         allocator rounds up or cannot use, and what libraries allocate\n")
+    say("         Attention has the sizes of flash kernels; experts get equally many tokens.\n")
 
 
 def _show_memory(found: Simulated, estimated: Memory, room: int) -> None:
@@ -52,6 +55,11 @@ def _show_memory(found: Simulated, estimated: Memory, room: int) -> None:
     share = f"{peak.total / room:.0%} of {byte_count(room)}"
     table.add_row("at the fullest", byte_count(peak.total), "", byte_count(estimated.fullest), share)
     show(table)
+    beside = round(_CONTEXT + _FRAGMENTS * peak.total)
+    more = (
+        f"with {byte_count(beside)} for contexts of CUDA and NCCL and for fragments: {byte_count(peak.total + beside)}"
+    )
+    say(f"{'warning  it does not fit' if peak.total + beside > room else 'memory  '} {more} of {byte_count(room)}\n")
 
 
 def _show_collectives(found: Simulated) -> None:
