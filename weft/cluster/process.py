@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import socket
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -83,6 +84,7 @@ def join(device: Device = "auto", timeout: float = 600.0) -> Ranks:
     local_rank = _local_rank(environment[0]) if environment else 0
     chosen = choose_device(device, local_rank)
     if chosen.type == "cuda":
+        configure_allocator()
         torch.cuda.set_device(chosen)
     backend = _backend(chosen)
     device_id = chosen if chosen.type == "cuda" else None
@@ -99,6 +101,16 @@ def join(device: Device = "auto", timeout: float = 600.0) -> Ranks:
         place = {} if store is None else {"store": store, "rank": rank, "world_size": world}
         dist.init_process_group(backend, timeout=wait, device_id=device_id, **place)
     return Ranks(rank, world, local_rank, chosen)
+
+
+def configure_allocator() -> None:
+    """Let this process's CUDA allocator grow its segments, unless the environment says otherwise: rows have another
+    length in every step, and segments of fixed sizes leave gaps that nothing fits into. To be called before the first
+    use of CUDA. The variable says it to whoever reads the environment (rollout/sync/protocol.py)."""
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+    if torch.version.cuda is not None and sys.platform == "linux" and not any(os.environ.get(name) for name in names):
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
 @contextmanager

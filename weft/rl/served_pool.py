@@ -143,13 +143,15 @@ async def open_engines(
     if config.rollout.engine == "hf":
         hosts = {f"hf-{number}": host for number, host in enumerate(await standalone.all("host"))}
         seen = dict(zip(hosts, await standalone.all("devices"), strict=True))
-        tickets = (await trainers.all("open_sync", hosts, 1, seen))[0]
+        torches = dict(zip(hosts, await standalone.all("torch_version"), strict=True))
+        tickets = (await trainers.all("open_sync", hosts, 1, seen, torches))[0]
         return StandalonePool(standalone, trainers, tickets, keep=config.rollout.unfinished == "continue")
     takes = config.rollout.engine == "vllm"
     hosts = dict(zip(server_names(config), await standalone.all("host"), strict=True)) if takes else {}
     devices = await devices_of_trainers(config, trainers)
     seen = dict(zip(hosts, (uuids for _, uuids in devices), strict=False))  # hosts: empty for SGLang
-    tickets = (await trainers.all("open_sync", hosts, config.rollout.tp, seen))[0]
+    torches = dict(zip(hosts, await standalone.all("torch_version"), strict=True)) if takes else {}
+    tickets = (await trainers.all("open_sync", hosts, config.rollout.tp, seen, torches))[0]
     run = run.absolute()
     pool = ServedPool(standalone, trainers, tickets, run / "engines")
     try:

@@ -219,16 +219,23 @@ class Trainer:
         return Devices(socket.gethostname(), os.environ.get("CUDA_VISIBLE_DEVICES", ""), uuids[:1])
 
     def open_sync(
-        self, hosts: Mapping[str, str], workers: int, devices: Mapping[str, Sequence[str]] | None = None
+        self,
+        hosts: Mapping[str, str],
+        workers: int,
+        devices: Mapping[str, Sequence[str]] | None = None,
+        torches: Mapping[str, str] | None = None,
     ) -> dict[str, list[Ticket]]:
         """Prepare to send weights to separate engines; returns each engine's tickets.
 
         hosts: engine -> address of its host. workers: processes per engine. devices: engine -> UUIDs of the CUDA
-        devices that it sees.
+        devices that it sees. torches: engine -> version of its torch.
         """
         assert self.folder is not None, "open_run comes first"
-        seen = devices or {}
-        receivers = [EngineTarget(name, host, workers, seen.get(name, ())) for name, host in hosts.items()]
+        seen, versions = devices or {}, torches or {}
+        receivers = [
+            EngineTarget(name, host, workers, seen.get(name, ()), versions.get(name, ""))
+            for name, host in hosts.items()
+        ]
         self.sender = Sender(self.engine, receivers, options_of(self.config, self.folder))
         return self.sender.tickets
 

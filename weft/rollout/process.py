@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import shutil
 import subprocess
@@ -21,6 +22,20 @@ _ERROR = re.compile(r"(?:^|\] )(?:[\w.]+\.)?([A-Z]\w*(?:Error|Exception): .+)")
 _NOISE = re.compile(r"nanobind|^ - (leaked|\.\.\.) |resource_tracker")  # what vLLM's processes print at every exit
 _CLOSING = 15.0  # seconds for a process to end before it is killed
 _LOOK = 0.05  # seconds between two looks at its status
+
+
+# The allocator of weft's own processes: vLLM's sleep mode cannot live with expandable segments. PYTHONHOME: of weft's
+# Python, not of the engine's.
+_NOT_INHERITED = ("PYTHONHOME", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+
+
+def inherited() -> dict[str, str]:
+    """This process's environment variables, as an engine's process gets them: without those that are about weft's own
+    ranks. NCCL's interface is one of them where weft has set it to loopback, for ranks of one host."""
+    kept = {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
+    if kept.get("NCCL_SOCKET_IFNAME") == "lo":
+        del kept["NCCL_SOCKET_IFNAME"]
+    return kept
 
 
 class EngineDiedError(ActorError):

@@ -63,6 +63,11 @@ class HostedServer:
         """This host's address."""
         return own_address()
 
+    async def torch_version(self) -> str:
+        """The version of torch in the server's environment, which receives weights."""
+        with _located():
+            return interpreter_of(self._config).torch
+
     async def check(self, model_is_local: bool) -> None:
         """Raise UserError if the engine could not run on this host. model_is_local: whether model.path is a folder on
         the controller's host."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 import secrets
 from collections.abc import Mapping
 from dataclasses import replace
@@ -20,7 +19,7 @@ from weft.cluster.machine import free_port
 from weft.errors import UserError
 from weft.rollout.base import Completion, EnginePart, Finish, Request, spans_of
 from weft.rollout.http import Address
-from weft.rollout.process import EngineProcess
+from weft.rollout.process import EngineProcess, inherited
 from weft.rollout.served import Served, gather_or_cancel
 from weft.rollout.sync.protocol import SyncError
 from weft.rollout.vllm.server import Settings, option
@@ -53,7 +52,7 @@ class SglangEngine:
         """Start a server and wait until it responds. version: of the weights at settings.model."""
         port, key = free_port(), secrets.token_hex(16)
         log = settings.folder / f"{settings.name}.log"
-        process = EngineProcess(settings.name, command(settings, port, key), {**os.environ, **settings.variables}, log)
+        process = EngineProcess(settings.name, command(settings, port, key), {**inherited(), **settings.variables}, log)
         engine = cls(settings, Served(process, Address(port, key), "/health", settings.silence), version)
         try:
             await engine._served.ready()

@@ -62,6 +62,10 @@ class Standalone:
         """UUIDs of the CUDA devices that this process sees, its own first."""
         return device_memory.devices(self.device)
 
+    def torch_version(self) -> str:
+        """The version of torch that receives weights."""
+        return str(torch.__version__)
+
     def generate(
         self, requests: Sequence[Request], proceed: Callable[[], bool] | None = None
     ) -> list[list[Completion]]:

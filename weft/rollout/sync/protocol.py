@@ -8,7 +8,7 @@ preceded by its length in 4 bytes. Tensors do not use this connection. They trav
 the host or of a device that both map, through a process group, or through files:
 
     engine                                    sender
-    {hello, key, name, member, version, has, base, joined, mapped}
+    {hello, key, name, member, version, has, base, joined, mapped, torch, nccl}
                                               {begin: kind, version, verify, transport, manifest, adapter}
                                               {bucket: k, path | bytes | slot, rows: [[name, dtype, shape, offset, ..]]}
     {took: k}                                 .. more buckets; up to two are in flight
@@ -29,7 +29,9 @@ import json
 import math
 import mmap
 import os
+import re
 import socket
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -44,7 +46,7 @@ from numpy.typing import NDArray
 
 from weft.rollout.sync.checksums import checksum
 
-PROTOCOL = 3
+PROTOCOL = 4
 GONE = -1  # sent instead of a version, on behalf of a worker that has died
 LONGEST = 1 << 26  # most bytes of a message
 WIDTHS = {
@@ -268,7 +270,9 @@ class Delivery:
         who = {"key": ticket.key, "name": ticket.name, "member": ticket.member}
         joined = None if _Grouped.joined is None else _Grouped.joined[0]
         mapped = None if _OnDevice.mapped is None else _OnDevice.mapped[0]
-        self.channel.write(hello=PROTOCOL, version=version, has=has, base=base, joined=joined, mapped=mapped, **who)
+        self.channel.write(
+            hello=PROTOCOL, version=version, has=has, base=base, joined=joined, mapped=mapped, **who, **software()
+        )
 
     def parts(self) -> Iterator[Part]:
         """Yield the parts of the sync: the weights; or an adapter, after its base model if this engine lacks that. Each
@@ -293,6 +297,30 @@ class Delivery:
             with suppress(SyncError):  # the engine's own error is raised and says more
                 self.channel.write(error=text)
         self.channel.close()
+
+
+def software() -> dict[str, str]:
+    """Versions of torch and of the NCCL that it runs with, of this process; "" for what it has not loaded."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return {"torch": "", "nccl": ""}
+    nccl = ""
+    with suppress(AttributeError, RuntimeError):  # a build without NCCL
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    return {"torch": str(torch.__version__), "nccl": nccl}
+
+
+def opens_handles(receiver: str, sender: str) -> bool:
+    """Whether a process with one version of torch opens CUDA IPC handles that another made. "": not known, which hello
+    will tell.
+
+    Handles begin with the version of their format, and a newer one than the receiver knows is refused: 2 up to torch
+    2.12, 3 in 2.13. Of later versions nothing is assumed, but that each opens its own.
+    """
+    if not receiver or not sender:
+        return True
+    ours, theirs = (tuple(int(number) for number in re.findall(r"\d+", text)[:2]) for text in (sender, receiver))
+    return ours == theirs or (max(ours, theirs) <= (2, 13) and (ours <= (2, 12) or theirs == (2, 13)))
 
 
 def _connect(ticket: Ticket, version: int) -> socket.socket:
@@ -431,7 +459,7 @@ class _Grouped:
     joined: tuple[str, Any] | None = None  # (id, group), kept between syncs: joining NCCL takes seconds
 
     def __init__(self, transport: Mapping[str, Any], ticket: Ticket) -> None:
-        self._backend = transport["backend"]
+        self._backend, self._timeout = transport["backend"], ticket.timeout
         self._memory: Any = None  # reused for all buckets, because the first touch of memory is slow
         if _Grouped.joined is None or _Grouped.joined[0] != transport["id"]:
             _Grouped.joined = None
@@ -451,9 +479,10 @@ class _Grouped:
             self._memory = torch.empty(message["bytes"], dtype=torch.uint8, device=device)
         memory = self._memory[: message["bytes"]]
         try:
-            broadcast(self._group, memory).wait()
+            complete(broadcast(self._group, memory), self._timeout)
         except RuntimeError as error:
             _Grouped.joined = None
+            abort(self._group)
             raise SyncError(f"bucket {message['bucket']} did not come through the group: {error}") from error
         return memory if self._backend == "nccl" else memory.numpy()
 
@@ -518,10 +547,19 @@ class DeviceMemory:
         return [own, *(uuid for uuid in seen if uuid != own)]
 
     def allocate(self, size: int, device: Any) -> Any:
-        """An uninitialised uint8 tensor [size] that can be shared."""
+        """An uninitialised uint8 tensor [size] that can be shared. CUDA IPC shares no expandable segments, so the
+        allocator is told to use none for it, and then what it was told before."""
         import torch
 
-        return torch.empty(size, dtype=torch.uint8, device=device)
+        before = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+        if "expandable_segments:true" not in before.lower().replace(" ", ""):
+            return torch.empty(size, dtype=torch.uint8, device=device)
+        kept = [text for text in before.split(",") if not text.strip().startswith("expandable_segments")]
+        torch._C._accelerator_setAllocatorSettings(",".join([*kept, "expandable_segments:False"]))
+        try:
+            return torch.empty(size, dtype=torch.uint8, device=device)
+        finally:
+            torch._C._accelerator_setAllocatorSettings(before)
 
     def share(self, memory: Any) -> dict[str, Any]:
         """A handle, as JSON, with which one other process can open the memory. torch counts a reader per handle."""
@@ -571,21 +609,49 @@ def open_store(host: str, port: int, timeout: float, *, serve: bool = False) -> 
 
 def join_group(store: Any, name: str, rank: int, world: int, backend: str, timeout: float) -> Any:
     """Create a process group independent of torch's default group, which trainers and engines use themselves. timeout:
-    seconds."""
+    seconds that members wait for one another; RuntimeError if one does not come.
+
+    NCCL's group has a longer limit than any wait for it (`complete`), because NCCL's watchdog ends the whole process
+    at that limit. It joins at its first broadcast, without a limit; so members first wait for one another here.
+    """
     import torch.distributed as dist
 
     prefixed, wait = dist.PrefixStore(name, store), timedelta(seconds=timeout)
     if backend == "gloo":
         return dist.ProcessGroupGloo(prefixed, rank, world, wait)
+    prefixed.set(f"here-{rank}", "")
+    prefixed.wait([f"here-{member}" for member in range(world)], wait)
     options = dist.ProcessGroupNCCL.Options()
-    options._timeout = wait
+    options._timeout = wait * 4
     return dist.ProcessGroupNCCL(prefixed, rank, world, options)
 
 
 def broadcast(group: Any, memory: Any) -> Any:
-    """Start a broadcast of rank 0's bytes into `memory`; returns the handle to wait on."""
+    """Start a broadcast of rank 0's bytes into `memory`; returns the handle for complete()."""
     import torch.distributed as dist
 
     options = dist.BroadcastOptions()
     options.rootRank = 0
     return group.broadcast([memory], options)
+
+
+def complete(work: Any, timeout: float) -> None:
+    """Wait on the host until a broadcast is done; NCCL's own `wait` only orders streams. timeout: seconds.
+    RuntimeError if the broadcast fails, BroadcastTimeoutError if it is not done in time."""
+    deadline, pause = time.monotonic() + timeout, 0.0001
+    while not work.is_completed():
+        if time.monotonic() > deadline:
+            raise BroadcastTimeoutError(f"nothing came for {timeout:g} s")
+        time.sleep(pause)
+        pause = min(2 * pause, 0.005)
+    work.wait()
+
+
+class BroadcastTimeoutError(RuntimeError):
+    """A broadcast was not done in time."""
+
+
+def abort(group: Any) -> None:
+    """End what a group still does, so that its watchdog finds nothing for which it would end the process."""
+    with suppress(RuntimeError):
+        group.abort()

@@ -46,13 +46,14 @@ class EngineTarget:
 
     host: address of its machine, as own_address() returns there; None: the first rank's. workers: number of processes
     that each receive all tensors. devices: UUIDs of the CUDA devices that its workers see (protocol.DeviceMemory), its
-    own first.
+    own first. torch: the version of its workers' torch; "": not known before they come.
     """
 
     name: str
     host: str | None = None
     workers: int = 1
     devices: Sequence[str] = ()
+    torch: str = ""
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,7 @@ class Sender:
         self.engine, self.options = engine, options or SyncOptions()
         address = address or own_address()
         self._rank, self._world = engine.ranks.rank, engine.ranks.world
+        self._software = protocol.software()
         own = protocol.device_memory.devices(engine.device)[:1]
         everyone = self._gather((address, own, key or secrets.token_hex(16), secrets.token_hex(8)))
         self._hosts = [host for host, *_ in everyone]
@@ -151,8 +153,10 @@ class Sender:
             return "files", 0
         if wanted in ("auto", "ipc"):
             rank = self._rank_on_device(receiver, host)
-            if rank is not None:
+            if rank is not None and protocol.opens_handles(receiver.torch, self._software["torch"]):
                 return "ipc", rank
+            if rank is not None and wanted == "ipc":
+                raise self._other_handles(receiver.name, receiver.torch)
         if wanted == "ipc":
             raise UserError(
                 f"rollout.transport=ipc: {receiver.name} sees no CUDA device of a trainer rank (rollout engines have "
@@ -190,6 +194,7 @@ class Sender:
         self._error = None
         try:
             self._lead(SyncServer.welcome, self._mine(transport), version)
+            self._lead(self._check_software, transport)
             self._agree()
             for content in self._wanted():
                 self._activate(content)
@@ -202,6 +207,27 @@ class Sender:
             self._group.leave()
             raise
         return sent
+
+    def _check_software(self, server: SyncServer, transport: Transport) -> None:
+        """Raise UserError if an engine that has come cannot receive by this transport with its own versions."""
+        for connection in server.connections:
+            if transport == "ipc" and not protocol.opens_handles(connection.torch, self._software["torch"]):
+                raise self._other_handles(connection.name, connection.torch)
+            ours, theirs = self._software["nccl"], connection.nccl
+            if transport == "group" and self._backend == "nccl" and ours and theirs and ours != theirs:
+                raise UserError(
+                    f"rollout.transport: {connection.name} has NCCL {theirs} (torch {connection.torch}), and this "
+                    f"trainer NCCL {ours} (torch {self._software['torch']}); a group needs one version at both ends. "
+                    "Install the same torch in both environments, or set rollout.transport=shared, where engines are "
+                    "on a trainer's host, or rollout.transport=files, where all see run.dir."
+                )
+
+    def _other_handles(self, name: str, theirs: str) -> UserError:
+        return UserError(
+            f"rollout.transport=ipc: {name} has torch {theirs}, which is not known to open CUDA IPC handles of this "
+            f"trainer's torch {self._software['torch']}: set rollout.transport=shared, or install the same torch in "
+            "both environments."
+        )
 
     def _wanted(self) -> list[Content]:
         """The parts to send: an adapter's base only if a connected engine lacks it; collective."""

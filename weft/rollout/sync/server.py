@@ -36,6 +36,8 @@ class Connection:
     base: bool
     joined: str | None
     mapped: str | None
+    torch: str = ""
+    nccl: str = ""
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,8 @@ class Hello:
     base: bool
     joined: str | None
     mapped: str | None
+    torch: str
+    nccl: str
 
     @staticmethod
     def of(text: bytes) -> Hello:
@@ -59,6 +63,7 @@ class Hello:
         kinds: dict[str, tuple[type, ...]] = {
             "hello": (int,), "key": (str,), "name": (str,), "member": (int,), "version": (int,),
             "has": (int, type(None)), "base": (bool,), "joined": (str, type(None)), "mapped": (str, type(None)),
+            "torch": (str,), "nccl": (str,),
         }  # fmt: skip
         if message.keys() != kinds.keys():
             raise ValueError(f"it has the fields {', '.join(message)}")
@@ -181,7 +186,7 @@ class SyncServer:
             raise SyncError(f"{ticket.name} asks for version {hello.version}, and version {version} is being sent")
         del missing[who]
         channel = Channel(pending.socket, ticket.name, self.timeout)
-        return Connection(channel, *who, hello.has, hello.base, hello.joined, hello.mapped)
+        return Connection(channel, *who, hello.has, hello.base, hello.joined, hello.mapped, hello.torch, hello.nccl)
 
     def begin(self, content: Content, version: int, transports: Sequence[Mapping[str, Any]], verify: bool) -> None:
         """Announce a part. transports: per active connection, the message fields of its transport."""

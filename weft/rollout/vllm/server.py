@@ -14,6 +14,7 @@ from weft.config.rl_schema import RlConfig
 from weft.config.schema import LoraConfig
 from weft.errors import UserError
 from weft.files import read_object
+from weft.rollout.process import inherited
 from weft.rollout.vllm.interpreter import Interpreter
 from weft.version import PACKAGE
 
@@ -113,7 +114,6 @@ def command(settings: Settings, socket: Path) -> list[str]:
 
 def environment(settings: Settings, parts: Path) -> dict[str, str]:
     """The server's environment variables. parts: the folder from place_parts()."""
-    ours = {name: value for name, value in os.environ.items() if name != "PYTHONHOME"}
     paths = [str(parts), *filter(None, [settings.variables.get("PYTHONPATH")])]
     fixed = {
         "VLLM_SERVER_DEV_MODE": "1",  # the routes that pause, update and abort
@@ -126,7 +126,7 @@ def environment(settings: Settings, parts: Path) -> dict[str, str]:
         fixed["VLLM_BATCH_INVARIANT"] = "1"
     if settings.interpreter.cpu:
         fixed["VLLM_CPU_KVCACHE_SPACE"] = f"{1 if settings.memory is None else settings.memory:g}"
-    return {**_defaults(settings.interpreter), **ours, **settings.variables, **fixed}
+    return {**_defaults(settings.interpreter), **inherited(), **settings.variables, **fixed}
 
 
 def place_parts(folder: Path) -> Path:
