@@ -21,7 +21,7 @@ MINUTES ?= 9
 # Where it is set, each of the suite's hundreds of processes compiles weft anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo demo-sft demo-vision test lint types suite mutants faults mistakes support verify-all test-soak test-install test-compat test-oracle test-versions test-vllm bench bench-sft bench-images bench-rl gpu docs format clean
+.PHONY: setup demo demo-sft demo-vision test lint types suite mutants faults mistakes support verify-all test-soak test-install test-compat test-oracle test-versions test-vllm bench bench-sft bench-images bench-rl gpu docs site format clean
 
 setup: $(STAMP)
 
@@ -177,9 +177,18 @@ docs: $(STAMP)
 	$(BIN)/python -m weft.config.reference > docs/reference/config.md
 	$(BIN)/python -m weft.config.compat.pages docs/coming-from
 
+# The pages of docs/ as a site in .site, in an environment of its own. A link that leads nowhere is an error.
+site: .venv-site/.installed
+	NO_MKDOCS_2_WARNING=1 .venv-site/bin/mkdocs build
+
+.venv-site/.installed:
+	$(PYTHON) -m venv .venv-site
+	.venv-site/bin/python -m pip install --quiet 'mkdocs>=1.6,<2' 'mkdocs-material>=9.7,<10'
+	touch $@
+
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf .venv .venv-versions .venv-vllm .venv-trl .compat .demo .gpu .mypy_cache .ruff_cache .pytest_cache *.egg-info build dist
+	rm -rf .venv .venv-site .site .venv-versions .venv-vllm .venv-trl .compat .demo .gpu .mypy_cache .ruff_cache .pytest_cache *.egg-info build dist

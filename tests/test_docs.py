@@ -95,13 +95,13 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def test_the_index_leads_to_every_page() -> None:
-    """Directly, or as one of a folder that it names. Pages but three are in folders by kind."""
+    """Directly, or as one of a folder whose README it names. Pages but three are in folders by kind."""
     docs = ROOT / "docs"
     assert {page.stem for page in docs.glob("*.md")} == {"index", "tutorial", "architecture"}
     assert "(docs/index.md)" in (ROOT / "README.md").read_text()
     text = (docs / "index.md").read_text()
     for page in (docs / label for label in map(str, (p.relative_to(docs) for p in PAGES[1:])) if label != "index.md"):
-        named = [page.relative_to(docs), *page.relative_to(docs).parents]
+        named = [page.relative_to(docs), *(parent / "README.md" for parent in page.relative_to(docs).parents)]
         assert any(f"({name})" in text for name in named), page
 
 
