@@ -454,6 +454,20 @@ def test_the_main_threads_stack_is_found_in_a_dump() -> None:
     assert in_collective(stack) and not in_collective(stack[1:]) and not in_collective(main_stack(""))
 
 
+@pytest.mark.parametrize(
+    "frame",
+    [
+        'File "/s/weft/cluster/simulated.py", line 56 in read',
+        'File "/p/torch/cuda/__init__.py", line 1108 in synchronize',
+        'File "/p/torch/cuda/streams.py", line 231, in synchronize',
+    ],
+)
+def test_a_rank_that_waits_for_its_device_waits_for_the_others(frame: str) -> None:
+    """On CUDA the host meets a collective that does not end at the next number that it reads."""
+    assert in_collective([frame, 'File "/s/weft/engine/metrics.py", line 67 in reduce'])
+    assert not in_collective(['File "/s/weft/engine/metrics.py", line 67 in reduce', frame])
+
+
 # ---------------------------------------------------------------- who differs
 
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
 from unittest import mock
 
+import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed import device_mesh
+from torch.distributed import distributed_c10d as c10d
 
+from tests.cases import open_engine, saved_model, world_of
 from tests.pool import run
 from weft.config.mesh import MeshSizes
 from weft.ops.communicator import GroupCommunicator
@@ -97,3 +102,28 @@ def test_ranks_of_ep_are_neighbours_among_the_shards() -> None:
     assert replicas == {"place": 1, "ep": [2, 3], "same": [[1, 3], [3]]}
     divided = run(4, expert_groups, MeshSizes(dp_replicate=1, dp_shard=2, cp=1, tp=2, ep=2))[2]
     assert divided == {"place": 1, "ep": [0, 2], "same": [[2]], "with tp": [0, 1, 2, 3]}
+
+
+# ---------------------------------------------------------------- how long ranks wait for one another
+
+
+def limits(path: str, mesh: str, sections: dict[str, Any]) -> set[float]:
+    """Seconds after which each process group of this rank gives up."""
+    open_engine(path, mesh, **sections)
+    groups = [group for group in c10d._world.pg_map if group != dist.GroupMember.NON_GROUP_MEMBER]
+    assert len(groups) > 1
+    backends: list[Any] = [group._get_backend(torch.device("cpu")) for group in groups]
+    return {backend.options._timeout.total_seconds() for backend in backends}
+
+
+@pytest.mark.parametrize(
+    ("family", "mesh", "sections"),
+    [
+        ("llama", "2xtp2", {}), ("llama", "pp2x2", {}), ("qwen3_moe", "2xep2", {}), ("llama", "cp2xtp2", {}),
+        ("llama", "2", {"fsdp": {"overrides": {"model.layers.0": "replicate"}}}),
+    ],
+)  # fmt: skip
+def test_every_group_has_the_limit_of_the_run(family: str, mesh: str, sections: dict[str, Any]) -> None:
+    """torch gives groups of a mesh limits of 10 or 30 minutes, whatever train.timeout is."""
+    for found in run(world_of(mesh), limits, saved_model(family), mesh, sections, timeout=77.0):
+        assert found == {77.0}

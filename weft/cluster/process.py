@@ -14,6 +14,7 @@ from types import TracebackType
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from weft.cluster.launchers import check_ranks
 from weft.cluster.machine import Accelerator, cpu_cores
@@ -163,6 +164,20 @@ def everyone() -> dist.ProcessGroup:
     group = dist.group.WORLD
     assert group is not None, "there is no process group"
     return group
+
+
+@contextmanager
+def waits_limited() -> Iterator[None]:
+    """Process groups that are made inside get the time limit of the group of all ranks (train.timeout). torch gives
+    the groups of a mesh limits of its own, of 10 or 30 minutes, as they are split off."""
+    before = set(c10d._world.pg_map)
+    yield
+    gloo = everyone()._get_backend(torch.device("cpu"))
+    if not isinstance(gloo, dist.ProcessGroupGloo):  # a pretended rank
+        return
+    for group in c10d._world.pg_map:
+        if group not in before and group != dist.GroupMember.NON_GROUP_MEMBER:
+            c10d._set_pg_timeout(gloo.options._timeout, group)
 
 
 def place_among_all() -> tuple[int, int]:

@@ -120,6 +120,11 @@ def main_stack(text: str) -> list[str]:
     return [line.strip() for line in mains[-1] if line.strip().startswith("File ")] if mains else []
 
 
+# Files in which a rank waits for others. On CUDA the host meets a collective that does not end where it next waits for
+# the device: for numbers, an event, or all that was launched.
+_WAITING = ("/torch/distributed/", "/weft/cluster/simulated.py", "/torch/cuda/__init__.py", "/torch/cuda/streams.py")
+
+
 def in_collective(stack: list[str]) -> bool:
-    """Whether a stack, innermost call first, is inside a collective."""
-    return bool(stack) and "/torch/distributed/" in stack[0]
+    """Whether a stack, innermost call first, is inside a collective, or waits for the device that runs it."""
+    return bool(stack) and any(file in stack[0] for file in _WAITING)

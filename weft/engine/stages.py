@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from weft.cluster.machine import keep_freed_memory
-from weft.cluster.process import Ranks
+from weft.cluster.process import Ranks, waits_limited
 from weft.config.checks import BUILT_IN
 from weft.config.mesh import resolve_mesh
 from weft.engine.build import BuiltModel, balance_coefficient, build_model, make_exact
@@ -130,11 +130,13 @@ def assemble(
 ) -> Parts:
     """Run all stages in order. Arguments as in Engine; mesh: see `describe`."""
     set_deterministic(config.deterministic)
-    setup = describe(config, ranks, mesh)
+    with waits_limited():
+        setup = describe(config, ranks, mesh)
     if weights and setup.mesh is not mesh and ranks.simulated is None and ranks.device.type == "cuda":
         check_collectives(setup.mesh.groups, ranks.device, (setup.precision.compute, setup.precision.reduce))
     built = build(setup, weights=weights, readouts=readouts)
-    made = shard_model(setup, built, readouts)
+    with waits_limited():
+        made = shard_model(setup, built, readouts)
     parts = Parts(setup, built, made, new_loss_scale(setup))
     if ranks.simulated is not None:
         with ranks.simulated.fake:
