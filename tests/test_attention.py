@@ -22,6 +22,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from weft import versions
+from weft.cluster.simulated import Simulation, device_capability
 from weft.engine.device_check import errors
 from weft.ops import attention, flex
 from weft.ops import per_document as per_document_kernel
@@ -129,6 +130,23 @@ def test_auto_is_the_fastest_that_serves(device: torch.device, dtype: torch.dtyp
 def test_a_kernel_that_cannot_serve_a_call_is_refused() -> None:
     with pytest.raises(ValueError, match="varlen cannot serve a call in torch.bfloat16 on cuda with heads 512 wide"):
         choose("varlen", CUDA, BF16, Traits(512, 512))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, BF16])
+@pytest.mark.parametrize(
+    ("capability", "kernel"),
+    [((7, 0), "per_document"), ((7, 5), "per_document"), ((8, 0), "varlen"), ((8, 9), "varlen"), ((12, 0), "varlen")],
+)
+def test_cards_before_ampere_get_no_flash_attention(
+    capability: tuple[int, int], kernel: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """V100 and T4: there is no such kernel for them."""
+    monkeypatch.setattr(attention, "device_capability", lambda device: capability)
+    assert choose("auto", CUDA, dtype, Traits(64, 64)) == kernel
+    assert attention.KERNELS["flex"].suits(CUDA, dtype, Traits(64, 64)) is (capability >= (8, 0))
+    assert choose("auto", torch.device("cpu"), dtype, Traits(64, 64)) == "per_document"
+    with Simulation("cuda", capability=capability).running():
+        assert device_capability(CUDA) == capability
 
 
 def test_traits_of_a_call() -> None:

@@ -11,6 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.vision_zoo import vision_config, vision_tokenizer
 from tests.zoo import tiny_config
+from weft.cluster.accelerators import ASSUMABLE, CARDS, limits_of
+from weft.cluster.machine import ACCELERATORS
 from weft.engine.media import Media
 from weft.models import hf
 from weft.models.cost import flop_facts
@@ -27,6 +29,7 @@ from weft.models.flops import (
 )
 from weft.models.train_module import TrainModule
 from weft.models.vision import blocks, find_vision
+from weft.planner.machines import machine_of
 
 
 def test_dense_model() -> None:
@@ -101,12 +104,45 @@ def test_windowed_layers_cost_less() -> None:
         ("NVIDIA A10G", 70e12),
         ("NVIDIA GeForce RTX 4090", 165.2e12),
         ("AMD Instinct MI300X", 1307e12),
-        ("Tesla T4", None),
+        ("NVIDIA GB200", 2500e12),
+        ("NVIDIA GB300", 2500e12),
+        ("NVIDIA B300 SXM6 AC", 2250e12),
+        ("NVIDIA H200 NVL", 835e12),
+        ("NVIDIA A10", 125e12),
+        ("NVIDIA RTX A6000", 154.8e12),
+        ("NVIDIA RTX 6000 Ada Generation", 364.2e12),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", 503.8e12),
+        ("NVIDIA GeForce RTX 5090", 209.5e12),
+        ("Tesla V100-SXM2-32GB", 125e12),
+        ("Tesla V100-PCIE-16GB", 112e12),
+        ("Tesla T4", 65e12),
+        ("AMD Instinct MI300A", 980.6e12),
+        ("Quadro RTX 6000", None),
         ("some other device", None),
     ],
 )
 def test_peaks(name: str, peak: float | None) -> None:
-    assert peak_of(name) == peak
+    found = peak_of(name)
+    assert found is None if peak is None else found == pytest.approx(peak)
+
+
+def test_every_accelerator_that_a_plan_assumes_is_of_the_one_table() -> None:
+    """mfu of a run and the time of a plan are shares of one peak."""
+    for name, known in ACCELERATORS.items():
+        machine = machine_of(known)
+        card, rates = ASSUMABLE[name]
+        assert machine.peak == card.peak * 1e12 and machine.memory_rate == rates.memory * 1e9
+        assert card.source and known.capability == card.capability
+    assert len(ASSUMABLE) == len([card for card in CARDS if card.name])
+
+
+def test_old_and_foreign_cards_are_named() -> None:
+    assert limits_of((9, 0), True) == limits_of((8, 0), True) == ""
+    assert limits_of((7, 0), True).endswith("bf16 is emulated, slowly: set fsdp.param_dtype=fp16")
+    assert limits_of((7, 5), False) == (
+        "compute capability 7.5: attention is per_document's, because flash attention needs 8.0"
+    )
+    assert limits_of(None, True).startswith("AMD accelerators are not supported")
 
 
 def test_the_peak_of_a_cpu_is_unknown() -> None:

@@ -13,9 +13,9 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 
+from weft.cluster.accelerators import ASSUMABLE
 from weft.cluster.options import Device
 from weft.errors import UserError
 
@@ -182,20 +182,16 @@ def _cgroup_quota() -> int | None:
 @dataclass(frozen=True)
 class Accelerator:
     """An accelerator that a dry run can assume. memory: bytes that torch reports, within a few percent; vendors state
-    more than a process can use."""
+    more than a process can use. capability: CUDA's; None of AMD."""
 
     name: str
     memory: int
+    capability: tuple[int, int] | None = (9, 0)
 
 
 ACCELERATORS = {
-    name: Accelerator(name, int(gib * (1 << 30)))
-    for name, gib in {
-        "t4-16gb": 14.6, "a10g-24gb": 22.0, "l4-24gb": 22.0, "rtx3090-24gb": 23.6, "rtx4090-24gb": 23.5,
-        "rtx5090-32gb": 31.4, "v100-32gb": 31.7, "a100-40gb": 39.4, "l40s-48gb": 44.4, "a100-80gb": 79.1,
-        "h100-80gb": 79.1, "gh200-96gb": 94.5, "h200-141gb": 139.8, "b200-192gb": 178.4, "mi300x-192gb": 191.5,
-    }.items()
-}  # fmt: skip
+    name: Accelerator(name, int(rates.gib * (1 << 30)), card.capability) for name, (card, rates) in ASSUMABLE.items()
+}
 
 
 def accelerator(name: str | None) -> Accelerator | None:
@@ -209,7 +205,5 @@ def accelerator(name: str | None) -> Accelerator | None:
 
 def known_accelerator(device: str, memory: int) -> Accelerator | None:
     """The accelerator of this name and memory in bytes, as torch reports them; None if there is none of both."""
-    words = re.split(r"[ -]+", device.lower())
-    names = {*words, *map("".join, pairwise(words))}  # RTX 4090 is two words
     fits = (one for one in ACCELERATORS.values() if abs(one.memory - memory) < 0.1 * memory)
-    return next((one for one in fits if one.name.partition("-")[0] in names), None)
+    return next((one for one in fits if re.search(ASSUMABLE[one.name][0].pattern, device)), None)

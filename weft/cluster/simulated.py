@@ -16,13 +16,15 @@ import torch.distributed._tools.fake_collectives  # gives collectives of fake te
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
+NEW = (9, 0)  # the compute capability of a device that is only spoken of
+
 
 class Simulation:
     """The simulation of a device."""
 
-    def __init__(self, kind: str, memory: int = 0) -> None:
-        """kind: the type of the device, `cuda` or `cpu`. memory: its bytes."""
-        self.kind, self.memory = kind, memory
+    def __init__(self, kind: str, memory: int = 0, capability: tuple[int, int] | None = None) -> None:
+        """kind: the type of the device, `cuda` or `cpu`. memory: its bytes. capability: CUDA's; None: a new one's."""
+        self.kind, self.memory, self.capability = kind, memory, capability or NEW
         # Real tensors (a table on the host) become fake ones at their first use.
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
 
@@ -57,6 +59,18 @@ def device_memory(device: torch.device) -> int:
     if _current is not None:
         return _current.memory
     return _memory(device) if device.type == "cuda" else 0
+
+
+def device_capability(device: torch.device) -> tuple[int, int]:
+    """The compute capability of the CUDA device for which kernels are chosen. On a machine without one: a new one's."""
+    if _current is not None:
+        return _current.capability
+    return _capability(device) if torch.cuda.is_available() else NEW
+
+
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
 
 
 @functools.cache

@@ -9,39 +9,16 @@ costs 12 x heads x width for each query and each key that it sees.
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
+from weft.cluster.accelerators import card_of
+
 if TYPE_CHECKING:
     from weft.engine.engine import Engine
     from weft.engine.plan import StepPlan
-
-# Dense bf16 FLOPs/s with fp32 accumulation, from the vendors' data sheets; the first match counts.
-_PEAKS: tuple[tuple[str, float], ...] = (
-    (r"\bGB200\b", 2500e12),
-    (r"\bB200\b", 2250e12),
-    (r"\bH200\b", 989e12),
-    (r"\bGH200\b", 989e12),
-    (r"\bH100 PCIe\b", 756e12),
-    (r"\bH100 NVL\b", 835e12),
-    (r"\bH[18]00\b", 989e12),
-    (r"\bH20\b", 148e12),
-    (r"\bA[18]00\b", 312e12),
-    (r"\bA40\b", 149.7e12),
-    (r"\bA30\b", 165e12),
-    (r"\bA10G\b", 70e12),
-    (r"\bA10\b", 125e12),
-    (r"\bL40S\b", 362e12),
-    (r"\bL40\b", 181e12),
-    (r"\bL4\b", 121e12),
-    (r"\bRTX 4090\b", 165.2e12),
-    (r"\bRTX 3090\b", 71e12),
-    (r"\bMI3(00|25)X\b", 1307e12),
-    (r"\bMI250X\b", 383e12),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,13 +100,14 @@ def _per_pair(layer: AttentionFacts) -> float:
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Peak dense bf16 FLOPs/s of one device; None for CPUs and unknown devices."""
+    """Peak dense 16-bit FLOPs/s of one device; None for CPUs and unknown devices."""
     return peak_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
 def peak_of(name: str) -> float | None:
-    """Peak dense bf16 FLOPs/s of the accelerator of this name; None if unknown."""
-    return next((peak for pattern, peak in _PEAKS if re.search(pattern, name)), None)
+    """Peak dense 16-bit FLOPs/s of the accelerator of this name; None if unknown."""
+    card = card_of(name)
+    return None if card is None else card.peak * 1e12
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weft.cluster.simulated import device_kind, runs
+from weft.cluster.simulated import device_capability, device_kind, runs
 from weft.ops.attention_call import BOUNDS_ARGUMENT, Bounds, Call, Traits
 from weft.ops.context import attend_in_context
 from weft.ops.decode import one_token
@@ -89,17 +89,18 @@ def flex(call: Call) -> Tensor:
 @dataclass(frozen=True)
 class Kernel:
     """A kernel and the calls that it supports. any_scores: supports soft-caps, sinks, and tokens that see later ones.
-    widths: supported head widths of queries, keys and values."""
+    widths: supported head widths of queries, keys and values. capability: the least of a CUDA device."""
 
     run: Callable[[Call], Tensor]
     cuda_only: bool
     needs_16_bit: bool
     any_scores: bool
     widths: range = range(1, 2**16)
+    capability: tuple[int, int] = (0, 0)
 
     def suits(self, device: torch.device, dtype: torch.dtype, traits: Traits) -> bool:
         return (
-            (device_kind(device) == "cuda" or not self.cuda_only)
+            (not self.cuda_only or (device_kind(device) == "cuda" and device_capability(device) >= self.capability))
             and (dtype in (torch.bfloat16, torch.float16) or not self.needs_16_bit)
             and (self.any_scores or not (traits.softcap or traits.sinks or traits.images))
             and traits.width in self.widths
@@ -107,12 +108,15 @@ class Kernel:
         )
 
 
-# In order of preference: `auto` takes the first that suits the call. Flash kernels support widths up to 256. flex needs
-# 16 or more; beyond 256 its tiles do not fit every GPU's shared memory, while torch's memory-efficient kernel, which
-# per_document runs there, takes any width.
+# In order of preference: `auto` takes the first that suits the call. Flash kernels begin with Ampere, as do flex's
+# tiles, and support widths up to 256. flex needs 16 or more; beyond 256 its tiles do not fit every GPU's shared memory,
+# while torch's memory-efficient kernel, which per_document runs there, takes any width.
+_AMPERE = (8, 0)
 KERNELS: dict[str, Kernel] = {
-    "varlen": Kernel(varlen, cuda_only=True, needs_16_bit=True, any_scores=False, widths=range(1, 257)),
-    "flex": Kernel(flex, cuda_only=True, needs_16_bit=True, any_scores=True, widths=range(16, 257)),
+    "varlen": Kernel(
+        varlen, cuda_only=True, needs_16_bit=True, any_scores=False, widths=range(1, 257), capability=(8, 0)
+    ),
+    "flex": Kernel(flex, cuda_only=True, needs_16_bit=True, any_scores=True, widths=range(16, 257), capability=_AMPERE),
     "per_document": Kernel(per_document, cuda_only=False, needs_16_bit=False, any_scores=True),
 }
 

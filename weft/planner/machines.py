@@ -1,9 +1,8 @@
 """A plan's assumptions about accelerators, the links between them and their hosts.
 
-Rates are those of the vendors' data sheets: dense bf16 (fp16 where there is no bf16), memory, NVLink, Infinity Fabric
-or PCIe in one direction, and the link to the host. The network is that of machines in which the accelerator is usually
-sold. The shares of a rate that a run reaches are assumptions, which are printed and can be replaced. What `make gpu`
-has measured on an accelerator (measured/NAME.json, written by benchmarks/gpu.py) takes the place of both.
+Rates are those of cluster/accelerators.py: of the vendors' data sheets. The shares of a rate that a run reaches are
+assumptions, which are printed and can be replaced. What `make gpu` has measured on an accelerator (measured/NAME.json,
+written by benchmarks/gpu.py) takes the place of both.
 """
 
 from __future__ import annotations
@@ -13,25 +12,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from weft.cluster.accelerators import ASSUMABLE
 from weft.cluster.machine import Accelerator
 from weft.errors import UserError
 
 GB = 1e9
 MEASURED = Path(__file__).parent / "measured"
-# name: (TFLOP/s, memory GB/s, link GB/s, network GB/s for each accelerator, host GB/s; the shares of the TFLOP/s that
-# products and attention reach). The first five are of data sheets, host of the PCIe generation (of GH200: NVLink-C2C).
-# Shares: 0.7 and 0.5 where nothing better is known; of Hopper 700 TFLOP/s of 8192^3 products and 350 of flash
-# attention 2, which uses none of its newer instructions; of A100 250 and 190; of MI300X 650 in products.
-_RATES = {
-    "t4-16gb": (65, 320, 16, 3, 12, 0.7, 0.3), "a10g-24gb": (70, 600, 32, 3, 25, 0.7, 0.5),
-    "l4-24gb": (121, 300, 32, 3, 25, 0.7, 0.5), "rtx3090-24gb": (71, 936, 32, 3, 25, 0.7, 0.5),
-    "rtx4090-24gb": (165, 1008, 32, 3, 25, 0.7, 0.5), "rtx5090-32gb": (209, 1792, 64, 3, 50, 0.7, 0.5),
-    "v100-32gb": (125, 900, 150, 12.5, 12, 0.7, 0.3), "a100-40gb": (312, 1555, 300, 25, 25, 0.8, 0.6),
-    "l40s-48gb": (362, 864, 32, 12.5, 25, 0.7, 0.5), "a100-80gb": (312, 2039, 300, 25, 25, 0.8, 0.6),
-    "h100-80gb": (989, 3350, 450, 50, 50, 0.7, 0.35), "gh200-96gb": (989, 4000, 450, 50, 400, 0.7, 0.35),
-    "h200-141gb": (989, 4800, 450, 50, 50, 0.7, 0.35), "b200-192gb": (2250, 8000, 900, 50, 50, 0.7, 0.15),
-    "mi300x-192gb": (1307, 5300, 448, 50, 50, 0.5, 0.3),
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -114,10 +100,11 @@ class Machine:
 def machine_of(accelerator: Accelerator, **others: float | int | None) -> Machine:
     """The machine of an accelerator. others: values that replace fields, link and network in GB/s; None keeps a field.
     Raises UserError for a value out of range."""
-    tflops, memory, link, network, host, matmul, attention = _RATES[accelerator.name]
+    card, rates = ASSUMABLE[accelerator.name]
     machine = Machine(
-        accelerator, tflops * 1e12, memory * GB, link * GB, network * GB, host * GB, matmul=matmul, attention=attention
-    )
+        accelerator, card.peak * 1e12, rates.memory * GB, rates.link * GB, rates.network * GB, rates.host * GB,
+        matmul=rates.matmul, attention=rates.attention,
+    )  # fmt: skip
     machine = _as_measured(machine)
     changed: dict[str, Any] = {name: value for name, value in others.items() if value is not None}
     for name, value in changed.items():

@@ -72,7 +72,7 @@ def simulate(config: EngineConfig, world: int, assumed: Accelerator | None, step
     """
     _check(config)
     began = time.perf_counter()
-    simulation = Simulation("cpu") if assumed is None else Simulation("cuda", assumed.memory)
+    simulation = Simulation("cpu") if assumed is None else Simulation("cuda", assumed.memory, assumed.capability)
     _forget_meshes()
     with pretend(world, "cpu", assumed, rank=rank, simulated=simulation) as ranks:
         engine = Engine(config, ranks, weights=False, readouts=step.objective.readouts)

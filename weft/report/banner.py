@@ -16,6 +16,7 @@ from rich.table import Table
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
+from weft.cluster.accelerators import limits_of
 from weft.cluster.options import Detail
 from weft.cluster.process import Ranks
 from weft.config import to_yaml
@@ -262,6 +263,18 @@ def brief(lines: Iterable[str]) -> list[str]:
     return [line for line in lines if not line.startswith(_DETAILS)]
 
 
+def _limits(engine: Engine) -> str:
+    """What is amiss with the accelerators of this run; "" if nothing is."""
+    ranks = engine.ranks
+    if ranks.assumed is not None:
+        capability = ranks.assumed.capability
+    elif ranks.device.type != "cuda" or not torch.cuda.is_available():
+        return ""
+    else:
+        capability = None if torch.version.hip else torch.cuda.get_device_capability(ranks.device)
+    return limits_of(capability, engine.precision.compute == torch.bfloat16)
+
+
 def _model_lines(
     config: SftConfig | RlConfig, engine: Engine, beside: Sequence[Engine], asleep: Sequence[Part]
 ) -> Iterator[str]:
@@ -280,6 +293,8 @@ def _model_lines(
     )
     if precision.remark():
         yield f"warning  {precision.remark()}"
+    if limits := _limits(engine):
+        yield f"warning  {limits}"
     apart = "".join(f"{name} document by document; " for name in built.findings.mixers if built.layout == "packed")
     yield f"layout   documents {built.layout}; {apart}{_attention(config, engine)}"
     if engine.mesh.cp_size > 1:
