@@ -413,6 +413,7 @@ OUT_OF_RANGE = {
     "model.router_bias_rate": "0",
     "train.log_every": "0",
     "train.max_nonfinite": "0",
+    "train.neftune_noise_alpha": "0",
     "lora.rank": "0",
     "lora.alpha": "0",
     "lora.dropout": "1",

@@ -253,6 +253,10 @@ EFFECTS: dict[str, tuple[str, str]] = {
         "what is trained",
         "test_objective.py::test_an_objective_of_ones_own_is_trained",
     ),
+    "train.neftune_noise_alpha": (
+        "noise on embeddings",
+        "test_neftune.py::test_gradients_are_those_of_transformers_with_the_same_noise",
+    ),
     "train.log_every": ("which steps have a line", "test_progress.py::test_every_so_many_steps"),
     "train.max_nonfinite": (
         "when non-finite steps end the run",

@@ -916,6 +916,9 @@ CARRIED: dict[str, tuple[str, dict[str, Any]]] = {
     "a lowest rate itself": (
         f"{HF}learning_rate: 1.0e-4\nlr_scheduler_kwargs: {{min_lr: 1.0e-5}}\n", {"schedule.min_lr_ratio": 0.1}
     ),
+    "noise on embeddings": (f"{HF}neftune_noise_alpha: 5\n", {"train.neftune_noise_alpha": 5}),
+    "noise on embeddings in LLaMA-Factory": (f"{FACTORY}neftune_alpha: 5.0\n", {"train.neftune_noise_alpha": 5}),
+    "no noise on embeddings": (f"{AXOLOTL}noisy_embedding_alpha: 0\n", {"train.neftune_noise_alpha": None}),
     "restarts": (
         f"{HF}lr_scheduler_type: cosine_with_restarts\nlr_scheduler_kwargs: {{num_cycles: 3}}\n",
         {"schedule.name": "cosine_with_restarts", "schedule.cycles": 3, "schedule.min_lr_ratio": 0.0},
@@ -984,7 +987,6 @@ def test_what_has_a_key_is_carried_over(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (f"{HF}neftune_noise_alpha: 5\n", "neftune_noise_alpha: noise on embeddings (NEFTune) is not in this version"),
         (f"{AXOLOTL}plugins: [a.B]\nlora_mlp_kernel: true\n", "plugins, lora_mlp_kernel: kernels are chosen"),
         (f"{FACTORY}use_unsloth: true\n", "use_unsloth: kernels are chosen by weft and torch"),
         (f"{AXOLOTL}min_sample_len: 4\n", "min_sample_len: documents are not left out for being short"),

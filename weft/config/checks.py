@@ -281,6 +281,7 @@ RANGES: dict[str, tuple[Test, str]] = {
     "train.timeout": POSITIVE,
     "train.log_every": AT_LEAST_1,
     "train.max_nonfinite": AT_LEAST_1,
+    "train.neftune_noise_alpha": (lambda v: v > 0, "above 0, or null for no noise"),
     "checkpoint.every": NOT_NEGATIVE,
     "checkpoint.every_minutes": (lambda v: v > 0, "above 0, or null"),
     "checkpoint.keep": (lambda v: v >= 1, "1 or more, or null for all"),

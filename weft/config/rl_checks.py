@@ -198,6 +198,11 @@ INERT = (
         for leaf in ("pass_at", "temperature", "top_p", "top_k")
     ),
     Inert("train.objective", _always, "rl.algorithm says what is trained"),
+    Inert(
+        "train.neftune_noise_alpha",
+        _always,
+        "logprobs of samples are those of the model that sampled them, without noise",
+    ),
 )
 
 RANGES: dict[str, tuple[Test, str]] = {

@@ -473,6 +473,11 @@ class TrainConfig:
         "what docs/how-to/objective.md asks for; null: cross entropy over trained tokens.",
         None,
     )
+    neftune_noise_alpha: float | None = key(
+        "Noise on embeddings in training (NEFTune), uniform within alpha / sqrt(tokens of the document x hidden size); "
+        "papers use 5 to 15. null: none.",
+        None,
+    )
     log_every: int | None = key(
         "Elsewhere than on a terminal, optimizer steps between two lines of what is printed; null: a line every 5 "
         "seconds at most. The first and the last step are always printed; RUN/metrics.jsonl has every step.",

@@ -25,7 +25,8 @@ class EngineConfig:
     temperature: divides the logits of every logprob and entropy, as in sampling. exact: a token's logprob equals, to
     the last bit, what the embedded engine records when it samples it (docs/explanation/exact.md). value_head: makes a
     critic: the readout `value`, one number per token, replaces logits. Its setting is how the head starts if the files
-    have none. replay: follow the routes that documents carry, except while adapters are switched off.
+    have none. neftune_noise_alpha: adds noise to embeddings in training (models/embedding_noise.py). replay: follow the
+    routes that documents carry, except while adapters are switched off.
     """
 
     model: ModelConfig
@@ -41,6 +42,7 @@ class EngineConfig:
     exact: bool = False
     value_head: First | None = None
     replay: bool = True
+    neftune_noise_alpha: float | None = None
 
     @staticmethod
     def of(config: SftConfig | RlConfig) -> EngineConfig:
@@ -54,4 +56,5 @@ class EngineConfig:
             optimizer=config.optimizer,
             seed=config.train.seed,
             deterministic=config.train.deterministic,
+            neftune_noise_alpha=config.train.neftune_noise_alpha,
         )

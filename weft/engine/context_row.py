@@ -51,6 +51,12 @@ def cut_row(row: Row, plan: StepPlan, micro_batch: int, rank: int, axis: Context
         owner_M=None if row.owner_M is None else torch.cat([row.owner_M[kept_M], torch.full((tail,), -1)]),
         routes=None if row.routes is None else _padded_routes(row.routes[kept_M], tail),
         real_tokens=len(kept_M),
+        noise_keys_BT=None
+        if row.noise_keys_BT is None
+        else _padded(row.noise_keys_BT[:, kept_M], torch.zeros(tail).long()),
+        noise_sizes_BT=None
+        if row.noise_sizes_BT is None
+        else _padded(row.noise_sizes_BT[:, kept_M], torch.zeros(tail)),
         shared=_shared_documents(row.documents, pieces, shared, axis) if shared else None,
     )
 

@@ -28,6 +28,7 @@ from weft.engine.rows import RowBuilder, Rows
 from weft.engine.sleep import PARTS, Part, Sleeper, tensors_of
 from weft.engine.stages import assemble
 from weft.errors import RanksDisagreeError, UserError
+from weft.models.embedding_noise import StepNoise
 from weft.objectives.base import Batch, Objective
 from weft.objectives.check import check_normaliser, check_terms, chosen_tokens
 from weft.objectives.readouts import Wanted
@@ -197,19 +198,26 @@ class Engine:
         plan = self.plan(self.metas(documents))
         return plan, take(documents, self.needs(plan))
 
-    def rows(self, plan: StepPlan, documents: Mapping[int, Document], objective: Objective) -> Rows:
-        """This rank's rows for accumulate(), on the host. May be called in another thread."""
+    def rows(
+        self, plan: StepPlan, documents: Mapping[int, Document], objective: Objective, step: int | None = None
+    ) -> Rows:
+        """This rank's rows for accumulate(), on the host. May be called in another thread. step: its number in the run,
+        on which the noise of EngineConfig.neftune_noise_alpha depends; None for rows without noise."""
         hidden = Wanted.of(objective.readouts).hidden
         if hidden and self.divided.sequence:
             raise UserError(
                 f"`hidden/{hidden[0]}` of {type(objective).__name__}: between blocks, ranks of mesh.tp have parts of a "
                 "row's tokens: say at the start what objectives read, Engine(..., readouts=objective.readouts)."
             )
-        return self._lay_out(plan, documents, objective.every_token)
+        alpha = self.config.neftune_noise_alpha
+        noise = None if alpha is None or step is None else StepNoise(alpha, self.config.seed, step)
+        return self._lay_out(plan, documents, objective.every_token, noise)
 
-    def _lay_out(self, plan: StepPlan, documents: Mapping[int, Document], every_token: bool) -> Rows:
+    def _lay_out(
+        self, plan: StepPlan, documents: Mapping[int, Document], every_token: bool, noise: StepNoise | None = None
+    ) -> Rows:
         routed = self.config.replay and (self.lora is None or self.lora.switch.on)
-        return self._rows.rows(plan, documents, every_token, routed)
+        return self._rows.rows(plan, documents, every_token, routed, noise)
 
     def bubble(self, plan: StepPlan) -> float:
         """The share of a step in which stages of mesh.pp wait for each other, from the FLOPs of this rank's rows."""
@@ -228,7 +236,8 @@ class Engine:
     ) -> dict[str, float | None]:
         """Add the gradient of one whole step and return its metrics, reduced over all data ranks.
 
-        documents: at least those of needs(plan), by index in the step, or rows() of them. The gradient is a sum over
+        documents: at least those of needs(plan), by index in the step, or rows() of them, which noise on embeddings
+        needs (ValueError). The gradient is a sum over
         the step's tokens, divided once by objective.normaliser(plan). Routes that documents carry are followed; the
         metric `routing/differing` is the share of (token, layer) pairs for which the router alone would have chosen
         other experts.
@@ -242,6 +251,8 @@ class Engine:
         sums.add(WRONG, 0.0, 1.0)
         flight.planned(plan.fingerprint())
         rows = documents if isinstance(documents, Rows) else self.rows(plan, documents, objective)
+        if self.config.neftune_noise_alpha is not None and not rows.noisy:
+            raise ValueError("noise on embeddings depends on the step: accumulate(plan, engine.rows(..., step=1), ...)")
         factors = Factors(normaliser, self.balance / plan.totals.tokens, self._scale)
         factors = self._executor.count(rows, factors, plan.totals.tokens)
         routed = self.config.replay and any(meta.routed for meta in plan.documents)

@@ -6,7 +6,7 @@ N predictions of a row, E experts, C tokens whose logits an objective asks for.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -21,7 +21,9 @@ from weft.engine.metrics import Sums
 from weft.engine.replay import Replay
 from weft.engine.row import Row
 from weft.engine.rows import Rows
+from weft.models.embedding_noise import EmbeddingNoise
 from weft.models.experts import experts_of
+from weft.models.pipeline import Idle
 from weft.objectives.balance import Balance, Counted
 from weft.objectives.base import Batch, Objective, Terms
 from weft.objectives.check import check_is_sum, check_terms, check_tokens, chosen_tokens
@@ -92,6 +94,11 @@ class Executor:
         counted = () if config.model.compile else experts_of(self.module).values()
         self.load = ExpertLoad(counted, mesh)
         self.replay = Replay(self.module, self.experts, self.top_k, config.model.compile)
+        self._noise: EmbeddingNoise | None = None
+        embedding = self.module.get_submodule(self.module.facts.embedding)
+        if config.neftune_noise_alpha is not None and not isinstance(embedding, Idle):
+            tp = mesh.tp
+            self._noise = EmbeddingNoise(embedding, 1 if tp is None else tp.size, 0 if tp is None else tp.place)
         self._vocabulary = int(built.config.get_text_config().vocab_size)
         self.unchecked: set[type] = set()  # objectives that are yet to be found to be sums
 
@@ -111,11 +118,17 @@ class Executor:
         media, borrowed, exchange = (row.media, row.borrowed, row.exchange) if first else (None, False, None)
         if balance is not None and balance.counting:  # the head computes nothing
             row = replace(row, selected_N=row.selected_N[:0], targets_N=row.targets_N[:0])
-        with self.load.counting(row.real_tokens if row.real_K is None else row.real_K):
+        with self.load.counting(row.real_tokens if row.real_K is None else row.real_K), self._noisy(row, first):
             return self.module(
                 row.input_ids_BT, row.position_ids_BT, bounds, row.selected_N, row.targets_N, what, direction, balance,
                 chosen_NC, media, borrowed, received, chunk, exchange,
             )  # fmt: skip
+
+    def _noisy(self, row: Row, first: bool) -> AbstractContextManager[None]:
+        """Inside, a forward adds the row's noise to embeddings, which the first stage has."""
+        if self._noise is None or not first or row.noise_keys_BT is None or row.noise_sizes_BT is None:
+            return nullcontext()
+        return self._noise.adding(row.noise_keys_BT, row.noise_sizes_BT)
 
     def forward(
         self,

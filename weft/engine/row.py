@@ -19,6 +19,7 @@ from weft.cluster.consistency import Alike
 from weft.engine.document import Document
 from weft.engine.media import joined
 from weft.engine.plan import Layout
+from weft.models.embedding_noise import StepNoise
 from weft.models.vision import Vision
 from weft.objectives.shared_documents import SharedDocuments
 from weft.ops.attention_call import Bounds
@@ -38,7 +39,8 @@ class Row:
     arguments of the row's images; None if no rank has images. borrowed: media are of an image in no document, so that
     this rank runs the tower as the others do. exchange: if set, media are the images that this rank computes, whose
     features are exchanged (dealt_images.py). real_K: indices in the flattened row of the tokens that are no padding, in
-    layout `padded`; None where padding comes last. alike: checksums that must equal those of other ranks."""
+    layout `padded`; None where padding comes last. noise_keys_BT, noise_sizes_BT: see EmbeddingNoise.adding; None
+    without noise. alike: checksums that must equal those of other ranks."""
 
     documents: tuple[int, ...]
     input_ids_BT: Tensor
@@ -58,6 +60,8 @@ class Row:
     borrowed: bool = False
     exchange: FeatureExchange | None = None
     real_K: Tensor | None = None
+    noise_keys_BT: Tensor | None = None
+    noise_sizes_BT: Tensor | None = None
     alike: tuple[Alike, ...] = ()
 
     def pinned(self) -> Row:
@@ -99,13 +103,14 @@ def build_row(
     owners: bool = False,
     vision: Vision | None = None,
     images: bool = False,
+    noise: StepNoise | None = None,
 ) -> Row:
     """Lay out documents for one forward, on the host.
 
     read: tokens of each document that the forward reads: all, or all but the last. length: T with padding. every_token:
     predict all tokens, not only those with a weight. owners: fill owner_M. vision: of the model, if it takes images.
-    images: whether some rank's row of this micro-batch has images. A row without documents holds padding, so that every
-    rank runs the same collectives.
+    images: whether some rank's row of this micro-batch has images. noise: that embeddings get. A row without documents
+    holds padding, so that every rank runs the same collectives.
     """
     chosen = [documents[index] for index in indices]
     starts = _starts(read, length, layout)
@@ -131,6 +136,7 @@ def build_row(
         routes=_routes(chosen, starts, read, ids.numel()),
         real_tokens=sum(read),
         real_K=None if layout == "packed" else places.row_K,
+        **({} if noise is None else _noise(indices, chosen, places, shape, noise)),
         **(_media(chosen, vision) if images and vision is not None else {}),
         **_predictions(chosen, starts, every_token),
     )
@@ -161,6 +167,18 @@ def _owners(places: _Places, tokens: int) -> Tensor:
     owner = torch.full((tokens,), -1)
     owner[places.row_K] = places.document_K
     return owner
+
+
+def _noise(
+    indices: Sequence[int], documents: Sequence[Document], places: _Places, shape: tuple[int, int], noise: StepNoise
+) -> dict[str, Tensor]:
+    """The noise of a row's tokens, by the lengths of whole documents, whatever else is in the row."""
+    keys, sizes = torch.zeros(shape).long().flatten(), torch.zeros(shape).flatten()
+    if documents:
+        lengths = torch.tensor([len(document) for document in documents], dtype=torch.float32)
+        keys[places.row_K] = noise.keys(torch.tensor(indices)[places.document_K], places.token_K)
+        sizes[places.row_K] = (noise.alpha / lengths.sqrt())[places.document_K]
+    return {"noise_keys_BT": keys.view(shape), "noise_sizes_BT": sizes.view(shape)}
 
 
 def _media(documents: Sequence[Document], vision: Vision) -> dict[str, Any]:

@@ -16,16 +16,19 @@ from weft.engine.plan import Layout, StepPlan
 from weft.engine.replay import Replay
 from weft.engine.replicas import shared_documents
 from weft.engine.row import Row, build_row
+from weft.models.embedding_noise import StepNoise
 from weft.models.vision import Vision
 from weft.ops.communicator import ContextAxis
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows by micro-batch, each built on access. sources: the documents' sources by micro-batch, for messages."""
+    """Rows by micro-batch, each built on access. sources: the documents' sources by micro-batch, for messages. noisy:
+    whether their embeddings get noise."""
 
     sources: list[list[str]]
     build: Callable[[int], Row]
+    noisy: bool = False
 
     def __getitem__(self, micro_batch: int) -> Row:
         return self.build(micro_batch)
@@ -38,7 +41,7 @@ class Rows:
                 row.set_result(self.build(micro_batch))
             except Exception as error:
                 row.set_exception(error)
-        return Rows(self.sources, lambda micro_batch: made[micro_batch].result())
+        return replace(self, build=lambda micro_batch: made[micro_batch].result())
 
 
 @dataclass(frozen=True)
@@ -57,14 +60,27 @@ class RowBuilder:
     vision: Vision | None
     base: nn.Module
 
-    def rows(self, plan: StepPlan, documents: Mapping[int, Document], every_token: bool, routed: bool) -> Rows:
-        """The rows of a plan. documents: at least this rank's, by index in the step. every_token: see build_row.
+    def rows(
+        self,
+        plan: StepPlan,
+        documents: Mapping[int, Document],
+        every_token: bool,
+        routed: bool,
+        noise: StepNoise | None = None,
+    ) -> Rows:
+        """The rows of a plan. documents: at least this rank's, by index in the step. every_token, noise: see build_row.
         routed: keep, and check, the routes that documents carry."""
         sources = [[documents[i].source or str(i) for i in row] for row in plan.of_rank(self.rank)]
-        return Rows(sources, partial(self._build, plan, documents, every_token, routed))
+        return Rows(sources, partial(self._build, plan, documents, every_token, routed, noise), noise is not None)
 
     def _build(
-        self, plan: StepPlan, documents: Mapping[int, Document], every_token: bool, routed: bool, micro_batch: int
+        self,
+        plan: StepPlan,
+        documents: Mapping[int, Document],
+        every_token: bool,
+        routed: bool,
+        noise: StepNoise | None,
+        micro_batch: int,
     ) -> Row:
         indices = plan.rows[micro_batch][self.rank]
         for index in indices if routed else ():
@@ -75,6 +91,7 @@ class RowBuilder:
         row = build_row(
             indices, documents, read=read, length=length, layout=self.layout, every_token=every_token,
             owners=self.owners, vision=self.vision, images=plan.has_images(micro_batch),
+            noise=noise,
         )  # fmt: skip
         row = replace(row, alike=shared_documents(row, plan, documents, micro_batch, self.rank, self.same))
         if plan.pieces:

@@ -109,12 +109,12 @@ def plan_of(engine: Engine, step: Step) -> StepPlan:
 
 def rows_of(engine: Engine, plan: StepPlan, step: Step) -> Rows:
     """This rank's rows, already built; in a simulation their tensors have no values."""
-    rows = engine.rows(plan, take(_documents(step), engine.needs(plan)), step.objective).ahead()
+    rows = engine.rows(plan, take(_documents(step), engine.needs(plan)), step.objective, 1).ahead()
     simulation = engine.ranks.simulated
     if simulation is None:
         return rows
     made = [rows[micro].moved(simulation.fake.from_tensor) for micro in range(plan.micro_batches)]
-    return Rows(rows.sources, lambda micro: made[micro])
+    return replace(rows, build=lambda micro: made[micro])
 
 
 def _documents(step: Step) -> list[Document]:

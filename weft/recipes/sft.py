@@ -199,7 +199,7 @@ def train(
 def lay_out(engine: Engine, documents: Sequence[Document], objective: Objective, step: Step) -> LaidOut:
     """(plan of a step, this rank's rows). Builds only the documents of these rows, and uses no device."""
     plan, own = engine.deal(choose(documents, step.documents))
-    return plan, engine.rows(plan, own, objective).ahead()
+    return plan, engine.rows(plan, own, objective, step.number).ahead()
 
 
 def take_step(engine: Engine, laid_out: Future[LaidOut], objective: Objective, lr: float) -> StepOutcome:

@@ -139,14 +139,15 @@ def check_rl(config: Any, subject: Subject, ranks: Ranks, options: VerifyOptions
 
 
 def verified_config(config: Config, path: str) -> Config:
-    """The user's config in fp32, with the weights at `path`, no dropout, and an optimizer that does not amplify
-    rounding. model.attention becomes auto, because the configured kernel may support 16-bit types only. Transforms are
-    left out, because they are not exact."""
+    """The user's config in fp32, with the weights at `path`, no dropout, no noise on embeddings, and an optimizer that
+    does not amplify rounding. model.attention becomes auto, because the configured kernel may support 16-bit types
+    only. Transforms are left out, because they are not exact."""
     optimizer: Any = replace(_with_larger_eps(config.optimizer), load_state=False)
     return replace(
         config,
         model=replace(config.model, path=path, init="pretrained", weights=None, attention="auto", transforms=()),
         lora=replace(config.lora, dropout=0.0),
+        train=replace(config.train, neftune_noise_alpha=None),
         fsdp=replace(config.fsdp, param_dtype="fp32", reduce_dtype="fp32", master_dtype="fp32"),
         optimizer=optimizer,
     )

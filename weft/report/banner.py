@@ -323,6 +323,8 @@ def _model_lines(
         yield f"layers   {_layers(engine)}"
     yield f"fsdp     {fsdp_line(engine)}"
     yield from update_lines(config)
+    if engine.config.neftune_noise_alpha is not None:
+        yield f"noise    on embeddings in training (NEFTune, alpha {engine.config.neftune_noise_alpha:g}), by document"
     of = "of the first stage: " if engine.pipeline is not None else ""
     yield f"memory   {of}{engine.memory}; {_rooms(engine)}"
     yield f"host     {_host(config, [engine, *beside], asleep)}"
