@@ -170,7 +170,9 @@ class FsdpConfig:
     )
     reshard_after_forward: bool | int = key(
         "true: free gathered parameters after forward (ZeRO-3); false: keep them until backward (ZeRO-2); "
-        "an int: reshard to groups of that many ranks.",
+        "an int: reshard to groups of that many ranks. On one data rank, gathered parameters are copies in the compute "
+        "dtype: false keeps them for the whole step; true does so, too, on CUDA from the second step on, where an "
+        "eighth of the memory stays free.",
         True,
     )
     prefetch: int | tuple[int, int] | None = key(

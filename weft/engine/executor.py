@@ -29,7 +29,7 @@ from weft.objectives.base import Batch, Objective, Terms
 from weft.objectives.check import check_is_sum, check_terms, check_tokens, chosen_tokens
 from weft.ops.exact import numerics
 from weft.ops.head import Direction
-from weft.parallel.fsdp import end_backward, reduce_when, reshard
+from weft.parallel.fsdp import WorkingCopies, end_backward, reduce_when, reshard
 from weft.parallel.mesh import Mesh
 from weft.telemetry import flight
 from weft.telemetry.timing import waiting
@@ -100,6 +100,7 @@ class Executor:
             tp = mesh.tp
             self._noise = EmbeddingNoise(embedding, 1 if tp is None else tp.size, 0 if tp is None else tp.place)
         self._vocabulary = int(built.config.get_text_config().vocab_size)
+        self.copies = WorkingCopies(self.module, config.fsdp.reshard_after_forward is False, device)
         self.unchecked: set[type] = set()  # objectives that are yet to be found to be sums
 
     def read(
@@ -161,6 +162,7 @@ class Executor:
         flight.at("forward", micro + 1)
         reduce_when(self.module, self.config.fsdp.reduce, last=last)
         end_backward(self.module, last)
+        self.copies.micro_batch(last)
         with self.replay.following(row) as seen_routes, numerics(self.config.exact):
             done = self.forwarded(row, objective, factors, micro)
             flight.at("backward", micro + 1)
@@ -204,6 +206,7 @@ class Executor:
     def train(self, rows: Rows, objective: Objective, factors: Factors, sums: Sums, *, routed: bool) -> Trained:
         """Add the gradient of all rows of a step, and their metrics to `sums`. routed: as in forward_backward."""
         done, micro_batches = Trained(), len(rows.sources)
+        self.copies.decide()
         for micro, sources in enumerate(rows.sources):
             flight.at("rows", micro + 1, sources)
             row, last = rows[micro].to(self.device), micro == micro_batches - 1

@@ -212,8 +212,11 @@ def _elements(parameters: Iterable[nn.Parameter]) -> int:
 
 
 def _gathered(parameters: Sequence[nn.Parameter], units: Sequence[Unit], reshard: bool | int) -> int:
-    owned = [(_elements(own), unit.keep) for unit, own in zip(units, own_parameters(units), strict=True)]
-    root = _elements(parameters) - sum(count for count, _ in owned)
+    def elements(some: Iterable[nn.Parameter]) -> int:
+        return _elements(p for p in some if isinstance(p, DTensor))  # FSDP leaves others as they are
+
+    owned = [(elements(own), unit.keep) for unit, own in zip(units, own_parameters(units), strict=True)]
+    root = elements(parameters) - sum(count for count, _ in owned)
     return gathered_elements([*owned, (root, True)], reshard)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+from weft.cluster.simulated import runs
 from weft.config.schema import FsdpConfig
 from weft.models.train_module import TrainModule
 from weft.parallel.mesh import Mesh
@@ -27,6 +28,9 @@ def shard(module: TrainModule, units: list[Unit], mesh: Mesh, config: FsdpConfig
     policy = MixedPrecisionPolicy(
         param_dtype=compute, reduce_dtype=DTYPES[config.reduce_dtype], cast_forward_inputs=False
     )
+    # On one data rank, a frozen parameter in the compute dtype is gathered by copying it: FSDP leaves it alone instead.
+    whole = mesh.dp.size() == 1 and not config.cpu_offload
+    ignored = {p for p in module.parameters() if whole and not p.requires_grad and p.dtype == compute}
     meshes: dict[Strategy, DeviceMesh] = {}
     for unit in units:
         if unit.shard not in meshes:
@@ -37,17 +41,21 @@ def shard(module: TrainModule, units: list[Unit], mesh: Mesh, config: FsdpConfig
         target = list(unit.modules) if len(unit.modules) > 1 else unit.modules[0]
         reshard = False if unit.keep else _reshard(config.reshard_after_forward, own.size(own.ndim - 1))
         fully_shard(
-            target, mesh=own, mp_policy=policy, offload_policy=_offload(config, own), reshard_after_forward=reshard
-        )
+            target, mesh=own, mp_policy=policy, offload_policy=_offload(config, own), reshard_after_forward=reshard,
+            ignored_params=ignored,
+        )  # fmt: skip
     fully_shard(
-        module, mesh=mesh.dp, mp_policy=policy, offload_policy=_offload(config, mesh.dp), reshard_after_forward=False
-    )
+        module, mesh=mesh.dp, mp_policy=policy, offload_policy=_offload(config, mesh.dp), reshard_after_forward=False,
+        ignored_params=ignored,
+    )  # fmt: skip
     if config.prefetch is not None:
         depth = config.prefetch if isinstance(config.prefetch, tuple) else (config.prefetch, config.prefetch)
         prefetch(module, units, *depth)
     for child in fsdp_modules(module):
-        # gloo has no PREMUL_SUM, so a factor of 1 also needs the plain sum to be forced.
-        child.set_gradient_divide_factor(1.0)
+        # On one rank there is nothing to average, and FSDP (torch 2.11 to 2.13) divides by any factor in a pass of its
+        # own. gloo has no PREMUL_SUM, so a factor of 1 also needs the plain sum to be forced.
+        if _ranks(child) > 1:
+            child.set_gradient_divide_factor(1.0)
         child.set_force_sum_reduction_for_comms(True)
 
 
@@ -58,6 +66,12 @@ def _offload(config: FsdpConfig, mesh: DeviceMesh) -> OffloadPolicy:
         return OffloadPolicy()
     replicated = mesh.ndim > 1
     return CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu" and not (replicated and hsdp_offload_races()))
+
+
+def _ranks(unit: FSDPModule) -> int:
+    """The number of ranks over which the unit's parameters are sharded or replicated; 1 without parameters."""
+    group = unit._get_fsdp_state()._fsdp_param_group
+    return 1 if group is None else int(group.mesh_info.mesh.size())
 
 
 @torch.compiler.disable
@@ -126,6 +140,65 @@ def reshard(module: nn.Module) -> None:
     has stepped the shards."""
     for unit in fsdp_modules(module):
         unit.reshard()
+
+
+class WorkingCopies:
+    """The gathered parameters of one data rank, which are copies in the compute dtype, kept for a whole step.
+
+    FSDP (torch 2.11 to 2.13) copies a unit's parameters whenever it gathers the unit, on one rank too: in every forward
+    and every backward of every micro-batch, on the stream that computes. Kept, they are copied once a step.
+    """
+
+    def __init__(self, module: nn.Module, always: bool, device: torch.device) -> None:
+        """always: from the first step on; else as soon as the steps so far show that memory suffices, on CUDA only."""
+        units = [] if not isinstance(module, FSDPModule) else [*fsdp_modules(module)]
+        self._units = units if all(_ranks(unit) == 1 for unit in units) else []
+        self._freed = [unit for unit in self._units if unit is not module and _frees(unit)]
+        self._always, self._device, self._peak, self.on = always, device, 0, False
+        self._measured = False  # whether a step has shown how much memory it takes
+
+    def decide(self) -> None:
+        """Decide, at the start of a step, whether the copies are kept in it."""
+        wanted = bool(self._units) and (self._always or self._fit())
+        if wanted != self.on:
+            for unit in self._freed:
+                unit.set_reshard_after_forward(not wanted, recurse=False)
+            self.on = wanted
+
+    def micro_batch(self, last: bool) -> None:
+        """Say whether the next backward is the step's last, after which the copies are freed: they would be stale."""
+        if self.on:
+            for unit in self._units:
+                unit.set_reshard_after_backward(last, recurse=False)
+
+    def _fit(self) -> bool:
+        """Whether the largest memory of all steps so far, with all copies, leaves an eighth of what this process can
+        have; once they are kept, whether that stays within 95% of it."""
+        if self._device.type != "cuda" or runs():
+            return False
+        self._peak = max(self._peak, torch.cuda.max_memory_allocated(self._device))
+        if not self._measured:
+            self._measured = True
+            return False
+        free, _ = torch.cuda.mem_get_info(self._device)
+        room = free + torch.cuda.memory_reserved(self._device)
+        return self._peak <= 0.95 * room if self.on else self._peak + self._bytes() <= 0.875 * room
+
+    def _bytes(self) -> int:
+        """Bytes of the copies that are freed otherwise."""
+        groups = (unit._get_fsdp_state()._fsdp_param_group for unit in self._freed)
+        return sum(
+            parameter._orig_size.numel() * (parameter.param_dtype or parameter.orig_dtype).itemsize
+            for group in groups
+            if group is not None
+            for parameter in group.fsdp_params
+        )
+
+
+def _frees(unit: FSDPModule) -> bool:
+    """Whether the unit's gathered parameters are freed after forward."""
+    group = unit._get_fsdp_state()._fsdp_param_group
+    return group is not None and bool(group._reshard_after_forward)
 
 
 def observed_dtypes(module: nn.Module) -> set[tuple[torch.dtype | None, torch.dtype | None]]:
