@@ -54,6 +54,10 @@ EFFECTS: dict[str, tuple[str, str]] = {
         "layers run as compiled graphs",
         "test_knobs_compile.py::test_parity_with_compiled_layers",
     ),
+    "model.fused_norms": (
+        "RMSNorms run as torch's fused kernel",
+        "test_fused_norms.py::test_where_they_are_fused",
+    ),
     "model.transforms": (
         "fp8: linear layers of the decoder multiply rounded matrices",
         "test_fp8.py::test_gradients_of_plain_layers_that_round",

@@ -256,7 +256,7 @@ def dtypes_of_layer_inputs(plant: str | None, path: str) -> bool:
 
 
 def stays_gathered(plant: str | None) -> bool:
-    return run(1, gathered_between, plant, saved_model("llama"))[0]
+    return run(2, gathered_between, plant, saved_model("llama"))[0]
 
 
 class _Looking(CrossEntropy):
@@ -273,7 +273,7 @@ class _Looking(CrossEntropy):
 
 def gathered_between(plant: str | None, path: str) -> bool:
     with planted(plant):
-        engine = open_engine(path, "1", fsdp={"reshard_after_forward": False})
+        engine = open_engine(path, "2", fsdp={"reshard_after_forward": False})
         looking = _Looking(engine)
         one_step(engine, looking)
     return len(looking.gathered) == 2 and all(looking.gathered)

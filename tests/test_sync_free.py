@@ -17,12 +17,15 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import weft
 from tests.cases import open_engine, saved_model
 from tests.pool import run
 from tests.rl_samples import algorithm
+from weft.cluster.consistency import max_over_ranks
+from weft.cluster.process import everyone
 from weft.cluster.simulated import read
 from weft.engine.document import Document
 from weft.engine.engine import Engine
@@ -30,11 +33,15 @@ from weft.objectives.base import Objective
 from weft.objectives.cross_entropy import CrossEntropy
 from weft.objectives.policy import PolicyLoss
 from weft.objectives.value import ValueLoss
+from weft.optim.optimizer import FusedAdamW
+from weft.parallel.mesh import own_part
 from weft.verification.documents import awkward_steps
 
-# Where the host reads what the device has computed, in a step of whatever kind, and how often.
+# Where the host reads what the device has computed, in a step of whatever kind, and how often: with AdamW on an
+# accelerator, metrics and norm together, once the update is queued.
+READS_ONCE = {"engine/engine.py Engine._update_and_read": 1}
 READS = {
-    "engine/metrics.py Sums.reduce": 1,  # the metrics, and whether the loss is finite: once, after all micro-batches
+    "engine/engine.py Engine.accumulate": 1,  # the metrics, and whether the loss is finite: after all micro-batches
     "optim/optimizer.py global_norm": 1,  # the norm: it is reported, and says whether and by how much to clip
 }
 # In torch and transformers, on numbers that are on the host by their own choice wherever the parameters are.
@@ -101,20 +108,22 @@ def documents_with(arrays: tuple[str, ...]) -> list[Document]:
     return made
 
 
-def reads_of_a_step(path: str, objective: Objective, arrays: tuple[str, ...], options: dict[str, Any]) -> Counter[str]:
-    """Of a step of several micro-batches, rows apart, its metrics and its update, after one to warm up."""
+def reads_of_a_step(
+    path: str, objective: Objective, arrays: tuple[str, ...], options: dict[str, Any], device: str
+) -> Counter[str]:
+    """Of a step of several micro-batches, rows apart, its metrics and its update, after one to warm up. device: the one
+    that the update is queued for."""
     engine: Engine = open_engine(path, "2", **options)
+    engine.reads_once = device == "cuda" and isinstance(engine.optimizer, FusedAdamW)
     plan, own = engine.deal(documents_with(arrays))
     assert plan.micro_batches >= 2
     for reading in (None, Reading()):
         rows = engine.rows(plan, own, objective).ahead()
         if reading is None:
-            engine.accumulate(plan, rows, objective)
-            engine.apply(1e-3)
+            engine.step(plan, rows, objective, 1e-3)
         else:
             with reading.everything():
-                metrics = engine.accumulate(plan, rows, objective)
-                result = engine.apply(1e-3)
+                metrics, result = engine.step(plan, rows, objective, 1e-3)
             assert metrics and not result.skipped
     assert reading is not None
     return reading.places
@@ -142,9 +151,74 @@ CASES: dict[str, tuple[str, Objective, tuple[str, ...], dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_what_a_step_reads_back(case: str) -> None:
+ON_CPU = ("sft, clipped, averaged, bf16", "policy")  # elsewhere the update follows the reads
+
+
+@pytest.mark.parametrize(("case", "device"), [*((c, "cuda") for c in CASES), *((c, "cpu") for c in ON_CPU)])
+def test_what_a_step_reads_back(case: str, device: str) -> None:
     family, objective, arrays, options = CASES[case]
-    for places in run(2, reads_of_a_step, saved_model(family), objective, arrays, options):
+    fused = options.get("optimizer", {}).get("name") != "sgd" and "state_dtype" not in options.get("optimizer", {})
+    for places in run(2, reads_of_a_step, saved_model(family), objective, arrays, options, device):
         own = {place: count for place, count in places.items() if place not in ON_THE_HOST}
-        assert own == READS
+        assert own == (READS_ONCE if device == "cuda" and fused else READS)
+
+
+class Spoilt(CrossEntropy):
+    """Loss or gradient is not finite in the second step."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what, self.steps = what, 0
+
+    def upstream(self, weights_N: torch.Tensor) -> torch.Tensor | None:
+        return None
+
+    def __call__(self, batch: Any) -> Any:
+        terms, self.steps = super().__call__(batch), self.steps + 1
+        if self.steps == 3 and self.what == "loss":
+            terms.loss_sum.mul_(float("nan"))
+        if self.steps == 3 and self.what == "gradient":
+            terms.loss_sum.register_hook(lambda gradient: gradient * float("inf"))
+        return terms
+
+
+def training(path: str, once: bool, spoilt: str, norm: float) -> tuple[list[Any], list[torch.Tensor]]:
+    """(Metrics and results of three steps; weights, state and average afterwards)."""
+    engine = open_engine(path, "2", **SMALL, optimizer={"max_grad_norm": norm, "ema_decay": 0.9})
+    engine.reads_once = once
+    objective, seen = Spoilt(spoilt), list[Any]()
+    for _ in range(3):
+        plan, own = engine.deal(documents_with(()))
+        metrics, result = engine.step(plan, own, objective, 1e-3)
+        seen.append((metrics, result.grad_norm, result.skipped, result.reason))
+    assert engine.optimizer is not None and engine.ema is not None
+    state = [value for values in engine.optimizer.state.values() for value in values.values()]
+    kept = [own_part(t.detach()).clone() for t in [*engine.module.parameters(), *state, *engine.ema.shards.values()]]
+    return seen, kept
+
+
+@pytest.mark.parametrize("spoilt", ["nothing", "loss", "gradient"])
+def test_one_read_changes_nothing(spoilt: str) -> None:
+    """Steps whose loss or gradient is not finite are skipped and reported in the same words."""
+    for norm, tolerance in ((1e6, 0.0), (0.05, 1e-5)):
+        for plain, once in zip(
+            run(2, training, saved_model("llama"), False, spoilt, norm),
+            run(2, training, saved_model("llama"), True, spoilt, norm), strict=True,
+        ):  # fmt: skip
+            assert [skipped for _, _, skipped, _ in once[0]].count(True) == (spoilt != "nothing")
+            for (metrics, size, skipped, reason), expected in zip(once[0], plain[0], strict=True):
+                assert (skipped, reason) == expected[2:]
+                assert str(size) == str(expected[1]) or size == pytest.approx(expected[1], rel=1e-4)
+                assert metrics.keys() == expected[0].keys()
+                assert str(metrics["loss"]) == str(expected[0]["loss"]) or tolerance
+            for ours, theirs in zip(once[1], plain[1], strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+
+
+def largest_rank() -> list[float]:
+    """A meta tensor has no values that could be reduced."""
+    return max_over_ranks([float(dist.get_rank()), 2.5], everyone(), torch.device("meta"))
+
+
+def test_ranks_agree_on_the_host() -> None:
+    assert run(2, largest_rank) == [[1.0, 2.5]] * 2

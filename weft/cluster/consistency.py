@@ -128,9 +128,12 @@ def check_shared(folder: Path, token: str, ranks: Ranks) -> None:
 
 
 def max_over_ranks(values: Sequence[float], group: dist.ProcessGroup, device: torch.device) -> list[float]:
-    """The maximum of each number over the ranks of `group`, by one all-reduce; collective."""
+    """The maximum of each number over the ranks of `group`, by one all-reduce; collective. On the host where the group
+    has gloo, so that nothing waits for the device; else on `device`."""
     if dist.get_world_size(group) == 1:
         return [float(value) for value in values]
+    if "gloo" in dist.get_backend_config(group):
+        device = torch.device("cpu")
     vector = torch.tensor([float(value) for value in values], dtype=torch.float64, device=device)
     dist.all_reduce(vector, op=dist.ReduceOp.MAX, group=group)
     return list(vector.tolist())

@@ -356,6 +356,12 @@ def _exact_combinations(config: RlConfig) -> Iterator[tuple[str, str]]:
             "rl.on_policy is exact, but model.compile lets the compiler choose in which order numbers are added: set "
             "model.compile=false.",
         )
+    if config.model.fused_norms is True:
+        yield (
+            "rl.on_policy",
+            "rl.on_policy is exact, but model.fused_norms changes how the trainer computes, and not how engines do: "
+            "set model.fused_norms=auto.",
+        )
     if config.model.transforms:
         yield (
             "rl.on_policy",

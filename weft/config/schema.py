@@ -72,6 +72,12 @@ class ModelConfig:
         "steps are slow, others faster on accelerators.",
         False,
     )
+    fused_norms: bool | Literal["auto"] = key(
+        "Compute each RMSNorm as torch's fused kernel, where its class has the same values and gradients in fp32 (not "
+        "Gemma's 1 + weight); in 16 bits it rounds once where stock modules round twice. `auto`: on CUDA, but not "
+        "with rl.on_policy=exact.",
+        "auto",
+    )
     transforms: tuple[Literal["fp8"], ...] = key(
         "Changes to how layers compute. `fp8`: linear layers of the decoder multiply 8-bit floating-point numbers, "
         "with a scale for each token and each row of weights; weights and their gradients keep their dtypes. Not "

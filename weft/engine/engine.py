@@ -5,19 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from weft.cluster.consistency import Alike
 from weft.cluster.process import Ranks
+from weft.cluster.simulated import device_kind, read
 from weft.engine import nonfinite
 from weft.engine.config import EngineConfig
 from weft.engine.document import Document, take
 from weft.engine.executor import WRONG, Asked, Executor, Factors
 from weft.engine.media import ImageRoom
-from weft.engine.metrics import Sums
+from weft.engine.metrics import Reduced, Sums
 from weft.engine.pipeline import PipelineExecutor
 from weft.engine.plan import DocumentMeta, StepPlan
 from weft.engine.planning import StepPlanner
@@ -33,8 +34,11 @@ from weft.objectives.base import Batch, Objective
 from weft.objectives.check import check_normaliser, check_terms, chosen_tokens
 from weft.objectives.readouts import Wanted
 from weft.optim.optimizer import (
+    FusedAdamW,
     OtherStages,
     clip_gradients,
+    clipping_divisor,
+    device_norm,
     global_norm,
     set_learning_rate,
     unscale_gradients,
@@ -55,13 +59,24 @@ from weft.telemetry import flight
 class StepResult:
     """The outcome of apply(). grad_norm: global, before clipping. skipped: loss or gradient was not finite, and nothing
     was updated. loss_scale: that of this step, with fp16. overflow: the step was skipped because the loss scale was too
-    large, which is no error."""
+    large, which is no error. metrics: as accumulate() returns them, where apply() read them."""
 
     grad_norm: float
     skipped: bool
     reason: str = ""
     loss_scale: float | None = None
     overflow: bool = False
+    metrics: dict[str, float | None] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Unread:
+    """The sums of a step, unread by the host. sources: documents by micro-batch. finite: whether each loss is."""
+
+    reduced: Reduced
+    sources: list[list[str]]
+    finite: Tensor
+    alike: list[Alike]
 
 
 class Engine:
@@ -104,6 +119,11 @@ class Engine:
         self.sleeper: Sleeper = Sleeper(self.device, self.storage, None if other is None else other.sleeper)
         self._nonfinite: str | None = None
         self._complete = False  # whether gradients are summed over tp and pp
+        # On an accelerator, a wait in the middle of a step leaves it idle while the host prepares the update.
+        on_device = device_kind(self.device) == "cuda" and not config.fsdp.cpu_offload
+        self.reads_once = on_device and isinstance(self.optimizer, FusedAdamW) and self.loss_scale is None
+        self._reads_later = False
+        self._unread: _Unread | None = None
         self.context, self.budget = made.context, config.step.max_tokens_per_device
         multiple = self.mesh.tp.size if self.mesh.tp is not None and made.divided.sequence else 1
         ours = self.mesh.loss_rank, self.mesh.loss_ranks
@@ -259,17 +279,29 @@ class Engine:
         done = self._executor.train(rows, objective, factors, sums, routed=routed)
         if self.pipeline is not None:
             sums.add("bubble", self.bubble(plan), 1.0)
-        metrics = self._reduce(plan, rows.sources, sums, done.losses, done.alike)
-        if metrics.pop(WRONG) and self._nonfinite is None:
-            raise UserError(
-                f"train.objective: upstream() of {type(objective).__name__} is not the gradient of its loss by the "
-                "logprobs, up to one factor: return None there, and it is computed from the loss."
-            )
-        return metrics
+        unread = self._reduce(plan, rows.sources, sums, done.losses, done.alike)
+        self._trained = type(objective).__name__
+        if self._reads_later:
+            self._unread = unread
+            return {}
+        return self._metrics(unread, read(unread.reduced.vector, unread.reduced.planned))
+
+    def step(
+        self, plan: StepPlan, documents: Mapping[int, Document] | Rows, objective: Objective, lr: float
+    ) -> tuple[dict[str, float | None], StepResult]:
+        """accumulate() and apply(). With AdamW on an accelerator the host waits for the device once, after the update
+        is queued; what accumulate() raises is raised then."""
+        self._reads_later = self.reads_once
+        try:
+            metrics = self.accumulate(plan, documents, objective)
+        finally:
+            self._reads_later = False
+        result = self.apply(lr)
+        return result.metrics or metrics, result
 
     def _reduce(
         self, plan: StepPlan, sources: list[list[str]], sums: Sums, losses: list[Tensor], alike: list[Alike]
-    ) -> dict[str, float | None]:
+    ) -> _Unread:
         """Reduce all metrics in one all-reduce, which also carries whether any loss was not finite, and compares plans
         and what several ranks hold alike."""
         flight.at("reduce", documents=[source for row in sources for source in row])
@@ -279,14 +311,26 @@ class Engine:
             sums.add("_random", random_difference(self.mesh.tp, self.device), 1.0)
         self._executor.load.add_to(sums, self.mesh.loss_group)
         self._replicas.add_to(sums, alike, self.device)
-        metrics = sums.reduce(self.mesh.world_group, equal={"the plan of the step": plan.fingerprint()})
-        self._replicas.check(metrics, alike, self.mesh)
+        reduced = sums.reduced(self.mesh.world_group, {"the plan of the step": plan.fingerprint()})
+        return _Unread(reduced, sources, finite, alike)
+
+    def _metrics(self, unread: _Unread, values: Sequence[float]) -> dict[str, float | None]:
+        """The metrics of a step from its sums on the host; raises what accumulate() raises. Collective where a loss was
+        not finite, or ranks disagree."""
+        metrics = unread.reduced.metrics(values)
+        self._replicas.check(metrics, unread.alike, self.mesh)
         if metrics.pop("_random", None):
             raise RanksDisagreeError(
                 "ranks of one tp group draw different random numbers (lora.dropout): they would train different weights"
             )
         if metrics.pop("_nonfinite"):
-            self._nonfinite = nonfinite.name_losses(sources, (~finite).nonzero().flatten().tolist())
+            micro_batches = (~unread.finite).nonzero().flatten().tolist()
+            self._nonfinite = nonfinite.name_losses(unread.sources, micro_batches)
+        if metrics.pop(WRONG) and self._nonfinite is None:
+            raise UserError(
+                f"train.objective: upstream() of {self._trained} is not the gradient of its loss by the logprobs, up "
+                "to one factor: return None there, and it is computed from the loss."
+            )
         return metrics
 
     # ------------------------------------------------------------ without gradients
@@ -377,14 +421,21 @@ class Engine:
         self._complete_gradients()
         named = list(self.module.named_parameters())
         unscale_gradients(named, scale)
-        norm = clip_gradients(named, self.config.optimizer.max_grad_norm, self.divided.cuts, self._other_stages)
+        metrics: dict[str, float | None] = {}
+        if self._unread is not None:
+            queued = device_norm(named, self.divided.cuts, self._other_stages)
+            norm, metrics = self._update_and_read(self._unread, queued, lr)
+        else:
+            limit = self.config.optimizer.max_grad_norm
+            norm = clip_gradients(named, limit, self.divided.cuts, self._other_stages)
         overflow, reason = False, self._nonfinite or ""
         if not reason and not math.isfinite(norm):
             overflow = self.loss_scale is not None and self.loss_scale.overflow()
             reason = f"fp16 overflow at loss scale {scale:g}" if overflow else nonfinite.name_gradients(self.module)
         if not reason:
-            set_learning_rate(self.optimizer, lr)
-            self.optimizer.step()
+            if self._unread is None:
+                set_learning_rate(self.optimizer, lr)
+                self.optimizer.step()
             if self._router_biases is not None:
                 self._router_biases.step()
             if self.ema is not None:
@@ -392,7 +443,21 @@ class Engine:
             if self.loss_scale is not None:
                 self.loss_scale.succeed()
         self.drop_gradients()
-        return StepResult(norm, bool(reason), reason, None if self.loss_scale is None else scale, overflow)
+        loss_scale = None if self.loss_scale is None else scale
+        return StepResult(norm, bool(reason), reason, loss_scale, overflow, metrics)
+
+    def _update_and_read(self, unread: _Unread, norm: Tensor, lr: float) -> tuple[float, dict[str, float | None]]:
+        """Queue the update, which the device leaves out if norm or loss are not finite, and then wait for the norm and
+        the metrics of the step."""
+        assert isinstance(self.optimizer, FusedAdamW)
+        set_learning_rate(self.optimizer, lr)
+        self.optimizer.divisor = clipping_divisor(norm, self.config.optimizer.max_grad_norm)
+        self.optimizer.skip = (~norm.isfinite() | (unread.reduced.sum_of("_nonfinite") != 0)).float()
+        self.optimizer.step()
+        self.optimizer.divisor = self.optimizer.skip = None
+        vector, planned = torch.cat([unread.reduced.vector, norm[None]]), unread.reduced.planned
+        *values, read_norm = read(vector, lambda: [*planned(), 1.0])
+        return read_norm, self._metrics(unread, values)
 
     @property
     def _scale(self) -> float:
@@ -475,6 +540,7 @@ class Engine:
         self.optimizer.zero_grad(set_to_none=True)
         self._nonfinite = None
         self._complete = False
+        self._unread = None
 
     def _complete_gradients(self) -> None:
         """Sum partial gradients over tp and pp, before anything reads them, and once: a second sum would count

@@ -6,7 +6,8 @@ import errno
 import json
 import os
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TextIO
@@ -56,6 +57,11 @@ class Sums:
         this rank alone, without an all-reduce. equal: strings that must be equal on all ranks; their digests are
         reduced too. Raises RanksDisagreeError with those that differ.
         """
+        reduced = self.reduced(group, equal)
+        return reduced.metrics(read(reduced.vector, reduced.planned))
+
+    def reduced(self, group: dist.ProcessGroup | None, equal: Mapping[str, str] | None) -> Reduced:
+        """As `reduce`, without waiting for the device."""
         names = sorted(self._sums)
         same = {**(equal or {}), "metrics of the step": ", ".join(names)}
         vector = _vector([*(self._sums[n] for n in names), *(self._weights[n] for n in names), *_fingerprint(same)])
@@ -64,9 +70,33 @@ class Sums:
             with waiting():
                 dist.all_reduce(vector, group=group)
             ranks = dist.get_world_size(group)
-        values = read(vector, lambda: [0.0] * len(names) + [1.0] * len(names) + [ranks * n for n in _fingerprint(same)])
-        _check_equal(same, values[-2:], ranks, group)
-        pairs = zip(names, values[: len(names)], values[len(names) : -2], strict=True)
+        return Reduced(names, vector, same, ranks, group)
+
+
+@dataclass(frozen=True)
+class Reduced:
+    """Reduced sums on their device. vector: the sums and then the weights of `names`, and two numbers of `same`."""
+
+    names: Sequence[str]
+    vector: Tensor
+    same: Mapping[str, str]
+    ranks: int
+    group: dist.ProcessGroup | None
+
+    def sum_of(self, name: str) -> Tensor:
+        """One sum, a scalar on the device."""
+        return self.vector[self.names.index(name)]
+
+    def planned(self) -> list[float]:
+        """The vector that a simulation reads."""
+        count = len(self.names)
+        return [0.0] * count + [1.0] * count + [self.ranks * number for number in _fingerprint(self.same)]
+
+    def metrics(self, values: Sequence[float]) -> dict[str, float | None]:
+        """The metrics from the vector's values on the host. Collective where it raises RanksDisagreeError."""
+        count = len(self.names)
+        _check_equal(self.same, values[-2:], self.ranks, self.group)
+        pairs = zip(self.names, values[:count], values[count:-2], strict=True)
         return {name: total / weight if weight else None for name, total, weight in pairs}
 
 
@@ -92,7 +122,7 @@ def _fingerprint(same: Mapping[str, str]) -> tuple[float, float]:
 
 
 def _check_equal(
-    same: Mapping[str, str], fingerprint: list[float], ranks: int, group: dist.ProcessGroup | None
+    same: Mapping[str, str], fingerprint: Sequence[float], ranks: int, group: dist.ProcessGroup | None
 ) -> None:
     """Raises an error if the ranks' strings differ: sums of different metrics would be added up silently. The ranks'
     numbers are equal if their variance is zero."""

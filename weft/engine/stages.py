@@ -250,7 +250,7 @@ def shard_model(setup: Setup, built: BuiltModel, readouts: Collection[str] = ())
         adapter_config = to_json(built.lora, built.path, module)
     units, divided, pipeline = parallelize(
         module, setup.mesh, built.config, config.model, config.fsdp, setup.precision, ranks.tensors_on,
-        sequence=sequence, stages=stages,
+        sequence=sequence, stages=stages, fused_norms=fuses_norms(config, ranks.device),
     )  # fmt: skip
     if pipeline is not None:
         require_trained(setup, pipeline, module.facts.layers)
@@ -261,6 +261,12 @@ def shard_model(setup: Setup, built: BuiltModel, readouts: Collection[str] = ())
         units, divided, stages, pipeline, adapter_config, context, memory, room,
         InputCasts(module, config.fsdp.cast_forward_inputs, setup.precision.compute),
     )  # fmt: skip
+
+
+def fuses_norms(config: EngineConfig, device: torch.device) -> bool:
+    """What model.fused_norms says for this device. What has to equal the sampler's operations stays as they are."""
+    wanted = config.model.fused_norms
+    return device.type == "cuda" and not config.exact if wanted == "auto" else wanted
 
 
 def stages_of(setup: Setup, built: BuiltModel, config: PretrainedConfig, hidden: Sequence[str]) -> Stages | None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig
 
 from weft.config.schema import FsdpConfig, ModelConfig
 from weft.models import hf
 from weft.models.experts import experts_of
+from weft.models.fused_norms import fuse_norms
 from weft.models.pipeline import Anatomy, Outside, Pipeline, Span, keep_stages, plan_pipeline
 from weft.models.placement import Placement
 from weft.models.train_module import TrainModule
@@ -81,9 +84,10 @@ def parallelize(
     *,
     sequence: bool = False,
     stages: Stages | None = None,
+    fused_norms: bool = False,
 ) -> tuple[list[Unit], TensorParallel, Pipeline | None]:
     """Shard the model in place; returns its FSDP units, what tp and ep have divided, and what the stages hold.
-    sequence: with tp, also divide tokens between blocks. stages: None for one."""
+    sequence: with tp, also divide tokens between blocks. stages: None for one. fused_norms: see fuse_norms."""
     # 0. tp and ep: parameters are divided before anything else reads them.
     divided = tensor_parallel(module, mesh.tp, config, sequence=sequence)
     divided = replace(divided, cuts=expert_parallel(module, mesh.ep, divided.cuts))
@@ -91,6 +95,8 @@ def parallelize(
     # 1. Transforms: how modules compute. Whatever wraps layers comes after.
     for name in model.transforms:
         TRANSFORMS[name].apply(module)
+    if fused_norms:
+        fuse_norms(module)
 
     # 2. Memory: recomputation wraps layers from inside, so it comes before anything that hooks them.
     if model.recompute == "full":
@@ -133,12 +139,26 @@ def materialize(module: nn.Module, device: torch.device) -> None:
 
     Tensors are swapped in place, because FSDP2 and tied modules refer to them by identity.
     """
-    before = torch.__future__.get_swap_module_params_on_conversion()
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    try:
-        module.to_empty(device=device)
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(before)
+    # Not by Module.to_empty: torch (2.13) swaps no tensor that has a weak reference, and in a simulation plain tensors
+    # that an operation has read, or made, have one. There, modules get other parameters.
+    new: dict[nn.Parameter, nn.Parameter] = {}
+    for parameter in module.parameters():
+        new[parameter] = nn.Parameter(_empty(parameter, device), requires_grad=parameter.requires_grad)
+    simulated = {old for old, empty in new.items() if isinstance(empty.data, FakeTensor)}
+    for owner in module.modules():
+        for name, parameter in owner._parameters.items():
+            if parameter in simulated:
+                owner._parameters[name] = new[parameter]
+        for name, buffer in owner.named_buffers(recurse=False):
+            owner._buffers[name] = _empty(buffer, device)
+    for parameter in new.keys() - simulated:
+        torch.utils.swap_tensors(parameter, new[parameter])
+
+
+def _empty(tensor: Tensor, device: torch.device) -> Tensor:
+    if isinstance(tensor, DTensor):
+        return torch.empty_like(tensor, device=device)
+    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
 
 
 def move_buffers(module: nn.Module, device: torch.device) -> None:

@@ -206,8 +206,7 @@ def take_step(engine: Engine, laid_out: Future[LaidOut], objective: Objective, l
     """Waits until the rows are built, then runs one optimizer step. seconds include the wait."""
     began = time.perf_counter()
     plan, rows = laid_out.result()
-    metrics = engine.accumulate(plan, rows, objective)
-    result = engine.apply(lr)
+    metrics, result = engine.step(plan, rows, objective, lr)
     return StepOutcome(plan, metrics, result, lr, time.perf_counter() - began)
 
 

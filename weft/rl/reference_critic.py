@@ -27,7 +27,7 @@ from weft.config.schema import CheckpointConfig
 from weft.data.image_opener import ImageOpener, image_opener
 from weft.engine.contract import check_contract
 from weft.engine.document import Document, first_sources
-from weft.engine.engine import Engine, StepResult
+from weft.engine.engine import Engine
 from weft.engine.media import ImageRoom
 from weft.models import hf
 from weft.objectives.value import ValueLoss
@@ -116,8 +116,7 @@ class Critic:
         """One optimizer step on the policy's samples; returns metrics. share: factor on critic.lr."""
         engine = self.engine
         plan, own = engine.deal(documents)
-        metrics = engine.accumulate(plan, own, ValueLoss(self.config.critic.clip))
-        result: StepResult = engine.apply(self.config.critic.lr * share)
+        metrics, result = engine.step(plan, own, ValueLoss(self.config.critic.clip), self.config.critic.lr * share)
         if not self._checked:
             check_contract(engine)
             self._checked = True

@@ -296,8 +296,7 @@ class Trainer:
         with contextlib.nullcontext() if self.times is None else contextlib.closing(self.times.open()):
             flight.step(number, steps, first_sources(documents, range(len(documents))), len(documents))
             plan, local = self.engine.deal(documents)
-            metrics = self.engine.accumulate(plan, local, loss)
-            result = self.engine.apply(lr)
+            metrics, result = self.engine.step(plan, local, loss, lr)
         taken = StepOutcome(plan, metrics, result, lr, time.perf_counter() - began)
         values = {} if self.values is None else self.values.train(documents, lr / self.config.optimizer.lr)
         if not self._contract_checked:

@@ -163,13 +163,13 @@ def mean_of_means(plant: Plant, original: Original, self: Any, name: str, total:
 
 
 @bug(
-    "B29", "weft.engine.metrics:Sums.reduce",
+    "B29", "weft.engine.metrics:Sums.reduced",
     "the loss shown is the first rank's",
     caught_by=LOSS, seen="huggingface/trl#6380", ranks=2,
 )  # fmt: skip
-def first_rank_only(plant: Plant, original: Original, self: Any, *_: Any, **__: Any) -> dict[str, float | None]:
+def first_rank_only(plant: Plant, original: Original, self: Any, group: Any, equal: Any) -> Any:
     plant.hit()
-    return {name: float(self._sums[name]) / float(w) if w else None for name, w in self._weights.items()}
+    return original(self, None, equal)
 
 
 @bug(

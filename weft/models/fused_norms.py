@@ -1,0 +1,94 @@
+"""RMSNorm as torch's fused kernel: `torch.nn.functional.rms_norm` in place of the elementwise operations of stock
+modules, which read and write a row of the model some eight times.
+
+A class is taken only if both give the same values and gradients on random rows, so that another formula (Gemma's
+1 + weight, a gate, a group of channels) stays as it is.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+# fp32 rounding of a sum of squares over a row; gradients are sums over the rows as well.
+_ALLOWED = 2e-5
+
+
+def fuse_norms(module: nn.Module) -> set[str]:
+    """Let every RMSNorm below `module` that may, compute by torch's fused kernel; returns the names of their classes.
+    Parameters, names and hooks stay as they are. Before anything wraps forward; parameters may be on meta."""
+    same: dict[tuple[type, float, int], bool] = {}
+    fused: set[str] = set()
+    for child in module.modules():
+        epsilon = _epsilon(child)
+        if epsilon is None:
+            continue
+        kind = (type(child), epsilon, child.weight.numel())
+        if kind not in same:
+            same[kind] = is_root_mean_square(child, epsilon)
+        if same[kind]:
+            child.forward = partial(_forward, child, type(child).forward, epsilon)
+            fused.add(type(child).__name__)
+    return fused
+
+
+def _epsilon(module: nn.Module) -> float | None:
+    """The epsilon of a module that is an RMSNorm by name, parameters and arguments; None for others."""
+    if "RMSNorm" not in type(module).__name__ or isinstance(module, nn.RMSNorm) or "forward" in vars(module):
+        return None
+    named = dict(module.named_parameters())
+    if [*named] != ["weight"] or named["weight"].ndim != 1 or any(True for _ in module.buffers()):
+        return None
+    takes = inspect.signature(type(module).forward).parameters.values()
+    if len(takes) != 2 or any(one.kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD for one in takes):
+        return None
+    found = [value for name in ("variance_epsilon", "eps") if isinstance(value := getattr(module, name, None), float)]
+    return found[0] if len(found) == 1 else None
+
+
+def _forward(module: nn.Module, original: Callable[[nn.Module, Tensor], Tensor], epsilon: float, x: Tensor) -> Tensor:
+    weight: Tensor = module.weight
+    if x.dtype != weight.dtype or x.shape[-1:] != weight.shape:
+        return original(module, x)  # promotes dtypes, or broadcasts
+    return functional.rms_norm(x, weight.shape, weight, epsilon)
+
+
+def is_root_mean_square(module: nn.Module, epsilon: float) -> bool:
+    """Whether a module computes x / sqrt(mean(x^2) + epsilon) * weight, in values and gradients, in fp32."""
+    generator = torch.Generator().manual_seed(0)
+    width = module.weight.numel()
+    rows = torch.randn(3, 4, width, generator=generator)
+    rows[0] *= epsilon**0.5  # epsilon counts
+    rows[1] *= 100.0
+    weight = torch.randn(width, generator=generator)
+    upstream = torch.randn(rows.shape, generator=generator)
+    tried = copy.copy(module)  # without the parameter, which may be on meta
+    tried._parameters = {"weight": nn.Parameter(weight.clone())}
+
+    def results(run: Callable[[Tensor], Tensor], weight: Tensor) -> list[Tensor]:
+        x = rows.clone().requires_grad_()
+        out = run(x)
+        return [out, *torch.autograd.grad(out, [x, weight], upstream)]
+
+    with torch.enable_grad():
+        weight.requires_grad_()
+        try:
+            theirs = results(partial(type(module).forward, tried), tried.weight)
+        except Exception:  # a formula of another kind
+            return False
+        ours = results(lambda x: functional.rms_norm(x, (width,), weight, epsilon), weight)
+    return all(_near(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def _near(ours: Tensor, theirs: Any) -> bool:
+    if not isinstance(theirs, Tensor) or ours.shape != theirs.shape or ours.dtype != theirs.dtype:
+        return False
+    rows, others = ours.detach().reshape(-1, ours.shape[-1]), theirs.detach().reshape(-1, ours.shape[-1])
+    return bool(((rows - others).abs().amax(1) <= _ALLOWED * others.abs().amax(1)).all())
