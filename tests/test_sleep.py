@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 import random
 import resource
+import threading
 import time
 import weakref
 from dataclasses import replace
 from math import prod
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -28,7 +30,7 @@ from weft.engine import host
 from weft.engine.engine import Engine
 from weft.engine.host import HostPool, HostTensor
 from weft.engine.sleep import PARTS, Part
-from weft.memory.estimate import HostNeeds, host_bytes
+from weft.memory.estimate import HostNeeds, host_bytes, host_shortage
 from weft.objectives.cross_entropy import CrossEntropy
 from weft.parallel.mesh import own_part
 from weft.sharding.boxes import Box, shard_of
@@ -243,3 +245,91 @@ def test_a_tensor_over_several_chunks(shape: tuple[int, ...], dtype: torch.dtype
             pool.give(allocation)
         there = pool.bytes
         assert len(pool.take([512] * (there // 512)).chunks) == there // 512 and pool.bytes == there
+
+
+# ---------------------------------------------------------------- pinned memory, without a device to pin it for
+
+
+class Pinning:
+    """In place of HostPool._allocate: pins `most` chunks, each when `go` is set; notes the threads."""
+
+    def __init__(self, most: int = 1000) -> None:
+        self.most, self.threads, self.go = most, list[str](), threading.Event()
+
+    def __call__(self) -> Tensor:
+        in_main = threading.current_thread() is threading.main_thread()
+        assert in_main or self.go.wait(10.0)
+        if len(self.threads) == self.most:
+            raise RuntimeError("CUDA error: out of memory")
+        self.threads.append(threading.current_thread().name)
+        return torch.empty(host.CHUNK, dtype=torch.uint8)
+
+
+def pinning_pool(pinning: Pinning) -> HostPool:
+    pool = HostPool(torch.device("cuda"))
+    pool._allocate = pinning  # type: ignore[method-assign]
+    return pool
+
+
+def test_pinned_memory_of_the_first_save_is_made_beside_training() -> None:
+    with mock.patch.object(host, "CHUNK", 512):
+        pinning = Pinning()
+        pool = pinning_pool(pinning)
+        pool.fill(4 * 512)
+        assert pool.bytes == 0  # nobody waits for it
+        pool.fill(2 * 512 - 7)  # of another engine that shares the pool
+        pinning.go.set()
+        if pool._filling is not None:
+            pool._filling.join(10.0)
+        assert pool.bytes == 6 * 512 and pinning.threads == ["weft pinned memory"] * 6
+        pool.give(pool.take([6 * 512]))
+        assert pool.bytes == 6 * 512 and len(pinning.threads) == 6
+
+
+def test_a_save_before_the_memory_is_made_does_not_wait_for_the_thread() -> None:
+    with mock.patch.object(host, "CHUNK", 512):
+        pinning = Pinning()
+        pool = pinning_pool(pinning)
+        pool.fill(3 * 512)
+        filling = pool._filling
+        pool.take([2 * 512])
+        assert pinning.threads == ["MainThread"] * 2 and pool.bytes == 2 * 512
+        pinning.go.set()
+        assert filling is not None
+        filling.join(10.0)
+        assert pool.bytes == 3 * 512
+
+
+def test_a_host_that_runs_short_ends_the_thread_and_no_run() -> None:
+    with mock.patch.object(host, "CHUNK", 512):
+        pinning = Pinning(most=2)
+        pinning.go.set()
+        pool = pinning_pool(pinning)
+        pool.fill(4 * 512)
+        assert pool._filling is not None
+        pool._filling.join(10.0)
+        assert pool.bytes == 2 * 512
+        with pytest.raises(RuntimeError, match="out of memory"):
+            pool.take([4 * 512])
+
+
+def filled_for(path: str) -> tuple[int, int]:
+    """(bytes that a Saver has memory made for, bytes that its first copy takes, whole chunks)."""
+    engine = open_engine(path, "2")
+    gradient(engine, 0)
+    engine.apply(1e-3)
+    contents = snapshot.Contents(engine, CheckpointConfig(), {})
+    copies = contents.copy()
+    return engine.sleeper.pool._wanted, sum(tensor.nbytes for tensor in copies.copies.values())
+
+
+def test_as_much_is_made_as_a_save_takes() -> None:
+    for wanted, taken in run(2, filled_for, saved_model("llama")):
+        assert 0.95 * taken <= wanted <= 1.05 * taken
+
+
+def test_a_host_without_room_for_copies_is_told_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=64 << 30))
+    assert host_shortage(8 << 30, 16) == ""
+    assert host_shortage(48 << 30, 16) == ", and this machine has 8 GiB free for each of its 8 ranks"

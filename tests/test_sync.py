@@ -31,7 +31,7 @@ from weft.rollout.base import Completion, Request, Sampling, Synced
 from weft.rollout.generate import Generator
 from weft.rollout.standalone import Filled, Standalone
 from weft.rollout.sync import buckets as contents
-from weft.rollout.sync import protocol
+from weft.rollout.sync import protocol, transports
 from weft.rollout.sync import sender as sending
 from weft.rollout.sync import server as sending_server
 from weft.rollout.sync.protocol import SyncError, Ticket
@@ -326,6 +326,74 @@ def refused(path: str, options: SyncOptions) -> str:
 def test_shared_memory_of_another_host_is_refused() -> None:
     (text,) = pool.run(1, refused, saved_model("llama"), SyncOptions("shared"))
     assert text.startswith("rollout.transport=shared: it is on another, where no trainer rank is")
+
+
+# ---------------------------------------------------------------- shared memory that a device writes
+
+
+class Registry:
+    """In place of transports.HostMemory."""
+
+    def __init__(self) -> None:
+        self.registered, self.released = list[int](), list[int]()
+
+    def register(self, memory: torch.Tensor) -> bool:
+        self.registered.append(memory.data_ptr())
+        return len(self.registered) != 2  # of one map CUDA is not told
+
+    def release(self, memory: torch.Tensor) -> None:
+        assert memory[0] == 0, "it is mapped still"
+        self.released.append(memory.data_ptr())
+
+
+def test_maps_of_shared_buckets_are_registered_once_for_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = Registry()
+    monkeypatch.setattr(transports, "host_memory", registry)
+    SharedBuckets("plain", 0, 4096, 4096, True, torch.device("cpu")).close()
+    assert not registry.registered
+    buckets = SharedBuckets("device", 0, 4096, 4096, True, torch.device("cuda"))
+    assert len(registry.registered) == transports.SLOTS
+    buckets.close()
+    assert registry.released == [registry.registered[0], *registry.registered[2:]]
+
+
+def written_late(path: str) -> tuple[list[bool], list[int], int]:
+    """(whether each bucket was whole when it was posted, copies that each waited for together, blocking copies): for a
+    device whose copies to the host are done when it is waited for."""
+    engine = open_engine(path, "1")
+    content = contents.weights(engine, torch.float32)
+    plan = contents.Plan(engine, content, 30_000)
+    late = list[tuple[torch.Tensor, torch.Tensor]]()
+    waits, blocking, copy = list[int](), list[int](), torch.Tensor.copy_
+    memory = torch.zeros(content.room, dtype=torch.uint8)
+    bucket: Any = SimpleNamespace(size=30_000, memory=lambda number: memory)
+
+    def copy_(into: torch.Tensor, values: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        late.append((into, values.clone())) if non_blocking else blocking.append(1)
+        return into
+
+    def settle(device: torch.device, bucket: torch.Tensor | None) -> None:
+        assert bucket is memory
+        waits.append(len(late))
+        for into, values in late:
+            copy(into, values)
+        late.clear()
+
+    whole = list[bool]()
+    state = dict(engine.tensors())
+    with patch.object(torch.Tensor, "copy_", copy_), patch.object(contents, "settle", settle):
+        for number, rows in enumerate(plan.write(engine, bucket)):
+            whole += [bool(row.within(memory).abs().sum() > 0) for row in rows]
+            for share in plan._shares[number]:
+                expected = share.piece.to_disk(state[share.piece.runtime][share.source])
+                whole.append(torch.equal(share.row.within(memory)[share.target], expected))
+    return whole, waits, len(blocking)
+
+
+def test_a_device_is_waited_for_once_for_each_bucket() -> None:
+    ((whole, waits, blocking),) = pool.run(1, written_late, saved_model("llama"))
+    assert all(whole) and blocking == 0
+    assert len(waits) > 2 and all(waits) and max(waits) > 1
 
 
 # ---------------------------------------------------------------- a group of NCCL, in place of which something stands

@@ -41,6 +41,7 @@ from weft.checkpoint.state import (
 from weft.config.schema import CheckpointConfig
 from weft.engine.engine import Engine
 from weft.engine.host import Allocation, HostTensor
+from weft.memory.estimate import HostNeeds
 from weft.parallel import fsdp
 from weft.sharding.boxes import Box
 from weft.sharding.digests import BoxDigest, check_boxes, not_as_written, write_digests
@@ -103,6 +104,11 @@ class Contents:
         self._half = any(tensor.dtype == torch.float16 for tensor in self.plan.manifest.values())
         self._owners = tied_names(engine.module)
         self._exported = exported(find_parts(engine), average=config.weights == "ema")
+        needs = HostNeeds.of(
+            engine.memory, adapters=engine.lora is not None, state=self.keep_state, replicas=engine.mesh.dp_replicate,
+            parts=(),
+        )  # fmt: skip
+        engine.sleeper.pool.fill(needs.saved)
 
     def copy(self) -> Copies:
         """Copy what this rank will write into host memory, held until `release`."""

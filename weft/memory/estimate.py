@@ -22,7 +22,7 @@ from weft.models import hf
 from weft.parallel.mesh import Mesh
 from weft.parallel.parallelize import Precision
 from weft.parallel.units import Unit, own_parameters
-from weft.terminal import byte_count
+from weft.terminal import byte_count, counted
 
 SMALL = 0.4  # share of a device that a whole model may take, to leave room for activations
 
@@ -110,6 +110,15 @@ class HostNeeds:
 def host_bytes(engines: Sequence[HostNeeds]) -> int:
     """Size of the host pool that a rank's engines share (engine/host.py); saving and sleeping take turns."""
     return max(sum(needs.saved for needs in engines), sum(needs.asleep for needs in engines))
+
+
+def host_shortage(needed: int, ranks: int) -> str:
+    """What to say if this machine has not `needed` bytes free for each of its ranks; "" if it has. ranks: in all."""
+    local = local_ranks(ranks)
+    free = psutil.virtual_memory().available // local
+    if needed <= free:
+        return ""
+    return f", and this machine has {byte_count(free)} free for each of its {counted(local, 'rank')}"
 
 
 def capacity(storage: torch.device, local_ranks: int, assumed: Accelerator | None = None) -> int:

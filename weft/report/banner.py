@@ -35,7 +35,7 @@ from weft.engine.plan import StepPlan
 from weft.engine.schedule import in_flight
 from weft.engine.sleep import Part
 from weft.memory.activations import RowSharing, saved_bytes
-from weft.memory.estimate import HostNeeds, hint, host_bytes
+from weft.memory.estimate import HostNeeds, hint, host_bytes, host_shortage
 from weft.models import hf
 from weft.models.lora import describe
 from weft.models.pipeline import Pipeline
@@ -348,10 +348,12 @@ def _host(config: SftConfig | RlConfig, engines: Sequence[Engine], asleep: Seque
         adapters, replicas = engine.lora is not None, engine.mesh.dp_replicate
         found = HostNeeds.of(engine.memory, adapters=adapters, state=state, replicas=replicas, parts=asleep)
         needs.append(found if engine.config.purpose == "train" else replace(found, saved=0))
-    pinned = "pinned " if engines[0].storage.type == "cuda" else ""
+    pinned = engines[0].storage.type == "cuda"
+    size, ranks = host_bytes(needs), engines[0].ranks
+    short = host_shortage(size, ranks.world) if pinned and ranks.assumed is None and ranks.simulated is None else ""
     return (
-        f"{byte_count(host_bytes(needs))} of {pinned}host memory a rank for checkpoint copies"
-        f"{' or for parts that sleep' if asleep else ''}"
+        f"{byte_count(size)} of {'pinned ' if pinned else ''}host memory a rank for checkpoint copies"
+        f"{' or for parts that sleep' if asleep else ''}{short}"
     )
 
 

@@ -143,7 +143,8 @@ class Plan:
             assert memory is not None
             for share in shares:
                 values = share.piece.to_disk(local_values(state[share.piece.runtime])[share.source])
-                share.row.within(memory)[share.target] = values
+                share.row.within(memory)[share.target].copy_(values, non_blocking=True)
+            settle(engine.device, memory)
             yield rows
 
 
@@ -183,13 +184,23 @@ def gathered(engine: Engine, content: Content, buckets: Buckets) -> Iterator[lis
     for name, tensor in engine.walk(content.pieces, content.manifest, bucket_bytes=2 * buckets.size):
         row = _place(rows[-1:], entries[name], buckets.size)
         if row is None:
+            settle(engine.device, memory)
             yield rows
             rows, row, number = [], Row(entries[name], 0), number + 1
             memory = buckets.memory(number)
         if memory is not None:
-            row.within(memory).copy_(tensor)
+            row.within(memory).copy_(tensor, non_blocking=True)
         rows.append(row)
+    settle(engine.device, memory)
     yield rows
+
+
+def settle(device: torch.device, memory: Tensor | None) -> None:
+    """Wait until the copies of a bucket from this device to the host are done: once for all of them."""
+    if device.type == "cuda" and memory is not None and memory.is_cpu:
+        written = torch.cuda.Event()
+        written.record()
+        written.synchronize()
 
 
 def exported(engine: Engine, content: Content, folder: Path) -> Iterator[tuple[Path, list[Row]]]:

@@ -368,10 +368,11 @@ class Sender:
         None on a rank without buffers."""
         together = self._on_one_host(transport)
         name, owner, made = f"{self._slots}-{transport}", 0 if together else self._rank, None
+        device = self.engine.device
         if self._mine(transport):
-            made = self._attempt(SharedBuckets, name, owner, room, full, True)
+            made = self._attempt(SharedBuckets, name, owner, room, full, True, device)
         self._agree()
-        return SharedBuckets(name, owner, room, full, False) if made is None and together else made
+        return SharedBuckets(name, owner, room, full, False, device) if made is None and together else made
 
     # ------------------------------------------------------------ agreement between ranks
 

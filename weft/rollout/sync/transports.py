@@ -25,6 +25,27 @@ from weft.rollout.sync.server import Connection
 SLOTS = 4  # buffers: one being written, one being read, and two in between, so that neither side waits
 
 
+class HostMemory:
+    """Memory of the host that CUDA is told of, so that it copies to it without a stop in between."""
+
+    def register(self, memory: Tensor) -> bool:
+        """Whether CUDA has registered it. Where it may not (a container's limit on locked memory), copies still work,
+        one after the other."""
+        portable = 1  # for every device's context
+        done = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, portable)) == 0
+        if not done:
+            with suppress(RuntimeError):  # the next kernel is told of the error, and it is forgotten with that
+                torch.zeros(1, device="cuda")
+        return done
+
+    def release(self, memory: Tensor) -> None:
+        """Undo register(), before the memory is unmapped."""
+        torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+
+
+host_memory = HostMemory()
+
+
 class SharedBuckets:
     """Bucket buffers in files of shared memory, which the ranks and engines of a host map.
 
@@ -32,10 +53,13 @@ class SharedBuckets:
     file keeps it locked, so that later runs recognise and remove the files of a killed process.
     """
 
-    def __init__(self, key: str, owner: int, room: int, size: int, create: bool) -> None:
+    def __init__(
+        self, key: str, owner: int, room: int, size: int, create: bool, device: torch.device | None = None
+    ) -> None:
         """key: unique, even among ended runs, because engines keep their maps. owner: the rank that creates the files;
         others open them afterwards. room: bytes of each buffer. size: bytes at which a bucket is full. create: whether
-        this rank creates the files; UserError if memory is short."""
+        this rank creates the files; UserError if memory is short. device: from which buckets are written; on CUDA the
+        maps are registered, so that copies are asynchronous, at several times the rate of pageable memory."""
         self.size = size
         self.paths = [scratch.SHARED_MEMORY / f"{MEMORY_PREFIX}{key}-{owner}-{slot}" for slot in range(SLOTS)]
         self._locks = list[int]()
@@ -44,6 +68,8 @@ class SharedBuckets:
             for path in self.paths:
                 self._locks.append(_create(path, room))
         self._memories = [torch.from_file(str(path), shared=True, size=room, dtype=torch.uint8) for path in self.paths]
+        registered = self._memories if device is not None and device.type == "cuda" else []
+        self._registered = [memory for memory in registered if host_memory.register(memory)]
 
     def memory(self, number: int) -> Tensor:
         """The buffer of bucket `number`; buffers are reused in turn."""
@@ -55,7 +81,9 @@ class SharedBuckets:
 
     def close(self) -> None:
         """Unmap the buffers; the rank that created the files removes them."""
-        self._memories = []
+        for memory in self._registered:
+            host_memory.release(memory)
+        self._memories, self._registered = [], []
         for path, lock in zip(self.paths, self._locks, strict=False):
             with suppress(FileNotFoundError):
                 path.unlink()
