@@ -1,4 +1,5 @@
-"""Modules that carry state along the sequence run document by document inside a packed row.
+"""Modules that carry state along the sequence run document by document inside a packed row, or on the whole row by
+kernels that know documents (models/mixer_kernels.py).
 
 The decoder layer receives the row's bounds as an argument and passes them to its mixers for one call, so that a layer
 that is recomputed in backward has the bounds of its own row. The rest of the layer sees the packed row.
@@ -6,6 +7,7 @@ that is recomputed in backward has the bounds of its own row. The rest of the la
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -14,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.models.families import carries_state
+from weft.models.mixer_kernels import by_torch, dispatch, has_fused, suits, tried, try_kernels
 from weft.models.mixer_part import MixerShare, share_of_documents, view
 from weft.ops.attention_call import BOUNDS_ARGUMENT, Bounds
 from weft.ops.by_document import by_document, is_of_tokens
@@ -31,6 +34,7 @@ class Boundary:
         self.bounds: Bounds | None = None
         self.calls = 0
         self.share: MixerShare | None = None
+        dispatch(type(mixer))
         self._run: Callable[..., Any] = self._apart
         mixer.__dict__["forward"] = self.forward
 
@@ -44,6 +48,8 @@ class Boundary:
 
     def _apart(self, *args: Any, **kwargs: Any) -> Any:
         mixer = self.mixer if self.share is None else view(self.mixer, self.share)
+        if mixer.training and has_fused(type(mixer)):
+            mixer = _not_fused(mixer)
         own = partial(type(mixer).forward, mixer)
         bounds, self.bounds = self.bounds, None
         kwargs.pop(BOUNDS_ARGUMENT, None)  # some mixers pass all arguments on to kernels
@@ -56,7 +62,30 @@ class Boundary:
         self.calls += 1
         if bounds.context is not None:
             return _over_ranks(mixer, bounds.context, *args, **kwargs)
-        return by_document(own, bounds, *args, **kwargs)
+        hidden: Tensor = args[0] if args else kwargs["hidden_states"]
+        by_documents = partial(by_document, own, bounds, *args, **kwargs)
+        kernels = suits(mixer, bounds, hidden)
+        if kernels is None:
+            return by_documents()
+        by_kernels = partial(own, *args, **{**kwargs, **kernels.of_row(bounds, hidden.device)})
+        problem = tried(mixer, hidden)
+        if problem is None:
+            problem = try_kernels(mixer, hidden, bounds, lambda: _first(by_kernels()), lambda: _first(by_documents()))
+            if problem:
+                name, packages = type(self.mixer).__name__, ", ".join(kernels.packages)
+                warnings.warn(f"{name} runs document by document, not by {packages}: {problem}", stacklevel=2)
+        if not problem:
+            return by_kernels()
+        with by_torch():
+            return by_documents()
+
+
+def _not_fused(mixer: nn.Module) -> nn.Module:
+    """The mixer, with the same parameters, in a mode in which it calls its norm and projections, instead of a fused
+    kernel that takes their weights (mixer_kernels.FUSED)."""
+    own: nn.Module = object.__new__(type(mixer))
+    own.__dict__.update({name: value for name, value in mixer.__dict__.items() if name != "forward"}, training=False)
+    return own
 
 
 def _over_ranks(mixer: nn.Module, context: ContextRow, *args: Any, **kwargs: Any) -> Any:

@@ -38,6 +38,7 @@ from weft.memory.activations import RowSharing, saved_bytes
 from weft.memory.estimate import HostNeeds, hint, host_bytes, host_shortage
 from weft.models import hf
 from weft.models.lora import describe
+from weft.models.mixer_kernels import described
 from weft.models.pipeline import Pipeline
 from weft.models.transforms import TRANSFORMS
 from weft.ops.attention import EXACT, choose
@@ -295,7 +296,7 @@ def _model_lines(
         yield f"warning  {precision.remark()}"
     if limits := _limits(engine):
         yield f"warning  {limits}"
-    apart = "".join(f"{name} document by document; " for name in built.findings.mixers if built.layout == "packed")
+    apart = "".join(f"{line}; " for line in _mixers(engine) if built.layout == "packed")
     yield f"layout   documents {built.layout}; {apart}{_attention(config, engine)}"
     if engine.mesh.cp_size > 1:
         yield f"cp       {_context(engine)}"
@@ -331,6 +332,15 @@ def _model_lines(
     advice = hint(engine.memory, engine.room, engine.mesh) if engine.storage.type != "cpu" else None
     if advice is not None:
         yield f"hint     {advice}"
+
+
+def _mixers(engine: Engine) -> list[str]:
+    """How packed rows pass each class of modules that carry state."""
+    classes = {type(own.mixer).__name__: own.mixer for own in engine.module.mixers.values()}
+    if engine.ranks.assumed is not None:
+        return [f"{name} document by document" for name in engine.built.findings.mixers]
+    device, dtype = engine.ranks.device, engine.precision.compute
+    return [f"{name.removeprefix('FSDP')} {described(mixer, device, dtype)}" for name, mixer in sorted(classes.items())]
 
 
 def _rooms(engine: Engine) -> str:

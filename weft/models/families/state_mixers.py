@@ -1,8 +1,9 @@
 """Families whose layers carry state along the sequence (recurrent, convolutional, linear attention).
 
 In a packed row the state of one document leaks into the next on the torch path, even if seq_idx or cu_seqlens are
-passed, so these modules run document by document (models/state_mixers.py). They are recognised by class name. A family
-whose modules are not recognised leaks, fails the start-up check for packed rows and is laid out padded.
+passed, so these modules run document by document, or by kernels that heed these arguments (models/state_mixers.py).
+They are recognised by class name. A family whose modules are not recognised leaks, fails the start-up check for packed
+rows and is laid out padded.
 """
 
 import re

@@ -1,0 +1,250 @@
+"""Kernels of causal-conv1d, flash-linear-attention (fla) and mamba-ssm that know where documents of a packed row begin,
+so that a mixer runs on the whole row at once; torch's code by documents (ops/by_document.py) stays the truth.
+
+transformers decides when it is imported which function a mixer calls: a package's, where it is installed, else torch's,
+which knows nothing of documents. The decorated function passes on only arguments that the chosen one has: a version
+without `seq_idx` would drop it without a word. So this looks into the decorated functions, and asks for the argument.
+Packages' functions need a GPU, whatever the tensors; `dispatch` lets them run there alone.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import wraps
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weft.ops.attention_call import Bounds
+
+DEVICES = ("cuda",)
+_DTYPES = (torch.bfloat16, torch.float16)  # fla refuses fp32
+# Kernel -> (its package on PyPI, the argument that says where documents begin).
+KERNELS = {
+    "causal_conv1d_fn": ("causal-conv1d", "seq_idx"),
+    "chunk_gated_delta_rule": ("flash-linear-attention", "cu_seqlens"),
+    "chunk_kda": ("flash-linear-attention", "cu_seqlens"),
+    "mamba_chunk_scan_combined": ("mamba-ssm", "seq_idx"),
+}
+# All kernels of a mixer that carry something from token to token. Others, as of Mamba 1, know no documents.
+_MIXERS = (
+    frozenset(("causal_conv1d_fn", "chunk_gated_delta_rule")),
+    frozenset(("causal_conv1d_fn", "chunk_kda")),
+    frozenset(("causal_conv1d_fn", "mamba_chunk_scan_combined")),
+    frozenset(("causal_conv1d_fn",)),
+)
+# For single tokens of a generation, which a packed row never is.
+_OF_TOKENS = frozenset(
+    ("causal_conv1d_update", "selective_state_update", "fused_recurrent_gated_delta_rule", "fused_recurrent_kda")
+)
+# For training, from the first projection's output to the last's: they take weights instead of calling norm and
+# projection, and so leave out adapters, and the norm of mamba2 is another one than transformers'.
+FUSED = frozenset(("mamba_split_conv1d_scan_combined", "mamba_inner_fn"))
+# RMS of the difference of a document by kernels and by torch, relative to the row's.
+TOLERANCES = {torch.bfloat16: 5e-2, torch.float16: 1e-2, torch.float32: 1e-4}
+
+
+@dataclass(frozen=True)
+class MixerKernels:
+    """The kernels of a class of mixers. packages: name and version of each. arguments: of the mixer's forward, by which
+    they learn of documents. missing: why the mixer runs document by document; "" if it need not."""
+
+    packages: tuple[str, ...] = ()
+    arguments: tuple[str, ...] = ()
+    missing: str = ""
+
+    def of_row(self, bounds: Bounds, device: torch.device) -> dict[str, Any]:
+        """The arguments for a row."""
+        documents = _documents(bounds, device)
+        return {name: documents[name] for name in self.arguments}
+
+
+def functions_of(mixer: type[nn.Module]) -> dict[str, Any]:
+    """Name in the mixer's module -> function, of all functions that its forward may call."""
+    forward = inspect.unwrap(mixer.forward)
+    called = {name: forward.__globals__.get(name) for name in forward.__code__.co_names}
+    return {name: value for name, value in called.items() if inspect.isfunction(value) or isinstance(value, nn.Module)}
+
+
+def kernels_of(mixer: type[nn.Module]) -> MixerKernels:
+    """The kernels that a class of mixers calls in this process; looked for once."""
+    if mixer not in _KERNELS:
+        _KERNELS[mixer] = _kernels_of(mixer)
+    return _KERNELS[mixer]
+
+
+_KERNELS: dict[type[nn.Module], MixerKernels] = {}
+_FUSED: dict[type[nn.Module], bool] = {}
+
+
+def _kernels_of(mixer: type[nn.Module]) -> MixerKernels:
+    forward = inspect.unwrap(mixer.forward)
+    chosen = {own["func_name"]: own for own in map(choice_of, functions_of(mixer).values()) if own is not None}
+    needed = chosen.keys() - _OF_TOKENS - FUSED
+    if needed not in _MIXERS or (len(needed) == 1 and not mixer.__name__.endswith("ShortConv")):
+        return MixerKernels(missing="there are no kernels that know documents")
+    packages = dict[str, None]()
+    for name in sorted(needed):
+        package, argument = KERNELS[name]
+        if not chosen[name]["is_new_implementation"]:
+            return MixerKernels(missing=f"{package} is not installed, or cannot be imported")
+        packages[f"{package} {_version(package)}"] = None
+        if argument not in chosen[name]["applicable_params"]:
+            return MixerKernels(missing=f"{name} of {package} {_version(package)} has no argument {argument}")
+    arguments = ["seq_idx"]
+    if needed & {"chunk_gated_delta_rule", "chunk_kda"}:
+        # Some mixers take fla's argument by the name that attention has for it.
+        constants = forward.__code__.co_consts
+        arguments += ["cu_seq_lens_q" if "cu_seq_lens_q" in constants else "cu_seqlens", "cu_seqlens_cpu"]
+    parameters = inspect.signature(forward).parameters
+    any_name = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    if lacking := [name for name in arguments if not any_name and name not in parameters]:
+        return MixerKernels(missing=f"transformers' {mixer.__name__} takes no argument {lacking[0]}")
+    return MixerKernels(tuple(packages), tuple(arguments))
+
+
+def described(mixer: nn.Module, device: torch.device, dtype: torch.dtype) -> str:
+    """How the mixer runs packed rows computed in `dtype`, in words."""
+    kernels = kernels_of(type(mixer))
+    if device.type not in DEVICES:
+        return "document by document"
+    if dtype not in _DTYPES:
+        return f"document by document ({str(dtype).removeprefix('torch.')} has no kernels)"
+    if kernels.missing:
+        return f"document by document ({kernels.missing})"
+    return f"by {', '.join(kernels.packages)}, tried in the first step"
+
+
+def choice_of(function: Callable[..., Any]) -> Mapping[str, Any] | None:
+    """What transformers' decorator of functions with kernels has decided: names of its closure; None for other
+    functions."""
+    own = inspect.getclosurevars(_inner(function)).nonlocals
+    return own if all(name in own for name in ("func_name", "is_new_implementation", "applicable_params")) else None
+
+
+def _inner(function: Any) -> Any:
+    """The function that transformers has decorated, without what weft, or the package `kernels`, has put around it: the
+    latter makes a module of it, whose forward calls `func`."""
+    function = getattr(function, "weft_chosen", function)
+    if not isinstance(function, nn.Module):
+        return function
+    forward = type(function).forward
+    return inspect.getclosurevars(forward).nonlocals.get("func", forward)
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "of unknown version"
+
+
+def _documents(bounds: Bounds, device: torch.device) -> dict[str, Tensor]:
+    """Where documents begin, in the forms of the packages, computed once per row: the number of each token's document
+    ([1, T] int32), and cumulative lengths ([documents + 1] int64)."""
+    if "mixer kernels" not in bounds.cache:
+        lengths = torch.tensor(bounds.lengths)
+        numbers = torch.arange(len(lengths), dtype=torch.int32).repeat_interleave(lengths)[None]
+        ends = torch.tensor([0, *bounds.lengths]).cumsum(0)
+        there = {"seq_idx": numbers, "cu_seqlens": ends}
+        if device.type != "cpu":
+            there = {name: value.pin_memory().to(device, non_blocking=True) for name, value in there.items()}
+        bounds.cache["mixer kernels"] = there | {"cu_seq_lens_q": there["cu_seqlens"], "cu_seqlens_cpu": ends}
+    documents: dict[str, Tensor] = bounds.cache["mixer kernels"]
+    return documents
+
+
+# ---------------------------------------------------------------- which way a row goes
+
+# (Class of mixers, device type, dtype) -> why the kernels are not used there, after a trial; "" if they are right.
+_TRIED: dict[tuple[type[nn.Module], str, torch.dtype], str] = {}
+
+
+def suits(mixer: nn.Module, bounds: Bounds, hidden: Tensor) -> MixerKernels | None:
+    """The kernels for a packed row of these hidden states, [1, T, H]; None if there are none."""
+    if hidden.device.type not in DEVICES or hidden.dtype not in _DTYPES or bounds.context is not None:
+        return None
+    kernels = kernels_of(type(mixer))
+    return None if kernels.missing else kernels
+
+
+def tried(mixer: nn.Module, hidden: Tensor) -> str | None:
+    """Why a trial has found the kernels unfit for such hidden states; "" if it found them right, None if there was
+    none."""
+    return _TRIED.get((type(mixer), hidden.device.type, hidden.dtype))
+
+
+def try_kernels(
+    mixer: nn.Module,
+    hidden: Tensor,
+    bounds: Bounds,
+    by_kernels: Callable[[], Tensor],
+    by_documents: Callable[[], Tensor],
+) -> str:
+    """Compare a row by kernels with the row document by document by torch, without gradients; "" if they agree, else
+    what is wrong. The result is remembered for such mixers of this process. Waits for the device."""
+    key = type(mixer), hidden.device.type, hidden.dtype
+    with torch.no_grad():
+        with by_torch():
+            expected = by_documents().double()
+        try:
+            error = by_kernels().double() - expected
+        except Exception as failure:  # whatever a kernel raises on a device or for a shape that it lacks
+            text = str(failure).strip().splitlines() or [""]
+            _TRIED[key] = f"they do not run ({type(failure).__name__}: {text[0]})"
+            return _TRIED[key]
+    worst = max(float(part.square().mean()) for part in error.split(bounds.lengths, dim=1)) ** 0.5
+    scale, allowed = float(expected.square().mean().sqrt()) or 1.0, TOLERANCES[hidden.dtype]
+    _TRIED[key] = "" if worst <= allowed * scale else f"off by {worst / scale:.1e} of a row, {allowed:.0e} is allowed"
+    return _TRIED[key]
+
+
+# ---------------------------------------------------------------- torch's functions in their place
+
+_by_torch = False
+
+
+@contextmanager
+def by_torch() -> Iterator[None]:
+    """Inside, mixers call torch's functions, also on a GPU."""
+    global _by_torch
+    before, _by_torch = _by_torch, True
+    try:
+        yield
+    finally:
+        _by_torch = before
+
+
+def dispatch(mixer: type[nn.Module]) -> None:
+    """Let this class of mixers call packages' functions on a GPU alone; elsewhere, as in the checks of small copies at
+    the start, torch's. Where no package is installed, nothing changes."""
+    module = inspect.unwrap(mixer.forward).__globals__
+    for name, function in functions_of(mixer).items():
+        choice = choice_of(function)
+        if choice is not None and choice["is_new_implementation"] and not hasattr(function, "weft_chosen"):
+            module[name] = _dispatched(function)
+
+
+def _dispatched(chosen: Callable[..., Any]) -> Callable[..., Any]:
+    with_torch = inspect.unwrap(_inner(chosen))
+
+    @wraps(with_torch)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        packages = not _by_torch and args[0].device.type in DEVICES
+        return chosen(*args, **kwargs) if packages else with_torch(*args, **kwargs)
+
+    call.weft_chosen = chosen  # type: ignore[attr-defined]
+    return call
+
+
+def has_fused(mixer: type[nn.Module]) -> bool:
+    """Whether this class of mixers calls one of FUSED in training; looked for once."""
+    if mixer not in _FUSED:
+        choices = map(choice_of, functions_of(mixer).values())
+        _FUSED[mixer] = any(own["func_name"] in FUSED for own in choices if own is not None)
+    return _FUSED[mixer]
