@@ -276,6 +276,8 @@ PUSHED = ("push_at", "push_private", "push_revision")
         ("schedule.cycles", "2", []),
         ("schedule.power", "2.0", ["schedule.name=wsd"]),
         ("schedule.timescale", "10", ["schedule.name=polynomial"]),
+        ("data.text_unit", "line", []),
+        ("data.text_unit", "line", ["eval.path=d.jsonl"]),
         ("checkpoint.keep_every", "100", ["checkpoint.keep=null"]),
         ("checkpoint.keep_every", "100", ["checkpoint.every=0"]),
         ("checkpoint.push_at", "save", []),
@@ -324,7 +326,7 @@ def test_every_inert_rule_is_tried() -> None:
     tried |= {"eval.max_new_tokens", "eval.temperature"}
     tried |= {"track.project", "track.name", "track.system_seconds", "profile.ranks", "profile.memory"}
     tried |= {"mesh.pp_schedule", "mesh.pp_stages_per_rank"}
-    tried |= {"data.split", "data.subset", "data.columns"}  # in tests/test_sources.py
+    tried |= {"data.split", "data.subset", "data.columns"} | {"data.text_unit"}  # in tests/test_sources.py
     assert {rule.key for rule in INERT} == tried
 
 
@@ -639,7 +641,7 @@ def test_to_dict_is_plain_and_whole() -> None:
     unread |= {"eval.every", "eval.at_start", "eval.metric", "eval.patience", "eval.min_delta", "eval.target"}
     unread |= {"eval.max_new_tokens", "eval.temperature", "optimizer.load_state"}
     unread |= {"track.project", "track.name", "profile.ranks", "profile.memory", "mesh.pp_schedule"}
-    unread |= {"mesh.pp_stages_per_rank", "schedule.cycles", "schedule.power", "schedule.timescale"}
+    unread |= {"data.text_unit", "mesh.pp_stages_per_rank", "schedule.cycles", "schedule.power", "schedule.timescale"}
     assert names == set(schema_keys(SftConfig)) - unread
     assert rendered["optimizer"]["betas"] == [0.9, 0.95]
 

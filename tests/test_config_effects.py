@@ -74,6 +74,7 @@ EFFECTS: dict[str, tuple[str, str]] = {
     ),
     "data.columns": ("which columns are read as which", "test_sources.py::test_rows_of_other_trainers"),
     "data.sources": ("which sources are trained, and how much of each", "test_sources.py::test_several_sources"),
+    "data.text_unit": ("what of a text file is a document", "test_sources.py::test_documents_of_plain_text"),
     "data.roles": ("who speaks", "test_sources.py::test_the_mapping_of_roles_that_an_error_proposes_mends_it"),
     "data.message_keys": ("which keys messages have", "test_messages.py::test_keys_of_other_names_are_mapped"),
     "data.ignore": (

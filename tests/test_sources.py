@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from subprocess import run
 from typing import Any
 
 import pytest
@@ -21,8 +22,9 @@ from weft.config.schema import DataConfig, SourceConfig
 from weft.data import sources as sources_module
 from weft.data.documents import Documents, lengths_of, load_documents, shares_of
 from weft.data.messages import MessageRules, read_messages
+from weft.data.open_sources import open_data
 from weft.data.records import Reading, Record
-from weft.data.sources import in_memory, open_source
+from weft.data.sources import in_memory, open_file, open_source
 from weft.errors import UserError
 from weft.recipes.run_data import read_run_data
 
@@ -195,6 +197,84 @@ def test_every_form_gives_the_same_documents(
     assert report.documents == 7 and report.formats == (("prompt", 7),)
     second, last = FORMS[write]
     assert documents[1].source.endswith(second) and documents[6].source.endswith(last)
+
+
+NOTES = "\ufeffOne.\r\n\r\n Two\u2028and\nthree \n \t\nFour"
+
+
+@pytest.mark.parametrize(
+    ("unit", "expected"),
+    [
+        ("line", {1: "One.", 3: " Two\u2028and", 4: "three ", 6: "Four"}),
+        (None, {1: "One.", 3: " Two\u2028and", 4: "three ", 6: "Four"}),
+        ("paragraph", {1: "One.", 3: " Two\u2028and\nthree ", 6: "Four"}),
+        ("document", {1: "One.\n\n Two\u2028and\nthree \n \t\nFour"}),
+    ],
+)
+@pytest.mark.parametrize("file", ["notes.txt", "notes.txt.gz"])
+def test_documents_of_plain_text(unit: Any, expected: dict[int, str], file: str, tmp_path: Path) -> None:
+    path = tmp_path / file
+    path.write_bytes(gzip.compress(NOTES.encode()) if file.endswith(".gz") else NOTES.encode())
+    data = DataConfig(path=str(tmp_path / "*.txt*"), text_unit=unit)
+    reading = Reading({})
+    (source,) = open_data(data)
+    found = [record for block in source.parts[0].blocks() for _, record in block.records(reading)]
+    assert {record.where: record.value["text"] for record in found} == {f"{path}:{n}": t for n, t in expected.items()}
+    _, report = load_documents(data, byte_tokenizer(), max_length=100)
+    assert report.formats == (("text", len(expected)),)
+    assert report.template_use(data, False).endswith(f"; each {unit or 'line'} of a .txt file is a document")
+    assert ".txt" not in report.template_use(dataclasses.replace(data, path="a.jsonl"), False)
+
+
+def test_units_of_a_text_are_told_apart_by_its_digest(tmp_path: Path) -> None:
+    """Which keys the kept tokens."""
+    (tmp_path / "a.txt").write_text("a\n\nb\n")
+    parts = [open_file(f"{tmp_path}/a.txt", unit=unit) for unit in ("line", "paragraph", "document")]
+    assert len({part.digest() for part in parts if part.digest is not None}) == 3
+
+
+def test_lines_of_json_that_are_called_txt(tmp_path: Path) -> None:
+    """As before there was plain text; a unit that is set says that it is text."""
+    path = tmp_path / "d.txt"
+    path.write_text('\n{"text": "a"}\n{"text": "b"}\n')
+    assert values(str(path)) == [{"text": "a"}, {"text": "b"}]
+    path.write_text("{a brace}\n")
+    assert values(str(path)) == [{"text": "{a brace}"}]
+    path.write_text('{"text": "a"}\n')
+    (source,) = open_data(DataConfig(path=str(path), text_unit="line"))
+    ((_, record),) = next(iter(source.parts[0].blocks())).records(Reading({}))
+    assert record.value == {"text": '{"text": "a"}'}
+
+
+@pytest.mark.parametrize("unit", ["line", "paragraph", "document"])
+def test_a_large_text_is_refused_before_it_is_read_whole(unit: Any, tmp_path: Path) -> None:
+    path = tmp_path / "d.txt"
+    path.write_text("short\n\n" + ("x" * 9 + "\n") * 10 if unit != "line" else "short\n\n" + "x" * 90)
+    (part,) = open_source(SourceConfig(path=str(path)), most=50, unit=unit)
+    where = 1 if unit == "document" else 3
+    with pytest.raises(UserError, match=rf"d.txt:{where}: is larger than data.max_row_bytes = 50"):
+        [record for block in part.blocks() for record in block.records(Reading({}))]
+
+
+@pytest.mark.parametrize("ending", ["", ".jsonlines", ".bak", ".log"])
+def test_lines_of_json_with_another_ending(ending: str, tmp_path: Path) -> None:
+    """Also where the first lines are bad rows, which may be left out."""
+    path = tmp_path / f"d{ending}"
+    path.write_text('# a comment\n{"text": "a"}\n')
+    _, report = load_documents(DataConfig(path=str(path)), byte_tokenizer(), max_length=100, bad_rows="drop")
+    assert report.documents == 1
+
+
+def test_the_proposal_for_a_file_divided_by_semicolons_works(tmp_path: Path) -> None:
+    path = tmp_path / "my data;1.csv"
+    path.write_text('question;answer\n"1;\n2";"a ""b"", c"\n')
+    with pytest.raises(UserError) as caught:
+        records(str(path))
+    run(["sh", "-c", str(caught.value).partition("The command ")[2].partition(" writes them")[0]], check=True)
+    copied = str(path).replace(".csv", "-commas.csv")
+    assert values(copied, columns={"prompt": "question", "completion": "answer"}) == [
+        {"prompt": "1;\n2", "completion": 'a "b", c'}
+    ]
 
 
 def test_data_in_memory(tmp_path: Path) -> None:

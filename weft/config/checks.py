@@ -18,6 +18,7 @@ from weft.config.sources import (
     column_problems,
     is_hub_name,
     key_problems,
+    may_be_text,
     role_problems,
     source_name,
     source_problems,
@@ -90,6 +91,9 @@ INERT = (
     Inert("data.split", lambda c: c.data.sources is not None, _SOURCES),
     Inert("data.subset", lambda c: c.data.sources is not None, _SOURCES),
     Inert("data.columns", lambda c: c.data.sources is not None, _SOURCES),
+    Inert(
+        "data.text_unit", lambda c: not any(map(may_be_text, _paths_of_data(c))), "no path of the data is a .txt file"
+    ),
     Inert("model.router_aux_loss_coef", lambda c: c.model.router_aux_loss == "none", "model.router_aux_loss is none"),
     *(
         Inert("optimizer.load_state", when, because)
@@ -310,6 +314,13 @@ def _is_of_videos(limits: Mapping[str, float]) -> bool:
     pairs = zip(names[::2], names[1::2], strict=True)
     ordered = all(limits.get(least, 0) <= limits.get(most, float("inf")) for least, most in pairs)
     return set(limits) <= {"fps", *names} and 0 < limits.get("fps", 1) <= 1000 and whole and ordered
+
+
+def _paths_of_data(config: Any) -> list[str]:
+    """The paths of data.path, data.sources, eval.path and eval.sources."""
+    sections = (config.data, config.eval)
+    sources = [source.path for section in sections for source in section.sources or ()]
+    return [*(section.path for section in sections if section.path is not None), *sources]
 
 
 def _held_out(config: Any) -> bool:

@@ -163,7 +163,8 @@ def data_problem(key: str, path: str) -> str:
         return f"{key} {problem}"
     if file.is_dir():
         endings = (*DATA_SUFFIXES, *(f"{suffix}.gz" for suffix in DATA_SUFFIXES))
-        inside = sorted(entry.name for entry in file.iterdir() if entry.name.endswith(endings))[:3]
+        names = [entry.name for entry in file.iterdir() if entry.name.endswith(endings)]
+        inside = sorted(names, key=lambda name: (name.endswith((".txt", ".txt.gz")), name))[:3]  # README.txt last
         hint = f": name one of {', '.join(str(file / name) for name in inside)}" if inside else ""
         hint += f", or all as {file / ('*' + Path(inside[0]).suffix)}" if len(inside) > 1 else ""
         return f"{key} {path} is a folder, and none that datasets' save_to_disk wrote; it must be a file{hint}."

@@ -224,9 +224,9 @@ class DataConfig:
     """The training documents. docs/reference/data.md tells more."""
 
     path: str | None = key(
-        "A file (.jsonl, .json, .csv, .tsv, .parquet; text also as .gz), a pattern of several such as "
-        "data/train-*.parquet, a folder written by datasets' save_to_disk, or a dataset on the hub (owner/name). All "
-        "but the last may lie on an object store, as in s3://bucket/train-*.jsonl."
+        "A file (.jsonl, .json, .csv, .tsv, .txt, .parquet; all but the last also as .gz), a pattern of several such "
+        "as data/train-*.parquet, a folder written by datasets' save_to_disk, or a dataset on the hub (owner/name). "
+        "All but the last may lie on an object store, as in s3://bucket/train-*.jsonl."
     )
     split: str | None = key(
         "Split of a dataset on the hub or of a saved one (null: train, or the only one); with `[from:to]` behind it, "
@@ -242,6 +242,11 @@ class DataConfig:
     sources: tuple[SourceConfig, ...] | None = key(
         "In place of data.path: several sources, each with its own path, name, weight, split, subset and columns, as "
         "in [{path: a.jsonl, weight: 2}, {path: b.parquet, columns: {text: body}}].",
+        None,
+    )
+    text_unit: Literal["line", "paragraph", "document"] | None = key(
+        "What of a .txt file is a document: each line, each paragraph (what blank lines divide), or the whole file. "
+        "null: each line, but a file whose first line is a JSON object is read as .jsonl.",
         None,
     )
     roles: dict[str, str] = key(  # noqa: RUF009 - key() is dataclasses.field()

@@ -26,7 +26,7 @@ COLUMNS = (*(name for names in FORMATS.values() for name in names), *BESIDE)
 # Roles of messages in chat templates. Only answers of the assistant are trained.
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 
-DATA_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
+DATA_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".txt")
 _PART = re.compile(r"(?P<name>[\w.-]*)(?:\[(?P<start>-?\d*%?):(?P<stop>-?\d*%?)\])?")
 
 
@@ -132,6 +132,12 @@ def source_name(source: Any) -> str:
     for suffix in DATA_SUFFIXES:
         name = name.removesuffix(suffix)
     return re.sub(r"[^\w.-]+", "-", name).strip("-") or "data"
+
+
+def may_be_text(path: str) -> bool:
+    """Whether a path of data names, or is a pattern that may name, plain text."""
+    name = path.removesuffix(".gz")
+    return name.endswith(".txt") or (is_pattern(path) and not name.endswith(DATA_SUFFIXES))
 
 
 def looks_like_hub_dataset(path: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from typing import Any
 
@@ -49,7 +50,8 @@ def _find(where: str, row: Mapping[str, Any], name: str, path: str) -> Any:
         elif name in _OPTIONAL:
             return None
         else:
-            raise UserError(f"{where}: data.columns: {name} is to be `{path}`, but {_missing(value, part)}.")
+            hint = divided_columns(where, row)
+            raise UserError(f"{where}: data.columns: {name} is to be `{path}`, but {_missing(value, part)}.{hint}")
     return value
 
 
@@ -59,3 +61,29 @@ def _missing(value: Any, part: str) -> str:
     if isinstance(value, list):
         return f"`{part}` is no place in a list of {len(value)}"
     return f"`{part}` would be inside {'null' if value is None else 'a ' + type(value).__name__}, which has no parts"
+
+
+def divided_columns(where: str, row: Mapping[str, Any]) -> str:
+    """As divided_otherwise, for a row of a .csv or .tsv file. where: its file and line."""
+    return divided_otherwise(where.rpartition(":")[0], next(iter(row))) if len(row) == 1 else ""
+
+
+def divided_otherwise(path: str, header: str) -> str:
+    """Advice, as a sentence behind another, for a .csv or .tsv file whose header seems to be divided by something else;
+    "" for other files and headers."""
+    name = path.removesuffix(".gz")
+    if not name.endswith((".csv", ".tsv")):
+        return ""
+    tabs = name.endswith(".tsv")
+    sign = max((";", "|", "," if tabs else "\t"), key=header.count)
+    if sign not in header:
+        return ""
+    if sign in ",\t":
+        other, ending = ("commas", ".csv") if tabs else ("tabs", ".tsv")
+        return f" Its columns seem to be divided by {other}: call the file {ending}."
+    said = f" Its columns seem to be divided by `{sign}`"
+    if name != path:
+        return f"{said}: write them with commas."
+    code = f'import csv, sys; csv.writer(sys.stdout).writerows(csv.reader(sys.stdin, delimiter="{sign}"))'
+    command = f"python3 -c {shlex.quote(code)} < {shlex.quote(path)} > {shlex.quote(name[:-4] + '-commas.csv')}"
+    return f"{said}. The command {command} writes them with commas."

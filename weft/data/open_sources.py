@@ -11,7 +11,7 @@ from weft.config.sources import source_name
 from weft.data.blocks import MAX_ROW_BYTES
 from weft.data.messages import AS_THEY_STAND, MessageRules
 from weft.data.records import Reading
-from weft.data.sources import Part, in_memory, open_source
+from weft.data.sources import Part, TextUnit, in_memory, open_source
 
 # A path, the data section of a config, its sources, or rows: a list of dicts, a datasets.Dataset.
 Data = str | DataConfig | Sequence[SourceConfig] | Sequence[Mapping[str, Any]] | Any
@@ -44,10 +44,10 @@ def open_data(data: Data) -> list[Source]:
     if isinstance(data, DataConfig):
         rules = message_rules(data)
         if data.sources is not None:
-            return [_open(source, rules, named=True, most=data.max_row_bytes) for source in data.sources]
+            return [_open(source, rules, True, data.max_row_bytes, data.text_unit) for source in data.sources]
         assert data.path is not None
         whole = SourceConfig(path=data.path, split=data.split, subset=data.subset, columns=data.columns)
-        return [_open(whole, rules, most=data.max_row_bytes)]
+        return [_open(whole, rules, False, data.max_row_bytes, data.text_unit)]
     if isinstance(data, str):
         return [_open(SourceConfig(path=data), AS_THEY_STAND)]
     if isinstance(data, Sequence) and data and isinstance(data[0], SourceConfig):
@@ -56,8 +56,14 @@ def open_data(data: Data) -> list[Source]:
     return [Source("data", [in_memory(data)], {})]
 
 
-def _open(config: SourceConfig, rules: MessageRules, named: bool = False, most: int = MAX_ROW_BYTES) -> Source:
+def _open(
+    config: SourceConfig,
+    rules: MessageRules,
+    named: bool = False,
+    most: int = MAX_ROW_BYTES,
+    unit: TextUnit | None = None,
+) -> Source:
     name = source_name(config) if named else ""
     label = f"{name} ({config.path})" if named else config.path
     key = "data.sources" if named else "data.path"
-    return Source(label, open_source(config, key, most), config.columns, name, config.weight, rules)
+    return Source(label, open_source(config, key, most, unit), config.columns, name, config.weight, rules)

@@ -18,9 +18,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from weft.config.schema import DataConfig
-from weft.config.sources import FORMATS
+from weft.config.sources import FORMATS, is_pattern, matching_files
 from weft.config.yaml12 import override
-from weft.data.columns import renamed
+from weft.data.columns import divided_columns, renamed
 from weft.data.image_columns import Image, Video, take_images
 from weft.data.messages import (
     AS_THEY_STAND,
@@ -91,6 +91,18 @@ class Reading:
 def template_use(counts: Mapping[str, int], data: DataConfig, template: bool) -> str:
     """A sentence on whether the chat template renders the documents. counts: of documents by kind. template: whether
     there is one."""
+    unit = f"; each {data.text_unit or 'line'} of a .txt file is a document" if _has_texts(counts, data) else ""
+    return f"{_template_use(counts, data, template)}{unit}"
+
+
+def _has_texts(counts: Mapping[str, int], data: DataConfig) -> bool:
+    """Whether some of the documents come from a .txt file whose text is read."""
+    paths = [source.path for source in data.sources or ()] if data.path is None else [data.path]
+    files = [name for path in paths for name in (matching_files(path) if is_pattern(path) else [path])]
+    return counts.get("text", 0) > 0 and any(name.removesuffix(".gz").endswith(".txt") for name in files)
+
+
+def _template_use(counts: Mapping[str, int], data: DataConfig, template: bool) -> str:
     chats, prompts, texts = sum(counts.get(k, 0) for k in CHATS), counts.get("prompt", 0), counts.get("text", 0)
     if not prompts and not texts:
         return "the chat template renders all documents" if chats else "not used: rows are tokens"
@@ -205,7 +217,8 @@ def _format(where: str, row: Mapping[str, Any], present: Mapping[str, Any], chat
         return found[0]
     _refuse_preferences(where, present, chat)
     names = ", ".join(f"`{name}`" for name in row) or "no columns"
-    raise UserError(f"{where}: has {names}; it needs {NEEDED}.{_setting(_likely_columns(present, chat))}")
+    setting = _setting(_likely_columns(present, chat)) or divided_columns(where, row)
+    raise UserError(f"{where}: has {names}; it needs {NEEDED}.{setting}")
 
 
 def _setting(columns: Mapping[str, str]) -> str:

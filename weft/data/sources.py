@@ -13,16 +13,16 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate, islice
+from itertools import accumulate, chain, islice
 from pathlib import Path
 from threading import Lock
-from typing import IO, Any, TypeVar
+from typing import IO, Any, Literal, TypeVar
 
 from weft.config.paths import data_problem, is_saved_dataset
 from weft.config.schema import SourceConfig
-from weft.config.sources import Split, is_pattern, looks_like_hub_dataset, matching_files, parse_split
+from weft.config.sources import DATA_SUFFIXES, Split, is_pattern, looks_like_hub_dataset, matching_files, parse_split
 from weft.data.blocks import (
     BYTE_ORDER_MARK,
     MAX_ROW_BYTES,
@@ -38,12 +38,14 @@ from weft.data.blocks import (
     too_large,
     where,
 )
+from weft.data.columns import divided_otherwise
 from weft.errors import UserError, first_line
 from weft.importing import import_extra
 from weft.strict_json import JsonError, item, named
 from weft.telemetry import flight
 
 _T = TypeVar("_T")
+TextUnit = Literal["line", "paragraph", "document"]
 
 BLOCK_BYTES = 1 << 20
 BLOCK_ROWS = 1000
@@ -51,6 +53,7 @@ _HELD_BYTES = 8 << 20  # a block of rows that are read sequentially also ends he
 _UNPACKED_BYTES = 1 << 30  # the largest JSON list in a .gz file, which is read whole
 _COUNTED = 256  # blocks whose lines are counted at a time
 _SAMPLED = 16  # places of a large file that a sample is read from
+_FIRST_BYTES = 1 << 20  # of a first line that shows what a file is
 _GROUP_BYTES = 32 << 20  # the largest Parquet row group that is read for one of its rows
 
 
@@ -89,9 +92,11 @@ class _File:
         return file_digest(self.path, self.stamp)
 
 
-def open_source(source: SourceConfig, key: str = "data.path", most: int = MAX_ROW_BYTES) -> list[Part]:
+def open_source(
+    source: SourceConfig, key: str = "data.path", most: int = MAX_ROW_BYTES, unit: TextUnit | None = None
+) -> list[Part]:
     """The files or tables of a source. key: the config key, for messages. most: the largest allowed row, in bytes.
-    Raises UserError if there are none, or `split` or `subset` do not apply."""
+    unit: as data.text_unit. Raises UserError if there are none, or `split` or `subset` do not apply."""
     path, split = str(Path(source.path).expanduser()), parse_split(source.split)
     if problem := data_problem(key, path):
         raise UserError(problem)
@@ -111,7 +116,7 @@ def open_source(source: SourceConfig, key: str = "data.path", most: int = MAX_RO
         raise UserError(
             f"data.split: {source.path} names {len(files)} files: a part such as {source.split} is of one file."
         )
-    return [open_file(file, split, most) for file in files]
+    return [open_file(file, split, most, unit) for file in files]
 
 
 def _refuse_subset(source: SourceConfig) -> None:
@@ -121,8 +126,9 @@ def _refuse_subset(source: SourceConfig) -> None:
         )
 
 
-def open_file(path: str, split: Split | None = None, most: int = MAX_ROW_BYTES) -> Part:
-    """Opens a file by its extension; an unknown extension is JSONL. most: the largest allowed row, in bytes."""
+def open_file(path: str, split: Split | None = None, most: int = MAX_ROW_BYTES, unit: TextUnit | None = None) -> Part:
+    """Opens a file by its extension; an unknown extension is JSONL, if the file is. most: the largest allowed row, in
+    bytes. unit: as data.text_unit."""
     chosen, file = split or Split(), _File(path, most, Stamp.of(path))
     name = path.removesuffix(".gz")
     if name.endswith(".parquet"):
@@ -131,6 +137,13 @@ def open_file(path: str, split: Split | None = None, most: int = MAX_ROW_BYTES) 
         return _rows(file, chosen, partial(_csv_rows, file, "\t" if name.endswith(".tsv") else ","), by_line=True)
     if name.endswith(".json") and _begins_with_list(path):
         return _rows(file, chosen, partial(_json_rows, file), by_line=False)
+    if name.endswith(".txt") and (unit is not None or not _begins_with_object(path)):
+        unit = unit or "line"
+        part = _rows(file, chosen, partial(_text_rows, file, unit), by_line=True)
+        digest = part.digest
+        return part if digest is None else replace(part, digest=lambda: f"{unit} {digest()}")
+    if not name.endswith(DATA_SUFFIXES):
+        _refuse_other(path)
     return _streamed_lines(file, chosen) if path.endswith(".gz") or not chosen.is_whole else _lines(file)
 
 
@@ -241,6 +254,43 @@ def _held(rows: Iterable[_T], size: Callable[[_T], int]) -> Iterator[list[_T]]:
         yield chosen
 
 
+def _begins_with_object(path: str) -> bool:
+    """Whether the first line of a file that is not blank is a JSON object."""
+    with reading(path), _opened(path) as file:
+        line = next((line for _, line in not_blank(enumerate(iter(partial(file.readline, _FIRST_BYTES), b""), 1))), b"")
+    if not line.lstrip().startswith(b"{"):
+        return False
+    try:
+        return isinstance(json.loads(line), dict)
+    except ValueError:
+        return len(line) == _FIRST_BYTES  # the beginning of a longer one
+
+
+_SAVED_AS = {
+    (".xlsx", ".xls", ".ods", ".numbers"): "save the table as .csv, divided by commas",
+    (".md", ".text", ".rst", ".log"): "call it .txt to train on its text (data.text_unit)",
+    (".pdf", ".docx", ".doc", ".odt", ".rtf", ".html", ".htm", ".epub", ".xml"): "write its text to a .txt file",
+    (".zip", ".tar", ".tgz", ".7z", ".bz2", ".xz", ".zst", ".lz4"): "unpack it, or pack it as .gz",
+    (".arrow", ".feather", ".orc", ".avro", ".pkl", ".pickle", ".npy", ".npz", ".pt", ".db", ".sqlite", ".h5"): (
+        "write its rows as .parquet or .jsonl"
+    ),
+}
+
+
+def _refuse_other(path: str) -> None:
+    """Raises UserError for a file with an ending that weft does not know, if its beginning has no line of JSON."""
+    with reading(path), _opened(path) as file:
+        lines = [line.strip() for line in file.read(1 << 16).removeprefix(BYTE_ORDER_MARK).splitlines()]
+    if not any(lines) or any(line.startswith(b"{") for line in lines):
+        return
+    ending = Path(path).suffix.lower()
+    advice = next((advice for endings, advice in _SAVED_AS.items() if ending in endings), "write it as .jsonl")
+    raise UserError(
+        f"{path}: weft reads {', '.join(DATA_SUFFIXES)} (all but .parquet also as .gz), and files with other endings "
+        f"if they hold a JSON object per line; this one holds none: {advice}."
+    )
+
+
 def _begins_with_list(path: str) -> bool:
     with reading(path), _opened(path) as file:
         return file.read(4096).removeprefix(BYTE_ORDER_MARK).lstrip()[:1] == b"["
@@ -295,14 +345,55 @@ def _items(text: str) -> Iterator[tuple[int, int, Any]]:
         raise json.JSONDecodeError("Extra data", text, at + 1)
 
 
+def _text_rows(file: _File, unit: TextUnit) -> Iterator[_Row]:
+    """Yields the texts of a file that are not blank, numbered by the line on which each begins. Line ends become \\n;
+    those behind a line or a paragraph are left out."""
+
+    def row(number: int, text: bytes) -> _Row:
+        name = where(file.path, number, by_line=True)
+        if len(text) > file.most:
+            return number, too_large(name, file.most), len(text)
+        try:
+            decoded = text.replace(b"\r\n", b"\n").decode("utf-8")
+        except UnicodeDecodeError as error:
+            return number, UserError(f"{name}: is not UTF-8 ({error.reason}). Save the file as UTF-8."), len(text)
+        if "\0" in decoded:
+            return number, UserError(f"{name}: holds a NUL byte. Write the file again, as UTF-8."), len(text)
+        return number, {"text": decoded}, len(text)
+
+    with reading(file.path, file.stamp), _opened(file.path) as stream:
+        if unit == "document":
+            text = stream.read(file.most + 1).removeprefix(BYTE_ORDER_MARK)
+            if text.strip():
+                yield row(1, text)
+            return
+        first, lines, size = 1, list[bytes](), 0
+        for number, line in lines_of(stream, file.path, file.most):
+            line = line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line
+            if unit == "line":
+                if line.strip():
+                    yield row(number, line.rstrip(b"\r\n"))
+            elif line.strip():
+                first, size = (first, size + len(line)) if lines else (number, len(line))
+                lines.append(line)
+                if size > file.most:  # at once: a file may have no blank line at all
+                    raise too_large(where(file.path, first, by_line=True), file.most)
+            elif lines:
+                yield row(first, b"".join(lines).rstrip(b"\r\n"))
+                lines = []
+        if lines:
+            yield row(first, b"".join(lines).rstrip(b"\r\n"))
+
+
 def _csv_rows(file: _File, separator: str) -> Iterator[_Row]:
     """Yields the rows, numbered by the line on which each begins. An empty field means absent."""
     path = file.path
     csv.field_size_limit(min(sys.maxsize, file.most))
     with reading(path, file.stamp), _opened(path) as stream:
-        texts = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
-        reader = csv.reader(_without_nul(texts, file), delimiter=separator, strict=True)
-        begin = 1
+        texts = _without_nul(io.TextIOWrapper(stream, encoding="utf-8-sig", newline=""), file)
+        first = next(texts, "")
+        reader = csv.reader(chain([first], texts), delimiter=separator, strict=True)
+        begin, divided = 1, "" if separator in first else divided_otherwise(path, first)
         try:
             header = next(reader, [])
             if twice := [name for name in header if header.count(name) > 1]:
@@ -311,22 +402,22 @@ def _csv_rows(file: _File, separator: str) -> Iterator[_Row]:
             for row in reader:
                 if row:
                     values = {name: value for name, value in zip(header, row, strict=False) if value}
-                    yield begin, _unequal(path, begin, row, header) or values, sum(len(value) + 1 for value in row)
+                    yield begin, _unequal(path, begin, row, header, divided) or values, sum(map(len, row)) + len(row)
                 begin = reader.line_num + 1
         except csv.Error as error:
             if "field limit" in str(error):
                 raise too_large(where(path, begin, by_line=True), file.most) from None
-            raise UserError(f"{path}:{begin}: is not valid CSV: {error}. Write it with a CSV library.") from None
+            advice = divided or " Write it with a CSV library."
+            raise UserError(f"{path}:{begin}: is not valid CSV: {error}.{advice}") from None
 
 
-def _unequal(path: str, line: int, row: Sequence[str], header: Sequence[str]) -> UserError | None:
-    """The error for a row whose number of fields is not that of the header; None if it is."""
+def _unequal(path: str, line: int, row: Sequence[str], header: Sequence[str], divided: str = "") -> UserError | None:
+    """The error for a row whose number of fields is not that of the header; None if it is. divided: advice for a file
+    whose columns are divided by something else."""
     if len(row) == len(header):
         return None
-    return UserError(
-        f"{path}:{line}: has {len(row)} fields, and the header has {len(header)}. Put fields that hold separators or "
-        'line breaks in double quotes, and write " as "" in them.'
-    )
+    quotes = ' Put fields that hold separators or line breaks in double quotes, and write " as "" in them.'
+    return UserError(f"{path}:{line}: has {len(row)} fields, and the header has {len(header)}.{divided or quotes}")
 
 
 def _without_nul(texts: IO[str], file: _File) -> Iterator[str]:

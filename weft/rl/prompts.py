@@ -15,7 +15,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from weft.config.rl_schema import RlConfig
 from weft.config.yaml12 import override
 from weft.data.blocks import OnBad, Row, refuse
-from weft.data.columns import with_named
+from weft.data.columns import divided_columns, with_named
 from weft.data.encode import Encoding, has_template, read_encoding
 from weft.data.image_columns import COLUMN, VIDEOS, Image, images_alone, take_images
 from weft.data.image_files import opening_pool
@@ -396,7 +396,8 @@ def _prompt_column(where: str, row: Mapping[str, Any], columns: Mapping[str, str
             f"data.columns, as in {override('data.columns', {'prompt': 'prompt'})}."
         )
     names = ", ".join(f"`{name}`" for name in row) or "no columns"
-    raise UserError(f"{where}: has {names}; it needs {_NEEDED}.{_columns_to_set(row, chat)}")
+    advice = _columns_to_set(row, chat) or divided_columns(where, row)
+    raise UserError(f"{where}: has {names}; it needs {_NEEDED}.{advice}")
 
 
 def _columns_to_set(row: Mapping[str, Any], chat: bool) -> str:

@@ -42,8 +42,8 @@ from weft.run.identity import model_fingerprint
 # compared by content.
 MAY_CHANGE = (
     "mesh", "fsdp", "checkpoint", "eval", "track", "profile", "run", "data.path", "data.sources", "data.split",
-    "data.subset", "data.columns", "data.roles", "data.message_keys", "data.ignore", "data.system", "data.max_length",
-    "data.long_documents", "data.bad_rows",
+    "data.subset", "data.columns", "data.text_unit", "data.roles", "data.message_keys", "data.ignore", "data.system",
+    "data.max_length", "data.long_documents", "data.bad_rows",
     "data.workers", "data.cache", "data.check_images", "data.max_image_pixels", "data.fetch_images",
     "data.chat_template", "model.path", "model.imports", "model.weights", "model.attention", "model.recompute",
     "model.compile", "step.max_tokens_per_device", "step.shapes", "train.timeout", "train.log_every",
