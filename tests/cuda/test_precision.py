@@ -19,7 +19,7 @@ from weft.cluster.process import Ranks
 from weft.engine.contract import check_contract
 from weft.engine.engine import Engine
 from weft.verification.harness import compare_gradients
-from weft.verification.observed import neighbours, one_gradient, to_documents
+from weft.verification.observed import gather_readouts, neighbours, one_gradient, to_documents
 from weft.verification.reference import Reference
 from weft.verification.routing import Recorder, Replay, Routes
 
@@ -95,7 +95,8 @@ def test_narrow_dtypes_differ_by_rounding(family: str, dtype: str, device: torch
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_documents_do_not_see_each_other_in_bf16(family: str, device: torch.device, ranks: Ranks) -> None:
-    assert neighbours(open_engine(saved_model(family), "1", device=kind(device), **BF16), STEPS[0]) < 1e-6
+    engine = open_engine(saved_model(family), "1", device=kind(device), **BF16)
+    assert neighbours(engine, STEPS[0], gather_readouts(engine, STEPS[0])) < 1e-6
 
 
 @pytest.mark.timeout(240)
