@@ -45,6 +45,13 @@ DAMAGE: dict[str, tuple[str, bytes | str, str]] = {
         "summary.json", '{"seconds": {"a": "b", "c": NaN, "total": -1, "d": {}}, "versions": {"x": []}}', ""),
     "samples of other types": (
         "samples.jsonl", '{"answer": {"a": [1]}, "prompt": [1, {"role": []}], "step": {}}\n7\n', ""),
+    "starts of other types": (
+        "starts.jsonl", '7\n{"ended": 3}\n{"started": "x", "mesh": [1], "ranks": "a", "versions": {"b": [1]}}\n'
+        '{"started": "9999-12-31T23:59:59-23:00", "mesh": {"a": {}}, "ranks": 1e9, "step": -1}\n{"ended": []}\n',
+        "1 lines are no"),
+    "samples of a machine that is none": (
+        "system.jsonl", '{"time": "x", "system/cpu": []}\n{"time": NaN, "system/cpu": "a", "system/gpu/watts": 1e308}\n'
+        '{"time": 1e29, "system/memory_gib": 1e29, "system/gpu0/watts": 1}\n{"time": -5, "system/cpu": 0.5}\n', ""),
     "rollouts that are none": ("rollouts/step-000001.parquet", b"PAR1", "holds no rollouts"),
     "a file that is no step": ("rollouts/step-x.parquet", b"PAR1", ""),
 }  # fmt: skip

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -16,11 +18,11 @@ import yaml
 
 from weft import cli
 from weft.report import charts, rl_page
-from weft.report.charts import Chart, Series, draw, number, ticks
+from weft.report.charts import Chart, Series, axis_texts, draw, number, ticks
 from weft.report.page import charts as charts_of
-from weft.report.page import page, read_run
+from weft.report.page import page, read_run, system_charts
 from weft.report.rl_page import extremes
-from weft.rollout.records import write_rollouts
+from weft.rollout.records import read_answers, write_rollouts
 from weft.rollout.types import Group, Prompt, Sample, samples_of
 
 STEPS = 120
@@ -98,7 +100,8 @@ def test_a_page_about_one_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     for words in (
         "finished after 120 steps", "some/model", "12K", "7.2K of them trained on", "1.50 GiB", "Tokens/s 200 median",
         "1.8000 best, at step 120", "1 skipped; epoch 1", "mean of the last 10; first 10:", "1:40",
-        "▲ 1 skipped", "loss is not <finite>", "2 & 2?", "<b>3</b>", "2 earlier", "step-000120", "2 KiB", "latest",
+        "▲ 1 skipped", "loss is not <finite>", "2 & 2? step 40 <b>1</b> step 80 <b>2</b> step 120 <b>3</b>",
+        "120 checkpoints/step-000120 2 KiB", "latest", "optimizer.lr 0.001 1e-05",
         "optimizer step", "nats per trained token, log scale", "accuracy share of",
         "eval/*/loss nats per trained token math code",
         "held out (eval/loss)", f"weft chat {run}", "train 1:30 (90%)", "lr: 0.001",
@@ -112,6 +115,111 @@ def test_a_page_about_one_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 )
 def test_the_first_losses_of_a_short_run_are_not_the_last(tmp_path: Path, steps: int, words: str) -> None:
     assert words in page([read_run(make_run(tmp_path / "a", steps=steps))])
+
+
+START = {
+    "started": "2026-01-02T03:04:05+00:00", "step": 0, "command": "weft sft <c>.yaml", "host": "node1",
+    "device": "H100", "ranks": 8, "mesh": {"dp_replicate": 2, "dp_shard": 4}, "engines": "", "commit": "abc123",
+    "versions": {"torch": "2.13.0", "transformers": None, "python": "3.12.1"},
+}  # fmt: skip
+END = {"ended": "2026-01-02T04:04:05+01:00", "error": ""}
+
+
+def with_starts(run: Path, *lines: dict[str, Any]) -> Path:
+    (run / "starts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return run
+
+
+def test_where_when_and_by_which_command_it_ran(tmp_path: Path) -> None:
+    again = {**START, "started": "2026-01-03T00:00:00+00:00", "step": 60, "device": "H200"}
+    run = with_starts(make_run(tmp_path / "one"), START, END, again, END)
+    text = page([read_run(run)])
+    for words in (
+        "device 8 x H200", "mesh dp_replicate 2, dp_shard 4", "host node1", "command weft sft <c>.yaml",
+        "started 2026-01-02 03:04:05 UTC; 2 starts, the last after step 60", "ended 2026-01-02 03:04:05 UTC",
+        "git commit abc123", "versions torch 2.13.0, python 3.12.1", "finished after 120 steps",
+    ):  # fmt: skip
+        assert words in Text(text).text, words
+    assert "<c>" not in text
+    other = with_starts(make_run(tmp_path / "two"), START)
+    compared = Text(page([read_run(run), read_run(other)])).text
+    assert "device 8 x H200 8 x H100" in compared and "ended 2026-01-02 03:04:05 UTC -" in compared
+
+
+@pytest.mark.parametrize(
+    ("lines", "status"),
+    [
+        ([START, {"ended": "", "error": "ValueError: <bad> rows"}], "failed after step 120: ValueError: <bad> rows"),
+        ([START], "ended without a word after step 120: killed, or its machine failed"),
+        ([START, {"ended": "", "error": "ValueError"}, START, END], "finished after 120 steps"),
+        ([], "finished after 120 steps"),
+    ],
+)  # fmt: skip
+def test_how_a_run_ended(tmp_path: Path, lines: list[dict[str, Any]], status: str) -> None:
+    """Of the last start, whatever an earlier one has left in summary.json."""
+    assert status in Text(page([read_run(with_starts(make_run(tmp_path / "a"), *lines))])).text
+
+
+def test_a_run_that_goes_on(tmp_path: Path) -> None:
+    """Its lock is held, or its last line is young; the lock of a run that was killed is neither."""
+    run = with_starts(make_run(tmp_path / "a", finished=False), START)
+    os.utime(run / "metrics.jsonl", (0, 0))
+    with (run / "lock").open("w") as lock:
+        assert not read_run(run).runs
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert "running: 120 steps so far" in Text(page([read_run(run)])).text
+    assert not read_run(run).runs
+    os.utime(run / "metrics.jsonl")
+    assert read_run(run).runs
+    (run / "lock").unlink()
+    assert not read_run(run).runs
+
+
+def test_keys_that_differ_from_their_defaults_come_first(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "a")
+    config = {
+        "model": {"path": "some/model"}, "data": {"path": "chat.jsonl", "image_pixels": {"max": 100}, "shuffle": True},
+        "optimizer": {"lr": 1e-5, "betas": [0.9, 0.99]}, "train": {"epochs": 1, "steps": None}, "own": {"x": "<i>"},
+    }  # fmt: skip
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    seen = Text(page([read_run(run)])).text
+    table, _, defaults = seen.split("Configuration")[1].partition("keys have their defaults")
+    assert "key value default" in table and "model.path some/model -" in table and "own.x <i> -" in table
+    assert "optimizer.betas [0.9, 0.99] [0.9, 0.95]" in table and "data.image_pixels {max: 100} {}" in table
+    assert "optimizer.lr" not in table and "data.shuffle true true" in defaults
+    (run / "config.yaml").write_text(yaml.safe_dump({"data": {"system": "long " * 1000}}))
+    assert f"{'long ' * 60}..." in Text(page([read_run(run)])).text
+
+
+def test_the_machine_over_time(tmp_path: Path) -> None:
+    """In minutes, or hours, and without the pause before a run was resumed."""
+    run = make_run(tmp_path / "a")
+    times = [1000.0 + 10 * n for n in range(31)] + [9e6 + 10 * n for n in range(3)]
+    lines = [
+        {"step": n, "time": at, "system/cpu": 0.5, "system/memory_gib": 2.0, "system/gpu0/utilisation": 1.0,
+         "system/gpu1/utilisation": 0.5, "system/gpu0/watts": 300.0, "system/gpu1/memory_gib": None}
+        for n, at in enumerate(times)
+    ]  # fmt: skip
+    (run / "system.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = {chart.title: chart for chart in system_charts([read_run(run)])}
+    assert list(found) == ["GPU utilisation", "GPU power", "Processor", "Host memory"]
+    assert [(one.name, one.y[0]) for one in found["GPU utilisation"].series] == [("gpu0", 1.0), ("gpu1", 0.5)]
+    minutes = found["Processor"].series[0].x
+    assert found["Processor"].over == "minutes" and list(minutes) == pytest.approx([n / 6 for n in range(34)])
+    assert "minutes" in Text(page([read_run(run)])).text and "Machine" in Text(page([read_run(run)])).text
+    other = make_run(tmp_path / "b")
+    (other / "system.jsonl").write_text((run / "system.jsonl").read_text())
+    (compared, *_) = system_charts([read_run(run), read_run(other), read_run(make_run(tmp_path / "c"))])
+    assert [(one.name, one.y[0], one.colour) for one in compared.series] == [("a", 0.75, 0), ("b", 0.75, 1)]
+
+
+def test_many_answers_to_a_prompt_are_folded_away(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "a")
+    samples = [{"step": n, "prompt": "p", "answer": f"answer {n}."} for n in range(1, 101)]
+    (run / "samples.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in samples))
+    shown, _, folded = Text(page([read_run(run)])).text.split("Answers over time")[1].partition("all 100")
+    assert re.findall(r"answer (\d+)", shown) == ["1", "21", "41", "60", "80", "100"]
+    assert len(re.findall(r"answer \d+", folded)) == 100
 
 
 def test_runs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -221,7 +329,47 @@ def test_a_page_about_reinforcement_learning(tmp_path: Path) -> None:
     ):  # fmt: skip
         assert words in seen.text, words
     assert "<b>right</b>" not in text and "<i>" not in text and "failed" not in seen.text
-    assert "an earlier one" not in seen.text
+    assert "an earlier one" not in seen.text.split("Samples of the last rollout step")[1]
+
+
+def test_answers_and_rewards_over_time(tmp_path: Path) -> None:
+    """Of prompts that come again in evaluations and rollouts, at some of the steps with the first and the last."""
+    run = make_rl_run(tmp_path / "rl")
+    for step in range(0, 101, 10):
+        texts = [f"greedy {step}", f"drawn {step}", "other", "other"]
+        groups = groups_of([[step / 100, 0.5], [0.0, None]], texts)
+        write_rollouts(run, step, groups, "evaluations")
+    evaluated, trained = read_run(run).over_time
+    first, second = evaluated["prompts"]
+    assert (evaluated["name"], first["prompt"]) == ("Held-out prompts", "<i>question</i> 0")
+    assert [moment["when"] for moment in first["moments"]] == [
+        f"step {step}" for step in (0, 10, 30, 40, 60, 70, 90, 100)
+    ]
+    assert [moment["text"] for moment in first["moments"]][-1] == "greedy 100"
+    assert first["moments"][-1]["about"] == "reward 1 (exact 1, style 0.25); mean of 2: 0.75"
+    assert second["moments"][0]["about"] == "reward 0 (exact 0, style 0.25)"
+    (again,) = trained["prompts"]
+    assert [(moment["when"], moment["text"]) for moment in again["moments"]] == [
+        ("rollout step 1", "an earlier one"), ("rollout step 2", "<b>right</b>"),
+    ]  # fmt: skip
+    seen = Text(page([read_run(run)]))
+    assert "<i>question</i> 0 step 0 reward 0 (exact 0, style 0.25); mean of 2: 0.25 greedy 0 step 10" in seen.text
+    (run / "evaluations" / "step-000030.parquet").write_bytes(b"PAR1")
+    assert len(read_run(run).over_time[0]["prompts"][0]["moments"]) == 7
+    assert "step-000030.parquet: holds no rollouts" in Text(page([read_run(run)])).text
+
+
+def test_prompts_of_rollouts_that_do_not_come_again(tmp_path: Path) -> None:
+    run = make_rl_run(tmp_path / "rl")
+    groups = [Group(prompt := Prompt(9, 0, (1,), "another"), [sample_of(prompt, 0, 0.25)])]
+    groups[0].samples[0].text = "its answer"
+    write_rollouts(run, 2, groups)
+    (part,) = read_run(run).over_time
+    moments = part["prompts"][0]["moments"]
+    assert part["name"] == "Training prompts: the first of each step"
+    assert [(moment["prompt"], moment["text"]) for moment in moments] == [
+        ("<i>question</i> 0", "an earlier one"), ("another", "its answer"),
+    ]  # fmt: skip
 
 
 def test_runs_of_reinforcement_learning_are_compared(tmp_path: Path) -> None:
@@ -266,10 +414,11 @@ def test_metrics_that_have_a_chart_are_documented() -> None:
     assert [key for key in keys if "*" not in key and f"`{key}`" not in documented] == []
 
 
-def test_the_best_and_the_worst_are_of_other_prompts() -> None:
-    best, worst = extremes(groups_of([[1.0, 1.0, 0.0], [0.5, None], [0.75, -1.0]], list("abcdefg")), 2)
-    assert [sample.id for sample in best] == ["0.0/0", "2.0/0"]
-    assert [sample.id for sample in worst] == ["2.0/1", "0.0/2"]
+def test_the_best_and_the_worst_are_of_other_prompts(tmp_path: Path) -> None:
+    path = write_rollouts(tmp_path, 1, groups_of([[1.0, 1.0, 0.0], [0.5, None], [0.75, -1.0]], list("abcdefg")))
+    best, worst = extremes(read_answers(path), 2)
+    assert [(answer.prompt_id, answer.number) for answer in best] == [("0.0", 0), ("2.0", 0)]
+    assert [(answer.prompt_id, answer.number) for answer in worst] == [("2.0", 1), ("0.0", 2)]
 
 
 # ---------------------------------------------------------------- charts
@@ -319,10 +468,27 @@ def test_ticks_are_round() -> None:
     assert ticks(1e-14, 3e-14, 2) == [1e-14, 2e-14, 3e-14]
 
 
+@pytest.mark.parametrize(
+    ("first", "last", "wanted"),
+    [
+        (10, 30, [10, 15, 20, 25, 30]), (1, 3, [1, 2, 3]), (1, 21, [5, 10, 15, 20]), (3, 203, list(range(25, 201, 25))),
+        (7, 7, [7]),
+    ],
+)  # fmt: skip
+def test_steps_on_an_axis_are_whole_and_equally_far_apart(first: int, last: int, wanted: list[int]) -> None:
+    svg, _ = draw(Chart("t", "u", [Series("s", [first, last], [1.0, 2.0])]))
+    assert [int(text) for text in re.findall(r'class="tick step[^>]*>([^<]*)<', svg)] == wanted
+
+
 def test_neighbours_on_an_axis_are_told_apart() -> None:
-    svg, _ = draw(Chart("t", "u", [Series("s", [1, 2], [1 - 2e-6, 1 + 2e-6])]))
-    for text in (">0.999998<", ">1<", ">1.000002<"):
+    """By short numbers: ratios of similar policies are all close to 1, and 1.00000004 has no room beside a chart."""
+    svg, data = draw(Chart("t", "u", [Series("s", [1, 2], [1 - 2e-6, 1 + 2e-6])]))
+    for text in (">-2e-6<", ">0<", ">+2e-6<"):
         assert text in svg, text
+    assert data["base"] == "1" and data["series"][0]["y"] == [1 - 2e-6, 1 + 2e-6]
+    assert axis_texts(ticks(0.99999997, 1.00000004), False) == (["-2e-8", "0", "+2e-8", "+4e-8"], "1")
+    assert axis_texts([0.5, 1.0, 1.5], False) == (["0.5", "1", "1.5"], "")
+    assert axis_texts([0.9999990, 0.9999995], True) == (["-5e-5%", "0"], "99.99995%")
 
 
 @pytest.mark.parametrize(

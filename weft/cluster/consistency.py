@@ -18,9 +18,9 @@ from torch import Tensor
 
 from weft.cluster.process import Ranks
 from weft.errors import RanksDisagreeError, UserError
+from weft.files import LOCK
 from weft.version import PACKAGE
 
-LOCK = "lock"  # a file in RUN that names the process that holds it
 _MOST = 8
 
 

@@ -21,21 +21,21 @@ def to_dict(config: Any) -> dict[str, dict[str, Any]]:
         section, _, leaf = name.partition(".")
         if name not in unread:
             value = get(config, name)
-            rendered.setdefault(section, {})[leaf] = _plain(value)
+            rendered.setdefault(section, {})[leaf] = plain_value(value)
     return rendered
 
 
-def _plain(value: Any) -> Any:
+def plain_value(value: Any) -> Any:
     """A value as plain lists and mappings. Records (a source, a group) keep the fields that differ from their defaults;
     local copies become their URLs."""
     if isinstance(value, str):
         return named(value)
     if is_dataclass(value):
         given = {spec: getattr(value, spec.name) for spec in fields(value)}
-        return {spec.name: _plain(item) for spec, item in given.items() if item != default_of(spec)}
+        return {spec.name: plain_value(item) for spec, item in given.items() if item != default_of(spec)}
     if isinstance(value, tuple | list):
-        return [_plain(item) for item in value]
-    return {name: _plain(item) for name, item in value.items()} if isinstance(value, dict) else value
+        return [plain_value(item) for item in value]
+    return {name: plain_value(item) for name, item in value.items()} if isinstance(value, dict) else value
 
 
 def to_yaml(config: Any) -> str:

@@ -6,7 +6,7 @@ A chart is drawn in a box of WIDTH x HEIGHT units that the page scales. Colours 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any
@@ -22,6 +22,8 @@ _MARKED_TO = 40
 _SMOOTHED_FROM = 60
 # Positive values that span more than this factor are drawn on a logarithmic scale if Chart.log allows it.
 _LOG_FACTOR = 50.0
+
+STEPS = "optimizer step"
 
 Value = float | None
 
@@ -45,7 +47,8 @@ class Series:
 @dataclass(frozen=True)
 class Chart:
     """One chart. unit: of the values. zero: the y axis includes 0. log: the y axis may be logarithmic. noisy: long
-    series are smoothed. stacked: series are stacked areas. percent: values are shares. marks: x of skipped steps."""
+    series are smoothed. stacked: series are stacked areas. percent: values are shares. marks: x of skipped steps.
+    over: what x counts; STEPS are whole numbers."""
 
     title: str
     unit: str
@@ -56,6 +59,7 @@ class Chart:
     stacked: bool = False
     percent: bool = False
     marks: Sequence[float] = ()
+    over: str = STEPS
 
 
 @dataclass(frozen=True)
@@ -86,12 +90,17 @@ def numeric(value: object) -> Value:
 
 
 def draw(chart: Chart) -> tuple[str, dict[str, Any]]:
-    """(SVG, the data with which the page shows values under the pointer)."""
+    """(SVG, the data with which the page shows values under the pointer). Its `base` is what the numbers on the y axis
+    are differences from, "" if they are the values themselves."""
     reduced = [(series, _buckets(series)) for series in chart.series]
     tops = _stack([buckets for _, buckets in reduced]) if chart.stacked else []
     x = _x_scale(chart.series)
     y = _y_scale(chart, [buckets for _, buckets in reduced], tops)
-    parts = [_grid(chart, x, y)]
+    values = _log_ticks(y.low, y.high) if y.log else ticks(y.low, y.high)
+    texts, base = axis_texts(values, chart.percent)
+    parts = [_grid(chart, x, y, dict(zip(values, texts, strict=True)))]
+    spread = max(abs(y.low), abs(y.high)) / (y.high - y.low)
+    digits = min(15, 4 + math.ceil(math.log10(spread))) if base else 4  # of values under the pointer
     if chart.stacked:
         parts += _areas(reduced, tops, x, y)
     else:
@@ -99,12 +108,15 @@ def draw(chart: Chart) -> tuple[str, dict[str, Any]]:
             parts.append(_line(series, buckets, x, y, chart.noisy))
     parts += [_mark(x(at)) for at in chart.marks]
     parts.append(f'<line class="cross" y1="{TOP}" y2="{HEIGHT - BOTTOM}" visibility="hidden"/>')
-    label = escape(f"{chart.title}, {chart.unit}, over optimizer steps", quote=True)
+    label = escape(f"{chart.title}, {chart.unit}, by {chart.over}", quote=True)
     svg = f'<svg viewBox="0 0 {WIDTH:g} {HEIGHT:g}" role="img" aria-label="{label}">{"".join(parts)}</svg>'
     return svg, {
         "x": [x.low, x.high],
+        "over": chart.over,
         "percent": chart.percent,
-        "series": [_readable(series, buckets) for series, buckets in reduced],
+        "base": base,
+        "digits": digits,
+        "series": [_readable(series, buckets, digits + 1) for series, buckets in reduced],
     }
 
 
@@ -117,7 +129,7 @@ def logarithmic(chart: Chart) -> bool:
 def number(value: float, percent: bool = False, digits: int = 4) -> str:
     """A value on an axis: `0.5`, `12k`, `1e-5`, `40%`."""
     if percent:
-        return "0" if value == 0 else f"{100 * value:.{digits - 1}g}%"
+        return "0" if value == 0 else f"{number(100 * value, digits=digits - 1)}%"
     size = abs(value)
     for unit, power in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if size >= 10 * power or (power > 1e3 and size >= power):
@@ -128,13 +140,18 @@ def number(value: float, percent: bool = False, digits: int = 4) -> str:
     return f"{value:.{digits}g}"
 
 
-def _numbers(values: Sequence[float], percent: bool) -> list[str]:
-    """The numbers as text, with enough digits to tell them apart: ratios of similar policies are all close to 1."""
-    for digits in range(4, 13):
-        texts = [number(value, percent, digits) for value in values]
-        if len(set(texts)) == len(texts):
-            break
-    return texts
+def axis_texts(values: Sequence[float], percent: bool) -> tuple[list[str], str]:
+    """(the numbers as text, ""); or, of numbers that four digits do not tell apart, such as ratios of similar policies,
+    (differences from a round number among them, that number)."""
+    texts = [number(value, percent) for value in values]
+    if len(set(texts)) == len(texts):
+        return texts, ""
+    middle = values[len(values) // 2]
+    rounded = (float(f"{middle:.{digits}g}") for digits in range(1, 16))
+    base = next((one for one in rounded if values[0] <= one <= values[-1]), middle)
+    differences = [float(f"{value - base:.3g}") if abs(value - base) > 1e-15 * abs(base) else 0.0 for value in values]
+    signed = [f"{'+' * (difference > 0)}{number(difference, percent)}" for difference in differences]
+    return signed, number(base, percent, 15)
 
 
 # ---------------------------------------------------------------- reducing
@@ -181,12 +198,12 @@ def _stack(layers: Sequence[Sequence[_Bucket]]) -> list[list[float]]:
     return tops
 
 
-def _readable(series: Series, buckets: Sequence[_Bucket]) -> dict[str, Any]:
+def _readable(series: Series, buckets: Sequence[_Bucket], digits: int) -> dict[str, Any]:
     return {
         "name": series.name,
         "colour": series.colour % COLOURS,
         "x": [bucket.x for bucket in buckets],
-        "y": [None if bucket.mean is None else float(f"{bucket.mean:.5g}") for bucket in buckets],
+        "y": [None if bucket.mean is None else float(f"{bucket.mean:.{digits}g}") for bucket in buckets],
     }
 
 
@@ -216,11 +233,12 @@ def _y_scale(chart: Chart, layers: Sequence[Sequence[_Bucket]], tops: Sequence[S
     return _Scale(low if low == 0 else low - room, high + room, HEIGHT - BOTTOM, TOP)
 
 
-def ticks(low: float, high: float, most: int = 5) -> list[float]:
-    """Round numbers within a range, at most `most` + 1."""
-    raw = (high - low) / most
+def ticks(low: float, high: float, most: int = 5, *, whole: bool = False) -> list[float]:
+    """Round numbers at equal distances within a range, at most `most` + 1. whole: integers only."""
+    raw = max((high - low) / most, 1.0 if whole else 0.0)
     power = 10.0 ** math.floor(math.log10(raw))
-    step = next(factor * power for factor in (1.0, 2.0, 2.5, 5.0, 10.0) if factor * power >= raw * 0.999999)
+    steps = [factor * power for factor in (1.0, 2.0, 2.5, 5.0, 10.0)]
+    step = next(step for step in steps if step >= raw * 0.999999 and (not whole or step == round(step)))
     first = math.ceil(low / step - 1e-9)
     return [float(f"{n * step:.12g}") for n in range(first, math.floor(high / step + 1e-9) + 1)]
 
@@ -231,22 +249,23 @@ def _log_ticks(low: float, high: float) -> list[float]:
     return [v for power in powers for factor in factors if low <= (v := factor * 10.0**power) <= high]
 
 
-def _grid(chart: Chart, x: _Scale, y: _Scale) -> str:
+def _grid(chart: Chart, x: _Scale, y: _Scale, texts: Mapping[float, str]) -> str:
+    """The lines and numbers of both axes. texts: value -> its text on the y axis."""
     parts = []
-    values = _log_ticks(y.low, y.high) if y.log else ticks(y.low, y.high)
-    for value, text in zip(values, _numbers(values, chart.percent), strict=True):
+    for value, text in texts.items():
         at = y(value)
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at:.1f}" y2="{at:.1f}"/>')
         parts.append(f'<text class="tick" x="{LEFT - 7}" y="{at + 4:.1f}" text-anchor="end">{text}</text>')
     bottom = HEIGHT - BOTTOM
     parts.append(f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{bottom}" y2="{bottom}"/>')
-    for value in sorted({round(tick) for tick in ticks(x.low, x.high, 8) if x.low <= round(tick) <= x.high}):
-        at, text = x(value), f"{value:,}"
+    for place, value in enumerate(ticks(x.low, x.high, 8, whole=chart.over == STEPS)):
+        at, text = x(value), f"{value:,.10g}"
         room = 3.5 * len(text)  # half of the text's width
         at = min(at, WIDTH - room)
-        parts.append(f'<text class="tick step" x="{at:.1f}" y="{bottom + 15}" text-anchor="middle">{text}</text>')
+        kind = "tick step between" if place % 2 else "tick step"
+        parts.append(f'<text class="{kind}" x="{at:.1f}" y="{bottom + 15}" text-anchor="middle">{text}</text>')
     middle = (LEFT + WIDTH - RIGHT) / 2
-    parts.append(f'<text class="label" x="{middle}" y="{HEIGHT - 4}" text-anchor="middle">optimizer step</text>')
+    parts.append(f'<text class="label" x="{middle}" y="{HEIGHT - 4}" text-anchor="middle">{escape(chart.over)}</text>')
     return "".join(parts)
 
 

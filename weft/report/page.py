@@ -5,26 +5,38 @@ Runs in progress and runs that ended early have a page, too.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime
+from datetime import UTC, datetime
 from importlib.resources import files
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import yaml
 from jinja2 import Environment
 
 from weft.checkpoint.retention import TRAINER_STATE, complete_steps, step_folder
 from weft.cluster.options import ReportOptions
-from weft.config.yaml12 import read_sections
+from weft.config.keys import schema_keys
+from weft.config.load import plain_sections
+from weft.config.render import plain_value
+from weft.config.rl_schema import RlConfig
+from weft.config.schema import SftConfig
+from weft.config.yaml12 import Dumper, read_file
 from weft.errors import UserError
+from weft.files import LOCK
 from weft.report.charts import COLOURS, Chart, Series, draw, logarithmic, numeric
 from weft.report.pictures import pictures
 from weft.report.progress import duration
-from weft.report.rl_page import is_rl, last_samples, rl_charts
+from weft.report.rl_page import evenly, is_rl, last_samples, rl_charts, samples_over_time
+from weft.run.starts import STARTS
+from weft.telemetry.system import SYSTEM
 from weft.telemetry.timing import METRICS as PHASES
 from weft.terminal import byte_count, clean, count
 from weft.version import __version__
@@ -34,6 +46,9 @@ Line = dict[str, Any]
 # Values beyond these limits are not shown: the run folder is damaged, or was not written by weft.
 _MOST_STEPS, _LARGEST, _SMALLEST = 10**12, 1e30, 1e-30
 _MOST_NAME, _MOST_KEYS, _MOST_CONFIG = 200, 500, 1 << 20
+_MOST_VALUE = 300  # characters of a value of the config in a table
+_MOST_ANSWERS = 6  # answers to a prompt of eval.prompts that are not folded away
+_RUNS_SECONDS = 120.0  # a run whose last step is younger runs, where its lock cannot be seen
 
 # Keys of metrics.jsonl with a chart of their own, in the order of the page; the series are added later.
 _CHARTS: tuple[tuple[str, Chart], ...] = (
@@ -59,7 +74,9 @@ _UNITS = {"loss": "nats per trained token", "perplexity": "e^loss", "accuracy": 
 @dataclass(frozen=True)
 class ReportedRun:
     """The content of a run folder. summary: empty if the run has not ended. rollouts: for `weft rl`, the best and the
-    worst samples of the last rollout step. notes: what could not be read."""
+    worst samples of the last rollout step. over_time: for `weft rl`, answers to the same prompts. starts: lines of
+    starts.jsonl, each with those of its end. system: lines of system.jsonl. runs: whether the run goes on. notes: what
+    could not be read."""
 
     folder: Path
     name: str
@@ -70,6 +87,10 @@ class ReportedRun:
     samples: Sequence[Line]
     checkpoints: Sequence[Mapping[str, Any]]
     rollouts: Mapping[str, Any] | None
+    over_time: Sequence[Mapping[str, Any]] = ()
+    starts: Sequence[Line] = ()
+    system: Sequence[Line] = ()
+    runs: bool = False
     notes: Sequence[str] = ()
 
     def points(self, key: str) -> tuple[list[float], list[float | None]]:
@@ -124,7 +145,11 @@ def read_run(folder: Path) -> ReportedRun:
         samples=samples,
         checkpoints=_checkpoints(folder / "checkpoints"),
         rollouts=_rollouts(folder, notes),
-        notes=notes,
+        over_time=samples_over_time(folder, notes),
+        starts=_starts(folder / STARTS, notes),
+        system=[_plain(line) for line in _read_lines(folder / SYSTEM, notes)],
+        runs=_runs(folder),
+        notes=list(dict.fromkeys(notes)),
     )
 
 
@@ -141,8 +166,10 @@ def page(runs: Sequence[ReportedRun]) -> str:
         tiles=[] if several else _tiles(runs[0]),
         table=_comparison(runs) if several else None,
         differing=_differing(runs) if several else [],
+        facts=_facts_of_several(runs) if several else [],
         charts=[_drawn(chart) for chart in main],
         others=[_drawn(chart) for chart in others],
+        machine=[_drawn(chart) for chart in system_charts(runs)],
         zero=zero,
         version=__version__,
         written=f"{datetime.now():%Y-%m-%d %H:%M}",
@@ -210,7 +237,7 @@ def _read_config(path: Path, notes: list[str]) -> dict[str, dict[str, Any]]:
     if not path.is_file():
         return {}
     try:
-        return read_sections(str(path))
+        return plain_sections(read_file(str(path)))
     except UserError as error:
         notes.append(str(error))
         return {}
@@ -222,6 +249,38 @@ def _rollouts(folder: Path, notes: list[str]) -> Mapping[str, Any] | None:
     except UserError as error:
         notes.append(str(error))
         return None
+
+
+def _starts(path: Path, notes: list[str]) -> list[Line]:
+    """The lines of starts, each with the keys of the end that follows it, if there is one."""
+    found: list[Line] = []
+    for line in _read_lines(path, notes):
+        mesh, versions = line.get("mesh"), line.get("versions")
+        texts = {name: value for name, value in line.items() if isinstance(value, str)}
+        if "started" in texts:
+            found.append(texts)
+            for name, value in (("mesh", mesh), ("versions", versions)):
+                found[-1][name] = _plain(value) if isinstance(value, dict) else {}
+            for name in ("step", "ranks"):
+                found[-1][name] = value if type(value := line.get(name)) is int and 0 <= value < _MOST_STEPS else 0
+        elif found:
+            found[-1] |= {name: texts[name] for name in ("ended", "error") if name in texts}
+    return found
+
+
+def _runs(folder: Path) -> bool:
+    """Whether the run goes on: a process of this machine holds its lock, or its last step ended just now."""
+    lock = folder / LOCK
+    try:
+        if lock.is_symlink() or not lock.is_file():
+            return False
+        with lock.open("rb") as stream:
+            fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return time.time() - (folder / "metrics.jsonl").stat().st_mtime < _RUNS_SECONDS
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
 
 
 def _text(path: Path, notes: list[str]) -> str:
@@ -250,7 +309,7 @@ def _checkpoints(folder: Path) -> list[dict[str, Any]]:
         size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
         found.append(
             {
-                "path": str(path),
+                "path": f"{folder.name}/{path.name}",
                 "step": step,
                 "size": byte_count(size),
                 "marks": sorted(name for name, target in links.items() if target == path.name),
@@ -291,6 +350,54 @@ def charts(runs: Sequence[ReportedRun]) -> tuple[list[Chart], list[Chart]]:
         if key not in charted and key != "eval/loss" and not key.startswith("time/")
     ]
     return main, _by_source(runs, [key for key in rest if any(run.has(key) for run in runs)])
+
+
+# Charts of system.jsonl: name of the key, the same for each GPU, or for the host.
+_SYSTEM_CHARTS = (
+    ("utilisation", Chart("GPU utilisation", "share of time in which a kernel ran", zero=True, percent=True)),
+    ("memory_gib", Chart("GPU memory", "GiB in use, by all processes", zero=True)),
+    ("celsius", Chart("GPU temperature", "\N{DEGREE SIGN}C")),
+    ("watts", Chart("GPU power", "W", zero=True)),
+    ("system/cpu", Chart("Processor", "share of all cores", zero=True, percent=True)),
+    ("system/memory_gib", Chart("Host memory", "GiB in use", zero=True)),
+)
+
+
+def system_charts(runs: Sequence[ReportedRun]) -> list[Chart]:
+    """Charts of the first rank's machine, over time without pauses: one run has a series for each GPU, of several runs
+    each has one, the mean over its GPUs."""
+    times = [_running_minutes(run.system) for run in runs]
+    longest = max((own[-1] for own in times if own), default=0.0)
+    over, scale = ("hours", 1 / 60) if longest > 180.0 else ("minutes", 1.0) if longest > 3.0 else ("seconds", 60.0)
+    found = []
+    for leaf, chart in _SYSTEM_CHARTS:
+        series = []
+        for place, (run, minutes) in enumerate(zip(runs, times, strict=True)):
+            x = [minute * scale for minute in minutes]
+            names = dict.fromkeys(key for line in run.system for key in line)
+            keys = [key for key in names if key == leaf or (key.startswith("system/gpu") and key.endswith(f"/{leaf}"))]
+            columns = {key: [numeric(line.get(key)) for line in run.system] for key in keys[:_MOST_KEYS]}
+            if len(runs) > 1 and columns:
+                rows = [[value for value in row if value is not None] for row in zip(*columns.values(), strict=True)]
+                columns = {run.name: [_mean(row) if row else None for row in rows]}
+            for number, (key, y) in enumerate(columns.items()):
+                name = key.split("/")[1] if len(runs) == 1 else key
+                series.append(Series(name, x, y, colour=place if len(runs) > 1 else number))
+        if any(value is not None for one in series for value in one.y):
+            found.append(replace(chart, series=series, over=over))
+    return found
+
+
+def _running_minutes(lines: Sequence[Line]) -> list[float]:
+    """The minutes at each sample since the first. A pause between two starts counts as one interval."""
+    seconds = [numeric(line.get("time")) or 0.0 for line in lines]
+    steps = [max(0.0, after - before) for before, after in pairwise(seconds)]
+    usual = median(steps) if steps else 0.0
+    total, found = 0.0, [0.0] * bool(seconds)
+    for step in steps:
+        total += step if step <= max(60.0, 5.0 * usual) else usual
+        found.append(total / 60.0)
+    return found
 
 
 def without_zeros(
@@ -381,7 +488,8 @@ def _skipped(runs: Sequence[ReportedRun]) -> list[float]:
 def _drawn(chart: Chart) -> dict[str, Any]:
     svg, data = draw(chart)
     solid = [series for series in chart.series if not series.held_out]
-    unit = ", ".join([*([chart.unit] if chart.unit else []), *(["log scale"] if logarithmic(chart) else [])])
+    axis = f"axis: difference from {data['base']}" if data["base"] else "log scale" if logarithmic(chart) else ""
+    unit = ", ".join(text for text in (chart.unit, axis) if text)
     return {
         "title": chart.title,
         "unit": unit,
@@ -404,6 +512,8 @@ def _about(run: ReportedRun, place: int) -> dict[str, Any]:
         "folder": str(run.folder),
         "colour": place % COLOURS,
         "status": _status(run),
+        "failed": bool(run.starts) and bool(run.starts[-1].get("error")),
+        "facts": _facts(run),
         "model": run.config.get("model", {}).get("path", "-"),
         "data": run.summary.get("data") or run.config.get("data", {}).get("path", "-"),
         "phases": [
@@ -413,7 +523,9 @@ def _about(run: ReportedRun, place: int) -> dict[str, Any]:
         "skipped": [line for line in run.lines if line.get("skipped")],
         "samples": _samples(run),
         "rollouts": run.rollouts,
+        "over_time": run.over_time,
         "checkpoints": run.checkpoints,
+        "settings": _settings(run),
         "config": run.config_text,
         "notes": run.notes,
         "versions": {name: version for name, version in run.summary.get("versions", {}).items() if version},
@@ -421,20 +533,85 @@ def _about(run: ReportedRun, place: int) -> dict[str, Any]:
 
 
 def _status(run: ReportedRun) -> str:
-    last = run.lines[-1]["step"]
+    last, start = run.lines[-1]["step"], run.starts[-1] if run.starts else {}
+    if run.runs:
+        return f"running: {last:,} steps so far"
+    if start.get("error"):
+        return f"failed after step {last:,}: {start['error']}"
+    if start and "ended" not in start:
+        return f"ended without a word after step {last:,}: killed, or its machine failed"
     if not run.summary:
         return f"not finished: {last:,} steps so far"
     stopped = run.summary.get("stopped")
     return f"stopped by {stopped} after step {last:,}" if stopped else f"finished after {last:,} steps"
 
 
+def _facts(run: ReportedRun) -> dict[str, str]:
+    """Name -> text: where, when and on what the run was started the last time, and by which command."""
+    if not run.starts:
+        return {}
+    start = run.starts[-1]
+    versions = {**start["versions"], **run.summary.get("versions", {})}
+    again = f"; {len(run.starts)} starts, the last after step {start['step']:,}" if len(run.starts) > 1 else ""
+    facts = {
+        "device": f"{start['ranks']} x {start.get('device', '')}",
+        "mesh": ", ".join(f"{axis} {size}" for axis, size in start["mesh"].items()),
+        "rollout engines": start.get("engines", ""),
+        "host": start.get("host", ""),
+        "started": _day(run.starts[0]["started"]) + again,
+        "ended": _day(start.get("ended", "")),
+        "command": start.get("command", ""),
+        "git commit": start.get("commit", ""),
+        "versions": ", ".join(f"{name} {version}" for name, version in versions.items() if version),
+    }
+    return {name: text for name, text in facts.items() if text}
+
+
+def _day(text: str) -> str:
+    """`2026-11-26 08:59:33 UTC` of a time in ISO 8601; other texts as they are."""
+    try:
+        return f"{datetime.fromisoformat(text).astimezone(UTC):%Y-%m-%d %H:%M:%S} UTC"
+    except (ValueError, OverflowError):
+        return text
+
+
+def _facts_of_several(runs: Sequence[ReportedRun]) -> list[dict[str, Any]]:
+    facts = [_facts(run) for run in runs]
+    names = dict.fromkeys(name for own in facts for name in own)
+    return [{"name": name, "values": [own.get(name, "-") for own in facts]} for name in names]
+
+
+def _settings(run: ReportedRun) -> dict[str, list[dict[str, str]]]:
+    """The keys of the config that differ from their defaults (`set`) and the others: name, value, default, help."""
+    found: dict[str, list[dict[str, str]]] = {"set": [], "default": []}
+    known = schema_keys(RlConfig if "rl" in run.config else SftConfig)
+    for section, values in run.config.items():
+        for leaf, value in (values or {}).items():
+            key = known.get(f"{section}.{leaf}")
+            default = None if key is None or key.required else plain_value(key.default)
+            same = key is not None and not key.required and default == value
+            shown = "-" if key is None or key.required else _shown(default)
+            row = {
+                "name": f"{section}.{leaf}",
+                "value": _shown(value),
+                "default": shown,
+                "help": key.help if key else "",
+            }
+            found["default" if same else "set"].append(row)
+    return found
+
+
 def _samples(run: ReportedRun) -> list[dict[str, Any]]:
-    """The answers grouped by prompt and images: prompts in order, the newest answer of each first."""
+    """The answers grouped by prompt and images, prompts and answers in order. moments: the first, the last and some
+    between; every: all, if these are more."""
     found: dict[str, dict[str, Any]] = {}
     for sample in run.samples:
         prompt, images = _words(sample.get("prompt", "")), sample.get("images")
-        own = found.setdefault(f"{prompt}\n{images}", {"prompt": prompt, "images": images, "answers": []})
-        own["answers"].insert(0, {"step": sample.get("step"), "text": _words(sample["answer"])})
+        own = found.setdefault(f"{prompt}\n{images}", {"prompt": prompt, "images": images, "every": []})
+        own["every"].append({"when": f"step {sample.get('step')}", "about": "", "text": _words(sample["answer"])})
+    for own in found.values():
+        own["moments"] = [own["every"][place] for place in evenly(range(len(own["every"])), _MOST_ANSWERS)]
+        own["every"] = own["every"] if len(own["every"]) > len(own["moments"]) else []
     return [{**own, "pictures": pictures(own["images"])} for own in found.values()]
 
 
@@ -513,11 +690,17 @@ def _differing(runs: Sequence[ReportedRun]) -> list[dict[str, Any]]:
     flat = [{f"{s}.{k}": v for s, keys in run.config.items() for k, v in (keys or {}).items()} for run in runs]
     names = dict.fromkeys(name for config in flat for name in config)
     return [
-        {"key": name, "values": [_shown(config.get(name)) for config in flat]}
+        {"key": name, "values": [_shown(config[name]) if name in config else "-" for config in flat]}
         for name in names
-        if len({_shown(config.get(name)) for config in flat}) > 1
+        if len({_shown(config[name]) if name in config else "-" for config in flat}) > 1
     ]
 
 
 def _shown(value: object) -> str:
-    return "-" if value is None else str(value)
+    """A value of the config as YAML on one line, shortened."""
+    if isinstance(value, str):
+        text = value
+    else:
+        text = yaml.dump(value, Dumper=Dumper, default_flow_style=True, width=1 << 20, allow_unicode=True)
+        text = text.removesuffix("\n").removesuffix("\n...")
+    return text if len(text) <= _MOST_VALUE else f"{text[:_MOST_VALUE]} ..."

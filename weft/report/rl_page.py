@@ -1,24 +1,27 @@
-"""The part of `weft report` for runs of `weft rl`: charts, and samples of the last rollout step. Imports no torch."""
+"""The part of `weft report` for runs of `weft rl`: charts, and samples over time. Imports no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from weft.errors import UserError
 from weft.report.charts import Chart, Series, numeric
 from weft.report.pictures import pictures
 from weft.report.rollouts import ending, reward_text
-from weft.rollout.records import FOLDER, read_rollouts, rollout_files
-from weft.rollout.types import Group, Sample
+from weft.rollout.records import EVALUATIONS, FOLDER, Answer, read_answers, rollout_files
 
 if TYPE_CHECKING:
     from weft.report.page import ReportedRun
 
 # How many of the best and of the worst samples are shown, each of a different prompt.
 _MOST_SAMPLES = 3
+# Of samples over time: steps that are read, from the first to the last, and prompts that are shown.
+_MOST_STEPS, _MOST_PROMPTS = 8, 4
 # The middle of a long text is left out: characters kept of its beginning, of its end.
 _KEPT = (3000, 1000)
 _PHASES = "seconds/"
@@ -149,37 +152,96 @@ def last_samples(folder: Path) -> dict[str, Any] | None:
     if not files:
         return None
     step = max(files)
-    best, worst = extremes(read_rollouts(files[step]), _MOST_SAMPLES)
+    best, worst = extremes(read_answers(files[step]), _MOST_SAMPLES)
     parts = [("best", best), ("worst", worst)]
     return {
         "step": step,
-        "parts": [
-            {"name": name, "samples": [_shown(sample) for sample in samples]} for name, samples in parts if samples
-        ],
+        "parts": [{"name": name, "samples": [_shown(one) for one in answers]} for name, answers in parts if answers],
     }
 
 
-def extremes(groups: Sequence[Group], most: int) -> tuple[list[Sample], list[Sample]]:
-    """(best, worst) samples, the most extreme first, each of a different prompt, without overlap."""
-    known = [sample for group in groups for sample in group.samples if sample.reward is not None]
-    ranked = sorted(known, key=lambda sample: sample.reward or 0.0, reverse=True)
+def extremes(answers: Sequence[Answer], most: int) -> tuple[list[Answer], list[Answer]]:
+    """(best, worst) answers, the most extreme first, each to a different prompt, without overlap."""
+    ranked = sorted((one for one in answers if one.reward is not None), key=lambda one: one.reward or 0.0, reverse=True)
     best = _of_other_prompts(ranked, most)
-    taken = {sample.id for sample in best}
-    return best, _of_other_prompts([sample for sample in reversed(ranked) if sample.id not in taken], most)
+    taken = {id(one) for one in best}
+    return best, _of_other_prompts([one for one in reversed(ranked) if id(one) not in taken], most)
 
 
-def _of_other_prompts(samples: Sequence[Sample], most: int) -> list[Sample]:
-    """The first sample of each prompt, at most `most`."""
-    found: dict[str, Sample] = {}
-    for sample in samples:
-        found.setdefault(sample.prompt.id, sample)
+def _of_other_prompts(answers: Sequence[Answer], most: int) -> list[Answer]:
+    """The first answer to each prompt, at most `most`."""
+    found: dict[str, Answer] = {}
+    for one in answers:
+        found.setdefault(one.prompt_id, one)
     return list(found.values())[:most]
 
 
-def _shown(sample: Sample) -> dict[str, Any]:
-    about = f"reward {reward_text(sample)}; {sample.length} tokens, {ending(sample)}"
-    texts = {"prompt": _shortened(sample.prompt.text), "text": _shortened(sample.text), "about": about}
-    return {**texts, "pictures": pictures(sample.prompt.columns.get("images"))}
+def _shown(answer: Answer) -> dict[str, Any]:
+    about = f"reward {reward_text(answer)}; {answer.length} tokens, {ending(answer)}"
+    texts = {"prompt": _shortened(answer.prompt), "text": _shortened(answer.text), "about": about}
+    return {**texts, "pictures": pictures(answer.images)}
+
+
+def samples_over_time(folder: Path, notes: list[str]) -> list[dict[str, Any]]:
+    """How answers and rewards changed: of evaluations, whose prompts stay the same, and of rollouts. Where no prompt of
+    the rollouts comes again, the first prompt of each step stands for them. notes: gets those of files that cannot be
+    read."""
+    found = []
+    for into, unit, name in ((EVALUATIONS, "step", "Held-out prompts"), (FOLDER, "rollout step", "Training prompts")):
+        files = rollout_files(folder / into)
+        groups = {}
+        for step in evenly(list(files), _MOST_STEPS):
+            try:
+                groups[step] = _by_prompt(read_answers(files[step]))
+            except UserError as error:
+                notes.append(str(error))
+        again = _most_frequent(groups) if len(groups) > 1 else []
+        if again:
+            prompts = [
+                _changes({step: own[text] for step, own in groups.items() if text in own}, unit) for text in again
+            ]
+            found.append({"name": name, "prompts": prompts})
+        elif into == FOLDER and len(groups) > 1:
+            firsts = {step: next(iter(own.values())) for step, own in groups.items() if own}
+            found.append({"name": f"{name}: the first of each step", "prompts": [_changes(firsts, unit)]})
+    return found
+
+
+def evenly(steps: Sequence[int], most: int) -> list[int]:
+    """At most `most` of the steps, at about equal distances, with the first and the last."""
+    if len(steps) <= most:
+        return list(steps)
+    return [steps[round(place * (len(steps) - 1) / (most - 1))] for place in range(most)]
+
+
+def _by_prompt(answers: Sequence[Answer]) -> dict[tuple[str, str], list[Answer]]:
+    """(index in the data, text) -> the answers to a prompt, in order."""
+    found: dict[tuple[str, str], list[Answer]] = {}
+    for one in answers:
+        found.setdefault((one.prompt_id.partition(".")[0], one.prompt), []).append(one)
+    return found
+
+
+def _most_frequent(groups: Mapping[int, Mapping[tuple[str, str], Sequence[Answer]]]) -> list[tuple[str, str]]:
+    """The prompts that occur in most steps, and in more than one, in their order."""
+    counts = Counter(prompt for own in groups.values() for prompt in own)
+    return [prompt for prompt, count in counts.most_common(_MOST_PROMPTS) if count > 1]
+
+
+def _changes(answers: Mapping[int, Sequence[Answer]], unit: str) -> dict[str, Any]:
+    """The first answer of each step, with its reward and the mean of all answers to the prompt. unit: of steps."""
+    firsts = [own[0] for own in answers.values()]
+    same = len({one.prompt for one in firsts}) == 1
+    moments = []
+    for step, own in answers.items():
+        rewards = [one.reward for one in own if one.reward is not None]
+        mean = f"; mean of {len(rewards)}: {sum(rewards) / len(rewards):.3g}" if len(rewards) > 1 else ""
+        about = f"reward {reward_text(own[0])}{mean}"
+        moment = {"when": f"{unit} {step:,}", "about": about, "text": _shortened(own[0].text)}
+        moments.append(moment if same else {**moment, "prompt": _shortened(own[0].prompt)})
+    if not same:
+        return {"prompt": "", "pictures": [], "moments": moments}
+    return {"prompt": _shortened(firsts[0].prompt), "pictures": pictures(firsts[0].images), "moments": moments}
 
 
 def _shortened(text: str) -> str:

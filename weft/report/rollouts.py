@@ -9,7 +9,7 @@ from rich.text import Text
 
 from weft.cluster.options import RolloutsOptions
 from weft.errors import UserError
-from weft.rollout.records import FOLDER, read_rollouts, rollout_files
+from weft.rollout.records import FOLDER, Answer, read_rollouts, rollout_files
 from weft.rollout.types import Group, Sample, samples_of
 from weft.terminal import Console, say
 
@@ -95,13 +95,13 @@ def described(group: Group, most: int) -> Text:
     return out
 
 
-def reward_text(sample: Sample) -> str:
+def reward_text(sample: Sample | Answer) -> str:
     total = "-" if sample.reward is None else f"{sample.reward:.4g}"
     parts = [f"{name} {'-' if value is None else f'{value:.4g}'}" for name, value in sample.rewards.items()]
     return f"{total} ({', '.join(parts)})" if len(parts) > 1 else total
 
 
-def ending(sample: Sample) -> str:
+def ending(sample: Sample | Answer) -> str:
     return {"end": "ended by itself", "length": "cut short", "abort": "stopped"}.get(sample.finish, sample.finish)
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any
@@ -75,6 +75,59 @@ def read_rollouts(path: Path) -> list[Group]:
     for sample in samples:
         groups.setdefault(sample.prompt.id, Group(sample.prompt, [])).samples.append(sample)
     return list(groups.values())
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a reader sees of a sample. prompt_id: as Prompt.id. number: in its group. rewards: of each function. length:
+    tokens that the policy drew. images: names of the prompt's."""
+
+    prompt_id: str
+    prompt: str
+    number: int
+    text: str
+    reward: float | None
+    rewards: Mapping[str, float | None]
+    length: int
+    finish: str
+    images: Any = None
+
+
+_READ = ("prompt_index", "visit", "number", "prompt", "completion", "reward", "rewards", "finish", "columns")
+
+
+def read_answers(path: Path) -> list[Answer]:
+    """The answers of one file, in order, without their tokens and logprobs, which are most of it. UserError if it is
+    not a file of weft's rollouts."""
+    _, pq = import_arrow()
+    try:
+        table = pq.ParquetFile(regular_file(path, "a file of rollouts")).read([*_READ, "sampled"])
+        sampled = table["sampled"].combine_chunks()
+        drawn = np.concatenate([[0], np.cumsum(sampled.values.to_numpy(zero_copy_only=False).astype(np.int64))])
+        offsets = sampled.offsets.to_numpy()
+        lengths = (drawn[offsets[1:]] - drawn[offsets[:-1]]).tolist()
+        rows = table.select(_READ).to_pylist()
+        return [_answer(row, length) for row, length in zip(rows, lengths, strict=True)]
+    except UserError:
+        raise
+    except Exception as error:  # as in read_rollouts
+        raise UserError(f"{path}: holds no rollouts of weft: {first_line(error)}.") from error
+
+
+def _answer(row: dict[str, Any], length: int) -> Answer:
+    rewards = _checked_rewards(row, _READ)
+    columns = json.loads(row["columns"])
+    return Answer(
+        prompt_id=f"{row['prompt_index']}.{row['visit']}",
+        prompt=row["prompt"],
+        number=row["number"],
+        text=row["completion"],
+        reward=row["reward"],
+        rewards=rewards,
+        length=length,
+        finish=row["finish"],
+        images=columns.get("images") if isinstance(columns, dict) else None,
+    )
 
 
 def has_routes(path: Path) -> bool:
@@ -181,13 +234,19 @@ _TYPES: dict[str, type | UnionType] = {
 }  # fmt: skip
 
 
-def _sample(row: dict[str, Any]) -> Sample:
+def _checked_rewards(row: dict[str, Any], names: Collection[str]) -> dict[str, float | None]:
+    """The rewards by function, after a check of their types and of the columns in `names`."""
     for name, kind in _TYPES.items():
-        if not isinstance(row[name], kind):
+        if name in names and not isinstance(row[name], kind):
             raise ValueError(f"{name} is a {type(row[name]).__name__}")
     rewards = json.loads(row["rewards"])
     if not isinstance(rewards, dict) or not all(isinstance(v, float | int | NoneType) for v in rewards.values()):
         raise ValueError("rewards are no numbers")
+    return rewards
+
+
+def _sample(row: dict[str, Any]) -> Sample:
+    rewards = _checked_rewards(row, _TYPES)
     arrays: dict[str, Any] = {
         name: None if row[name] is None else np.asarray(row[name], dtype=dtype) for name, dtype in _ARRAYS.items()
     }

@@ -18,13 +18,14 @@ from typing import TextIO
 import torch.distributed as dist
 
 from weft.checkpoint.retention import sweep
-from weft.cluster.consistency import LOCK, check_shared
+from weft.cluster.consistency import check_shared
 from weft.cluster.process import Ranks
 from weft.config import to_yaml
 from weft.config.rl_schema import RlConfig
 from weft.config.run_schema import RunConfig
 from weft.config.schema import SftConfig
 from weft.errors import UserError
+from weft.files import LOCK
 from weft.terminal import display_name
 
 SAMPLES = "samples.jsonl"  # answers to eval.prompts
