@@ -229,6 +229,12 @@ def test_runs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     seen = Text(target.read_text())
     assert "2 runs compared" in seen.text and "not finished: 120 steps so far" in seen.text
     assert "optimizer.lr 0.001 0.0005" in seen.text and "model.path" not in seen.text.split("Curves")[0]
+    config = yaml.safe_load((second / "config.yaml").read_text())
+    config |= {"train": {"seed": 0, "epochs": 2}, "data": {"path": "chat.jsonl", "image_pixels": {"max": 9}}}
+    (second / "config.yaml").write_text(yaml.safe_dump(config))
+    differing = Text(page([read_run(first), read_run(second)])).text.split("What differs")[1].split("Curves")[0]
+    assert "train.epochs - 2" in differing and "data.image_pixels - {max: 9}" in differing
+    assert "train.seed" not in differing, "a key that is left out has its default"
     runs = [read_run(first), read_run(second)]
     main, _ = charts_of(runs)
     assert [series.name for series in main[0].series] == ["a", "b", "a, held out", "b, held out"]

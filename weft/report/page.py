@@ -35,7 +35,7 @@ from weft.report.charts import COLOURS, Chart, Series, draw, logarithmic, numeri
 from weft.report.pictures import pictures
 from weft.report.progress import duration
 from weft.report.rl_page import evenly, is_rl, last_samples, rl_charts, samples_over_time
-from weft.run.starts import STARTS
+from weft.telemetry.starts import STARTS
 from weft.telemetry.system import SYSTEM
 from weft.telemetry.timing import METRICS as PHASES
 from weft.terminal import byte_count, clean, count
@@ -686,14 +686,16 @@ def _comparison(runs: Sequence[ReportedRun]) -> dict[str, Any]:
 
 
 def _differing(runs: Sequence[ReportedRun]) -> list[dict[str, Any]]:
-    """The keys of the config whose values differ between runs."""
-    flat = [{f"{s}.{k}": v for s, keys in run.config.items() for k, v in (keys or {}).items()} for run in runs]
-    names = dict.fromkeys(name for config in flat for name in config)
-    return [
-        {"key": name, "values": [_shown(config[name]) if name in config else "-" for config in flat]}
-        for name in names
-        if len({_shown(config[name]) if name in config else "-" for config in flat}) > 1
-    ]
+    """The keys of the config whose values differ between runs. A run that lacks a key has its default."""
+    flat = [{f"{s}.{k}": _shown(v) for s, keys in run.config.items() for k, v in (keys or {}).items()} for run in runs]
+    known = {**schema_keys(SftConfig), **schema_keys(RlConfig)}
+    rows = []
+    for name in dict.fromkeys(name for config in flat for name in config):
+        key = known.get(name)
+        default = "-" if key is None or key.required else _shown(plain_value(key.default))
+        if len({config.get(name, default) for config in flat}) > 1:
+            rows.append({"key": name, "values": [config.get(name, "-") for config in flat]})
+    return rows
 
 
 def _shown(value: object) -> str:

@@ -25,7 +25,7 @@ from weft.rollout.records import EVALUATIONS, write_rollouts
 from weft.rollout.types import Sample
 from weft.run.hooks import OnStep
 from weft.run.recorder import BadSteps
-from weft.run.starts import note_end, note_start
+from weft.telemetry.starts import note_end, note_start
 from weft.telemetry.summary import Phases, RunSummary
 from weft.telemetry.system import SYSTEM, SystemMonitor
 from weft.terminal import counted, say

@@ -23,7 +23,7 @@ from weft.report.banner import print_closing
 from weft.report.step_line import StepOutcome, step_line
 from weft.report.trackers import Trackers
 from weft.run.resume import Start
-from weft.run.starts import note_end, note_start
+from weft.telemetry.starts import note_end, note_start
 from weft.telemetry.summary import Phases, RunSummary
 from weft.telemetry.system import SYSTEM, SystemMonitor
 from weft.telemetry.timing import StepTimes
