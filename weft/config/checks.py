@@ -379,7 +379,7 @@ def _zero_bubble_combinations(config: Any) -> Iterator[tuple[str, str]]:
     refused: tuple[tuple[str, bool, str, object], ...] = (
         ("fsdp.reduce", config.fsdp.reduce == "scatter" and config.mesh.dp_replicate != 1,
          "with mesh.dp_replicate sums over dp_shard are added up, and they are of other gradients each time", "every"),
-        ("model.compile", config.model.compile,
+        ("model.compile", config.model.compile is True,
          "a compiled layer computes the gradients of its weights and of hidden states at once", False),
     )  # fmt: skip
     for key, found, why, instead in refused:
@@ -459,7 +459,7 @@ def _router_combinations(config: Any) -> Iterator[tuple[str, str]]:
             "model.router_bias_rate moves biases of the base, which no checkpoint of an adapter holds: set "
             "model.router_bias_rate=null, or lora.rank=null.",
         )
-    if config.model.compile:
+    if config.model.compile is True:
         yield (
             "model.router_bias_rate",
             "model.router_bias_rate goes by what routers choose, which is not counted in compiled layers: set "

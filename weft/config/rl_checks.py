@@ -350,7 +350,7 @@ def _exact_combinations(config: RlConfig) -> Iterator[tuple[str, str]]:
             "rl.on_policy is exact, but rollout.top_p, top_k or min_p leave tokens out, which the trainer does not: "
             "set rollout.top_p=1, rollout.top_k=0 and rollout.min_p=0.",
         )
-    if config.model.compile:
+    if config.model.compile is True:
         yield (
             "rl.on_policy",
             "rl.on_policy is exact, but model.compile lets the compiler choose in which order numbers are added: set "

@@ -67,10 +67,12 @@ class ModelConfig:
         "each expert that was chosen less often than the mean, and falls for the others. null: they stay.",
         None,
     )
-    compile: bool = key(
+    compile: bool | Literal["auto"] = key(
         "Compile each decoder layer with torch.compile; attention over documents stays outside the graphs. The first "
-        "steps are slow, others faster on accelerators.",
-        False,
+        "steps are slow, others faster on accelerators. `auto`: true for training in 16 bits on CUDA, after a trial on "
+        "a small copy; false with experts, images, layers that carry state, mesh.pp, model.transforms, hidden "
+        "readouts, train.deterministic, and wherever the trial fails, which is said.",
+        "auto",
     )
     fused_norms: bool | Literal["auto"] = key(
         "Compute each RMSNorm as torch's fused kernel, where its class has the same values and gradients in fp32 (not "

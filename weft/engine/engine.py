@@ -104,6 +104,7 @@ class Engine:
         mesh = None if other is None else other.mesh
         parts = assemble(config, ranks, weights=weights, fill=fill, progress=progress, mesh=mesh, readouts=readouts)
         setup, built, made = parts.setup, parts.built, parts.sharded
+        config = setup.config
         self.config, self.ranks, self.device = config, ranks, ranks.tensors_on
         self.mesh: Mesh = setup.mesh
         self.precision, self.storage = setup.precision, setup.storage

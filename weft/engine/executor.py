@@ -91,9 +91,9 @@ class Executor:
         self.uses_bounds, self.balance, self.top_k = built.uses_bounds, built.balance, built.flops.experts_per_token
         self.experts = built.flops.experts if built.flops.expert else 0
         # Hooks inside of compiled layers would be traced.
-        counted = () if config.model.compile else experts_of(self.module).values()
+        counted = () if config.model.compile is True else experts_of(self.module).values()
         self.load = ExpertLoad(counted, mesh)
-        self.replay = Replay(self.module, self.experts, self.top_k, config.model.compile)
+        self.replay = Replay(self.module, self.experts, self.top_k, config.model.compile is True)
         self._noise: EmbeddingNoise | None = None
         embedding = self.module.get_submodule(self.module.facts.embedding)
         if config.neftune_noise_alpha is not None and not isinstance(embedding, Idle):

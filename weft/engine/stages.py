@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -12,11 +13,13 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
+from weft.cluster.consistency import max_over_ranks
 from weft.cluster.machine import keep_freed_memory
 from weft.cluster.process import Ranks, waits_limited
 from weft.config.checks import BUILT_IN
 from weft.config.mesh import resolve_mesh
 from weft.engine.build import BuiltModel, balance_coefficient, build_model, make_exact
+from weft.engine.compile_check import try_compiled
 from weft.engine.config import EngineConfig
 from weft.engine.context_check import check_context, choose_ulysses
 from weft.engine.device_check import check_collectives
@@ -136,6 +139,7 @@ def assemble(
         check_collectives(setup.mesh.groups, ranks.device, (setup.precision.compute, setup.precision.reduce))
     built = build(setup, weights=weights, readouts=readouts)
     with waits_limited():
+        setup = decide_compile(setup, built, readouts, tried=weights and ranks.simulated is None)
         made = shard_model(setup, built, readouts)
     parts = Parts(setup, built, made, new_loss_scale(setup))
     if ranks.simulated is not None:
@@ -215,7 +219,7 @@ def build(setup: Setup, *, weights: bool = True, readouts: Collection[str] = ())
             check_state(module, built.load, config.optimizer.name)
         check_groups(module, config.optimizer)
     wanted = Wanted.of(readouts)
-    check_readouts(module, len(module.head.weight), wanted, compiled=config.model.compile, mixers=module.mixers)
+    check_readouts(module, len(module.head.weight), wanted, compiled=config.model.compile is True, mixers=module.mixers)
     if setup.mesh.tp is not None:
         check_states(module, built.config.get_text_config(), wanted.hidden, setup.mesh.tp.size)
     if config.model.router_bias_rate is not None:
@@ -261,6 +265,33 @@ def shard_model(setup: Setup, built: BuiltModel, readouts: Collection[str] = ())
         units, divided, stages, pipeline, adapter_config, context, memory, room,
         InputCasts(module, config.fsdp.cast_forward_inputs, setup.precision.compute),
     )  # fmt: skip
+
+
+def decide_compile(setup: Setup, built: BuiltModel, readouts: Collection[str], *, tried: bool) -> Setup:
+    """The same with a model.compile that is true or false. tried: whether a small copy may be compiled. Collective
+    where the config says auto and nothing speaks against compiled layers."""
+    config = setup.config
+    if config.model.compile != "auto":
+        return setup
+    wanted = tried and may_compile(setup, built, readouts)
+    if wanted:
+        device, compute = setup.ranks.device, setup.precision.compute
+        failure = try_compiled(built.config, config.model.attention, built.findings, device, compute)
+        if failure:
+            warnings.warn(f"model.compile=auto: layers are not compiled: {failure}", stacklevel=2)
+        (failed,) = max_over_ranks([float(bool(failure))], setup.mesh.world_group, device)
+        wanted = not failed
+    return replace(setup, config=replace(config, model=replace(config.model, compile=wanted)))
+
+
+def may_compile(setup: Setup, built: BuiltModel, readouts: Collection[str]) -> bool:
+    """Whether model.compile=auto considers compiled layers: on CUDA in 16 bits, where nothing needs what happens in a
+    layer, or is known to break graphs."""
+    config, precise = setup.config, setup.precision.compute not in (torch.bfloat16, torch.float16)
+    layers = bool(built.flops.expert or built.module.mixers or built.findings.mixers or config.model.transforms)
+    whole = config.exact or config.deterministic or setup.mesh.pp_size > 1 or built.vision is not None
+    read = bool(Wanted.of(readouts).hidden)
+    return setup.ranks.device.type == "cuda" and setup.trained and not (precise or layers or whole or read)
 
 
 def fuses_norms(config: EngineConfig, device: torch.device) -> bool:

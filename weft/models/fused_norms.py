@@ -8,6 +8,7 @@ A class is taken only if both give the same values and gradients on random rows,
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 from collections.abc import Callable
 from functools import partial
@@ -19,6 +20,7 @@ from torch.nn import functional
 
 # fp32 rounding of a sum of squares over a row; gradients are sums over the rows as well.
 _ALLOWED = 2e-5
+EPSILON = ("variance_epsilon", "eps")  # names that stock classes give it, in the order in which forward looks
 
 
 def fuse_norms(module: nn.Module) -> set[str]:
@@ -34,14 +36,35 @@ def fuse_norms(module: nn.Module) -> set[str]:
         if kind not in same:
             same[kind] = is_root_mean_square(child, epsilon)
         if same[kind]:
-            child.forward = partial(_forward, child, type(child).forward, epsilon)
             fused.add(type(child).__name__)
+            kind_of_child: Any = type(child)
+            child.__class__ = _fused(kind_of_child)
     return fused
+
+
+class FusedNorm:
+    """Mixed into a class of RMSNorm. A class, and no forward of each module, because compiled layers share graphs only
+    if their modules are alike."""
+
+    weight: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype != self.weight.dtype or x.shape[-1:] != self.weight.shape:
+            return super().forward(x)  # type: ignore[misc] # promotes dtypes, or broadcasts
+        epsilon = self.variance_epsilon if hasattr(self, "variance_epsilon") else self.eps  # type: ignore[attr-defined]
+        return functional.rms_norm(x, self.weight.shape, self.weight, epsilon)
+
+
+@functools.cache
+def _fused(kind: Any) -> Any:
+    return type(kind.__name__, (FusedNorm, kind), {"__module__": kind.__module__, "__qualname__": kind.__qualname__})
 
 
 def _epsilon(module: nn.Module) -> float | None:
     """The epsilon of a module that is an RMSNorm by name, parameters and arguments; None for others."""
-    if "RMSNorm" not in type(module).__name__ or isinstance(module, nn.RMSNorm) or "forward" in vars(module):
+    if "RMSNorm" not in type(module).__name__ or isinstance(module, nn.RMSNorm | FusedNorm):
+        return None
+    if "forward" in vars(module):
         return None
     named = dict(module.named_parameters())
     if [*named] != ["weight"] or named["weight"].ndim != 1 or any(True for _ in module.buffers()):
@@ -49,15 +72,7 @@ def _epsilon(module: nn.Module) -> float | None:
     takes = inspect.signature(type(module).forward).parameters.values()
     if len(takes) != 2 or any(one.kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD for one in takes):
         return None
-    found = [value for name in ("variance_epsilon", "eps") if isinstance(value := getattr(module, name, None), float)]
-    return found[0] if len(found) == 1 else None
-
-
-def _forward(module: nn.Module, original: Callable[[nn.Module, Tensor], Tensor], epsilon: float, x: Tensor) -> Tensor:
-    weight: Tensor = module.weight
-    if x.dtype != weight.dtype or x.shape[-1:] != weight.shape:
-        return original(module, x)  # promotes dtypes, or broadcasts
-    return functional.rms_norm(x, weight.shape, weight, epsilon)
+    return next((value for name in EPSILON if isinstance(value := getattr(module, name, None), float)), None)
 
 
 def is_root_mean_square(module: nn.Module, epsilon: float) -> bool:

@@ -98,12 +98,18 @@ def register_attention(name: str, function: Callable[..., Any]) -> None:
     AttentionInterface.register(name, function)
 
 
+_hidden = False  # whether attention is hidden from torch.compile
+
+
 def register_kernels(*, traced: bool = True) -> None:
     """Register weft's attention as `weft_auto`, `weft_per_document`, ... May be called again.
 
     traced: False hides attention from torch.compile, because document lengths differ in every row; kernels that are
-    compiled themselves (flex) stay compiled.
+    compiled themselves (flex) stay compiled. It stays hidden in this process, for the layers that were compiled.
     """
+    global _hidden
+    _hidden = _hidden or not traced
+    traced = not _hidden
     for preference in ("auto", attention.EXACT, *attention.KERNELS):
         function = partial(attention.attend, preference)
         register_attention(f"weft_{preference}", function if traced else torch.compiler.disable(function))

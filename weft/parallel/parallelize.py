@@ -103,12 +103,8 @@ def parallelize(
         hf.enable_recompute(module.hf_model)
 
     # 3. Compute: layers are compiled before FSDP2 hooks them, so that its hooks stay outside the graphs.
-    if model.compile:
-        hf.register_kernels(traced=False)
-        for boundary in module.mixers.values():
-            boundary.hide()
-        for _, layer in module.layers:
-            layer.compile(dynamic=True)
+    if model.compile is True:
+        compile_layers(module)
 
     # 4. Storage: one dtype for the masters, one for the frozen base of adapters; buffers keep theirs, because tables
     #    and router biases must stay fp32.
@@ -132,6 +128,16 @@ def parallelize(
     # 7. Buffers are not FSDP's: move them to where the compute is.
     move_buffers(module, device)
     return units, divided, pipeline
+
+
+def compile_layers(module: TrainModule) -> None:
+    """Let every decoder layer run as graphs, for any number of tokens. Attention over documents, and layers that carry
+    state, stay outside, because the lengths of documents differ in every row."""
+    hf.register_kernels(traced=False)
+    for boundary in module.mixers.values():
+        boundary.hide()
+    for _, layer in module.layers:
+        layer.compile(dynamic=True)
 
 
 def materialize(module: nn.Module, device: torch.device) -> None:

@@ -167,7 +167,7 @@ def _check(config: EngineConfig) -> None:
             "fsdp.cpu_offload: a simulation does not tell the host's memory from the accelerator's: set "
             "fsdp.cpu_offload=false, or leave out --simulate."
         )
-    if config.model.compile:
+    if config.model.compile is True:
         raise UserError(
             "model.compile: what compiled layers keep in memory is not simulated: set model.compile=false, or leave "
             "out --simulate."

@@ -158,7 +158,7 @@ def _passes(
     back = sum(layer.backward.bytes for layer in own) + again * ahead
     operations = sum(layer.forward.operations for layer in own)
     backward = sum(layer.backward.operations for layer in own) + again * operations
-    fused = machine.fused if model.config.model.compile else 1.0
+    fused = machine.fused if model.config.model.compile is True else 1.0
     forward_bytes, backward_bytes = fused * ahead * tokens, fused * back * tokens
     if held.place.pp == last_place(model, mesh):
         # Where directions are known, the head does nearly all in forward; where it has to wait, nearly all in backward.

@@ -426,7 +426,7 @@ def _layers(engine: Engine) -> str:
     model = engine.config.model
     recompute = ["run again in backward (recompute)"] if model.recompute == "full" else []
     transforms = [TRANSFORMS[name].describe(engine.module) for name in model.transforms]
-    return ", ".join([*recompute, *(["compiled"] if model.compile else []), *transforms])
+    return ", ".join([*recompute, *(["compiled"] if model.compile is True else []), *transforms])
 
 
 def _attention(config: SftConfig | RlConfig, engine: Engine) -> str:

@@ -100,7 +100,7 @@ def verify(
     because the engine follows its routes through experts. Raises UserError for settings under which the engine cannot
     follow them.
     """
-    if engine.config.model.compile and engine.built.flops.expert:
+    if engine.config.model.compile is True and engine.built.flops.expert:
         raise UserError(
             "weft verify cannot follow the reference's routes through compiled layers: add model.compile=false."
         )
