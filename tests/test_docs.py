@@ -113,6 +113,29 @@ def test_the_tests_that_a_page_names_are_there() -> None:
             )
 
 
+NOT_RUN = re.compile(
+    r"\b(?:not|never|nothing|no)\b[^.|]{0,60}\b(?:run|compared|measured|tried)\b[^.|]{0,40}\b(?:GPU|accelerator|CUDA)"
+    r"|\b(?:GPU|accelerator|CUDA)s?\b[^.|]{0,60}\b(?:not|never) (?:been )?(?:run|compared|measured|tried)\b",
+    re.IGNORECASE,
+)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "gpu.md"], ids=label)
+def test_that_nothing_ran_on_a_gpu_is_said_by_one_page(page: Path) -> None:
+    """Others lead there, so that none is left behind when it changes."""
+    for paragraph in page.read_text().split("\n\n"):
+        if NOT_RUN.search(" ".join(paragraph.split())):
+            assert "benchmarks/gpu.md" in paragraph, f"{label(page)}: {paragraph}"
+
+
+def test_the_first_page_and_the_table_of_findings_say_of_gpus_what_the_page_does() -> None:
+    nothing = "Nothing of weft has run on a GPU yet" in (ROOT / "docs/benchmarks/gpu.md").read_text()
+    assert ("No GPU has run weft yet" in (ROOT / "README.md").read_text()) == nothing
+    rows = re.findall(r"^\|.*\| (.*?) \|$", (ROOT / "docs/explanation/cuda.md").read_text(), re.MULTILINE)
+    said = {row for row in rows if row not in ("run on a GPU", "---")}
+    assert said == {"no"} if nothing else "no" not in said
+
+
 # ---------------------------------------------------------------- the runner itself
 
 
