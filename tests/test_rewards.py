@@ -15,8 +15,9 @@ import psutil
 import pytest
 
 from tests import reward_functions
+from weft.config.keys import schema_keys
 from weft.config.load import load_config
-from weft.config.rl_schema import RlAlgorithm, RlConfig
+from weft.config.rl_schema import BUILT_IN_REWARDS, RlAlgorithm, RlConfig
 from weft.errors import UserError
 from weft.rl.builtin_rewards import BUILT_IN
 from weft.rl.given_rewards import name_rewards
@@ -378,7 +379,14 @@ def test_a_built_in_function_without_a_process_starts_none() -> None:
     samples, _ = scored(["ab"], "length", "format", "exact_match", columns={"answer": "ab"})
     assert samples[0].reward == pytest.approx(-0.98 + 0 + 1)
     assert not Rewards(RlAlgorithm(reward=("length", "format", "exact_match")))._outside
-    assert set(BUILT_IN) == {"math", "exact_match", "regex", "format", "length"}
+    assert tuple(BUILT_IN) == BUILT_IN_REWARDS == ("math", "exact_match", "regex", "format", "length")
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_every_built_in_one_is_explained(name: str) -> None:
+    page = Path(__file__).parent.parent / "docs" / "how-to" / "write-a-reward.md"
+    assert f"\n| `{name}` | " in page.read_text(encoding="utf-8")
+    assert name in {word.strip("(,)") for word in schema_keys(RlConfig)["rl.reward"].help.split()}
 
 
 def test_processes_import_no_torch_and_end_with_the_run() -> None:

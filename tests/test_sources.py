@@ -19,6 +19,7 @@ from tests.toy_tokenizers import CHATML, byte_tokenizer, chat, write_jsonl
 from weft import cli
 from weft.config import SftConfig, load_config
 from weft.config.schema import DataConfig, SourceConfig
+from weft.config.sources import DATA_SUFFIXES
 from weft.data import sources as sources_module
 from weft.data.documents import Documents, lengths_of, load_documents, shares_of
 from weft.data.messages import MessageRules, read_messages
@@ -254,6 +255,12 @@ def test_a_large_text_is_refused_before_it_is_read_whole(unit: Any, tmp_path: Pa
     where = 1 if unit == "document" else 3
     with pytest.raises(UserError, match=rf"d.txt:{where}: is larger than data.max_row_bytes = 50"):
         [record for block in part.blocks() for record in block.records(Reading({}))]
+
+
+@pytest.mark.parametrize("ending", DATA_SUFFIXES)
+def test_every_ending_is_explained(ending: str) -> None:
+    page = Path(__file__).parent.parent / "docs" / "reference" / "data.md"
+    assert f"`{ending}`" in page.read_text(encoding="utf-8").partition("## Where data lies")[2].partition("## ")[0]
 
 
 @pytest.mark.parametrize("ending", ["", ".jsonlines", ".bak", ".log"])
