@@ -943,6 +943,13 @@ CARRIED: dict[str, tuple[str, dict[str, Any]]] = {
         f"{HF}lr_scheduler_type: inverse_sqrt\nlr_scheduler_kwargs: {{timescale: 50}}\n",
         {"schedule.name": "inverse_sqrt", "schedule.timescale": 50, "schedule.min_lr_ratio": None},
     ),
+    "an inverse root of Megatron": (
+        f"{MILES}lr_decay_style: inverse-square-root\nlr_warmup_iters: 40\n",
+        {"schedule.name": "inverse_sqrt", "schedule.warmup_steps": 40, "schedule.min_lr_ratio": None},
+    ),
+    "an inverse root of Megatron without warm-up": (
+        f"{MILES}lr_decay_style: inverse-square-root\n", {"schedule.name": None}
+    ),
     "a mixture": (
         "model_name_or_path: m\ndataset_mixture:\n  datasets:\n    - {path: a, name: x, split: train}\n"
         "    - {id: b, config: y, weight: 0.5}\n  test_split_size: 0.1\n",

@@ -290,6 +290,12 @@ def _settle(draft: Draft, found: Mapping[str, Any]) -> None:
         draft.take(
             "schedule.min_lr_ratio", float(f"{_LR_END / peak:.6g}"), lowest_key, f"transformers' lr_end {_LR_END} / lr"
         )
+    shape, origin, name = draft.taken.get("schedule.name", (None, "", ""))
+    warmed = draft.value("schedule.warmup_steps") or draft.value("schedule.warmup_ratio")
+    if shape == "inverse_sqrt" and origin == "lr_decay_style" and not warmed:
+        draft.drop(
+            "schedule.name", "Megatron's falls by the number of samples if there is no warm-up: weft has no such."
+        )
     if found.get("rollout_batch_size") == draft.value("step.documents"):
         draft.left.pop("rollout_batch_size", None)
     for loser, winner in rules_of(draft.schema).exclusive:
