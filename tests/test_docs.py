@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import json
 import re
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,8 +23,10 @@ from tests.zoo import tiny_config
 from weft import cli
 from weft.config.compat.trainer import TABLES
 from weft.config.load import load_config
+from weft.config.rl_schema import RlAlgorithm
 from weft.models import hf
 from weft.recipes import rl
+from weft.rl.builtin_rewards import BUILT_IN
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -178,6 +182,21 @@ def test_what_stands_beside_a_foreign_config_is_a_config(page: Path, workplace: 
     known = [text for text in overrides if not text.startswith(("lora=", "eval=", "model.path=", "data.path="))]
     config = load_config([], ["model.path=Qwen/Qwen3-0.6B", "data.path=chat.jsonl", *known])
     assert config.step.documents or config.step.tokens
+
+
+def test_every_command_and_every_built_in_reward_is_in_the_docs() -> None:
+    """A command in the README or a page; a reward, with each of its arguments, in the table of the page on rewards."""
+    text = "".join(page.read_text() for page in PAGES)
+    assert {name for name in cli.COMMANDS if not re.search(rf"\bweft {name}\b", text)} == set()
+    page = (ROOT / "docs/how-to/write-a-reward.md").read_text()
+    rows = dict(re.findall(r"^\| `(\w+)` \|(.*)\|$", page, re.MULTILINE))
+    assert rows.keys() == BUILT_IN.keys()
+    for name, function in BUILT_IN.items():
+        given = {"completions", "completion_ids"}
+        own = [p.name for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_KEYWORD]
+        assert all(f"`{argument}`" in rows[name] for argument in own if argument not in given), name
+    described = next(field.metadata["help"] for field in fields(RlAlgorithm) if field.name == "reward")
+    assert all(re.search(rf"\b{name}\b", described) for name in BUILT_IN)
 
 
 def test_the_commands_exist() -> None:

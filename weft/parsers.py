@@ -57,6 +57,10 @@ _ELSEWHERE = (
         "a checkpoint is a HuggingFace directory, which `vllm serve` takes (docs/how-to/serve-with-vllm.md); "
         "`weft chat` talks to it",
     ),
+    (
+        "gguf ollama llama.cpp llama-cpp llama_cpp quantize quantise",
+        "llama.cpp's convert_hf_to_gguf.py takes RUN/checkpoints/latest as it is (docs/how-to/serve-with-vllm.md)",
+    ),
     ("vllm-serve vllm", "`weft rl` starts its engines: rollout.engine=vllm, after weft engine install vllm"),
     (
         "generate infer inference predict ask sample",
