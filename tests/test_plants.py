@@ -16,7 +16,16 @@ import torch
 import transformers
 from torch.distributed.tensor import DTensor
 
-from tests import test_data, test_eval, test_lora, test_order, test_policy_parity, test_resume, test_schedule
+from tests import (
+    test_data,
+    test_eval,
+    test_lora,
+    test_narrow,
+    test_order,
+    test_policy_parity,
+    test_resume,
+    test_schedule,
+)
 from tests.cases import describe, open_engine, parity, saved_model, world_of
 from tests.pool import run
 from weft.cluster.process import join
@@ -30,7 +39,7 @@ from weft.errors import RanksDisagreeError, UserError
 from weft.objectives.cross_entropy import CrossEntropy
 from weft.telemetry.summary import Phases
 from weft.verification import reference, reference_optimizer
-from weft.verification.bugs import RUN_LOSSES, RUN_RATES
+from weft.verification.bugs import BALANCE_SCALE, RUN_LOSSES, RUN_RATES, TOKEN_ROWS
 from weft.verification.bugs.adapters import BASE
 from weft.verification.bugs.evaluation import HELD_OUT
 from weft.verification.bugs.resuming import RESUMED
@@ -329,6 +338,8 @@ TESTS: dict[str, Check] = {
     RESUMED: test_resume.resumed_run_is_the_unbroken_one,
     UPDATE: test_policy_parity.update_is_the_plain_one,
     HELD_OUT: test_eval.held_out_loss_is_the_references,
+    BALANCE_SCALE: test_narrow.balance_is_scaled,
+    TOKEN_ROWS: test_narrow.rows_of_unlikely_tokens_are_near,
     "weft.engine.contract.check_contract": contract_holds,
     "tests/test_plants.py: a diverged run ends": diverged_run_ends,
     "tests/test_plants.py: llama passes the start-up check packed": partial(laid_out_packed, "llama"),

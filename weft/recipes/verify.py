@@ -32,8 +32,9 @@ from weft.parallel.parallelize import Precision
 from weft.rl.trainer import Trainer
 from weft.terminal import counted
 from weft.verification.documents import awkward_steps, special_ids
-from weft.verification.harness import Verdict, compare_once, verify
+from weft.verification.harness import Verdict, verify
 from weft.verification.image_documents import steps_for
+from weft.verification.narrow import compare_as_configured
 from weft.verification.observed import Step
 from weft.verification.plants import planted
 from weft.verification.rl_harness import verify_rl
@@ -96,7 +97,8 @@ def compute_in_fp32() -> None:
 
 
 def check(config: Any, subject: Subject, ranks: Ranks, options: VerifyOptions) -> Verdict | None:
-    """The verdict in fp32, with a comparison in the configured dtypes as a remark; None except on the first rank."""
+    """The verdict in fp32, and in the configured dtypes if they are others (narrow.py); None except on the first
+    rank."""
     exact = verified_config(config, subject.path)
     objective = None if config.train.objective is None else choose_objective(config.train.objective)
     engine = Engine(EngineConfig.of(exact), ranks, readouts=() if objective is None else objective.readouts)
@@ -111,10 +113,10 @@ def check(config: Any, subject: Subject, ranks: Ranks, options: VerifyOptions) -
     kernel = config.model.attention if ranks.device.type == "cuda" else "auto"
     model = replace(exact.model, attention=kernel, transforms=config.model.transforms)
     configured = Engine(EngineConfig.of(replace(exact, fsdp=config.fsdp, model=model)), ranks)
-    remark, moved = compare_once(configured, subject.path, steps[0])
+    figures, remark = compare_as_configured(configured, subject.path, steps[0])
     if verdict is None:
         return None
-    return replace(verdict, figures=[*verdict.figures, moved], remarks=[*verdict.remarks, remark])
+    return replace(verdict, figures=[*verdict.figures, *figures], remarks=[*verdict.remarks, remark])
 
 
 def _verdict(engine: Engine, path: str, steps: Sequence[Step], objective: Objective | None) -> Verdict | None:

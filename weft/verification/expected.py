@@ -78,11 +78,11 @@ class Trainer:
     pads: bool = True
     images: Images = field(default_factory=dict)
 
-    def reference(self) -> reference.Reference:
-        """A fresh reference."""
+    def reference(self, dtype: torch.dtype = torch.float32) -> reference.Reference:
+        """A fresh reference. dtype: of its weights, or with an adapter of the base's."""
         if self.adapter is not None:
-            return PeftReference(self.path, self.adapter, self.device, self.balance, self.whole_step)
-        options = (self.path, self.device, self.freeze, self.balance, self.whole_step)
+            return PeftReference(self.path, self.adapter, self.device, self.balance, self.whole_step, dtype)
+        options = (self.path, self.device, self.freeze, self.balance, self.whole_step, dtype)
         return ImageReference(self.images, *options) if self.images else reference.Reference(*options)
 
     def train(
@@ -97,7 +97,7 @@ class Trainer:
         state = torch.bfloat16 if c.state_dtype == "bf16" else torch.float32
         plain.start(plain_optimizer(c).over(plain.named()), c.max_grad_norm, state)
         curve = []
-        with _recording(recorder, plain, self.layers, follow=double), hf.in_double() if double else nullcontext():
+        with recording(recorder, plain, self.layers, follow=double), hf.in_double() if double else nullcontext():
             for number, (step, lr) in enumerate(zip(steps, self.lrs, strict=True)):
                 if recorder is not None:
                     recorder.stage = number
@@ -112,7 +112,7 @@ def expect(trainer: Trainer, steps: Sequence[Step], facts: FlopFacts, behind: St
     recorder = Recorder(facts.experts, facts.experts_per_token) if facts.expert else None
     plain = trainer.reference()
     documents = [_likeliest(plain, steps[0][0][0][0], second) for second in (False, True)]
-    with _recording(recorder, plain, trainer.layers):
+    with recording(recorder, plain, trainer.layers):
         out.held_out, out.accuracy, out.exact = _evaluated(plain, documents)
         out.readouts = [plain.logprobs(ids) for ids, _ in steps[0]]
         logprobs = [plain.logprobs(ids)[0] for ids, _ in behind]
@@ -181,7 +181,7 @@ def with_rounding(expected: Expected, trainer: Trainer, steps: Sequence[Step], f
     """The same values with the reference's difference to fp64 among its noise, which takes as long as they did."""
     recorder = Recorder(facts.experts, facts.experts_per_token, expected.routes) if facts.expert else None
     plain = trainer.reference()
-    with _recording(recorder, plain, trainer.layers, follow=True):
+    with recording(recorder, plain, trainer.layers, follow=True):
         gradients = [[_in_double(plain, step)] for step in steps]
     del plain
     return _with_others(expected, gradients, [trainer.train(steps, double=True, recorder=recorder)[1]])
@@ -224,10 +224,10 @@ def widen(model: nn.Module) -> None:
 
 
 @contextmanager
-def _recording(
+def recording(
     recorder: Recorder | None, plain: reference.Reference, layers: str, follow: bool = False
 ) -> Iterator[None]:
-    """Inside, the routes of `plain` are recorded; follow: it takes the recorded ones instead."""
+    """Inside, a recorder records the routes of `plain`; follow: it makes `plain` take the recorded ones instead."""
     if recorder is None:
         yield
         return

@@ -24,7 +24,7 @@ from weft.errors import UserError
 from weft.models.facts import position_limit
 from weft.models.freeze import resolved
 from weft.objectives.base import Objective
-from weft.verification.adapter import as_in_files, optimizer_by_files, randomize_adapters, renamed, saved_adapter
+from weft.verification.adapter import optimizer_by_files, randomize_adapters, renamed, saved_adapter
 from weft.verification.expected import Expected, ExpectedGradient, Trainer, expect, norm_of, with_noise, with_rounding
 from weft.verification.image_reference import Images
 from weft.verification.objective_check import Seen, divisor, expect_objective, observe_objective
@@ -32,11 +32,8 @@ from weft.verification.observed import (
     Observed,
     Step,
     Tensors,
-    gather_readouts,
     largest,
-    neighbours,
     observe,
-    one_gradient,
     readout_distance,
     to_documents,
 )
@@ -122,7 +119,7 @@ def verify(
     randomize_adapters(engine)
     with saved_adapter(engine) as adapter:
         if engine.ranks.is_first:
-            trainer = _trainer(engine, path, lrs, adapter, images)
+            trainer = trainer_of(engine, path, lrs, adapter, images)
             expected = expect(trainer, steps, engine.built.flops, behind)
         shared: list[Any] = [expected.routes, expected.held_out] if expected is not None else [{}, ()]
         dist.broadcast_object_list(shared, src=0, group=engine.ranks.group)
@@ -161,7 +158,7 @@ def _objective_figures(seen: Seen, expected: ExpectedGradient) -> list[Figure]:
     """Figures of train.objective."""
     noise, figures = gradient_noise(expected.gradients, expected.others), []
     for (loss, gradients), rows in zip(seen, ("", ", many micro-batches"), strict=True):
-        figures.append(Figure(f"train.objective: loss{rows}", _relative(loss, expected.loss), SCALAR))
+        figures.append(Figure(f"train.objective: loss{rows}", relative(loss, expected.loss), SCALAR))
         parameters = compare_gradients(gradients, expected.gradients, noise)
         figures.append(worst_of(f"train.objective: gradients{rows}", parameters))
     return figures
@@ -202,7 +199,7 @@ def _context_remarks(engine: Engine, steps: Sequence[Step]) -> list[str]:
     ]
 
 
-def _trainer(engine: Engine, path: str, lrs: Sequence[float], adapter: str | None, images: Images) -> Trainer:
+def trainer_of(engine: Engine, path: str, lrs: Sequence[float], adapter: str | None, images: Images) -> Trainer:
     """The trainer of references with the settings of this engine."""
     model = engine.config.model
     return Trainer(
@@ -274,13 +271,13 @@ def _gradient_figures(seen: Observed, steps: Sequence[ExpectedGradient]) -> tupl
     figures, parameters, micro = [], [], []
     for number, step in enumerate(steps):
         noise = gradient_noise(step.gradients, step.others)
-        figures.append(Figure(f"loss, documents {number + 1}", _relative(seen.losses[number], step.loss), SCALAR))
-        norm, own = _relative(seen.norms[number], step.norm), [_relative(norm_of(o), step.norm) for o in step.others]
+        figures.append(Figure(f"loss, documents {number + 1}", relative(seen.losses[number], step.loss), SCALAR))
+        norm, own = relative(seen.norms[number], step.norm), [relative(norm_of(o), step.norm) for o in step.others]
         moved = max(own, default=None)
         figures.append(Figure(f"gradient norm, documents {number + 1}", norm, widened(SCALAR, moved), moved))
         parameters += compare_gradients(seen.gradients[number], step.gradients, noise)
         if number == 0:
-            figures.append(Figure("loss, many micro-batches", _relative(seen.micro_loss, step.loss), SCALAR))
+            figures.append(Figure("loss, many micro-batches", relative(seen.micro_loss, step.loss), SCALAR))
             micro = compare_gradients(seen.micro_gradients, step.gradients, noise)
     figures.append(worst_of("gradients, every parameter", parameters))
     figures.append(worst_of("gradients, many micro-batches", micro))
@@ -331,8 +328,8 @@ def _training_figures(seen: Observed, expected: Expected, optimizer: str, state:
     if seen.apart:
         return [agree]
     pairs = list(zip(seen.trained, expected.curve, strict=True))
-    losses = largest(_relative(ours[0], theirs[0]) for ours, theirs in pairs)
-    norms = largest(_relative(ours[1], theirs[1]) for ours, theirs in pairs)
+    losses = largest(relative(ours[0], theirs[0]) for ours, theirs in pairs)
+    norms = largest(relative(ours[1], theirs[1]) for ours, theirs in pairs)
     name = f"weights after {len(pairs)} steps"
     return [
         agree,
@@ -387,7 +384,8 @@ def widened(tolerance: float, noise: float | None) -> float:
     return tolerance if noise is None else min(max(tolerance, 10 * noise), WIDEST)
 
 
-def _relative(value: float, expected: float) -> float:
+def relative(value: float, expected: float) -> float:
+    """The difference, relative to the expected value."""
     return abs(value - expected) / max(abs(expected), 1e-6)
 
 
@@ -399,25 +397,3 @@ def worst_of(name: str, figures: Sequence[Figure]) -> Figure:
     """The figure with the largest value / tolerance, under a common name."""
     worst = max(figures, key=_excess)
     return Figure(name, worst.value, worst.tolerance, worst.noise, worst.name)
-
-
-def compare_once(engine: Engine, path: str, step: Step) -> tuple[str, Figure]:
-    """(Text, figure) for an engine in its configured dtypes. The text gives the differences of the loss and of the
-    worst gradient, which come from rounding. The figure is of the isolation of documents, where rounding is no excuse.
-    Collective."""
-    randomize_adapters(engine)
-    loss, gradients, _ = one_gradient(engine, step, None)
-    moves = neighbours(engine, step, gather_readouts(engine, step))
-    moved = Figure("neighbours do not move, configured dtypes", moves, SCALAR / 10)
-    with saved_adapter(engine) as adapter:
-        if not engine.ranks.is_first:
-            return "", moved
-        expected_loss, expected = _trainer(engine, path, (), adapter, {}).reference().gradients(step)
-    gradients = as_in_files(engine, gradients)
-    worst = max(compare_gradients(gradients, {n: g.cpu() for n, g in expected.items()}, {}), key=lambda f: f.value)
-    transforms = "".join(f", {name}" for name in engine.config.model.transforms)
-    words = (
-        f"as configured ({engine.precision.compute}, reduced in {engine.precision.reduce}{transforms}; no verdict): "
-        f"loss differs by {_relative(loss, expected_loss):.1e}, the worst gradient by {worst.value:.1e} ({worst.name})"
-    )
-    return words, moved

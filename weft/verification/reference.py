@@ -23,7 +23,7 @@ class Reference:
     """A plain model in one process; tensors are keyed by transformers' parameter names. freeze: patterns of names.
 
     balance: factor of transformers' own auxiliary loss. whole_step: compute that loss over all documents of a step
-    together; else per document, weighted by its tokens.
+    together; else per document, weighted by its tokens. dtype: of weights and computation. scale: factor on gradients.
     """
 
     def __init__(
@@ -33,15 +33,17 @@ class Reference:
         freeze: Sequence[str] = (),
         balance: float = 0.0,
         whole_step: bool = False,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         named = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False).architectures[0]
         cls = getattr(transformers, named, transformers.AutoModelForCausalLM)  # which knows what a user registered
-        self.plain = cls.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval().to(device)
+        self.plain = cls.from_pretrained(path, dtype=dtype, attn_implementation="eager").eval().to(device)
         self.model: nn.Module = self.plain
         for name, parameter in self.model.named_parameters():
             parameter.requires_grad_(not any(fnmatchcase(name, p) or fnmatchcase(name, f"{p}.*") for p in freeze))
         self.device, self.balance, self.whole_step = device, balance, whole_step and balance > 0
         self.optimizer: torch.optim.Optimizer | None = None
+        self.scale = 1.0
 
     def logits(self, ids: list[int]) -> Tensor:
         """[T, V] of one document alone."""
@@ -91,10 +93,11 @@ class Reference:
             own = 0.0 if self.whole_step else sum(len(x[0]) * self._balance(x) for x in routed) / tokens
             part = ce_sum / total + self.balance * own
             if part.requires_grad:  # false for text if only a vision tower is trained
-                part.backward(retain_graph=self.whole_step)
+                (part * self.scale).backward(retain_graph=self.whole_step)
             loss, kept = loss + float(ce_sum.detach() / total), kept + routed if self.whole_step else []
         if self.whole_step:
-            (self.balance * self._balance([torch.cat(layer) for layer in zip(*kept, strict=True)])).backward()
+            balance = self._balance([torch.cat(layer) for layer in zip(*kept, strict=True)])
+            (self.balance * balance * self.scale).backward()
         return loss
 
     def _forward(

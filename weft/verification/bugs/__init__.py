@@ -20,6 +20,8 @@ NORM = "gradient norm, documents 1"
 LOGPROB = "readout: logprob"
 NEIGHBOURS = "neighbours do not move"
 ACCURACY = "evaluation: accuracy"
+TOKEN_ROWS = "gradients of each token's row, float16"
+BALANCE_SCALE = "scale of the auxiliary loss, float16"
 AGREE = "ranks that hold the same agree"
 # Tests that compare an SFT run with the reference, step by step.
 RUN_LOSSES = "tests/test_plants.py: losses of a run"

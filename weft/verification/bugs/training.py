@@ -13,7 +13,19 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from weft.models import hf
 from weft.models.train_module import TrainModule
-from weft.verification.bugs import GRADIENTS, LOGPROB, LOSS, NORM, RUN_LOSSES, RUN_RATES, Original, Plant, bug
+from weft.verification.bugs import (
+    BALANCE_SCALE,
+    GRADIENTS,
+    LOGPROB,
+    LOSS,
+    NORM,
+    RUN_LOSSES,
+    RUN_RATES,
+    TOKEN_ROWS,
+    Original,
+    Plant,
+    bug,
+)
 
 # ---------------------------------------------------------------- dtypes, ties, buffers, initial weights
 
@@ -51,6 +63,30 @@ def head_untied(plant: Plant, original: Original, model: Any, source: Any, *rest
         hf.untie(model, name)
         plan.fills[name] = plan.fills[owner]
     return pieces, plan
+
+
+@bug(
+    "B10", "weft.engine.executor:Executor.balance_loss",
+    "the auxiliary loss of experts is not multiplied by the loss scale, and is divided by it",
+    caught_by=BALANCE_SCALE, seen="NVIDIA-NeMo/Automodel#1408", needs="fsdp.param_dtype=fp16 and model.router_aux_loss",
+)  # fmt: skip
+def balance_not_scaled(plant: Plant, original: Original, self: Any, balance_sum: Tensor, factors: Any) -> Tensor:
+    plant.hits += factors.scale != 1.0
+    found: Tensor = original(self, balance_sum, replace(factors, scale=1.0))
+    return found
+
+
+@bug(
+    "B10", "weft.ops.head:_may_anticipate",
+    "gradients of unlikely tokens underflow in fp16, because the head computes them before the loss is scaled",
+    caught_by=TOKEN_ROWS, seen="axolotl-ai-cloud/axolotl#1601",
+    needs="fsdp.param_dtype=fp16, mesh.tp=1, and a model to which many tokens are less likely than 1e-8",
+)  # fmt: skip
+def unlikely_tokens_underflow(plant: Plant, original: Original, dtype: torch.dtype) -> bool:
+    if dtype != torch.float16:
+        return bool(original(dtype))
+    plant.hits += torch.is_grad_enabled()
+    return torch.is_grad_enabled()
 
 
 def _buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
