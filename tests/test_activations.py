@@ -24,6 +24,7 @@ from weft.memory.activations import RowSharing, saved_bytes
 from weft.models import hf
 from weft.models.train_module import TrainModule
 from weft.ops.attention_call import Bounds
+from weft.ops.shapes import GroupedProducts
 from weft.parallel.mesh import Axis
 from weft.parallel.tensor import tensor_parallel
 
@@ -147,3 +148,12 @@ def test_what_ranks_of_cp_keep_of_layers_that_carry_state_is_foreseen(family: st
     shared = RowSharing(ulysses=ranks)
     foreseen = saved_bytes(config, torch.float32, shared).bytes(TOKENS // ranks, recompute=False)
     assert foreseen == pytest.approx(kept_of_a_part(path, 1, ranks), rel=0.1)
+
+
+def test_shapes_of_grouped_products_and_all_else_as_it_is() -> None:
+    grouped, ends = torch.ops.aten._grouped_mm.default, torch.tensor([3, 7, 10], dtype=torch.int32)
+    with GroupedProducts():
+        assert torch.zeros(2).add(torch.ones(2), alpha=3).tolist() == [3.0, 3.0]
+        assert torch.empty(2, dtype=torch.float16).dtype == torch.float16
+        assert grouped(torch.empty(10, 4), torch.empty(3, 4, 6), ends).shape == (10, 6)
+        assert grouped(torch.empty(4, 10), torch.empty(10, 6), offs=ends).shape == (3, 4, 6)

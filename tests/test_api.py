@@ -10,6 +10,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -22,12 +23,14 @@ import weft
 from tests.toy_tokenizers import byte_tokenizer, chat, write_jsonl
 from tests.zoo import tiny_config
 from weft import api, cli
+from weft.cluster import ray_actors
 from weft.config import to_dict
 from weft.config.load import load_config
 from weft.config.run_schema import RunConfig
 from weft.errors import UserError
 from weft.models import hf
 from weft.objectives.cross_entropy import CrossEntropy
+from weft.recipes import rl as rl_recipe
 from weft.run.folder import make_folder
 
 ROWS = [chat(("user", "a" * (i % 3 + 1)), ("assistant", "bcd" * (i % 4 + 1))) for i in range(8)]
@@ -250,3 +253,13 @@ def test_a_run_is_named_by_text(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     run = weft.Run(str(tmp_path))  # type: ignore[arg-type]  # notebooks check no types
     assert run.metrics == [{"step": 1}] and run.model == tmp_path / "checkpoints" / "latest"
+
+
+def test_a_run_of_reinforcement_learning_gets_its_folder_and_hooks(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+    monkeypatch.setattr(ray_actors, "import_ray", lambda: SimpleNamespace(is_initialized=lambda: False))
+    monkeypatch.setattr(rl_recipe, "run", lambda *arguments: given.extend(arguments))
+    run = weft.rl(model="model", data="chats.jsonl", reward="length", on_step=given.append)
+    config, options, hooks = given
+    assert isinstance(config, api.RlConfig) and config.run.dir == str(run.folder)
+    assert isinstance(options, api.RlOptions) and hooks.on_step == given.append

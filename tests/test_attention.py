@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from weft import versions
 from weft.cluster.simulated import Simulation, device_capability
 from weft.engine.device_check import errors
-from weft.ops import attention, flex
+from weft.ops import attention, attention_call, flex
 from weft.ops import per_document as per_document_kernel
 from weft.ops.attention import choose, varlen
 from weft.ops.attention_call import Bounds, Call, Traits
@@ -349,3 +349,10 @@ def test_torch_takes_what_varlen_gives_it() -> None:
     """The names of arguments, in the version at hand."""
     with pytest.raises((NotImplementedError, RuntimeError), match="CPU|cpu|backend"):
         varlen(VARLEN["window"])
+
+
+def test_ends_of_documents_are_of_the_dtype_that_kernels_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    ends = attention_call._cumulative((2, 3), torch.device("meta"))
+    assert ends is not None and ends.shape == (3,) and ends.dtype == torch.int32
+    assert attention_call._cumulative((2, 3), torch.device("cpu")) is None

@@ -126,3 +126,20 @@ def test_a_port_in_use_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
         with pytest.raises(UserError, match=f"port {port} of this machine, .*is in use.*set a free one"):
             process.join("cpu", 5)
+
+
+def test_the_hub_is_tried_at_its_own_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[tuple[str, int]] = []
+
+    def refuse(address: tuple[str, int], timeout: float) -> None:
+        tried.append(address)
+        raise ConnectionRefusedError("refused")
+
+    monkeypatch.setattr(hub, "getproxies", dict)
+    monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(hub.socket, "create_connection", refuse)
+    for endpoint in ("http://mirror.example:8081", "https://mirror.example"):
+        monkeypatch.setattr(hub.constants, "ENDPOINT", endpoint)
+        with pytest.raises(UserError, match="mirror.example cannot be reached"):
+            hub.check_model_is_there("no-such-org/no-such-model")
+    assert tried == [("mirror.example", 8081), ("mirror.example", 443)]

@@ -27,11 +27,13 @@ from weft.config import (
     to_yaml,
 )
 from weft.config.checks import EXCLUSIVE, INERT, RANGES
+from weft.config.coerce import Node
 from weft.config.keys import get, schema_keys
 from weft.config.mesh import fewest_ranks
 from weft.config.presets import default_of_command
 from weft.config.reference import reference
 from weft.config.rl_schema import RlConfig
+from weft.config.unknown import unknown_keys
 from weft.errors import UserError
 
 ROOT = Path(__file__).parent.parent
@@ -703,3 +705,11 @@ def test_the_reference_page_names_each_default_that_depends_on_the_command() -> 
     assert "| `1e-05`, with lora `0.0001` | Peak learning rate. |" in page
     assert "| `1e-06`, with lora `1e-05` | Peak learning rate. |" in page
     assert "| `constant` | Shape of the learning rate after warm-up. |" in page
+
+
+def test_a_section_of_weft_rl_is_unknown_to_weft_sft_alone() -> None:
+    node = Node(4, "a.yaml:2")
+    (rollout,) = unknown_keys("rollout.engin", node, SftConfig)
+    assert rollout.name == "rollout.engin" and rollout.answer.startswith("belongs to `weft rl`")
+    (engine,) = unknown_keys("rollout.engin", node, RlConfig)
+    assert engine.where == "a.yaml:2" and "did you mean rollout.engine" in engine.answer

@@ -23,6 +23,7 @@ from transformers import PretrainedConfig
 from tests.cases import open_engine, saved_model
 from tests.pool import run
 from tests.zoo import tiny_config
+from weft.cluster.simulated import Simulation
 from weft.engine import build, device_check
 from weft.engine.device_check import TOLERANCES, check_on_device
 from weft.engine.startup import Findings, check_kernel, examine
@@ -436,3 +437,10 @@ def test_layers_of_two_widths_get_a_kernel_each() -> None:
     refusal = r"model.attention=varlen cannot serve this run: bfloat16 on cuda, heads 512 wide, grouped\. Set"
     with pytest.raises(UserError, match=refusal + re.escape(" model.attention to auto or per_document.")):
         check_kernel(config, "varlen", findings, CUDA, BF16)
+
+
+def test_a_simulation_takes_tensors_of_the_host() -> None:
+    """A table that a model has made before."""
+    table = torch.arange(3)
+    with Simulation("cpu").running():
+        assert (torch.ones(3) * table).shape == (3,)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
@@ -13,7 +16,19 @@ from tests.pool import run
 from weft.cluster.process import join
 from weft.config.schema import FsdpConfig, ModelConfig, OptimizerConfig, StepConfig
 from weft.engine.config import EngineConfig
-from weft.engine.stages import build, build_optimizer_and_ema, check_memory, describe, fill_weights, shard_model
+from weft.engine.loaded_state import _trained
+from weft.engine.stages import (
+    build,
+    build_optimizer_and_ema,
+    check_adapters_in_layers,
+    check_memory,
+    cut_stages,
+    describe,
+    fill_weights,
+    shard_model,
+)
+from weft.errors import UserError
+from weft.models.placement import Placement
 from weft.parallel.mesh import full_tensor, own_part
 
 FROZEN = "model.embed_tokens"
@@ -78,3 +93,30 @@ def test_each_stage_keeps_what_it_promises() -> None:
     assert seen["storage"][0] == {torch.device("cpu")} and seen["storage"][1] > 0
     assert seen["moments"] == ({bf16}, 0)
     assert seen["average"] == ({fp32}, 0)
+
+
+def test_costs_of_stages_are_those_of_their_layers_and_of_the_head() -> None:
+    costs, head = [1.0, 2.0, 4.0, 8.0, 16.0], 32.0
+    anatomy: Any = None
+    stages = cut_stages((costs, head), Placement(2), anatomy)
+    (first, cut), (_, last) = stages.spans
+    assert (first, last) == (0, 5)
+    assert stages.costs == (sum(costs[:cut]), sum(costs[cut:]) + head)
+
+
+def test_an_adapter_outside_of_the_layers_is_refused_on_stages() -> None:
+    def check(*names: str) -> None:
+        module: Any = SimpleNamespace(facts=SimpleNamespace(layers="model.layers"))
+        lora: Any = SimpleNamespace(targets=[SimpleNamespace(name=name) for name in names])
+        check_adapters_in_layers(module, lora)
+
+    check("model.layers.0.self_attn.q_proj", "model.layers.1.mlp.up_proj")
+    with pytest.raises(UserError, match="lora.targets: lm_head is outside of the layers"):
+        check("model.layers.0.self_attn.q_proj", "lm_head")
+
+
+def test_state_is_loaded_for_trained_weights_under_each_of_their_names() -> None:
+    module = nn.ModuleDict({"embed": nn.Linear(2, 2, bias=False), "head": nn.Linear(2, 2), "frozen": nn.Linear(2, 2)})
+    module["head"].weight = module["embed"].weight
+    module["frozen"].requires_grad_(False)
+    assert list(_trained(module)) == ["embed.weight", "head.weight", "head.bias"]

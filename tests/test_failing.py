@@ -10,15 +10,20 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import asdict, make_dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from tests import control_group
-from weft.cluster import entrypoint, machine, reports, watch
+from weft import versions
+from weft.cluster import actor_watchdog, entrypoint, machine, reports, watch
+from weft.cluster.actor_watchdog import ActorWatchdog
 from weft.cluster.consistency import differences
+from weft.cluster.entrypoint import set_up_actor
 from weft.cluster.failures import Failure, diagnose
 from weft.cluster.launch import Outcome
 from weft.cluster.reports import RankReport
@@ -27,6 +32,7 @@ from weft.cluster.status import STATUS, Kind, kind_of
 from weft.cluster.watch import Evidence, Watch
 from weft.cluster.watchdog import Frozen, in_collective, main_stack
 from weft.errors import RanksDisagreeError, StorageError, UserError
+from weft.rl import failure
 from weft.telemetry import flight
 from weft.telemetry.flight import Flight, Record
 
@@ -531,3 +537,47 @@ def test_when_to_start_again(
 
 def test_a_signal_to_the_launcher_is_no_failure(tmp_path: Path) -> None:
     assert run_with_restarts(["x"], lambda run: [], 1, 5, attempt=lambda *_: Outcome(143)) == 143
+
+
+def test_the_record_of_an_actor_is_where_the_controller_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reports, "folder", lambda: tmp_path)
+    for name in ("write_stacks_to", "end_with_parent", "watch_for_ever"):
+        monkeypatch.setattr(entrypoint, name, lambda *_: None)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    try:
+        assert set_up_actor(3) == tmp_path
+        record = flight.read_all(tmp_path / flight.FOLDER)[3]
+    finally:
+        flight.own.close()
+    assert (record.rank, record.world, record.pid) == (3, 4, os.getpid())
+
+
+def test_an_actor_without_progress_is_killed_with_the_report_of_a_hang(
+    made: Flight, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed: list[int] = []
+    process: Any = SimpleNamespace(status=lambda: "running", kill=lambda: killed.append(1))
+    monkeypatch.setattr(actor_watchdog, "process_of", lambda record, scratch: process)
+    ActorWatchdog(tmp_path, 3.0, "train.timeout")._end(1, made.record(), process, 7.0)
+    (report,) = reports.read_all(tmp_path)
+    assert (report.rank, report.kind, report.plain) == (1, "hang", True) and killed == [1]
+    assert report.message == "no progress for 7 seconds (train.timeout)" and report.where == made.record().where()
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_the_launcher_gets_a_limit_for_endings_where_torch_has_one(
+    known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch 2.11 has none."""
+    fields = [("nodes", int), *([("shutdown_timeout", float)] if known else [])]
+    monkeypatch.setattr("torch.distributed.launcher.api.LaunchConfig", make_dataclass("LaunchConfig", fields))
+    config = versions.launch_config(shutdown_timeout=3.0, nodes=1)
+    assert asdict(config) == {"nodes": 1, **({"shutdown_timeout": 3.0} if known else {})}
+
+
+def test_a_controller_that_does_not_come_back_is_shown_where_it_is(tmp_path: Path) -> None:
+    frame = sys._getframe()
+    text = failure._held(12.0, frame, tmp_path, "weft rl --resume RUN")
+    assert "from one call for 12 seconds (train.timeout)" in text and text.endswith("Go on with: weft rl --resume RUN")
+    assert "in test_a_controller_that_does_not_come_back_is_shown_where_it_is" in text
+    assert "longer than that:\n\n" in failure._held(12.0, None, tmp_path, "weft rl --resume RUN")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from copy import deepcopy
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -13,11 +15,12 @@ import torch
 
 from tests.cases import describe, open_engine, parity, saved_model
 from tests.pool import run
-from weft.config.schema import OptimizerConfig
+from tests.rl_samples import algorithm, rl_config
+from weft.config.schema import OptimizerConfig, ParameterGroup
 from weft.models.flops import FlopFacts
-from weft.verification import harness
+from weft.verification import harness, rl_harness
 from weft.verification.documents import awkward_steps, boundary_ids, special_ids
-from weft.verification.expected import Expected, Trainer, expect, with_noise, with_rounding
+from weft.verification.expected import Expected, Trainer, expect, plain_optimizer, with_noise, with_rounding
 from weft.verification.observed import Observed, largest
 from weft.verification.reference import Document, Reference
 from weft.verification.routing import Differences
@@ -216,3 +219,28 @@ def test_tokens_without_finite_gradients_are_left_out_and_named() -> None:
 def test_families_whose_padding_embeds_to_zero(family: str) -> None:
     verdict = run(1, parity, saved_model(family), "1", {}, "cpu", 1, True)[0]
     assert verdict.passed, describe(verdict)
+
+
+def test_groups_of_the_plain_optimizer_have_the_factors_of_their_rates() -> None:
+    groups = ({"lr_scale": 0.1}, {"lr": 2e-3}, {"weight_decay": 0.0})
+    config = OptimizerConfig(lr=1e-3, groups=tuple(ParameterGroup(match=("a",), **keys) for keys in groups))
+    assert plain_optimizer(config).groups == [(("a",), 0.1, None), (("a",), 2.0, None), (("a",), 1.0, 0.0)]
+
+
+@pytest.mark.parametrize(("path", "read"), [("r", ["m", "r"]), (None, ["m", "m"])])
+def test_the_plain_reference_is_the_model_that_the_config_names(
+    path: str | None, read: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+
+    def policy(path: str, *_: Any) -> Any:
+        made.append(path)
+        return SimpleNamespace(start=lambda *_: None)
+
+    monkeypatch.setattr(rl_harness, "PlainPolicy", policy)
+    monkeypatch.setattr(rl_harness._Plain, "_optimizer", lambda *_: None)
+    config = rl_config(algorithm(kl=0.1))
+    config = replace(config, reference=replace(config.reference, path=path))
+    trainer: Any = SimpleNamespace(config=config, engine=SimpleNamespace(device="cpu"), critic=None)
+    rl_harness._Plain(trainer, ({}, None), None)
+    assert made == read

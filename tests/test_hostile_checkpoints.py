@@ -22,7 +22,7 @@ from weft.checkpoint import state
 from weft.checkpoint.resume import judge_alone, newest, resumed_notes
 from weft.checkpoint.retention import complete_steps, step_folder
 from weft.checkpoint.state import DamagedError, write_rank_file, write_state
-from weft.checkpoint.state_schema import ENGINE, RL_RUN, RUN
+from weft.checkpoint.state_schema import ENGINE, RL_RUN, RUN, find_problem
 from weft.cluster.process import join
 from weft.config import to_dict
 from weft.config.schema import SftConfig
@@ -380,3 +380,10 @@ def test_damage_at_random(tmp_path: Path) -> None:
 @pytest.mark.timeout(3600)
 def test_much_damage_at_random(tmp_path: Path) -> None:
     fuzz_all(tmp_path, 20_000)
+
+
+def test_parts_with_a_question_mark_may_be_missing() -> None:
+    parts = {"steps": int, "evaluation?": dict[str, int]}
+    assert find_problem({"steps": 1}, parts) is None and find_problem({"steps": 1, "evaluation": {}}, parts) is None
+    assert find_problem({"evaluation": {}}, parts) == "it lacks steps"
+    assert str(find_problem({"steps": 1, "evaluation": 3}, parts)).startswith("evaluation must be ")

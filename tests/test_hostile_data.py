@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.test_hostile_config import SPECIAL
-from weft.config.schema import DataConfig
+from weft.config.schema import DataConfig, SourceConfig
 from weft.data.open_sources import open_data
 from weft.data.records import Reading
 from weft.data.sources import BLOCK_BYTES, open_file
@@ -172,3 +172,12 @@ def test_a_file_that_changes_between_digest_and_reading() -> None:
     assert part.digest is not None
     with pytest.raises(UserError, match="has changed while it was read"):
         part.digest()
+
+
+def test_sources_that_are_given_in_python_are_opened_by_name() -> None:
+    Path("a.jsonl").write_text('{"text": "a"}\n')
+    sources = open_data([SourceConfig(path="a.jsonl", name="first", weight=2.0), SourceConfig(path="a.jsonl")])
+    assert [(one.label, one.name, one.weight) for one in sources] == [
+        ("first (a.jsonl)", "first", 2.0),
+        ("a (a.jsonl)", "a", 1.0),
+    ]

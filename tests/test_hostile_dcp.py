@@ -381,3 +381,11 @@ def test_damage_at_random(tmp_path: Path) -> None:
 @pytest.mark.timeout(3600)
 def test_much_damage_at_random(tmp_path: Path) -> None:
     fuzz_all(tmp_path / "d", 20_000)
+
+
+def test_keys_that_no_such_file_needs() -> None:
+    """Beside others that it needs."""
+    assert read_pickle(pickle.dumps({"a": 1, 2: "b"}), {}) == {"a": 1, 2: "b"}
+    for key in ((1,), 2.5, None):
+        with pytest.raises(UnreadableError):
+            read_pickle(pickle.dumps({"a": 1, key: 2}), {})

@@ -23,8 +23,10 @@ from weft.data.encode import load_tokenizer
 from weft.errors import UserError
 from weft.files import check_folder, read_object, regular_file
 from weft.models import hf
+from weft.run import identity
 from weft.run.identity import _rows_of
 from weft.sharding import adapter_files
+from weft.sharding.adapter_files import shortest_names
 from weft.sharding.boxes import Box
 from weft.sharding.load import plan_load
 from weft.sharding.quantised import decoder_of
@@ -471,3 +473,33 @@ def test_a_head_that_is_missing_may_be_the_embedding(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "config.json").read_text()) | {"tie_word_embeddings": True}
     (tmp_path / "config.json").write_text(json.dumps(config))
     plan_load(hf.build_meta(hf.read_config(source), dtype=torch.float32, attention=None), open_source(source), ())
+
+
+@pytest.mark.parametrize(("ends", "fits"), [("null", True), ("2", True), ("[2, null]", True), ('[2, "x"]', False)])
+def test_ends_of_generation_may_be_missing(ends: str, fits: bool, tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text(f'{{"eos_token_id": {ends}}}')
+    if fits:
+        check_folder(str(tmp_path))
+        return
+    with pytest.raises(UserError, match=r"eos_token_id is \[2, 'x'\]"):
+        check_folder(str(tmp_path))
+
+
+def test_the_fingerprint_of_weights_reads_every_so_many_tensors_from_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Checkpoints hold it, so that no version of weft may compute another. A tensor without elements has no row."""
+    tensors = {name: torch.arange(6.0).reshape(3, 2) + 10 * i for i, name in enumerate("abcdefg")}
+    save_file({**tensors, "bb": torch.zeros(0, 2)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setattr(identity, "_LOOKED_AT", 4)
+    rows = [row.tolist() for row in _rows_of(str(tmp_path))]
+    assert rows == [tensors[name][1].tolist() for name in "adf"]
+
+
+def test_short_names_of_targets_are_in_one_order() -> None:
+    """Ranks, and runs, write the same file."""
+    leaves = ["gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj", "w1", "w2", "w3"]
+    every = [f"layers.{layer}.{leaf}" for layer in range(2) for leaf in reversed(leaves)]
+    assert shortest_names(every, every) == leaves
+    assert shortest_names(every[:9], every) == sorted(every[:9])

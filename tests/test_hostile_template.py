@@ -152,3 +152,10 @@ def test_a_long_conversation_is_within_bounds() -> None:
     source = "{% for m in messages %}{{ '<' + m.role + '>' + m.content | trim ~ '\\n' }}{% endfor %}"
     messages = [{"role": "user", "content": "words " * 2000}] * 1000
     assert len(ChatTemplate(source, {}).render(messages, {}).text) > 10_000_000
+
+
+def test_only_filters_that_may_be_slow_have_a_largest_input() -> None:
+    row = [{"role": "user", "content": "a b " * 300_000}]
+    assert len(ChatTemplate("{{ messages[0]['content'] | trim }}", {}).render(row, {}).text) == 1_199_999
+    with pytest.raises(UnboundedError, match="with wordcount"):
+        ChatTemplate("{{ messages[0]['content'] | wordcount }}", {}).render(row, {})

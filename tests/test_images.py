@@ -16,6 +16,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -34,10 +35,12 @@ from weft.data import image_files, image_urls
 from weft.data.documents import Documents, load_documents
 from weft.data.encode import Encoding, changed_files
 from weft.data.image_columns import Image as ImageOfRow
-from weft.data.image_files import Checks
+from weft.data.image_files import Checks, Measured, as_file
 from weft.data.images import Images, expanded
 from weft.data.loss_mask import MaskedText
-from weft.data.tokenise import Tokenising
+from weft.data.places import Place
+from weft.data.sources import Part
+from weft.data.tokenise import Tokenising, Work
 from weft.errors import UserError
 from weft.models import hf, hf_processor
 from weft.models.hf_processor import load_processor
@@ -590,3 +593,27 @@ def test_what_processors_are_asked_for(models: Callable[[str], str]) -> None:
     assert processor.layout(((40, 56),)).patches == 32 == len(out["pixel_values"])
     assert processor._counts and processor._counted((700, 90)) == processor._processed(((700, 90),))
     assert "size" in own.image_processor.to_dict()
+
+
+def test_a_picture_in_memory_becomes_a_file_and_a_file_stays() -> None:
+    of_file = ImageOfRow(data=encoded(CAT))
+    assert as_file(of_file, "row 1", Checks()) is of_file
+    written = as_file(ImageOfRow(picture=CAT), "row 1", Checks())
+    assert written.data is not None
+    with Image.open(io.BytesIO(written.data)) as picture:
+        assert picture.format == "PNG" and picture.tobytes() == CAT.convert("RGB").tobytes()
+
+
+def test_only_rows_that_hold_images_are_read_again(qwen: tuple[PreTrainedTokenizerBase, Images]) -> None:
+    """The first row may be one that data.bad_rows=drop has left out."""
+
+    def read_again(position: int) -> Any:
+        raise AssertionError(f"row {position} is read")
+
+    tokenizer, images = qwen
+    place = Place(Measured(CAT.height, CAT.width, len(encoded(CAT)), 0), data=encoded(CAT))
+    part = Part("a.jsonl", 0, True, lambda: iter(()), row=read_again)
+    _, patches = Work(tokenizer, images=images).inputs(part, "a.jsonl:2", [place])
+    assert patches > 0
+    with pytest.raises(AssertionError, match="row 3 is read"):
+        Work(tokenizer, images=images).inputs(part, "a.jsonl:2", [replace(place, data=None, position=3)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from torch import nn
 from transformers import PretrainedConfig
 
 from tests.zoo import tiny_config
@@ -14,7 +15,7 @@ from weft.errors import UserError
 from weft.models import shrink
 from weft.models.facts import find_facts
 from weft.models.kinds import LayerKinds, kinds_of, meta_model
-from weft.models.patterns import similar_names
+from weft.models.patterns import outermost, similar_names
 from weft.models.shrink import fewer_layers, narrow
 
 _RECURRENT = ["recurrent", "recurrent", "attention"]
@@ -104,3 +105,15 @@ def test_a_pattern_that_is_like_no_name_is_told_what_names_begin_with() -> None:
     names = ["gpt_neox.embed_in.weight", "gpt_neox.layers.0.mlp.weight", "gpt_neox.layers.1.mlp.weight", "head.weight"]
     assert similar_names("model.decoder", names) == "; names begin with gpt_neox.embed_in, gpt_neox.layers, head."
     assert similar_names("gpt_neox.embed_inn", names).startswith("; did you mean gpt_neox.embed_in")
+
+
+def test_patterns_name_the_outermost_modules_and_members_of_lists() -> None:
+    layer = nn.ModuleDict({"mlp": nn.ModuleDict({"up": nn.Linear(1, 1), "mlp": nn.Linear(1, 1)})})
+    root = nn.Module()
+    root.layers, root.mlp = nn.ModuleList([nn.Sequential(nn.Identity(), nn.Identity())]), nn.Linear(1, 1)
+    root.block = nn.Sequential()
+    root.block.mlp = nn.Sequential(nn.Linear(1, 1))
+    root.block.mlp.mlp = layer
+    assert outermost(root, "*mlp") == ["mlp", "block.mlp"]
+    assert outermost(root, "layers") == outermost(root, "layers.*") == ["layers.0"]
+    assert outermost(root, "nothing") == []

@@ -23,6 +23,7 @@ from weft.data.conversation import conversation
 from weft.data.encode import Encoder, Encoding, _trained_tokens
 from weft.data.loss_mask import MaskedText
 from weft.data.loss_mask_fallback import MasksByComparison
+from weft.data.messages import Parts
 from weft.data.records import Record
 from weft.errors import UserError
 
@@ -340,3 +341,16 @@ class Straddling:
 )
 def test_a_token_that_has_a_trained_character_is_trained(ends: tuple[int, ...], span: Span, mask: list[int]) -> None:
     assert _trained_tokens(Straddling(*ends), MaskedText("x" * 9, (span,))) == mask
+
+
+def test_messages_without_content_and_with_parts_are_made_whole_for_templates() -> None:
+    call = {"function": {"name": "now", "arguments": "{}"}}
+    raw = [
+        {"role": "user", "content": [{"type": "text", "text": "What "}, {"type": "text", "text": "time?"}]},
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "assistant", "content": [], "reasoning_content": None},
+    ]
+    asked, called, empty = conversation(Record("a.jsonl:1", "messages", {"messages": raw}), "answers").messages
+    assert isinstance(asked["content"], Parts) and str(asked["content"]) == "What time?"
+    assert called["content"] == "" and called["tool_calls"][0]["function"] == {"name": "now", "arguments": {}}
+    assert empty == {"role": "assistant", "content": ""}

@@ -18,7 +18,7 @@ from weft.data.encode import Encoder, Encoding
 from weft.data.messages import MessageRules, read_messages
 from weft.data.prompts import load_prompts
 from weft.data.records import Reading, parse_row
-from weft.errors import UserError
+from weft.errors import UserError, first_line
 
 # A template with everything: thoughts, text beside calls, several calls, results, tools.
 WHOLE = (
@@ -723,3 +723,9 @@ def test_an_answer_to_a_result_of_any_role_has_the_header_of_such_answers(role: 
 def test_unknown_roles_are_refused_as_before() -> None:
     with pytest.raises(UserError, match="weft does not know the role"):
         read_messages("d:1", "messages", [{"role": "narrator", "content": "a"}])
+
+
+def test_the_first_line_of_an_error_goes_on_where_it_ends_in_a_colon() -> None:
+    assert first_line(ValueError("a sentence.\nand more")) == "a sentence"
+    assert first_line(ValueError("\n these are wrong:\n  a, b.\nand more")) == "these are wrong: a, b"
+    assert first_line(ValueError("these:")) == "these" and first_line(KeyError()) == "KeyError"

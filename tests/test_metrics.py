@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tests import pool
+from weft.engine import nonfinite
 from weft.engine.metrics import CORE_KEYS, MetricsFile, Sums
 from weft.errors import RanksDisagreeError
 
@@ -121,3 +122,13 @@ def test_metrics_file_adds_to_what_is_there(tmp_path: Path) -> None:
         with MetricsFile(tmp_path / "metrics.jsonl") as file:
             file.write({"step": step})
     assert [line["step"] for line in lines_of(tmp_path / "metrics.jsonl")] == [1, 2]
+
+
+def test_what_is_not_finite_on_any_rank_is_named_once_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gather(parts: list[list[str]], mine: list[str], group: object) -> None:
+        parts[:] = [mine, ["b", "a"]]
+
+    monkeypatch.setattr(nonfinite, "everyone", lambda: None)
+    monkeypatch.setattr(nonfinite.dist, "get_world_size", lambda group: 2)
+    monkeypatch.setattr(nonfinite.dist, "all_gather_object", gather)
+    assert nonfinite._gathered(["a"]) == ["a", "b"]

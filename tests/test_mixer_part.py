@@ -14,8 +14,10 @@ from weft.engine.division_check import Groups, in_threads
 from weft.models import hf
 from weft.models.families import carries_state
 from weft.models.mixer_part import MixerShare, _joined, view
+from weft.models.state_mixers import Boundary
 from weft.models.tp_mixers import MixerStyle, mixer_style
 from weft.models.tp_parts import Part, Style
+from weft.ops.attention_call import Bounds
 from weft.ops.communicator import ContextAxis
 from weft.ops.context import ContextRow, gather_documents, sum_to_tokens
 
@@ -112,3 +114,11 @@ def test_tokens_come_together_and_go_back() -> None:
 
 def test_neighbours_are_taken_together() -> None:
     assert _joined([(0, 2), (2, 3), (7, 1)]) == [(0, 5), (7, 1)]
+
+
+@pytest.mark.parametrize("cache", ["cache_params", "past_key_values"])
+def test_a_packed_row_is_not_continued_from_a_cache(cache: str) -> None:
+    boundary = Boundary(nn.Identity())
+    boundary.bounds = Bounds((2, 1))
+    with pytest.raises(RuntimeError, match="cannot be continued from a cache"):
+        boundary.forward(torch.zeros(1, 3, 4), **{cache: object()})

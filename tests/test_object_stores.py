@@ -13,6 +13,7 @@ from contextlib import suppress
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,7 +30,7 @@ from weft.config.urls import LocalCopy
 from weft.errors import StorageError, UserError
 from weft.remote import mirror
 from weft.remote.enter import begin_run, fetch_run, own_token, resume_run
-from weft.remote.layout import BEST, LATEST, RemoteRun
+from weft.remote.layout import BEST, LATEST, Manifest, RemoteRun
 from weft.remote.local import localised
 from weft.remote.mirror import Mirror
 from weft.remote.staging import fetch
@@ -631,3 +632,22 @@ def test_going_on_fetches_again_what_was_removed_here(files: Place, tmp_path: Pa
 def test_a_run_that_cannot_be_written_there_is_an_error_of_its_key(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"run\.dir: file:///proc/nowhere/run cannot be used"):
         begin_run("file:///proc/nowhere/run", tmp_path / "staging", overwrite=False, command="sft")
+
+
+def test_a_checkpoint_is_there_whose_sizes_and_json_are_those_of_the_store(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints" / "step-000001"
+    folder.mkdir(parents=True)
+    (folder / "state.json").write_text("{}")
+    (folder / "weights").write_bytes(b"abc")
+    names = [f"checkpoints/step-000001/{name}" for name in ("state.json", "weights")]
+    manifest: Manifest | None = Manifest.of(tmp_path, names, 1)
+    remote: Any = SimpleNamespace(manifest=lambda step: manifest)
+    uploads = Mirror(remote, tmp_path, CheckpointConfig(), "", critic=False, fresh=False)
+    assert uploads._is_there(1)
+    (folder / "state.json").write_text("[]")
+    assert not uploads._is_there(1)
+    (folder / "state.json").write_text("{}")
+    (folder / "weights").write_bytes(b"ab")
+    assert not uploads._is_there(1)
+    manifest = None
+    assert not uploads._is_there(1)

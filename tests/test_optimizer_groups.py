@@ -169,3 +169,11 @@ def planted(path: str, bug: str) -> Verdict | None:
 @pytest.mark.parametrize("bug", ["rate", "decay"])
 def test_parity_sees_a_group_that_is_not_followed(bug: str) -> None:
     assert "weights after 3 steps" in run(2, planted, saved_model("llama"), bug)[0].failed
+
+
+def test_a_frozen_module_outside_of_layers_is_named_as_a_whole() -> None:
+    trained = ["language.layers.0.weight", "language.norm.weight"]
+    assert groups._whole_module("visual.blocks.0.weight", trained) == "visual"
+    assert groups._whole_module("language.embed.tokens.weight", trained) == "language.embed"
+    assert groups._whole_module("language.layers.1.weight", trained) is None
+    assert groups._whole_module("visual.blocks.0.weight", None) is None

@@ -35,7 +35,7 @@ from weft.planner.machines import Machine, machine_of
 from weft.planner.memory import _lingering, _unreduced, memory_by_stage
 from weft.planner.passes import layer_passes
 from weft.planner.rows import RowFacts, plan_rows
-from weft.planner.search import BEST, Search, meshes, search
+from weft.planner.search import BEST, Search, _rows, meshes, search
 from weft.planner.simulate import Step, plan_of, rows_of, watched_step
 from weft.planner.timing import time_of
 from weft.planner.traffic import transfers
@@ -553,3 +553,24 @@ def test_what_cannot_be_planned_is_refused(
 ) -> None:
     assert cli.main(["plan", "examples/sft_qwen3_4b.yaml", "mesh.dp_shard=-1", *words]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_rank_has_units_only_of_the_layers_of_its_stage() -> None:
+    """The first layer of this model alone has no experts."""
+    model, sizes = blueprint("deepseek_v3", "pp2x2", {}), sizes_of("pp2x2")
+    held = [Holdings(model, sizes).of(Place(pp=stage)) for stage in range(2)]
+    assert all(unit.count > 0 for stage in held for unit in stage.units)
+    assert {unit.name for unit in held[0].units} != {unit.name for unit in held[1].units}
+
+
+def test_matrices_have_a_smaller_share_in_longer_documents() -> None:
+    model, sizes = blueprint("llama", "2", {"step": {"max_tokens_per_device": 4096}}), sizes_of("2")
+    short, long = (RowFacts.of(model, plan_rows(model, sizes, [length] * 4)).linear for length in (8, 2048))
+    assert 0.9 < short <= 1.0 and 0.1 < long < 0.9
+
+
+def test_rows_of_equal_documents_are_planned_for_some_of_the_ranks_and_counted_for_all() -> None:
+    wanted = searched("llama", 4, [64] * 8)
+    sizes = resolve_mesh(MeshConfig(dp_shard=4), 4)
+    whole = RowFacts.of(wanted.model, plan_rows(wanted.model, sizes, wanted.lengths, 128))
+    assert _rows(wanted, sizes, 128, {}) == whole and whole.tokens == 512

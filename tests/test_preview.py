@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -188,3 +190,14 @@ def test_histogram_by_hand() -> None:
     lines = histogram(np.array([1, 2, 3, 25, 118]))
     assert [line.split()[:4] for line in lines[:2]] == [["0", "to", "9", "3"], ["10", "to", "19", "0"]]
     assert lines[0].endswith("\u2588" * 40) and len(lines) == 12 and lines[-1].split()[:4] == ["110", "to", "119", "1"]
+
+
+def test_steps_of_an_epoch_are_scaled_up_from_what_was_read() -> None:
+    def steps(taken: float, **step: int | None) -> int:
+        config: Any = SimpleNamespace(step=SimpleNamespace(**{"documents": None, "tokens": None, **step}))
+        read: Any = [SimpleNamespace(taken=taken, source=SimpleNamespace(weight=1.0))]
+        return preview._steps_in_epoch(config, read, [SimpleNamespace(kept=[0, 1, 2], lengths=np.array([5, 6]))], 7)
+
+    assert steps(1.0, documents=2) == 7
+    assert steps(0.25, documents=4) == 3 and steps(0.25, documents=5) == 3
+    assert steps(0.25, tokens=44) == 1 and steps(0.25, tokens=43) == 2

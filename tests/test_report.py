@@ -22,6 +22,8 @@ from weft.report.charts import Chart, Series, axis_texts, draw, number, ticks
 from weft.report.page import charts as charts_of
 from weft.report.page import page, read_run, system_charts
 from weft.report.rl_page import extremes
+from weft.report.rollouts import reward_text
+from weft.rl.resume import find_collected
 from weft.rollout.records import read_answers, write_rollouts
 from weft.rollout.types import Group, Prompt, Sample, samples_of
 
@@ -503,3 +505,25 @@ def test_neighbours_on_an_axis_are_told_apart() -> None:
 )
 def test_numbers_on_axes(value: float, text: str) -> None:
     assert number(value) == text
+
+
+def test_the_reward_of_a_sample_in_words() -> None:
+    (found,) = samples_of(groups_of([[0.123456]], ["right"]))
+    found.rewards = {}
+    assert reward_text(found) == "0.1235"
+    found.rewards = {"math": 0.25, "style": None}
+    assert reward_text(found) == "0.1235 (math 0.25, style -)"
+    found.reward = None
+    assert reward_text(found) == "- (math 0.25, style -)"
+
+
+def test_rollouts_alone_go_on_behind_the_last_whole_step(tmp_path: Path) -> None:
+    lines = [{"rollout": 1, "taken": 4}, {"rollout": 2, "taken": 9}, {"rollout": 3, "taken": 11}]
+    for step in (1, 2, 3):
+        write_rollouts(tmp_path, step, groups_of([[1.0]], ["a"]))
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines)[:-1])
+    start = find_collected(tmp_path)
+    assert (start.rollout, start.taken, start.notes) == (2, 9, ("resumed  behind rollout step 2",))
+    (tmp_path / "rollouts" / "step-000002.parquet").write_bytes(b"cut")
+    start = find_collected(tmp_path)
+    assert (start.rollout, start.taken) == (1, 4) and "skipped" in start.notes[0]

@@ -20,6 +20,7 @@ from tests.cases import MESHES, pairs, world_of
 from tests.pool import run
 from tests.resuming import STEPS, Sections, config_of, equal, inputs, lines, process, state_of, whole_state
 from weft.checkpoint import resume
+from weft.checkpoint.resume import fill_from
 from weft.checkpoint.state import load_state, read_state
 from weft.cluster.process import join
 from weft.config.load import load_config
@@ -273,3 +274,17 @@ def loaded_whole(home: str, folder: str, mesh: str) -> tuple[dict[str, torch.Ten
             if value.ndim:
                 found[f"optimizer/{key}/{name}"] = full_tensor(value, engine.divided.cuts.get(name)).clone()
     return found, read
+
+
+def test_a_critic_is_filled_from_its_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    filled: list[tuple[Any, Any]] = []
+    monkeypatch.setattr(resume, "load_state", lambda engine, state: filled.append((engine, state)))
+    monkeypatch.setattr(resume, "read_state", lambda folder: folder)
+    monkeypatch.setattr(resume, "agree", lambda load, ranks: (load(), ""))
+    monkeypatch.setattr(resume, "_take_up_rng", lambda engine, state, seed: ["a note"])
+    engine, critic, state = (SimpleNamespace(ranks=None, checkpoint=tmp_path) for _ in range(3))
+    policy: Any = engine
+    of_run: Any = state
+    others: Any = {"critic": critic}
+    assert fill_from(policy, of_run, 0, others) == ["a note"]
+    assert filled == [(engine, state), (critic, tmp_path / "critic")]

@@ -194,6 +194,7 @@ def test_a_value_out_of_range_is_refused(key: str) -> None:
         (["rollout.bucket_mb=1"], "rollout.bucket_mb would have no effect"),
         (["rl.reward=[]"], "rl.reward is empty"),
         (["reference.path=m"], "reference.path would have no effect"),
+        (["rl.on_policy=exact", "rl.old_logprobs=rollout"], "takes the engine's logprobs unread, so that nothing"),
         (["rl.on_policy=exact", "mesh.tp=2"], "with mesh.tp = 2 the sums of a layer are made of those of 2 ranks"),
         (["rl.on_policy=exact", "rl.algorithm=ppo", "critic.tp=4"], "set critic.tp=1"),
         (["model.weights=.", "rollout.engine=sglang"], "weft export . --model org/m, and set model.path to that"),

@@ -538,3 +538,29 @@ def test_what_does_not_go_together_is_refused(overrides: list[str], words: str) 
     with pytest.raises(UserError) as caught:
         read(*overrides)
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+def test_what_truncated_sampling_left_out_is_measured_after_the_update(
+    top_p: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[bool] = []
+
+    def corrected(samples: Any, config: Any, *, truncated: bool = False) -> dict[str, float]:
+        given.append(truncated)
+        return {}
+
+    async def trained(*_: Any) -> dict[str, object]:
+        return {}
+
+    monkeypatch.setattr(recipe, "correct", corrected)
+    monkeypatch.setattr(recipe, "old_is_current", lambda config: True)
+    config = rl_config(algorithm(prompts=1, group_size=2), top_p=top_p)
+    plan = SimpleNamespace(per_rollout=1, steps=1)
+    run: Any = SimpleNamespace(config=config, plan=plan, updates=0, trainer_group=SimpleNamespace(update=trained))
+    groups = [group([1.0, 0.0])]
+    step: Any = SimpleNamespace(
+        number=1, groups=groups, samples=groups[0].samples, metrics={}, phases=lambda name: nullcontext()
+    )
+    assert asyncio.run(recipe.update(run, step)) == [{}] and run.updates == 1
+    assert given == [top_p < 1.0]

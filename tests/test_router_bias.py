@@ -10,14 +10,15 @@ from unittest import mock
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.cases import open_engine, saved_model, world_of
 from tests.pool import run
 from tests.resuming import lines, process
 from weft.engine import startup
 from weft.engine.document import Document
-from weft.engine.router_bias import find_biases
+from weft.engine.router_bias import check_biases, find_biases
+from weft.errors import UserError
 from weft.models import families, hf
 from weft.models.experts import experts_of
 from weft.models.families import Family
@@ -125,3 +126,16 @@ def test_a_family_without_them_is_refused() -> None:
         AssertionError, match=r"model\.router_bias_rate: the routers of mixtral have no correction biases"
     ):
         run(1, opened, saved_model("mixtral"))
+
+
+def test_biases_of_experts_whose_choices_are_not_counted_are_refused() -> None:
+    """Choices are seen where experts go through transformers' interface."""
+    experts = nn.Module()
+    experts.down_proj, experts.num_experts = nn.Parameter(torch.zeros(2, 4, 3)), 2
+    block = nn.ModuleDict({"experts": experts})
+    block.register_buffer("e_score_correction_bias", torch.zeros(2))
+    layers = nn.ModuleList([block])
+    with pytest.raises(UserError, match="the routers of toy have no correction biases"):
+        check_biases(layers, "toy")
+    experts.has_gate, experts.is_transposed = True, False
+    check_biases(layers, "toy")

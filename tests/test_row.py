@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from weft.engine.document import Document
 from weft.engine.row import Row, build_row
+from weft.engine.rows import RowBuilder
 from weft.models import hf
 from weft.ops.attention_call import BOUNDS_ARGUMENT
 
@@ -124,3 +126,11 @@ def test_a_model_with_rotary_tables_of_three_positions_takes_them() -> None:
             three = (positions if positions.ndim == 2 else positions.repeat(3, 1))[:, None, : len(own)]
             alone = model(input_ids=made.tokens[None, : len(own)], position_ids=three).last_hidden_state[0]
             torch.testing.assert_close(own, alone, rtol=1e-5, atol=1e-5)
+
+
+def test_documents_are_named_by_their_source_or_their_place() -> None:
+    nothing: Any = None
+    builder = RowBuilder(1, (0, 1), None, "packed", False, False, nothing, None, torch.nn.Identity())
+    plan: Any = SimpleNamespace(of_rank=lambda rank: [(2, 0), (1,)] if rank == 1 else [])
+    documents: Any = {i: SimpleNamespace(source=source) for i, source in enumerate(["a.jsonl:7", None, "a.jsonl:9"])}
+    assert builder.rows(plan, documents, False, False).sources == [["a.jsonl:9", "a.jsonl:7"], ["1"]]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from weft.cluster import scratch
 from weft.cluster.scratch import PREFIX, scratch_folder
 
 ROOT = Path(__file__).parent.parent
@@ -35,3 +36,24 @@ def test_folders_of_the_living_stay_and_those_of_the_killed_are_removed_by_the_n
             assert not list(tmp_path.glob("weft-killed*")) and first.exists() and second != first
         assert not second.exists()
     assert [path.name for path in tmp_path.iterdir()] == [f"{PREFIX}of-another-program"]
+
+
+def test_a_folder_that_is_still_written_to_is_removed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is gone is not waited for."""
+    waits: list[float] = []
+    monkeypatch.setattr(scratch.time, "sleep", waits.append)
+    (tmp_path / "gone").mkdir()
+    scratch._remove(tmp_path / "gone")
+    assert not (tmp_path / "gone").exists() and waits == []
+    (tmp_path / "busy").mkdir()
+    tries: list[Path] = []
+    remove = scratch.shutil.rmtree
+
+    def busy(folder: Path, ignore_errors: bool) -> None:
+        tries.append(folder)
+        if len(tries) > 2:
+            remove(folder, ignore_errors=ignore_errors)
+
+    monkeypatch.setattr(scratch.shutil, "rmtree", busy)
+    scratch._remove(tmp_path / "busy")
+    assert not (tmp_path / "busy").exists() and len(tries) == 3 and len(waits) == 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -27,6 +27,7 @@ from weft.cluster.options import MergeOptions
 from weft.config.schema import LoraConfig
 from weft.errors import UserError
 from weft.recipes import merge
+from weft.rollout import standalone
 from weft.rollout.base import Completion, Request, Sampling, Synced
 from weft.rollout.generate import Generator
 from weft.rollout.standalone import Filled, Standalone
@@ -493,3 +494,55 @@ def test_engines_with_another_nccl_are_refused_by_name(backend: str, theirs: str
     with pytest.raises(UserError) as refusal:
         Sender._check_software(trainer, server, "group")
     assert told in str(refusal.value) and "set rollout.transport=shared" in str(refusal.value)
+
+
+def test_an_engine_opens_images_as_it_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[dict[str, Any]] = []
+
+    def generator(*_: Any, **options: Any) -> Any:
+        made.append(options)
+        return SimpleNamespace(renew=lambda version, keep: None)
+
+    monkeypatch.setattr(standalone, "Generator", generator)
+    monkeypatch.setattr(standalone, "Delivery", lambda *_, **options: nullcontext(SimpleNamespace(parts=list)))
+    opener: Any = object()
+    engine = Standalone("m", dtype=torch.float32, opener=opener)
+    filled: Any = SimpleNamespace(asleep=False, model=None)
+    ticket: Any = None
+    engine._filled = filled
+    engine.receive(ticket, 3)
+    assert made == [{"opener": opener}] and engine.version == 3
+
+
+def test_the_sender_sleeps_until_somebody_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a second at most, so that its own end is noticed."""
+    waits: list[float] = []
+    poll = SimpleNamespace(register=lambda *_: None, poll=lambda milliseconds: waits.append(milliseconds) or [])
+    sender = SyncServer("127.0.0.1", 0, 5.0)
+    try:
+        monkeypatch.setattr(sending_server, "select", SimpleNamespace(poll=lambda: poll, POLLIN=1))
+        for seconds in (60.0, 0.5, -1.0):
+            assert sender._heard([], time.monotonic() + seconds) == []
+    finally:
+        sender._listener.close()
+    assert 900 < waits[0] <= 1000 and 400 < waits[1] <= 500 and waits[2] == 0
+
+
+def test_a_group_of_engines_is_made_anew_where_any_has_not_joined_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transports, "open_store", lambda *_, **options: SimpleNamespace(port=9))
+    group = BroadcastGroup("127.0.0.1", "gloo", 5.0)
+    workers: list[Any] = [SimpleNamespace(name="engine", member=member, joined=None) for member in range(2)]
+
+    def described() -> str:
+        first, second = group.describe(workers)
+        assert (first["rank"], second["rank"], first["world"], first["port"]) == (1, 2, 3, 9)
+        assert first["id"] == second["id"]
+        group._group = object()
+        return str(first["id"])
+
+    made = described()
+    for worker in workers:
+        worker.joined = made
+    assert described() == made
+    workers[1].joined = None  # it was started again
+    assert described() != made

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -718,3 +719,19 @@ def test_what_vllm_drops_begins_again_under_the_new_weights(tmp_path: Path) -> N
     completion, asked = asyncio.run(body())
     assert completion == Completion((7,), (-0.5,), "end", ((4, 1),))
     assert asked[:3] == ["/abort_requests", "/pause?mode=keep&clear_cache=false", "/collective_rpc"]
+
+
+def test_a_server_that_nobody_can_connect_to_is_dead_after_a_while() -> None:
+    async def refuse(*_: Any) -> None:
+        raise ConnectionError("refused") from ConnectionRefusedError()
+
+    async def troubles() -> list[str | None]:
+        process: Any = SimpleNamespace(status=None)
+        address: Any = SimpleNamespace(call=refuse)
+        served = Served(process, address, "/health", 60.0)
+        found = [await served._trouble()]
+        assert served._deaf is not None
+        served._deaf -= 3.0
+        return [*found, await served._trouble()]
+
+    assert asyncio.run(troubles()) == [None, "listens no more"]
