@@ -8,9 +8,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +26,7 @@ from tests.cases import open_engine, saved_model
 from tests.pool import run
 from tests.zoo import tiny_config
 from weft.cluster.simulated import Simulation
-from weft.engine import build, device_check
+from weft.engine import build, device_check, stages
 from weft.engine.device_check import TOLERANCES, check_on_device
 from weft.engine.startup import Findings, check_kernel, examine
 from weft.errors import UserError
@@ -32,6 +34,7 @@ from weft.models import experts, hf
 from weft.ops import attention
 from weft.ops.attention_call import Bounds, Call, Traits
 from weft.ops.per_document import per_document
+from weft.optim.optimizer import FusedAdamW
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 BF16 = torch.bfloat16
@@ -283,16 +286,18 @@ def test_a_module_with_state_that_is_wrong_on_the_device_is_found(
         check(family)
 
 
-def test_a_fused_optimizer_that_steps_where_it_should_not_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = torch.optim.AdamW.step
+@pytest.mark.parametrize("ignored", ["skip", "divisor"])
+def test_a_fused_optimizer_that_steps_where_it_should_not_is_found(
+    ignored: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = FusedAdamW.step
 
-    def step(self: Any, *args: Any) -> Any:
-        if getattr(self, "found_inf", None) is not None:
-            self.found_inf.zero_()
-        return original(self, *args)
+    def step(self: FusedAdamW, closure: Any = None) -> None:
+        setattr(self, ignored, None)
+        original(self, closure)
 
     examined("llama")
-    monkeypatch.setattr(torch.optim.AdamW, "step", step)
+    monkeypatch.setattr(FusedAdamW, "step", step)
     with pytest.raises(UserError, match="torch's fused AdamW is not right on cpu.*1000 parameters are off by"):
         check("llama")
 
@@ -335,6 +340,35 @@ def test_a_collective_with_wrong_numbers_is_named() -> None:
     for _, refusal in run(2, collectives_of, saved_model("llama"), "2", "planted"):
         assert refusal.startswith("all-reduce over dp_shard (2 ranks) gave wrong numbers on rank ")
         assert "in bfloat16 on cpu" in refusal
+
+
+@pytest.mark.parametrize(
+    ("device", "known", "tried"), [("cuda", False, True), ("cuda", True, False), ("cpu", False, False)]
+)
+def test_collectives_of_a_new_mesh_are_tried_on_cuda(
+    device: str, known: bool, tried: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before anything is built, and once for engines that share a mesh."""
+
+    class BuiltError(Exception):
+        pass
+
+    def build(*_: Any, **__: Any) -> None:
+        raise BuiltError
+
+    asked: list[tuple[Any, ...]] = []
+    mesh: Any = SimpleNamespace(groups={"dp_shard": None})
+    setup = SimpleNamespace(mesh=mesh, precision=SimpleNamespace(compute=BF16, reduce=torch.float32))
+    monkeypatch.setattr(stages, "describe", lambda *_: setup)
+    monkeypatch.setattr(stages, "waits_limited", nullcontext)
+    monkeypatch.setattr(stages, "check_collectives", lambda *given: asked.append(given))
+    monkeypatch.setattr(stages, "build", build)
+    config: Any = SimpleNamespace(deterministic=False)
+    ranks: Any = SimpleNamespace(device=torch.device(device), simulated=None)
+    others: Any = dict(weights=True, fill=True, progress=None, readouts=())
+    with pytest.raises(BuiltError):
+        stages.assemble(config, ranks, mesh=mesh if known else None, **others)
+    assert asked == ([({"dp_shard": None}, CUDA, (BF16, torch.float32))] if tried else [])
 
 
 # ---------------------------------------------------------------- what is remembered

@@ -60,7 +60,8 @@ HSDP_BUFFERS = UpstreamBug(
     "https://github.com/pytorch/pytorch/pull/179443",
     "where units are replicated and gradients are reduced in another dtype than the masters', the reduced gradients of "
     "all units stay until the end of backward: fsdp.reduce_dtype bytes of every parameter's shard",
-    "nothing; with fp32 masters and fsdp.reduce_dtype=fp32, the defaults, that memory is the gradients' own",
+    "weft plan counts them (planner/memory.py); with fp32 masters and fsdp.reduce_dtype=fp32, the defaults, they are "
+    "the gradients themselves",
     ((2, 11), (2, 13)),
     _all_reduce_buffers_stay,
 )

@@ -40,6 +40,7 @@ from weft.ops import attention
 from weft.ops.attention import choose
 from weft.ops.attention_call import BOUNDS_ARGUMENT, Bounds, Call, Traits
 from weft.ops.per_document import per_document
+from weft.optim.optimizer import FusedAdamW
 from weft.version import __version__
 from weft.versions import all_gather_single, installed_version, reduce_scatter_single
 
@@ -366,13 +367,12 @@ def _adamw_failures(device: torch.device) -> Failures:
     true = [start.double().requires_grad_() for start in starts]
     fused = [start.to(device, copy=True).requires_grad_() for start in starts]
     plain = torch.optim.AdamW(true, **settings, foreach=False, fused=False)
-    tried: Any = torch.optim.AdamW(fused, **settings, fused=True)
+    tried = FusedAdamW(fused, **settings, fused=True)
     for step, (scale, skipped) in enumerate(((1.0, False), (4.0, False), (1.0, True))):
         for one, other, gradient in zip(true, fused, gradients[step % 2], strict=True):
             one.grad, other.grad = gradient.double(), (gradient * scale).to(device)
-        # As torch.amp.GradScaler gives them to fused optimizers.
-        tried.grad_scale = torch.tensor(scale, device=device)
-        tried.found_inf = torch.tensor(float(skipped), device=device)
+        tried.divisor = torch.tensor(scale, device=device)
+        tried.skip = torch.tensor(float(skipped), device=device)
         tried.step()
         if not skipped:
             plain.step()
