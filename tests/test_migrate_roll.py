@@ -441,6 +441,25 @@ def test_devices_that_overlap_in_part(
     assert ("devices" in differs) == (placement is None)
 
 
+def test_devices_that_overlap_are_named_with_who_wants_them(tmp_path: Path) -> None:
+    """Also of engines that are no servers, and of a reference that shares devices with engines alone."""
+    first, last = (part.strip() for part in BASE.split("device_mapping: list(range(0,16))", 2)[:2])
+    base = f"{first}\n  device_mapping: list(range(4,16))\n{last}\n  device_mapping: list(range(0,12))\n"
+    both = "trainers on 0-11, engines on 4-15: 16 in all, of which both want 4-11 ->"
+    for engine in ("vllm", "hf_infer"):
+        draft, differs = drafted(
+            tmp_path, "adv_estimator: grpo\n", base.replace("strategy_name: vllm", f"strategy_name: {engine}")
+        )
+        assert differs["devices"].startswith(both) and draft["rollout"]["engines"] == 12
+        assert draft["cluster"]["placement"] is None
+    apart = f"{first}\n  device_mapping: list(range(12,16))\n{last}\n  device_mapping: list(range(0,12))\n"
+    reference = "reference: {device_mapping: 'list(range(14,18))', strategy_args: {strategy_name: fsdp2_infer}}\n"
+    _, differs = drafted(tmp_path, "adv_estimator: grpo\nuse_kl_loss: true\nkl_loss_coef: 0.1\n" + reference, apart)
+    assert differs["devices of engines and reference"] == (
+        "both on 14-15 -> 4 for engines and 4 others for reference"
+    )  # fmt: skip
+
+
 REFERENCE = """
 use_kl_loss: true
 kl_loss_coef: 0.001

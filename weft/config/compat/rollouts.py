@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from fnmatch import fnmatchcase
+from itertools import combinations
 from typing import Any
 
 from weft.config.compat.draft import Draft, numbers_of
@@ -83,21 +84,43 @@ def _settle_devices(draft: Draft, rl: RlDraft, found: Mapping[str, Any], gpus: i
     for name, value in found.items():
         if draft.entry(name) in ranks or (train and set(devices_of(value)) == train):
             draft.left.pop(name, None)  # covered by cluster.trainer; roles on the trainers' devices need nothing
-    if draft.value("rollout.engine") not in SERVERS or not engines:
+    _compare_roles(draft, found, train, engines)
+    engine = draft.value("rollout.engine", "embedded")
+    if not engines or engine == "embedded":
         return
-    each = draft.value("rollout.tp", 1)
+    each = draft.value("rollout.tp", 1) if engine in SERVERS else 1
     draft.take("rollout.engines", len(engines) // each, rl.engines, f"{len(engines)} GPUs / {each}")
     if engines <= train or not engines & train:
         shared = "colocated" if engines <= train else "disaggregated"
         draft.take("cluster.placement", shared, rl.engines, f"GPUs of trainers and engines: {shared}")
         return
-    theirs = f"trainers on {_ranges(train)}, engines on {_ranges(engines)}: {len(train | engines)} in all"
+    theirs = (
+        f"trainers on {_ranges(train)}, engines on {_ranges(engines)}: {len(train | engines)} in all, of which both "
+        f"want {_ranges(train & engines)}"
+    )
     draft.compare("devices", theirs, "engines on the trainers' devices, or none of them", same=False)
     draft.taken["cluster.placement"] = (
         None,
         "set it: disaggregated (and devices that no trainer has), or colocated (and at most as many engines)",
         rl.engines,
     )
+
+
+def _compare_roles(draft: Draft, found: Mapping[str, Any], train: set[int], engines: set[int]) -> None:
+    """Note which devices several of reference, critic and engines want while the trainers want none of them: weft gives
+    each devices of its own, so that the run needs more."""
+    apart = {"engines": engines} | {
+        role: _devices((f"{role}.device_mapping",), found) for role in ("reference", "critic")
+    }
+    owners = {who: devices for who, devices in apart.items() if devices and not devices & train}
+    for (one, first), (other, second) in combinations(owners.items(), 2):
+        if both := first & second:
+            draft.compare(
+                f"devices of {one} and {other}",
+                f"both on {_ranges(both)}",
+                f"{len(first)} for {one} and {len(second)} others for {other}",
+                same=False,
+            )
 
 
 def settle_roles(draft: Draft, found: Mapping[str, Any], gpus: int | None) -> None:
