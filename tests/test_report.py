@@ -17,6 +17,7 @@ import pytest
 import yaml
 
 from weft import cli
+from weft.errors import UserError
 from weft.report import charts, rl_page
 from weft.report.charts import Chart, Series, axis_texts, draw, number, ticks
 from weft.report.page import charts as charts_of
@@ -160,6 +161,30 @@ def test_where_when_and_by_which_command_it_ran(tmp_path: Path) -> None:
 def test_how_a_run_ended(tmp_path: Path, lines: list[dict[str, Any]], status: str) -> None:
     """Of the last start, whatever an earlier one has left in summary.json."""
     assert status in Text(page([read_run(with_starts(make_run(tmp_path / "a"), *lines))])).text
+
+
+def test_the_rank_that_failed_first_is_named(tmp_path: Path) -> None:
+    """And not the first rank, which lost its connection; nothing of it where a later start has ended well."""
+    lost = {"ended": "2026-01-02T04:04:05+01:00", "error": "RuntimeError: Connection closed by peer"}
+    run = with_starts(make_run(tmp_path / "a"), START, lost)
+    (run / "flight").mkdir()
+    for rank, kind, message in (
+        (0, "peer", "RuntimeError: Connection"),
+        (1, "failed", "KeyError: <x>\nmore"),
+        (2, "", ""),
+    ):
+        record = {"kind": kind, "message": message, "where": f"in step {rank}, forward"}
+        (run / "flight" / f"rank-{rank:05d}.json").write_text(json.dumps(record))
+    seen = Text(page([read_run(run)])).text
+    assert "failed after step 120: KeyError: <x> " in seen
+    assert "1 KeyError: <x> more in step 1, forward 2 in step 2, forward 0 RuntimeError: Connection in step 0" in seen
+    os.utime(run / "flight" / "rank-00001.json", (0, 0))  # of an earlier start
+    assert "failed after step 120: RuntimeError: Connection closed" in Text(page([read_run(run)])).text
+    seen = Text(page([read_run(with_starts(run, START, lost, START, END))])).text
+    assert "finished after 120 steps" in seen and "How it failed" not in seen
+    (run / "metrics.jsonl").write_text("")
+    with pytest.raises(UserError, match="nothing to show. The run failed: RuntimeError: Connection closed by peer."):
+        read_run(with_starts(run, START, lost))
 
 
 def test_a_run_that_goes_on(tmp_path: Path) -> None:

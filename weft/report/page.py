@@ -35,6 +35,7 @@ from weft.report.charts import COLOURS, Chart, Series, draw, logarithmic, numeri
 from weft.report.pictures import pictures
 from weft.report.progress import duration
 from weft.report.rl_page import evenly, is_rl, last_samples, rl_charts, samples_over_time
+from weft.telemetry.flight import FOLDER as FLIGHT
 from weft.telemetry.starts import STARTS
 from weft.telemetry.system import SYSTEM
 from weft.telemetry.timing import METRICS as PHASES
@@ -47,6 +48,7 @@ Line = dict[str, Any]
 _MOST_STEPS, _LARGEST, _SMALLEST = 10**12, 1e30, 1e-30
 _MOST_NAME, _MOST_KEYS, _MOST_CONFIG = 200, 500, 1 << 20
 _MOST_VALUE = 300  # characters of a value of the config in a table
+_MOST_RANKS, _MOST_MESSAGE = 64, 500  # of a failure: ranks that are shown, characters of what each said
 _MOST_ANSWERS = 6  # answers to a prompt of eval.prompts that are not folded away
 _RUNS_SECONDS = 120.0  # a run whose last step is younger runs, where its lock cannot be seen
 
@@ -75,8 +77,8 @@ _UNITS = {"loss": "nats per trained token", "perplexity": "e^loss", "accuracy": 
 class ReportedRun:
     """The content of a run folder. summary: empty if the run has not ended. rollouts: for `weft rl`, the best and the
     worst samples of the last rollout step. over_time: for `weft rl`, answers to the same prompts. starts: lines of
-    starts.jsonl, each with those of its end. system: lines of system.jsonl. runs: whether the run goes on. notes: what
-    could not be read."""
+    starts.jsonl, each with those of its end. failures: where each rank was when the last start failed, the probable cause
+    first. system: lines of system.jsonl. runs: whether the run goes on. notes: what could not be read."""
 
     folder: Path
     name: str
@@ -89,6 +91,7 @@ class ReportedRun:
     rollouts: Mapping[str, Any] | None
     over_time: Sequence[Mapping[str, Any]] = ()
     starts: Sequence[Line] = ()
+    failures: Sequence[Mapping[str, Any]] = ()
     system: Sequence[Line] = ()
     runs: bool = False
     notes: Sequence[str] = ()
@@ -132,9 +135,12 @@ def read_run(folder: Path) -> ReportedRun:
     if len(lines) < len(metrics):
         notes.append(f"{folder / 'metrics.jsonl'}: {len(metrics) - len(lines):,} lines name no step and are left out")
     if not lines:
-        raise UserError(f"{folder}: no step has ended yet, so there is nothing to show.")
+        error = next((start["error"] for start in _starts(folder / STARTS, [])[-1:] if start.get("error")), "")
+        ended = f" The run failed: {error}." if error else ""
+        raise UserError(f"{folder}: no step has ended yet, so there is nothing to show.{ended}")
     summary = _read_summary(folder / "summary.json", notes)
     samples = [sample for sample in _read_lines(folder / "samples.jsonl", notes) if "answer" in sample]
+    starts = _starts(folder / STARTS, notes)
     return ReportedRun(
         folder=folder,
         name=folder.resolve().name,
@@ -146,7 +152,8 @@ def read_run(folder: Path) -> ReportedRun:
         checkpoints=_checkpoints(folder / "checkpoints"),
         rollouts=_rollouts(folder, notes),
         over_time=samples_over_time(folder, notes),
-        starts=_starts(folder / STARTS, notes),
+        starts=starts,
+        failures=_failures(folder, starts, notes),
         system=[_plain(line) for line in _read_lines(folder / SYSTEM, notes)],
         runs=_runs(folder),
         notes=list(dict.fromkeys(notes)),
@@ -215,7 +222,8 @@ def _scalar(value: Any) -> Any:
     return (value if size > _SMALLEST else 0) if size < _LARGEST else None  # None for NaN: it compares false
 
 
-def _read_summary(path: Path, notes: list[str]) -> dict[str, Any]:
+def _read_object(path: Path, notes: list[str]) -> dict[str, Any]:
+    """The object of a JSON file; empty if there is none."""
     try:
         found = json.loads(_text(path, notes) or "{}")
     except (ValueError, RecursionError):
@@ -224,6 +232,11 @@ def _read_summary(path: Path, notes: list[str]) -> dict[str, Any]:
     if not isinstance(found, dict):
         notes.append(f"{path}: is no JSON object and is left out")
         return {}
+    return found
+
+
+def _read_summary(path: Path, notes: list[str]) -> dict[str, Any]:
+    found = _read_object(path, notes)
     kept: dict[str, Any] = {name: found[name] for name in ("stopped", "data") if isinstance(found.get(name), str)}
     for name, kind in (("seconds", float | int), ("versions", str)):
         inside = _plain(found[name]) if isinstance(found.get(name), dict) else {}
@@ -266,6 +279,30 @@ def _starts(path: Path, notes: list[str]) -> list[Line]:
         elif found:
             found[-1] |= {name: texts[name] for name in ("ended", "error") if name in texts}
     return found
+
+
+def _failures(folder: Path, starts: Sequence[Line], notes: list[str]) -> list[dict[str, Any]]:
+    """What the ranks of the last start left in RUN/flight, if it failed. Those that lost their connection to another come
+    last: they are consequences."""
+    if not starts or ("ended" in starts[-1] and not starts[-1].get("error")):
+        return []
+    found = []
+    for path in sorted((folder / FLIGHT).glob("rank-*.json"))[:_MOST_KEYS]:
+        report = _read_object(path, notes)
+        message, where = (text if isinstance(text := report.get(name), str) else "" for name in ("message", "where"))
+        rank = path.stem.removeprefix("rank-").lstrip("0") or "0"
+        if report and path.stat().st_mtime >= _seconds(starts[-1]["started"]):
+            lost = report.get("kind") == "peer"
+            found.append({"rank": rank, "lost": lost, "where": where, "message": message[:_MOST_MESSAGE]})
+    return sorted(found, key=lambda one: (one["lost"], not one["message"]))[:_MOST_RANKS]
+
+
+def _seconds(text: str) -> float:
+    """Seconds since 1970 of a time in ISO 8601; infinity of another text."""
+    try:
+        return datetime.fromisoformat(text).timestamp()
+    except (ValueError, OverflowError):
+        return float("inf")
 
 
 def _runs(folder: Path) -> bool:
@@ -512,7 +549,8 @@ def _about(run: ReportedRun, place: int) -> dict[str, Any]:
         "folder": str(run.folder),
         "colour": place % COLOURS,
         "status": _status(run),
-        "failed": bool(run.starts) and bool(run.starts[-1].get("error")),
+        "failed": not run.runs and bool(run.starts) and (bool(run.failures) or bool(run.starts[-1].get("error"))),
+        "failures": () if run.runs else run.failures,
         "facts": _facts(run),
         "model": run.config.get("model", {}).get("path", "-"),
         "data": run.summary.get("data") or run.config.get("data", {}).get("path", "-"),
@@ -536,8 +574,9 @@ def _status(run: ReportedRun) -> str:
     last, start = run.lines[-1]["step"], run.starts[-1] if run.starts else {}
     if run.runs:
         return f"running: {last:,} steps so far"
-    if start.get("error"):
-        return f"failed after step {last:,}: {start['error']}"
+    cause = next((one["message"] for one in run.failures if one["message"] and not one["lost"]), start.get("error"))
+    if cause:
+        return f"failed after step {last:,}: {cause.splitlines()[0]}"
     if start and "ended" not in start:
         return f"ended without a word after step {last:,}: killed, or its machine failed"
     if not run.summary:
