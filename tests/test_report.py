@@ -168,16 +168,15 @@ def test_the_rank_that_failed_first_is_named(tmp_path: Path) -> None:
     lost = {"ended": "2026-01-02T04:04:05+01:00", "error": "RuntimeError: Connection closed by peer"}
     run = with_starts(make_run(tmp_path / "a"), START, lost)
     (run / "flight").mkdir()
-    for rank, kind, message in (
-        (0, "peer", "RuntimeError: Connection"),
-        (1, "failed", "KeyError: <x>\nmore"),
-        (2, "", ""),
-    ):
+    (run / "flight" / "rank-00003.json").write_text("[")
+    said = (("peer", "RuntimeError: Connection"), ("failed", "KeyError: <x>\nmore"), ("", ""))
+    for rank, (kind, message) in enumerate(said):
         record = {"kind": kind, "message": message, "where": f"in step {rank}, forward"}
         (run / "flight" / f"rank-{rank:05d}.json").write_text(json.dumps(record))
     seen = Text(page([read_run(run)])).text
     assert "failed after step 120: KeyError: <x> " in seen
     assert "1 KeyError: <x> more in step 1, forward 2 in step 2, forward 0 RuntimeError: Connection in step 0" in seen
+    assert "rank-00003.json: is no JSON and is left out" in seen
     os.utime(run / "flight" / "rank-00001.json", (0, 0))  # of an earlier start
     assert "failed after step 120: RuntimeError: Connection closed" in Text(page([read_run(run)])).text
     seen = Text(page([read_run(with_starts(run, START, lost, START, END))])).text

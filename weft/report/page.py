@@ -77,8 +77,8 @@ _UNITS = {"loss": "nats per trained token", "perplexity": "e^loss", "accuracy": 
 class ReportedRun:
     """The content of a run folder. summary: empty if the run has not ended. rollouts: for `weft rl`, the best and the
     worst samples of the last rollout step. over_time: for `weft rl`, answers to the same prompts. starts: lines of
-    starts.jsonl, each with those of its end. failures: where each rank was when the last start failed, the probable cause
-    first. system: lines of system.jsonl. runs: whether the run goes on. notes: what could not be read."""
+    starts.jsonl, each with those of its end. failures: where each rank was when the last start failed, the probable
+    cause first. system: lines of system.jsonl. runs: whether the run goes on. notes: what could not be read."""
 
     folder: Path
     name: str
@@ -282,8 +282,8 @@ def _starts(path: Path, notes: list[str]) -> list[Line]:
 
 
 def _failures(folder: Path, starts: Sequence[Line], notes: list[str]) -> list[dict[str, Any]]:
-    """What the ranks of the last start left in RUN/flight, if it failed. Those that lost their connection to another come
-    last: they are consequences."""
+    """What the ranks of the last start left in RUN/flight, if it failed. Those that lost their connection to another
+    come last: they are consequences."""
     if not starts or ("ended" in starts[-1] and not starts[-1].get("error")):
         return []
     found = []
