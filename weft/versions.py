@@ -66,6 +66,15 @@ def reduce_scatter_single(output: Tensor, input: Tensor, **options: Any) -> Any:
     return _collective("reduce_scatter_single", "reduce_scatter_tensor")(output, input, **options)
 
 
+def set_allocator(settings: str) -> None:
+    """Set the CUDA allocator's settings, written as in PYTORCH_ALLOC_CONF, which it reads once. Where torch has the new
+    function, the older name warns."""
+    import torch
+
+    function = getattr(torch._C, "_accelerator_setAllocatorSettings", None) or torch.cuda.memory._set_allocator_settings
+    function(settings)
+
+
 @cache
 def varlen_attention() -> Callable[..., Any]:
     """torch's varlen_attn for grouped-query attention, which 2.12 and later have to be told; 2.11 has no such

@@ -22,6 +22,7 @@ from weft.cluster.options import Device
 from weft.cluster.simulated import Simulation
 from weft.errors import UserError
 from weft.telemetry import flight
+from weft.versions import set_allocator
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ def configure_allocator() -> None:
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
     if torch.version.cuda is not None and sys.platform == "linux" and not any(os.environ.get(name) for name in names):
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
-        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+        set_allocator("expandable_segments:True")
 
 
 @contextmanager

@@ -551,15 +551,17 @@ class DeviceMemory:
         allocator is told to use none for it, and then what it was told before."""
         import torch
 
+        from weft.versions import set_allocator  # the trainer's part alone allocates
+
         before = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
         if "expandable_segments:true" not in before.lower().replace(" ", ""):
             return torch.empty(size, dtype=torch.uint8, device=device)
         kept = [text for text in before.split(",") if not text.strip().startswith("expandable_segments")]
-        torch._C._accelerator_setAllocatorSettings(",".join([*kept, "expandable_segments:False"]))
+        set_allocator(",".join([*kept, "expandable_segments:False"]))
         try:
             return torch.empty(size, dtype=torch.uint8, device=device)
         finally:
-            torch._C._accelerator_setAllocatorSettings(before)
+            set_allocator(before)
 
     def share(self, memory: Any) -> dict[str, Any]:
         """A handle, as JSON, with which one other process can open the memory. torch counts a reader per handle."""
