@@ -49,6 +49,7 @@ from weft.cluster.process import join
 from weft.config.schema import CheckpointConfig, ModelConfig
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
+from weft.engine.stages import fuses_norms
 from weft.ops import attention
 from weft.ops import head as head_ops
 from weft.ops.attention_call import BOUNDS_ARGUMENT, Bounds
@@ -416,7 +417,8 @@ def _host_step(run: Run, tokens: int) -> Row:
     """A step with so little to compute that it takes what the host needs: for an operation of the planner's count."""
     with TemporaryDirectory() as folder:
         engine = open_engine(write_model(Path(folder) / "0.6b", config_of("0.6b", run.tiny)), run.device, tokens)
-        passes = layer_passes(engine.built.config, torch.bfloat16)
+        fused = fuses_norms(engine.config, engine.ranks.device)
+        passes = layer_passes(engine.built.config, torch.bfloat16, fused_norms=fused)
         rows = rows_of(tokens, engine.built.config.vocab_size, 8)
         step, taken = weft_step(engine), []
         for row in rows:

@@ -272,7 +272,7 @@ class Sizes:
         vocabulary = self.config["vocab_size"]
         # bare: logits of a part in bf16 and fp32, and both gradients; beside the fp32 copies of a part's gradients.
         bare = max(12 * -(-tokens // _LOSS_CHUNKS) * vocabulary, 4 * _CHUNK)
-        head = bare if who == "bare" else GIB + 4 * vocabulary * self.config["hidden_size"]
+        head = bare if who == "bare" else 3 * GIB + 4 * vocabulary * self.config["hidden_size"]
         unsharded = self.gathered if who == "bare" else 0
         return self.planned(layers) - unsharded + head + self.activations(layers, tokens, recompute)
 

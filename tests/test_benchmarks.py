@@ -342,7 +342,7 @@ def test_cases_of_sft_have_layers_that_fit_into_80_gb(tmp_path: Path) -> None:
                 peak = peak_of(shape, case.tokens, case.recompute, layers)
                 assert peak < CARD, case
                 needed = sizes.needed("weft", layers, case.tokens, case.recompute)
-                assert 0.97 * peak < needed < 1.2 * peak, case
+                assert 0.97 * peak < needed < 1.25 * peak, case
 
 
 @pytest.mark.slow

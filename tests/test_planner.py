@@ -268,6 +268,16 @@ def test_the_passes_of_a_layer_by_hand() -> None:
     assert 0.5 < divided[0].forward.bytes / passes[0].forward.bytes < 0.6  # and what is gathered
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "gemma3_text", "deepseek_v3", "nemotron_h", "qwen3_5_text"])
+def test_the_passes_of_families_are_counted(family: str) -> None:
+    """Not taken from another family, as of those that cannot run on meta."""
+    model = blueprint(family, "1", {"model": {"fused_norms": True}, "fsdp": {"param_dtype": "bf16"}})
+    stock = layer_passes(model.built.config, torch.bfloat16)
+    fused = model.passes(RowSharing())
+    assert fused == layer_passes(model.built.config, torch.bfloat16, fused_norms=True) and len(fused) == len(stock)
+    assert all(one.forward.bytes <= other.forward.bytes for one, other in zip(fused, stock, strict=True))
+
+
 def described(
     sections: dict[str, Any], mesh: dict[str, int], lengths: list[int], own: Machine | None = None, **changes: Any
 ) -> tuple[Blueprint, dict[str, float], Any]:
@@ -284,16 +294,13 @@ def described(
 
 def test_what_a_single_rank_spends_on_copies_and_the_update_by_hand() -> None:
     """One micro-batch, 60 tokens, of which the last is not read. A parameter is cast (4 + 2 bytes) and copied (2 + 2)
-    in forward, and again in backward where it was freed; its gradient is laid out (2 + 4), divided (4 + 4) and copied
-    (4 + 4). AdamW reads and writes master and two states, and reads the gradient; the norm reads it; clipping reads and
-    writes it: 40 bytes."""
+    once, as memory suffices for all copies; its gradient is laid out (2 + 4) and copied (4 + 4). AdamW reads and writes
+    master and two states, reads the gradient and writes it clipped; the norm reads it: 36 bytes."""
     model, parts, _ = described({}, {"dp_shard": 1}, [60])
     rate = 3350e9 * 0.8
-    held = Holdings(model, MeshSizes(1, 1, 1, 1, 1, 1)).of(Place())
-    freed = sum(unit.elements * unit.count for unit in held.units if not unit.keep)
-    assert parts["copies of weights"] == pytest.approx((10 * model.trained + 10 * freed + 22 * model.trained) / rate)
-    assert parts["optimizer"] == pytest.approx(40 * model.trained / rate)
-    assert parts["end of the step"] == pytest.approx(3 * 15e-6 * len(model.weights))
+    assert parts["copies of weights"] == pytest.approx(24 * model.trained / rate)
+    assert parts["optimizer"] == pytest.approx(36 * model.trained / rate)
+    assert parts["end of the step"] == pytest.approx(15e-6 * len(model.weights))
     layers = model.passes(RowSharing())
     of_layers = 59 * sum(one.forward.bytes + one.backward.bytes for one in layers)
     assert parts["passes"] == pytest.approx((of_layers + 59 * model.head_passes(1)) / rate, rel=1e-3)
@@ -329,25 +336,57 @@ def test_shards_are_cast_and_what_arrived_is_copied() -> None:
     assert parts["copies of weights"] == pytest.approx(2 * bytes_of_row / (3350e9 * 0.8))
 
 
-def test_frozen_weights_in_the_compute_dtype_are_copied_all_the_same() -> None:
+def test_copies_that_do_not_fit_are_made_for_forward_and_for_backward() -> None:
+    """And for every micro-batch, where an eighth of the memory does not stay free beside them."""
+    steps = {"step": {"max_tokens_per_device": 64}}
+    model, parts, _ = described(steps, {"dp_shard": 1}, [60] * 2)
+    (memory,) = memory_by_stage(model, MeshSizes(1, 1, 1, 1, 1, 1), None)
+    rate = 3350e9 * 0.8
+    assert memory.keeps and parts["copies of weights"] == pytest.approx((10 + 2 * (14 + 12)) * model.trained / rate)
+    model.assumed = Accelerator("h100-80gb", int(memory.fullest / 0.875) - 2)
+    facts = RowFacts.of(model, plan_rows(model, MeshSizes(1, 1, 1, 1, 1, 1), [60] * 2))
+    freed = sum(unit.elements * unit.count for unit in memory.held.units if not unit.keep)
+    time = time_of(model, MeshSizes(1, 1, 1, 1, 1, 1), facts, machine())
+    (copies,) = (part.seconds for part in time.parts if part.name == "copies of weights")
+    assert copies == pytest.approx(2 * (10 * model.trained + 10 * freed + 26 * model.trained) / rate)
+
+
+def test_frozen_weights_are_copied_where_there_are_several_data_ranks() -> None:
+    """In the compute dtype: copied out when they have come, in forward and in backward. One rank leaves them alone."""
+    rate = 3350e9 * 0.8
     model, parts, _ = described({"lora": {"rank": 4}}, {"dp_shard": 1}, [60])
+    assert parts["copies of weights"] == pytest.approx(24 * model.trained / rate)
+    assert parts["optimizer"] == pytest.approx(36 * model.trained / rate)
+    model, parts, _ = described({"lora": {"rank": 4}}, {"dp_shard": 2}, [60] * 2)
     frozen = sum(math.prod(weight.shape) for weight in model.weights if not weight.trained)
-    assert parts["copies of weights"] >= 2 * 2 * 0.8 * frozen * 2 / (3350e9 * 0.8)
-    assert parts["optimizer"] == pytest.approx(40 * model.trained / (3350e9 * 0.8))
+    assert parts["copies of weights"] >= 2 * 4 * 0.8 * frozen / rate
+
+
+def test_fused_norms_pass_over_less() -> None:
+    """A stock RMSNorm moves 36 bytes of an element in forward and 92 in backward, torch's kernel 4 and 10."""
+    stock, fused = (
+        described({"model": {"fused_norms": wanted}}, {"dp_shard": 1}, [60])[0].passes(RowSharing())[0]
+        for wanted in (False, "auto")
+    )
+    assert stock.forward.bytes - fused.forward.bytes == pytest.approx(2 * 256 * 32, rel=0.02)
+    assert stock.backward.bytes - fused.backward.bytes == pytest.approx(2 * 256 * 82, rel=0.03)
 
 
 def test_4b_on_an_h100_takes_what_a_step_really_costs(checkout: Path) -> None:
     """8,192 tokens without recomputation. Products alone would take 0.29 s."""
     seconds = {}
-    for name, words in {"eager": [], "compiled": ["model.compile=true"], "full": ["model.recompute=full"]}.items():
+    stock = ["model.fused_norms=false"]
+    changes = {"stock": stock, "eager": [], "compiled": ["model.compile=true"], "full": ["model.recompute=full"]}
+    for name, words in changes.items():
         rows = ["step.documents=20", "step.max_tokens_per_device=8192", "mesh.dp_shard=1", "model.recompute=none"]
         config = load_config(["examples/sft_qwen3_4b.yaml"], [*rows, *words], SftConfig, weights=False)
         model, sizes = Blueprint(EngineConfig.of(config), "cpu", accelerator("h100-80gb")), MeshSizes(1, 1, 1, 1, 1, 1)
         facts = RowFacts.of(model, plan_rows(model, sizes, [409] * 20))
         seconds[name] = time_of(model, sizes, facts, machine()).seconds
-    assert 0.6 < seconds["eager"] < 0.75
-    assert 0.4 < seconds["compiled"] < seconds["eager"] - 0.1
-    assert seconds["full"] > seconds["eager"] + 0.1
+    assert 0.6 < seconds["stock"] < 0.75
+    assert 0.45 < seconds["eager"] < seconds["stock"] - 0.1
+    assert 0.4 < seconds["compiled"] < seconds["eager"] - 0.03
+    assert seconds["full"] > seconds["eager"] + 0.08
 
 
 def test_what_was_measured_takes_the_place_of_assumptions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -385,17 +424,16 @@ def test_what_is_offloaded_is_on_the_host(capsys: pytest.CaptureFixture[str]) ->
     freed = sum(unit.elements * unit.count for unit in here.held.units if not unit.keep)
     moved = 4 * (model.trained + freed + model.trained) / 2
     assert parts["copies from and to the host"] == pytest.approx(moved / (50e9 * 0.8))
-    assert parts["optimizer"] == pytest.approx(40 * model.trained / 2 / 25e9)
+    assert parts["optimizer"] == pytest.approx(36 * model.trained / 2 / 25e9)
     assert "copies from and to the host" not in off[1]
 
 
 def test_a_single_rank_waits_for_what_comes_from_the_host() -> None:
     model, parts, _ = described({"fsdp": {"cpu_offload": True}}, {"dp_shard": 1}, [60])
-    copies = described({}, {"dp_shard": 1}, [60])[1]["copies of weights"]
-    freed = sum(
-        u.elements * u.count for u in Holdings(model, MeshSizes(1, 1, 1, 1, 1, 1)).of(Place()).units if not u.keep
-    )
-    assert parts["copies of weights"] - copies == pytest.approx(4 * (model.trained + freed) / (50e9 * 0.8))
+    units = Holdings(model, MeshSizes(1, 1, 1, 1, 1, 1)).of(Place()).units
+    freed = sum(unit.elements * unit.count for unit in units if not unit.keep)
+    copied = (24 * model.trained + 10 * freed) / (3350e9 * 0.8)
+    assert parts["copies of weights"] == pytest.approx(copied + 4 * (model.trained + freed) / (50e9 * 0.8))
     assert parts["copies from and to the host"] == pytest.approx(4 * model.trained / (50e9 * 0.8))
 
 

@@ -15,18 +15,19 @@ from tests.cases import MESHES, engine_config, open_engine, saved_model, world_o
 from tests.pool import run
 from weft import cli
 from weft.cluster.machine import accelerator
-from weft.config.mesh import resolve_mesh
+from weft.config.mesh import MeshSizes, resolve_mesh
 from weft.config.schema import MeshConfig, ModelConfig, StepConfig
 from weft.engine.config import EngineConfig
 from weft.errors import UserError
 from weft.objectives.cross_entropy import CrossEntropy
 from weft.planner.blueprint import Blueprint
 from weft.planner.memory import Memory, memory_by_stage
-from weft.planner.observed_collectives import Kind, Total
+from weft.planner.observed_collectives import Collectives, Kind, Total
 from weft.planner.observed_memory import Peak
 from weft.planner.rows import RowFacts, plan_rows
 from weft.planner.simulate import Simulated, Step, plan_of, rows_of, simulate, watched_step
 from weft.planner.traffic import Transfer, transfers
+from weft.report.simulated import show_simulated
 
 ROOT = Path(__file__).parent.parent
 _STEPS = 3  # real ones, at most
@@ -278,3 +279,18 @@ def test_what_cannot_be_simulated_is_refused(family: str, sections: dict[str, An
     with pytest.raises(UserError, match=said):
         simulate(config, 2, None, step_on("2", 1))
     assert not torch.distributed.is_initialized()
+
+
+def test_contexts_and_fragments_are_added_to_a_simulated_peak(capsys: pytest.CaptureFixture[str]) -> None:
+    """1 GiB, and 2.5% of what is allocated."""
+    kinds = ("weights", "gradients", "optimizer", "activations", "head", "gathered", "unreduced", "temporary")
+    classes = dict.fromkeys(kinds, 0) | {"weights": 40 << 30}
+    peak = Peak(classes, "forward", 1, classes)
+    shown = Simulated(0, None, 1, 1, classes, peak, Collectives({}), 1.0)
+    model = Blueprint(engine_config(saved_model("llama"), "1"), "cpu", None)
+    (estimated,) = memory_by_stage(model, MeshSizes(1, 1, 1, 1, 1, 1), None)
+    for room, fits in ((43, True), (41, False)):
+        show_simulated(shown, estimated, room << 30)
+        out = " ".join(capsys.readouterr().out.split())
+        assert f"with 2 GiB for contexts of CUDA and NCCL and for fragments: 42 GiB of {room} GiB" in out
+        assert ("does not fit" not in out) == fits

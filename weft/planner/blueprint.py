@@ -32,6 +32,7 @@ from weft.engine.stages import (
     cut_stages,
     cuts_images,
     describe,
+    fuses_norms,
     least_layers,
     ulysses_of,
 )
@@ -280,7 +281,8 @@ class Blueprint:
         key = RowSharing(tp=shared.tp, sequence=shared.sequence)
         if key not in self._passes:
             try:
-                passes = layer_passes(self.built.config, self.setup.precision.compute, key)
+                fused = fuses_norms(self.config, self.setup.ranks.device)
+                passes = layer_passes(self.built.config, self.setup.precision.compute, key, fused_norms=fused)
             except Exception:  # whatever a family does that needs values
                 passes = usual_passes(len(self.costs[0]), self.text.hidden_size, key.tp)
             self._passes[key] = passes

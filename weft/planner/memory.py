@@ -28,7 +28,8 @@ class Memory:
     the next row's backward. again: the part of `rows` of a layer that is recomputed in backward. offloaded: whether
     what is held is on the host (fsdp.cpu_offload). staged: shards of units that have come from there. reduced:
     gradients of replicated units in the dtype in which they are reduced, which torch keeps until the end of
-    backward."""
+    backward. keeps: whether one data rank keeps parameters in the compute dtype for a whole step, as it does where
+    memory allows (parallel/fsdp.py:WorkingCopies). copies: their bytes beyond `gathered`."""
 
     held: Held
     gathered: int
@@ -44,6 +45,8 @@ class Memory:
     offloaded: bool = False
     staged: int = 0
     reduced: int = 0
+    keeps: bool = False
+    copies: int = 0
 
     @property
     def resident(self) -> int:
@@ -59,7 +62,7 @@ class Memory:
     def fullest(self) -> int:
         """Bytes at the fullest moment: the head and a layer's backward take turns, all else adds up."""
         alternating = max(self.head + self.lingering, self.again + self.unreduced + self.experts + self.reduced)
-        gathered = self.gathered + self.staged
+        gathered = self.gathered + self.staged + self.copies
         return self.resident + gathered + self.rows - self.again + self.in_flight + alternating
 
     @property
@@ -87,7 +90,7 @@ def _of_stage(model: Blueprint, mesh: MeshSizes, held: Held, rows: RowFacts | No
     config, precision = model.config, model.setup.precision
     compute = precision.compute.itemsize
     tokens, micro_batches = longest_row(model, rows)
-    units = [(unit.elements, unit.keep) for unit in held.units for _ in range(unit.count)]
+    units = [(gathered_part(model, mesh, unit), unit.keep) for unit in held.units for _ in range(unit.count)]
     found = Memory(
         held,
         gathered=gathered_elements(units, config.fsdp.reshard_after_forward) * compute,
@@ -113,7 +116,29 @@ def _of_stage(model: Blueprint, mesh: MeshSizes, held: Held, rows: RowFacts | No
     one = saved.bytes(tokens, recompute=recompute, layers=layers)
     all_rows = saved.bytes(tokens, recompute=recompute, layers=layers, rows=several)
     again = round(saved.again(layers) * tokens) if recompute else 0
-    return replace(found, rows=one, in_flight=all_rows - one, again=again)
+    found = replace(found, rows=one, in_flight=all_rows - one, again=again)
+    freed = sum(count for count, keep in units if not keep) * compute
+    if not _keeps(model, mesh, found.fullest + freed):
+        return found
+    kept = sum(count for count, _ in units) * compute
+    return replace(found, keeps=True, copies=max(0, kept - found.gathered))
+
+
+def gathered_part(model: Blueprint, mesh: MeshSizes, unit: HeldUnit) -> int:
+    """Elements of a unit that FSDP gathers: on one data rank it leaves frozen weights in the compute dtype alone."""
+    whole = mesh.dp_replicate * mesh.shards == 1 and not model.config.fsdp.cpu_offload
+    alone = whole and model.setup.precision.frozen == model.setup.precision.compute
+    return unit.trained if alone else unit.elements
+
+
+def _keeps(model: Blueprint, mesh: MeshSizes, fullest: int) -> bool:
+    """Whether one data rank on CUDA keeps all units gathered for a whole step: where an eighth of the memory stays
+    free. fullest: bytes with them."""
+    config, assumed = model.config.fsdp, model.assumed
+    one = mesh.dp_replicate * mesh.shards == 1 and not config.cpu_offload
+    if config.reshard_after_forward is False:
+        return one
+    return one and assumed is not None and fullest <= 0.875 * assumed.memory
 
 
 def longest_row(model: Blueprint, rows: RowFacts | None) -> tuple[int, int | None]:

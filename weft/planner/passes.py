@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface, PretrainedConfig
@@ -23,6 +24,7 @@ from transformers import AttentionInterface, PretrainedConfig
 from weft.cluster.simulated import Simulation
 from weft.memory.activations import RowSharing, once
 from weft.models import hf
+from weft.models.fused_norms import fuse_norms
 from weft.models.train_module import TrainModule
 from weft.ops.communicator import MetaCommunicator
 from weft.ops.head import Direction, LogitTransform, chunked_readouts
@@ -107,13 +109,42 @@ def _attend(
     return out.transpose(1, 2), None
 
 
-def layer_passes(config: PretrainedConfig, dtype: torch.dtype, shared: RowSharing = _ALONE) -> list[LayerPasses]:
+class _FusedNorms(TorchFunctionMode):
+    """torch's fused RMSNorm, which meta tensors do not have: passes over as many bytes."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.nn.functional.rms_norm:
+            return _Norm.apply(args[0], kwargs["weight"])
+        return func(*args, **(kwargs or {}))
+
+
+class _Norm(torch.autograd.Function):
+    """Forward reads a row and writes one. Backward reads two and writes one, and two for the weight's gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        upstream.clone()
+        return x + upstream, torch.empty_like(weight)
+
+
+def layer_passes(
+    config: PretrainedConfig, dtype: torch.dtype, shared: RowSharing = _ALONE, *, fused_norms: bool = False
+) -> list[LayerPasses]:
     """Of each decoder layer of a rank, for a model computed in `dtype`. shared: how ranks of mesh.tp divide a layer.
-    Of layers that are built alike, one is run. Errors of families that cannot run on meta are passed on."""
+    fused_norms: as the engine decides by model.fused_norms. Of layers that are built alike, one is run. Errors of
+    families that cannot run on meta are passed on."""
     AttentionInterface.register(_ATTENTION, _attend)
     model = hf.build_meta(copy.deepcopy(config), dtype=dtype, attention=_ATTENTION).train()
     module = TrainModule(model)
     firsts = once(module)
+    if fused_norms:
+        fuse_norms(module)
     if shared.tp > 1:
         ranks = MetaCommunicator(shared.tp)
         tensor_parallel(module, Axis(0, shared.tp, ranks, lambda _: ranks), model.config, sequence=shared.sequence)
@@ -151,7 +182,7 @@ def _of_layer(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         {name: value for name, value in kwargs.items() if name != "hidden_states"}
         | ({"hidden_states": _trained((kwargs["hidden_states"],))[0]} if "hidden_states" in kwargs else {}),
     )
-    with GroupedProducts(), _Counted() as forward:
+    with _FusedNorms(), GroupedProducts(), _Counted() as forward:
         out = layer(*args, **kwargs)
     hidden: Tensor = out[0] if isinstance(out, tuple) else out
     upstream = torch.empty_like(hidden)

@@ -17,7 +17,7 @@ from weft.engine.schedule import DELAYED, Action, bubble, order
 from weft.planner.blueprint import Blueprint
 from weft.planner.holdings import Held, Holdings
 from weft.planner.machines import Machine
-from weft.planner.memory import last_place, sharing
+from weft.planner.memory import gathered_part, last_place, memory_by_stage, sharing
 from weft.planner.rows import RowFacts
 from weft.planner.traffic import Transfer, transfers
 
@@ -53,8 +53,10 @@ class StepTime:
 
 
 _COMPUTING = ("matrices", "attention")
-# Operations per trained tensor for norm, clipping and update, for whose launch the device waits.
-LAUNCHES_OF_UPDATE = 3
+# Launches per trained tensor at the end of a step, for which the device waits: AdamW divides and skips on the device,
+# so the host waits once, behind the update; other optimizers are launched when the norm has been read.
+LAUNCHES_OF_UPDATE = 1
+LAUNCHES_OF_OTHERS = 3
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,8 @@ def time_of(
     slowest = max(range(len(works)), key=lambda stage: busy[stage])
     ends = [_end_of_step(of, machine) for of in moved]
     update = max(_update_seconds(model, one, machine) for one in held)
-    waiting = LAUNCHES_OF_UPDATE * machine.launch * max(map(_trained_tensors, held))
+    launches = LAUNCHES_OF_UPDATE if model.config.optimizer.name == "adamw" else LAUNCHES_OF_OTHERS
+    waiting = launches * machine.launch * max(map(_trained_tensors, held))
     whole = of_rows + max(ends) + update + waiting
     parts = _parts(works[slowest], rows, moved[slowest], machine)
     if mesh.pp > 1:
@@ -129,7 +132,7 @@ def _work(
     for one in moved:
         seconds[one.phase, one.hidden] += one.seconds(machine) * per_row
     passes, launching = _passes(model, mesh, held, rows, machine, recompute=recompute)
-    copies, hosted = _copies(model, mesh, held, rows, machine)
+    copies, hosted = _copies(model, mesh, held, rows, machine, recompute=recompute)
     return _Work(
         linear=(linear[0] / (machine.peak * machine.matmul), linear[1] / (machine.peak * machine.matmul)),
         attention=(
@@ -172,32 +175,38 @@ def _passes(
 
 
 def _copies(
-    model: Blueprint, mesh: MeshSizes, held: Held, rows: RowFacts, machine: Machine
+    model: Blueprint, mesh: MeshSizes, held: Held, rows: RowFacts, machine: Machine, *, recompute: bool
 ) -> tuple[tuple[float, float], tuple[float, float]]:
     """((forward, backward) seconds of FSDP2's copies for a row, (forward, backward) seconds of copies between host and
     accelerator that computing hides).
 
     Gathering: shards are cast, and what has arrived is copied into parameters; a single shard is cast and copied as
-    well. Reducing: gradients are laid one behind the other and cast, a single shard's are divided and copied; those of
-    further micro-batches are added. From a host, shards come in the masters' dtype, and gradients go back.
+    well, by one data rank once a step where memory allows. Reducing: gradients are laid one behind the other and cast,
+    a single shard's are copied, those of replicas divided, too; those of further micro-batches are added. From a host,
+    shards come in the masters' dtype, and gradients go back.
     """
     config, precision = model.config.fsdp, model.setup.precision
     compute, reduce, master = precision.compute.itemsize, precision.reduce.itemsize, precision.master.itemsize
     trains, further = model.setup.trained, rows.load.micro_batches > 1
+    one = mesh.dp_replicate * mesh.shards == 1
+    kept = one and trains and memory_by_stage(model, mesh, rows, recompute=recompute)[held.place.pp].keeps
+    per_row = 1.0 / rows.load.micro_batches if kept else 1.0
     copied, waited, hidden = [0.0, 0.0], [0.0, 0.0], [0.0, 0.0]  # bytes; bytes from the host, with and without waiting
     for unit in held.units:
-        phases = (0, 1) if trains and not unit.keep and config.reshard_after_forward is not False else (0,)
-        for elements, stored in ((unit.trained, master), (unit.elements - unit.trained, precision.frozen.itemsize)):
+        freed = trains and not unit.keep and config.reshard_after_forward is not False and not kept
+        phases = (0, 1) if freed else (0,)
+        frozen = gathered_part(model, mesh, unit) - unit.trained
+        for elements, stored in ((unit.trained, master), (frozen, precision.frozen.itemsize)):
             cast = 0.0 if stored == compute else (stored + compute) / unit.shards
             for phase in phases:
-                copied[phase] += unit.count * elements * (cast + 2 * compute)
+                copied[phase] += unit.count * elements * (cast + 2 * compute) * per_row
                 if config.cpu_offload:
                     # A single shard comes in the stream that computes.
                     target = waited if unit.shards == 1 else hidden
                     target[phase] += unit.count * elements * stored / unit.shards
         if not trains:
             continue
-        single = 4 * reduce if unit.shards == 1 else 0
+        single = 0 if unit.shards > 1 else 2 * reduce if one else 4 * reduce
         added = 3 * master / unit.shards if further else 0
         copied[1] += unit.count * unit.trained * (compute + reduce + single + added)
         if config.cpu_offload:
@@ -266,9 +275,11 @@ def _end_of_step(moved: Sequence[Transfer], machine: Machine) -> float:
 
 def _update_seconds(model: Blueprint, held: Held, machine: Machine) -> float:
     """Seconds of norm, clipping and update: gradients are read for the norm, read and written by clipping and read by
-    the optimizer, which reads and writes masters and states; an average is read and written beside the masters."""
+    the optimizer, which reads and writes masters and states; an average is read and written beside the masters. AdamW
+    clips as it steps, and writes gradients back."""
     masters = held.gradients  # as many, in the same dtype
-    moved = 2 * (masters + held.optimizer) + 4 * held.gradients
+    of_gradients = 3 if model.config.optimizer.name == "adamw" else 4
+    moved = 2 * (masters + held.optimizer) + of_gradients * held.gradients
     if held.average:
         moved += 2 * held.average + masters
     return moved / machine.host_memory if model.config.fsdp.cpu_offload else machine.passing(moved)

@@ -88,6 +88,7 @@ def _show_memory(found: Described, memory: Memory) -> None:
         *([] if memory.offloaded else kept),
         ("units from the host", memory.staged, "shards, as they are stored"),
         ("gathered units", memory.gathered, "in the compute dtype"),
+        ("kept copies", memory.copies, "of parameters in the compute dtype, for a whole step"),
         ("activations", memory.rows, memory.unknown or "what the longest row keeps for backward"),
         ("in flight", memory.in_flight, "what further rows of the pipeline keep"),
         ("gradients of a unit", memory.unreduced, "before they are sent"),
