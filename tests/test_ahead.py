@@ -243,10 +243,11 @@ def test_documents_of_a_table_and_documents_given_in_python_train_alike(world: i
     assert all(torch.equal(weights[name], other_weights[name]) for name in weights)
 
 
-def overlapping(path: str, folder: str) -> list[bool]:
-    """Of each step but the last: whether the next was laid out before its update."""
+def overlapping(path: str, folder: str) -> tuple[list[bool], list[int]]:
+    """(of each step but the last: whether the next was laid out before its update; after how many updates dtypes were
+    checked)."""
     events = {number: threading.Event() for number in range(1, 13)}
-    lay_out, apply, seen = sft.lay_out, Engine.apply, list[bool]()
+    lay_out, apply, seen, checked = sft.lay_out, Engine.apply, list[bool](), list[int]()
 
     def laying_out(engine: Engine, documents: Any, objective: Any, step: Step) -> Any:
         found = lay_out(engine, documents, objective, step)
@@ -258,13 +259,21 @@ def overlapping(path: str, folder: str) -> list[bool]:
             seen.append(events[len(seen) + 2].wait(30))
         return apply(engine, lr)
 
-    with mock.patch.object(sft, "lay_out", laying_out), mock.patch.object(Engine, "apply", applying):
+    def checking(engine: Engine) -> None:
+        checked.append(len(seen))
+
+    with (
+        mock.patch.object(sft, "lay_out", laying_out),
+        mock.patch.object(Engine, "apply", applying),
+        mock.patch.object(sft, "check_contract", checking),
+    ):
         trained(path, folder, False)
-    return seen
+    return seen, checked
 
 
 def test_rows_are_built_while_the_step_before_computes(tmp_path: Path) -> None:
-    assert run(1, overlapping, saved_model("llama"), str(tmp_path)) == [[True] * 11]
+    """The contract of dtypes is checked once, after the first step."""
+    assert run(1, overlapping, saved_model("llama"), str(tmp_path)) == [([True] * 11, [1])]
 
 
 def spoilt(path: str, folder: str) -> tuple[str, int, str]:

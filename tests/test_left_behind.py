@@ -25,6 +25,7 @@ from weft.cluster.scratch import PREFIX, PROCESSES, note_of, remove_abandoned, s
 from weft.errors import ActorError
 from weft.rl.reward_calls import Batch, Outcome, RewardSpec
 from weft.rl.reward_pool import RewardPool
+from weft.rl.workers import _ending, _joined
 
 ROOT = Path(__file__).parent.parent
 SLEEPER = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
@@ -311,6 +312,22 @@ def test_a_reward_that_ends_its_parent_costs_its_sample(tmp_path: Path, monkeypa
     assert outcome.error == (
         "the function's process ended with its parent process, which was killed or stopped: user code must not do that"
     )
+
+
+def test_a_reward_that_is_killed_is_named_with_the_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its supervisor ends with 128 + the number."""
+    (outcome,), _ = ask("kills_itself", tmp_path / "started", monkeypatch)
+    assert outcome == Outcome(None, "the function's process was ended by signal 9")
+
+
+def test_import_folders_of_the_controller_come_behind_wefts() -> None:
+    assert _joined("/weft", None) == _joined("/weft", "") == "/weft"
+    assert _joined("/weft", "/user") == f"/weft{os.pathsep}/user"
+    assert [_ending(status) for status in (-9, 0, 3)] == [
+        "was ended by signal 9",
+        "ended with status 0",
+        "ended with status 3",
+    ]
 
 
 MANY = """

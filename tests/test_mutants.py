@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
 import pytest
 
+from tests.mutants.drawn import EQUIVALENT, Drawn
 from tests.mutants.mutant import Mutant
 from tests.mutants.run import MUTANTS, ROOT
 
@@ -29,3 +31,23 @@ def test_a_mutant_that_does_not_fit_is_an_error(tmp_path: Path) -> None:
             Mutant("a.py", function, before, "3", "").plant(tmp_path)
     Mutant("a.py", "f", "1 + 1", "3", "").plant(tmp_path)
     assert "return 3" in (tmp_path / "a.py").read_text()
+
+
+def test_a_drawn_site_outlives_edits_elsewhere(tmp_path: Path) -> None:
+    function = "def f(a):\n    b = a * 2\n    return [a + 1, b + 3]\n"
+    second = Drawn("a.py", "f", "arithmetic", 2)
+    for before in ("", "# a comment\nX = 1 + 2\n\n\ndef g(a):\n    return a + a - a\n\n\n"):
+        (tmp_path / "a.py").write_text(before + function)
+        second.plant(tmp_path)
+        assert (tmp_path / "a.py").read_text() == before + function.replace("b + 3", "(b - 3)")
+    with pytest.raises(ValueError, match="there are 3 such sites"):
+        Drawn("a.py", "f", "constant", 3).plant(tmp_path)
+
+
+def test_what_is_recorded_as_equivalent_is_still_the_same_change() -> None:
+    """An edit of a function may move its sites: the reason is then of another change."""
+    for name, entry in json.loads(EQUIVALENT.read_text()).items():
+        file, function, site = name.split(":")
+        operator, _, ordinal = site.strip().rpartition(" ")
+        assert Drawn(file, function, operator, int(ordinal)).shown().partition(": ")[2] == entry["change"], name
+        assert entry["why"].endswith(".")

@@ -112,7 +112,7 @@ MUTANTS = (
     Mutant("engine/stages.py", "shard_model", " and built.vision is None", "", "tests/test_vision_parity.py"),
     Mutant("planner/holdings.py", "shard_elements", "shape[0] - each * index", "shape[0]", "tests/test_planner.py"),
     Mutant("planner/traffic.py", "Transfer.received", "(self.size - 1) / self.size", "1.0", "tests/test_planner.py"),
-    Mutant("planner/timing.py", "_Work.seconds", "max(computing, self.gathers[phase])", "computing", "tests/test_planner.py"),
+    Mutant("planner/timing.py", "_Work.seconds", "max(self.device(phase, share), hidden)", "self.device(phase, share)", "tests/test_planner.py"),
     Mutant("planner/search.py", "search", "least >= found.best[-1].time.seconds", "True", "tests/test_planner.py"),
     Mutant("ops/dispatch.py", "_even", "rows * (before + held) // experts - rows * before // experts", "rows // len(axis.experts)", "tests/test_simulate.py"),
     Mutant("planner/observed_memory.py", "_class_of", "life.died > end + 1", "life.died > end + 99", "tests/test_simulate.py"),

@@ -19,7 +19,7 @@ MUTANTS = (
     Mutant("engine/executor.py", "Executor.read", "else row.real_K", "else row.input_ids_BT.numel()", "tests/test_router_bias.py::test_padding_between_documents_is_no_choice_of_experts"),
     Mutant("ops/head.py", "_Running.joined", "if largest is not None:", "if False:", "tests/test_head.py::test_readouts_of_a_divided_vocabulary"),
     Mutant("ops/head.py", "_Running.joined", "if largest is not None:", "if largest is None:", "tests/test_eval.py::test_the_held_out_loss_is_the_references_token_mean"),
-    Mutant("ops/head.py", "chunked_readouts", "weight.dtype == torch.float16 or ", "", "tests/test_head.py::test_in_fp16_gradients_are_of_the_scaled_loss"),
+    Mutant("ops/head.py", "_may_anticipate", " and dtype != torch.float16", "", "tests/test_head.py::test_in_fp16_gradients_are_of_the_scaled_loss"),
     Mutant("ops/head.py", "WideSum.__init__", "torch.zeros_like(out, dtype=wide)", "torch.zeros_like(out)", "tests/test_head.py::test_the_weights_gradient_is_summed_in_fp32"),
     Mutant("engine/replicas.py", "_number", "*(v for v in values if v.numel() >= 65536), ", "", "tests/test_replicas.py::test_one_bit_of_a_tensor_of_any_size_is_seen"),
     Mutant("engine/row.py", "Row.to", ", context=self.bounds.context", "", "tests/test_row.py::test_what_a_row_shares_goes_with_it_to_a_device"),

@@ -89,11 +89,7 @@ def name_tensors(shapes: Mapping[str, tuple[int, ...]], model: PreTrainedModel, 
             "HuggingFace's names, and torchtitan's of llama and qwen3. Convert it with its own trainer (Megatron's: "
             "python -m verl.model_merger merge --backend megatron), and set model.path to what comes of it."
         )
-    own = {
-        name: text.removeprefix(prefix)
-        for name, text in plain.items()
-        if not _is_state(text.removeprefix(prefix)) and not _is_state(text)
-    }
+    own = {name: text.removeprefix(prefix) for name, text in plain.items() if not _is_state(text)}
     if not titan:
         return Naming({text: View(name, shapes[name]) for name, text in own.items()}, own)
     weights: dict[str, View] = {}
