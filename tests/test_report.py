@@ -242,10 +242,11 @@ def test_the_machine_over_time(tmp_path: Path) -> None:
 def test_many_answers_to_a_prompt_are_folded_away(tmp_path: Path) -> None:
     run = make_run(tmp_path / "a")
     samples = [{"step": n, "prompt": "p", "answer": f"answer {n}."} for n in range(1, 101)]
+    samples.append({"step": 1, "prompt": "q", "answer": ""})
     (run / "samples.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in samples))
     shown, _, folded = Text(page([read_run(run)])).text.split("Answers over time")[1].partition("all 100")
     assert re.findall(r"answer (\d+)", shown) == ["1", "21", "41", "60", "80", "100"]
-    assert len(re.findall(r"answer \d+", folded)) == 100
+    assert len(re.findall(r"answer \d+", folded)) == 100 and "q step 1 (nothing)" in folded
 
 
 def test_runs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
