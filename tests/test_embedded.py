@@ -166,6 +166,10 @@ def test_prompts_have_the_roles_of_the_data(tmp_path: Path) -> None:
     roles = {"visitor": "user", "clerk": "assistant"}
     first, second = load_prompts(path, byte_tokenizer(), rules=MessageRules(roles=roles))
     (plain,) = load_prompts(["a"], byte_tokenizer())
+    (tmp_path / "p.txt").write_text("\ufeffa\r\n\n{b\n", encoding="utf-8")
+    assert [prompt.text for prompt in load_prompts(f"{tmp_path}/p.txt", byte_tokenizer())] == [
+        prompt.text for prompt in load_prompts(["a", "{b"], byte_tokenizer())
+    ]
     assert first == second == plain
 
 

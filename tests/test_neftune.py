@@ -18,13 +18,18 @@ from tests.pool import run
 from tests.resuming import Sections, equal, lines, process, whole_state
 from tests.vision_zoo import saved_vision_model
 from weft.cluster.process import join
+from weft.config.schema import DataConfig, ModelConfig, SftConfig, TrainConfig
 from weft.data.order import Step
+from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
 from weft.errors import UserError
 from weft.models import embedding_noise, hf
 from weft.models.embedding_noise import StepNoise, noise_of
 from weft.objectives.cross_entropy import CrossEntropy
+from weft.planner.simulate import Step as SimulatedStep
+from weft.planner.simulate import rows_of
 from weft.recipes import sft
+from weft.recipes.verify import verified_config
 from weft.verification.documents import awkward_steps
 from weft.verification.image_documents import shown
 from weft.verification.image_reference import ImageReference
@@ -191,6 +196,8 @@ def refused() -> None:
     plan = engine.plan(metas)
     with pytest.raises(ValueError, match="noise on embeddings depends on the step"):
         engine.accumulate(plan, documents, CrossEntropy())
+    simulated = rows_of(engine, plan, SimulatedStep([meta.length for meta in metas], CrossEntropy()))
+    assert simulated.noisy and simulated.ahead().noisy
     embedding = engine.module.get_submodule(engine.module.facts.embedding)
     engine.module.base.register_forward_pre_hook(lambda *_: embedding(torch.ones(1, 3, dtype=torch.int64)) and None)
     with pytest.raises(UserError, match=r"the embedding gives \(1, 3, 64\) for a row of"):
@@ -202,6 +209,13 @@ def test_it_is_refused_where_it_would_be_left_out_or_another() -> None:
 
 
 # ---------------------------------------------------------------- runs
+
+
+def test_weft_verify_has_none() -> None:
+    train = TrainConfig(neftune_noise_alpha=ALPHA)
+    config = SftConfig(model=ModelConfig(path="m"), data=DataConfig(path="d.jsonl"), train=train)
+    assert EngineConfig.of(config).neftune_noise_alpha == ALPHA
+    assert EngineConfig.of(verified_config(config, "m")).neftune_noise_alpha is None
 
 
 def test_a_run_says_which_step_it_lays_out() -> None:

@@ -140,7 +140,7 @@ def _prompts_problem(path: str) -> str:
         return f'eval.prompts {path} is no list to YAML: quote each text, as in \'["What is it?", "Why: say it."]\'.'
     near = near_names(Path(path))
     return (
-        f"eval.prompts {path} is no file: name a JSONL file, or write a list of prompts: "
+        f"eval.prompts {path} is no file: name a JSONL or .txt file, or write a list of prompts: "
         f"{override('eval.prompts', [path])}.{near}"
     )
 

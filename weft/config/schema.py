@@ -594,9 +594,9 @@ class EvalConfig:
         None,
     )
     prompts: str | tuple[str, ...] | None = key(
-        "Prompts that the model answers at every evaluation: a list of texts, or a JSONL file with `messages` or "
-        "`prompt` in each line. Answers go to RUN/samples.jsonl. Each rank that answers holds the whole model for the "
-        "time.",
+        "Prompts that the model answers at every evaluation: a list of texts, a .txt file with one in each line, or a "
+        "JSONL file with `messages` or `prompt` in each. Answers go to RUN/samples.jsonl. Each rank that answers holds "
+        "the whole model for the time.",
         None,
     )
     max_new_tokens: int = key("Longest answer in tokens.", 128)

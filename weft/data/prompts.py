@@ -1,4 +1,4 @@
-"""The prompts of eval.prompts, for a model to answer: from a JSONL file, or from a list of texts."""
+"""The prompts of eval.prompts, for a model to answer: from a JSONL or text file, or from a list of texts."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ def load_prompts(
     rules: MessageRules = AS_THEY_STAND,
     images: Images | None = None,
 ) -> list[Prompt]:
-    """The prompts of a JSONL file, or of a list of texts.
+    """The prompts of a JSONL file, of the lines of a .txt file, or of a list of texts.
 
-    A text of the list is a user's message if there is a chat template, else a text to be continued. In a file,
-    `messages` goes through the chat template without the assistant messages at its end, and a text `prompt` is
-    continued as it is; so a file of training data works, too.
+    A text of the list, or a line of text, is a user's message if there is a chat template, else a text to be continued.
+    In a JSONL file, `messages` goes through the chat template without the assistant messages at its end, and a text
+    `prompt` is continued as it is; so a file of training data works, too.
 
     encoding: the chat template, if not the tokenizer's own, and its variables. rules: how messages are read. images:
     the image reader of a vision model. Raises UserError, with file and line.
@@ -56,7 +56,11 @@ def load_prompts(
     reader = _Reader(Encoder(tokenizer, encoding, images), rules, images)
     if isinstance(source, str):
         folder = str(Path(source).parent)
-        prompts = [reader.of_line(where, line, folder) for where, line in _lines(source)]
+        lines = list(_lines(source))
+        if source.endswith(".txt") and lines and not lines[0][1].lstrip().startswith("{"):  # else JSONL by its content
+            prompts = [reader.of_question(where, line.rstrip("\r")) for where, line in lines]
+        else:
+            prompts = [reader.of_line(where, line, folder) for where, line in lines]
     else:
         prompts = [reader.of_question(f"eval.prompts[{i}]", text) for i, text in enumerate(source)]
     if not prompts:
