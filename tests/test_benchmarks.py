@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
-from benchmarks import gpu, gpu_parts, gpu_rows, gpu_run, gpu_sft, gpu_tests
+from benchmarks import gpu, gpu_counts, gpu_parts, gpu_rows, gpu_run, gpu_sft, gpu_tests
 from benchmarks.device import Device
 from benchmarks.gpu_parts import FUNCTIONS, PROFILES, accelerator_of, gaps_of, kind_of
 from tests import forked
@@ -420,3 +420,13 @@ def test_as_many_layers_as_both_have_memory_for(tmp_path: Path) -> None:
 )
 def test_kinds_of_kernels(name: str, kind: str) -> None:
     assert kind_of(name) == kind
+
+
+def test_counts_of_a_step_on_a_card() -> None:
+    """The host reads once; the head and norms are kernels; parameters are copied once a step where they are kept."""
+    kept, freed = (gpu_counts.count("0.6b", 1024, "full", keeps, 3, tiny=True) for keeps in (True, False))
+    assert kept.reads == freed.reads == 1
+    assert kept.kinds["head kernels"].count == 3 and kept.kinds["norm kernels"].count > 50
+    assert kept.kinds["products"].flops == freed.kinds["products"].flops > 0
+    assert kept.kinds["copies"].bytes < 0.8 * freed.kinds["copies"].bytes
+    assert "Reads by the host: 1" in gpu_counts.report(kept)

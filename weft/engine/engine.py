@@ -12,7 +12,7 @@ from torch import Tensor
 
 from weft.cluster.consistency import Alike
 from weft.cluster.process import Ranks
-from weft.cluster.simulated import device_kind, read
+from weft.cluster.simulated import read
 from weft.engine import nonfinite
 from weft.engine.config import EngineConfig
 from weft.engine.document import Document, take
@@ -121,7 +121,7 @@ class Engine:
         self._nonfinite: str | None = None
         self._complete = False  # whether gradients are summed over tp and pp
         # On an accelerator, a wait in the middle of a step leaves it idle while the host prepares the update.
-        on_device = device_kind(self.device) == "cuda" and not config.fsdp.cpu_offload
+        on_device = ranks.device.type == "cuda" and not config.fsdp.cpu_offload
         self.reads_once = on_device and isinstance(self.optimizer, FusedAdamW) and self.loss_scale is None
         self._reads_later = False
         self._unread: _Unread | None = None
