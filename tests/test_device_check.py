@@ -25,7 +25,7 @@ from transformers import PretrainedConfig
 from tests.cases import open_engine, saved_model
 from tests.pool import run
 from tests.zoo import tiny_config
-from weft.cluster.simulated import Simulation
+from weft.cluster.simulated import Simulation, device_memory
 from weft.engine import build, device_check, stages
 from weft.engine.device_check import TOLERANCES, check_on_device
 from weft.engine.startup import Findings, check_kernel, examine
@@ -478,3 +478,7 @@ def test_a_simulation_takes_tensors_of_the_host() -> None:
     table = torch.arange(3)
     with Simulation("cpu").running():
         assert (torch.ones(3) * table).shape == (3,)
+
+
+def test_a_cpu_has_no_memory_for_which_sizes_are_chosen() -> None:
+    assert device_memory(torch.device("cpu")) == 0

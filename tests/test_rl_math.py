@@ -26,7 +26,7 @@ from weft.rl.corrections import correct, kl, require_comparable, require_parity
 from weft.rl.documents import ReadSamples, TrainedSamples, build_documents, deal
 from weft.rl.prompts import PromptStream
 from weft.rl.recorder import truncation_line
-from weft.rollout.base import Sampling
+from weft.rollout.base import Sampling, spans_of
 from weft.rollout.types import Group, Prompt, Sample
 
 FIRST = len(PROMPT)  # place of the first token that was drawn
@@ -564,3 +564,8 @@ def test_what_truncated_sampling_left_out_is_measured_after_the_update(
     )
     assert asyncio.run(recipe.update(run, step)) == [{}] and run.updates == 1
     assert given == [top_p < 1.0]
+
+
+def test_versions_of_tokens_are_run_lengths() -> None:
+    assert spans_of([]) == () and spans_of([3]) == ((3, 1),)
+    assert spans_of([3, 3, 4, 3]) == ((3, 2), (4, 1), (3, 1))

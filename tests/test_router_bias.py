@@ -20,7 +20,7 @@ from weft.engine.document import Document
 from weft.engine.router_bias import check_biases, find_biases
 from weft.errors import UserError
 from weft.models import families, hf
-from weft.models.experts import experts_of
+from weft.models.experts import _ZeroWithoutRows, experts_of
 from weft.models.families import Family
 from weft.objectives.cross_entropy import CrossEntropy
 
@@ -139,3 +139,10 @@ def test_biases_of_experts_whose_choices_are_not_counted_are_refused() -> None:
         check_biases(layers, "toy")
     experts.has_gate, experts.is_transposed = True, False
     check_biases(layers, "toy")
+
+
+def test_gradients_of_experts_without_rows_are_0_whatever_a_kernel_leaves_there() -> None:
+    weight = torch.ones(3, 2, 2, requires_grad=True)
+    upstream = torch.stack([torch.full((2, 2), value) for value in (5.0, float("nan"), 7.0)])
+    (gradient,) = torch.autograd.grad(_ZeroWithoutRows.apply(weight, torch.tensor([1, 1, 4])), weight, upstream)
+    assert gradient[:, 0, 0].tolist() == [5.0, 0.0, 7.0]

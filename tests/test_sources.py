@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import datetime
 import gzip
 import json
 import re
@@ -27,7 +28,7 @@ from weft.data.open_sources import open_data
 from weft.data.records import Reading, Record
 from weft.data.sources import in_memory, open_file, open_source
 from weft.errors import UserError
-from weft.recipes.run_data import read_run_data
+from weft.recipes.run_data import dated, read_run_data
 
 ROWS = [{"prompt": f'{i}+{i}, or\n"twice" {i}=', "completion": f"{2 * i} \u00e9"} for i in range(7)]
 
@@ -740,3 +741,13 @@ def test_a_run_on_several_sources_and_what_its_resume_refuses(
     Path("moved.jsonl").write_bytes(Path("b.jsonl").read_bytes())
     assert cli.main(["sft", "--resume", "run", both % (0.5, "moved.jsonl"), "train.epochs=3"]) == 0
     assert len(Path("run/metrics.jsonl").read_text().splitlines()) == 6
+
+
+def test_a_run_has_the_date_of_its_config_or_of_today() -> None:
+    config = config_of("data.path=org/rows")
+    today = {datetime.date.today().isoformat()}
+    found = dated(config).data
+    assert found.template_date in today | {datetime.date.today().isoformat()}
+    assert dataclasses.replace(found, template_date=None) == config.data
+    kept = dataclasses.replace(config, data=dataclasses.replace(config.data, template_date="2025-03-04"))
+    assert dated(kept) == kept
