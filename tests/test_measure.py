@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,11 @@ import pytest
 import weft
 from tests.cases import write_small_job
 from weft import cli
+from weft.cluster.options import MeasureOptions
 from weft.config.rl_schema import RlConfig
-from weft.config.schema import SftConfig
+from weft.config.schema import SftConfig, SourceConfig
 from weft.errors import UserError
+from weft.recipes import measure
 from weft.run.measured import measured_config
 
 FIGURES = ("eval/loss", "eval/perplexity", "eval/accuracy", "eval/exact")
@@ -56,6 +59,16 @@ def test_two_ranks_measure_alike(here: Path) -> None:
     assert done.returncode == 0, done.stderr
     last = weft.Run(here / "whole").metrics[-1]
     assert json.loads(done.stdout)["eval/loss"] == pytest.approx(last["eval/loss"], rel=1e-6)
+
+
+def test_several_sources_are_refused_before_they_are_read(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(here)
+    config = measured_config("model", ["chat.jsonl"])
+    assert isinstance(config, SftConfig)
+    sources = (SourceConfig(path="not-there.jsonl"), SourceConfig(path="chat.jsonl"))
+    config = replace(config, data=replace(config.data, path=None, sources=sources))
+    with pytest.raises(UserError, match="run it once for each path of data.sources"):
+        measure.run(config, MeasureOptions(device="cpu"))
 
 
 def test_what_of_a_run_says_how_it_is_measured(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from tests.test_bad_data import model
 from tests.toy_tokenizers import byte_tokenizer, chat, write_jsonl
+from tests.zoo import tiny_config
 from weft import cli
 from weft.data import sources
 from weft.recipes import preview
@@ -201,3 +202,25 @@ def test_steps_of_an_epoch_are_scaled_up_from_what_was_read() -> None:
     assert steps(1.0, documents=2) == 7
     assert steps(0.25, documents=4) == 3 and steps(0.25, documents=5) == 3
     assert steps(0.25, tokens=44) == 1 and steps(0.25, tokens=43) == 2
+
+
+def test_advice_fits_a_model_with_and_without_a_chat_template(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also of rows that are read before the tokenizer is imported."""
+    write_jsonl(Path("qa.jsonl"), {"question": "a", "answer": "b"})
+    with_template, without = byte_tokenizer(), byte_tokenizer()
+    without.chat_template = None
+    for name, tokenizer, advice in (
+        ("with", with_template, "{instruction: question, output: answer}"),
+        ("without", without, "{completion: answer, prompt: question}"),
+    ):
+        tokenizer.save_pretrained(tmp_path / name)
+        tiny_config("llama", vocab_size=264).save_pretrained(tmp_path / name)
+        words = [f"model.path={tmp_path / name}", "model.init=random", "data.path=qa.jsonl"]
+        assert cli.main(["data", "preview", *words]) == 2
+        assert advice in capsys.readouterr().err
+    own = [*words, "data.chat_template=own.jinja"]
+    Path("own.jinja").write_text(with_template.chat_template)
+    assert cli.main(["data", "preview", *own]) == 2
+    assert "{instruction: question, output: answer}" in capsys.readouterr().err

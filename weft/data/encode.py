@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from jinja2.exceptions import TemplateSyntaxError
 
@@ -34,6 +34,7 @@ from weft.hub import check_model_is_there
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+T = TypeVar("T")
 _SHOWN = 1500  # characters of a rendering that an error shows
 
 
@@ -162,22 +163,9 @@ class Encoder:
         return self._images.place(record, chat, sizes)
 
     def _rendered(self, record: Record) -> MaskedText:
-        """Renders with tool-call arguments as objects; if the template refuses or loses them, as JSON text. Raises
-        BadRowError."""
-        chat = conversation(record, self.encoding.train_on)
+        """The rendering of a chat, with its trained tokens. Raises BadRowError."""
         try:
-            return self._find(record, chat)
-        except UserError:
-            raise
-        except (RenderError, Lost) as error:
-            if any("tool_calls" in message for message in chat.messages):
-                try:
-                    return self._find(record, conversation(record, self.encoding.train_on, text_arguments=True))
-                except (RenderError, Lost):
-                    pass
-            raise refused(record.where, error) from error
-        except UnboundedError as error:
-            raise BadRowError(unbounded(record.where, error)) from None
+            return self._either(record, self.encoding.train_on, lambda chat: self._find(record, chat))
         except Unclear as error:
             raise BadRowError(
                 f"{record.where}: cannot tell which tokens are the assistant's: {error}. This is the rendering, with "
@@ -185,6 +173,23 @@ class Encoder:
                 "put {% generation %} before the assistant's text and {% endgeneration %} behind its end-of-turn "
                 "token, and name it in data.chat_template."
             ) from error
+
+    def _either(self, record: Record, train_on: TrainOn, render: Callable[[Conversation], T]) -> T:
+        """What `render` makes of a chat with tool-call arguments as objects; if the template refuses or loses them, as
+        JSON text. Raises BadRowError with the first of both refusals."""
+        first: RenderError | Lost | None = None
+        for text_arguments in (False, True):
+            chat = conversation(record, train_on, text_arguments=text_arguments)
+            try:
+                return render(chat)
+            except (RenderError, Lost) as error:
+                first = first or error
+                if not any("tool_calls" in message for message in chat.messages):
+                    break
+            except UnboundedError as error:
+                raise BadRowError(unbounded(record.where, error)) from None
+        assert first is not None
+        raise refused(record.where, first) from first
 
     def _find(self, record: Record, chat: Conversation) -> MaskedText:
         answers = self.masks_of(record, chat)
@@ -211,26 +216,15 @@ class Encoder:
 
     def question(self, record: Record) -> tuple[Conversation, AssistantMasks, dict[str, Any]]:
         """(a chat that is to be answered, the masks of its template, the template's variables). Everything that the
-        chat has is in its rendering. Raises BadRowError.
+        chat has is in its rendering. Raises BadRowError."""
 
-        Arguments of calls are objects, or JSON text if the template refuses or loses them otherwise.
-        """
-        first: RenderError | Lost | None = None
-        for text_arguments in (False, True):
-            chat = conversation(record, "answers", text_arguments=text_arguments)
+        def asked(chat: Conversation) -> tuple[Conversation, AssistantMasks, dict[str, Any]]:
             answers, kwargs = self.masks_of(record, chat), {**self.encoding.template_kwargs, **chat.kwargs}
-            try:
-                rendering = answers.template.render(chat.messages, kwargs, tools=chat.tools, ask=True)
-                TextChecks(answers.template, chat, kwargs, rendering, {}, ask=True).run()
-                return chat, answers, kwargs
-            except (RenderError, Lost) as error:
-                first = first or error
-                if not any("tool_calls" in message for message in chat.messages):
-                    break
-            except UnboundedError as error:
-                raise BadRowError(unbounded(record.where, error)) from None
-        assert first is not None
-        raise refused(record.where, first) from first
+            rendering = answers.template.render(chat.messages, kwargs, tools=chat.tools, ask=True)
+            TextChecks(answers.template, chat, kwargs, rendering, {}, ask=True).run()
+            return chat, answers, kwargs
+
+        return self._either(record, "answers", asked)
 
     def plain(self, texts: list[str]) -> list[list[int]]:
         """Token ids of texts, without special tokens."""

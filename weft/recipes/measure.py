@@ -67,6 +67,11 @@ def run(config: SftConfig | RlConfig, options: MeasureOptions) -> None:
 
 def _losses(config: SftConfig, options: MeasureOptions) -> dict[str, Any] | None:
     """The metrics of an evaluation of `weft sft`, on the first rank."""
+    if config.data.sources is not None:
+        raise UserError(
+            "weft eval measures one set of documents, so that its figures are of what it names: run it once for each "
+            "path of data.sources. Evaluations during training have eval.sources, with figures for each."
+        )
     config, objective = dated(config), choose_objective(config.train.objective)
     with join(options.device, config.train.timeout) as ranks:
         flight.at("data")
@@ -75,8 +80,6 @@ def _losses(config: SftConfig, options: MeasureOptions) -> dict[str, Any] | None
         with loading(ranks.is_first and not options.json, "tokenising") as shown:
             documents, report = read_data(config, config.data, tokenizer, images, shown)
         require_agreement({"documents": report.digest}, ranks.group)
-        if report.sources:
-            raise UserError("weft eval measures one source: name its path in place of data.sources.")
         held_out = HeldOut({"": documents}, {"": report})
         flight.at("load")
         engine_config = replace(EngineConfig.of(config), purpose="inference")

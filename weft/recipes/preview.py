@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from weft.cluster.options import PreviewOptions
@@ -21,6 +22,7 @@ from weft.report.progress import loading
 # With --sample, about so many bytes of a larger file are read.
 SAMPLE_BYTES = 1 << 20
 _PLANNED = 8  # steps that are planned
+_TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
 
 
 def run(config: SftConfig, options: PreviewOptions) -> None:
@@ -31,7 +33,9 @@ def run(config: SftConfig, options: PreviewOptions) -> None:
     """
     sources, bad = open_data(config.data), list[str]()
     with loading(what="reading") as shown:
-        sampled = [_read(source, part, options.sample, bad, shown) for source in sources for part in source.parts]
+        chat = _may_have_template(config)
+        parts = [(source, part) for source in sources for part in source.parts]
+        sampled = [_read(source, part, bad, shown, sample=options.sample, chat=chat) for source, part in parts]
     count = sum(sum(one.formats.values()) for one in sampled)
     if not count:
         refuse_bad(bad, len(bad))
@@ -39,14 +43,29 @@ def run(config: SftConfig, options: PreviewOptions) -> None:
     _tokenised(config, sampled, options)
 
 
-def _read(source: Source, part: Part, sample: bool, bad: list[str], shown: Callable[[int, int], None]) -> Sampled:
-    """Reads and counts the rows of a part. bad: the errors of bad rows are appended to it."""
+def _may_have_template(config: SftConfig) -> bool:
+    """Whether there is a chat template, by the model's files, because the tokenizer is not imported yet. True if they
+    are not on this machine."""
+    folder = Path(config.model.path)
+    if config.data.chat_template is not None or not folder.is_dir():
+        return True
+    if any((folder / name).exists() for name in _TEMPLATES):
+        return True
+    settings = folder / "tokenizer_config.json"
+    return settings.is_file() and '"chat_template"' in settings.read_text(encoding="utf-8", errors="replace")
+
+
+def _read(
+    source: Source, part: Part, bad: list[str], shown: Callable[[int, int], None], *, sample: bool, chat: bool
+) -> Sampled:
+    """Reads and counts the rows of a part. bad: the errors of bad rows are appended to it. chat: whether there is a
+    chat template."""
     whole = not sample or part.size <= SAMPLE_BYTES
     blocks = None if whole else list(_sampled(part))
     formats: dict[str, int] = {}
     done = 0
     for block in part.blocks() if blocks is None else blocks:
-        for _, record in block.records(source.reading(chat=True), lambda _, error: bad.append(first_line(error))):
+        for _, record in block.records(source.reading(chat), lambda _, error: bad.append(first_line(error))):
             formats[record.kind] = formats.get(record.kind, 0) + 1
         done += block.size
         shown(min(done, part.size), part.size)
