@@ -31,7 +31,8 @@ rollout steps that saves after each. On Ray: the run started a Ray of its own, a
 and engines were objects of the controller's process, and only what runs the user's code had processes of its own.
 Seconds are those from the fault to the end of the controller, with train.timeout=3 or rollout.timeout=3 where an actor
 hangs (ten times that while it loads, and in its first step). Afterwards no process was left, and nothing in the
-temporary directory (where the controller was killed, or ended by SIGTERM before the first step: after the next start).
+temporary directory; where the controller was killed, or ended by SIGTERM before the first step, the process beside it
+(the row *the controller is killed* above) removes that within seconds, or else the next start.
 Lost: what `weft rl --resume` does again; it was run where a run had ended early and had a folder to go on from.
 """
 _writing = threading.Lock()

@@ -16,6 +16,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from tests import forked
 from tests.control_group import enter
 
@@ -162,6 +164,16 @@ def _jumping_clock(record: Any) -> None:
     raise RuntimeError("boom")
 
 
+def _kill_ray(part: str) -> Callable[[Any], None]:
+    """Kill a process of the Ray that this process has started."""
+
+    def kill(record: Any) -> None:
+        (found,) = [child for child in psutil.Process().children(recursive=True) if child.name() == part]
+        found.kill()
+
+    return kill
+
+
 DO: dict[str, Callable[[Any], None]] = {
     "nothing": lambda record: None,
     "kill": _signal(signal.SIGKILL),
@@ -184,6 +196,7 @@ DO: dict[str, Callable[[Any], None]] = {
     "full rollouts": _fill_rollouts_disk,
     "small files": _limit_files,
     "vanish": lambda record: shutil.rmtree(record.run),
+    **{f"kill {part}": _kill_ray(part) for part in ("gcs_server", "raylet")},
     "clock back": _set_clock_back,
     "clock back, raise": _jumping_clock,
 }

@@ -242,6 +242,17 @@ def controllers() -> dict[str, RlCase]:
     return found
 
 
+def parts_of_ray() -> dict[str, RlCase]:
+    """A process of the run's own Ray is killed."""
+    return {
+        f"Ray's {part} is killed": RlCase(
+            fault=RlFault(who="controller", do=f"kill {part}", phase="update", nth=2), when="updating, step 2",
+            status=10, on="Ray, 1 rank", says=[rf"{name}, process \d+, has died \(killed by SIGKILL\)"],
+        )
+        for part, name in (("gcs_server", r"Ray's GCS \(gcs_server\)"), ("raylet", "Ray's raylet"))
+    }  # fmt: skip
+
+
 # ---------------------------------------------------------------- a trainer that raises; storage; numbers
 
 
@@ -439,4 +450,4 @@ ALWAYS = {
     ),
 }  # fmt: skip
 
-RL_CASES = trainers() | engines() | stages() | controllers() | raising() | OTHERS | users() | ALWAYS
+RL_CASES = trainers() | engines() | stages() | controllers() | parts_of_ray() | raising() | OTHERS | users() | ALWAYS
