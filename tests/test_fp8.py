@@ -25,8 +25,9 @@ from weft.models import hf
 from weft.models.train_module import TrainModule
 from weft.models.transforms import describe_fp8, linear_layers, use_fp8
 from weft.ops import fp8
+from weft.verification.adapter import as_in_files
 from weft.verification.documents import awkward_steps
-from weft.verification.harness import as_in_files, one_gradient
+from weft.verification.observed import one_gradient
 from weft.verification.reference import Reference
 
 
