@@ -5,9 +5,13 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from queue import SimpleQueue
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from tests.mutants import run as runner
 from tests.mutants.drawn import EQUIVALENT, Drawn
 from tests.mutants.mutant import Mutant
 from tests.mutants.run import MUTANTS, ROOT
@@ -51,3 +55,16 @@ def test_what_is_recorded_as_equivalent_is_still_the_same_change() -> None:
         operator, _, ordinal = site.strip().rpartition(" ")
         assert Drawn(file, function, operator, int(ordinal)).shown().partition(": ")[2] == entry["change"], name
         assert entry["why"].endswith(".")
+
+
+def test_a_file_that_cannot_be_imported_sees_no_mutant(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ran(root: Path, words: list[str], seconds: float) -> tuple[int, str]:
+        return (2, "tests/broken.py") if "tests/broken.py" in words else (0, "")
+
+    warm: Any = SimpleQueue()
+    warm.put(SimpleNamespace(run=ran))
+    monkeypatch.setattr(runner, "copy", lambda root: root)
+    assert runner.fail_without({"tests/a.py::b", "tests/broken.py"}, warm) == ["tests/broken.py"]
+    assert runner.run(ROOT, ["tests/a.py", "tests/broken.py"], warm) == (2, "tests/broken.py")
+    assert runner.run(ROOT, ["tests/a.py", "tests/broken.py"], warm, ["tests/broken.py"]) == (0, "")
+    assert runner.run(ROOT, ["tests/broken.py"], warm, ["tests/broken.py"]) == (0, "")

@@ -52,7 +52,7 @@ def main() -> int:
         warm.put(Warm(ROOT))
     with ThreadPoolExecutor(arguments.workers) as pool:
         verdicts = list(pool.map(lambda mutant: look(mutant, warm), chosen))
-        flawed = fail_without({verdict.by for verdict in verdicts if "::" in verdict.by}, warm)
+        flawed = fail_without({verdict.by for verdict in verdicts if verdict.words == "seen" and verdict.by}, warm)
         again = [verdict.mutant for verdict in verdicts if verdict.by in flawed]
         sure = [verdict for verdict in verdicts if verdict.by not in flawed]
         verdicts = [*sure, *pool.map(lambda mutant: look(mutant, warm, flawed), again)]
@@ -98,7 +98,8 @@ def _said(verdict: Verdict) -> Verdict:
 
 
 def fail_without(tests: Set[str], warm: SimpleQueue[Warm]) -> list[str]:
-    """Those of the tests that fail in a copy without any mutant, and would see anything."""
+    """Those of the tests, and of the files that cannot be imported, that fail in a copy without any mutant, and would
+    see anything."""
     with tempfile.TemporaryDirectory(prefix="weft-mutant-") as folder:
         root = copy(Path(folder) / "weft")
         if not tests or run(root, sorted(tests), warm)[0] == 0:
@@ -128,6 +129,9 @@ def run(
     """(pytest's status: 1 where one failed, None where it took longer than SECONDS; the test that failed). drawn: the tests
     of the suite alone, the files in this order."""
     marked = "not soak and not table and not oracle" if drawn else "not soak"
+    tests = [test for test in tests if test not in without]
+    if not tests:
+        return 0, ""
     words = ["-x", "-q", "-m", marked, "-p", "no:cacheprovider", "-p", "no:xdist", "--in-order", *tests]
     words += [f"--deselect={test}" for test in without]
     process = warm.get()
