@@ -179,7 +179,7 @@ def test_layers_of_other_widths_are_left_and_named() -> None:
         "(model.layers.0.mlp.gate_proj)"
     )
     narrow = hf.build_meta(tiny_config("llama", hidden_size=40, head_dim=8), dtype=torch.float32, attention="eager")
-    with pytest.raises(UserError, match=r"finds no nn.Linear .* set model\.transforms=\[\]"):
+    with pytest.raises(UserError, match=r"finds no nn.Linear .* set 'model\.transforms=\[\]'"):
         use_fp8(TrainModule(narrow))
 
 
@@ -188,7 +188,7 @@ def test_refusals(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "chats.jsonl", chat(("user", "1"), ("assistant", "2")))
     words = [*required, "model.transforms=[fp8]"]
     assert load_config([], words).model.transforms == ("fp8",)
-    with pytest.raises(UserError, match=r"Set mesh\.tp=1, or model\.transforms=\[\]"):
+    with pytest.raises(UserError, match=r"Set mesh\.tp=1, or 'model\.transforms=\[\]'"):
         load_config([], [*words, "mesh.tp=2"])
     with pytest.raises(UserError, match=r"model\.transforms must be"):
         load_config([], [*required, "model.transforms=[fp4]"])

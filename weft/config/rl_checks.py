@@ -366,7 +366,7 @@ def _exact_combinations(config: RlConfig) -> Iterator[tuple[str, str]]:
         yield (
             "rl.on_policy",
             "rl.on_policy is exact, but model.transforms changes how the trainer computes, and not how engines do: set "
-            "model.transforms=[].",
+            "'model.transforms=[]'.",
         )
     if config.mesh.cp > 1:
         yield (

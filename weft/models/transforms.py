@@ -46,7 +46,7 @@ def use_fp8(module: TrainModule) -> None:
     if not any(_computes_in_fp8(layer) for _, layer in linear_layers(module)):
         raise UserError(
             "model.transforms: fp8 finds no nn.Linear in the decoder layers of this model whose widths are multiples "
-            f"of {fp8.MULTIPLE}: set model.transforms=[]."
+            f"of {fp8.MULTIPLE}: set 'model.transforms=[]'."
         )
 
 

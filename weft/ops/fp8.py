@@ -80,13 +80,13 @@ def check(device: torch.device, dtype: torch.dtype) -> None:
     if device.type != "cuda":
         return
     name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
-    remedy = "Set model.transforms=[]."
+    remedy = "Set 'model.transforms=[]'."
     if capability < CAPABILITY or not hasattr(F, "scaled_mm"):
         lacks = f"{name} has none" if capability < CAPABILITY else f"torch {torch.__version__} has no scaled_mm"
         raise UserError(f"model.transforms: fp8 needs products of 8-bit numbers, and {lacks}. {remedy}")
     if dtype != torch.bfloat16:
         raise UserError(
-            "model.transforms: fp8 computes in bf16 on CUDA: set fsdp.param_dtype=bf16, or model.transforms=[]."
+            "model.transforms: fp8 computes in bf16 on CUDA: set fsdp.param_dtype=bf16, or 'model.transforms=[]'."
         )
     generator = torch.Generator().manual_seed(0)
     x_TI, weight_OI = (torch.randn(size, 256, generator=generator).to(dtype) for size in (67, 48))
