@@ -446,6 +446,7 @@ def test_a_model_that_fits_by_offloading_is_said_to_fit(checkout: Path, capsys: 
     out = said(capsys)
     assert "does not fit" not in out
     assert "by fsdp.cpu_offload: weights 14.98 GiB, gradients 14.98 GiB, optimizer 29.97 GiB" in out
+    assert "average 0" not in out
     assert cli.main([*words, "fsdp.cpu_offload=true", "--search"]) == 0
     assert "take mesh." in said(capsys)
 
