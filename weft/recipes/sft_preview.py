@@ -87,13 +87,15 @@ def _time(config: SftConfig, options: SftOptions, mesh: MeshSizes, steps: Steps,
     tokens = [sum(lengths[index] for index in step.documents) for step in islice(steps, steps.in_epoch)]
     model = Blueprint(EngineConfig.of(config), "cpu", device)
     rows = RowFacts.of(model, plan_rows(model, mesh, [lengths[index] for index in next(iter(steps)).documents]))
-    first = time_of(model, mesh, rows, machine_of(device)).seconds
+    machine = machine_of(device)
+    first = time_of(model, mesh, rows, machine).seconds
     seconds = first * sum(tokens) / tokens[0] * len(steps) / len(tokens)
     each = seconds / len(steps)
     return (
         f"about {duration(seconds) if seconds >= 1 else 'a second'} of optimizer steps, "
         f"{f'{each:.2g}' if each >= 0.01 else 'under 0.01'} s each, as `weft plan` estimates for {device.name}; "
-        "nothing of it was measured, and loading, evaluation and saving are not in it"
+        f"rates {f'as measured: {machine.measured}' if machine.measured else 'that nobody has measured'}; loading, "
+        "evaluation and saving are not in it"
     )
 
 
