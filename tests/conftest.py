@@ -15,6 +15,8 @@ import pytest
 
 # Before torch is imported. With more, threads of one worker wait for cores that the other has: up to ten times slower.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Workers of pytest-xdist have it; weft folds its output to it.
+os.environ.pop("COLUMNS", None)
 
 SECONDS = Path(__file__).parent / "seconds.json"  # of each file, in the last whole run that recorded them
 _SHOWN = 10  # files

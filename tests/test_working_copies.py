@@ -99,7 +99,8 @@ def frozen_and_trained(path: str, mesh: str) -> tuple[set[type], set[type]]:
 
 def test_a_frozen_base_is_sharded_over_several_ranks() -> None:
     assert run(1, frozen_and_trained, saved_model("llama"), "1")[0] == ({torch.nn.Parameter}, {DTensor})
-    assert run(2, frozen_and_trained, saved_model("llama"), "2")[0] == ({DTensor}, {DTensor})
+    for mesh in ("2", "tp2", "pp2"):  # also where each holds a part of it
+        assert run(2, frozen_and_trained, saved_model("llama"), mesh)[0] == ({DTensor}, {DTensor})
 
 
 def decisions(path: str, mesh: str, peaks: list[int]) -> list[bool]:

@@ -28,8 +28,10 @@ def shard(module: TrainModule, units: list[Unit], mesh: Mesh, config: FsdpConfig
     policy = MixedPrecisionPolicy(
         param_dtype=compute, reduce_dtype=DTYPES[config.reduce_dtype], cast_forward_inputs=False
     )
-    # On one data rank, a frozen parameter in the compute dtype is gathered by copying it: FSDP leaves it alone instead.
-    whole = mesh.dp.size() == 1 and not config.cpu_offload
+    # On one data rank, a frozen parameter in the compute dtype is gathered by copying it. In a world of one rank FSDP
+    # leaves it alone instead. With tp, ep or pp it would be a plain tensor that ranks hold parts of, and what writes
+    # tensors to files and engines takes a plain tensor for one that all ranks hold.
+    whole = mesh.world.size() == 1 and not config.cpu_offload
     ignored = {p for p in module.parameters() if whole and not p.requires_grad and p.dtype == compute}
     meshes: dict[Strategy, DeviceMesh] = {}
     for unit in units:

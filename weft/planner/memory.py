@@ -125,8 +125,8 @@ def _of_stage(model: Blueprint, mesh: MeshSizes, held: Held, rows: RowFacts | No
 
 
 def gathered_part(model: Blueprint, mesh: MeshSizes, unit: HeldUnit) -> int:
-    """Elements of a unit that FSDP gathers: on one data rank it leaves frozen weights in the compute dtype alone."""
-    whole = mesh.dp_replicate * mesh.shards == 1 and not model.config.fsdp.cpu_offload
+    """Elements of a unit that FSDP gathers: on a single rank it leaves frozen weights in the compute dtype alone."""
+    whole = mesh.world == 1 and not model.config.fsdp.cpu_offload
     alone = whole and model.setup.precision.frozen == model.setup.precision.compute
     return unit.trained if alone else unit.elements
 

@@ -58,7 +58,7 @@ def special_ids(engine: Engine, path: str) -> tuple[list[int], str]:
     gradients by a thousand, until they overflow (gemma4).
     """
     config = engine.built.config.get_text_config()
-    pad, vocabulary = config.pad_token_id, config.vocab_size
+    pad, vocabulary = getattr(config, "pad_token_id", None), config.vocab_size
     borders = boundary_ids(vocabulary, engine.mesh.tp_size)
     padding = [pad] if isinstance(pad, int) and 0 <= pad < vocabulary else []
     known = list(dict.fromkeys([*padding, *borders]))
