@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import subprocess
@@ -369,6 +370,45 @@ def test_kernels_equal_the_operations() -> None:
     interpreted = {**os.environ, "TRITON_INTERPRET": "1"}
     ran = subprocess.run([sys.executable, "-c", body], env=interpreted, capture_output=True, text=True, check=False)
     assert ran.stdout == "equal\n", ran.stderr
+
+
+def compile_kernels() -> None:
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    from weft.ops import head_kernels
+
+    types_of = {"tile": "*bf16", "targets": "*i64", "stride": "i64", "columns": "i32", "inner": "fp32", "outer": "fp32"}
+    for kernel in (head_kernels._fold, head_kernels._softmax_gradient, head_kernels._gradient):
+        for flag in (True, False):
+            chosen = {"CAPPED": flag, "ENTROPY": flag, "BLOCK": head_kernels._BLOCK}
+            chosen = {name: value for name, value in chosen.items() if name in kernel.arg_names}
+            signature = {n: "constexpr" if n in chosen else types_of.get(n, "*fp32") for n in kernel.arg_names}
+            constants = {(kernel.arg_names.index(name),): value for name, value in chosen.items()}
+            source = ASTSource(kernel, signature, constants)
+            assert compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8}).asm["cubin"]
+
+
+def test_kernels_compile_for_a_gpu() -> None:
+    """Without one: the interpreter takes code that Triton's compiler does not, such as a global name in a function."""
+    pytest.importorskip("triton")
+    body = "from tests.test_head import compile_kernels; compile_kernels(); print('compiled')"
+    ran = subprocess.run([sys.executable, "-W", "ignore", "-c", body], capture_output=True, text=True, check=False)
+    assert ran.stdout == "compiled\n", ran.stderr
+
+
+def test_kernels_name_nothing_that_tritons_compiler_refuses() -> None:
+    """It reads annotations, too: as global names only modules, functions of triton.jit and constexprs."""
+    code = ast.parse((Path(head.__file__).parent / "head_kernels.py").read_text())
+    functions = [node for node in code.body if isinstance(node, ast.FunctionDef) and node.decorator_list]
+    assert len(functions) >= 4
+    known = {"tl", "float", "range", *(function.name for function in functions)}
+    for function in functions:
+        names = [node for node in ast.walk(function.args) if isinstance(node, ast.Name)]
+        names += [node for node in ast.walk(function) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)]
+        own = {node.arg for node in function.args.args}
+        own |= {n.id for n in ast.walk(function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+        assert {node.id for node in names} - own - {"triton"} <= known, function.name
 
 
 def test_kernels_that_are_wrong_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,8 +7,6 @@ where Triton is; head.py tries each kernel against its own operations before a r
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -17,16 +15,37 @@ _BLOCK = 4096  # columns that a program has at a time: 16 values for each of 256
 
 
 @triton.jit
-def _tanh(x: Any) -> Any:
+def _tanh(x: tl.tensor) -> tl.tensor:
     e = tl.exp(-2.0 * tl.abs(x))
     t = (1.0 - e) / (1.0 + e)
     return tl.where(x < 0, -t, t)
 
 
 @triton.jit
+def _load(logits: tl.tensor, column: tl.tensor, inside: tl.tensor, outer: tl.tensor, CAPPED: tl.constexpr) -> tl.tensor:
+    z = tl.load(logits + column, mask=inside, other=0.0).to(tl.float32)
+    if CAPPED:
+        z = outer * _tanh(z)
+    return z
+
+
+@triton.jit
+def _load_with_slope(
+    logits: tl.tensor, column: tl.tensor, inside: tl.tensor, inner: tl.tensor, outer: tl.tensor, CAPPED: tl.constexpr
+) -> tl.tensor:  # fmt: skip
+    z = tl.load(logits + column, mask=inside, other=0.0).to(tl.float32)
+    slope = inner
+    if CAPPED:
+        t = _tanh(z)
+        slope = inner * outer * (1.0 - t * t)
+        z = outer * t
+    return z, slope
+
+
+@triton.jit
 def _fold(
-    tile: Any, stride: Any, columns: Any, targets: Any, lse: Any, entropy: Any, picked: Any, largest: Any, outer: Any,
-    CAPPED: tl.constexpr, BLOCK: tl.constexpr,
+    tile: tl.tensor, stride: tl.tensor, columns: tl.tensor, targets: tl.tensor, lse: tl.tensor, entropy: tl.tensor,
+    picked: tl.tensor, largest: tl.tensor, outer: tl.tensor, CAPPED: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     logits = tile + row * stride
@@ -36,10 +55,7 @@ def _fold(
     for start in range(0, columns, BLOCK):
         column = start + tl.arange(0, BLOCK)
         inside = column < columns
-        z = tl.load(logits + column, mask=inside, other=0.0).to(tl.float32)
-        if CAPPED:
-            z = outer * _tanh(z)
-        z = tl.where(inside, z, -float("inf"))
+        z = tl.where(inside, _load(logits, column, inside, outer, CAPPED), -float("inf"))
         now = tl.maximum(top, tl.max(z, 0))
         shift = tl.where(top == -float("inf"), 0.0, top - now)
         share = tl.where(top == -float("inf"), 0.0, tl.exp(top - now))
@@ -53,34 +69,25 @@ def _fold(
     tl.store(largest + row, tl.maximum(tl.load(largest + row), top))
     target = tl.load(targets + row)
     if (target >= 0) & (target < columns):
-        z = tl.load(logits + target).to(tl.float32)
-        if CAPPED:
-            z = outer * _tanh(z)
-        tl.store(picked + row, z)
+        tl.store(picked + row, _load(logits, target, True, outer, CAPPED))
 
 
 @triton.jit
 def _softmax_gradient(
-    tile: Any, stride: Any, columns: Any, targets: Any, direction: Any, lse: Any, picked: Any, inner: Any, outer: Any,
-    CAPPED: tl.constexpr, BLOCK: tl.constexpr,
+    tile: tl.tensor, stride: tl.tensor, columns: tl.tensor, targets: tl.tensor, direction: tl.tensor, lse: tl.tensor,
+    picked: tl.tensor, inner: tl.tensor, outer: tl.tensor, CAPPED: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     logits = tile + row * stride
     target = tl.load(targets + row)
     if (target >= 0) & (target < columns):  # before the first reduction, and so before anything is overwritten
-        z = tl.load(logits + target).to(tl.float32)
-        if CAPPED:
-            z = outer * _tanh(z)
-        tl.store(picked + row, z)
+        tl.store(picked + row, _load(logits, target, True, outer, CAPPED))
     top = -float("inf")
     total = 0.0
     for start in range(0, columns, BLOCK):
         column = start + tl.arange(0, BLOCK)
         inside = column < columns
-        z = tl.load(logits + column, mask=inside, other=0.0).to(tl.float32)
-        if CAPPED:
-            z = outer * _tanh(z)
-        z = tl.where(inside, z, -float("inf"))
+        z = tl.where(inside, _load(logits, column, inside, outer, CAPPED), -float("inf"))
         now = tl.maximum(top, tl.max(z, 0))
         total = total * tl.where(top == -float("inf"), 0.0, tl.exp(top - now)) + tl.sum(tl.exp(z - now), 0)
         top = now
@@ -89,20 +96,16 @@ def _softmax_gradient(
     for start in range(0, columns, BLOCK):
         column = start + tl.arange(0, BLOCK)
         inside = column < columns
-        z = tl.load(logits + column, mask=inside, other=0.0).to(tl.float32)
-        slope = inner
-        if CAPPED:
-            t = _tanh(z)
-            slope = inner * outer * (1.0 - t * t)
-            z = outer * t
+        z, slope = _load_with_slope(logits, column, inside, inner, outer, CAPPED)
         gradient = (tl.where(column == target, g, 0.0) - g * (tl.exp(z - top) / total)) * slope
         tl.store(logits + column, gradient.to(tile.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _gradient(
-    tile: Any, stride: Any, columns: Any, targets: Any, lse: Any, logprob: Any, entropy: Any, value: Any, inner: Any,
-    outer: Any, CAPPED: tl.constexpr, ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
+    tile: tl.tensor, stride: tl.tensor, columns: tl.tensor, targets: tl.tensor, lse: tl.tensor, logprob: tl.tensor,
+    entropy: tl.tensor, value: tl.tensor, inner: tl.tensor, outer: tl.tensor,
+    CAPPED: tl.constexpr, ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     logits = tile + row * stride
@@ -112,12 +115,7 @@ def _gradient(
     for start in range(0, columns, BLOCK):
         column = start + tl.arange(0, BLOCK)
         inside = column < columns
-        z = tl.load(logits + column, mask=inside, other=0.0).to(tl.float32)
-        slope = inner
-        if CAPPED:
-            t = _tanh(z)
-            slope = inner * outer * (1.0 - t * t)
-            z = outer * t
+        z, slope = _load_with_slope(logits, column, inside, inner, outer, CAPPED)
         log_p = z - total
         towards = -g
         if ENTROPY:
