@@ -51,7 +51,7 @@ MUTANTS = (
     Mutant("optim/loss_scale.py", "LossScale.overflow", "self.scale / 2, 0", "self.scale / 2, self.good", "tests/test_knobs_fp16.py"),
     Mutant("optim/loss_scale.py", "LossScale.succeed", "self.good >= self.interval", "self.good > self.interval", "tests/test_knobs_fp16.py"),
     Mutant("optim/loss_scale.py", "LossScale.load_state_dict", 'int(state["good"])', "0", "tests/test_knobs_fp16.py"),
-    Mutant("engine/engine.py", "Engine.accumulate", "Factors(normaliser,", "Factors(normaliser * plan.micro_batches,", "tests/test_engine.py tests/test_parity.py"),
+    Mutant("engine/engine.py", "Engine._accumulate", "Factors(normaliser,", "Factors(normaliser * plan.micro_batches,", "tests/test_engine.py tests/test_parity.py"),
     Mutant("engine/executor.py", "Executor.train", "micro == micro_batches - 1", "True", "tests/test_engine.py"),
     Mutant("engine/executor.py", "Executor.balance_loss", "(factors.balance / self.mesh.tp_size)", "1.0", "tests/test_balance.py"),
     Mutant("engine/engine.py", "Engine.apply", "if not reason:", "if True:", "tests/test_engine.py tests/test_faults.py"),

@@ -123,7 +123,6 @@ class Engine:
         # On an accelerator, a wait in the middle of a step leaves it idle while the host prepares the update.
         on_device = ranks.device.type == "cuda" and not config.fsdp.cpu_offload
         self.reads_once = on_device and isinstance(self.optimizer, FusedAdamW) and self.loss_scale is None
-        self._reads_later = False
         self._unread: _Unread | None = None
         self.context, self.budget = made.context, config.step.max_tokens_per_device
         multiple = self.mesh.tp.size if self.mesh.tp is not None and made.divided.sequence else 1
@@ -258,11 +257,15 @@ class Engine:
         """Add the gradient of one whole step and return its metrics, reduced over all data ranks.
 
         documents: at least those of needs(plan), by index in the step, or rows() of them, which noise on embeddings
-        needs (ValueError). The gradient is a sum over
-        the step's tokens, divided once by objective.normaliser(plan). Routes that documents carry are followed; the
-        metric `routing/differing` is the share of (token, layer) pairs for which the router alone would have chosen
-        other experts.
+        needs (ValueError). The gradient is a sum over the step's tokens, divided once by objective.normaliser(plan).
+        Routes that documents carry are followed; the metric `routing/differing` is the share of (token, layer) pairs
+        for which the router alone would have chosen other experts.
         """
+        unread = self._accumulate(plan, documents, objective)
+        return self._metrics(unread, read(unread.reduced.vector, unread.reduced.planned))
+
+    def _accumulate(self, plan: StepPlan, documents: Mapping[int, Document] | Rows, objective: Objective) -> _Unread:
+        """accumulate() up to what the host waits for."""
         assert self.optimizer is not None, "this engine was opened for inference"
         self.require_awake("parameters", "gradients")
         assert not self._complete, "these gradients have been looked at: nothing can be added to them"
@@ -280,25 +283,19 @@ class Engine:
         done = self._executor.train(rows, objective, factors, sums, routed=routed)
         if self.pipeline is not None:
             sums.add("bubble", self.bubble(plan), 1.0)
-        unread = self._reduce(plan, rows.sources, sums, done.losses, done.alike)
         self._trained = type(objective).__name__
-        if self._reads_later:
-            self._unread = unread
-            return {}
-        return self._metrics(unread, read(unread.reduced.vector, unread.reduced.planned))
+        return self._reduce(plan, rows.sources, sums, done.losses, done.alike)
 
     def step(
         self, plan: StepPlan, documents: Mapping[int, Document] | Rows, objective: Objective, lr: float
     ) -> tuple[dict[str, float | None], StepResult]:
         """accumulate() and apply(). With AdamW on an accelerator the host waits for the device once, after the update
         is queued; what accumulate() raises is raised then."""
-        self._reads_later = self.reads_once
-        try:
-            metrics = self.accumulate(plan, documents, objective)
-        finally:
-            self._reads_later = False
-        result = self.apply(lr)
-        return result.metrics or metrics, result
+        if self.reads_once:
+            self._unread = self._accumulate(plan, documents, objective)
+            result = self.apply(lr)
+            return result.metrics, result
+        return self.accumulate(plan, documents, objective), self.apply(lr)
 
     def _reduce(
         self, plan: StepPlan, sources: list[list[str]], sums: Sums, losses: list[Tensor], alike: list[Alike]
