@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -14,6 +13,8 @@ from pathlib import Path
 import psutil
 import torch
 from torch import Tensor
+
+from weft.cluster.machine import processor_name
 
 
 @dataclass(frozen=True)
@@ -29,12 +30,7 @@ class Device:
     @property
     def name(self) -> str:
         """As its maker calls it."""
-        if self.cuda:
-            return torch.cuda.get_device_name()
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-        return platform.processor() or platform.machine()
+        return torch.cuda.get_device_name() if self.cuda else processor_name()
 
     def now(self) -> float:
         """The clock, once the device has done all that it was given."""

@@ -36,6 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import inputs
 
+from weft.cluster.machine import processor_name
 from weft.data.documents import load_documents
 from weft.data.encode import load_tokenizer
 from weft.data.order import Steps
@@ -282,10 +283,9 @@ def floor_line(spec: Spec, rounds: list[Round]) -> Iterator[str]:
 
 
 def machine() -> Iterator[str]:
-    model = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-    name = model[0].split(":", 1)[1].strip() if model else platform.processor()
     versions = ", ".join(f"{p} {importlib.metadata.version(p)}" for p in ("torch", "transformers"))
-    yield f"- {date.today()}, {name}, {os.cpu_count()} cores; Python {platform.python_version()}, {versions}"
+    processor = f"{processor_name()}, {os.cpu_count()} cores"
+    yield f"- {date.today()}, {processor}; Python {platform.python_version()}, {versions}"
     if TRL_PYTHON.exists():
         code = "import importlib.metadata as m; print(*(f'{p} {m.version(p)}' for p in "
         code += "('trl', 'accelerate', 'torch', 'transformers')), sep=', ')"

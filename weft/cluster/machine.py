@@ -88,11 +88,16 @@ def device_name(kind: str) -> str:
         import torch
 
         return str(torch.cuda.get_device_name())
+    return f"{processor_name()} (CPU)"
+
+
+def processor_name() -> str:
+    """The name of the processor, as its maker gives it where Linux knows it."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
-                return f"{line.partition(':')[2].strip()} (CPU)"
-    return f"{platform.processor() or platform.machine()} (CPU)"
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
 
 
 def check_ranks_fit(ranks: int, device: Device) -> None:

@@ -7,10 +7,9 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from transformers import PretrainedConfig
 
-from weft.engine.device_check import TOLERANCES
+from weft.engine.device_check import TOLERANCES, bounds_of, on_device
 from weft.engine.startup import Findings, hidden_of, small_copy, text_vocabulary
 from weft.models.train_module import TrainModule
-from weft.ops.attention_call import Bounds
 from weft.parallel.parallelize import compile_layers
 
 # Rows of these documents, one after another. The second length lets torch compile for any length; later ones may not
@@ -32,10 +31,7 @@ def try_compiled(
 
 
 def _try(config: PretrainedConfig, kernel: str, findings: Findings, device: torch.device, dtype: torch.dtype) -> str:
-    model = small_copy(config, kernel).to(device)
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)
-    module = TrainModule(model)
+    module = on_device(small_copy(config, kernel), device, dtype)
     plain = [_results(module, findings, lengths) for lengths in _ROWS]
     compile_layers(module)
     graphs, worst = [], 0.0
@@ -54,13 +50,7 @@ def _results(module: TrainModule, findings: Findings, lengths: tuple[int, ...]) 
     """Hidden states of a row, and gradients of all weights of the layers as one, in fp64."""
     generator = torch.Generator().manual_seed(5)
     documents = [torch.randint(1, text_vocabulary(module), (n,), generator=generator) for n in lengths]
-    bounds = None
-    if findings.uses_bounds:
-        packed = findings.layout == "packed"
-        bounds = (
-            Bounds.packed(lengths, module.head.weight.device) if packed
-            else Bounds((max(lengths),) * len(lengths), padded=True)
-        )  # fmt: skip
+    bounds = bounds_of(module, findings.layout, lengths) if findings.uses_bounds else None
     hidden = torch.cat(hidden_of(module, documents, findings.layout, bounds))
     upstream = torch.randn(hidden.shape, generator=generator).to(hidden)
     weights = [p for _, layer in module.layers for p in layer.parameters() if p.requires_grad]

@@ -118,7 +118,8 @@ def _checks(
     yield "torch's fused AdamW", "Install another version of torch", lambda: _adamw_failures(device)
 
 
-def _on_device(small: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> TrainModule:
+def on_device(small: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> TrainModule:
+    """A copy of a small model, with its parameters in `dtype`."""
     model = copy.deepcopy(small).to(device)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
@@ -134,7 +135,7 @@ def _attention_failures(
         calls.setdefault(call.traits, call)
 
     with attention.watched(keep):
-        yield from _leaks(_on_device(small, device, dtype), layout, TOLERANCES[dtype])
+        yield from _leaks(on_device(small, device, dtype), layout, TOLERANCES[dtype])
     for traits, call in calls.items():
         name = choose(kernel, device, dtype, traits)
         for what, error in errors(call, attention.KERNELS[name].run).items():
@@ -186,12 +187,12 @@ def _leaks(module: TrainModule, layout: Layout, tolerance: float) -> Iterator[st
     vocabulary = text_vocabulary(module)
     documents = [torch.randint(1, vocabulary, (n,), generator=generator) for n in LENGTHS]
     # With gradients, though none are needed yet: the kernels compiled for them are needed later, and take longest.
-    hidden = hidden_of(module, documents, layout, _bounds(module, layout))
+    hidden = hidden_of(module, documents, layout, bounds_of(module, layout))
     largest = torch.cat(hidden).detach().abs().max()
     for place in (0, 2):
         changed = list(documents)
         changed[place] = (documents[place] + 7) % vocabulary
-        moved = hidden_of(module, changed, layout, _bounds(module, layout))
+        moved = hidden_of(module, changed, layout, bounds_of(module, layout))
         others = [moved[n].detach() - hidden[n].detach() for n in range(len(documents)) if n != place]
         off = torch.cat(others).abs().max() / largest
         if not off <= tolerance:
@@ -207,7 +208,7 @@ def _reached(module: TrainModule, documents: list[Tensor], layout: Layout, place
     embedded: list[Tensor] = []
     embedding: Any = module.hf_model.get_input_embeddings()
     hook = embedding.register_forward_hook(lambda module, inputs, output: embedded.append(output))
-    hidden = hidden_of(module, documents, layout, _bounds(module, layout))[place]
+    hidden = hidden_of(module, documents, layout, bounds_of(module, layout))[place]
     hook.remove()
     upstream = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(4)).to(hidden)
     (gradient_BTH,) = torch.autograd.grad(hidden, embedded[0], upstream)
@@ -215,10 +216,11 @@ def _reached(module: TrainModule, documents: list[Tensor], layout: Layout, place
     return [part.abs().max() for part in parts]
 
 
-def _bounds(module: TrainModule, layout: Layout) -> Bounds:
+def bounds_of(module: TrainModule, layout: Layout, lengths: tuple[int, ...] = LENGTHS) -> Bounds:
+    """The bounds of documents of these lengths."""
     if layout == "packed":
-        return Bounds.packed(LENGTHS, module.head.weight.device)
-    return Bounds((max(LENGTHS),) * len(LENGTHS), padded=True)
+        return Bounds.packed(lengths, module.head.weight.device)
+    return Bounds((max(lengths),) * len(lengths), padded=True)
 
 
 # ---------------------------------------------------------------- modules that carry state
@@ -227,7 +229,7 @@ def _bounds(module: TrainModule, layout: Layout) -> Bounds:
 def _mixer_failures(small: PreTrainedModel, layout: Layout, device: torch.device, dtype: torch.dtype) -> Failures:
     """Each module on the device in `dtype`, and on the CPU in fp32 with the same rounded weights and inputs; what the
     CPU's own rounding in `dtype` changes counts as noise."""
-    module = _on_device(small, device, dtype)
+    module = on_device(small, device, dtype)
     inputs: dict[str, tuple[Any, Any]] = {}
     hooks = [
         boundary.mixer.register_forward_pre_hook(partial(_keep_inputs, inputs, name), with_kwargs=True)
@@ -248,11 +250,8 @@ def _mixer_failures(small: PreTrainedModel, layout: Layout, device: torch.device
         with suppress(RuntimeError):  # the CPU may lack a kernel in this dtype; then only the tolerance is allowed
             rounded = _mixed(mixer, inputs[name], cpu, dtype)
         for what, expected in true.items():
-            scale = expected.double().square().mean().sqrt() + 1e-30
-            error, noise = (
-                float((outcome[what].double() - expected).square().mean().sqrt() / scale)
-                for outcome in (found, rounded)
-            )
+            scale = _rms(expected) + 1e-30
+            error, noise = (_rms(outcome[what].double() - expected) / scale for outcome in (found, rounded))
             allowed = max(TOLERANCES[dtype], 4 * noise)
             if not error <= allowed:
                 yield f"{what} of {kind.__name__} are off by {error:.1e}, {allowed:.0e} is allowed"

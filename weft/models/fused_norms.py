@@ -26,23 +26,22 @@ EPSILON = ("variance_epsilon", "eps")  # names that stock classes give it, in th
 def fuse_norms(module: nn.Module) -> set[str]:
     """Let every RMSNorm below `module` that may, compute by torch's fused kernel; returns the names of their classes.
     Parameters, names and hooks stay as they are. Before anything wraps forward; parameters may be on meta."""
-    same: dict[tuple[type, float, int], bool] = {}
+    same: dict[tuple[Any, float, int], bool] = {}
     fused: set[str] = set()
     for child in module.modules():
         epsilon = _epsilon(child)
         if epsilon is None:
             continue
-        kind = (type(child), epsilon, child.weight.numel())
+        kind: tuple[Any, float, int] = (type(child), epsilon, child.weight.numel())
         if kind not in same:
             same[kind] = is_root_mean_square(child, epsilon)
         if same[kind]:
             fused.add(type(child).__name__)
-            kind_of_child: Any = type(child)
-            child.__class__ = _fused(kind_of_child)
+            child.__class__ = _fused(kind[0])
     return fused
 
 
-class FusedNorm:
+class FusedNorm(nn.Module):
     """Mixed into a class of RMSNorm. A class, and no forward of each module, because compiled layers share graphs only
     if their modules are alike."""
 
@@ -50,8 +49,8 @@ class FusedNorm:
 
     def forward(self, x: Tensor) -> Tensor:
         if x.dtype != self.weight.dtype or x.shape[-1:] != self.weight.shape:
-            return super().forward(x)  # type: ignore[misc] # promotes dtypes, or broadcasts
-        epsilon = self.variance_epsilon if hasattr(self, "variance_epsilon") else self.eps  # type: ignore[attr-defined]
+            return super().forward(x)  # promotes dtypes, or broadcasts
+        epsilon = self.variance_epsilon if hasattr(self, "variance_epsilon") else self.eps
         return functional.rms_norm(x, self.weight.shape, self.weight, epsilon)
 
 

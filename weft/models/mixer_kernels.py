@@ -84,7 +84,7 @@ _FUSED: dict[type[nn.Module], bool] = {}
 
 def _kernels_of(mixer: type[nn.Module]) -> MixerKernels:
     forward = inspect.unwrap(mixer.forward)
-    chosen = {own["func_name"]: own for own in map(choice_of, functions_of(mixer).values()) if own is not None}
+    chosen = choices_of(mixer)
     needed = chosen.keys() - _OF_TOKENS - FUSED
     if needed not in _MIXERS or (len(needed) == 1 and not mixer.__name__.endswith("ShortConv")):
         return MixerKernels(missing="there are no kernels that know documents")
@@ -125,6 +125,12 @@ def choice_of(function: Callable[..., Any]) -> Mapping[str, Any] | None:
     functions."""
     own = inspect.getclosurevars(_inner(function)).nonlocals
     return own if all(name in own for name in ("func_name", "is_new_implementation", "applicable_params")) else None
+
+
+def choices_of(mixer: type[nn.Module]) -> dict[str, Mapping[str, Any]]:
+    """Name of a kernel -> its choice_of, of all that the mixer's forward may call."""
+    choices = (choice_of(function) for function in functions_of(mixer).values())
+    return {choice["func_name"]: choice for choice in choices if choice is not None}
 
 
 def _inner(function: Any) -> Any:
@@ -238,13 +244,12 @@ def _dispatched(chosen: Callable[..., Any]) -> Callable[..., Any]:
         packages = not _by_torch and args[0].device.type in DEVICES
         return chosen(*args, **kwargs) if packages else with_torch(*args, **kwargs)
 
-    call.weft_chosen = chosen  # type: ignore[attr-defined]
+    call.__dict__["weft_chosen"] = chosen
     return call
 
 
 def has_fused(mixer: type[nn.Module]) -> bool:
     """Whether this class of mixers calls one of FUSED in training; looked for once."""
     if mixer not in _FUSED:
-        choices = map(choice_of, functions_of(mixer).values())
-        _FUSED[mixer] = any(own["func_name"] in FUSED for own in choices if own is not None)
+        _FUSED[mixer] = not FUSED.isdisjoint(choices_of(mixer))
     return _FUSED[mixer]

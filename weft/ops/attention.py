@@ -114,7 +114,7 @@ class Kernel:
 _AMPERE = (8, 0)
 KERNELS: dict[str, Kernel] = {
     "varlen": Kernel(
-        varlen, cuda_only=True, needs_16_bit=True, any_scores=False, widths=range(1, 257), capability=(8, 0)
+        varlen, cuda_only=True, needs_16_bit=True, any_scores=False, widths=range(1, 257), capability=_AMPERE
     ),
     "flex": Kernel(flex, cuda_only=True, needs_16_bit=True, any_scores=True, widths=range(16, 257), capability=_AMPERE),
     "per_document": Kernel(per_document, cuda_only=False, needs_16_bit=False, any_scores=True),

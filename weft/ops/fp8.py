@@ -24,7 +24,6 @@ from weft.errors import UserError
 
 MULTIPLE = 16  # of a layer's widths, for scaled products on tensor cores
 CAPABILITY = (8, 9)  # the first CUDA devices with such products
-_LARGEST = 448.0  # = 1.75 x 2^8
 
 
 def rounded(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
@@ -34,7 +33,7 @@ def rounded(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     """
     largest = x.detach().abs().amax(dim, keepdim=True).float()
     mantissa, exponent = torch.frexp(largest)  # largest = mantissa x 2^exponent, mantissa in [0.5, 1)
-    exponent = (exponent - 9 + (mantissa > 0.875)).clamp(min=-126)
+    exponent = (exponent - 9 + (mantissa > 0.875)).clamp(min=-126)  # 448 = 0.875 x 2^9
     scale = torch.ldexp(torch.ones_like(largest), exponent)
     scale = torch.where(largest == 0, 1.0, torch.where(largest.isfinite(), scale, torch.nan))
     return (x.float() / scale).to(torch.float8_e4m3fn), scale

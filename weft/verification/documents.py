@@ -72,9 +72,8 @@ def special_ids(engine: Engine, path: str) -> tuple[list[int], str]:
                 break
     dist.broadcast_object_list(chosen, src=0, group=engine.ranks.group)
     left = ", ".join(str(token) for token in known if token not in chosen[0])
-    return chosen[
-        0
-    ], f"tokens   no document has {left}: plain transformers' gradients are not finite there" if left else ""
+    remark = f"tokens   no document has {left}: plain transformers' gradients are not finite there" if left else ""
+    return chosen[0], remark
 
 
 def _document(source: random.Random, vocabulary: int, length: int) -> Document:
