@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_iter
 from benchmarks.gpu_sft import config_of, write_model
 from weft.cluster import simulated
 from weft.cluster.machine import ACCELERATORS
-from weft.cluster.process import pretend
+from weft.cluster.process import fake_ranks
 from weft.config.schema import FsdpConfig, ModelConfig, StepConfig
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
@@ -159,7 +159,7 @@ def count(shape: str, tokens: int, recompute: str, kept: bool, micro_batches: in
         )
         objective = CrossEntropy()
         step = Step([512] * (tokens // 512) * micro_batches, objective)
-        with pretend(1, "cpu", card, simulated=simulation) as ranks:
+        with fake_ranks(1, "cpu", card, simulated=simulation) as ranks:
             engine = Engine(config, ranks, weights=False)
             plan = plan_of(engine, step)
             rows = rows_of(engine, plan, step)

@@ -3,7 +3,7 @@
     python benchmarks/observe.py                              # some minutes, one rank
     torchrun --nproc-per-node 2 benchmarks/observe.py         # two ranks
 
-On: the recipe's Recorder (metrics.jsonl, tensorboard, seconds by phase) and a live bar on a terminal that nobody sees.
+On: the recipe's RunRecorder (metrics.jsonl, tensorboard, seconds by phase) and a live bar on a hidden terminal.
 Off: the Engine alone. One process and one engine take blocks of steps in turns (off, on, on, off, ...), over the same
 documents, with the 5.2M-parameter model of benchmarks/inputs.py, so that drift of the machine falls on both. CPU
 time is that of the process, all its threads; unlike the wall clock's, its share means something on a busy machine too.
@@ -41,10 +41,10 @@ from weft.engine.document import first_sources
 from weft.engine.engine import Engine
 from weft.engine.prefetch import prefetch
 from weft.objectives.cross_entropy import CrossEntropy
-from weft.recipes.run_data import deal, read_data
-from weft.recipes.sft import lay_out, take_step
+from weft.recipes.run_data import make_steps, read_data
+from weft.recipes.sft import prepare_step, take_step
 from weft.report.progress import Progress
-from weft.run.recorder import Recorder
+from weft.run.recorder import RunRecorder
 from weft.run.resume import Start
 from weft.telemetry import flight
 from weft.telemetry.profiling import own_peak_memory_gib
@@ -56,12 +56,12 @@ class Bench:
 
     def __init__(self, config: SftConfig, ranks: Ranks, run: Path, terminal: TextIO) -> None:
         documents, _ = read_data(config, config.data, load_tokenizer(config.model.path))
-        self.step = next(iter(deal(config, documents).starting_at(1)))
+        self.step = next(iter(make_steps(config, documents).starting_at(1)))
         self.engine = Engine(EngineConfig.of(config), ranks)
         self.sources = first_sources(documents, self.step.documents)
         self.objective = CrossEntropy()
-        self.upcoming = prefetch(repeat(self.step), partial(lay_out, self.engine, documents, self.objective))
-        self.recorder = Recorder(config, self.engine, run, RunSummary(model=config.model.path), Start())
+        self.upcoming = prefetch(repeat(self.step), partial(prepare_step, self.engine, documents, self.objective))
+        self.recorder = RunRecorder(config, self.engine, run, RunSummary(model=config.model.path), Start())
         self.console = Console(file=terminal, force_terminal=True, width=160)
 
     def take(self, progress: Progress | None) -> float:
@@ -70,7 +70,7 @@ class Bench:
         step, laid_out = next(self.upcoming)
         flight.step(1, 1, self.sources, len(step.documents))
         taken = take_step(self.engine, laid_out, self.objective, 1e-5)
-        flight.at("record")
+        flight.enter("record")
         if progress is not None:
             memory = own_peak_memory_gib(self.engine.device)
             progress.step(self.recorder.record(self.step, taken, memory, {}))

@@ -70,14 +70,14 @@ def _settle(fault: Fault | None, group: Path | None) -> None:
 
 
 def prepare(fault: Fault, folder: Path = Path()) -> None:
-    """Let the fault strike where flight.at says that its moment has come. folder: where the moment is noted."""
+    """Let the fault strike where flight.enter says that its moment has come. folder: where the moment is noted."""
     from weft.telemetry import flight
 
-    original, struck, times = flight.at, (folder / "struck-at").absolute(), count(1)
+    original, struck, times = flight.enter, (folder / "struck-at").absolute(), count(1)
 
     def at(phase: str, micro_batch: int = 0, *about: Any, **more: Any) -> None:
         original(phase, micro_batch, *about, **more)
-        record = flight.own.record()
+        record = flight.recorder.record()
         here = (phase, record.step) == (fault.phase, fault.step) and fault.rank in (-1, record.rank)
         here = here and fault.micro in (None, micro_batch) and not (fault.once and os.path.exists(fault.once))
         if here and (not fault.after or os.path.exists(fault.after)) and next(times) == fault.nth:
@@ -91,7 +91,7 @@ def prepare(fault: Fault, folder: Path = Path()) -> None:
         at("plan", 0, documents, many)
 
     step_original = flight.step
-    flight.at, flight.step = at, step
+    flight.enter, flight.step = at, step
     if fault.do in BEFORE:
         BEFORE[fault.do](fault)
 
@@ -211,7 +211,7 @@ def _not_a_number(fault: Fault) -> None:
 
     def spoilt(self: CrossEntropy, batch: Any) -> Any:
         terms = original(self, batch)
-        record = flight.own.record()
+        record = flight.recorder.record()
         if record.rank == fault.rank and record.step >= fault.step:
             terms.loss_sum.mul_(float("nan"))
         return terms
@@ -229,7 +229,7 @@ def _plan(change: Callable[[list[Any]], list[Any]]) -> Callable[[Fault], None]:
         original, step = Engine.plan, count(1)  # a step is planned while the one before is taken
 
         def spoilt(self: Engine, metadata: Sequence[Any], **rest: Any) -> Any:
-            other = next(step) == fault.step and flight.own.record().rank == fault.rank
+            other = next(step) == fault.step and flight.recorder.record().rank == fault.rank
             return original(self, change(list(metadata)) if other else metadata, **rest)
 
         Engine.plan = spoilt  # type: ignore[method-assign]

@@ -113,7 +113,7 @@ class LocalGroup:
     def blamed(self, error: ActorError) -> ActorError:
         return error
 
-    def keep_evidence(self, run: Path) -> None:
+    def save_evidence(self, run: Path) -> None:
         """There is none."""
 
     def end(self) -> None:
@@ -137,7 +137,7 @@ def local_actors(
     finally:
         for group in filter(None, (trainers, engines)):
             group.end()
-        flight.own.close()
+        flight.recorder.close()
         leave()
 
 

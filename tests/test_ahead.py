@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from tests.cases import open_engine, saved_model
 from tests.pool import run
-from weft.cluster.process import join, pretend
+from weft.cluster.process import fake_ranks, join
 from weft.config import schema
 from weft.data.documents import DataReport, Documents
 from weft.data.limits import Limits, LongDocuments
@@ -95,7 +95,7 @@ def built_by_rank(lengths: Sequence[int]) -> list[list[int]]:
         found[-1].append(index)
         return original(self, index)
 
-    with pretend(RANKS):
+    with fake_ranks(RANKS):
         try:
             model, step = schema.ModelConfig(path=saved_model("llama")), schema.StepConfig(max_tokens_per_device=256)
             engine = Engine(EngineConfig(model=model, step=step), sft_ranks(), weights=False)
@@ -107,7 +107,7 @@ def built_by_rank(lengths: Sequence[int]) -> list[list[int]]:
                     mock.patch.object(Mesh, "loss_rank", mock.PropertyMock(return_value=rank)),
                     mock.patch.object(engine._planner, "_rank", rank),
                 ):
-                    plan, rows = sft.lay_out(engine, documents, CrossEntropy(), Step(1, 1, list(range(COUNT))))
+                    plan, rows = sft.prepare_step(engine, documents, CrossEntropy(), Step(1, 1, list(range(COUNT))))
                 in_rows = [index for micro in range(plan.micro_batches) for index in rows[micro].documents]
                 assert sorted(in_rows) == sorted(found[-1])
         finally:
@@ -247,10 +247,10 @@ def overlapping(path: str, folder: str) -> tuple[list[bool], list[int]]:
     """(of each step but the last: whether the next was laid out before its update; after how many updates dtypes were
     checked)."""
     events = {number: threading.Event() for number in range(1, 13)}
-    lay_out, apply, seen, checked = sft.lay_out, Engine.apply, list[bool](), list[int]()
+    prepare_step, apply, seen, checked = sft.prepare_step, Engine.apply, list[bool](), list[int]()
 
     def laying_out(engine: Engine, documents: Any, objective: Any, step: Step) -> Any:
-        found = lay_out(engine, documents, objective, step)
+        found = prepare_step(engine, documents, objective, step)
         events[step.number].set()
         return found
 
@@ -263,7 +263,7 @@ def overlapping(path: str, folder: str) -> tuple[list[bool], list[int]]:
         checked.append(len(seen))
 
     with (
-        mock.patch.object(sft, "lay_out", laying_out),
+        mock.patch.object(sft, "prepare_step", laying_out),
         mock.patch.object(Engine, "apply", applying),
         mock.patch.object(sft, "check_contract", checking),
     ):
@@ -287,8 +287,8 @@ def spoilt(path: str, folder: str) -> tuple[str, int, str]:
     data = RunData(documents, DataReport("two files", 40, 0, 0, 9, ""))
     with pytest.raises(OSError) as caught:
         sft.train(config, engine, data, Path(folder), Phases())
-    where = flight.own.record().where()
-    flight.own.close()
+    where = flight.recorder.record().activity()
+    flight.recorder.close()
     return str(caught.value), len((Path(folder) / "metrics.jsonl").read_text().splitlines()), where
 
 
@@ -346,6 +346,6 @@ def test_a_step_takes_what_is_laid_out() -> None:
 
 def one_step(path: str) -> bool:
     engine = open_engine(path, "1")
-    laid_out = sft.lay_out(engine, table_of([9, 8, 7]), CrossEntropy(), Step(1, 1, [2, 0]))
+    laid_out = sft.prepare_step(engine, table_of([9, 8, 7]), CrossEntropy(), Step(1, 1, [2, 0]))
     taken = sft.take_step(engine, _done(laid_out), CrossEntropy(), 1e-3)
     return [meta.length for meta in taken.plan.documents] == [7, 9] and not taken.result.skipped

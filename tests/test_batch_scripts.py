@@ -224,16 +224,16 @@ def test_no_rank_ends_before_the_first_has_written_the_end_of_the_run(shared: Pa
 
 def slow_summary() -> None:
     """Makes the end of the first rank take longer than the others'."""
-    from weft.run.recorder import Recorder
+    from weft.run.recorder import RunRecorder
 
-    finish = Recorder.finish
+    finish = RunRecorder.finish
 
     def later(*args: object) -> None:
         time.sleep(0.5)
         finish(*args)  # type: ignore[arg-type]
 
     if os.environ["RANK"] == "0":
-        Recorder.finish = later  # type: ignore[method-assign, assignment]
+        RunRecorder.finish = later  # type: ignore[method-assign, assignment]
 
 
 def torchrun(words: Sequence[str]) -> int:

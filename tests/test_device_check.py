@@ -360,7 +360,7 @@ def test_collectives_of_a_new_mesh_are_tried_on_cuda(
     mesh: Any = SimpleNamespace(groups={"dp_shard": None})
     setup = SimpleNamespace(mesh=mesh, precision=SimpleNamespace(compute=BF16, reduce=torch.float32))
     monkeypatch.setattr(stages, "describe", lambda *_: setup)
-    monkeypatch.setattr(stages, "waits_limited", nullcontext)
+    monkeypatch.setattr(stages, "new_groups_inherit_timeout", nullcontext)
     monkeypatch.setattr(stages, "check_collectives", lambda *given: asked.append(given))
     monkeypatch.setattr(stages, "build", build)
     config: Any = SimpleNamespace(deterministic=False)

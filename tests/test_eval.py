@@ -28,7 +28,7 @@ from weft.objectives.base import Batch, Objective, Terms
 from weft.objectives.cross_entropy import CrossEntropy
 from weft.recipes import evaluate
 from weft.recipes.evaluate import Evaluator, HeldOut
-from weft.run.best import Best
+from weft.run.best import BestEvaluation
 from weft.run.resume import reset_best
 from weft.telemetry import flight
 from weft.telemetry.summary import Phases
@@ -95,7 +95,7 @@ def evaluated(
             held_out = HeldOut({name: [as_document(d) for d in documents] for name, documents in named.items()})
             config = schema.SftConfig(model=schema.ModelConfig(path=path), data=schema.DataConfig(path=""))
             found.append(
-                Evaluator(config, engine, held_out, {}, Path(), Phases(), objective or CrossEntropy()).at(1, 1)
+                Evaluator(config, engine, held_out, {}, Path(), Phases(), objective or CrossEntropy()).evaluate(1, 1)
             )
         assert all(parameter.grad is None for parameter in engine.module.parameters())
         assert engine.module.training
@@ -251,7 +251,7 @@ def scripted(*arguments: Any) -> None:
     """A process of a run whose held-out losses are LOSSES."""
 
     def means(evaluator: Evaluator) -> Figures:
-        step = flight.own.record().step
+        step = flight.recorder.record().step
         return {"loss": LOSSES[step], "accuracy": 0.5, "exact": 0.5 if step >= 4 else 0.0}
 
     with mock.patch.object(Evaluator, "_means", means):
@@ -314,23 +314,25 @@ def test_a_run_that_was_ended_goes_on_only_with_more_patience(patient: Path, tmp
 
 
 def test_small_improvements_add_up() -> None:
-    best = Best(schema.EvalConfig(patience=2, min_delta=0.1))
+    best = BestEvaluation(schema.EvalConfig(patience=2, min_delta=0.1))
     found = [
         (best.update(step, {"eval/loss": loss}), best.waited) for step, loss in enumerate((1.0, 0.95, 0.89, 0.88), 1)
     ]
     assert found == [(True, 0), (True, 1), (True, 0), (True, 1)]  # 0.89 is lower than 1.0 by more than 0.1
     assert best.ends is None and (best.value, best.step) == (0.88, 4)
     assert not best.update(5, {"eval/loss": 0.88}) and best.ends == "eval.patience"
-    assert Best(schema.EvalConfig()).update(0, {"eval/loss": 1.0}) is False  # nothing is saved before the first step
+    assert (
+        BestEvaluation(schema.EvalConfig()).update(0, {"eval/loss": 1.0}) is False
+    )  # nothing is saved before the first step
 
 
 def test_the_best_of_other_documents_or_another_figure_is_forgotten() -> None:
-    first = Best(schema.EvalConfig(), "abc")
+    first = BestEvaluation(schema.EvalConfig(), "abc")
     first.update(3, {"eval/loss": 1.0})
     for config, digest in ((schema.EvalConfig(), "abd"), (schema.EvalConfig(metric="eval/a/loss"), "abc")):
-        other = Best(config, digest)
+        other = BestEvaluation(config, digest)
         assert "its best is forgotten" in other.restore(first.state(kept=True))[0] and other.value is None
-    same = Best(schema.EvalConfig(), "abc")
+    same = BestEvaluation(schema.EvalConfig(), "abc")
     assert same.restore(first.state(kept=True)) == [] and same == first
 
 

@@ -25,24 +25,24 @@ from weft.cluster.actor_watchdog import ActorWatchdog
 from weft.cluster.consistency import differences
 from weft.cluster.entrypoint import set_up_actor
 from weft.cluster.failures import Failure, diagnose
-from weft.cluster.launch import Outcome
+from weft.cluster.launch import LaunchOutcome
 from weft.cluster.reports import RankReport
 from weft.cluster.restart import run_with_restarts
 from weft.cluster.status import STATUS, Kind, kind_of
-from weft.cluster.watch import Evidence, Watch
-from weft.cluster.watchdog import Frozen, in_collective, main_stack
+from weft.cluster.watch import Evidence, RankMonitor
+from weft.cluster.watchdog import SuspensionClock, in_collective, main_stack
 from weft.errors import RanksDisagreeError, StorageError, UserError
 from weft.rl import failure
 from weft.telemetry import flight
-from weft.telemetry.flight import Flight, Record
+from weft.telemetry.flight import FlightRecord, FlightRecorder
 
 # ---------------------------------------------------------------- the record
 
 
 @pytest.fixture
-def made(tmp_path: Path) -> Flight:
+def made(tmp_path: Path) -> FlightRecorder:
     """A record in a file, in step 3."""
-    record = Flight()
+    record = FlightRecorder()
     record.open(tmp_path / "rank-00001.live")
     record.begin(1, 2)
     record.watch(10.0)
@@ -51,28 +51,28 @@ def made(tmp_path: Path) -> Flight:
     return record
 
 
-def test_a_record_says_where_a_rank_is(made: Flight, tmp_path: Path) -> None:
+def test_a_record_says_where_a_rank_is(made: FlightRecorder, tmp_path: Path) -> None:
     made.planned("abc")
-    made.at("forward", 2, ["a.jsonl:3", "a.jsonl:7"])
+    made.enter("forward", 2, ["a.jsonl:3", "a.jsonl:7"])
     read = flight.read(tmp_path / "rank-00001.live")
     assert read is not None and read == made.record()
-    assert read.where() == "in step 3 of 6, forward of micro-batch 2, documents a.jsonl:3, a.jsonl:7"
+    assert read.activity() == "in step 3 of 6, forward of micro-batch 2, documents a.jsonl:3, a.jsonl:7"
     assert (read.rank, read.world, read.pid, read.plan, read.limit) == (1, 2, os.getpid(), "abc", 10.0)
     assert [entry[1:] for entry in read.trail][-2:] == [[3, "plan", 0], [3, "forward", 2]]
-    made.at("optimizer")
-    assert made.record().where() == "in step 3 of 6, optimizer"
+    made.enter("optimizer")
+    assert made.record().activity() == "in step 3 of 6, optimizer"
 
 
-def test_many_documents_are_counted(made: Flight) -> None:
-    assert made.record().where().endswith("planning the step, documents " + ", ".join(
+def test_many_documents_are_counted(made: FlightRecorder) -> None:
+    assert made.record().activity().endswith("planning the step, documents " + ", ".join(
         f"a.jsonl:{i}" for i in range(8)) + " and 12 more")  # fmt: skip
 
 
-def test_a_record_torn_by_a_kill_leaves_the_one_before(made: Flight, tmp_path: Path) -> None:
+def test_a_record_torn_by_a_kill_leaves_the_one_before(made: FlightRecorder, tmp_path: Path) -> None:
     """Whatever single line is torn, and wherever, the other is read."""
     path = tmp_path / "rank-00001.live"
-    made.at("forward", 1)
-    made.at("backward", 1)
+    made.enter("forward", 1)
+    made.enter("backward", 1)
     whole = path.read_bytes()
     phases = set()
     for line in (0, 1):
@@ -87,42 +87,42 @@ def test_a_record_torn_by_a_kill_leaves_the_one_before(made: Flight, tmp_path: P
 
 
 def test_a_record_that_cannot_be_written_harms_nothing(tmp_path: Path) -> None:
-    record = Flight()
+    record = FlightRecorder()
     (tmp_path / "file").touch()
     record.open(tmp_path / "file" / "rank-00000.json")  # its folder is a file
-    record.at("load")
+    record.enter("load")
     assert record.record().phase == "load"
     os.symlink("/dev/full", tmp_path / "full")
     record.open(tmp_path / "full")
-    record.at("save")
+    record.enter("save")
 
 
 def test_long_phases_have_more_time() -> None:
-    record = Flight()
+    record = FlightRecorder()
     record.watch(10.0)
     limits = {}
     for step in (1, 2):
         record.step(step, 6)
         limits[step] = record.limit
-        record.at("save")
+        record.enter("save")
         limits[-step] = record.limit
     assert limits == {1: 100.0, 2: 10.0, -1: 100.0, -2: 100.0}
-    record.at("data")
+    record.enter("data")
     record.since -= 11
     assert record.silence() == pytest.approx(1, abs=0.1)
     record.beat()
     assert record.silence() is None
 
 
-def test_a_record_costs_little(made: Flight) -> None:
+def test_a_record_costs_little(made: FlightRecorder) -> None:
     began = time.perf_counter()
     for micro in range(1000):
-        made.at("forward", micro % 4, ["a.jsonl:3", "a.jsonl:7"])
+        made.enter("forward", micro % 4, ["a.jsonl:3", "a.jsonl:7"])
     assert time.perf_counter() - began < 0.2  # 0.2 ms each; measured 8 us on an idle core
 
 
 def test_a_run_that_ends_well_leaves_no_record(tmp_path: Path) -> None:
-    record = Flight()
+    record = FlightRecorder()
     record.in_run(tmp_path)
     assert flight.read_all(tmp_path / "flight").keys() == {0}
     record.close()
@@ -130,18 +130,18 @@ def test_a_run_that_ends_well_leaves_no_record(tmp_path: Path) -> None:
 
 
 def test_what_a_killed_process_left_is_kept_by_the_next(tmp_path: Path) -> None:
-    first, second = Flight(), Flight()
+    first, second = FlightRecorder(), FlightRecorder()
     first.in_run(tmp_path)
-    first.at("save")
+    first.enter("save")
     second.in_run(tmp_path)
     second.close()
     assert flight.read_all(tmp_path / "flight")[0].phase == "save"
 
 
 def test_what_was_kept_of_an_earlier_failure_stays(tmp_path: Path) -> None:
-    flight.keep(Record(run=str(tmp_path), phase="save"), {})
+    flight.save(FlightRecord(run=str(tmp_path), phase="save"), {})
     kept = (tmp_path / "flight" / "rank-00000.json").read_text()
-    record = Flight()
+    record = FlightRecorder()
     record.in_run(tmp_path)
     assert flight.read_all(tmp_path / "flight")[0].phase == "start"  # of this run
     record.close()
@@ -201,10 +201,12 @@ def test_every_kind_has_a_status_of_its_own() -> None:
 # ---------------------------------------------------------------- who is to blame
 
 
-def records(*phases: tuple[int, str, int]) -> dict[int, Record]:
+def records(*phases: tuple[int, str, int]) -> dict[int, FlightRecord]:
     """One per rank: (step, phase, changes)."""
     return {
-        rank: Record(rank=rank, step=step, steps=9, phase=phase, changes=changes, since=time.monotonic(), limit=5.0)
+        rank: FlightRecord(
+            rank=rank, step=step, steps=9, phase=phase, changes=changes, since=time.monotonic(), limit=5.0
+        )
         for rank, (step, phase, changes) in enumerate(phases)
     }
 
@@ -263,7 +265,7 @@ def test_a_rank_that_lost_its_peer_is_not_the_first() -> None:
 def test_a_rank_whose_connection_a_waiting_one_closed_is_not_the_cause(waited: bool) -> None:
     """Rank 1 is stopped. Rank 2 waits for it in vain and closes its connections, which rank 0 reports first, and may be
     the only one to report anything."""
-    lost = RankReport(0, 1.0, "RuntimeError: gloo: Connection closed by peer", kind="peer", where="in step 2 of 9")
+    lost = RankReport(0, 1.0, "RuntimeError: gloo: Connection closed by peer", kind="peer", activity="in step 2 of 9")
     seen = Evidence(records(*[(2, "forward", 9)] * 3), {0: COLLECTIVE}, {1: "stopped (SIGSTOP)"})
     failure = diagnose([lost, *(waiting(2) if waited else [])], {0: 10, 2: 11 if waited else -15, 1: -15}, seen, 3)
     assert (failure.kind, failure.rank) == ("hang", 1)
@@ -283,10 +285,10 @@ RANK = """
 import sys, time
 from pathlib import Path
 from weft.telemetry import flight
-flight.own.open(Path(sys.argv[1]) / flight.FOLDER / flight.live_name(1))
+flight.recorder.open(Path(sys.argv[1]) / flight.FOLDER / flight.live_name(1))
 flight.begin(1, 2)
 flight.watch(0.3)
-flight.at("load")
+flight.enter("load")
 print("there", flush=True)
 time.sleep(600)
 """
@@ -301,7 +303,7 @@ def test_a_stopped_rank_is_found_in_a_slow_phase_too(tmp_path: Path, monkeypatch
     with subprocess.Popen(words, env=variables, stdout=subprocess.PIPE, text=True) as rank:
         try:
             assert rank.stdout is not None and rank.stdout.readline() == "there\n"
-            observed, start = Watch(tmp_path), time.monotonic()
+            observed, start = RankMonitor(tmp_path), time.monotonic()
             while time.monotonic() - start < 0.5:  # it runs, and then it is stopped while the launcher is frozen, too
                 observed.look(time.monotonic() - start)
                 rank.send_signal(signal.SIGSTOP)
@@ -313,7 +315,7 @@ def test_a_stopped_rank_is_found_in_a_slow_phase_too(tmp_path: Path, monkeypatch
         finally:
             rank.kill()
     (report,) = reports.read_all(tmp_path)
-    assert (report.rank, report.kind, report.where) == (1, "hang", "loading the model")
+    assert (report.rank, report.kind, report.activity) == (1, "hang", "loading the model")
     assert report.message.endswith("it is stopped (SIGSTOP)")
 
 
@@ -355,7 +357,7 @@ def test_sys_exit_in_a_rank(
 
 
 def test_how_long_another_was_waited_for_is_said() -> None:
-    record = Flight()
+    record = FlightRecorder()
     assert record.patience == "train.timeout"
     record.watch(90.0, "rollout.timeout")
     assert record.patience == "90 seconds (rollout.timeout)"
@@ -374,7 +376,7 @@ def test_the_kernels_kills_are_told_from_others() -> None:
 
 def test_an_abort_after_the_timeout_is_a_hang() -> None:
     """NCCL's own watchdog ends a process so."""
-    late = Record(rank=1, step=2, steps=9, phase="reduce", since=time.monotonic() - 5, limit=5.0)
+    late = FlightRecord(rank=1, step=2, steps=9, phase="reduce", since=time.monotonic() - 5, limit=5.0)
     assert diagnose([], {1: -6}, Evidence({1: late}), 2).kind == "hang"
     assert diagnose([], {1: -6}, Evidence(records((1, "load", 1), (1, "load", 1))), 2).kind == "killed"
 
@@ -443,7 +445,7 @@ def test_memory_of_a_test_is_limited_in_either_version(
 def test_time_in_which_the_process_was_frozen_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr("weft.cluster.watchdog.time.monotonic", lambda: now[0])
-    frozen = Frozen(0.5)
+    frozen = SuspensionClock(0.5)
     for moment, expected in ((0.5, 0.0), (1.2, 0.0), (101.7, 100.0), (102.2, 100.0)):
         now[0] = moment
         assert frozen.tick() == pytest.approx(expected)
@@ -495,15 +497,15 @@ class Attempts:
         self.run, self.failures = run, list(failures)
         self.commands: list[str] = []
 
-    def __call__(self, command: Sequence[str], nproc: int, debug: bool) -> Outcome:
+    def __call__(self, command: Sequence[str], nproc: int, debug: bool) -> LaunchOutcome:
         self.commands.append(command[0])
         found = self.failures.pop(0)
         if found is None:
-            return Outcome(0)
+            return LaunchOutcome(0)
         (self.run / "flight").mkdir(parents=True, exist_ok=True)
         (self.run / "flight" / "rank-00000.json").write_text(str(len(self.commands)))
         failure = Failure(found[0], "what happened", 1, found[1], str(self.run) if found[1] else "")
-        return Outcome(failure.status, failure)
+        return LaunchOutcome(failure.status, failure)
 
 
 @pytest.mark.parametrize(
@@ -536,7 +538,7 @@ def test_when_to_start_again(
 
 
 def test_a_signal_to_the_launcher_is_no_failure(tmp_path: Path) -> None:
-    assert run_with_restarts(["x"], lambda run: [], 1, 5, attempt=lambda *_: Outcome(143)) == 143
+    assert run_with_restarts(["x"], lambda run: [], 1, 5, attempt=lambda *_: LaunchOutcome(143)) == 143
 
 
 def test_the_record_of_an_actor_is_where_the_controller_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -548,12 +550,12 @@ def test_the_record_of_an_actor_is_where_the_controller_looks(tmp_path: Path, mo
         assert set_up_actor(3) == tmp_path
         record = flight.read_all(tmp_path / flight.FOLDER)[3]
     finally:
-        flight.own.close()
+        flight.recorder.close()
     assert (record.rank, record.world, record.pid) == (3, 4, os.getpid())
 
 
 def test_an_actor_without_progress_is_killed_with_the_report_of_a_hang(
-    made: Flight, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    made: FlightRecorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     killed: list[int] = []
     process: Any = SimpleNamespace(status=lambda: "running", kill=lambda: killed.append(1))
@@ -561,7 +563,7 @@ def test_an_actor_without_progress_is_killed_with_the_report_of_a_hang(
     ActorWatchdog(tmp_path, 3.0, "train.timeout")._end(1, made.record(), process, 7.0)
     (report,) = reports.read_all(tmp_path)
     assert (report.rank, report.kind, report.plain) == (1, "hang", True) and killed == [1]
-    assert report.message == "no progress for 7 seconds (train.timeout)" and report.where == made.record().where()
+    assert report.message == "no progress for 7 seconds (train.timeout)" and report.activity == made.record().activity()
 
 
 @pytest.mark.parametrize("known", [True, False])

@@ -23,7 +23,7 @@ from weft.data.encode import Encoding
 from weft.data.image_opener import ImageOpener
 from weft.data.images import Images, read_images
 from weft.errors import UserError
-from weft.recipes.sampling import Questions, Sampler
+from weft.recipes.sampling import EvalPrompts, Sampler
 from weft.rl.prompts import PromptRules, read_prompts
 from weft.rollout import generate
 from weft.rollout.base import Completion, Request, Sampling
@@ -128,7 +128,7 @@ def test_with_new_weights_samples_go_on_with_their_images(monkeypatch: pytest.Mo
     assert [found[str(n)].tokens for n in range(3)] == [one.tokens for one in whole]
 
 
-def answer_that_draws_an_image(path: str, questions: Questions, root: str) -> dict[str, Any]:
+def answer_that_draws_an_image(path: str, questions: EvalPrompts, root: str) -> dict[str, Any]:
     """A line of eval.prompts, by forwards of whole rows; the third token stands for an image."""
     asked = EvalConfig(prompts=("unused",), max_new_tokens=NEW)
     config = SftConfig(model=ModelConfig(path=path), data=DataConfig(path="unused"), eval=asked)
@@ -150,7 +150,7 @@ def test_an_answer_to_eval_prompts_ends_where_it_draws_an_image(tmp_path: Path) 
     """A forward of the whole row would find more places than images."""
     prompts, images = read("qwen2_5_vl", ROWS[:1])
     own = [prompts_of.Prompt(prompt.text, prompt.tokens, prompt.images) for prompt in prompts]
-    questions = Questions(own, vision_tokenizer("qwen2_5_vl"), (), images)
+    questions = EvalPrompts(own, vision_tokenizer("qwen2_5_vl"), (), images)
     (line,) = run(1, answer_that_draws_an_image, folder("qwen2_5_vl"), questions, str(tmp_path))
     assert line["tokens"] == 2 and not line["finished"]
 

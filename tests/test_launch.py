@@ -25,7 +25,7 @@ from weft.cluster.failures import diagnose
 from weft.cluster.launch import launch
 from weft.cluster.launchers import join_launcher
 from weft.cluster.machine import cpu_cores
-from weft.cluster.process import join, pretend
+from weft.cluster.process import fake_ranks, join
 from weft.cluster.reports import RankReport
 from weft.cluster.watch import Evidence
 from weft.errors import UserError
@@ -305,7 +305,7 @@ def test_one_process_leaves_after_an_error_too() -> None:
 
 
 def test_ranks_can_be_pretended() -> None:
-    with pretend(8) as ranks:
+    with fake_ranks(8) as ranks:
         assert (ranks.world, dist.get_world_size()) == (8, 8)
         mesh = dist.device_mesh.init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp_replicate", "dp_shard"))
         assert mesh["dp_shard"].size() == 4

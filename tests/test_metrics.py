@@ -128,7 +128,7 @@ def test_what_is_not_finite_on_any_rank_is_named_once_on_every_rank(monkeypatch:
     def gather(parts: list[list[str]], mine: list[str], group: object) -> None:
         parts[:] = [mine, ["b", "a"]]
 
-    monkeypatch.setattr(nonfinite, "everyone", lambda: None)
+    monkeypatch.setattr(nonfinite, "world_group", lambda: None)
     monkeypatch.setattr(nonfinite.dist, "get_world_size", lambda group: 2)
     monkeypatch.setattr(nonfinite.dist, "all_gather_object", gather)
     assert nonfinite._gathered(["a"]) == ["a", "b"]

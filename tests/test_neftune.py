@@ -221,7 +221,7 @@ def test_weft_verify_has_none() -> None:
 def test_a_run_says_which_step_it_lays_out() -> None:
     engine, objective = mock.Mock(), CrossEntropy()
     engine.deal.return_value = ("the plan", "documents")
-    sft.lay_out(engine, [], objective, Step(7, 1, []))
+    sft.prepare_step(engine, [], objective, Step(7, 1, []))
     engine.rows.assert_called_once_with("the plan", "documents", objective, 7)
 
 

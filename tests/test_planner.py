@@ -19,7 +19,7 @@ from tests.pool import run
 from tests.vision_zoo import vision_folder
 from weft import cli
 from weft.cluster.machine import Accelerator, accelerator
-from weft.cluster.process import pretend
+from weft.cluster.process import fake_ranks
 from weft.config import SftConfig, load_config
 from weft.config.mesh import MeshSizes, fewest_ranks, resolve_mesh
 from weft.config.rl_schema import RlConfig
@@ -196,7 +196,7 @@ def test_a_dry_run_says_the_same(family: str, mesh: dict[str, int], sections: di
     path = str(vision_folder(tmp_path, family)) if family == "qwen2_5_vl" else saved_model(family, **changes)
     config = replace(engine_config(path, "1", **sections), mesh=MeshConfig(**mesh))
     sizes = resolve_mesh(config.mesh, fewest_ranks(config.mesh))
-    with pretend(sizes.world) as ranks:
+    with fake_ranks(sizes.world) as ranks:
         said = Engine(config, ranks, weights=False).memory
     model = Blueprint(config, "cpu", None)
     model.check(sizes)

@@ -168,7 +168,7 @@ def expected_lines() -> list[tuple[float | None, float | None]]:
     documents, plain, out = run_documents((2,)), reference.Reference(path), []
     plain.start(reference_optimizer.Optimizer("sgd", weight_decay=0.1).over(plain.named()))
     lengths = [Document(torch.tensor(ids), torch.tensor(mask)) for ids, mask in documents]
-    for step in run_data.deal(run_config(path), lengths):
+    for step in run_data.make_steps(run_config(path), lengths):
         if 2 in step.documents:
             out.append((None, None))
         else:

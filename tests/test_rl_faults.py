@@ -501,11 +501,11 @@ import os, sys, time
 from pathlib import Path
 from weft.telemetry import flight
 from weft.report import rollouts
-flight.own.open(Path(sys.argv[1]) / flight.FOLDER / flight.live_name(0))
+flight.recorder.open(Path(sys.argv[1]) / flight.FOLDER / flight.live_name(0))
 flight.begin(0, 1)
 if sys.argv[2] != "idle":
     flight.watch(0.2)
-flight.at(sys.argv[2])
+flight.enter(sys.argv[2])
 print("there", flush=True)
 while True:
     time.sleep(0.02)
@@ -518,7 +518,7 @@ def test_an_actor_that_is_stopped_is_ended_and_named(
     phase: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its own watchdog is stopped, too. Where it waits for a call, it is one that the call does not wake."""
-    monkeypatch.setattr(actor_watchdog.Silence, "most", staticmethod(lambda limit: 3 * limit))
+    monkeypatch.setattr(actor_watchdog.SilenceClock, "most", staticmethod(lambda limit: 3 * limit))
     words = [sys.executable, "-c", ACTOR, str(tmp_path), phase]
     variables = {**os.environ, reports.FOLDER_VARIABLE: str(tmp_path)}
     with subprocess.Popen(words, env=variables, stdout=subprocess.PIPE, text=True) as actor:
@@ -533,15 +533,15 @@ def test_an_actor_that_is_stopped_is_ended_and_named(
     assert actor.returncode == -signal.SIGKILL
     (report,) = reports.read_all(tmp_path)
     assert report.kind == "hang" and "(rollout.timeout); it is stopped (SIGSTOP)" in report.message
-    assert report.where == {"generate": "generating", "idle": "waiting for the controller"}[phase]
+    assert report.activity == {"generate": "generating", "idle": "waiting for the controller"}[phase]
 
 
 def test_an_actor_that_nobody_waits_for_may_be_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(actor_watchdog.Silence, "most", staticmethod(lambda limit: 0.0))
-    record = flight.Flight()
+    monkeypatch.setattr(actor_watchdog.SilenceClock, "most", staticmethod(lambda limit: 0.0))
+    record = flight.FlightRecorder()
     record.open(tmp_path / flight.FOLDER / flight.live_name(0))
     record.watch(1.0)
-    record.at("generate")
+    record.enter("generate")
     looking = ActorWatchdog(tmp_path, 1.0, "train.timeout")
     looking.look(0.0)
     time.sleep(0.01)

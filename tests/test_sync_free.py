@@ -25,7 +25,7 @@ from tests.cases import open_engine, saved_model
 from tests.pool import run
 from tests.rl_samples import algorithm
 from weft.cluster.consistency import max_over_ranks
-from weft.cluster.process import everyone
+from weft.cluster.process import world_group
 from weft.cluster.simulated import read
 from weft.engine.document import Document
 from weft.engine.engine import Engine
@@ -217,7 +217,7 @@ def test_one_read_changes_nothing(spoilt: str) -> None:
 
 def largest_rank() -> list[float]:
     """A meta tensor has no values that could be reduced."""
-    return max_over_ranks([float(dist.get_rank()), 2.5], everyone(), torch.device("meta"))
+    return max_over_ranks([float(dist.get_rank()), 2.5], world_group(), torch.device("meta"))
 
 
 def test_ranks_agree_on_the_host() -> None:

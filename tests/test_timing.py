@@ -48,14 +48,14 @@ def test_seconds_by_hand(clock: Clock) -> None:
     try:
         for phase, seconds in [("save", 50), ("plan", 1), ("rows", 2), ("forward", 4), ("backward", 8), ("rows", 0.5),
                                ("forward", 16)]:  # fmt: skip
-            flight.at(phase)
+            flight.enter(phase)
             clock.now += seconds
         timing.waited(clock.now - 3)  # of the 16
-        flight.at("reduce")
+        flight.enter("reduce")
         with timing.waiting():
             clock.now += 32
         for phase, seconds in [("optimizer", 64), ("record", 128), ("save", 256)]:
-            flight.at(phase)
+            flight.enter(phase)
             clock.now += seconds
         timing.waited(clock.now - 9)  # after the step: nobody's
         assert times.take() == {
@@ -65,7 +65,7 @@ def test_seconds_by_hand(clock: Clock) -> None:
         assert times.take() == {}
     finally:
         times.close()
-    assert flight.own.listeners == []
+    assert flight.recorder.listeners == []
 
 
 def test_on_several_accelerators_communication_is_not_told() -> None:
@@ -105,7 +105,7 @@ def step(engine: Engine) -> tuple[dict[str, torch.Tensor], float]:
     engine.accumulate(plan, dict(enumerate(documents)), CrossEntropy())
     found = {name: own_part(p.grad).clone() for name, p in engine.module.named_parameters() if p.grad is not None}
     engine.apply(1e-3)
-    flight.at("record")
+    flight.enter("record")
     return found, time.perf_counter() - began
 
 
@@ -155,11 +155,11 @@ def test_the_gather_is_timed_in_the_phase_that_waits(clock: Clock, monkeypatch: 
     times = StepTimes(CPU, world=2)
     times.open()
     try:
-        flight.at("plan")
-        flight.at("forward")
+        flight.enter("plan")
+        flight.enter("forward")
         TimedAllGather()(torch.zeros(2), torch.zeros(1), None)  # type: ignore[arg-type]
         clock.now += 2
-        flight.at("record")
+        flight.enter("record")
         seconds = times.take()
     finally:
         times.close()
@@ -178,13 +178,13 @@ def test_a_trace_holds_the_phases(tmp_path: Path) -> None:
     config = ProfileConfig(steps=(2,), memory=True)
     for number in (1, 2):
         with profiling.profiled(config, number, tmp_path, rank=0):
-            flight.at("forward", 1)
+            flight.enter("forward", 1)
             torch.ones(64, 64).matmul(torch.ones(64, 64))
-            flight.at("optimizer")
+            flight.enter("optimizer")
         with profiling.profiled(config, number, tmp_path, rank=1):
             pass
     assert [path.name for path in (tmp_path / "profile").iterdir()] == ["rank-0-step-2.json.gz"]
     trace = json.loads(gzip.decompress((tmp_path / "profile" / "rank-0-step-2.json.gz").read_bytes()))
     names = {event.get("name") for event in trace["traceEvents"]}
     assert {"weft: forward 1", "weft: optimizer", "aten::matmul", "[memory]"} <= names
-    assert flight.own.listeners == []
+    assert flight.recorder.listeners == []

@@ -247,7 +247,7 @@ def _run_rl(config: RlConfig, options: RlOptions, hooks: RlHooks) -> Run:
     try:
         _beside_loops(lambda: recipe.run(config, options, hooks))
     finally:
-        flight.own.close()
+        flight.recorder.close()
     return Run(Path(str(config.run.dir)))
 
 
@@ -321,7 +321,7 @@ def _run(config: SftConfig, options: SftOptions, hooks: Hooks) -> Run:
     try:
         recipe.run(config, options, hooks)
     finally:
-        flight.own.close()
+        flight.recorder.close()
     return Run(Path(str(config.run.dir)))
 
 

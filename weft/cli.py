@@ -20,7 +20,7 @@ from typing import Any, Literal, NoReturn, TypeVar, cast
 from weft import parsers
 from weft.api import rl_options
 from weft.checkpoint.retention import ranks_of
-from weft.cluster.entrypoint import Body, guarded, joined, own_rank, program
+from weft.cluster.entrypoint import Body, env_rank, guarded, joined, program
 from weft.cluster.launch import run
 from weft.cluster.launchers import join_launcher
 from weft.cluster.machine import accelerator, accelerator_count, check_ranks_fit, cpu_cores
@@ -152,7 +152,7 @@ def _sft(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
     def body() -> None:
         from weft.recipes import sft
 
-        if not options.dry_run or own_rank() == 0:
+        if not options.dry_run or env_rank() == 0:
             sft.run(config, options)
 
     if options.dry_run:

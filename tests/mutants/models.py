@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant
 
 MUTANTS = (
-    Mutant("sharding/load.py", "_differ", "dist.all_reduce(differs, group=everyone())", "pass", "tests/test_load.py"),
+    Mutant("sharding/load.py", "_differ", "dist.all_reduce(differs, group=world_group())", "pass", "tests/test_load.py"),
     Mutant("sharding/load.py", "_differ", "min(rows, shape[0] - start)", "1", "tests/test_load.py"),
     Mutant("sharding/load.py", "fill_tensors", "number % dist.get_world_size(group)", "0", "tests/test_load.py"),
     Mutant("sharding/load.py", "_fill", "piece.disk_box(part)", "piece.disk_box(piece.box)", "tests/test_load.py"),

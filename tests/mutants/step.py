@@ -66,7 +66,7 @@ MUTANTS = (
     Mutant("engine/replicas.py", "_place", "place * size + index", "index", "tests/test_replicas.py"),
     Mutant("engine/replicas.py", "shared_documents", "row.weights_N, ", "", "tests/test_replicas.py"),
     Mutant("engine/replicas.py", "shared_documents", "own.weights, ", "", "tests/test_replicas.py"),
-    Mutant("cluster/consistency.py", "term", "number * (size - 1)", "number * size", "tests/test_replicas.py"),
+    Mutant("cluster/consistency.py", "checksum_term", "checksum * (size - 1)", "checksum * size", "tests/test_replicas.py"),
     Mutant("parallel/mesh.py", "_tp_axis", '(tp.size() // size, size), ("apart", "same")', '(size, tp.size() // size), ("same", "apart")', "tests/test_mesh.py"),
     Mutant("parallel/mesh.py", "context_axis", '(ring, ulysses), ("ring", "ulysses")', '(ulysses, ring), ("ulysses", "ring")', "tests/test_mesh.py"),
     Mutant("engine/schedule.py", "order", "1 + after if", "1 + ranks if", "tests/test_pipeline_schedules.py::test_rows_that_are_kept_grow_neither_with_the_step_nor_beyond_the_stages"),

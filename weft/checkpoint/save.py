@@ -241,7 +241,7 @@ class Saver:
                 with suppress(OSError):  # the folder may just have been removed
                     job.notes.leave("ending")
                 noted = True
-            flight.own.beat()
+            flight.recorder.beat()
             time.sleep(_ENDING_POLL_SECONDS)
         self._cancel.set()
         if self._ending:

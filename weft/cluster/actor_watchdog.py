@@ -12,10 +12,10 @@ import psutil
 
 from weft.cluster import reports
 from weft.cluster.reports import RankReport
-from weft.cluster.watch import FROZEN, Silence, Stops, process_of
+from weft.cluster.watch import FROZEN, SilenceClock, StoppedClock, process_of
 from weft.cluster.watchdog import periodically
 from weft.telemetry import flight
-from weft.telemetry.flight import Record
+from weft.telemetry.flight import FlightRecord
 
 _TICK = 0.5
 
@@ -29,7 +29,7 @@ class ActorWatchdog:
 
     def __init__(self, scratch: Path, timeout: float, key: str) -> None:
         self.scratch, self.timeout, self.key = scratch, timeout, key
-        self._silence, self._stops = Silence(), Stops()
+        self._silence, self._stops = SilenceClock(), StoppedClock()
         self._calls = Counter[int]()
         self._asked: dict[int, float] = {}
 
@@ -54,20 +54,20 @@ class ActorWatchdog:
                 continue
             stopped = self._stops.seconds(process, frozen_seconds)
             if self._calls[number] and (
-                stopped > Stops.most(self.timeout) or self._is_too_long(number, record, silence)
+                stopped > StoppedClock.most(self.timeout) or self._is_too_long(number, record, silence)
             ):
                 self._end(number, record, process, silence)
 
-    def _is_too_long(self, number: int, record: Record, silence: float) -> bool:
+    def _is_too_long(self, number: int, record: FlightRecord, silence: float) -> bool:
         if record.phase == flight.ENDLESS:  # a call has been sent, and has not begun
-            return min(silence, time.monotonic() - self._asked[number]) > Silence.most(self.timeout)
+            return min(silence, time.monotonic() - self._asked[number]) > SilenceClock.most(self.timeout)
         limit = record.limit if record.limit is not None else self.timeout * flight.PATIENCE["load"]
-        return silence > Silence.most(limit)
+        return silence > SilenceClock.most(limit)
 
-    def _end(self, number: int, record: Record, process: psutil.Process, silence: float) -> None:
+    def _end(self, number: int, record: FlightRecord, process: psutil.Process, silence: float) -> None:
         state = FROZEN.get(process.status())
         message = f"no progress for {silence:.0f} seconds ({self.key})" + (f"; it is {state}" if state else "")
-        report = RankReport(number, time.monotonic(), message, kind="hang", where=record.where(), plain=True)
+        report = RankReport(number, time.monotonic(), message, kind="hang", activity=record.activity(), plain=True)
         reports.write(report, self.scratch)
         process.kill()
 

@@ -9,8 +9,9 @@ import platform
 import socket
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,26 +33,27 @@ def require_agreement(items: Mapping[str, str], group: dist.ProcessGroup) -> Non
     _raise_for("ranks disagree", differences(said, dist.get_process_group_ranks(group)))
 
 
-class Alike(NamedTuple):
-    """A checksum of something that several ranks hold alike. number: the checksum, below 2**24. place, size: this
-    rank's place among the ranks that hold it, and their number."""
+@dataclass(frozen=True, slots=True)
+class ReplicaChecksum:
+    """A checksum of content of which several ranks hold a copy. checksum: below 2**24. index, size: this rank's index
+    among the ranks that hold a copy, and their number."""
 
-    what: str
-    number: int
-    place: int
+    name: str
+    checksum: int
+    index: int
     size: int
 
 
-Number = TypeVar("Number", int, Tensor)
+Checksum = TypeVar("Checksum", int, Tensor)
 
 
-def term(number: Number, place: int, size: int) -> Number:
-    """A rank's term of a sum over ranks that is 0 if all copies have the same number; exact in fp64 up to a million
-    ranks. place, size: as in Alike."""
-    return number * (size - 1) if place == 0 else -number
+def checksum_term(checksum: Checksum, index: int, size: int) -> Checksum:
+    """A rank's term of a sum over ranks that is 0 if all copies have the same checksum; exact in fp64 up to a million
+    ranks. index, size: as in ReplicaChecksum."""
+    return checksum * (size - 1) if index == 0 else -checksum
 
 
-def raise_unlike(what: str, items: Mapping[str, str], group: dist.ProcessGroup) -> NoReturn:
+def raise_mismatch(what: str, items: Mapping[str, str], group: dist.ProcessGroup) -> NoReturn:
     """Raise RanksDisagreeError after a checksum differed: it names each item on which the ranks that have it differ,
     or says that none differs now. Collective."""
     said: list[Mapping[str, str]] = [{}] * dist.get_world_size(group)
@@ -139,7 +141,7 @@ def max_over_ranks(values: Sequence[float], group: dist.ProcessGroup, device: to
     return list(vector.tolist())
 
 
-def on_first_rank(do: Callable[[], None], ranks: Ranks) -> None:
+def run_on_first_rank(do: Callable[[], None], ranks: Ranks) -> None:
     """Call `do` on the first rank; its UserError is raised on all ranks. Collective."""
     said: list[str | None] = [None]
     if ranks.is_first:

@@ -18,11 +18,11 @@ from typing import NoReturn
 import psutil
 
 from weft.cluster import reports
-from weft.cluster.failures import keep_own_record, own_failure_text
+from weft.cluster.failures import rank_failure_text, save_current_record
 from weft.cluster.launchers import process_of_launcher
 from weft.cluster.machine import end_with_parent
 from weft.cluster.reports import RankReport
-from weft.cluster.scratch import runs
+from weft.cluster.scratch import is_running
 from weft.cluster.status import FAILURE, STATUS, SUCCESS
 from weft.cluster.stopping import request_stop
 from weft.cluster.watchdog import STACKS, in_collective, periodically, watch_for_ever, watched, write_stacks_to
@@ -58,7 +58,7 @@ def program(main: Callable[[], int]) -> NoReturn:
             sys.stderr.flush()
             os._exit(SUCCESS)
 
-    atexit.register(skip_destructors)  # what is registered first runs last
+    atexit.register(skip_destructors)  # what is registered first is_running last
     ended.append(main())
     sys.exit(ended[0])
 
@@ -78,21 +78,21 @@ def guarded(body: Body, debug: bool = False) -> int:
         return _end_rank(128 + signal.SIGINT)
     except StoppedError as stop:
         status = 128 + stop.number
-        return _end_rank(_noted(reports.of_stop(own_rank(), status), status))
+        return _end_rank(_noted(reports.of_stop(env_rank(), status), status))
     except SystemExit as error:
         if not joined():
             raise
         return _end_rank(_report_exit(error.code))
     except Exception as error:
-        return _end_rank(_report(reports.of_exception(own_rank(), error), debug))
+        return _end_rank(_report(reports.of_exception(env_rank(), error), debug))
     finally:
-        flight.own.close()
+        flight.recorder.close()
     if passed is False:
-        return _noted(reports.of_verdict(own_rank()), FAILURE)
+        return _noted(reports.of_verdict(env_rank()), FAILURE)
     return SUCCESS
 
 
-def own_rank() -> int:
+def env_rank() -> int:
     """This process's rank; 0 in the only process."""
     return int(os.environ.get("RANK", 0))
 
@@ -100,9 +100,9 @@ def own_rank() -> int:
 def _settle_in(scratch: Path) -> None:
     """Prepare a rank of weft's launcher, so that its end is noticed and explained."""
     end_with_parent()
-    write_stacks_to(scratch / STACKS / str(own_rank()))
-    flight.own.open(scratch / flight.FOLDER / flight.live_name(own_rank()))
-    flight.begin(own_rank(), int(os.environ["WORLD_SIZE"]))
+    write_stacks_to(scratch / STACKS / str(env_rank()))
+    flight.recorder.open(scratch / flight.FOLDER / flight.live_name(env_rank()))
+    flight.begin(env_rank(), int(os.environ["WORLD_SIZE"]))
 
 
 @contextmanager
@@ -114,7 +114,7 @@ def _ending_with_launcher() -> Iterator[None]:
     asked: list[int] = []
 
     def look(frozen: float) -> None:
-        if launcher is None or asked or runs(launcher):
+        if launcher is None or asked or is_running(launcher):
             return
         asked.append(signal.SIGTERM)
         if request_stop(signal.SIGTERM) and os.environ.get("LOCAL_RANK", "0") == "0":
@@ -130,7 +130,7 @@ def set_up_actor(number: int) -> Path:
     into = reports.folder()
     assert into is not None
     write_stacks_to(into / STACKS / str(number))
-    flight.own.open(into / flight.FOLDER / flight.live_name(number))
+    flight.recorder.open(into / flight.FOLDER / flight.live_name(number))
     flight.begin(number, int(os.environ.get("WORLD_SIZE", 1)))
     end_with_parent(signal.SIGKILL)
     watch_for_ever(partial(_end_hung, debug=False))
@@ -146,13 +146,13 @@ def _report(report: RankReport, debug: bool) -> int:
         try:
             reports.write(report, into)
         except OSError:  # the scratch folder's disk is full
-            say(own_failure_text(report, joined(), debug), error=True)
+            say(rank_failure_text(report, joined(), debug), error=True)
         if report.plain or report.kind == "hang":
             _linger(into)
         return report.status
-    kept = report.kind == "user" or keep_own_record(report)
-    say(own_failure_text(report, joined(), debug), error=True)
-    flight.own.close(remove=kept)
+    kept = report.kind == "user" or save_current_record(report)
+    say(rank_failure_text(report, joined(), debug), error=True)
+    flight.recorder.close(remove=kept)
     return report.status
 
 
@@ -160,7 +160,7 @@ def _end_hung(what: str, stack: str, debug: bool) -> None:
     """Report for the main thread, which is stuck, from the watchdog's thread, and end the process."""
     calls = [line.strip() for line in stack.splitlines() if line.strip().startswith("File ")]
     report = RankReport(
-        own_rank(), time.monotonic(), f"{what} ({flight.own.key})", stack, "hang", flight.own.record().where(),
+        env_rank(), time.monotonic(), f"{what} ({flight.recorder.key})", stack, "hang", flight.activity(),
         waited=in_collective(calls[::-1]), collectives=flight.last_collectives(),
     )  # fmt: skip
     _report(report, debug)
@@ -177,7 +177,10 @@ def _report_exit(code: object) -> int:
     if into is None and not isinstance(code, int | None):
         say(message, error=True)
     if into is not None and status != SUCCESS:
-        reports.write(RankReport(own_rank(), time.monotonic(), message, where=flight.own.record().where()), into)
+        reports.write(
+            RankReport(env_rank(), time.monotonic(), message, activity=flight.activity()),
+            into,
+        )
     return status
 
 

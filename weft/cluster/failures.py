@@ -15,11 +15,11 @@ from weft.cluster.status import STATUS, Kind
 from weft.cluster.watch import STOP_SECONDS, Evidence
 from weft.cluster.watchdog import in_collective
 from weft.telemetry import flight
-from weft.telemetry.flight import Record
+from weft.telemetry.flight import FlightRecord
 
 _SHOWN_CALLS = 6
 _SHOWN_RANKS = 8
-# (words of RankReport.where, advice); the last is for everywhere else.
+# (words of RankReport.activity, advice); the last is for everywhere else.
 _MEMORY = (
     (
         "reading the data",
@@ -94,18 +94,18 @@ def diagnose(
         kind, text = "disagree", f"{unlike}\n{text}"
     if stopped:
         text += f"\n{stopped} other rank{'s were' if stopped != 1 else ' was'} stopped."
-    record = seen.records.get(rank) or next(iter(seen.records.values()), Record())
-    text += describe_what_is_left(record.run) if kind != "user" else ""
+    record = seen.records.get(rank) or next(iter(seen.records.values()), FlightRecord())
+    text += describe_remaining_files(record.run) if kind != "user" else ""
     return Failure(kind, text, rank, record.step, record.run)
 
 
 def explain(report: RankReport, title: str, debug: bool) -> str:
     """A report as text: what failed and where, then what to do; a traceback only where nothing else helps."""
-    lines = [title + report.message, report.where]
+    lines = [title + report.message, report.activity]
     if report.plain:
         pass
     elif report.kind == "memory":
-        lines.append(_memory_advice(report.where))
+        lines.append(_memory_advice(report.activity))
     elif report.kind == "storage":
         lines.append(_STORAGE)
     elif report.waited:
@@ -117,19 +117,19 @@ def explain(report: RankReport, title: str, debug: bool) -> str:
     return "\n".join(line for line in lines if line).rstrip()
 
 
-def own_failure_text(report: RankReport, several: bool, debug: bool) -> str:
+def rank_failure_text(report: RankReport, several: bool, debug: bool) -> str:
     """The message of a rank that weft did not launch: its own failure, and the rank for which it waited."""
     text = explain(report, f"rank {report.rank} failed: " if several else "error: ", debug)
-    run = flight.own.record().run
+    run = flight.recorder.record().run
     if report.waited and run:
         records = flight.read_all(Path(run) / flight.FOLDER)
         behind = flight.furthest_behind(records) or [rank for rank in records if rank != report.rank]
-        lines = [f"rank {rank} is {records[rank].where()}" for rank in behind[:_SHOWN_RANKS]]
+        lines = [f"rank {rank} is {records[rank].activity()}" for rank in behind[:_SHOWN_RANKS]]
         text = "\n".join([text, *filter(None, [_unlike_plans(records)]), *lines])
-    return text + (describe_what_is_left(run) if report.kind != "user" else "")
+    return text + (describe_remaining_files(run) if report.kind != "user" else "")
 
 
-def describe_what_is_left(run: str) -> str:
+def describe_remaining_files(run: str) -> str:
     """Lines about what a failed run left behind: its last checkpoint, and the records of its ranks; empty without a run
     folder."""
     if not run:
@@ -144,22 +144,22 @@ def last_whole_checkpoint(run: Path) -> str:
     return f"The last whole checkpoint is {latest.parent / os.readlink(latest)}." if latest.exists() else ""
 
 
-def keep_own_record(report: RankReport) -> bool:
+def save_current_record(report: RankReport) -> bool:
     """Write this rank's record to RUN/flight, for ranks that weft did not launch. Returns whether that worked."""
-    return keep_evidence([report], {report.rank: report.status}, Evidence({report.rank: flight.own.record()}))
+    return save_evidence([report], {report.rank: report.status}, Evidence({report.rank: flight.recorder.record()}))
 
 
-def keep_evidence(found: Sequence[RankReport], exits: Mapping[int, int], seen: Evidence) -> bool:
+def save_evidence(found: Sequence[RankReport], exits: Mapping[int, int], seen: Evidence) -> bool:
     """Write each rank's record, and how the rank ended, to RUN/flight. Returns whether that worked for all."""
     by_rank, kept = {report.rank: report for report in found}, True
     for rank, record in seen.records.items():
-        more: dict[str, object] = {"where": record.where(), "exit_status": exits.get(rank)}
+        more: dict[str, object] = {"where": record.activity(), "exit_status": exits.get(rank)}
         if rank in by_rank:
             report = by_rank[rank]
             more |= {"kind": report.kind, "message": report.message, "traceback": report.traceback}
             more["collectives"] = report.collectives
         more |= {"state": seen.states.get(rank, ""), "stack": seen.stacks.get(rank, [])}
-        kept = flight.keep(record, more) and kept
+        kept = flight.save(record, more) and kept
     return kept
 
 
@@ -185,7 +185,7 @@ def _silent_rank(errors: Sequence[RankReport], exits: Mapping[int, int]) -> int 
 
 def _silent(rank: int, status: int, seen: Evidence) -> tuple[Kind, str]:
     record = seen.records.get(rank)
-    where = f"\n{record.where()}" if record is not None else ""
+    where = f"\n{record.activity()}" if record is not None else ""
     stack = seen.stacks.get(rank, [])
     calls = _calls(stack) if status in (-signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS, -signal.SIGFPE) else ""
     if status in _KINDS:  # its report could not be written
@@ -224,8 +224,8 @@ def explain_hang(errors: Sequence[RankReport], seen: Evidence, debug: bool, name
         record, state = seen.records[rank], seen.states.get(rank)
         because = f"; it is {state}" if state else ""
         lines.append(f"{name} {rank} is stuck: it did not come within {within}{because}")
-        lines.append(record.where() + _calls(seen.stacks.get(rank, [])))
-    waiting = ", ".join(f"{r.rank} ({r.where})" for r in errors if r.rank not in suspects)
+        lines.append(record.activity() + _calls(seen.stacks.get(rank, [])))
+    waiting = ", ".join(f"{r.rank} ({r.activity})" for r in errors if r.rank not in suspects)
     lines.append(f"waiting: {name} {waiting}")
     if debug:
         lines.append(first.traceback)
@@ -248,7 +248,7 @@ def stuck_ranks(errors: Sequence[RankReport], seen: Evidence) -> list[int]:
     return flight.furthest_behind(seen.records)
 
 
-def _unlike_plans(records: Mapping[int, Record]) -> str:
+def _unlike_plans(records: Mapping[int, FlightRecord]) -> str:
     """A line if ranks made different plans of the same step; else empty."""
     ranks: dict[tuple[int, str], list[int]] = {}
     for rank, record in records.items():

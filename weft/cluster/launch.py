@@ -20,18 +20,18 @@ from pathlib import Path
 
 from weft.cluster import reports
 from weft.cluster.entrypoint import Body, guarded, joined
-from weft.cluster.failures import Failure, diagnose, keep_evidence
+from weft.cluster.failures import Failure, diagnose, save_evidence
 from weft.cluster.machine import cpu_cores, variables_set
 from weft.cluster.scratch import scratch_folder
 from weft.cluster.status import SUCCESS
-from weft.cluster.stopping import Forwarder
+from weft.cluster.stopping import SignalForwarder
 from weft.cluster.watch import STOP_SECONDS, watching
 from weft.terminal import say
 from weft.versions import launch_config
 
 
 @dataclass(frozen=True)
-class Outcome:
+class LaunchOutcome:
     """How the ranks ended. failure: None if they ended well, or if the launcher itself was told to stop."""
 
     status: int
@@ -51,7 +51,7 @@ def launch(command: Sequence[str], nproc: int, debug: bool = False) -> int:
     return attempt(command, nproc, debug).status
 
 
-def attempt(command: Sequence[str], nproc: int, debug: bool = False) -> Outcome:
+def attempt(command: Sequence[str], nproc: int, debug: bool = False) -> LaunchOutcome:
     """Like `launch`, but returns the failure, too."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -66,7 +66,7 @@ def attempt(command: Sequence[str], nproc: int, debug: bool = False) -> Outcome:
         variables_set(_rank_variables(scratch := str(folder), nproc)),
         _signal_handlers_kept(),
         watching(Path(scratch)) as watch,
-        Forwarder(watch.processes) as forwarder,
+        SignalForwarder(watch.processes) as forwarder,
     ):
         config = launch_config(
             min_nodes=1,
@@ -85,19 +85,19 @@ def attempt(command: Sequence[str], nproc: int, debug: bool = False) -> Outcome:
             elastic_launch(config, command[0])(*command[1:])
         except ChildFailedError as error:
             if forwarder.number and not any(not report.is_verdict for report in reports.read_all(Path(scratch))):
-                return Outcome(forwarder.say())
+                return LaunchOutcome(forwarder.say())
             exits = {rank: failure.exitcode for rank, failure in error.failures.items()}
             found, seen = reports.read_all(Path(scratch)), watch.evidence()
             failure = diagnose(found, exits, seen, nproc, debug)
             if failure.kind != "user":
-                keep_evidence(found, exits, seen)
+                save_evidence(found, exits, seen)
             say(failure.message, error=True)
-            return Outcome(failure.status, failure)
+            return LaunchOutcome(failure.status, failure)
         except SignalException as error:
             say(f"stopped by {signal.Signals(error.sigval).name}", error=True)
-            return Outcome(128 + int(error.sigval))
+            return LaunchOutcome(128 + int(error.sigval))
         notes = reports.read_all(Path(scratch))  # ranks that ended well leave nothing else
-        return Outcome(max((note.status for note in notes), default=SUCCESS))
+        return LaunchOutcome(max((note.status for note in notes), default=SUCCESS))
 
 
 def _rank_variables(scratch: str, nproc: int) -> dict[str, str]:

@@ -30,7 +30,7 @@ PORTS = range(20_000, 32_000)
 ADDRESS = "WEFT_ADDRESS"  # environment variable with the address of an actor's host
 
 
-def own_address() -> str:
+def host_address() -> str:
     """This machine's address, as other hosts reach it; the same in all processes of a machine."""
     return os.environ.get(ADDRESS, "127.0.0.1")
 

@@ -48,7 +48,7 @@ class Ranks:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        return everyone()
+        return world_group()
 
     @property
     def mesh_device(self) -> str:
@@ -143,7 +143,7 @@ def _loopback_store(rank: int, wait: timedelta) -> dist.Store | None:
     )
 
 
-def pretend(
+def fake_ranks(
     world: int,
     device: Device = "cpu",
     assumed: Accelerator | None = None,
@@ -159,7 +159,7 @@ def pretend(
     return Ranks(rank, world, 0, chosen, assumed=assumed, simulated=simulated)
 
 
-def everyone() -> dist.ProcessGroup:
+def world_group() -> dist.ProcessGroup:
     """The group of all ranks, for matters of processes: files, failures, stops. Code about documents or weights has to
     use a group of the mesh."""
     group = dist.group.WORLD
@@ -168,12 +168,12 @@ def everyone() -> dist.ProcessGroup:
 
 
 @contextmanager
-def waits_limited() -> Iterator[None]:
+def new_groups_inherit_timeout() -> Iterator[None]:
     """Process groups that are made inside get the time limit of the group of all ranks (train.timeout). torch gives
     the groups of a mesh limits of its own, of 10 or 30 minutes, as they are split off."""
     before = set(c10d._world.pg_map)
     yield
-    gloo = everyone()._get_backend(torch.device("cpu"))
+    gloo = world_group()._get_backend(torch.device("cpu"))
     if not isinstance(gloo, dist.ProcessGroupGloo):  # a pretended rank
         return
     for group in c10d._world.pg_map:
@@ -181,7 +181,7 @@ def waits_limited() -> Iterator[None]:
             c10d._set_pg_timeout(gloo.options._timeout, group)
 
 
-def place_among_all() -> tuple[int, int]:
+def rank_and_world() -> tuple[int, int]:
     """(Rank, number of ranks); (0, 1) without a process group."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 

@@ -29,16 +29,16 @@ import psutil
 
 from weft.cluster import reaper, reports
 from weft.cluster.actor_watchdog import ActorWatchdog, watching_actors
-from weft.cluster.failures import explain, explain_hang, keep_evidence, oom_kill_text
+from weft.cluster.failures import explain, explain_hang, oom_kill_text, save_evidence
 from weft.cluster.machine import ADDRESS, cpu_cores, free_port, oom_kills, variables_set
 from weft.cluster.ray_watchdog import RayWatchdog, watching_ray
 from weft.cluster.reports import RankReport
 from weft.cluster.scratch import kill_all, remove_abandoned_memory, scratch_folder
-from weft.cluster.watch import FROZEN, Evidence, Watch, process_of
+from weft.cluster.watch import FROZEN, Evidence, RankMonitor, process_of
 from weft.errors import ActorError, UserError, first_line
 from weft.importing import import_extra
 from weft.telemetry import flight
-from weft.telemetry.flight import Record
+from weft.telemetry.flight import FlightRecord
 from weft.terminal import say
 
 _HOSTS, _MODE, _TOKEN = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"  # variables of Ray
@@ -315,7 +315,7 @@ class ActorGroup:
 
     def _died(self, number: int, reason: str) -> ActorError:
         record = flight.read_all(self.scratch / flight.FOLDER).get(number)
-        where = f"\n{record.where()}" if record is not None else ""
+        where = f"\n{record.activity()}" if record is not None else ""
         found = [report for report in reports.read_all(self.scratch) if report.rank == number]
         if found:  # the actor ended itself with a report
             return ActorError(explain(found[0], f"{self.name} {number} failed: ", debug=False), found[0].kind, found[0])
@@ -327,7 +327,7 @@ class ActorGroup:
     def _stuck(self) -> ActorError | None:
         """The error that names the actor for which the others waited in vain, with its stack; None if nobody waited,
         and none is stopped."""
-        watch = Watch(self.scratch)
+        watch = RankMonitor(self.scratch)
         watch.look(0.0)
         time.sleep(_STACKS_SECONDS)
         seen = watch.evidence()
@@ -338,11 +338,11 @@ class ActorGroup:
         report = next((report for report in found if report.rank == number), found[0])
         return ActorError(text, "hang", report)
 
-    def keep_evidence(self, run: Path) -> None:
+    def save_evidence(self, run: Path) -> None:
         """Write what each actor was doing to RUN/flight."""
         records = flight.read_all(self.scratch / flight.FOLDER)
         seen = Evidence({rank: replace(record, run=str(run)) for rank, record in records.items()})
-        keep_evidence(reports.read_all(self.scratch), {}, seen)
+        save_evidence(reports.read_all(self.scratch), {}, seen)
 
     def end(self) -> None:
         """Kill all actors, which frees their resources."""
@@ -362,11 +362,11 @@ class ActorGroup:
             for number, record, process in self._here():
                 with suppress(psutil.Error):
                     if process.status() in FROZEN:
-                        text = f"{self.name} {number} is {FROZEN[process.status()]}\n{record.where()}\n{error}"
+                        text = f"{self.name} {number} is {FROZEN[process.status()]}\n{record.activity()}\n{error}"
                         return ActorError(text, "hang", error.report)
         return error
 
-    def _here(self) -> list[tuple[int, Record, psutil.Process]]:
+    def _here(self) -> list[tuple[int, FlightRecord, psutil.Process]]:
         """(number, record, process) of the actors that run on this machine."""
         records = flight.read_all(self.scratch / flight.FOLDER)
         found = [(number, record, process_of(record, self.scratch)) for number, record in records.items()]
@@ -521,7 +521,7 @@ class _SerialActor(_Actor):
                 self._object.ending(error)
             return report
         finally:
-            flight.at(flight.ENDLESS)
+            flight.enter(flight.ENDLESS)
 
 
 class _ConcurrentActor(_Actor):

@@ -20,7 +20,7 @@ import psutil
 from weft.cluster import reports
 from weft.cluster.machine import oom_kills
 from weft.cluster.status import Kind
-from weft.cluster.watch import FROZEN, Stops
+from weft.cluster.watch import FROZEN, StoppedClock
 from weft.cluster.watchdog import periodically
 from weft.errors import ActorError
 from weft.telemetry import flight
@@ -44,7 +44,7 @@ _WORKER = "a worker of Ray's"
 
 
 @dataclass
-class _Part:
+class _RayProcess:
     """A process of Ray. started: this process is its parent, and knows how it ends."""
 
     name: str
@@ -81,12 +81,12 @@ def _signal_name(number: int) -> str:
 class RayWatchdog:
     """What the controller knows of its own Ray. Without parts, for a cluster that the run has joined, nothing fails."""
 
-    _parts: dict[psutil.Process, _Part] = field(default_factory=dict)
+    _parts: dict[psutil.Process, _RayProcess] = field(default_factory=dict)
     _waiting: set[asyncio.Future[None]] = field(default_factory=set)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _oom_kills: int | None = field(default_factory=oom_kills)
     _children: set[psutil.Process] = field(default_factory=set)
-    _stops: Stops = field(default_factory=Stops)
+    _stops: StoppedClock = field(default_factory=StoppedClock)
     _frozen: float = 0.0
     _next_search: float = 0.0
     _failed: tuple[str, Kind] | None = None
@@ -107,7 +107,7 @@ class RayWatchdog:
             if kind in NEEDED:
                 with suppress(psutil.Error):
                     process = psutil.Process(popen.pid)
-                    self._parts[process] = _Part(NEEDED[kind], process, popen)
+                    self._parts[process] = _RayProcess(NEEDED[kind], process, popen)
 
     def look(self, frozen_seconds: float) -> None:
         """Note the failure if a part of Ray has died or is stopped. frozen_seconds: time in which this process did not
@@ -196,9 +196,9 @@ class RayWatchdog:
                     if name is None and child.status() in FROZEN and not _is_watched_actor(child):
                         name = _WORKER
                     if name is not None and child not in self._parts:
-                        self._parts[child] = _Part(name, child)
+                        self._parts[child] = _RayProcess(name, child)
 
-    def _death(self, part: _Part) -> tuple[Kind, str]:
+    def _death(self, part: _RayProcess) -> tuple[Kind, str]:
         kills = oom_kills()
         if kills is not None and self._oom_kills is not None and kills > self._oom_kills:
             return "memory", f"{part.who} was killed by the kernel, which is short of memory"

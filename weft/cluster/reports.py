@@ -27,10 +27,10 @@ FOLDER_VARIABLE = "WEFT_RANK_REPORTS"
 class RankReport:
     """An exception of one rank, a failed verdict, or a hang.
 
-    time: monotonic clock, when it was detected. where: step, phase and documents. plain: the message itself says what
-    to do. collectives: the rank's last ones, oldest first. waited: another rank did not come to a collective in time.
-    within: that time, in words. gone: ranks that had ended before this one. is_verdict: no error; the rank ran to its
-    end. exit_status: replaces that of the kind.
+    time: monotonic clock, when it was detected. activity: step, phase and documents. plain: the message itself contains
+    the advice. collectives: the rank's last ones, oldest first. waited: another rank did not come to a collective in
+    time. within: that time, in words. gone: ranks that had ended before this one. is_verdict: no error; the rank ran to
+    its end. exit_status: replaces the status of the kind.
     """
 
     rank: int
@@ -38,7 +38,7 @@ class RankReport:
     message: str
     traceback: str = ""
     kind: Kind = "failed"
-    where: str = ""
+    activity: str = ""
     is_verdict: bool = False
     plain: bool = False
     waited: bool = False
@@ -66,7 +66,7 @@ class RankReport:
 
 def of_exception(rank: int, error: BaseException) -> RankReport:
     """The report of an exception that ended this rank."""
-    record = flight.own.record()
+    record = flight.recorder.record()
     kind = kind_of(error, record.run)
     plain = isinstance(error, UserError | RanksDisagreeError | FloatingPointError | ActorError)
     message = str(error) if plain else f"{type(error).__name__}: {error}"
@@ -75,14 +75,14 @@ def of_exception(rank: int, error: BaseException) -> RankReport:
     if kind == "user" and isinstance(error, OSError):
         plain, message = True, f"{error.filename}: {error.strerror}. Name another file or folder."
     message = "\n".join([message.rstrip(": "), *getattr(error, "__notes__", [])])  # notes say where and why
-    where = record.where()
+    where = record.activity()
     if plain:
         where = f"in step {record.step} of {record.steps}" if record.step else ""
     trace = "".join(traceback.format_exception(error))
     last = [] if kind == "user" else flight.last_collectives()
     return RankReport(
         rank, time.monotonic(), message, trace, kind, where, plain=plain, waited=kind == "hang", collectives=last,
-        within=flight.own.patience,
+        within=flight.recorder.patience,
     )  # fmt: skip
 
 

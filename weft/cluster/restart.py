@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from weft.cluster.failures import Failure
-from weft.cluster.launch import Outcome, attempt
+from weft.cluster.launch import LaunchOutcome, attempt
 from weft.telemetry import flight
 from weft.terminal import say
 
@@ -22,7 +22,7 @@ _FINAL = {
 }
 
 Again = Callable[[Path], Sequence[str]]  # RUN -> the command line that goes on from its newest checkpoint
-Attempt = Callable[[Sequence[str], int, bool], Outcome]
+Attempt = Callable[[Sequence[str], int, bool], LaunchOutcome]
 
 
 def run_with_restarts(

@@ -87,7 +87,7 @@ def processes_of(folder: Path) -> list[psutil.Process]:
             with suppress(ValueError, psutil.Error):
                 number, started = line.split()
                 process = psutil.Process(int(number))
-                if abs(process.create_time() - float(started)) < _SAME_SECONDS and runs(process):
+                if abs(process.create_time() - float(started)) < _SAME_SECONDS and is_running(process):
                     running[process] = None
         running |= dict.fromkeys(marked_processes(folder))
     return list(running)
@@ -110,14 +110,14 @@ def kill_all(processes: Collection[psutil.Process], seconds: float = _KILL_SECON
         with suppress(psutil.Error):
             process.kill()
     end = time.monotonic() + seconds
-    left = [process for process in processes if runs(process)]
+    left = [process for process in processes if is_running(process)]
     while left and time.monotonic() < end:
         time.sleep(0.02)
-        left = [process for process in left if runs(process)]
+        left = [process for process in left if is_running(process)]
     return left
 
 
-def runs(process: psutil.Process) -> bool:
+def is_running(process: psutil.Process) -> bool:
     """Whether it runs; one that has ended and that its parent has not noticed yet does not. One that this user may not
     look at does."""
     try:

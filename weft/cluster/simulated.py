@@ -44,7 +44,7 @@ class Simulation:
 _current: Simulation | None = None
 
 
-def runs() -> bool:
+def is_simulated() -> bool:
     """Whether a simulation runs."""
     return _current is not None
 

@@ -47,7 +47,7 @@ def kind_of(error: BaseException, run: str = "") -> Kind:
         return "storage" if isinstance(error, StorageError) else "user"
     if isinstance(error, ActorError):
         return cast(Kind, error.kind)
-    if is_of_a_name(error) and not _lost_in_run(error, run):
+    if is_file_name_error(error) and not _lost_in_run(error, run):
         return "user"
     if isinstance(error, RecursionError):
         return "user"  # weft recurses only as deep as its input is nested
@@ -58,7 +58,7 @@ def kind_of(error: BaseException, run: str = "") -> Kind:
     return "failed"
 
 
-def is_of_a_name(error: BaseException) -> bool:
+def is_file_name_error(error: BaseException) -> bool:
     """Whether the error is about a file's name alone: no file can have it, or this user may not open the file."""
     return isinstance(error, OSError) and error.errno in _OF_NAMES and isinstance(error.filename, str)
 

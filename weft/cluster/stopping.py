@@ -20,7 +20,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # SIGUSR1: what SLURM
 SAME_REQUEST_SECONDS = 1.0  # a terminal or SLURM may signal several processes, which pass it on to one another
 
 
-class Handlers:
+class SignalHandlers:
     """`with ...:` calls `first(number)` for the first of SIGNALS and `again(number)` for a later one."""
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ def announce_ending_signal() -> None:
         signal.signal(number, end)
 
 
-class StopSignals(Handlers):
+class StopSignals(SignalHandlers):
     """The handlers of a rank, whose loop polls `number` between steps. promise: what the loop will do after a signal;
     printed at once.
 
@@ -117,7 +117,7 @@ def request_stop(number: signal.Signals) -> bool:
     return True
 
 
-class Forwarder(Handlers):
+class SignalForwarder(SignalHandlers):
     """The handlers of a launcher. ranks: the processes started so far."""
 
     def __init__(self, ranks: Callable[[], Sequence[psutil.Process]]) -> None:

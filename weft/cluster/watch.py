@@ -17,7 +17,7 @@ from weft.cluster.machine import oom_kills
 from weft.cluster.reports import RankReport
 from weft.cluster.watchdog import BEHIND_SECONDS, BEHIND_SHARE, STACKS, main_stack, periodically
 from weft.telemetry import flight
-from weft.telemetry.flight import Record
+from weft.telemetry.flight import FlightRecord
 
 STOP_SECONDS = 5  # from a rank's failure to SIGKILL for the ranks that do not end
 # Seconds, and share of the limit, by which the launcher stays behind the ranks' own watchdogs. A rank that holds
@@ -35,19 +35,19 @@ class Evidence:
     innermost call first. states: the state of its process, if that explains a hang. oom_kills: number of processes that
     the kernel killed meanwhile for want of memory; None if unknown."""
 
-    records: Mapping[int, Record] = field(default_factory=dict)
+    records: Mapping[int, FlightRecord] = field(default_factory=dict)
     stacks: Mapping[int, list[str]] = field(default_factory=dict)
     states: Mapping[int, str] = field(default_factory=dict)
     oom_kills: int | None = None
 
 
-class Silence:
+class SilenceClock:
     """How long each rank has shown no progress, by its record, without the time in which this process did not run."""
 
     def __init__(self) -> None:
         self._excused: dict[int, tuple[int, float]] = {}  # rank -> changes, frozen seconds when they were seen
 
-    def seconds(self, rank: int, record: Record, frozen_seconds: float) -> float:
+    def seconds(self, rank: int, record: FlightRecord, frozen_seconds: float) -> float:
         """Seconds since the rank's record last changed."""
         changes, excused = self._excused.get(rank, (-1, 0.0))
         if record.changes != changes:
@@ -61,7 +61,7 @@ class Silence:
         return limit * (1 + _BEHIND_SHARE) + _BEHIND_SECONDS
 
 
-class Stops:
+class StoppedClock:
     """How long each process has been stopped, without the time in which this process did not run. Whatever phase a
     stopped process is in, it makes no progress: it need not be given the time of a slow phase."""
 
@@ -83,7 +83,7 @@ class Stops:
         return timeout * (1 + BEHIND_SHARE) + BEHIND_SECONDS
 
 
-def process_of(record: Record, scratch: Path) -> psutil.Process | None:
+def process_of(record: FlightRecord, scratch: Path) -> psutil.Process | None:
     """The process of a record, if it runs on this machine and its environment names the record's folder."""
     with suppress(psutil.Error):
         process = psutil.Process(record.pid)
@@ -92,14 +92,14 @@ def process_of(record: Record, scratch: Path) -> psutil.Process | None:
     return None
 
 
-class Watch:
+class RankMonitor:
     """Observes the ranks whose environment names the folder `scratch`."""
 
     def __init__(self, scratch: Path) -> None:
         self._scratch, self._kills = scratch, oom_kills()
         self._states: dict[int, str] = {}
         self._noted = self._asked = self._killed = False
-        self._silence, self._stops = Silence(), Stops()
+        self._silence, self._stops = SilenceClock(), StoppedClock()
         self._processes: dict[int, psutil.Process] = {}  # by process id
 
     def evidence(self) -> Evidence:
@@ -172,10 +172,10 @@ class Watch:
                 self._processes |= {process.pid: process for _, process in self._ranks()}
             process = self._processes.get(record.pid)
             stopped = 0.0 if process is None else self._stops.seconds(process, frozen_seconds)
-            too_long = record.limit is not None and silence > Silence.most(record.limit)
-            if too_long or (record.timeout is not None and stopped > Stops.most(record.timeout)):
+            too_long = record.limit is not None and silence > SilenceClock.most(record.limit)
+            if too_long or (record.timeout is not None and stopped > StoppedClock.most(record.timeout)):
                 message = f"no progress for {silence:.0f} seconds{self._frozen(rank)}"
-                report = RankReport(rank, time.monotonic(), message, kind="hang", where=record.where())
+                report = RankReport(rank, time.monotonic(), message, kind="hang", activity=record.activity())
                 reports.write(report, self._scratch)
                 return
 
@@ -189,8 +189,8 @@ class Watch:
 
 
 @contextmanager
-def watching(scratch: Path) -> Iterator[Watch]:
+def watching(scratch: Path) -> Iterator[RankMonitor]:
     """Observe the ranks in a thread until they have ended."""
-    watch = Watch(scratch)
+    watch = RankMonitor(scratch)
     with periodically(watch.look, _TICK, "weft watch"):
         yield watch

@@ -24,7 +24,7 @@ BEHIND_SECONDS, BEHIND_SHARE = 2.0, 0.1
 _TICK = 0.5
 
 
-class Frozen:
+class SuspensionClock:
     """Time in which this process did not run, because it was stopped or its machine slept. It counts as nobody's
     hang."""
 
@@ -44,7 +44,7 @@ class Frozen:
 @contextmanager
 def periodically(look: Callable[[float], None], every: float, name: str) -> Iterator[None]:
     """A thread that calls look(frozen seconds so far) every `every` seconds."""
-    over, frozen = threading.Event(), Frozen(every)
+    over, frozen = threading.Event(), SuspensionClock(every)
 
     def loop() -> None:
         while not over.wait(every):
@@ -83,16 +83,16 @@ def _start(on_hang: OnHang, over: threading.Event) -> None:
 
 
 def _watch(on_hang: OnHang, over: threading.Event) -> None:
-    frozen, main = Frozen(_TICK), threading.main_thread().ident
+    frozen, main = SuspensionClock(_TICK), threading.main_thread().ident
     excused, changes = 0.0, -1
     while not over.wait(_TICK):
         seconds = frozen.tick()
-        if flight.own.changes != changes:
-            excused, changes = seconds, flight.own.changes
-        silence, limit = flight.own.silence(), flight.own.limit
+        if flight.recorder.changes != changes:
+            excused, changes = seconds, flight.recorder.changes
+        silence, limit = flight.recorder.silence(), flight.recorder.limit
         if silence is None or limit is None:
             continue
-        several = flight.own.record().world > 1
+        several = flight.recorder.record().world > 1
         late = BEHIND_SECONDS + BEHIND_SHARE * limit if several else 0.0
         if silence > late + seconds - excused and not over.is_set():
             frame = sys._current_frames().get(main or 0)

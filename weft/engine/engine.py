@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from weft.cluster.consistency import Alike
+from weft.cluster.consistency import ReplicaChecksum
 from weft.cluster.process import Ranks
 from weft.cluster.simulated import read
 from weft.engine import nonfinite
@@ -76,7 +76,7 @@ class _Unread:
     reduced: Reduced
     sources: list[list[str]]
     finite: Tensor
-    alike: list[Alike]
+    alike: list[ReplicaChecksum]
 
 
 class Engine:
@@ -298,11 +298,11 @@ class Engine:
         return self.accumulate(plan, documents, objective), self.apply(lr)
 
     def _reduce(
-        self, plan: StepPlan, sources: list[list[str]], sums: Sums, losses: list[Tensor], alike: list[Alike]
+        self, plan: StepPlan, sources: list[list[str]], sums: Sums, losses: list[Tensor], alike: list[ReplicaChecksum]
     ) -> _Unread:
         """Reduce all metrics in one all-reduce, which also carries whether any loss was not finite, and compares plans
         and what several ranks hold alike."""
-        flight.at("reduce", documents=[source for row in sources for source in row])
+        flight.enter("reduce", documents=[source for row in sources for source in row])
         finite = torch.stack(losses).isfinite()
         sums.add("_nonfinite", (~finite).sum(), 1.0)
         if self.mesh.tp is not None and self.lora is not None and self.lora.dropout:
@@ -414,7 +414,7 @@ class Engine:
         """Clip and step, or drop a gradient that is not finite; all ranks agree."""
         assert self.optimizer is not None, "this engine was opened for inference"
         self.require_awake(*PARTS)
-        flight.at("optimizer")
+        flight.enter("optimizer")
         scale = self._scale
         self._complete_gradients()
         named = list(self.module.named_parameters())
@@ -475,7 +475,7 @@ class Engine:
         parameters; optimizer: its state and the average of the weights; gradients: those accumulated. Parts that sleep
         already, or live on the host anyway (fsdp.cpu_offload), stay where they are.
         """
-        flight.at("sleep")
+        flight.enter("sleep")
         for unit in fsdp_modules(self.module):
             unit.reshard()
         wanted = [part for part in parts or PARTS if part not in self.asleep]
@@ -484,7 +484,7 @@ class Engine:
 
     def wake(self, *parts: Part) -> int:
         """Bring these parts, by default all, back bit for bit; returns the bytes."""
-        flight.at("wake")
+        flight.enter("wake")
         return sum(self.sleeper.wake(part) for part in parts or PARTS if part in self.asleep)
 
     def require_awake(self, *parts: Part) -> None:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weft.cluster.consistency import Alike
+from weft.cluster.consistency import ReplicaChecksum
 from weft.engine.build import BuiltModel
 from weft.engine.config import EngineConfig
 from weft.engine.expert_load import ExpertLoad
@@ -78,7 +78,7 @@ class Trained:
     other ranks."""
 
     losses: list[Tensor] = field(default_factory=list)
-    alike: list[Alike] = field(default_factory=list)
+    alike: list[ReplicaChecksum] = field(default_factory=list)
 
 
 class Executor:
@@ -159,13 +159,13 @@ class Executor:
 
         micro: the micro-batch, from 0. last: of the step. routed: count where the router would have chosen otherwise.
         """
-        flight.at("forward", micro + 1)
+        flight.enter("forward", micro + 1)
         reduce_when(self.module, self.config.fsdp.reduce, last=last)
         end_backward(self.module, last)
         self.copies.micro_batch(last)
         with self.replay.following(row) as seen_routes, numerics(self.config.exact):
             done = self.forwarded(row, objective, factors, micro)
-            flight.at("backward", micro + 1)
+            flight.enter("backward", micro + 1)
             if done.loss.requires_grad:
                 done.loss.backward()
             else:  # only the vision tower is trained, and no rank has images here
@@ -208,7 +208,7 @@ class Executor:
         done, micro_batches = Trained(), len(rows.sources)
         self.copies.decide()
         for micro, sources in enumerate(rows.sources):
-            flight.at("rows", micro + 1, sources)
+            flight.enter("rows", micro + 1, sources)
             row, last = rows[micro].to(self.device), micro == micro_batches - 1
             done.alike += row.alike
             loss = self.forward_backward(row, objective, factors, sums, micro=micro, last=last, routed=routed)
@@ -223,7 +223,7 @@ class Executor:
         evaluating: in evaluation mode."""
         with self.without_gradients(evaluating=evaluating):
             for micro, sources in enumerate(rows.sources):
-                flight.at(phase, micro + 1, sources)
+                flight.enter(phase, micro + 1, sources)
                 row = rows[micro].to(self.device)
                 asked = ask(row)
                 with self.replay.following(row) if following else nullcontext():

@@ -54,9 +54,9 @@ class HostPool:
         wanted = -(-sum(map(_padded, sizes)) // CHUNK)
         with self._changed:
             if wanted > len(self._idle) and self._writers and not by_writer:
-                flight.at("save")
+                flight.enter("save")
                 self._changed.wait_for(lambda: wanted <= len(self._idle) or not self._writers)
-                flight.at("sleep")
+                flight.enter("sleep")
             chunks, self._idle = self._idle[:wanted], self._idle[wanted:]
             self._writers += by_writer
             for _ in range(wanted - len(chunks)):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from weft.cluster.process import everyone
+from weft.cluster.process import world_group
 from weft.parallel.mesh import own_part
 
 
@@ -15,7 +15,7 @@ def name_losses(sources: Sequence[Sequence[str]], micro_batches: Sequence[int]) 
     """Rank, micro-batch and documents of every loss that was not finite. sources: by micro-batch. micro_batches: this
     rank's."""
     mine = [
-        f"rank {dist.get_rank(everyone())}, micro-batch {micro + 1}, documents {_some(sources[micro], 8)}"
+        f"rank {dist.get_rank(world_group())}, micro-batch {micro + 1}, documents {_some(sources[micro], 8)}"
         for micro in micro_batches
     ]
     return f"loss is not finite: {_some(_gathered(mine), 4, '; ')}"
@@ -30,7 +30,7 @@ def name_gradients(module: nn.Module) -> str:
 
 def _gathered(mine: list[str]) -> list[str]:
     """The lists of all ranks in one, each text once."""
-    group = everyone()
+    group = world_group()
     parts: list[list[str]] = [[] for _ in range(dist.get_world_size(group))]
     dist.all_gather_object(parts, mine, group=group)
     return list(dict.fromkeys(text for part in parts for text in part))

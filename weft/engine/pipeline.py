@@ -82,7 +82,7 @@ class PipelineExecutor(Executor):
             for near in actions[place : place + 2]:  # the next action's input arrives while this one computes
                 self._ask(near, held)
             micro, key = action.micro, (action.chunk, action.micro)
-            flight.at(action.kind, micro + 1, rows.sources[micro])
+            flight.enter(action.kind, micro + 1, rows.sources[micro])
             end_backward(self.module, action == actions[-1])
             if action.kind == "forward":
                 done.alike += held[micro].alike if action.chunk == 0 else ()
@@ -174,7 +174,7 @@ class PipelineExecutor(Executor):
         with self.without_gradients(evaluating=evaluating):
             for place, action in enumerate(forwards):
                 micro, stage = action.micro, self._stage(action)
-                flight.at(phase, micro + 1, rows.sources[micro])
+                flight.enter(phase, micro + 1, rows.sources[micro])
                 for near in forwards[place : place + 2]:
                     self._ask(near, held)
                 row = held[micro]

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from weft.cluster.consistency import Alike, raise_unlike, term
+from weft.cluster.consistency import ReplicaChecksum, checksum_term, raise_mismatch
 from weft.engine.document import Document
 from weft.engine.metrics import Sums
 from weft.engine.plan import StepPlan
@@ -60,28 +60,32 @@ class Replicas:
                 if _place(held.replicas)[1] > 1 and held.box.numel:
                     self._copies[held.replicas].append(_Copy(name, parameter, held))
 
-    def add_to(self, sums: Sums, documents: Sequence[Alike], device: torch.device) -> None:
+    def add_to(self, sums: Sums, documents: Sequence[ReplicaChecksum], device: torch.device) -> None:
         """Add this rank's terms, without waiting for the device. documents: of its rows."""
         sums.add(_PARAMETERS, self._term(device), 1.0)
-        sums.add(_DOCUMENTS, sum(term(own.number, own.place, own.size) for own in documents), 1.0)
+        sums.add(
+            _DOCUMENTS, sum(checksum_term(shared.checksum, shared.index, shared.size) for shared in documents), 1.0
+        )
 
     @torch.no_grad()
     def _term(self, device: torch.device) -> Tensor | float:
         total: Tensor | float = 0.0
         for groups, copies in self._copies.items():
-            total = total + term(_number(copies), *_place(groups)).double().to(device, non_blocking=True)
+            total = total + checksum_term(_number(copies), *_place(groups)).double().to(device, non_blocking=True)
         return total
 
-    def check(self, metrics: dict[str, float | None], documents: Sequence[Alike], mesh: Mesh) -> None:
+    def check(self, metrics: dict[str, float | None], documents: Sequence[ReplicaChecksum], mesh: Mesh) -> None:
         """Take the sums out of `metrics`. Raises RanksDisagreeError on all ranks, with the parameters or documents that
         differ, and the ranks."""
         unlike, weights = metrics.pop(_DOCUMENTS), metrics.pop(_PARAMETERS)
         if unlike:
-            said = {own.what: f"{own.number:06x}" for own in documents}
-            raise_unlike("ranks that train the same documents have different tokens or weights", said, mesh.world_group)
+            said = {shared.name: f"{shared.checksum:06x}" for shared in documents}
+            raise_mismatch(
+                "ranks that train the same documents have different tokens or weights", said, mesh.world_group
+            )
         if weights:
             said = {str(copy): f"{int(_number([copy])):06x}" for copies in self._copies.values() for copy in copies}
-            raise_unlike("ranks that hold the same weights have different ones", said, mesh.world_group)
+            raise_mismatch("ranks that hold the same weights have different ones", said, mesh.world_group)
 
 
 def _place(groups: Groups) -> tuple[int, int]:
@@ -124,7 +128,7 @@ def shared_documents(
     micro_batch: int,
     rank: int,
     same: tuple[int, int],
-) -> tuple[Alike, ...]:
+) -> tuple[ReplicaChecksum, ...]:
     """Checksums of the documents that a row has in common with other ranks. row: of whole documents. rank: this rank's
     place among ranks with different documents. same: (its place among ranks with the same documents, their number)."""
     found = []
@@ -132,12 +136,12 @@ def shared_documents(
         number = _crc([row.input_ids_BT, row.targets_N, row.weights_N, row.position_ids_BT, *row.arrays.values()])
         sources = ", ".join(documents[i].source or str(i) for i in row.documents[:8])
         what = f"micro-batch {micro_batch + 1} of data rank {rank}, documents {sources}"
-        found.append(Alike(what, number, *same))
+        found.append(ReplicaChecksum(what, number, *same))
     for index in plan.shared(micro_batch, rank):
         if index in row.documents:
             own, having = documents[index], plan.having(micro_batch, rank, index)
             number = _crc([own.tokens, own.weights, *own.arrays.values()])
-            found.append(Alike(f"document {own.source or index}", number, having.index(rank), len(having)))
+            found.append(ReplicaChecksum(f"document {own.source or index}", number, having.index(rank), len(having)))
     return tuple(found)
 
 

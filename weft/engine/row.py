@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.cluster.consistency import Alike
+from weft.cluster.consistency import ReplicaChecksum
 from weft.engine.document import Document
 from weft.engine.media import joined
 from weft.engine.plan import Layout
@@ -62,7 +62,7 @@ class Row:
     real_K: Tensor | None = None
     noise_keys_BT: Tensor | None = None
     noise_sizes_BT: Tensor | None = None
-    alike: tuple[Alike, ...] = ()
+    alike: tuple[ReplicaChecksum, ...] = ()
 
     def pinned(self) -> Row:
         """A copy in page-locked memory, for asynchronous copies to a device."""

@@ -15,7 +15,7 @@ from transformers import PretrainedConfig
 
 from weft.cluster.consistency import max_over_ranks
 from weft.cluster.machine import keep_freed_memory
-from weft.cluster.process import Ranks, waits_limited
+from weft.cluster.process import Ranks, new_groups_inherit_timeout
 from weft.config.checks import BUILT_IN
 from weft.config.mesh import resolve_mesh
 from weft.engine.build import BuiltModel, balance_coefficient, build_model, make_exact
@@ -133,12 +133,12 @@ def assemble(
 ) -> Parts:
     """Run all stages in order. Arguments as in Engine; mesh: see `describe`."""
     set_deterministic(config.deterministic)
-    with waits_limited():
+    with new_groups_inherit_timeout():
         setup = describe(config, ranks, mesh)
     if weights and setup.mesh is not mesh and ranks.simulated is None and ranks.device.type == "cuda":
         check_collectives(setup.mesh.groups, ranks.device, (setup.precision.compute, setup.precision.reduce))
     built = build(setup, weights=weights, readouts=readouts)
-    with waits_limited():
+    with new_groups_inherit_timeout():
         setup = decide_compile(setup, built, readouts, tried=weights and ranks.simulated is None)
         made = shard_model(setup, built, readouts)
     parts = Parts(setup, built, made, new_loss_scale(setup))

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weft.cluster.simulated import device_capability, device_kind, runs
+from weft.cluster.simulated import device_capability, device_kind, is_simulated
 from weft.ops.attention_call import BOUNDS_ARGUMENT, Bounds, Call, Traits
 from weft.ops.context import attend_in_context
 from weft.ops.decode import one_token
@@ -192,4 +192,4 @@ def _kernel(preference: str, call: Call) -> Callable[[Call], Tensor]:
     if call.bounds.past is not None:
         return one_token
     kernel = KERNELS[choose(preference, call.query_BHTD.device, call.query_BHTD.dtype, call.traits)]
-    return shapes_of_flash if runs() and kernel.cuda_only else kernel.run
+    return shapes_of_flash if is_simulated() and kernel.cuda_only else kernel.run

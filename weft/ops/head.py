@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from weft.cluster.simulated import device_kind, device_memory, runs
+from weft.cluster.simulated import device_kind, device_memory, is_simulated
 from weft.ops.communicator import Communicator
 from weft.ops.exact import linear, token_logprobs
 
@@ -644,7 +644,7 @@ def fused(tile: Tensor) -> bool:
     """Whether the kernels of head_kernels.py take this tile: 16 bits, on CUDA, and right where they were tried."""
     if device_kind(tile.device) != "cuda" or tile.dtype not in (torch.bfloat16, torch.float16):
         return False
-    return runs() or kernels_serve(tile.device, tile.dtype)
+    return is_simulated() or kernels_serve(tile.device, tile.dtype)
 
 
 @functools.cache
@@ -717,7 +717,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     if total.dtype == a.dtype:
         total.addmm_(a, b)
     else:
-        _wide_product(a.device if not runs() else None, a.dtype)(total, a, b)
+        _wide_product(a.device if not is_simulated() else None, a.dtype)(total, a, b)
 
 
 def _accumulate(total: Tensor, a: Tensor, b: Tensor) -> None:

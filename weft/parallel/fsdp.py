@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from weft.cluster.simulated import runs
+from weft.cluster.simulated import is_simulated
 from weft.config.schema import FsdpConfig
 from weft.models.train_module import TrainModule
 from weft.parallel.mesh import Mesh
@@ -176,7 +176,7 @@ class WorkingCopies:
     def _fit(self) -> bool:
         """Whether the largest memory of all steps so far, with all copies, leaves an eighth of what this process can
         have; once they are kept, whether that stays within 95% of it."""
-        if self._device.type != "cuda" or runs():
+        if self._device.type != "cuda" or is_simulated():
             return False
         self._peak = max(self._peak, torch.cuda.max_memory_allocated(self._device))
         if not self._measured:

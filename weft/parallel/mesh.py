@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from weft.cluster.process import everyone
+from weft.cluster.process import world_group
 from weft.config.mesh import AXES, MeshSizes
 from weft.ops.communicator import Communicator, ContextAxis, GroupCommunicator
 from weft.sharding.cuts import AnyCut
@@ -198,7 +198,7 @@ class Mesh:
 
 def build_mesh(sizes: MeshSizes, device_type: str) -> Mesh:
     """The meshes over all ranks, whose number must be sizes.world (config/mesh.py has checked that)."""
-    assert sizes.world == dist.get_world_size(everyone())
+    assert sizes.world == dist.get_world_size(world_group())
     # Axes of one rank are left out, because each would cost a group; FSDP2 needs dp_shard.
     named = {axis: size for axis, size in zip(AXES, sizes.all, strict=True) if size > 1 or axis == "dp_shard"}
     root = init_device_mesh(device_type, tuple(named.values()), mesh_dim_names=tuple(named))

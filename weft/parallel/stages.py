@@ -130,7 +130,7 @@ class Link:
 def _wait(work: Any, device: torch.device) -> None:
     """Wait for a send or receive. On a CPU for at most train.timeout, which torch applies to the group of all ranks
     only; on an accelerator the device waits, not this thread."""
-    limit = flight.own.limit
+    limit = flight.recorder.limit
     with waiting():
         if device.type == "cpu" and limit is not None:
             work.wait(timedelta(seconds=limit))

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from weft.cluster.consistency import term
+from weft.cluster.consistency import checksum_term
 from weft.errors import UserError
 from weft.models import hf
 from weft.models.experts import share_experts_bias
@@ -287,7 +287,7 @@ def _divide_vocabulary(
 def random_difference(axis: Axis, device: torch.device) -> float:
     """This rank's term of a sum over the ranks of tp that is 0 if all have the same random state."""
     state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
-    return float(term(zlib.crc32(state.numpy().tobytes()) & 0xFFFFFF, axis.place, axis.size))
+    return float(checksum_term(zlib.crc32(state.numpy().tobytes()) & 0xFFFFFF, axis.place, axis.size))
 
 
 @torch.no_grad()

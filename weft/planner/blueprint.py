@@ -13,7 +13,7 @@ from transformers import PretrainedConfig
 
 from weft.cluster.machine import Accelerator
 from weft.cluster.options import Device
-from weft.cluster.process import pretend
+from weft.cluster.process import fake_ranks
 from weft.config.mesh import MeshSizes
 from weft.config.schema import MeshConfig
 from weft.engine.build import BuiltModel
@@ -89,7 +89,7 @@ class Blueprint:
         """samples: documents are rollouts, whose entropies are read. Raises UserError for what is refused on every
         mesh."""
         self.config, self.assumed, self.samples = config, assumed, samples
-        with pretend(1, device, assumed) as ranks:
+        with fake_ranks(1, device, assumed) as ranks:
             self.setup: Setup = describe(replace(config, mesh=MeshConfig()), ranks)
             self.built: BuiltModel = build(self.setup, weights=False)
         self.module: TrainModule = self.built.module

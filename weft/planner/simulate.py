@@ -20,7 +20,7 @@ from torch.distributed.tensor._redistribute import clear_redistribute_planner_ca
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from weft.cluster.machine import Accelerator
-from weft.cluster.process import pretend
+from weft.cluster.process import fake_ranks
 from weft.cluster.simulated import Simulation
 from weft.engine.config import EngineConfig
 from weft.engine.document import Document, take
@@ -74,7 +74,7 @@ def simulate(config: EngineConfig, world: int, assumed: Accelerator | None, step
     began = time.perf_counter()
     simulation = Simulation("cpu") if assumed is None else Simulation("cuda", assumed.memory, assumed.capability)
     _forget_meshes()
-    with pretend(world, "cpu", assumed, rank=rank, simulated=simulation) as ranks:
+    with fake_ranks(world, "cpu", assumed, rank=rank, simulated=simulation) as ranks:
         engine = Engine(config, ranks, weights=False, readouts=step.objective.readouts)
         whole = plan_of(engine, step)
         plan = longest(whole, fewest_micro_batches(engine))

@@ -98,7 +98,7 @@ class Watch(TorchDispatchMode):
         self._in_head = runs
 
     def _note(self) -> None:
-        phase = flight.own.phase, flight.own.micro_batch
+        phase = flight.recorder.phase, flight.recorder.micro_batch
         if phase != self._phase:
             if self._phase[0] in (*_BACKWARDS, "reduce"):
                 self._know(_gradients_of(self._groups), "gradients")

@@ -28,7 +28,7 @@ from weft.data.template_bounds import UnboundedError
 from weft.errors import UserError, first_line, how_to_install, runs_own_code
 from weft.files import read_object
 from weft.models import hf
-from weft.recipes.chat_images import ChatImages, Shown, sees_images
+from weft.recipes.chat_images import ChatImage, ChatImages, sees_images
 from weft.sharding.adapter_files import CONFIG as ADAPTER
 from weft.terminal import say
 
@@ -148,17 +148,17 @@ class Chat:
     system: str | None
     settings: dict[str, Any]
     images: ChatImages
-    first: tuple[Shown, ...] = ()
+    first: tuple[ChatImage, ...] = ()
     messages: list[Message] = field(default_factory=list)
-    seen: tuple[Shown, ...] = ()
-    waiting: tuple[Shown, ...] = ()
+    seen: tuple[ChatImage, ...] = ()
+    waiting: tuple[ChatImage, ...] = ()
 
     def begin(self) -> None:
         """Starts a new conversation."""
         self.messages = [] if self.system is None else [{"role": "system", "content": self.system}]
         self.seen, self.waiting = (), self.first
 
-    def show(self, path: str) -> Shown:
+    def show(self, path: str) -> ChatImage:
         """Adds an image file to the next message, and returns it. Raises UserError."""
         image = self.images.take("/image", path)
         self.waiting = (*self.waiting, image)
@@ -177,7 +177,7 @@ class Chat:
             self.seen, self.waiting = seen, ()
         return answer
 
-    def _inputs(self, text: str, asked: list[Message], seen: Sequence[Shown]) -> Mapping[str, Any]:
+    def _inputs(self, text: str, asked: list[Message], seen: Sequence[ChatImage]) -> Mapping[str, Any]:
         """The model's inputs: for the conversation, or for the text alone if there is no chat template."""
         chats = self.tokenizer.chat_template is not None
         prompt = prompt_text(self.tokenizer, asked) if chats else text

@@ -21,7 +21,7 @@ from weft.models.hf_processor import is_vision_config
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
+class ChatImage:
     """An image of a conversation. name: of its file. picture: a PIL image in RGB, read once and kept in memory."""
 
     name: str
@@ -63,7 +63,7 @@ class ChatImages:
         """Whether images can be taken."""
         return self.images is not None
 
-    def take(self, option: str, given: str) -> Shown:
+    def take(self, option: str, given: str) -> ChatImage:
         """Opens an image file. option: the option or command that named it, for messages. given: its path, possibly
         quoted as in a shell. Raises UserError if the model cannot take it."""
         if self.images is None:
@@ -72,7 +72,7 @@ class ChatImages:
         picture, size = pixels(image, option, self.images.checks)
         record = Record(f"{option} ({image})", "messages", {}, (image,))
         self.images.place(record, MaskedText(self.images.placeholder, ()), [size])  # some processors refuse some shapes
-        return Shown(os.path.basename(str(image.path)), picture)
+        return ChatImage(os.path.basename(str(image.path)), picture)
 
     def refuse_marks(self, where: str, text: str) -> None:
         """Raises UserError if a text contains a token that stands for an image or a video."""
@@ -89,7 +89,7 @@ class ChatImages:
             text = text.replace(mark, "")
         return text
 
-    def inputs(self, prompt: str, seen: Sequence[Shown], model: Any) -> Mapping[str, Any]:
+    def inputs(self, prompt: str, seen: Sequence[ChatImage], model: Any) -> Mapping[str, Any]:
         """The model's inputs for a rendered conversation and its images. Raises UserError if the rendering does not
         have one place for each image."""
         assert self.images is not None

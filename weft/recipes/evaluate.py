@@ -27,9 +27,9 @@ from weft.engine.metrics import Sums
 from weft.engine.plan import DocumentMeta, StepPlan
 from weft.objectives.base import Objective
 from weft.objectives.cross_entropy import CrossEntropy, HeldOutLoss
-from weft.recipes.sampling import Questions, Sampler
+from weft.recipes.sampling import EvalPrompts, Sampler
 from weft.report.progress import number
-from weft.run.best import Best
+from weft.run.best import BestEvaluation
 from weft.telemetry import flight
 from weft.telemetry.summary import Phases
 
@@ -45,7 +45,7 @@ class HeldOut:
 
     documents: Mapping[str, Sequence[Document]] = field(default_factory=dict)
     reports: Mapping[str, DataReport] = field(default_factory=dict)
-    questions: Questions | None = None
+    questions: EvalPrompts | None = None
     leaks: Sequence[str] = ()
 
     @property
@@ -97,7 +97,7 @@ def read_held_out(
     if config.eval.prompts is not None:
         encoding = read_encoding(config.data, tokenizer)
         prompts = load_prompts(config.eval.prompts, tokenizer, encoding, message_rules(config.data), images)
-        questions = Questions(prompts, tokenizer, ends.ids, images)
+        questions = EvalPrompts(prompts, tokenizer, ends.ids, images)
     return HeldOut(
         {name: documents for name, (documents, _) in found.items()},
         {name: report for name, (_, report) in found.items()},
@@ -106,7 +106,7 @@ def read_held_out(
 
 
 @dataclass(frozen=True)
-class _Part:
+class _HeldOutPart:
     """Some documents of one source: their plan, and the documents that this rank needs, by index in the plan."""
 
     name: str
@@ -117,7 +117,7 @@ class _Part:
 def ended_by(config: SftConfig, held_out: HeldOut, state: Mapping[str, Any]) -> str | None:
     """The eval key that ended the run, and would still end it with this config; None if there is none. state: of the
     checkpoint, as in Evaluator.state."""
-    best = Best(config.eval, held_out.digest)
+    best = BestEvaluation(config.eval, held_out.digest)
     best.restore(state)
     return best.ends
 
@@ -138,15 +138,15 @@ class Evaluator:
         """state: of the checkpoint from which the run resumes. objective: the training objective of the run."""
         self.config, self.engine, self.held_out, self.phases = config.eval, engine, held_out, phases
         self.objective = HeldOutLoss() if type(objective) is CrossEntropy else objective
-        self.best, self.keep_best = Best(config.eval, held_out.digest), config.checkpoint.keep_best
+        self.best, self.keep_best = BestEvaluation(config.eval, held_out.digest), config.checkpoint.keep_best
         self._news = self.best.restore(state)
         self.sampler = None
         if held_out.questions is not None:
             self.sampler = Sampler(config, engine, held_out.questions, folder)
         self.is_best = False
-        self._parts: list[_Part] | None = None
+        self._parts: list[_HeldOutPart] | None = None
 
-    def at(self, step: int, steps: int) -> dict[str, float | None]:
+    def evaluate(self, step: int, steps: int) -> dict[str, float | None]:
         """The evaluation after a step (0: before the first of `steps`), as keys of its line in metrics.jsonl; empty if
         none is due."""
         self.is_best = False
@@ -156,7 +156,7 @@ class Evaluator:
             figures = self._measure(step) if self.held_out.documents else {}
             if self.sampler is not None:
                 self._news += self.sampler(step)
-        flight.at("record")
+        flight.enter("record")
         return figures
 
     @property
@@ -228,14 +228,14 @@ class Evaluator:
         return f"eval     step {step}: {'; '.join(said)} ({figures[PREFIX + 'seconds']:.1f} s)"
 
 
-def _deal(engine: Engine, named: Mapping[str, Sequence[Document]]) -> Iterator[_Part]:
+def _deal(engine: Engine, named: Mapping[str, Sequence[Document]]) -> Iterator[_HeldOutPart]:
     """Yields all documents in plans of bounded size. Ranks for which there are no documents get empty rows."""
     most = _ROWS * engine.mesh.loss_ranks * engine.config.step.max_tokens_per_device
     for name, documents in named.items():
         metas = engine.metas(documents)
         for first, last in _stretches(metas, most):
             plan = engine.plan(metas[first:last])
-            yield _Part(name, plan, {i: documents[first + i] for i in engine.needs(plan)})
+            yield _HeldOutPart(name, plan, {i: documents[first + i] for i in engine.needs(plan)})
 
 
 def _stretches(metas: Sequence[DocumentMeta], most: int) -> Iterator[tuple[int, int]]:

@@ -40,7 +40,7 @@ from weft.sharding.safetensors_files import TensorFile
 
 
 @dataclass
-class Shapes:
+class TensorShapes:
     """The part of an engine that plan_export uses."""
 
     built: BuiltModel
@@ -80,7 +80,7 @@ def _convert(options: ExportOptions, model: str) -> Path:
     load, dtype = built.load, DTYPES[options.dtype]
     target = Path(options.output) if options.output else Path(f"{options.path.rstrip('/')}-{options.dtype}")
     try:
-        plan = plan_export(Shapes(built), dtype)
+        plan = plan_export(TensorShapes(built), dtype)
         write_folder(
             target, lambda folder: export_alone(plan, FullTensors(list(load.fills), partial(read_whole, load)), folder)
         )
@@ -143,7 +143,7 @@ def _write(state: TrainerState, options: ExportOptions, folder: Path) -> None:
     """Writes a whole model. Names, file layout and tokenizer come from the checkpoint's HuggingFace files, and so do
     the dtypes if options.dtype is auto."""
     built, average = _built(ModelConfig(path=str(state.checkpoint))), options.ema
-    plan = plan_export(Shapes(built), DTYPES[options.dtype])
+    plan = plan_export(TensorShapes(built), DTYPES[options.dtype])
     if built.load is not None:
         built.load.source.close()
     kept, owners = exported(state.content["tensors"], average=average), tied_names(built.module)

@@ -74,19 +74,19 @@ def _losses(config: SftConfig, options: MeasureOptions) -> dict[str, Any] | None
         )
     config, objective = dated(config), choose_objective(config.train.objective)
     with join(options.device, config.train.timeout) as ranks:
-        flight.at("data")
+        flight.enter("data")
         tokenizer = load_tokenizer(config.model.path)
         images = read_images(config.model.path, tokenizer, config.data)
         with loading(ranks.is_first and not options.json, "tokenising") as shown:
             documents, report = read_data(config, config.data, tokenizer, images, shown)
         require_agreement({"documents": report.digest}, ranks.group)
         held_out = HeldOut({"": documents}, {"": report})
-        flight.at("load")
+        flight.enter("load")
         engine_config = replace(EngineConfig.of(config), purpose="inference")
         with loading(ranks.is_first and not options.json) as shown:
             engine = Engine(engine_config, ranks, progress=shown, readouts=objective.readouts)
         engine.check_images(documents)
-        figures = Evaluator(config, engine, held_out, {}, Path(), Phases(), objective).at(1, 1)
+        figures = Evaluator(config, engine, held_out, {}, Path(), Phases(), objective).evaluate(1, 1)
         if not ranks.is_first:
             return None
         counts = {"documents": report.documents, "tokens": report.tokens, "bad_rows": len(report.bad)}

@@ -23,7 +23,7 @@ from weft.engine.build import build_model
 from weft.errors import UserError
 from weft.models import hf
 from weft.models.lora import LoraPlan, add_delta
-from weft.recipes.export import Shapes, find_checkpoint, write_folder
+from weft.recipes.export import TensorShapes, find_checkpoint, write_folder
 from weft.sharding.adapter_files import CONFIG, WEIGHTS, file_names, read_config
 from weft.sharding.load import LoadPlan, read_whole
 from weft.sharding.safetensors_files import TensorFile
@@ -58,7 +58,7 @@ def _write(adapter: Path, base: str, folder: Path, dtype: torch.dtype | None) ->
         device=torch.device("cpu"),
         adapters="merged",
     )
-    plan, lora, load = plan_export(Shapes(built), dtype), built.lora, built.load
+    plan, lora, load = plan_export(TensorShapes(built), dtype), built.lora, built.load
     assert lora is not None and load is not None
     folder.mkdir(parents=True)
     copy_companions(adapter, folder)  # first, so that the tokenizer of the training run is kept, not the base's

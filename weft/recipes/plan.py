@@ -29,8 +29,8 @@ from weft.planner.rows import RowFacts, StepLengths, plan_rows
 from weft.planner.search import Search, search
 from weft.planner.simulate import Step, simulate
 from weft.planner.timing import time_of
-from weft.recipes.run_data import deal, read_data
-from weft.report.plan import Described, show_described, show_engines, show_search
+from weft.recipes.run_data import make_steps, read_data
+from weft.report.plan import PlanEstimate, show_described, show_engines, show_search
 from weft.report.simulated import show_simulated
 from weft.report.tables import EngineRow, separate_engines
 from weft.rl.model_engines import critic_config, policy_config, reference_config
@@ -67,13 +67,13 @@ def run(config: SftConfig | RlConfig, options: PlanOptions) -> None:
         show_engines(_engines_beside(config, options.ranks, assumed))
 
 
-def _described(model: Blueprint, machine: Machine, ranks: int, lengths: StepLengths) -> Described:
+def _described(model: Blueprint, machine: Machine, ranks: int, lengths: StepLengths) -> PlanEstimate:
     mesh = resolve_mesh(model.config.mesh, ranks, "--ranks")
     model.check(mesh)
     plan = plan_rows(model, mesh, lengths.of)
     rows = RowFacts.of(model, plan)
     memory, time = memory_by_stage(model, mesh, rows), time_of(model, mesh, rows, machine)
-    return Described(model, mesh, machine, lengths, plan, memory, time)
+    return PlanEstimate(model, mesh, machine, lengths, plan, memory, time)
 
 
 def step_of(config: SftConfig | RlConfig, lengths: Sequence[int]) -> Step:
@@ -148,7 +148,7 @@ def _lengths_of_data(config: SftConfig) -> tuple[list[int], str]:
     except (UserError, OSError) as error:
         return [], f"the data cannot be read ({first_line(error).rstrip('.')})"
     lengths = lengths_of(documents)
-    first = next(iter(deal(replace(config, train=replace(config.train, steps=None, epochs=1)), documents)), None)
+    first = next(iter(make_steps(replace(config, train=replace(config.train, steps=None, epochs=1)), documents)), None)
     return [lengths[index] for index in first.documents] if first is not None else [], ""
 
 

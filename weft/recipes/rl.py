@@ -61,7 +61,7 @@ from weft.rollout.records import import_arrow, read_rollouts, recorded_files
 from weft.rollout.types import Group, Prompt, Sample, samples_of
 from weft.run.folder import RunLock, lock_folder, write_bad_rows, write_config
 from weft.run.hooks import NO_RL_HOOKS, OnStep, RlHooks
-from weft.run.resume import after_the_last
+from weft.run.resume import advice_after_last_step
 from weft.telemetry import flight
 from weft.telemetry.summary import Phases
 from weft.terminal import counted, display_name, say, say_all
@@ -88,7 +88,7 @@ def run(config: RlConfig, options: RlOptions, hooks: RlHooks = NO_RL_HOOKS) -> N
         elif resume:
             start = find_start(config, held.folder, task.prompts, plan, replayed=bool(replayed))
         if start.rollout == plan.rollouts:
-            more = after_the_last(start, config, plan.steps, held.folder, "rl")
+            more = advice_after_last_step(start, config, plan.steps, held.folder, "rl")
             say_all(upload_all(config, held.folder))
             say(f"{held.folder} has finished already: step {start.step}. {more}".rstrip())
             return
@@ -304,7 +304,7 @@ async def train(run: Run) -> None:
         stopped = signals.number if number < plan.rollouts else 0
         recorder.finish(run.phases, Path(saved), stopped)
         await run.trainer_group.close()
-        say_all(await asyncio.to_thread(uploads.finish, bool(stopped), flight.own.beat))
+        say_all(await asyncio.to_thread(uploads.finish, bool(stopped), flight.recorder.beat))
     if number == plan.rollouts:
         recorder.flat.require_signal(number)
     if stopped:
@@ -369,7 +369,7 @@ async def collect(run: Run) -> None:
                 if signals.number:
                     break
         await run.trainer_group.close()
-        say_all(await asyncio.to_thread(uploads.finish, bool(signals.number), flight.own.beat))
+        say_all(await asyncio.to_thread(uploads.finish, bool(signals.number), flight.recorder.beat))
     if signals.number and number < run.plan.rollouts:
         say_stopped(signal.Signals(signals.number).name, number, run.resume_command)
         raise StoppedError(signals.number)

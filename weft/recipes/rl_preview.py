@@ -7,7 +7,7 @@ import asyncio
 from weft.checkpoint.export import manifest_of
 from weft.cluster.machine import accelerator
 from weft.cluster.options import RlOptions
-from weft.cluster.process import Ranks, pretend
+from weft.cluster.process import Ranks, fake_ranks
 from weft.config.rl_schema import RlConfig
 from weft.config.server_checks import SERVERS
 from weft.engine.engine import Engine
@@ -36,7 +36,7 @@ def dry_run(config: RlConfig, options: RlOptions) -> None:
     rewards = task.rewards if task is not None else Rewards(config.rl)
     environment = environment_class(config)
     tried = asyncio.run(_try(rewards, task))
-    with pretend(options.world, options.device, accelerator(options.assume)) as ranks:
+    with fake_ranks(options.world, options.device, accelerator(options.assume)) as ranks:
         engine = Engine(policy_config(config), ranks, weights=False)
         print_dry_run(config, engine, parameters=options.parameters)
         show(engine_table(_rows(config, engine, ranks)))

@@ -123,7 +123,7 @@ def why_unread(config: SftConfig | RlConfig) -> str:
     return ""
 
 
-def deal(config: SftConfig, documents: Sequence[Document]) -> Steps:
+def make_steps(config: SftConfig, documents: Sequence[Document]) -> Steps:
     """The documents of each optimizer step."""
     return Steps(
         lengths_of(documents),

@@ -29,7 +29,7 @@ _WIDTH = 100  # characters of a prompt, and of an answer, that are printed
 
 
 @dataclass(frozen=True)
-class Questions:
+class EvalPrompts:
     """The prompts of eval.prompts. ends: ids of tokens that end answers. images: the image reader of a vision
     model."""
 
@@ -43,7 +43,7 @@ class Sampler:
     """Samples the model's answers. The prompts are distributed over the ranks; a rank with prompts holds a whole copy
     of the model while it answers."""
 
-    def __init__(self, config: SftConfig, engine: Engine, questions: Questions, folder: Path) -> None:
+    def __init__(self, config: SftConfig, engine: Engine, questions: EvalPrompts, folder: Path) -> None:
         """Raises UserError if a copy of the model does not fit into memory beside the training state."""
         self.config, self.ranks, self.questions = config.eval, engine.ranks, questions
         self.seed, self.path = config.train.seed, folder / SAMPLES
@@ -60,7 +60,7 @@ class Sampler:
 
     def __call__(self, step: int) -> list[str]:
         """Answers all prompts and records the answers. Returns lines to print. Collective."""
-        flight.at("sample")
+        flight.enter("sample")
         mine = range(self.ranks.rank, len(self.questions.prompts), self.ranks.world)
         self.embedded.wake(here=bool(mine))
         answered = self._answer(mine, step) if mine else {}

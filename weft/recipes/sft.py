@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from weft.checkpoint.save import Saver
-from weft.cluster.consistency import max_over_ranks, on_first_rank, require_agreement
+from weft.cluster.consistency import max_over_ranks, require_agreement, run_on_first_rank
 from weft.cluster.options import SftOptions
 from weft.cluster.process import join
 from weft.cluster.stopping import StopSignals
@@ -36,7 +36,7 @@ from weft.optim.custom_optimizer import find_class
 from weft.optim.schedule import learning_rate
 from weft.recipes import sft_preview
 from weft.recipes.evaluate import Evaluator, ended_by
-from weft.recipes.run_data import RunData, dated, deal, read_run_data
+from weft.recipes.run_data import RunData, dated, make_steps, read_run_data
 from weft.remote.uploads import Uploads, prepare, upload_all
 from weft.report.banner import pipeline_hint, print_opening, say_finished, say_stopped
 from weft.report.progress import Progress, loading
@@ -45,8 +45,8 @@ from weft.report.trackers import check_installed
 from weft.run.folder import open_folder, write_bad_rows
 from weft.run.hooks import NO_HOOKS, Hooks
 from weft.run.identity import identity
-from weft.run.recorder import Recorder
-from weft.run.resume import Start, after_the_last, constants, find_start, restore
+from weft.run.recorder import RunRecorder
+from weft.run.resume import Start, advice_after_last_step, constants, find_start, restore
 from weft.telemetry import flight
 from weft.telemetry.profiling import check_profile, own_peak_memory_gib, profiled
 from weft.telemetry.summary import Phases, RunSummary
@@ -54,7 +54,7 @@ from weft.terminal import say_all
 
 FRESH = Start()
 _PROMISE = "the step that runs is finished and saved first, and then the run ends"
-LaidOut = tuple[StepPlan, Rows]
+PreparedStep = tuple[StepPlan, Rows]
 
 
 def run(config: SftConfig, options: SftOptions, hooks: Hooks = NO_HOOKS) -> None:
@@ -74,25 +74,25 @@ def run(config: SftConfig, options: SftOptions, hooks: Hooks = NO_HOOKS) -> None
         if config.optimizer.name not in BUILT_IN:
             find_class(config.optimizer)  # so that an error is reported before the data are read
         if config.checkpoint.push is not None:
-            on_first_rank(partial(prepare, config), ranks)
-        flight.at("data")
+            run_on_first_rank(partial(prepare, config), ranks)
+        flight.enter("data")
         with phases("data"), loading(ranks.is_first, "tokenising") as shown:
             data = read_run_data(config, shown)
         require_agreement(identity(config, data.report) | {"documents of eval.path": data.held_out.digest}, ranks.group)
         with open_folder(config, ranks, resume=resume) as folder:
-            dealt = deal(config, data.documents)
+            dealt = make_steps(config, data.documents)
             steps = len(dealt)
             check_profile(config.profile, steps=steps)
             start = find_start(config, folder, data.report, steps, ranks) if resume else FRESH
             by = ended_by(config, data.held_out, start.evaluation)
             if start.step == steps or by is not None:
-                more = after_the_last(start, config, steps, folder)
+                more = advice_after_last_step(start, config, steps, folder)
                 if ranks.is_first:
                     say_all(upload_all(config, folder))
                 say_finished(folder, start.step, steps, by, ranks, more)
                 return
             flight.in_run(folder)
-            flight.at("load")
+            flight.enter("load")
             with phases("load"):
                 with loading(ranks.is_first) as shown:
                     fill = start.state is None
@@ -121,15 +121,17 @@ def train(
 ) -> None:
     """The training loop; it always saves the last weights. Raises StoppedError if a signal ended the run early."""
     phases.add(start.seconds)
-    steps, updates, stop = deal(config, data.documents), start.updates, 0
+    steps, updates, stop = make_steps(config, data.documents), start.updates, 0
     objective = choose_objective(config.train.objective, hooks.objective)
     if config.train.objective is not None or hooks.objective is not None:
         engine.check_sums(objective)
     evaluator = Evaluator(config, engine, data.held_out, start.evaluation, folder, phases, objective)
-    recorder = Recorder(config, engine, folder, RunSummary(model=config.model.path, data=data.report.path), start)
+    recorder = RunRecorder(config, engine, folder, RunSummary(model=config.model.path, data=data.report.path), start)
     saver = open_saver(config, engine, data, folder, steps, start)
     progress = Progress(len(steps), show=engine.ranks.is_first, every=config.train.log_every)
-    upcoming = closing(prefetch(steps.starting_at(start.step + 1), partial(lay_out, engine, data.documents, objective)))
+    upcoming = closing(
+        prefetch(steps.starting_at(start.step + 1), partial(prepare_step, engine, data.documents, objective))
+    )
     uploads = Uploads(config, folder, resume=resume, first=engine.ranks.is_first)
     with (
         uploads,
@@ -140,7 +142,7 @@ def train(
         upcoming as laid_out_ahead,
     ):
         if not start.step:
-            recorder.record_start(evaluator.at(0, len(steps)))
+            recorder.record_start(evaluator.evaluate(0, len(steps)))
         progress.notes(evaluator.pop_messages())
         for step, laid_out in laid_out_ahead:
             sources = first_sources(data.documents, step.documents)
@@ -149,11 +151,11 @@ def train(
                 lr = learning_rate(updates + 1, len(steps), config.optimizer.lr, config.schedule)
                 taken = take_step(engine, laid_out, objective, lr)
             updates += not taken.result.skipped
-            flight.at("record")
+            flight.enter("record")
             if step.number == start.step + 1:
                 check_contract(engine)
                 progress.notes(pipeline_hint(engine, taken.plan))
-            found = evaluator.at(step.number, len(steps))
+            found = evaluator.evaluate(step.number, len(steps))
             memory_gib, stop, overdue, failed = agree(engine, signals, saver)
             line = recorder.record(step, taken, memory_gib, found)
             progress.step(line)
@@ -165,22 +167,22 @@ def train(
                 saver.raise_failure()
             done = bool(stop) or evaluator.best.ends is not None
             if done or overdue or evaluator.is_to_keep or saver.due(step.number, len(steps)):
-                flight.at("save")
+                flight.enter("save")
                 with phases("save"):
                     state = recorder.progress(step, updates, phases) | evaluator.state()
                     saver.save(step.number, state, best=evaluator.is_to_keep)
             progress.notes([*saver.pop_messages(), *uploads.pop_messages()])
             if done:
                 break
-        flight.at("save")
+        flight.enter("save")
         with phases("save"):
             saved = saver.finish()
         progress.notes(saver.pop_messages())
     early = step.number < len(steps)
     stopped = (signal.Signals(stop).name if stop else evaluator.best.ends) if early else None
     recorder.finish(phases, saved, stopped, evaluator.summary(saved.parent))
-    flight.at("upload")
-    say_all(uploads.finish(bool(stop), flight.own.beat))
+    flight.enter("upload")
+    say_all(uploads.finish(bool(stop), flight.recorder.beat))
     if stop:
         # Ranks that a signal ends have a status other than 0. Launchers take the first such end for a failure, and
         # kill the others (torchrun; srun with KillOnBadExit), so none ends before the first rank has written it all.
@@ -196,13 +198,13 @@ def train(
             raise StoppedError(stop)
 
 
-def lay_out(engine: Engine, documents: Sequence[Document], objective: Objective, step: Step) -> LaidOut:
+def prepare_step(engine: Engine, documents: Sequence[Document], objective: Objective, step: Step) -> PreparedStep:
     """(plan of a step, this rank's rows). Builds only the documents of these rows, and uses no device."""
     plan, own = engine.deal(choose(documents, step.documents))
     return plan, engine.rows(plan, own, objective, step.number).ahead()
 
 
-def take_step(engine: Engine, laid_out: Future[LaidOut], objective: Objective, lr: float) -> StepOutcome:
+def take_step(engine: Engine, laid_out: Future[PreparedStep], objective: Objective, lr: float) -> StepOutcome:
     """Waits until the rows are built, then runs one optimizer step. seconds include the wait."""
     began = time.perf_counter()
     plan, rows = laid_out.result()

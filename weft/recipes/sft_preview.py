@@ -8,7 +8,7 @@ import torch
 
 from weft.cluster.machine import Accelerator, accelerator, known_accelerator
 from weft.cluster.options import SftOptions
-from weft.cluster.process import choose_device, pretend
+from weft.cluster.process import choose_device, fake_ranks
 from weft.config.mesh import MeshSizes
 from weft.config.schema import SftConfig
 from weft.data.documents import lengths_of
@@ -22,7 +22,7 @@ from weft.planner.blueprint import Blueprint
 from weft.planner.machines import machine_of
 from weft.planner.rows import RowFacts, plan_rows
 from weft.planner.timing import time_of
-from weft.recipes.run_data import RunData, dated, deal, read_run_data, why_unread
+from weft.recipes.run_data import RunData, dated, make_steps, read_run_data, why_unread
 from weft.report.banner import print_dry_run, steps_lines
 from weft.report.progress import duration, loading
 from weft.telemetry.profiling import check_profile
@@ -38,8 +38,8 @@ def dry_run(config: SftConfig, options: SftOptions, objective: Objective) -> Non
     if not unread:
         with loading(what="tokenising") as shown:
             data = read_run_data(dated(config), shown)
-        check_profile(config.profile, steps=len(deal(config, data.documents)))
-    with pretend(options.world, options.device, accelerator(options.assume)) as ranks:
+        check_profile(config.profile, steps=len(make_steps(config, data.documents)))
+    with fake_ranks(options.world, options.device, accelerator(options.assume)) as ranks:
         engine = Engine(EngineConfig.of(config), ranks, weights=False, readouts=objective.readouts)
         if data is not None:
             for documents in (data.documents, *data.held_out.documents.values()):
@@ -49,7 +49,7 @@ def dry_run(config: SftConfig, options: SftOptions, objective: Objective) -> Non
     if data is None:
         say_folded([f"data     not read: {unread}"])
         return
-    steps = deal(config, data.documents)
+    steps = make_steps(config, data.documents)
     say_folded(
         [
             f"data     {data.report}",

@@ -57,7 +57,7 @@ RL_COPIES = 30  # for RL: with a reference, a critic, and the plain side twice
 
 
 @dataclass(frozen=True)
-class Subject:
+class VerifiedModel:
     """The model that is verified. path: a HuggingFace directory with weights. words: its description for the output.
     cut: whether it has fewer layers than the user's model."""
 
@@ -96,7 +96,7 @@ def compute_in_fp32() -> None:
     torch.backends.cudnn.allow_tf32 = False
 
 
-def check(config: Any, subject: Subject, ranks: Ranks, options: VerifyOptions) -> Verdict | None:
+def check(config: Any, subject: VerifiedModel, ranks: Ranks, options: VerifyOptions) -> Verdict | None:
     """The verdict in fp32, and in the configured dtypes if they are others (narrow.py); None except on the first
     rank."""
     exact = verified_config(config, subject.path)
@@ -125,7 +125,7 @@ def _verdict(engine: Engine, path: str, steps: Sequence[Step], objective: Object
     return verify(engine, path, shown, [LEARNING_RATE] * len(shown), images, objective, behind)
 
 
-def check_rl(config: Any, subject: Subject, ranks: Ranks, options: VerifyOptions) -> Verdict | None:
+def check_rl(config: Any, subject: VerifiedModel, ranks: Ranks, options: VerifyOptions) -> Verdict | None:
     """The verdict for reinforcement learning, in fp32 only: updates of the configured algorithm from given rollouts."""
     exact: RlConfig = verified_config(config, subject.path)
     model = replace(exact.model, router_aux_loss="none", router_aux_loss_coef=None)  # `check` verifies that loss
@@ -168,7 +168,7 @@ def _with_larger_eps(optimizer: OptimizerConfig) -> OptimizerConfig:
     return replace(optimizer, options={**optimizer.options, "eps": max(eps, EPSILON)})
 
 
-def choose_subject(config: SftConfig | RlConfig, options: VerifyOptions, ranks: Ranks, folder: str) -> Subject:
+def choose_subject(config: SftConfig | RlConfig, options: VerifyOptions, ranks: Ranks, folder: str) -> VerifiedModel:
     """The user's own weights, or a copy with random weights. The copy has fewer layers with --layers, or if the
     reference would not fit into memory. folder: where the copy is written; the first rank's is used. Collective."""
     layers = options.layers
@@ -177,7 +177,7 @@ def choose_subject(config: SftConfig | RlConfig, options: VerifyOptions, ranks: 
     if layers is None and not fits[0]:
         layers = max(2, *_stages(config))
     if layers is None and config.model.init == "pretrained" and config.model.weights is None:
-        return Subject(config.model.path, f"{config.model.path}, its own weights")
+        return VerifiedModel(config.model.path, f"{config.model.path}, its own weights")
     shape = hf.read_config(config.model.path)
     words = f"{config.model.path}, random weights"
     if layers is not None:
@@ -194,7 +194,7 @@ def choose_subject(config: SftConfig | RlConfig, options: VerifyOptions, ranks: 
         if isinstance(config, RlConfig):
             load_tokenizer(config.model.path).save_pretrained(shared[0])
     dist.barrier(ranks.group)
-    return Subject(shared[0], words, cut=layers is not None)
+    return VerifiedModel(shared[0], words, cut=layers is not None)
 
 
 def _stages(config: SftConfig | RlConfig) -> list[int]:
@@ -203,7 +203,7 @@ def _stages(config: SftConfig | RlConfig) -> list[int]:
     return [config.mesh.pp, *(pp or 1 for pp in others)]
 
 
-def _of_a_copy(error: UserError, subject: Subject) -> str:
+def _of_a_copy(error: UserError, subject: VerifiedModel) -> str:
     return (
         f"{error}\nWhat is verified is {subject.words}. If the whole model has what the config names, give --layers a "
         "number that reaches it, or verify without that key."

@@ -81,7 +81,7 @@ class Uploads(AbstractContextManager["Uploads"]):
         if self._mirror is not None and not self._mirror.failed:
             say(f"ending   what is whole is uploaded first, within {_AFTER_AN_ERROR:g} s", error=True)
             try:
-                say_all(self._mirror.finish(flight.own.beat, _AFTER_AN_ERROR), error=True)
+                say_all(self._mirror.finish(flight.recorder.beat, _AFTER_AN_ERROR), error=True)
             except StorageError as problem:
                 say(f"upload   {problem}", error=True)
 
@@ -104,4 +104,4 @@ def upload_all(config: Any, run: Path) -> list[str]:
     if mirror is None:
         return []
     mirror.start()
-    return mirror.finish(flight.own.beat)
+    return mirror.finish(flight.recorder.beat)

@@ -24,7 +24,7 @@ _MOST_REFUSED = 6
 
 
 @dataclass(frozen=True)
-class Described:
+class PlanEstimate:
     """The estimates for one mesh. memory: of the fullest rank at each place of mesh.pp."""
 
     model: Blueprint
@@ -36,7 +36,7 @@ class Described:
     time: StepTime
 
 
-def show_described(found: Described) -> None:
+def show_described(found: PlanEstimate) -> None:
     """Prints memory, time and collectives of a mesh."""
     fullest = max(found.memory, key=lambda memory: memory.fullest)
     _show_heading(found.model, found.mesh.world, found.lengths, found.machine)
@@ -62,7 +62,7 @@ def _show_heading(model: Blueprint, ranks: int, lengths: StepLengths, machine: M
     say(f"lengths  {len(lengths.of):,} documents a step, {lengths.said}")
 
 
-def _ulysses(found: Described) -> str:
+def _ulysses(found: PlanEstimate) -> str:
     ulysses = found.model.ulysses(found.mesh.cp, found.mesh.tp)
     return "" if ulysses is None else f" mesh.ulysses={ulysses}"
 
@@ -74,7 +74,7 @@ def _step(plan: StepPlan) -> str:
     return text + (f"; {cut} documents are cut over ranks of cp" if plan.pieces else "")
 
 
-def _show_memory(found: Described, memory: Memory) -> None:
+def _show_memory(found: PlanEstimate, memory: Memory) -> None:
     held, machine = memory.held, found.machine
     place = f", place {held.place.pp + 1} of mesh.pp" if found.mesh.pp > 1 else ""
     table = new_table(f"memory of the fullest rank{place}", "what", ">bytes", "")
@@ -117,7 +117,7 @@ def _show_memory(found: Described, memory: Memory) -> None:
     say(f"         what libraries allocate, engines that generate{images}\n")
 
 
-def _show_stages(found: Described) -> None:
+def _show_stages(found: PlanEstimate) -> None:
     table = new_table("ranks of mesh.pp", ">place", "layers", ">resident", ">activations", ">fullest")
     for place, memory in enumerate(found.memory):
         kept = memory.rows + memory.in_flight
@@ -126,7 +126,7 @@ def _show_stages(found: Described) -> None:
     show(table)
 
 
-def _layers(found: Described, place: int) -> str:
+def _layers(found: PlanEstimate, place: int) -> str:
     stages = found.model.stages(found.mesh.pp)
     assert stages is not None
     spans = (stages[0].spans[stage] for stage in stages[0].placement.stages_of(place))

@@ -136,7 +136,7 @@ def _make_trainer(config: RlConfig, options: RlOptions, fill: bool, rank: int) -
 
 def _make_engine(config: RlConfig, options: RlOptions, number: int) -> Standalone:
     flight.watch(config.rollout.timeout, "rollout.timeout")
-    flight.at("load")
+    flight.enter("load")
     hf.import_architectures(config.model.imports, config.model.path)
     auto = "bf16" if options.device == "cuda" else "fp32"
     wanted = config.rollout.dtype if config.rollout.dtype != "auto" else config.fsdp.param_dtype

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from weft.cluster.failures import describe_what_is_left, last_whole_checkpoint
+from weft.cluster.failures import describe_remaining_files, last_whole_checkpoint
 from weft.cluster.ray_actors import ActorGroup
 from weft.cluster.status import STATUS, kind_of
 from weft.cluster.watchdog import periodically
@@ -35,9 +35,9 @@ def report_failures(folder: Path, groups: Mapping[str, ActorGroup], again: str) 
         yield
     except ActorError as error:
         for name, group in groups.items():
-            group.keep_evidence(folder / name)
+            group.save_evidence(folder / name)
         if error.kind != "user":
-            error.add_note(describe_what_is_left(str(folder)).strip() + f"\nGo on with: {again}")
+            error.add_note(describe_remaining_files(str(folder)).strip() + f"\nGo on with: {again}")
         raise
     except OSError as error:
         if kind_of(error, str(folder)) != "storage":

@@ -58,7 +58,7 @@ def start_rank(config: RlConfig, device: Device) -> Ranks:
     flight.watch(config.train.timeout)
     keys = {f"{section}.{key}": str(v) for section, values in to_dict(config).items() for key, v in values.items()}
     require_agreement(keys | versions(), ranks.group)
-    flight.at("load")
+    flight.enter("load")
     return ranks
 
 
@@ -95,7 +95,7 @@ def checkpoints_of(config: RlConfig) -> CheckpointConfig:
 
 def finish_step(engine: Engine, saver: Saver | None) -> float:
     """The largest peak memory of any rank, in GiB. Raises on all ranks if the saver of one has failed. Collective."""
-    flight.at("record")
+    flight.enter("record")
     failed = saver is not None and saver.failed
     memory, any_failed = max_over_ranks(
         [own_peak_memory_gib(engine.device), failed], engine.mesh.world_group, engine.device
@@ -185,14 +185,14 @@ class ReferenceCriticRank:
     def save(self, step: int, progress: Mapping[str, Any]) -> list[str]:
         """Like Trainer.save, into RUN/critic/checkpoints."""
         assert self.saver is not None
-        flight.at("save")
+        flight.enter("save")
         self.saver.save(step, progress)
         return [f"critic: {text}" for text in self.saver.pop_messages()]
 
     def finish(self) -> list[str]:
         """Wait for the last save; returns messages."""
         assert self.saver is not None
-        flight.at("save")
+        flight.enter("save")
         self.saver.finish()
         return [f"critic: {text}" for text in self.saver.pop_messages()]
 
@@ -212,7 +212,7 @@ def readout(
     """This rank's samples, read by the engine: index -> [T], zero at tokens that the policy did not sample. If several
     ranks have the same samples, only the first returns them. what: `logprob` or `value`. routes: whether to replay the
     recorded experts. Collective."""
-    flight.at("logprobs")
+    flight.enter("logprobs")
     plan, own = engine.deal(ReadSamples(samples, routes, opener))
     read = engine.readout(plan, own, (what,))
     if engine.mesh.same_documents[0]:

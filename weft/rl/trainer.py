@@ -173,14 +173,14 @@ class Trainer:
 
     def sync(self, version: int) -> Synced:
         """Copy the current weights to the embedded engine."""
-        flight.at("sync")
+        flight.enter("sync")
         began = time.perf_counter()
         self.embedded.wake(version=version)
         return Synced(version, len(self.engine.built.pieces), self.embedded.bytes, time.perf_counter() - began)
 
     def prove_exact(self) -> str:
         """Returns a line to print. UserError if the embedded engine's logprobs differ from the trainer's."""
-        flight.at("logprobs")
+        flight.enter("logprobs")
         rollout, asleep = self.config.rollout, tuple(self.engine.asleep)
         self.engine.wake()  # the trainer must read the samples
         proof = prove_exact(self.engine, self.embedded, rollout.max_prompt_tokens, rollout.max_new_tokens)
@@ -190,7 +190,7 @@ class Trainer:
 
     def generate(self, asked: Mapping[int, Request], seconds: float) -> tuple[Numbered, int]:
         """Completions from this rank's embedded engine (EmbeddedEngine.advance)."""
-        flight.at("generate")
+        flight.enter("generate")
         return self.embedded.advance(asked, seconds)
 
     def sleep_engine(self) -> int:
@@ -252,7 +252,7 @@ class Trainer:
 
     def export(self, folder: str, version: int) -> Synced:
         """Write the current weights to `folder` as a HuggingFace directory."""
-        flight.at("sync")
+        flight.enter("sync")
         began = time.perf_counter()
         save_huggingface(self.engine, Path(folder))
         size = sum(file.stat().st_size for file in Path(folder).glob("*.safetensors"))
@@ -316,14 +316,14 @@ class Trainer:
     def save(self, step: int, progress: Mapping[str, Any]) -> list[str]:
         """Start saving the state after this optimizer step; returns messages about earlier saves."""
         assert self.saver is not None
-        flight.at("save")
+        flight.enter("save")
         self.saver.save(step, progress)
         return self.saver.pop_messages()
 
     def finish(self) -> tuple[str, list[str]]:
         """Wait for the last save; returns its folder and messages."""
         assert self.saver is not None
-        flight.at("save")
+        flight.enter("save")
         return str(self.saver.finish()), self.saver.pop_messages()
 
     def ending(self, error: BaseException) -> None:

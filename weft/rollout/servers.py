@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from weft.cluster.machine import own_address
+from weft.cluster.machine import host_address
 from weft.config.rl_schema import RlConfig
 from weft.errors import ActorError, UserError
 from weft.rollout.sglang import SglangEngine
@@ -61,7 +61,7 @@ class HostedServer:
 
     async def host(self) -> str:
         """This host's address."""
-        return own_address()
+        return host_address()
 
     async def torch_version(self) -> str:
         """The version of torch in the server's environment, which receives weights."""
@@ -87,7 +87,7 @@ class HostedServer:
         the log goes to RUN/engines on this host. compute: the trainers' compute dtype, such as "bf16". devices:
         CUDA_VISIBLE_DEVICES of the server; None: the actor's."""
         flight.watch(self._config.rollout.timeout, "rollout.timeout")
-        flight.at("serve")
+        flight.enter("serve")
         self._beating = asyncio.create_task(_beat())
         with _located():
             is_vllm = self._config.rollout.engine == "vllm"
@@ -121,7 +121,7 @@ class HostedServer:
         """End the server and all its processes."""
         if self._beating is not None:
             self._beating.cancel()
-            flight.at(flight.ENDLESS)
+            flight.enter(flight.ENDLESS)
         if self._engine is not None:
             await self._engine.close()
 
@@ -140,8 +140,8 @@ def _located() -> Iterator[None]:
         yield
     except Exception as error:
         told = ActorError(str(error), "failed") if isinstance(error, SyncError) else error
-        if own_address() != "127.0.0.1":
-            told.add_note(f"This was on host {socket.gethostname()} ({own_address()}).")
+        if host_address() != "127.0.0.1":
+            told.add_note(f"This was on host {socket.gethostname()} ({host_address()}).")
         if told is error:
             raise
         raise told from error

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from weft.cluster.machine import own_address
+from weft.cluster.machine import host_address
 from weft.config.schema import LoraConfig
 from weft.data.image_opener import ImageOpener
 from weft.engine.sleep import Emptied
@@ -56,7 +56,7 @@ class Standalone:
 
     def host(self) -> str:
         """This host's address."""
-        return own_address()
+        return host_address()
 
     def devices(self) -> list[str]:
         """UUIDs of the CUDA devices that this process sees, its own first."""
@@ -70,12 +70,12 @@ class Standalone:
         self, requests: Sequence[Request], proceed: Callable[[], bool] | None = None
     ) -> list[list[Completion]]:
         """See Generator.generate. SyncError if there are no weights."""
-        flight.at("generate")
+        flight.enter("generate")
         return self._ready().generate(requests, proceed)
 
     def advance(self, asked: Mapping[int, Request], seconds: float) -> tuple[Numbered, int]:
         """See Generator.advance. SyncError if there are no weights."""
-        flight.at("generate")
+        flight.enter("generate")
         return self._ready().advance(asked, seconds)
 
     def end(self) -> Numbered:
@@ -85,7 +85,7 @@ class Standalone:
     def receive(self, ticket: Ticket, version: int, keep: bool = True) -> None:
         """Receive the weights of a version. SyncError if the sync fails; the engine then has no weights. keep: whether
         unfinished requests continue with the new weights; otherwise they start again."""
-        flight.at("sync")
+        flight.enter("sync")
         filled = self._filled is not None and not self._filled.asleep
         base = self.lora is None or not self.lora.on or filled
         with Delivery(ticket, version, has=self._had, base=base) as delivery:

@@ -11,7 +11,7 @@ from weft.config.schema import EvalConfig
 
 
 @dataclass
-class Best:
+class BestEvaluation:
     """The lowest value of eval.metric so far.
 
     of: digest of the evaluation data. value, step: of the best evaluation; step is 0 if there is none. mark: the value

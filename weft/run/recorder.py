@@ -51,7 +51,7 @@ class BadSteps:
 
 
 @dataclass
-class Recorder:
+class RunRecorder:
     """Writes metrics.jsonl and summary.json. The context manager records the start and its end in starts.jsonl,
     measures the phases of steps (track.timing), samples the machine (track.system), and finishes the trackers."""
 
@@ -75,7 +75,7 @@ class Recorder:
             path, step = self.folder / SYSTEM, self.start.step
             self.system = SystemMonitor(path, track.system_seconds, gpus, step, self.trackers.log)
 
-    def __enter__(self) -> Recorder:
+    def __enter__(self) -> RunRecorder:
         for note in self.trackers.notes:
             say(note)
         if self.engine.ranks.is_first:

@@ -215,7 +215,9 @@ def rates_changed(content: Mapping[str, Any], config: SftConfig | RlConfig, step
     return []
 
 
-def after_the_last(start: Start, config: SftConfig | RlConfig, steps: int, folder: Path, command: str = "sft") -> str:
+def advice_after_last_step(
+    start: Start, config: SftConfig | RlConfig, steps: int, folder: Path, command: str = "sft"
+) -> str:
     """Advice for a finished run: to train longer if the schedule allows it, else to start a new run from its weights;
     "" without a checkpoint."""
     if start.state is None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from weft.cluster.process import place_among_all
+from weft.cluster.process import rank_and_world
 from weft.cluster.simulated import on_host
 
 
@@ -119,7 +119,7 @@ def shard_of(tensor: Tensor, among: tuple[int, int] | None = None) -> Shard:
     ranks."""
     box, values = local_box(tensor)
     if not isinstance(tensor, DTensor):
-        return Shard(box, values, (among or place_among_all(),))
+        return Shard(box, values, (among or rank_and_world(),))
     mesh = tensor.device_mesh
     copied = [
         axis

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from weft.cluster.process import everyone, place_among_all
+from weft.cluster.process import rank_and_world, world_group
 from weft.errors import UserError
 from weft.models import hf
 from weft.models.lora import is_adapters
@@ -143,7 +143,7 @@ def _differ(source: Source, a: str, b: str) -> bool:
     shape = source.shape(a)
     if shape != source.shape(b):
         return True
-    rank, world = place_among_all()
+    rank, world = rank_and_world()
     rows = max(1, _COMPARED_ROWS // max(1, Box.whole(shape[1:]).numel))
     differs = torch.zeros(1)
     for number, start in enumerate(range(0, shape[0], rows)):
@@ -151,7 +151,7 @@ def _differ(source: Source, a: str, b: str) -> bool:
             box = Box((start, *(0 for _ in shape[1:])), (min(rows, shape[0] - start), *shape[1:]))
             differs += not torch.equal(source.read(a, box), source.read(b, box))
     if world > 1:
-        dist.all_reduce(differs, group=everyone())
+        dist.all_reduce(differs, group=world_group())
     return bool(differs)
 
 

@@ -1,9 +1,9 @@
 """The flight record: what this rank is doing right now, in a small file that outlives the process.
 
-Recipes and the engine call `flight.at("forward", 2, documents)`, which costs some microseconds. The file has two lines
-of fixed width, each with a checksum, written in turns, so that one of them is whole even after a kill -9. The file is
-in the launcher's scratch folder or, without weft's launcher, at RUN/flight/rank-00000.live. After a failure the record
-is kept as RUN/flight/rank-00000.json.
+Recipes and the engine call `flight.enter("forward", 2, documents)`, which costs some microseconds. The file has two
+lines of fixed width, each with a checksum, written in turns, so that one of them is whole even after a kill -9. The
+file is in the launcher's scratch folder or, without weft's launcher, at RUN/flight/rank-00000.live. After a failure the
+record is saved as RUN/flight/rank-00000.json.
 `listeners` are called when a phase begins; timing.py and profiling.py use them.
 Times are those of the monotonic clock, which all processes of a machine share. Imports no torch.
 """
@@ -62,7 +62,7 @@ _ABOUT_DOCUMENTS = ("plan", "count", "rows", "forward", "backward", "reduce", "e
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Record:
+class FlightRecord:
     """One rank at one moment. since: when the phase began or last made progress. limit: seconds that the phase may take
     without progress. timeout: those that a usual phase may take. step: 0 before the first. documents: sources of the
     first few of the phase's `count` documents. plan: digest of the step's plan. changes: number of phases so far, equal
@@ -85,7 +85,7 @@ class Record:
     changes: int = 0
     trail: Sequence[Any] = ()
 
-    def where(self) -> str:
+    def activity(self) -> str:
         """`in step 3 of 6, forward of micro-batch 1, documents a.jsonl:3, a.jsonl:7`."""
         words = _WORDS.get(self.phase, self.phase).format(micro_batch=self.micro_batch)
         if not self.step:
@@ -97,7 +97,7 @@ class Record:
         return text
 
 
-class Flight:
+class FlightRecorder:
     """The record of this process. Without a file it is kept in memory only."""
 
     def __init__(self) -> None:
@@ -127,7 +127,7 @@ class Flight:
         """Set this rank and the number of ranks."""
         self._fixed |= {"rank": rank, "world": world, "pid": os.getpid()}
         self._head = ""
-        self.at(self.phase)
+        self.enter(self.phase)
 
     def watch(self, timeout: float, key: str = "train.timeout") -> None:
         """Count a phase without progress for `timeout` seconds, or a multiple of it for slow phases, as a hang from now
@@ -135,7 +135,7 @@ class Flight:
         self._timeout, self.key = timeout, key
         self._fixed["timeout"] = timeout
         self._head = ""
-        self.at(self.phase)
+        self.enter(self.phase)
 
     @property
     def patience(self) -> str:
@@ -149,7 +149,7 @@ class Flight:
             path = run / FOLDER / live_name(self._fixed["rank"])
             left = read(path)
             if left is not None:
-                keep(left, {"where": left.where(), "message": "the process ended without a word"})
+                save(left, {"where": left.activity(), "message": "the process ended without a word"})
             self.open(path)
             self._own = True
         self._head = ""
@@ -160,14 +160,14 @@ class Flight:
         documents, if `documents` has only some."""
         self._first_step = self._first_step or number
         self._step, self._head = {"step": number, "steps": of, "plan": ""}, ""
-        self.at("plan", documents=documents, count=count)
+        self.enter("plan", documents=documents, count=count)
 
     def planned(self, digest: str) -> None:
         """Set the digest of this rank's plan of the step."""
         self._step["plan"] = digest
         self._head = ""
 
-    def at(
+    def enter(
         self, phase: str, micro_batch: int = 0, documents: Sequence[str] | None = None, count: int | None = None
     ) -> None:
         """Begin a phase. micro_batch counts from 1. documents: sources of the documents in this phase; None: unchanged.
@@ -193,9 +193,9 @@ class Flight:
         if self.since - self._written > 1.0:
             self._write()
 
-    def record(self) -> Record:
+    def record(self) -> FlightRecord:
         """The present record."""
-        return Record(**json.loads(self._text()))
+        return FlightRecord(**json.loads(self._text()))
 
     def silence(self) -> float | None:
         """Seconds by which the time without progress exceeds the limit; None within it."""
@@ -253,27 +253,27 @@ def kept_name(rank: int) -> str:
     return f"rank-{rank:05d}.json"
 
 
-def read(path: Path) -> Record | None:
-    """The newest whole record in a file of a rank or of `keep`; None if there is none."""
+def read(path: Path) -> FlightRecord | None:
+    """The newest whole record in a file of a rank or of `save`; None if there is none."""
     found = []
     with suppress(OSError, ValueError):
         content = path.read_bytes()
         if content.startswith(b"{"):
-            return Record(**json.loads(content)["record"])
+            return FlightRecord(**json.loads(content)["record"])
         for start in (0, _LINE):
             check, _, text = content[start : start + _LINE].rstrip(b" \n\0").partition(b" ")
             if text and check == b"%08x" % zlib.crc32(text):
-                found.append(Record(**json.loads(text)))
+                found.append(FlightRecord(**json.loads(text)))
     return max(found, key=lambda record: (record.changes, record.since), default=None)
 
 
-def read_all(folder: Path) -> dict[int, Record]:
+def read_all(folder: Path) -> dict[int, FlightRecord]:
     """rank -> record for every file in a folder; of a rank with both kinds of file, the live one."""
     records = (read(path) for path in sorted(folder.glob("rank-*[.]*")) if path.suffix in (".json", ".live"))
     return {record.rank: record for record in records if record is not None}
 
 
-def keep(record: Record, more: Mapping[str, Any]) -> bool:
+def save(record: FlightRecord, more: Mapping[str, Any]) -> bool:
     """Write a rank's record, and `more` about its end, into RUN/flight, for people to read. Returns False if that
     fails."""
     if not record.run:
@@ -292,7 +292,7 @@ def keep(record: Record, more: Mapping[str, Any]) -> bool:
     return True
 
 
-def furthest_behind(records: Mapping[int, Record]) -> list[int]:
+def furthest_behind(records: Mapping[int, FlightRecord]) -> list[int]:
     """The ranks that have made the least progress; empty where all are equal."""
     progress = {rank: (record.step, record.changes) for rank, record in records.items()}
     behind = [rank for rank, reached in progress.items() if reached == min(progress.values())]
@@ -319,6 +319,11 @@ def last_collectives(count: int = 16) -> list[dict[str, Any]]:
 
 
 # The record of this process: global, because what a process is doing is a fact of the process, as its pid is.
-own = Flight()
-at, beat, step, planned = own.at, own.beat, own.step, own.planned
-begin, watch, in_run = own.begin, own.watch, own.in_run
+recorder = FlightRecorder()
+enter, beat, step, planned = recorder.enter, recorder.beat, recorder.step, recorder.planned
+begin, watch, in_run = recorder.begin, recorder.watch, recorder.in_run
+
+
+def activity() -> str:
+    """The present activity of this rank, in words."""
+    return recorder.record().activity()

@@ -61,7 +61,7 @@ def profiled(config: ProfileConfig, step: int, folder: Path, rank: int) -> Itera
         yield
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # kernels that are still in the queue belong to the step
-        flight.at("profile")
+        flight.enter("profile")
     if snapshot:
         torch.cuda.memory._dump_snapshot(f"{path}.memory.pickle")
         torch.cuda.memory._record_memory_history(enabled=None)
@@ -85,12 +85,12 @@ def _ranges() -> Iterator[None]:
         open_range.append(torch.profiler.record_function(f"weft: {name}"))
         open_range[0].__enter__()
 
-    flight.own.listeners.append(enter)
+    flight.recorder.listeners.append(enter)
     try:
         yield
     finally:
         leave()
-        flight.own.listeners.remove(enter)
+        flight.recorder.listeners.remove(enter)
 
 
 def own_peak_memory_gib(device: torch.device) -> float:

@@ -44,7 +44,7 @@ class StepTimes:
     def open(self) -> StepTimes:
         """Begin to listen, until `close`. Returns itself."""
         global _open
-        flight.own.listeners.append(self._at)
+        flight.recorder.listeners.append(self._at)
         _open = self
         return self
 
@@ -53,8 +53,8 @@ class StepTimes:
         global _open
         if _open is self:
             _open = None
-        if self._at in flight.own.listeners:
-            flight.own.listeners.remove(self._at)
+        if self._at in flight.recorder.listeners:
+            flight.recorder.listeners.remove(self._at)
 
     def take(self) -> dict[str, float | None]:
         """The `time/...` metrics of the finished step, in seconds; empty if there was none."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from weft.cluster.process import everyone, place_among_all
+from weft.cluster.process import rank_and_world, world_group
 from weft.engine.startup import forget_checks
 from weft.errors import UserError
 from weft.verification.bugs import (  # they register their bugs
@@ -83,7 +83,7 @@ def find(name: str) -> Bug:
     """The bug of this name. Raises UserError if there is none, or if it needs more ranks."""
     if name not in PLANTS:
         raise UserError(f"--plant: there is no bug named {name!r}. Choose one of {', '.join(sorted(PLANTS))}.")
-    bug, (_, world) = PLANTS[name], place_among_all()
+    bug, (_, world) = PLANTS[name], rank_and_world()
     if world < bug.ranks:
         raise UserError(f"--plant: {name} takes {bug.ranks} ranks to be a bug, not {world}. Add --nproc {bug.ranks}.")
     return bug
@@ -113,7 +113,7 @@ def _over_all_ranks(hits: int) -> int:
     if not dist.is_initialized():
         return hits
     total = torch.tensor(hits)
-    dist.all_reduce(total, group=everyone())
+    dist.all_reduce(total, group=world_group())
     return int(total)
 
 

@@ -181,7 +181,7 @@ def _read(trainer: Trainer, samples: Sequence[Sample]) -> None:
     roles: list[Role] = [role for role in READS if wanted[role]]
     parts: list[Any] = [None] * trainer.ranks.world
     dist.all_gather_object(parts, trainer.read_all(roles, samples), group=trainer.ranks.group)
-    flight.at(flight.ENDLESS)
+    flight.enter(flight.ENDLESS)
     set_readings(samples, parts)
 
 
@@ -190,7 +190,7 @@ def _mismatch(trainer: Trainer, rollouts: Rollouts) -> Figure:
     samples = [sample for groups in rollouts for sample in samples_of(groups)]
     parts: list[Any] = [None] * trainer.ranks.world
     dist.all_gather_object(parts, trainer.read("policy", samples), group=trainer.ranks.group)
-    flight.at(flight.ENDLESS)
+    flight.enter(flight.ENDLESS)
     pairs = [(comparable(samples[i]), old) for part in parts for i, old in part.items()]
     return Figure("the engine samples what the trainer reads", max(_difference(*pair) for pair in pairs), SCALAR)
 
@@ -224,7 +224,7 @@ def _observe(trainer: Trainer, rollouts: Rollouts, lr: float) -> RunResults:
         for _ in range(PASSES):
             number += 1
             line = trainer.update(samples, number, PASSES * len(rollouts), 1, lr).line
-            flight.at(flight.ENDLESS)
+            flight.enter(flight.ENDLESS)
             seen.policy.curve.append((_number(line["loss"]), 1.0, _number(line["grad_norm"])))
             if seen.critic is not None:
                 norm = _number(line.get("critic/grad_norm", 0.0))
@@ -265,7 +265,7 @@ def _observe_gradients(trainer: Trainer, samples: Sequence[Sample], seen: RunRes
             else:
                 learner.micro = gradients
             engine.drop_gradients()
-    flight.at(flight.ENDLESS)
+    flight.enter(flight.ENDLESS)
 
 
 # ---------------------------------------------------------------- one plain process

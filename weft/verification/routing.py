@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from weft.cluster.process import everyone
+from weft.cluster.process import world_group
 from weft.models.routing import differ, replace_choices, replaced
 
 TIE = 1e-6  # largest gap of a tie, relative to the k-th score
@@ -36,7 +36,7 @@ class Differences:
 
     def summed(self) -> Differences:
         """The sums over all ranks, which have different documents; collective."""
-        group = everyone()
+        group = world_group()
         gathered: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(gathered, (self.choices, self.differing, self.wrong), group=group)
         return Differences(*(sum(column) for column in zip(*gathered, strict=True)))

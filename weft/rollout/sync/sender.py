@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from weft.checkpoint.snapshot import DTYPES
-from weft.cluster.machine import own_address
-from weft.cluster.process import everyone
+from weft.cluster.machine import host_address
+from weft.cluster.process import world_group
 from weft.config.rl_schema import RlConfig
 from weft.engine.engine import Engine
 from weft.errors import UserError
@@ -44,7 +44,7 @@ AHEAD = SLOTS - 2  # posted buckets that engines may still be reading while the 
 class EngineTarget:
     """An engine that receives weights.
 
-    host: address of its machine, as own_address() returns there; None: the first rank's. workers: number of processes
+    host: address of its machine, as host_address() returns there; None: the first rank's. workers: number of processes
     that each receive all tensors. devices: UUIDs of the CUDA devices that its workers see (protocol.DeviceMemory), its
     own first. torch: the version of its workers' torch; "": not known before they come.
     """
@@ -94,17 +94,17 @@ class Sender:
         port: int = 0,
         key: str | None = None,
     ) -> None:
-        """address: under which engines reach this rank; None: own_address(). port, key: of the first rank's server, if
+        """address: under which engines reach this rank; None: host_address(). port, key: of the first rank's server, if
         they must be known in advance. UserError if the requested transport cannot reach an engine."""
         self.engine, self.options = engine, options or SyncOptions()
-        address = address or own_address()
+        address = address or host_address()
         self._rank, self._world = engine.ranks.rank, engine.ranks.world
         self._software = protocol.software()
         own = protocol.device_memory.devices(engine.device)[:1]
-        everyone = self._gather((address, own, key or secrets.token_hex(16), secrets.token_hex(8)))
-        self._hosts = [host for host, *_ in everyone]
-        self._devices = [device for _, device, *_ in everyone]  # per rank: [UUID], or [] on CPU
-        *_, self._key, self._slots = everyone[0]  # slots: part of shared memory's names, unique to this sender
+        addresses = self._gather((address, own, key or secrets.token_hex(16), secrets.token_hex(8)))
+        self._hosts = [host for host, *_ in addresses]
+        self._devices = [device for _, device, *_ in addresses]  # per rank: [UUID], or [] on CPU
+        *_, self._key, self._slots = addresses[0]  # slots: part of shared memory's names, unique to this sender
         self._routes = {receiver.name: self._route(receiver) for receiver in receivers}
         leads = any(rank == self._rank for _, rank in self._routes.values())
         self.server = SyncServer(address, 0 if self._rank else port, self.options.timeout) if leads else None
@@ -125,7 +125,7 @@ class Sender:
         """Send the current weights to every engine, as this version. The outcome is the same on all ranks: all engines
         have confirmed, or SyncError, after which an engine that has not confirmed has no weights to sample with."""
         began, self._waited, self._count = time.perf_counter(), 0.0, self._count + 1
-        flight.at("sync")
+        flight.enter("sync")
         sent = list[Content]()
         for transport in sorted({transport for transport, _ in self._routes.values()}):
             sent += self._send_by(transport, version)
@@ -401,7 +401,7 @@ class Sender:
             action()
             return _nothing
         failed = torch.tensor(self._error is not None, dtype=torch.int32)
-        work = dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=everyone(), async_op=True)
+        work = dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=world_group(), async_op=True)
 
         def finish() -> None:
             work.wait()
@@ -417,7 +417,7 @@ class Sender:
         if self._world == 1:
             return [value]
         out: list[Any] = [None] * self._world
-        dist.all_gather_object(out, value, group=everyone())
+        dist.all_gather_object(out, value, group=world_group())
         return out
 
 

@@ -233,7 +233,7 @@ def nonfinite_advances_rate(plant: Plant, original: Original, step: int, *rest: 
 
 
 @bug(
-    "B27", "weft.recipes.sft:Recorder.stop_if_diverged",
+    "B27", "weft.recipes.sft:RunRecorder.stop_if_diverged",
     "steps that are not finite are skipped for ever",
     caught_by="tests/test_plants.py: a diverged run ends", seen="verl-project/verl-omni#539",
     needs="a loss that is not finite",
