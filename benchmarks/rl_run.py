@@ -93,7 +93,7 @@ async def weft_steps(spec: Spec, old_logprobs: str, answer: Answer) -> None:
     run = recipe.Run(config, cast(RunLock, None), task, Actors(trainers, {}, None), plan, FRESH)  # nothing is written
     switch = PhaseSwitch(EmbeddedPool(trainers), trainers, shared=True)
     await task.rewards.start(list(task.prompts))
-    sampling = recipe.sampling_of(config, (await trainers.all("ends"))[0])
+    sampling = recipe.sampling_of(config, (await trainers.call_all("ends"))[0])
     await switch.to_rollouts(0)
     for number in range(1, plan.rollouts + 1):
         began = time.perf_counter()
@@ -108,7 +108,7 @@ async def weft_steps(spec: Spec, old_logprobs: str, answer: Answer) -> None:
         answer.phases.append(step.phases.seconds)
         answer.lengths += [sample.length for sample in step.samples]
     await task.rewards.close()
-    await trainers.all("close")
+    await trainers.call_all("close")
 
 
 # ---------------------------------------------------------------- the bare loop

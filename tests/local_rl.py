@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from examples.make_arithmetic_demo import make_model, make_tokenizer, problems, write
 from weft.cluster.options import RlOptions
 from weft.cluster.process import leave
-from weft.cluster.ray_actors import ActorGroup, together
+from weft.cluster.ray_actors import ActorGroup, gather_calls
 from weft.config.load import load_config
 from weft.config.rl_schema import RlConfig
 from weft.data.image_opener import image_opener
@@ -95,10 +95,10 @@ class LocalGroup:
     def __len__(self) -> int:
         return len(self.objects)
 
-    async def all(self, method: str, *args: Any) -> list[Any]:
-        return await together([self.one(number, method, *args) for number in range(len(self))])
+    async def call_all(self, method: str, *args: Any) -> list[Any]:
+        return await gather_calls([self.call_one(number, method, *args) for number in range(len(self))])
 
-    async def one(self, number: int, method: str, *args: Any) -> Any:
+    async def call_one(self, number: int, method: str, *args: Any) -> Any:
         if self._hook is not None:
             self._hook(method, self.calls.get(method, 0))
         self.calls[method] = self.calls.get(method, 0) + 1

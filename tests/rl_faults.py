@@ -139,7 +139,7 @@ class ReportingGroup(LocalGroup):
         hosts = [partial(_host, one, number, self._scratch) for number, one in enumerate(make)]
         super().__init__(name, hosts, hook)
 
-    async def one(self, number: int, method: str, *args: Any) -> Any:
+    async def call_one(self, number: int, method: str, *args: Any) -> Any:
         answer = await super().one(number, "call", method, *args)
         if isinstance(answer, RankReport):
             raise ActorError(explain(answer, f"{self.name} {number} failed: ", debug=False), answer.kind, answer)

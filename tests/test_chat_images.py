@@ -120,7 +120,7 @@ def test_a_terminal_takes_images(
     shown: list[list[str]] = []
 
     def generated(self: Chat, inputs: Any) -> str:
-        shown.append([image.name for image in (*self.seen, *self.waiting)])
+        shown.append([image.name for image in (*self.shown_images, *self.waiting)])
         if len(shown) == 1:
             raise KeyboardInterrupt
         return "<|image_pad|>yes"

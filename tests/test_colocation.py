@@ -51,11 +51,11 @@ class Actors:
     def __len__(self) -> int:
         return 1
 
-    async def one(self, number: int, method: str, *args: Any) -> Any:
+    async def call_one(self, number: int, method: str, *args: Any) -> Any:
         return await asyncio.to_thread(getattr(self.actor, method), *args)
 
-    async def all(self, method: str, *args: Any) -> list[Any]:
-        return [await self.one(0, method, *args)]
+    async def call_all(self, method: str, *args: Any) -> list[Any]:
+        return [await self.call_one(0, method, *args)]
 
 
 def open_switch(

@@ -331,9 +331,9 @@ def test_the_best_of_other_documents_or_another_figure_is_forgotten() -> None:
     first.update(3, {"eval/loss": 1.0})
     for config, digest in ((schema.EvalConfig(), "abd"), (schema.EvalConfig(metric="eval/a/loss"), "abc")):
         other = BestEvaluation(config, digest)
-        assert "its best is forgotten" in other.restore(first.state(kept=True))[0] and other.value is None
+        assert "its best is forgotten" in other.restore(first.state(saved=True))[0] and other.value is None
     same = BestEvaluation(schema.EvalConfig(), "abc")
-    assert same.restore(first.state(kept=True)) == [] and same == first
+    assert same.restore(first.state(saved=True)) == [] and same == first
 
 
 def test_the_best_checkpoint_is_never_removed(tmp_path: Path) -> None:

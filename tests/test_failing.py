@@ -28,7 +28,7 @@ from weft.cluster.failures import Failure, diagnose
 from weft.cluster.launch import LaunchOutcome
 from weft.cluster.reports import RankReport
 from weft.cluster.restart import run_with_restarts
-from weft.cluster.status import STATUS, Kind, kind_of
+from weft.cluster.status import STATUS, Kind, failure_kind
 from weft.cluster.watch import Evidence, RankMonitor
 from weft.cluster.watchdog import SuspensionClock, in_collective, main_stack
 from weft.errors import RanksDisagreeError, StorageError, UserError
@@ -183,7 +183,7 @@ KINDS: list[tuple[BaseException, Kind]] = [
 
 @pytest.mark.parametrize(("error", "kind"), KINDS)
 def test_kinds_of_errors(error: BaseException, kind: Kind) -> None:
-    assert kind_of(error, run="runs/a") == kind
+    assert failure_kind(error, run="runs/a") == kind
 
 
 def test_reports_are_dated_by_a_clock_that_never_jumps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,7 +256,7 @@ def test_a_rank_that_lost_its_peer_is_not_the_first() -> None:
     boom = RankReport(1, 2.0, "RuntimeError: boom")
     assert diagnose([lost, boom], {0: 10, 1: 1}, Evidence(), 2).rank == 1
     # ended by SIGTERM before the agent sent any
-    gone = RankReport(0, 1.0, "RuntimeError: Connection closed by peer", kind="peer", gone=[1])
+    gone = RankReport(0, 1.0, "RuntimeError: Connection closed by peer", kind="peer", ended_ranks=[1])
     assert diagnose([gone], {0: 10, 1: -15}, Evidence(), 2).message.startswith("rank 1 was killed by SIGTERM")
     assert diagnose([lost], {0: 10, 1: -15}, Evidence(), 2).rank == 0
 
@@ -324,8 +324,8 @@ def test_a_silent_rank_is_blamed_for_how_it_ended_not_for_its_place() -> None:
     # stopped by the agent, seen first; the kernel's or a user's kill came before
     assert diagnose([], {0: -15, 1: -9}, Evidence(), 2).rank == 1
     assert diagnose([], {0: -15, 1: -15}, Evidence(), 2).rank == 0
-    # rank 0 has seen rank 2 gone, whatever became of rank 1 since
-    lost = RankReport(0, time.monotonic(), "RuntimeError: Connection closed by peer", kind="peer", gone=[2])
+    # rank 0 has seen that rank 2 is gone, whatever became of rank 1 since
+    lost = RankReport(0, time.monotonic(), "RuntimeError: Connection closed by peer", kind="peer", ended_ranks=[2])
     assert diagnose([lost], {1: 7, 0: 10, 2: -9}, Evidence(), 3).rank == 2
     # a rank that has said what it died of is not silent, though it ended first
     boom = RankReport(0, time.monotonic(), "RuntimeError: boom")

@@ -34,7 +34,7 @@ class Trainers:
     def __init__(self) -> None:
         self.hosts: dict[str, str] = {}
 
-    async def all(self, method: str, *args: Any) -> list[Any]:
+    async def call_all(self, method: str, *args: Any) -> list[Any]:
         if method == "open_sync":
             self.hosts = args[0]
             return [{name: [Ticket("127.0.0.1", 1, "key", name)] for name in self.hosts}]
@@ -122,7 +122,7 @@ async def a_host_that_cannot(group: ActorGroup, config: RlConfig, folder: Path) 
     good = program.read_text()
     program.write_text(good.replace("0.32.0", "0.40.1"))
     with pytest.raises(ActorError, match=r"has vLLM 0\.40\.1, but weft was written") as found:
-        await group.one(1, "check", True)
+        await group.call_one(1, "check", True)
     assert found.value.kind == "user" and "Traceback" not in str(found.value)
     program.write_text(good)
 
@@ -143,7 +143,7 @@ async def many_requests_and_orders(pool: ServedPool) -> None:
     await pool.resume()
     assert len(await one) == 2
     with pytest.raises(ActorError, match="^rollout engine vllm-0 did not get version 8, and is paused") as found:
-        await pool.actors.one(0, "ask", "receive", Ticket("nowhere", 1, "key", "vllm-0"), 8)
+        await pool.actors.call_one(0, "ask", "receive", Ticket("nowhere", 1, "key", "vllm-0"), 8)
     assert "Traceback" not in str(found.value) and "withheld" in str(found.value)
     await pool.sync(9)
 
@@ -169,7 +169,7 @@ async def an_actor_that_dies(pool: ServedPool, run: Path) -> None:
     server = server_of(run, 1)
     guard, started, actor = server.parents()[:3]
     assert "ray::" in " ".join(actor.cmdline())
-    held = asyncio.ensure_future(pool.actors.one(1, "ask", "generate", request("held")))
+    held = asyncio.ensure_future(pool.actors.call_one(1, "ask", "generate", request("held")))
     await asyncio.sleep(0.3)
     (folder,) = (Path(word).parent for word in server.cmdline() if word.endswith("/socket"))
     assert folder.is_dir()

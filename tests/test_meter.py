@@ -47,7 +47,7 @@ def test_an_engine_is_asked_in_turns_and_counts_what_it_has_drawn() -> None:
         def __len__(self) -> int:
             return 1
 
-        async def one(self, number: int, method: str, asked: dict[int, Request], seconds: float) -> Any:
+        async def call_one(self, number: int, method: str, asked: dict[int, Request], seconds: float) -> Any:
             self.seen.append(made.drawn)
             self.waiting |= asked
             key = min(self.waiting)

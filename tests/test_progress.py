@@ -30,7 +30,7 @@ class Clock:
 
 def shown(clock: Clock, total: int, every: int | None = None) -> tuple[Progress, io.StringIO]:
     out = io.StringIO()
-    return Progress(total, every=every, console=Console(file=out, width=30), clock=clock), out
+    return Progress(total, interval=every, console=Console(file=out, width=30), clock=clock), out
 
 
 def ticking(*times: float) -> Callable[[], float]:

@@ -35,9 +35,9 @@ from weft.checkpoint.save import Saver
 from weft.cluster import actor_watchdog, reports
 from weft.cluster.actor_watchdog import ActorWatchdog
 from weft.cluster.options import RolloutsOptions
-from weft.cluster.ray_actors import _SerialActor, together
+from weft.cluster.ray_actors import _SerialActor, gather_calls
 from weft.cluster.reports import RankReport
-from weft.cluster.status import kind_of
+from weft.cluster.status import failure_kind
 from weft.config.rl_schema import RlAlgorithm
 from weft.config.schema import CheckpointConfig, ScheduleConfig
 from weft.errors import ActorError, StoppedError, StorageError, UserError
@@ -298,7 +298,7 @@ def test_a_full_disk(what: str, whole: Path, task: Path, tmp_path: Path, monkeyp
 
     with pytest.raises(StorageError) as error:
         start(task, run, *whole_keys(task), hook=strike)
-    assert kind_of(error.value) == "storage"
+    assert failure_kind(error.value) == "storage"
     message = str(error.value)
     if what == "the run's folder":
         assert f"could not write {run}" in message and "No such file" in message
@@ -426,7 +426,7 @@ class Engines:
     def __len__(self) -> int:
         return 2
 
-    async def one(self, number: int, method: str, asked: dict[int, Request], seconds: float) -> Any:
+    async def call_one(self, number: int, method: str, asked: dict[int, Request], seconds: float) -> Any:
         version, turn = self.version, self.asked
         self.asked += 1
         await self.go.wait()
@@ -476,7 +476,7 @@ def test_of_several_failures_the_cause_is_raised() -> None:
     died = ActorError("rollout engine 0 died", "killed")
 
     async def play(*errors: ActorError) -> None:
-        await together([fail(0.02 * number, error) for number, error in enumerate(errors)])
+        await gather_calls([fail(0.02 * number, error) for number, error in enumerate(errors)])
 
     for errors, cause in (((waited, said), said), ((said, died), died), ((waited, said, died), died)):
         with pytest.raises(ActorError) as raised:
@@ -518,7 +518,7 @@ def test_an_actor_that_is_stopped_is_ended_and_named(
     phase: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its own watchdog is stopped, too. Where it waits for a call, it is one that the call does not wake."""
-    monkeypatch.setattr(actor_watchdog.SilenceClock, "most", staticmethod(lambda limit: 3 * limit))
+    monkeypatch.setattr(actor_watchdog.SilenceClock, "patience", staticmethod(lambda limit: 3 * limit))
     words = [sys.executable, "-c", ACTOR, str(tmp_path), phase]
     variables = {**os.environ, reports.FOLDER_VARIABLE: str(tmp_path)}
     with subprocess.Popen(words, env=variables, stdout=subprocess.PIPE, text=True) as actor:
@@ -537,7 +537,7 @@ def test_an_actor_that_is_stopped_is_ended_and_named(
 
 
 def test_an_actor_that_nobody_waits_for_may_be_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(actor_watchdog.SilenceClock, "most", staticmethod(lambda limit: 0.0))
+    monkeypatch.setattr(actor_watchdog.SilenceClock, "patience", staticmethod(lambda limit: 0.0))
     record = flight.FlightRecorder()
     record.open(tmp_path / flight.FOLDER / flight.live_name(0))
     record.watch(1.0)
@@ -691,7 +691,9 @@ def test_a_step_that_was_skipped_does_not_advance_the_rate() -> None:
     rates = list[float]()
 
     class Trainers:
-        async def all(self, method: str, samples: Any, number: int, steps: int, epoch: int, lr: float) -> list[Any]:
+        async def call_all(
+            self, method: str, samples: Any, number: int, steps: int, epoch: int, lr: float
+        ) -> list[Any]:
             rates.append(lr)
             return [Updated({"step": number} | ({"skipped": True} if number == 2 else {}), {})]
 

@@ -292,5 +292,5 @@ def test_contexts_and_fragments_are_added_to_a_simulated_peak(capsys: pytest.Cap
     for room, fits in ((43, True), (41, False)):
         show_simulated(shown, estimated, room << 30)
         out = " ".join(capsys.readouterr().out.split())
-        assert f"with 2 GiB for contexts of CUDA and NCCL and for fragments: 42 GiB of {room} GiB" in out
+        assert f"with 2 GiB for CUDA and NCCL contexts and fragments: 42 GiB of {room} GiB" in out
         assert ("does not fit" not in out) == fits

@@ -222,11 +222,11 @@ class Actors:
     def __len__(self) -> int:
         return 2
 
-    async def all(self, method: str, *args: Any) -> list[Any]:
+    async def call_all(self, method: str, *args: Any) -> list[Any]:
         self.asked[method] = args
         return self.answers[method]
 
-    async def one(self, number: int, method: str, *args: Any) -> None:
+    async def call_one(self, number: int, method: str, *args: Any) -> None:
         self.asked[f"{method} {number}"] = args
 
 

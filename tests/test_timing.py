@@ -73,7 +73,7 @@ def test_on_several_accelerators_communication_is_not_told() -> None:
     times._now = lambda: Event(next(counting))  # type: ignore[method-assign]
     counting = iter(range(0, 9000, 1000))
     for phase in ("plan", "forward", "optimizer", "record"):
-        times._at(phase, 0)
+        times._on_phase(phase, 0)
     assert times.take() == {
         "time/data": 1.0, "time/forward": 1.0, "time/backward": 0.0, "time/communication": None, "time/optimizer": 1.0,
     }  # fmt: skip

@@ -622,7 +622,7 @@ def test_a_request_goes_whole_to_the_engine_that_has_least_to_do(tmp_path: Path)
         def __len__(self) -> int:
             return len(self.got)
 
-        async def one(self, number: int, ask: str, method: str, request: Request) -> list[Completion]:
+        async def call_one(self, number: int, ask: str, method: str, request: Request) -> list[Completion]:
             assert (ask, method) == ("ask", "generate")
             self.got[number].append(request.id)
             await asyncio.sleep(0.01)

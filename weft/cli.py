@@ -39,7 +39,7 @@ from weft.cluster.options import (
     VerifyOptions,
 )
 from weft.cluster.reports import folder as launchers_folder
-from weft.cluster.restart import Again, run_with_restarts
+from weft.cluster.restart import ResumeCommand, run_with_restarts
 from weft.cluster.status import SUCCESS, USER_ERROR
 from weft.cluster.stopping import announce_ending_signal
 from weft.config import SftConfig, check_reshard, load_config, resolve_mesh, shrink_mesh
@@ -87,7 +87,7 @@ class Job:
     world: int
     words: Sequence[str]
     restarts: int = 0
-    again: Again | None = None
+    again: ResumeCommand | None = None
 
 
 @dataclass(frozen=True)

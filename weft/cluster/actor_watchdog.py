@@ -31,13 +31,13 @@ class ActorWatchdog:
         self.scratch, self.timeout, self.key = scratch, timeout, key
         self._silence, self._stops = SilenceClock(), StoppedClock()
         self._calls = Counter[int]()
-        self._asked: dict[int, float] = {}
+        self._called_at: dict[int, float] = {}
 
     @contextmanager
     def waiting_for(self, number: int) -> Iterator[None]:
         """Inside, this actor has a call to answer."""
         if not self._calls[number]:
-            self._asked[number] = time.monotonic()
+            self._called_at[number] = time.monotonic()
         self._calls[number] += 1
         try:
             yield
@@ -54,15 +54,15 @@ class ActorWatchdog:
                 continue
             stopped = self._stops.seconds(process, frozen_seconds)
             if self._calls[number] and (
-                stopped > StoppedClock.most(self.timeout) or self._is_too_long(number, record, silence)
+                stopped > StoppedClock.patience(self.timeout) or self._is_too_long(number, record, silence)
             ):
                 self._end(number, record, process, silence)
 
     def _is_too_long(self, number: int, record: FlightRecord, silence: float) -> bool:
         if record.phase == flight.ENDLESS:  # a call has been sent, and has not begun
-            return min(silence, time.monotonic() - self._asked[number]) > SilenceClock.most(self.timeout)
+            return min(silence, time.monotonic() - self._called_at[number]) > SilenceClock.patience(self.timeout)
         limit = record.limit if record.limit is not None else self.timeout * flight.PATIENCE["load"]
-        return silence > SilenceClock.most(limit)
+        return silence > SilenceClock.patience(limit)
 
     def _end(self, number: int, record: FlightRecord, process: psutil.Process, silence: float) -> None:
         state = FROZEN.get(process.status())

@@ -22,15 +22,15 @@ from weft.errors import RanksDisagreeError, UserError
 from weft.files import LOCK
 from weft.version import PACKAGE
 
-_MOST = 8
+_MAX_SHOWN = 8
 
 
 def require_agreement(items: Mapping[str, str], group: dist.ProcessGroup) -> None:
     """Compare the values of named items across all ranks of the group; collective. Raises RanksDisagreeError, the same
     on every rank, which names each difference and the ranks that differ from the majority."""
-    said: list[Mapping[str, str]] = [{}] * dist.get_world_size(group)
-    dist.all_gather_object(said, dict(items), group=group)
-    _raise_for("ranks disagree", differences(said, dist.get_process_group_ranks(group)))
+    items_by_rank: list[Mapping[str, str]] = [{}] * dist.get_world_size(group)
+    dist.all_gather_object(items_by_rank, dict(items), group=group)
+    _raise_for("ranks disagree", differences(items_by_rank, dist.get_process_group_ranks(group)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,48 +53,48 @@ def checksum_term(checksum: Checksum, index: int, size: int) -> Checksum:
     return checksum * (size - 1) if index == 0 else -checksum
 
 
-def raise_mismatch(what: str, items: Mapping[str, str], group: dist.ProcessGroup) -> NoReturn:
+def raise_mismatch(problem: str, items: Mapping[str, str], group: dist.ProcessGroup) -> NoReturn:
     """Raise RanksDisagreeError after a checksum differed: it names each item on which the ranks that have it differ,
     or says that none differs now. Collective."""
-    said: list[Mapping[str, str]] = [{}] * dist.get_world_size(group)
-    dist.all_gather_object(said, dict(items), group=group)
+    items_by_rank: list[Mapping[str, str]] = [{}] * dist.get_world_size(group)
+    dist.all_gather_object(items_by_rank, dict(items), group=group)
     ranks, values = dist.get_process_group_ranks(group), dict[str, dict[str, list[int]]]()
-    for rank, own in zip(ranks, said, strict=True):
-        for name, value in own.items():
+    for rank, rank_items in zip(ranks, items_by_rank, strict=True):
+        for name, value in rank_items.items():
             values.setdefault(name, {}).setdefault(value, []).append(rank)
-    _raise_for(what, [
-        f"{name}: " + "; ".join(f"{value} on {_names(of)}" for value, of in found.items())
-        for name, found in sorted(values.items())
-        if len(found) > 1
+    _raise_for(problem, [
+        f"{name}: " + "; ".join(f"{value} on {_names(holders)}" for value, holders in ranks_by_value.items())
+        for name, ranks_by_value in sorted(values.items())
+        if len(ranks_by_value) > 1
     ])  # fmt: skip
-    raise RanksDisagreeError(f"{what}, but not when asked again: memory or network is at fault")
+    raise RanksDisagreeError(f"{problem}, but not when asked again: memory or network is at fault")
 
 
-def _raise_for(what: str, found: Sequence[str]) -> None:
-    if found:
-        more = [f"and {len(found) - _MOST} more differences"] if len(found) > _MOST else []
-        raise RanksDisagreeError(f"{what}:\n" + "\n".join(f"  {line}" for line in [*found[:_MOST], *more]))
+def _raise_for(problem: str, lines: Sequence[str]) -> None:
+    if lines:
+        hidden = [f"and {len(lines) - _MAX_SHOWN} more differences"] if len(lines) > _MAX_SHOWN else []
+        raise RanksDisagreeError(f"{problem}:\n" + "\n".join(f"  {line}" for line in [*lines[:_MAX_SHOWN], *hidden]))
 
 
-def differences(said: Sequence[Mapping[str, str]], ranks: Sequence[int]) -> list[str]:
-    """One line for each item that differs between ranks, with the minority named. ranks: the ranks of `said`, in
-    order."""
+def differences(items_by_rank: Sequence[Mapping[str, str]], ranks: Sequence[int]) -> list[str]:
+    """One line for each item that differs between ranks, which names the ranks of the minority. ranks: the rank of
+    each entry of `items_by_rank`."""
     lines = []
-    for name in sorted({name for items in said for name in items}):
-        values = [items.get(name, "nothing") for items in said]
+    for name in sorted({name for items in items_by_rank for name in items}):
+        values = [items.get(name, "nothing") for items in items_by_rank]
         usual, _ = Counter(values).most_common(1)[0]
-        others: dict[str, list[int]] = {}
+        ranks_by_value: dict[str, list[int]] = {}
         for rank, value in zip(ranks, values, strict=True):
             if value != usual:
-                others.setdefault(value, []).append(rank)
-        few = "; ".join(f"{value} on {_names(of)}" for value, of in others.items())
-        if few:
-            lines.append(f"{name}: {few}; {usual} on the other{'s' if values.count(usual) > 1 else ''}")
+                ranks_by_value.setdefault(value, []).append(rank)
+        minority = "; ".join(f"{value} on {_names(holders)}" for value, holders in ranks_by_value.items())
+        if minority:
+            lines.append(f"{name}: {minority}; {usual} on the other{'s' if values.count(usual) > 1 else ''}")
     return lines
 
 
 def _names(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:_MOST])) + (" ..." if len(ranks) > _MOST else "")
+    shown = ", ".join(map(str, ranks[:_MAX_SHOWN])) + (" ..." if len(ranks) > _MAX_SHOWN else "")
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
 
 
@@ -115,11 +115,11 @@ def versions() -> dict[str, str]:
 def check_shared(folder: Path, token: str, ranks: Ranks) -> None:
     """Raise UserError unless every rank sees the first rank's lock: all ranks write into one run folder. Collective."""
     try:
-        seen = json.loads((folder / LOCK).read_text(encoding="utf-8"))["token"] == token
+        sees_lock = json.loads((folder / LOCK).read_text(encoding="utf-8"))["token"] == token
     except (OSError, ValueError, KeyError):
-        seen = False
+        sees_lock = False
     hosts: list[str | None] = [None] * ranks.world
-    dist.all_gather_object(hosts, None if seen else socket.gethostname(), group=ranks.group)
+    dist.all_gather_object(hosts, None if sees_lock else socket.gethostname(), group=ranks.group)
     blind = [f"rank {rank} on {host}" for rank, host in enumerate(hosts) if host is not None]
     if blind:
         raise UserError(
@@ -141,14 +141,14 @@ def max_over_ranks(values: Sequence[float], group: dist.ProcessGroup, device: to
     return list(vector.tolist())
 
 
-def run_on_first_rank(do: Callable[[], None], ranks: Ranks) -> None:
-    """Call `do` on the first rank; its UserError is raised on all ranks. Collective."""
-    said: list[str | None] = [None]
+def run_on_first_rank(call: Callable[[], None], ranks: Ranks) -> None:
+    """Call `call` on the first rank; its UserError is raised on all ranks. Collective."""
+    message: list[str | None] = [None]
     if ranks.is_first:
         try:
-            do()
+            call()
         except UserError as error:
-            said = [str(error)]
-    dist.broadcast_object_list(said, src=0, group=ranks.group)
-    if said[0] is not None:
-        raise UserError(said[0])
+            message = [str(error)]
+    dist.broadcast_object_list(message, src=0, group=ranks.group)
+    if message[0] is not None:
+        raise UserError(message[0])

@@ -111,12 +111,12 @@ def _ending_with_launcher() -> Iterator[None]:
     not pass on, as torchrun by SIGUSR1), this rank gets SIGTERM: it saves and ends, and does not train on as an
     orphan."""
     launcher = process_of_launcher() if joined() else None
-    asked: list[int] = []
+    signals: list[int] = []
 
     def look(frozen: float) -> None:
-        if launcher is None or asked or is_running(launcher):
+        if launcher is None or signals or is_running(launcher):
             return
-        asked.append(signal.SIGTERM)
+        signals.append(signal.SIGTERM)
         if request_stop(signal.SIGTERM) and os.environ.get("LOCAL_RANK", "0") == "0":
             say(f"the launcher of these ranks (process {launcher.pid}) is gone, and they end", error=True)
 
@@ -142,7 +142,7 @@ def _report(report: RankReport, debug: bool) -> int:
     into = reports.folder()
     if into is not None:
         if report.kind == "peer":
-            report = replace(report, gone=_gone(into))
+            report = replace(report, ended_ranks=_find_ended_ranks(into))
         try:
             reports.write(report, into)
         except OSError:  # the scratch folder's disk is full
@@ -150,17 +150,17 @@ def _report(report: RankReport, debug: bool) -> int:
         if report.plain or report.kind == "hang":
             _linger(into)
         return report.status
-    kept = report.kind == "user" or save_current_record(report)
+    is_saved = report.kind == "user" or save_current_record(report)
     say(rank_failure_text(report, joined(), debug), error=True)
-    flight.recorder.close(remove=kept)
+    flight.recorder.close(remove=is_saved)
     return report.status
 
 
-def _end_hung(what: str, stack: str, debug: bool) -> None:
+def _end_hung(message: str, stack: str, debug: bool) -> None:
     """Report for the main thread, which is stuck, from the watchdog's thread, and end the process."""
     calls = [line.strip() for line in stack.splitlines() if line.strip().startswith("File ")]
     report = RankReport(
-        env_rank(), time.monotonic(), f"{what} ({flight.recorder.key})", stack, "hang", flight.activity(),
+        env_rank(), time.monotonic(), f"{message} ({flight.recorder.key})", stack, "hang", flight.activity(),
         waited=in_collective(calls[::-1]), collectives=flight.last_collectives(),
     )  # fmt: skip
     _report(report, debug)
@@ -205,19 +205,19 @@ def _linger(folder: Path) -> None:
         time.sleep(0.02)
 
 
-def _gone(scratch: Path) -> list[int]:
+def _find_ended_ranks(scratch: Path) -> list[int]:
     """The ranks that have ended, after this one lost a connection: the agent stops the others only later."""
     end = time.monotonic() + LINGER_SECONDS
     while True:  # connections are closed a moment before a process has ended
-        found = []
+        ended_ranks = []
         for rank, record in flight.read_all(scratch / flight.FOLDER).items():
             try:
                 ended = psutil.Process(record.pid).status() == psutil.STATUS_ZOMBIE
             except psutil.NoSuchProcess:
                 ended = True
-            found += [rank] if ended else []
-        if found or time.monotonic() > end:
-            return found
+            ended_ranks += [rank] if ended else []
+        if ended_ranks or time.monotonic() > end:
+            return ended_ranks
         time.sleep(0.02)
 
 

@@ -67,18 +67,18 @@ class Failure:
 
 
 def diagnose(
-    found: Sequence[RankReport], exits: Mapping[int, int], seen: Evidence, nproc: int, debug: bool = False
+    rank_reports: Sequence[RankReport], exits: Mapping[int, int], evidence: Evidence, nproc: int, debug: bool = False
 ) -> Failure:
     """Find the rank that failed first, and how it failed.
 
-    found: reports, the earliest first. exits: rank -> exit status (negative: the signal) of the ranks that failed, in
-    the order in which the launcher noticed. seen: what the launcher saw of the ranks.
+    rank_reports: the earliest first. exits: rank -> exit status (negative: the signal) of the ranks that failed, in the
+    order in which the launcher noticed. evidence: what the launcher observed.
     """
-    errors = sorted((report for report in found if not report.is_verdict), key=lambda report: report.order)
-    unlike = _unlike_plans(seen.records)
+    errors = sorted((report for report in rank_reports if not report.is_verdict), key=lambda report: report.order)
+    unlike = _unlike_plans(evidence.records)
     silent = _silent_rank(errors, exits)
     if silent is not None:
-        kind, text = _silent(silent, exits[silent], seen)
+        kind, text = _silent(silent, exits[silent], evidence)
         rank, stopped = silent, nproc - 1
     else:
         assert errors, "a rank failed, left no report and was not stopped"
@@ -88,13 +88,13 @@ def diagnose(
         title = "error: " if same else f"rank {rank} failed: "
         stopped = 0 if same else nproc - 1
         text = explain(first, title, debug)
-        if kind == "hang" or (first.is_consequence and seen.states.keys() - {report.rank for report in errors}):
-            kind, (rank, text) = "hang", explain_hang(errors, seen, debug)
+        if kind == "hang" or (first.is_consequence and evidence.states.keys() - {report.rank for report in errors}):
+            kind, (rank, text) = "hang", explain_hang(errors, evidence, debug)
     if unlike and kind in ("hang", "peer", "killed", "failed"):
         kind, text = "disagree", f"{unlike}\n{text}"
     if stopped:
         text += f"\n{stopped} other rank{'s were' if stopped != 1 else ' was'} stopped."
-    record = seen.records.get(rank) or next(iter(seen.records.values()), FlightRecord())
+    record = evidence.records.get(rank) or next(iter(evidence.records.values()), FlightRecord())
     text += describe_remaining_files(record.run) if kind != "user" else ""
     return Failure(kind, text, rank, record.step, record.run)
 
@@ -117,14 +117,14 @@ def explain(report: RankReport, title: str, debug: bool) -> str:
     return "\n".join(line for line in lines if line).rstrip()
 
 
-def rank_failure_text(report: RankReport, several: bool, debug: bool) -> str:
+def rank_failure_text(report: RankReport, is_distributed: bool, debug: bool) -> str:
     """The message of a rank that weft did not launch: its own failure, and the rank for which it waited."""
-    text = explain(report, f"rank {report.rank} failed: " if several else "error: ", debug)
+    text = explain(report, f"rank {report.rank} failed: " if is_distributed else "error: ", debug)
     run = flight.recorder.record().run
     if report.waited and run:
         records = flight.read_all(Path(run) / flight.FOLDER)
-        behind = flight.furthest_behind(records) or [rank for rank in records if rank != report.rank]
-        lines = [f"rank {rank} is {records[rank].activity()}" for rank in behind[:_SHOWN_RANKS]]
+        slowest = flight.furthest_behind(records) or [rank for rank in records if rank != report.rank]
+        lines = [f"rank {rank} is {records[rank].activity()}" for rank in slowest[:_SHOWN_RANKS]]
         text = "\n".join([text, *filter(None, [_unlike_plans(records)]), *lines])
     return text + (describe_remaining_files(run) if report.kind != "user" else "")
 
@@ -149,18 +149,18 @@ def save_current_record(report: RankReport) -> bool:
     return save_evidence([report], {report.rank: report.status}, Evidence({report.rank: flight.recorder.record()}))
 
 
-def save_evidence(found: Sequence[RankReport], exits: Mapping[int, int], seen: Evidence) -> bool:
+def save_evidence(rank_reports: Sequence[RankReport], exits: Mapping[int, int], evidence: Evidence) -> bool:
     """Write each rank's record, and how the rank ended, to RUN/flight. Returns whether that worked for all."""
-    by_rank, kept = {report.rank: report for report in found}, True
-    for rank, record in seen.records.items():
-        more: dict[str, object] = {"where": record.activity(), "exit_status": exits.get(rank)}
+    by_rank, all_saved = {report.rank: report for report in rank_reports}, True
+    for rank, record in evidence.records.items():
+        details: dict[str, object] = {"where": record.activity(), "exit_status": exits.get(rank)}
         if rank in by_rank:
             report = by_rank[rank]
-            more |= {"kind": report.kind, "message": report.message, "traceback": report.traceback}
-            more["collectives"] = report.collectives
-        more |= {"state": seen.states.get(rank, ""), "stack": seen.stacks.get(rank, [])}
-        kept = flight.save(record, more) and kept
-    return kept
+            details |= {"kind": report.kind, "message": report.message, "traceback": report.traceback}
+            details["collectives"] = report.collectives
+        details |= {"state": evidence.states.get(rank, ""), "stack": evidence.stacks.get(rank, [])}
+        all_saved = flight.save(record, details) and all_saved
+    return all_saved
 
 
 # ---------------------------------------------------------------- a rank that ended without a report
@@ -173,58 +173,58 @@ def _silent_rank(errors: Sequence[RankReport], exits: Mapping[int, int]) -> int 
     known: the agent sends SIGTERM to all remaining ranks, and SIGKILL to those that outlive STOP_SECONDS.
     """
     reported = {report.rank for report in errors}
-    gone = {rank for report in errors for rank in report.gone}
+    reported_gone = {rank for report in errors for rank in report.ended_ranks}
     stopping = {-signal.SIGTERM, 128 + signal.SIGTERM, -signal.SIGUSR2}
     if errors and time.monotonic() - min(report.time for report in errors) >= STOP_SECONDS:
         stopping.add(-signal.SIGKILL)
     silent = [rank for rank in exits if rank not in reported]
-    witnessed = [rank for rank in silent if rank in gone]
+    witnessed = [rank for rank in silent if rank in reported_gone]
     by_itself = [rank for rank in silent if exits[rank] not in stopping]
     return next(iter(witnessed or by_itself or (silent if not errors else [])), None)
 
 
-def _silent(rank: int, status: int, seen: Evidence) -> tuple[Kind, str]:
-    record = seen.records.get(rank)
-    where = f"\n{record.activity()}" if record is not None else ""
-    stack = seen.stacks.get(rank, [])
+def _silent(rank: int, status: int, evidence: Evidence) -> tuple[Kind, str]:
+    record = evidence.records.get(rank)
+    activity = f"\n{record.activity()}" if record is not None else ""
+    stack = evidence.stacks.get(rank, [])
     calls = _calls(stack) if status in (-signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS, -signal.SIGFPE) else ""
     if status in _KINDS:  # its report could not be written
-        return _KINDS[status], f"rank {rank} failed with exit status {status}; its message is above{where}"
+        return _KINDS[status], f"rank {rank} failed with exit status {status}; its message is above{activity}"
     if status >= 0:
-        return "killed", f"rank {rank} ended with exit status {status} and no message{where}"
+        return "killed", f"rank {rank} ended with exit status {status} and no message{activity}"
     name = signal.Signals(-status).name if -status in set(signal.Signals) else f"signal {-status}"
-    if status == -signal.SIGKILL and seen.oom_kills:
-        return "memory", oom_kill_text(f"rank {rank}", where)
+    if status == -signal.SIGKILL and evidence.oom_kills:
+        return "memory", oom_kill_text(f"rank {rank}", activity)
     if status == -signal.SIGKILL:
-        hint = _BY_KERNEL if seen.oom_kills is None else _NOT_BY_KERNEL
-        return "killed", f"rank {rank} was killed by {name}{hint}{where}"
+        hint = _BY_KERNEL if evidence.oom_kills is None else _NOT_BY_KERNEL
+        return "killed", f"rank {rank} was killed by {name}{hint}{activity}"
     limit = record.limit if record is not None else None
     if status == -signal.SIGABRT and record is not None and limit and time.monotonic() - record.since > 0.9 * limit:
         # NCCL's watchdog ends a process that way
-        return "hang", f"rank {rank} was ended by {name} after train.timeout without progress{where}{calls}"
-    return "killed", f"rank {rank} was killed by {name}{_SIGNALS.get(name, '')}{where}{calls}"
+        return "hang", f"rank {rank} was ended by {name} after train.timeout without progress{activity}{calls}"
+    return "killed", f"rank {rank} was killed by {name}{_SIGNALS.get(name, '')}{activity}{calls}"
 
 
-def oom_kill_text(who: str, where: str) -> str:
-    """The message for a process that was killed for want of memory. where: a line on its step and phase, or ""."""
-    return f"{who} was killed by the kernel, which is short of memory{where}\n{_memory_advice(where)}"
+def oom_kill_text(process: str, activity: str) -> str:
+    """The message for a process that was killed for want of memory. activity: a line on its step and phase, or ""."""
+    return f"{process} was killed by the kernel, which is short of memory{activity}\n{_memory_advice(activity)}"
 
 
 # ---------------------------------------------------------------- a rank that hangs
 
 
-def explain_hang(errors: Sequence[RankReport], seen: Evidence, debug: bool, name: str = "rank") -> tuple[int, str]:
+def explain_hang(errors: Sequence[RankReport], evidence: Evidence, debug: bool, name: str = "rank") -> tuple[int, str]:
     """(The rank that is stuck, as opposed to those that waited for it; the message). name: the word for a rank."""
-    suspects = stuck_ranks(errors, seen)
+    suspects = stuck_ranks(errors, evidence)
     first = errors[0]
     if not suspects or not any(report.is_consequence for report in errors):
         return first.rank, explain(first, f"{name} {first.rank} failed: ", debug)
     lines, within = [], next((report.within for report in errors if report.waited), first.within)
     for rank in suspects:
-        record, state = seen.records[rank], seen.states.get(rank)
+        record, state = evidence.records[rank], evidence.states.get(rank)
         because = f"; it is {state}" if state else ""
         lines.append(f"{name} {rank} is stuck: it did not come within {within}{because}")
-        lines.append(record.activity() + _calls(seen.stacks.get(rank, [])))
+        lines.append(record.activity() + _calls(evidence.stacks.get(rank, [])))
     waiting = ", ".join(f"{r.rank} ({r.activity})" for r in errors if r.rank not in suspects)
     lines.append(f"waiting: {name} {waiting}")
     if debug:
@@ -232,20 +232,20 @@ def explain_hang(errors: Sequence[RankReport], seen: Evidence, debug: bool, name
     return suspects[0], "\n".join(lines).rstrip()
 
 
-def stuck_ranks(errors: Sequence[RankReport], seen: Evidence) -> list[int]:
+def stuck_ranks(errors: Sequence[RankReport], evidence: Evidence) -> list[int]:
     """The ranks that are stopped; else those outside of a collective while others are inside one; else those furthest
     behind."""
     waiting = {report.rank for report in errors if report.waited}
-    frozen = sorted(seen.states.keys() & seen.records.keys())
+    frozen = sorted(evidence.states.keys() & evidence.records.keys())
     if frozen:
         return frozen
-    elsewhere = [
-        rank for rank, stack in sorted(seen.stacks.items()) if rank not in waiting and not in_collective(stack)
+    outside = [
+        rank for rank, stack in sorted(evidence.stacks.items()) if rank not in waiting and not in_collective(stack)
     ]
-    elsewhere = [rank for rank in elsewhere if rank in seen.records]
-    if elsewhere and len(elsewhere) < len(seen.records):
-        return elsewhere
-    return flight.furthest_behind(seen.records)
+    outside = [rank for rank in outside if rank in evidence.records]
+    if outside and len(outside) < len(evidence.records):
+        return outside
+    return flight.furthest_behind(evidence.records)
 
 
 def _unlike_plans(records: Mapping[int, FlightRecord]) -> str:
@@ -258,8 +258,8 @@ def _unlike_plans(records: Mapping[int, FlightRecord]) -> str:
     for step in steps:
         if steps.count(step) > 1:
             groups = sorted((r for (s, _), r in ranks.items() if s == step), key=len)
-            few, many = (", ".join(map(str, group)) for group in (groups[0], groups[-1]))
-            return f"ranks disagree about step {step}: rank {few} made another plan of it than rank {many}."
+            minority, majority = (", ".join(map(str, group)) for group in (groups[0], groups[-1]))
+            return f"ranks disagree about step {step}: rank {minority} made another plan of it than rank {majority}."
     return ""
 
 
@@ -267,5 +267,5 @@ def _calls(stack: Sequence[str]) -> str:
     return "".join(f"\n  {line}" for line in stack[:_SHOWN_CALLS])
 
 
-def _memory_advice(where: str) -> str:
-    return next(text for words, text in _MEMORY if words in where)
+def _memory_advice(activity: str) -> str:
+    return next(text for words, text in _MEMORY if words in activity)

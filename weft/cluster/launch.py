@@ -87,10 +87,10 @@ def attempt(command: Sequence[str], nproc: int, debug: bool = False) -> LaunchOu
             if forwarder.number and not any(not report.is_verdict for report in reports.read_all(Path(scratch))):
                 return LaunchOutcome(forwarder.say())
             exits = {rank: failure.exitcode for rank, failure in error.failures.items()}
-            found, seen = reports.read_all(Path(scratch)), watch.evidence()
-            failure = diagnose(found, exits, seen, nproc, debug)
+            rank_reports, evidence = reports.read_all(Path(scratch)), watch.evidence()
+            failure = diagnose(rank_reports, exits, evidence, nproc, debug)
             if failure.kind != "user":
-                save_evidence(found, exits, seen)
+                save_evidence(rank_reports, exits, evidence)
             say(failure.message, error=True)
             return LaunchOutcome(failure.status, failure)
         except SignalException as error:

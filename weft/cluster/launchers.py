@@ -79,27 +79,29 @@ def process_of_launcher(environment: Mapping[str, str] = os.environ) -> psutil.P
 
 def check_ranks(environment: Mapping[str, str]) -> None:
     """Raise UserError if torchrun's variables are no numbers, or out of range."""
-    world, rank = _number(environment, "WORLD_SIZE", sys.maxsize, least=1), _number(environment, "RANK", 0)
+    world, rank = _number(environment, "WORLD_SIZE", sys.maxsize, minimum=1), _number(environment, "RANK", 0)
     if rank >= world:
         raise UserError(
             f"the environment says RANK={rank} and WORLD_SIZE={world}, but ranks count from 0: start with torchrun, or "
             "unset RANK and WORLD_SIZE to let weft start its own ranks."
         )
     _number(environment, "LOCAL_RANK", 0)
-    _number(environment, "LOCAL_WORLD_SIZE", 1, least=1)
-    _number(environment, "MASTER_PORT", 0, most=_LAST_PORT)
+    _number(environment, "LOCAL_WORLD_SIZE", 1, minimum=1)
+    _number(environment, "MASTER_PORT", 0, maximum=_LAST_PORT)
 
 
-def _number(environment: Mapping[str, str], name: str, default: int, least: int = 0, most: int = sys.maxsize) -> int:
-    """The number in a variable; `default` if it is not set. Raises UserError outside `least` to `most`."""
-    said = environment.get(name)
-    if said is None:
+def _number(
+    environment: Mapping[str, str], name: str, default: int, minimum: int = 0, maximum: int = sys.maxsize
+) -> int:
+    """The number in a variable; `default` if it is not set. Raises UserError outside `minimum` to `maximum`."""
+    text = environment.get(name)
+    if text is None:
         return default
-    number = int(said) if re.fullmatch(r"\d{1,18}", said.strip(), re.ASCII) else -1
-    if not least <= number <= most:
-        upto = f" to {most}" if most < sys.maxsize else " or more"
+    number = int(text) if re.fullmatch(r"\d{1,18}", text.strip(), re.ASCII) else -1
+    if not minimum <= number <= maximum:
+        upper = f" to {maximum}" if maximum < sys.maxsize else " or more"
         raise UserError(
-            f"the environment says {name}={said[:80]!r}, which should be a number, {least}{upto}: set it to one, or "
+            f"the environment says {name}={text[:80]!r}, which should be a number, {minimum}{upper}: set it to one, or "
             "unset it."
         )
     return number
@@ -107,8 +109,8 @@ def _number(environment: Mapping[str, str], name: str, default: int, least: int 
 
 def _variables(launcher: Launcher, environment: Mapping[str, str], world: int) -> dict[str, str]:
     # Slurm lists all hosts, as in 4(x2),3; the number of the first host counts.
-    said = re.match(r"\d+", environment.get(launcher.local_world, ""))
-    local_world = int(said[0]) if said else world
+    first_count = re.match(r"\d+", environment.get(launcher.local_world, ""))
+    local_world = int(first_count[0]) if first_count else world
     address = environment.get("MASTER_ADDR") or (_LOOPBACK if local_world == world else _first_host(environment))
     if not address:
         raise UserError(

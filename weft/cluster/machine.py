@@ -210,5 +210,5 @@ def accelerator(name: str | None) -> Accelerator | None:
 
 def known_accelerator(device: str, memory: int) -> Accelerator | None:
     """The accelerator of this name and memory in bytes, as torch reports them; None if there is none of both."""
-    fits = (one for one in ACCELERATORS.values() if abs(one.memory - memory) < 0.1 * memory)
-    return next((one for one in fits if re.search(ASSUMABLE[one.name][0].pattern, device)), None)
+    fits = (candidate for candidate in ACCELERATORS.values() if abs(candidate.memory - memory) < 0.1 * memory)
+    return next((candidate for candidate in fits if re.search(ASSUMABLE[candidate.name][0].pattern, device)), None)

@@ -100,8 +100,8 @@ def join(device: Device = "auto", timeout: float = 600.0) -> Ranks:
     rank, world = environment
     with _port_named():
         store = _loopback_store(rank, wait)
-        place = {} if store is None else {"store": store, "rank": rank, "world_size": world}
-        dist.init_process_group(backend, timeout=wait, device_id=device_id, **place)
+        store_options = {} if store is None else {"store": store, "rank": rank, "world_size": world}
+        dist.init_process_group(backend, timeout=wait, device_id=device_id, **store_options)
     return Ranks(rank, world, local_rank, chosen)
 
 

@@ -72,11 +72,11 @@ def ray_session(address: str | None, bundles: Sequence[Bundle]) -> Iterator[None
 
     Other Ray clusters on this machine are left alone. Raises UserError if the cluster lacks resources for `bundles`.
     """
-    own = address is None
+    is_local = address is None
     reaper.current().clean(_ray_base())
     with (
-        scratch_folder("ray-", _ray_base()) if own else nullcontext() as folder,
-        _alone() if own else nullcontext(),
+        scratch_folder("ray-", _ray_base()) if is_local else nullcontext() as folder,
+        _loopback_ray() if is_local else nullcontext(),
         _memory_removed(),
         _session(address, bundles, folder),
     ):
@@ -96,14 +96,14 @@ def _memory_removed() -> Iterator[None]:
 @contextmanager
 def _session(address: str | None, bundles: Sequence[Bundle], folder: Path | None) -> Iterator[None]:
     """As ray_session, without the check. folder: for the sockets and logs of a cluster that is started here."""
-    own = address is None
+    is_local = address is None
     ray = import_ray()
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     if address is not None:
         _require_listener(address)
-    options: dict[str, Any] = {"address": "local" if own else address}
-    if own:
+    options: dict[str, Any] = {"address": "local" if is_local else address}
+    if is_local:
         cpus = max(cpu_cores(), round(sum(bundle.cpus for bundle in bundles) + 0.5))
         assert folder is not None
         # A subfolder, because Ray opens its folder to all users.
@@ -114,13 +114,15 @@ def _session(address: str | None, bundles: Sequence[Bundle], folder: Path | None
             ray.init(**options, logging_level=logging.ERROR, log_to_driver=False, configure_logging=True)
     except Exception as error:  # Ray has no type of error for a machine that is too busy to start in time
         _require_same_versions(address, str(error))
-        what = "Ray could not be started on this machine" if own else f"cluster.address: no Ray cluster at {address}"
-        token = "" if own or _MODE in os.environ else " If it wants its token, set RAY_AUTH_MODE=token."
-        raise UserError(f"{what}: {first_line(error)}.{token}") from error
+        problem = (
+            "Ray could not be started on this machine" if is_local else f"cluster.address: no Ray cluster at {address}"
+        )
+        token = "" if is_local or _MODE in os.environ else " If it wants its token, set RAY_AUTH_MODE=token."
+        raise UserError(f"{problem}: {first_line(error)}.{token}") from error
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, asked_to_end)  # Ray's own handler exits with 15, which means something else here
     global _watchdog
-    parts = _started_parts(ray) if own else {}
+    parts = _started_parts(ray) if is_local else {}
     reaper.current().add(*(part.pid for part in parts.values()))
     _watchdog = RayWatchdog()
     _watchdog.add(parts)
@@ -134,7 +136,7 @@ def _session(address: str | None, bundles: Sequence[Bundle], folder: Path | None
 def _started_parts(ray: Any) -> dict[str, subprocess.Popen[bytes]]:
     """Ray's type of a process -> the process, of the Ray that this process has started."""
     node = ray._private.worker._global_node
-    return {kind: found[0].process for kind, found in node.all_processes.items()}
+    return {kind: processes[0].process for kind, processes in node.all_processes.items()}
 
 
 def _end_session(ray: Any, parts: Sequence[psutil.Process]) -> None:
@@ -162,10 +164,10 @@ def _end_session(ray: Any, parts: Sequence[psutil.Process]) -> None:
 def _require_same_versions(address: str | None, refusal: str) -> None:
     """Raise UserError if Ray refused because the cluster has another Ray or Python: all processes of a cluster must
     agree."""
-    found = re.findall(r"Ray: (\S+)\s+Python: (\S+)", refusal)
-    if len(found) != 2:
+    versions = re.findall(r"Ray: (\S+)\s+Python: (\S+)", refusal)
+    if len(versions) != 2:
         return
-    (ray, python), (own_ray, own_python) = found
+    (ray, python), (own_ray, own_python) = versions
     mend = (
         f"install the cluster's Ray here (pip install ray=={ray})" if ray != own_ray else "start weft with its Python"
     )
@@ -203,7 +205,7 @@ def import_ray() -> Any:
 
 
 @contextmanager
-def _alone() -> Iterator[None]:
+def _loopback_ray() -> Iterator[None]:
     """Inside, a Ray that is started here listens on loopback and requires a token that only its processes have."""
     variables = {_HOSTS: os.environ.get(_HOSTS, "0"), _MODE: os.environ.get(_MODE, "token")}
     if variables[_MODE] == "token":
@@ -236,20 +238,20 @@ def exposure(address: str | None) -> list[str]:
 
 def check_capacity(bundles: Sequence[Bundle]) -> None:
     """Raise UserError if the cluster is too small for `bundles`; Ray would wait for ever without a message."""
-    there = _watchdog.call(import_ray().cluster_resources)
+    resources = _watchdog.call(import_ray().cluster_resources)
     for name, needed in (("GPU", sum(b.gpus for b in bundles)), ("CPU", sum(b.cpus for b in bundles))):
-        if needed > there.get(name, 0):
+        if needed > resources.get(name, 0):
             raise UserError(
-                f"the Ray cluster has {there.get(name, 0):g} {name}s, and trainers and engines ask for {needed:g}: set "
-                "cluster.trainer (or rollout.engines) to fewer, or join a larger cluster (cluster.address)."
+                f"the Ray cluster has {resources.get(name, 0):g} {name}s, and trainers and engines need {needed:g}: "
+                "set cluster.trainer (or rollout.engines) to fewer, or join a larger cluster (cluster.address)."
             )
         nodes = _watchdog.call(import_ray().nodes)
-        most = max((node["Resources"].get(name, 0) for node in nodes if node["Alive"]), default=0)
-        one = max(bundle.resources().get(name, 0) for bundle in bundles)
-        if one > most:
+        largest = max((node["Resources"].get(name, 0) for node in nodes if node["Alive"]), default=0)
+        requested = max(bundle.resources().get(name, 0) for bundle in bundles)
+        if requested > largest:
             raise UserError(
-                f"one actor asks for {one:g} {name}s, and no host of the Ray cluster has more than {most:g}: an engine "
-                f"is on one host, so set rollout.tp to {most:g} or less."
+                f"one actor needs {requested:g} {name}s, and no host of the Ray cluster has more than {largest:g}. An "
+                f"engine is on one host, so set rollout.tp to {largest:g} or less."
             )
 
 
@@ -277,25 +279,25 @@ class ActorGroup:
     def __len__(self) -> int:
         return len(self.handles)
 
-    async def all(self, method: str, *args: Any) -> list[Any]:
+    async def call_all(self, method: str, *args: Any) -> list[Any]:
         """Call this method on every actor; returns the results in order. List and dict arguments are put into Ray's
         store once."""
-        several = len(self) > 1
-        stored = [await self._stored(arg) if several and isinstance(arg, list | dict) else arg for arg in args]
-        calls = [self.one(number, method, *stored) for number in range(len(self))]
+        is_group = len(self) > 1
+        stored = [await self._stored(arg) if is_group and isinstance(arg, list | dict) else arg for arg in args]
+        calls = [self.call_one(number, method, *stored) for number in range(len(self))]
         try:
-            return await together(calls)
+            return await gather_calls(calls)
         except ActorError as error:
             consequence = error.report is not None and error.report.is_consequence
-            found = await asyncio.to_thread(self._stuck) if consequence else None
+            root_cause = await asyncio.to_thread(self._stuck) if consequence else None
             self.end()
-            raise found or error from error
+            raise root_cause or error from error
 
     async def _stored(self, value: Any) -> Any:
         """A reference to the value in Ray's store, which is in the raylet and does not answer where that is stopped."""
         return await asyncio.to_thread(self.ray.call, partial(import_ray().put, value))
 
-    async def one(self, number: int, method: str, *args: Any) -> Any:
+    async def call_one(self, number: int, method: str, *args: Any) -> Any:
         """Call this method on one actor. Raises ActorError if the method raised, or if the actor died."""
         ray = import_ray()
         handle = self.handles[number]
@@ -315,14 +317,18 @@ class ActorGroup:
 
     def _died(self, number: int, reason: str) -> ActorError:
         record = flight.read_all(self.scratch / flight.FOLDER).get(number)
-        where = f"\n{record.activity()}" if record is not None else ""
-        found = [report for report in reports.read_all(self.scratch) if report.rank == number]
-        if found:  # the actor ended itself with a report
-            return ActorError(explain(found[0], f"{self.name} {number} failed: ", debug=False), found[0].kind, found[0])
+        activity = f"\n{record.activity()}" if record is not None else ""
+        actor_reports = [report for report in reports.read_all(self.scratch) if report.rank == number]
+        if actor_reports:  # the actor ended itself with a report
+            return ActorError(
+                explain(actor_reports[0], f"{self.name} {number} failed: ", debug=False),
+                actor_reports[0].kind,
+                actor_reports[0],
+            )
         if (oom_kills() or 0) > self.oom_kills or "running low on memory" in reason:  # the kernel, or Ray's monitor
-            return ActorError(oom_kill_text(f"{self.name} {number}", where), "memory", None)
+            return ActorError(oom_kill_text(f"{self.name} {number}", activity), "memory", None)
         last = next((line.strip() for line in reason.splitlines() if "has died" in line), "").partition(". ")[0]
-        return ActorError(f"{self.name} {number} died{where}" + (f"\n{last}" if last else ""), "killed", None)
+        return ActorError(f"{self.name} {number} died{activity}" + (f"\n{last}" if last else ""), "killed", None)
 
     def _stuck(self) -> ActorError | None:
         """The error that names the actor for which the others waited in vain, with its stack; None if nobody waited,
@@ -330,19 +336,21 @@ class ActorGroup:
         watch = RankMonitor(self.scratch)
         watch.look(0.0)
         time.sleep(_STACKS_SECONDS)
-        seen = watch.evidence()
-        found = sorted((r for r in reports.read_all(self.scratch) if r.is_consequence), key=lambda report: report.order)
-        if not any(report.waited for report in found) and not seen.states:
+        evidence = watch.evidence()
+        consequences = sorted(
+            (r for r in reports.read_all(self.scratch) if r.is_consequence), key=lambda report: report.order
+        )
+        if not any(report.waited for report in consequences) and not evidence.states:
             return None
-        number, text = explain_hang(found, seen, False, self.name)
-        report = next((report for report in found if report.rank == number), found[0])
+        number, text = explain_hang(consequences, evidence, False, self.name)
+        report = next((report for report in consequences if report.rank == number), consequences[0])
         return ActorError(text, "hang", report)
 
     def save_evidence(self, run: Path) -> None:
         """Write what each actor was doing to RUN/flight."""
         records = flight.read_all(self.scratch / flight.FOLDER)
-        seen = Evidence({rank: replace(record, run=str(run)) for rank, record in records.items()})
-        save_evidence(reports.read_all(self.scratch), {}, seen)
+        evidence = Evidence({rank: replace(record, run=str(run)) for rank, record in records.items()})
+        save_evidence(reports.read_all(self.scratch), {}, evidence)
 
     def end(self) -> None:
         """Kill all actors, which frees their resources."""
@@ -350,8 +358,8 @@ class ActorGroup:
         for handle in self.handles:
             with suppress(Exception):
                 self.ray.call(partial(ray.kill, handle))
-        _, left = psutil.wait_procs([process for _, _, process in self._here()], timeout=_ENDING_SECONDS)
-        for process in left:  # Ray cannot end one that is stopped
+        _, alive = psutil.wait_procs([process for _, _, process in self._local_actors()], timeout=_ENDING_SECONDS)
+        for process in alive:  # Ray cannot end one that is stopped
             with suppress(psutil.Error):
                 process.kill()
 
@@ -359,21 +367,21 @@ class ActorGroup:
         """`error` itself, unless it is a hang and an actor of this group is stopped: then an error that names this
         actor, for which other processes wait."""
         if error.kind == "hang":
-            for number, record, process in self._here():
+            for number, record, process in self._local_actors():
                 with suppress(psutil.Error):
                     if process.status() in FROZEN:
                         text = f"{self.name} {number} is {FROZEN[process.status()]}\n{record.activity()}\n{error}"
                         return ActorError(text, "hang", error.report)
         return error
 
-    def _here(self) -> list[tuple[int, FlightRecord, psutil.Process]]:
+    def _local_actors(self) -> list[tuple[int, FlightRecord, psutil.Process]]:
         """(number, record, process) of the actors that run on this machine."""
         records = flight.read_all(self.scratch / flight.FOLDER)
-        found = [(number, record, process_of(record, self.scratch)) for number, record in records.items()]
-        return [(number, record, process) for number, record, process in found if process is not None]
+        actors = [(number, record, process_of(record, self.scratch)) for number, record in records.items()]
+        return [(number, record, process) for number, record, process in actors if process is not None]
 
 
-async def together(calls: Sequence[Awaitable[Any]]) -> list[Any]:
+async def gather_calls(calls: Sequence[Awaitable[Any]]) -> list[Any]:
     """Await all calls; returns the results in order. Of several failures the root cause is raised: the death of an
     actor first, then an error that an actor reported, then errors of actors that waited for another."""
     tasks = [asyncio.ensure_future(call) for call in calls]
@@ -384,11 +392,11 @@ async def together(calls: Sequence[Awaitable[Any]]) -> list[Any]:
         errors = [task.exception() for task in tasks if task.done() and not task.cancelled() and task.exception()]
         for task in tasks:
             task.cancel()
-        found = [other for other in errors if isinstance(other, ActorError)] or [error]
-        found.sort(
+        failures = [failure for failure in errors if isinstance(failure, ActorError)] or [error]
+        failures.sort(
             key=lambda e: (False, False, False) if e.report is None else (e.report.order[0], True, e.report.order[1])
         )
-        raise found[0] from error
+        raise failures[0] from error
 
 
 @contextmanager
@@ -407,7 +415,7 @@ def actor_group(
     """
     ray = import_ray()
     with scratch_folder() as scratch:
-        placed = _place(reserve or bundles) if share_with is None else share_with[0].placed
+        placed = _reserve(reserve or bundles) if share_with is None else share_with[0].placed
         indices = range(len(bundles)) if share_with is None else share_with[1]
         group = ActorGroup(name, [], ActorWatchdog(scratch, timeout, key), placed, _watchdog)
         try:
@@ -443,32 +451,32 @@ def _prepare(handles: Sequence[Any], rendezvous: bool) -> None:
         if rendezvous:
             address, port = _get(handles[0].address.remote())
             variables = {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
-        told = [handle.prepare.remote(variables, os.getcwd()) for handle in handles]
-        _get(told)
+        calls = [handle.prepare.remote(variables, os.getcwd()) for handle in handles]
+        _get(calls)
     except ray.exceptions.RayError as error:
         if failure := _watchdog.cause():
             raise failure from error
         raise ActorError(f"the actors could not be started: {first_line(error)}", "failed") from error
 
 
-def _get(wanted: Any) -> Any:
+def _get(references: Any) -> Any:
     """What Ray's tasks return, within _PLACED_SECONDS."""
-    return _watchdog.call(partial(import_ray().get, wanted, timeout=_PLACED_SECONDS))
+    return _watchdog.call(partial(import_ray().get, references, timeout=_PLACED_SECONDS))
 
 
-def _place(bundles: Sequence[Bundle]) -> Any:
+def _reserve(bundles: Sequence[Bundle]) -> Any:
     """A placement group for all bundles, on as few hosts as possible; None if a bundle requests nothing."""
     ray = import_ray()
-    wanted = [bundle.resources() for bundle in bundles]
-    if not all(wanted):
+    requests = [bundle.resources() for bundle in bundles]
+    if not all(requests):
         return None
-    placed = _watchdog.call(partial(ray.util.placement_group, wanted, strategy="PACK"))
+    placed = _watchdog.call(partial(ray.util.placement_group, requests, strategy="PACK"))
     try:
         _get(placed.ready())
     except ray.exceptions.GetTimeoutError as error:
         ray.util.remove_placement_group(placed)
         raise UserError(
-            f"the Ray cluster found no room for {len(bundles)} actors of {wanted[0]} within {_PLACED_SECONDS:.0f} "
+            f"the Ray cluster found no room for {len(bundles)} actors of {requests[0]} within {_PLACED_SECONDS:.0f} "
             "seconds: others use it; wait for them, or ask for fewer."
         ) from error
     return placed
@@ -487,8 +495,8 @@ class _Actor:
 
     def address(self) -> tuple[str, int]:
         """This host's address as other actors reach it, and a free port on it."""
-        alone = os.environ.get("GLOO_SOCKET_IFNAME") == "lo"
-        address = "127.0.0.1" if alone else str(import_ray().util.get_node_ip_address())
+        is_local = os.environ.get("GLOO_SOCKET_IFNAME") == "lo"
+        address = "127.0.0.1" if is_local else str(import_ray().util.get_node_ip_address())
         return address, free_port()
 
     def prepare(self, variables: Mapping[str, str], folder: str) -> None:

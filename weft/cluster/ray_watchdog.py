@@ -63,7 +63,7 @@ class _RayProcess:
         return psutil.STATUS_DEAD if status == psutil.STATUS_ZOMBIE else status
 
     @property
-    def who(self) -> str:
+    def label(self) -> str:
         return f"{self.name}, process {self.process.pid},"
 
     def how_it_ended(self) -> str:
@@ -120,13 +120,13 @@ class RayWatchdog:
             dead = [part for part in self._parts.values() if part.state == psutil.STATUS_DEAD]
             # The raylet ends by itself after an agent: then the agent is the cause.
             dead.sort(key=lambda part: part.started is not None and (part.started.returncode or 0) >= 0)
-            seconds = {part.who: self._stops.seconds(part.process, self._frozen) for part in self._parts.values()}
-            stopped = [part for part in self._parts.values() if seconds[part.who] > STOPPED_SECONDS]
+            seconds = {part.label: self._stops.seconds(part.process, self._frozen) for part in self._parts.values()}
+            stopped = [part for part in self._parts.values() if seconds[part.label] > STOPPED_SECONDS]
             if dead:
                 self._fail(*self._death(dead[0]))
             elif stopped:
                 state = FROZEN.get(stopped[0].state, "stopped")
-                self._fail("hang", f"{stopped[0].who} has been {state} for {STOPPED_SECONDS:g} seconds")
+                self._fail("hang", f"{stopped[0].label} has been {state} for {STOPPED_SECONDS:g} seconds")
                 stopped[0].process.kill()  # so that a call that waits for it ends
 
     async def unless_failed(self, waited: Awaitable[T]) -> T:
@@ -174,8 +174,8 @@ class RayWatchdog:
 
     def stopped(self) -> str:
         """Words for the parts that are stopped now; empty if there are none."""
-        states = {part.who: FROZEN.get(part.state) for part in self._parts.values()}
-        return "; ".join(f"{who} is {state}" for who, state in states.items() if state is not None)
+        states = {part.label: FROZEN.get(part.state) for part in self._parts.values()}
+        return "; ".join(f"{name} is {state}" for name, state in states.items() if state is not None)
 
     def _find_children(self) -> None:
         """Watch the agents of the raylet, and workers that are stopped before they are actors."""
@@ -192,7 +192,7 @@ class RayWatchdog:
                 with suppress(psutil.Error):
                     self._children.add(child)
                     words = " ".join(child.cmdline())
-                    name = next((name for known, name in _AGENTS.items() if known in words), None)
+                    name = next((name for pattern, name in _AGENTS.items() if pattern in words), None)
                     if name is None and child.status() in FROZEN and not _is_watched_actor(child):
                         name = _WORKER
                     if name is not None and child not in self._parts:
@@ -201,11 +201,11 @@ class RayWatchdog:
     def _death(self, part: _RayProcess) -> tuple[Kind, str]:
         kills = oom_kills()
         if kills is not None and self._oom_kills is not None and kills > self._oom_kills:
-            return "memory", f"{part.who} was killed by the kernel, which is short of memory"
-        return "killed", f"{part.who} has died{part.how_it_ended()}"
+            return "memory", f"{part.label} was killed by the kernel, which is short of memory"
+        return "killed", f"{part.label} has died{part.how_it_ended()}"
 
-    def _fail(self, kind: Kind, what: str) -> None:
-        self._failed = f"{what}, and the run cannot go on without it.", kind
+    def _fail(self, kind: Kind, problem: str) -> None:
+        self._failed = f"{problem}, and the run cannot go on without it.", kind
         for failed in self._waiting:
             failed.get_loop().call_soon_threadsafe(_resolve, failed)
 

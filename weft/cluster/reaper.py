@@ -110,23 +110,23 @@ def reaping() -> Iterator[Reaper]:
 def descendants(roots: Iterable[psutil.Process]) -> list[psutil.Process]:
     """The processes that descend from `roots`, without these."""
     parents: Mapping[int, list[psutil.Process]] = _children()
-    found, waiting = dict[psutil.Process, None](), list(roots)
+    descendants_found, waiting = dict[psutil.Process, None](), list(roots)
     while waiting:
         parent = waiting.pop()
         for child in parents.get(parent.pid, ()):
-            if child not in found:
-                found[child] = None
+            if child not in descendants_found:
+                descendants_found[child] = None
                 waiting.append(child)
-    return list(found)
+    return list(descendants_found)
 
 
 def _children() -> dict[int, list[psutil.Process]]:
     """Process id -> its children, of all processes of this machine."""
-    found: dict[int, list[psutil.Process]] = {}
+    children: dict[int, list[psutil.Process]] = {}
     for process in psutil.process_iter():
         with suppress(psutil.Error):
-            found.setdefault(process.ppid(), []).append(process)
-    return found
+            children.setdefault(process.ppid(), []).append(process)
+    return children
 
 
 class _Notes:
@@ -156,21 +156,21 @@ def main(controller: int, folder: Path) -> None:
     """Serve until the controller says that the run is over, or ends."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # whoever ends the job's processes ends the controller, too
-    notes, bases, heard, over = _Notes(folder), dict[str, None](), b"", False
+    notes, bases, received, over = _Notes(folder), dict[str, None](), b"", False
     orders = select.poll()
     orders.register(0, select.POLLIN)
     while not over:
         if orders.poll(_LOOK_SECONDS * 1000):
             data = os.read(0, 1 << 16)
-            heard += data
-            *lines, heard = heard.split(b"\n")
+            received += data
+            *lines, received = received.split(b"\n")
             for line in lines:
-                word, _, rest = line.decode().partition(" ")
+                word, _, argument = line.decode().partition(" ")
                 if word == _ROOT:
                     with suppress(psutil.Error):
-                        notes.add([psutil.Process(int(rest))])
+                        notes.add([psutil.Process(int(argument))])
                 elif word == _BASE:
-                    bases[rest] = None
+                    bases[argument] = None
                 over = over or word == _END
             if not data:
                 break

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from weft.cluster.status import STATUS, Kind, kind_of
+from weft.cluster.status import STATUS, Kind, failure_kind
 from weft.errors import ActorError, RanksDisagreeError, UserError
 from weft.telemetry import flight
 from weft.version import PACKAGE
@@ -43,7 +43,7 @@ class RankReport:
     plain: bool = False
     waited: bool = False
     collectives: Sequence[dict[str, Any]] = ()
-    gone: Sequence[int] = ()
+    ended_ranks: Sequence[int] = ()
     exit_status: int | None = None
     within: str = "train.timeout"
 
@@ -67,7 +67,7 @@ class RankReport:
 def of_exception(rank: int, error: BaseException) -> RankReport:
     """The report of an exception that ended this rank."""
     record = flight.recorder.record()
-    kind = kind_of(error, record.run)
+    kind = failure_kind(error, record.run)
     plain = isinstance(error, UserError | RanksDisagreeError | FloatingPointError | ActorError)
     message = str(error) if plain else f"{type(error).__name__}: {error}"
     if isinstance(error, RecursionError):
@@ -75,13 +75,13 @@ def of_exception(rank: int, error: BaseException) -> RankReport:
     if kind == "user" and isinstance(error, OSError):
         plain, message = True, f"{error.filename}: {error.strerror}. Name another file or folder."
     message = "\n".join([message.rstrip(": "), *getattr(error, "__notes__", [])])  # notes say where and why
-    where = record.activity()
+    activity = record.activity()
     if plain:
-        where = f"in step {record.step} of {record.steps}" if record.step else ""
+        activity = f"in step {record.step} of {record.steps}" if record.step else ""
     trace = "".join(traceback.format_exception(error))
     last = [] if kind == "user" else flight.last_collectives()
     return RankReport(
-        rank, time.monotonic(), message, trace, kind, where, plain=plain, waited=kind == "hang", collectives=last,
+        rank, time.monotonic(), message, trace, kind, activity, plain=plain, waited=kind == "hang", collectives=last,
         within=flight.recorder.patience,
     )  # fmt: skip
 
@@ -89,9 +89,11 @@ def of_exception(rank: int, error: BaseException) -> RankReport:
 def _too_deep(error: RecursionError) -> str:
     """The message for input that is nested too deeply for Python, by its reader."""
     calls = traceback.extract_tb(error.__traceback__)
-    ours = [call for call in calls if Path(call.filename).is_relative_to(PACKAGE)] or calls
-    place = f" ({ours[-1].name}, {Path(ours[-1].filename).name}:{ours[-1].lineno})" if ours else ""
-    return f"something that was read here is nested too deeply{place}: --debug shows where. Make it flatter."
+    own_calls = [call for call in calls if Path(call.filename).is_relative_to(PACKAGE)] or calls
+    location = (
+        f" ({own_calls[-1].name}, {Path(own_calls[-1].filename).name}:{own_calls[-1].lineno})" if own_calls else ""
+    )
+    return f"something that was read here is nested too deeply{location}: --debug shows where. Make it flatter."
 
 
 def of_verdict(rank: int) -> RankReport:

@@ -21,17 +21,22 @@ _FINAL = {
     "nonfinite": "training that is not finite would be so again",
 }
 
-Again = Callable[[Path], Sequence[str]]  # RUN -> the command line that goes on from its newest checkpoint
+ResumeCommand = Callable[[Path], Sequence[str]]  # RUN -> the command line that goes on from its newest checkpoint
 Attempt = Callable[[Sequence[str], int, bool], LaunchOutcome]
 
 
 def run_with_restarts(
-    command: Sequence[str], again: Again, nproc: int, restarts: int, debug: bool = False, attempt: Attempt = attempt
+    command: Sequence[str],
+    resume_command: ResumeCommand,
+    nproc: int,
+    restarts: int,
+    debug: bool = False,
+    attempt: Attempt = attempt,
 ) -> int:
     """Run `command` in `nproc` ranks, and again after failures, up to `restarts` times. Returns the exit status.
 
-    Later attempts run `again`: they resume from the newest complete checkpoint of the run's folder, or start at step 1.
-    Two failures in a row at the same step end the run, because the third would be at that step, too.
+    Later attempts run `resume_command`: they resume from the newest complete checkpoint of the run's folder, or start
+    at step 1. Two failures in a row at the same step end the run, because the third would be at that step, too.
     """
     before: Failure | None = None
     for number in range(restarts + 1):
@@ -41,14 +46,14 @@ def run_with_restarts(
             return outcome.status
         final = _FINAL.get(failure.kind, "")
         if before is not None and before.step == failure.step and not final:
-            final = f"it has failed twice in a row {_at(failure)}"
+            final = f"it has failed twice in a row {_step_text(failure)}"
         if final or number == restarts:
             _say(f"not restarted: {final}" if final else f"not restarted: {restarts} restarts are used up")
             return outcome.status
         if failure.run:
             _put_aside(Path(failure.run), number + 1)
-            command = again(Path(failure.run))
-        _say(f"restart {number + 1} of {restarts}: the attempt failed {_at(failure)} ({failure.kind})")
+            command = resume_command(Path(failure.run))
+        _say(f"restart {number + 1} of {restarts}: the attempt failed {_step_text(failure)} ({failure.kind})")
         before = failure
     raise AssertionError("an attempt is always the last")
 
@@ -62,7 +67,7 @@ def _put_aside(run: Path, number: int) -> None:
             path.rename(aside / path.name)
 
 
-def _at(failure: Failure) -> str:
+def _step_text(failure: Failure) -> str:
     return f"at step {failure.step}" if failure.step else "before the first step"
 
 

@@ -110,11 +110,11 @@ def kill_all(processes: Collection[psutil.Process], seconds: float = _KILL_SECON
         with suppress(psutil.Error):
             process.kill()
     end = time.monotonic() + seconds
-    left = [process for process in processes if is_running(process)]
-    while left and time.monotonic() < end:
+    alive = [process for process in processes if is_running(process)]
+    while alive and time.monotonic() < end:
         time.sleep(0.02)
-        left = [process for process in left if is_running(process)]
-    return left
+        alive = [process for process in alive if is_running(process)]
+    return alive
 
 
 def is_running(process: psutil.Process) -> bool:

@@ -41,7 +41,7 @@ _WORDS: tuple[tuple[Kind, tuple[str, ...]], ...] = (
 )  # fmt: skip
 
 
-def kind_of(error: BaseException, run: str = "") -> Kind:
+def failure_kind(error: BaseException, run: str = "") -> Kind:
     """The kind of an exception, or else of the exceptions that caused it. run: the run's folder, "" for none."""
     if isinstance(error, UserError):
         return "storage" if isinstance(error, StorageError) else "user"
@@ -64,9 +64,9 @@ def is_file_name_error(error: BaseException) -> bool:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
+    visited: set[int] = set()
+    while error is not None and id(error) not in visited:
+        visited.add(id(error))
         yield error
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 

@@ -21,27 +21,27 @@ SAME_REQUEST_SECONDS = 1.0  # a terminal or SLURM may signal several processes, 
 
 
 class SignalHandlers:
-    """`with ...:` calls `first(number)` for the first of SIGNALS and `again(number)` for a later one."""
+    """`with ...:` calls `first(number)` for the first of SIGNALS and `repeated(number)` for a later one."""
 
     def __init__(self) -> None:
         self.number = 0
-        self._at = 0.0
+        self._received_at = 0.0
         self._before: dict[int, Any] = {}
 
     def first(self, number: int) -> None:
         """Handle the first signal; `self.number` is set already."""
 
-    def again(self, number: int) -> None:
+    def repeated(self, number: int) -> None:
         """Handle a later signal: end this process as if there were no handler."""
         signal.signal(number, signal.SIG_DFL)
         signal.raise_signal(number)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if not self.number:
-            self.number, self._at = number, time.monotonic()
+            self.number, self._received_at = number, time.monotonic()
             self.first(number)
-        elif time.monotonic() - self._at > SAME_REQUEST_SECONDS:
-            self.again(number)
+        elif time.monotonic() - self._received_at > SAME_REQUEST_SECONDS:
+            self.repeated(number)
 
     def __enter__(self) -> Any:
         if threading.current_thread() is threading.main_thread():
@@ -132,7 +132,7 @@ class SignalForwarder(SignalHandlers):
         if not started:
             self._end(number)
 
-    def again(self, number: int) -> None:
+    def repeated(self, number: int) -> None:
         for rank in self._ranks():
             with suppress(psutil.Error):
                 rank.kill()

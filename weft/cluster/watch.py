@@ -56,7 +56,7 @@ class SilenceClock:
         return time.monotonic() - record.since - (frozen_seconds - excused)
 
     @staticmethod
-    def most(limit: float) -> float:
+    def patience(limit: float) -> float:
         """The seconds of silence after which another process reports a rank whose own limit is `limit` seconds."""
         return limit * (1 + _BEHIND_SHARE) + _BEHIND_SECONDS
 
@@ -78,7 +78,7 @@ class StoppedClock:
         return 0.0
 
     @staticmethod
-    def most(timeout: float) -> float:
+    def patience(timeout: float) -> float:
         """The seconds after which a stopped rank is reported: those that wait for it in a collective know first."""
         return timeout * (1 + BEHIND_SHARE) + BEHIND_SECONDS
 
@@ -98,7 +98,7 @@ class RankMonitor:
     def __init__(self, scratch: Path) -> None:
         self._scratch, self._kills = scratch, oom_kills()
         self._states: dict[int, str] = {}
-        self._noted = self._asked = self._killed = False
+        self._has_noted_states = self._has_requested_stacks = self._has_killed = False
         self._silence, self._stops = SilenceClock(), StoppedClock()
         self._processes: dict[int, psutil.Process] = {}  # by process id
 
@@ -120,15 +120,15 @@ class RankMonitor:
         if not errors:
             self._report_silent(frozen_seconds)
             return
-        if not self._noted:
-            self._noted = True
+        if not self._has_noted_states:
+            self._has_noted_states = True
             self._note_states()
-        if not self._asked and any(report.kind == "hang" for report in errors):
-            self._asked = True
+        if not self._has_requested_stacks and any(report.kind == "hang" for report in errors):
+            self._has_requested_stacks = True
             self._ask_for_stacks()
         # The agent would wait half a minute for a rank that is stopped.
-        if not self._killed and time.monotonic() - errors[0].time > STOP_SECONDS:
-            self._killed = True
+        if not self._has_killed and time.monotonic() - errors[0].time > STOP_SECONDS:
+            self._has_killed = True
             for _, child in self._ranks():
                 with suppress(psutil.Error):
                     child.kill()
@@ -172,8 +172,8 @@ class RankMonitor:
                 self._processes |= {process.pid: process for _, process in self._ranks()}
             process = self._processes.get(record.pid)
             stopped = 0.0 if process is None else self._stops.seconds(process, frozen_seconds)
-            too_long = record.limit is not None and silence > SilenceClock.most(record.limit)
-            if too_long or (record.timeout is not None and stopped > StoppedClock.most(record.timeout)):
+            too_long = record.limit is not None and silence > SilenceClock.patience(record.limit)
+            if too_long or (record.timeout is not None and stopped > StoppedClock.patience(record.timeout)):
                 message = f"no progress for {silence:.0f} seconds{self._frozen(rank)}"
                 report = RankReport(rank, time.monotonic(), message, kind="hang", activity=record.activity())
                 reports.write(report, self._scratch)
@@ -181,9 +181,9 @@ class RankMonitor:
 
     def _frozen(self, rank: int) -> str:
         """Words for the state of a rank's process, if that explains the hang; else empty."""
-        for other, process in self._ranks():
+        for number, process in self._ranks():
             with suppress(psutil.Error):
-                if other == rank and process.status() in FROZEN:
+                if number == rank and process.status() in FROZEN:
                     return f"; it is {FROZEN[process.status()]}"
         return ""
 

@@ -42,12 +42,12 @@ class SuspensionClock:
 
 
 @contextmanager
-def periodically(look: Callable[[float], None], every: float, name: str) -> Iterator[None]:
-    """A thread that calls look(frozen seconds so far) every `every` seconds."""
-    over, frozen = threading.Event(), SuspensionClock(every)
+def periodically(look: Callable[[float], None], interval: float, name: str) -> Iterator[None]:
+    """A thread that calls look(frozen seconds so far) every `interval` seconds."""
+    over, frozen = threading.Event(), SuspensionClock(interval)
 
     def loop() -> None:
-        while not over.wait(every):
+        while not over.wait(interval):
             look(frozen.tick())
 
     thread = threading.Thread(target=loop, name=name, daemon=True)
@@ -92,8 +92,8 @@ def _watch(on_hang: OnHang, over: threading.Event) -> None:
         silence, limit = flight.recorder.silence(), flight.recorder.limit
         if silence is None or limit is None:
             continue
-        several = flight.recorder.record().world > 1
-        late = BEHIND_SECONDS + BEHIND_SHARE * limit if several else 0.0
+        is_distributed = flight.recorder.record().world > 1
+        late = BEHIND_SECONDS + BEHIND_SHARE * limit if is_distributed else 0.0
         if silence > late + seconds - excused and not over.is_set():
             frame = sys._current_frames().get(main or 0)
             stack = "".join(traceback.format_stack(frame)) if frame is not None else ""

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreT
 from weft.checkpoint.retention import chosen_step, complete_steps
 from weft.cluster.options import ChatOptions
 from weft.cluster.process import choose_device
-from weft.cluster.status import kind_of
+from weft.cluster.status import failure_kind
 from weft.config.load import imports_of_run
 from weft.data.chat_template import RenderError
 from weft.data.encode import Encoder, Encoding, load_tokenizer, renderer
@@ -67,8 +67,10 @@ def find_model(path: str, step: int | None) -> str:
         if not any((folder / name).is_file() for name in ("config.json", ADAPTER)):
             raise UserError(f"{path} holds no config.json: name a run folder, a model directory, or a hub id.")
         return path
-    beside = folder.parent != Path() and folder.parent.is_dir()  # "runs/x" is no hub id if there is a folder "runs"
-    if folder.exists() or beside or path.startswith(("/", ".", "~")) or path.count("/") > 1:
+    parent_exists = (
+        folder.parent != Path() and folder.parent.is_dir()
+    )  # "runs/x" is no hub id if there is a folder "runs"
+    if folder.exists() or parent_exists or path.startswith(("/", ".", "~")) or path.count("/") > 1:
         raise UserError(f"{path} is no folder: name a run folder, a model directory, or a hub id.")
     return path
 
@@ -81,12 +83,12 @@ def open_chat(options: ChatOptions) -> Chat:
     tokenizer = load_tokenizer(path)
     base = _base(path)
     vision = sees_images(hf.read_config(base))
-    images = ChatImages.of(base, path, tokenizer) if vision else ChatImages(path, None)
+    images = ChatImages.for_model(base, path, tokenizer) if vision else ChatImages(path, None)
     if options.system is not None:
         if tokenizer.chat_template is None:
             raise UserError(f"--system: the tokenizer of {path} has no chat template, so there is no system message.")
         images.refuse_marks("--system", options.system)
-    first = tuple(images.take("--image", given) for given in options.images)  # errors come before weights
+    first = tuple(images.take("--image", image_path) for image_path in options.images)  # errors come before weights
     model = _load(path, base, vision, torch.float32 if device.type == "cpu" else "auto")
     settings = _settings(options)
     chat = Chat(model.to(device).eval(), tokenizer, path, options.system, settings, images, first)
@@ -139,24 +141,24 @@ def _settings(options: ChatOptions) -> dict[str, Any]:
 
 @dataclass
 class Chat:
-    """A conversation. where: the path that was loaded. settings: arguments of generate. first: the images with which
+    """A conversation. path: the path that was loaded. settings: arguments of generate. first: the images with which
     every conversation begins. seen: the images of all messages, in order. waiting: the images of the next message."""
 
     model: Any
     tokenizer: PreTrainedTokenizerBase
-    where: str
+    path: str
     system: str | None
     settings: dict[str, Any]
     images: ChatImages
     first: tuple[ChatImage, ...] = ()
     messages: list[Message] = field(default_factory=list)
-    seen: tuple[ChatImage, ...] = ()
+    shown_images: tuple[ChatImage, ...] = ()
     waiting: tuple[ChatImage, ...] = ()
 
     def begin(self) -> None:
         """Starts a new conversation."""
         self.messages = [] if self.system is None else [{"role": "system", "content": self.system}]
-        self.seen, self.waiting = (), self.first
+        self.shown_images, self.waiting = (), self.first
 
     def show(self, path: str) -> ChatImage:
         """Adds an image file to the next message, and returns it. Raises UserError."""
@@ -168,21 +170,21 @@ class Chat:
         """Generates the model's answer, prints it as it streams, and adds it to the conversation. Raises UserError; the
         waiting images are then kept for the next message."""
         self.images.refuse_marks("the message", text)
-        seen, content = (*self.seen, *self.waiting), [{"type": "image"}] * len(self.waiting)
-        said = [*content, {"type": "text", "text": text}] if content else text
-        asked: list[Message] = [*self.messages, {"role": "user", "content": said}]
-        answer = self._generate(self._inputs(text, asked, seen))
+        images, content = (*self.shown_images, *self.waiting), [{"type": "image"}] * len(self.waiting)
+        message = [*content, {"type": "text", "text": text}] if content else text
+        messages: list[Message] = [*self.messages, {"role": "user", "content": message}]
+        answer = self._generate(self._inputs(text, messages, images))
         if self.tokenizer.chat_template is not None:
-            self.messages = [*asked, {"role": "assistant", "content": self.images.without_marks(answer)}]
-            self.seen, self.waiting = seen, ()
+            self.messages = [*messages, {"role": "assistant", "content": self.images.without_marks(answer)}]
+            self.shown_images, self.waiting = images, ()
         return answer
 
-    def _inputs(self, text: str, asked: list[Message], seen: Sequence[ChatImage]) -> Mapping[str, Any]:
+    def _inputs(self, text: str, messages: list[Message], images: Sequence[ChatImage]) -> Mapping[str, Any]:
         """The model's inputs: for the conversation, or for the text alone if there is no chat template."""
         chats = self.tokenizer.chat_template is not None
-        prompt = prompt_text(self.tokenizer, asked) if chats else text
-        if seen:
-            return self.images.inputs(prompt, seen, self.model)
+        prompt = prompt_text(self.tokenizer, messages) if chats else text
+        if images:
+            return self.images.inputs(prompt, images, self.model)
         encoder = Encoder(self.tokenizer)
         tokens = encoder.plain([prompt]) if chats else encoder.beginnings([prompt])
         ids = torch.tensor(tokens, dtype=torch.long, device=self.model.device)
@@ -192,16 +194,16 @@ class Chat:
         ends = end_tokens(self.tokenizer, self.model.generation_config.eos_token_id)
         streamer = _Streamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
         pad = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else ends[0] if ends else None
-        told = {"eos_token_id": ends or None, "pad_token_id": pad, "tokenizer": self.tokenizer, **self.settings}
+        settings = {"eos_token_id": ends or None, "pad_token_id": pad, "tokenizer": self.tokenizer, **self.settings}
         try:
             with torch.inference_mode():
-                tokens = self.model.generate(**inputs, streamer=streamer, **_FOR_STREAMS, **told)
+                tokens = self.model.generate(**inputs, streamer=streamer, **_FOR_STREAMS, **settings)
         except Exception as error:  # transformers raises errors of any type for a bad generation_config.json
-            if kind_of(error) != "failed":
+            if failure_kind(error) != "failed":
                 raise
-            refusal = runs_own_code(self.where, error, "weft chat")
+            refusal = runs_own_code(self.path, error, "weft chat")
             raise refusal or UserError(
-                f"{self.where} gives no answer: {first_line(error)}. Look into its generation_config.json."
+                f"{self.path} gives no answer: {first_line(error)}. Look into its generation_config.json."
             ) from error
         return str(self.tokenizer.decode(tokens[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
 
@@ -214,7 +216,7 @@ class _Streamer(TextStreamer):
 def prompt_text(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> str:
     """The rendering of the conversation up to the beginning of the answer, also for templates without a generation
     prompt."""
-    return up_to_the_answer(lambda said, ask: _render(tokenizer, said, ask), messages)
+    return up_to_the_answer(lambda messages_so_far, ask: _render(tokenizer, messages_so_far, ask), messages)
 
 
 def end_tokens(tokenizer: PreTrainedTokenizerBase, configured: int | Sequence[int] | None) -> list[int]:
@@ -238,7 +240,7 @@ def _talk(chat: Chat) -> None:
     import readline  # noqa: F401  (lets input() edit lines)
 
     kind = "" if chat.tokenizer.chat_template is not None else "; it has no chat template: it goes on from your words"
-    say(f"{chat.where} on {chat.model.device}{kind}\n{_help(chat)}")
+    say(f"{chat.path} on {chat.model.device}{kind}\n{_help(chat)}")
     _say_waiting(chat)
     while True:
         try:
@@ -258,7 +260,7 @@ def _talk(chat: Chat) -> None:
 
 def _turn(chat: Chat, text: str) -> None:
     """Handles one line of input: a command, or a message to answer."""
-    command, _, rest = text.partition(" ")
+    command, _, argument = text.partition(" ")
     if text == "/new":
         chat.begin()
         say("(a new conversation)")
@@ -266,7 +268,7 @@ def _turn(chat: Chat, text: str) -> None:
     elif text == "/help":
         say(_help(chat))
     elif command == "/image":
-        say(f"({chat.show(rest)} is added to your next message)")
+        say(f"({chat.show(argument)} is added to your next message)")
     elif re.fullmatch(r"/[a-z?]+", command):  # a path has more slashes, or a capital, or a dot
         say(f"{command} is no command, and was not sent to the model. {_help(chat)}")
     elif text:

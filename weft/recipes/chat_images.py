@@ -38,48 +38,48 @@ def sees_images(config: PretrainedConfig) -> bool:
 
 @dataclass(frozen=True)
 class ChatImages:
-    """Reads the images of a chat. where: the path that was loaded. images: the image reader of the model; None if it
+    """Reads the images of a chat. path: the path that was loaded. images: the image reader of the model; None if it
     takes no images, and then `refusal` says why."""
 
-    where: str
+    path: str
     images: Images | None
     refusal: str = "is a model of text alone: leave the image out, or talk to a vision model"
 
     @classmethod
-    def of(cls, model: str, where: str, tokenizer: PreTrainedTokenizerBase) -> ChatImages:
+    def for_model(cls, model: str, path: str, tokenizer: PreTrainedTokenizerBase) -> ChatImages:
         """The ChatImages of a vision model. model: the path of its processor. If only the processor has a chat
         template, it becomes the tokenizer's."""
         images = Images(model, tokenizer, {}, Checks(rows=False))
         if images.problem:
-            return cls(where, None, f"has no images: {images.problem.removeprefix('model.path: ').rstrip('.')}")
+            return cls(path, None, f"has no images: {images.problem.removeprefix('model.path: ').rstrip('.')}")
         if not tokenizer.chat_template and images.template:
             tokenizer.chat_template = images.template
         if not tokenizer.chat_template:
-            return cls(where, None, "has no chat template, which puts images in their places: take its chat variant")
-        return cls(where, images)
+            return cls(path, None, "has no chat template, which puts images in their places: take its chat variant")
+        return cls(path, images)
 
     @property
     def on(self) -> bool:
         """Whether images can be taken."""
         return self.images is not None
 
-    def take(self, option: str, given: str) -> ChatImage:
-        """Opens an image file. option: the option or command that named it, for messages. given: its path, possibly
+    def take(self, option: str, path: str) -> ChatImage:
+        """Opens an image file. option: the option or command that named it, for messages. path: its path, possibly
         quoted as in a shell. Raises UserError if the model cannot take it."""
         if self.images is None:
-            raise UserError(f"{option}: {self.where} {self.refusal}.")
-        image = _file(option, given)
+            raise UserError(f"{option}: {self.path} {self.refusal}.")
+        image = _file(option, path)
         picture, size = pixels(image, option, self.images.checks)
         record = Record(f"{option} ({image})", "messages", {}, (image,))
         self.images.place(record, MaskedText(self.images.placeholder, ()), [size])  # some processors refuse some shapes
         return ChatImage(os.path.basename(str(image.path)), picture)
 
-    def refuse_marks(self, where: str, text: str) -> None:
+    def refuse_marks(self, origin: str, text: str) -> None:
         """Raises UserError if a text contains a token that stands for an image or a video."""
         for mark in () if self.images is None else self.images.marks:
             if mark in text:
                 raise UserError(
-                    f"{where}: holds {mark}, with which this model marks the place of an image or video: take it out, "
+                    f"{origin}: holds {mark}, with which this model marks the place of an image or video: take it out, "
                     "and give images by /image PATH or --image PATH."
                 )
 
@@ -89,37 +89,37 @@ class ChatImages:
             text = text.replace(mark, "")
         return text
 
-    def inputs(self, prompt: str, seen: Sequence[ChatImage], model: Any) -> Mapping[str, Any]:
+    def inputs(self, prompt: str, images: Sequence[ChatImage], model: Any) -> Mapping[str, Any]:
         """The model's inputs for a rendered conversation and its images. Raises UserError if the rendering does not
         have one place for each image."""
         assert self.images is not None
-        found = prompt.count(self.images.placeholder)
-        if found != len(seen):
+        places = prompt.count(self.images.placeholder)
+        if places != len(images):
             raise UserError(
-                f"the chat template of {self.where} writes {found} places for {len(seen)} images "
+                f"the chat template of {self.path} writes {places} places for {len(images)} images "
                 f"({self.images.placeholder}): take a model with one that renders parts of type image."
             )
-        inputs = self.images.processor().prompt_inputs(prompt, [image.picture for image in seen])
-        made: Mapping[str, Any] = inputs.to(model.device, dtype=model.dtype)  # the dtype applies to pixels only
-        return made
+        inputs = self.images.processor().prompt_inputs(prompt, [image.picture for image in images])
+        placed: Mapping[str, Any] = inputs.to(model.device, dtype=model.dtype)  # the dtype applies to pixels only
+        return placed
 
 
-def _file(option: str, given: str) -> Image:
+def _file(option: str, path: str) -> Image:
     """The image at a path or file: URL. Raises UserError for another URL or an empty path."""
-    scheme, found, _ = given.partition("://")
-    if found and scheme.lower() == "file":
-        return Image(path=unquote(urlsplit(given).path))
-    if found:
-        raise UserError(f"{option}: {given} is a URL, and images of a chat are files: fetch it, and name the file.")
-    if not given.strip():
+    scheme, separator, _ = path.partition("://")
+    if separator and scheme.lower() == "file":
+        return Image(path=unquote(urlsplit(path).path))
+    if separator:
+        raise UserError(f"{option}: {path} is a URL, and images of a chat are files: fetch it, and name the file.")
+    if not path.strip():
         raise UserError(f"{option}: name the file of an image, as in {option} cat.jpg.")
-    return Image(path=os.path.abspath(os.path.expanduser(_unquoted(given.strip()))))
+    return Image(path=os.path.abspath(os.path.expanduser(_unquoted(path.strip()))))
 
 
-def _unquoted(given: str) -> str:
+def _unquoted(path: str) -> str:
     """The path without shell quotes, as terminals write a dropped file. A path with unquoted spaces is unchanged."""
     try:
-        words = shlex.split(given)
+        words = shlex.split(path)
     except ValueError:  # an unmatched quotation mark
-        return given
-    return words[0] if len(words) == 1 and not os.path.exists(given) else given
+        return path
+    return words[0] if len(words) == 1 and not os.path.exists(path) else path

@@ -61,13 +61,13 @@ class HeldOut:
 
     def lines(self) -> list[str]:
         """Lines that describe the evaluation data, for the opening."""
-        found = [f"held out {report}" for report in self.reports.values()] + [*self.leaks]
+        lines = [f"held out {report}" for report in self.reports.values()] + [*self.leaks]
         if self.questions is not None:
-            found.append(f"prompts  {len(self.questions.prompts)}, answered at every evaluation")
-        return found
+            lines.append(f"prompts  {len(self.questions.prompts)}, answered at every evaluation")
+        return lines
 
 
-NOTHING = HeldOut()
+NO_HELD_OUT = HeldOut()
 
 
 Read = Callable[[DataConfig], tuple[Sequence[Document], DataReport]]
@@ -86,21 +86,21 @@ def read_held_out(
     read: reads the documents of a data section. images: the image reader of a vision model. ends: end sampled
     answers. of_training: the documents that eval.share held out.
     """
-    found = {} if of_training is None else {_UNNAMED: of_training}
+    held_out = {} if of_training is None else {_UNNAMED: of_training}
     if config.eval.path is not None:
         data = replace(config.data, path=config.eval.path, split=None, subset=None, sources=None)
-        found[_UNNAMED] = read(data)
+        held_out[_UNNAMED] = read(data)
     for source in config.eval.sources or ():
         documents, report = read(replace(config.data, path=None, sources=(source,)))
-        found[source_name(source)] = documents, report.sources[0]
+        held_out[source_name(source)] = documents, report.sources[0]
     questions = None
     if config.eval.prompts is not None:
         encoding = read_encoding(config.data, tokenizer)
         prompts = load_prompts(config.eval.prompts, tokenizer, encoding, message_rules(config.data), images)
         questions = EvalPrompts(prompts, tokenizer, ends.ids, images)
     return HeldOut(
-        {name: documents for name, (documents, _) in found.items()},
-        {name: report for name, (_, report) in found.items()},
+        {name: documents for name, (documents, _) in held_out.items()},
+        {name: report for name, (_, report) in held_out.items()},
         questions,
     )
 
@@ -150,7 +150,7 @@ class Evaluator:
         """The evaluation after a step (0: before the first of `steps`), as keys of its line in metrics.jsonl; empty if
         none is due."""
         self.is_best = False
-        if not self._due(step, steps):
+        if not self._is_due(step, steps):
             return {}
         with self.phases("eval"):
             figures = self._measure(step) if self.held_out.documents else {}
@@ -166,22 +166,22 @@ class Evaluator:
 
     def state(self) -> dict[str, Any]:
         """The evaluator's part of a checkpoint's state."""
-        return {"evaluation": self.best.state(kept=self.keep_best)}
+        return {"evaluation": self.best.state(saved=self.keep_best)}
 
     def summary(self, checkpoints: Path) -> dict[str, Any] | None:
         """The best evaluation, for summary.json; None if there was none. checkpoints: the folder of checkpoints."""
         best = self.best
         if not best.step:
             return None
-        kept = str(step_folder(checkpoints, best.step)) if self.keep_best else None
-        return {"step": best.step, self.config.metric: best.value, "checkpoint": kept}
+        saved = str(step_folder(checkpoints, best.step)) if self.keep_best else None
+        return {"step": best.step, self.config.metric: best.value, "checkpoint": saved}
 
     def pop_messages(self) -> list[str]:
         """The messages for the user since the last call."""
         news, self._news = self._news, []
         return news
 
-    def _due(self, step: int, steps: int) -> bool:
+    def _is_due(self, step: int, steps: int) -> bool:
         if not self.held_out.documents and self.sampler is None:
             return False
         if step == 0:
@@ -215,34 +215,34 @@ class Evaluator:
 
     def _line(self, step: int, figures: Mapping[str, float | None]) -> str:
         """`eval     step 20: loss 1.2345, perplexity 3.44, accuracy 61.2%, exact 9.5%; the best so far (0.8 s)`."""
-        said = [_words({name.removeprefix(PREFIX): value for name, value in figures.items()})]
+        texts = [_words({name.removeprefix(PREFIX): value for name, value in figures.items()})]
         named = [f"{name} {number(figures[f'{PREFIX}{name}/loss'], '.4f')}" for name in self.held_out.documents if name]
         if named:
-            said.append(", ".join(named))
+            texts.append(", ".join(named))
         if not _is_finite(figures.get(self.config.metric)):
-            said.append(f"{self.config.metric} is not finite, which is no improvement")
+            texts.append(f"{self.config.metric} is not finite, which is no improvement")
         elif self.is_best and not self.best.waited and (self.keep_best or self.config.patience is not None):
-            said.append("the best so far")
+            texts.append("the best so far")
         if self.config.patience is not None and self.best.waited:
-            said.append(f"no improvement for {self.best.waited} of {self.config.patience} evaluations")
-        return f"eval     step {step}: {'; '.join(said)} ({figures[PREFIX + 'seconds']:.1f} s)"
+            texts.append(f"no improvement for {self.best.waited} of {self.config.patience} evaluations")
+        return f"eval     step {step}: {'; '.join(texts)} ({figures[PREFIX + 'seconds']:.1f} s)"
 
 
 def _deal(engine: Engine, named: Mapping[str, Sequence[Document]]) -> Iterator[_HeldOutPart]:
     """Yields all documents in plans of bounded size. Ranks for which there are no documents get empty rows."""
-    most = _ROWS * engine.mesh.loss_ranks * engine.config.step.max_tokens_per_device
+    max_tokens = _ROWS * engine.mesh.loss_ranks * engine.config.step.max_tokens_per_device
     for name, documents in named.items():
         metas = engine.metas(documents)
-        for first, last in _stretches(metas, most):
+        for first, last in _stretches(metas, max_tokens):
             plan = engine.plan(metas[first:last])
             yield _HeldOutPart(name, plan, {i: documents[first + i] for i in engine.needs(plan)})
 
 
-def _stretches(metas: Sequence[DocumentMeta], most: int) -> Iterator[tuple[int, int]]:
-    """Yields [first, last) of consecutive documents with at most `most` tokens together; a longer one is alone."""
+def _stretches(metas: Sequence[DocumentMeta], max_tokens: int) -> Iterator[tuple[int, int]]:
+    """Yields [first, last) of consecutive documents with at most `max_tokens` tokens in sum; a longer one is alone."""
     first, tokens = 0, 0
     for i, meta in enumerate(metas):
-        if i > first and tokens + meta.length > most:
+        if i > first and tokens + meta.length > max_tokens:
             yield first, i
             first, tokens = i, 0
         tokens += meta.length

@@ -146,35 +146,35 @@ def _write(state: TrainerState, options: ExportOptions, folder: Path) -> None:
     plan = plan_export(TensorShapes(built), DTYPES[options.dtype])
     if built.load is not None:
         built.load.source.close()
-    kept, owners = exported(state.content["tensors"], average=average), tied_names(built.module)
-    names = {name: kept[owners.get(name, name)] for name in built.module.state_dict()}
+    stored, owners = exported(state.content["tensors"], average=average), tied_names(built.module)
+    names = {name: stored[owners.get(name, name)] for name in built.module.state_dict()}
     with _weights(state, names) as weights, ExitStack() as stack:
         if options.format == "hf":
             export_alone(plan, weights, folder)
             return
-        moments, taken = {}, _steps(state)
-        steps = {name: taken[owners.get(name, name)] for name in names if owners.get(name, name) in taken}
-        for key, kept in _moments(state).items() if options.optimizer else ():
-            own = {name: kept[owners.get(name, name)] for name in names if owners.get(name, name) in kept}
-            moments[key] = stack.enter_context(_weights(state, own))
+        moments, step_counts = {}, _steps(state)
+        steps = {name: step_counts[owners.get(name, name)] for name in names if owners.get(name, name) in step_counts}
+        for key, stored in _moments(state).items() if options.optimizer else ():
+            moment_names = {name: stored[owners.get(name, name)] for name in names if owners.get(name, name) in stored}
+            moments[key] = stack.enter_context(_weights(state, moment_names))
         write_dcp(plan, weights, folder, hf.tied_parameters(built.module.hf_model), moments, steps)
 
 
 def _moments(state: TrainerState) -> dict[str, dict[str, str]]:
     """Key of the optimizer state -> parameter -> name of the tensor in the trainer state."""
-    found: dict[str, dict[str, str]] = {}
+    moments: dict[str, dict[str, str]] = {}
     for entry in state.content["tensors"]:
         if entry.startswith(OPTIMIZER):
             key, _, name = entry.removeprefix(OPTIMIZER).partition("/")
-            found.setdefault(key, {})[name] = entry
-    return found
+            moments.setdefault(key, {})[name] = entry
+    return moments
 
 
 def _steps(state: TrainerState) -> dict[str, float]:
     """Parameter -> its step count in the optimizer state."""
     prefix = f"{OPTIMIZER}step/"
     scalars = state.content["scalars"].items()
-    return {name.removeprefix(prefix): float(said["value"]) for name, said in scalars if name.startswith(prefix)}
+    return {name.removeprefix(prefix): float(scalar["value"]) for name, scalar in scalars if name.startswith(prefix)}
 
 
 def _write_adapter(state: TrainerState, options: ExportOptions, folder: Path) -> None:
@@ -182,8 +182,10 @@ def _write_adapter(state: TrainerState, options: ExportOptions, folder: Path) ->
     dtype, average = DTYPES[options.dtype], options.ema
     entries, names = state.content["tensors"], exported(state.content["tensors"], average=average)
     tensors = {
-        name: torch.empty(entries[kept]["shape"], dtype=dtype or getattr(torch, entries[kept]["dtype"]), device="meta")
-        for name, kept in names.items()
+        name: torch.empty(
+            entries[stored]["shape"], dtype=dtype or getattr(torch, entries[stored]["dtype"]), device="meta"
+        )
+        for name, stored in names.items()
     }
     plan = plan_files(tensors, read_config(state.checkpoint), state.checkpoint)
     with _weights(state, names) as weights:
@@ -198,16 +200,16 @@ def _weights(state: TrainerState, names: Mapping[str, str]) -> Iterator[FullTens
         files = [(file.boxes, stack.enter_context(TensorFile.open(state.folder / file.name))) for file in state.files]
 
         def read(name: str) -> Tensor:
-            kept = names[name]
-            entry = state.content["tensors"][kept]
+            stored = names[name]
+            entry = state.content["tensors"][stored]
             all_of_it = Box.whole(tuple(entry["shape"]))
             values = torch.empty(all_of_it.size, dtype=getattr(torch, entry["dtype"]))
             for boxes, file in files:
-                if kept in boxes:
-                    start, size = boxes[kept]
+                if stored in boxes:
+                    start, size = boxes[stored]
                     box = Box(tuple(start), tuple(size))
-                    assert overlap(box, all_of_it) == box, kept
-                    values[box.within(all_of_it)] = file.read(kept)
+                    assert overlap(box, all_of_it) == box, stored
+                    values[box.within(all_of_it)] = file.read(stored)
             return values
 
         yield FullTensors(list(names), read)

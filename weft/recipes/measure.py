@@ -106,11 +106,13 @@ def _rewards(config: RlConfig, options: MeasureOptions) -> dict[str, Any]:
         task = reinforcement.read_task(config)
         task = replace(task, held_out=HeldOutPrompts({"": task.prompts}))
         quiet = redirect_stdout(io.StringIO()) if options.json else nullcontext()
-        with quiet, lock_folder(config) as held, open_actors(config, rl_options, fill=True) as actors:
+        with quiet, lock_folder(config) as run_lock, open_actors(config, rl_options, fill=True) as actors:
             plan = reinforcement.Plan(1, 1)
-            run = reinforcement.Run(config, held, task, actors, plan, FRESH, device=rl_options.device, opening=False)
-            found = asyncio.run(_answer(run))
-    return {"prompts": len(task.prompts), "bad_rows": len(task.prompts.bad), **found.metrics}
+            run = reinforcement.Run(
+                config, run_lock, task, actors, plan, FRESH, device=rl_options.device, opening=False
+            )
+            evaluated = asyncio.run(_answer(run))
+    return {"prompts": len(task.prompts), "bad_rows": len(task.prompts.bad), **evaluated.metrics}
 
 
 def _untimed(config: RlConfig) -> float:
@@ -122,9 +124,9 @@ async def _answer(run: reinforcement.Run) -> Evaluated:
     async with AsyncExitStack() as opened:
         switch, _, evaluator = await reinforcement.prepare(run, opened)
         await switch.to_rollouts(0)
-        found = await evaluator()
+        evaluated = await evaluator()
         await run.trainer_group.close()
-    return found
+    return evaluated
 
 
 def _show(measured: Mapping[str, Any]) -> None:

@@ -53,8 +53,8 @@ def run(config: SftConfig | RlConfig, options: PlanOptions) -> None:
     model = Blueprint(engine, "cpu", assumed, samples=isinstance(config, RlConfig))
     lengths = lengths_of_a_step(config, options.length)
     if options.search:
-        found = search(Search(config, model, machine, options.ranks, lengths.of, options.length is not None))
-        show_search(model, found, options.ranks, lengths, machine, longer(config, options.length))
+        result = search(Search(config, model, machine, options.ranks, lengths.of, options.length is not None))
+        show_search(model, result, options.ranks, lengths, machine, longer(config, options.length))
         return
     described = _described(model, machine, options.ranks, lengths)
     show_described(described)
@@ -85,7 +85,7 @@ def step_of(config: SftConfig | RlConfig, lengths: Sequence[int]) -> Step:
 
 def ranks_to_simulate(memory: Sequence[Memory]) -> list[Memory]:
     """The places of mesh.pp to simulate: the first, and the one with the fullest rank if it is another."""
-    fullest = max(memory, key=lambda one: one.fullest)
+    fullest = max(memory, key=lambda stage: stage.fullest)
     return [memory[0]] if fullest is memory[0] else [memory[0], fullest]
 
 
@@ -95,15 +95,15 @@ def lengths_of_a_step(config: SftConfig | RlConfig, stated: int | None) -> StepL
         return _lengths_of_rollouts(config, stated)
     if stated is not None:
         return _equal(config, stated, "--length")
-    found, unread = _lengths_of_data(config)
+    lengths, unread = _lengths_of_data(config)
     if unread:
         longest = config.data.max_length or config.step.max_tokens_per_device * config.mesh.cp
         return _equal(config, longest, f"the longest there can be, as {unread}; --length N states another")
-    wanted = config.step.documents
-    if wanted is None or len(found) >= wanted:
-        return StepLengths(found, f"a step of {config.data.path}")
-    several = list(islice(cycle(found), wanted))
-    return StepLengths(several, f"the {len(found)} documents of {config.data.path}, repeated")
+    count = config.step.documents
+    if count is None or len(lengths) >= count:
+        return StepLengths(lengths, f"a step of {config.data.path}")
+    repeated = list(islice(cycle(lengths), count))
+    return StepLengths(repeated, f"the {len(lengths)} documents of {config.data.path}, repeated")
 
 
 def longer(config: SftConfig | RlConfig, stated: int | None) -> str:
@@ -114,23 +114,23 @@ def longer(config: SftConfig | RlConfig, stated: int | None) -> str:
         limit = config.data.max_length
         return "" if limit is None or stated <= limit else f"data.max_length={stated}"
     rollout = config.rollout
-    beside = stated - rollout.max_prompt_tokens
-    return "" if beside <= rollout.max_new_tokens else f"rollout.max_new_tokens={beside}"
+    max_new_tokens = stated - rollout.max_prompt_tokens
+    return "" if max_new_tokens <= rollout.max_new_tokens else f"rollout.max_new_tokens={max_new_tokens}"
 
 
-def _equal(config: SftConfig, length: int, said: str) -> StepLengths:
+def _equal(config: SftConfig, length: int, origin: str) -> StepLengths:
     count = config.step.documents
     if count is None:
         assert config.step.tokens is not None
         count = max(1, config.step.tokens // length)
-    return StepLengths([length] * count, f"{length:,} tokens each ({said})")
+    return StepLengths([length] * count, f"{length:,} tokens each ({origin})")
 
 
 def _lengths_of_rollouts(config: RlConfig, stated: int | None) -> StepLengths:
     count = max(1, config.rl.prompts * config.rl.group_size // config.rl.updates)
     longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
-    said = "--length" if stated else "prompts and answers as long as rollout allows; --length N states another"
-    return StepLengths([stated or longest] * count, f"{stated or longest:,} tokens each ({said})")
+    origin = "--length" if stated else "prompts and answers as long as rollout allows; --length N states another"
+    return StepLengths([stated or longest] * count, f"{stated or longest:,} tokens each ({origin})")
 
 
 def _lengths_of_data(config: SftConfig) -> tuple[list[int], str]:
@@ -155,23 +155,23 @@ def _lengths_of_data(config: SftConfig) -> tuple[list[int], str]:
 def _engines_beside(config: RlConfig, ranks: int, assumed: Accelerator) -> list[EngineRow]:
     """The memory of the reference and the critic on the trainer's ranks; rollout engines are not counted. An engine
     with ranks of its own has a row without figures."""
-    own, rows = own_ranks(config), []
+    separate, rows = own_ranks(config), []
     for name, engine in (("reference", reference_config(config)), ("critic", critic_config(config))):
-        if engine is None or name in own:
+        if engine is None or name in separate:
             continue
         model = Blueprint(engine, "cpu", assumed)
         mesh = resolve_mesh(engine.mesh, ranks, "--ranks")
         model.check(mesh)
-        memory = max(memory_by_stage(model, mesh, None), key=lambda one: one.held.resident)
+        memory = max(memory_by_stage(model, mesh, None), key=lambda stage: stage.held.resident)
         rows.append(_engine_row(name, memory))
-    rows += separate_engines(own.items())
+    rows += separate_engines(separate.items())
     return rows
 
 
 def _engine_row(name: str, memory: Memory) -> EngineRow:
     """An engine's memory on the accelerator; with cpu_offload that is what its units need while they run."""
-    held = memory.held
+    holdings = memory.held
     if memory.offloaded:
-        note = f"{byte_count(held.resident)} on the host (cpu_offload)"
+        note = f"{byte_count(holdings.resident)} on the host (cpu_offload)"
         return EngineRow(name, gathered=memory.gathered + memory.staged, note=note)
-    return EngineRow(name, held.weights, held.gradients, held.optimizer, memory.gathered)
+    return EngineRow(name, holdings.weights, holdings.gradients, holdings.optimizer, memory.gathered)

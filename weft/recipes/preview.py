@@ -16,7 +16,16 @@ from weft.data.open_sources import Source, open_data
 from weft.data.records import NEEDED
 from weft.data.sources import Part
 from weft.errors import UserError, first_line
-from weft.report.preview import Planned, Preview, Read, Sampled, refuse_bad, show_preview, show_sampled, trained_kinds
+from weft.report.preview import (
+    Planned,
+    Preview,
+    SampledPart,
+    TokenisedPart,
+    refuse_bad,
+    show_preview,
+    show_sampled,
+    trained_kinds,
+)
 from weft.report.progress import loading
 
 # With --sample, about so many bytes of a larger file are read.
@@ -32,11 +41,11 @@ def run(config: SftConfig, options: PreviewOptions) -> None:
     once. Where some rows are bad, the others are tokenised, too, so that all the bad ones are named together.
     """
     sources, bad = open_data(config.data), list[str]()
-    with loading(what="reading") as shown:
+    with loading(label="reading") as shown:
         chat = _may_have_template(config)
         parts = [(source, part) for source in sources for part in source.parts]
         sampled = [_read(source, part, bad, shown, sample=options.sample, chat=chat) for source, part in parts]
-    count = sum(sum(one.formats.values()) for one in sampled)
+    count = sum(sum(sample.formats.values()) for sample in sampled)
     if not count:
         refuse_bad(bad, len(bad))
         raise UserError(f"{sampled[0].part.origin}: holds no documents. data.path must name data with {NEEDED}.")
@@ -57,11 +66,11 @@ def _may_have_template(config: SftConfig) -> bool:
 
 def _read(
     source: Source, part: Part, bad: list[str], shown: Callable[[int, int], None], *, sample: bool, chat: bool
-) -> Sampled:
+) -> SampledPart:
     """Reads and counts the rows of a part. bad: the errors of bad rows are appended to it. chat: whether there is a
     chat template."""
-    whole = not sample or part.size <= SAMPLE_BYTES
-    blocks = None if whole else list(_sampled(part))
+    reads_all = not sample or part.size <= SAMPLE_BYTES
+    blocks = None if reads_all else list(_sampled(part))
     formats: dict[str, int] = {}
     done = 0
     for block in part.blocks() if blocks is None else blocks:
@@ -69,8 +78,8 @@ def _read(
             formats[record.kind] = formats.get(record.kind, 0) + 1
         done += block.size
         shown(min(done, part.size), part.size)
-    taken = 1.0 if whole else min(1.0, done / part.size)
-    return Sampled(source, part, blocks, formats, taken)
+    share = 1.0 if reads_all else min(1.0, done / part.size)
+    return SampledPart(source, part, blocks, formats, share)
 
 
 def _sampled(part: Part) -> Iterator[Block]:
@@ -78,15 +87,15 @@ def _sampled(part: Part) -> Iterator[Block]:
     if part.sample is not None:
         yield from part.sample()
         return
-    taken = 0
+    size = 0
     for block in part.blocks():
         yield block
-        taken += block.size
-        if taken >= SAMPLE_BYTES:
+        size += block.size
+        if size >= SAMPLE_BYTES:
             return
 
 
-def _tokenised(config: SftConfig, sampled: Sequence[Sampled], options: PreviewOptions) -> None:
+def _tokenised(config: SftConfig, sampled: Sequence[SampledPart], options: PreviewOptions) -> None:
     from weft.data.encode import has_template, load_tokenizer, read_encoding
     from weft.data.images import read_images
     from weft.data.limits import Limits, bad_rows, length_limit
@@ -99,41 +108,45 @@ def _tokenised(config: SftConfig, sampled: Sequence[Sampled], options: PreviewOp
     tokenizer, read = load_tokenizer(config.model.path), []
     images = read_images(config.model.path, tokenizer, config.data)
     encoding = read_encoding(config.data, tokenizer)
-    with loading(what="tokenising") as shown:
+    with loading(label="tokenising") as shown:
         how = Tokenising(config.data.workers, config.data.cache, shown)
-        for one in sampled:
-            work = Work(tokenizer, encoding, one.source.reading(has_template(tokenizer, encoding)), True, images)
-            if one.blocks is None:
-                (table,) = tokenise([(one.part, work)], how)
+        for sample in sampled:
+            work = Work(tokenizer, encoding, sample.source.reading(has_template(tokenizer, encoding)), True, images)
+            if sample.blocks is None:
+                (table,) = tokenise([(sample.part, work)], how)
             else:
                 encoder = work.make()
-                chunks = [work.encode(encoder, block) for block in one.blocks]
-                table = in_memory(one.part.origin, one.part.by_line, chunks)
-            read.append(Read(one.source, table, one.taken))
-    bad = [text for one in read for _, text in bad_rows(one.table)]
-    rows = sum(len(one.table) + len(one.table.bad) for one in read)
+                chunks = [work.encode(encoder, block) for block in sample.blocks]
+                table = in_memory(sample.part.origin, sample.part.by_line, chunks)
+            read.append(TokenisedPart(sample.source, table, sample.share))
+    bad = [text for sample in read for _, text in bad_rows(sample.table)]
+    rows = sum(len(sample.table) + len(sample.table.bad) for sample in read)
     if config.data.bad_rows == "error" or len(bad) == rows:
         refuse_bad(bad, rows)
-    show_sampled([replace(one, formats=trained_kinds(each.table)) for one, each in zip(sampled, read, strict=True)])
+    show_sampled(
+        [replace(sample, formats=trained_kinds(part.table)) for sample, part in zip(sampled, read, strict=True)]
+    )
     limit = length_limit(config.data, config.step.max_tokens_per_device, config.mesh.cp)
     limits = Limits(*limit, config.data.long_documents, drop_untrained=True)
     # Documents that training would refuse are left out of the plan, to show the steps of the others.
-    kept = replace(limits, long="drop") if limits.long == "error" else limits
-    planned = _plan(config, read, [kept.piece(one.table, one.source.name) for one in read], options.world)
+    plan_limits = replace(limits, long="drop") if limits.long == "error" else limits
+    planned = _plan(
+        config, read, [plan_limits.piece(sample.table, sample.source.name) for sample in read], options.world
+    )
     template = has_template(tokenizer, encoding)
     show_preview(
         Preview(config, limits, read, planned, bad, images, template), tokenizer, options.samples, full=options.full
     )
 
 
-def _plan(config: SftConfig, read: Sequence[Read], pieces: Sequence[Any], world: int) -> Planned | None:
+def _plan(config: SftConfig, read: Sequence[TokenisedPart], pieces: Sequence[Any], world: int) -> Planned | None:
     """The plans of the first steps, for `world` data ranks; None if no documents are left."""
     import numpy as np
 
     from weft.data.order import Share, Steps
     from weft.engine.plan import DocumentMeta, omitted_tokens, plan_step
 
-    whole = config.model.router_aux_loss != "none"
+    has_router_loss = config.model.router_aux_loss != "none"
     lengths = [int(length) for piece in pieces for length in piece.lengths]
     if not lengths:
         return None
@@ -143,7 +156,11 @@ def _plan(config: SftConfig, read: Sequence[Read], pieces: Sequence[Any], world:
     def meta(index: int) -> DocumentMeta:
         length, trained = lengths[index], int(losses[index])
         return DocumentMeta(
-            length, float(trained), trained, omitted=omitted_tokens(length, whole=whole), patches=int(patches[index])
+            length,
+            float(trained),
+            trained,
+            omitted=omitted_tokens(length, whole=has_router_loss),
+            patches=int(patches[index]),
         )
 
     steps = Steps(
@@ -153,7 +170,9 @@ def _plan(config: SftConfig, read: Sequence[Read], pieces: Sequence[Any], world:
         epochs=1,
         seed=config.train.seed,
         shuffle=config.data.shuffle,
-        shares=[Share(len(p.kept), one.source.weight) for p, one in zip(pieces, read, strict=True) if len(p.kept)],
+        shares=[
+            Share(len(p.kept), sample.source.weight) for p, sample in zip(pieces, read, strict=True) if len(p.kept)
+        ],
     )
     budget, shapes = config.step.max_tokens_per_device, config.step.shapes
     plans = [
@@ -163,11 +182,11 @@ def _plan(config: SftConfig, read: Sequence[Read], pieces: Sequence[Any], world:
     return Planned(plans, _steps_in_epoch(config, read, pieces, len(steps)), world)
 
 
-def _steps_in_epoch(config: SftConfig, read: Sequence[Read], pieces: Sequence[Any], counted: int) -> int:
+def _steps_in_epoch(config: SftConfig, read: Sequence[TokenisedPart], pieces: Sequence[Any], counted: int) -> int:
     """The number of steps of an epoch: exactly `counted` if everything was read, else scaled up from the sample."""
-    if all(one.taken == 1.0 for one in read):
+    if all(sample.share == 1.0 for sample in read):
         return counted
-    weights = [one.source.weight / one.taken for one in read]
+    weights = [sample.source.weight / sample.share for sample in read]
     if config.step.documents is not None:
         documents = sum(weight * len(piece.kept) for weight, piece in zip(weights, pieces, strict=True))
         return math.ceil(documents / config.step.documents)

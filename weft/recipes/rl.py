@@ -260,7 +260,7 @@ async def train(run: Run) -> None:
     """The loop: rollouts, rewards, advantages, optimizer steps, weight sync. Raises StoppedError after a signal."""
     config, plan, first = run.config, run.plan, run.start.rollout + 1
     recorder = RlRecorder(config, run.held.folder, run.start, run.on_step, cuda=run.device == "cuda")
-    progress = Progress(plan.steps, every=config.train.log_every)
+    progress = Progress(plan.steps, interval=config.train.log_every)
     run.show = progress.doing
     async with AsyncExitStack() as opened:
         uploads = opened.enter_context(Uploads(config, run.held.folder, resume=run.resume))
@@ -355,7 +355,7 @@ async def collect(run: Run) -> None:
     async with AsyncExitStack() as opened:
         switch, sampling, _ = await prepare(run, opened)
         uploads = opened.enter_context(Uploads(run.config, run.held.folder, resume=run.resume))
-        progress = Progress(run.plan.rollouts, every=run.config.train.log_every)
+        progress = Progress(run.plan.rollouts, interval=run.config.train.log_every)
         run.show = progress.doing
         note_rl_start(run)
         with recorder, StopSignals(_PROMISE) as signals, progress:
@@ -399,8 +399,8 @@ async def prepare(run: Run, opened: AsyncExitStack) -> tuple[PhaseSwitch, Sampli
         if task.episodes is not None and task.episodes.chats.images is not None:
             episodes = replace(task.episodes, room=await run.trainer_group.image_room())
             run.task = task = replace(task, episodes=episodes)
-        run.compute = await trainers.one(0, "compute_dtype")
-        run.device_name = await trainers.one(0, "device_name")
+        run.compute = await trainers.call_one(0, "compute_dtype")
+        run.device_name = await trainers.call_one(0, "device_name")
         texts = task.ends.files(config.model.path)
         notes = await run.trainer_group.open_run(
             str(run.held.folder), run.held.token, constants(run), start.step, texts
@@ -432,7 +432,7 @@ async def begin(
 
     if run.config.rl.on_policy == "exact":
         if run.config.rollout.engine == "embedded":
-            notes += (await run.actors.trainers.all("prove_exact"))[:1]
+            notes += (await run.actors.trainers.call_all("prove_exact"))[:1]
         else:
             notes.append(await try_engine(run.config, switch.engine, reader, run.task.prompts, sampling))
     switch.take_seconds()  # discards the seconds before the first step

@@ -34,7 +34,7 @@ from weft.data.tokenise import Tokenising
 from weft.engine.document import Document
 from weft.errors import UserError
 from weft.models import hf
-from weft.recipes.evaluate import NOTHING, HeldOut, read_held_out
+from weft.recipes.evaluate import NO_HELD_OUT, HeldOut, read_held_out
 
 Shown = Callable[[int, int], None]
 
@@ -46,7 +46,7 @@ class RunData:
 
     documents: Sequence[Document]
     report: DataReport
-    held_out: HeldOut = NOTHING
+    held_out: HeldOut = NO_HELD_OUT
     ends: AnswerEnds = NO_ENDS
     template: bool = False
 
@@ -65,9 +65,9 @@ def read_run_data(config: SftConfig, shown: Shown | None = None) -> RunData:
     held_out = read_held_out(config, read, tokenizer, images, ends, of_training)
     leaks = [
         line
-        for name, others in held_out.documents.items()
-        if isinstance(others, Documents)
-        for line in leak(name, also_trained(others, documents), len(others), "documents")
+        for name, documents_of_source in held_out.documents.items()
+        if isinstance(documents_of_source, Documents)
+        for line in leak(name, also_trained(documents_of_source, documents), len(documents_of_source), "documents")
     ]
     return RunData(documents, report, replace(held_out, leaks=leaks), ends, has_template(tokenizer, encoding))
 

@@ -61,9 +61,9 @@ class Sampler:
     def __call__(self, step: int) -> list[str]:
         """Answers all prompts and records the answers. Returns lines to print. Collective."""
         flight.enter("sample")
-        mine = range(self.ranks.rank, len(self.questions.prompts), self.ranks.world)
-        self.embedded.wake(here=bool(mine))
-        answered = self._answer(mine, step) if mine else {}
+        numbers = range(self.ranks.rank, len(self.questions.prompts), self.ranks.world)
+        self.embedded.wake(here=bool(numbers))
+        answered = self._answer(numbers, step) if numbers else {}
         self.embedded.sleep()
         parts: list[dict[int, dict[str, Any]]] = [{} for _ in range(self.ranks.world)]
         dist.all_gather_object(parts, answered, group=self.ranks.group)
@@ -73,18 +73,18 @@ class Sampler:
                 stream.writelines(json.dumps(line) + "\n" for line in lines)
         return list(_shown(lines))
 
-    def _answer(self, mine: Sequence[int], step: int) -> dict[int, dict[str, Any]]:
-        """Number of each prompt in `mine` -> its line of samples.jsonl."""
+    def _answer(self, numbers: Sequence[int], step: int) -> dict[int, dict[str, Any]]:
+        """Number of each prompt in `numbers` -> its line of samples.jsonl."""
         # A sampled image token ends an answer: it has no image, and a forward of the whole row would fail on it.
         ends = (*self.ends, *self.placeholders)
         sampling = Sampling(self.config.max_new_tokens, self.config.temperature, ends=ends)
-        prompts = {number: self.questions.prompts[number] for number in mine}
-        asked = [
+        prompts = {number: self.questions.prompts[number] for number in numbers}
+        requests = [
             Request(f"eval.prompts {number}", prompt.tokens, (self._seed(step, number),), sampling, prompt.images)
             for number, prompt in prompts.items()
         ]
         answered = {}
-        for (number, prompt), (completion,) in zip(prompts.items(), self.embedded.generate(asked), strict=True):
+        for (number, prompt), (completion,) in zip(prompts.items(), self.embedded.generate(requests), strict=True):
             ended = completion.finish == "end"
             finished = ended and completion.tokens[-1] not in self.placeholders
             tokens = completion.tokens[:-1] if ended else completion.tokens

@@ -80,16 +80,16 @@ def run(config: SftConfig, options: SftOptions, hooks: Hooks = NO_HOOKS) -> None
             data = read_run_data(config, shown)
         require_agreement(identity(config, data.report) | {"documents of eval.path": data.held_out.digest}, ranks.group)
         with open_folder(config, ranks, resume=resume) as folder:
-            dealt = make_steps(config, data.documents)
-            steps = len(dealt)
-            check_profile(config.profile, steps=steps)
-            start = find_start(config, folder, data.report, steps, ranks) if resume else FRESH
-            by = ended_by(config, data.held_out, start.evaluation)
-            if start.step == steps or by is not None:
-                more = advice_after_last_step(start, config, steps, folder)
+            steps = make_steps(config, data.documents)
+            num_steps = len(steps)
+            check_profile(config.profile, steps=num_steps)
+            start = find_start(config, folder, data.report, num_steps, ranks) if resume else FRESH
+            stopped_by = ended_by(config, data.held_out, start.evaluation)
+            if start.step == num_steps or stopped_by is not None:
+                advice = advice_after_last_step(start, config, num_steps, folder)
                 if ranks.is_first:
                     say_all(upload_all(config, folder))
-                say_finished(folder, start.step, steps, by, ranks, more)
+                say_finished(folder, start.step, num_steps, stopped_by, ranks, advice)
                 return
             flight.in_run(folder)
             flight.enter("load")
@@ -104,7 +104,7 @@ def run(config: SftConfig, options: SftOptions, hooks: Hooks = NO_HOOKS) -> None
                 write_bad_rows([*data.report.bad, *data.held_out.bad], folder)
             template = f"template {data.report.template_use(config.data, data.template)}"
             opening = [template, *data.ends.lines(), *data.held_out.lines(), *notes]
-            print_opening(config, engine, data.report, folder, dealt, opening, options.detail)
+            print_opening(config, engine, data.report, folder, steps, opening, options.detail)
             train(config, engine, data, folder, phases, start, hooks, resume=resume)
 
 
@@ -128,7 +128,7 @@ def train(
     evaluator = Evaluator(config, engine, data.held_out, start.evaluation, folder, phases, objective)
     recorder = RunRecorder(config, engine, folder, RunSummary(model=config.model.path, data=data.report.path), start)
     saver = open_saver(config, engine, data, folder, steps, start)
-    progress = Progress(len(steps), show=engine.ranks.is_first, every=config.train.log_every)
+    progress = Progress(len(steps), show=engine.ranks.is_first, interval=config.train.log_every)
     upcoming = closing(
         prefetch(steps.starting_at(start.step + 1), partial(prepare_step, engine, data.documents, objective))
     )
@@ -149,15 +149,15 @@ def train(
             with profiled(config.profile, step.number, folder, engine.ranks.rank), phases("train"):
                 flight.step(step.number, len(steps), sources, len(step.documents))
                 lr = learning_rate(updates + 1, len(steps), config.optimizer.lr, config.schedule)
-                taken = take_step(engine, laid_out, objective, lr)
-            updates += not taken.result.skipped
+                outcome = take_step(engine, laid_out, objective, lr)
+            updates += not outcome.result.skipped
             flight.enter("record")
             if step.number == start.step + 1:
                 check_contract(engine)
-                progress.notes(pipeline_hint(engine, taken.plan))
-            found = evaluator.evaluate(step.number, len(steps))
+                progress.notes(pipeline_hint(engine, outcome.plan))
+            evaluation = evaluator.evaluate(step.number, len(steps))
             memory_gib, stop, overdue, failed = agree(engine, signals, saver)
-            line = recorder.record(step, taken, memory_gib, found)
+            line = recorder.record(step, outcome, memory_gib, evaluation)
             progress.step(line)
             progress.notes(evaluator.pop_messages())
             if hooks.on_step is not None:
@@ -200,8 +200,8 @@ def train(
 
 def prepare_step(engine: Engine, documents: Sequence[Document], objective: Objective, step: Step) -> PreparedStep:
     """(plan of a step, this rank's rows). Builds only the documents of these rows, and uses no device."""
-    plan, own = engine.deal(choose(documents, step.documents))
-    return plan, engine.rows(plan, own, objective, step.number).ahead()
+    plan, needed = engine.deal(choose(documents, step.documents))
+    return plan, engine.rows(plan, needed, objective, step.number).ahead()
 
 
 def take_step(engine: Engine, laid_out: Future[PreparedStep], objective: Objective, lr: float) -> StepOutcome:
@@ -229,6 +229,6 @@ def open_saver(config: SftConfig, engine: Engine, data: RunData, folder: Path, s
 def agree(engine: Engine, signals: StopSignals, saver: Saver) -> tuple[float, int, bool, bool]:
     """All-reduces what the ranks must agree on after a step. Returns (peak memory of the fullest rank in GiB, signal to
     stop or 0, whether a save by time is due, whether a checkpoint writer failed)."""
-    own = [own_peak_memory_gib(engine.device), signals.number, saver.overdue, saver.failed]
-    memory, stop, overdue, failed = max_over_ranks(own, engine.mesh.world_group, engine.device)
+    values = [own_peak_memory_gib(engine.device), signals.number, saver.overdue, saver.failed]
+    memory, stop, overdue, failed = max_over_ranks(values, engine.mesh.world_group, engine.device)
     return memory, int(stop), bool(overdue), bool(failed)

@@ -36,7 +36,7 @@ def dry_run(config: SftConfig, options: SftOptions, objective: Objective) -> Non
     first."""
     unread, data = _unread(config), None
     if not unread:
-        with loading(what="tokenising") as shown:
+        with loading(label="tokenising") as shown:
             data = read_run_data(dated(config), shown)
         check_profile(config.profile, steps=len(make_steps(config, data.documents)))
     with fake_ranks(options.world, options.device, accelerator(options.assume)) as ranks:
@@ -90,10 +90,11 @@ def _time(config: SftConfig, options: SftOptions, mesh: MeshSizes, steps: Steps,
     machine = machine_of(device)
     first = time_of(model, mesh, rows, machine).seconds
     seconds = first * sum(tokens) / tokens[0] * len(steps) / len(tokens)
-    each = seconds / len(steps)
+    step_seconds = seconds / len(steps)
     return (
         f"about {duration(seconds) if seconds >= 1 else 'a second'} of optimizer steps, "
-        f"{f'{each:.2g}' if each >= 0.01 else 'under 0.01'} s each, as `weft plan` estimates for {device.name}; "
+        f"{f'{step_seconds:.2g}' if step_seconds >= 0.01 else 'under 0.01'} s each, as `weft plan` estimates for "
+        f"{device.name}; "
         f"rates {f'as measured: {machine.measured}' if machine.measured else 'that nobody has measured'}; loading, "
         "evaluation and saving are not in it"
     )
@@ -104,5 +105,5 @@ def _accelerator_here(options: SftOptions) -> Accelerator | None:
     device = choose_device(options.device, 0)
     if device.type != "cuda":
         return None
-    found = torch.cuda.get_device_properties(device)
-    return known_accelerator(found.name, found.total_memory)
+    properties = torch.cuda.get_device_properties(device)
+    return known_accelerator(properties.name, properties.total_memory)

@@ -121,8 +121,8 @@ def check(config: Any, subject: VerifiedModel, ranks: Ranks, options: VerifyOpti
 
 def _verdict(engine: Engine, path: str, steps: Sequence[Step], objective: Objective | None) -> Verdict | None:
     """The verdict of an engine; None except on the first rank. Models that take images get documents with images."""
-    shown, images, behind = steps_for(engine, path, steps)
-    return verify(engine, path, shown, [LEARNING_RATE] * len(shown), images, objective, behind)
+    shown, images, image_plan = steps_for(engine, path, steps)
+    return verify(engine, path, shown, [LEARNING_RATE] * len(shown), images, objective, image_plan)
 
 
 def check_rl(config: Any, subject: VerifiedModel, ranks: Ranks, options: VerifyOptions) -> Verdict | None:
@@ -161,8 +161,8 @@ def _with_larger_eps(optimizer: OptimizerConfig) -> OptimizerConfig:
         return replace(optimizer, eps=max(optimizer.eps, EPSILON))
     if optimizer.name == "sgd":
         return optimizer
-    known = inspect.signature(find_class(optimizer)[0]).parameters.get("eps")
-    eps = optimizer.options.get("eps", None if known is None else known.default)
+    parameter = inspect.signature(find_class(optimizer)[0]).parameters.get("eps")
+    eps = optimizer.options.get("eps", None if parameter is None else parameter.default)
     if not isinstance(eps, float):
         return optimizer
     return replace(optimizer, options={**optimizer.options, "eps": max(eps, EPSILON)})
@@ -199,8 +199,8 @@ def choose_subject(config: SftConfig | RlConfig, options: VerifyOptions, ranks: 
 
 def _stages(config: SftConfig | RlConfig) -> list[int]:
     """The pipeline sizes of the model, its reference and its critic; each stage needs at least one layer."""
-    others = (config.reference.pp, config.critic.pp) if isinstance(config, RlConfig) else ()
-    return [config.mesh.pp, *(pp or 1 for pp in others)]
+    engine_stages = (config.reference.pp, config.critic.pp) if isinstance(config, RlConfig) else ()
+    return [config.mesh.pp, *(pp or 1 for pp in engine_stages)]
 
 
 def _of_a_copy(error: UserError, subject: VerifiedModel) -> str:
@@ -216,9 +216,9 @@ def _fits(config: SftConfig | RlConfig, ranks: Ranks) -> bool:
     model = hf.build_meta(shape, dtype=torch.float32, attention="eager")
     weights = sum(p.numel() for p in model.parameters()) * 4
     rl = isinstance(config, RlConfig)
-    others = COPIES_OF_A_RANK * (local_ranks(ranks.world) - 1)
+    further_ranks = COPIES_OF_A_RANK * (local_ranks(ranks.world) - 1)
     in_double = COPIES_IN_DOUBLE if config.mesh.tp > 1 else 0
-    if weights * (RL_COPIES if rl else COPIES + others + in_double) > 0.8 * psutil.virtual_memory().available:
+    if weights * (RL_COPIES if rl else COPIES + further_ranks + in_double) > 0.8 * psutil.virtual_memory().available:
         return False
     if ranks.device.type != "cuda":
         return True

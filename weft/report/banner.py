@@ -134,13 +134,15 @@ def steps_lines(config: SftConfig, steps: int, documents: int, in_epoch: int) ->
     """Lines about the length of a run, with advice if it has few steps and train.steps does not say so. documents: of
     an epoch. in_epoch: optimizer steps of the first epoch."""
     step, epochs = config.step, config.train.epochs
-    each = f"up to {step.tokens:,} tokens" if step.tokens is not None else counted(step.documents or 0, "document")
+    size = f"up to {step.tokens:,} tokens" if step.tokens is not None else counted(step.documents or 0, "document")
     number = f"{'about ' * (step.tokens is not None)}{in_epoch:,}"
     if epochs is None:
-        passes = f"; an epoch, {counted(documents, 'document')}, has {number}"
+        epochs_text = f"; an epoch, {counted(documents, 'document')}, has {number}"
     else:
-        passes = f"; {counted(epochs, 'epoch')} of {counted(documents, 'document')}{f', {number} each' * (epochs > 1)}"
-    lines = [f"steps    {counted(steps, 'optimizer step')} in all, of {each}{passes}"]
+        epochs_text = (
+            f"; {counted(epochs, 'epoch')} of {counted(documents, 'document')}{f', {number} each' * (epochs > 1)}"
+        )
+    lines = [f"steps    {counted(steps, 'optimizer step')} in all, of {size}{epochs_text}"]
     if epochs is None or steps >= _FEW_STEPS:
         return lines
     fewer = max(_SMALL_STEP, documents * epochs // (2 * _FEW_STEPS))
@@ -164,23 +166,22 @@ def few_rollout_steps(config: RlConfig, rollouts: int, prompts: int) -> list[str
     return [f"hint     {counted(rollouts, 'rollout step')} in all may teach little: {smaller}{longer}"]
 
 
-def say_finished(folder: Path, step: int, steps: int, by: str | None, ranks: Ranks, more: str) -> None:
-    """Prints that there is nothing to resume: the last step is done, or an eval key ended the run. by: that key. more:
-    advice on what to do with a finished run."""
+def say_finished(folder: Path, step: int, steps: int, stopped_by: str | None, ranks: Ranks, advice: str) -> None:
+    """Prints that there is nothing to resume: the last step is done, or the eval key `stopped_by` ended the run."""
     if not ranks.is_first:
         return
     if step == steps:
-        say(f"{folder} has finished already: step {steps} of {steps}. {more}".rstrip())
+        say(f"{folder} has finished already: step {steps} of {steps}. {advice}".rstrip())
     else:
-        say(f"{folder} was ended by {by} after step {step} of {steps}. Set another {by} to go on.")
+        say(f"{folder} was ended by {stopped_by} after step {step} of {steps}. Set another {stopped_by} to go on.")
 
 
 def print_dry_run(config: SftConfig | RlConfig, engine: Engine, *, parameters: bool) -> None:
     """Prints the resolved config, the mesh and the sharding, for a dry run. parameters: one row for each parameter."""
     say(to_yaml(config))
     folder = Path(config.model.path)
-    own = config.model.init == "pretrained" and config.model.weights is None
-    if own and folder.is_dir() and not holds_weights(folder):
+    pretrained = config.model.init == "pretrained" and config.model.weights is None
+    if pretrained and folder.is_dir() and not holds_weights(folder):
         say(f"weights  there are none in {folder} yet: download them before you train")
     model = model_opening(config, engine)
     say_folded(model.lines)
@@ -194,7 +195,7 @@ def print_dry_run(config: SftConfig | RlConfig, engine: Engine, *, parameters: b
 def _activations(engine: Engine) -> str:
     """Describes the activations that the largest row keeps for backward."""
     model, tokens = engine.config.model, engine.config.step.max_tokens_per_device
-    most = "at most " if engine.lora is not None or model.freeze else ""
+    bound = "at most " if engine.lora is not None or model.freeze else ""
     stages = engine.stages
     try:
         saved = saved_bytes(engine.built.config, engine.precision.compute, _shared(engine))
@@ -205,13 +206,13 @@ def _activations(engine: Engine) -> str:
     layers, share, of_stage = None, 1.0, ""
     if stages is not None:
         layers = layers_of(stages, 0)
-        share, said = _most_in_flight(engine, stages)
-        of_stage = f" on the first rank of mesh.pp, of {said},"
-    kept = saved.bytes(tokens, recompute=model.recompute == "full", layers=layers, rows=share)
+        share, rows_text = _most_in_flight(engine, stages)
+        of_stage = f" on the first rank of mesh.pp, of {rows_text},"
+    size = saved.bytes(tokens, recompute=model.recompute == "full", layers=layers, rows=share)
     cut = engine.context
     row = f", a rank's part of {cut.size * tokens:,}," if cut is not None else ""
     return (
-        f"of {tokens:,} tokens{row} keep{of_stage} {most}{byte_count(kept)} for backward "
+        f"of {tokens:,} tokens{row} keep{of_stage} {bound}{byte_count(size)} for backward "
         f"(model.recompute={model.recompute}), counted from shapes, without the head and masks"
     )
 
@@ -221,10 +222,14 @@ def _most_in_flight(engine: Engine, stages: Stages) -> tuple[float, str]:
     schedule, placement = engine.config.mesh.pp_schedule, stages.placement
     if schedule == "GPipe":
         return 1.0, "each row of a step, all at once"
-    many = 4 * placement.stages  # more micro-batches change nothing
-    most = in_flight(schedule, placement, 0, many)
-    rows = f"{most} rows" if placement.chunks == 1 else f"{most} rows in one of its {placement.chunks} stages"
-    return most / placement.chunks, f"{rows} at once"
+    micro_batches = 4 * placement.stages  # more micro-batches change nothing
+    in_flight_rows = in_flight(schedule, placement, 0, micro_batches)
+    rows = (
+        f"{in_flight_rows} rows"
+        if placement.chunks == 1
+        else f"{in_flight_rows} rows in one of its {placement.chunks} stages"
+    )
+    return in_flight_rows / placement.chunks, f"{rows} at once"
 
 
 def _shared(engine: Engine) -> RowSharing:
@@ -235,15 +240,15 @@ def _shared(engine: Engine) -> RowSharing:
 
 
 def _balancing(engine: Engine) -> str:
-    of = {"document": "each document", "step": "the whole step"}.get(engine.config.model.router_aux_loss)
-    return "no auxiliary loss" if of is None else f"auxiliary loss of {of} x {engine.balance:g}"
+    scope = {"document": "each document", "step": "the whole step"}.get(engine.config.model.router_aux_loss)
+    return "no auxiliary loss" if scope is None else f"auxiliary loss of {scope} x {engine.balance:g}"
 
 
 def model_opening(
-    config: SftConfig | RlConfig, engine: Engine, beside: Sequence[Engine] = (), asleep: Sequence[Part] = ()
+    config: SftConfig | RlConfig, engine: Engine, other_engines: Sequence[Engine] = (), asleep: Sequence[Part] = ()
 ) -> ModelOpening:
-    """The model, its sharding and memory. beside: other engines on the same ranks. asleep: the parts of all engines
-    that sleep at times (engine/sleep.py)."""
+    """The model, its sharding and memory. other_engines: on the same ranks. asleep: the parts of all engines that
+    sleep at times (engine/sleep.py)."""
     named = engine.module.named_parameters(remove_duplicate=False)
     tables = [
         mesh_table(axis_rows(engine)),
@@ -251,7 +256,7 @@ def model_opening(
         unit_table(unit_rows(engine), engine.mesh.tp_size),
         optimizer_table(describe_groups(named, config.optimizer, engine.divided.cuts)),
     ]
-    return ModelOpening(list(_model_lines(config, engine, beside, asleep)), tables)
+    return ModelOpening(list(_model_lines(config, engine, other_engines, asleep)), tables)
 
 
 def essential(lines: Iterable[str]) -> list[str]:
@@ -277,7 +282,7 @@ def _limits(engine: Engine) -> str:
 
 
 def _model_lines(
-    config: SftConfig | RlConfig, engine: Engine, beside: Sequence[Engine], asleep: Sequence[Part]
+    config: SftConfig | RlConfig, engine: Engine, other_engines: Sequence[Engine], asleep: Sequence[Part]
 ) -> Iterator[str]:
     """The lines of model_opening."""
     built = engine.built
@@ -296,16 +301,18 @@ def _model_lines(
         yield f"warning  {precision.remark()}"
     if limits := _limits(engine):
         yield f"warning  {limits}"
-    apart = "".join(f"{line}; " for line in _mixers(engine) if built.layout == "packed")
-    yield f"layout   documents {built.layout}; {apart}{_attention(config, engine)}"
+    notes = "".join(f"{line}; " for line in _mixers(engine) if built.layout == "packed")
+    yield f"layout   documents {built.layout}; {notes}{_attention(config, engine)}"
     if engine.mesh.cp_size > 1:
         yield f"cp       {_context(engine)}"
     if engine.pipeline is not None:
         yield f"pp       {_stages(engine, engine.pipeline)}"
     if engine.mesh.tp_size > 1:
-        whole = {type(own.mixer).__name__: None for own in engine.module.mixers.values() if own.share is None}
-        apart = "".join(f"{name} whole on each, because its heads do not divide; " for name in whole)
-        yield f"tp       layers divided over {engine.mesh.tp_size} ranks; {apart}{_COMPARED}"
+        replicated = {
+            type(mixer.mixer).__name__: None for mixer in engine.module.mixers.values() if mixer.share is None
+        }
+        notes = "".join(f"{name} whole on each, because its heads do not divide; " for name in replicated)
+        yield f"tp       layers divided over {engine.mesh.tp_size} ranks; {notes}{_COMPARED}"
     yield (
         f"checked  on a small copy ({built.findings.copy}): logits within {built.findings.error:.0e} of HuggingFace's "
         f"eager forward, documents{', with images and without,' * _takes_images(engine)} do not see each other"
@@ -326,9 +333,9 @@ def _model_lines(
     yield from update_lines(config)
     if engine.config.neftune_noise_alpha is not None:
         yield f"noise    on embeddings in training (NEFTune, alpha {engine.config.neftune_noise_alpha:g}), by document"
-    of = "of the first stage: " if engine.pipeline is not None else ""
-    yield f"memory   {of}{engine.memory}; {_rooms(engine)}"
-    yield f"host     {_host(config, [engine, *beside], asleep)}"
+    scope = "of the first stage: " if engine.pipeline is not None else ""
+    yield f"memory   {scope}{engine.memory}; {_rooms(engine)}"
+    yield f"host     {_host(config, [engine, *other_engines], asleep)}"
     advice = hint(engine.memory, engine.room, engine.mesh) if engine.storage.type != "cpu" else None
     if advice is not None:
         yield f"hint     {advice}"
@@ -336,7 +343,7 @@ def _model_lines(
 
 def _mixers(engine: Engine) -> list[str]:
     """How packed rows pass each class of modules that carry state."""
-    classes = {type(own.mixer).__name__: own.mixer for own in engine.module.mixers.values()}
+    classes = {type(held_mixer.mixer).__name__: held_mixer.mixer for held_mixer in engine.module.mixers.values()}
     if engine.ranks.assumed is not None:
         return [f"{name} document by document" for name in engine.built.findings.mixers]
     device, dtype = engine.ranks.device, engine.precision.compute
@@ -356,8 +363,8 @@ def _host(config: SftConfig | RlConfig, engines: Sequence[Engine], asleep: Seque
     needs = []
     for engine in engines:
         adapters, replicas = engine.lora is not None, engine.mesh.dp_replicate
-        found = HostNeeds.of(engine.memory, adapters=adapters, state=state, replicas=replicas, parts=asleep)
-        needs.append(found if engine.config.purpose == "train" else replace(found, saved=0))
+        host_needs = HostNeeds.of(engine.memory, adapters=adapters, state=state, replicas=replicas, parts=asleep)
+        needs.append(host_needs if engine.config.purpose == "train" else replace(host_needs, saved=0))
     pinned = engines[0].storage.type == "cuda"
     size, ranks = host_bytes(needs), engines[0].ranks
     short = host_shortage(size, ranks.world) if pinned and ranks.assumed is None and ranks.simulated is None else ""
@@ -379,16 +386,16 @@ def _loaded(report: LoadReport) -> str:
 def fsdp_line(engine: Engine) -> str:
     """Describes the settings of FSDP2, except units, mesh and dtypes."""
     config = engine.config.fsdp
-    said = [
+    texts = [
         f"reshard_after_forward {str(config.reshard_after_forward).lower()}",
         f"gradients reduced: {config.reduce}",
         f"prefetch {_prefetch(config.prefetch)}",
     ]
     if config.cpu_offload:
-        said.append("parameters, gradients and optimizer state on the host")
+        texts.append("parameters, gradients and optimizer state on the host")
     if engine.loss_scale is not None:
-        said.append(f"loss scale {engine.loss_scale.scale:g}, doubled after {engine.loss_scale.interval} steps")
-    return ", ".join(said)
+        texts.append(f"loss scale {engine.loss_scale.scale:g}, doubled after {engine.loss_scale.interval} steps")
+    return ", ".join(texts)
 
 
 def update_lines(config: SftConfig | RlConfig) -> list[str]:
@@ -396,14 +403,14 @@ def update_lines(config: SftConfig | RlConfig) -> list[str]:
     weights if there is one."""
     optimizer, schedule, lines = config.optimizer, config.schedule, []
     options = "".join(f", {name} {value}" for name, value in optimizer.options.items())
-    own = "" if optimizer.name in BUILT_IN else "; each rank steps its own shards"
+    stepping = "" if optimizer.name in BUILT_IN else "; each rank steps its own shards"
     by_command: dict[str, list[str]] = {}
     for name in ("optimizer.lr", "optimizer.weight_decay", "schedule.name"):
         if command := default_of_command(config, name):
             by_command.setdefault(command, []).append(name)
     lines.append(
         f"update   {optimizer.name}{options}, lr {optimizer.lr:g}, weight_decay {optimizer.weight_decay:g}, "
-        f"schedule {schedule.name}{own}"
+        f"schedule {schedule.name}{stepping}"
         + "".join(f"; default of {command}: {', '.join(names)}" for command, names in by_command.items())
     )
     if optimizer.ema_decay is not None:
@@ -439,7 +446,9 @@ def _attention(config: SftConfig | RlConfig, engine: Engine) -> str:
     for traits in built.findings.attention:
         kernel = choose(config.model.attention, engine.ranks.device, engine.precision.compute, traits)
         kinds.setdefault(kernel, []).append(str(traits))
-    return "attention kernel " + ", ".join(f"{kernel} ({'; '.join(of)})" for kernel, of in kinds.items())
+    return "attention kernel " + ", ".join(
+        f"{kernel} ({'; '.join(traits_texts)})" for kernel, traits_texts in kinds.items()
+    )
 
 
 def _all_elements(engine: Engine) -> int:
@@ -449,17 +458,17 @@ def _all_elements(engine: Engine) -> int:
 def _stages(engine: Engine, pipeline: Pipeline) -> str:
     """Describes the layers of each rank of mesh.pp: `2 stages of layers: 0 to 13 (310,000,000 parameters), 14 to 27
     (...); ...`, or with several stages a rank `4 stages of layers on 2 ranks: 0 to 6 and 14 to 20 (...), ...`."""
-    said, elements, placement = [], _elements_of(engine), pipeline.placement
-    for place in range(placement.ranks):
-        own = sum(count for name, count in elements.items() if place in pipeline.holders[name])
-        spans = [pipeline.spans[stage] for stage in placement.stages_of(place)]
+    texts, elements, placement = [], _elements_of(engine), pipeline.placement
+    for rank in range(placement.ranks):
+        num_elements = sum(count for name, count in elements.items() if rank in pipeline.holders[name])
+        spans = [pipeline.spans[stage] for stage in placement.stages_of(rank)]
         layers = " and ".join(f"{first}" if end - first == 1 else f"{first} to {end - 1}" for first, end in spans)
-        said.append(f"{layers} ({own:,} parameters)")
+        texts.append(f"{layers} ({num_elements:,} parameters)")
     tied = [name for name in pipeline.shared(0) if engine.built.tensors[name].requires_grad]
-    both = "; the first and the last both have the tied embedding" if tied else ""
+    tied_text = "; the first and the last both have the tied embedding" if tied else ""
     over = f" on {placement.ranks} ranks" if placement.chunks > 1 else ""
     schedule = engine.config.mesh.pp_schedule
-    return f"{placement.stages} stages of layers{over}: {', '.join(said)}{both}; schedule {schedule}; {_COMPARED}"
+    return f"{placement.stages} stages of layers{over}: {', '.join(texts)}{tied_text}; schedule {schedule}; {_COMPARED}"
 
 
 def pipeline_hint(engine: Engine, plan: StepPlan) -> list[str]:
@@ -486,15 +495,15 @@ def _elements(module: nn.Module) -> int:
 
 def _context(engine: Engine) -> str:
     """Describes how mesh.cp divides documents."""
-    context, most = engine.context, engine.config.step.max_tokens_per_device
+    context, row_tokens = engine.context, engine.config.step.max_tokens_per_device
     if context is None:
         return "documents of this model are not cut on this mesh, but dealt whole to these ranks"
     parts = {"ring": context.ring_size, "ulysses": context.ulysses_size}
     how = " x ".join(f"{name} {size}" for name, size in parts.items() if size > 1)
-    what = "documents of text" if _takes_images(engine) else "documents"
+    subject = "documents of text" if _takes_images(engine) else "documents"
     return (
-        f"{what} longer than {most:,} tokens are cut over up to {context.size} ranks ({how}); others send nothing; "
-        f"{_COMPARED}"
+        f"{subject} longer than {row_tokens:,} tokens are cut over up to {context.size} ranks ({how}); others send "
+        f"nothing; {_COMPARED}"
     )
 
 
@@ -558,8 +567,8 @@ def unit_rows(engine: Engine) -> list[UnitRow]:
         UnitRow(unit.name, count, count * size, _sharding(unit))
         for unit, count in zip(engine.units, counts, strict=True)
     ]
-    rest = _elements(engine.module) - sum(counts)
-    return [*rows, UnitRow("root", rest, rest * size)]
+    root_elements = _elements(engine.module) - sum(counts)
+    return [*rows, UnitRow("root", root_elements, root_elements * size)]
 
 
 def _sharding(unit: Unit) -> str:
@@ -584,8 +593,8 @@ def _parameter_row(
     local: torch.Tensor = parameter
     axes: tuple[str, ...] = ()
     if isinstance(parameter, DTensor):
-        ours = parameter.device_mesh
-        placed = zip(list(sizes)[-ours.ndim :], ours.shape, parameter.placements, strict=True)
+        device_mesh = parameter.device_mesh
+        placed = zip(list(sizes)[-device_mesh.ndim :], device_mesh.shape, parameter.placements, strict=True)
         axes = tuple(
             axis if size == sizes[axis] else f"{axis} in groups of {size}"
             for axis, size, placement in placed
@@ -600,9 +609,9 @@ def _parameter_row(
 
 def _dividing(cut: AnyCut, mesh: Mesh) -> Iterator[str]:
     """Yields the axes, tp or ep, along which ranks compute with different parts of a tensor."""
-    for one in (cut.outer, cut.inner) if isinstance(cut, NestedCut) else (cut,):
-        if one.divides:
-            yield "ep" if mesh.ep is not None and one.ranks is mesh.ep.ranks else "tp"
+    for spec in (cut.outer, cut.inner) if isinstance(cut, NestedCut) else (cut,):
+        if spec.divides:
+            yield "ep" if mesh.ep is not None and spec.ranks is mesh.ep.ranks else "tp"
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -627,12 +636,12 @@ def closing(summary: Mapping[str, Any], folder: Path) -> list[str]:
     ]
     rewards = summary.get("last_rewards")
     if rewards:
-        several = summary["first_rewards"] != rewards
-        lines.append(f"reward   {_from_to(summary['first_rewards'], rewards, several, 'rollout steps')}")
+        has_means = summary["first_rewards"] != rewards
+        lines.append(f"reward   {_from_to(summary['first_rewards'], rewards, has_means, 'rollout steps')}")
     elif summary["last_losses"]:
         first, last = summary["first_losses"], summary["last_losses"]
-        several = summary["steps"] >= len(first) + len(last) and len(last) > 1
-        lines.append(f"loss     {_from_to(first, last, several, 'steps')}")
+        has_means = summary["steps"] >= len(first) + len(last) and len(last) > 1
+        lines.append(f"loss     {_from_to(first, last, has_means, 'steps')}")
     if summary["evaluation"] is not None:
         lines.append(f"held out {_evaluation(summary['evaluation'])}")
     train = seconds.get("train", 0.0)
@@ -658,31 +667,31 @@ def closing(summary: Mapping[str, Any], folder: Path) -> list[str]:
 def _evaluation(evaluation: Mapping[str, Any]) -> str:
     """Describes the first and the last held-out loss or accuracy, and the best evaluation if one was tracked."""
     first, last, best = (evaluation[name] for name in ("first", "last", "best"))
-    texts = [f"{_figure(found)} (step {found['step']})" for found in (first, last)]
+    texts = [f"{_figure(evaluated)} (step {evaluated['step']})" for evaluated in (first, last)]
     text = " -> ".join(dict.fromkeys(texts))
     if best is None:
         return text
     metric = next(name for name in best if name not in ("step", "checkpoint"))
-    kept = f", kept as {best['checkpoint']}" if best["checkpoint"] else ""
-    return f"{text}; best {metric} {number(best[metric], '.4f')} (step {best['step']}){kept}"
+    saved = f", kept as {best['checkpoint']}" if best["checkpoint"] else ""
+    return f"{text}; best {metric} {number(best[metric], '.4f')} (step {best['step']}){saved}"
 
 
-def _figure(found: Mapping[str, Any]) -> str:
+def _figure(evaluation: Mapping[str, Any]) -> str:
     """Describes one evaluation: by its loss, or in reinforcement learning by its share of correct answers."""
-    if "eval/loss" not in found and "eval/accuracy" in found:
-        return f"accuracy {found['eval/accuracy']:.1%}"
-    return number(found.get("eval/loss"), ".4f")
+    if "eval/loss" not in evaluation and "eval/accuracy" in evaluation:
+        return f"accuracy {evaluation['eval/accuracy']:.1%}"
+    return number(evaluation.get("eval/loss"), ".4f")
 
 
-def _from_to(first: Sequence[float], last: Sequence[float], several: bool, steps: str) -> str:
-    """Describes a metric at the beginning and the end of a run: by means over the steps if `several`, else by the first
-    and the last value."""
-    if several:
+def _from_to(first: Sequence[float], last: Sequence[float], has_means: bool, steps: str) -> str:
+    """Describes a metric at the beginning and the end of a run: by means over the steps if `has_means`, else by the
+    first and the last value."""
+    if has_means:
         means = [number(sum(values) / len(values), ".4f") for values in (first, last)]
         return f"{means[0]} -> {means[1]} (means of the first and the last {len(last)} {steps})"
     return f"{number(first[0], '.4f')} -> {number(last[-1], '.4f')}"
 
 
-def say_stopped(by: str, step: int, go_on: str) -> None:
-    """Prints that a run stopped early. by: the signal, or the eval key, that ended it. go_on: the command to resume."""
-    say(f"stopped  by {by} after step {step}. Go on with: {go_on}")
+def say_stopped(stopped_by: str, step: int, resume_command: str) -> None:
+    """Prints that a run stopped early. stopped_by: the signal, or the eval key, that ended it."""
+    say(f"stopped  by {stopped_by} after step {step}. Go on with: {resume_command}")

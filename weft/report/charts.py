@@ -79,8 +79,8 @@ class _Scale:
     log: bool = False
 
     def __call__(self, value: float) -> float:
-        low, high, at = (math.log10(v) if self.log else v for v in (self.low, self.high, value))
-        share = (at - low) / (high - low) if high > low else 0.5
+        low, high, position = (math.log10(v) if self.log else v for v in (self.low, self.high, value))
+        share = (position - low) / (high - low) if high > low else 0.5
         return self.pixel_low + share * (self.pixel_high - self.pixel_low)
 
 
@@ -106,7 +106,7 @@ def draw(chart: Chart) -> tuple[str, dict[str, Any]]:
     else:
         for series, buckets in reduced:
             parts.append(_line(series, buckets, x, y, chart.noisy))
-    parts += [_mark(x(at)) for at in chart.marks]
+    parts += [_mark(x(step)) for step in chart.marks]
     parts.append(f'<line class="cross" y1="{TOP}" y2="{HEIGHT - BOTTOM}" visibility="hidden"/>')
     label = escape(f"{chart.title}, {chart.unit}, by {chart.over}", quote=True)
     svg = f'<svg viewBox="0 0 {WIDTH:g} {HEIGHT:g}" role="img" aria-label="{label}">{"".join(parts)}</svg>'
@@ -148,7 +148,7 @@ def axis_texts(values: Sequence[float], percent: bool) -> tuple[list[str], str]:
         return texts, ""
     middle = values[len(values) // 2]
     rounded = (float(f"{middle:.{digits}g}") for digits in range(1, 16))
-    base = next((one for one in rounded if values[0] <= one <= values[-1]), middle)
+    base = next((candidate for candidate in rounded if values[0] <= candidate <= values[-1]), middle)
     differences = [float(f"{value - base:.3g}") if abs(value - base) > 1e-15 * abs(base) else 0.0 for value in values]
     signed = [f"{'+' * (difference > 0)}{number(difference, percent)}" for difference in differences]
     return signed, number(base, percent, 15)
@@ -163,13 +163,13 @@ def _buckets(series: Series) -> list[_Bucket]:
     if count <= _MOST_POINTS:
         return [_Bucket(x, y, y, y) for x, y in zip(series.x, series.y, strict=True)]
     size = -(-count // _MOST_POINTS)
-    found = []
+    buckets = []
     for start in range(0, count, size):
         values = [value for value in series.y[start : start + size] if value is not None]
         middle = series.x[min(start + size // 2, count - 1)]
         mean = sum(values) / len(values) if values else None
-        found.append(_Bucket(middle, mean, min(values, default=None), max(values, default=None)))
-    return found
+        buckets.append(_Bucket(middle, mean, min(values, default=None), max(values, default=None)))
+    return buckets
 
 
 def _smoothed(buckets: Sequence[_Bucket]) -> list[Value]:
@@ -179,13 +179,13 @@ def _smoothed(buckets: Sequence[_Bucket]) -> list[Value]:
     for bucket in buckets:
         totals.append(totals[-1] + (bucket.mean or 0.0))
         counts.append(counts[-1] + (bucket.mean is not None))
-    found: list[Value] = []
-    for place, bucket in enumerate(buckets):
-        near = min(reach, place, len(buckets) - 1 - place)
-        low, high = place - near, place + near + 1
+    smoothed: list[Value] = []
+    for index, bucket in enumerate(buckets):
+        near = min(reach, index, len(buckets) - 1 - index)
+        low, high = index - near, index + near + 1
         mean = (totals[high] - totals[low]) / max(1, counts[high] - counts[low])
-        found.append(None if bucket.mean is None else mean)
-    return found
+        smoothed.append(None if bucket.mean is None else mean)
+    return smoothed
 
 
 def _stack(layers: Sequence[Sequence[_Bucket]]) -> list[list[float]]:
@@ -211,8 +211,8 @@ def _readable(series: Series, buckets: Sequence[_Bucket], digits: int) -> dict[s
 
 
 def _x_scale(series: Iterable[Series]) -> _Scale:
-    found = [x for one in series for x in one.x]
-    low, high = (min(found), max(found)) if found else (0.0, 1.0)
+    values = [x for curve in series for x in curve.x]
+    low, high = (min(values), max(values)) if values else (0.0, 1.0)
     if low == high:
         low, high = low - 0.5, high + 0.5
     return _Scale(low, high, LEFT, WIDTH - RIGHT)
@@ -233,12 +233,12 @@ def _y_scale(chart: Chart, layers: Sequence[Sequence[_Bucket]], tops: Sequence[S
     return _Scale(low if low == 0 else low - room, high + room, HEIGHT - BOTTOM, TOP)
 
 
-def ticks(low: float, high: float, most: int = 5, *, whole: bool = False) -> list[float]:
-    """Round numbers at equal distances within a range, at most `most` + 1. whole: integers only."""
-    raw = max((high - low) / most, 1.0 if whole else 0.0)
+def ticks(low: float, high: float, max_ticks: int = 5, *, integers: bool = False) -> list[float]:
+    """Round numbers at equal distances within a range, at most `max_ticks` + 1. integers: integers only."""
+    raw = max((high - low) / max_ticks, 1.0 if integers else 0.0)
     power = 10.0 ** math.floor(math.log10(raw))
     steps = [factor * power for factor in (1.0, 2.0, 2.5, 5.0, 10.0)]
-    step = next(step for step in steps if step >= raw * 0.999999 and (not whole or step == round(step)))
+    step = next(step for step in steps if step >= raw * 0.999999 and (not integers or step == round(step)))
     first = math.ceil(low / step - 1e-9)
     return [float(f"{n * step:.12g}") for n in range(first, math.floor(high / step + 1e-9) + 1)]
 
@@ -253,17 +253,17 @@ def _grid(chart: Chart, x: _Scale, y: _Scale, texts: Mapping[float, str]) -> str
     """The lines and numbers of both axes. texts: value -> its text on the y axis."""
     parts = []
     for value, text in texts.items():
-        at = y(value)
-        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at:.1f}" y2="{at:.1f}"/>')
-        parts.append(f'<text class="tick" x="{LEFT - 7}" y="{at + 4:.1f}" text-anchor="end">{text}</text>')
+        position = y(value)
+        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{position:.1f}" y2="{position:.1f}"/>')
+        parts.append(f'<text class="tick" x="{LEFT - 7}" y="{position + 4:.1f}" text-anchor="end">{text}</text>')
     bottom = HEIGHT - BOTTOM
     parts.append(f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{bottom}" y2="{bottom}"/>')
-    for place, value in enumerate(ticks(x.low, x.high, 8, whole=chart.over == STEPS)):
-        at, text = x(value), f"{value:,.10g}"
+    for index, value in enumerate(ticks(x.low, x.high, 8, integers=chart.over == STEPS)):
+        position, text = x(value), f"{value:,.10g}"
         room = 3.5 * len(text)  # half of the text's width
-        at = min(at, WIDTH - room)
-        kind = "tick step between" if place % 2 else "tick step"
-        parts.append(f'<text class="{kind}" x="{at:.1f}" y="{bottom + 15}" text-anchor="middle">{text}</text>')
+        position = min(position, WIDTH - room)
+        kind = "tick step between" if index % 2 else "tick step"
+        parts.append(f'<text class="{kind}" x="{position:.1f}" y="{bottom + 15}" text-anchor="middle">{text}</text>')
     middle = (LEFT + WIDTH - RIGHT) / 2
     parts.append(f'<text class="label" x="{middle}" y="{HEIGHT - 4}" text-anchor="middle">{escape(chart.over)}</text>')
     return "".join(parts)
@@ -315,9 +315,9 @@ def _areas(
     return parts
 
 
-def _mark(at: float) -> str:
+def _mark(x: float) -> str:
     bottom = HEIGHT - BOTTOM
-    return f'<path class="skipped" d="M{at:.1f} {bottom - 8}l4.5 8h-9z"/>'
+    return f'<path class="skipped" d="M{x:.1f} {bottom - 8}l4.5 8h-9z"/>'
 
 
 def _points(points: Iterable[tuple[float, float]]) -> str:

@@ -98,8 +98,8 @@ class ReportedRun:
 
     def points(self, key: str) -> tuple[list[float], list[float | None]]:
         """(steps, values) of the lines of metrics that have the key."""
-        found = [(float(line["step"]), numeric(line[key])) for line in self.lines if key in line]
-        return [x for x, _ in found], [y for _, y in found]
+        points = [(float(line["step"]), numeric(line[key])) for line in self.lines if key in line]
+        return [x for x, _ in points], [y for _, y in points]
 
     def has(self, key: str) -> bool:
         return any(numeric(line.get(key)) is not None for line in self.lines)
@@ -114,7 +114,7 @@ def run(options: ReportOptions) -> tuple[Path, list[str]]:
         target.write_text(page(runs), encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         raise UserError(f"--output: {target} cannot be written: {error.strerror}.") from error
-    return target, [note for one in runs for note in one.notes]
+    return target, [note for reported in runs for note in reported.notes]
 
 
 def _default_path(runs: Sequence[ReportedRun]) -> Path:
@@ -127,8 +127,8 @@ def _default_path(runs: Sequence[ReportedRun]) -> Path:
 def read_run(folder: Path) -> ReportedRun:
     """Reads everything that the page shows of a run folder. Raises UserError if no step is recorded there."""
     if not (folder / "metrics.jsonl").is_file():
-        what = "holds no metrics.jsonl, so no step of a run is there" if folder.is_dir() else "does not exist"
-        raise UserError(f"{folder}: it {what}. Name the folder that run.dir named.")
+        problem = "holds no metrics.jsonl, so no step of a run is there" if folder.is_dir() else "does not exist"
+        raise UserError(f"{folder}: it {problem}. Name the folder that run.dir named.")
     notes: list[str] = []
     metrics = _read_lines(folder / "metrics.jsonl", notes)
     lines = [_plain(line) for line in metrics if type(step := line.get("step")) is int and 0 <= step < _MOST_STEPS]
@@ -164,16 +164,16 @@ def page(runs: Sequence[ReportedRun]) -> str:
     """The page as HTML."""
     template = files("weft.report").joinpath("page.html").read_text(encoding="utf-8")
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, finalize=_shown_as_text)
-    several = len(runs) > 1
-    main, others, zero = without_zeros(*charts(runs), one_by_one=not several)
+    compared = len(runs) > 1
+    main, others, zero = without_zeros(*charts(runs), one_by_one=not compared)
     return environment.from_string(template).render(
         title=" / ".join(run.name for run in runs),
-        several=several,
-        runs=[_about(run, place) for place, run in enumerate(runs)],
-        tiles=[] if several else _tiles(runs[0]),
-        table=_comparison(runs) if several else None,
-        differing=_differing(runs) if several else [],
-        facts=_facts_of_several(runs) if several else [],
+        several=compared,
+        runs=[_about(run, index) for index, run in enumerate(runs)],
+        tiles=[] if compared else _tiles(runs[0]),
+        table=_comparison(runs) if compared else None,
+        differing=_differing(runs) if compared else [],
+        facts=_facts_of_several(runs) if compared else [],
         charts=[_drawn(chart) for chart in main],
         others=[_drawn(chart) for chart in others],
         machine=[_drawn(chart) for chart in system_charts(runs)],
@@ -193,21 +193,21 @@ def _shown_as_text(value: Any) -> Any:
 
 def _read_lines(path: Path, notes: list[str]) -> list[Line]:
     """The objects of a JSONL file. An incomplete last line, as a killed run leaves it, is skipped without a note."""
-    found, lost = [], 0
+    objects, skipped = [], 0
     texts = _text(path, notes).split("\n")
     for number, text in enumerate(texts):
         try:
             line = json.loads(text)
         except (ValueError, RecursionError):
-            lost += bool(text.strip()) and number < len(texts) - 1
+            skipped += bool(text.strip()) and number < len(texts) - 1
             continue
         if isinstance(line, dict):
-            found.append(line)
+            objects.append(line)
         else:
-            lost += 1
-    if lost:
-        notes.append(f"{path}: {lost:,} lines are no JSON objects and are left out")
-    return found
+            skipped += 1
+    if skipped:
+        notes.append(f"{path}: {skipped:,} lines are no JSON objects and are left out")
+    return objects
 
 
 def _plain(line: Line) -> Line:
@@ -225,24 +225,26 @@ def _scalar(value: Any) -> Any:
 def _read_object(path: Path, notes: list[str]) -> dict[str, Any]:
     """The object of a JSON file; empty if there is none."""
     try:
-        found = json.loads(_text(path, notes) or "{}")
+        content = json.loads(_text(path, notes) or "{}")
     except (ValueError, RecursionError):
         notes.append(f"{path}: is no JSON and is left out")
         return {}
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         notes.append(f"{path}: is no JSON object and is left out")
         return {}
-    return found
+    return content
 
 
 def _read_summary(path: Path, notes: list[str]) -> dict[str, Any]:
-    found = _read_object(path, notes)
-    kept: dict[str, Any] = {name: found[name] for name in ("stopped", "data") if isinstance(found.get(name), str)}
+    content = _read_object(path, notes)
+    summary: dict[str, Any] = {
+        name: content[name] for name in ("stopped", "data") if isinstance(content.get(name), str)
+    }
     for name, kind in (("seconds", float | int), ("versions", str)):
-        inside = _plain(found[name]) if isinstance(found.get(name), dict) else {}
-        kept[name] = {key: value for key, value in inside.items() if isinstance(value, kind)}
-    kept["seconds"] = {key: max(0, value) for key, value in kept["seconds"].items()}
-    return kept if found else {}
+        inside = _plain(content[name]) if isinstance(content.get(name), dict) else {}
+        summary[name] = {key: value for key, value in inside.items() if isinstance(value, kind)}
+    summary["seconds"] = {key: max(0, value) for key, value in summary["seconds"].items()}
+    return summary if content else {}
 
 
 def _read_config(path: Path, notes: list[str]) -> dict[str, dict[str, Any]]:
@@ -266,19 +268,19 @@ def _rollouts(folder: Path, notes: list[str]) -> Mapping[str, Any] | None:
 
 def _starts(path: Path, notes: list[str]) -> list[Line]:
     """The lines of starts, each with the keys of the end that follows it, if there is one."""
-    found: list[Line] = []
+    starts: list[Line] = []
     for line in _read_lines(path, notes):
         mesh, versions = line.get("mesh"), line.get("versions")
         texts = {name: value for name, value in line.items() if isinstance(value, str)}
         if "started" in texts:
-            found.append(texts)
+            starts.append(texts)
             for name, value in (("mesh", mesh), ("versions", versions)):
-                found[-1][name] = _plain(value) if isinstance(value, dict) else {}
+                starts[-1][name] = _plain(value) if isinstance(value, dict) else {}
             for name in ("step", "ranks"):
-                found[-1][name] = value if type(value := line.get(name)) is int and 0 <= value < _MOST_STEPS else 0
-        elif found:
-            found[-1] |= {name: texts[name] for name in ("ended", "error") if name in texts}
-    return found
+                starts[-1][name] = value if type(value := line.get(name)) is int and 0 <= value < _MOST_STEPS else 0
+        elif starts:
+            starts[-1] |= {name: texts[name] for name in ("ended", "error") if name in texts}
+    return starts
 
 
 def _failures(folder: Path, starts: Sequence[Line], notes: list[str]) -> list[dict[str, Any]]:
@@ -286,15 +288,15 @@ def _failures(folder: Path, starts: Sequence[Line], notes: list[str]) -> list[di
     come last: they are consequences."""
     if not starts or ("ended" in starts[-1] and not starts[-1].get("error")):
         return []
-    found = []
+    failures = []
     for path in sorted((folder / FLIGHT).glob("rank-*.json"))[:_MOST_KEYS]:
         report = _read_object(path, notes)
-        message, where = (text if isinstance(text := report.get(name), str) else "" for name in ("message", "where"))
+        message, activity = (text if isinstance(text := report.get(name), str) else "" for name in ("message", "where"))
         rank = path.stem.removeprefix("rank-").lstrip("0") or "0"
         if report and path.stat().st_mtime >= _seconds(starts[-1]["started"]):
             lost = report.get("kind") == "peer"
-            found.append({"rank": rank, "lost": lost, "where": where, "message": message[:_MOST_MESSAGE]})
-    return sorted(found, key=lambda one: (one["lost"], not one["message"]))[:_MOST_RANKS]
+            failures.append({"rank": rank, "lost": lost, "where": activity, "message": message[:_MOST_MESSAGE]})
+    return sorted(failures, key=lambda failure: (failure["lost"], not failure["message"]))[:_MOST_RANKS]
 
 
 def _seconds(text: str) -> float:
@@ -340,11 +342,11 @@ def _checkpoints(folder: Path) -> list[dict[str, Any]]:
     if not folder.is_dir():
         return []
     links = {link.name: Path(os.readlink(link)).name for link in folder.iterdir() if link.is_symlink()}
-    found = []
+    checkpoints = []
     for step in reversed(complete_steps(folder)):
         path = step_folder(folder, step)
         size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-        found.append(
+        checkpoints.append(
             {
                 "path": f"{folder.name}/{path.name}",
                 "step": step,
@@ -353,7 +355,7 @@ def _checkpoints(folder: Path) -> list[dict[str, Any]]:
                 "resumable": (path / TRAINER_STATE).is_dir(),
             }
         )
-    return found
+    return checkpoints
 
 
 def _named_apart(runs: Sequence[ReportedRun]) -> list[ReportedRun]:
@@ -367,7 +369,7 @@ def _named_apart(runs: Sequence[ReportedRun]) -> list[ReportedRun]:
 
 def charts(runs: Sequence[ReportedRun]) -> tuple[list[Chart], list[Chart]]:
     """(charts that every run has, charts of other metrics)."""
-    main, together = rl_charts(runs)
+    main, rl_keys = rl_charts(runs)
     for key, chart in _CHARTS:
         if key == "seconds" and len(runs) == 1 and runs[0].has("time/forward"):
             main.append(_phase_chart(runs[0]))
@@ -379,14 +381,14 @@ def charts(runs: Sequence[ReportedRun]) -> tuple[list[Chart], list[Chart]]:
             if key == "loss" and all(is_rl(run) for run in runs):
                 chart = replace(chart, unit="of the policy", log=False)
             main.append(replace(chart, series=series, marks=marks))
-    charted = {key for key, _ in _CHARTS} | _NO_CHART | together
+    charted = {key for key, _ in _CHARTS} | _NO_CHART | rl_keys
     names = dict.fromkeys(key for run in runs for line in run.lines for key in line)
-    rest = [
+    other_keys = [
         key
         for key in list(names)[:_MOST_KEYS]
         if key not in charted and key != "eval/loss" and not key.startswith("time/")
     ]
-    return main, _by_source(runs, [key for key in rest if any(run.has(key) for run in runs)])
+    return main, _by_source(runs, [key for key in other_keys if any(run.has(key) for run in runs)])
 
 
 # Charts of system.jsonl: name of the key, the same for each GPU, or for the host.
@@ -409,7 +411,7 @@ def system_charts(runs: Sequence[ReportedRun]) -> list[Chart]:
     found = []
     for leaf, chart in _SYSTEM_CHARTS:
         series = []
-        for place, (run, minutes) in enumerate(zip(runs, times, strict=True)):
+        for index, (run, minutes) in enumerate(zip(runs, times, strict=True)):
             x = [minute * scale for minute in minutes]
             names = dict.fromkeys(key for line in run.system for key in line)
             keys = [key for key in names if key == leaf or (key.startswith("system/gpu") and key.endswith(f"/{leaf}"))]
@@ -419,8 +421,8 @@ def system_charts(runs: Sequence[ReportedRun]) -> list[Chart]:
                 columns = {run.name: [_mean(row) if row else None for row in rows]}
             for number, (key, y) in enumerate(columns.items()):
                 name = key.split("/")[1] if len(runs) == 1 else key
-                series.append(Series(name, x, y, colour=place if len(runs) > 1 else number))
-        if any(value is not None for one in series for value in one.y):
+                series.append(Series(name, x, y, colour=index if len(runs) > 1 else number))
+        if any(value is not None for curve in series for value in curve.y):
             found.append(replace(chart, series=series, over=over))
     return found
 
@@ -430,11 +432,11 @@ def _running_minutes(lines: Sequence[Line]) -> list[float]:
     seconds = [numeric(line.get("time")) or 0.0 for line in lines]
     steps = [max(0.0, after - before) for before, after in pairwise(seconds)]
     usual = median(steps) if steps else 0.0
-    total, found = 0.0, [0.0] * bool(seconds)
+    total, minutes = 0.0, [0.0] * bool(seconds)
     for step in steps:
         total += step if step <= max(60.0, 5.0 * usual) else usual
-        found.append(total / 60.0)
-    return found
+        minutes.append(total / 60.0)
+    return minutes
 
 
 def without_zeros(
@@ -445,7 +447,7 @@ def without_zeros(
     zero: list[str] = []
 
     def kept(charts: Sequence[Chart]) -> list[Chart]:
-        found = []
+        remaining = []
         for chart in charts:
             flat = [series.name for series in chart.series if series.is_zero]
             if len(flat) == len(chart.series):
@@ -454,8 +456,8 @@ def without_zeros(
             if flat and one_by_one:
                 zero.append(f"{chart.title} ({', '.join(flat)})")
                 chart = replace(chart, series=[series for series in chart.series if not series.is_zero])
-            found.append(chart)
-        return found
+            remaining.append(chart)
+        return remaining
 
     return kept(main), kept(others), zero
 
@@ -465,13 +467,13 @@ def _by_source(runs: Sequence[ReportedRun], keys: Sequence[str]) -> list[Chart]:
     groups: dict[str, list[str]] = {}
     for key in keys:
         parts = key.split("/")
-        alone = len(runs) > 1 or len(parts) != 3 or parts[0] != "eval"
-        groups.setdefault(key if alone else f"eval/*/{parts[2]}", []).append(key)
+        has_own_chart = len(runs) > 1 or len(parts) != 3 or parts[0] != "eval"
+        groups.setdefault(key if has_own_chart else f"eval/*/{parts[2]}", []).append(key)
     found = []
     for title, members in groups.items():
-        series = [one for key in members for one in _series(runs, key)]
+        series = [curve for key in members for curve in _series(runs, key)]
         if len(members) > 1:
-            series = [replace(one, name=one.name.split("/")[1], colour=place) for place, one in enumerate(series)]
+            series = [replace(curve, name=curve.name.split("/")[1], colour=index) for index, curve in enumerate(series)]
         leaf = title.rpartition("/")[2]
         name = title if len(members) > 1 else members[0]
         share = leaf in ("accuracy", "exact", "clipped_ratio") or leaf.startswith("pass@")
@@ -487,34 +489,34 @@ def _unit(runs: Sequence[ReportedRun], leaf: str) -> str:
 
 
 def _series(runs: Sequence[ReportedRun], key: str) -> list[Series]:
-    found = []
-    for place, run in enumerate(runs):
+    series = []
+    for index, run in enumerate(runs):
         x, y = run.points(key)
         if x:
-            found.append(Series(run.name if len(runs) > 1 else key, x, y, colour=place))
-    return found
+            series.append(Series(run.name if len(runs) > 1 else key, x, y, colour=index))
+    return series
 
 
 def _evaluation(runs: Sequence[ReportedRun]) -> list[Series]:
     """The series of held-out losses; of several runs, each in the colour of its run."""
-    found = []
-    for place, run in enumerate(runs):
+    series = []
+    for index, run in enumerate(runs):
         x, y = run.points("eval/loss")
         if x:
-            several = len(runs) > 1
-            name = f"{run.name}, held out" if several else "held out (eval/loss)"
-            found.append(Series(name, x, y, colour=place if several else 1, held_out=True))
-    return found
+            compared = len(runs) > 1
+            name = f"{run.name}, held out" if compared else "held out (eval/loss)"
+            series.append(Series(name, x, y, colour=index if compared else 1, held_out=True))
+    return series
 
 
 def _phase_chart(run: ReportedRun) -> Chart:
     series = []
     lines = [line for line in run.lines if any(f"time/{phase}" in line for phase in PHASES)]
     x = [float(line["step"]) for line in lines]
-    for place, phase in enumerate(PHASES):
+    for index, phase in enumerate(PHASES):
         y = [numeric(line.get(f"time/{phase}")) for line in lines]
         if any(y):
-            series.append(Series(phase, x, y, colour=place))
+            series.append(Series(phase, x, y, colour=index))
     return Chart("Time by phase", "seconds per step, first rank", series, stacked=True)
 
 
@@ -541,13 +543,13 @@ def _drawn(chart: Chart) -> dict[str, Any]:
 # ---------------------------------------------------------------- numbers
 
 
-def _about(run: ReportedRun, place: int) -> dict[str, Any]:
+def _about(run: ReportedRun, index: int) -> dict[str, Any]:
     seconds = {name: value for name, value in run.summary.get("seconds", {}).items() if name != "total"}
     total = sum(seconds.values())
     return {
         "name": run.name,
         "folder": str(run.folder),
-        "colour": place % COLOURS,
+        "colour": index % COLOURS,
         "status": _status(run),
         "failed": not run.runs and bool(run.starts) and (bool(run.failures) or bool(run.starts[-1].get("error"))),
         "failures": () if run.runs else run.failures,
@@ -574,7 +576,10 @@ def _status(run: ReportedRun) -> str:
     last, start = run.lines[-1]["step"], run.starts[-1] if run.starts else {}
     if run.runs:
         return f"running: {last:,} steps so far"
-    cause = next((one["message"] for one in run.failures if one["message"] and not one["lost"]), start.get("error"))
+    cause = next(
+        (failure["message"] for failure in run.failures if failure["message"] and not failure["lost"]),
+        start.get("error"),
+    )
     if cause:
         return f"failed after step {last:,}: {cause.splitlines()[0]}"
     if start and "ended" not in start:
@@ -591,13 +596,13 @@ def _facts(run: ReportedRun) -> dict[str, str]:
         return {}
     start = run.starts[-1]
     versions = {**start["versions"], **run.summary.get("versions", {})}
-    again = f"; {len(run.starts)} starts, the last after step {start['step']:,}" if len(run.starts) > 1 else ""
+    restarts = f"; {len(run.starts)} starts, the last after step {start['step']:,}" if len(run.starts) > 1 else ""
     facts = {
         "device": f"{start['ranks']} x {start.get('device', '')}",
         "mesh": ", ".join(f"{axis} {size}" for axis, size in start["mesh"].items()),
         "rollout engines": start.get("engines", ""),
         "host": start.get("host", ""),
-        "started": _day(run.starts[0]["started"]) + again,
+        "started": _day(run.starts[0]["started"]) + restarts,
         "ended": _day(start.get("ended", "")),
         "command": start.get("command", ""),
         "git commit": start.get("commit", ""),
@@ -616,17 +621,17 @@ def _day(text: str) -> str:
 
 def _facts_of_several(runs: Sequence[ReportedRun]) -> list[dict[str, Any]]:
     facts = [_facts(run) for run in runs]
-    names = dict.fromkeys(name for own in facts for name in own)
-    return [{"name": name, "values": [own.get(name, "-") for own in facts]} for name in names]
+    names = dict.fromkeys(name for values in facts for name in values)
+    return [{"name": name, "values": [values.get(name, "-") for values in facts]} for name in names]
 
 
 def _settings(run: ReportedRun) -> dict[str, list[dict[str, str]]]:
     """The keys of the config that differ from their defaults (`set`) and the others: name, value, default, help."""
-    found: dict[str, list[dict[str, str]]] = {"set": [], "default": []}
-    known = schema_keys(RlConfig if "rl" in run.config else SftConfig)
+    rows: dict[str, list[dict[str, str]]] = {"set": [], "default": []}
+    schema = schema_keys(RlConfig if "rl" in run.config else SftConfig)
     for section, values in run.config.items():
         for leaf, value in (values or {}).items():
-            key = known.get(f"{section}.{leaf}")
+            key = schema.get(f"{section}.{leaf}")
             default = None if key is None or key.required else plain_value(key.default)
             same = key is not None and not key.required and default == value
             shown = "-" if key is None or key.required else _shown(default)
@@ -636,22 +641,22 @@ def _settings(run: ReportedRun) -> dict[str, list[dict[str, str]]]:
                 "default": shown,
                 "help": key.help if key else "",
             }
-            found["default" if same else "set"].append(row)
-    return found
+            rows["default" if same else "set"].append(row)
+    return rows
 
 
 def _samples(run: ReportedRun) -> list[dict[str, Any]]:
     """The answers grouped by prompt and images, prompts and answers in order. moments: the first, the last and some
     between; every: all, if these are more."""
-    found: dict[str, dict[str, Any]] = {}
+    groups: dict[str, dict[str, Any]] = {}
     for sample in run.samples:
         prompt, images = _words(sample.get("prompt", "")), sample.get("images")
-        own = found.setdefault(f"{prompt}\n{images}", {"prompt": prompt, "images": images, "every": []})
-        own["every"].append({"when": f"step {sample.get('step')}", "about": "", "text": _words(sample["answer"])})
-    for own in found.values():
-        own["moments"] = [own["every"][place] for place in evenly(range(len(own["every"])), _MOST_ANSWERS)]
-        own["every"] = own["every"] if len(own["every"]) > len(own["moments"]) else []
-    return [{**own, "pictures": pictures(own["images"])} for own in found.values()]
+        group = groups.setdefault(f"{prompt}\n{images}", {"prompt": prompt, "images": images, "every": []})
+        group["every"].append({"when": f"step {sample.get('step')}", "about": "", "text": _words(sample["answer"])})
+    for group in groups.values():
+        group["moments"] = [group["every"][index] for index in evenly(range(len(group["every"])), _MOST_ANSWERS)]
+        group["every"] = group["every"] if len(group["every"]) > len(group["moments"]) else []
+    return [{**group, "pictures": pictures(group["images"])} for group in groups.values()]
 
 
 def _words(value: object) -> str:
@@ -667,15 +672,18 @@ def _learnt(run: ReportedRun) -> dict[str, tuple[str, str]]:
     figures: dict[str, tuple[str, str]] = {}
     values = [value for value in run.points("reward" if rl else "loss")[1] if value is not None]
     if values:
-        few = max(1, min(10, len(values) // 2))  # so few that the first and the last do not overlap
-        what = f"mean of the last {few}; first {few}" if few > 1 else "the last step; the first"
-        figures["Reward" if rl else "Loss"] = (f"{_mean(values[-few:]):.4f}", f"{what}: {_mean(values[:few]):.4f}")
+        window = max(1, min(10, len(values) // 2))  # so few that the first and the last do not overlap
+        note = f"mean of the last {window}; first {window}" if window > 1 else "the last step; the first"
+        figures["Reward" if rl else "Loss"] = (
+            f"{_mean(values[-window:]):.4f}",
+            f"{note}: {_mean(values[:window]):.4f}",
+        )
     steps, held_out = run.points("eval/accuracy" if rl else "eval/loss")
-    found = [(value, step) for step, value in zip(steps, held_out, strict=True) if value is not None]
-    if found:
-        best, step = min(found, key=lambda one: (-one[0] if rl else one[0], one[1]))
+    points = [(value, step) for step, value in zip(steps, held_out, strict=True) if value is not None]
+    if points:
+        best, step = min(points, key=lambda point: (-point[0] if rl else point[0], point[1]))
         name = "Held-out accuracy" if rl else "Held-out loss"
-        figures[name] = (f"{best:.4f}", f"best, at step {step:.0f}; last: {found[-1][0]:.4f}")
+        figures[name] = (f"{best:.4f}", f"best, at step {step:.0f}; last: {points[-1][0]:.4f}")
     return figures
 
 
@@ -720,17 +728,17 @@ def _tiles(run: ReportedRun) -> list[dict[str, str]]:
 
 def _comparison(runs: Sequence[ReportedRun]) -> dict[str, Any]:
     figures = [_figures(run) for run in runs]
-    names = list(dict.fromkeys(name for found in figures for name in found))
-    return {"names": names, "rows": [[found.get(name, ("-", "")) for name in names] for found in figures]}
+    names = list(dict.fromkeys(name for values in figures for name in values))
+    return {"names": names, "rows": [[values.get(name, ("-", "")) for name in names] for values in figures]}
 
 
 def _differing(runs: Sequence[ReportedRun]) -> list[dict[str, Any]]:
     """The keys of the config whose values differ between runs. A run that lacks a key has its default."""
     flat = [{f"{s}.{k}": _shown(v) for s, keys in run.config.items() for k, v in (keys or {}).items()} for run in runs]
-    known = {**schema_keys(SftConfig), **schema_keys(RlConfig)}
+    schema = {**schema_keys(SftConfig), **schema_keys(RlConfig)}
     rows = []
     for name in dict.fromkeys(name for config in flat for name in config):
-        key = known.get(name)
+        key = schema.get(name)
         default = "-" if key is None or key.required else _shown(plain_value(key.default))
         if len({config.get(name, default) for config in flat}) > 1:
             rows.append({"key": name, "values": [config.get(name, "-") for config in flat]})

@@ -12,18 +12,18 @@ from weft.data.image_files import Checks, pixels
 from weft.errors import UserError
 
 _SIDE = 112  # largest width and height in pixels
-_MOST = 6  # thumbnails of one prompt
-_KEPT = 512
+_MAX_THUMBNAILS = 6  # thumbnails of one prompt
+_CACHED = 512
 
 
 def pictures(names: object) -> list[dict[str, str]]:
     """The name and the `src` URI of the first images of a prompt; `src` is "" if there is no such image file. names:
     from a run's records, which are not trusted."""
     listed = [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
-    return [{"name": name, "src": _source(name)} for name in listed[:_MOST]]
+    return [{"name": name, "src": _source(name)} for name in listed[:_MAX_THUMBNAILS]]
 
 
-@lru_cache(_KEPT)
+@lru_cache(_CACHED)
 def _source(path: str) -> str:
     if find_spec("PIL") is None:
         return ""

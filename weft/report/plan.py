@@ -36,17 +36,17 @@ class PlanEstimate:
     time: StepTime
 
 
-def show_described(found: PlanEstimate) -> None:
+def show_described(estimate: PlanEstimate) -> None:
     """Prints memory, time and collectives of a mesh."""
-    fullest = max(found.memory, key=lambda memory: memory.fullest)
-    _show_heading(found.model, found.mesh.world, found.lengths, found.machine)
-    say(f"mesh     {written(found.mesh)}{_ulysses(found)}")
-    say(f"step     {_step(found.plan)}")
-    _show_memory(found, fullest)
-    if len(found.memory) > 1:
-        _show_stages(found)
-    _show_time(found.time)
-    _show_transfers(found.time.transfers)
+    fullest = max(estimate.memory, key=lambda memory: memory.fullest)
+    _show_heading(estimate.model, estimate.mesh.world, estimate.lengths, estimate.machine)
+    say(f"mesh     {written(estimate.mesh)}{_ulysses(estimate)}")
+    say(f"step     {_step(estimate.plan)}")
+    _show_memory(estimate, fullest)
+    if len(estimate.memory) > 1:
+        _show_stages(estimate)
+    _show_time(estimate.time)
+    _show_transfers(estimate.time.transfers)
 
 
 def written(mesh: MeshSizes) -> str:
@@ -62,8 +62,8 @@ def _show_heading(model: Blueprint, ranks: int, lengths: StepLengths, machine: M
     say(f"lengths  {len(lengths.of):,} documents a step, {lengths.said}")
 
 
-def _ulysses(found: PlanEstimate) -> str:
-    ulysses = found.model.ulysses(found.mesh.cp, found.mesh.tp)
+def _ulysses(estimate: PlanEstimate) -> str:
+    ulysses = estimate.model.ulysses(estimate.mesh.cp, estimate.mesh.tp)
     return "" if ulysses is None else f" mesh.ulysses={ulysses}"
 
 
@@ -74,18 +74,18 @@ def _step(plan: StepPlan) -> str:
     return text + (f"; {cut} documents are cut over ranks of cp" if plan.pieces else "")
 
 
-def _show_memory(found: PlanEstimate, memory: Memory) -> None:
-    held, machine = memory.held, found.machine
-    place = f", place {held.place.pp + 1} of mesh.pp" if found.mesh.pp > 1 else ""
-    table = new_table(f"memory of the fullest rank{place}", "what", ">bytes", "")
-    kept: list[tuple[str, int, str]] = [
-        ("weights", held.weights, "masters, and what is frozen"),
-        ("gradients", held.gradients, ""),
-        ("optimizer", held.optimizer, ""),
-        ("average", held.average, "of the weights"),
+def _show_memory(estimate: PlanEstimate, memory: Memory) -> None:
+    holdings, machine = memory.held, estimate.machine
+    stage = f", place {holdings.place.pp + 1} of mesh.pp" if estimate.mesh.pp > 1 else ""
+    table = new_table(f"memory of the fullest rank{stage}", "what", ">bytes", "")
+    resident_rows: list[tuple[str, int, str]] = [
+        ("weights", holdings.weights, "masters, and what is frozen"),
+        ("gradients", holdings.gradients, ""),
+        ("optimizer", holdings.optimizer, ""),
+        ("average", holdings.average, "of the weights"),
     ]
     rows = [
-        *([] if memory.offloaded else kept),
+        *([] if memory.offloaded else resident_rows),
         ("units from the host", memory.staged, "shards, as they are stored"),
         ("gathered units", memory.gathered, "in the compute dtype"),
         ("kept copies", memory.copies, "of parameters in the compute dtype, for a whole step"),
@@ -101,35 +101,35 @@ def _show_memory(found: PlanEstimate, memory: Memory) -> None:
         if size or note == memory.unknown != "":
             table.add_row(name, byte_count(size) if size else "not known", note)
     table.add_section()
-    room = found.machine.accelerator.memory
+    room = estimate.machine.accelerator.memory
     share = f"{memory.fullest / room:.0%} of {byte_count(room)} ({machine.accelerator.name})"
     table.add_row("at the fullest", byte_count(memory.fullest), share)
     show(table)
     if memory.fullest > room * machine.usable:
         say(f"warning  it does not fit: {1 - machine.usable:.0%} of the memory is for the context and fragments\n")
     if memory.offloaded:
-        there = ", ".join(f"{name} {byte_count(size)}" for name, size, _ in kept if size)
-        say(f"host     {byte_count(held.resident)} a rank, by fsdp.cpu_offload: {there}")
+        on_host = ", ".join(f"{name} {byte_count(size)}" for name, size, _ in resident_rows if size)
+        say(f"host     {byte_count(holdings.resident)} a rank, by fsdp.cpu_offload: {on_host}")
     say(
         f"host     {byte_count(memory.host)} a rank for what is being saved. Not counted: temporary tensors of a layer,"
     )
-    images = ", images" if found.model.built.vision is not None else ""
+    images = ", images" if estimate.model.built.vision is not None else ""
     say(f"         what libraries allocate, engines that generate{images}\n")
 
 
-def _show_stages(found: PlanEstimate) -> None:
+def _show_stages(estimate: PlanEstimate) -> None:
     table = new_table("ranks of mesh.pp", ">place", "layers", ">resident", ">activations", ">fullest")
-    for place, memory in enumerate(found.memory):
-        kept = memory.rows + memory.in_flight
-        sizes = (memory.resident, kept, memory.fullest)
-        table.add_row(str(place + 1), _layers(found, place), *(byte_count(size) for size in sizes))
+    for stage, memory in enumerate(estimate.memory):
+        activations = memory.rows + memory.in_flight
+        sizes = (memory.resident, activations, memory.fullest)
+        table.add_row(str(stage + 1), _layers(estimate, stage), *(byte_count(size) for size in sizes))
     show(table)
 
 
-def _layers(found: PlanEstimate, place: int) -> str:
-    stages = found.model.stages(found.mesh.pp)
+def _layers(estimate: PlanEstimate, rank: int) -> str:
+    stages = estimate.model.stages(estimate.mesh.pp)
     assert stages is not None
-    spans = (stages[0].spans[stage] for stage in stages[0].placement.stages_of(place))
+    spans = (stages[0].spans[stage] for stage in stages[0].placement.stages_of(rank))
     return ", ".join(f"{first} to {end - 1}" for first, end in spans)
 
 
@@ -148,14 +148,14 @@ def _show_transfers(transfers: Sequence[Transfer]) -> None:
     """Prints the transfers of a step, the largest first; equal transfers of several layers are one row."""
     table = new_table("collectives of a rank in a step", "what", "kind", "group", ">calls", ">bytes each", ">received")
 
-    def key(one: Transfer) -> tuple[str, str, str, int, float]:
-        return one.what, one.kind, one.axis, one.size, one.payload
+    def key(transfer: Transfer) -> tuple[str, str, str, int, float]:
+        return transfer.what, transfer.kind, transfer.axis, transfer.size, transfer.payload
 
     rows = []
-    for (what, kind, axis, size, payload), alike in groupby(sorted(transfers, key=key), key):
-        several = list(alike)
-        calls, received = sum(one.calls for one in several), sum(one.received for one in several)
-        rows.append((received, (what, kind, f"{axis} {size}", f"{calls:,.0f}", byte_count(round(payload)))))
+    for (purpose, kind, axis, size, payload), group in groupby(sorted(transfers, key=key), key):
+        same_transfers = list(group)
+        calls, received = sum(item.calls for item in same_transfers), sum(item.received for item in same_transfers)
+        rows.append((received, (purpose, kind, f"{axis} {size}", f"{calls:,.0f}", byte_count(round(payload)))))
     for received, texts in sorted(rows, key=lambda row: -row[0]):
         table.add_row(*texts, byte_count(round(received)))
     show(table)
@@ -168,56 +168,56 @@ def show_engines(rows: Sequence[EngineRow]) -> None:
 
 
 def show_search(
-    model: Blueprint, found: Found, ranks: int, lengths: StepLengths, machine: Machine, more: str = ""
+    model: Blueprint, result: Found, ranks: int, lengths: StepLengths, machine: Machine, extra_override: str = ""
 ) -> None:
-    """Prints the best meshes, what limits each, and why other meshes were refused. more: a further override that runs
-    of these lengths need."""
+    """Prints the best meshes, what limits each, and why other meshes were refused. extra_override: a further override
+    that runs of these lengths need."""
     _show_heading(model, ranks, lengths, machine)
     say(
-        f"tried    {found.tried:,} of {found.meshes:,} meshes, those first that could be the fastest; "
-        f"{found.too_large:,} need too much memory"
+        f"tried    {result.tried:,} of {result.meshes:,} meshes, those first that could be the fastest; "
+        f"{result.too_large:,} need too much memory"
     )
-    for reason, several in _refused(found)[:_MOST_REFUSED]:
-        say(f"refused  {several:,} meshes: {reason}")
-    if not found.best:
-        say(_none_fits(found))
+    for reason, count in _refused(result)[:_MOST_REFUSED]:
+        say(f"refused  {count:,} meshes: {reason}")
+    if not result.best:
+        say(_none_fits(result))
         return
     table = new_table("the best meshes, estimated", "", "mesh", ">memory", ">step s", ">tokens/s", ">MFU", "limit")
-    for number, one in enumerate(found.best, 1):
-        time = one.time
+    for number, proposal in enumerate(result.best, 1):
+        time = proposal.time
         figures = (f"{time.seconds:.3g}", f"{time.tokens / time.seconds:,.0f}", f"{time.mfu:.0%}")
-        table.add_row(str(number), _axes(one), byte_count(one.memory.fullest), *figures, one.limit)
+        table.add_row(str(number), _axes(proposal), byte_count(proposal.memory.fullest), *figures, proposal.limit)
     show(table)
-    unknown = next((one.memory.unknown for one in found.best if one.memory.unknown), "")
+    unknown = next((proposal.memory.unknown for proposal in result.best if proposal.memory.unknown), "")
     if unknown:
         say(f"warning  without activations, which are not known of this model ({unknown}): it takes more memory")
-    say(f"take     {' '.join(filter(None, (_overrides(found.best[0]), more)))}")
+    say(f"take     {' '.join(filter(None, (_overrides(result.best[0]), extra_override)))}")
 
 
-def _refused(found: Found) -> list[tuple[str, int]]:
+def _refused(result: Found) -> list[tuple[str, int]]:
     """(reason, number of meshes), most meshes first. Reasons that differ only in numbers are merged into the first."""
-    alike: dict[str, tuple[str, int]] = {}
-    for reason, several in found.refused.items():
-        kind = re.sub(r"\d+", "N", reason)
-        first, before = alike.get(kind, (reason, 0))
-        alike[kind] = first, before + several
-    return sorted(alike.values(), key=lambda pair: -pair[1])
+    by_pattern: dict[str, tuple[str, int]] = {}
+    for reason, count in result.refused.items():
+        pattern = re.sub(r"\d+", "N", reason)
+        first, before = by_pattern.get(pattern, (reason, 0))
+        by_pattern[pattern] = first, before + count
+    return sorted(by_pattern.values(), key=lambda pair: -pair[1])
 
 
-def _axes(one: Proposal) -> str:
-    text = " ".join(f"{axis} {size}" for axis, size in one.mesh.named.items() if size > 1) or "one rank"
-    return f"{text}{', recompute' * one.recompute}"
+def _axes(proposal: Proposal) -> str:
+    text = " ".join(f"{axis} {size}" for axis, size in proposal.mesh.named.items() if size > 1) or "one rank"
+    return f"{text}{', recompute' * proposal.recompute}"
 
 
-def _overrides(one: Proposal) -> str:
-    again = "full" if one.recompute else "none"
-    return f"{written(one.mesh)} step.max_tokens_per_device={one.budget} model.recompute={again}"
+def _overrides(proposal: Proposal) -> str:
+    recompute = "full" if proposal.recompute else "none"
+    return f"{written(proposal.mesh)} step.max_tokens_per_device={proposal.budget} model.recompute={recompute}"
 
 
-def _none_fits(found: Found) -> str:
-    if found.nearest is None:
+def _none_fits(result: Found) -> str:
+    if result.nearest is None:
         return "none     every mesh is refused"
-    mesh, memory = found.nearest
+    mesh, memory = result.nearest
     return (
         f"none     fits: {written(mesh)} needs the least, {byte_count(memory.fullest)} a rank. What helps: more ranks, "
         "a smaller step.max_tokens_per_device, optimizer.state_dtype=bf16, lora.rank=16"

@@ -36,7 +36,7 @@ _BARS = 12
 _WIDTH = 40
 _MOST_TOKENS = 400  # of a document that is shown whole
 # Tokens that are shown of a longer one: at its beginning, on both sides of a trained part, at both ends of that part.
-_FIRST, _BESIDE, _TRAINED = 60, 30, (150, 50)
+_FIRST, _AROUND, _TRAINED = 60, 30, (150, 50)
 _MOST_BAD = 20  # errors of bad rows that are listed
 _LOCATED = re.compile(r"(.+?(?::\d+|\[\d+\])): (.*)", re.DOTALL)  # file:line or file[row], and what is wrong there
 _PERCENTILES = (0, 10, 50, 90, 99, 100)
@@ -45,7 +45,7 @@ _MARKS = ("\u00bb", "\u00ab")
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled:
+class SampledPart:
     """A part of a source. blocks: the blocks that were read; None for all. formats: number of documents by format.
     taken: the share of the part's bytes that was read."""
 
@@ -53,16 +53,16 @@ class Sampled:
     part: Part
     blocks: Sequence[Block] | None
     formats: Mapping[str, int]
-    taken: float
+    share: float
 
 
 @dataclass(frozen=True, slots=True)
-class Read:
+class TokenisedPart:
     """A tokenised part of a source. taken: the share of the part's bytes that was read."""
 
     source: Source
     table: Table
-    taken: float
+    share: float
 
     @property
     def lengths(self) -> Array:
@@ -88,7 +88,7 @@ class Preview:
 
     config: SftConfig
     limits: Limits
-    read: Sequence[Read]
+    read: Sequence[TokenisedPart]
     planned: Planned | None
     bad: Sequence[str] = ()
     images: Images | None = None
@@ -96,20 +96,20 @@ class Preview:
 
     @property
     def exact(self) -> bool:
-        return all(one.taken == 1.0 for one in self.read)
+        return all(sample.share == 1.0 for sample in self.read)
 
 
-def show_sampled(sampled: Sequence[Sampled], console: Console | None = None) -> None:
+def show_sampled(sampled: Sequence[SampledPart], console: Console | None = None) -> None:
     """Prints the number of documents of each part."""
     console = console or Console()
-    for one in sampled:
-        count = sum(one.formats.values())
-        formats = ", ".join(name if len(one.formats) == 1 else f"{n:,} {name}" for name, n in one.formats.items())
-        said = f"{count:,} documents ({formats})"
-        if one.taken < 1.0:
-            said = f"about {round(count / one.taken):,} documents, reckoned from {said} (--sample)"
-        size = f", {byte_count(one.part.size)}" if one.part.size else ""
-        console.print_folded(f"data     {_label(one.source, one.part.origin)}{size}: {said}")
+    for sample in sampled:
+        count = sum(sample.formats.values())
+        formats = ", ".join(name if len(sample.formats) == 1 else f"{n:,} {name}" for name, n in sample.formats.items())
+        text = f"{count:,} documents ({formats})"
+        if sample.share < 1.0:
+            text = f"about {round(count / sample.share):,} documents, reckoned from {text} (--sample)"
+        size = f", {byte_count(sample.part.size)}" if sample.part.size else ""
+        console.print_folded(f"data     {_label(sample.source, sample.part.origin)}{size}: {text}")
 
 
 def _label(source: Source, origin: str) -> str:
@@ -120,12 +120,12 @@ def refuse_bad(bad: Sequence[str], rows: int) -> None:
     """Raises UserError if there are bad rows. bad: their errors, each beginning with file:line. rows: all rows."""
     if not bad:
         return
-    whole = len(bad) == rows
-    said = f"none of the {rows:,} rows can" if whole and rows > 1 else f"{len(bad):,} of {rows:,} rows cannot"
+    all_bad = len(bad) == rows
+    text = f"none of the {rows:,} rows can" if all_bad and rows > 1 else f"{len(bad):,} of {rows:,} rows cannot"
     advice = "Fix them, or skip them with data.bad_rows=drop."
-    if whole:
+    if all_bad:
         advice = "Fix them: data.bad_rows=drop would leave nothing to train on."
-    raise UserError("\n".join([f"{said} be trained on:", *_named(bad), advice]))
+    raise UserError("\n".join([f"{text} be trained on:", *_named(bad), advice]))
 
 
 def trained_kinds(table: Table) -> dict[str, int]:
@@ -144,10 +144,10 @@ def _named(bad: Sequence[str]) -> list[str]:
         rows_of.setdefault(wrong, []).append(row)
     lines = []
     for wrong, rows in list(rows_of.items())[:_MOST_BAD]:
-        several = f"{len(rows):,} rows, {rows[0]} to {rows[-1]}: " if rows[0] else ""
-        lines.append(f"  {several if len(rows) > 1 else rows[0] and f'{rows[0]}: '}{wrong}")
-    left = sum(len(rows) for rows in list(rows_of.values())[_MOST_BAD:])
-    return [*lines, *([f"  and {left:,} more rows"] if left else [])]
+        span = f"{len(rows):,} rows, {rows[0]} to {rows[-1]}: " if rows[0] else ""
+        lines.append(f"  {span if len(rows) > 1 else rows[0] and f'{rows[0]}: '}{wrong}")
+    hidden = sum(len(rows) for rows in list(rows_of.values())[_MOST_BAD:])
+    return [*lines, *([f"  and {hidden:,} more rows"] if hidden else [])]
 
 
 def show_preview(
@@ -163,8 +163,8 @@ def show_preview(
     _show_lengths(console, preview)
     console.print()
     counts: Counter[str] = Counter()
-    for one in preview.read:
-        counts.update(trained_kinds(one.table))
+    for sample in preview.read:
+        counts.update(trained_kinds(sample.table))
     use = template_use(counts, preview.config.data, preview.template)
     for line in [
         f"template {use}",
@@ -184,7 +184,9 @@ def _show_samples(
 ) -> None:
     """Prints the first documents, taken from all parts in turn, so that each source is seen."""
     coloured = console.color_system is not None
-    places = [(one.table, row) for row in range(samples) for one in preview.read if row < len(one.table)][:samples]
+    places = [(sample.table, row) for row in range(samples) for sample in preview.read if row < len(sample.table)][
+        :samples
+    ]
     if not places:
         return
     trained = Text("trained", style="bold green") if coloured else Text("{}trained{}".format(*_MARKS))
@@ -210,8 +212,8 @@ def _worth_showing(trained: Array) -> Array:
     shown[:_FIRST] = True
     edges = np.diff(np.concatenate([[0], trained != 0, [0]]).astype(np.int8))
     for begin, end in zip(np.flatnonzero(edges == 1), np.flatnonzero(edges == -1), strict=True):
-        shown[max(0, begin - _BESIDE) : min(end, begin + _TRAINED[0])] = True
-        shown[max(begin, end - _TRAINED[1]) : end + _BESIDE] = True
+        shown[max(0, begin - _AROUND) : min(end, begin + _TRAINED[0])] = True
+        shown[max(begin, end - _TRAINED[1]) : end + _AROUND] = True
     return shown
 
 
@@ -230,9 +232,9 @@ def rendered(
     changes = (np.diff(trained) != 0) | (np.diff(shown) != 0)
     for begin, end in pairwise([0, *(np.flatnonzero(changes) + 1).tolist(), len(ids)]):
         if not shown[begin]:
-            what = "trained tokens" if trained[begin] else "tokens"
+            kind = "trained tokens" if trained[begin] else "tokens"
             text.append(
-                f"\n[... {end - begin:,} {what}: --full shows them ...]\n", style="italic" if coloured else None
+                f"\n[... {end - begin:,} {kind}: --full shows them ...]\n", style="italic" if coloured else None
             )
             continue
         piece = _shortened(tokenizer.decode(ids[begin:end].tolist()), marks)
@@ -252,8 +254,8 @@ def _shortened(text: str, marks: Sequence[str]) -> str:
 
 
 def _counted(text: str, mark: str) -> str:
-    several = re.compile(f"(?:{re.escape(mark)}){{4,}}")
-    return several.sub(lambda found: f"{mark}[x {len(found[0]) // len(mark):,}]", text)
+    pattern = re.compile(f"(?:{re.escape(mark)}){{4,}}")
+    return pattern.sub(lambda match: f"{mark}[x {len(match[0]) // len(mark):,}]", text)
 
 
 def _image_lines(images: Images | None, tokenizer: PreTrainedTokenizerBase, places: Sequence[Place]) -> list[str]:
@@ -261,15 +263,15 @@ def _image_lines(images: Images | None, tokenizer: PreTrainedTokenizerBase, plac
     if images is None or not places:
         return []
     lines = []
-    for number, place in enumerate(places, start=1):
-        seen, clip = place.measured, place.measured.clip
-        layout = images.processor().layout((seen.shape,))
+    for number, image in enumerate(places, start=1):
+        measured, clip = image.measured, image.measured.clip
+        layout = images.processor().layout((measured.shape,))
         tokens = len(tokenizer(layout.texts[0], add_special_tokens=False)["input_ids"])
-        what = "image" if clip is None else "video"
+        kind = "image" if clip is None else "video"
         frames = "" if clip is None else f"{clip.taken:,} of {clip.total:,} frames ({clip.sampled_fps:.3g} a second), "
         lines.append(
-            f"{what} {number}: {frames}{seen.width} x {seen.height} pixels, {byte_count(seen.size)}, "
-            f"{tokens:,} tokens, {layout.patches:,} patches{f', {place.paths[0]}' if place.paths else ''}"
+            f"{kind} {number}: {frames}{measured.width} x {measured.height} pixels, {byte_count(measured.size)}, "
+            f"{tokens:,} tokens, {layout.patches:,} patches{f', {image.paths[0]}' if image.paths else ''}"
         )
     return lines
 
@@ -279,24 +281,24 @@ def _image_lines(images: Images | None, tokenizer: PreTrainedTokenizerBase, plac
 
 def _token_lines(preview: Preview) -> list[str]:
     about = "" if preview.exact else "about "
-    tokens = sum(int(one.lengths.sum()) / one.taken for one in preview.read)
-    trained = sum(int(one.table.losses.sum()) / one.taken for one in preview.read)
+    tokens = sum(int(sample.lengths.sum()) / sample.share for sample in preview.read)
+    trained = sum(int(sample.table.losses.sum()) / sample.share for sample in preview.read)
     lines = [f"tokens   {about}{round(tokens):,}, of which {round(trained):,} trained ({trained / tokens:.0%})"]
-    for one in preview.read:
-        if one.source.weight != 1.0:
-            count = Share(round(len(one.lengths) / one.taken), one.source.weight).in_epoch
+    for sample in preview.read:
+        if sample.source.weight != 1.0:
+            count = Share(round(len(sample.lengths) / sample.share), sample.source.weight).in_epoch
             lines.append(
-                f"weight   {one.source.weight:g} of {one.source.name}: an epoch takes {about}{count:,} documents"
+                f"weight   {sample.source.weight:g} of {sample.source.name}: an epoch takes {about}{count:,} documents"
             )
     return [*lines, *_image_totals(preview)]
 
 
 def _image_totals(preview: Preview) -> list[str]:
-    images = sum(int(one.table.images.sum()) / one.taken for one in preview.read)
+    images = sum(int(sample.table.images.sum()) / sample.share for sample in preview.read)
     if not images:
         return []
-    patches = np.concatenate([one.table.patches for one in preview.read])
-    documents = sum(int((one.table.images > 0).sum()) / one.taken for one in preview.read)
+    patches = np.concatenate([sample.table.patches for sample in preview.read])
+    documents = sum(int((sample.table.images > 0).sum()) / sample.share for sample in preview.read)
     about = "" if preview.exact else "about "
     return [
         f"images   {about}{round(images):,} in {round(documents):,} documents, which give the vision tower "
@@ -305,8 +307,8 @@ def _image_totals(preview: Preview) -> list[str]:
 
 
 def _show_lengths(console: Console, preview: Preview) -> None:
-    lengths = np.concatenate([one.lengths for one in preview.read])
-    trained = np.concatenate([one.table.losses[one.table.losses > 0] for one in preview.read])
+    lengths = np.concatenate([sample.lengths for sample in preview.read])
+    trained = np.concatenate([sample.table.losses[sample.table.losses > 0] for sample in preview.read])
     grid = RichTable(box=box.SIMPLE_HEAD, pad_edge=False)
     grid.add_column("tokens of a document")
     for name in ("shortest", "10%", "median", "90%", "99%", "longest", "mean"):
@@ -324,11 +326,11 @@ def histogram(lengths: Array) -> list[str]:
     longest = int(lengths.max())
     step = _round_up(max(1, -(-(longest + 1) // _BARS)))
     counts = np.bincount(lengths // step)
-    width, most = len(f"{len(counts) * step:,}"), int(counts.max())
+    width, largest = len(f"{len(counts) * step:,}"), int(counts.max())
     return [
-        f"{place * step:>{width},} to {(place + 1) * step - 1:>{width},}  {count:>{len(f'{most:,}')},}  "
-        + "\u2588" * max(int(count > 0), round(_WIDTH * count / most))
-        for place, count in enumerate(counts)
+        f"{index * step:>{width},} to {(index + 1) * step - 1:>{width},}  {count:>{len(f'{largest:,}')},}  "
+        + "\u2588" * max(int(count > 0), round(_WIDTH * count / largest))
+        for index, count in enumerate(counts)
     ]
 
 
@@ -347,18 +349,20 @@ def _bad_lines(preview: Preview) -> list[str]:
 
 def _long_lines(preview: Preview) -> list[str]:
     limits = preview.limits
-    long = sum(int((one.lengths > limits.max_length).sum()) for one in preview.read)
-    total = sum(len(one.lengths) for one in preview.read)
+    long = sum(int((sample.lengths > limits.max_length).sum()) for sample in preview.read)
+    total = sum(len(sample.lengths) for sample in preview.read)
     if not long:
         return [f"long     no document is longer than {limits.max_length:,} tokens ({limits.key})"]
-    lost = sum(int((one.lengths - limits.max_length).clip(0).sum()) for one in preview.read)
-    what = {
+    lost = sum(int((sample.lengths - limits.max_length).clip(0).sum()) for sample in preview.read)
+    consequence = {
         "error": "training would refuse them: raise it, or set data.long_documents to truncate or drop",
         "truncate": f"they lose their ends, {lost:,} tokens (data.long_documents)",
         "drop": "they are left out (data.long_documents)",
     }[limits.long]
     share = "" if preview.exact else f" of the sample ({long / total:.2%})"
-    return [f"long     {long:,} documents{share} are longer than {limits.max_length:,} tokens ({limits.key}); {what}"]
+    return [
+        f"long     {long:,} documents{share} are longer than {limits.max_length:,} tokens ({limits.key}); {consequence}"
+    ]
 
 
 def _plan_lines(preview: Preview) -> list[str]:
@@ -380,8 +384,8 @@ def _plan_lines(preview: Preview) -> list[str]:
     ]
 
 
-def _count(least: int, most: int, what: str) -> str:
+def _count(low: int, high: int, noun: str) -> str:
     """`1 rank`, `2 ranks`, `3 to 4 micro-batches`."""
-    numbers = f"{least:,}" if least == most else f"{least:,} to {most:,}"
-    plural = "" if most == 1 else "es" if what.endswith("ch") else "s"
-    return f"{numbers} {what}{plural}"
+    numbers = f"{low:,}" if low == high else f"{low:,} to {high:,}"
+    plural = "" if high == 1 else "es" if noun.endswith("ch") else "s"
+    return f"{numbers} {noun}{plural}"

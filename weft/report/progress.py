@@ -43,24 +43,24 @@ class Progress:
         self,
         total_steps: int,
         show: bool = True,
-        every: int | None = None,
+        interval: int | None = None,
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._total, self._show, self._every, self._clock = total_steps, show, every, clock
+        self._total, self._show, self._interval, self._clock = total_steps, show, interval, clock
         self._console = console or Console()
         self._done = 0
         self._times: deque[float] = deque([clock()], maxlen=_WINDOW + 1)
         self._bar: Bar | None = None
         self._task: TaskID | None = None
-        self._doing = self._unsaid = ""
+        self._doing = self._pending = ""
         self._words: list[str] = []  # of the latest step, the first to stay on a narrow terminal
-        self._said_at: float | None = None  # the last line of a step
-        self._told_at = self._times[-1]  # the last line of any kind
+        self._step_printed_at: float | None = None  # the last line of a step
+        self._printed_at = self._times[-1]  # the last line of any kind
 
     def __enter__(self) -> Progress:
         self._times = deque([self._clock()], maxlen=_WINDOW + 1)
-        self._told_at = self._times[-1]
+        self._printed_at = self._times[-1]
         if self._show and self._console.is_terminal:
             # On a narrow terminal, the bar is dropped first, then the end of the status.
             width = len(f"step {self._total}/{self._total}")
@@ -79,7 +79,7 @@ class Progress:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._say_step()  # the last step has no line yet if the run ends early
+        self._print_step()  # the last step has no line yet if the run ends early
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
@@ -96,31 +96,31 @@ class Progress:
             self._words = [eta, *words]
             self._draw()
             return
-        self._unsaid = "  ".join([f"step {self._done}/{self._total}", *words, eta])
+        self._pending = "  ".join([f"step {self._done}/{self._total}", *words, eta])
         if self._is_due(line):
-            self._say_step()
+            self._print_step()
 
     def doing(self, text: str) -> None:
         """Shows the current activity within a step, in the bar or as a line at intervals. text: "" when it ends."""
         self._doing = text
         if self._bar is not None:
             self._draw()
-        elif self._show and text and self._clock() - self._told_at >= _DOING_SECONDS:
+        elif self._show and text and self._clock() - self._printed_at >= _DOING_SECONDS:
             self.note(text)
 
     def _is_due(self, line: Mapping[str, object]) -> bool:
         if self._done == self._total or line.get("skipped"):
             return True
-        if self._every is not None:
-            return self._said_at is None or self._done % self._every == 0
+        if self._interval is not None:
+            return self._step_printed_at is None or self._done % self._interval == 0
         if "rollout" in line and "reward" not in line:  # only the last optimizer step of a rollout step has rewards
             return False
-        return self._said_at is None or self._times[-1] - self._said_at >= _STEP_SECONDS
+        return self._step_printed_at is None or self._times[-1] - self._step_printed_at >= _STEP_SECONDS
 
-    def _say_step(self) -> None:
-        if self._unsaid:
-            text, self._unsaid = self._unsaid, ""
-            self._said_at = self._times[-1]
+    def _print_step(self) -> None:
+        if self._pending:
+            text, self._pending = self._pending, ""
+            self._step_printed_at = self._times[-1]
             self._print(text)
 
     def _draw(self) -> None:
@@ -138,7 +138,7 @@ class Progress:
     def note(self, text: str) -> None:
         """Prints a line above the bar, or after the line of the latest step."""
         if self._show:
-            self._say_step()
+            self._print_step()
             self._print(text)
 
     def notes(self, texts: Iterable[str]) -> None:
@@ -153,19 +153,19 @@ class Progress:
         return pace * max(0, self._total - self._done)
 
     def _print(self, text: str) -> None:
-        self._told_at = self._clock()
+        self._printed_at = self._clock()
         self._console.print_folded(text)
 
 
 @contextmanager
 def loading(
-    show: bool = True, what: str = "loading", console: Console | None = None
+    show: bool = True, label: str = "loading", console: Console | None = None
 ) -> Iterator[Callable[[int, int], None]]:
     """A progress bar for bytes, on a terminal only. Yields a function to call with (bytes done, total bytes)."""
     console = console or Console()
-    columns = (TextColumn(what), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    columns = (TextColumn(label), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Bar(*columns, console=console, transient=True, disable=not (show and console.is_terminal)) as bar:
-        task = bar.add_task(what, total=None)
+        task = bar.add_task(label, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 

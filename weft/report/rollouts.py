@@ -32,7 +32,7 @@ def _read(run: str, files: Mapping[int, Path], step: int) -> list[Group]:
     """The groups of rollout step `step`. Raises UserError if it is not there."""
     if step not in files:
         raise UserError(f"{run}: rollout step {step} is not there; there are {min(files)} to {max(files)}.")
-    return _whole(files[step])
+    return _read_groups(files[step])
 
 
 def _newest(files: Mapping[int, Path]) -> tuple[int, list[Group]]:
@@ -40,7 +40,7 @@ def _newest(files: Mapping[int, Path]) -> tuple[int, list[Group]]:
     problem = ""
     for step in sorted(files, reverse=True):
         try:
-            groups = _whole(files[step])
+            groups = _read_groups(files[step])
         except UserError as error:
             problem = problem or str(error)
             continue
@@ -50,7 +50,7 @@ def _newest(files: Mapping[int, Path]) -> tuple[int, list[Group]]:
     raise UserError(problem)
 
 
-def _whole(path: Path) -> list[Group]:
+def _read_groups(path: Path) -> list[Group]:
     if groups := read_rollouts(path):
         return groups
     raise UserError(f"{path}: holds no samples: see another step with --step.")
@@ -73,8 +73,8 @@ def chosen(groups: Sequence[Group], order: str) -> list[Group]:
     """The groups in an order: "drawn", or "best" or another for the best or the worst mean reward first."""
     if order == "drawn":
         return list(groups)
-    known = [group for group in groups if any(reward is not None for reward in group.rewards)]
-    return sorted(known, key=_mean, reverse=order == "best")
+    rewarded = [group for group in groups if any(reward is not None for reward in group.rewards)]
+    return sorted(rewarded, key=_mean, reverse=order == "best")
 
 
 def _mean(group: Group) -> float:
@@ -82,16 +82,16 @@ def _mean(group: Group) -> float:
     return sum(rewards) / len(rewards)
 
 
-def described(group: Group, most: int) -> Text:
-    """The text of a prompt and of at most `most` samples, the best first."""
+def described(group: Group, max_samples: int) -> Text:
+    """The text of a prompt and of at most `max_samples` samples, the best first."""
     out = Text(f"\n{group.prompt.source or group.prompt.id}\n", style="dim")
     out.append(_indented(group.prompt.text), style="bold")
     samples = sorted(group.samples, key=lambda s: -1e30 if s.reward is None else s.reward, reverse=True)
-    for sample in samples[:most]:
+    for sample in samples[:max_samples]:
         out.append(f"\n  reward {reward_text(sample)}  {sample.length} tokens, {ending(sample)}\n", style="cyan")
         out.append(_indented(sample.text))
-    if len(samples) > most:
-        out.append(f"\n  and {len(samples) - most} more", style="dim")
+    if len(samples) > max_samples:
+        out.append(f"\n  and {len(samples) - max_samples} more", style="dim")
     return out
 
 

@@ -22,31 +22,36 @@ _NOTES = {
 }
 
 
-def show_simulated(found: Simulated, estimated: Memory, room: int) -> None:
+def show_simulated(simulated: Simulated, estimated: Memory, room: int) -> None:
     """Prints the simulation of one rank. estimated: the memory by formula of the fullest rank of its stage, for
     comparison. room: memory of the accelerator in bytes."""
-    ran = f"{found.micro_batches} of {found.all_micro_batches} micro-batches ran, those with the longest rows"
-    if found.micro_batches == found.all_micro_batches:
-        ran = f"{found.micro_batches} micro-batches ran"
-    say(f"simulate rank {found.rank} took a step with tensors without values: {ran} ({found.seconds:.0f} s)")
-    _show_memory(found, estimated, room)
-    _show_collectives(found)
+    ran = f"{simulated.micro_batches} of {simulated.all_micro_batches} micro-batches ran, those with the longest rows"
+    if simulated.micro_batches == simulated.all_micro_batches:
+        ran = f"{simulated.micro_batches} micro-batches ran"
+    say(f"simulate rank {simulated.rank} took a step with tensors without values: {ran} ({simulated.seconds:.0f} s)")
+    _show_memory(simulated, estimated, room)
+    _show_collectives(simulated)
     say("         Attention has the sizes of flash kernels; experts get equally many tokens.\n")
 
 
-def _show_memory(found: Simulated, estimated: Memory, room: int) -> None:
-    peak, held = found.peak, estimated.held
+def _show_memory(simulated: Simulated, estimated: Memory, room: int) -> None:
+    peak, holdings = simulated.peak, estimated.held
     when = f"{peak.phase} of micro-batch {peak.micro_batch}" if peak.micro_batch else peak.phase
     by_arithmetic = {
-        "weights": held.weights,
-        "gradients": held.gradients,
-        "optimizer": held.optimizer + held.average,
+        "weights": holdings.weights,
+        "gradients": holdings.gradients,
+        "optimizer": holdings.optimizer + holdings.average,
         "activations": estimated.rows + estimated.in_flight,
         "gathered": estimated.gathered,
     }
-    stage = "" if found.stage is None else f", place {found.stage + 1} of mesh.pp"
+    stage = "" if simulated.stage is None else f", place {simulated.stage + 1} of mesh.pp"
     table = new_table(
-        f"memory of rank {found.rank}{stage}, simulated", "what", f">in {when}", ">most at any time", ">estimated", ""
+        f"memory of rank {simulated.rank}{stage}, simulated",
+        "what",
+        f">in {when}",
+        ">most at any time",
+        ">estimated",
+        "",
     )
     for name, size in peak.classes.items():
         estimate = byte_count(by_arithmetic[name]) if name in by_arithmetic else ""
@@ -55,18 +60,16 @@ def _show_memory(found: Simulated, estimated: Memory, room: int) -> None:
     share = f"{peak.total / room:.0%} of {byte_count(room)}"
     table.add_row("at the fullest", byte_count(peak.total), "", byte_count(estimated.fullest), share)
     show(table)
-    beside = round(_CONTEXT + _FRAGMENTS * peak.total)
-    more = (
-        f"with {byte_count(beside)} for contexts of CUDA and NCCL and for fragments: {byte_count(peak.total + beside)}"
-    )
-    say(f"{'warning  it does not fit' if peak.total + beside > room else 'memory  '} {more} of {byte_count(room)}\n")
+    overhead = round(_CONTEXT + _FRAGMENTS * peak.total)
+    total = f"with {byte_count(overhead)} for CUDA and NCCL contexts and fragments: {byte_count(peak.total + overhead)}"
+    say(f"{'warning  it does not fit' if peak.total + overhead > room else 'memory  '} {total} of {byte_count(room)}\n")
 
 
-def _show_collectives(found: Simulated) -> None:
+def _show_collectives(simulated: Simulated) -> None:
     table = new_table(
-        f"collectives of rank {found.rank} in these micro-batches", "part of the mesh", ">ranks", "operation", ">calls",
-        ">bytes",
+        f"collectives of rank {simulated.rank} in these micro-batches", "part of the mesh", ">ranks", "operation",
+        ">calls", ">bytes",
     )  # fmt: skip
-    for kind, total in sorted(found.collectives.totals.items(), key=lambda pair: -pair[1].bytes):
+    for kind, total in sorted(simulated.collectives.totals.items(), key=lambda pair: -pair[1].bytes):
         table.add_row(kind.part, f"{kind.ranks:,}", kind.operation, f"{total.count:,}", byte_count(total.bytes))
     show(table)

@@ -22,26 +22,26 @@ class StepOutcome:
 
 
 def step_line(
-    number: int, epoch: int, taken: StepOutcome, throughput: Throughput, memory_gib: float
+    number: int, epoch: int, outcome: StepOutcome, throughput: Throughput, memory_gib: float
 ) -> dict[str, object]:
     """The line of metrics.jsonl for step `number`. memory_gib: peak memory of the fullest rank."""
-    plan, result, metrics = taken.plan, taken.result, dict(taken.metrics)
+    plan, result, metrics = outcome.plan, outcome.result, dict(outcome.metrics)
     totals, loss = plan.totals, metrics.pop("loss")
     line: dict[str, object] = {
         "step": number,
         "epoch": epoch,
         "loss": None if result.skipped else loss,
         "grad_norm": None if result.skipped else result.grad_norm,
-        "lr": None if result.skipped else taken.lr,
+        "lr": None if result.skipped else outcome.lr,
         "documents": totals.documents,
         "tokens": totals.tokens,
         "loss_tokens": totals.loss_tokens,
         "micro_batches": plan.micro_batches,
         "fill": plan.fill,
         "utilisation": plan.utilisation,
-        "seconds": taken.seconds,
-        "tokens_per_second": totals.tokens / taken.seconds,
-        "mfu": throughput.mfu(plan, taken.seconds),
+        "seconds": outcome.seconds,
+        "tokens_per_second": totals.tokens / outcome.seconds,
+        "mfu": throughput.mfu(plan, outcome.seconds),
         "memory_gib": memory_gib,
     }
     if result.loss_scale is not None:

@@ -21,7 +21,7 @@ from weft.terminal import Console, byte_count, count, folded_width
 
 _SHOWN_GROUPS = 4
 _UNLIMITED = 10_000
-# Width without a terminal, in columns: what fits a log viewer and a pager.
+# Width without a terminal, in columns: it fits a log viewer and a pager.
 _PAGE = 120
 
 
@@ -39,7 +39,7 @@ class AxisRow:
 class DtypeRow:
     """A row of the dtype table: what has which dtype."""
 
-    what: str
+    use: str
     dtype: str
     note: str = ""
 
@@ -107,8 +107,8 @@ def mesh_table(axes: Iterable[AxisRow]) -> Table:
     table = new_table("mesh", "axis", ">size", "ranks", "meaning")
     for axis in axes:
         shown = " | ".join(ranges(group) for group in axis.groups[:_SHOWN_GROUPS])
-        more = len(axis.groups) - _SHOWN_GROUPS
-        table.add_row(axis.name, str(axis.size), f"{shown} | {more} more" if more > 0 else shown, axis.meaning)
+        hidden = len(axis.groups) - _SHOWN_GROUPS
+        table.add_row(axis.name, str(axis.size), f"{shown} | {hidden} more" if hidden > 0 else shown, axis.meaning)
     return table
 
 
@@ -116,7 +116,7 @@ def dtype_table(rows: Iterable[DtypeRow]) -> Table:
     """The dtypes, one row each."""
     table = new_table("dtypes", "what", "dtype", "note")
     for row in rows:
-        table.add_row(row.what, row.dtype, row.note)
+        table.add_row(row.use, row.dtype, row.note)
     return table
 
 
@@ -125,11 +125,11 @@ def unit_table(units: Sequence[UnitRow], tp: int = 1) -> Table:
     mixed = ["sharding"] if any(unit.sharding for unit in units) else []
     title = "FSDP units" + (f", the part of one of {tp} ranks of tp" if tp > 1 else "")
     table = new_table(title, ">units", "name", ">parameters each", ">bytes each", *mixed)
-    alike: dict[tuple[str, int, int, str], list[str]] = {}
+    names_by_unit: dict[tuple[str, int, int, str], list[str]] = {}
     for unit in units:
         key = (re.sub(r"\d+", "*", unit.name), unit.parameters, unit.bytes, unit.sharding)
-        alike.setdefault(key, []).append(unit.name)
-    for (pattern, parameters, size, sharding), names in alike.items():
+        names_by_unit.setdefault(key, []).append(unit.name)
+    for (pattern, parameters, size, sharding), names in names_by_unit.items():
         name = names[0] if len(names) == 1 else pattern
         table.add_row(str(len(names)), name, count(parameters), byte_count(size), *([sharding] if mixed else []))
     table.add_section()

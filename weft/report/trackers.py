@@ -158,13 +158,15 @@ class MLflow(Tracker):
         uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{run.folder.parent.absolute() / 'mlflow.db'}"
         self.client = MlflowClient(tracking_uri=uri)
         experiment = self.client.get_experiment_by_name(run.project)
-        where = experiment.experiment_id if experiment else self.client.create_experiment(run.project)
-        known = self.client.search_runs([where], filter_string=f"tags.`weft.id` = '{run.id}'", max_results=1)
-        if known:
-            self.id = known[0].info.run_id
+        experiment_id = experiment.experiment_id if experiment else self.client.create_experiment(run.project)
+        earlier_runs = self.client.search_runs(
+            [experiment_id], filter_string=f"tags.`weft.id` = '{run.id}'", max_results=1
+        )
+        if earlier_runs:
+            self.id = earlier_runs[0].info.run_id
             self.client.update_run(self.id, status="RUNNING")
         else:
-            self.id = self.client.create_run(where, run_name=run.name, tags={"weft.id": run.id}).info.run_id
+            self.id = self.client.create_run(experiment_id, run_name=run.name, tags={"weft.id": run.id}).info.run_id
             params = [Param(name, str(value)[:6000]) for name, value in _flat(config).items()]
             for start in range(0, len(params), 100):
                 self.client.log_batch(self.id, params=params[start : start + 100])
@@ -218,12 +220,12 @@ class Trackers:
         for name in dict.fromkeys(track.to):
             tracker = TRACKERS[name]()
             try:
-                where = tracker.start(config, run)
+                address = tracker.start(config, run)
             except Exception as error:  # the run goes on, whatever a tracker raises
                 self.notes.append(_lost(name, error))
             else:
                 self._running[name] = tracker
-                self.notes.append(f"track    {name}: {where}")
+                self.notes.append(f"track    {name}: {address}")
         if self._running:
             self._thread = threading.Thread(target=self._work, name="trackers", daemon=True)
             self._thread.start()
@@ -247,10 +249,10 @@ class Trackers:
 
     def _work(self) -> None:
         while (line := self._lines.get()) is not None:
-            self._each(methodcaller("log", _step_of(line), numbers(line)))
-        self._each(methodcaller("finish", self._failed))
+            self._call_all(methodcaller("log", _step_of(line), numbers(line)))
+        self._call_all(methodcaller("finish", self._failed))
 
-    def _each(self, call: Callable[[Tracker], None]) -> None:
+    def _call_all(self, call: Callable[[Tracker], None]) -> None:
         for name, tracker in list(self._running.items()):
             try:
                 call(tracker)
@@ -281,10 +283,10 @@ def _identity(folder: Path) -> str:
     path = folder / IDENTITY
     with suppress(OSError, ValueError, KeyError, TypeError):
         return str(json.loads(path.read_text(encoding="utf-8"))["id"])
-    made = uuid.uuid4().hex[:12]
+    identifier = uuid.uuid4().hex[:12]
     with suppress(OSError):  # the id is then lost, and a resumed run is a new one for trackers
-        path.write_text(json.dumps({"id": made}) + "\n", encoding="utf-8")
-    return made
+        path.write_text(json.dumps({"id": identifier}) + "\n", encoding="utf-8")
+    return identifier
 
 
 def _lost(name: str, error: Exception) -> str:

@@ -26,24 +26,30 @@ def vision_lines(engine: Engine, elements: Mapping[str, int], pixels: Mapping[st
 def _part(engine: Engine, preset: str, elements: Mapping[str, int]) -> str:
     """Describes a part of the model by its name in model.freeze: its size, and how much of it is trained."""
     patterns = resolved(engine.module, [preset])
-    own = {n: p for n, p in engine.module.named_parameters() if any(matches(pattern, n) for pattern in patterns)}
-    every, trained = sum(elements[n] for n in own), sum(elements[n] for n, p in own.items() if p.requires_grad)
-    state = {0: "frozen", every: "trained"}.get(trained, f"{count(trained)} of it trained")
-    return f"{preset} {count(every)} {state}"
+    parameters = {n: p for n, p in engine.module.named_parameters() if any(matches(pattern, n) for pattern in patterns)}
+    elements_of_part, trained = (
+        sum(elements[n] for n in parameters),
+        sum(elements[n] for n, p in parameters.items() if p.requires_grad),
+    )
+    state = {0: "frozen", elements_of_part: "trained"}.get(trained, f"{count(trained)} of it trained")
+    return f"{preset} {count(elements_of_part)} {state}"
 
 
 def _image(engine: Engine, pixels: Mapping[str, int]) -> str:
     """Describes how much of a row a document with images takes, and the largest image if the config limits its size."""
-    vision, most = engine.built.vision, engine.config.step.max_tokens_per_device
+    vision, row_tokens = engine.built.vision, engine.config.step.max_tokens_per_device
     ranks = engine.image_room.ranks
-    whole = f"a document with images is not cut, and has to fit a row of {most:,} tokens"
+    limit = f"a document with images is not cut, and has to fit a row of {row_tokens:,} tokens"
     if ranks > 1:
-        whole = f"a document with images has to fit {ranks} rows of {most:,} tokens, over which it is cut (mesh.cp)"
+        limit = (
+            f"a document with images has to fit {ranks} rows of {row_tokens:,} tokens, over which it is cut (mesh.cp)"
+        )
     if vision is None or "max" not in pixels or "image_grid_thw" not in vision.smallest:
-        return whole
+        return limit
     merge = int(vision.smallest["image_grid_thw"][0, 1])
     tokens = pixels["max"] // (vision.patch * merge) ** 2
-    beside = math.ceil(engine.built.flops.tower_memory * tokens * merge**2)
+    patch_tokens = math.ceil(engine.built.flops.tower_memory * tokens * merge**2)
     return (
-        f"an image takes up to {tokens + beside:,} tokens of a row: {tokens:,}, and {beside:,} for its patches; {whole}"
+        f"an image takes up to {tokens + patch_tokens:,} tokens of a row: {tokens:,}, and {patch_tokens:,} for its "
+        f"patches; {limit}"
     )

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from weft.cluster.ray_actors import ActorGroup, together
+from weft.cluster.ray_actors import ActorGroup, gather_calls
 from weft.errors import ActorError
 from weft.rollout.base import Completion, EnginePart, Request, Synced
 from weft.rollout.sync.protocol import GONE, Delivery, SyncError, Ticket
@@ -86,7 +86,7 @@ class BatchPool:
         try:
             while self._asked.keys() & asked.keys():
                 async with self._turns[number]:
-                    finished, drawn = await self.actors.one(number, self.method, requests, self.turn)
+                    finished, drawn = await self.actors.call_one(number, self.method, requests, self.turn)
                 self.drawn += drawn
                 requests = {}
                 self._answer(finished)
@@ -132,11 +132,11 @@ class EmbeddedPool(BatchPool):
 
     async def sleep(self) -> None:
         """Free the engines' memory."""
-        await self.actors.all("sleep_engine")
+        await self.actors.call_all("sleep_engine")
 
     async def sync(self, version: int) -> Synced:
         """Copy the trainers' current weights to the engines."""
-        synced: Synced = (await self.actors.all("sync", version))[0]
+        synced: Synced = (await self.actors.call_all("sync", version))[0]
         return synced
 
 
@@ -160,10 +160,10 @@ class StandalonePool(BatchPool):
         await self.pause()
         try:
             taking = [
-                decline_on_error(self.actors.one(number, "receive", ticket, version, self._keep), ticket)
+                decline_on_error(self.actors.call_one(number, "receive", ticket, version, self._keep), ticket)
                 for number, ticket in enumerate(self._tickets)
             ]
-            sent, *_ = await together([self._trainers.all("send", version), *taking])
+            sent, *_ = await gather_calls([self._trainers.call_all("send", version), *taking])
         except ActorError as error:
             raise self.actors.blamed(error) from error
         finally:
@@ -189,13 +189,13 @@ class StandalonePool(BatchPool):
             future.cancel()
         self._waiting = []
         await self.pause()
-        for finished in await self.actors.all("end"):
+        for finished in await self.actors.call_all("end"):
             self._answer(finished)
         await self.resume()
 
     async def sleep(self) -> None:
         """Free the engines' memory; they must be idle."""
-        await self.actors.all("sleep")
+        await self.actors.call_all("sleep")
 
 
 async def decline_on_error(taking: Awaitable[Any], ticket: Ticket) -> Any:

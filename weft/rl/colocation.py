@@ -70,7 +70,7 @@ class PhaseSwitch:
         self._version, self._asleep = None, True
         if self._parts:
             with self._phases("wake"):
-                await self._trainers.all("wake")
+                await self._trainers.call_all("wake")
 
     @asynccontextmanager
     async def trainers_awake(self, *, back: bool) -> AsyncIterator[None]:
@@ -90,7 +90,7 @@ class PhaseSwitch:
     async def _rest(self, sends: bool = False) -> None:
         if self._parts:
             with self._phases("sleep"):
-                await self._trainers.all("sleep", self._parts, sends)
+                await self._trainers.call_all("sleep", self._parts, sends)
 
     async def _wake_engine(self, part: EnginePart) -> None:
         if self._asleep:

@@ -15,7 +15,7 @@ from types import FrameType
 
 from weft.cluster.failures import describe_remaining_files, last_whole_checkpoint
 from weft.cluster.ray_actors import ActorGroup
-from weft.cluster.status import STATUS, kind_of
+from weft.cluster.status import STATUS, failure_kind
 from weft.cluster.watchdog import periodically
 from weft.errors import ActorError, StorageError
 from weft.terminal import say
@@ -40,7 +40,7 @@ def report_failures(folder: Path, groups: Mapping[str, ActorGroup], again: str) 
             error.add_note(describe_remaining_files(str(folder)).strip() + f"\nGo on with: {again}")
         raise
     except OSError as error:
-        if kind_of(error, str(folder)) != "storage":
+        if failure_kind(error, str(folder)) != "storage":
             raise
         raise StorageError(_said(error, folder, again)) from error
 

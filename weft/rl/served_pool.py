@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from weft.cluster.ray_actors import ActorGroup, together
+from weft.cluster.ray_actors import ActorGroup, gather_calls
 from weft.config.rl_schema import RlConfig
 from weft.config.server_checks import SERVERS
 from weft.engine.sleep import Part
@@ -40,7 +40,7 @@ class ServedPool:
         load = len(request.seeds) * (len(request.tokens) + request.sampling.max_new_tokens)
         self._loads[place] += load
         try:
-            completions: list[Completion] = await self.actors.one(place, "ask", "generate", request)
+            completions: list[Completion] = await self.actors.call_one(place, "ask", "generate", request)
             self.drawn += sum(len(completion.tokens) for completion in completions)
             return completions
         finally:
@@ -51,44 +51,44 @@ class ServedPool:
         synced: Synced
         if self._tickets:
             taking = [
-                decline_on_error(self.actors.one(n, "ask", "receive", own, version), own)
+                decline_on_error(self.actors.call_one(n, "ask", "receive", own, version), own)
                 for n, own in enumerate(self._tickets)
             ]
             try:
-                sent, *_ = await together([self._trainers.all("send", version), *taking])
+                sent, *_ = await gather_calls([self._trainers.call_all("send", version), *taking])
             except ActorError as error:
                 raise self.actors.blamed(error) from error
             synced = sent[0]
             return synced
         folder = self._folder / f"version-{version}"
-        synced = (await self._trainers.all("export", str(folder), version))[0]
-        await self.actors.all("reload", folder, version)
+        synced = (await self._trainers.call_all("export", str(folder), version))[0]
+        await self.actors.call_all("reload", folder, version)
         shutil.rmtree(folder)
         return synced
 
     async def pause(self) -> None:
         """Pause all requests."""
-        await self.actors.all("ask", "pause")
+        await self.actors.call_all("ask", "pause")
 
     async def resume(self) -> None:
         """Continue all requests."""
-        await self.actors.all("ask", "resume")
+        await self.actors.call_all("ask", "resume")
 
     async def abort(self) -> None:
         """End all requests."""
-        await self.actors.all("ask", "abort")
+        await self.actors.call_all("ask", "abort")
 
     async def sleep(self) -> None:
         """Free the engines' memory."""
-        await self.actors.all("ask", "sleep")
+        await self.actors.call_all("ask", "sleep")
 
     async def wake(self, part: EnginePart) -> None:
         """Allocate memory again; see RolloutEngine.wake."""
-        await self.actors.all("ask", "wake", part)
+        await self.actors.call_all("ask", "wake", part)
 
     async def close(self) -> None:
         """End all engines; errors of engines that have already ended are ignored."""
-        ending = [self.actors.one(number, "close") for number in range(len(self.actors))]
+        ending = [self.actors.call_one(number, "close") for number in range(len(self.actors))]
         await asyncio.gather(*ending, return_exceptions=True)
 
 
@@ -102,7 +102,7 @@ def check_engines(config: RlConfig) -> None:
 async def check_hosts(config: RlConfig, standalone: ActorGroup | None) -> None:
     """Like check_engines(), on the hosts where Ray has placed the engines, before anything is loaded."""
     if standalone is not None and config.rollout.engine in SERVERS:
-        await standalone.all("check", Path(config.model.path).expanduser().is_dir())
+        await standalone.call_all("check", Path(config.model.path).expanduser().is_dir())
 
 
 async def devices_of_trainers(config: RlConfig, trainers: ActorGroup) -> list[tuple[str | None, list[str]]]:
@@ -110,7 +110,7 @@ async def devices_of_trainers(config: RlConfig, trainers: ActorGroup) -> list[tu
     ranks whose devices it shares; UserError if these ranks are on several hosts. Otherwise (None, []): Ray chooses."""
     if config.cluster.placement != "colocated":
         return [(None, [])] * config.rollout.count
-    tp, found = config.rollout.tp, await trainers.all("devices")
+    tp, found = config.rollout.tp, await trainers.call_all("devices")
     devices: list[tuple[str | None, list[str]]] = []
     for number in range(config.rollout.count):
         own = found[number * tp : (number + 1) * tp]
@@ -141,24 +141,24 @@ async def open_engines(
         return EmbeddedPool(trainers)
     assert standalone is not None
     if config.rollout.engine == "hf":
-        hosts = {f"hf-{number}": host for number, host in enumerate(await standalone.all("host"))}
-        seen = dict(zip(hosts, await standalone.all("devices"), strict=True))
-        torches = dict(zip(hosts, await standalone.all("torch_version"), strict=True))
-        tickets = (await trainers.all("open_sync", hosts, 1, seen, torches))[0]
+        hosts = {f"hf-{number}": host for number, host in enumerate(await standalone.call_all("host"))}
+        seen = dict(zip(hosts, await standalone.call_all("devices"), strict=True))
+        torches = dict(zip(hosts, await standalone.call_all("torch_version"), strict=True))
+        tickets = (await trainers.call_all("open_sync", hosts, 1, seen, torches))[0]
         return StandalonePool(standalone, trainers, tickets, keep=config.rollout.unfinished == "continue")
     takes = config.rollout.engine == "vllm"
-    hosts = dict(zip(server_names(config), await standalone.all("host"), strict=True)) if takes else {}
+    hosts = dict(zip(server_names(config), await standalone.call_all("host"), strict=True)) if takes else {}
     devices = await devices_of_trainers(config, trainers)
     seen = dict(zip(hosts, (uuids for _, uuids in devices), strict=False))  # hosts: empty for SGLang
-    torches = dict(zip(hosts, await standalone.all("torch_version"), strict=True)) if takes else {}
-    tickets = (await trainers.all("open_sync", hosts, config.rollout.tp, seen, torches))[0]
+    torches = dict(zip(hosts, await standalone.call_all("torch_version"), strict=True)) if takes else {}
+    tickets = (await trainers.call_all("open_sync", hosts, config.rollout.tp, seen, torches))[0]
     run = run.absolute()
     pool = ServedPool(standalone, trainers, tickets, run / "engines")
     try:
         if parts:
-            await trainers.all("sleep", list(parts))
-        starting = [standalone.one(n, "start", str(run), compute, own) for n, (own, _) in enumerate(devices)]
-        await together(starting)
+            await trainers.call_all("sleep", list(parts))
+        starting = [standalone.call_one(n, "start", str(run), compute, own) for n, (own, _) in enumerate(devices)]
+        await gather_calls(starting)
     except BaseException:
         await pool.close()
         raise

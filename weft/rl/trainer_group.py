@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from weft.cluster.ray_actors import ActorGroup, together
+from weft.cluster.ray_actors import ActorGroup, gather_calls
 from weft.config.rl_schema import RlConfig
 from weft.engine.media import ImageRoom
 from weft.errors import first_line
@@ -28,27 +28,27 @@ class TrainerGroup:
 
     async def describe(self) -> ModelOpening:
         """The opening about the models. The first call waits until all ranks have built their engines."""
-        (opening, *_), *others = await together([group.all("describe") for group in self._all])
+        (opening, *_), *others = await gather_calls([group.call_all("describe") for group in self._all])
         described: ModelOpening = opening
         return described.followed_by(line for first, *_ in others for line in first)
 
     async def check_images(self, samples: Sequence[tuple[str, int, int]]) -> None:
         """Trainer.check_images on all ranks."""
         if samples:
-            await together([group.all("check_images", samples) for group in self._all])
+            await gather_calls([group.call_all("check_images", samples) for group in self._all])
 
     async def image_room(self) -> ImageRoom:
         """The smallest image room of all models that read samples."""
-        return ImageRoom.least(await together([group.one(0, "image_room") for group in self._all]))
+        return ImageRoom.least(await gather_calls([group.call_one(0, "image_room") for group in self._all]))
 
     async def open_run(
         self, folder: str, token: str, constants: Mapping[str, Any], last: int, texts: Mapping[str, str]
     ) -> list[str]:
         """Call open_run on all ranks; returns the messages of the policy's first rank."""
-        notes, *_ = await together(
+        notes, *_ = await gather_calls(
             [
-                self._trainers.all("open_run", folder, token, constants, last, texts),
-                *(group.all("open_run", folder, constants, last) for group in self._reference_critic.values()),
+                self._trainers.call_all("open_run", folder, token, constants, last, texts),
+                *(group.call_all("open_run", folder, constants, last) for group in self._reference_critic.values()),
             ]
         )
         first: list[str] = notes[0]
@@ -59,9 +59,9 @@ class TrainerGroup:
         once."""
         asked = {role: self._reference_critic.get(role, self._trainers) for role in roles}
         batch = SampleBatch(samples)
-        parts = await together(
+        parts = await gather_calls(
             [
-                group.all("read_all", tuple(role for role, own in asked.items() if own is group), batch)
+                group.call_all("read_all", tuple(role for role, own in asked.items() if own is group), batch)
                 for group in dict.fromkeys(asked.values())
             ]
         )
@@ -71,10 +71,10 @@ class TrainerGroup:
         """One optimizer step over these samples (Trainer.update); returns its line of metrics.jsonl. Sets `old` on
         samples without it."""
         batch, share = SampleBatch(samples), lr / self.config.optimizer.lr
-        updated, *critics = await together(
+        updated, *critics = await gather_calls(
             [
-                self._trainers.all("update", batch, number, steps, epoch, lr),
-                *(group.all("update", batch, number, steps, share) for group in self._critics),
+                self._trainers.call_all("update", batch, number, steps, epoch, lr),
+                *(group.call_all("update", batch, number, steps, share) for group in self._critics),
             ]
         )
         for part in updated:
@@ -89,12 +89,14 @@ class TrainerGroup:
         """Start saving the state after this optimizer step; returns messages about earlier saves."""
         earlier = (await self.finish())[1] if self._critics else []  # both checkpoints of that step are complete then
         self._is_saving = True
-        news = await together([group.all("save", step, progress) for group in self._savers])
+        news = await gather_calls([group.call_all("save", step, progress) for group in self._savers])
         return [*earlier, *(text for of_group in news for text in of_group[0])]
 
     async def finish(self) -> tuple[str, list[str]]:
         """Wait for the last save; returns its folder and messages."""
-        (saved, news), *others = [found[0] for found in await together([group.all("finish") for group in self._savers])]
+        (saved, news), *others = [
+            found[0] for found in await gather_calls([group.call_all("finish") for group in self._savers])
+        ]
         self._is_saving = False
         return saved, [*news, *(text for own in others for text in own)]
 
@@ -113,7 +115,7 @@ class TrainerGroup:
 
     async def close(self) -> None:
         """All ranks leave their process groups."""
-        await together([group.all("close") for group in self._all])
+        await gather_calls([group.call_all("close") for group in self._all])
 
     @property
     def _all(self) -> list[ActorGroup]:

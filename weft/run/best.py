@@ -14,13 +14,13 @@ from weft.config.schema import EvalConfig
 class BestEvaluation:
     """The lowest value of eval.metric so far.
 
-    of: digest of the evaluation data. value, step: of the best evaluation; step is 0 if there is none. mark: the value
+    digest: of the evaluation data. value, step: of the best evaluation; step is 0 if there is none. mark: the value
     that patience compares with; it is replaced by a value lower by more than min_delta, so that small improvements add
     up. waited: evaluations since the mark was set. exact: eval/exact of the last evaluation.
     """
 
     config: EvalConfig
-    of: str = ""
+    digest: str = ""
     value: float | None = None
     step: int = 0
     mark: float | None = None
@@ -52,12 +52,12 @@ class BestEvaluation:
         exhausted = self.config.patience is not None and self.waited >= self.config.patience
         return "eval.patience" if exhausted else None
 
-    def state(self, kept: bool) -> dict[str, Any]:
-        """The state for a checkpoint, as `restore` takes it. kept: whether the best checkpoint is saved."""
+    def state(self, saved: bool) -> dict[str, Any]:
+        """The state for a checkpoint, as `restore` takes it. saved: whether the best checkpoint is saved."""
         return {
-            "kept": kept,
+            "kept": saved,
             "metric": self.config.metric,
-            "of": self.of,
+            "of": self.digest,
             "value": self.value,
             "step": self.step,
             "mark": self.mark,
@@ -70,7 +70,7 @@ class BestEvaluation:
         the user."""
         if not state:
             return []
-        if (state["metric"], state["of"]) != (self.config.metric, self.of):
+        if (state["metric"], state["of"]) != (self.config.metric, self.digest):
             return ["eval     other held-out documents, or another eval.metric, than before: its best is forgotten"]
         self.value, self.step, self.mark, self.waited = (state[name] for name in ("value", "step", "mark", "waited"))
         self.exact = state["exact"]

@@ -36,12 +36,12 @@ AnyConfig = SftConfig | RlConfig
 def open_folder(config: AnyConfig, ranks: Ranks, *, resume: bool = False) -> Iterator[Path]:
     """Creates or re-enters RUN and locks it on the first rank. Yields the path, which all ranks agree on, after a check
     that they share the folder. Raises UserError on every rank. Collective."""
-    held: RunLock | None = None
+    run_lock: RunLock | None = None
     answer: list[str | None] = [None, None, None]
     if ranks.is_first:
         try:
-            held = _hold(config, resume)
-            answer = [str(held.folder), held.token, None]
+            run_lock = _hold(config, resume)
+            answer = [str(run_lock.folder), run_lock.token, None]
         except UserError as error:
             answer[2] = str(error)
     dist.broadcast_object_list(answer, src=0, group=ranks.group)
@@ -54,8 +54,8 @@ def open_folder(config: AnyConfig, ranks: Ranks, *, resume: bool = False) -> Ite
             write_config(config, folder)
         yield folder
     finally:
-        if held is not None:
-            held.release()
+        if run_lock is not None:
+            run_lock.release()
 
 
 @dataclass(frozen=True)
@@ -76,13 +76,13 @@ class RunLock:
 def lock_folder(config: AnyConfig, *, resume: bool = False) -> Iterator[RunLock]:
     """Creates or re-enters RUN and locks it in a process that is not a rank, such as the controller of `weft rl`; the
     ranks call `check_shared`."""
-    held = _hold(config, resume)
+    run_lock = _hold(config, resume)
     try:
         if not resume:
-            write_config(config, held.folder)
-        yield held
+            write_config(config, run_lock.folder)
+        yield run_lock
     finally:
-        held.release()
+        run_lock.release()
 
 
 def _hold(config: AnyConfig, resume: bool) -> RunLock:
@@ -126,15 +126,15 @@ def cut_lines(path: Path, after: int) -> int:
     """
     if not path.exists():
         return 0
-    kept: list[str] = []
+    remaining: list[str] = []
     dropped: list[str] = []
     for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-        (kept if after and _step_of(line) <= after else dropped).append(line)
+        (remaining if after and _step_of(line) <= after else dropped).append(line)
     if dropped:
         with dropped_of(path).open("a", encoding="utf-8") as stream:
             stream.writelines(line.rstrip("\n") + "\n" for line in dropped)
         partial = path.with_name(path.name + ".partial")
-        partial.write_text("".join(kept), encoding="utf-8")
+        partial.write_text("".join(remaining), encoding="utf-8")
         os.replace(partial, path)
     return len(dropped)
 
@@ -169,7 +169,7 @@ def make_folder(run: RunConfig, model: str, command: str = "sft") -> Path:
 
 
 # The files of an earlier run that run.overwrite removes. Other files stay.
-_LEFT = (
+_RUN_FILES = (
     "config.yaml", "opening.txt", "metrics.jsonl", "metrics.dropped.jsonl", "samples.jsonl", "samples.dropped.jsonl",
     "summary.json", "bad_rows.jsonl", "report.html", "checkpoints", "rollouts", "evaluations", "flight", "profile",
     "tensorboard", "engines", "reference", "critic", "track.json", "starts.jsonl", "system.jsonl",
@@ -178,13 +178,13 @@ _LEFT = (
 
 def _holds_a_run(folder: Path) -> bool:
     """Whether a folder has results of a run; a run that failed before its first step left none."""
-    found = (folder / name for name in ("metrics.jsonl", "checkpoints", "rollouts"))
-    return any((path.is_file() and path.stat().st_size) or (path.is_dir() and any(path.iterdir())) for path in found)
+    results = (folder / name for name in ("metrics.jsonl", "checkpoints", "rollouts"))
+    return any((path.is_file() and path.stat().st_size) or (path.is_dir() and any(path.iterdir())) for path in results)
 
 
 def _clear(folder: Path) -> None:
     if _holds_a_run(folder):
-        for path in (folder / name for name in _LEFT):
+        for path in (folder / name for name in _RUN_FILES):
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
             else:

@@ -16,7 +16,7 @@ from weft.files import read_object
 _ADAPTER = "adapter_config.json"
 # Of a run's config: what says how rows become documents, prompts and rewards, and how they are computed with.
 _OTHER_DATA = ("path", "sources", "split", "subset", "columns", "shuffle", "chat_template", "workers", "cache")
-_KEPT: dict[str, tuple[str, ...]] = {
+_COPIED: dict[str, tuple[str, ...]] = {
     "step": ("max_tokens_per_device",),
     "fsdp": ("param_dtype",),
     "train": ("seed", "objective"),
@@ -37,16 +37,16 @@ def measured_config(path: str, words: Sequence[str], step: int | None = None) ->
     overrides = [word for word in words if word not in data]
     named = {word.partition("=")[0] for word in overrides}
     if len(data) != 1 and not (not data and named & {"data.path", "data.sources"}):
-        what = "name the data" if not data else f"{data[1]} is a second file: name one, or a pattern in quotes"
-        raise UserError(f"weft eval: {what}, as in weft eval {path} held_out.jsonl [section.key=value ...].")
+        problem = "name the data" if not data else f"{data[1]} is a second file: name one, or a pattern in quotes"
+        raise UserError(f"weft eval: {problem}, as in weft eval {path} held_out.jsonl [section.key=value ...].")
     run, checkpoint = _weights(Path(path), step)
     written = plain_sections(read_config_file(str(run / "config.yaml"))) if run is not None else {}
     rewards = "rl" in written or any(name.startswith("rl.") for name in named)
     base = _of_run(written, rewards)
     base["model"] = {"path": path if checkpoint is None else str(checkpoint)}
     if checkpoint is not None and (checkpoint / _ADAPTER).is_file():
-        said = read_object(checkpoint / _ADAPTER, "the config of an adapter").get("base_model_name_or_path")
-        model = written.get("model", {}).get("path") or said
+        base_model = read_object(checkpoint / _ADAPTER, "the config of an adapter").get("base_model_name_or_path")
+        model = written.get("model", {}).get("path") or base_model
         if not isinstance(model, str):
             raise UserError(f"{checkpoint}: its adapter_config.json names no base model: set model.path=BASE.")
         base["model"], base["lora"] = {"path": model}, {"path": str(checkpoint)}
@@ -58,8 +58,8 @@ def measured_config(path: str, words: Sequence[str], step: int | None = None) ->
         return load_config([], overrides, SftConfig, base=base)
     base.setdefault("rl", {})
     base["rl"] |= {"prompts": 1, "updates": 1}
-    where = next((str(parse_override(word).value) for word in overrides if word.startswith("data.path=")), None)
-    base["eval"] = {**base.get("eval", {}), "path": where or base["data"].get("path")}
+    data_path = next((str(parse_override(word).value) for word in overrides if word.startswith("data.path=")), None)
+    base["eval"] = {**base.get("eval", {}), "path": data_path or base["data"].get("path")}
     return load_config([], overrides, RlConfig, base=base)
 
 
@@ -85,11 +85,11 @@ def _of_run(written: Mapping[str, Mapping[str, Any]], rewards: bool) -> dict[str
     data = {key: value for key, value in written.get("data", {}).items() if key not in _OTHER_DATA}
     if written.get("data", {}).get("sources") is None and "columns" in written.get("data", {}):
         data["columns"] = written["data"]["columns"]
-    kept: dict[str, dict[str, Any]] = {"data": data}
-    for section, leaves in _KEPT.items():
+    sections: dict[str, dict[str, Any]] = {"data": data}
+    for section, leaves in _COPIED.items():
         if section in ("rl", "rollout", "eval") and not rewards:
             continue
         values = {leaf: written.get(section, {})[leaf] for leaf in leaves if leaf in written.get(section, {})}
         if values:
-            kept[section] = values
-    return kept
+            sections[section] = values
+    return sections

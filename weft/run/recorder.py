@@ -34,16 +34,16 @@ from weft.terminal import say
 class BadSteps:
     """Counts consecutive non-finite steps. most: train.max_nonfinite."""
 
-    most: int
+    limit: int
     in_a_row: int = 0
 
     def count(self, line: Mapping[str, object], advice: str) -> None:
         """Counts one step by its line of metrics.jsonl. Ignores steps that were skipped because the loss scale was too
-        large, or because nothing was trained. Raises FloatingPointError at `most` consecutive non-finite steps."""
+        large, or because nothing was trained. Raises FloatingPointError at `limit` consecutive non-finite steps."""
         if line.get("overflow") or line.get("empty"):
             return
         self.in_a_row = self.in_a_row + 1 if line.get("skipped") else 0
-        if self.in_a_row >= self.most:
+        if self.in_a_row >= self.limit:
             raise FloatingPointError(
                 f"{self.in_a_row} steps in a row were not finite (train.max_nonfinite). Last: {line.get('reason')}. "
                 f"{advice}"
@@ -105,18 +105,18 @@ class RunRecorder:
     def record(
         self,
         step: Step,
-        taken: StepOutcome,
+        outcome: StepOutcome,
         memory_gib: float,
         evaluation: Mapping[str, float | None],
     ) -> dict[str, object]:
         """Returns the line of a step, which the first rank writes. memory_gib: peak memory of the fullest rank.
         evaluation: of the weights after the step, if there was one. Raises UserError if there is no metric `loss`."""
-        if "loss" not in taken.metrics:  # only a user's own objective can omit it
+        if "loss" not in outcome.metrics:  # only a user's own objective can omit it
             raise UserError(
                 f"train.objective: {self.config.train.objective} gives no metric `loss`: add it to the metrics of its "
                 "Terms, as (sum, weight)."
             )
-        line = step_line(step.number, step.epoch, taken, self.throughput, memory_gib)
+        line = step_line(step.number, step.epoch, outcome, self.throughput, memory_gib)
         line |= evaluation
         if self.times is not None:
             line |= self.times.take()

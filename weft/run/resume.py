@@ -185,9 +185,9 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any], schema: type) -> 
             yield name, (old, new)
 
 
-def refused_changes(changed: Mapping[str, tuple[str, str]], more: Sequence[str] = ()) -> list[str]:
-    """Messages about the changed keys that must not change. more: keys and sections that may, besides MAY_CHANGE."""
-    may = (*MAY_CHANGE, *_SCHEDULED, *more)
+def refused_changes(changed: Mapping[str, tuple[str, str]], also_allowed: Sequence[str] = ()) -> list[str]:
+    """Messages about the changed keys that must not change. also_allowed: keys and sections besides MAY_CHANGE."""
+    may = (*MAY_CHANGE, *_SCHEDULED, *also_allowed)
     return [
         f"{key}: {before} -> {now}: it changes what is trained, and how"
         for key, (before, now) in changed.items()
@@ -222,12 +222,13 @@ def advice_after_last_step(
     "" without a checkpoint."""
     if start.state is None:
         return ""
-    more = f"train.steps={2 * steps}" if config.train.steps else f"train.epochs={2 * (config.train.epochs or 1)}"
+    override = f"train.steps={2 * steps}" if config.train.steps else f"train.epochs={2 * (config.train.epochs or 1)}"
     if not rates_changed(start.state.content, config, 2 * steps, start.updates):
-        return f"More steps: weft {command} --resume {folder} {more}"
+        return f"More steps: weft {command} --resume {folder} {override}"
     return (
         f"Its learning rates (schedule.name={config.schedule.name}) were planned for {steps} steps. To train on from "
-        f"its weights, as a new run with a schedule of its own: {from_weights(start.state.checkpoint, command)} {more}"
+        "its weights, as a new run with a schedule of its own: "
+        f"{from_weights(start.state.checkpoint, command)} {override}"
     )
 
 
@@ -240,6 +241,6 @@ def _contents_changed(state: TrainerState, config: SftConfig, data: DataReport) 
             "the place in the data would mean nothing"
         )
     if state.content["model"]["sha256"] != model_fingerprint(config):
-        what = "config.json or the weights" if config.lora.on else "config.json"
-        problems.append(f"model.path: {what} of {config.model.path} differ from before")
+        changed = "config.json or the weights" if config.lora.on else "config.json"
+        problems.append(f"model.path: {changed} of {config.model.path} differ from before")
     return problems

@@ -92,8 +92,8 @@ class FlightRecord:
             return words
         text = f"in step {self.step} of {self.steps}, {words}"
         if self.documents and self.phase in _ABOUT_DOCUMENTS:
-            more = f" and {self.count - len(self.documents)} more" if self.count > len(self.documents) else ""
-            text += f", documents {', '.join(self.documents)}{more}"
+            hidden = f" and {self.count - len(self.documents)} more" if self.count > len(self.documents) else ""
+            text += f", documents {', '.join(self.documents)}{hidden}"
         return text
 
 
@@ -106,7 +106,7 @@ class FlightRecorder:
     def _reset(self) -> None:
         self._file: int | None = None
         self._path: Path | None = None
-        self._own = False  # whether the file is in RUN, because no launcher reads it
+        self._is_in_run = False  # whether the file is in RUN, because no launcher reads it
         self._fixed: dict[str, Any] = {"rank": 0, "world": 1, "pid": os.getpid(), "run": ""}
         self._step: dict[str, Any] = {"step": 0, "steps": 0, "plan": ""}
         self._about = '"documents":[],"count":0'
@@ -147,19 +147,19 @@ class FlightRecorder:
         self._fixed["run"] = str(run)
         if self._file is None:
             path = run / FOLDER / live_name(self._fixed["rank"])
-            left = read(path)
-            if left is not None:
-                save(left, {"where": left.activity(), "message": "the process ended without a word"})
+            earlier = read(path)
+            if earlier is not None:
+                save(earlier, {"where": earlier.activity(), "message": "the process ended without a word"})
             self.open(path)
-            self._own = True
+            self._is_in_run = True
         self._head = ""
         self._write()
 
-    def step(self, number: int, of: int, documents: Sequence[str] = (), count: int | None = None) -> None:
+    def step(self, number: int, steps: int, documents: Sequence[str] = (), count: int | None = None) -> None:
         """Begin a step. documents: sources of its documents, at least the first few. count: number of all its
         documents, if `documents` has only some."""
         self._first_step = self._first_step or number
-        self._step, self._head = {"step": number, "steps": of, "plan": ""}, ""
+        self._step, self._head = {"step": number, "steps": steps, "plan": ""}, ""
         self.enter("plan", documents=documents, count=count)
 
     def planned(self, digest: str) -> None:
@@ -216,7 +216,7 @@ class FlightRecorder:
         """Close the file and forget everything. remove: delete the file, if it is in RUN."""
         if self._file is not None:
             os.close(self._file)
-        if remove and self._own and self._path is not None:
+        if remove and self._is_in_run and self._path is not None:
             with suppress(OSError):
                 self._path.unlink()
                 self._path.parent.rmdir()  # by the last rank to leave
@@ -255,7 +255,7 @@ def kept_name(rank: int) -> str:
 
 def read(path: Path) -> FlightRecord | None:
     """The newest whole record in a file of a rank or of `save`; None if there is none."""
-    found = []
+    records = []
     with suppress(OSError, ValueError):
         content = path.read_bytes()
         if content.startswith(b"{"):
@@ -263,8 +263,8 @@ def read(path: Path) -> FlightRecord | None:
         for start in (0, _LINE):
             check, _, text = content[start : start + _LINE].rstrip(b" \n\0").partition(b" ")
             if text and check == b"%08x" % zlib.crc32(text):
-                found.append(FlightRecord(**json.loads(text)))
-    return max(found, key=lambda record: (record.changes, record.since), default=None)
+                records.append(FlightRecord(**json.loads(text)))
+    return max(records, key=lambda record: (record.changes, record.since), default=None)
 
 
 def read_all(folder: Path) -> dict[int, FlightRecord]:
@@ -273,8 +273,8 @@ def read_all(folder: Path) -> dict[int, FlightRecord]:
     return {record.rank: record for record in records if record is not None}
 
 
-def save(record: FlightRecord, more: Mapping[str, Any]) -> bool:
-    """Write a rank's record, and `more` about its end, into RUN/flight, for people to read. Returns False if that
+def save(record: FlightRecord, details: Mapping[str, Any]) -> bool:
+    """Write a rank's record, and `details` about its end, into RUN/flight, for people to read. Returns False if that
     fails."""
     if not record.run:
         return False
@@ -283,7 +283,7 @@ def save(record: FlightRecord, more: Mapping[str, Any]) -> bool:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         noted = {**asdict(record), "trail": [" ".join(map(str, entry)) for entry in record.trail]}  # a line for each
-        draft.write_text(json.dumps({"record": noted, **more}, indent=1) + "\n", encoding="utf-8")
+        draft.write_text(json.dumps({"record": noted, **details}, indent=1) + "\n", encoding="utf-8")
         draft.replace(path)
     except OSError:
         with suppress(OSError):
@@ -295,15 +295,15 @@ def save(record: FlightRecord, more: Mapping[str, Any]) -> bool:
 def furthest_behind(records: Mapping[int, FlightRecord]) -> list[int]:
     """The ranks that have made the least progress; empty where all are equal."""
     progress = {rank: (record.step, record.changes) for rank, record in records.items()}
-    behind = [rank for rank, reached in progress.items() if reached == min(progress.values())]
-    return behind if len(behind) < len(records) else []
+    slowest = [rank for rank, position in progress.items() if position == min(progress.values())]
+    return slowest if len(slowest) < len(records) else []
 
 
 def last_collectives(count: int = 16) -> list[dict[str, Any]]:
     """The last collectives of gloo and NCCL, oldest first, from torch's own flight recorder; empty without a process
     group or a recorder."""
     c10d = getattr(getattr(sys.modules.get("torch"), "_C", None), "_distributed_c10d", None)
-    found: list[dict[str, Any]] = []
+    collectives: list[dict[str, Any]] = []
     for name in _GROUPS:
         dump = getattr(c10d, name, None)
         if dump is None:
@@ -314,8 +314,8 @@ def last_collectives(count: int = 16) -> list[dict[str, Any]]:
             continue
         for entry in entries[-count:]:
             group = entry.get("process_group") or [""]
-            found.append({"group": group[-1], **{key: entry[key] for key in _KEYS if key in entry}})
-    return found
+            collectives.append({"group": group[-1], **{key: entry[key] for key in _KEYS if key in entry}})
+    return collectives
 
 
 # The record of this process: global, because what a process is doing is a fact of the process, as its pid is.

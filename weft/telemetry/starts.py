@@ -49,8 +49,8 @@ def note_end(folder: Path, error: BaseException | None) -> None:
 def command() -> str:
     """The command line of this process, for a shell: `weft sft ...`, or that of a program that calls weft."""
     program, words = sys.argv[0], sys.argv[1:]
-    ours = Path(program).name == "weft" or Path(program).parts[-2:] == ("weft", "__main__.py")
-    return shlex.join(["weft", *words] if ours else ["python", program, *words])
+    is_weft = Path(program).name == "weft" or Path(program).parts[-2:] == ("weft", "__main__.py")
+    return shlex.join(["weft", *words] if is_weft else ["python", program, *words])
 
 
 def commit_of(folder: Path) -> str:

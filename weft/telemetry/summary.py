@@ -17,7 +17,7 @@ from weft.terminal import display_name
 from weft.version import __version__
 from weft.versions import TESTED, installed_version
 
-_KEPT = 10
+_NUM_VALUES = 10
 
 
 class Phases:
@@ -28,8 +28,8 @@ class Phases:
 
     def add(self, seconds: Mapping[str, float]) -> None:
         """Add the seconds of another process."""
-        for name, more in seconds.items():
-            self.seconds[name] = self.seconds.get(name, 0.0) + more
+        for name, added in seconds.items():
+            self.seconds[name] = self.seconds.get(name, 0.0) + added
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -54,9 +54,9 @@ class RunSummary:
     loss_tokens: int = 0
     peak_memory_gib: float = 0.0
     first_losses: list[float] = field(default_factory=list)
-    last_losses: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    last_losses: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_VALUES))
     first_rewards: list[float] = field(default_factory=list)
-    last_rewards: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    last_rewards: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_VALUES))
     first_evaluation: dict[str, Any] | None = None
     last_evaluation: dict[str, Any] | None = None
 
@@ -68,11 +68,11 @@ class RunSummary:
         self.tokens += int(_number(line.get("tokens")))
         self.loss_tokens += int(_number(line.get("loss_tokens")))
         self.peak_memory_gib = max(self.peak_memory_gib, _number(line.get("memory_gib")))
-        kept = {"loss": (self.first_losses, self.last_losses), "reward": (self.first_rewards, self.last_rewards)}
-        for name, (first, last) in kept.items():
+        series = {"loss": (self.first_losses, self.last_losses), "reward": (self.first_rewards, self.last_rewards)}
+        for name, (first, last) in series.items():
             value = line.get(name)
             if isinstance(value, int | float):
-                first += [float(value)] * (len(first) < _KEPT)
+                first += [float(value)] * (len(first) < _NUM_VALUES)
                 last.append(float(value))
         self.add_evaluation(line)
 
@@ -85,14 +85,14 @@ class RunSummary:
 
     def counts(self) -> dict[str, Any]:
         """The accumulated state, for JSON; `restore` restores it."""
-        left_out = ("model", "data")
-        found = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in left_out}
-        return {name: list(value) if isinstance(value, deque) else value for name, value in found.items()}
+        excluded = ("model", "data")
+        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in excluded}
+        return {name: list(value) if isinstance(value, deque) else value for name, value in values.items()}
 
     def restore(self, counts: Mapping[str, Any]) -> None:
         """Restore the `counts` of another process."""
         for name, value in counts.items():
-            setattr(self, name, deque(value, maxlen=_KEPT) if isinstance(getattr(self, name), deque) else value)
+            setattr(self, name, deque(value, maxlen=_NUM_VALUES) if isinstance(getattr(self, name), deque) else value)
 
     def write(
         self,

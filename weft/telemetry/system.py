@@ -58,9 +58,9 @@ class Gpus:
     Numbers in CUDA_VISIBLE_DEVICES count in the order of the bus here, as with CUDA_DEVICE_ORDER=PCI_BUS_ID; CUDA's own
     order differs where the GPUs of a machine are of different models."""
 
-    def __init__(self, library: Any, most: int | None = None) -> None:
+    def __init__(self, library: Any, limit: int | None = None) -> None:
         self._library = library
-        self._handles = [] if library is None or most == 0 else self._visible()[:most]
+        self._handles = [] if library is None or limit == 0 else self._visible()[:limit]
 
     def __len__(self) -> int:
         return len(self._handles)
@@ -93,13 +93,17 @@ class Gpus:
         count = ctypes.c_uint()
         if not self._read("nvmlDeviceGetCount_v2", ctypes.byref(count)):
             return []
-        every = [self._by_index(index) for index in range(count.value)]
+        handles_by_index = [self._by_index(index) for index in range(count.value)]
         named = os.environ.get("CUDA_VISIBLE_DEVICES")
         if named is None:
-            return [handle for handle in every if handle is not None]
+            return [handle for handle in handles_by_index if handle is not None]
         handles: list[ctypes.c_void_p] = []
         for word in (part.strip() for part in named.split(",")):
-            handle = every[int(word)] if word.isdecimal() and int(word) < len(every) else self._by_uuid(word, every)
+            handle = (
+                handles_by_index[int(word)]
+                if word.isdecimal() and int(word) < len(handles_by_index)
+                else self._by_uuid(word, handles_by_index)
+            )
             if handle is None:
                 break  # CUDA ignores what follows a device that is not there
             handles.append(handle)
@@ -109,15 +113,15 @@ class Gpus:
         handle = ctypes.c_void_p()
         return handle if self._read("nvmlDeviceGetHandleByIndex_v2", index, ctypes.byref(handle)) else None
 
-    def _by_uuid(self, word: str, every: list[ctypes.c_void_p | None]) -> ctypes.c_void_p | None:
+    def _by_uuid(self, word: str, handles: list[ctypes.c_void_p | None]) -> ctypes.c_void_p | None:
         """The GPU whose UUID begins with this word, or the MIG instance with this UUID."""
         if word.startswith("GPU-"):
             return next(
-                (handle for handle in every if handle is not None and self._uuid(handle).startswith(word)), None
+                (handle for handle in handles if handle is not None and self._uuid(handle).startswith(word)), None
             )
         handle = ctypes.c_void_p()
-        found = self._read("nvmlDeviceGetHandleByUUID", word.encode(), ctypes.byref(handle))
-        return handle if word.startswith("MIG-") and found else None
+        ok = self._read("nvmlDeviceGetHandleByUUID", word.encode(), ctypes.byref(handle))
+        return handle if word.startswith("MIG-") and ok else None
 
     def _uuid(self, handle: ctypes.c_void_p) -> str:
         text = ctypes.create_string_buffer(_UUID_BYTES)
@@ -144,7 +148,7 @@ class SystemMonitor:
         self, path: Path, seconds: float, gpus: int | None, step: int, send: Callable[[Mapping[str, object]], None]
     ) -> None:
         self.step = step
-        self._path, self._seconds, self._most, self._send = path, seconds, gpus, send
+        self._path, self._seconds, self._limit, self._send = path, seconds, gpus, send
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._work, name="system", daemon=True)
 
@@ -161,7 +165,7 @@ class SystemMonitor:
     def _work(self) -> None:
         try:
             host_sample()  # psutil's first share of busy cores has no beginning
-            gpus = Gpus(nvml() if self._most != 0 else None, self._most)
+            gpus = Gpus(nvml() if self._limit != 0 else None, self._limit)
             ends = self._stop.wait(min(1.0, self._seconds))
             while True:
                 values = {**host_sample(), **gpus.sample()}

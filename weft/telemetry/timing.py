@@ -44,7 +44,7 @@ class StepTimes:
     def open(self) -> StepTimes:
         """Begin to listen, until `close`. Returns itself."""
         global _open
-        flight.recorder.listeners.append(self._at)
+        flight.recorder.listeners.append(self._on_phase)
         _open = self
         return self
 
@@ -53,8 +53,8 @@ class StepTimes:
         global _open
         if _open is self:
             _open = None
-        if self._at in flight.recorder.listeners:
-            flight.recorder.listeners.remove(self._at)
+        if self._on_phase in flight.recorder.listeners:
+            flight.recorder.listeners.remove(self._on_phase)
 
     def take(self) -> dict[str, float | None]:
         """The `time/...` metrics of the finished step, in seconds; empty if there was none."""
@@ -68,14 +68,14 @@ class StepTimes:
         for phase, waited in waits:
             seconds[PHASES[phase]] -= waited
             seconds["communication"] += waited
-        told: dict[str, float | None] = {f"time/{name}": value for name, value in seconds.items()}
-        return told if self._tells else told | {"time/communication": None}
+        metrics: dict[str, float | None] = {f"time/{name}": value for name, value in seconds.items()}
+        return metrics if self._tells else metrics | {"time/communication": None}
 
     def waited(self, since: float) -> None:
         if self._marks and self._marks[-1][0] in PHASES and not self._cuda:
             self._waits.append((self._marks[-1][0], time.perf_counter() - since))
 
-    def _at(self, phase: str, micro_batch: int) -> None:
+    def _on_phase(self, phase: str, micro_batch: int) -> None:
         if phase == FIRST:
             self._marks, self._waits = [], []
         elif not self._marks or self._marks[-1][0] not in PHASES:
