@@ -350,7 +350,7 @@ def test_a_state_that_does_not_fit_is_refused(tmp_path: Path) -> None:
 def test_by_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_alone(saved_model("llama"), tmp_path / "saved")
     for words, text in (
-        (["run", "--optimizer"], "--optimizer goes with --format dcp"),
+        (["run", "--optimizer"], "--optimizer needs --format dcp"),
         (["run", "--model", "m", "--format", "dcp"], "leave --check, --ema and --format out"),
         ([str(tmp_path / "saved")], "is another trainer's checkpoint: name with --model"),
     ):

@@ -87,7 +87,7 @@ def test_a_dry_run_assumes_the_machine_that_an_example_is_for(
     assert cli.main([*words, "--assume", "h1"]) == 2
     assert "--assume h1: weft knows t4-16gb, " in capsys.readouterr().err
     assert cli.main([*words[:-1], "--assume", "h100-80gb"]) == 2
-    assert "--assume goes with --dry-run" in capsys.readouterr().err
+    assert "--assume needs --dry-run" in capsys.readouterr().err
     if not torch.cuda.is_available():
         assert cli.main([*words, "--device", "cuda"]) == 2
         assert "a dry run takes --assume h100-80gb" in capsys.readouterr().err

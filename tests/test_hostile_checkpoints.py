@@ -334,7 +334,7 @@ def test_export_check(checkpoints: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert "rank-00000.safetensors is missing" in capsys.readouterr().err
     for more in (["--ema"], ["--dtype", "bf16"], ["--output", "x"]):
         assert cli.main(["export", "--check", str(folder), *more]) == 2
-        assert "--check writes nothing: leave --dtype, --output and --ema out" in capsys.readouterr().err
+        assert "--check writes nothing: remove --dtype, --output and --ema" in capsys.readouterr().err
 
 
 def test_check_looks_at_engines_that_were_trained_beside_it(checkpoints: Path) -> None:

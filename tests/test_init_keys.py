@@ -56,7 +56,7 @@ def test_the_first_config_of_sft_runs_as_it_is(tmp_path: Path) -> None:
     done = weft(here, "sft", "sft.yaml", "--dry-run")
     assert done.returncode == 0 and "documents: 16" in done.stdout, done.stderr
     again = weft(here, "init", "--output", "sft.yaml")
-    assert again.returncode == 2 and "is there already" in again.stderr
+    assert again.returncode == 2 and "exists already" in again.stderr
 
 
 def test_the_first_config_of_rl_runs_as_it_is(tmp_path: Path) -> None:
@@ -71,8 +71,8 @@ def test_the_first_config_of_rl_runs_as_it_is(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["init", "dpo"], "weft init dpo: it writes a config for `weft sft` or for `weft rl`"),
-        (["init", "sft", "rl"], "rl is no key to set"),
+        (["init", "dpo"], "weft init dpo: weft init writes configs for `weft sft` and `weft rl`"),
+        (["init", "sft", "rl"], "rl is not an override"),
         (["init", "learning_rate=1"], "optimizer.lr"),
         (["init", "train.epochs=x"], "train.epochs must be an integer"),
         (["keys", "zzz"], "no key has zzz in its name or meaning"),

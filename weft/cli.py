@@ -178,7 +178,7 @@ def _check_dry_run(arguments: argparse.Namespace) -> None:
     """Raise UserError if an option of dry runs is given without --dry-run."""
     for option, given in (("--parameters", arguments.parameters), ("--assume", arguments.assume)):
         if given and not arguments.dry_run:
-            raise UserError(f"{option} goes with --dry-run, which trains nothing: add it.")
+            raise UserError(f"{option} needs --dry-run: add it.")
     if accelerator(arguments.assume) is not None:
         arguments.device = "cpu"  # this machine's accelerators are not used
 
@@ -186,7 +186,7 @@ def _check_dry_run(arguments: argparse.Namespace) -> None:
 def _restarts(arguments: argparse.Namespace) -> int:
     """The number of restarts that this process makes: 0 in its ranks, which get the option, too."""
     if arguments.restarts and joined() and launchers_folder() is None:
-        raise UserError("--restarts is for ranks that weft starts: under torchrun use its --max-restarts.")
+        raise UserError("--restarts only restarts ranks that weft started: under torchrun use its --max-restarts.")
     return 0 if joined() else int(arguments.restarts)
 
 
@@ -206,7 +206,7 @@ def _flags(arguments: argparse.Namespace) -> list[str]:
 def _verify(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
     config = _load(arguments, RlConfig) if _names_rl(arguments) else _load(arguments, SftConfig)
     if arguments.rollouts is not None and not isinstance(config, RlConfig):
-        raise UserError("--rollouts is for configs of weft rl: this one has no section rl.")
+        raise UserError("--rollouts needs a weft rl config, and this config has no section rl.")
     if arguments.layers is not None and arguments.layers < 1:
         raise UserError(f"--layers is {arguments.layers}; it must be 1 or more.")
     if not joined() and arguments.nproc is None:
@@ -244,11 +244,11 @@ def _plan(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
 def _export(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
     _alone("export")
     if arguments.check and (arguments.dtype or arguments.output or arguments.ema):
-        raise UserError("--check writes nothing: leave --dtype, --output and --ema out.")
+        raise UserError("--check writes nothing: remove --dtype, --output and --ema.")
     if arguments.optimizer and arguments.format != "dcp":
-        raise UserError("--optimizer goes with --format dcp: a HuggingFace directory has no place for it.")
+        raise UserError("--optimizer needs --format dcp: a HuggingFace directory has no optimizer state.")
     if arguments.model and (arguments.check or arguments.ema or arguments.format == "dcp"):
-        raise UserError("--model is for what another trainer saved: leave --check, --ema and --format out.")
+        raise UserError("--model is for checkpoints of other trainers: remove --check, --ema and --format.")
     path = local_path("weft export", arguments.path, output=bool(arguments.output or arguments.check))
     options = _options(ExportOptions, arguments, path=path, dtype=arguments.dtype or "bf16")
 
@@ -279,7 +279,7 @@ def _data(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
     _alone("data")
     files_and_keys = arguments.config
     if files_and_keys[:1] != ["preview"]:
-        raise UserError("weft data: say what to do with it: weft data preview [CONFIG ...] [section.key=value ...]")
+        raise UserError("weft data needs a subcommand: weft data preview [CONFIG ...] [section.key=value ...]")
     arguments.config = files_and_keys[1:]
     config = _load(arguments, SftConfig)
     sizes = resolve_mesh(config.mesh, arguments.nproc or fewest_ranks(config.mesh))
@@ -386,9 +386,9 @@ def _init(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
     if overrides and "=" not in overrides[0]:
         command = overrides.pop(0)
     if command not in SCHEMAS:
-        raise UserError(f"weft init {command}: it writes a config for `weft sft` or for `weft rl`: weft init sft")
+        raise UserError(f"weft init {command}: weft init writes configs for `weft sft` and `weft rl`: weft init sft")
     if stray := [word for word in overrides if "=" not in word]:
-        raise UserError(f"weft init: {stray[0]} is no key to set: write section.key=value.")
+        raise UserError(f"weft init: {stray[0]} is not an override: write section.key=value.")
     text = starter(command, chosen_keys(overrides, SCHEMAS[command]))
 
     def body() -> None:
@@ -400,9 +400,9 @@ def _init(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
             with file.open("x", encoding="utf-8") as stream:
                 stream.write(text)
         except FileExistsError as error:
-            raise UserError(f"--output {file}: is there already: remove it, or name another file.") from error
+            raise UserError(f"--output {file} exists already: remove it, or name another file.") from error
         except OSError as error:
-            raise UserError(f"--output {file}: cannot be written: {error.strerror}.") from error
+            raise UserError(f"cannot write --output {file}: {error.strerror}.") from error
         say(f"wrote {file}", f"next  weft {command} {shlex.quote(str(file))} --dry-run")
 
     return Job(body, 1, words)
@@ -416,7 +416,7 @@ def _keys(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
 def _engine(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
     _alone("engine")
     if arguments.what != ["install", "vllm"]:
-        raise UserError("weft engine: say what to do: weft engine install vllm [--python DIR]")
+        raise UserError("weft engine needs a subcommand: weft engine install vllm [--python DIR]")
 
     def body() -> None:
         from weft.rollout.vllm import interpreter
@@ -424,7 +424,7 @@ def _engine(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
         folder = Path(arguments.python).expanduser() if arguments.python else interpreter.home()
         device: Literal["cpu", "cuda"] = "cuda" if accelerator_count(arguments.device) else "cpu"
         made = interpreter.install(folder, device, shlex.split(arguments.torch))
-        name = "" if arguments.python is None else f"; say {override('rollout.python', str(folder))}"
+        name = "" if arguments.python is None else f"; set {override('rollout.python', str(folder))}"
         say(f"vLLM {made.version} for {device} is in {folder}{name}")
 
     return Job(body, 1, words)
@@ -438,7 +438,9 @@ def _options(kind: type[Options], arguments: argparse.Namespace, **others: objec
 
 def _alone(command: str) -> None:
     if joined():
-        raise UserError(f"weft {command} is one process: start it without torchrun, srun or mpirun, or as one task.")
+        raise UserError(
+            f"weft {command} runs in one process: start it without torchrun, srun or mpirun, or as one task."
+        )
 
 
 def _load(arguments: argparse.Namespace, schema: type[Schema], run: Literal["new"] | None = None) -> Schema:
@@ -478,10 +480,10 @@ def _load_resumed(arguments: argparse.Namespace, schema: type[Schema]) -> Schema
     files = [word for word in arguments.config if not _is_override(word)]
     if files:
         raise UserError(
-            f"--resume {run} reads {run}/config.yaml: leave out {files[0]}, and set keys as section.key=value."
+            f"--resume {run} reads {run}/config.yaml: remove {files[0]}, and set keys as section.key=value."
         )
     if any(word.startswith("run.dir=") for word in arguments.config):
-        raise UserError(f"--resume {run} goes on in that folder: leave out run.dir.")
+        raise UserError(f"--resume {run} continues in that folder: remove run.dir.")
     overrides = [*arguments.config, f"run.dir={json.dumps(run)}"]
     if not is_url(run):
         return _localised(
@@ -509,8 +511,8 @@ def _world(arguments: argparse.Namespace, config: AnyConfig) -> int:
         world = int(os.environ["WORLD_SIZE"])
         if arguments.nproc not in (None, world):
             raise UserError(
-                f"--nproc {arguments.nproc}, but the environment says WORLD_SIZE={world}: under torchrun leave --nproc "
-                "out; else unset RANK and WORLD_SIZE."
+                f"--nproc {arguments.nproc}, but WORLD_SIZE={world} in the environment: under torchrun remove --nproc; "
+                "otherwise unset RANK and WORLD_SIZE."
             )
     else:
         world = _ranks_wanted(arguments, config) or accelerator_count(arguments.device) or 1
@@ -586,5 +588,5 @@ def _unknown_command(name: str) -> str:
     if close:
         return f"weft {name}: no such command; did you mean weft {close[0]}?"
     if "=" in name or Path(name).suffix in (".yaml", ".yml"):
-        return f"weft {name}: say what to do first, as in `weft sft {name}`; the commands are {known}."
+        return f"weft {name}: a command is missing, as in `weft sft {name}`; the commands are {known}."
     return f"weft {name}: no such command; the commands are {known}."

@@ -13,61 +13,64 @@ from weft.config.unknown import Unknown, foreign_config
 from weft.errors import UserError
 
 SUMMARIES = {
-    "sft": "Supervised fine-tuning.",
-    "rl": "Reinforcement learning from rewards.",
-    "chat": "Talk to a run's last checkpoint, or to any model.",
-    "rollouts": "What was sampled in a run of weft rl, and how it was rewarded.",
-    "eval": "Loss and accuracy of a model on held-out data, or pass@k by rewards.",
-    "report": "One HTML page about a run, or several compared.",
-    "data": "Look at the data before training: weft data preview.",
-    "export": "Write a checkpoint's weights in another dtype.",
+    "sft": "Fine-tune a model on documents or conversations.",
+    "rl": "Train a model on rewards, by reinforcement learning.",
+    "chat": "Talk to the last checkpoint of a run, or to any model.",
+    "rollouts": "Show the samples of a weft rl run, with their rewards.",
+    "eval": "Measure loss and accuracy on held-out data, or pass@k with rewards.",
+    "report": "Write an HTML page about a run, or one that compares several.",
+    "data": "Show the training data as the model sees it: weft data preview.",
+    "export": "Write the weights of a checkpoint in another dtype or format.",
     "push": "Upload a checkpoint to the HuggingFace hub, with a model card.",
-    "merge": "Write a base model with an adapter merged into it.",
-    "plan": "Memory and time of a run on a mesh of any size, without an accelerator.",
-    "verify": "Show that the configured mesh computes what one plain process does.",
-    "init": "A first config, with comments.",
-    "keys": "Keys of the config, by name, meaning, or another trainer's name.",
-    "engine": "Environments of rollout engines: weft engine install vllm.",
-    "migrate": "A config of another trainer as a draft of weft's.",
+    "merge": "Merge an adapter into its base model.",
+    "plan": "Estimate memory and time of a run on any mesh, without a GPU.",
+    "verify": "Compare the configured mesh with one plain process.",
+    "init": "Write a commented config to start from.",
+    "keys": "Search the config keys by name, meaning, or another trainer's name.",
+    "engine": "Install a rollout engine: weft engine install vllm.",
+    "migrate": "Convert another trainer's config to a draft for weft.",
 }
 
 
-_ADAPTERS = "adapters are keys of a config: weft sft ... lora.rank=16"
+_ADAPTERS = "adapters are keys of the config: weft sft ... lora.rank=16"
 _ELSEWHERE = (
-    ("train finetune fine-tune fine_tune tune fit run", "`weft sft` fine-tunes, and `weft rl` learns from rewards"),
-    ("pretrain pt cpt", "`weft sft` does it with rows of `text`; model.init=random begins without weights"),
+    ("train finetune fine-tune fine_tune tune fit run", "`weft sft` fine-tunes, and `weft rl` trains on rewards"),
+    ("pretrain pt cpt", "use `weft sft` with rows of `text`; model.init=random starts from random weights"),
     (
         "dpo orpo kto ipo simpo cpo",
-        "preference tuning is not in this version. `weft sft` with "
+        "preference tuning is not supported yet. `weft sft` with "
         "'data.columns={instruction: prompt, output: chosen}' trains the chosen answers alone",
     ),
     (
         "reward rm reward-model reward_model reward_modeling",
-        "reward models are not trained in this version. Rewards are functions: docs/how-to/write-a-reward.md",
+        "reward models cannot be trained yet. Rewards are functions: docs/how-to/write-a-reward.md",
     ),
     *(
         (name, f"it is an algorithm of `weft rl`: weft rl ... rl.algorithm={name}")
         for name in ("grpo", "dr_grpo", "dapo", "rloo", "gspo", "cispo", "ppo")
     ),
-    ("reinforce rlhf rlvr online", "`weft rl` learns from rewards (rl.algorithm: docs/reference/algorithms.md)"),
+    ("reinforce rlhf rlvr online", "`weft rl` trains on rewards (rl.algorithm: docs/reference/algorithms.md)"),
     ("lora peft adapter dora", _ADAPTERS),
-    ("qlora", f"quantised bases are not in this version; {_ADAPTERS}"),
+    ("qlora", f"quantised bases are not supported yet; {_ADAPTERS}"),
     (
         "serve server deploy api",
-        "a checkpoint is a HuggingFace directory, which `vllm serve` takes (docs/how-to/serve-with-vllm.md); "
+        "`vllm serve` loads a checkpoint, which is a HuggingFace directory (docs/how-to/serve-with-vllm.md); "
         "`weft chat` talks to it",
     ),
     (
         "gguf ollama llama.cpp llama-cpp llama_cpp quantize quantise",
-        "llama.cpp's convert_hf_to_gguf.py takes RUN/checkpoints/latest as it is (docs/how-to/serve-with-vllm.md)",
+        "llama.cpp's convert_hf_to_gguf.py converts RUN/checkpoints/latest (docs/how-to/serve-with-vllm.md)",
     ),
-    ("vllm-serve vllm", "`weft rl` starts its engines: rollout.engine=vllm, after weft engine install vllm"),
+    ("vllm-serve vllm", "`weft rl` starts its engines: run weft engine install vllm, then set rollout.engine=vllm"),
     (
         "generate infer inference predict ask sample",
         "`weft chat RUN|MODEL` answers each line of standard input, and `weft eval RUN|MODEL DATA` measures answers",
     ),
     ("evaluate test validate benchmark lm_eval lm-eval score", "`weft eval RUN|MODEL DATA` measures a model"),
-    ("merge_adapter merge-adapter merge_lora merge-lora fuse", "`weft merge RUN|ADAPTER` writes one model of both"),
+    (
+        "merge_adapter merge-adapter merge_lora merge-lora fuse",
+        "`weft merge RUN|ADAPTER` merges an adapter into its base model",
+    ),
     (
         "convert save to_hf consolidate merge-weights merge_fsdp_weights",
         "a checkpoint is a HuggingFace directory already; `weft export` writes another dtype, or DCP",
@@ -78,12 +81,12 @@ _ELSEWHERE = (
         "weft starts its own ranks: weft sft ... --nproc N; on several machines torchrun ... -m weft sft ...",
     ),
     ("config new create template example", "`weft init` writes a config with comments, `weft keys WORD` finds keys"),
-    ("preprocess prepare tokenize tokenise inspect preview", "`weft data preview` shows what would be trained"),
+    ("preprocess prepare tokenize tokenise inspect preview", "`weft data preview` shows the trained text"),
     ("estimate memory estimate-memory", "`weft plan` gives memory and time, `weft sft ... --dry-run` the sharding"),
-    ("resume continue", "it is an option: weft sft --resume RUN, or weft rl --resume RUN"),
+    ("resume continue", "use the option: weft sft --resume RUN, or weft rl --resume RUN"),
     ("version env info", "weft --version prints the version"),
     ("logs plot dashboard tensorboard wandb", "`weft report RUN` draws curves; 'track.to=[wandb]' sends them"),
-    ("bench", "it is not in this version; docs/benchmarks says how each measurement is made"),
+    ("bench", "docs/benchmarks has the command of each measurement"),
 )
 # What users of other tools try as a command -> what to do here.
 ELSEWHERE = {word: answer for words, answer in _ELSEWHERE for word in words.split()}
@@ -165,13 +168,16 @@ def _config_parser(name: str) -> argparse.ArgumentParser:
     """The parser of a command that reads a config and starts ranks."""
     parser = _Parser(name)
     parser.add_argument(
-        "config", nargs="*", metavar="CONFIG | section.key=value", help="YAML files, merged left to right; overrides"
+        "config",
+        nargs="*",
+        metavar="CONFIG | section.key=value",
+        help="YAML files, merged left to right, and overrides",
     )
     parser.add_argument(
         "--nproc",
         type=_count,
         metavar="N",
-        help="ranks to start here (default: those of --resume RUN, else one per accelerator, or 1)",
+        help="ranks to start on this machine (default: as in --resume RUN, else one per accelerator, or 1)",
     )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: %(default)s")
     return parser
@@ -179,16 +185,18 @@ def _config_parser(name: str) -> argparse.ArgumentParser:
 
 def _training_parser(name: str) -> argparse.ArgumentParser:
     parser = _config_parser(name)
-    parser.add_argument(
-        "--resume", metavar="RUN", help="go on from the newest checkpoint of this run folder, with its config"
-    )
+    parser.add_argument("--resume", metavar="RUN", help="continue this run from its newest checkpoint, with its config")
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="check config and data, print config, mesh, memory and steps; train nothing",
+        help="check config and data, print config, mesh, memory and steps, and train nothing",
     )
-    parser.add_argument("--parameters", action="store_true", help="with --dry-run: one line per parameter")
-    parser.add_argument("--assume", metavar="DEVICE", help="with --dry-run: accelerators as h100-80gb instead of yours")
+    parser.add_argument("--parameters", action="store_true", help="with --dry-run: print one line per parameter")
+    parser.add_argument(
+        "--assume",
+        metavar="DEVICE",
+        help="with --dry-run: assume these accelerators, such as h100-80gb, instead of yours",
+    )
     amount = parser.add_mutually_exclusive_group()
     amount.add_argument("--quiet", action="store_true", help="print only the most important lines at the start")
     amount.add_argument(
@@ -201,7 +209,7 @@ def sft_parser() -> argparse.ArgumentParser:
     parser = _training_parser("sft")
     parser.add_argument(
         "--restarts", type=_number, default=0, metavar="N",
-        help="after a crash (not a configuration mistake), restart from the last checkpoint, up to N times",
+        help="after a crash, restart from the last checkpoint, up to N times; not after a configuration mistake",
     )  # fmt: skip
     return parser
 
@@ -209,10 +217,10 @@ def sft_parser() -> argparse.ArgumentParser:
 def rl_parser() -> argparse.ArgumentParser:
     parser = _training_parser("rl")
     parser.add_argument(
-        "--rollout-only", action="store_true", help="generate and reward into RUN/rollouts, and train nothing"
+        "--rollout-only", action="store_true", help="generate and reward samples into RUN/rollouts, and train nothing"
     )
     parser.add_argument(
-        "--replay", metavar="RUN/rollouts", help="train from these rollouts in their order, in place of new ones"
+        "--replay", metavar="RUN/rollouts", help="train on these rollouts, in their order, instead of generating"
     )
     return parser
 
@@ -222,35 +230,42 @@ def plan_parser() -> argparse.ArgumentParser:
     parser = _Parser("plan", usage)
     parser.add_argument("config", nargs="*", metavar="CONFIG | section.key=value", help="as for weft sft or weft rl")
     parser.add_argument(
-        "--ranks", type=_ranks, metavar="N", help="ranks of the run (default: what mesh says); none is started"
+        "--ranks",
+        type=_ranks,
+        metavar="N",
+        help="number of ranks (default: the product of mesh); weft starts none of them",
     )
     parser.add_argument("--assume", default="h100-80gb", metavar="DEVICE", help="accelerators (default: %(default)s)")
     parser.add_argument(
-        "--length", type=_count, metavar="N", help="tokens of every document (default: the lengths of the data)"
+        "--length", type=_count, metavar="N", help="tokens of every document (default: the lengths in the data)"
     )
-    rates = parser.add_argument_group("what is assumed of machines, where it is not what the vendor states")
-    rates.add_argument("--machine", type=_count, metavar="N", help="accelerators of a machine (default: 8)")
-    rates.add_argument("--link", type=float, metavar="GB/S", help="of an accelerator to others of its machine")
-    rates.add_argument("--network", type=float, metavar="GB/S", help="of an accelerator to other machines")
+    rates = parser.add_argument_group("assumptions about machines (default: the vendor's data sheet)")
+    rates.add_argument("--machine", type=_count, metavar="N", help="accelerators per machine (default: 8)")
+    rates.add_argument(
+        "--link", type=float, metavar="GB/S", help="bandwidth from one accelerator to others in its machine"
+    )
+    rates.add_argument("--network", type=float, metavar="GB/S", help="bandwidth from one accelerator to other machines")
     rates.add_argument(
         "--matmul", type=float, metavar="SHARE", help="fraction of peak FLOP/s that matrix multiplications reach"
     )
     rates.add_argument(
         "--attention", type=float, metavar="SHARE", help="fraction of peak FLOP/s that attention reaches"
     )
-    parser.add_argument("--search", action="store_true", help="propose the five best meshes for these ranks")
+    parser.add_argument("--search", action="store_true", help="find the five best meshes for these ranks")
     parser.add_argument(
-        "--simulate", action="store_true", help="run a step of one rank of this mesh, with tensors that hold nothing"
+        "--simulate", action="store_true", help="also simulate a step of this mesh, with tensors that have no values"
     )
     return parser
 
 
 def verify_parser() -> argparse.ArgumentParser:
     parser = _config_parser("verify")
-    parser.add_argument("--layers", type=int, metavar="N", help="verify a copy of the model cut to N layers")
-    parser.add_argument("--plant", metavar="NAME", help="plant a known bug, to see it caught")
+    parser.add_argument("--layers", type=int, metavar="N", help="verify a copy of the model with only N layers")
+    parser.add_argument("--plant", metavar="NAME", help="plant a known bug, to see that it is found")
     parser.add_argument(
-        "--rollouts", metavar="RUN/rollouts", help="of a config of weft rl: updates of these (default: of awkward ones)"
+        "--rollouts",
+        metavar="RUN/rollouts",
+        help="for a weft rl config: train on these rollouts (default: artificial edge cases)",
     )
     return parser
 
@@ -260,40 +275,43 @@ def data_parser() -> argparse.ArgumentParser:
     parser = _Parser("data", usage)
     parser.add_argument("config", nargs="*", metavar="CONFIG | section.key=value", help="as for weft sft")
     parser.add_argument(
-        "--nproc", type=_count, metavar="N", help="ranks that rows are planned for (default: what mesh says, else 1)"
+        "--nproc",
+        type=_count,
+        metavar="N",
+        help="number of ranks for planning rows (default: the product of mesh, else 1)",
     )
     parser.add_argument(
         "--samples", type=_number, default=3, metavar="N", help="documents to show (default: %(default)s)"
     )
     parser.add_argument("--full", action="store_true", help="show all tokens of these documents")
     parser.add_argument(
-        "--sample", action="store_true", help="read a part of large files: faster, and bad rows elsewhere stay unseen"
+        "--sample", action="store_true", help="read only a part of large files: faster, but misses bad rows in the rest"
     )
     return parser
 
 
 def export_parser() -> argparse.ArgumentParser:
     parser = _Parser("export")
-    parser.add_argument(
-        "path", metavar="RUN | CHECKPOINT | DCP", help="for a run folder, the newest checkpoint is used"
-    )
+    parser.add_argument("path", metavar="RUN | CHECKPOINT | DCP", help="a run folder means its newest checkpoint")
     parser.add_argument("--dtype", choices=("auto", "bf16", "fp16", "fp32"), help="default: bf16")
     parser.add_argument("--output", metavar="DIR", help="where to write (default: beside the checkpoint)")
     parser.add_argument(
-        "--check", action="store_true", help="write nothing: compare what is there with the digests of what was written"
+        "--check", action="store_true", help="write nothing: compare existing files with their recorded digests"
     )
     parser.add_argument(
-        "--ema", action="store_true", help="the average of the weights (optimizer.ema_decay) instead of the weights"
+        "--ema",
+        action="store_true",
+        help="write the average of the weights (optimizer.ema_decay) instead of the weights",
     )
     parser.add_argument(
         "--format", choices=("hf", "dcp"), default="hf",
-        help="what is written: a HuggingFace directory (default), or one that torch.distributed.checkpoint reads",
+        help="a HuggingFace directory (default), or a directory for torch.distributed.checkpoint",
     )  # fmt: skip
-    parser.add_argument("--optimizer", action="store_true", help="with --format dcp: the optimizer's state, too")
+    parser.add_argument("--optimizer", action="store_true", help="with --format dcp: also write the optimizer state")
     parser.add_argument(
         "--model", metavar="MODEL",
-        help="of a directory that another trainer saved with torch.distributed.checkpoint: the HuggingFace model whose "
-        "config and tokenizer it goes with",
+        help="for another trainer's directory in torch.distributed.checkpoint format: the HuggingFace model with its "
+        "config and tokenizer",
     )  # fmt: skip
     _add_imports(parser)
     return parser
@@ -301,15 +319,15 @@ def export_parser() -> argparse.ArgumentParser:
 
 def push_parser() -> argparse.ArgumentParser:
     parser = _Parser("push")
-    parser.add_argument("path", metavar="RUN | CHECKPOINT", help="for a run folder, the newest checkpoint is used")
+    parser.add_argument("path", metavar="RUN | CHECKPOINT", help="a run folder means its newest checkpoint")
     parser.add_argument("repository", type=_hub_name, metavar="OWNER/NAME", help="created if it does not exist")
-    parser.add_argument("--private", action="store_true", help="create it as a private repository")
+    parser.add_argument("--private", action="store_true", help="create a private repository")
     parser.add_argument("--revision", metavar="BRANCH", help="created if it does not exist (default: main)")
     parser.add_argument("--message", metavar="TEXT", help="commit message (default: Upload step-N)")
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--step", type=_count, metavar="N", help="for a run folder, the checkpoint of this step")
+    which.add_argument("--step", type=_count, metavar="N", help="with a run folder: use the checkpoint of this step")
     which.add_argument(
-        "--best", action="store_true", help="for a run folder, the best checkpoint (checkpoint.keep_best)"
+        "--best", action="store_true", help="with a run folder: use the best checkpoint (checkpoint.keep_best)"
     )
     return parser
 
@@ -317,14 +335,14 @@ def push_parser() -> argparse.ArgumentParser:
 def _add_imports(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--import", action="append", default=[], dest="imports", metavar="MODULE",
-        help="a module that registers an architecture of your own (a run's model.imports are known)",
+        help="a module that registers your own architecture (weft knows model.imports of a run)",
     )  # fmt: skip
 
 
 def merge_parser() -> argparse.ArgumentParser:
     parser = _Parser("merge")
-    parser.add_argument("path", metavar="RUN | ADAPTER", help="for a run folder, the newest checkpoint is used")
-    parser.add_argument("--base", metavar="MODEL", help="instead of the model that the adapter names")
+    parser.add_argument("path", metavar="RUN | ADAPTER", help="a run folder means its newest checkpoint")
+    parser.add_argument("--base", metavar="MODEL", help="use this base model instead of the adapter's own")
     parser.add_argument(
         "--dtype", choices=("auto", "bf16", "fp16", "fp32"), default="auto", help="default: each tensor as in the base"
     )
@@ -338,29 +356,33 @@ def migrate_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "files", nargs="+", metavar="FILE",
         help="YAML or TOML of TRL, axolotl, LLaMA-Factory, torchtune, accelerate, verl, ROLL, torchtitan or Automodel; "
-        "a script (.sh) that starts a run",
+        "or a launch script (.sh)",
     )  # fmt: skip
     parser.add_argument(
-        "--nproc", type=_count, metavar="N", help="GPUs of the old run (default: what the files say, else 1)"
+        "--nproc", type=_count, metavar="N", help="GPUs of the old run (default: as in the files, else 1)"
     )
     return parser
 
 
 def chat_parser() -> argparse.ArgumentParser:
     parser = _Parser("chat")
-    parser.add_argument("path", metavar="RUN | MODEL", help="for a run folder, the newest checkpoint is used")
-    parser.add_argument("--step", type=_count, metavar="N", help="the checkpoint of this step instead")
+    parser.add_argument("path", metavar="RUN | MODEL", help="a run folder means its newest checkpoint")
+    parser.add_argument("--step", type=_count, metavar="N", help="use the checkpoint of this step")
     parser.add_argument("--system", metavar="TEXT", help="a system message")
     parser.add_argument(
         "--image", action="append", default=[], metavar="PATH",
-        help="an image before the first message, for a vision model; may be given several times",
+        help="an image before the first message, for a vision model; repeat for more",
     )  # fmt: skip
     parser.add_argument(
-        "--max-new-tokens", type=_count, default=512, metavar="N", help="longest answer (default: %(default)s)"
+        "--max-new-tokens",
+        type=_count,
+        default=512,
+        metavar="N",
+        help="maximum length of an answer (default: %(default)s)",
     )
     parser.add_argument(
         "--temperature", type=_temperature, metavar="T",
-        help="0: always the likeliest token (default: as generation_config.json says)",
+        help="0: always the likeliest token (default: from generation_config.json)",
     )  # fmt: skip
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: %(default)s")
     _add_imports(parser)
@@ -369,38 +391,45 @@ def chat_parser() -> argparse.ArgumentParser:
 
 def eval_parser() -> argparse.ArgumentParser:
     parser = _Parser("eval", "weft eval RUN|MODEL DATA [section.key=value ...] [options]")
-    parser.add_argument("path", metavar="RUN | MODEL", help="for a run folder, the newest checkpoint is used")
+    parser.add_argument("path", metavar="RUN | MODEL", help="a run folder means its newest checkpoint")
     parser.add_argument(
         "config", nargs="*", metavar="DATA | section.key=value",
-        help="held-out rows, as data.path takes them; overrides. With rl.reward answers are generated and rewarded",
+        help="held-out rows, as in data.path, and overrides; with rl.reward, weft generates answers and rewards them",
     )  # fmt: skip
-    parser.add_argument("--step", type=_count, metavar="N", help="for a run folder, the checkpoint of this step")
+    parser.add_argument("--step", type=_count, metavar="N", help="with a run folder: use the checkpoint of this step")
     parser.add_argument(
         "--nproc", type=_count, metavar="N", help="ranks to start here (default: one per accelerator, or 1)"
     )
     parser.add_argument("--json", action="store_true", help="print one line of JSON instead of a table")
-    parser.add_argument("--output", metavar="FILE", help="also write the figures there, as JSON")
+    parser.add_argument("--output", metavar="FILE", help="also write the results to FILE, as JSON")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: %(default)s")
     return parser
 
 
 def rollouts_parser() -> argparse.ArgumentParser:
     parser = _Parser("rollouts")
-    parser.add_argument("run", metavar="RUN", help="the folder of a run of weft rl")
+    parser.add_argument("run", metavar="RUN", help="run folder of weft rl")
     parser.add_argument("--step", type=_count, metavar="N", help="rollout step (default: the last)")
     parser.add_argument("--groups", type=_count, default=5, metavar="N", help="prompts to show (default: %(default)s)")
     parser.add_argument(
-        "--samples", type=_count, default=3, metavar="N", help="answers to each, the best first (default: %(default)s)"
+        "--samples",
+        type=_count,
+        default=3,
+        metavar="N",
+        help="answers to each prompt, best first (default: %(default)s)",
     )
     parser.add_argument(
-        "--order", choices=("drawn", "best", "worst"), default="drawn", help="of the prompts (default: %(default)s)"
+        "--order",
+        choices=("drawn", "best", "worst"),
+        default="drawn",
+        help="order of the prompts (default: %(default)s)",
     )
     return parser
 
 
 def report_parser() -> argparse.ArgumentParser:
     parser = _Parser("report")
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders; several are compared")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders; with several, the page compares them")
     parser.add_argument("--output", metavar="FILE", help="where to write (default: RUN/report.html)")
     return parser
 
@@ -408,7 +437,7 @@ def report_parser() -> argparse.ArgumentParser:
 def init_parser() -> argparse.ArgumentParser:
     parser = _Parser("init", "weft init [sft | rl] [section.key=value ...] [--output FILE]")
     parser.add_argument(
-        "words", nargs="*", metavar="sft | rl | section.key=value", help="the command (default: sft); keys to set"
+        "words", nargs="*", metavar="sft | rl | section.key=value", help="the command (default: sft), and keys to set"
     )
     parser.add_argument("--output", metavar="FILE", help="where to write (default: standard output)")
     return parser
@@ -417,7 +446,7 @@ def init_parser() -> argparse.ArgumentParser:
 def keys_parser() -> argparse.ArgumentParser:
     parser = _Parser("keys", "weft keys [WORD ...]")
     parser.add_argument(
-        "words", nargs="*", metavar="WORD", help="part of a key, of its meaning, or of a name elsewhere"
+        "words", nargs="*", metavar="WORD", help="part of a key, of its meaning, or of another trainer's name"
     )
     return parser
 
@@ -425,10 +454,12 @@ def keys_parser() -> argparse.ArgumentParser:
 def engine_parser() -> argparse.ArgumentParser:
     usage = "weft engine install vllm [options]"
     parser = _Parser("engine", usage)
-    parser.add_argument("what", nargs="+", metavar="install vllm", help="make an environment with vLLM, or mend it")
-    parser.add_argument("--python", metavar="DIR", help="where to put it (default: where rollout.python=null looks)")
+    parser.add_argument("what", nargs="+", metavar="install vllm", help="create or repair an environment with vLLM")
     parser.add_argument(
-        "--torch", default="", metavar="ARGUMENTS", help="for pip when it installs torch, as in '--index-url URL'"
+        "--python", metavar="DIR", help="folder of the environment (default: the folder that rollout.python=null uses)"
+    )
+    parser.add_argument(
+        "--torch", default="", metavar="ARGUMENTS", help="pip arguments for installing torch, such as '--index-url URL'"
     )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: %(default)s")
     return parser
