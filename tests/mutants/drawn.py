@@ -1,8 +1,9 @@
 """Mutants that nobody thought of: drawn from a seed, some for each operator, over the modules of weft.
 
 A site is (module, function, operator, ordinal): the ordinal-th node of the function's syntax tree that the operator
-changes. Nothing of the source text is in it, so that a site outlives edits elsewhere. For each operator the modules come
-in an order that the seed gives, and of each module the site that the seed puts first: an edit moves few draws.
+changes. Nothing of the source text is in it, so that a site outlives edits elsewhere. The seed gives every site a number
+from its syntax, in which neither the module nor names of variables count; for each operator the sites with the lowest
+numbers are drawn, one of a module: an edit moves few draws, and a file that moves none.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from tests.mutants import data, models, rare, rl, step, storage
+from tests.mutants import data, models, pattern, rare, rl, step, storage
 from tests.mutants.mutant import Mutant
+from tests.mutants.pattern import Function
 
 ROOT = Path(__file__).parents[2]
 EQUIVALENT = Path(__file__).parent / "equivalent.json"
@@ -47,7 +49,6 @@ APART = (
     "test_rl_faults.py",
     "test_fuzz_inputs.py",
 )
-Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 @dataclass(frozen=True)
@@ -180,18 +181,6 @@ def _name(node: ast.AST) -> str:
 # ---------------------------------------------------------------- sites
 
 
-def functions(tree: ast.AST, outer: str = "") -> Iterator[tuple[str, Function]]:
-    """(Qualified name, function) of every function, those within others too."""
-    for node in ast.iter_child_nodes(tree):
-        if isinstance(node, Function | ast.ClassDef):
-            name = f"{outer}.{node.name}".lstrip(".")
-            if isinstance(node, Function):
-                yield name, node
-            yield from functions(node, name)
-        else:
-            yield from functions(node, outer)
-
-
 def _nodes(node: ast.AST) -> Iterator[ast.AST]:
     """The nodes of a function that run when it is called, in the order of the source. Without annotations, functions
     within, and what only words a message: assertions, errors, formatted text."""
@@ -213,10 +202,10 @@ def _nodes(node: ast.AST) -> Iterator[ast.AST]:
 Sites = dict[tuple[str, str], list[Edit]]
 
 
-def sites_of(source: bytes) -> Sites:
+def sites_of(module: ast.Module) -> Sites:
     """(Function, operator) -> what the operator can do to the functions of this name, in the order of the source."""
     out: Sites = defaultdict(list)
-    for function, own in functions(ast.parse(source)):
+    for function, own in pattern.functions(module):
         for node in _nodes(own):
             for operator, change in OPERATORS.items():
                 new = change(node)
@@ -253,19 +242,22 @@ class Drawn:
         """Write the change into this copy of weft/. ValueError where there is no such site."""
         path = package / self.file
         source = path.read_bytes()
-        sites = sites_of(source)[self.function, self.operator]
+        sites = sites_of(ast.parse(source))[self.function, self.operator]
         if self.ordinal >= len(sites):
             raise ValueError(f"{self.name}: there are {len(sites)} such sites")
         changed = _written(source, sites[self.ordinal])
         ast.parse(changed)
         path.write_bytes(changed)
 
+    def site(self) -> tuple[ast.Module, Edit]:
+        """(The module, the change at the site) as they are in the repository."""
+        module = ast.parse((ROOT / "weft" / self.file).read_bytes())
+        return module, sites_of(module)[self.function, self.operator][self.ordinal]
+
     def shown(self) -> str:
         """The line, and what it becomes."""
-        source = (ROOT / "weft" / self.file).read_bytes()
-        edit = sites_of(source)[self.function, self.operator][self.ordinal]
-        before, line = ast.get_source_segment(source.decode(), edit.node), edit.node.lineno
-        return f"line {line}: {before} -> {edit.text}"
+        _, edit = self.site()
+        return f"line {edit.node.lineno}: {ast.unparse(edit.node)} -> {edit.text}"
 
 
 def _written(source: bytes, edit: Edit) -> bytes:
@@ -283,21 +275,28 @@ def _written(source: bytes, edit: Edit) -> bytes:
 
 def draw(count: int = COUNT, seed: int = SEED) -> tuple[Drawn, ...]:
     """As many sites, an even share for each operator; only functions that some test runs."""
-    of_operator: dict[str, dict[str, list[tuple[str, int]]]] = defaultdict(lambda: defaultdict(list))
+    of_operator: dict[str, list[tuple[bytes, Drawn]]] = defaultdict(list)
     for path in sorted((ROOT / "weft").rglob("*.py")):
         file = path.relative_to(ROOT / "weft").as_posix()
         if file.startswith(LEFT_OUT):
             continue
-        for (function, operator), found in sites_of(path.read_bytes()).items():
-            if tests_of(file, function):
-                of_operator[operator][file].extend((function, ordinal) for ordinal in range(len(found)))
+        module = ast.parse(path.read_bytes())
+        lowest: dict[str, tuple[bytes, Drawn]] = {}
+        for (function, operator), edits in sites_of(module).items():
+            if not tests_of(file, function):
+                continue
+            last, texts = function.rpartition(".")[2], list[str]()
+            for ordinal, edit in enumerate(edits):
+                texts.append(pattern.anonymous(edit.node, module))
+                key = _drawn_at(seed, operator, last, texts[-1], texts.count(texts[-1]))
+                if operator not in lowest or key < lowest[operator][0]:
+                    lowest[operator] = key, Drawn(file, function, operator, ordinal, tests_of(file, function))
+        for operator, drawn in lowest.items():
+            of_operator[operator].append(drawn)
     out: list[Drawn] = []
-    for place, operator in enumerate(OPERATORS):
-        share = (count * (place + 1)) // len(OPERATORS) - (count * place) // len(OPERATORS)
-        modules = {file: sites for file, sites in of_operator[operator].items() if sites}
-        for file in sorted(modules, key=lambda file: _drawn_at(seed, operator, file))[:share]:
-            site = min(modules[file], key=lambda site: _drawn_at(seed, operator, file, *site))
-            out.append(Drawn(file, site[0], operator, site[1], tests_of(file, site[0])))
+    for index, operator in enumerate(OPERATORS):
+        share = (count * (index + 1)) // len(OPERATORS) - (count * index) // len(OPERATORS)
+        out += [drawn for _, drawn in sorted(of_operator[operator], key=lambda entry: entry[0])[:share]]
     return tuple(out)
 
 
@@ -366,6 +365,28 @@ def _module(file: str) -> str:
     return ".".join(("weft", *Path(file).with_suffix("").parts)).removesuffix(".__init__")
 
 
-def equivalents() -> dict[str, str]:
-    """Name of a mutant that changes nothing that a test could see here -> why."""
-    return {name: entry["why"] for name, entry in json.loads(EQUIVALENT.read_text()).items()}
+@cache
+def equivalents() -> list[dict[str, str]]:
+    """The changes that no test could see: file, operator, `before` (a pattern of the changed node) and why."""
+    entries: list[dict[str, str]] = json.loads(EQUIVALENT.read_text())
+    return entries
+
+
+def why_equivalent(drawn: Drawn) -> str | None:
+    """Why no test could see this mutant; None where some test should."""
+    for entry in equivalents():
+        if (entry["file"], entry["operator"]) == (drawn.file, drawn.operator) and is_recorded(entry, *drawn.site()):
+            return entry["why"]
+    return None
+
+
+def is_recorded(entry: dict[str, str], module: ast.Module, edit: Edit) -> bool:
+    """Whether this entry is about the change."""
+    before: ast.AST | None
+    if isinstance(edit.node, ast.Slice):
+        subscript = pattern.parse(f"x[{entry['before']}]")
+        before = subscript.slice if isinstance(subscript, ast.Subscript) else None
+    else:
+        parsed = pattern.parse(entry["before"])
+        before = (parsed[0] if isinstance(edit.node, ast.stmt) else None) if isinstance(parsed, list) else parsed
+    return before is not None and pattern.is_like(before, edit.node, module)

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import ast
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
+
+from tests.mutants import pattern
+from tests.mutants.pattern import Match, Node
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """file: below weft/. function: its qualified name. before: text that occurs there once; after: what replaces it.
+    """before: a pattern (see pattern.py) that occurs once in the function; after: what replaces it.
 
+    file: below weft/. function: its qualified name. Both are where the search begins: a function that is not there was
+    renamed, inlined or moved, and the pattern is looked for in functions of the same last name, in the whole file, and in
+    functions of the same qualified name elsewhere.
     tests: of which at least one must fail, as pytest is given them, separated by spaces.
     """
 
@@ -25,27 +32,55 @@ class Mutant:
         return f"{self.file}:{self.function}: {self.before!r} -> {self.after!r}"
 
     def plant(self, package: Path) -> None:
-        """Write the bug into this copy of weft/. ValueError where the function is not as the mutant knows it."""
+        """Write the bug into this copy of weft/. ValueError where the pattern does not occur once."""
+        path, text = self.planted(package)
+        path.write_text(text, encoding="utf-8")
+
+    def planted(self, package: Path) -> tuple[Path, str]:
+        """(A file of weft/, its text with the bug)."""
+        before, after = self.patterns()
         path = package / self.file
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-        first, last = span(ast.parse("".join(lines)), self.function)
-        body = "".join(lines[first:last])
-        if body.count(self.before) != 1:
-            raise ValueError(f"{self.name}: occurs {body.count(self.before)} times")
-        changed = body.replace(self.before, self.after)
-        path.write_text("".join(lines[:first]) + changed + "".join(lines[last:]), encoding="utf-8")
-        ast.parse(path.read_text(encoding="utf-8"))
+        found = self._matches_in(before, path) if path.exists() else []
+        if not found:
+            for other in sorted(package.rglob("*.py")):
+                if other != path and self.function in dict(pattern.functions(read(other)[1])):
+                    found += self._matches_in(before, other)
+        if len(found) != 1:
+            raise ValueError(f"{self.name}: occurs {len(found)} times")
+        path, match, scope = found[0]
+        source, module = read(path)
+        unknown = pattern.unknown_names(after, match.bindings, scope)
+        if unknown:
+            raise ValueError(f"{self.name}: no such names there: {', '.join(sorted(unknown))}")
+        text = pattern.write(source, module, match, pattern.filled(after, match.bindings))
+        ast.parse(text)
+        return path, text
+
+    def patterns(self) -> tuple[Node, Node]:
+        """(before, after): both expressions, or both statements."""
+        before, after = pattern.parse(self.before), pattern.parse(self.after)
+        if isinstance(before, list) != isinstance(after, list):
+            return pattern.parse_statements(self.before), pattern.parse_statements(self.after)
+        return before, after
+
+    def _matches_in(self, before: Node, path: Path) -> list[tuple[Path, Match, ast.AST]]:
+        """(The file, a match, the tree in which it was looked for) for every match in a file."""
+        module = read(path)[1]
+        functions = dict(pattern.functions(module))
+        last = self.function.rpartition(".")[2]
+        scopes = [node for name, node in functions.items() if name.rpartition(".")[2] == last]
+        if self.function in functions:
+            scopes = [functions[self.function]]
+        found = [(path, match, scope) for scope in scopes for match in pattern.find(before, scope, module)]
+        return found or [(path, match, module) for match in pattern.find(before, module, module, pattern.RENAMED)]
 
 
-def span(tree: ast.Module, name: str) -> tuple[int, int]:
-    """Lines [first, last) of a function, counted from 0. ValueError where there is none."""
-    found: list[ast.stmt] = tree.body
-    node: ast.stmt | None = None
-    for part in name.split("."):
-        kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-        node = next((one for one in found if isinstance(one, kinds) and one.name == part), None)
-        if node is None:
-            raise ValueError(f"no function {name}")
-        found = node.body
-    assert node is not None and node.end_lineno is not None
-    return node.lineno - 1, node.end_lineno
+@lru_cache(maxsize=1000)
+def _read(path: Path, modified: int) -> tuple[str, ast.Module]:
+    source = path.read_text(encoding="utf-8")
+    return source, ast.parse(source)
+
+
+def read(path: Path) -> tuple[str, ast.Module]:
+    """(Text, syntax tree) of a file, read once while it does not change."""
+    return _read(path, path.stat().st_mtime_ns)

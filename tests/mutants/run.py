@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 
-from tests.mutants.drawn import BY_HAND, COUNT, ROOT, SEED, Drawn, draw, equivalents
+from tests.mutants.drawn import BY_HAND, COUNT, ROOT, SEED, Drawn, draw, why_equivalent
 from tests.mutants.mutant import Mutant
 from tests.mutants.warm import Warm
 
@@ -75,8 +75,9 @@ def summed(what: str, verdicts: Sequence[Verdict]) -> bool:
 
 def look(mutant: Mutant | Drawn, warm: SimpleQueue[Warm], without: Sequence[str] = ()) -> Verdict:
     """What becomes of it; a line about it. without: tests that fail anyway."""
-    if mutant.name in equivalents():
-        return _said(Verdict(mutant, "equivalent", equivalents()[mutant.name]))
+    why = why_equivalent(mutant) if isinstance(mutant, Drawn) else None
+    if why is not None:
+        return _said(Verdict(mutant, "equivalent", why))
     with tempfile.TemporaryDirectory(prefix="weft-mutant-") as folder:
         root = copy(Path(folder) / "weft")
         try:
