@@ -27,7 +27,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.device import Device
-from weft.ops.head import Direction, LogitTransform, chunked_readouts
+from weft.ops.head import KnownGrad, LogitTransform, chunked_readouts
 
 MIB = 2**20
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -49,7 +49,7 @@ def with_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 
 def known_direction(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    direction = Direction(torch.ones(len(targets), device=hidden.device))
+    direction = KnownGrad(torch.ones(len(targets), device=hidden.device))
     logprob, _ = chunked_readouts(hidden, weight, None, targets, LogitTransform(), entropy=False, direction=direction)
     return -logprob.mean()
 

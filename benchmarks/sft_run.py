@@ -38,7 +38,7 @@ def weft_steps(spec: Spec) -> Iterator[Step]:
     from weft.engine.engine import Engine
     from weft.engine.plan import StepPlan
     from weft.engine.prefetch import prefetch
-    from weft.engine.rows import Rows
+    from weft.engine.rows import StepRows
     from weft.objectives.cross_entropy import CrossEntropy
 
     rule = spec["optimizer"]
@@ -50,11 +50,11 @@ def weft_steps(spec: Spec) -> Iterator[Step]:
     objective = CrossEntropy()
     documents = [Document(torch.tensor(d["ids"]), torch.tensor(d["trained"]).float()) for d in spec["documents"]]
 
-    def lay_out(indices: list[int]) -> tuple[StepPlan, Rows]:
+    def lay_out(indices: list[int]) -> tuple[StepPlan, StepRows]:
         plan, own = engine.deal([documents[i] for i in indices])
         return plan, engine.rows(plan, own, objective).ahead()
 
-    def step(laid_out: Future[tuple[StepPlan, Rows]]) -> tuple[int, float, float]:
+    def step(laid_out: Future[tuple[StepPlan, StepRows]]) -> tuple[int, float, float]:
         plan, rows = laid_out.result()
         metrics = engine.accumulate(plan, rows, objective)
         engine.apply(rule["lr"])

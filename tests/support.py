@@ -26,7 +26,7 @@ from weft.engine.context_check import check_context
 from weft.engine.division_check import check_division
 from weft.engine.expert_check import check_experts
 from weft.engine.pipeline_check import check_pipeline
-from weft.engine.startup import Findings, examine
+from weft.engine.startup import ModelSupport, examine
 from weft.errors import UserError
 from weft.models import hf
 from weft.models.facts import position_limit
@@ -119,14 +119,14 @@ def row(family: str) -> list[str]:
     return [model_type, findings.layout, *cells.values()]
 
 
-def is_cut(config: transformers.PretrainedConfig, findings: Findings) -> bool:
+def is_cut(config: transformers.PretrainedConfig, findings: ModelSupport) -> bool:
     """Whether documents are cut over two ranks of cp."""
     module = TrainModule(hf.build_meta(config, dtype=torch.float32, attention="eager"))
     shared = all(can_share_documents(boundary.mixer, 2, 1) for boundary in module.mixers.values())
     return findings.layout == "packed" and shared
 
 
-def cut(config: transformers.PretrainedConfig, findings: Findings) -> None:
+def cut(config: transformers.PretrainedConfig, findings: ModelSupport) -> None:
     """The check of cp with heads that are exchanged, and without; states are of whole documents."""
     for cp, ulysses in ((2, 2),) if findings.mixers else ((2, 1), (4, 2)):
         check_context(config, FlopFacts(1), cp, ulysses, 1)

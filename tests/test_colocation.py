@@ -24,7 +24,7 @@ from tests.rl_samples import sample
 from tests.toy_tokenizers import byte_tokenizer
 from weft.config.load import load_config
 from weft.config.rl_schema import RlConfig
-from weft.engine.sleep import PARTS, Part, Sleeper
+from weft.engine.sleep import PARTS, Offloader, Part
 from weft.rl import batch_pool, placement
 from weft.rl.batch_pool import EmbeddedPool, StandalonePool
 from weft.rl.colocation import PhaseSwitch, sleeping_parts
@@ -113,9 +113,9 @@ def trained(
     """(loss and norm of each step, weights, what slept, phases)."""
     trainer, switch = open_switch(folder, engine, shared, parts)
     asleep: list[Any] = []
-    wake = Sleeper.wake
+    wake = Offloader.wake
 
-    def wrong(sleeper: Sleeper, part: Part) -> int:
+    def wrong(sleeper: Offloader, part: Part) -> int:
         if part == "optimizer" and plant == "stays asleep":
             return 0
         waiting = sleeper._asleep[part]
@@ -124,7 +124,7 @@ def trained(
                 chunk.zero_()
         return wake(sleeper, part)
 
-    with patch.object(Sleeper, "wake", wrong) if plant else nullcontext():
+    with patch.object(Offloader, "wake", wrong) if plant else nullcontext():
         lines = asyncio.run(train(trainer, switch, asleep))
     trainer.engine.wake()
     weights = {name: tensor.clone() for name, tensor in trainer.engine.tensors()}

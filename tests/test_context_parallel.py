@@ -29,7 +29,7 @@ from weft.engine.dealt_images import _exchange, _Seen, deal_images
 from weft.engine.division_check import STATE_TOLERANCE
 from weft.engine.document import Document
 from weft.engine.engine import Engine
-from weft.engine.pieces import Group, place, spread, zigzag
+from weft.engine.pieces import CPGroup, assign, spread, zigzag
 from weft.engine.plan import DocumentMeta, StepPlan, plan_step
 from weft.engine.row import Row
 from weft.engine.stages import ulysses_of_states
@@ -156,9 +156,9 @@ def test_documents_with_images_are_checked(family: str, cp: int, ulysses: int) -
     config, parts, computing = vision_config(family, vision_tokenizer(family)), set[int](), set[int]()
 
     def counted(row: Row, *args: Any) -> Row:
-        found, place = deal_images(row, *args), args[3]
-        parts.add(place)
-        computing.update([] if found.borrowed else [place])
+        found, rank = deal_images(row, *args), args[3]
+        parts.add(rank)
+        computing.update([] if found.borrowed else [rank])
         return found
 
     with mock.patch.object(context_check, "deal_images", counted):
@@ -307,8 +307,8 @@ def test_the_ring_costs_each_member_the_same() -> None:
 def test_a_row_that_is_full_to_the_last_token() -> None:
     for ring, capacity in ((2, 5), (3, 7), (4, 9)):
         for missing in range(3):
-            group = Group(ring, 1, capacity)
-            placed, left = place([ring * capacity - missing], [1], group)
+            group = CPGroup(ring, 1, capacity)
+            placed, left = assign([ring * capacity - missing], [1], group)
             assert not left
             assert max(sum(b - a for own in one.values() for a, b in own) for one in placed) <= capacity
 
@@ -326,7 +326,7 @@ def bytes_sent(path: str, mesh: str, lengths: list[int], budget: int) -> tuple[i
     engine = open_engine(path, mesh, step={"max_tokens_per_device": budget})
     documents = {i: Document(torch.arange(n) % 90 + 3, torch.ones(n)) for i, n in enumerate(lengths)}
     plan, sent = engine.plan([engine.meta(d) for d in documents.values()]), [0]
-    place, exchange = engine.context.place if engine.context else 0, GroupCommunicator.all_to_all
+    rank, exchange = engine.context.place if engine.context else 0, GroupCommunicator.all_to_all
 
     def counting(self: GroupCommunicator, x: Any, counts: Any, received: Any) -> Any:
         own = self.group.rank()
@@ -337,7 +337,7 @@ def bytes_sent(path: str, mesh: str, lengths: list[int], budget: int) -> tuple[i
         metrics = engine.evaluate(plan, documents, HeldOutLoss()).reduce(engine.mesh.loss_group)
     total = torch.tensor([float(sent[0])])
     torch.distributed.all_reduce(total)
-    assert place >= 0
+    assert rank >= 0
     return int(total), metrics["loss"] or 0.0
 
 
@@ -439,10 +439,10 @@ def test_the_last_token_that_an_image_shows_is_one_of_this_ranks_row() -> None:
 
 def test_images_of_a_cut_document_take_room_on_its_ranks() -> None:
     """Twelve tokens with images that take the room of eighteen leave one of ten on each of two ranks."""
-    group = Group(2, 1, 10)
-    assert place([12, 4], [12, 4], group, [18, 4])[1] == [1]
-    assert place([12, 4], [12, 4], group, [12, 4])[1] == []
-    assert place([12, 1], [12, 1], group, [18, 1])[1] == []
+    group = CPGroup(2, 1, 10)
+    assert assign([12, 4], [12, 4], group, [18, 4])[1] == [1]
+    assert assign([12, 4], [12, 4], group, [12, 4])[1] == []
+    assert assign([12, 1], [12, 1], group, [18, 1])[1] == []
 
 
 def images_of(index: int, owners: list[int], holders: list[int], features: list[int]) -> _Seen:

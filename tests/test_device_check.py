@@ -28,7 +28,7 @@ from tests.zoo import tiny_config
 from weft.cluster.simulated import Simulation, device_memory
 from weft.engine import build, device_check, stages
 from weft.engine.device_check import TOLERANCES, check_on_device
-from weft.engine.startup import Findings, check_kernel, examine
+from weft.engine.startup import ModelSupport, check_kernel, examine
 from weft.errors import UserError
 from weft.models import experts, hf
 from weft.ops import attention
@@ -46,7 +46,7 @@ def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @cache
-def examined(family: str) -> tuple[PretrainedConfig, Findings]:
+def examined(family: str) -> tuple[PretrainedConfig, ModelSupport]:
     config = tiny_config(family)
     return config, examine(config)
 

@@ -22,7 +22,7 @@ from tests.pool import run
 from tests.zoo import tiny_config
 from weft.engine.document import Document
 from weft.engine.engine import Engine, StepResult
-from weft.objectives.base import Batch, Terms
+from weft.objectives.base import Batch, LossOutput
 from weft.objectives.cross_entropy import CrossEntropy
 from weft.parallel.fsdp import fsdp_modules
 from weft.verification import reference, reference_optimizer
@@ -89,7 +89,7 @@ class Logging(CrossEntropy):
     def __init__(self, log: list[Any]) -> None:
         self.log = log
 
-    def __call__(self, batch: Batch) -> Terms:
+    def __call__(self, batch: Batch) -> LossOutput:
         self.log.append("forward")
         return super().__call__(batch)
 
@@ -177,7 +177,7 @@ class Gathered(CrossEntropy):
     def __init__(self, engine: Engine) -> None:
         self.engine, self.seen = engine, {}
 
-    def __call__(self, batch: Batch) -> Terms:
+    def __call__(self, batch: Batch) -> LossOutput:
         for module in fsdp_modules(self.engine.module):
             group = module._get_fsdp_state()._fsdp_param_group
             if group is None:
@@ -475,12 +475,12 @@ def test_a_step_that_is_not_finite_leaves_no_trace(mesh: str, weight: float) -> 
 class BadGradient(CrossEntropy):
     """A loss that is finite on every rank, and a gradient that is not on the last."""
 
-    def __call__(self, batch: Batch) -> Terms:
+    def __call__(self, batch: Batch) -> LossOutput:
         terms = super().__call__(batch)
         if dist.get_rank() < dist.get_world_size() - 1:
             return terms
         nothing = batch.readouts["logprob"].sum() * 0.0
-        return Terms(terms.loss_sum + nothing.square().sqrt(), terms.metrics)
+        return LossOutput(terms.loss_sum + nothing.square().sqrt(), terms.metrics)
 
 
 def bad_gradient(path: str) -> tuple[StepResult, bool]:

@@ -24,7 +24,7 @@ from weft import cli
 from weft.checkpoint.retention import best_step, complete_steps, point_best, prune, step_folder, sweep
 from weft.config import schema
 from weft.engine.document import Document
-from weft.objectives.base import Batch, Objective, Terms
+from weft.objectives.base import Batch, Loss, LossOutput
 from weft.objectives.cross_entropy import CrossEntropy
 from weft.recipes import evaluate
 from weft.recipes.evaluate import Evaluator, HeldOut
@@ -86,7 +86,7 @@ def evaluated(
     mesh: str,
     sections: Sections,
     sets: list[dict[str, Any]],
-    objective: Objective | None = None,
+    objective: Loss | None = None,
 ) -> list[Figures]:
     """What one engine finds on each set of named documents; two rows of a rank make a plan."""
     with planted(plant), mock.patch.object(evaluate, "_ROWS", 2):
@@ -167,10 +167,10 @@ class Surprise(CrossEntropy):
 
     readouts = frozenset({"logprob", "entropy"})
 
-    def __call__(self, batch: Batch) -> Terms:
+    def __call__(self, batch: Batch) -> LossOutput:
         terms = super().__call__(batch)
         entropy = (batch.weights_N * batch.readouts["entropy"]).sum(), batch.weights_N.sum()
-        return Terms(terms.loss_sum, {**terms.metrics, "entropy": entropy})
+        return LossOutput(terms.loss_sum, {**terms.metrics, "entropy": entropy})
 
 
 def test_an_objective_of_the_users_own_is_evaluated_by_its_metrics() -> None:

@@ -22,7 +22,7 @@ from weft import ops
 from weft.cluster.simulated import Simulation
 from weft.ops import head
 from weft.ops.communicator import ThreadCommunicator, ThreadGroup
-from weft.ops.head import Direction, LogitTransform, VocabularyShard, chunked_readouts, logprob_and_top1
+from weft.ops.head import KnownGrad, LogitTransform, VocabularyShard, chunked_readouts, logprob_and_top1
 
 TRANSFORMS = {
     "none": LogitTransform(),
@@ -175,7 +175,7 @@ def test_a_known_direction_changes_nothing_but_the_work(
         upstream *= 0
     if hint == "of sum zero":  # as advantages within a group are
         upstream[:] = torch.tensor([1.0, -1.0] * 5 + [0.0])
-    direction = Direction({"a multiple": -3.7, "partly zero": 2}.get(hint, 1) * upstream)
+    direction = KnownGrad({"a multiple": -3.7, "partly zero": 2}.get(hint, 1) * upstream)
     actual, _ = chunked_readouts(
         hidden, weight, bias, targets, transform, entropy=False, temperature=0.7, direction=direction, tile=tile
     )
@@ -198,7 +198,7 @@ def test_a_direction_that_is_wrong_is_flagged(wrong: str) -> None:
     guess = {"another": torch.ones(1000), "zero": torch.zeros(1000)}.get(wrong, upstream.clone())
     if wrong == "one token in a thousand":
         guess[7] *= 1.00001
-    direction = Direction(guess)
+    direction = KnownGrad(guess)
     logprob, _ = chunked_readouts(hidden, weight, bias, targets, LogitTransform(), entropy=False, direction=direction)
     (logprob @ upstream).backward()
     assert [bool(flag) for flag in direction.wrong] == [True]
@@ -208,7 +208,7 @@ def test_a_direction_that_is_wrong_is_flagged(wrong: str) -> None:
 def test_a_gradient_that_is_not_finite_is_no_wrong_direction(bad: float) -> None:
     """The gradients of the head are not finite either, and the step is dropped."""
     hidden, weight, _, targets = problem(11, torch.float32)
-    direction = Direction(torch.rand(11))
+    direction = KnownGrad(torch.rand(11))
     logprob, _ = chunked_readouts(hidden, weight, None, targets, LogitTransform(), entropy=False, direction=direction)
     upstream = direction.values_N / 2
     upstream[4] = bad
@@ -220,7 +220,7 @@ def test_a_right_direction_saves_the_second_pass(monkeypatch: pytest.MonkeyPatch
     hidden, weight, _, targets = problem(11, torch.float32)
     upstream = torch.rand(11)
     monkeypatch.setattr(head, "_differentiate", lambda *_: pytest.fail("computed again"))
-    direction = Direction(upstream)
+    direction = KnownGrad(upstream)
     logprob, _ = chunked_readouts(hidden, weight, None, targets, LogitTransform(), entropy=False, direction=direction)
     (logprob @ (upstream / 7)).backward()
     assert hidden.grad is not None and hidden.grad.any()
@@ -230,7 +230,7 @@ def test_a_right_direction_saves_the_second_pass(monkeypatch: pytest.MonkeyPatch
 def test_a_known_direction_in_bf16(tokens: int) -> None:
     hidden, weight, _, targets = problem(tokens, torch.bfloat16, vocabulary=1000, width=32)
     grads = []
-    for direction in (None, Direction(torch.ones(tokens))):
+    for direction in (None, KnownGrad(torch.ones(tokens))):
         logprob, _ = chunked_readouts(
             hidden, weight, None, targets, LogitTransform(), entropy=False, direction=direction, tile=(16, 100)
         )
@@ -325,7 +325,7 @@ def test_on_cuda_a_tile_costs_one_kernel_beside_its_products(known: bool) -> Non
         with simulation.running(), Operators() as seen:
             hidden = torch.zeros(4000, 64, dtype=torch.bfloat16, requires_grad=True)
             weight = torch.zeros(151_936, 64, dtype=torch.bfloat16, requires_grad=True)
-            direction = Direction(torch.ones(4000)) if known else None
+            direction = KnownGrad(torch.ones(4000)) if known else None
             targets = torch.zeros(4000, dtype=torch.int64)
             logprob, entropy = chunked_readouts(
                 hidden, weight, None, targets, LogitTransform(), entropy=not known, direction=direction
@@ -350,7 +350,7 @@ def compare_kernels() -> None:
                 head.fused = lambda tile, fused=fused: fused
                 hidden, weight, bias, targets = problem(12, torch.bfloat16, vocabulary=300, width=16)
                 upstream = torch.linspace(0.5, 2.0, 12)
-                direction = Direction(upstream) if known else None
+                direction = KnownGrad(upstream) if known else None
                 logprob, entropy = chunked_readouts(
                     hidden, weight, bias, targets, transform, entropy=not known, temperature=0.7, direction=direction,
                     tile=(5, 130),
@@ -430,7 +430,7 @@ def test_in_fp16_gradients_are_of_the_scaled_loss() -> None:
     weight = torch.tensor([[18.5], [0.0], [-0.5]], dtype=torch.float16, requires_grad=True)
     upstream = torch.ones(1)
     logprob, _ = chunked_readouts(
-        hidden, weight, None, targets, LogitTransform(), entropy=False, direction=Direction(upstream)
+        hidden, weight, None, targets, LogitTransform(), entropy=False, direction=KnownGrad(upstream)
     )
     (ours,) = gradients([logprob], [upstream * scale], [weight])
     wide = weight.detach().double().requires_grad_()

@@ -25,7 +25,7 @@ from tests.zoo import LAYOUT_FAMILIES, tiny_config
 from weft.checkpoint import export
 from weft.engine import build, stages
 from weft.engine.engine import Engine
-from weft.engine.startup import Findings
+from weft.engine.startup import ModelSupport
 from weft.errors import UserError
 from weft.models import hf
 from weft.parallel import parallelize
@@ -89,7 +89,7 @@ def no_forward() -> Iterator[None]:
     hf.register_kernels()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            build, "examine", lambda config, noise: Findings("packed", True, 0.0, True, (), (), "", "lm_head")
+            build, "examine", lambda config, noise: ModelSupport("packed", True, 0.0, True, (), (), "", "lm_head")
         )
         patch.setattr(build, "check_kernel", lambda *args: None)
         patch.setattr(stages, "materialize", poisoned)

@@ -12,12 +12,12 @@ import torch.distributed as dist
 
 from tests import pool
 from weft.engine import nonfinite
-from weft.engine.metrics import CORE_KEYS, MetricsFile, Sums
+from weft.engine.metrics import CORE_KEYS, MetricsFile, MetricSums
 from weft.errors import RanksDisagreeError
 
 
 def test_sums_over_micro_batches() -> None:
-    sums = Sums()
+    sums = MetricSums()
     sums.add("loss", torch.tensor(6.0), torch.tensor(2))
     sums.add("loss", torch.tensor(2.0), 6.0)
     sums.add("kl", 3, 4)
@@ -25,23 +25,23 @@ def test_sums_over_micro_batches() -> None:
 
 
 def test_nothing_added() -> None:
-    assert Sums().reduce() == {}
+    assert MetricSums().reduce() == {}
 
 
 def test_no_weight_is_none() -> None:
-    sums = Sums()
+    sums = MetricSums()
     sums.add("loss", torch.tensor(0.0), torch.tensor(0))
     assert sums.reduce() == {"loss": None}
 
 
 def test_gradients_are_left_behind() -> None:
-    sums, x = Sums(), torch.ones(1, requires_grad=True)
+    sums, x = MetricSums(), torch.ones(1, requires_grad=True)
     sums.add("loss", (x * 2).sum(), 1.0)
     assert sums.reduce() == {"loss": 2.0}
 
 
 def test_accumulates_in_fp64() -> None:
-    sums = Sums()
+    sums = MetricSums()
     sums.add("loss", torch.tensor(1e8), 1.0)
     for _ in range(64):
         sums.add("loss", torch.tensor(1.0), 0.0)  # in fp32 each would vanish
@@ -49,14 +49,14 @@ def test_accumulates_in_fp64() -> None:
 
 
 def test_a_bad_value_is_seen() -> None:
-    sums = Sums()
+    sums = MetricSums()
     sums.add("loss", torch.tensor(math.nan), 1.0)
     loss = sums.reduce()["loss"]
     assert loss is not None and math.isnan(loss)
 
 
 def reduce_unequal_weights() -> dict[str, float | None]:
-    sums, rank = Sums(), dist.get_rank()
+    sums, rank = MetricSums(), dist.get_rank()
     losses = {0: [(9.0, 3), (1.0, 1)], 1: [(90.0, 96)], 2: [(0.0, 0)]}[rank]
     names = ["loss", "empty"] if rank else ["empty", "loss"]  # the order of adding is no matter
     for total, weight in losses:
@@ -74,7 +74,7 @@ def test_ranks_of_unequal_weight() -> None:
 def reduce_within_a_half() -> dict[str, float | None]:
     rank = dist.get_rank()
     halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    sums = Sums()
+    sums = MetricSums()
     sums.add("rank", float(rank), 1.0)  # host numbers only
     return sums.reduce(halves[rank // 2])
 
@@ -84,7 +84,7 @@ def test_reduces_over_the_given_group_alone() -> None:
 
 
 def reduce_unlike_names() -> str:
-    sums = Sums()
+    sums = MetricSums()
     sums.add("loss", 1.0, 1.0)
     sums.add("kl" if dist.get_rank() else "entropy", 1.0, 1.0)
     with pytest.raises(RanksDisagreeError) as raised:

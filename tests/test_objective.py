@@ -38,7 +38,7 @@ class Focal:
     def normaliser(self, plan):
         return plan.totals.weight or 1.0
 
-    def upstream(self, weights_N):
+    def logprob_grad(self, weights_N):
         return None
 
     def __call__(self, batch):
@@ -54,7 +54,7 @@ class Mute(Focal):
         return Terms(terms.loss_sum, {})
 
 class Hasty(Focal):
-    def upstream(self, weights_N):
+    def logprob_grad(self, weights_N):
         return -weights_N
 
 class Mean(Focal):
@@ -186,7 +186,7 @@ def test_an_objective_whose_gradient_is_not_what_it_says_is_refused(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main([*WORDS, "train.objective=own_losses:Hasty", "run.dir=hasty"]) == 2
-    assert "train.objective: upstream() of Hasty is not the gradient of its loss" in capsys.readouterr().err
+    assert "train.objective: logprob_grad() of Hasty is not the gradient of its loss" in capsys.readouterr().err
     assert not (here / "hasty" / "metrics.jsonl").read_text()
 
 

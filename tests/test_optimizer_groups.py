@@ -16,7 +16,7 @@ from tests.zoo import tiny_config
 from weft.config.schema import OptimizerConfig, ParameterGroup
 from weft.errors import UserError
 from weft.optim import groups
-from weft.optim.groups import check_groups, describe_groups, treatments
+from weft.optim.groups import check_groups, describe_groups, param_group_rules
 from weft.optim.optimizer import build_optimizer, set_learning_rate
 from weft.verification.harness import Verdict
 
@@ -42,7 +42,7 @@ def test_the_first_group_that_names_a_parameter_has_it() -> None:
         weight_decay=0.2,
     )
     named = dict(module.named_parameters())
-    found = treatments(named.items(), wanted)
+    found = param_group_rules(named.items(), wanted)
     told = {name: (found[p].group, found[p].lr_scale, found[p].weight_decay) for name, p in named.items()}
     assert told["model.layers.1.mlp.up_proj.weight"] == (0, 0.1, 0.2)
     assert told["model.norm.weight"] == (0, 0.1, 0.0)  # a norm is not decayed, unless the group says so
@@ -55,7 +55,7 @@ def test_a_tied_weight_is_named_by_any_of_its_names() -> None:
     module = model("llama_tied")
     named = list(module.named_parameters(remove_duplicate=False))
     assert [name for name, p in named if p is module.lm_head.weight] == ["model.embed_tokens.weight", "lm_head.weight"]
-    found = treatments(named, config({"match": ("lm_head",), "lr_scale": 0.5}))
+    found = param_group_rules(named, config({"match": ("lm_head",), "lr_scale": 0.5}))
     assert found[module.lm_head.weight].group == 0
     assert len(found) == len(named) - 1
 
@@ -155,12 +155,12 @@ def planted(path: str, bug: str) -> Verdict | None:
     """Parity where a group's rate, or its decay, is not followed."""
     original = groups._treatment
 
-    def treatment(names: Any, ndim: int, optimizer: Any) -> groups.Treatment:
+    def treatment(names: Any, ndim: int, optimizer: Any) -> groups.ParamGroupRule:
         right = original(names, ndim, optimizer)
         usual = optimizer.weight_decay if groups.decays(names[0], ndim) else 0.0
         if bug == "rate":
-            return groups.Treatment(right.group, 1.0, right.weight_decay)
-        return groups.Treatment(right.group, right.lr_scale, usual)
+            return groups.ParamGroupRule(right.group, 1.0, right.weight_decay)
+        return groups.ParamGroupRule(right.group, right.lr_scale, usual)
 
     with mock.patch.object(groups, "_treatment", treatment):
         return parity(path, "2", {"optimizer": {"groups": GROUPS}})

@@ -17,7 +17,7 @@ from weft.config.load import load_config
 from weft.config.rl_schema import RlAlgorithm, RlConfig
 from weft.engine.plan import DocumentMeta, plan_step
 from weft.errors import UserError
-from weft.objectives.base import Batch, Terms
+from weft.objectives.base import Batch, LossOutput
 from weft.objectives.policy import PolicyLoss
 from weft.recipes.rl import read_before_training
 from weft.rl.corrections import correct
@@ -31,7 +31,7 @@ def logits(seed: int, size: float = 1.0) -> Tensor:
     return torch.randn(TOKENS, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * size
 
 
-def terms(config: RlAlgorithm, logprob: Tensor, weights: Tensor, **arrays: Tensor) -> Terms:
+def terms(config: RlAlgorithm, logprob: Tensor, weights: Tensor, **arrays: Tensor) -> LossOutput:
     """Of documents of one trained token each."""
     count = len(logprob)
     empty = {"old_logprob": logprob.detach(), "advantage": torch.zeros(count), "correction": torch.ones(count)}

@@ -18,9 +18,9 @@ from tests.pool import run
 from tests.test_head import TILES, TRANSFORMS, close, problem
 from weft.errors import UserError
 from weft.models import captured
-from weft.objectives.base import Batch, Terms
+from weft.objectives.base import Batch, LossOutput
 from weft.objectives.load import check_objective
-from weft.objectives.readouts import Wanted
+from weft.objectives.readouts import ReadoutSpec
 from weft.ops.communicator import ThreadCommunicator, ThreadGroup
 from weft.ops.head import LogitTransform, VocabularyShard
 from weft.ops.selected import selected_logits
@@ -137,13 +137,13 @@ class Everything:
     def normaliser(self, plan: Any) -> float:
         return float(plan.totals.weight)
 
-    def upstream(self, weights_N: Tensor) -> None:
+    def logprob_grad(self, weights_N: Tensor) -> None:
         return None
 
     def token_ids(self, targets_N: Tensor, arrays: dict[str, Tensor]) -> Tensor:
         return torch.cat([targets_N[:, None], targets_N.new_tensor(IDS).expand(len(targets_N), -1)], 1)
 
-    def __call__(self, batch: Batch) -> Terms:
+    def __call__(self, batch: Batch) -> LossOutput:
         found = batch.readouts
         assert torch.equal(found["top_ids/2"], found[f"top_ids/{K}"][:, :2])
         hidden = [found[f"hidden/{name}"] for name in self.hidden]
@@ -152,7 +152,7 @@ class Everything:
             found["top_logits/2"], hidden,
         )  # fmt: skip
         loss = (batch.weights_N * every).sum()
-        return Terms(loss, {"loss": (loss.detach(), batch.weights_N.sum())})
+        return LossOutput(loss, {"loss": (loss.detach(), batch.weights_N.sum())})
 
 
 def loss_of(
@@ -318,4 +318,6 @@ def test_tokens_that_are_none(kind: str) -> None:
 
 
 def test_what_is_wanted() -> None:
-    assert Wanted.of({"top_logits/3", "top_logits/20", "hidden/b", "hidden/a", "logprob"}) == Wanted(20, ("a", "b"), ())
+    assert ReadoutSpec.of({"top_logits/3", "top_logits/20", "hidden/b", "hidden/a", "logprob"}) == ReadoutSpec(
+        20, ("a", "b"), ()
+    )

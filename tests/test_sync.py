@@ -30,7 +30,7 @@ from weft.recipes import merge
 from weft.rollout import standalone
 from weft.rollout.base import Completion, Request, Sampling, Synced
 from weft.rollout.generate import Generator
-from weft.rollout.standalone import Filled, Standalone
+from weft.rollout.standalone import LoadedWeights, Standalone
 from weft.rollout.sync import buckets as contents
 from weft.rollout.sync import protocol, transports
 from weft.rollout.sync import sender as sending
@@ -262,14 +262,14 @@ def fail_and_go_on(path: str, port: int, transport: sending.Transport) -> tuple[
 def fail_and_follow(path: str, port: int) -> tuple[str, int | None]:
     """The engine of that: it runs out of memory in the middle, has no weights then, and is served by the next sync."""
     engine, ticket = Standalone(path, dtype=torch.float32), Ticket("127.0.0.1", port, KEY, "it", 0, 30.0)
-    places = Filled._own
+    places = LoadedWeights._own
 
-    def short_of_memory(self: Filled, piece: Any) -> Any:
+    def short_of_memory(self: LoadedWeights, piece: Any) -> Any:
         if "layers.1" in piece.disk:
             raise MemoryError("no room")
         return places(self, piece)
 
-    with patch.object(Filled, "_own", short_of_memory), pytest.raises(MemoryError):
+    with patch.object(LoadedWeights, "_own", short_of_memory), pytest.raises(MemoryError):
         engine.receive(ticket, 1)
     with pytest.raises(SyncError) as told:
         engine.generate(REQUESTS)

@@ -29,7 +29,7 @@ from weft.cluster.process import world_group
 from weft.cluster.simulated import read
 from weft.engine.document import Document
 from weft.engine.engine import Engine
-from weft.objectives.base import Objective
+from weft.objectives.base import Loss
 from weft.objectives.cross_entropy import CrossEntropy
 from weft.objectives.policy import PolicyLoss
 from weft.objectives.value import ValueLoss
@@ -109,7 +109,7 @@ def documents_with(arrays: tuple[str, ...]) -> list[Document]:
 
 
 def reads_of_a_step(
-    path: str, objective: Objective, arrays: tuple[str, ...], options: dict[str, Any], device: str
+    path: str, objective: Loss, arrays: tuple[str, ...], options: dict[str, Any], device: str
 ) -> Counter[str]:
     """Of a step of several micro-batches, rows apart, its metrics and its update, after one to warm up. device: the one
     that the update is queued for."""
@@ -132,7 +132,7 @@ def reads_of_a_step(
 SMALL = {"step": {"max_tokens_per_device": 64}}
 CLIPS = {"optimizer": {"max_grad_norm": 1e-3, "ema_decay": 0.9}, **SMALL}
 GRPO = ("old_logprob", "advantage", "correction", "reference_logprob")
-CASES: dict[str, tuple[str, Objective, tuple[str, ...], dict[str, Any]]] = {
+CASES: dict[str, tuple[str, Loss, tuple[str, ...], dict[str, Any]]] = {
     "sft": ("llama", CrossEntropy(), (), SMALL),
     "sft, clipped, averaged, bf16": ("llama", CrossEntropy(), (), {**CLIPS, "fsdp": {"param_dtype": "bf16"}}),
     "sft, sgd": ("llama", CrossEntropy(), (), {**SMALL, "optimizer": {"name": "sgd"}}),
@@ -170,7 +170,7 @@ class Spoilt(CrossEntropy):
         super().__init__()
         self.what, self.steps = what, 0
 
-    def upstream(self, weights_N: torch.Tensor) -> torch.Tensor | None:
+    def logprob_grad(self, weights_N: torch.Tensor) -> torch.Tensor | None:
         return None
 
     def __call__(self, batch: Any) -> Any:

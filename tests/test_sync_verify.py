@@ -29,7 +29,7 @@ from weft.errors import ActorError, UserError
 from weft.models.lora import LoraPlan
 from weft.rl.batch_pool import decline_on_error
 from weft.rl.corrections import parity_is_due, require_parity
-from weft.rollout.standalone import Filled, Standalone
+from weft.rollout.standalone import LoadedWeights, Standalone
 from weft.rollout.sync import server as servers
 from weft.rollout.sync import transports
 from weft.rollout.sync.buckets import Content, Row, entry_of
@@ -300,10 +300,10 @@ class Given:
         compare(self.version, "engine-0", sums, sums, placed)
 
 
-def _filled(family: str, lora: LoraConfig | None = None) -> tuple[Filled, Any]:
+def _filled(family: str, lora: LoraConfig | None = None) -> tuple[LoadedWeights, Any]:
     path = saved_model(family)
     part = Given(safetensors.torch.load_file(f"{path}/model.safetensors"))
-    filled = Filled(path, lora, part.manifest, torch.float32, torch.device("cpu"))
+    filled = LoadedWeights(path, lora, part.manifest, torch.float32, torch.device("cpu"))
     filled.take_weights(part)  # type: ignore[arg-type]
     return filled, part
 
@@ -311,11 +311,11 @@ def _filled(family: str, lora: LoraConfig | None = None) -> tuple[Filled, Any]:
 def test_what_an_engine_holds_is_read_back(monkeypatch: pytest.MonkeyPatch) -> None:
     filled, part = _filled("qwen3_moe")
     stale = Given({**part.given, "model.norm.weight": part.given["model.norm.weight"] + 1})
-    whole, own = Filled._own, {piece.disk: piece for piece in filled.pieces}
+    whole, own = LoadedWeights._own, {piece.disk: piece for piece in filled.pieces}
     first, second = (own[f"model.layers.1.mlp.experts.{expert}.up_proj.weight"] for expert in (1, 3))
     writing = [True]
 
-    def swapped(self: Filled, piece: Any) -> Tensor:
+    def swapped(self: LoadedWeights, piece: Any) -> Tensor:
         return whole(self, {first: second, second: first}.get(piece, piece) if writing[0] else piece)
 
     class Swapping(Given):
@@ -323,11 +323,13 @@ def test_what_an_engine_holds_is_read_back(monkeypatch: pytest.MonkeyPatch) -> N
             yield from super().tensors()
             writing[0] = False
 
-    monkeypatch.setattr(Filled, "_own", swapped)
+    monkeypatch.setattr(LoadedWeights, "_own", swapped)
     with pytest.raises(SyncError, match=r"engine-0 holds other values .*experts.1.up_proj.weight, .*experts.3.up_proj"):
         filled.take_weights(Swapping(part.given))  # type: ignore[arg-type]
     monkeypatch.setattr(
-        Filled, "_own", lambda self, piece: whole(self, piece).clone() if "norm" in piece.disk else whole(self, piece)
+        LoadedWeights,
+        "_own",
+        lambda self, piece: whole(self, piece).clone() if "norm" in piece.disk else whole(self, piece),
     )
     with pytest.raises(SyncError, match="engine-0 holds other values .* version 1: model.norm.weight"):
         filled.take_weights(stale)  # type: ignore[arg-type]
@@ -360,7 +362,7 @@ def test_an_engine_refuses_weights_of_another_model() -> None:
     _, part = _filled("llama")
     other = saved_model("llama_tied")
     with pytest.raises(SyncError, match="the model has no place for lm_head"):
-        Filled(
+        LoadedWeights(
             other,
             None,
             {**part.manifest, "lm_head.other": Entry("lm_head.other", "float32", (1,))},
@@ -369,7 +371,7 @@ def test_an_engine_refuses_weights_of_another_model() -> None:
         )
     rest = {name: entry for name, entry in part.manifest.items() if name != "model.norm.weight"}
     with pytest.raises(SyncError, match="the sync does not bring model.norm.weight .1 tensors"):
-        Filled(saved_model("llama"), None, rest, torch.float32, torch.device("cpu"))
+        LoadedWeights(saved_model("llama"), None, rest, torch.float32, torch.device("cpu"))
     engine = Standalone(other, dtype=torch.float32)
     with pytest.raises(SyncError, match="this engine has no weights"):
         engine.generate([])

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.cases import open_engine, saved_model, world_of
 from tests.pool import run
-from weft.objectives.base import Batch, Terms
+from weft.objectives.base import Batch, LossOutput
 from weft.objectives.cross_entropy import CrossEntropy
 from weft.verification import reference
 from weft.verification.documents import awkward_steps
@@ -19,7 +19,7 @@ from weft.verification.harness import GRADIENT, SCALAR, compare_gradients
 from weft.verification.observed import Tensors, to_documents
 
 if TYPE_CHECKING:
-    from weft.objectives.base import Objective
+    from weft.objectives.base import Loss
 
 TEMPERATURE, BONUS = 0.6, 0.3
 DOCUMENTS = awkward_steps(128)[0]
@@ -30,12 +30,12 @@ class WithEntropy(CrossEntropy):
 
     readouts = frozenset({"logprob", "entropy"})
 
-    def upstream(self, weights_N: Tensor) -> Tensor | None:
+    def logprob_grad(self, weights_N: Tensor) -> Tensor | None:
         return None
 
-    def __call__(self, batch: Batch) -> Terms:
+    def __call__(self, batch: Batch) -> LossOutput:
         terms = super().__call__(batch)
-        return Terms(terms.loss_sum - BONUS * (batch.weights_N * batch.readouts["entropy"]).sum(), terms.metrics)
+        return LossOutput(terms.loss_sum - BONUS * (batch.weights_N * batch.readouts["entropy"]).sum(), terms.metrics)
 
 
 def ours(path: str, mesh: str, exact: bool) -> tuple[list[Tensors], dict[int, Tensors]]:
@@ -44,7 +44,7 @@ def ours(path: str, mesh: str, exact: bool) -> tuple[list[Tensors], dict[int, Te
     documents, metas = to_documents(engine, DOCUMENTS)
     plan = engine.plan(metas)
     found: list[Tensors] = []
-    objectives: list[Objective] = [CrossEntropy(), WithEntropy()]
+    objectives: list[Loss] = [CrossEntropy(), WithEntropy()]
     for objective in objectives:
         engine.accumulate(plan, documents, objective)
         found.append({name: gradient for name, gradient in engine.gradients() if gradient is not None})

@@ -33,8 +33,8 @@ def parity(
         engine = open_engine(path, mesh, **{"step": {"max_tokens_per_device": 256}, **sections})
         plain = hf.build_random(hf.read_config(path), dtype=torch.float32, attention="eager", seed=0)
         vision = engine.built.vision
-        assert vision is not None and not engine.built.findings.images
-        assert not (videos and engine.built.findings.videos)
+        assert vision is not None and not engine.built.support.images
+        assert not (videos and engine.built.support.videos)
         documents, images, behind = shown(engine, awkward_steps(100), plain.model, bare, videos)
         return harness.verify(engine, path, documents[:steps], [1e-3] * steps, images, behind=behind)
 

@@ -31,7 +31,7 @@ from weft.remote.reading import local_path
 from weft.run.hooks import Hooks, OnStep, RlHooks
 
 if TYPE_CHECKING:
-    from weft.objectives.base import Objective
+    from weft.objectives.base import Loss
 
 ROWS = "data.jsonl"
 Schema = TypeVar("Schema", SftConfig, RlConfig)
@@ -73,7 +73,7 @@ def sft(
     *,
     model: str | Path | Mapping[str, Any] | None = None,
     data: str | Path | Mapping[str, Any] | Iterable[Mapping[str, Any]] | None = None,
-    objective: Objective | type[Objective] | None = None,
+    objective: Loss | type[Loss] | None = None,
     on_step: OnStep | None = None,
     resume: str | Path | None = None,
     overwrite: bool = False,

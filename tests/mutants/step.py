@@ -62,7 +62,7 @@ MUTANTS = (
     Mutant("engine/engine.py", "Engine.gradient_norm", "global_norm(self.module.named_parameters(), self.divided.cuts, self._other_stages) / self._scale", "global_norm(self.module.named_parameters(), self.divided.cuts, self._other_stages)", "tests/test_knobs_fp16.py"),
     Mutant("engine/engine.py", "Engine.readout", "torch.tensor([0, *lengths])", "torch.tensor([1, *lengths])", "tests/test_engine.py tests/test_policy_parity.py"),
     Mutant("engine/executor.py", "Executor.count", "dist.all_reduce(total_E, group=self.mesh.loss_group)", "pass", "tests/test_balance.py"),
-    Mutant("engine/replicas.py", "Replicas.__init__", "parameter.requires_grad", "not parameter.requires_grad", "tests/test_replicas.py"),
+    Mutant("engine/replicas.py", "ReplicaCheck.__init__", "parameter.requires_grad", "not parameter.requires_grad", "tests/test_replicas.py"),
     Mutant("engine/replicas.py", "_place", "place * size + index", "index", "tests/test_replicas.py"),
     Mutant("engine/replicas.py", "shared_documents", "[..., row.weights_N, ...]", "[..., ...]", "tests/test_replicas.py"),
     Mutant("engine/replicas.py", "shared_documents", "[..., own.weights, ...]", "[..., ...]", "tests/test_replicas.py"),

@@ -14,7 +14,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from weft.config.schema import LoraConfig, ModelConfig
 from weft.engine.device_check import check_on_device
 from weft.engine.plan import Layout
-from weft.engine.startup import Findings, check_kernel, compute_exactly, examine, implementation
+from weft.engine.startup import ModelSupport, check_kernel, compute_exactly, examine, implementation
 from weft.engine.value_head import value_head_names
 from weft.errors import UserError
 from weft.models import hf
@@ -46,7 +46,7 @@ class BuiltModel:
     path: str
     module: TrainModule
     config: PretrainedConfig
-    findings: Findings
+    support: ModelSupport
     flops: FlopFacts
     source: Path | None
     source_dtypes: dict[str, torch.dtype]
@@ -66,7 +66,7 @@ class BuiltModel:
 
     @property
     def layout(self) -> Layout:
-        return self.findings.layout
+        return self.support.layout
 
     @property
     def cuts_documents(self) -> bool:
@@ -76,7 +76,7 @@ class BuiltModel:
 
     @property
     def uses_bounds(self) -> bool:
-        return self.findings.uses_bounds
+        return self.support.uses_bounds
 
 
 def build_model(
@@ -99,12 +99,12 @@ def build_model(
     """
     examined = _examine(config, dtype=compute, device=device, weights=weights, values=values)
     model = hf.build_meta(examined.config, dtype=dtype, attention=examined.attention)
-    planned = _plan(model, config, lora, examined.findings, weights=weights, values=values, adapters=adapters)
+    planned = _plan(model, config, lora, examined.support, weights=weights, values=values, adapters=adapters)
     module, flops = _wrap(model, planned.lora, values=values, attached=adapters == "attached")
     buffers = {name: buffer.dtype for name, buffer in module.named_buffers()}
     folder = hf.source_folder(config.path)
     return BuiltModel(
-        config.path, module, examined.config, examined.findings, flops, folder, planned.dtypes, buffers,
+        config.path, module, examined.config, examined.support, flops, folder, planned.dtypes, buffers,
         planned.pieces, planned.load, planned.lora, vision=find_vision(module.base, module.facts),
     )  # fmt: skip
 
@@ -114,7 +114,7 @@ class _Examined:
     """config: of the class that is trained. attention: its attn_implementation."""
 
     config: PretrainedConfig
-    findings: Findings
+    support: ModelSupport
     attention: str
 
 
@@ -126,15 +126,15 @@ def _examine(
     hf_config = hf.read_config(config.path)
     noise = hf.noise_of(hf_config)
     hf_config = hf.without_noise(hf_config)
-    findings = examine(hf.with_logits(hf_config) if values else hf_config, noise)
+    support = examine(hf.with_logits(hf_config) if values else hf_config, noise)
     if values:
         hf_config = hf.with_values(hf_config)
-    check_kernel(hf_config, config.attention, findings, device, dtype)
+    check_kernel(hf_config, config.attention, support, device, dtype)
     if device.type == "cuda" and weights:  # on the CPU `examine` has tried the kernel that runs there
-        check_on_device(hf_config, config.attention, findings, device, dtype)
+        check_on_device(hf_config, config.attention, support, device, dtype)
         if "fp8" in config.transforms:
             fp8.check(device, dtype)
-    return _Examined(hf_config, findings, implementation(hf_config, config.attention))
+    return _Examined(hf_config, support, implementation(hf_config, config.attention))
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ def _plan(
     model: PreTrainedModel,
     config: ModelConfig,
     lora: LoraConfig | None,
-    findings: Findings,
+    support: ModelSupport,
     *,
     weights: bool,
     values: bool,
@@ -164,7 +164,7 @@ def _plan(
         source = open_source(config.path) if config.weights is None else open_weights(config.weights, model)
         ignore, head = config.ignore_weights, set[str]()
         if values:
-            ignore, head = (*ignore, f"{findings.head}.*"), value_head_names(model)
+            ignore, head = (*ignore, f"{support.head}.*"), value_head_names(model)
         pieces, load = plan_load(model, source, ignore, untied, head)
         return _Planned(pieces, load, source.dtypes, plan)
     for tied in untied:

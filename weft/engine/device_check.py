@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_map
 from transformers import PretrainedConfig, PreTrainedModel
 
 from weft.engine.plan import Layout
-from weft.engine.startup import Findings, hidden_of, small_copy, text_vocabulary
+from weft.engine.startup import ModelSupport, hidden_of, small_copy, text_vocabulary
 from weft.errors import UserError
 from weft.models import experts, hf
 from weft.models.experts import UNWRITTEN, experts_of, grouped_linear
@@ -53,14 +53,14 @@ FOLDER = Path("~/.cache/weft/kernels")  # beside what data.cache keeps
 
 
 def check_on_device(
-    config: PretrainedConfig, kernel: str, findings: Findings, device: torch.device, dtype: torch.dtype
+    config: PretrainedConfig, kernel: str, support: ModelSupport, device: torch.device, dtype: torch.dtype
 ) -> None:
     """Raises UserError if something that the run computes with is wrong, or fails, on this device in this dtype.
 
     per_document is the reference for the other kernels of attention, and is not checked itself. Where gradients of
     experts without rows are not written, the experts of this process set them to 0 from now on.
     """
-    content = _content(config, kernel, findings, device, dtype)
+    content = _content(config, kernel, support, device, dtype)
     file = FOLDER.expanduser() / f"{hashlib.blake2b(json.dumps(content).encode(), digest_size=16).hexdigest()}.json"
     remembered = _remembered(file)
     if remembered == content | {"unwritten": False}:
@@ -69,7 +69,7 @@ def check_on_device(
         UNWRITTEN.add(device.type)
         return
     small = small_copy(config, kernel)
-    for parts, fix, check in _checks(config, small, kernel, findings, device, dtype):
+    for parts, fix, check in _checks(config, small, kernel, support, device, dtype):
         try:
             failures = list(check())
         except Exception as error:  # from a compiler, a driver, or a kernel that this device lacks
@@ -90,23 +90,23 @@ def _checks(
     config: PretrainedConfig,
     small: PreTrainedModel,
     kernel: str,
-    findings: Findings,
+    support: ModelSupport,
     device: torch.device,
     dtype: torch.dtype,
 ) -> Iterator[tuple[str, str, Callable[[], Failures]]]:
     """(what is tried, what to do if it is wrong, the check), for all that this architecture computes with."""
-    if findings.mixers:
+    if support.mixers:
         yield (
-            f"the code of {', '.join(findings.mixers)}",
+            f"the code of {', '.join(support.mixers)}",
             "Uninstall causal-conv1d, mamba-ssm and flash-linear-attention where they are installed, so that torch's "
             "code runs",
-            lambda: _mixer_failures(small, findings.layout, device, dtype),
+            lambda: _mixer_failures(small, support.layout, device, dtype),
         )
-    if findings.uses_bounds and findings.attends and kernel != "per_document":
+    if support.uses_bounds and support.attends and kernel != "per_document":
         yield (
             f"model.attention={kernel}",
             "Set model.attention=per_document",
-            lambda: _attention_failures(small, kernel, findings.layout, device, dtype),
+            lambda: _attention_failures(small, kernel, support.layout, device, dtype),
         )
     transposed = {bool(part.is_transposed) for part in experts_of(small).values() if hf.is_fused_experts(part)}
     if transposed:
@@ -292,7 +292,7 @@ def _mixed(mixer: nn.Module, inputs: tuple[Any, Any], device: torch.device, dtyp
 
 # ---------------------------------------------------------------- experts
 
-# Rows of each expert: none empty; the first, one in the middle, the last empty; all but one.
+# StepRows of each expert: none empty; the first, one in the middle, the last empty; all but one.
 GROUPS_E = ((5, 33, 1, 16, 2, 7), (0, 33, 1, 16, 2, 7), (5, 33, 0, 16, 2, 7), (5, 33, 1, 16, 2, 0), (0, 0, 0, 64, 0, 0))
 
 
@@ -423,17 +423,17 @@ def check_collectives(
 
 
 def _content(
-    config: PretrainedConfig, kernel: str, findings: Findings, device: torch.device, dtype: torch.dtype
+    config: PretrainedConfig, kernel: str, support: ModelSupport, device: torch.device, dtype: torch.dtype
 ) -> dict[str, Any]:
     """All that the result depends on."""
     code = hashlib.blake2b(digest_size=8)
     for path in (Path(__file__), Path(experts.__file__), *sorted(Path(attention.__file__).parent.glob("*.py"))):
         code.update(path.read_bytes())
     return {
-        "family": config.get_text_config().model_type, "layout": findings.layout,
-        "attention": [str(traits) for traits in findings.attention], "kernel": kernel, "dtype": str(dtype),
+        "family": config.get_text_config().model_type, "layout": support.layout,
+        "attention": [str(traits) for traits in support.attention], "kernel": kernel, "dtype": str(dtype),
         "device": _device_name(device), "torch": torch.__version__, "transformers": version("transformers"),
-        "mixers": list(findings.mixers), "weft": __version__, "code": code.hexdigest(),
+        "mixers": list(support.mixers), "weft": __version__, "code": code.hexdigest(),
         "kernels": {name: installed_version(name) for name in KERNEL_PACKAGES},
     }  # fmt: skip
 

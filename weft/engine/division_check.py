@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from weft.engine.startup import (
-    Findings,
+    ModelSupport,
     bounds_of,
     documents_of,
     hidden_of,
@@ -55,15 +55,15 @@ class Division:
 
 
 @once_per_process
-def check_division(config: PretrainedConfig, findings: Findings, tp: int) -> Division:
+def check_division(config: PretrainedConfig, support: ModelSupport, tp: int) -> Division:
     """Check a division over `tp` ranks. Raises UserError, with the family and what differs, if it is not exact."""
     small = small_copy(config, "per_document")
     whole, ranks = TrainModule(copy.deepcopy(small)), _ranks(small, tp)
     documents = documents_of(text_vocabulary(whole))
-    expected = run_copy(whole, documents, findings, weights_of(documents))
+    expected = run_copy(whole, documents, support, weights_of(documents))
 
     def error(sequence: bool) -> float:
-        divided = _divided(small, documents, findings, ranks, sequence=sequence)
+        divided = _divided(small, documents, support, ranks, sequence=sequence)
         return compare(divided, expected, partial(_refusal, config), "its heads", tolerance_of(whole))
 
     # Mixers with state, and code that adds values of all tokens to hidden states, need whole rows between blocks.
@@ -133,10 +133,10 @@ def weights_of(documents: list[Tensor]) -> Tensor:
     return torch.stack([weights, 0.3 * weights.flip(0)])
 
 
-def run_copy(module: TrainModule, documents: list[Tensor], findings: Findings, weights: Tensor) -> Ran:
+def run_copy(module: TrainModule, documents: list[Tensor], support: ModelSupport, weights: Tensor) -> Ran:
     """(log-probabilities and entropies of a row, gradient of each parameter by its first name). weights: as
     weights_of."""
-    hidden = hidden_of(module, documents, findings.layout, bounds_of(documents, findings.layout, findings.uses_bounds))
+    hidden = hidden_of(module, documents, support.layout, bounds_of(documents, support.layout, support.uses_bounds))
     chosen = torch.cat([h[:-1] for h in hidden])
     targets = torch.cat([ids[1:] for ids in documents])
     got = module.head(chosen, targets, ["logprob", "entropy"])
@@ -146,7 +146,7 @@ def run_copy(module: TrainModule, documents: list[Tensor], findings: Findings, w
 
 
 def _divided(
-    small: PreTrainedModel, documents: list[Tensor], findings: Findings, ranks: int, *, sequence: bool
+    small: PreTrainedModel, documents: list[Tensor], support: ModelSupport, ranks: int, *, sequence: bool
 ) -> Callable[[], Ran]:
     """A function that computes readouts and whole gradients, as `run_copy` does, in `ranks` threads."""
 
@@ -156,7 +156,7 @@ def _divided(
             return groups(tuple(range(first, first + size)), place)
 
         axis = Axis(place, ranks, neighbours(ranks), neighbours)
-        return _of_rank(small, documents, findings, axis, sequence=sequence)
+        return _of_rank(small, documents, support, axis, sequence=sequence)
 
     return lambda: in_threads(ranks, one)[0]
 
@@ -195,13 +195,15 @@ def in_threads(ranks: int, run: Callable[[int, Groups], T]) -> list[T]:
     return [result.result() for result in results]
 
 
-def _of_rank(small: PreTrainedModel, documents: list[Tensor], findings: Findings, axis: Axis, *, sequence: bool) -> Ran:
+def _of_rank(
+    small: PreTrainedModel, documents: list[Tensor], support: ModelSupport, axis: Axis, *, sequence: bool
+) -> Ran:
     module = TrainModule(copy.deepcopy(small))
     whole = {name: parameter.detach() for name, parameter in module.named_parameters()}
     divided = tensor_parallel(module, axis, small.config, sequence=sequence)
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             parameter.copy_(divided.cuts[name].take(whole[name]))
-    readouts, gradients = run_copy(module, documents, findings, weights_of(documents))
+    readouts, gradients = run_copy(module, documents, support, weights_of(documents))
     sum_partial_gradients(module, divided)
     return readouts, {name: divided.cuts[name].join(gradient) for name, gradient in gradients.items()}

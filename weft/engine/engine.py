@@ -16,23 +16,23 @@ from weft.cluster.simulated import read
 from weft.engine import nonfinite
 from weft.engine.config import EngineConfig
 from weft.engine.document import Document, take
-from weft.engine.executor import WRONG, Asked, Executor, Factors
+from weft.engine.executor import WRONG, ForwardRequest, Executor, LossScaling
 from weft.engine.media import ImageRoom
-from weft.engine.metrics import Reduced, Sums
+from weft.engine.metrics import Reduced, MetricSums
 from weft.engine.pipeline import PipelineExecutor
 from weft.engine.plan import DocumentMeta, StepPlan
 from weft.engine.planning import StepPlanner
-from weft.engine.replicas import Replicas
+from weft.engine.replicas import ReplicaCheck
 from weft.engine.router_bias import RouterBiases
 from weft.engine.row import Row
-from weft.engine.rows import RowBuilder, Rows
-from weft.engine.sleep import PARTS, Part, Sleeper, tensors_of
+from weft.engine.rows import RowBuilder, StepRows
+from weft.engine.sleep import PARTS, Part, Offloader, tensors_of
 from weft.engine.stages import assemble
 from weft.errors import RanksDisagreeError, UserError
 from weft.models.embedding_noise import StepNoise
-from weft.objectives.base import Batch, Objective
+from weft.objectives.base import Batch, Loss
 from weft.objectives.check import check_normaliser, check_terms, chosen_tokens
-from weft.objectives.readouts import Wanted
+from weft.objectives.readouts import ReadoutSpec
 from weft.optim.optimizer import (
     FusedAdamW,
     OtherStages,
@@ -117,7 +117,7 @@ class Engine:
         self.divided = made.divided
         self.loaded = parts.loaded
         self.optimizer, self.ema, self.loss_scale = parts.optimizer, parts.ema, parts.loss_scale
-        self.sleeper: Sleeper = Sleeper(self.device, self.storage, None if other is None else other.sleeper)
+        self.sleeper: Offloader = Offloader(self.device, self.storage, None if other is None else other.sleeper)
         self._nonfinite: str | None = None
         self._complete = False  # whether gradients are summed over tp and pp
         # On an accelerator, a wait in the middle of a step leaves it idle while the host prepares the update.
@@ -149,7 +149,7 @@ class Engine:
             self.mesh.loss_rank, self.mesh.same_documents, made.context, built.layout, bool(self.balance), on_device,
             replay, built.vision, self.module.base,
         )  # fmt: skip
-        self._replicas = Replicas(self.module, self.divided.cuts, self._tied())
+        self._replicas = ReplicaCheck(self.module, self.divided.cuts, self._tied())
 
     def _tied(self) -> dict[str, tuple[int, int]]:
         """For each parameter that several stages hold: (this stage's place among them, their number)."""
@@ -219,11 +219,11 @@ class Engine:
         return plan, take(documents, self.needs(plan))
 
     def rows(
-        self, plan: StepPlan, documents: Mapping[int, Document], objective: Objective, step: int | None = None
-    ) -> Rows:
+        self, plan: StepPlan, documents: Mapping[int, Document], objective: Loss, step: int | None = None
+    ) -> StepRows:
         """This rank's rows for accumulate(), on the host. May be called in another thread. step: its number in the run,
         on which the noise of EngineConfig.neftune_noise_alpha depends; None for rows without noise."""
-        hidden = Wanted.of(objective.readouts).hidden
+        hidden = ReadoutSpec.of(objective.readouts).hidden
         if hidden and self.divided.sequence:
             raise UserError(
                 f"`hidden/{hidden[0]}` of {type(objective).__name__}: between blocks, ranks of mesh.tp have parts of a "
@@ -235,7 +235,7 @@ class Engine:
 
     def _lay_out(
         self, plan: StepPlan, documents: Mapping[int, Document], every_token: bool, noise: StepNoise | None = None
-    ) -> Rows:
+    ) -> StepRows:
         routed = self.config.replay and (self.lora is None or self.lora.switch.on)
         return self._rows.rows(plan, documents, every_token, routed, noise)
 
@@ -246,13 +246,13 @@ class Engine:
 
     # ------------------------------------------------------------ forward and backward
 
-    def check_sums(self, objective: Objective) -> None:
+    def check_sums(self, objective: Loss) -> None:
         """Check the next rows of this objective, until one could tell: given twice, a row must have the same gradients.
         Those calls are beside the ones that train. UserError where it is no sum (weft/objectives/check.py)."""
         self._executor.unchecked.add(type(objective))
 
     def accumulate(
-        self, plan: StepPlan, documents: Mapping[int, Document] | Rows, objective: Objective
+        self, plan: StepPlan, documents: Mapping[int, Document] | StepRows, objective: Loss
     ) -> dict[str, float | None]:
         """Add the gradient of one whole step and return its metrics, reduced over all data ranks.
 
@@ -264,20 +264,20 @@ class Engine:
         unread = self._accumulate(plan, documents, objective)
         return self._metrics(unread, read(unread.reduced.vector, unread.reduced.planned))
 
-    def _accumulate(self, plan: StepPlan, documents: Mapping[int, Document] | Rows, objective: Objective) -> _Unread:
+    def _accumulate(self, plan: StepPlan, documents: Mapping[int, Document] | StepRows, objective: Loss) -> _Unread:
         """accumulate() up to what the host waits for."""
         assert self.optimizer is not None, "this engine was opened for inference"
         self.require_awake("parameters", "gradients")
         assert not self._complete, "these gradients have been looked at: nothing can be added to them"
         assert self.lora is None or self.lora.switch.on, "without its adapter nothing of this engine can be trained"
         normaliser = check_normaliser(objective.normaliser(plan), objective)
-        sums = Sums()
+        sums = MetricSums()
         sums.add(WRONG, 0.0, 1.0)
         flight.planned(plan.fingerprint())
-        rows = documents if isinstance(documents, Rows) else self.rows(plan, documents, objective)
+        rows = documents if isinstance(documents, StepRows) else self.rows(plan, documents, objective)
         if self.config.neftune_noise_alpha is not None and not rows.noisy:
             raise ValueError("noise on embeddings depends on the step: accumulate(plan, engine.rows(..., step=1), ...)")
-        factors = Factors(normaliser, self.balance / plan.totals.tokens, self._scale)
+        factors = LossScaling(normaliser, self.balance / plan.totals.tokens, self._scale)
         factors = self._executor.count(rows, factors, plan.totals.tokens)
         routed = self.config.replay and any(meta.routed for meta in plan.documents)
         done = self._executor.train(rows, objective, factors, sums, routed=routed)
@@ -287,7 +287,7 @@ class Engine:
         return self._reduce(plan, rows.sources, sums, done.losses, done.alike)
 
     def step(
-        self, plan: StepPlan, documents: Mapping[int, Document] | Rows, objective: Objective, lr: float
+        self, plan: StepPlan, documents: Mapping[int, Document] | StepRows, objective: Loss, lr: float
     ) -> tuple[dict[str, float | None], StepResult]:
         """accumulate() and apply(). With AdamW on an accelerator the host waits for the device once, after the update
         is queued; what accumulate() raises is raised then."""
@@ -298,7 +298,7 @@ class Engine:
         return self.accumulate(plan, documents, objective), self.apply(lr)
 
     def _reduce(
-        self, plan: StepPlan, sources: list[list[str]], sums: Sums, losses: list[Tensor], alike: list[ReplicaChecksum]
+        self, plan: StepPlan, sources: list[list[str]], sums: MetricSums, losses: list[Tensor], alike: list[ReplicaChecksum]
     ) -> _Unread:
         """Reduce all metrics in one all-reduce, which also carries whether any loss was not finite, and compares plans
         and what several ranks hold alike."""
@@ -326,24 +326,24 @@ class Engine:
             self._nonfinite = nonfinite.name_losses(unread.sources, micro_batches)
         if metrics.pop(WRONG) and self._nonfinite is None:
             raise UserError(
-                f"train.objective: upstream() of {self._trained} is not the gradient of its loss by the logprobs, up "
+                f"train.objective: logprob_grad() of {self._trained} is not the gradient of its loss by the logprobs, up "
                 "to one factor: return None there, and it is computed from the loss."
             )
         return metrics
 
     # ------------------------------------------------------------ without gradients
 
-    def evaluate(self, plan: StepPlan, documents: Mapping[int, Document], objective: Objective) -> Sums:
+    def evaluate(self, plan: StepPlan, documents: Mapping[int, Document], objective: Loss) -> MetricSums:
         """The objective's metrics over this rank's rows, summed in fp64, not yet reduced over ranks; nothing is
         trained.
 
         documents: at least those of needs(plan).
         """
-        sums, rows = Sums(), self.rows(plan, documents, objective)
+        sums, rows = MetricSums(), self.rows(plan, documents, objective)
         self.require_awake("parameters")
 
-        def ask(row: Row) -> Asked:
-            return Asked(objective.readouts, chosen_tokens(objective, row.targets_N, row.arrays))
+        def ask(row: Row) -> ForwardRequest:
+            return ForwardRequest(objective.readouts, chosen_tokens(objective, row.targets_N, row.arrays))
 
         def use(micro: int, row: Row, found: dict[str, Tensor]) -> None:
             exact = {name: v.double() if v.is_floating_point() else v for name, v in found.items()}
@@ -376,7 +376,7 @@ class Engine:
                 for index, own in self._join_parts(plan, micro, by_document).items():
                     out.setdefault(index, {})[name] = own
 
-        self._executor.visit(rows, "readout", lambda row: Asked(frozenset(what)), use, following=True)
+        self._executor.visit(rows, "readout", lambda row: ForwardRequest(frozenset(what)), use, following=True)
         if self.mesh.pp is not None and self.pipeline is not None:
             out = self.mesh.pp.from_place(self.pipeline.placement.last, out)
         return dict(sorted(out.items()))

@@ -17,29 +17,29 @@ from weft.cluster.consistency import ReplicaChecksum
 from weft.engine.build import BuiltModel
 from weft.engine.config import EngineConfig
 from weft.engine.expert_load import ExpertLoad
-from weft.engine.metrics import Sums
-from weft.engine.replay import Replay
+from weft.engine.metrics import MetricSums
+from weft.engine.replay import RouteReplay
 from weft.engine.row import Row
-from weft.engine.rows import Rows
+from weft.engine.rows import StepRows
 from weft.models.embedding_noise import EmbeddingNoise
 from weft.models.experts import experts_of
 from weft.models.pipeline import Idle
 from weft.objectives.balance import Balance, Counted
-from weft.objectives.base import Batch, Objective, Terms
+from weft.objectives.base import Batch, Loss, LossOutput
 from weft.objectives.check import check_is_sum, check_terms, check_tokens, chosen_tokens
 from weft.ops.exact import numerics
-from weft.ops.head import Direction
+from weft.ops.head import KnownGrad
 from weft.parallel.fsdp import WorkingCopies, end_backward, reduce_when, reshard
 from weft.parallel.mesh import Mesh
 from weft.telemetry import flight
 from weft.telemetry.timing import waiting
 
 Use = Callable[[int, Row, dict[str, Tensor]], None]  # (micro-batch, row, readouts)
-WRONG = "_wrong"  # metric: number of rows whose gradient was not the one that Objective.upstream said
+WRONG = "_wrong"  # metric: number of rows whose gradient was not the one that Loss.logprob_grad returned
 
 
 @dataclass(frozen=True)
-class Factors:
+class LossScaling:
     """Factors that all rows of a step share. normaliser: divides the objective's loss sum. balance: multiplies the sum
     of the experts' auxiliary loss. scale: multiplies gradients, for fp16. shares_E: see Balance. counted: by
     micro-batch; empty if the loss of a row needs only that row."""
@@ -52,19 +52,19 @@ class Factors:
 
 
 @dataclass(frozen=True)
-class Forwarded:
+class ForwardResult:
     """A row after its forward. loss: the tensor to differentiate. seen: the loss sum. direction: the gradient that the
     row's logprobs will receive, if it is known."""
 
     row: Row
-    terms: Terms
+    terms: LossOutput
     loss: Tensor
     seen: Tensor
-    direction: Direction | None
+    direction: KnownGrad | None
 
 
 @dataclass(frozen=True)
-class Asked:
+class ForwardRequest:
     """What to read in a forward without gradients. chosen_NC, balance: see TrainModule.forward."""
 
     what: frozenset[str]
@@ -93,7 +93,7 @@ class Executor:
         # Hooks inside of compiled layers would be traced.
         counted = () if config.model.compile is True else experts_of(self.module).values()
         self.load = ExpertLoad(counted, mesh)
-        self.replay = Replay(self.module, self.experts, self.top_k, config.model.compile is True)
+        self.replay = RouteReplay(self.module, self.experts, self.top_k, config.model.compile is True)
         self._noise: EmbeddingNoise | None = None
         embedding = self.module.get_submodule(self.module.facts.embedding)
         if config.neftune_noise_alpha is not None and not isinstance(embedding, Idle):
@@ -107,7 +107,7 @@ class Executor:
         self,
         row: Row,
         what: frozenset[str],
-        direction: Direction | None = None,
+        direction: KnownGrad | None = None,
         balance: Balance | None = None,
         chosen_NC: Tensor | None = None,
         received: Tensor | None = None,
@@ -134,12 +134,12 @@ class Executor:
     def forward(
         self,
         row: Row,
-        objective: Objective,
-        direction: Direction | None,
+        objective: Loss,
+        direction: KnownGrad | None,
         balance: Balance | None,
         received: Tensor | None = None,
         chunk: int = 0,
-    ) -> Terms:
+    ) -> LossOutput:
         """One forward: the objective's terms for a row, with the auxiliary loss of its experts."""
         chosen_NC = chosen_tokens(objective, row.targets_N, row.arrays)
         new = type(objective) in self.unchecked and type(row.weights_N) is Tensor  # not a simulated one
@@ -153,7 +153,7 @@ class Executor:
         return replace(check_terms(objective(batch), objective), balance_sum=balance_sum)
 
     def forward_backward(
-        self, row: Row, objective: Objective, factors: Factors, sums: Sums, *, micro: int, last: bool, routed: bool
+        self, row: Row, objective: Loss, factors: LossScaling, sums: MetricSums, *, micro: int, last: bool, routed: bool
     ) -> Tensor:
         """Add the gradient of one row to the parameters' gradients and its metrics to `sums`; returns the loss sum.
 
@@ -176,25 +176,25 @@ class Executor:
         return done.seen
 
     def forwarded(
-        self, row: Row, objective: Objective, factors: Factors, micro: int, received: Tensor | None = None,
+        self, row: Row, objective: Loss, factors: LossScaling, micro: int, received: Tensor | None = None,
         chunk: int = 0,
-    ) -> Forwarded:  # fmt: skip
+    ) -> ForwardResult:  # fmt: skip
         """The forward of one row, up to what is differentiated."""
-        upstream_N = objective.upstream(row.weights_N)
-        direction = None if upstream_N is None else Direction(upstream_N)
+        upstream_N = objective.logprob_grad(row.weights_N)
+        direction = None if upstream_N is None else KnownGrad(upstream_N)
         terms = self.forward(row, objective, direction, self.balanced(row, factors, micro), received, chunk)
         loss, seen = terms.loss_sum / factors.normaliser * factors.scale, terms.loss_sum.detach()
         if terms.balance_sum is not None:
             loss = loss + self.balance_loss(terms.balance_sum, factors)
             seen = seen + terms.balance_sum.detach()
-        return Forwarded(row, terms, loss, seen, direction)
+        return ForwardResult(row, terms, loss, seen, direction)
 
-    def balance_loss(self, balance_sum: Tensor, factors: Factors) -> Tensor:
+    def balance_loss(self, balance_sum: Tensor, factors: LossScaling) -> Tensor:
         """The part of a row's auxiliary loss to differentiate. Routers are whole on every rank of tp, and their
         gradients are summed over them."""
         return balance_sum * (factors.balance / self.mesh.tp_size) * factors.scale
 
-    def account(self, done: Forwarded, sums: Sums) -> None:
+    def account(self, done: ForwardResult, sums: MetricSums) -> None:
         """Add a row's metrics to the sums, after its backward."""
         if done.terms.balance_sum is not None:
             sums.add("aux_loss", done.terms.balance_sum, done.row.real_tokens)
@@ -203,7 +203,9 @@ class Executor:
         for name, (total, weight) in done.terms.metrics.items():
             sums.add(name, total, weight)
 
-    def train(self, rows: Rows, objective: Objective, factors: Factors, sums: Sums, *, routed: bool) -> Trained:
+    def train(
+        self, rows: StepRows, objective: Loss, factors: LossScaling, sums: MetricSums, *, routed: bool
+    ) -> Trained:
         """Add the gradient of all rows of a step, and their metrics to `sums`. routed: as in forward_backward."""
         done, micro_batches = Trained(), len(rows.sources)
         self.copies.decide()
@@ -216,7 +218,7 @@ class Executor:
         return done
 
     def visit(
-        self, rows: Rows, phase: str, ask: Callable[[Row], Asked], use: Use, *, following: bool = False,
+        self, rows: StepRows, phase: str, ask: Callable[[Row], ForwardRequest], use: Use, *, following: bool = False,
         evaluating: bool = True,
     ) -> None:  # fmt: skip
         """Read every row without gradients and pass the readouts to `use`. following: replay the documents' routes.
@@ -230,7 +232,7 @@ class Executor:
                     found = self.read(row, asked.what, balance=asked.balance, chosen_NC=asked.chosen_NC)
                 use(micro, row, found)
 
-    def name_metrics(self, objective: Objective, sums: Sums) -> None:
+    def name_metrics(self, objective: Loss, sums: MetricSums) -> None:
         """On a rank that never calls the objective, add its metrics with no weight: all ranks need the same names."""
 
     @contextmanager
@@ -245,7 +247,7 @@ class Executor:
             self.module.train(was_training)
             reshard(self.module)
 
-    def count(self, rows: Rows, factors: Factors, tokens: int) -> Factors:
+    def count(self, rows: StepRows, factors: LossScaling, tokens: int) -> LossScaling:
         """The factors, with the counts over all rows, or all layers, that the experts' auxiliary loss needs before the
         forwards with gradients; collective. tokens: of the step.
 
@@ -263,7 +265,7 @@ class Executor:
             dist.all_reduce(total_E, group=self.mesh.loss_group)
         return replace(factors, shares_E=(total_E / tokens).float(), counted=[Counted(layers, None)] * len(chosen))
 
-    def _choices(self, rows: Rows) -> tuple[list[Tensor], Tensor]:
+    def _choices(self, rows: StepRows) -> tuple[list[Tensor], Tensor]:
         """([D, E] for each micro-batch: how often its documents choose each expert, summed over layers; number of
         layers with routers)."""
         chosen = [torch.zeros(0)] * len(rows.sources)
@@ -282,15 +284,15 @@ class Executor:
         self.sum_over_stages([*chosen, layers[0]])
         return chosen, layers[0].float()
 
-    def _ask_choices(self, row: Row) -> Asked:
+    def _ask_choices(self, row: Row) -> ForwardRequest:
         balance = self.balanced(row, None, 0)
         assert balance is not None
-        return Asked(frozenset(), balance=replace(balance, counting=True))
+        return ForwardRequest(frozenset(), balance=replace(balance, counting=True))
 
     def sum_over_stages(self, sums: Sequence[Tensor]) -> None:
         """Sum the tensors, in place, over the ranks that have other layers; collective over these."""
 
-    def balanced(self, row: Row, factors: Factors | None, micro: int) -> Balance | None:
+    def balanced(self, row: Row, factors: LossScaling | None, micro: int) -> Balance | None:
         """The inputs of a forward of this row for the auxiliary loss of its experts."""
         if not self.balance:
             return None

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from weft.engine.division_check import Ran, compare, in_threads, run_copy, weights_of
-from weft.engine.startup import Findings, documents_of, once_per_process, small_copy, text_vocabulary
+from weft.engine.startup import ModelSupport, documents_of, once_per_process, small_copy, text_vocabulary
 from weft.errors import UserError
 from weft.models.experts import experts_of
 from weft.models.train_module import TrainModule
@@ -21,7 +21,7 @@ from weft.parallel.mesh import ExpertRanks
 
 
 @once_per_process
-def check_experts(config: PretrainedConfig, findings: Findings, ep: int) -> float:
+def check_experts(config: PretrainedConfig, support: ModelSupport, ep: int) -> float:
     """The largest difference of a gradient, relative to the largest gradient of its parameter. Raises UserError, with
     the family and what differs, if it is too large, or if the model has no experts to divide."""
     small = small_copy(config, "per_document")
@@ -33,9 +33,9 @@ def check_experts(config: PretrainedConfig, findings: Findings, ep: int) -> floa
         )
     documents = documents_of(text_vocabulary(whole))
     ranks = min(ep, len(documents), *(child.num_experts for child in experts.values()))
-    expected = run_copy(whole, documents, findings, weights_of(documents))
+    expected = run_copy(whole, documents, support, weights_of(documents))
     return compare(
-        lambda: _divided(small, documents, findings, ranks), expected, partial(_refusal, config), "its experts"
+        lambda: _divided(small, documents, support, ranks), expected, partial(_refusal, config), "its experts"
     )
 
 
@@ -46,7 +46,7 @@ def _refusal(config: PretrainedConfig, reason: str) -> UserError:
     )
 
 
-def _divided(small: PreTrainedModel, documents: list[Tensor], findings: Findings, ranks: int) -> Ran:
+def _divided(small: PreTrainedModel, documents: list[Tensor], support: ModelSupport, ranks: int) -> Ran:
     """Readouts and summed gradients of `ranks` threads, each with every `ranks`-th document."""
     of_each = weights_of(documents).split([len(ids) - 1 for ids in documents], 1)
 
@@ -59,7 +59,7 @@ def _divided(small: PreTrainedModel, documents: list[Tensor], findings: Findings
             for name, cut in cuts.items():
                 module.get_parameter(name).copy_(cut.take(whole[name]))
         own = slice(place, None, ranks)
-        readouts, gradients = run_copy(module, documents[own], findings, torch.cat(of_each[own], 1))
+        readouts, gradients = run_copy(module, documents[own], support, torch.cat(of_each[own], 1))
         return readouts, {name: cuts[name].join(g) if name in cuts else g for name, g in gradients.items()}
 
     results = in_threads(ranks, one)

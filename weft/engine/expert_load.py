@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from weft.engine.metrics import Sums
+from weft.engine.metrics import MetricSums
 from weft.models import hf
 from weft.ops.dispatch import ExpertAxis
 from weft.parallel.mesh import Mesh
@@ -55,7 +55,7 @@ class ExpertLoad:
             before = torch.zeros(experts.num_experts, dtype=torch.int64, device=expert.device)
         self._counts[id(experts)] = before.scatter_add(0, expert.long(), torch.ones_like(expert, dtype=torch.int64))
 
-    def add_to(self, sums: Sums, group: dist.ProcessGroup) -> None:
+    def add_to(self, sums: MetricSums, group: dist.ProcessGroup) -> None:
         """Add the metrics of the forwards since the last call. Collective over `group`, the ranks with other tokens.
 
         `experts/max_load`: the choices of a layer's busiest expert, relative to the mean over its experts, averaged

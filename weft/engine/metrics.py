@@ -28,7 +28,7 @@ CORE_KEYS = (
 )  # fmt: skip
 
 
-class Sums:
+class MetricSums:
     """Weighted sums by name, accumulated over micro-batches in fp64 without synchronising the device.
 
     A metric is sum / weight over all micro-batches and ranks. A mean of ranks' means differs from it if weights differ.
@@ -43,7 +43,7 @@ class Sums:
         self._sums[name] = self._sums.get(name, 0.0) + _exact(total)
         self._weights[name] = self._weights.get(name, 0.0) + _exact(weight)
 
-    def add_all(self, other: Sums, prefix: str = "") -> None:
+    def add_all(self, other: MetricSums, prefix: str = "") -> None:
         """Add all sums of another, with `prefix` before their names."""
         for name, total in other._sums.items():
             self.add(prefix + name, total, other._weights[name])

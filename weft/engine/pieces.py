@@ -15,7 +15,7 @@ Interval = tuple[int, int]  # tokens of a document: the first, and one past the 
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class CPGroup:
     """The ranks that share a row. capacity: most tokens of one rank. rank = member of the ring x ulysses + place."""
 
     ring: int
@@ -30,8 +30,8 @@ class Group:
 Placed = list[dict[int, list[Interval]]]  # of each rank: document -> its tokens, rising
 
 
-def place(
-    lengths: Sequence[int], costs: Sequence[int], group: Group, rooms: Sequence[int] | None = None
+def assign(
+    lengths: Sequence[int], costs: Sequence[int], group: CPGroup, rooms: Sequence[int] | None = None
 ) -> tuple[Placed, list[int]]:
     """Distribute one row's documents over the ranks of its group: (tokens of each rank by document, documents without
     room). rooms: capacity that each document takes, in tokens, default its length; images make it more. A part of a
@@ -54,7 +54,7 @@ def place(
 
 
 def _cut(
-    lengths: Sequence[int], rooms: Sequence[int], costs: Sequence[int], long: list[int], group: Group
+    lengths: Sequence[int], rooms: Sequence[int], costs: Sequence[int], long: list[int], group: CPGroup
 ) -> tuple[Placed, list[int]]:
     """Cut the documents `long`: (tokens of each rank by document, documents without room)."""
     members = {d: min(group.ring, -(-rooms[d] // (group.capacity * group.ulysses))) for d in long}
@@ -73,7 +73,7 @@ def _cut(
     return [{} for _ in range(group.ranks)], []
 
 
-def _spread_over_ranks(lengths: Sequence[int], costs: Sequence[int], members: dict[int, int], group: Group) -> Placed:
+def _spread_over_ranks(lengths: Sequence[int], costs: Sequence[int], members: dict[int, int], group: CPGroup) -> Placed:
     """Each document over its number of ring members, those that cost least so far."""
     placed: Placed = [{} for _ in range(group.ranks)]
     spent = [0.0] * group.ring
@@ -81,9 +81,9 @@ def _spread_over_ranks(lengths: Sequence[int], costs: Sequence[int], members: di
         chosen = sorted(sorted(range(group.ring), key=lambda m: (spent[m], m))[:count])
         for member, own in zip(chosen, zigzag(lengths[document], count), strict=True):
             spent[member] += costs[document] / count
-            for place, intervals in enumerate(spread(own, group.ulysses)):
+            for index, intervals in enumerate(spread(own, group.ulysses)):
                 if intervals:
-                    placed[member * group.ulysses + place][document] = intervals
+                    placed[member * group.ulysses + index][document] = intervals
     return placed
 
 
@@ -93,7 +93,7 @@ def _deal_whole(
     costs: Sequence[int],
     order: Sequence[int],
     cut: Placed,
-    group: Group,
+    group: CPGroup,
 ) -> tuple[Placed, list[int]]:
     placed, left, taken = [dict(one) for one in cut], list[int](), _taken(cut, lengths, rooms)
     spent = [sum(costs[d] * _count(own) / lengths[d] for d, own in one.items()) for one in cut]
@@ -155,7 +155,7 @@ def _count(intervals: Sequence[Interval]) -> int:
     return sum(stop - start for start, stop in intervals)
 
 
-def _end_to_end(document: int, length: int, room: int, group: Group) -> Placed:
+def _end_to_end(document: int, length: int, room: int, group: CPGroup) -> Placed:
     """One document, cut wherever a rank is full, or in even parts if images take room. Always possible."""
     part = group.capacity if room == length else -(-length // group.ranks)
     ends = [min(length, part * rank) for rank in range(group.ranks + 1)]

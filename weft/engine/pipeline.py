@@ -16,18 +16,18 @@ from torch.distributed.fsdp import FSDPModule
 
 from weft.engine.build import BuiltModel
 from weft.engine.config import EngineConfig
-from weft.engine.executor import Asked, Executor, Factors, Forwarded, Trained, Use
-from weft.engine.metrics import Sums
+from weft.engine.executor import Executor, ForwardRequest, ForwardResult, LossScaling, Trained, Use
+from weft.engine.metrics import MetricSums
 from weft.engine.plan import StepPlan
 from weft.engine.replay import RouteCounts
 from weft.engine.row import Row
-from weft.engine.rows import Rows
+from weft.engine.rows import StepRows
 from weft.engine.schedule import DELAYED, Action, bubble, order
 from weft.models.pipeline import Pipeline
 from weft.models.placement import Placement
 from weft.models.train_module import TrainModule
 from weft.models.weight_gradients import Delayed, WeightGradients
-from weft.objectives.base import Objective
+from weft.objectives.base import Loss
 from weft.objectives.check import metrics_of
 from weft.ops.exact import numerics
 from weft.parallel.fsdp import end_backward, reduce_now, reduce_when
@@ -46,7 +46,7 @@ class _Done:
     row: Row
     received: Tensor | None
     sent: Tensor | None
-    forwarded: Forwarded | None
+    forwarded: ForwardResult | None
     routes: RouteCounts
     balance: Tensor | None = None
     balance_loss: Tensor | None = None
@@ -69,7 +69,9 @@ class PipelineExecutor(Executor):
         self.weights = WeightGradients(self.module) if self.schedule in DELAYED else None
         self.units = _units_of_chunks(self.module, pipeline, self.axis.place)
 
-    def train(self, rows: Rows, objective: Objective, factors: Factors, sums: Sums, *, routed: bool) -> Trained:
+    def train(
+        self, rows: StepRows, objective: Loss, factors: LossScaling, sums: MetricSums, *, routed: bool
+    ) -> Trained:
         """See Executor.train."""
         micro_batches = len(rows.sources)
         self.link.connect()
@@ -100,7 +102,7 @@ class PipelineExecutor(Executor):
         self.name_metrics(objective, sums)
         return done
 
-    def _seen(self, done: _Done, sums: Sums) -> Tensor | float:
+    def _seen(self, done: _Done, sums: MetricSums) -> Tensor | float:
         """This stage's part of a row's loss sum; adds the row's metrics to `sums`."""
         if done.forwarded is not None:
             self.account(done.forwarded, sums)
@@ -119,7 +121,7 @@ class PipelineExecutor(Executor):
             message = Message(action.kind == "forward", self._stage(action), action.micro)
             self.link.ask(message, held[action.micro].input_ids_BT.shape)
 
-    def _forward(self, action: Action, row: Row, objective: Objective, factors: Factors) -> _Done:
+    def _forward(self, action: Action, row: Row, objective: Loss, factors: LossScaling) -> _Done:
         stage = self._stage(action)
         received = self.link.receive(Message(True, stage, action.micro))
         if received is not None:
@@ -163,7 +165,7 @@ class PipelineExecutor(Executor):
         reduce_now(self.module)
 
     def visit(
-        self, rows: Rows, phase: str, ask: Callable[[Row], Asked], use: Use, *, following: bool = False,
+        self, rows: StepRows, phase: str, ask: Callable[[Row], ForwardRequest], use: Use, *, following: bool = False,
         evaluating: bool = True,
     ) -> None:  # fmt: skip
         """See Executor.visit. `use` is called in the last stage only or, when choices of experts are read, in all."""
@@ -201,7 +203,7 @@ class PipelineExecutor(Executor):
         for own, part in zip(sums, joined.split([own.numel() for own in sums]), strict=True):
             own.copy_(part.view_as(own))
 
-    def name_metrics(self, objective: Objective, sums: Sums) -> None:
+    def name_metrics(self, objective: Loss, sums: MetricSums) -> None:
         """See Executor.name_metrics."""
         if not self.has_loss:
             for name in metrics_of(objective):
@@ -236,7 +238,7 @@ class _Held:
     """Rows on the device. Each is built once, when its shape is first needed, and kept until each chunk of layers has
     dropped it."""
 
-    def __init__(self, rows: Rows, device: torch.device, placement: Placement, place: int) -> None:
+    def __init__(self, rows: StepRows, device: torch.device, placement: Placement, place: int) -> None:
         self._rows, self._device, self._images = rows, device, place == placement.rank_of(0)
         self._left = dict.fromkeys(range(len(rows.sources)), placement.chunks)
         self._made: dict[int, Row] = {}

@@ -17,7 +17,7 @@ from weft.engine.document import Document
 from weft.engine.image_check import IMAGES, VIDEOS, documents_with
 from weft.engine.media import Media
 from weft.engine.row import Row, build_row
-from weft.engine.startup import Findings, documents_of, once_per_process, small_copy, text_vocabulary
+from weft.engine.startup import ModelSupport, documents_of, once_per_process, small_copy, text_vocabulary
 from weft.errors import UserError, first_line
 from weft.models.pipeline import Anatomy, Outside, keep_stages, plan_pipeline
 from weft.models.placement import Placement
@@ -28,7 +28,7 @@ from weft.models.weight_gradients import WeightGradients
 
 @once_per_process
 def check_pipeline(
-    config: PretrainedConfig, findings: Findings, compute: torch.dtype, *, delayed: bool = False
+    config: PretrainedConfig, support: ModelSupport, compute: torch.dtype, *, delayed: bool = False
 ) -> Anatomy:
     """Find how the model's code runs its layers. Raises UserError, with family and reason, if stages are not exact.
 
@@ -36,18 +36,18 @@ def check_pipeline(
     """
     small = small_copy(config, "per_document")
     whole = TrainModule(copy.deepcopy(small))
-    row = _row(text_vocabulary(whole), findings)
+    row = _row(text_vocabulary(whole), support)
     refusal = partial(_refusal, config)
     try:
-        anatomy = _Trace(TrainModule(copy.deepcopy(small)), compute).run(row, findings)
+        anatomy = _Trace(TrainModule(copy.deepcopy(small)), compute).run(row, support)
     except _UnfitError as error:
         raise refusal(str(error)) from error
     except Exception as error:  # of any type: the family's code ran
         raise refusal(f"its layers could not be traced ({first_line(error)})") from error
-    vision = None if findings.images else find_vision(whole.base, whole.facts)
-    for tried in [row] if vision is None else [row, _row_with_images(whole, vision, findings)]:
-        expected = _run([copy.deepcopy(whole)], tried, findings, [])
-        compare(partial(_staged, small, tried, findings, anatomy, delayed=delayed), expected, refusal, "its layers")
+    vision = None if support.images else find_vision(whole.base, whole.facts)
+    for tried in [row] if vision is None else [row, _row_with_images(whole, vision, support)]:
+        expected = _run([copy.deepcopy(whole)], tried, support, [])
+        compare(partial(_staged, small, tried, support, anatomy, delayed=delayed), expected, refusal, "its layers")
     return anatomy
 
 
@@ -62,18 +62,18 @@ def _refusal(config: PretrainedConfig, reason: str) -> UserError:
     )
 
 
-def _row(vocabulary: int, findings: Findings) -> Row:
+def _row(vocabulary: int, support: ModelSupport) -> Row:
     """Documents in one row, in this family's layout."""
     weights = torch.linspace(0.5, 1.5, 64)
     documents = {n: Document(ids, weights[: len(ids)]) for n, ids in enumerate(documents_of(vocabulary))}
     read = [len(d) for d in documents.values()]
-    length = sum(read) if findings.layout == "packed" else max(read)
-    return build_row(list(documents), documents, read=read, length=length, layout=findings.layout, every_token=True)
+    length = sum(read) if support.layout == "packed" else max(read)
+    return build_row(list(documents), documents, read=read, length=length, layout=support.layout, every_token=True)
 
 
-def _row_with_images(module: TrainModule, vision: Vision, findings: Findings) -> Row:
+def _row_with_images(module: TrainModule, vision: Vision, support: ModelSupport) -> Row:
     """Documents with images in one row; also with videos, if the model takes them."""
-    documents, kinds = {}, IMAGES if findings.videos else VIDEOS
+    documents, kinds = {}, IMAGES if support.videos else VIDEOS
     for number, (ids, inputs) in enumerate(documents_with(kinds, vision, module.base, text_vocabulary(module))):
         media = Media.of(inputs, vision.patches(inputs)) if inputs else None
         positions = None if media is None else vision.positions(module.base, ids, inputs)
@@ -85,23 +85,23 @@ def _row_with_images(module: TrainModule, vision: Vision, findings: Findings) ->
     )  # fmt: skip
 
 
-def _forward(module: TrainModule, row: Row, findings: Findings, received: Tensor | None) -> dict[str, Tensor]:
+def _forward(module: TrainModule, row: Row, support: ModelSupport, received: Tensor | None) -> dict[str, Tensor]:
     found: dict[str, Tensor] = module(
-        row.input_ids_BT, row.position_ids_BT, row.bounds if findings.uses_bounds else None, row.selected_N,
+        row.input_ids_BT, row.position_ids_BT, row.bounds if support.uses_bounds else None, row.selected_N,
         row.targets_N, ("logprob", "entropy"), media=row.media if received is None else None, received=received,
     )  # fmt: skip
     return found
 
 
-def _run(stages: list[TrainModule], row: Row, findings: Findings, delayed: Sequence[WeightGradients]) -> Ran:
+def _run(stages: list[TrainModule], row: Row, support: ModelSupport, delayed: Sequence[WeightGradients]) -> Ran:
     """(log-probabilities and entropies of a row, gradient of each parameter, summed over the stages that hold it)."""
     received: Tensor | None = None
     passed: list[tuple[Tensor, Tensor]] = []
     for module in stages[:-1]:
-        sent = _forward(module, row, findings, received)["sent"]
+        sent = _forward(module, row, support, received)["sent"]
         received = sent.detach().requires_grad_()
         passed.append((sent, received))
-    got = _forward(stages[-1], row, findings, received)
+    got = _forward(stages[-1], row, support, received)
     ((got["logprob"] + 0.3 * got["entropy"]) * row.weights_N).sum().backward()
     for sent, received in reversed(passed):
         sent.backward(received.grad)
@@ -116,7 +116,7 @@ def _run(stages: list[TrainModule], row: Row, findings: Findings, delayed: Seque
     return torch.stack([got["logprob"], got["entropy"]]).detach(), gradients
 
 
-def _staged(small: PreTrainedModel, row: Row, findings: Findings, anatomy: Anatomy, *, delayed: bool) -> Ran:
+def _staged(small: PreTrainedModel, row: Row, support: ModelSupport, anatomy: Anatomy, *, delayed: bool) -> Ran:
     """Readouts and gradients, as `_run` gives them, of stages of one layer each."""
     modules = []
     count = len(TrainModule(copy.deepcopy(small)).layers)
@@ -125,7 +125,7 @@ def _staged(small: PreTrainedModel, row: Row, findings: Findings, anatomy: Anato
         pipeline = plan_pipeline(module, [(n, n + 1) for n in range(count)], Placement(count), anatomy)
         keep_stages(module, pipeline, place, Outside(torch.float32, torch.device("cpu")))
         modules.append(module)
-    return _run(modules, row, findings, [WeightGradients(module) for module in modules] if delayed else [])
+    return _run(modules, row, support, [WeightGradients(module) for module in modules] if delayed else [])
 
 
 class _Trace:
@@ -142,7 +142,7 @@ class _Trace:
             for parameter in module.parameters():
                 parameter.data = parameter.data.bfloat16()
 
-    def run(self, row: Row, findings: Findings) -> Anatomy:
+    def run(self, row: Row, support: ModelSupport) -> Anatomy:
         """The model's Anatomy. Raises _UnfitError if a pipeline cannot run these layers."""
         layers = f"{self.module.facts.layers}."
         for name, child in self.module.named_modules():
@@ -151,7 +151,7 @@ class _Trace:
                 child.register_forward_hook(partial(self._leave, name))
             elif not name.startswith(layers) and any(True for _ in child.parameters(recurse=False)):
                 child.register_forward_pre_hook(partial(self._note, name))
-        _forward(self.module, row, findings, None)
+        _forward(self.module, row, support, None)
         if self.ran != sorted(self.places.values()):
             raise _UnfitError(f"its layers run in the order {self.ran}")
         between = [name for name, when in self.used.items() if when - {"before"} and when - {"after"}]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from weft.engine.packing import pack, pack_padded
-from weft.engine.pieces import Group, Interval, place
+from weft.engine.pieces import CPGroup, Interval, assign
 from weft.errors import UserError
 
 Layout = Literal["packed", "padded"]
@@ -93,7 +93,7 @@ class StepPlan:
     budget: int
     layout: Layout
     pieces: Pieces = ()
-    group: Group | None = None
+    group: CPGroup | None = None
 
     @property
     def micro_batches(self) -> int:
@@ -215,7 +215,7 @@ def plan_step(
     be cut, too. Raises UserError if a document fits neither one row nor the rows of a group.
     """
     sizes = _Sizes(budget, multiple, shapes)
-    group = Group(ring, ulysses, sizes.capacity) if layout == "packed" else Group(1, 1, sizes.capacity)
+    group = CPGroup(ring, ulysses, sizes.capacity) if layout == "packed" else CPGroup(1, 1, sizes.capacity)
     _check(documents, sizes, layout, group.ranks, cuts and layout == "packed", cuts_images)
     costs = [d.cost for d in documents]
     if not any(costs):
@@ -249,7 +249,7 @@ def _plan_cut(
     weighed: Sequence[int],
     ranks: int,
     sizes: _Sizes,
-    group: Group,
+    group: CPGroup,
     budget: int,
     alone_above: int | None,
 ) -> StepPlan:
@@ -301,12 +301,12 @@ def _packed(
 
 
 def _over_ranks(
-    row: Sequence[int], documents: Sequence[DocumentMeta], weighed: Sequence[int], group: Group
+    row: Sequence[int], documents: Sequence[DocumentMeta], weighed: Sequence[int], group: CPGroup
 ) -> tuple[list[_Row], list[int]]:
     """(row of each rank; documents for which there was no room). In a row, cut documents come first, ascending, then
     whole ones by length."""
     rooms = [documents[i].room for i in row]
-    placed, left = place([documents[i].read for i in row], [weighed[i] for i in row], group, rooms)
+    placed, left = assign([documents[i].read for i in row], [weighed[i] for i in row], group, rooms)
     order = sorted(
         range(len(row)), key=lambda n: (rooms[n] <= group.capacity, row[n] if rooms[n] > group.capacity else n)
     )

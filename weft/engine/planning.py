@@ -36,7 +36,7 @@ class StepPlanner:
         self._cuts = context is not None if several else built.cuts_documents
         text = built.config.get_text_config()
         self._every_token_counts = bool(built.balance)  # the balancing loss of experts counts all tokens
-        self._no_images, self._no_videos = built.findings.images, built.findings.videos
+        self._no_images, self._no_videos = built.support.images, built.support.videos
         self._cuts_images = context is not None and built.vision is not None and built.vision.has_grids
         room = step.max_tokens_per_device // multiple * multiple * self._image_ranks
         self.image_room = ImageRoom(room, built.flops.tower_memory, self._no_images, self._image_ranks)

@@ -35,7 +35,7 @@ class RouteCounts:
         return sum((a for a, _ in self.layers.values()), zero), sum((b for _, b in self.layers.values()), zero)
 
 
-class Replay:
+class RouteReplay:
     """Follows documents' routes in one model. experts: routed experts of a layer, 0 for a dense model. chosen: experts
     per token."""
 

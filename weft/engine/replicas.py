@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from weft.cluster.consistency import ReplicaChecksum, checksum_term, raise_mismatch
 from weft.engine.document import Document
-from weft.engine.metrics import Sums
+from weft.engine.metrics import MetricSums
 from weft.engine.plan import StepPlan
 from weft.engine.row import Row
 from weft.parallel.mesh import Mesh
@@ -47,7 +47,7 @@ class _Copy:
         return f"{self.name}[{', '.join(f'{a}:{b}' for a, b in zip(box.start, box.end, strict=True))}]"
 
 
-class Replicas:
+class ReplicaCheck:
     """Compares the trained parameters of one engine."""
 
     def __init__(self, module: nn.Module, cuts: Cuts, tied: Mapping[str, tuple[int, int]]) -> None:
@@ -60,7 +60,7 @@ class Replicas:
                 if _place(held.replicas)[1] > 1 and held.box.numel:
                     self._copies[held.replicas].append(_Copy(name, parameter, held))
 
-    def add_to(self, sums: Sums, documents: Sequence[ReplicaChecksum], device: torch.device) -> None:
+    def add_to(self, sums: MetricSums, documents: Sequence[ReplicaChecksum], device: torch.device) -> None:
         """Add this rank's terms, without waiting for the device. documents: of its rows."""
         sums.add(_PARAMETERS, self._term(device), 1.0)
         sums.add(

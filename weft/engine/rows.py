@@ -13,7 +13,7 @@ from weft.engine.context_row import cut_row
 from weft.engine.dealt_images import deal_images
 from weft.engine.document import Document
 from weft.engine.plan import Layout, StepPlan
-from weft.engine.replay import Replay
+from weft.engine.replay import RouteReplay
 from weft.engine.replicas import shared_documents
 from weft.engine.row import Row, build_row
 from weft.models.embedding_noise import StepNoise
@@ -22,7 +22,7 @@ from weft.ops.communicator import ContextAxis
 
 
 @dataclass(frozen=True)
-class Rows:
+class StepRows:
     """Rows by micro-batch, each built on access. sources: the documents' sources by micro-batch, for messages. noisy:
     whether their embeddings get noise."""
 
@@ -33,7 +33,7 @@ class Rows:
     def __getitem__(self, micro_batch: int) -> Row:
         return self.build(micro_batch)
 
-    def ahead(self) -> Rows:
+    def ahead(self) -> StepRows:
         """The same rows, built now. An error in one is raised on access to that one."""
         made: list[Future[Row]] = [Future() for _ in self.sources]
         for micro_batch, row in enumerate(made):
@@ -56,7 +56,7 @@ class RowBuilder:
     layout: Layout
     owners: bool
     pinned: bool
-    replay: Replay
+    replay: RouteReplay
     vision: Vision | None
     base: nn.Module
 
@@ -67,11 +67,11 @@ class RowBuilder:
         every_token: bool,
         routed: bool,
         noise: StepNoise | None = None,
-    ) -> Rows:
+    ) -> StepRows:
         """The rows of a plan. documents: at least this rank's, by index in the step. every_token, noise: see build_row.
         routed: keep, and check, the routes that documents carry."""
         sources = [[documents[i].source or str(i) for i in row] for row in plan.of_rank(self.rank)]
-        return Rows(sources, partial(self._build, plan, documents, every_token, routed, noise), noise is not None)
+        return StepRows(sources, partial(self._build, plan, documents, every_token, routed, noise), noise is not None)
 
     def _build(
         self,

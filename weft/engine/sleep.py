@@ -36,10 +36,10 @@ class _Waiting:
         return sum(self.sizes)
 
 
-class Sleeper:
+class Offloader:
     """The sleeping parts of one engine and their host memory."""
 
-    def __init__(self, device: torch.device, storage: torch.device, shares_with: Sleeper | None = None) -> None:
+    def __init__(self, device: torch.device, storage: torch.device, shares_with: Offloader | None = None) -> None:
         """storage: the device of the engine's shards. shares_with: the sleeper of another engine of this process; both
         use one pool where their storage is the same."""
         shared = shares_with is not None and shares_with.pool.storage == storage
@@ -89,14 +89,14 @@ class Sleeper:
 
 
 @dataclass(frozen=True)
-class Emptied:
+class OffloadedTensors:
     """Storages whose memory and contents were given up, to be filled anew after restore()."""
 
     storages: list[torch.UntypedStorage]
     sizes: list[int]
 
     @classmethod
-    def of(cls, tensors: Iterable[Tensor], device: torch.device) -> Emptied:
+    def of(cls, tensors: Iterable[Tensor], device: torch.device) -> OffloadedTensors:
         """Empty the storages of those tensors that are on the device. The tensors stay valid, without elements."""
         storages = _storages(tensors, device)
         emptied = cls(storages, [storage.nbytes() for storage in storages])

@@ -50,7 +50,7 @@ from weft.models.pipeline import Anatomy, Pipeline, cut_layers, own_layers
 from weft.models.placement import Placement
 from weft.models.tp_styles import check_states
 from weft.models.train_module import TrainModule
-from weft.objectives.readouts import Wanted
+from weft.objectives.readouts import ReadoutSpec
 from weft.ops.communicator import ContextAxis
 from weft.optim.custom_optimizer import CustomOptimizerSpec, ShardOptimizer, find_rule
 from weft.optim.groups import check_groups
@@ -69,7 +69,7 @@ USUAL_LENGTH = 4096  # of documents, to weigh attention against matrices in a la
 
 
 @dataclass(frozen=True)
-class Setup:
+class EngineSpec:
     """What is decided before the model is built. storage: the device of shards between their uses.
 
     rule: the optimizer that the config names by import path, already tried; None for weft's own. moments: dtypes of the
@@ -91,7 +91,7 @@ class Setup:
 
 
 @dataclass(frozen=True)
-class Sharded:
+class ShardedModel:
     """The results of sharding. divided: what tp and ep divide. stages: how mesh.pp cuts the layers; pipeline: what each
     stage holds; both None for one stage. adapter_config: of the whole model's adapters; None without adapters or for
     one stage. context: the ranks over which documents are cut. memory: bytes that a rank needs. room: bytes that it has
@@ -109,12 +109,12 @@ class Sharded:
 
 
 @dataclass(frozen=True)
-class Parts:
+class EngineState:
     """The results of all stages. loaded: None if no file was read. optimizer: None if nothing is trained."""
 
-    setup: Setup
+    setup: EngineSpec
     built: BuiltModel
-    sharded: Sharded
+    sharded: ShardedModel
     loss_scale: LossScale | None
     loaded: LoadReport | None = None
     optimizer: torch.optim.Optimizer | ShardOptimizer | None = None
@@ -130,7 +130,7 @@ def assemble(
     progress: Progress | None,
     mesh: Mesh | None,
     readouts: Collection[str],
-) -> Parts:
+) -> EngineState:
     """Run all stages in order. Arguments as in Engine; mesh: see `describe`."""
     set_deterministic(config.deterministic)
     with new_groups_inherit_timeout():
@@ -141,7 +141,7 @@ def assemble(
     with new_groups_inherit_timeout():
         setup = decide_compile(setup, built, readouts, tried=weights and ranks.simulated is None)
         made = shard_model(setup, built, readouts)
-    parts = Parts(setup, built, made, new_loss_scale(setup))
+    parts = EngineState(setup, built, made, new_loss_scale(setup))
     if ranks.simulated is not None:
         with ranks.simulated.fake:
             materialize(built.module, ranks.tensors_on)
@@ -166,7 +166,7 @@ def set_deterministic(wanted: bool) -> None:
     torch.use_deterministic_algorithms(wanted)
 
 
-def describe(config: EngineConfig, ranks: Ranks, mesh: Mesh | None = None) -> Setup:
+def describe(config: EngineConfig, ranks: Ranks, mesh: Mesh | None = None) -> EngineSpec:
     """Decide on mesh, dtypes and devices. mesh: another engine's, reused if it has the same sizes."""
     sizes = resolve_mesh(config.mesh, ranks.world)
     if mesh is None or mesh.sizes != sizes:
@@ -186,10 +186,10 @@ def describe(config: EngineConfig, ranks: Ranks, mesh: Mesh | None = None) -> Se
         )
     kept = moments(config.optimizer, precision.master, rule)
     state_dtypes = frozenset(kept) if rule is None else rule.dtypes
-    return Setup(config, ranks, mesh, storage, precision, rule, kept, state_dtypes)
+    return EngineSpec(config, ranks, mesh, storage, precision, rule, kept, state_dtypes)
 
 
-def build(setup: Setup, *, weights: bool = True, readouts: Collection[str] = ()) -> BuiltModel:
+def build(setup: EngineSpec, *, weights: bool = True, readouts: Collection[str] = ()) -> BuiltModel:
     """Build the model on the meta device, and freeze what is not trained. weights: False opens no file of weights.
 
     Raises UserError if the model lacks one of the readouts, or if the config's auxiliary loss or parameter groups do
@@ -218,7 +218,7 @@ def build(setup: Setup, *, weights: bool = True, readouts: Collection[str] = ())
         if config.optimizer.load_state and built.load is not None and config.model.weights is not None:
             check_state(module, built.load, config.optimizer.name)
         check_groups(module, config.optimizer)
-    wanted = Wanted.of(readouts)
+    wanted = ReadoutSpec.of(readouts)
     check_readouts(module, len(module.head.weight), wanted, compiled=config.model.compile is True, mixers=module.mixers)
     if setup.mesh.tp is not None:
         check_states(module, built.config.get_text_config(), wanted.hidden, setup.mesh.tp.size)
@@ -234,7 +234,7 @@ def _trains_tower(built: BuiltModel) -> bool:
     return any(p.requires_grad for part in parts for p in built.module.get_submodule(part).parameters())
 
 
-def shard_model(setup: Setup, built: BuiltModel, readouts: Collection[str] = ()) -> Sharded:
+def shard_model(setup: EngineSpec, built: BuiltModel, readouts: Collection[str] = ()) -> ShardedModel:
     """Shard the model over the mesh, in place; parameters stay on meta. readouts: as in Engine."""
     config, module, ranks = setup.config, built.module, setup.ranks
     checked = built.config if config.value_head is None else hf.with_logits(built.config)
@@ -242,13 +242,13 @@ def shard_model(setup: Setup, built: BuiltModel, readouts: Collection[str] = ())
     if setup.mesh.tp is not None:
         if config.model.transforms:  # of a reference or a critic, whose tp is their own
             raise UserError("model.transforms: fp8 does not go together with tensor parallelism: set tp to 1.")
-        division = check_division(checked, built.findings, setup.mesh.tp.size)
+        division = check_division(checked, built.support, setup.mesh.tp.size)
         # Hidden readouts need all tokens, and features of images are inserted into all embeddings of a row.
-        sequence = division.sequence and not Wanted.of(readouts).hidden and built.vision is None
+        sequence = division.sequence and not ReadoutSpec.of(readouts).hidden and built.vision is None
     if setup.mesh.ep is not None:
-        check_experts(checked, built.findings, setup.mesh.ep.size)
+        check_experts(checked, built.support, setup.mesh.ep.size)
     context = context_of(setup, built, checked)
-    stages, adapter_config = stages_of(setup, built, checked, Wanted.of(readouts).hidden), None
+    stages, adapter_config = stages_of(setup, built, checked, ReadoutSpec.of(readouts).hidden), None
     if stages is not None and built.lora is not None:
         check_adapters_in_layers(module, built.lora)
         adapter_config = to_json(built.lora, built.path, module)
@@ -261,13 +261,13 @@ def shard_model(setup: Setup, built: BuiltModel, readouts: Collection[str] = ())
     state = TrainingState(setup.moments, config.optimizer.ema_decay is not None) if setup.trained else None
     memory = memory_needs(module, units, setup.precision, state, config.fsdp.reshard_after_forward)
     room = capacity(setup.storage, local_ranks(ranks.world), ranks.assumed)
-    return Sharded(
+    return ShardedModel(
         units, divided, stages, pipeline, adapter_config, context, memory, room,
         InputCasts(module, config.fsdp.cast_forward_inputs, setup.precision.compute),
     )  # fmt: skip
 
 
-def decide_compile(setup: Setup, built: BuiltModel, readouts: Collection[str], *, tried: bool) -> Setup:
+def decide_compile(setup: EngineSpec, built: BuiltModel, readouts: Collection[str], *, tried: bool) -> EngineSpec:
     """The same with a model.compile that is true or false. tried: whether a small copy may be compiled. Collective
     where the config says auto and nothing speaks against compiled layers."""
     config = setup.config
@@ -276,7 +276,7 @@ def decide_compile(setup: Setup, built: BuiltModel, readouts: Collection[str], *
     wanted = tried and may_compile(setup, built, readouts)
     if wanted:
         device, compute = setup.ranks.device, setup.precision.compute
-        failure = try_compiled(built.config, config.model.attention, built.findings, device, compute)
+        failure = try_compiled(built.config, config.model.attention, built.support, device, compute)
         if failure:
             warnings.warn(f"model.compile=auto: layers are not compiled: {failure}", stacklevel=2)
         (failed,) = max_over_ranks([float(bool(failure))], setup.mesh.world_group, device)
@@ -284,13 +284,13 @@ def decide_compile(setup: Setup, built: BuiltModel, readouts: Collection[str], *
     return replace(setup, config=replace(config, model=replace(config.model, compile=wanted)))
 
 
-def may_compile(setup: Setup, built: BuiltModel, readouts: Collection[str]) -> bool:
+def may_compile(setup: EngineSpec, built: BuiltModel, readouts: Collection[str]) -> bool:
     """Whether model.compile=auto considers compiled layers: on CUDA in 16 bits, where nothing needs what happens in a
     layer, or is known to break graphs."""
     config, precise = setup.config, setup.precision.compute not in (torch.bfloat16, torch.float16)
-    layers = bool(built.flops.expert or built.module.mixers or built.findings.mixers or config.model.transforms)
+    layers = bool(built.flops.expert or built.module.mixers or built.support.mixers or config.model.transforms)
     whole = config.exact or config.deterministic or setup.mesh.pp_size > 1 or built.vision is not None
-    read = bool(Wanted.of(readouts).hidden)
+    read = bool(ReadoutSpec.of(readouts).hidden)
     return setup.ranks.device.type == "cuda" and setup.trained and not (precise or layers or whole or read)
 
 
@@ -300,7 +300,7 @@ def fuses_norms(config: EngineConfig, device: torch.device) -> bool:
     return device.type == "cuda" and not config.exact if wanted == "auto" else wanted
 
 
-def stages_of(setup: Setup, built: BuiltModel, config: PretrainedConfig, hidden: Sequence[str]) -> Stages | None:
+def stages_of(setup: EngineSpec, built: BuiltModel, config: PretrainedConfig, hidden: Sequence[str]) -> Stages | None:
     """Cut the layers over mesh.pp, after a check that this model allows it. config: of the class with logits.
     hidden: modules whose outputs are read."""
     pp = setup.mesh.pp_size
@@ -312,7 +312,7 @@ def stages_of(setup: Setup, built: BuiltModel, config: PretrainedConfig, hidden:
     placement = placement_of(mesh.pp_schedule, pp, mesh.pp_stages_per_rank)
     check_layers(len(weighed[0]), placement, least_layers(built))
     delayed = mesh.pp_schedule in DELAYED
-    anatomy = check_pipeline(config, built.findings, setup.precision.compute, delayed=delayed)
+    anatomy = check_pipeline(config, built.support, setup.precision.compute, delayed=delayed)
     return cut_stages(weighed, placement, anatomy, least_layers(built))
 
 
@@ -357,7 +357,7 @@ def check_adapters_in_layers(module: TrainModule, lora: LoraPlan) -> None:
         )
 
 
-def require_trained(setup: Setup, pipeline: Pipeline, layers: str) -> None:
+def require_trained(setup: EngineSpec, pipeline: Pipeline, layers: str) -> None:
     """Raises UserError if a stage has nothing to train, because no gradient would come out of it."""
     trained = [name for name, tensor in pipeline.tensors.items() if tensor.requires_grad]
     within = {pipeline.stage_of(name.rpartition(".")[0], layers) for name in trained}
@@ -369,7 +369,7 @@ def require_trained(setup: Setup, pipeline: Pipeline, layers: str) -> None:
             )
 
 
-def context_of(setup: Setup, built: BuiltModel, config: PretrainedConfig) -> ContextAxis | None:
+def context_of(setup: EngineSpec, built: BuiltModel, config: PretrainedConfig) -> ContextAxis | None:
     """The ranks of cp, after a check that documents of this model can be cut. None for one rank, and for a model whose
     documents are padded or have a state that cannot be shared; these are dealt whole to the ranks of cp, as on the
     other data axes. config: of the class with logits."""
@@ -380,7 +380,7 @@ def context_of(setup: Setup, built: BuiltModel, config: PretrainedConfig) -> Con
     try:
         check_context(config, built.flops, cp, ulysses, tp, cuts_images(built))
     except UserError:
-        if built.findings.mixers and wanted is None:  # whole documents are always right
+        if built.support.mixers and wanted is None:  # whole documents are always right
             return None
         raise
     return context_axis(setup.mesh, ulysses)
@@ -388,7 +388,7 @@ def context_of(setup: Setup, built: BuiltModel, config: PretrainedConfig) -> Con
 
 def cuts_images(built: BuiltModel) -> bool:
     """Whether documents with images may be cut, too."""
-    return built.vision is not None and built.vision.has_grids and not built.findings.images
+    return built.vision is not None and built.vision.has_grids and not built.support.images
 
 
 def ulysses_of(built: BuiltModel, config: PretrainedConfig, wanted: int | None, cp: int, tp: int) -> int | None:
@@ -396,7 +396,7 @@ def ulysses_of(built: BuiltModel, config: PretrainedConfig, wanted: int | None, 
     cannot be shared as the config wants. wanted: mesh.ulysses."""
     if cp == 1 or not built.cuts_documents:
         return None
-    if not built.findings.mixers:
+    if not built.support.mixers:
         return choose_ulysses(built.flops, config, cp, tp) if wanted is None else wanted
     if wanted is None and not shares_states(built, cp, tp):
         return None
@@ -426,7 +426,7 @@ def ulysses_of_states(wanted: int | None, cp: int, *, divides: bool) -> int:
     return cp
 
 
-def check_memory(setup: Setup, built: BuiltModel, made: Sharded, *, fill: bool) -> None:
+def check_memory(setup: EngineSpec, built: BuiltModel, made: ShardedModel, *, fill: bool) -> None:
     """Raises UserError if a rank has too little memory for its shards, or for drawing initial weights."""
     check_fits(made.memory, made.room, setup.mesh, setup.config.fsdp, setup.config.optimizer)
     if built.load is None and fill:
@@ -444,7 +444,7 @@ def rebuild_buffers(module: TrainModule) -> None:
 
 
 def fill_weights(
-    setup: Setup, built: BuiltModel, made: Sharded, progress: Progress | None = None, *, fill: bool = True
+    setup: EngineSpec, built: BuiltModel, made: ShardedModel, progress: Progress | None = None, *, fill: bool = True
 ) -> LoadReport | None:
     """Allocate the shards and fill them, from the source's files or at random, unless fill is False.
 
@@ -469,7 +469,7 @@ def fill_weights(
 
 
 def build_optimizer_and_ema(
-    setup: Setup, module: nn.Module, pipeline: Pipeline | None = None
+    setup: EngineSpec, module: nn.Module, pipeline: Pipeline | None = None
 ) -> tuple[torch.optim.Optimizer | ShardOptimizer, Ema | None]:
     """The optimizer over the shards of a filled module, and the average of the weights if the config asks for one.
     pipeline: the whole model, if the module is one of its stages."""
@@ -482,7 +482,7 @@ def build_optimizer_and_ema(
     return optimizer, ema
 
 
-def new_loss_scale(setup: Setup) -> LossScale | None:
+def new_loss_scale(setup: EngineSpec) -> LossScale | None:
     """The loss scale of a training in fp16; None otherwise."""
     fsdp, fp16 = setup.config.fsdp, setup.precision.compute == torch.float16
     return LossScale(fsdp.loss_scale, fsdp.loss_scale_interval) if fp16 and setup.trained else None

@@ -79,7 +79,7 @@ def forget_checks() -> None:
 
 
 @dataclass(frozen=True)
-class Findings:
+class ModelSupport:
     """The result of the checks. uses_bounds: whether the model's forward needs document bounds. error: largest logit
     difference to HuggingFace, relative to the largest logit. attends: whether the model has attention. attention: the
     kinds of its calls. mixers: classes of the modules that carry state along the sequence. copy: the small copy, in
@@ -102,7 +102,7 @@ def implementation(config: PretrainedConfig, kernel: str) -> str:
     return family_of(config.get_text_config().model_type).attention or f"weft_{kernel}"
 
 
-def settle(config: PretrainedConfig) -> None:
+def resolve_attention(config: PretrainedConfig) -> None:
     """Let this process know how an architecture runs whose attention weft's may not stand in for (`examine`). For
     processes that have not built an engine of it."""
     if _may_have_own_attention(config):
@@ -122,19 +122,19 @@ def compute_exactly(model: PreTrainedModel) -> None:
 
 
 def check_kernel(
-    config: PretrainedConfig, kernel: str, findings: Findings, device: torch.device, compute: torch.dtype
+    config: PretrainedConfig, kernel: str, support: ModelSupport, device: torch.device, compute: torch.dtype
 ) -> None:
     """Raises UserError if model.attention names a kernel that cannot serve this model, device or dtype."""
     if kernel == "auto":
         return
-    if implementation(config, kernel) != f"weft_{kernel}" or not findings.attends:
-        how = "computes attention in code of its own" if findings.attends else "has no attention"
+    if implementation(config, kernel) != f"weft_{kernel}" or not support.attends:
+        how = "computes attention in code of its own" if support.attends else "has no attention"
         raise UserError(
             f"model.attention={kernel} would have no effect: {config.get_text_config().model_type} {how}. "
             "Set model.attention=auto."
         )
     unserved: dict[str, list[Traits]] = {
-        name: [traits for traits in findings.attention if not of_table.suits(device, compute, traits)]
+        name: [traits for traits in support.attention if not of_table.suits(device, compute, traits)]
         for name, of_table in attention.KERNELS.items()
     }
     if unserved[kernel]:
@@ -146,7 +146,7 @@ def check_kernel(
 
 
 @once_per_process
-def examine(config: PretrainedConfig, noise: hf.Noise = ()) -> Findings:
+def examine(config: PretrainedConfig, noise: hf.Noise = ()) -> ModelSupport:
     """Run the checks for this architecture. noise: dropout and jitter of the model's own config, which `config`
     lacks. An architecture whose attention does not go through transformers' interface is tried with its own eager code
     on padded documents, and runs so in this process if that is exact. Raises UserError, with the family, if nothing
@@ -164,7 +164,7 @@ def examine(config: PretrainedConfig, noise: hf.Noise = ()) -> Findings:
         raise refused from None
 
 
-def _examine(config: PretrainedConfig, noise: hf.Noise) -> Findings:
+def _examine(config: PretrainedConfig, noise: hf.Noise) -> ModelSupport:
     family = family_of(config.get_text_config().model_type)
     small, theirs, words = _small_copies(config, "per_document")
     ours = TrainModule(small).eval()
@@ -190,7 +190,7 @@ def _examine(config: PretrainedConfig, noise: hf.Noise) -> Findings:
             attends = family.attention is not None or bool(kinds)
             images = check_images(ours, theirs, WIDEST_TOLERANCE) if layout == "packed" else "its documents are padded"
             videos = images or check_videos(ours, theirs, WIDEST_TOLERANCE)
-            return Findings(
+            return ModelSupport(
                 layout, uses_bounds and (attends or bool(ours.mixers)), worst, attends, tuple(sorted(kinds)),
                 tuple(sorted({type(boundary.mixer).__name__ for boundary in ours.mixers.values()})), words,
                 ours.facts.head, images, videos,

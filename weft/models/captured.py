@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from weft.errors import UserError
-from weft.objectives.readouts import HIDDEN, TOP, Wanted
+from weft.objectives.readouts import HIDDEN, TOP, ReadoutSpec
 
 
 def check_readouts(
-    module: nn.Module, vocabulary: int, wanted: Wanted, *, compiled: bool, mixers: Iterable[str] = ()
+    module: nn.Module, vocabulary: int, wanted: ReadoutSpec, *, compiled: bool, mixers: Iterable[str] = ()
 ) -> None:
     """Raises UserError for readouts that this model cannot give: more top logits than `vocabulary`, or hidden states of
     a module that is missing, is compiled, or is inside one of `mixers`, which run document by document."""

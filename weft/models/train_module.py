@@ -23,10 +23,10 @@ from weft.models.low_rank import LowRank
 from weft.models.state_mixers import Boundary, keep_apart
 from weft.models.vision import of_row
 from weft.objectives.balance import Balance, balance_sum, count_choices
-from weft.objectives.readouts import HIDDEN, TOP, TOP_IDS, Wanted, needs_logits
+from weft.objectives.readouts import HIDDEN, TOP, TOP_IDS, ReadoutSpec, needs_logits
 from weft.ops.attention_call import BOUNDS_ARGUMENT, Bounds
 from weft.ops.communicator import FeatureExchange
-from weft.ops.head import Direction, LogitTransform, VocabularyShard, chunked_readouts, logprob_and_top1
+from weft.ops.head import KnownGrad, LogitTransform, VocabularyShard, chunked_readouts, logprob_and_top1
 from weft.ops.selected import selected_logits
 
 
@@ -54,7 +54,7 @@ class Head(nn.Module):
         hidden_NH: Tensor,
         targets_N: Tensor,
         readouts: Collection[str],
-        direction: Direction | None = None,
+        direction: KnownGrad | None = None,
         chosen_NC: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """Readouts of each prediction: `logprob` of the target and, if in `readouts`, `entropy`, [N] fp32.
@@ -87,7 +87,7 @@ class Head(nn.Module):
         weight: Tensor,
         targets_N: Tensor,
         readouts: Collection[str],
-        direction: Direction | None,
+        direction: KnownGrad | None,
     ) -> dict[str, Tensor]:
         logprob, entropy = chunked_readouts(
             hidden_NH, weight, self.bias, targets_N, self.transform,
@@ -112,7 +112,7 @@ class Head(nn.Module):
         ids = targets_N[:, None] if chosen_NC is None else torch.cat([targets_N[:, None], chosen_NC], 1)
         got = selected_logits(
             hidden_NH, weight, self.bias, ids, self.transform,
-            top=Wanted.of(tops).top, temperature=self.temperature, shard=self.shard,
+            top=ReadoutSpec.of(tops).top, temperature=self.temperature, shard=self.shard,
         )  # fmt: skip
         out = {"logprob": got.chosen[:, 0] - got.logsumexp, "logsumexp": got.logsumexp}
         if chosen_NC is not None:
@@ -134,7 +134,7 @@ class ValueHead(Head):
         hidden_NH: Tensor,
         targets_N: Tensor,
         readouts: Collection[str],
-        direction: Direction | None = None,
+        direction: KnownGrad | None = None,
         chosen_NC: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """`value`, [N], computed in fp32 (fp64 for fp64 weights) whatever the compute dtype."""
@@ -265,7 +265,7 @@ class TrainModule(nn.Module):
         selected_N: Tensor,
         targets_N: Tensor,
         readouts: Collection[str],
-        direction: Direction | None = None,
+        direction: KnownGrad | None = None,
         balance: Balance | None = None,
         chosen_NC: Tensor | None = None,
         media: Mapping[str, Tensor] | None = None,
@@ -285,7 +285,7 @@ class TrainModule(nn.Module):
         """
         extra: dict[str, Any] = {} if balance is None else {"output_router_logits": True}
         extra |= media or {}
-        names = Wanted.of(readouts).hidden
+        names = ReadoutSpec.of(readouts).hidden
         features = of_row(self.base, extra, borrowed, exchange)
         passage = self.passages[chunk] if self.passages else None
         entered = nullcontext() if passage is None else passage.entered(received)

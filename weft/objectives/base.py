@@ -55,7 +55,7 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Terms:
+class LossOutput:
     """The sums that an objective returns for a row.
 
     loss_sum: scalar with gradient, not normalised. metrics: name -> (sum, weight), added up over the step. balance_sum:
@@ -67,7 +67,7 @@ class Terms:
     balance_sum: Tensor | None = None
 
 
-class Objective(Protocol):
+class Loss(Protocol):
     """readouts: the readouts that it needs of the model (readouts.py). every_token: whether it needs them for tokens
     with a weight of zero, too.
 
@@ -81,9 +81,9 @@ class Objective(Protocol):
         """The divisor of the whole step's loss sum, from the plan alone."""
         ...
 
-    def upstream(self, weights_N: Tensor) -> Tensor | None:
+    def logprob_grad(self, weights_N: Tensor) -> Tensor | None:
         """[N] gradient of the loss with respect to each logprob, up to one factor, if it is known before the forward;
         else None. A step whose real gradient differs ends with UserError."""
         ...
 
-    def __call__(self, batch: Batch) -> Terms: ...
+    def __call__(self, batch: Batch) -> LossOutput: ...

@@ -12,28 +12,28 @@ import torch
 from torch import Tensor
 
 from weft.errors import UserError
-from weft.objectives.base import Batch, Objective, Terms
-from weft.objectives.readouts import TOP, TOP_IDS, Wanted
+from weft.objectives.base import Batch, Loss, LossOutput
+from weft.objectives.readouts import TOP, TOP_IDS, ReadoutSpec
 
 _MOST = 1024  # predictions of a row that are given to an objective twice
 _TOLERANCE = 1e-3  # of a gradient's largest element: objectives compute in fp32
 
 
-def check_terms(found: Any, objective: Objective) -> Terms:
+def check_terms(found: Any, objective: Loss) -> LossOutput:
     """The Terms that an objective returned. Raises UserError if it returned something else."""
-    if isinstance(found, Terms) and isinstance(found.loss_sum, Tensor) and not found.loss_sum.ndim:
+    if isinstance(found, LossOutput) and isinstance(found.loss_sum, Tensor) and not found.loss_sum.ndim:
         _check_metrics(found.metrics, objective)
         return found
-    what = found.loss_sum if isinstance(found, Terms) else found
+    what = found.loss_sum if isinstance(found, LossOutput) else found
     shape = f" of shape {list(what.shape)}" if isinstance(what, Tensor) else ""
     raise UserError(
-        f"train.objective: {type(objective).__name__} returned {'a loss_sum that is ' * isinstance(found, Terms)}"
+        f"train.objective: {type(objective).__name__} returned {'a loss_sum that is ' * isinstance(found, LossOutput)}"
         f"a {type(what).__name__}{shape}; it must be Terms(loss_sum=...), the sum over all predictions of the batch, a "
         "tensor without dimensions. docs/how-to/objective.md shows one that is whole."
     )
 
 
-def _check_metrics(metrics: Any, objective: Objective) -> None:
+def _check_metrics(metrics: Any, objective: Loss) -> None:
     for name, pair in metrics.items():
         if isinstance(pair, tuple) and len(pair) == 2 and all(_is_number(value) for value in pair):
             continue
@@ -53,7 +53,7 @@ def _in_words(value: Any) -> str:
     return f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
 
 
-def check_normaliser(found: Any, objective: Objective) -> float:
+def check_normaliser(found: Any, objective: Loss) -> float:
     """The divisor that an objective returned, as a number. Raises UserError if it is none, or zero. It is no finite
     number where loss weights are none: such a step is skipped as others whose loss is not finite."""
     if _is_number(found) and float(found) != 0.0:
@@ -65,7 +65,7 @@ def check_normaliser(found: Any, objective: Objective) -> float:
     )
 
 
-def check_tokens(chosen_NC: Tensor | None, vocabulary: int, objective: Objective) -> None:
+def check_tokens(chosen_NC: Tensor | None, vocabulary: int, objective: Loss) -> None:
     """Raise UserError if an objective asks for the logits of tokens that the model does not have."""
     if chosen_NC is None or not chosen_NC.numel():
         return
@@ -77,7 +77,7 @@ def check_tokens(chosen_NC: Tensor | None, vocabulary: int, objective: Objective
         )
 
 
-def check_is_sum(objective: Objective, batch: Batch) -> bool:
+def check_is_sum(objective: Loss, batch: Batch) -> bool:
     """Raise UserError if an objective is no sum over documents: given the same documents twice, each prediction has to
     have the gradient that it has once. Returns whether this batch could tell. An objective that draws random numbers
     is not compared."""
@@ -123,7 +123,7 @@ def _copied(batch: Batch, times: int) -> Batch:
     )  # fmt: skip
 
 
-def _differentiate(objective: Objective, batch: Batch) -> tuple[float, dict[str, Tensor]]:
+def _differentiate(objective: Loss, batch: Batch) -> tuple[float, dict[str, Tensor]]:
     """(Loss sum, its gradient by each readout that it depends on)."""
     leaves = {
         name: values.detach().clone().requires_grad_(values.is_floating_point())
@@ -144,7 +144,7 @@ def _ratio(both: Tensor, gradient: Tensor) -> str:
     return f"from {float(gradient.norm()):.3g} to {float(both.norm()):.3g} in all"
 
 
-def chosen_tokens(objective: Objective, targets_N: Tensor, arrays: dict[str, Tensor]) -> Tensor | None:
+def chosen_tokens(objective: Loss, targets_N: Tensor, arrays: dict[str, Tensor]) -> Tensor | None:
     """[N, C] tokens whose logits an objective asks for; None if it does not read `chosen_logits`. Raises UserError for
     another shape or dtype."""
     if "chosen_logits" not in objective.readouts:
@@ -162,9 +162,9 @@ def chosen_tokens(objective: Objective, targets_N: Tensor, arrays: dict[str, Ten
     return ids.to(targets_N)
 
 
-def metrics_of(objective: Objective) -> list[str]:
+def metrics_of(objective: Loss) -> list[str]:
     """Names of an objective's metrics, from a row without predictions."""
-    nothing, wanted = torch.zeros(0), Wanted.of(objective.readouts)
+    nothing, wanted = torch.zeros(0), ReadoutSpec.of(objective.readouts)
     targets_N, arrays = torch.zeros(0, dtype=torch.int64), defaultdict[str, Tensor](lambda: nothing)
     readouts: dict[str, Tensor] = dict.fromkeys(("logprob", *objective.readouts), nothing)
     for name in [name for name in objective.readouts if name.startswith(TOP)]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from weft.objectives.base import Batch, Terms
+from weft.objectives.base import Batch, LossOutput
 
 if TYPE_CHECKING:
     from weft.engine.plan import StepPlan
@@ -21,12 +21,12 @@ class CrossEntropy:
     def normaliser(self, plan: StepPlan) -> float:
         return plan.totals.weight or 1.0
 
-    def upstream(self, weights_N: Tensor) -> Tensor | None:
+    def logprob_grad(self, weights_N: Tensor) -> Tensor | None:
         return -weights_N
 
-    def __call__(self, batch: Batch) -> Terms:
+    def __call__(self, batch: Batch) -> LossOutput:
         loss_sum = -(batch.weights_N * batch.readouts["logprob"]).sum()
-        return Terms(loss_sum, {"loss": (loss_sum.detach(), batch.weights_N.sum())})
+        return LossOutput(loss_sum, {"loss": (loss_sum.detach(), batch.weights_N.sum())})
 
 
 class HeldOutLoss(CrossEntropy):
@@ -35,7 +35,7 @@ class HeldOutLoss(CrossEntropy):
 
     readouts = frozenset({"logprob", "top1"})
 
-    def __call__(self, batch: Batch) -> Terms:
+    def __call__(self, batch: Batch) -> LossOutput:
         terms = super().__call__(batch)
         weights_N = batch.weights_N
         accuracy = (weights_N * batch.readouts["top1"]).sum(), weights_N.sum()
@@ -43,4 +43,4 @@ class HeldOutLoss(CrossEntropy):
         missed = batch.document_sum(trained * (1 - batch.readouts["top1"]))
         asked = batch.document_sum(trained) > 0
         exact = ((missed == 0) & asked).sum().double(), asked.sum().double()
-        return Terms(terms.loss_sum, {**terms.metrics, "accuracy": accuracy, "exact": exact})
+        return LossOutput(terms.loss_sum, {**terms.metrics, "accuracy": accuracy, "exact": exact})

@@ -6,14 +6,14 @@ from typing import Any
 
 from weft.errors import UserError
 from weft.importing import import_named
-from weft.objectives.base import Objective
+from weft.objectives.base import Loss
 from weft.objectives.cross_entropy import CrossEntropy
-from weft.objectives.readouts import OFFERED, Wanted
+from weft.objectives.readouts import OFFERED, ReadoutSpec
 
-_METHODS = ("normaliser", "upstream", "__call__")
+_METHODS = ("normaliser", "logprob_grad", "__call__")
 
 
-def choose_objective(path: str | None, given: Objective | None = None) -> Objective:
+def choose_objective(path: str | None, given: Loss | None = None) -> Loss:
     """`given`, or the objective at the import path `package.module:Name`; cross entropy for None.
 
     A class is created without arguments. Modules are also searched for in the working directory. UserError where the
@@ -35,7 +35,7 @@ def choose_objective(path: str | None, given: Objective | None = None) -> Object
     return check_objective(found, path)
 
 
-def check_objective(found: Any, name: str) -> Objective:
+def check_objective(found: Any, name: str) -> Loss:
     """Return `found` if it has the interface of an objective, else raise UserError. name: for the message."""
     missing = [method for method in _METHODS if not callable(getattr(found, method, None))]
     missing += [field for field in ("readouts", "every_token") if not hasattr(found, field)]
@@ -49,7 +49,7 @@ def check_objective(found: Any, name: str) -> Objective:
             f"train.objective: {name} has a string as `readouts`; it has names of readouts, as in "
             f'frozenset({{"{found.readouts}"}}).'
         )
-    unknown = Wanted.of(found.readouts).unknown
+    unknown = ReadoutSpec.of(found.readouts).unknown
     if unknown or not found.readouts:
         what = f"asks for {', '.join(unknown)}" if unknown else "asks for nothing"
         raise UserError(f"train.objective: {name} {what} in `readouts`; there are {OFFERED}.")
@@ -58,5 +58,5 @@ def check_objective(found: Any, name: str) -> Objective:
             f"train.objective: {name} asks for chosen_logits in `readouts`, and has no method token_ids(targets_N, "
             "arrays) that says of which tokens. docs/how-to/objective.md shows one."
         )
-    checked: Objective = found
+    checked: Loss = found
     return checked

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from weft.errors import UserError
 from weft.importing import import_named
-from weft.objectives.base import Batch, Terms
+from weft.objectives.base import Batch, LossOutput
 from weft.objectives.correction import LARGEST, bounded, importance_ratios, of_tokens
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class PolicyTokens:
         return (mean + self.logprob - self.logprob.detach()).exp()
 
 
-Loss = Callable[[PolicyTokens, "RlAlgorithm"], Tensor]
+TokenLoss = Callable[[PolicyTokens, "RlAlgorithm"], Tensor]
 
 
 def ppo(tokens: PolicyTokens, config: RlAlgorithm) -> Tensor:
@@ -113,12 +113,12 @@ def reinforce(tokens: PolicyTokens, config: RlAlgorithm) -> Tensor:
 
 _CLIPPED = ("ppo", "gspo", "ppo_sequence", "cispo")
 _OF_SAMPLES = ("gspo", "ppo_sequence")
-LOSSES: dict[str, Loss] = {
+LOSSES: dict[str, TokenLoss] = {
     "ppo": ppo, "gspo": gspo, "ppo_sequence": ppo_sequence, "cispo": cispo, "reinforce": reinforce,
 }  # fmt: skip
 
 
-def choose_policy_loss(name: str) -> Loss:
+def choose_policy_loss(name: str) -> TokenLoss:
     """One of weft's own losses, or the user's at an import path: (PolicyTokens, config) -> [N] loss of each token.
 
     Raises UserError if the path leads to no function.
@@ -128,7 +128,7 @@ def choose_policy_loss(name: str) -> Loss:
     found: Any = import_named(name, "rl.policy_loss")
     if not callable(found):
         raise UserError(f"rl.policy_loss: {name} is no function of (tokens, config); see weft/objectives/policy.py.")
-    own: Loss = found
+    own: TokenLoss = found
     return own
 
 
@@ -193,10 +193,10 @@ class PolicyLoss:
         self._divisor = plan.totals.weight or 1.0 if summed else float(samples + self.masked) or 1.0
         return self._divisor
 
-    def upstream(self, weights_N: Tensor) -> Tensor | None:
+    def logprob_grad(self, weights_N: Tensor) -> Tensor | None:
         return None  # it depends on the ratios
 
-    def __call__(self, batch: Batch) -> Terms:
+    def __call__(self, batch: Batch) -> LossOutput:
         config, logprob, entropy = self.config, batch.readouts["logprob"], batch.readouts["entropy"]
         if self.old_is_current:
             self._read.append((batch.documents, batch.document_N, logprob.detach()))
@@ -217,7 +217,7 @@ class PolicyLoss:
         metrics = {name: (value.detach().sum(), float(len(value))) for name, value in means.items()}
         if config.policy_loss in _OF_SAMPLES:
             metrics["clip_ratio/samples_mean"] = self._clipped_samples(batch, means["clip_ratio/region_mean"])
-        return Terms(loss_sum, {"loss": (loss_sum.detach(), self._share(batch)), **metrics})
+        return LossOutput(loss_sum, {"loss": (loss_sum.detach(), self._share(batch)), **metrics})
 
     def _entropy_share(self, batch: Batch) -> Tensor | float:
         """Factor on each token's entropy, [N] or 1, that replaces the loss's aggregation by rl.entropy_aggregation."""

@@ -11,7 +11,7 @@ OFFERED = "logprob, entropy, logsumexp, chosen_logits, top_logits/K (as in top_l
 
 
 @dataclass(frozen=True)
-class Wanted:
+class ReadoutSpec:
     """Parsed names. top: number of the largest logits. hidden: modules. unknown: names that are no readouts."""
 
     top: int
@@ -19,7 +19,7 @@ class Wanted:
     unknown: tuple[str, ...]
 
     @staticmethod
-    def of(readouts: Collection[str]) -> Wanted:
+    def of(readouts: Collection[str]) -> ReadoutSpec:
         hidden = sorted(name.removeprefix(HIDDEN) for name in readouts if name.startswith(HIDDEN))
         tops = [name.removeprefix(TOP) for name in readouts if name.startswith(TOP)]
         counts = [int(count) for count in tops if count.isdecimal() and int(count) > 0]
@@ -28,7 +28,7 @@ class Wanted:
             *(name for name in rest if name not in NAMES),
             *([TOP + tops[0]] if len(counts) != len(tops) else []),
         ]
-        return Wanted(max(counts, default=0), tuple(hidden), tuple(sorted(unknown)))
+        return ReadoutSpec(max(counts, default=0), tuple(hidden), tuple(sorted(unknown)))
 
 
 def needs_logits(readouts: Collection[str]) -> bool:

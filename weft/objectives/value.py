@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from weft.objectives.base import Batch, Terms
+from weft.objectives.base import Batch, LossOutput
 
 if TYPE_CHECKING:
     from weft.engine.plan import StepPlan
@@ -32,10 +32,10 @@ class ValueLoss:
     def normaliser(self, plan: StepPlan) -> float:
         return plan.totals.weight or 1.0
 
-    def upstream(self, weights_N: Tensor) -> Tensor | None:
+    def logprob_grad(self, weights_N: Tensor) -> Tensor | None:
         return None
 
-    def __call__(self, batch: Batch) -> Terms:
+    def __call__(self, batch: Batch) -> LossOutput:
         weights_N, value_N, return_N = batch.weights_N, batch.readouts["value"], batch.arrays["return"]
         square_N, clipped_N = (value_N - return_N).square(), torch.zeros_like(value_N)
         if self.clip is not None:
@@ -48,4 +48,4 @@ class ValueLoss:
         metrics: dict[str, tuple[Tensor, Tensor | float]] = {"loss/value_avg": (loss_sum.detach(), weight)}
         if self.clip is not None:
             metrics["val/clipfrac_avg"] = ((weights_N * clipped_N).sum(), weight)
-        return Terms(loss_sum, metrics)
+        return LossOutput(loss_sum, metrics)

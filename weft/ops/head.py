@@ -63,7 +63,7 @@ class Scaling(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Direction:
+class KnownGrad:
     """The gradient [N] that logprobs will receive, up to one factor, if it is known before the forward.
 
     wrong: one flag per backward, on the device; True if the gradient had another direction, so that the result is
@@ -91,7 +91,7 @@ def chunked_readouts(
     *,
     entropy: bool,
     temperature: float = 1.0,
-    direction: Direction | None = None,
+    direction: KnownGrad | None = None,
     exact: bool = False,
     tile: tuple[int, int] | None = None,
     shard: VocabularyShard | None = None,
@@ -233,7 +233,7 @@ class _Readouts(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         targets: Tensor,
-        direction: Direction | None,
+        direction: KnownGrad | None,
         scaling: Scaling,
         entropy: bool,
         tile: tuple[int, int] | None,
@@ -333,7 +333,7 @@ def spread(grad: Tensor, logits: Logits, rows: slice, columns: slice, out: Gradi
 class _Anticipated:
     """Gradients computed in forward for a presumed upstream gradient of logprob, right up to one factor."""
 
-    def __init__(self, direction: Direction, gradients: Gradients) -> None:
+    def __init__(self, direction: KnownGrad, gradients: Gradients) -> None:
         self.direction, self.gradients = direction, gradients
 
     def scaled_to(self, actual: Tensor) -> Gradients:

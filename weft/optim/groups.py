@@ -36,7 +36,7 @@ class OptimizerGroupRow:
 
 
 @dataclass(frozen=True)
-class Treatment:
+class ParamGroupRule:
     """How an optimizer treats a parameter. group: index in optimizer.groups, None for none. lr_scale: share of the
     step's learning rate."""
 
@@ -58,7 +58,7 @@ def decays(name: str, ndim: int) -> bool:
     return not ("conv" in owner.lower() and ndim == 3)
 
 
-def treatments(named_parameters: NamedParameters, config: OptimizerConfig) -> dict[nn.Parameter, Treatment]:
+def param_group_rules(named_parameters: NamedParameters, config: OptimizerConfig) -> dict[nn.Parameter, ParamGroupRule]:
     """The treatment of every parameter that requires a gradient, in order.
 
     named_parameters: a tied parameter may come several times; patterns match any of its names.
@@ -77,14 +77,14 @@ def _names(named_parameters: NamedParameters) -> dict[nn.Parameter, list[str]]:
     return found
 
 
-def _treatment(names: Sequence[str], ndim: int, config: OptimizerConfig) -> Treatment:
+def _treatment(names: Sequence[str], ndim: int, config: OptimizerConfig) -> ParamGroupRule:
     usual = config.weight_decay if decays(names[0], ndim) else 0.0
     for number, group in enumerate(config.groups):
         if any(matches(pattern, name) for pattern in group.match for name in names):
-            return Treatment(
+            return ParamGroupRule(
                 number, _lr_scale(group, config.lr), usual if group.weight_decay is None else group.weight_decay
             )
-    return Treatment(None, 1.0, usual)
+    return ParamGroupRule(None, 1.0, usual)
 
 
 def _lr_scale(group: ParameterGroup, lr: float) -> float:
@@ -103,7 +103,7 @@ def check_groups(module: nn.Module, config: OptimizerConfig) -> None:
                     f"optimizer.groups[{number}]: {pattern!r} matches no parameter"
                     f"{similar_names(pattern, [name for name, _ in named])}"
                 )
-    taken = {treatment.group for treatment in treatments(named, config).values()}
+    taken = {treatment.group for treatment in param_group_rules(named, config).values()}
     for number, group in enumerate(config.groups):
         if number not in taken:
             raise UserError(
@@ -118,7 +118,7 @@ def describe_groups(
     """Rows of the table that is printed at start: parameters with and without weight decay, those of each optimizer
     group, and frozen ones. cuts: how tp divides parameters, to count elements over all ranks."""
     names = _names(named_parameters)
-    treated = treatments(((name, p) for p, several in names.items() for name in several), config)
+    treated = param_group_rules(((name, p) for p, several in names.items() for name in several), config)
     rows: dict[_Row, list[nn.Parameter]] = {
         (-1, "decayed", config.weight_decay, config.lr): [],
         (-1, "not decayed", 0.0, config.lr): [],
@@ -139,7 +139,7 @@ def describe_groups(
     ]
 
 
-def _row(name: str, parameter: nn.Parameter, treated: Treatment | None, config: OptimizerConfig) -> _Row:
+def _row(name: str, parameter: nn.Parameter, treated: ParamGroupRule | None, config: OptimizerConfig) -> _Row:
     """The row of the table that counts this parameter."""
     if treated is None:
         return len(config.groups), "frozen", 0.0, None

@@ -21,7 +21,7 @@ from weft.cluster.simulated import device_kind, read
 from weft.config.schema import OptimizerConfig
 from weft.ops.communicator import process_group
 from weft.optim.custom_optimizer import CustomOptimizerSpec, ShardOptimizer
-from weft.optim.groups import NamedParameters, Treatment, set_rates, treatments
+from weft.optim.groups import NamedParameters, ParamGroupRule, param_group_rules, set_rates
 from weft.optim.rounded import RoundedAdamW, RoundedSGD
 from weft.parallel.fsdp import DTYPES
 from weft.parallel.mesh import own_part
@@ -47,8 +47,8 @@ def build_optimizer(
     its dtype unless optimizer.state_dtype is another. `set_learning_rate` sets the rate before each step; parameters
     without a gradient are skipped.
     """
-    groups: dict[tuple[Treatment, DeviceMesh | None], list[nn.Parameter]] = {}
-    for parameter, treatment in treatments(named_parameters, config).items():
+    groups: dict[tuple[ParamGroupRule, DeviceMesh | None], list[nn.Parameter]] = {}
+    for parameter, treatment in param_group_rules(named_parameters, config).items():
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) and rule is None else None
         groups.setdefault((treatment, mesh), []).append(parameter)
     settings: list[dict[str, Any]] = [
@@ -56,7 +56,7 @@ def build_optimizer(
         for (treatment, _), parameters in groups.items()
     ]
     if rule is not None:
-        every = None if whole is None else list(dict.fromkeys(treatments(whole, config).values()))
+        every = None if whole is None else list(dict.fromkeys(param_group_rules(whole, config).values()))
         numbers = None if every is None else [every.index(treatment) for treatment, _ in groups]
         return ShardOptimizer(settings, rule, numbers)
     masters = {parameter.dtype for parameters in groups.values() for parameter in parameters}

@@ -25,7 +25,7 @@ from weft.engine.pipeline_check import check_pipeline
 from weft.engine.schedule import DELAYED, placement_of
 from weft.engine.stages import (
     USUAL_LENGTH,
-    Setup,
+    EngineSpec,
     build,
     check_adapters_in_layers,
     check_layers,
@@ -90,7 +90,7 @@ class Blueprint:
         mesh."""
         self.config, self.assumed, self.samples = config, assumed, samples
         with fake_ranks(1, device, assumed) as ranks:
-            self.setup: Setup = describe(replace(config, mesh=MeshConfig()), ranks)
+            self.setup: EngineSpec = describe(replace(config, mesh=MeshConfig()), ranks)
             self.built: BuiltModel = build(self.setup, weights=False)
         self.module: TrainModule = self.built.module
         self.checked = self.built.config if config.value_head is None else hf.with_logits(self.built.config)
@@ -226,7 +226,7 @@ class Blueprint:
     def _anatomy(self) -> Anatomy:
         delayed = self.config.mesh.pp_schedule in DELAYED
         compute = self.setup.precision.compute
-        return check_pipeline(self.built.config, self.built.findings, compute, delayed=delayed)
+        return check_pipeline(self.built.config, self.built.support, compute, delayed=delayed)
 
     def stages(self, pp: int) -> tuple[Stages, Pipeline] | None:
         """The stages for `pp` ranks; None for one rank. Raises UserError if the model cannot be cut into them."""
@@ -253,7 +253,7 @@ class Blueprint:
             return False
         alike = tp if tp <= 4 else _WIDE_TP  # one check for all larger tp: a small copy is divided no further
         if alike not in self._sequence:
-            division = check_division(self.checked, self.built.findings, tp)
+            division = check_division(self.checked, self.built.support, tp)
             self._sequence[alike] = division.sequence and self.built.vision is None
         return self._sequence[alike]
 
@@ -323,7 +323,7 @@ class Blueprint:
             raise UserError(f"mesh.ep={mesh.ep} is more than the {fewest} experts of a layer.")
         alike = min(mesh.ep, _EXPERT_RANKS)  # one check for all larger ep: a small copy has no more experts
         if alike not in self._experts_checked:
-            check_experts(self.checked, self.built.findings, mesh.ep)
+            check_experts(self.checked, self.built.support, mesh.ep)
             self._experts_checked.add(alike)
 
 

@@ -27,7 +27,7 @@ from weft.models import hf
 from weft.models.fused_norms import fuse_norms
 from weft.models.train_module import TrainModule
 from weft.ops.communicator import MetaCommunicator
-from weft.ops.head import Direction, LogitTransform, chunked_readouts
+from weft.ops.head import KnownGrad, LogitTransform, chunked_readouts
 from weft.ops.shapes import GroupedProducts
 from weft.parallel.mesh import Axis
 from weft.parallel.tensor import tensor_parallel
@@ -207,7 +207,7 @@ def head_passes(vocabulary: int, hidden: int, dtype: torch.dtype, *, trained: bo
         states = torch.empty(_HEAD_TOKENS, hidden, dtype=dtype, requires_grad=True)
         weight = torch.empty(vocabulary, hidden, dtype=dtype, requires_grad=trained)
         targets = torch.empty(_HEAD_TOKENS, dtype=torch.long)
-        direction = None if entropy else Direction(torch.empty(_HEAD_TOKENS))
+        direction = None if entropy else KnownGrad(torch.empty(_HEAD_TOKENS))
         logprob, _ = chunked_readouts(
             states, weight, None, targets, LogitTransform(), entropy=entropy, direction=direction
         )

@@ -26,10 +26,10 @@ from weft.engine.config import EngineConfig
 from weft.engine.document import Document, take
 from weft.engine.engine import Engine
 from weft.engine.plan import StepPlan
-from weft.engine.rows import Rows
+from weft.engine.rows import StepRows
 from weft.engine.schedule import in_flight
 from weft.errors import UserError, first_line
-from weft.objectives.base import Objective
+from weft.objectives.base import Loss
 from weft.ops.shapes import GroupedProducts
 from weft.planner.observed_collectives import Collectives
 from weft.planner.observed_memory import Peak
@@ -42,7 +42,7 @@ class Step:
     per-token arrays that the objective reads."""
 
     lengths: Sequence[int]
-    objective: Objective
+    objective: Loss
     arrays: Sequence[str] = ()
 
 
@@ -92,7 +92,7 @@ def simulate(config: EngineConfig, world: int, assumed: Accelerator | None, step
     )
 
 
-def watched_step(engine: Engine, plan: StepPlan, rows: Rows, objective: Objective) -> tuple[dict[str, int], Watch]:
+def watched_step(engine: Engine, plan: StepPlan, rows: StepRows, objective: Loss) -> tuple[dict[str, int], Watch]:
     """Run one step, also of a real rank. Returns (bytes by class that the engine holds at the end of the backward, the
     Watch)."""
     with Watch(engine) as watch:
@@ -107,7 +107,7 @@ def plan_of(engine: Engine, step: Step) -> StepPlan:
     return engine.plan(engine.metas(_documents(step)))
 
 
-def rows_of(engine: Engine, plan: StepPlan, step: Step) -> Rows:
+def rows_of(engine: Engine, plan: StepPlan, step: Step) -> StepRows:
     """This rank's rows, already built; in a simulation their tensors have no values."""
     rows = engine.rows(plan, take(_documents(step), engine.needs(plan)), step.objective, 1).ahead()
     simulation = engine.ranks.simulated

@@ -23,9 +23,9 @@ from weft.data.open_sources import message_rules
 from weft.data.prompts import load_prompts
 from weft.engine.document import Document
 from weft.engine.engine import Engine
-from weft.engine.metrics import Sums
+from weft.engine.metrics import MetricSums
 from weft.engine.plan import DocumentMeta, StepPlan
-from weft.objectives.base import Objective
+from weft.objectives.base import Loss
 from weft.objectives.cross_entropy import CrossEntropy, HeldOutLoss
 from weft.recipes.sampling import EvalPrompts, Sampler
 from weft.report.progress import number
@@ -133,7 +133,7 @@ class Evaluator:
         state: Mapping[str, Any],
         folder: Path,
         phases: Phases,
-        objective: Objective,
+        objective: Loss,
     ) -> None:
         """state: of the checkpoint from which the run resumes. objective: the training objective of the run."""
         self.config, self.engine, self.held_out, self.phases = config.eval, engine, held_out, phases
@@ -204,7 +204,7 @@ class Evaluator:
         """The means of the objective's metrics over all documents, and by source name; each document counts once."""
         if self._parts is None:
             self._parts = list(_deal(self.engine, self.held_out.documents))
-        total = Sums()
+        total = MetricSums()
         for part in self._parts:
             sums = self.engine.evaluate(part.plan, part.documents, self.objective)
             total.add_all(sums)

@@ -27,10 +27,10 @@ from weft.engine.document import Document, choose, first_sources
 from weft.engine.engine import Engine
 from weft.engine.plan import StepPlan
 from weft.engine.prefetch import prefetch
-from weft.engine.rows import Rows
+from weft.engine.rows import StepRows
 from weft.errors import StoppedError
 from weft.models import hf
-from weft.objectives.base import Objective
+from weft.objectives.base import Loss
 from weft.objectives.load import choose_objective
 from weft.optim.custom_optimizer import find_class
 from weft.optim.schedule import learning_rate
@@ -54,7 +54,7 @@ from weft.terminal import say_all
 
 FRESH = Start()
 _PROMISE = "the step that runs is finished and saved first, and then the run ends"
-PreparedStep = tuple[StepPlan, Rows]
+PreparedStep = tuple[StepPlan, StepRows]
 
 
 def run(config: SftConfig, options: SftOptions, hooks: Hooks = NO_HOOKS) -> None:
@@ -198,13 +198,13 @@ def train(
             raise StoppedError(stop)
 
 
-def prepare_step(engine: Engine, documents: Sequence[Document], objective: Objective, step: Step) -> PreparedStep:
+def prepare_step(engine: Engine, documents: Sequence[Document], objective: Loss, step: Step) -> PreparedStep:
     """(plan of a step, this rank's rows). Builds only the documents of these rows, and uses no device."""
     plan, needed = engine.deal(choose(documents, step.documents))
     return plan, engine.rows(plan, needed, objective, step.number).ahead()
 
 
-def take_step(engine: Engine, laid_out: Future[PreparedStep], objective: Objective, lr: float) -> StepOutcome:
+def take_step(engine: Engine, laid_out: Future[PreparedStep], objective: Loss, lr: float) -> StepOutcome:
     """Waits until the rows are built, then runs one optimizer step. seconds include the wait."""
     began = time.perf_counter()
     plan, rows = laid_out.result()

@@ -17,7 +17,7 @@ from weft.data.order import Steps
 from weft.engine.config import EngineConfig
 from weft.engine.document import MeasuredDocuments
 from weft.engine.engine import Engine
-from weft.objectives.base import Objective
+from weft.objectives.base import Loss
 from weft.planner.blueprint import Blueprint
 from weft.planner.machines import machine_of
 from weft.planner.rows import RowFacts, plan_rows
@@ -31,7 +31,7 @@ from weft.terminal import byte_count, say_folded
 _MOST_BYTES = 256 << 20  # of data that a dry run reads; a tokenizer takes minutes for more
 
 
-def dry_run(config: SftConfig, options: SftOptions, objective: Objective) -> None:
+def dry_run(config: SftConfig, options: SftOptions, objective: Loss) -> None:
     """Prints the preview. Raises UserError for anything that the run would refuse at its start; data are checked
     first."""
     unread, data = _unread(config), None

@@ -25,7 +25,7 @@ from weft.memory.estimate import local_ranks
 from weft.models import hf
 from weft.models.kinds import kinds_of
 from weft.models.shrink import fewer_layers
-from weft.objectives.base import Objective
+from weft.objectives.base import Loss
 from weft.objectives.load import choose_objective
 from weft.optim.custom_optimizer import find_class
 from weft.parallel.parallelize import Precision
@@ -119,7 +119,7 @@ def check(config: Any, subject: VerifiedModel, ranks: Ranks, options: VerifyOpti
     return replace(verdict, figures=[*verdict.figures, *figures], remarks=[*verdict.remarks, remark])
 
 
-def _verdict(engine: Engine, path: str, steps: Sequence[Step], objective: Objective | None) -> Verdict | None:
+def _verdict(engine: Engine, path: str, steps: Sequence[Step], objective: Loss | None) -> Verdict | None:
     """The verdict of an engine; None except on the first rank. Models that take images get documents with images."""
     shown, images, image_plan = steps_for(engine, path, steps)
     return verify(engine, path, shown, [LEARNING_RATE] * len(shown), images, objective, image_plan)

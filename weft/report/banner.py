@@ -314,7 +314,7 @@ def _model_lines(
         notes = "".join(f"{name} whole on each, because its heads do not divide; " for name in replicated)
         yield f"tp       layers divided over {engine.mesh.tp_size} ranks; {notes}{_COMPARED}"
     yield (
-        f"checked  on a small copy ({built.findings.copy}): logits within {built.findings.error:.0e} of HuggingFace's "
+        f"checked  on a small copy ({built.support.copy}): logits within {built.support.error:.0e} of HuggingFace's "
         f"eager forward, documents{', with images and without,' * _takes_images(engine)} do not see each other"
     )
     yield from vision_lines(engine, _elements_of(engine), config.data.image_pixels)
@@ -345,7 +345,7 @@ def _mixers(engine: Engine) -> list[str]:
     """How packed rows pass each class of modules that carry state."""
     classes = {type(held_mixer.mixer).__name__: held_mixer.mixer for held_mixer in engine.module.mixers.values()}
     if engine.ranks.assumed is not None:
-        return [f"{name} document by document" for name in engine.built.findings.mixers]
+        return [f"{name} document by document" for name in engine.built.support.mixers]
     device, dtype = engine.ranks.device, engine.precision.compute
     return [f"{name.removeprefix('FSDP')} {described(mixer, device, dtype)}" for name, mixer in sorted(classes.items())]
 
@@ -439,11 +439,11 @@ def _layers(engine: Engine) -> str:
 def _attention(config: SftConfig | RlConfig, engine: Engine) -> str:
     built = engine.built
     if not built.uses_bounds:
-        return "attention of the family's own, eager" if built.findings.attends else "no attention"
+        return "attention of the family's own, eager" if built.support.attends else "no attention"
     if engine.config.exact:
         return f"attention kernel {EXACT}"
     kinds: dict[str, list[str]] = {}
-    for traits in built.findings.attention:
+    for traits in built.support.attention:
         kernel = choose(config.model.attention, engine.ranks.device, engine.precision.compute, traits)
         kinds.setdefault(kernel, []).append(str(traits))
     return "attention kernel " + ", ".join(
@@ -508,7 +508,7 @@ def _context(engine: Engine) -> str:
 
 
 def _takes_images(engine: Engine) -> bool:
-    return engine.built.vision is not None and not engine.built.findings.images
+    return engine.built.vision is not None and not engine.built.support.images
 
 
 def axis_rows(engine: Engine) -> list[AxisRow]:

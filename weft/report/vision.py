@@ -17,7 +17,7 @@ def vision_lines(engine: Engine, elements: Mapping[str, int], pixels: Mapping[st
     data.image_pixels."""
     if not vision_parts(engine.module.base, engine.module.facts):
         return []
-    why_not = engine.built.findings.images
+    why_not = engine.built.support.images
     parts = ", ".join(_part(engine, preset, elements) for preset in PRESETS)
     images = f"refused, because {why_not}" if why_not else _image(engine, pixels)
     return [f"parts    {parts} (model.freeze)", f"images   {images}"]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from weft.engine.startup import LOGIT_TOLERANCE, once_per_process, settle, small_copy
+from weft.engine.startup import LOGIT_TOLERANCE, once_per_process, resolve_attention, small_copy
 from weft.models import hf
 from weft.models.facts import position_limit
 from weft.models.families import family_of
@@ -23,7 +23,7 @@ def open_rows(model: PreTrainedModel, routes: bool = False) -> Rows:
 
 def caches(config: PretrainedConfig) -> bool:
     """Whether CachedRows support this architecture; tested once on a small random copy."""
-    settle(config)
+    resolve_attention(config)
     text = config.get_text_config()
     if family_of(text.model_type).attention is not None or position_limit(text) is not None:
         return False  # own attention reads another mask; or the rotary table depends on a row's length

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from weft.checkpoint.export import manifest_of
 from weft.data.image_opener import ImageOpener
 from weft.engine.engine import Engine
-from weft.engine.sleep import Emptied
+from weft.engine.sleep import OffloadedTensors
 from weft.engine.startup import implementation
 from weft.models import hf
 from weft.models.lora import add_delta
@@ -44,7 +44,7 @@ class EmbeddedEngine:
         self.opener = opener
         self.model: PreTrainedModel | None = None
         self.generator: Generator | None = None
-        self._emptied: Emptied | None = None
+        self._emptied: OffloadedTensors | None = None
 
     @property
     def bytes(self) -> int:
@@ -84,7 +84,7 @@ class EmbeddedEngine:
         if self.model is None or self.generator is None or self._emptied is not None:
             return 0
         self.generator.drop_cache()
-        self._emptied = Emptied.of(self.model.parameters(), self.engine.device)
+        self._emptied = OffloadedTensors.of(self.model.parameters(), self.engine.device)
         return self._emptied.bytes
 
     def generate(

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from weft.data.image_opener import ImageOpener
 from weft.engine.media import Media
-from weft.engine.startup import compute_exactly, implementation, settle
+from weft.engine.startup import compute_exactly, implementation, resolve_attention
 from weft.errors import UserError
 from weft.models import hf
 from weft.ops.exact import numerics
@@ -135,7 +135,7 @@ class Generator:
         greatest possible length. One sample can always run. exact: as in EngineConfig. routes: whether to record the
         chosen experts. opener: opens images of requests."""
         hf.register_kernels()
-        settle(model.config)
+        resolve_attention(model.config)
         if exact:
             compute_exactly(model)
         else:

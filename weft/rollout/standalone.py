@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from weft.cluster.machine import host_address
 from weft.config.schema import LoraConfig
 from weft.data.image_opener import ImageOpener
-from weft.engine.sleep import Emptied
+from weft.engine.sleep import OffloadedTensors
 from weft.models import hf
 from weft.models.lora import LoraPlan, Target, add_delta, untied_for
 from weft.parallel.parallelize import materialize, move_buffers
@@ -51,7 +51,7 @@ class Standalone:
         self.tokenizer, self.max_tokens, self.exact, self.opener = tokenizer, max_tokens, exact, opener
         self.version: int | None = None
         self._had: int | None = None  # the last version that was confirmed; kept while asleep
-        self._filled: Filled | None = None
+        self._filled: LoadedWeights | None = None
         self._generator: Generator | None = None
 
     def host(self) -> str:
@@ -120,7 +120,7 @@ class Standalone:
 
     def _take(self, part: Part) -> None:
         if part.kind != "adapter":
-            self._filled = self._filled or Filled(self.path, self.lora, part.manifest, self.dtype, self.device)
+            self._filled = self._filled or LoadedWeights(self.path, self.lora, part.manifest, self.dtype, self.device)
             self._filled.wake()
             self._filled.take_weights(part)
         elif self._filled is None:
@@ -129,7 +129,7 @@ class Standalone:
             self._filled.take_adapter(part)
 
 
-class Filled:
+class LoadedWeights:
     """A model with storage, and the destination of each tensor of a sync. Adapters are merged in place, from a copy of
     the adapted weights (base)."""
 
@@ -158,7 +158,7 @@ class Filled:
         move_buffers(self.model, device)
         self.state = {name: tensor.detach() for name, tensor in self.model.state_dict(keep_vars=True).items()}
         self.base: dict[str, Tensor] = {}
-        self._emptied: Emptied | None = None
+        self._emptied: OffloadedTensors | None = None
 
     @property
     def asleep(self) -> bool:
@@ -168,7 +168,7 @@ class Filled:
     def sleep(self) -> None:
         """Free the weights."""
         if self._emptied is None:
-            self._emptied, self.base = Emptied.of(self.model.parameters(), self.device), {}
+            self._emptied, self.base = OffloadedTensors.of(self.model.parameters(), self.device), {}
 
     def wake(self) -> None:
         """Allocate the weights again, uninitialised."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from weft.objectives.base import Objective
+    from weft.objectives.base import Loss
 
 OnStep = Callable[[Mapping[str, object]], object]
 
@@ -17,7 +17,7 @@ class Hooks:
     """For `weft sft`. objective: replaces train.objective. on_step: called on every rank after each step, with its line
     of metrics.jsonl."""
 
-    objective: Objective | None = None
+    objective: Loss | None = None
     on_step: OnStep | None = None
 
 

@@ -23,7 +23,7 @@ from weft.engine.engine import Engine
 from weft.errors import UserError
 from weft.models.facts import position_limit
 from weft.models.freeze import resolved
-from weft.objectives.base import Objective
+from weft.objectives.base import Loss
 from weft.verification.adapter import optimizer_by_files, randomize_adapters, renamed, saved_adapter
 from weft.verification.expected import Expected, ExpectedGradient, Trainer, expect, norm_of, with_noise, with_rounding
 from weft.verification.image_reference import Images
@@ -86,7 +86,7 @@ class Verdict:
 
 def verify(
     engine: Engine, path: str, steps: Sequence[Step], lrs: Sequence[float], images: Images | None = None,
-    objective: Objective | None = None, behind: Step = (),
+    objective: Loss | None = None, behind: Step = (),
 ) -> Verdict | None:  # fmt: skip
     """Compare the engine, which has the weights at `path`, with the reference. Returns the verdict on rank 0, None on
     others. Trains the engine; collective.
@@ -189,7 +189,7 @@ def _context_remarks(engine: Engine, steps: Sequence[Step]) -> list[str]:
         if context is None:
             why = (
                 "its layers carry state that they cannot share"
-                if engine.built.findings.mixers
+                if engine.built.support.mixers
                 else "its documents are padded"
             )
         return [f"cp       this model's documents are dealt whole to the ranks of cp: {why}"]

@@ -112,12 +112,12 @@ def steps_for(
     path: the model's weights, from which the first rank learns how many placeholders an image has.
     """
     vision = engine.built.vision
-    if vision is None or engine.built.findings.images:
+    if vision is None or engine.built.support.images:
         return [list(step) for step in steps], {}, []
     made: list[Any] = [None]
     if engine.ranks.is_first:
         plain = Reference(path, str(engine.device)).plain.get_submodule(engine.module.facts.base)
-        made = [shown(engine, steps, plain, videos=not engine.built.findings.videos)]
+        made = [shown(engine, steps, plain, videos=not engine.built.support.videos)]
     dist.broadcast_object_list(made, src=0, group=engine.ranks.group)
     found: tuple[list[list[Document]], Images, list[Document]] = made[0]
     return found

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from weft.engine.engine import Engine
-from weft.objectives.base import Batch, Objective
+from weft.objectives.base import Batch, Loss
 from weft.objectives.check import check_normaliser, check_terms, chosen_tokens
 from weft.objectives.readouts import HIDDEN, TOP, TOP_IDS
 from weft.verification.adapter import as_in_files
@@ -21,7 +21,7 @@ from weft.verification.routing import Routes
 Seen = list[tuple[float, Tensors]]  # the loss and the gradients: of rows as configured, and of short rows
 
 
-def observe_objective(engine: Engine, objective: Objective, step: Step, routes: Routes, images: Images) -> Seen:
+def observe_objective(engine: Engine, objective: Loss, step: Step, routes: Routes, images: Images) -> Seen:
     """The engine's loss and gradients of `objective`, in rows as configured and in rows of about one document;
     collective."""
     engine.check_sums(objective)
@@ -31,12 +31,12 @@ def observe_objective(engine: Engine, objective: Objective, step: Step, routes: 
     return [(loss, as_in_files(engine, gradients)) for loss, gradients in found]
 
 
-def divisor(engine: Engine, objective: Objective, step: Step, images: Images) -> float:
+def divisor(engine: Engine, objective: Loss, step: Step, images: Images) -> float:
     """What the objective divides the sum of this step by."""
     return check_normaliser(objective.normaliser(engine.plan(to_documents(engine, step, images)[1])), objective)
 
 
-def expect_objective(trainer: Trainer, objective: Objective, step: Step, divided_by: float) -> ExpectedGradient:
+def expect_objective(trainer: Trainer, objective: Loss, step: Step, divided_by: float) -> ExpectedGradient:
     """What one plain process computes of it. others: with the documents in reverse."""
     plain = trainer.reference()
     loss, gradients = _gradients(plain, objective, step, divided_by)
@@ -44,7 +44,7 @@ def expect_objective(trainer: Trainer, objective: Objective, step: Step, divided
     return ExpectedGradient(loss, norm_of(gradients), gradients, [reverse])
 
 
-def _gradients(plain: Reference, objective: Objective, step: Sequence[Document], by: float) -> tuple[float, Tensors]:
+def _gradients(plain: Reference, objective: Loss, step: Sequence[Document], by: float) -> tuple[float, Tensors]:
     """(The metric `loss`, the gradients), with those of the experts' auxiliary loss."""
     plain.gradients([(ids, [0.0] * len(ids)) for ids, _ in step])  # leaves those of the auxiliary loss, if there is one
     total = weight = 0.0
@@ -57,7 +57,7 @@ def _gradients(plain: Reference, objective: Objective, step: Sequence[Document],
     return total / (weight or 1.0), on_cpu(plain.current_gradients())
 
 
-def _batch(plain: Reference, objective: Objective, document: Document) -> Batch:
+def _batch(plain: Reference, objective: Loss, document: Document) -> Batch:
     """The predictions of one document alone: its trained tokens, or all for an objective that wants every token."""
     ids, mask = document
     states: dict[str, Tensor] = {}

@@ -15,7 +15,7 @@ from weft.engine.engine import Engine
 from weft.engine.media import Media
 from weft.engine.plan import DocumentMeta, StepPlan
 from weft.errors import RanksDisagreeError
-from weft.objectives.base import Objective
+from weft.objectives.base import Loss
 from weft.objectives.cross_entropy import CrossEntropy, HeldOutLoss
 from weft.verification import reference
 from weft.verification.image_reference import Images
@@ -165,7 +165,7 @@ def _media(engine: Engine, ids: Sequence[int], images: Images) -> Media | None:
 
 
 def one_gradient(
-    engine: Engine, step: Step, budget: int | None, images: Images = _NONE, objective: Objective | None = None,
+    engine: Engine, step: Step, budget: int | None, images: Images = _NONE, objective: Loss | None = None,
     *, keep: bool = False,
 ) -> tuple[float, Tensors, float]:  # fmt: skip
     """(Loss, whole gradients on the CPU, their norm). budget: tokens of a row; None as configured. objective: cross
@@ -178,7 +178,7 @@ def one_gradient(
     return loss, gradients, norm
 
 
-def _accumulate(engine: Engine, step: Step, budget: int | None, images: Images, objective: Objective) -> float:
+def _accumulate(engine: Engine, step: Step, budget: int | None, images: Images, objective: Loss) -> float:
     """Forward and backward of a step; returns its loss."""
     documents, metas = to_documents(engine, step, images)
     return engine.accumulate(engine.plan(metas, budget=budget), documents, objective)["loss"] or 0.0

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from weft.engine.document import Document
-from weft.objectives.base import Batch, Objective, Terms
+from weft.objectives.base import Batch, Loss, LossOutput
 from weft.ops.attention_call import Bounds
 from weft.ops.communicator import GroupCommunicator
 from weft.ops.context import Piece, repeats
@@ -36,7 +36,7 @@ NEEDS = "mesh.cp above 1"
     caught_by=GRADIENTS, seen="PrimeIntellect-ai/prime-rl#2562", ranks=2, needs=NEEDS,
 )  # fmt: skip
 def tokens_per_cp_rank(
-    plant: Plant, original: Original, self: Any, plan: Any, documents: Mapping[int, Document], objective: Objective
+    plant: Plant, original: Original, self: Any, plan: Any, documents: Mapping[int, Document], objective: Loss
 ) -> Any:
     def count(plan: Any) -> float:
         plant.hits += self.mesh.cp_size > 1
@@ -74,7 +74,7 @@ def document_sums_of_parts(plant: Plant, original: Original, self: Any, values: 
     caught_by=HELD_OUT_CUT, seen="areal-project/AReaL#1096", ranks=2, needs=f"{NEEDS} and held-out documents",
 )  # fmt: skip
 def held_out_parts_dropped(plant: Plant, original: Original, self: Any, plan: Any, documents: Any, of: Any) -> Any:
-    def change(batch: Batch, terms: Terms) -> Terms:
+    def change(batch: Batch, terms: LossOutput) -> LossOutput:
         if batch.shared is None:
             return terms
         counted = torch.isin(batch.document_N, batch.shared.counted)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from weft.engine.metrics import Sums
+from weft.engine.metrics import MetricSums
 from weft.verification.bugs import Original, Plant, bug
 
 HELD_OUT = "tests/test_eval.py: the held-out loss is the reference's token mean"
@@ -18,8 +18,8 @@ HELD_OUT = "tests/test_eval.py: the held-out loss is the reference's token mean"
     "the held-out loss is the mean of the means of ranks and batches",
     caught_by=HELD_OUT, seen="huggingface/transformers#39241", ranks=2, needs="held-out documents",
 )  # fmt: skip
-def held_out_mean_of_means(plant: Plant, original: Original, *args: Any) -> Sums:
-    means, sums = Sums(), original(*args)
+def held_out_mean_of_means(plant: Plant, original: Original, *args: Any) -> MetricSums:
+    means, sums = MetricSums(), original(*args)
     for name, total in sums._sums.items():
         weight = float(sums._weights[name])
         plant.hits += weight not in (0.0, 1.0)

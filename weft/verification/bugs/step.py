@@ -16,7 +16,7 @@ from weft.engine.plan import Layout
 from weft.engine.row import Row
 from weft.engine.startup import LENGTHS
 from weft.objectives.balance import Balance, count_choices
-from weft.objectives.base import Batch, Objective, Terms
+from weft.objectives.base import Batch, Loss, LossOutput
 from weft.ops.attention_call import Bounds
 from weft.verification.bugs import GRADIENTS, LOGPROB, LOSS, NEIGHBOURS, Original, Plant, bug
 
@@ -27,9 +27,9 @@ from weft.verification.bugs import GRADIENTS, LOGPROB, LOSS, NEIGHBOURS, Origina
 class Altered:
     """An objective with another normaliser (`count`) or changed terms (`change`)."""
 
-    inner: Objective
+    inner: Loss
     count: Callable[[Any], float] | None = None
-    change: Callable[[Batch, Terms], Terms] | None = None
+    change: Callable[[Batch, LossOutput], LossOutput] | None = None
 
     def __post_init__(self) -> None:
         self.readouts, self.every_token = self.inner.readouts, self.inner.every_token
@@ -37,10 +37,10 @@ class Altered:
     def normaliser(self, plan: Any) -> float:
         return self.inner.normaliser(plan) if self.count is None else self.count(plan)
 
-    def upstream(self, weights_N: Tensor) -> Tensor | None:
-        return self.inner.upstream(weights_N)
+    def logprob_grad(self, weights_N: Tensor) -> Tensor | None:
+        return self.inner.logprob_grad(weights_N)
 
-    def __call__(self, batch: Batch) -> Terms:
+    def __call__(self, batch: Batch) -> LossOutput:
         terms = self.inner(batch)
         return terms if self.change is None else self.change(batch, terms)
 
@@ -56,9 +56,9 @@ def _own_weight(plan: Any, documents: Mapping[int, Document]) -> float:
     caught_by="gradients, many micro-batches", seen="huggingface/transformers#34373",
 )  # fmt: skip
 def equal_micro_batches(
-    plant: Plant, original: Original, self: Any, plan: Any, documents: Mapping[int, Document], objective: Objective
+    plant: Plant, original: Original, self: Any, plan: Any, documents: Mapping[int, Document], objective: Loss
 ) -> Any:
-    def change(batch: Batch, terms: Terms) -> Terms:
+    def change(batch: Batch, terms: LossOutput) -> LossOutput:
         weight = batch.weights_N.sum()
         dist.all_reduce(weight)
         share = float(weight) * plan.micro_batches / objective.normaliser(plan)
@@ -76,7 +76,7 @@ def equal_micro_batches(
     caught_by=GRADIENTS, seen="PrimeIntellect-ai/prime-rl#1957", ranks=2,
 )  # fmt: skip
 def rank_local_count(
-    plant: Plant, original: Original, self: Any, plan: Any, documents: Mapping[int, Document], objective: Objective
+    plant: Plant, original: Original, self: Any, plan: Any, documents: Mapping[int, Document], objective: Loss
 ) -> Any:
     def count(plan: Any) -> float:
         plant.hit()
@@ -116,8 +116,8 @@ def replicas_apart(plant: Plant, original: Original, module: Any, units: Any, me
     "the last rank's loss is dropped; every collective still takes place",
     caught_by=GRADIENTS, seen="pytorch/pytorch#174862", ranks=2,
 )  # fmt: skip
-def rank_left_out(plant: Plant, original: Original, self: Any, row: Row, *rest: Any) -> Terms:
-    terms: Terms = original(self, row, *rest)
+def rank_left_out(plant: Plant, original: Original, self: Any, row: Row, *rest: Any) -> LossOutput:
+    terms: LossOutput = original(self, row, *rest)
     if dist.get_rank() == dist.get_world_size() - 1 and row.weights_N.count_nonzero():
         plant.hit()
         return replace(terms, loss_sum=terms.loss_sum * 0.0)
@@ -130,11 +130,11 @@ def rank_left_out(plant: Plant, original: Original, self: Any, row: Row, *rest: 
     caught_by="gradients, many micro-batches", seen="pytorch/pytorch#174862",
 )  # fmt: skip
 def micro_batch_left_out(
-    plant: Plant, original: Original, self: Any, plan: Any, documents: Mapping[int, Document], objective: Objective
+    plant: Plant, original: Original, self: Any, plan: Any, documents: Mapping[int, Document], objective: Loss
 ) -> Any:
     seen: list[Batch] = []
 
-    def change(batch: Batch, terms: Terms) -> Terms:
+    def change(batch: Batch, terms: LossOutput) -> LossOutput:
         seen.append(batch)
         if plan.micro_batches == 1 or len(seen) < plan.micro_batches:
             return terms

@@ -23,7 +23,7 @@ from weft.sharding.cuts import Cut, split
 from weft.verification.bugs import ACCURACY, AGREE, GRADIENTS, LOGPROB, NORM, Original, Plant, bug, rehearsing
 
 WALKED = "tests/test_tensor_parallel_weights.py: the walker gives what the files have"
-ALIKE = "weft.engine.replicas.Replicas.check"
+ALIKE = "weft.engine.replicas.ReplicaCheck.check"
 MEGATRON = "NVIDIA/Megatron-LM#7452"
 NEEDS = "mesh.tp above 1"
 

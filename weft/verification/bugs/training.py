@@ -187,7 +187,7 @@ def everything_decays(plant: Plant, original: Original, name: str, ndim: int) ->
 
 
 @bug(
-    "B29", "weft.engine.metrics:Sums.add",
+    "B29", "weft.engine.metrics:MetricSums.add",
     "the loss shown is the mean of the micro-batches' means",
     caught_by="loss, many micro-batches", seen="verl-project/verl#4294",
 )  # fmt: skip
@@ -199,7 +199,7 @@ def mean_of_means(plant: Plant, original: Original, self: Any, name: str, total:
 
 
 @bug(
-    "B29", "weft.engine.metrics:Sums.reduced",
+    "B29", "weft.engine.metrics:MetricSums.reduced",
     "the loss shown is the first rank's",
     caught_by=LOSS, seen="huggingface/trl#6380", ranks=2,
 )  # fmt: skip
