@@ -50,7 +50,7 @@ def train_step(engine: Engine) -> float:
     """Seconds of one small step."""
     began = time.perf_counter()
     document = Document(tokens=torch.arange(48), weights=torch.ones(48))
-    engine.accumulate(engine.plan([engine.meta(document)]), {0: document}, CrossEntropy())
+    engine.accumulate(engine.plan(engine.planner.metadata([document])), {0: document}, CrossEntropy())
     engine.apply(1e-6)
     return time.perf_counter() - began
 

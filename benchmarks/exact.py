@@ -61,11 +61,11 @@ class Case:
 
     def read(self) -> None:
         documents = self.documents()
-        self.engine.readout(self.engine.plan([self.engine.meta(d) for d in documents.values()]), documents)
+        self.engine.readout(self.engine.plan(self.engine.planner.metadata(documents.values())), documents)
 
     def train(self) -> None:
         documents = self.documents()
-        plan = self.engine.plan([self.engine.meta(d) for d in documents.values()])
+        plan = self.engine.plan(self.engine.planner.metadata(documents.values()))
         self.engine.accumulate(plan, documents, CrossEntropy())
         self.engine.drop_gradients()
 

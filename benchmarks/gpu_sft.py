@@ -143,7 +143,7 @@ def step_with_norm(engine: Engine) -> Callable[[list[Tensor]], tuple[float, floa
 
     def step(row: list[Tensor]) -> tuple[float, float]:
         documents = {i: Document(ids, torch.ones(len(ids))) for i, ids in enumerate(row)}
-        plan = engine.plan([engine.meta(document) for document in documents.values()])
+        plan = engine.plan(engine.planner.metadata(documents.values()))
         metrics = engine.accumulate(plan, documents, CrossEntropy())
         result = engine.apply(LR)
         assert not result.skipped and metrics["loss"] is not None, result.reason

@@ -102,7 +102,7 @@ class Side:
         with mock.patch.object(build, "examine", lambda config: replace(EXAMINE(config), layout=layout)):
             self.engine = Engine(EngineConfig(model=ModelConfig(path=path), step=step), join("cpu"))
         self.steps = steps_of(options)
-        self.plans = [self.engine.plan([self.engine.meta(d) for d in own.values()]) for own in self.steps]
+        self.plans = [self.engine.plan(self.engine.planner.metadata(own.values())) for own in self.steps]
         self.seconds: list[float] = []
         self.losses: list[float] = []
 

@@ -79,7 +79,7 @@ def rank(path: str) -> None:
     before, seconds, processor = peak_gib(), [], []
     for _ in range(spec["warmup"] + spec["steps"]):
         wall, own = time.perf_counter(), time.process_time()
-        plan, mine = engine.deal(documents)
+        plan, mine = engine.plan_step(documents)
         metrics = engine.accumulate(plan, engine.rows(plan, mine, objective), objective)
         if spec["steps"]:
             engine.apply(1e-4)

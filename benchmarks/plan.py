@@ -96,14 +96,14 @@ def lay_out(documents: Documents, count: int, rank: int, way: str) -> tuple[int,
         found = metas(built, omitted, lambda length: document_flops(FACTS, length))
     plan = plan_step(found, ranks=RANKS, budget=ROW)
     planned = time.process_time() - began
-    needed = sorted(index for row in plan.of_rank(rank) for index in row)
+    needed = sorted(index for row in plan.rows_of_rank(rank) for index in row)
     own: dict[int, Document] = take(chosen if way == "own documents" else built, needed)
     rows = [
         build_row(
             row, own, read=[plan.documents[index].read for index in row], length=plan.row_length(micro, rank),
             layout="packed", every_token=False,
         )
-        for micro, row in enumerate(plan.of_rank(rank))
+        for micro, row in enumerate(plan.rows_of_rank(rank))
     ]  # fmt: skip
     made = len(needed) if way == "own documents" else len(built)
     return made, sum(row.real_tokens for row in rows), planned, time.process_time() - began

@@ -51,7 +51,7 @@ def weft_steps(spec: Spec) -> Iterator[Step]:
     documents = [Document(torch.tensor(d["ids"]), torch.tensor(d["trained"]).float()) for d in spec["documents"]]
 
     def lay_out(indices: list[int]) -> tuple[StepPlan, StepRows]:
-        plan, own = engine.deal([documents[i] for i in indices])
+        plan, own = engine.plan_step([documents[i] for i in indices])
         return plan, engine.rows(plan, own, objective).ahead()
 
     def step(laid_out: Future[tuple[StepPlan, StepRows]]) -> tuple[int, float, float]:

@@ -74,10 +74,10 @@ def test_what_is_measured_is_what_documents_say_of_themselves(long: LongDocument
 
 def documents_meta(documents: Sequence[Document]) -> list[tuple[Any, ...]]:
     """As a plan has them, with a cost and what is left out."""
-    from weft.engine.document import Costs, metas
+    from weft.engine.document import Costs, document_metadata
 
     costs = Costs(lambda length: int(length > 7), lambda length: 0.1 * length, lambda patches, pairs: (0.0, 0))
-    found = metas(documents, costs)
+    found = document_metadata(documents, costs)
     return [(m.length, m.weight, m.loss_tokens, m.group, m.cost, m.routed, m.omitted) for m in found]
 
 
@@ -105,7 +105,7 @@ def built_by_rank(lengths: Sequence[int]) -> list[list[int]]:
                 with (
                     mock.patch.object(Documents, "build", build),
                     mock.patch.object(Mesh, "loss_rank", mock.PropertyMock(return_value=rank)),
-                    mock.patch.object(engine._planner, "_rank", rank),
+                    mock.patch.object(engine.planner, "_rank", rank),
                 ):
                     plan, rows = sft.prepare_step(engine, documents, CrossEntropy(), Step(1, 1, list(range(COUNT))))
                 in_rows = [index for micro in range(plan.micro_batches) for index in rows[micro].documents]
@@ -308,7 +308,7 @@ def test_a_step_of_rows_is_the_step_of_its_documents() -> None:
 
 def gradients(path: str) -> list[tuple[Any, dict[str, torch.Tensor]]]:
     engine = open_engine(path, "1", model={"router_aux_loss": "step"}, step={"max_tokens_per_device": 64})
-    plan, documents = engine.deal(table_of([40, 30, 20, 10, 33]))
+    plan, documents = engine.plan_step(table_of([40, 30, 20, 10, 33]))
     assert plan.micro_batches > 1
     found, rows = [], engine.rows(plan, documents, CrossEntropy())
     for given in (documents, rows, rows.ahead()):
@@ -325,7 +325,7 @@ def test_a_row_that_cannot_be_laid_out_is_raised_where_it_is_asked_for() -> None
 def spoilt_rows(path: str) -> bool:
     """Routes that are of another model, in the second row."""
     engine = open_engine(path, "1", step={"max_tokens_per_device": 40})
-    plan, documents = engine.deal(table_of([40, 30, 20, 10, 33]))
+    plan, documents = engine.plan_step(table_of([40, 30, 20, 10, 33]))
     index = plan.rows[1][0][0]
     documents[index] = replace(documents[index], routes=torch.zeros(1, 1, 1))
     rows = engine.rows(plan, documents, CrossEntropy()).ahead()

@@ -133,7 +133,7 @@ def test_names_of_the_package() -> None:
 @pytest.mark.parametrize(
     ("result", "words"),
     [
-        (lambda terms: terms.loss_sum, "Returns returned a Tensor of shape []; it must be Terms(loss_sum=...)"),
+        (lambda terms: terms.loss_sum, "Returns returned a Tensor of shape []; it must be LossOutput(loss_sum=...)"),
         (lambda terms: replace(terms, loss_sum=terms.loss_sum[None]), "a loss_sum that is a Tensor of shape [1]"),
         (lambda terms: None, "Returns returned a NoneType"),
     ],

@@ -115,14 +115,14 @@ def trained(
     asleep: list[Any] = []
     wake = Offloader.wake
 
-    def wrong(sleeper: Offloader, part: Part) -> int:
+    def wrong(offloader: Offloader, part: Part) -> int:
         if part == "optimizer" and plant == "stays asleep":
             return 0
-        waiting = sleeper._asleep[part]
+        waiting = offloader._asleep[part]
         if part == "optimizer" and plant == "wakes empty":
             for chunk in waiting.allocation.chunks:
                 chunk.zero_()
-        return wake(sleeper, part)
+        return wake(offloader, part)
 
     with patch.object(Offloader, "wake", wrong) if plant else nullcontext():
         lines = asyncio.run(train(trainer, switch, asleep))

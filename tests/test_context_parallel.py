@@ -295,7 +295,7 @@ def test_groups_share_documents_among_themselves() -> None:
     plan = plan_step(metas, ranks=4, budget=64, ring=2)
     check_plan(plan, 64)
     assert plan.micro_batches == 1
-    assert sorted(tuple(plan.shared(0, rank)) for rank in range(4)) == [(0,), (0,), (1,), (1,)]
+    assert sorted(tuple(plan.shared_documents(0, rank)) for rank in range(4)) == [(0,), (0,), (1,), (1,)]
 
 
 def test_the_ring_costs_each_member_the_same() -> None:
@@ -325,7 +325,7 @@ def bytes_sent(path: str, mesh: str, lengths: list[int], budget: int) -> tuple[i
     """(bytes that the ranks of cp send each other in one forward, loss)."""
     engine = open_engine(path, mesh, step={"max_tokens_per_device": budget})
     documents = {i: Document(torch.arange(n) % 90 + 3, torch.ones(n)) for i, n in enumerate(lengths)}
-    plan, sent = engine.plan([engine.meta(d) for d in documents.values()]), [0]
+    plan, sent = engine.plan(engine.planner.metadata(documents.values())), [0]
     rank, exchange = engine.context.place if engine.context else 0, GroupCommunicator.all_to_all
 
     def counting(self: GroupCommunicator, x: Any, counts: Any, received: Any) -> Any:
@@ -378,7 +378,7 @@ def policy_step(path: str, mesh: str, policy_loss: str) -> tuple[dict[str, Any],
     """(metrics, gradients) of one step of whole samples' ratios."""
     engine: Engine = open_engine(path, mesh, step={"max_tokens_per_device": 40 if "cp" in mesh else 128})
     documents = sampled(5)
-    plan = engine.plan([engine.meta(d) for d in documents.values()])
+    plan = engine.plan(engine.planner.metadata(documents.values()))
     loss = PolicyLoss(RlAlgorithm(policy_loss=policy_loss, aggregation="sequence_mean"))
     metrics = engine.accumulate(plan, documents, loss)
     return metrics, dict(engine.gradients())

@@ -53,7 +53,7 @@ def open_and_step(path: str, weights: str, mesh: str, expected: dict[str, Any], 
     assert engine.loaded is not None
     wrong = differing(engine, expected["saved"]) + (differing_moments(engine, expected["moments"]) if state else [])
     documents = [Document(torch.tensor(ids), torch.ones(len(ids))) for ids in DOCUMENTS]
-    plan, own = engine.deal(documents)
+    plan, own = engine.plan_step(documents)
     engine.accumulate(plan, own, CrossEntropy())
     engine.apply(LR)
     off = went = 0.0

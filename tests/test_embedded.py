@@ -91,8 +91,8 @@ def logprobs_of_both(path: str, mesh: str, sections: Sections) -> tuple[torch.Te
     randomize_adapters(engine)
     tokens = torch.tensor(PROMPTS[2] + PROMPTS[1])
     document = Document(tokens, torch.ones(len(tokens)))
-    plan = engine.plan([engine.meta(document)])
-    found = engine.readout(plan, dict.fromkeys(engine.needs(plan), document))
+    plan = engine.plan(engine.planner.metadata([document]))
+    found = engine.readout(plan, dict.fromkeys(engine.planner.local_documents(plan), document))
     embedded = EmbeddedEngine(engine)
     embedded.wake(here=bool(found))
     if embedded.model is None:

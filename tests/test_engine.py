@@ -315,12 +315,12 @@ def readouts(path: str, mesh: str, steps: int) -> list[tuple[list[int], dict[int
     engine = open_engine(path, mesh, step={"max_tokens_per_device": BUDGET}, optimizer={"name": "sgd"})
     documents, metas = to_documents(engine, EVERYTHING)
     plan, out = engine.plan(metas), []
-    mine = {index: documents[index] for index in engine.needs(plan)}
+    mine = {index: documents[index] for index in engine.planner.local_documents(plan)}
     for training in (False, True):
         for _ in range(steps if training else 0):
             engine.accumulate(plan, mine, CrossEntropy())
             assert not engine.apply(RATE).skipped
-        out.append((engine.needs(plan), engine.readout(plan, mine, ("logprob", "entropy"))))
+        out.append((engine.planner.local_documents(plan), engine.readout(plan, mine, ("logprob", "entropy"))))
     return out
 
 
@@ -427,7 +427,7 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 
 def one_step(engine: Engine, documents: dict[int, Document], objective: CrossEntropy | None = None) -> StepResult:
-    plan = engine.plan([engine.meta(document) for document in documents.values()])
+    plan = engine.plan(engine.planner.metadata(documents.values()))
     engine.accumulate(plan, documents, objective or CrossEntropy())
     return engine.apply(1e-3)
 

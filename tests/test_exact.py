@@ -57,9 +57,9 @@ def mismatch(engine: Engine, asked: list[Request], answers: list[list[Completion
     pairs = [(request, completion) for request, group in zip(asked, answers, strict=True) for completion in group]
     tokens_of = [torch.tensor(request.tokens + completion.tokens) for request, completion in pairs]
     documents = {n: Document(tokens, torch.ones(len(tokens))) for n, tokens in enumerate(tokens_of)}
-    plan = engine.plan([engine.meta(document) for document in documents.values()])
+    plan = engine.plan(engine.planner.metadata(documents.values()))
     compared = differing = 0
-    for n, found in engine.readout(plan, {i: documents[i] for i in engine.needs(plan)}).items():
+    for n, found in engine.readout(plan, {i: documents[i] for i in engine.planner.local_documents(plan)}).items():
         recorded = torch.tensor(pairs[n][1].logprobs)
         compared += len(recorded)
         differing += int((found["logprob"][-len(recorded) :] != recorded).sum())

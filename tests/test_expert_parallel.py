@@ -79,7 +79,7 @@ def gradients(path: str, compiled: bool) -> dict[str, Tensor]:
     """Of one step on ep 2."""
     with graphs_as_traced():
         engine = open_engine(path, "ep2", model={"compile": compiled})
-        engine.accumulate(*engine.deal(documents()), CrossEntropy())
+        engine.accumulate(*engine.plan_step(documents()), CrossEntropy())
     return {name: gradient for name, gradient in engine.gradients() if gradient is not None}
 
 
@@ -167,7 +167,7 @@ def documents() -> list[Document]:
 
 def load_of_a_step(path: str, mesh: str, sections: dict[str, Any]) -> dict[str, float | None]:
     engine = open_engine(path, mesh, **sections)
-    metrics = engine.accumulate(*engine.deal(documents()), CrossEntropy())
+    metrics = engine.accumulate(*engine.plan_step(documents()), CrossEntropy())
     counted = engine._executor.load.last
     assert counted is not None
     assert set(counted.sum(1).tolist()) == {2 * sum(max(1, len(document) - 1) for document in documents())}
@@ -201,7 +201,7 @@ def nan_of_a_router(path: str) -> tuple[float | None, StepResult]:
     engine = open_engine(path, "ep2")
     with torch.no_grad():
         own_part(engine.module.get_parameter("model.layers.0.mlp.gate.weight")).fill_(float("nan"))
-    metrics = engine.accumulate(*engine.deal(documents()), CrossEntropy())
+    metrics = engine.accumulate(*engine.plan_step(documents()), CrossEntropy())
     return metrics["loss"], engine.apply(1e-3)
 
 

@@ -100,7 +100,7 @@ def graphs_by_length(path: str, fused: bool) -> list[int]:
         engine = open_engine(path, "1", model={"compile": True, "recompute": "full", "fused_norms": fused})
         for length in (90, 61, 113, 47, 83, 109):
             document = Document(torch.arange(1, length + 1) % 50, torch.ones(length))
-            plan, own = engine.deal([document])
+            plan, own = engine.plan_step([document])
             engine.step(plan, own, CrossEntropy(), 1e-3)
             found.append(int(torch._dynamo.utils.counters["stats"]["unique_graphs"]))
     return found

@@ -71,7 +71,7 @@ def observed(path: str, mesh: str, sections: dict[str, dict[str, Any]]) -> dict[
     evaluated = engine.evaluate(plan, documents, CrossEntropy()).reduce(engine.mesh.world_group)["loss"]
     return {
         "loss": loss, "gradients": gradients, "readouts": {index: own["logprob"] for index, own in still.items()},
-        "evaluated": evaluated, "cut": any(plan.shared(m, 0) for m in range(plan.micro_batches)),
+        "evaluated": evaluated, "cut": any(plan.shared_documents(m, 0) for m in range(plan.micro_batches)),
         "sequence": engine.divided.sequence, "layout": engine.built.layout,
     }  # fmt: skip
 
@@ -220,7 +220,7 @@ def test_weft_verify_has_none() -> None:
 
 def test_a_run_says_which_step_it_lays_out() -> None:
     engine, objective = mock.Mock(), CrossEntropy()
-    engine.deal.return_value = ("the plan", "documents")
+    engine.plan_step.return_value = ("the plan", "documents")
     sft.prepare_step(engine, [], objective, Step(7, 1, []))
     engine.rows.assert_called_once_with("the plan", "documents", objective, 7)
 

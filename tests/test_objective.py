@@ -255,9 +255,9 @@ def importing(folder: str, *args: str) -> Verdict | None:
         ("my_loss:Focal", "there is no module my_loss for my_loss:Focal"),
         ("own_losses:Focus", "own_losses has no Focus"),
         ("own_losses:Needy", "own_losses:Needy cannot be made without arguments"),
-        ("own_losses:half", "it has no normaliser, upstream, __call__, readouts, every_token"),
+        ("own_losses:half", "it has no normaliser, logprob_grad, __call__, readouts, every_token"),
         ("own_losses:Greedy", "asks for value in `readouts`; there are logprob, entropy, logsumexp, chosen_logits"),
-        ("json:dumps", "is no objective: it has no normaliser, upstream, readouts, every_token"),
+        ("json:dumps", "is no objective: it has no normaliser, logprob_grad, readouts, every_token"),
     ],
 )
 def test_what_is_no_objective_is_refused(path: str, words: str, here: Path) -> None:

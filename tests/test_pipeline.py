@@ -108,7 +108,7 @@ def one_gradient(path: str, recompute: str) -> tuple[dict[str, Any], str]:
     """(gradients of a step of several rows, what `weft verify` says of such an engine)."""
     engine = open_engine(path, "pp2", model={"recompute": recompute}, step={"max_tokens_per_device": 16})
     documents = {i: Document(torch.arange(14) + 7 * i, torch.ones(14)) for i in range(4)}
-    engine.accumulate(engine.plan([engine.meta(d) for d in documents.values()]), documents, CrossEntropy())
+    engine.accumulate(engine.plan(engine.planner.metadata(documents.values())), documents, CrossEntropy())
     found = dict(engine.gradients())
     if recompute == "none":
         return found, ""
@@ -130,7 +130,7 @@ def narrow_step(path: str, mesh: str, dtype: str) -> tuple[float, float, float, 
     """(loss, norm, loss after an update, the hint) of a step computed in this dtype."""
     engine = open_engine(path, mesh, fsdp={"param_dtype": dtype}, step={"max_tokens_per_device": 16})
     documents = {i: Document(torch.arange(14) + 7 * i, torch.ones(14)) for i in range(3)}
-    plan, losses, norm = engine.plan([engine.meta(d) for d in documents.values()]), [], 0.0
+    plan, losses, norm = engine.plan(engine.planner.metadata(documents.values())), [], 0.0
     for _ in range(2):
         losses.append(engine.accumulate(plan, documents, CrossEntropy())["loss"] or 0.0)
         norm = engine.apply(1e-3).grad_norm
@@ -260,7 +260,7 @@ def connected(path: str, mesh: str) -> bool:
     assert isinstance(executor, PipelineExecutor) and executor.link._connected
     executor.link._connected = False
     documents = {i: Document(torch.arange(14) + i, torch.ones(14)) for i in range(2)}
-    metrics = engine.accumulate(engine.plan([engine.meta(d) for d in documents.values()]), documents, CrossEntropy())
+    metrics = engine.accumulate(engine.plan(engine.planner.metadata(documents.values())), documents, CrossEntropy())
     return executor.link._connected and metrics["loss"] is not None
 
 
@@ -329,7 +329,7 @@ def most_kept(path: str, mesh: str) -> int:
         return replacement
 
     documents = {i: Document(torch.arange(14) + i, torch.ones(14)) for i in range(6)}
-    plan = engine.plan([engine.meta(document) for document in documents.values()])
+    plan = engine.plan(engine.planner.metadata(documents.values()))
     assert plan.micro_batches == 6
     with (
         mock.patch.object(PipelineExecutor, "_forward", watched(1, forward)),

@@ -49,7 +49,7 @@ def check(plan: StepPlan, multiple: int = 1) -> None:
     for dearer, cheaper in pairwise(plan.costs):
         assert min(dearer) >= max(cheaper) * (1 - 1e-6)
     assert 0 < plan.utilisation <= 1 + 1e-12 and 0 < plan.fill <= 1
-    assert [plan.of_rank(r)[k] for k in range(plan.micro_batches) for r in range(plan.ranks)] == [
+    assert [plan.rows_of_rank(r)[k] for k in range(plan.micro_batches) for r in range(plan.ranks)] == [
         row for micro_batch in plan.rows for row in micro_batch
     ]
 

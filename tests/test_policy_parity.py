@@ -133,7 +133,7 @@ def accumulate(engine: Engine, rows: Sequence[Row], config: RlConfig, budget: in
     correct(samples, config.rl)
     advantages.advantages(groups, config.rl)
     documents = dict(enumerate(build_documents(samples, config)))
-    plan = engine.plan([engine.meta(document) for document in documents.values()], budget=budget)
+    plan = engine.plan(engine.planner.metadata(documents.values()), budget=budget)
     masked = TrainedSamples(samples, config).masked
     loss = engine.accumulate(plan, documents, PolicyLoss(config.rl, masked=masked))["loss"]
     assert loss is not None
@@ -148,7 +148,7 @@ def accumulate_fresh(engine: Engine, rows: Sequence[Row], config: RlConfig) -> t
         sample.old = None
     advantages.advantages(groups, config.rl)
     documents = dict(enumerate(build_documents(samples, config)))
-    plan = engine.plan([engine.meta(document) for document in documents.values()])
+    plan = engine.plan(engine.planner.metadata(documents.values()))
     masked = TrainedSamples(samples, config).masked
     objective = PolicyLoss(config.rl, old_is_current=True, masked=masked)
     loss = engine.accumulate(plan, documents, objective)["loss"]

@@ -51,7 +51,7 @@ def documents_of(engine: Engine, routes: list[Tensor] | None) -> tuple[dict[int,
     documents, _ = to_documents(engine, STEP)
     if routes is not None:
         documents = {i: replace(d, routes=routes[i]) for i, d in documents.items()}
-    return documents, engine.plan([engine.meta(document) for document in documents.values()])
+    return documents, engine.plan(engine.planner.metadata(documents.values()))
 
 
 def ours(path: str, mesh: str, recompute: str) -> tuple[dict[str, Any], Tensors, dict[int, Tensor]]:
@@ -152,7 +152,7 @@ def own_routes(path: str) -> float | None:
 
     with replace_choices([layer for _, layer in engine.module.layers], EXPERTS, CHOSEN, keep):
         engine.readout(plan, documents)
-    (row,) = plan.of_rank(0)
+    (row,) = plan.rows_of_rank(0)
     whole = torch.stack([record[layer] for layer in range(LAYERS)], 1)
     parts = dict(zip(row, whole.split([plan.documents[i].read for i in row]), strict=True))
     documents, plan = documents_of(engine, [align_routes(parts[i], len(documents[i])) for i in range(len(documents))])

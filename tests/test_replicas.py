@@ -28,7 +28,7 @@ def documents(lengths: tuple[int, ...] = (60, 9, 30)) -> list[Document]:
 
 
 def step(engine: Engine, of: list[Document]) -> None:
-    plan, mine = engine.deal(of)
+    plan, mine = engine.plan_step(of)
     engine.accumulate(plan, mine, CrossEntropy())
     engine.apply(1e-3)
 

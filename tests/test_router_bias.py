@@ -37,8 +37,8 @@ def moved(path: str, mesh: str, steps: int, sections: dict[str, Any]) -> dict[st
     """The biases of this rank's layers after some steps."""
     engine = open_engine(path, mesh, **{**sections, "model": {"router_bias_rate": RATE, **sections.get("model", {})}})
     for step in range(steps):
-        engine.evaluate(*engine.deal(documents(step + 7)), CrossEntropy())  # which is not of the step
-        engine.accumulate(*engine.deal(documents(step)), CrossEntropy())
+        engine.evaluate(*engine.plan_step(documents(step + 7)), CrossEntropy())  # which is not of the step
+        engine.accumulate(*engine.plan_step(documents(step)), CrossEntropy())
         engine.apply(1e-3)
     return {name: bias.clone() for name, bias in find_biases(engine.module).items()}
 
@@ -73,7 +73,7 @@ def moved_in_padded_rows(path: str) -> dict[str, Tensor]:
     startup.forget_checks()  # of the packed family, by an earlier test in this process
     with mock.patch.dict(families.FAMILIES, glm4_moe=Family(layout="padded")):
         engine = open_engine(path, "1")
-        plan, _ = engine.deal(documents(0))
+        plan, _ = engine.plan_step(documents(0))
         assert engine.built.layout == "padded" and any(len(row) > 1 for rows in plan.rows for row in rows)
         result = moved(path, "1", 1, {})
     startup.forget_checks()

@@ -181,7 +181,7 @@ def sleeps_while_a_checkpoint_is_written(path: str, folder: str) -> dict[str, bo
     for own in (engine, critic):
         gradient(own, 0)
         own.apply(1e-3)
-    pool, write, before = engine.sleeper.pool, snapshot.write_export, [copied(engine), copied(critic)]
+    pool, write, before = engine.offloader.pool, snapshot.write_export, [copied(engine), copied(critic)]
 
     def slow(*arguments: Any, **options: Any) -> Any:
         time.sleep(0.5)
@@ -198,7 +198,7 @@ def sleeps_while_a_checkpoint_is_written(path: str, folder: str) -> dict[str, bo
         waited = time.monotonic() - began
         largest, rounding = max(saved, asleep), 6 * 5120 + 512 * 200  # chunks of each part, tensors in them
         checks = {
-            "one pool": critic.sleeper.pool is pool,
+            "one pool": critic.offloader.pool is pool,
             "no more than the larger of the two": pool.bytes <= largest + rounding,
             "the writer was waited for": waited > 0.9,
         }
@@ -320,7 +320,7 @@ def filled_for(path: str) -> tuple[int, int]:
     engine.apply(1e-3)
     contents = snapshot.Contents(engine, CheckpointConfig(), {})
     copies = contents.copy()
-    return engine.sleeper.pool._wanted, sum(tensor.nbytes for tensor in copies.copies.values())
+    return engine.offloader.pool._wanted, sum(tensor.nbytes for tensor in copies.copies.values())
 
 
 def test_as_much_is_made_as_a_save_takes() -> None:

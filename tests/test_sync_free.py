@@ -115,7 +115,7 @@ def reads_of_a_step(
     that the update is queued for."""
     engine: Engine = open_engine(path, "2", **options)
     engine.reads_once = device == "cuda" and isinstance(engine.optimizer, FusedAdamW)
-    plan, own = engine.deal(documents_with(arrays))
+    plan, own = engine.plan_step(documents_with(arrays))
     assert plan.micro_batches >= 2
     for reading in (None, Reading()):
         rows = engine.rows(plan, own, objective).ahead()
@@ -188,7 +188,7 @@ def training(path: str, once: bool, spoilt: str, norm: float) -> tuple[list[Any]
     engine.reads_once = once
     objective, seen = Spoilt(spoilt), list[Any]()
     for _ in range(3):
-        plan, own = engine.deal(documents_with(()))
+        plan, own = engine.plan_step(documents_with(()))
         metrics, result = engine.step(plan, own, objective, 1e-3)
         seen.append((metrics, result.grad_norm, result.skipped, result.reason))
     assert engine.optimizer is not None and engine.ema is not None

@@ -101,7 +101,7 @@ def step(engine: Engine) -> tuple[dict[str, torch.Tensor], float]:
     documents = [Document(torch.tensor(ids), torch.tensor(mask)) for ids, mask in awkward_steps(128)[0]]
     began = time.perf_counter()
     flight.step(1, 1)
-    plan = engine.plan([engine.meta(document) for document in documents])
+    plan = engine.plan(engine.planner.metadata(documents))
     engine.accumulate(plan, dict(enumerate(documents)), CrossEntropy())
     found = {name: own_part(p.grad).clone() for name, p in engine.module.named_parameters() if p.grad is not None}
     engine.apply(1e-3)

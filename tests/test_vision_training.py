@@ -65,7 +65,7 @@ def train_on_random_steps(path: str, mesh: str, steps: int, reduce: str) -> list
 
 
 def one_step(engine: Engine, documents: list[Document]) -> None:
-    plan, own = engine.deal(documents)
+    plan, own = engine.plan_step(documents)
     metrics = engine.accumulate(plan, own, CrossEntropy())
     assert not engine.apply(1e-3).skipped
     assert metrics["loss"] is not None
@@ -96,7 +96,7 @@ def test_what_is_trained(sections: dict[str, dict[str, Any]]) -> None:
 def train_a_projector_on_text(path: str) -> float:
     """The gradient norm of a step without images in which only the projector is trained."""
     engine = open_engine(path, "2", model={"freeze": ["vision", "language"]})
-    plan, own = engine.deal([Document(torch.arange(3, 20), torch.ones(17)) for _ in range(3)])
+    plan, own = engine.plan_step([Document(torch.arange(3, 20), torch.ones(17)) for _ in range(3)])
     engine.accumulate(plan, own, CrossEntropy())
     return engine.apply(1e-3).grad_norm
 
@@ -140,7 +140,7 @@ def refusal(path: str, tokens: int) -> str:
     """The error about a document with an image; empty where it can be trained."""
     engine = open_engine(path, "1", step={"max_tokens_per_device": tokens})
     try:
-        engine.check_images(Drawn())
+        engine.planner.check_images(Drawn())
     except UserError as error:
         return str(error)
     return ""

@@ -47,7 +47,7 @@ def a_step(path: str, sections: dict[str, Any], steps: int) -> tuple[Counter[str
     """(Elements by operation in the last step's micro-batches; weights afterwards; trained elements; micro-batches)."""
     engine = open_engine(path, "1", **{**MANY, **sections})
     for _ in range(steps):
-        plan, own = engine.deal(documents())
+        plan, own = engine.plan_step(documents())
         rows = engine.rows(plan, own, CrossEntropy()).ahead()
         with Copies() as copies:
             engine.accumulate(plan, rows, CrossEntropy())
@@ -105,7 +105,7 @@ def test_a_frozen_base_is_sharded_over_several_ranks() -> None:
 
 def decisions(path: str, mesh: str, peaks: list[int]) -> list[bool]:
     engine = open_engine(path, mesh, fsdp={"param_dtype": "bf16"})
-    plan, own = engine.deal(documents())
+    plan, own = engine.plan_step(documents())
     engine.accumulate(plan, own, CrossEntropy())
     copies = WorkingCopies(engine.module, False, torch.device("cuda"))
     decided = []

@@ -49,7 +49,7 @@ def differences(engine: Engine, found: Sequence[tuple[Request, list[Completion]]
             chosen = None if completion.routes is None else align_routes(completion.routes, len(tokens))
             documents.append(Document(tokens, torch.ones(len(tokens)), routes=chosen))
             recorded.append(torch.tensor(completion.logprobs))
-    plan = engine.plan([engine.meta(document) for document in documents])
+    plan = engine.plan(engine.planner.metadata(documents))
     read = engine.readout(plan, dict(enumerate(documents)))
     return torch.cat([read[i]["logprob"][-len(own) :] - own for i, own in enumerate(recorded)])
 
@@ -105,7 +105,7 @@ def test_it_samples_what_the_distribution_says(device: torch.device, ranks: Rank
     ((*completions,),) = embedded.generate([request])
     seen = torch.bincount(torch.tensor([c.tokens[0] for c in completions]), minlength=128).double()
     documents = {n: Document(torch.tensor([*PROMPTS[1], n]), torch.ones(len(PROMPTS[1]) + 1)) for n in range(128)}
-    read = engine.readout(engine.plan([engine.meta(document) for document in documents.values()]), documents)
+    read = engine.readout(engine.plan(engine.planner.metadata(documents.values())), documents)
     expected = torch.stack([read[n]["logprob"][-1] for n in range(128)]).double().exp() * count
     likely = expected > 5
     chi_square = float(((seen - expected).square() / expected)[likely].sum())

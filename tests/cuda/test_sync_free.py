@@ -50,7 +50,7 @@ def test_a_step_waits_where_it_reads(
     )
     engine = Engine(config, ranks)
     for last in (False, False, True):
-        plan, own = engine.deal(documents())
+        plan, own = engine.plan_step(documents())
         assert plan.micro_batches >= 2
         rows = engine.rows(plan, own, CrossEntropy()).ahead()
         with warnings.catch_warnings(record=True) as caught, waits_noted(device, last):

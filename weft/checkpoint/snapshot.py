@@ -108,14 +108,14 @@ class Contents:
             engine.memory, adapters=engine.lora is not None, state=self.keep_state, replicas=engine.mesh.dp_replicate,
             parts=(),
         )  # fmt: skip
-        engine.sleeper.pool.fill(needs.saved)
+        engine.offloader.pool.fill(needs.saved)
 
     def copy(self) -> Copies:
         """Copy what this rank will write into host memory, held until `release`."""
         parts = find_parts(self.engine)
         wanted = parts.keys() if self.keep_state else set(self._exported.values())
         mine = {name: part for name, part in parts.items() if part.writes and name in wanted}
-        allocation = self.engine.sleeper.pool.take([part.local.nbytes for part in mine.values()], by_writer=True)
+        allocation = self.engine.offloader.pool.take([part.local.nbytes for part in mine.values()], by_writer=True)
         copies = {}
         for (name, part), pieces in zip(mine.items(), allocation.pieces, strict=True):
             copies[name] = HostTensor(tuple(part.local.shape), part.local.dtype, pieces)
@@ -126,7 +126,7 @@ class Contents:
 
     def release(self, copies: Copies) -> None:
         """Return the host memory of written copies."""
-        self.engine.sleeper.pool.give(copies.allocation)
+        self.engine.offloader.pool.give(copies.allocation)
 
     def _state(self, parts: Mapping[str, Part]) -> dict[str, Any]:
         """The engine's part of state.json on the first rank, with the tensors of all stages; {} on others. Collective

@@ -75,7 +75,7 @@ def find_parts(engine: Engine) -> dict[str, Part]:
     engine.require_awake("parameters", "optimizer")
     found, states = dict[str, Part](), engine.optimizer.state
     averages, cuts = {} if engine.ema is None else engine.ema.shards, engine.divided.cuts
-    borrowed, among = engine.borrowed, engine.mesh.stage_place
+    borrowed, among = engine.tied_copies, engine.mesh.stage_place
     for number, (name, parameter) in enumerate(engine.module.named_parameters()):
         if engine.lora is not None and not parameter.requires_grad:
             continue
@@ -355,7 +355,7 @@ def load_state(engine: Engine, state: TrainerState) -> int:
     Returns the bytes read. Raises DamagedError if the state is of another model, or does not fill every element.
     """
     _make_optimizer_state(engine, state)
-    parts, elsewhere = find_parts(engine), engine.elsewhere
+    parts, elsewhere = find_parts(engine), engine.missing_params
     saved = {entry: said for entry, said in state.content["tensors"].items() if parameter_of(entry) not in elsewhere}
     shapes = {tensor_of(name): list(part.shape) for name, part in parts.items()}
     unlike = sorted(shapes.keys() ^ saved.keys())
@@ -402,7 +402,7 @@ def _make_optimizer_state(engine: Engine, state: TrainerState) -> None:
     assert engine.optimizer is not None
     owner, content = dict(engine.module.named_parameters()), state.content
     on_device = stepped_on_device(engine.optimizer)
-    elsewhere = engine.elsewhere
+    elsewhere = engine.missing_params
     for entry, described in content["tensors"].items():
         if entry.startswith(OPTIMIZER) and parameter_of(entry) not in elsewhere:
             key, parameter = _split(entry, owner)

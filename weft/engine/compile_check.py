@@ -12,7 +12,7 @@ from weft.engine.startup import ModelSupport, hidden_of, small_copy, text_vocabu
 from weft.models.train_module import TrainModule
 from weft.parallel.parallelize import compile_layers
 
-# StepRows of these documents, one after another. The second length lets torch compile for any length; later ones may not
+# Rows of these documents, one after another. The second length lets torch compile for any length; later ones may not
 # compile anew. None is a width of a small copy, to which torch would specialise a graph.
 _ROWS = ((130, 60), (96, 51), (200, 3), (64, 53), (171, 40))
 

@@ -32,9 +32,9 @@ def cut_row(row: Row, plan: StepPlan, micro_batch: int, rank: int, axis: Context
     bounds.firsts = tuple(firsts)
     if row.bounds.last_seen is not None:
         bounds.last_seen = _last_seen(row.bounds.last_seen, kept_M, tail)
-    shared = plan.shared(micro_batch, rank)
+    shared = plan.shared_documents(micro_batch, rank)
     if shared:
-        held = plan.held(micro_batch, rank)
+        held = plan.ranges_by_rank(micro_batch, rank)
         bounds.context = ContextRow(axis, _held(held, shared), _whole(row.documents, pieces, shared, tail))
     highest = max([2, *lengths])
     return replace(

@@ -36,7 +36,7 @@ def deal_images(
 ) -> Row:
     """This rank's part of a row (context_row.cut_row), with the images that this rank computes in place of those of
     whole documents. Called on all ranks of the group if any of them shares a document with images."""
-    held, seen = plan.held(micro_batch, rank), list[_Seen]()
+    held, seen = plan.ranges_by_rank(micro_batch, rank), list[_Seen]()
     for index in row.documents:
         media = documents[index].media
         if media is not None:

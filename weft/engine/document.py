@@ -6,7 +6,7 @@ T tokens of a document or row, N predictions of a row that are read.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, overload
 
@@ -136,7 +136,7 @@ def take(documents: Sequence[Document], indices: Sequence[int]) -> dict[int, Doc
     return {index: documents[index] for index in indices}
 
 
-def have_videos(documents: Sequence[Document]) -> bool:
+def have_videos(documents: Collection[Document]) -> bool:
     """Whether any has a video; measured documents are not built."""
     if isinstance(documents, MeasuredDocuments):
         return bool(documents.measures().videos.any())
@@ -160,7 +160,7 @@ class Costs:
     images: Callable[[int, int], tuple[float, int]]
 
 
-def metas(documents: Sequence[Document], costs: Costs) -> list[DocumentMeta]:
+def document_metadata(documents: Collection[Document], costs: Costs) -> list[DocumentMeta]:
     """The metadata of each document."""
     if not isinstance(documents, MeasuredDocuments):
         return [_meta(document, costs) for document in documents]

@@ -16,9 +16,8 @@ from weft.cluster.simulated import read
 from weft.engine import nonfinite
 from weft.engine.config import EngineConfig
 from weft.engine.document import Document, take
-from weft.engine.executor import WRONG, ForwardRequest, Executor, LossScaling
-from weft.engine.media import ImageRoom
-from weft.engine.metrics import Reduced, MetricSums
+from weft.engine.executor import WRONG, Executor, ForwardRequest, LossScaling
+from weft.engine.metrics import MetricSums, Reduced
 from weft.engine.pipeline import PipelineExecutor
 from weft.engine.plan import DocumentMeta, StepPlan
 from weft.engine.planning import StepPlanner
@@ -26,7 +25,7 @@ from weft.engine.replicas import ReplicaCheck
 from weft.engine.router_bias import RouterBiases
 from weft.engine.row import Row
 from weft.engine.rows import RowBuilder, StepRows
-from weft.engine.sleep import PARTS, Part, Offloader, tensors_of
+from weft.engine.sleep import PARTS, Offloader, Part, tensors_of
 from weft.engine.stages import assemble
 from weft.errors import RanksDisagreeError, UserError
 from weft.models.embedding_noise import StepNoise
@@ -76,7 +75,7 @@ class _Unread:
     reduced: Reduced
     sources: list[list[str]]
     finite: Tensor
-    alike: list[ReplicaChecksum]
+    checksums: list[ReplicaChecksum]
 
 
 class Engine:
@@ -117,7 +116,7 @@ class Engine:
         self.divided = made.divided
         self.loaded = parts.loaded
         self.optimizer, self.ema, self.loss_scale = parts.optimizer, parts.ema, parts.loss_scale
-        self.sleeper: Offloader = Offloader(self.device, self.storage, None if other is None else other.sleeper)
+        self.offloader: Offloader = Offloader(self.device, self.storage, None if other is None else other.offloader)
         self._nonfinite: str | None = None
         self._complete = False  # whether gradients are summed over tp and pp
         # On an accelerator, a wait in the middle of a step leaves it idle while the host prepares the update.
@@ -128,7 +127,7 @@ class Engine:
         multiple = self.mesh.tp.size if self.mesh.tp is not None and made.divided.sequence else 1
         ours = self.mesh.loss_rank, self.mesh.loss_ranks
         several = self.mesh.cp_size > 1
-        self._planner = StepPlanner(config.step, ours, built, made.context, multiple, several=several)
+        self.planner = StepPlanner(config.step, ours, built, made.context, multiple, several=several)
         self.pipeline, self.stages = made.pipeline, made.stages
         self._other_stages: OtherStages | None = None
         self._executor: Executor
@@ -141,7 +140,7 @@ class Engine:
             self._executor = PipelineExecutor(
                 config, built, self.mesh, self.device, link, made.pipeline, made.stages.costs
             )
-            self._other_stages = OtherStages(self.mesh.pp.group, self.borrowed)
+            self._other_stages = OtherStages(self.mesh.pp.group, self.tied_copies)
         rate = config.model.router_bias_rate
         self._router_biases = None if rate is None else RouterBiases(self.module, self._executor.load, rate)
         on_device, replay = self.device.type == "cuda", self._executor.replay
@@ -159,7 +158,7 @@ class Engine:
         return {name: (holders[name].index(place), len(holders[name])) for name in self.pipeline.shared(place)}
 
     @property
-    def borrowed(self) -> frozenset[str]:
+    def tied_copies(self) -> frozenset[str]:
         """Tensors of this rank's stage that another stage saves and counts."""
         if self.pipeline is None or self.mesh.pp is None:
             return frozenset()
@@ -172,7 +171,7 @@ class Engine:
         return {name: self.pipeline.tensors[name] for name in self.pipeline.parameter_names}
 
     @property
-    def elsewhere(self) -> frozenset[str]:
+    def missing_params(self) -> frozenset[str]:
         """Tensors of the model that this rank's stage does not hold."""
         if self.pipeline is None or self.mesh.pp is None:
             return frozenset()
@@ -180,43 +179,30 @@ class Engine:
 
     # ------------------------------------------------------------ plan
 
-    def meta(self, document: Document) -> DocumentMeta:
-        """The document's metadata, with its cost in this model."""
-        return self.metas([document])[0]
-
-    @property
-    def image_room(self) -> ImageRoom:
-        """The room of a document with images in a row."""
-        return self._planner.image_room
-
-    def metas(self, documents: Sequence[Document]) -> list[DocumentMeta]:
-        """The metadata of each document; measured documents are not built."""
-        return self._planner.metas(documents)
-
-    def check_images(self, documents: Sequence[Document]) -> None:
-        """Raises UserError, with the document, if one has images that this model, or its rows, cannot take."""
-        self._planner.check_images(documents)
-
-    def check_image(self, where: str, length: int, patches: int) -> None:
-        """Check one document that is not built yet. where: names it in messages. patches: as in Media."""
-        self._planner.check_image(where, length, patches)
-
     def plan(self, metadata: Sequence[DocumentMeta], *, budget: int | None = None) -> StepPlan:
         """Deal a step's documents to rows: a pure function of the metadata, equal on every rank.
 
         budget: the most tokens of a rank's row; default Engine.budget, which is step.max_tokens_per_device.
         """
-        return self._planner.plan(metadata, budget or self.budget)
+        return self.planner.plan(metadata, budget or self.budget)
 
-    def needs(self, plan: StepPlan) -> list[int]:
-        """Indices, in the step, of this rank's documents, ascending."""
-        return self._planner.needs(plan)
-
-    def deal(self, documents: Sequence[Document]) -> tuple[StepPlan, dict[int, Document]]:
+    def plan_step(self, documents: Sequence[Document]) -> tuple[StepPlan, dict[int, Document]]:
         """The plan of a step of these documents, and this rank's documents by index. Other measured documents are not
         built."""
-        plan = self.plan(self.metas(documents))
-        return plan, take(documents, self.needs(plan))
+        plan = self.plan(self.planner.metadata(documents))
+        return plan, take(documents, self.planner.local_documents(plan))
+
+    # Former names, for programs written with them.
+    deal = plan_step
+
+    def meta(self, document: Document) -> DocumentMeta:
+        return self.planner.metadata([document])[0]
+
+    def metas(self, documents: Sequence[Document]) -> list[DocumentMeta]:
+        return self.planner.metadata(documents)
+
+    def needs(self, plan: StepPlan) -> list[int]:
+        return self.planner.local_documents(plan)
 
     def rows(
         self, plan: StepPlan, documents: Mapping[int, Document], objective: Loss, step: int | None = None
@@ -256,10 +242,10 @@ class Engine:
     ) -> dict[str, float | None]:
         """Add the gradient of one whole step and return its metrics, reduced over all data ranks.
 
-        documents: at least those of needs(plan), by index in the step, or rows() of them, which noise on embeddings
-        needs (ValueError). The gradient is a sum over the step's tokens, divided once by objective.normaliser(plan).
-        Routes that documents carry are followed; the metric `routing/differing` is the share of (token, layer) pairs
-        for which the router alone would have chosen other experts.
+        documents: at least those of planner.local_documents(plan), by index in the step, or rows() of them, which noise
+        on embeddings needs (ValueError). The gradient is a sum over the step's tokens, divided once by
+        objective.normaliser(plan). Routes that documents carry are followed; the metric `routing/differing` is the
+        share of (token, layer) pairs for which the router alone would have chosen other experts.
         """
         unread = self._accumulate(plan, documents, objective)
         return self._metrics(unread, read(unread.reduced.vector, unread.reduced.planned))
@@ -284,7 +270,7 @@ class Engine:
         if self.pipeline is not None:
             sums.add("bubble", self.bubble(plan), 1.0)
         self._trained = type(objective).__name__
-        return self._reduce(plan, rows.sources, sums, done.losses, done.alike)
+        return self._reduce(plan, rows.sources, sums, done.losses, done.checksums)
 
     def step(
         self, plan: StepPlan, documents: Mapping[int, Document] | StepRows, objective: Loss, lr: float
@@ -298,7 +284,12 @@ class Engine:
         return self.accumulate(plan, documents, objective), self.apply(lr)
 
     def _reduce(
-        self, plan: StepPlan, sources: list[list[str]], sums: MetricSums, losses: list[Tensor], alike: list[ReplicaChecksum]
+        self,
+        plan: StepPlan,
+        sources: list[list[str]],
+        sums: MetricSums,
+        losses: list[Tensor],
+        checksums: list[ReplicaChecksum],
     ) -> _Unread:
         """Reduce all metrics in one all-reduce, which also carries whether any loss was not finite, and compares plans
         and what several ranks hold alike."""
@@ -308,15 +299,15 @@ class Engine:
         if self.mesh.tp is not None and self.lora is not None and self.lora.dropout:
             sums.add("_random", random_difference(self.mesh.tp, self.device), 1.0)
         self._executor.load.add_to(sums, self.mesh.loss_group)
-        self._replicas.add_to(sums, alike, self.device)
+        self._replicas.add_to(sums, checksums, self.device)
         reduced = sums.reduced(self.mesh.world_group, {"the plan of the step": plan.fingerprint()})
-        return _Unread(reduced, sources, finite, alike)
+        return _Unread(reduced, sources, finite, checksums)
 
     def _metrics(self, unread: _Unread, values: Sequence[float]) -> dict[str, float | None]:
         """The metrics of a step from its sums on the host; raises what accumulate() raises. Collective where a loss was
         not finite, or ranks disagree."""
         metrics = unread.reduced.metrics(values)
-        self._replicas.check(metrics, unread.alike, self.mesh)
+        self._replicas.check(metrics, unread.checksums, self.mesh)
         if metrics.pop("_random", None):
             raise RanksDisagreeError(
                 "ranks of one tp group draw different random numbers (lora.dropout): they would train different weights"
@@ -326,8 +317,8 @@ class Engine:
             self._nonfinite = nonfinite.name_losses(unread.sources, micro_batches)
         if metrics.pop(WRONG) and self._nonfinite is None:
             raise UserError(
-                f"train.objective: logprob_grad() of {self._trained} is not the gradient of its loss by the logprobs, up "
-                "to one factor: return None there, and it is computed from the loss."
+                f"train.objective: logprob_grad() of {self._trained} is not the gradient of its loss by the "
+                "logprobs, up to one factor: return None there, and it is computed from the loss."
             )
         return metrics
 
@@ -337,7 +328,7 @@ class Engine:
         """The objective's metrics over this rank's rows, summed in fp64, not yet reduced over ranks; nothing is
         trained.
 
-        documents: at least those of needs(plan).
+        documents: at least those of planner.local_documents(plan).
         """
         sums, rows = MetricSums(), self.rows(plan, documents, objective)
         self.require_awake("parameters")
@@ -383,7 +374,7 @@ class Engine:
 
     def _join_parts(self, plan: StepPlan, micro: int, by_document: dict[int, Tensor]) -> dict[int, Tensor]:
         """Add the values that other ranks computed for shared documents; [T] per document of this rank."""
-        shared = plan.shared(micro, self.mesh.loss_rank)
+        shared = plan.shared_documents(micro, self.mesh.loss_rank)
         if not shared or self.context is None:
             return by_document
         lengths = [plan.documents[index].length for index in shared]
@@ -467,7 +458,7 @@ class Engine:
     @property
     def asleep(self) -> dict[Part, int]:
         """Bytes of this rank's device that each sleeping part has freed."""
-        return self.sleeper.asleep
+        return self.offloader.asleep
 
     def sleep(self, *parts: Part) -> int:
         """Move these parts, by default all, to the host until wake(), to free device memory; returns the bytes freed.
@@ -480,12 +471,12 @@ class Engine:
             unit.reshard()
         wanted = [part for part in parts or PARTS if part not in self.asleep]
         tensors = {part: tensors_of(part, self.module, self.optimizer, self.ema) for part in wanted}
-        return sum(self.sleeper.sleep(part, of_part) for part, of_part in tensors.items())
+        return sum(self.offloader.sleep(part, of_part) for part, of_part in tensors.items())
 
     def wake(self, *parts: Part) -> int:
         """Bring these parts, by default all, back bit for bit; returns the bytes."""
         flight.enter("wake")
-        return sum(self.sleeper.wake(part) for part in parts or PARTS if part in self.asleep)
+        return sum(self.offloader.wake(part) for part in parts or PARTS if part in self.asleep)
 
     def require_awake(self, *parts: Part) -> None:
         """Raises RuntimeError if one of these parts is asleep."""

@@ -25,7 +25,7 @@ from weft.models.embedding_noise import EmbeddingNoise
 from weft.models.experts import experts_of
 from weft.models.pipeline import Idle
 from weft.objectives.balance import Balance, Counted
-from weft.objectives.base import Batch, Loss, LossOutput
+from weft.objectives.base import Batch, Loss, LossOutput, known_logprob_grad
 from weft.objectives.check import check_is_sum, check_terms, check_tokens, chosen_tokens
 from weft.ops.exact import numerics
 from weft.ops.head import KnownGrad
@@ -78,7 +78,7 @@ class Trained:
     other ranks."""
 
     losses: list[Tensor] = field(default_factory=list)
-    alike: list[ReplicaChecksum] = field(default_factory=list)
+    checksums: list[ReplicaChecksum] = field(default_factory=list)
 
 
 class Executor:
@@ -180,7 +180,7 @@ class Executor:
         chunk: int = 0,
     ) -> ForwardResult:  # fmt: skip
         """The forward of one row, up to what is differentiated."""
-        upstream_N = objective.logprob_grad(row.weights_N)
+        upstream_N = known_logprob_grad(objective, row.weights_N)
         direction = None if upstream_N is None else KnownGrad(upstream_N)
         terms = self.forward(row, objective, direction, self.balanced(row, factors, micro), received, chunk)
         loss, seen = terms.loss_sum / factors.normaliser * factors.scale, terms.loss_sum.detach()
@@ -212,7 +212,7 @@ class Executor:
         for micro, sources in enumerate(rows.sources):
             flight.enter("rows", micro + 1, sources)
             row, last = rows[micro].to(self.device), micro == micro_batches - 1
-            done.alike += row.alike
+            done.checksums += row.checksums
             loss = self.forward_backward(row, objective, factors, sums, micro=micro, last=last, routed=routed)
             done.losses.append(loss)
         return done

@@ -87,7 +87,7 @@ class PipelineExecutor(Executor):
             flight.enter(action.kind, micro + 1, rows.sources[micro])
             end_backward(self.module, action == actions[-1])
             if action.kind == "forward":
-                done.alike += held[micro].alike if action.chunk == 0 else ()
+                done.checksums += held[micro].checksums if action.chunk == 0 else ()
                 between[key] = self._forward(action, held[micro], objective, factors)
             elif action.kind == "weights":
                 self._weights(action, delayed.pop(key), last=micro == micro_batches - 1)

@@ -103,7 +103,7 @@ class StepPlan:
     def ranks(self) -> int:
         return len(self.rows[0])
 
-    def of_rank(self, rank: int) -> list[tuple[int, ...]]:
+    def rows_of_rank(self, rank: int) -> list[tuple[int, ...]]:
         """The rows of one rank, by micro-batch."""
         return [micro_batch[rank] for micro_batch in self.rows]
 
@@ -118,7 +118,7 @@ class StepPlan:
         """T of a row, with padding."""
         return self.lengths[micro_batch][rank]
 
-    def shared(self, micro_batch: int, rank: int) -> list[int]:
+    def shared_documents(self, micro_batch: int, rank: int) -> list[int]:
         """Documents that several ranks of this rank's group have parts of, ascending; not all need be in this row."""
         if not self.pieces:
             return []
@@ -130,13 +130,13 @@ class StepPlan:
 
     def shares_images(self, micro_batch: int, rank: int) -> bool:
         """Whether any rank of this rank's group shares a document with images."""
-        return any(self.documents[document].patches for document in self.shared(micro_batch, rank))
+        return any(self.documents[document].patches for document in self.shared_documents(micro_batch, rank))
 
-    def having(self, micro_batch: int, rank: int, document: int) -> list[int]:
+    def ranks_with(self, micro_batch: int, rank: int, document: int) -> list[int]:
         """The ranks of this rank's group that have a document of this micro-batch, or parts of it."""
         return [n for n in self._neighbours(rank) if document in self.rows[micro_batch][n]]
 
-    def held(self, micro_batch: int, rank: int) -> list[dict[int, tuple[Interval, ...]]]:
+    def ranges_by_rank(self, micro_batch: int, rank: int) -> list[dict[int, tuple[Interval, ...]]]:
         """For each rank of this rank's group: document -> its tokens there, in the order of the row."""
         return [
             dict(zip(self.rows[micro_batch][n], self.pieces[micro_batch][n], strict=True))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import cache, partial
 
 from weft.config.schema import StepConfig
 from weft.engine.build import BuiltModel
-from weft.engine.document import Costs, Document, MeasuredDocuments, have_videos, metas
+from weft.engine.document import Costs, Document, MeasuredDocuments, document_metadata, have_videos
 from weft.engine.media import ImageRoom
 from weft.engine.plan import DocumentMeta, StepPlan, omitted_tokens, plan_step
 from weft.errors import UserError
@@ -17,7 +17,7 @@ from weft.ops.communicator import ContextAxis
 
 
 class StepPlanner:
-    """Plans the steps of one model on one mesh, for Engine's methods of the same names."""
+    """Plans the steps of one model on one mesh, which is `engine.planner`."""
 
     def __init__(
         self,
@@ -46,17 +46,17 @@ class StepPlanner:
             self._omitted, cache(partial(document_flops, built.flops)), cache(partial(tower_flops, built.flops))
         )
 
-    def metas(self, documents: Sequence[Document]) -> list[DocumentMeta]:
-        """The metadata of each document; measured documents are not built."""
-        found = metas(documents, self.costs)
-        if self._no_images and any(meta.patches for meta in found):
+    def metadata(self, documents: Collection[Document]) -> list[DocumentMeta]:
+        """The metadata of each document, with its cost in this model; measured documents are not built."""
+        result = document_metadata(documents, self.costs)
+        if self._no_images and any(meta.patches for meta in result):
             raise UserError(f"this model cannot be trained on images: {self._no_images}.")
         if self._no_videos and have_videos(documents):
             raise UserError(f"this model cannot be trained on videos: {self._no_videos}.")
-        return found
+        return result
 
     def check_images(self, documents: Sequence[Document]) -> None:
-        """See Engine.check_images."""
+        """Raises UserError, with the document, if this model, or its rows, cannot hold the images of one."""
         if not isinstance(documents, MeasuredDocuments):
             return
         columns = documents.measures()
@@ -67,7 +67,7 @@ class StepPlanner:
             self.check_image(documents.source(index), int(columns.length[index]), int(columns.patches[index]))
 
     def check_image(self, where: str, length: int, patches: int) -> None:
-        """See Engine.check_image."""
+        """Check one document that is not built yet. where: names it in messages. patches: as in Media."""
         if self._no_images:
             raise UserError(f"{where}: this model cannot be trained on images: {self._no_images}.")
         extra, per_rank = self.image_room.of(patches), self.multiple * self._image_ranks
@@ -95,7 +95,7 @@ class StepPlanner:
         return omitted_tokens(length, whole=self._every_token_counts or (limit is not None and length > limit))
 
     def plan(self, metadata: Sequence[DocumentMeta], budget: int) -> StepPlan:
-        """See Engine.plan."""
+        """See Engine.plan; `budget` is rounded up to the multiple."""
         context, budget = self.context, -(-budget // self.multiple) * self.multiple
         return plan_step(
             metadata,
@@ -129,6 +129,6 @@ class StepPlanner:
             )
         return limit
 
-    def needs(self, plan: StepPlan) -> list[int]:
-        """See Engine.needs."""
-        return sorted(index for row in plan.of_rank(self._rank) for index in row)
+    def local_documents(self, plan: StepPlan) -> list[int]:
+        """Indices, in the step, of this rank's documents, ascending."""
+        return sorted(index for row in plan.rows_of_rank(self._rank) for index in row)

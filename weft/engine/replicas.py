@@ -137,9 +137,9 @@ def shared_documents(
         sources = ", ".join(documents[i].source or str(i) for i in row.documents[:8])
         what = f"micro-batch {micro_batch + 1} of data rank {rank}, documents {sources}"
         found.append(ReplicaChecksum(what, number, *same))
-    for index in plan.shared(micro_batch, rank):
+    for index in plan.shared_documents(micro_batch, rank):
         if index in row.documents:
-            own, having = documents[index], plan.having(micro_batch, rank, index)
+            own, having = documents[index], plan.ranks_with(micro_batch, rank, index)
             number = _crc([own.tokens, own.weights, *own.arrays.values()])
             found.append(ReplicaChecksum(f"document {own.source or index}", number, having.index(rank), len(having)))
     return tuple(found)

@@ -62,7 +62,7 @@ class Row:
     real_K: Tensor | None = None
     noise_keys_BT: Tensor | None = None
     noise_sizes_BT: Tensor | None = None
-    alike: tuple[ReplicaChecksum, ...] = ()
+    checksums: tuple[ReplicaChecksum, ...] = ()
 
     def pinned(self) -> Row:
         """A copy in page-locked memory, for asynchronous copies to a device."""

@@ -70,7 +70,7 @@ class RowBuilder:
     ) -> StepRows:
         """The rows of a plan. documents: at least this rank's, by index in the step. every_token, noise: see build_row.
         routed: keep, and check, the routes that documents carry."""
-        sources = [[documents[i].source or str(i) for i in row] for row in plan.of_rank(self.rank)]
+        sources = [[documents[i].source or str(i) for i in row] for row in plan.rows_of_rank(self.rank)]
         return StepRows(sources, partial(self._build, plan, documents, every_token, routed, noise), noise is not None)
 
     def _build(
@@ -93,7 +93,7 @@ class RowBuilder:
             owners=self.owners, vision=self.vision, images=plan.has_images(micro_batch),
             noise=noise,
         )  # fmt: skip
-        row = replace(row, alike=shared_documents(row, plan, documents, micro_batch, self.rank, self.same))
+        row = replace(row, checksums=shared_documents(row, plan, documents, micro_batch, self.rank, self.same))
         if plan.pieces:
             assert self.context is not None
             row = cut_row(row, plan, micro_batch, self.rank, self.context)

@@ -307,14 +307,14 @@ def _small_copies(config: PretrainedConfig, kernel: str) -> tuple[PreTrainedMode
             small = make()
             _require_room(small)
             ours, theirs = (_build(copy.deepcopy(small), name) for name in (implementation(small, kernel), "eager"))
-            alike = whole.are_those_of(theirs)
+            has_all_kinds = whole.are_those_of(theirs)
             _alone(theirs, torch.arange(3))
         except UserError:
             raise
         except Exception as error:  # a shape that this family cannot be shrunk to
             failure = failure or f"{type(error).__name__}: {error}"
             continue
-        if alike:
+        if has_all_kinds:
             theirs.load_state_dict(ours.state_dict())
             return ours, theirs, words
         failure = failure or f"one of {words} has not the kinds of layers that the whole model has"

@@ -67,6 +67,9 @@ class LossOutput:
     balance_sum: Tensor | None = None
 
 
+Terms = LossOutput  # the former name, for losses written with it
+
+
 class Loss(Protocol):
     """readouts: the readouts that it needs of the model (readouts.py). every_token: whether it needs them for tokens
     with a weight of zero, too.
@@ -87,3 +90,10 @@ class Loss(Protocol):
         ...
 
     def __call__(self, batch: Batch) -> LossOutput: ...
+
+
+def known_logprob_grad(objective: Loss, weights_N: Tensor) -> Tensor | None:
+    """What Loss.logprob_grad returns. `upstream` is its former name, which losses of users may still have."""
+    method = getattr(objective, "logprob_grad", None) or objective.upstream  # type: ignore[attr-defined]
+    gradient_N: Tensor | None = method(weights_N)
+    return gradient_N

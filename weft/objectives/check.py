@@ -20,7 +20,7 @@ _TOLERANCE = 1e-3  # of a gradient's largest element: objectives compute in fp32
 
 
 def check_terms(found: Any, objective: Loss) -> LossOutput:
-    """The Terms that an objective returned. Raises UserError if it returned something else."""
+    """The LossOutput of an objective. Raises UserError if it returned something else."""
     if isinstance(found, LossOutput) and isinstance(found.loss_sum, Tensor) and not found.loss_sum.ndim:
         _check_metrics(found.metrics, objective)
         return found
@@ -28,8 +28,8 @@ def check_terms(found: Any, objective: Loss) -> LossOutput:
     shape = f" of shape {list(what.shape)}" if isinstance(what, Tensor) else ""
     raise UserError(
         f"train.objective: {type(objective).__name__} returned {'a loss_sum that is ' * isinstance(found, LossOutput)}"
-        f"a {type(what).__name__}{shape}; it must be Terms(loss_sum=...), the sum over all predictions of the batch, a "
-        "tensor without dimensions. docs/how-to/objective.md shows one that is whole."
+        f"a {type(what).__name__}{shape}; it must be LossOutput(loss_sum=...), the sum over all predictions of the "
+        "batch, a tensor without dimensions. docs/how-to/objective.md shows one that is whole."
     )
 
 

@@ -37,7 +37,10 @@ def choose_objective(path: str | None, given: Loss | None = None) -> Loss:
 
 def check_objective(found: Any, name: str) -> Loss:
     """Return `found` if it has the interface of an objective, else raise UserError. name: for the message."""
-    missing = [method for method in _METHODS if not callable(getattr(found, method, None))]
+    former = {"logprob_grad": "upstream"}  # still accepted
+    missing = [
+        name for name in _METHODS if not callable(getattr(found, name, getattr(found, former.get(name, name), None)))
+    ]
     missing += [field for field in ("readouts", "every_token") if not hasattr(found, field)]
     if missing:
         raise UserError(

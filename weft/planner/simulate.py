@@ -104,12 +104,12 @@ def watched_step(engine: Engine, plan: StepPlan, rows: StepRows, objective: Loss
 
 def plan_of(engine: Engine, step: Step) -> StepPlan:
     """The plan of a step."""
-    return engine.plan(engine.metas(_documents(step)))
+    return engine.plan(engine.planner.metadata(_documents(step)))
 
 
 def rows_of(engine: Engine, plan: StepPlan, step: Step) -> StepRows:
     """This rank's rows, already built; in a simulation their tensors have no values."""
-    rows = engine.rows(plan, take(_documents(step), engine.needs(plan)), step.objective, 1).ahead()
+    rows = engine.rows(plan, take(_documents(step), engine.planner.local_documents(plan)), step.objective, 1).ahead()
     simulation = engine.ranks.simulated
     if simulation is None:
         return rows

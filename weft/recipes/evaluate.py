@@ -232,10 +232,10 @@ def _deal(engine: Engine, named: Mapping[str, Sequence[Document]]) -> Iterator[_
     """Yields all documents in plans of bounded size. Ranks for which there are no documents get empty rows."""
     max_tokens = _ROWS * engine.mesh.loss_ranks * engine.config.step.max_tokens_per_device
     for name, documents in named.items():
-        metas = engine.metas(documents)
+        metas = engine.planner.metadata(documents)
         for first, last in _stretches(metas, max_tokens):
             plan = engine.plan(metas[first:last])
-            yield _HeldOutPart(name, plan, {i: documents[first + i] for i in engine.needs(plan)})
+            yield _HeldOutPart(name, plan, {i: documents[first + i] for i in engine.planner.local_documents(plan)})
 
 
 def _stretches(metas: Sequence[DocumentMeta], max_tokens: int) -> Iterator[tuple[int, int]]:

@@ -85,7 +85,7 @@ def _losses(config: SftConfig, options: MeasureOptions) -> dict[str, Any] | None
         engine_config = replace(EngineConfig.of(config), purpose="inference")
         with loading(ranks.is_first and not options.json) as shown:
             engine = Engine(engine_config, ranks, progress=shown, readouts=objective.readouts)
-        engine.check_images(documents)
+        engine.planner.check_images(documents)
         figures = Evaluator(config, engine, held_out, {}, Path(), Phases(), objective).evaluate(1, 1)
         if not ranks.is_first:
             return None

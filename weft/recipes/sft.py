@@ -98,7 +98,7 @@ def run(config: SftConfig, options: SftOptions, hooks: Hooks = NO_HOOKS) -> None
                     fill = start.state is None
                     engine = Engine(EngineConfig.of(config), ranks, progress=shown, fill=fill, readouts=readouts)
                 for documents in (data.documents, *data.held_out.documents.values()):
-                    engine.check_images(documents)
+                    engine.planner.check_images(documents)
                 notes = restore(config, engine, start, folder)
             if ranks.is_first:
                 write_bad_rows([*data.report.bad, *data.held_out.bad], folder)
@@ -200,7 +200,7 @@ def train(
 
 def prepare_step(engine: Engine, documents: Sequence[Document], objective: Loss, step: Step) -> PreparedStep:
     """(plan of a step, this rank's rows). Builds only the documents of these rows, and uses no device."""
-    plan, needed = engine.deal(choose(documents, step.documents))
+    plan, needed = engine.plan_step(choose(documents, step.documents))
     return plan, engine.rows(plan, needed, objective, step.number).ahead()
 
 

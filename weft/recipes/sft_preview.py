@@ -43,7 +43,7 @@ def dry_run(config: SftConfig, options: SftOptions, objective: Loss) -> None:
         engine = Engine(EngineConfig.of(config), ranks, weights=False, readouts=objective.readouts)
         if data is not None:
             for documents in (data.documents, *data.held_out.documents.values()):
-                engine.check_images(documents)
+                engine.planner.check_images(documents)
         print_dry_run(config, engine, parameters=options.parameters)
         mesh = engine.mesh.sizes
     if data is None:

@@ -38,7 +38,7 @@ def _part(engine: Engine, preset: str, elements: Mapping[str, int]) -> str:
 def _image(engine: Engine, pixels: Mapping[str, int]) -> str:
     """Describes how much of a row a document with images takes, and the largest image if the config limits its size."""
     vision, row_tokens = engine.built.vision, engine.config.step.max_tokens_per_device
-    ranks = engine.image_room.ranks
+    ranks = engine.planner.image_room.ranks
     limit = f"a document with images is not cut, and has to fit a row of {row_tokens:,} tokens"
     if ranks > 1:
         limit = (

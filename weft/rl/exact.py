@@ -99,7 +99,7 @@ def _compare(engine: Engine, embedded: EmbeddedEngine, requests: list[Request]) 
             tokens = torch.tensor(request.tokens + completion.tokens)
             documents.append(Document(tokens, torch.ones(len(tokens)), source=request.id))
             recorded.append(torch.tensor(completion.logprobs, dtype=torch.float32))
-    read = engine.readout(*engine.deal(documents))
+    read = engine.readout(*engine.plan_step(documents))
     differences = [(found["logprob"][-len(recorded[i]) :] - recorded[i]).abs() for i, found in read.items()]
     mine = torch.cat([torch.zeros(1), *differences])
     numbers = [float((mine != 0).sum()), float(mine.nan_to_num(nan=float("inf")).max()), moved]

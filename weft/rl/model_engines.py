@@ -118,7 +118,7 @@ def check_images(engines: Mapping[str, Engine | None], samples: Sequence[tuple[s
         if engine is not None:
             with nullcontext() if role == "policy" else _named(role):
                 for sample in samples:
-                    engine.check_image(*sample)
+                    engine.planner.check_image(*sample)
 
 
 @contextmanager

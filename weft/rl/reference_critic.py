@@ -115,7 +115,7 @@ class Critic:
     def train(self, documents: Sequence[Document], share: float) -> dict[str, object]:
         """One optimizer step on the policy's samples; returns metrics. share: factor on critic.lr."""
         engine = self.engine
-        plan, own = engine.deal(documents)
+        plan, own = engine.plan_step(documents)
         metrics, result = engine.step(plan, own, ValueLoss(self.config.critic.clip), self.config.critic.lr * share)
         if not self._checked:
             check_contract(engine)
@@ -151,7 +151,7 @@ class ReferenceCriticRank:
 
     def image_room(self) -> ImageRoom:
         """See Engine.image_room."""
-        return self.engine.image_room
+        return self.engine.planner.image_room
 
     def open_run(self, folder: str, constants: Mapping[str, Any], last: int = 0) -> None:
         """Enter RUN, like Trainer.open_run. A reference has nothing to restore or save."""
@@ -213,7 +213,7 @@ def readout(
     ranks have the same samples, only the first returns them. what: `logprob` or `value`. routes: whether to replay the
     recorded experts. Collective."""
     flight.enter("logprobs")
-    plan, own = engine.deal(ReadSamples(samples, routes, opener))
+    plan, own = engine.plan_step(ReadSamples(samples, routes, opener))
     read = engine.readout(plan, own, (what,))
     if engine.mesh.same_documents[0]:
         return {}

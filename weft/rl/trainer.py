@@ -167,7 +167,7 @@ class Trainer:
 
     def image_room(self) -> ImageRoom:
         """The smallest image room of the models in these ranks."""
-        return ImageRoom.least([engine.image_room for engine in self._engines()])
+        return ImageRoom.least([engine.planner.image_room for engine in self._engines()])
 
     # ------------------------------------------------------------ rollouts
 
@@ -295,7 +295,7 @@ class Trainer:
         # Only the policy's step is timed: readouts and the critic pass through phases of the same names.
         with contextlib.nullcontext() if self.times is None else contextlib.closing(self.times.open()):
             flight.step(number, steps, first_sources(documents, range(len(documents))), len(documents))
-            plan, local = self.engine.deal(documents)
+            plan, local = self.engine.plan_step(documents)
             metrics, result = self.engine.step(plan, local, loss, lr)
         taken = StepOutcome(plan, metrics, result, lr, time.perf_counter() - began)
         values = {} if self.values is None else self.values.train(documents, lr / self.config.optimizer.lr)

@@ -114,7 +114,7 @@ class RunRecorder:
         if "loss" not in outcome.metrics:  # only a user's own objective can omit it
             raise UserError(
                 f"train.objective: {self.config.train.objective} gives no metric `loss`: add it to the metrics of its "
-                "Terms, as (sum, weight)."
+                "LossOutput, as (sum, weight)."
             )
         line = step_line(step.number, step.epoch, outcome, self.throughput, memory_gib)
         line |= evaluation

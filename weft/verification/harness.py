@@ -114,7 +114,7 @@ def verify(
     expected = None
     images = images or {}
     rooms = [meta.room for step in steps for meta in to_documents(engine, step, images)[1] if meta.patches]
-    room = -(-max(rooms, default=0) // engine.image_room.ranks)
+    room = -(-max(rooms, default=0) // engine.planner.image_room.ranks)
     cut_documents(engine, max(len(ids) for step in steps for ids, _ in step), room)
     randomize_adapters(engine)
     with saved_adapter(engine) as adapter:

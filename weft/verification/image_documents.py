@@ -77,7 +77,7 @@ def documents_behind(engine: Engine, base: Any, step: Sequence[Document]) -> tup
 
     short = [document(9 * n, 4 + n, 1) for n in range(engine.context.size)]
     room = max(meta.room for meta in to_documents(engine, short, images)[1])
-    long = document(5, 2 * room + 4, 3 if engine.image_room.ranks > 1 else 0)
+    long = document(5, 2 * room + 4, 3 if engine.planner.image_room.ranks > 1 else 0)
     limit = position_limit(engine.built.config.get_text_config())
     return ([], {}) if limit is not None and len(long[0]) > limit else ([*short, long], images)
 

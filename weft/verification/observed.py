@@ -146,7 +146,7 @@ def budget_behind(engine: Engine, documents: Step, images: Images) -> int | None
 def _behind(plan: StepPlan) -> int:
     """The largest number of whole documents in a row behind a part of a cut document."""
     rows = [(micro, rank, row) for micro, ranks in enumerate(plan.rows) for rank, row in enumerate(ranks)]
-    cut = [set(row) & set(plan.shared(micro, rank)) for micro, rank, row in rows]
+    cut = [set(row) & set(plan.shared_documents(micro, rank)) for micro, rank, row in rows]
     return max(len(row) - len(shared) if shared else 0 for (_, _, row), shared in zip(rows, cut, strict=True))
 
 
@@ -156,7 +156,7 @@ def to_documents(engine: Engine, step: Step, images: Images = _NONE) -> tuple[di
         index: Document(torch.tensor(ids), torch.tensor(mask, dtype=torch.float32), media=_media(engine, ids, images))
         for index, (ids, mask) in enumerate(step)
     }
-    return documents, [engine.meta(document) for document in documents.values()]
+    return documents, engine.planner.metadata(documents.values())
 
 
 def _media(engine: Engine, ids: Sequence[int], images: Images) -> Media | None:

@@ -254,8 +254,8 @@ def _observe_gradients(trainer: Trainer, samples: Sequence[Sample], seen: RunRes
         pairs.append((trainer.critic, lambda: ValueLoss(trainer.config.critic.clip), seen.critic))
     for engine, objective, learner in pairs:
         for budget in (None, longest):
-            plan = engine.plan([engine.meta(document) for document in documents.values()], budget=budget)
-            own = {index: documents[index] for index in engine.needs(plan)}
+            plan = engine.plan(engine.planner.metadata(documents.values()), budget=budget)
+            own = {index: documents[index] for index in engine.planner.local_documents(plan)}
             metrics = engine.accumulate(plan, own, objective())
             gradients = {name: g.cpu() for name, g in engine.gradients() if g is not None}
             gradients = as_in_files(engine, gradients)

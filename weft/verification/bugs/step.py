@@ -47,7 +47,7 @@ class Altered:
 
 def _own_weight(plan: Any, documents: Mapping[int, Document]) -> float:
     """Loss weight of the documents that this rank holds."""
-    return sum(documents[index].meta().weight for row in plan.of_rank(dist.get_rank()) for index in row)
+    return sum(documents[index].meta().weight for row in plan.rows_of_rank(dist.get_rank()) for index in row)
 
 
 @bug(
