@@ -140,7 +140,7 @@ test-versions: $(STAMP) $(VERSIONS:%=.venv-versions/%/.installed)
 test-vllm: $(STAMP) .venv-vllm/.installed
 	$(VLLM_BIN)/python -m pytest tests/vllm $(PYTEST_ARGS)
 
-.venv-vllm/.installed: weft/rollout/vllm/interpreter.py | $(STAMP)
+.venv-vllm/.installed: weft/inference/vllm/interpreter.py | $(STAMP)
 	$(BIN)/weft engine install vllm --python .venv-vllm --device cpu --torch "$(TORCH_INSTALL_ARGS)"
 	$(VLLM_BIN)/python -m pip install --quiet pytest pytest-timeout
 	touch $@
@@ -163,7 +163,7 @@ gpu:
 	python=$$(test -x $(BIN)/python && echo $(BIN)/python || echo $(PYTHON)); \
 	$$python benchmarks/gpu.py --minutes $(MINUTES) --out $(GPU_OUT); status=$$?; \
 	test ! -e $(GPU_OUT)/gpu.md || cp $(GPU_OUT)/gpu.md docs/benchmarks/gpu.md; \
-	test ! -d $(GPU_OUT)/measured || cp $(GPU_OUT)/measured/*.json weft/planner/measured/; exit $$status
+	test ! -d $(GPU_OUT)/measured || cp $(GPU_OUT)/measured/*.json weft/recipes/plan/measured/; exit $$status
 
 # TRL has an environment of its own, with the transformers of ours: the comparison is of trainers.
 .venv-trl/.installed: | $(STAMP)
@@ -175,7 +175,7 @@ gpu:
 
 docs: $(STAMP)
 	$(BIN)/python -m weft.config.reference > docs/reference/config.md
-	$(BIN)/python -m weft.config.compat.pages docs/coming-from
+	$(BIN)/python -m weft.config.migrate.pages docs/coming-from
 
 # The pages of docs/ as a site in .site, in an environment of its own. A link that leads nowhere is an error.
 site: .venv-site/.installed

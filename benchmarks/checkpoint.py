@@ -27,12 +27,12 @@ from transformers import LlamaConfig
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from weft.checkpoint.save import Saver
 from weft.checkpoint.state import find_parts
-from weft.cluster.process import join
 from weft.config.schema import CheckpointConfig, ModelConfig, StepConfig
+from weft.engine.batch.document import Document
 from weft.engine.config import EngineConfig
-from weft.engine.document import Document
 from weft.engine.engine import Engine
-from weft.objectives.cross_entropy import CrossEntropy
+from weft.engine.losses.cross_entropy import CrossEntropy
+from weft.launch.process import join
 
 GB, SAVES = 1e9, 3
 

@@ -14,7 +14,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from weft.cluster.machine import processor_name
+from weft.launch.machine import processor_name
 
 
 @dataclass(frozen=True)

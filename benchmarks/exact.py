@@ -23,14 +23,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from weft.cluster.process import join
 from weft.config.schema import ModelConfig, StepConfig
+from weft.engine.batch.document import Document
 from weft.engine.config import EngineConfig
-from weft.engine.document import Document
 from weft.engine.engine import Engine
-from weft.objectives.cross_entropy import CrossEntropy
-from weft.rollout.base import Completion, Request, Sampling
-from weft.rollout.embedded import EmbeddedEngine
+from weft.engine.losses.cross_entropy import CrossEntropy
+from weft.inference.base import Completion, Request, Sampling
+from weft.inference.embedded import EmbeddedEngine
+from weft.launch.process import join
 
 
 class Case:

@@ -25,8 +25,8 @@ import torch
 import transformers
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from weft.rollout.base import Request, Sampling, seed_of
-from weft.rollout.generate import Generator
+from weft.inference.base import Request, Sampling, seed_of
+from weft.inference.generate import Generator
 
 PROMPTS, COPIES, VOCABULARY = 32, 8, 14
 SHAPES = {"short": (4, 4), "uneven": (16, 256)}  # shortest and longest completion

@@ -6,7 +6,7 @@
 
 Writes DIR/gpu.md and gpu.json anew after every row, so that an end at any moment loses nothing; beside them gpu.log
 (what the parts print), run.txt, tests.txt, profile-*.txt with their traces, clocks.txt, and measured/CARD.json, the
-constants of this card, which take the place of assumptions of `weft plan` in weft/planner/measured. Parts come in the
+constants of this card, which take the place of assumptions of `weft plan` in weft/recipes/plan/measured. Parts come in the
 order of what they tell, each with the seconds that it is planned to take: with fewer minutes than for all, the first
 ones run. All run in one process, because importing torch takes 10 s; a part that hangs or breaks the device ends that
 process, and the next part begins a new one. Warnings are listed in the page. Exit status 1 where a part has failed.
@@ -178,7 +178,7 @@ class Report:
 
 
 def measured(parts: dict[str, list[dict[str, Any]]]) -> dict[str, float]:
-    """The constants of planner/machines.py that these rows tell: FLOP/s, bytes/s and seconds."""
+    """The constants of recipes/plan/machines.py that these rows tell: FLOP/s, bytes/s and seconds."""
     found: dict[str, float] = {}
 
     def take(name: str, part: str, column: str, unit: float, **where: Any) -> None:
@@ -305,7 +305,7 @@ def work(options: argparse.Namespace) -> None:
     from benchmarks.device import Device
     from benchmarks.gpu_parts import FUNCTIONS
     from benchmarks.gpu_rows import Run, failure, keep_warnings
-    from weft.cluster.process import leave
+    from weft.launch.process import leave
 
     torch._dynamo.config.disable = options.tiny  # compiling takes a minute, whatever the size
     folder, number, parent = Path(options.worker), options.first, os.getppid()

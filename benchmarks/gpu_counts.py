@@ -29,14 +29,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from benchmarks.gpu_sft import config_of, write_model
-from weft.cluster import simulated
-from weft.cluster.machine import ACCELERATORS
-from weft.cluster.process import fake_ranks
 from weft.config.schema import FsdpConfig, ModelConfig, StepConfig
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
-from weft.objectives.cross_entropy import CrossEntropy
-from weft.planner.simulate import Step, make_state, plan_of, rows_of
+from weft.engine.losses.cross_entropy import CrossEntropy
+from weft.launch import simulated
+from weft.launch.machine import ACCELERATORS
+from weft.launch.process import fake_ranks
+from weft.recipes.plan.simulate import Step, make_state, plan_of, rows_of
 
 RATE, BYTES = 700e12, 3.0e12  # of one H100, as matmuls and passes over memory reach them
 _PRODUCTS = ("mm", "addmm", "addmm_", "bmm", "baddbmm")

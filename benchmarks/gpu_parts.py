@@ -44,17 +44,17 @@ from benchmarks.gpu_sft import (
 from benchmarks.head import LOSSES, Problem
 from weft.checkpoint.export import save_huggingface
 from weft.checkpoint.save import Saver
-from weft.cluster.machine import ACCELERATORS, cpu_cores
-from weft.cluster.process import join
 from weft.config.schema import CheckpointConfig, ModelConfig
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
 from weft.engine.stages import fuses_norms
+from weft.launch.machine import ACCELERATORS, cpu_cores
+from weft.launch.process import join
 from weft.ops import attention
 from weft.ops import head as head_ops
 from weft.ops.attention_call import BOUNDS_ARGUMENT, Bounds
-from weft.planner.passes import layer_passes
-from weft.planner.timing import LAUNCHES_OF_UPDATE
+from weft.recipes.plan.passes import layer_passes
+from weft.recipes.plan.timing import LAUNCHES_OF_UPDATE
 
 ROOT = Path(__file__).resolve().parent.parent
 MIB = 2**20
@@ -570,7 +570,7 @@ def machine(run: Run) -> None:
 
 
 def accelerator_of(name: str, memory: int) -> str | None:
-    """The accelerator of cluster/machine.py with this name and memory; None if weft plan does not know it."""
+    """The accelerator of launch/machine.py with this name and memory; None if weft plan does not know it."""
     words = re.sub(r"[^a-z0-9]+", " ", name.lower()).replace("rtx ", "rtx").split()
     for known in ACCELERATORS.values():
         if known.name.split("-")[0] in words and abs(known.memory - memory) < 0.1 * memory:

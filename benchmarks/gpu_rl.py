@@ -14,13 +14,13 @@ from benchmarks.gpu_rows import Row, Run
 from benchmarks.gpu_sft import config_of, draw_weights, write_model
 from weft.config.load import load_config
 from weft.config.rl_schema import RlConfig
+from weft.inference.base import Request, Sampling, seed_of
+from weft.inference.types import Group, Prompt, samples_of
 from weft.rl.advantages import advantages
 from weft.rl.corrections import correct
 from weft.rl.reference_critic import set_readings
 from weft.rl.rollouts import group_of
 from weft.rl.trainer import Trainer
-from weft.rollout.base import Request, Sampling, seed_of
-from weft.rollout.types import Group, Prompt, samples_of
 
 LR = 1e-6
 

@@ -22,11 +22,11 @@ from transformers import PreTrainedTokenizerFast
 
 from benchmarks.gpu_rows import Row, Run
 from benchmarks.gpu_sft import config_of, rows_of, step_with_norm
-from weft.cluster.machine import free_port
-from weft.cluster.process import join, leave
 from weft.config.schema import FsdpConfig, MeshConfig, ModelConfig, StepConfig
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
+from weft.launch.machine import free_port
+from weft.launch.process import join, leave
 from weft.models import hf
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -27,17 +27,17 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.device import Device, matmul_rate
 from benchmarks.gpu_rows import Row, Run
-from weft.cluster.process import join
 from weft.config.schema import ModelConfig, StepConfig
+from weft.engine.batch.document import Document
 from weft.engine.config import EngineConfig
-from weft.engine.document import Document
 from weft.engine.engine import Engine
+from weft.engine.losses.cross_entropy import CrossEntropy
+from weft.launch.process import join
 from weft.models import hf
 from weft.models.flops import FlopFacts, document_flops
-from weft.objectives.cross_entropy import CrossEntropy
 from weft.ops.attention_call import BOUNDS_ARGUMENT, Bounds
 from weft.parallel.mesh import own_part
-from weft.sharding.layout import layout_of
+from weft.parallel.shards.layout import layout_of
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples/models"
 # Name -> a config of the examples, and what differs from it.

@@ -29,14 +29,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 import transformers
 
-from weft.cluster.process import join
 from weft.config.schema import ModelConfig, StepConfig
 from weft.engine import build
+from weft.engine.batch.document import Document
 from weft.engine.config import EngineConfig
-from weft.engine.document import Document
 from weft.engine.engine import Engine
+from weft.engine.losses.cross_entropy import CrossEntropy
+from weft.launch.process import join
 from weft.models import hf
-from weft.objectives.cross_entropy import CrossEntropy
 from weft.ops.by_document import groups_of
 
 Layout = Literal["packed", "padded"]

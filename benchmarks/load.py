@@ -42,7 +42,7 @@ def make_source(folder: Path, kind: str, gigabytes: float) -> None:
     from transformers import Qwen3Config, Qwen3MoeConfig
 
     from weft.models import hf
-    from weft.sharding.layout import layout_of
+    from weft.parallel.shards.layout import layout_of
 
     common: dict[str, Any] = dict(
         vocab_size=50_000, hidden_size=1024, intermediate_size=4096, num_attention_heads=8, num_key_value_heads=4,
@@ -108,13 +108,13 @@ def anonymous() -> int:
 
 def rank(path: str, out: str, dp_replicate: int) -> None:
     from weft.checkpoint import export
-    from weft.cluster.process import join
     from weft.config.schema import FsdpConfig, MeshConfig, ModelConfig
     from weft.engine import stages
     from weft.engine.config import EngineConfig
     from weft.engine.engine import Engine
-    from weft.sharding.boxes import local_box
-    from weft.sharding.walker import checked, walk
+    from weft.launch.process import join
+    from weft.parallel.shards.boxes import local_box
+    from weft.parallel.shards.walker import checked, walk
 
     original, peaks = stages.fill_weights, []
 
@@ -186,7 +186,7 @@ def copy_seconds(source: Path, target: Path) -> float:
 
 def same_files(a: Path, b: Path) -> bool:
     """Every tensor bitwise: what was loaded and exported unchanged is what was there."""
-    from weft.sharding.safetensors_files import TensorFile
+    from weft.parallel.shards.safetensors_files import TensorFile
 
     def entries(folder: Path) -> dict[str, TensorFile]:
         files = [TensorFile.open(file) for file in sorted(folder.glob("*.safetensors"))]

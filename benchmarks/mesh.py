@@ -58,12 +58,12 @@ def rank(path: str) -> None:
     import torch
     import torch.distributed as dist
 
-    from weft.cluster.process import join, leave
     from weft.config.schema import MeshConfig, ModelConfig, OptimizerConfig, StepConfig
+    from weft.engine.batch.document import Document
     from weft.engine.config import EngineConfig
-    from weft.engine.document import Document
     from weft.engine.engine import Engine
-    from weft.objectives.cross_entropy import CrossEntropy
+    from weft.engine.losses.cross_entropy import CrossEntropy
+    from weft.launch.process import join, leave
 
     spec: Spec = json.loads(Path(path).read_text())
     random = torch.Generator().manual_seed(0)

@@ -32,23 +32,23 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from inputs import make
 
-from weft.cluster.process import Ranks, join
 from weft.config import load_config
 from weft.config.schema import SftConfig
 from weft.data.encode import load_tokenizer
+from weft.engine.batch.document import first_sources
 from weft.engine.config import EngineConfig
-from weft.engine.document import first_sources
 from weft.engine.engine import Engine
+from weft.engine.losses.cross_entropy import CrossEntropy
 from weft.engine.prefetch import prefetch
-from weft.objectives.cross_entropy import CrossEntropy
+from weft.launch import flight
+from weft.launch.process import Ranks, join
+from weft.launch.summary import RunSummary
+from weft.observe.profiling import own_peak_memory_gib
+from weft.observe.progress import Progress
+from weft.observe.recorder import RunRecorder
+from weft.observe.resume import Start
 from weft.recipes.run_data import make_steps, read_data
 from weft.recipes.sft import prepare_step, take_step
-from weft.report.progress import Progress
-from weft.run.recorder import RunRecorder
-from weft.run.resume import Start
-from weft.telemetry import flight
-from weft.telemetry.profiling import own_peak_memory_gib
-from weft.telemetry.summary import RunSummary
 
 
 class Bench:

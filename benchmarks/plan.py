@@ -31,11 +31,11 @@ from weft.data.documents import Documents
 from weft.data.limits import Limits
 from weft.data.order import Share
 from weft.data.table import Chunk, in_memory
-from weft.engine.document import Document, choose, metas, take
-from weft.engine.plan import DocumentMeta, StepPlan, omitted_tokens, plan_step
-from weft.engine.row import build_row
+from weft.engine.batch.document import Document, choose, metas, take
+from weft.engine.batch.row import build_row
+from weft.engine.step_plan.plan import DocumentMeta, StepPlan, omitted_tokens, plan_step
 from weft.models.flops import AttentionFacts, FlopFacts, document_flops
-from weft.telemetry.profiling import own_peak_memory_gib
+from weft.observe.profiling import own_peak_memory_gib
 
 LINEAR, QUADRATIC = 3.6e9, 344e3
 BUDGETS = (4096, 6000, 8192, 12288, 16384)

@@ -75,16 +75,16 @@ class InProcess:
 
 async def weft_steps(spec: Spec, old_logprobs: str, answer: Answer) -> None:
     """The functions that the recipe's loop calls, in its order, with a trainer that is no actor."""
-    from weft.cluster.ray_actors import ActorGroup
     from weft.config import load_config
     from weft.config.rl_schema import RlConfig
+    from weft.launch.ray_actors import ActorGroup
+    from weft.observe.folder import RunLock
     from weft.recipes import rl as recipe
     from weft.rl.actors import Actors
     from weft.rl.batch_pool import EmbeddedPool
     from weft.rl.colocation import PhaseSwitch
     from weft.rl.resume import FRESH
     from weft.rl.trainer import Trainer
-    from weft.run.folder import RunLock
 
     config = load_config([], [*spec["keys"], f"rl.old_logprobs={old_logprobs}"], RlConfig)
     task = recipe.read_task(config)

@@ -36,11 +36,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import inputs
 
-from weft.cluster.machine import processor_name
 from weft.data.documents import load_documents
 from weft.data.encode import load_tokenizer
 from weft.data.order import Steps
-from weft.engine.document import Document
+from weft.engine.batch.document import Document
+from weft.launch.machine import processor_name
 
 FOLDER = Path(__file__).resolve().parent
 TRL_PYTHON = FOLDER.parent / ".venv-trl" / "bin" / "python"

@@ -31,15 +31,15 @@ IGNORED = -100
 
 def weft_steps(spec: Spec) -> Iterator[Step]:
     """weft's Engine, called as its recipe calls it."""
-    from weft.cluster.process import join
     from weft.config.schema import ModelConfig, OptimizerConfig, StepConfig
+    from weft.engine.batch.builder import StepRows
+    from weft.engine.batch.document import Document
     from weft.engine.config import EngineConfig
-    from weft.engine.document import Document
     from weft.engine.engine import Engine
-    from weft.engine.plan import StepPlan
+    from weft.engine.losses.cross_entropy import CrossEntropy
     from weft.engine.prefetch import prefetch
-    from weft.engine.rows import StepRows
-    from weft.objectives.cross_entropy import CrossEntropy
+    from weft.engine.step_plan.plan import StepPlan
+    from weft.launch.process import join
 
     rule = spec["optimizer"]
     optimizer = OptimizerConfig(

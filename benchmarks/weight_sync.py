@@ -32,15 +32,15 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from transformers import LlamaConfig
 
-from weft.cluster.machine import free_port
-from weft.cluster.process import join
 from weft.config.schema import MeshConfig, ModelConfig, StepConfig
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
-from weft.rollout.standalone import Standalone
-from weft.rollout.sync.protocol import Ticket
-from weft.rollout.sync.sender import EngineTarget, Sender, SyncOptions
-from weft.rollout.sync.transports import SLOTS
+from weft.inference.standalone import Standalone
+from weft.inference.weight_sync.protocol import Ticket
+from weft.inference.weight_sync.sender import EngineTarget, Sender, SyncOptions
+from weft.inference.weight_sync.transports import SLOTS
+from weft.launch.machine import free_port
+from weft.launch.process import join
 
 GB, KEY = 1e9, "benchmark"
 BARE_ROUNDS = 8

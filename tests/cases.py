@@ -19,20 +19,20 @@ import torch.distributed as dist
 
 from tests.toy_tokenizers import byte_tokenizer, chat, write_jsonl
 from tests.zoo import tiny_config
-from weft.cluster.options import Device
-from weft.cluster.process import join
 from weft.config.mesh import AXES
 from weft.config.schema import FsdpConfig, LoraConfig, MeshConfig, ModelConfig, OptimizerConfig, StepConfig
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
+from weft.engine.losses.cross_entropy import CrossEntropy
+from weft.launch.options import Device
+from weft.launch.process import join
 from weft.models import hf
-from weft.objectives.cross_entropy import CrossEntropy
 from weft.recipes.verify import EPSILON
-from weft.verification import harness
-from weft.verification.documents import awkward_steps, special_ids
-from weft.verification.expected import Expected, Trainer, expect, with_noise, with_rounding
-from weft.verification.harness import Verdict
-from weft.verification.observed import to_documents
+from weft.verify import harness
+from weft.verify.documents import awkward_steps, special_ids
+from weft.verify.expected import Expected, Trainer, expect, with_noise, with_rounding
+from weft.verify.harness import Verdict
+from weft.verify.observed import to_documents
 
 MESHES: dict[str, dict[str, Any]] = {
     "1": {}, "2": {"dp_shard": 2}, "3": {"dp_shard": 3}, "4": {"dp_shard": 4},

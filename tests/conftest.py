@@ -39,7 +39,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(autouse=True)
 def _checks_run_again() -> None:
     """Many tests replace what checks of an architecture call."""
-    startup = sys.modules.get("weft.engine.startup")
+    startup = sys.modules.get("weft.engine.selfcheck.startup")
     if startup is not None:
         startup.forget_checks()
 
@@ -49,7 +49,7 @@ def _no_group_outlives_its_file(request: pytest.FixtureRequest) -> Iterator[None
     """A process group that an engine in the tests' own process has made would be in the way of pretended ones. The
     files of tests/cuda come last and share one, because NCCL takes seconds."""
     yield
-    process = sys.modules.get("weft.cluster.process")
+    process = sys.modules.get("weft.launch.process")
     if process is not None and request.path.parent.name != "cuda":
         process.leave()
 

@@ -14,8 +14,8 @@ from tests.faults import Fault, Run
 from tests.toy_tokenizers import byte_tokenizer, chat, write_jsonl
 from tests.zoo import tiny_config
 from weft.checkpoint.state import check_contents, read_state
+from weft.launch import flight
 from weft.models import hf
-from weft.telemetry import flight
 
 STEPS = 6
 CONFIG = """\

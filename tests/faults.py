@@ -1,5 +1,5 @@
 """Real runs of the command line with faults in them. A fault strikes one rank when it comes to a phase of a step
-(weft.telemetry.flight)."""
+(weft.launch.flight)."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _settle(fault: Fault | None, group: Path | None) -> None:
 
 def prepare(fault: Fault, folder: Path = Path()) -> None:
     """Let the fault strike where flight.enter says that its moment has come. folder: where the moment is noted."""
-    from weft.telemetry import flight
+    from weft.launch import flight
 
     original, struck, times = flight.enter, (folder / "struck-at").absolute(), count(1)
 
@@ -204,8 +204,8 @@ DO: dict[str, Callable[[Any], None]] = {
 
 def _not_a_number(fault: Fault) -> None:
     """From a step on, the loss of one rank is not a number."""
-    from weft.objectives.cross_entropy import CrossEntropy
-    from weft.telemetry import flight
+    from weft.engine.losses.cross_entropy import CrossEntropy
+    from weft.launch import flight
 
     original = CrossEntropy.__call__
 
@@ -224,7 +224,7 @@ def _plan(change: Callable[[list[Any]], list[Any]]) -> Callable[[Fault], None]:
 
     def prepare(fault: Fault) -> None:
         from weft.engine.engine import Engine
-        from weft.telemetry import flight
+        from weft.launch import flight
 
         original, step = Engine.plan, count(1)  # a step is planned while the one before is taken
 
@@ -254,7 +254,7 @@ def _other_data(fault: Fault) -> None:
 
 def _other_code(fault: Fault) -> None:
     """One rank's checkout differs."""
-    from weft.cluster import consistency
+    from weft.launch import consistency
 
     original = consistency.code_digest
     consistency.code_digest = lambda: "0" * 16 if os.environ.get("RANK") == str(fault.rank) else original()

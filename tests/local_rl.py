@@ -21,19 +21,19 @@ import torch
 from safetensors.torch import load_file
 
 from examples.make_arithmetic_demo import make_model, make_tokenizer, problems, write
-from weft.cluster.options import RlOptions
-from weft.cluster.process import leave
-from weft.cluster.ray_actors import ActorGroup, gather_calls
 from weft.config.load import load_config
 from weft.config.rl_schema import RlConfig
 from weft.data.image_opener import image_opener
 from weft.errors import ActorError
+from weft.inference.records import FOLDER, rollout_files
+from weft.inference.standalone import Standalone
+from weft.launch import flight
+from weft.launch.options import RlOptions
+from weft.launch.process import leave
+from weft.launch.ray_actors import ActorGroup, gather_calls
 from weft.recipes import rl
 from weft.rl.actors import Actors
 from weft.rl.trainer import Trainer
-from weft.rollout.records import FOLDER, rollout_files
-from weft.rollout.standalone import Standalone
-from weft.telemetry import flight
 
 KEYS = [
     "model.init=random", "rl.prompts=2", "rl.group_size=3", "rollout.max_prompt_tokens=6", "rollout.max_new_tokens=4",

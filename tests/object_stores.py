@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from weft.remote import store as stores
-from weft.remote.store import Store, StoreError
+from weft.checkpoint.remote import store as stores
+from weft.checkpoint.remote.store import Store, StoreError
 
 KINDS = ("file", "s3")
 HAS_S3 = find_spec("moto") is not None and find_spec("s3fs") is not None

@@ -7,8 +7,8 @@ import signal
 import sys
 import time
 
-from weft.cluster.entrypoint import guarded
 from weft.errors import UserError
+from weft.launch.entrypoint import guarded
 
 
 def body() -> bool | None:
@@ -16,7 +16,7 @@ def body() -> bool | None:
     import torch
     import torch.distributed as dist
 
-    from weft.cluster.process import join
+    from weft.launch.process import join
 
     mode = sys.argv[1]
     with join("cpu", 60) as ranks:

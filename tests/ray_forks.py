@@ -24,7 +24,7 @@ _OPTIONS = ("--serialized-runtime-env-context", "--language")  # of the script; 
 
 def start_server(folder: str) -> None:
     """Start the fork server, which ends with this process, and make a Ray that weft starts here use it."""
-    from weft.cluster import ray_actors
+    from weft.launch import ray_actors
 
     def import_and_use(*names: str) -> Any:
         ray = import_extra(*names)

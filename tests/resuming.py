@@ -19,12 +19,12 @@ from tests.pool import run
 from tests.toy_tokenizers import byte_tokenizer, chat, write_jsonl
 from tests.zoo import tiny_config
 from weft.checkpoint.state import tensor_of
-from weft.cluster.options import Device, SftOptions
 from weft.config import schema
 from weft.engine.engine import Engine
+from weft.launch.options import Device, SftOptions
 from weft.models import hf
 from weft.recipes import sft
-from weft.verification.plants import planted
+from weft.verify.plants import planted
 
 STEPS = 10
 TIMES = ("seconds", "tokens_per_second", "memory_gib", "eval/seconds")

@@ -12,7 +12,7 @@ from tests.control_group import memory_group
 from tests.fault_cases import last_whole
 from tests.local_rl import KEYS
 from tests.rl_faults import RlFault, RlRun
-from weft.rollout.records import FOLDER, rollout_files
+from weft.inference.records import FOLDER, rollout_files
 
 STEPS = 3  # rollout steps of one optimizer step each, with a checkpoint after each
 ALL = "nothing: the run goes on"

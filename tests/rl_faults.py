@@ -28,12 +28,12 @@ from tests.faults import DO, Fault, prepare
 from tests.local_rl import LocalGroup, local_actors
 from tests.machine import business
 from tests.ray_forks import start_server
-from weft.cluster.failures import explain
-from weft.cluster.ray_actors import _SerialActor
-from weft.cluster.reports import RankReport
-from weft.cluster.scratch import scratch_folder
-from weft.cluster.stopping import announce_ending_signal
 from weft.errors import ActorError
+from weft.launch.failures import explain
+from weft.launch.ray_actors import _SerialActor
+from weft.launch.reports import RankReport
+from weft.launch.scratch import scratch_folder
+from weft.launch.stopping import announce_ending_signal
 
 ROOT = Path(__file__).parent.parent
 CASE = "WEFT_TEST_CASE"  # a variable of all processes of a run
@@ -180,7 +180,7 @@ def _loop(name: str) -> Callable[[], tuple[Any, str]]:
 
 
 def _score() -> tuple[Any, str]:
-    from weft.rl.rewards import Rewards
+    from weft.rl.rewards.base import Rewards
 
     return Rewards, "score"
 
@@ -205,14 +205,14 @@ CONTROLLER: dict[str, Callable[[], tuple[Any, str]]] = {
 
 def _other_checksum() -> None:
     """An engine sums what it received otherwise than it was sent."""
-    from weft.rollout.sync import protocol
+    from weft.inference.weight_sync import protocol
 
     protocol.checksum = lambda data: 1
 
 
 def _port_in_use() -> None:
     """Where trainer ranks are to meet somebody listens already."""
-    from weft.cluster import ray_actors
+    from weft.launch import ray_actors
 
     original = ray_actors._prepare
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from weft.config.presets import PRESETS
 from weft.config.rl_schema import DataConfig, ModelConfig, RlAlgorithm, RlConfig, RolloutConfig
-from weft.rollout.types import Group, Prompt, Sample
+from weft.inference.types import Group, Prompt, Sample
 
 PROMPT = (5, 6, 7)
 

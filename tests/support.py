@@ -22,11 +22,11 @@ from tests import test_context_parallel, test_expert_parallel, test_parity, test
 from tests.cases import parity, saved_model, world_of
 from tests.pool import run
 from tests.zoo import LAYOUT_FAMILIES, OWN_ATTENTION_FAMILIES, tiny_config
-from weft.engine.context_check import check_context
-from weft.engine.division_check import check_division
-from weft.engine.expert_check import check_experts
-from weft.engine.pipeline_check import check_pipeline
-from weft.engine.startup import ModelSupport, examine
+from weft.engine.selfcheck.context import check_context
+from weft.engine.selfcheck.division import check_division
+from weft.engine.selfcheck.expert import check_experts
+from weft.engine.selfcheck.pipeline import check_pipeline
+from weft.engine.selfcheck.startup import ModelSupport, examine
 from weft.errors import UserError
 from weft.models import hf
 from weft.models.facts import position_limit

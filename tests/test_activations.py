@@ -13,20 +13,20 @@ import pytest
 import torch
 
 from tests.cases import saved_model
-from weft.engine.context_check import _axis
-from weft.engine.context_row import cut_row
-from weft.engine.division_check import in_threads
-from weft.engine.document import Document
-from weft.engine.plan import DocumentMeta, plan_step
-from weft.engine.row import build_row
-from weft.engine.startup import hidden_of, implementation
-from weft.memory.activations import RowSharing, saved_bytes
+from weft.engine.batch.context_row import cut_row
+from weft.engine.batch.document import Document
+from weft.engine.batch.row import build_row
+from weft.engine.selfcheck.context import _axis
+from weft.engine.selfcheck.division import in_threads
+from weft.engine.selfcheck.startup import hidden_of, implementation
+from weft.engine.step_plan.plan import DocumentMeta, plan_step
 from weft.models import hf
 from weft.models.train_module import TrainModule
 from weft.ops.attention_call import Bounds
 from weft.ops.shapes import GroupedProducts
+from weft.parallel.activations import RowSharing, saved_bytes
 from weft.parallel.mesh import Axis
-from weft.parallel.tensor import tensor_parallel
+from weft.parallel.tp.tensor import tensor_parallel
 
 TOKENS = 192
 

@@ -20,22 +20,22 @@ import torch.distributed as dist
 
 from tests.cases import open_engine, saved_model
 from tests.pool import run
-from weft.cluster.process import fake_ranks, join
 from weft.config import schema
 from weft.data.documents import DataReport, Documents
 from weft.data.limits import Limits, LongDocuments
 from weft.data.order import Share, Step
 from weft.data.table import Chunk, in_memory
+from weft.engine.batch.document import Document, choose, first_sources
 from weft.engine.config import EngineConfig
-from weft.engine.document import Document, choose, first_sources
 from weft.engine.engine import Engine
+from weft.engine.losses.cross_entropy import CrossEntropy
 from weft.engine.prefetch import prefetch
-from weft.objectives.cross_entropy import CrossEntropy
+from weft.launch.process import fake_ranks, join
+from weft.launch.summary import Phases
 from weft.parallel.mesh import Mesh
 from weft.recipes import sft
 from weft.recipes.evaluate import HeldOut
 from weft.recipes.run_data import RunData
-from weft.telemetry.summary import Phases
 
 
 def table_of(lengths: Sequence[int], long: LongDocuments = "error", longest: int = 10**6) -> Documents:
@@ -74,7 +74,7 @@ def test_what_is_measured_is_what_documents_say_of_themselves(long: LongDocument
 
 def documents_meta(documents: Sequence[Document]) -> list[tuple[Any, ...]]:
     """As a plan has them, with a cost and what is left out."""
-    from weft.engine.document import Costs, document_metadata
+    from weft.engine.batch.document import Costs, document_metadata
 
     costs = Costs(lambda length: int(length > 7), lambda length: 0.1 * length, lambda patches, pairs: (0.0, 0))
     found = document_metadata(documents, costs)
@@ -278,7 +278,7 @@ def test_rows_are_built_while_the_step_before_computes(tmp_path: Path) -> None:
 
 def spoilt(path: str, folder: str) -> tuple[str, int, str]:
     """(what was raised, lines written before, where the rank was)."""
-    from weft.telemetry import flight
+    from weft.launch import flight
 
     config = config_of(path)
     config = replace(config, data=replace(config.data, shuffle=False))

@@ -14,12 +14,12 @@ import pytest
 from weft import cli
 from weft.config import SftConfig, load_config
 from weft.config.coerce import MismatchError, coerce
-from weft.config.compat.check import problems
-from weft.config.compat.names import advice_for, trainers_of
-from weft.config.compat.pages import page
-from weft.config.compat.tables import TableError
-from weft.config.compat.trainer import FOLDER, TABLES, Tables
 from weft.config.keys import schema_keys
+from weft.config.migrate.check import problems
+from weft.config.migrate.names import advice_for, trainers_of
+from weft.config.migrate.pages import page
+from weft.config.migrate.tables import TableError
+from weft.config.migrate.trainer import FOLDER, TABLES, Tables
 from weft.config.rl_schema import RlConfig
 from weft.config.yaml12 import Node, read_file, read_value
 from weft.errors import UserError
@@ -113,7 +113,7 @@ def test_a_table_that_is_not_listed_and_a_page_without_an_introduction(tmp_path:
 
 def test_a_good_config_reads_no_table() -> None:
     code = (
-        "from weft.config import load_config; from weft.config.compat.trainer import TABLES\n"
+        "from weft.config import load_config; from weft.config.migrate.trainer import TABLES\n"
         "load_config([], ['model.path=m', 'data.path=d.jsonl']); print(sorted(vars(TABLES)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **HERE})
@@ -297,6 +297,6 @@ def test_a_page_is_current(name: str) -> None:
 
 
 def test_the_tables_import_no_torch() -> None:
-    code = "import sys, weft.config.compat.pages; print('torch' in sys.modules)"
+    code = "import sys, weft.config.migrate.pages; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout.strip() == "False"

@@ -23,15 +23,15 @@ import weft
 from tests.toy_tokenizers import byte_tokenizer, chat, write_jsonl
 from tests.zoo import tiny_config
 from weft import api, cli
-from weft.cluster import ray_actors
 from weft.config import to_dict
 from weft.config.load import load_config
 from weft.config.run_schema import RunConfig
+from weft.engine.losses.cross_entropy import CrossEntropy
 from weft.errors import UserError
+from weft.launch import ray_actors
 from weft.models import hf
-from weft.objectives.cross_entropy import CrossEntropy
+from weft.observe.folder import make_folder
 from weft.recipes import rl as rl_recipe
-from weft.run.folder import make_folder
 
 ROWS = [chat(("user", "a" * (i % 3 + 1)), ("assistant", "bcd" * (i % 4 + 1))) for i in range(8)]
 SECTIONS: dict[str, Any] = {
@@ -122,11 +122,11 @@ def test_a_start_that_failed_leaves_no_run(here: Path) -> None:
 
 def test_names_of_the_package() -> None:
     """The function weft.rl has the name of a folder, whatever of that has been imported."""
-    import weft.rollout.types as types
+    import weft.inference.types as types
 
     assert dir(weft) == ["Engine", "Run", "rl", "sft"]
     assert inspect.isfunction(weft.rl) and "Reinforcement learning" in pydoc.render_doc(weft.rl)
-    assert types.__name__ == "weft.rollout.types" and weft.Engine.__module__ == "weft.engine.engine"
+    assert types.__name__ == "weft.inference.types" and weft.Engine.__module__ == "weft.engine.engine"
     assert Path(weft.__file__).with_name("py.typed").exists()
 
 

@@ -22,8 +22,8 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from weft import versions
-from weft.cluster.simulated import Simulation, device_capability
-from weft.engine.device_check import errors
+from weft.engine.selfcheck.device import errors
+from weft.launch.simulated import Simulation, device_capability
 from weft.ops import attention, attention_call, flex
 from weft.ops import per_document as per_document_kernel
 from weft.ops.attention import choose, varlen

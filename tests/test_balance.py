@@ -12,14 +12,14 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 from tests.cases import describe, open_engine, pairs, parity, saved_model, world_of
 from tests.pool import run
 from weft.config import load_config
+from weft.engine.losses.cross_entropy import CrossEntropy
 from weft.errors import UserError
 from weft.models import train_module
-from weft.objectives.balance import Balance, balance_sum, count_choices
-from weft.objectives.cross_entropy import CrossEntropy
+from weft.models.balance import Balance, balance_sum, count_choices
 from weft.parallel.mesh import own_part
-from weft.verification.documents import awkward_steps
-from weft.verification.observed import to_documents
-from weft.verification.reference import Reference
+from weft.verify.documents import awkward_steps
+from weft.verify.observed import to_documents
+from weft.verify.reference import Reference
 
 
 def test_it_is_transformers_loss_of_each_document() -> None:

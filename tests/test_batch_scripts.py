@@ -26,8 +26,8 @@ from tests.fault_cases import last_whole, write_config
 from tests.forked import Run, environment
 from tests.machine import business
 from tests.test_faults import shared
-from weft.cluster.launchers import process_of_launcher
-from weft.cluster.machine import free_port
+from weft.launch.launchers import process_of_launcher
+from weft.launch.machine import free_port
 
 __all__ = ["shared"]
 ROOT = Path(__file__).parent.parent
@@ -224,7 +224,7 @@ def test_no_rank_ends_before_the_first_has_written_the_end_of_the_run(shared: Pa
 
 def slow_summary() -> None:
     """Makes the end of the first rank take longer than the others'."""
-    from weft.run.recorder import RunRecorder
+    from weft.observe.recorder import RunRecorder
 
     finish = RunRecorder.finish
 
@@ -244,7 +244,7 @@ def torchrun(words: Sequence[str]) -> int:
 
 
 ANCESTRY = (
-    "import sys; from weft.cluster.launchers import process_of_launcher as p; sys.exit(p().ppid() != int(sys.argv[1]))"
+    "import sys; from weft.launch.launchers import process_of_launcher as p; sys.exit(p().ppid() != int(sys.argv[1]))"
 )
 
 

@@ -11,13 +11,13 @@ import pytest
 
 from tests.zoo import tiny_config
 from weft import hub
-from weft.cluster import process
 from weft.config.load import load_config, written_config
 from weft.config.rl_schema import RlConfig
 from weft.config.schema import SftConfig
 from weft.data.encode import load_tokenizer
 from weft.errors import UserError
 from weft.importing import named_problem
+from weft.launch import process
 from weft.models import hf
 
 MODULE = "from os import path as where\nRIGHT = 1\nif RIGHT:\n    def is_right(): ...\nclass Calculator: ...\n"

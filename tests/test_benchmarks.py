@@ -23,12 +23,12 @@ from benchmarks import gpu, gpu_counts, gpu_parts, gpu_rows, gpu_run, gpu_sft, g
 from benchmarks.device import Device
 from benchmarks.gpu_parts import FUNCTIONS, PROFILES, accelerator_of, gaps_of, kind_of
 from tests import forked
-from weft.cluster.machine import accelerator
-from weft.cluster.process import leave
 from weft.config.schema import ModelConfig, StepConfig
 from weft.engine.config import EngineConfig
-from weft.objectives.cross_entropy import CrossEntropy
-from weft.planner.simulate import Step, simulate
+from weft.engine.losses.cross_entropy import CrossEntropy
+from weft.launch.machine import accelerator
+from weft.launch.process import leave
+from weft.recipes.plan.simulate import Step, simulate
 
 SCRIPT = Path(gpu.__file__)
 ROOT = SCRIPT.parent.parent
@@ -235,7 +235,7 @@ def test_gaps_of_the_device_have_the_frame_that_the_host_was_in() -> None:
         ),
         {"cat": "python_function", "name": "weft/engine/metrics.py(67): read", "ts": 380.0, "dur": 800.0},
         {"cat": "python_function", "name": "torch/_tensor.py(9): tolist", "ts": 390.0, "dur": 600.0},
-        {"cat": "python_function", "name": "weft/optim/optimizer.py(1): step", "ts": 1290.0, "dur": 600.0},
+        {"cat": "python_function", "name": "weft/engine/optim/optimizer.py(1): step", "ts": 1290.0, "dur": 600.0},
     ]
     assert gaps_of(events, cuda=True) == {
         "torch/_tensor.py(9): tolist in weft/engine/metrics.py(67): read": [600],

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 from tests.toy_tokenizers import CHATML, byte_tokenizer
 from tests.zoo import tiny_config
 from weft import cli
-from weft.cluster.options import ChatOptions
 from weft.errors import UserError
+from weft.launch.options import ChatOptions
 from weft.models import hf
 from weft.recipes.chat import Chat, end_tokens, find_model, open_chat, prompt_text
 

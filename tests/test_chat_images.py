@@ -19,10 +19,10 @@ from tests.toy_tokenizers import CHATML, byte_tokenizer
 from tests.vision_zoo import FAMILIES, vision_tokenizer
 from tests.zoo import tiny_config
 from weft import cli
-from weft.cluster.options import ChatOptions
 from weft.config.schema import DataConfig
 from weft.data.images import read_images
 from weft.errors import UserError
+from weft.launch.options import ChatOptions
 from weft.models import hf
 from weft.recipes.chat import Chat, open_chat
 from weft.terminal import clean

@@ -41,15 +41,15 @@ from weft.checkpoint.retention import (
 )
 from weft.checkpoint.save import Saver
 from weft.checkpoint.state import DamagedError, check_contents, find_parts, load_state, read_state, write_rank_file
-from weft.cluster.process import join
 from weft.config.schema import CheckpointConfig
 from weft.engine import host
 from weft.engine.engine import Engine
 from weft.errors import UserError
-from weft.run.folder import cut_lines, open_folder
-from weft.sharding.boxes import Box, Shard
-from weft.sharding.ranges import RangeWriter, join_seams
-from weft.sharding.safetensors_files import create, lay_out
+from weft.launch.process import join
+from weft.observe.folder import cut_lines, open_folder
+from weft.parallel.shards.boxes import Box, Shard
+from weft.parallel.shards.ranges import RangeWriter, join_seams
+from weft.parallel.shards.safetensors_files import create, lay_out
 
 # ---------------------------------------------------------------- which folders stay, and who writes them
 

@@ -15,11 +15,11 @@ import pytest
 
 import weft.recipes
 from weft import __version__, cli
-from weft.cluster.options import SftOptions, VerifyOptions
 from weft.config.keys import schema_keys
 from weft.config.rl_schema import RlConfig
 from weft.config.schema import SftConfig
 from weft.errors import UserError
+from weft.launch.options import SftOptions, VerifyOptions
 from weft.parsers import ELSEWHERE
 
 CONFIG = """\
@@ -63,7 +63,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Recorder:
         recipe = types.SimpleNamespace(run=made.run)
         monkeypatch.setitem(sys.modules, f"weft.recipes.{name}", recipe)  # type: ignore[arg-type]
         monkeypatch.setattr(weft.recipes, name, recipe, raising=False)
-    monkeypatch.setattr("weft.cluster.launch.launch", made.launch)
+    monkeypatch.setattr("weft.launch.launch.launch", made.launch)
     monkeypatch.setattr(cli, "accelerator_count", lambda device: 0)
     monkeypatch.setattr(cli, "check_ranks_fit", lambda ranks, device: None)
     monkeypatch.setattr(cli, "cpu_cores", lambda: 2)
@@ -129,7 +129,7 @@ def test_restarts_are_the_launchers_affair(
 ) -> None:
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "1")):
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("weft.cluster.entrypoint._end_rank", lambda status: status)
+    monkeypatch.setattr("weft.launch.entrypoint._end_rank", lambda status: status)
     assert cli.main(["sft", "c.yaml", "--restarts", "3"]) == 2
     assert "under torchrun use its --max-restarts" in capsys.readouterr().err
     monkeypatch.setattr(cli, "launchers_folder", lambda: Path("scratch"))  # a rank of weft's own launcher
@@ -142,7 +142,7 @@ def test_nproc_that_contradicts_torchrun_is_refused(
 ) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "4")
-    monkeypatch.setattr("weft.cluster.entrypoint._end_rank", lambda status: status)
+    monkeypatch.setattr("weft.launch.entrypoint._end_rank", lambda status: status)
     assert cli.main(["sft", "c.yaml", "--nproc", "2"]) == 2
     assert "WORLD_SIZE=4" in capsys.readouterr().err
 
@@ -237,7 +237,7 @@ def test_weft_plan_says_its_own_option_for_ranks(recorder: Recorder, capsys: pyt
 
 
 def test_more_ranks_than_accelerators_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from weft.cluster import machine
+    from weft.launch import machine
 
     monkeypatch.setattr(machine, "accelerator_count", lambda device: 2)
     machine.check_ranks_fit(2, "auto")
@@ -279,7 +279,7 @@ def test_debug_shows_where_a_user_error_came_from(recorder: Recorder, capsys: py
 def test_a_rank_that_ended_well_runs_no_native_destructors(rank: str, status: int, destroyed: bool) -> None:
     code = (
         "import atexit, threading, time\n"
-        "from weft.cluster.entrypoint import program\n"
+        "from weft.launch.entrypoint import program\n"
         "class Native:\n"
         "    def __del__(self): print('destroyed', flush=True)\n"
         "kept = Native()\n"

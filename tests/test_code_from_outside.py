@@ -19,11 +19,11 @@ PLACES = {
     ("weft/models/hf.py", "import_architectures", "import_module"): "model.imports, never in the model's folder",
     ("weft/models/hf_processor.py", "_family", "import_module"): "modules of transformers, by names that it lists",
     ("weft/models/hf_processor.py", "_without_torchvision", "import_module"): "the same",
-    ("weft/rl/reward_calls.py", "_found", "pickle.loads"): "functions of the program that calls weft.rl",
+    ("weft/rl/rewards/calls.py", "_found", "pickle.loads"): "functions of the program that calls weft.rl",
     ("weft/rl/user_process.py", "receive", "pickle.loads"): "a pipe to the controller",
     ("weft/rl/workers.py", "Worker._ask", "pickle.loads"): "a pipe to a process of rl.reward or rl.environment",
-    ("weft/verification/plants.py", "_owner", "import_module"): "names of weft's own modules",
-    ("weft/verification/reference_optimizer.py", "Optimizer.over", "import_module"): "optimizer.name of the config",
+    ("weft/verify/plants.py", "_owner", "import_module"): "names of weft's own modules",
+    ("weft/verify/reference_optimizer.py", "Optimizer.over", "import_module"): "optimizer.name of the config",
 }
 # torch pickles objects that ranks of one run send each other. Their connections: docs/explanation/security.md.
 AMONG_RANKS = {

@@ -25,13 +25,13 @@ from tests.toy_tokenizers import byte_tokenizer
 from weft.config.load import load_config
 from weft.config.rl_schema import RlConfig
 from weft.engine.sleep import PARTS, Offloader, Part
+from weft.inference.base import Request, Sampling
+from weft.inference.standalone import Standalone
+from weft.inference.types import Sample
 from weft.rl import batch_pool, placement
 from weft.rl.batch_pool import EmbeddedPool, StandalonePool
 from weft.rl.colocation import PhaseSwitch, sleeping_parts
 from weft.rl.trainer import Trainer
-from weft.rollout.base import Request, Sampling
-from weft.rollout.standalone import Standalone
-from weft.rollout.types import Sample
 
 KEYS = [
     "rl.reward=[length]", "rl.correction=none", "rl.advantage=gae", "rl.scale=none", "rl.kl=0.1", "rl.group_size=4",

@@ -11,7 +11,7 @@ import yaml
 
 from tests.docs_runner import blocks
 from weft import parsers
-from weft.cluster import launchers
+from weft.launch import launchers
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "how-to" / "containers.md"

@@ -22,26 +22,24 @@ from tests.pool import run
 from tests.vision_zoo import vision_config, vision_tokenizer
 from tests.zoo import tiny_config
 from weft.config.rl_schema import RlAlgorithm
-from weft.engine import context_check
-from weft.engine.context_check import check_context, choose_ulysses
-from weft.engine.context_row import _last_seen
-from weft.engine.dealt_images import _exchange, _Seen, deal_images
-from weft.engine.division_check import STATE_TOLERANCE
-from weft.engine.document import Document
+from weft.engine.batch.assigned_images import _exchange, _Seen, deal_images
+from weft.engine.batch.context_row import _last_seen
+from weft.engine.batch.document import Document
+from weft.engine.batch.row import Row
 from weft.engine.engine import Engine
-from weft.engine.pieces import CPGroup, assign, spread, zigzag
-from weft.engine.plan import DocumentMeta, StepPlan, plan_step
-from weft.engine.row import Row
+from weft.engine.losses.cross_entropy import HeldOutLoss
+from weft.engine.losses.policy import PolicyLoss
+from weft.engine.selfcheck import context as context_check
+from weft.engine.selfcheck.context import check_context, choose_ulysses
+from weft.engine.selfcheck.division import STATE_TOLERANCE
+from weft.engine.selfcheck.startup import forget_checks
 from weft.engine.stages import ulysses_of_states
-from weft.engine.startup import forget_checks
+from weft.engine.step_plan.plan import DocumentMeta, StepPlan, plan_step
 from weft.errors import UserError
 from weft.models import hf
 from weft.models.flops import AttentionFacts, FlopFacts
 from weft.models.mixer_part import can_share_documents
 from weft.models.train_module import TrainModule
-from weft.objectives.cross_entropy import HeldOutLoss
-from weft.objectives.policy import PolicyLoss
-from weft.objectives.shared_documents import SharedDocuments
 from weft.ops import context
 from weft.ops.attention_call import Bounds, Call
 from weft.ops.communicator import (
@@ -54,6 +52,8 @@ from weft.ops.communicator import (
 )
 from weft.ops.context import ContextRow, attend_in_context
 from weft.ops.per_document import per_document
+from weft.ops.shared_documents import SharedDocuments
+from weft.parallel.cp.split import CPGroup, assign, spread, zigzag
 from weft.parallel.mesh import own_part
 
 SHORT = {"step": {"max_tokens_per_device": 40}}  # weft verify makes rows shorter still, so that most documents are cut

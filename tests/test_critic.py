@@ -21,24 +21,24 @@ from tests.resuming import inputs
 from tests.rl_samples import group
 from weft.checkpoint.save import Saver
 from weft.checkpoint.state import load_state, read_state
-from weft.cluster.process import join
 from weft.config.keys import get, schema_keys
 from weft.config.load import load_config
 from weft.config.rl_schema import RlConfig
 from weft.config.schema import CheckpointConfig
-from weft.engine.document import Document
+from weft.engine.batch.document import Document
 from weft.engine.engine import Engine
-from weft.engine.plan import StepPlan
+from weft.engine.losses.cross_entropy import CrossEntropy
+from weft.engine.losses.value import ValueLoss
+from weft.engine.step_plan.plan import StepPlan
 from weft.errors import UserError
-from weft.objectives.cross_entropy import CrossEntropy
-from weft.objectives.value import ValueLoss
+from weft.inference.types import Floats
+from weft.launch.process import join
 from weft.rl.advantages import advantages
 from weft.rl.model_engines import critic_config, critic_engine, policy_config, reference_config
 from weft.rl.trainer import Role, Trainer
-from weft.rollout.types import Floats
-from weft.verification.documents import awkward_steps
-from weft.verification.harness import GRADIENT, SCALAR, compare_gradients
-from weft.verification.observed import Tensors, to_documents
+from weft.verify.documents import awkward_steps
+from weft.verify.harness import GRADIENT, SCALAR, compare_gradients
+from weft.verify.observed import Tensors, to_documents
 
 CLIP = 0.2
 STEP = awkward_steps(128)[0]

@@ -6,10 +6,10 @@ import pytest
 
 from tests.cases import open_engine, pairs, saved_model
 from tests.pool import run
-from weft.objectives.cross_entropy import CrossEntropy
-from weft.verification import reference, reference_optimizer
-from weft.verification.documents import awkward_steps
-from weft.verification.observed import to_documents
+from weft.engine.losses.cross_entropy import CrossEntropy
+from weft.verify import reference, reference_optimizer
+from weft.verify.documents import awkward_steps
+from weft.verify.observed import to_documents
 
 LR, CLIP, STEPS, DECAY = 3e-3, 1.65, 10, 0.1
 

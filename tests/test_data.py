@@ -15,7 +15,7 @@ from tests.toy_tokenizers import CHATML, CHATML_WITH_BREAK, byte_tokenizer, chat
 from weft.data import sources as sources_module
 from weft.data.documents import DataReport, load_documents
 from weft.data.encode import load_tokenizer
-from weft.engine.document import Document
+from weft.engine.batch.document import Document
 
 Runs = list[tuple[int, str]]
 

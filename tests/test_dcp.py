@@ -20,14 +20,14 @@ from tests.resuming import equal, process, state_of, whole_state
 from tests.test_load import no_forward, plain, refused
 from weft import cli
 from weft.checkpoint.state import OPTIMIZER, WEIGHTS
-from weft.cluster.options import ExportOptions
-from weft.engine.document import Document
+from weft.engine.batch.document import Document
 from weft.engine.engine import Engine
+from weft.engine.losses.cross_entropy import CrossEntropy
 from weft.errors import UserError
-from weft.objectives.cross_entropy import CrossEntropy
+from weft.launch.options import ExportOptions
+from weft.parallel.shards.boxes import Box
+from weft.parallel.shards.cuts import shards_of
 from weft.recipes import export
-from weft.sharding.boxes import Box
-from weft.sharding.cuts import shards_of
 
 _folder = tempfile.TemporaryDirectory(prefix="weft-dcp-")
 ADAMW = {"betas": BETAS, "eps": EPS, "weight_decay": 0.0, "max_grad_norm": None}

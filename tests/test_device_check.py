@@ -25,16 +25,17 @@ from transformers import PretrainedConfig
 from tests.cases import open_engine, saved_model
 from tests.pool import run
 from tests.zoo import tiny_config
-from weft.cluster.simulated import Simulation, device_memory
-from weft.engine import build, device_check, stages
-from weft.engine.device_check import TOLERANCES, check_on_device
-from weft.engine.startup import ModelSupport, check_kernel, examine
+from weft.engine import build, stages
+from weft.engine.optim.optimizer import FusedAdamW
+from weft.engine.selfcheck import device as device_check
+from weft.engine.selfcheck.device import TOLERANCES, check_on_device
+from weft.engine.selfcheck.startup import ModelSupport, check_kernel, examine
 from weft.errors import UserError
+from weft.launch.simulated import Simulation, device_memory
 from weft.models import experts, hf
 from weft.ops import attention
 from weft.ops.attention_call import Bounds, Call, Traits
 from weft.ops.per_document import per_document
-from weft.optim.optimizer import FusedAdamW
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 BF16 = torch.bfloat16

@@ -21,12 +21,12 @@ from tests.test_house import HOUSE
 from tests.toy_tokenizers import byte_tokenizer, chat
 from tests.zoo import tiny_config
 from weft import cli
-from weft.config.compat.trainer import TABLES
 from weft.config.load import load_config
+from weft.config.migrate.trainer import TABLES
 from weft.config.rl_schema import RlAlgorithm
 from weft.models import hf
 from weft.recipes import rl
-from weft.rl.builtin_rewards import BUILT_IN
+from weft.rl.rewards.builtin import BUILT_IN
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -18,14 +18,14 @@ from tests.pool import run
 from tests.resuming import Sections, equal, inputs, lines, process, state_of, whole_state
 from tests.test_optimizer import whole
 from weft.checkpoint.state import EMA, WEIGHTS
-from weft.cluster.options import ExportOptions
 from weft.engine.engine import Engine
+from weft.engine.losses.cross_entropy import CrossEntropy
+from weft.engine.optim.optimizer import Ema
 from weft.errors import UserError
-from weft.objectives.cross_entropy import CrossEntropy
-from weft.optim.optimizer import Ema
+from weft.launch.options import ExportOptions
 from weft.recipes import export
-from weft.verification.documents import awkward_steps
-from weft.verification.observed import to_documents
+from weft.verify.documents import awkward_steps
+from weft.verify.observed import to_documents
 
 DECAY = 0.75
 LAST = 4

@@ -17,11 +17,11 @@ from weft.data.encode import Encoding
 from weft.data.ends import configured_ends
 from weft.data.messages import MessageRules
 from weft.data.prompts import load_prompts
-from weft.engine.document import Document
+from weft.engine.batch.document import Document
 from weft.errors import UserError
-from weft.rollout.base import Completion, Request, Sampling
-from weft.rollout.embedded import EmbeddedEngine
-from weft.verification.adapter import randomize_adapters
+from weft.inference.base import Completion, Request, Sampling
+from weft.inference.embedded import EmbeddedEngine
+from weft.verify.adapter import randomize_adapters
 
 PROMPTS = [[5], [9, 8, 7, 6, 5, 4, 3], [11, 12] * 10, [3, 100, 50]]
 ENDS = (2, 17, 40)

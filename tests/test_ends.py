@@ -14,12 +14,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 from tests.toy_tokenizers import byte_tokenizer, chat, family_tokenizer, write_jsonl
 from tests.zoo import tiny_config
 from weft import cli
-from weft.cluster.options import ExportOptions, MergeOptions
 from weft.config.load import load_config
 from weft.config.rl_schema import RlConfig
 from weft.data.encode import Encoding
 from weft.data.ends import AnswerEnds, answer_ends, taught_ends, template_ends
-from weft.engine.document import Document
+from weft.engine.batch.document import Document
+from weft.launch.options import ExportOptions, MergeOptions
 from weft.models import hf
 from weft.recipes import export, merge, rl
 

@@ -20,14 +20,14 @@ from torch.distributed.tensor.placement_types import Replicate, Shard
 from tests.cases import ALL_GATHER, REDUCE_SCATTER, describe, open_engine, parity, saved_model, world_of
 from tests.pool import run
 from tests.zoo import tiny_config
-from weft.engine.document import Document
+from weft.engine.batch.document import Document
 from weft.engine.engine import Engine, StepResult
-from weft.objectives.base import Batch, LossOutput
-from weft.objectives.cross_entropy import CrossEntropy
+from weft.engine.losses.base import Batch, LossOutput
+from weft.engine.losses.cross_entropy import CrossEntropy
 from weft.parallel.fsdp import fsdp_modules
-from weft.verification import reference, reference_optimizer
-from weft.verification.documents import awkward_steps
-from weft.verification.observed import to_documents
+from weft.verify import reference, reference_optimizer
+from weft.verify.documents import awkward_steps
+from weft.verify.observed import to_documents
 
 LAYERS = ("model.layers.0", "model.layers.1")
 EVERYTHING = [document for step in awkward_steps(128) for document in step]

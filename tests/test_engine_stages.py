@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM
 
 from tests.cases import saved_model
 from tests.pool import run
-from weft.cluster.process import join
 from weft.config.schema import FsdpConfig, ModelConfig, OptimizerConfig, StepConfig
 from weft.engine.config import EngineConfig
 from weft.engine.loaded_state import _trained
@@ -28,8 +27,9 @@ from weft.engine.stages import (
     shard_model,
 )
 from weft.errors import UserError
-from weft.models.placement import Placement
+from weft.launch.process import join
 from weft.parallel.mesh import full_tensor, own_part
+from weft.parallel.pp.placement import Placement
 
 FROZEN = "model.embed_tokens"
 

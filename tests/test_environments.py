@@ -24,15 +24,15 @@ from weft.config.load import load_config
 from weft.config.rl_schema import RlConfig
 from weft.data.encode import Encoding
 from weft.errors import UserError
+from weft.inference.base import Completion, Request, Sampling, seed_of
+from weft.inference.types import Group, Prompt, Sample
 from weft.rl.chat import ChatRenderer
-from weft.rl.environment_pool import EnvironmentPool
-from weft.rl.environments import Environment
-from weft.rl.episodes import Episodes, load_environment
+from weft.rl.environments.base import Environment
+from weft.rl.environments.episodes import Episodes, load_environment
+from weft.rl.environments.pool import EnvironmentPool
 from weft.rl.prompts import PromptRules, PromptStream, load_rl_prompts, read_prompts
-from weft.rl.rewards import Failures, Rewards, decode
+from weft.rl.rewards.base import Failures, Rewards, decode
 from weft.rl.rollouts import groups_to_train, rollout_group
-from weft.rollout.base import Completion, Request, Sampling, seed_of
-from weft.rollout.types import Group, Prompt, Sample
 
 TOKENIZER = family_tokenizer("qwen", "qwen3")
 END = TOKENIZER.convert_tokens_to_ids("<|im_end|>")
@@ -202,7 +202,7 @@ ENDS = {
     "crash": ": its process was ended by signal 11",
     "be_killed": ": its process was ended by signal 9",
     "run_out": ": MemoryError: MemoryError",
-    "nothing": ": TypeError: returned None, which is no Reply (weft.rl.environments)",
+    "nothing": ": TypeError: returned None, which is no Reply (weft.rl.environments.base)",
     "nan": ": ValueError: `reward` of a Reply is nan",
     "unsendable": ": its reply cannot be sent: cannot pickle",
     "words": ": TypeError: `messages` and `calls` of a Reply are lists of dicts",
@@ -262,7 +262,7 @@ def test_a_fork_server_that_is_killed_is_replaced() -> None:
                 group = await rollout_group(QUESTION, 1, Scripted("say a", "b"), SAMPLING, env, seed=1)
                 samples += group.samples
                 for child in psutil.Process().children():
-                    if "weft.rl.environment_worker" in child.cmdline():
+                    if "weft.rl.environments.worker" in child.cmdline():
                         child.kill()
                         await asyncio.sleep(0.3)
         finally:
@@ -275,8 +275,8 @@ def test_a_fork_server_that_is_killed_is_replaced() -> None:
 HELD = """
 import asyncio, os, sys
 from tests.environments import Faulty
-from weft.rl.environment_pool import EnvironmentPool
-from weft.rollout.types import Prompt
+from weft.rl.environments.pool import EnvironmentPool
+from weft.inference.types import Prompt
 
 async def main():
     worker = await EnvironmentPool("tests.environments:Faulty").open()

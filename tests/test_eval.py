@@ -23,17 +23,17 @@ from tests.toy_tokenizers import chat, write_jsonl
 from weft import cli
 from weft.checkpoint.retention import best_step, complete_steps, point_best, prune, step_folder, sweep
 from weft.config import schema
-from weft.engine.document import Document
-from weft.objectives.base import Batch, Loss, LossOutput
-from weft.objectives.cross_entropy import CrossEntropy
+from weft.engine.batch.document import Document
+from weft.engine.losses.base import Batch, Loss, LossOutput
+from weft.engine.losses.cross_entropy import CrossEntropy
+from weft.launch import flight
+from weft.launch.summary import Phases
+from weft.observe.best import BestEvaluation
+from weft.observe.resume import reset_best
 from weft.recipes import evaluate
 from weft.recipes.evaluate import Evaluator, HeldOut
-from weft.run.best import BestEvaluation
-from weft.run.resume import reset_best
-from weft.telemetry import flight
-from weft.telemetry.summary import Phases
-from weft.verification import reference
-from weft.verification.plants import planted
+from weft.verify import reference
+from weft.verify.plants import planted
 
 Figures = dict[str, float | None]
 

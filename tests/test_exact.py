@@ -16,9 +16,12 @@ from torch import Tensor
 from tests.cases import open_engine, saved_model, world_of
 from tests.pool import run
 from tests.rl_samples import sample
-from weft.engine.document import Document
+from weft.engine.batch.document import Document
 from weft.engine.engine import Engine
 from weft.errors import UserError
+from weft.inference.base import Completion, Request, Sampling
+from weft.inference.embedded import EmbeddedEngine
+from weft.inference.types import Prompt, Sample
 from weft.ops import exact
 from weft.ops.attention_call import Bounds, Call
 from weft.ops.exact_attention import attend_exactly
@@ -26,10 +29,7 @@ from weft.ops.per_document import per_document
 from weft.parallel.mesh import own_part
 from weft.rl import exact as proof
 from weft.rl.exact import Proof, prove_exact, require_exact, try_engine
-from weft.rollout.base import Completion, Request, Sampling
-from weft.rollout.embedded import EmbeddedEngine
-from weft.rollout.types import Prompt, Sample
-from weft.verification.adapter import randomize_adapters
+from weft.verify.adapter import randomize_adapters
 
 TEMPERATURE = 0.9
 # Prompt, completion and samples: over a block of keys in the prompt, in the completion, and in neither.

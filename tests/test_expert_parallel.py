@@ -19,21 +19,21 @@ from torch.utils.checkpoint import checkpoint
 from tests.cases import describe, graphs_as_traced, open_engine, pairs, parity, saved_model, world_of
 from tests.pool import run
 from tests.zoo import tiny_config
-from weft.engine.division_check import in_threads
-from weft.engine.document import Document
+from weft.engine.batch.document import Document
 from weft.engine.engine import StepResult
-from weft.engine.expert_check import check_experts
-from weft.engine.startup import examine
+from weft.engine.losses.cross_entropy import CrossEntropy
+from weft.engine.selfcheck.division import in_threads
+from weft.engine.selfcheck.expert import check_experts
+from weft.engine.selfcheck.startup import examine
 from weft.errors import UserError
 from weft.models import experts, hf
-from weft.objectives.cross_entropy import CrossEntropy
 from weft.ops import dispatch
 from weft.ops.dispatch import ExpertAxis
 from weft.ops.recompute import contexts, kept
 from weft.parallel.fsdp import fsdp_modules
 from weft.parallel.mesh import own_part
-from weft.verification.documents import awkward_steps
-from weft.verification.observed import to_documents
+from weft.verify.documents import awkward_steps
+from weft.verify.observed import to_documents
 
 SHORT = {"step": {"max_tokens_per_device": 40}}  # with cp, documents are cut
 CASES = [

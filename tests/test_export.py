@@ -29,13 +29,13 @@ from tests.toy_tokenizers import byte_tokenizer
 from tests.zoo import tiny_config
 from weft.checkpoint import export
 from weft.engine.engine import Engine
+from weft.engine.losses.cross_entropy import CrossEntropy
 from weft.errors import StorageError, UserError
+from weft.inference.weight_sync import buckets
 from weft.models import hf
-from weft.objectives.cross_entropy import CrossEntropy
-from weft.rollout.sync import buckets
-from weft.sharding.safetensors_files import create
-from weft.verification.documents import awkward_steps
-from weft.verification.observed import to_documents
+from weft.parallel.shards.safetensors_files import create
+from weft.verify.documents import awkward_steps
+from weft.verify.observed import to_documents
 
 FAMILIES = (
     "llama", "llama_tied", "qwen3", "gemma2", "gemma3_text", "stablelm", "lfm2", "gpt2", "phi", "qwen3_moe", "mixtral",

@@ -20,21 +20,20 @@ import torch
 
 from tests import control_group
 from weft import versions
-from weft.cluster import actor_watchdog, entrypoint, machine, reports, watch
-from weft.cluster.actor_watchdog import ActorWatchdog
-from weft.cluster.consistency import differences
-from weft.cluster.entrypoint import set_up_actor
-from weft.cluster.failures import Failure, diagnose
-from weft.cluster.launch import LaunchOutcome
-from weft.cluster.reports import RankReport
-from weft.cluster.restart import run_with_restarts
-from weft.cluster.status import STATUS, Kind, failure_kind
-from weft.cluster.watch import Evidence, RankMonitor
-from weft.cluster.watchdog import SuspensionClock, in_collective, main_stack
 from weft.errors import RanksDisagreeError, StorageError, UserError
+from weft.launch import actor_watchdog, entrypoint, flight, machine, reports, watch
+from weft.launch.actor_watchdog import ActorWatchdog
+from weft.launch.consistency import differences
+from weft.launch.entrypoint import set_up_actor
+from weft.launch.failures import Failure, diagnose
+from weft.launch.flight import FlightRecord, FlightRecorder
+from weft.launch.launch import LaunchOutcome
+from weft.launch.reports import RankReport
+from weft.launch.restart import run_with_restarts
+from weft.launch.status import STATUS, Kind, failure_kind
+from weft.launch.watch import Evidence, RankMonitor
+from weft.launch.watchdog import SuspensionClock, in_collective, main_stack
 from weft.rl import failure
-from weft.telemetry import flight
-from weft.telemetry.flight import FlightRecord, FlightRecorder
 
 # ---------------------------------------------------------------- the record
 
@@ -284,7 +283,7 @@ def test_a_rank_that_waited_in_vain_says_more_than_one_that_lost_a_connection() 
 RANK = """
 import sys, time
 from pathlib import Path
-from weft.telemetry import flight
+from weft.observe import flight
 flight.recorder.open(Path(sys.argv[1]) / flight.FOLDER / flight.live_name(1))
 flight.begin(1, 2)
 flight.watch(0.3)
@@ -444,7 +443,7 @@ def test_memory_of_a_test_is_limited_in_either_version(
 
 def test_time_in_which_the_process_was_frozen_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr("weft.cluster.watchdog.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("weft.launch.watchdog.time.monotonic", lambda: now[0])
     frozen = SuspensionClock(0.5)
     for moment, expected in ((0.5, 0.0), (1.2, 0.0), (101.7, 100.0), (102.2, 100.0)):
         now[0] = moment

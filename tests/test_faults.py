@@ -18,9 +18,9 @@ from tests.control_group import can_limit_memory
 from tests.fault_cases import CASES, QUICK, STEPS, check, last_whole, run_case, write_config, write_shared
 from tests.faults import Fault, Run
 from tests.zoo import tiny_config
-from weft.cluster.machine import free_port
+from weft.launch import flight
+from weft.launch.machine import free_port
 from weft.models import hf
-from weft.telemetry import flight
 
 pytestmark = pytest.mark.slow
 

@@ -18,12 +18,12 @@ from tests.pool import run
 from tests.rl_samples import algorithm, rl_config
 from weft.config.schema import OptimizerConfig, ParameterGroup
 from weft.models.flops import FlopFacts
-from weft.verification import harness, rl_harness
-from weft.verification.documents import awkward_steps, boundary_ids, special_ids
-from weft.verification.expected import Expected, Trainer, expect, plain_optimizer, with_noise, with_rounding
-from weft.verification.observed import Observed, largest
-from weft.verification.reference import Document, Reference
-from weft.verification.routing import Differences
+from weft.verify import harness, rl_harness
+from weft.verify.documents import awkward_steps, boundary_ids, special_ids
+from weft.verify.expected import Expected, Trainer, expect, plain_optimizer, with_noise, with_rounding
+from weft.verify.observed import Observed, largest
+from weft.verify.reference import Document, Reference
+from weft.verify.routing import Differences
 
 
 def both_sides(path: str) -> tuple[Observed, Expected]:

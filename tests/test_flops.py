@@ -11,9 +11,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.vision_zoo import vision_config, vision_tokenizer
 from tests.zoo import tiny_config
-from weft.cluster.accelerators import ASSUMABLE, CARDS, limits_of
-from weft.cluster.machine import ACCELERATORS
-from weft.engine.media import Media
+from weft.engine.batch.media import Media
+from weft.launch.accelerators import ASSUMABLE, CARDS, limits_of
+from weft.launch.machine import ACCELERATORS
 from weft.models import hf
 from weft.models.cost import flop_facts
 from weft.models.flops import (
@@ -29,7 +29,7 @@ from weft.models.flops import (
 )
 from weft.models.train_module import TrainModule
 from weft.models.vision import blocks, find_vision
-from weft.planner.machines import machine_of
+from weft.recipes.plan.machines import machine_of
 
 
 def test_dense_model() -> None:

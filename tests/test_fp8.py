@@ -25,10 +25,10 @@ from weft.models import hf
 from weft.models.train_module import TrainModule
 from weft.models.transforms import describe_fp8, linear_layers, use_fp8
 from weft.ops import fp8
-from weft.verification.adapter import as_in_files
-from weft.verification.documents import awkward_steps
-from weft.verification.observed import one_gradient
-from weft.verification.reference import Reference
+from weft.verify.adapter import as_in_files
+from weft.verify.documents import awkward_steps
+from weft.verify.observed import one_gradient
+from weft.verify.reference import Reference
 
 
 def plainly_rounded(row: list[float]) -> list[float]:

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from tests.fuzz import fuzz
-from weft.rollout.sync.protocol import Channel, Delivery, SyncError, Ticket
-from weft.rollout.sync.server import Connection, SyncServer, _Pending
+from weft.inference.weight_sync.protocol import Channel, Delivery, SyncError, Ticket
+from weft.inference.weight_sync.server import Connection, SyncServer, _Pending
 
 TICKET = Ticket("127.0.0.1", 1, "key", "engine-0")
 ENTRY = ["a", "float32", [2, 3]]

@@ -28,16 +28,16 @@ from tests.toy_tokenizers import byte_tokenizer
 from tests.zoo import tiny_config
 from weft.config.rl_schema import DataConfig, ModelConfig, RlAlgorithm, RlConfig, RolloutConfig
 from weft.errors import UserError
+from weft.inference.base import Completion, Request, Sampling
+from weft.inference.cache_support import caches
+from weft.inference.generate import Generator
+from weft.inference.rows import CachedRows
+from weft.inference.token_sampling import kept, sample_tokens, uniforms
 from weft.models import hf
 from weft.models.routing import differ, replace_choices
 from weft.recipes.rl import sampling_of
 from weft.rl.model_engines import notes_on_generation
 from weft.rl.trainer import Trainer
-from weft.rollout.base import Completion, Request, Sampling
-from weft.rollout.cache_support import caches
-from weft.rollout.generate import Generator
-from weft.rollout.rows import CachedRows
-from weft.rollout.token_sampling import kept, sample_tokens, uniforms
 
 ENDS = (2, 17, 40)
 PROMPTS = [(5,), (9, 8, 7, 6, 5, 4, 3), (11, 12) * 10, (3, 100, 50), (3, 100, 51)]

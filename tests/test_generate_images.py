@@ -23,14 +23,14 @@ from weft.data.encode import Encoding
 from weft.data.image_opener import ImageOpener
 from weft.data.images import Images, read_images
 from weft.errors import UserError
+from weft.inference import generate
+from weft.inference.base import Completion, Request, Sampling
+from weft.inference.generate import Generator
+from weft.inference.rows import CachedRows, WholeRows
+from weft.inference.token_sampling import SampledTokens, sample_tokens
+from weft.inference.types import Prompt
 from weft.recipes.sampling import EvalPrompts, Sampler
 from weft.rl.prompts import PromptRules, read_prompts
-from weft.rollout import generate
-from weft.rollout.base import Completion, Request, Sampling
-from weft.rollout.generate import Generator
-from weft.rollout.rows import CachedRows, WholeRows
-from weft.rollout.token_sampling import SampledTokens, sample_tokens
-from weft.rollout.types import Prompt
 
 NEW = 8
 PICTURES = {"a": picture(24, 40), "b": picture(32, 32, 3), "c": picture(40, 24, 1)}

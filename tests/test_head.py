@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from weft import ops
-from weft.cluster.simulated import Simulation
+from weft.launch.simulated import Simulation
 from weft.ops import head
 from weft.ops.communicator import ThreadCommunicator, ThreadGroup
 from weft.ops.head import KnownGrad, LogitTransform, VocabularyShard, chunked_readouts, logprob_and_top1

@@ -19,10 +19,10 @@ from tests.cases import describe, parity, saved_model
 from tests.pool import run
 from tests.vision_zoo import vision_config, vision_tokenizer
 from tests.zoo import tiny_config
-from weft.engine.startup import examine
+from weft.engine.selfcheck.startup import examine
 from weft.models import hf, hf_template
-from weft.sharding.boxes import Box
-from weft.sharding.layout import layout_of
+from weft.parallel.shards.boxes import Box
+from weft.parallel.shards.layout import layout_of
 
 pytestmark = pytest.mark.compat
 

@@ -23,16 +23,16 @@ from weft.checkpoint.resume import judge_alone, newest, resumed_notes
 from weft.checkpoint.retention import complete_steps, step_folder
 from weft.checkpoint.state import DamagedError, write_rank_file, write_state
 from weft.checkpoint.state_schema import ENGINE, RL_RUN, RUN, find_problem
-from weft.cluster.process import join
 from weft.config import to_dict
 from weft.config.schema import SftConfig
 from weft.engine.host import HostTensor
 from weft.errors import UserError
-from weft.run.resume import changes, newest_complete, rates_changed
-from weft.sharding import digests
-from weft.sharding.boxes import Box
-from weft.sharding.digests import BoxDigest, check_digests, write_digests
-from weft.telemetry.summary import Phases, RunSummary
+from weft.launch.process import join
+from weft.launch.summary import Phases, RunSummary
+from weft.observe.resume import changes, newest_complete, rates_changed
+from weft.parallel.shards import digests
+from weft.parallel.shards.boxes import Box
+from weft.parallel.shards.digests import BoxDigest, check_digests, write_digests
 
 CONFIG = config_of(Path("home"), Path("run"), "2", {})
 VALUES = torch.arange(12.0).reshape(4, 3)

@@ -25,11 +25,11 @@ from tests.pool import run
 from tests.test_load import refused
 from weft import cli
 from weft.errors import UserError
-from weft.sharding import dcp
-from weft.sharding.boxes import Box
-from weft.sharding.dcp import open_dcp
-from weft.sharding.pickles import UnreadableError, read_pickle
-from weft.sharding.rank_files import open_rank_files
+from weft.parallel.shards import dcp
+from weft.parallel.shards.boxes import Box
+from weft.parallel.shards.dcp import open_dcp
+from weft.parallel.shards.pickles import UnreadableError, read_pickle
+from weft.parallel.shards.rank_files import open_rank_files
 
 KEY = "model.weights"
 W = torch.arange(12.0).reshape(4, 3)

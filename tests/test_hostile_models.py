@@ -23,15 +23,15 @@ from weft.data.encode import load_tokenizer
 from weft.errors import UserError
 from weft.files import check_folder, read_object, regular_file
 from weft.models import hf
-from weft.run import identity
-from weft.run.identity import _rows_of
-from weft.sharding import adapter_files
-from weft.sharding.adapter_files import shortest_names
-from weft.sharding.boxes import Box
-from weft.sharding.load import plan_load
-from weft.sharding.quantised import decoder_of
-from weft.sharding.safetensors_files import TensorFile
-from weft.sharding.source import open_source
+from weft.observe import identity
+from weft.observe.identity import _rows_of
+from weft.parallel.shards import adapter_files
+from weft.parallel.shards.adapter_files import shortest_names
+from weft.parallel.shards.boxes import Box
+from weft.parallel.shards.load import plan_load
+from weft.parallel.shards.quantised import decoder_of
+from weft.parallel.shards.safetensors_files import TensorFile
+from weft.parallel.shards.source import open_source
 
 DEEP = "[" * 5000 + "]" * 5000
 

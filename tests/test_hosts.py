@@ -15,14 +15,14 @@ import psutil
 import pytest
 
 from tests.stand_in_vllm import environment
-from weft.cluster.ray_actors import ActorGroup, Bundle, actor_group, check_capacity, ray_session
 from weft.config.load import load_config
 from weft.config.rl_schema import RlConfig
 from weft.errors import ActorError, UserError
+from weft.inference.base import Completion, Request, Sampling, Synced
+from weft.inference.servers import CALLS, HostedServer, server_variables
+from weft.inference.weight_sync.protocol import Ticket
+from weft.launch.ray_actors import ActorGroup, Bundle, actor_group, check_capacity, ray_session
 from weft.rl.served_pool import ServedPool, check_hosts, open_engines
-from weft.rollout.base import Completion, Request, Sampling, Synced
-from weft.rollout.servers import CALLS, HostedServer, server_variables
-from weft.rollout.sync.protocol import Ticket
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 ENGINES, OTHER = 2, "127.0.0.3"

@@ -26,7 +26,7 @@ Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 # Of the config package, what turns keys into other values; the rest checks, prints and documents them.
 READERS = ("mesh", "paths", "presets", "sources", "urls")
 # What `weft.cli` runs with any config before the recipe.
-BEFORE = ("weft.remote.local", "weft.remote.enter")
+BEFORE = ("weft.checkpoint.remote.local", "weft.checkpoint.remote.enter")
 COMMANDS: dict[str, tuple[type, Rules]] = {"sft": (SftConfig, SFT), "rl": (RlConfig, RL)}
 
 

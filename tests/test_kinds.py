@@ -9,14 +9,13 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from tests.zoo import tiny_config
-from weft.engine import startup
-from weft.engine.startup import examine
+from weft.engine.selfcheck import shrink, startup
+from weft.engine.selfcheck.kinds import LayerKinds, kinds_of, meta_model
+from weft.engine.selfcheck.shrink import fewer_layers, narrow
+from weft.engine.selfcheck.startup import examine
 from weft.errors import UserError
-from weft.models import shrink
 from weft.models.facts import find_facts
-from weft.models.kinds import LayerKinds, kinds_of, meta_model
 from weft.models.patterns import outermost, similar_names
-from weft.models.shrink import fewer_layers, narrow
 
 _RECURRENT = ["recurrent", "recurrent", "attention"]
 # family, keys, layers of the copy, what must be left of a key of its config

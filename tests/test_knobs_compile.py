@@ -20,16 +20,16 @@ from tests.cases import describe as described
 from tests.cases import engine_config, graphs_as_traced, open_engine, pairs, saved_model
 from tests.pool import run
 from tests.zoo import tiny_config
-from weft.engine.compile_check import try_compiled
-from weft.engine.document import Document
+from weft.engine.batch.document import Document
+from weft.engine.losses.cross_entropy import CrossEntropy
+from weft.engine.selfcheck.compile import try_compiled
+from weft.engine.selfcheck.startup import examine
 from weft.engine.stages import describe, may_compile
-from weft.engine.startup import examine
 from weft.errors import UserError
-from weft.objectives.cross_entropy import CrossEntropy
 from weft.ops import attention
 from weft.ops.attention_call import Call
-from weft.verification.documents import awkward_steps
-from weft.verification.harness import Verdict, verify
+from weft.verify.documents import awkward_steps
+from weft.verify.harness import Verdict, verify
 
 
 def compiled(path: str, mesh: str) -> tuple[Verdict | None, dict[str, Any]]:

@@ -14,12 +14,12 @@ from torch import Tensor
 from tests.cases import REDUCE_SCATTER, describe, open_engine, parity, saved_model, world_of
 from tests.pool import run
 from weft.engine.contract import check_contract
-from weft.objectives.cross_entropy import CrossEntropy
-from weft.optim import rounded
-from weft.report.banner import dtype_rows
-from weft.verification.documents import awkward_steps
-from weft.verification.harness import Verdict
-from weft.verification.observed import to_documents
+from weft.engine.losses.cross_entropy import CrossEntropy
+from weft.engine.optim import rounded
+from weft.observe.banner import dtype_rows
+from weft.verify.documents import awkward_steps
+from weft.verify.harness import Verdict
+from weft.verify.observed import to_documents
 
 SGD = {"name": "sgd", "momentum": 0.9, "lr": 1.0}
 

@@ -13,13 +13,13 @@ from tests.cases import describe, open_engine, saved_model, world_of
 from tests.pool import run
 from weft.engine.contract import check_contract
 from weft.engine.engine import Engine, StepResult
-from weft.engine.plan import StepPlan
-from weft.objectives.cross_entropy import CrossEntropy
-from weft.optim.loss_scale import LossScale
-from weft.report.banner import dtype_rows
-from weft.verification.documents import awkward_steps
-from weft.verification.harness import Verdict, verify
-from weft.verification.observed import to_documents
+from weft.engine.losses.cross_entropy import CrossEntropy
+from weft.engine.optim.loss_scale import LossScale
+from weft.engine.step_plan.plan import StepPlan
+from weft.observe.banner import dtype_rows
+from weft.verify.documents import awkward_steps
+from weft.verify.harness import Verdict, verify
+from weft.verify.observed import to_documents
 
 STEPS = awkward_steps(128)
 CLIPPED = {"optimizer": {"max_grad_norm": 0.05}}  # every step is clipped, so that the weights depend on the norm

@@ -16,14 +16,14 @@ from tests.cases import REDUCE_SCATTER, describe, open_engine, parity, saved_mod
 from tests.pool import run
 from weft.engine.contract import check_contract
 from weft.engine.engine import Engine, StepResult
+from weft.engine.losses.cross_entropy import CrossEntropy
+from weft.engine.optim.groups import describe_groups
 from weft.errors import UserError
 from weft.models.freeze import freeze
 from weft.models.patterns import matches
-from weft.objectives.cross_entropy import CrossEntropy
-from weft.optim.groups import describe_groups
-from weft.verification.documents import awkward_steps
-from weft.verification.harness import Verdict
-from weft.verification.observed import to_documents
+from weft.verify.documents import awkward_steps
+from weft.verify.harness import Verdict
+from weft.verify.observed import to_documents
 
 # Whole units, parts of a unit, the first layers (whose inputs then need no gradient), the head.
 FROZEN = {

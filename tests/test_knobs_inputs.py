@@ -13,13 +13,13 @@ from tests.cases import describe, open_engine, parity, saved_model
 from tests.pool import run
 from weft.engine.contract import check_contract
 from weft.engine.engine import Engine
+from weft.engine.losses.cross_entropy import CrossEntropy
 from weft.errors import UserError
-from weft.objectives.cross_entropy import CrossEntropy
+from weft.observe.banner import dtype_rows
 from weft.parallel.inputs import InputCasts
-from weft.report.banner import dtype_rows
-from weft.verification.documents import awkward_steps
-from weft.verification.harness import Verdict
-from weft.verification.observed import to_documents
+from weft.verify.documents import awkward_steps
+from weft.verify.harness import Verdict
+from weft.verify.observed import to_documents
 
 BF16, FP32 = torch.bfloat16, torch.float32
 

@@ -16,12 +16,12 @@ from tests.pool import run
 from weft import upstream
 from weft.config.schema import FsdpConfig
 from weft.engine.contract import check_contract
-from weft.objectives.cross_entropy import CrossEntropy
+from weft.engine.losses.cross_entropy import CrossEntropy
+from weft.observe.banner import fsdp_line
 from weft.parallel import fsdp
 from weft.parallel.fsdp import fsdp_modules
-from weft.report.banner import fsdp_line
-from weft.verification.documents import awkward_steps
-from weft.verification.observed import to_documents
+from weft.verify.documents import awkward_steps
+from weft.verify.observed import to_documents
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])

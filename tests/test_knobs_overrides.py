@@ -19,15 +19,15 @@ from tests.cases import ALL_GATHER, REDUCE_SCATTER, describe, open_engine, parit
 from tests.pool import run
 from weft.engine.contract import check_contract
 from weft.engine.engine import Engine
+from weft.engine.losses.cross_entropy import CrossEntropy
+from weft.engine.optim import optimizer
 from weft.errors import UserError
-from weft.objectives.cross_entropy import CrossEntropy
-from weft.optim import optimizer
+from weft.observe.banner import parameter_rows, unit_rows
 from weft.parallel import fsdp
 from weft.parallel.mesh import full_tensor
-from weft.report.banner import parameter_rows, unit_rows
-from weft.verification.documents import awkward_steps
-from weft.verification.harness import Verdict
-from weft.verification.observed import to_documents
+from weft.verify.documents import awkward_steps
+from weft.verify.harness import Verdict
+from weft.verify.observed import to_documents
 
 MIXES: list[tuple[str, str, dict[str, Any]]] = [
     ("llama", "2", {"model.layers.0": "replicate"}),

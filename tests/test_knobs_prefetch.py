@@ -13,10 +13,10 @@ import torch.distributed as dist
 from tests.cases import ALL_GATHER, describe, open_engine, parity, saved_model, world_of
 from tests.pool import run
 from weft.engine.engine import Engine, StepResult
-from weft.objectives.cross_entropy import CrossEntropy
-from weft.verification.documents import awkward_steps
-from weft.verification.harness import Verdict
-from weft.verification.observed import to_documents
+from weft.engine.losses.cross_entropy import CrossEntropy
+from weft.verify.documents import awkward_steps
+from weft.verify.harness import Verdict
+from weft.verify.observed import to_documents
 
 NESTED = {"llama": ("layers", "head", "LlamaMLP", "LlamaAttention"), "qwen3_moe": ("layers", "head", "Qwen3MoeExperts")}
 

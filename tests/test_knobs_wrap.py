@@ -13,15 +13,15 @@ from torch import Tensor, nn
 
 from tests.cases import ALL_GATHER, REDUCE_SCATTER, describe, open_engine, parity, saved_model, world_of
 from tests.pool import run
+from weft.engine.losses.cross_entropy import CrossEntropy
 from weft.errors import UserError
 from weft.models import hf
 from weft.models.train_module import TrainModule
-from weft.objectives.cross_entropy import CrossEntropy
+from weft.observe.banner import unit_rows
 from weft.parallel.units import Unit, find_units, own_parameters
-from weft.report.banner import unit_rows
-from weft.verification.documents import awkward_steps
-from weft.verification.harness import Verdict
-from weft.verification.observed import to_documents
+from weft.verify.documents import awkward_steps
+from weft.verify.harness import Verdict
+from weft.verify.observed import to_documents
 
 L0, L1 = "model.layers.0", "model.layers.1"
 ATTENTION = [f"{layer}.self_attn" for layer in (L0, L1)]

@@ -19,16 +19,16 @@ import torch.distributed as dist
 
 from tests import forked
 from tests.machine import business
-from weft.cluster import process
-from weft.cluster.entrypoint import guarded
-from weft.cluster.failures import diagnose
-from weft.cluster.launch import launch
-from weft.cluster.launchers import join_launcher
-from weft.cluster.machine import cpu_cores
-from weft.cluster.process import fake_ranks, join
-from weft.cluster.reports import RankReport
-from weft.cluster.watch import Evidence
 from weft.errors import UserError
+from weft.launch import process
+from weft.launch.entrypoint import guarded
+from weft.launch.failures import diagnose
+from weft.launch.launch import launch
+from weft.launch.launchers import join_launcher
+from weft.launch.machine import cpu_cores
+from weft.launch.process import fake_ranks, join
+from weft.launch.reports import RankReport
+from weft.launch.watch import Evidence
 
 SCRIPT = str(Path(__file__).parent / "rank_script.py")
 
@@ -116,7 +116,7 @@ def test_a_failed_verdict_is_no_crash(start: Start) -> None:
 def test_ranks_end_with_their_launcher(number: signal.Signals) -> None:
     if number == signal.SIGKILL and sys.platform != "linux":
         pytest.skip("only Linux ends the ranks of a killed launcher")
-    code = "import sys; from weft.cluster.launch import launch; sys.exit(launch(sys.argv[1:], 2))"
+    code = "import sys; from weft.launch.launch import launch; sys.exit(launch(sys.argv[1:], 2))"
     command = [sys.executable, "-c", code, sys.executable, SCRIPT, "sleep"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as launcher:
         assert launcher.stdout is not None

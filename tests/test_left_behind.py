@@ -18,13 +18,13 @@ from typing import Any
 import psutil
 import pytest
 
-from weft.cluster import ray_actors, ray_watchdog, scratch
-from weft.cluster.ray_watchdog import RayWatchdog
-from weft.cluster.reaper import reaping
-from weft.cluster.scratch import PREFIX, PROCESSES, note_of, remove_abandoned, scratch_folder
 from weft.errors import ActorError
-from weft.rl.reward_calls import Batch, Outcome, RewardSpec
-from weft.rl.reward_pool import RewardPool
+from weft.launch import ray_actors, ray_watchdog, scratch
+from weft.launch.ray_watchdog import RayWatchdog
+from weft.launch.reaper import reaping
+from weft.launch.scratch import PREFIX, PROCESSES, note_of, remove_abandoned, scratch_folder
+from weft.rl.rewards.calls import Batch, Outcome, RewardSpec
+from weft.rl.rewards.pool import RewardPool
 from weft.rl.workers import _ending, _joined
 
 ROOT = Path(__file__).parent.parent
@@ -72,8 +72,8 @@ def numbers_in(path: Path, count: int, seconds: float = 60.0) -> list[int]:
 CONTROLLER = """
 import os, subprocess, sys, time
 from pathlib import Path
-from weft.cluster.reaper import reaping
-from weft.cluster.scratch import scratch_folder
+from weft.launch.reaper import reaping
+from weft.launch.scratch import scratch_folder
 
 # Leaves its session and its parent, as a daemon does; the root starts it.
 ROOT = '''

@@ -25,17 +25,17 @@ from tests.zoo import LAYOUT_FAMILIES, tiny_config
 from weft.checkpoint import export
 from weft.engine import build, stages
 from weft.engine.engine import Engine
-from weft.engine.startup import ModelSupport
+from weft.engine.selfcheck.startup import ModelSupport
 from weft.errors import UserError
 from weft.models import hf
 from weft.parallel import parallelize
-from weft.sharding import load, walker
-from weft.sharding.boxes import Box, local_box
-from weft.sharding.layout import Piece
-from weft.sharding.ranges import RangeWriter
-from weft.sharding.safetensors_files import TensorFile, create, lay_out
-from weft.sharding.source import open_source
-from weft.sharding.walker import checked, walk
+from weft.parallel.shards import load, walker
+from weft.parallel.shards.boxes import Box, local_box
+from weft.parallel.shards.layout import Piece
+from weft.parallel.shards.ranges import RangeWriter
+from weft.parallel.shards.safetensors_files import TensorFile, create, lay_out
+from weft.parallel.shards.source import open_source
+from weft.parallel.shards.walker import checked, walk
 
 Tensors = dict[str, Tensor]
 _folder = tempfile.TemporaryDirectory(prefix="weft-load-")

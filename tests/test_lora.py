@@ -20,23 +20,23 @@ from tests.pool import run
 from tests.resuming import Sections, inputs, lines, process, whole_state
 from tests.zoo import tiny_config
 from weft.checkpoint.adapters import save_adapter
-from weft.cluster.options import ExportOptions, MergeOptions
 from weft.config.schema import LoraConfig, ParameterGroup
 from weft.engine.contract import check_contract
+from weft.engine.losses.cross_entropy import CrossEntropy
 from weft.errors import UserError
+from weft.launch.options import ExportOptions, MergeOptions
 from weft.models import hf
 from weft.models.lora import first_values
 from weft.models.low_rank import linear_hook
-from weft.objectives.cross_entropy import CrossEntropy
+from weft.parallel.shards import adapter_files
+from weft.parallel.shards.adapter_files import plan_lora
 from weft.recipes import export, merge
-from weft.sharding import adapter_files
-from weft.sharding.adapter_files import plan_lora
-from weft.verification.adapter import randomize_adapters
-from weft.verification.documents import awkward_steps
-from weft.verification.observed import gather_readouts, neighbours, one_gradient, to_documents
-from weft.verification.peft_reference import PeftReference
-from weft.verification.plants import planted
-from weft.verification.reference import Reference
+from weft.verify.adapter import randomize_adapters
+from weft.verify.documents import awkward_steps
+from weft.verify.observed import gather_readouts, neighbours, one_gradient, to_documents
+from weft.verify.peft_reference import PeftReference
+from weft.verify.plants import planted
+from weft.verify.reference import Reference
 
 EXPERTS = ("all-linear", "mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 STEPS = awkward_steps(128)

@@ -13,12 +13,12 @@ import pytest
 import weft
 from tests.cases import write_small_job
 from weft import cli
-from weft.cluster.options import MeasureOptions
 from weft.config.rl_schema import RlConfig
 from weft.config.schema import SftConfig, SourceConfig
 from weft.errors import UserError
+from weft.launch.options import MeasureOptions
+from weft.observe.measured import measured_config
 from weft.recipes import measure
-from weft.run.measured import measured_config
 
 FIGURES = ("eval/loss", "eval/perplexity", "eval/accuracy", "eval/exact")
 

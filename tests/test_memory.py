@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from weft.telemetry.profiling import own_peak_memory_gib
+from weft.observe.profiling import own_peak_memory_gib
 
 CPU = torch.device("cpu")
 
@@ -28,7 +28,7 @@ def test_the_peak_outlives_the_memory() -> None:
 
 PAGE_FAULTS = """
 import resource, sys
-from weft.cluster.machine import keep_freed_memory
+from weft.launch.machine import keep_freed_memory
 
 if sys.argv[1] == "kept":
     keep_freed_memory()

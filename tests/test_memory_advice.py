@@ -16,8 +16,8 @@ from tests.cases import bytes_held, open_engine, saved_model, world_of
 from tests.pool import run
 from weft.config.schema import FsdpConfig, OptimizerConfig
 from weft.errors import UserError
-from weft.memory.estimate import MemoryNeeds, capacity, check_draws, check_fits, hint, local_ranks
-from weft.sharding import load
+from weft.parallel.memory import MemoryNeeds, capacity, check_draws, check_fits, hint, local_ranks
+from weft.parallel.shards import load
 
 GIB = 1 << 30
 

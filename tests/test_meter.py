@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 from tests.local_rl import make_task, start
-from weft.cluster.stopping import StopSignals
 from weft.errors import StoppedError
-from weft.report import progress
+from weft.inference.base import Completion, Request, Sampling
+from weft.launch.stopping import StopSignals
+from weft.observe import progress
 from weft.rl import batch_pool
 from weft.rl import meter as meter_module
 from weft.rl.batch_pool import BatchPool
 from weft.rl.meter import Meter
-from weft.rollout.base import Completion, Request, Sampling
 
 
 def test_what_it_says() -> None:

@@ -11,12 +11,12 @@ import yaml
 from tests.test_hostile_config import SPECIAL
 from weft import cli
 from weft.config import SftConfig, load_config
-from weft.config.compat.draft import Draft
-from weft.config.compat.migrate import migrate
-from weft.config.compat.names import entry_of
-from weft.config.compat.roll import ALGORITHM
-from weft.config.compat.trainer import TABLES
 from weft.config.keys import schema_keys
+from weft.config.migrate.draft import Draft
+from weft.config.migrate.migrate import migrate
+from weft.config.migrate.names import entry_of
+from weft.config.migrate.roll import ALGORITHM
+from weft.config.migrate.trainer import TABLES
 from weft.config.rl_checks import INERT
 from weft.config.rl_schema import RlConfig
 from weft.config.yaml12 import Loader, Node, read_file

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from weft.config import SftConfig, load_config
-from weft.config.compat.migrate import migrate
 from weft.config.keys import get
+from weft.config.migrate.migrate import migrate
 from weft.config.rl_schema import RlConfig
 
 VERL = """

@@ -18,8 +18,8 @@ import yaml
 from tests.rl_samples import algorithm, group
 from weft import cli
 from weft.config import load_config
-from weft.config.compat.migrate import migrate
-from weft.config.compat.roll import DEFAULTS
+from weft.config.migrate.migrate import migrate
+from weft.config.migrate.roll import DEFAULTS
 from weft.config.rl_schema import RlConfig
 from weft.config.yaml12 import Loader
 from weft.errors import UserError

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.zoo import tiny_config
-from weft.engine.division_check import Groups, in_threads
+from weft.engine.selfcheck.division import Groups, in_threads
 from weft.models import hf
 from weft.models.families import carries_state
 from weft.models.mixer_part import MixerShare, _joined, view

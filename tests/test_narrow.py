@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 
 from tests.cases import open_engine, pairs, saved_model, world_of
 from tests.pool import run
-from weft.verification.documents import awkward_steps
-from weft.verification.harness import Figure
-from weft.verification.narrow import (
+from weft.verify.documents import awkward_steps
+from weft.verify.harness import Figure
+from weft.verify.narrow import (
     NarrowResults,
     compare_as_configured,
     gradient_errors,
@@ -26,7 +26,7 @@ from weft.verification.narrow import (
     row_errors,
     share_along,
 )
-from weft.verification.plants import planted
+from weft.verify.plants import planted
 
 Sections = dict[str, dict[str, Any]]
 NEIGHBOURS = "neighbours do not move, configured dtypes"

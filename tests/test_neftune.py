@@ -17,24 +17,24 @@ from tests.cases import engine_config, saved_model, world_of
 from tests.pool import run
 from tests.resuming import Sections, equal, lines, process, whole_state
 from tests.vision_zoo import saved_vision_model
-from weft.cluster.process import join
 from weft.config.schema import DataConfig, ModelConfig, SftConfig, TrainConfig
 from weft.data.order import Step
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
+from weft.engine.losses.cross_entropy import CrossEntropy
 from weft.errors import UserError
+from weft.launch.process import join
 from weft.models import embedding_noise, hf
 from weft.models.embedding_noise import StepNoise, noise_of
-from weft.objectives.cross_entropy import CrossEntropy
-from weft.planner.simulate import Step as SimulatedStep
-from weft.planner.simulate import rows_of
 from weft.recipes import sft
+from weft.recipes.plan.simulate import Step as SimulatedStep
+from weft.recipes.plan.simulate import rows_of
 from weft.recipes.verify import verified_config
-from weft.verification.documents import awkward_steps
-from weft.verification.image_documents import shown
-from weft.verification.image_reference import ImageReference
-from weft.verification.observed import to_documents
-from weft.verification.reference import Document, Reference
+from weft.verify.documents import awkward_steps
+from weft.verify.image_documents import shown
+from weft.verify.image_reference import ImageReference
+from weft.verify.observed import to_documents
+from weft.verify.reference import Document, Reference
 
 ALPHA, SEED, STEP = 8.0, 5, 3
 _MASK = (1 << 64) - 1

@@ -22,19 +22,19 @@ from tests import forked, local_rl, object_stores
 from tests.object_stores import FailsFor, Killed, KillsItself, Place, counted, gone, place
 from tests.resuming import equal, inputs, state_of
 from weft import cli, terminal
+from weft.checkpoint.remote import mirror
+from weft.checkpoint.remote.enter import begin_run, fetch_run, own_token, resume_run
+from weft.checkpoint.remote.layout import BEST, LATEST, Manifest, RemoteRun
+from weft.checkpoint.remote.local import localised
+from weft.checkpoint.remote.mirror import Mirror
+from weft.checkpoint.remote.staging import fetch
+from weft.checkpoint.remote.store import Store, StoreError
 from weft.checkpoint.retention import point_best
 from weft.config.load import load_config
 from weft.config.rl_schema import RlConfig
 from weft.config.schema import CheckpointConfig, ModelConfig
 from weft.config.urls import LocalCopy
 from weft.errors import StorageError, UserError
-from weft.remote import mirror
-from weft.remote.enter import begin_run, fetch_run, own_token, resume_run
-from weft.remote.layout import BEST, LATEST, Manifest, RemoteRun
-from weft.remote.local import localised
-from weft.remote.mirror import Mirror
-from weft.remote.staging import fetch
-from weft.remote.store import Store, StoreError
 
 S3 = pytest.param("s3", marks=pytest.mark.skipif(not object_stores.HAS_S3, reason="needs moto and s3fs"))
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")

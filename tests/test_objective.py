@@ -15,18 +15,18 @@ from tests.pool import run
 from tests.toy_tokenizers import byte_tokenizer, write_jsonl
 from tests.zoo import tiny_config
 from weft import cli
+from weft.engine.losses.base import Batch
+from weft.engine.losses.cross_entropy import CrossEntropy, HeldOutLoss
+from weft.engine.losses.load import choose_objective
 from weft.errors import UserError
 from weft.models import hf
-from weft.objectives.base import Batch
-from weft.objectives.cross_entropy import CrossEntropy, HeldOutLoss
-from weft.objectives.load import choose_objective
-from weft.verification import harness
-from weft.verification.documents import awkward_steps
-from weft.verification.harness import Verdict
+from weft.verify import harness
+from weft.verify.documents import awkward_steps
+from weft.verify.harness import Verdict
 
 FOCAL = """
 import torch
-from weft.objectives.base import Batch, Terms
+from weft.engine.losses.base import Batch, Terms
 
 class Focal:
     readouts = frozenset({"logprob"})

@@ -9,8 +9,8 @@ import pytest
 from weft.config import load_config
 from weft.config.rl_schema import RlConfig
 from weft.config.schema import SftConfig
-from weft.report.banner import ModelOpening, few_rollout_steps, show_opening, steps_lines, update_lines
-from weft.report.tables import AxisRow, mesh_table
+from weft.observe.banner import ModelOpening, few_rollout_steps, show_opening, steps_lines, update_lines
+from weft.observe.tables import AxisRow, mesh_table
 from weft.terminal import counted
 
 

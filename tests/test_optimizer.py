@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 from tests import pool
 from tests.zoo import tiny_config
 from weft.config.schema import OptimizerConfig
-from weft.optim.groups import decays, describe_groups
-from weft.optim.optimizer import build_optimizer, clip_gradients, set_learning_rate
+from weft.engine.optim.groups import decays, describe_groups
+from weft.engine.optim.optimizer import build_optimizer, clip_gradients, set_learning_rate
 
 # ---------------------------------------------------------------- decay
 

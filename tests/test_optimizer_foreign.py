@@ -18,13 +18,13 @@ from weft.checkpoint.state import find_scalars, load_state, read_state
 from weft.config.schema import CheckpointConfig, OptimizerConfig
 from weft.engine.contract import check_contract
 from weft.engine.engine import Engine
+from weft.engine.losses.cross_entropy import CrossEntropy
+from weft.engine.optim.custom_optimizer import CustomOptimizerSpec, ShardOptimizer, find_rule
+from weft.engine.optim.optimizer import build_optimizer, set_learning_rate
 from weft.errors import UserError
-from weft.objectives.cross_entropy import CrossEntropy
-from weft.optim.custom_optimizer import CustomOptimizerSpec, ShardOptimizer, find_rule
-from weft.optim.optimizer import build_optimizer, set_learning_rate
-from weft.report.banner import dtype_rows
-from weft.verification.documents import awkward_steps
-from weft.verification.observed import to_documents
+from weft.observe.banner import dtype_rows
+from weft.verify.documents import awkward_steps
+from weft.verify.observed import to_documents
 
 USABLE: dict[str, dict[str, Any]] = {
     "torch.optim.Adagrad": {"options": {"eps": 1e-6}},

@@ -14,11 +14,11 @@ from tests.cases import describe, open_engine, parity, saved_model
 from tests.pool import run
 from tests.zoo import tiny_config
 from weft.config.schema import OptimizerConfig, ParameterGroup
+from weft.engine.optim import groups
+from weft.engine.optim.groups import check_groups, describe_groups, param_group_rules
+from weft.engine.optim.optimizer import build_optimizer, set_learning_rate
 from weft.errors import UserError
-from weft.optim import groups
-from weft.optim.groups import check_groups, describe_groups, param_group_rules
-from weft.optim.optimizer import build_optimizer, set_learning_rate
-from weft.verification.harness import Verdict
+from weft.verify.harness import Verdict
 
 
 def model(family: str = "llama") -> nn.Module:

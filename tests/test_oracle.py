@@ -23,10 +23,10 @@ from torch import Tensor
 from tests.cases import MESHES, open_engine, saved_model, world_of
 from tests.pool import run
 from tests.zoo import VOCABULARY
-from weft.verification.documents import awkward_steps
-from weft.verification.harness import Figure, compare_gradients, worst_of
-from weft.verification.observed import one_gradient
-from weft.verification.plants import planted
+from weft.verify.documents import awkward_steps
+from weft.verify.harness import Figure, compare_gradients, worst_of
+from weft.verify.observed import one_gradient
+from weft.verify.plants import planted
 
 VERSION = "5.23."
 BESIDE = os.environ.get("WEFT_ORACLE")

@@ -16,9 +16,9 @@ from tests.cases import parity
 from tests.pool import run
 from tests.toy_tokenizers import byte_tokenizer, chat, write_jsonl
 from weft import cli
-from weft.cluster.options import ChatOptions, ExportOptions
 from weft.config.load import imports_of_run
 from weft.errors import UserError
+from weft.launch.options import ChatOptions, ExportOptions
 from weft.models import hf
 from weft.recipes import export
 from weft.recipes.chat import open_chat

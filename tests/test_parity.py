@@ -10,7 +10,7 @@ import pytest
 from tests.cases import describe, parity, saved_model, world_of
 from tests.pool import run
 from tests.zoo import OWN_ATTENTION_FAMILIES, PARITY_FAMILIES
-from weft.verification.harness import Verdict
+from weft.verify.harness import Verdict
 
 
 def check(family: str, mesh: str, sections: dict[str, dict[str, Any]], **changes: Any) -> None:

@@ -25,21 +25,21 @@ from tests.resuming import Sections, equal, inputs, lines, process, whole_state
 from tests.zoo import tiny_config
 from weft.config import load_config
 from weft.config.rl_schema import RlConfig
-from weft.engine.document import Document
-from weft.engine.pipeline import PipelineExecutor
-from weft.engine.pipeline_check import check_pipeline
-from weft.engine.schedule import placement_of
+from weft.engine.batch.document import Document
+from weft.engine.losses.cross_entropy import CrossEntropy
+from weft.engine.pipeline_executor import PipelineExecutor
+from weft.engine.selfcheck.pipeline import check_pipeline
+from weft.engine.selfcheck.startup import examine
 from weft.engine.stages import check_layers
-from weft.engine.startup import examine
 from weft.errors import UserError
 from weft.models import hf
-from weft.models.pipeline import cut_layers
-from weft.models.placement import Placement
-from weft.objectives.cross_entropy import CrossEntropy
-from weft.report.banner import pipeline_hint
-from weft.verification.harness import verify
-from weft.verification.peft_reference import PeftReference
-from weft.verification.reference import Reference
+from weft.observe.banner import pipeline_hint
+from weft.parallel.pp.model import cut_layers
+from weft.parallel.pp.placement import Placement
+from weft.parallel.pp.schedule import placement_of
+from weft.verify.harness import verify
+from weft.verify.peft_reference import PeftReference
+from weft.verify.reference import Reference
 
 CASES = [
     ("llama", "pp2"), ("llama", "pp2g"), ("qwen3", "pp2"), ("gemma3_text", "pp3"), ("llama", "pp2x2"),

@@ -23,13 +23,13 @@ from tests.test_pipeline import given, model_of
 from tests.toy_tokenizers import byte_tokenizer
 from tests.zoo import tiny_config
 from weft.config import load_config
-from weft.engine.schedule import DELAYED, Action, Kind, Schedule, bubble, in_flight, order, placement_of
 from weft.errors import UserError
 from weft.models import hf
-from weft.models.placement import Placement
-from weft.models.weight_gradients import WeightGradients
 from weft.parallel.mesh import Channel
-from weft.parallel.stages import Message
+from weft.parallel.pp.placement import Placement
+from weft.parallel.pp.schedule import DELAYED, Action, Kind, Schedule, bubble, in_flight, order, placement_of
+from weft.parallel.pp.stages import Message
+from weft.parallel.pp.weight_gradients import WeightGradients
 
 # ---------------------------------------------------------------- orders
 

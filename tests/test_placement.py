@@ -7,11 +7,11 @@ from unittest.mock import patch
 
 import pytest
 
-from weft.cluster.options import RlOptions
-from weft.cluster.ray_actors import Bundle
 from weft.config.load import load_config
 from weft.config.rl_schema import RlConfig
 from weft.errors import UserError
+from weft.launch.options import RlOptions
+from weft.launch.ray_actors import Bundle
 from weft.rl import placement as rl_placement
 from weft.rl.actors import actor_resources
 from weft.rl.placement import LONG, resolve_placement

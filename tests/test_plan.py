@@ -1,4 +1,4 @@
-"""weft.engine.plan: every document once, budgets held, ranks alike."""
+"""weft.engine.step_plan.plan: every document once, budgets held, ranks alike."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from typing import Literal
 import numpy as np
 import pytest
 
-from weft.engine.packing import _Refinement, pack_padded
-from weft.engine.plan import DocumentMeta, StepPlan, plan_step
+from weft.engine.step_plan.packing import _Refinement, pack_padded
+from weft.engine.step_plan.plan import DocumentMeta, StepPlan, plan_step
 
 # Qwen3-0.6B's: 6 FLOPs per weight and token; 6 x layers x heads x width per token squared.
 LINEAR, QUADRATIC = 3.6e9, 344e3

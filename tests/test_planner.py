@@ -18,28 +18,28 @@ from tests.cases import MESHES, bytes_held, engine_config, open_engine, saved_mo
 from tests.pool import run
 from tests.vision_zoo import vision_folder
 from weft import cli
-from weft.cluster.machine import Accelerator, accelerator
-from weft.cluster.process import fake_ranks
 from weft.config import SftConfig, load_config
 from weft.config.mesh import MeshSizes, fewest_ranks, resolve_mesh
 from weft.config.rl_schema import RlConfig
 from weft.config.schema import MeshConfig
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
-from weft.memory.activations import RowSharing
-from weft.objectives.cross_entropy import CrossEntropy
-from weft.planner import machines
-from weft.planner.blueprint import Blueprint
-from weft.planner.holdings import Held, Holdings, Place
-from weft.planner.machines import Machine, machine_of
-from weft.planner.memory import _lingering, _unreduced, memory_by_stage
-from weft.planner.passes import layer_passes
-from weft.planner.rows import RowFacts, plan_rows
-from weft.planner.search import BEST, Search, _rows, meshes, search
-from weft.planner.simulate import Step, plan_of, rows_of, watched_step
-from weft.planner.timing import time_of
-from weft.planner.traffic import transfers
-from weft.recipes.plan import longer
+from weft.engine.losses.cross_entropy import CrossEntropy
+from weft.launch.machine import Accelerator, accelerator
+from weft.launch.process import fake_ranks
+from weft.parallel.activations import RowSharing
+from weft.recipes.plan import machines
+from weft.recipes.plan.blueprint import Blueprint
+from weft.recipes.plan.holdings import Held, Holdings, Place
+from weft.recipes.plan.machines import Machine, machine_of
+from weft.recipes.plan.memory import _lingering, _unreduced, memory_by_stage
+from weft.recipes.plan.passes import layer_passes
+from weft.recipes.plan.recipe import longer
+from weft.recipes.plan.rows import RowFacts, plan_rows
+from weft.recipes.plan.search import BEST, Search, _rows, meshes, search
+from weft.recipes.plan.simulate import Step, plan_of, rows_of, watched_step
+from weft.recipes.plan.timing import time_of
+from weft.recipes.plan.traffic import transfers
 
 ROOT = Path(__file__).parent.parent
 
@@ -508,7 +508,7 @@ def test_the_best_meshes_are_those_of_all() -> None:
 def tried(wanted: Search, mesh: MeshSizes) -> Any:
     """The proposal of one mesh; None where it is refused."""
     single = replace(wanted)
-    with mock.patch("weft.planner.search.meshes", return_value=[mesh]):
+    with mock.patch("weft.recipes.plan.search.meshes", return_value=[mesh]):
         return next(iter(search(single).best), None)
 
 

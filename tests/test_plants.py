@@ -28,26 +28,26 @@ from tests import (
 )
 from tests.cases import describe, open_engine, parity, saved_model, world_of
 from tests.pool import run
-from weft.cluster.process import join
 from weft.config import schema
 from weft.data.documents import DataReport
+from weft.engine.batch.document import Document
 from weft.engine.config import EngineConfig
 from weft.engine.contract import check_contract
-from weft.engine.document import Document
 from weft.engine.engine import Engine
+from weft.engine.losses.cross_entropy import CrossEntropy
 from weft.errors import RanksDisagreeError, UserError
-from weft.objectives.cross_entropy import CrossEntropy
-from weft.telemetry.summary import Phases
-from weft.verification import reference, reference_optimizer
-from weft.verification.bugs import BALANCE_SCALE, RUN_LOSSES, RUN_RATES, TOKEN_ROWS
-from weft.verification.bugs.adapters import BASE
-from weft.verification.bugs.evaluation import HELD_OUT
-from weft.verification.bugs.resuming import RESUMED
-from weft.verification.bugs.rl import UPDATE
-from weft.verification.documents import awkward_steps
-from weft.verification.harness import Verdict
-from weft.verification.observed import to_documents
-from weft.verification.plants import PLANTS, planted, table
+from weft.launch.process import join
+from weft.launch.summary import Phases
+from weft.verify import reference, reference_optimizer
+from weft.verify.bugs import BALANCE_SCALE, RUN_LOSSES, RUN_RATES, TOKEN_ROWS
+from weft.verify.bugs.adapters import BASE
+from weft.verify.bugs.evaluation import HELD_OUT
+from weft.verify.bugs.resuming import RESUMED
+from weft.verify.bugs.rl import UPDATE
+from weft.verify.documents import awkward_steps
+from weft.verify.harness import Verdict
+from weft.verify.observed import to_documents
+from weft.verify.plants import PLANTS, planted, table
 
 Sections = dict[str, dict[str, Any]]
 Check = Callable[[str | None], bool]
@@ -397,7 +397,7 @@ def test_unknown_names_and_too_few_ranks_are_refused() -> None:
 
 
 def test_a_plant_is_taken_out_again() -> None:
-    from weft.optim import schedule
+    from weft.engine.optim import schedule
 
     def fails() -> None:
         with planted("warmup-doubled"):
@@ -412,4 +412,4 @@ def test_a_plant_is_taken_out_again() -> None:
 
 def test_the_table_in_the_docs_is_current() -> None:
     path = Path(__file__).parent.parent / "docs" / "explanation" / "planted-bugs.md"
-    assert path.read_text() == table(), "run: python -m weft.verification.plants > docs/explanation/planted-bugs.md"
+    assert path.read_text() == table(), "run: python -m weft.verify.plants > docs/explanation/planted-bugs.md"

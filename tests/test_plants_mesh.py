@@ -17,11 +17,11 @@ from tests.test_plants import BALANCED, Case, figure_passes, of_the_mesh, one_st
 from tests.vision_zoo import saved_vision_model
 from weft.checkpoint import export
 from weft.errors import RanksDisagreeError
-from weft.sharding.walker import walk
-from weft.verification.bugs.context_parallel import HELD_OUT_CUT, SAMPLES
-from weft.verification.bugs.tensor_parallel import ALIKE, WALKED
-from weft.verification.harness import Verdict
-from weft.verification.plants import PLANTS, planted
+from weft.parallel.shards.walker import walk
+from weft.verify.bugs.context_parallel import HELD_OUT_CUT, SAMPLES
+from weft.verify.bugs.tensor_parallel import ALIKE, WALKED
+from weft.verify.harness import Verdict
+from weft.verify.plants import PLANTS, planted
 
 FOUR_LAYERS = (("num_hidden_layers", 4),)
 QWEN3, QWEN3_4 = Case("qwen3", "tp2"), Case("qwen3", "tp4")
@@ -140,7 +140,7 @@ def planted_images(plant: str | None, path: str) -> Verdict | None:
 
 TESTS: dict[str, Callable[[str | None], bool]] = {
     ALIKE: ranks_agree,
-    "weft.parallel.tensor.random_difference": ranks_agree,
+    "weft.parallel.tp.tensor.random_difference": ranks_agree,
     WALKED: walked,
     SAMPLES: ratios_of_whole_samples,
     HELD_OUT_CUT: held_out_of_cut_documents,

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from tests.rl_samples import algorithm, rl_config, sample
-from weft.cluster.options import RlOptions
 from weft.config.load import load_config
 from weft.config.rl_schema import RlAlgorithm, RlConfig
-from weft.engine.plan import DocumentMeta, plan_step
+from weft.engine.losses.base import Batch, LossOutput
+from weft.engine.losses.policy import PolicyLoss
+from weft.engine.step_plan.plan import DocumentMeta, plan_step
 from weft.errors import UserError
-from weft.objectives.base import Batch, LossOutput
-from weft.objectives.policy import PolicyLoss
+from weft.launch.options import RlOptions
 from weft.recipes.rl import read_before_training
 from weft.rl.corrections import correct
 from weft.rl.model_engines import reference_config

@@ -20,15 +20,15 @@ from tests.pool import run
 from tests.rl_samples import algorithm, rl_config
 from weft.config.rl_schema import RlAlgorithm, RlConfig
 from weft.engine.engine import Engine
-from weft.objectives.policy import PolicyLoss
+from weft.engine.losses.policy import PolicyLoss
+from weft.inference.types import Group, Prompt, Sample
 from weft.recipes.verify import EPSILON
 from weft.rl import advantages
 from weft.rl.corrections import correct, old_is_current
 from weft.rl.documents import TrainedSamples, build_documents, is_trained
-from weft.rollout.types import Group, Prompt, Sample
-from weft.verification.harness import ADAMW, GRADIENT, SCALAR, compare_gradients
-from weft.verification.observed import Tensors
-from weft.verification.plants import planted
+from weft.verify.harness import ADAMW, GRADIENT, SCALAR, compare_gradients
+from weft.verify.observed import Tensors
+from weft.verify.plants import planted
 
 TEMPERATURE = 0.7
 LR = 1e-3

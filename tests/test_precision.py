@@ -17,11 +17,11 @@ from tests.pool import run
 from weft.config.schema import FsdpConfig
 from weft.engine.contract import check_contract
 from weft.engine.engine import Engine
-from weft.objectives.cross_entropy import CrossEntropy
+from weft.engine.losses.cross_entropy import CrossEntropy
 from weft.parallel.fsdp import fsdp_modules
 from weft.parallel.parallelize import Precision
-from weft.verification.documents import awkward_steps
-from weft.verification.observed import to_documents
+from weft.verify.documents import awkward_steps
+from weft.verify.observed import to_documents
 
 BF16, FP32 = torch.bfloat16, torch.float32
 NAMES = {"bf16": BF16, "fp32": FP32}

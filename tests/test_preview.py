@@ -14,8 +14,8 @@ from tests.toy_tokenizers import byte_tokenizer, chat, write_jsonl
 from tests.zoo import tiny_config
 from weft import cli
 from weft.data import sources
+from weft.observe.preview import histogram, rendered
 from weft.recipes import preview
-from weft.report.preview import histogram, rendered
 
 LENGTHS = [3, 5, 9, 3, 19, 6]  # letters; a document has one token more
 

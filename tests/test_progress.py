@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from weft.report.progress import Progress, describe, duration
+from weft.observe.progress import Progress, describe, duration
 from weft.terminal import Console
 
 LINE = {"step": 1, "loss": 2.34567, "grad_norm": 12.3456, "lr": 1e-5, "tokens_per_second": 12345.6}

@@ -24,15 +24,15 @@ from tests.hub_server import Hub, asked, hub
 from tests.pool import run
 from tests.resuming import Sections, attempt, inputs, lines, process
 from weft import cli
+from weft.checkpoint.remote import card
+from weft.checkpoint.remote.card import CARD, model_card
+from weft.checkpoint.remote.hub import Repository
+from weft.checkpoint.remote.push import Pusher
 from weft.checkpoint.retention import complete_steps
 from weft.config.load import load_config
 from weft.config.schema import CheckpointConfig
 from weft.errors import UserError
 from weft.recipes import push
-from weft.remote import card
-from weft.remote.card import CARD, model_card
-from weft.remote.hub import Repository
-from weft.remote.push import Pusher
 
 LORA: Sections = {"lora": {"rank": 2}, "checkpoint": {"every": 5, "keep": None}}
 

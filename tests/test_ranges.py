@@ -25,10 +25,10 @@ from weft.checkpoint.save import Saver
 from weft.config.schema import CheckpointConfig
 from weft.errors import StorageError
 from weft.parallel.mesh import full_tensor
-from weft.sharding import ranges, safetensors_files
-from weft.sharding.boxes import Box, overlap
-from weft.sharding.digests import DIGESTS, BoxDigest, check_boxes
-from weft.sharding.ranges import RangeWriter, join_seams
+from weft.parallel.shards import ranges, safetensors_files
+from weft.parallel.shards.boxes import Box, overlap
+from weft.parallel.shards.digests import DIGESTS, BoxDigest, check_boxes
+from weft.parallel.shards.ranges import RangeWriter, join_seams
 
 
 def wide_model() -> str:

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 import weft
-from weft.config.compat.trainer import TABLES
 from weft.config.keys import schema_keys, sections
 from weft.config.load import build
+from weft.config.migrate.trainer import TABLES
 from weft.config.rl_schema import RlConfig
 from weft.config.schema import SftConfig
 from weft.config.yaml12 import node_of, override, read_value, written
@@ -29,7 +29,7 @@ SECTIONS = {name.partition(".")[0] for name in KEYS}
 _FILLED = "\0"  # what a message fills in
 _PROPOSED = re.compile(r"(?<![\w./\0-])([a-z_]+\.[a-z_]+)=(\[[^\]]*\]|\{[^}]*\}|[^\s,;)\]`]+)")
 # Names of other trainers, which a page explains.
-_THEIRS = {("config/compat/tables/verl.md", "data.train_batch_size")}
+_THEIRS = {("config/migrate/tables/verl.md", "data.train_batch_size")}
 
 
 def proposals(source: str) -> Iterator[tuple[str, str]]:

@@ -13,9 +13,9 @@ import pytest
 
 from tests.cases import saved_model
 from tests.toy_tokenizers import byte_tokenizer
-from weft.cluster.options import ChatOptions
 from weft.data.encode import load_tokenizer
 from weft.errors import UserError
+from weft.launch.options import ChatOptions
 from weft.models import hf
 from weft.recipes.chat import open_chat
 

@@ -22,19 +22,19 @@ from tests.rl_samples import PROMPT, algorithm, rl_config, sample
 from tests.toy_tokenizers import byte_tokenizer
 from weft.config.load import load_config
 from weft.config.rl_schema import RlConfig
-from weft.engine.document import Document
+from weft.engine.batch.document import Document
+from weft.engine.batch.replay import LIVE, align_routes
 from weft.engine.engine import Engine
-from weft.engine.plan import StepPlan
-from weft.engine.replay import LIVE, align_routes
+from weft.engine.losses.cross_entropy import CrossEntropy
+from weft.engine.step_plan.plan import StepPlan
 from weft.errors import UserError
+from weft.inference.base import Request, Sampling
 from weft.models.routing import replace_choices, replaced
-from weft.objectives.cross_entropy import CrossEntropy
 from weft.rl.documents import build_documents
 from weft.rl.trainer import Trainer
-from weft.rollout.base import Request, Sampling
-from weft.verification.documents import awkward_steps
-from weft.verification.harness import GRADIENT, SCALAR, compare_gradients
-from weft.verification.observed import Tensors, to_documents
+from weft.verify.documents import awkward_steps
+from weft.verify.harness import GRADIENT, SCALAR, compare_gradients
+from weft.verify.observed import Tensors, to_documents
 
 STEP = awkward_steps(128)[0]
 LAYERS, EXPERTS, CHOSEN = 2, 5, 2

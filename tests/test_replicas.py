@@ -11,11 +11,11 @@ import torch.distributed as dist
 
 from tests.cases import open_engine, saved_model, world_of
 from tests.pool import run
-from weft.engine.document import Document
+from weft.engine.batch.document import Document
 from weft.engine.engine import Engine
+from weft.engine.losses.cross_entropy import CrossEntropy
 from weft.engine.replicas import _number
 from weft.errors import RanksDisagreeError
-from weft.objectives.cross_entropy import CrossEntropy
 from weft.parallel.mesh import own_part
 
 

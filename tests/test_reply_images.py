@@ -23,15 +23,15 @@ from tests.toy_tokenizers import family_tokenizer
 from tests.vision_zoo import encoded, vision_tokenizer
 from weft.data.image_opener import ImageOpener
 from weft.data.images import Images
-from weft.engine.media import ImageRoom
+from weft.engine.batch.media import ImageRoom
 from weft.errors import UserError
+from weft.inference.base import Completion, Request, Sampling
+from weft.inference.types import Prompt, Sample
 from weft.rl.chat import ChatRenderer
-from weft.rl.environment_pool import EnvironmentPool
-from weft.rl.environments import Reply
-from weft.rl.episodes import EnvironmentFailure, Episodes
+from weft.rl.environments.base import Reply
+from weft.rl.environments.episodes import EnvironmentFailure, Episodes
+from weft.rl.environments.pool import EnvironmentPool
 from weft.rl.rollouts import episode
-from weft.rollout.base import Completion, Request, Sampling
-from weft.rollout.types import Prompt, Sample
 
 END = vision_tokenizer(FAMILY).convert_tokens_to_ids("<|im_end|>")
 

@@ -18,15 +18,15 @@ import yaml
 
 from weft import cli
 from weft.errors import UserError
-from weft.report import charts, rl_page
-from weft.report.charts import Chart, Series, axis_texts, draw, number, ticks
-from weft.report.page import charts as charts_of
-from weft.report.page import page, read_run, system_charts
-from weft.report.rl_page import extremes
-from weft.report.rollouts import reward_text
+from weft.inference.records import read_answers, write_rollouts
+from weft.inference.types import Group, Prompt, Sample, samples_of
+from weft.observe.report import charts, rl_page
+from weft.observe.report.charts import Chart, Series, axis_texts, draw, number, ticks
+from weft.observe.report.page import charts as charts_of
+from weft.observe.report.page import page, read_run, system_charts
+from weft.observe.report.rl_page import extremes
+from weft.observe.rollouts import reward_text
 from weft.rl.resume import find_collected
-from weft.rollout.records import read_answers, write_rollouts
-from weft.rollout.types import Group, Prompt, Sample, samples_of
 
 STEPS = 120
 
@@ -430,7 +430,7 @@ def test_what_is_zero_throughout_is_one_line(tmp_path: Path) -> None:
 
 def test_the_page_on_a_phone() -> None:
     """What a browser was seen to do with it at a width of 360: tests of a style sheet go no further."""
-    text = files("weft.report").joinpath("page.html").read_text(encoding="utf-8")
+    text = files("weft.observe").joinpath("page.html").read_text(encoding="utf-8")
     assert "event.clientY" not in text  # where the tip is does not depend on where on the curve the pointer is
     assert re.search(r"\.scroll table \{ width: max-content; min-width: 100%; \}", text)
     (phone,) = re.findall(r"@media \(max-width: 700px\) \{(.*?)\n\}", text, re.DOTALL)

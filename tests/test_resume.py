@@ -22,12 +22,12 @@ from tests.resuming import STEPS, Sections, config_of, equal, inputs, lines, pro
 from weft.checkpoint import resume
 from weft.checkpoint.resume import fill_from
 from weft.checkpoint.state import load_state, read_state
-from weft.cluster.process import join
 from weft.config.load import load_config
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
+from weft.launch.process import join
+from weft.observe.resume import rates_changed, refused_changes
 from weft.parallel.mesh import full_tensor
-from weft.run.resume import rates_changed, refused_changes
 
 CASES: dict[str, tuple[str, Sections]] = {
     "1 rank, sync": ("1", {}),

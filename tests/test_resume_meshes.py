@@ -18,10 +18,10 @@ from weft.checkpoint.retention import step_folder
 from weft.checkpoint.save import Saver
 from weft.checkpoint.state import load_state, read_state
 from weft.config.schema import CheckpointConfig, ParameterGroup
-from weft.objectives.cross_entropy import CrossEntropy
-from weft.verification.adapter import randomize_adapters
-from weft.verification.documents import awkward_steps
-from weft.verification.observed import to_documents
+from weft.engine.losses.cross_entropy import CrossEntropy
+from weft.verify.adapter import randomize_adapters
+from weft.verify.documents import awkward_steps
+from weft.verify.observed import to_documents
 
 EMA: Sections = {"optimizer": {"ema_decay": 0.9}}
 CHAINS: dict[str, tuple[str, Sections, tuple[str, ...]]] = {

@@ -19,11 +19,11 @@ from weft.config.keys import schema_keys
 from weft.config.load import load_config
 from weft.config.rl_schema import BUILT_IN_REWARDS, RlAlgorithm, RlConfig
 from weft.errors import UserError
-from weft.rl.builtin_rewards import BUILT_IN
-from weft.rl.given_rewards import name_rewards
-from weft.rl.reward_calls import Batch, RewardFunction, RewardSpec
-from weft.rl.rewards import Failures, Rewards
-from weft.rollout.types import Prompt, Sample
+from weft.inference.types import Prompt, Sample
+from weft.rl.rewards.base import Failures, Rewards
+from weft.rl.rewards.builtin import BUILT_IN
+from weft.rl.rewards.calls import Batch, RewardFunction, RewardSpec
+from weft.rl.rewards.given import name_rewards
 
 OURS = "tests.reward_functions:"
 
@@ -81,7 +81,7 @@ def test_what_fails_costs_its_sample() -> None:
     }.items():
         assert text in errors[i]
     assert [i for i, error in enumerate(errors) if not error] == [0, 2, 5, 9]
-    assert not [p for p in psutil.Process().children() if "weft.rl.reward_worker" in p.cmdline()]
+    assert not [p for p in psutil.Process().children() if "weft.rl.rewards.worker" in p.cmdline()]
     news = failures.pop_messages()
     assert len(news) == 3 and news[0].startswith(
         "reward   as_number failed for sample 4.0/1 (data.jsonl:5): ValueError"

@@ -13,10 +13,10 @@ from tests.toy_tokenizers import byte_tokenizer, write_jsonl
 from weft.config.load import load_config
 from weft.config.rl_schema import RlConfig
 from weft.errors import UserError
+from weft.inference.base import Completion, Request
 from weft.rl import meter
 from weft.rl.evaluate import Evaluated, RlEvaluator, pass_at, read_held_out_prompts
-from weft.rl.rewards import Rewards
-from weft.rollout.base import Completion, Request
+from weft.rl.rewards.base import Rewards
 
 TOKENIZER = byte_tokenizer()
 

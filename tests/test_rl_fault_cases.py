@@ -17,9 +17,9 @@ from tests.fault_cases import CASES, MORE
 from tests.local_rl import make_task
 from tests.rl_fault_cases import RL_CASES, RlCase, check_resume, check_rl, run_rl_case
 from tests.rl_faults import RlRun
-from weft.cluster import ray_actors
-from weft.cluster.ray_actors import ActorGroup, import_ray
 from weft.errors import UserError
+from weft.launch import ray_actors
+from weft.launch.ray_actors import ActorGroup, import_ray
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

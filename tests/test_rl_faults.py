@@ -32,27 +32,26 @@ from tests.pool import run as run_on_ranks
 from weft.checkpoint import save, snapshot
 from weft.checkpoint.retention import complete_steps
 from weft.checkpoint.save import Saver
-from weft.cluster import actor_watchdog, reports
-from weft.cluster.actor_watchdog import ActorWatchdog
-from weft.cluster.options import RolloutsOptions
-from weft.cluster.ray_actors import _SerialActor, gather_calls
-from weft.cluster.reports import RankReport
-from weft.cluster.status import failure_kind
 from weft.config.rl_schema import RlAlgorithm
 from weft.config.schema import CheckpointConfig, ScheduleConfig
 from weft.errors import ActorError, StoppedError, StorageError, UserError
+from weft.inference.base import Completion, Request, Sampling
+from weft.inference.types import Group, samples_of
+from weft.inference.weight_sync.protocol import SyncError
+from weft.launch import actor_watchdog, flight, reports
+from weft.launch.actor_watchdog import ActorWatchdog
+from weft.launch.options import RolloutsOptions
+from weft.launch.ray_actors import _SerialActor, gather_calls
+from weft.launch.reports import RankReport
+from weft.launch.status import failure_kind
+from weft.observe import rollouts
 from weft.recipes import rl
-from weft.report import rollouts
 from weft.rl.actors import Actors
 from weft.rl.advantages import advantages
 from weft.rl.batch_pool import BatchPool
-from weft.rl.rewards import Rewards
+from weft.rl.rewards.base import Rewards
 from weft.rl.stop_conditions import CutSamples, EmptySteps, FlatSteps
 from weft.rl.trainer import Trainer, Updated
-from weft.rollout.base import Completion, Request, Sampling
-from weft.rollout.sync.protocol import SyncError
-from weft.rollout.types import Group, samples_of
-from weft.telemetry import flight
 
 
 @pytest.fixture(scope="module")
@@ -499,8 +498,8 @@ def test_a_sync_that_is_waited_for_in_vain_is_a_hang() -> None:
 ACTOR = """
 import os, sys, time
 from pathlib import Path
-from weft.telemetry import flight
-from weft.report import rollouts
+from weft.observe import flight
+from weft.observe import rollouts
 flight.recorder.open(Path(sys.argv[1]) / flight.FOLDER / flight.live_name(0))
 flight.begin(0, 1)
 if sys.argv[2] != "idle":
@@ -555,7 +554,7 @@ def test_an_actor_that_nobody_waits_for_may_be_silent(tmp_path: Path, monkeypatc
 def hold_for_ever() -> None:
     """A controller whose reward function never ends."""
     from tests.test_rewards import sample_of
-    from weft.rollout.types import Prompt
+    from weft.inference.types import Prompt
 
     async def run() -> None:
         rewards = Rewards(RlAlgorithm(reward=("tests.reward_functions:hold_the_lock",), reward_workers=1))

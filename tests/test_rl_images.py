@@ -22,10 +22,10 @@ from weft.data.image_files import Checks
 from weft.data.image_opener import ImageOpener, image_opener
 from weft.data.images import Images
 from weft.errors import UserError
+from weft.inference.base import Completion, Request, Sampling
 from weft.rl.chat import ChatRenderer
 from weft.rl.prompts import Prompts
 from weft.rl.rollouts import rollout_group
-from weft.rollout.base import Completion, Request, Sampling
 
 FAMILY = "qwen2_5_vl"
 

@@ -17,17 +17,17 @@ from tests.rl_samples import PROMPT, algorithm, group, rl_config, sample
 from weft.config.load import load_config
 from weft.config.presets import LIKE, PRESETS
 from weft.config.rl_schema import RlConfig, RolloutConfig
-from weft.engine.document import Costs, metas
+from weft.engine.batch.document import Costs, metas
+from weft.engine.losses.correction import importance_ratios
 from weft.errors import ActorError, UserError
-from weft.objectives.correction import importance_ratios
+from weft.inference.base import Sampling, spans_of
+from weft.inference.types import Group, Prompt, Sample
 from weft.recipes import rl as recipe
 from weft.rl.advantages import advantages, overlong_penalty, shape_rewards
 from weft.rl.corrections import correct, kl, require_comparable, require_parity
 from weft.rl.documents import ReadSamples, TrainedSamples, build_documents, deal
 from weft.rl.prompts import PromptStream
 from weft.rl.recorder import truncation_line
-from weft.rollout.base import Sampling, spans_of
-from weft.rollout.types import Group, Prompt, Sample
 
 FIRST = len(PROMPT)  # place of the first token that was drawn
 

@@ -15,13 +15,13 @@ from tests.toy_tokenizers import byte_tokenizer
 from weft.config.load import load_config
 from weft.config.rl_schema import RlConfig
 from weft.errors import UserError
-from weft.parallel import tensor
+from weft.inference.records import write_rollouts
+from weft.parallel.tp import tensor
 from weft.rl.trainer import Trainer
-from weft.rollout.records import write_rollouts
-from weft.verification.harness import Verdict
-from weft.verification.plants import planted
-from weft.verification.rl_harness import verify_rl
-from weft.verification.rl_rollouts import recorded_rollouts
+from weft.verify.harness import Verdict
+from weft.verify.plants import planted
+from weft.verify.rl_harness import verify_rl
+from weft.verify.rl_rollouts import recorded_rollouts
 
 KEYS = (
     "data.path=owner/data", "rl.reward=[length]", "rollout.temperature=0.7", "rollout.max_new_tokens=20",

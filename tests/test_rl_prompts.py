@@ -17,10 +17,10 @@ from weft.data.documents import load_documents
 from weft.data.encode import Encoding
 from weft.data.prompts import load_prompts
 from weft.errors import UserError
+from weft.inference.types import Prompt
 from weft.rl.chat import ChatRenderer
 from weft.rl.evaluate import HeldOutPrompts
 from weft.rl.prompts import PromptRules, Prompts, PromptStream, check_lengths, load_rl_prompts, read_prompts
-from weft.rollout.types import Prompt
 
 ASKING = (
     "{% for m in messages %}<|start|>{{ m['role'] }}:{{ m['content'] }}<|end|>{% endfor %}"

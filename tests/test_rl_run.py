@@ -26,7 +26,7 @@ from safetensors.torch import load_file
 from tests import forked
 from tests.local_rl import lines_of, shrink
 from tests.machine import business
-from weft.rollout.records import FOLDER, read_rollouts, rollout_files
+from weft.inference.records import FOLDER, read_rollouts, rollout_files
 
 ROOT = Path(__file__).parent.parent
 WEFT = [sys.executable, "-m", "weft"]

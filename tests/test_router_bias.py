@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from tests.cases import open_engine, saved_model, world_of
 from tests.pool import run
 from tests.resuming import lines, process
-from weft.engine import startup
-from weft.engine.document import Document
+from weft.engine.batch.document import Document
+from weft.engine.losses.cross_entropy import CrossEntropy
 from weft.engine.router_bias import check_biases, find_biases
+from weft.engine.selfcheck import startup
 from weft.errors import UserError
 from weft.models import families, hf
 from weft.models.experts import _ZeroWithoutRows, experts_of
 from weft.models.families import Family
-from weft.objectives.cross_entropy import CrossEntropy
 
 RATE = 0.01
 LENGTHS = (30, 7, 19, 12, 44)

@@ -11,7 +11,7 @@ from weft.models.families import family_of
 from weft.models.routing import replaced
 from weft.models.train_module import TrainModule
 from weft.ops.attention_call import Bounds
-from weft.verification.routing import Recorder, Replay
+from weft.verify.routing import Recorder, Replay
 
 FAMILIES = {"qwen3_moe": (5, 2), "deepseek_v3": (8, 2), "gpt_oss": (4, 2)}
 DOCUMENTS = [list(range(3, 20)), list(range(40, 51))]

@@ -12,11 +12,11 @@ import pytest
 import torch
 import transformers
 
-from weft.config.compat.trainer import TABLES
 from weft.config.keys import schema_keys
+from weft.config.migrate.trainer import TABLES
 from weft.config.reference import _COMMENTS
 from weft.config.schema import ScheduleConfig, SftConfig
-from weft.optim.schedule import decay_steps, learning_rate, warmup_steps
+from weft.engine.optim.schedule import decay_steps, learning_rate, warmup_steps
 
 NAMES = get_args(schema_keys(SftConfig)["schedule.name"].type)
 
@@ -189,5 +189,5 @@ def test_shape(name: str, warmup: int, decay: str) -> None:
 
 
 def test_imports_no_torch() -> None:
-    code = "import sys, weft.optim.schedule; sys.exit('torch' in sys.modules)"
+    code = "import sys, weft.engine.optim.schedule; sys.exit('torch' in sys.modules)"
     assert run([sys.executable, "-c", code], check=False).returncode == 0

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from weft.cluster import scratch
-from weft.cluster.scratch import PREFIX, scratch_folder
+from weft.launch import scratch
+from weft.launch.scratch import PREFIX, scratch_folder
 
 ROOT = Path(__file__).parent.parent
 KILLED = """
 import os, signal
-from weft.cluster.scratch import scratch_folder
+from weft.launch.scratch import scratch_folder
 with scratch_folder("killed-") as folder:
     (folder / "file").touch()
     os.kill(os.getpid(), signal.SIGKILL)

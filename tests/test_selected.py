@@ -16,15 +16,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.cases import open_engine, saved_model, world_of
 from tests.pool import run
 from tests.test_head import TILES, TRANSFORMS, close, problem
+from weft.engine.losses.base import Batch, LossOutput
+from weft.engine.losses.load import check_objective
 from weft.errors import UserError
 from weft.models import captured
-from weft.objectives.base import Batch, LossOutput
-from weft.objectives.load import check_objective
-from weft.objectives.readouts import ReadoutSpec
+from weft.models.readouts import ReadoutSpec
 from weft.ops.communicator import ThreadCommunicator, ThreadGroup
 from weft.ops.head import LogitTransform, VocabularyShard
 from weft.ops.selected import selected_logits
-from weft.verification.observed import to_documents
+from weft.verify.observed import to_documents
 
 K = 5
 IDS = (7, 11, 30)

@@ -10,12 +10,12 @@ import numpy as np
 import torch
 
 from tests.rl_samples import algorithm, rl_config, sample
+from weft.inference.records import has_routes, read_rollouts, write_rollouts
+from weft.inference.types import Group, Prompt, Sample, samples_of
+from weft.launch.summary import Phases
 from weft.rl.documents import build_documents
 from weft.rl.rollouts import rewarded_groups
 from weft.rl.serialization import _BY_TOKEN, SampleBatch
-from weft.rollout.records import has_routes, read_rollouts, write_rollouts
-from weft.rollout.types import Group, Prompt, Sample, samples_of
-from weft.telemetry.summary import Phases
 
 
 def samples() -> list[Sample]:

@@ -27,13 +27,13 @@ from tests.machine import business
 from tests.toy_tokenizers import CHATML, byte_tokenizer, chat, write_jsonl
 from tests.zoo import tiny_config
 from weft import cli
-from weft.cluster.machine import known_accelerator
 from weft.config.load import load_config
 from weft.config.schema import ScheduleConfig
 from weft.engine.engine import Engine
 from weft.engine.metrics import CORE_KEYS
+from weft.engine.optim.schedule import learning_rate
+from weft.launch.machine import known_accelerator
 from weft.models import hf
-from weft.optim.schedule import learning_rate
 from weft.recipes import sft, sft_preview
 from weft.recipes.run_data import why_unread
 

@@ -14,20 +14,20 @@ import torch
 from tests.cases import MESHES, engine_config, open_engine, saved_model, world_of
 from tests.pool import run
 from weft import cli
-from weft.cluster.machine import accelerator
 from weft.config.mesh import MeshSizes, resolve_mesh
 from weft.config.schema import MeshConfig, ModelConfig, StepConfig
 from weft.engine.config import EngineConfig
+from weft.engine.losses.cross_entropy import CrossEntropy
 from weft.errors import UserError
-from weft.objectives.cross_entropy import CrossEntropy
-from weft.planner.blueprint import Blueprint
-from weft.planner.memory import Memory, memory_by_stage
-from weft.planner.observed_collectives import Collectives, Kind, Total
-from weft.planner.observed_memory import Peak
-from weft.planner.rows import RowFacts, plan_rows
-from weft.planner.simulate import Simulated, Step, plan_of, rows_of, simulate, watched_step
-from weft.planner.traffic import Transfer, transfers
-from weft.report.simulated import show_simulated
+from weft.launch.machine import accelerator
+from weft.recipes.plan.blueprint import Blueprint
+from weft.recipes.plan.memory import Memory, memory_by_stage
+from weft.recipes.plan.observed_collectives import Collectives, Kind, Total
+from weft.recipes.plan.observed_memory import Peak
+from weft.recipes.plan.rows import RowFacts, plan_rows
+from weft.recipes.plan.show_simulated import show_simulated
+from weft.recipes.plan.simulate import Simulated, Step, plan_of, rows_of, simulate, watched_step
+from weft.recipes.plan.traffic import Transfer, transfers
 
 ROOT = Path(__file__).parent.parent
 _STEPS = 3  # real ones, at most

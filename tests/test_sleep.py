@@ -29,13 +29,13 @@ from weft.config.schema import CheckpointConfig
 from weft.engine import host
 from weft.engine.engine import Engine
 from weft.engine.host import HostPool, HostTensor
+from weft.engine.losses.cross_entropy import CrossEntropy
 from weft.engine.sleep import PARTS, Part
-from weft.memory.estimate import HostNeeds, host_bytes, host_shortage
-from weft.objectives.cross_entropy import CrossEntropy
+from weft.parallel.memory import HostNeeds, host_bytes, host_shortage
 from weft.parallel.mesh import own_part
-from weft.sharding.boxes import Box, shard_of
-from weft.verification.documents import awkward_steps
-from weft.verification.observed import to_documents
+from weft.parallel.shards.boxes import Box, shard_of
+from weft.verify.documents import awkward_steps
+from weft.verify.observed import to_documents
 
 STEPS = awkward_steps(128)
 SETTINGS: dict[str, dict[str, dict[str, Any]]] = {

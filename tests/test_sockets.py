@@ -22,11 +22,11 @@ from tests.forked import Run
 from tests.ray_forks import start_server
 from tests.stand_in_vllm import environment
 from tests.toy_tokenizers import write_jsonl
-from weft.cluster.watchdog import periodically
-from weft.rollout.sync.protocol import open_store
-from weft.rollout.vllm.engine import VllmEngine
-from weft.rollout.vllm.interpreter import Interpreter
-from weft.rollout.vllm.server import Settings
+from weft.inference.vllm.engine import VllmEngine
+from weft.inference.vllm.interpreter import Interpreter
+from weft.inference.vllm.server import Settings
+from weft.inference.weight_sync.protocol import open_store
+from weft.launch.watchdog import periodically
 
 WORDS = (
     "model.path=model", "data.path=chat.jsonl", "step.documents=2", "step.max_tokens_per_device=64",
@@ -173,7 +173,7 @@ def test_a_ray_that_was_imported_before(tmp_path: Path) -> None:
 def import_first() -> int:
     import ray
 
-    from weft.cluster.ray_actors import Bundle, ray_session
+    from weft.launch.ray_actors import Bundle, ray_session
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     before = settings_of(ray)

@@ -17,25 +17,25 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 from tests.cases import open_engine, saved_model
 from tests.pool import run
 from tests.zoo import tiny_config
-from weft.cluster.options import VerifyOptions
-from weft.cluster.process import Ranks
 from weft.config.schema import DataConfig, LoraConfig, ModelConfig, OptimizerConfig, SftConfig
-from weft.engine import startup
-from weft.engine.startup import LENGTHS, check_kernel, examine
+from weft.engine.selfcheck import startup
+from weft.engine.selfcheck.kinds import kinds_of
+from weft.engine.selfcheck.shrink import fewer_layers, narrow
+from weft.engine.selfcheck.startup import LENGTHS, check_kernel, examine
 from weft.errors import UserError
+from weft.launch.options import VerifyOptions
+from weft.launch.process import Ranks
 from weft.models import hf, state_mixers
 from weft.models.facts import position_limit
 from weft.models.families import Family
-from weft.models.kinds import kinds_of
-from weft.models.shrink import fewer_layers, narrow
 from weft.models.train_module import TrainModule
 from weft.ops import attention
 from weft.ops.attention_call import Bounds, Call
 from weft.recipes import verify as verify_recipe
 from weft.recipes.verify import verified_config
-from weft.verification import reference
-from weft.verification.documents import awkward_steps
-from weft.verification.observed import to_documents
+from weft.verify import reference
+from weft.verify.documents import awkward_steps
+from weft.verify.observed import to_documents
 
 CPU = torch.device("cpu")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import weft
-from weft.telemetry.summary import Phases, RunSummary
+from weft.launch.summary import Phases, RunSummary
 
 
 def test_summary(tmp_path: Path) -> None:

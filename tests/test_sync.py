@@ -22,25 +22,25 @@ from tests import pool
 from tests.cases import open_engine, saved_model, world_of
 from weft.checkpoint.adapters import save_adapter
 from weft.checkpoint.export import save_huggingface
-from weft.cluster.machine import free_port
-from weft.cluster.options import MergeOptions
 from weft.config.schema import LoraConfig
 from weft.errors import UserError
+from weft.inference import standalone
+from weft.inference.base import Completion, Request, Sampling, Synced
+from weft.inference.generate import Generator
+from weft.inference.standalone import LoadedWeights, Standalone
+from weft.inference.weight_sync import buckets as contents
+from weft.inference.weight_sync import protocol, transports
+from weft.inference.weight_sync import sender as sending
+from weft.inference.weight_sync import server as sending_server
+from weft.inference.weight_sync.protocol import SyncError, Ticket
+from weft.inference.weight_sync.sender import EngineTarget, Sender, SyncOptions
+from weft.inference.weight_sync.server import SyncServer
+from weft.inference.weight_sync.transports import BroadcastGroup, SharedBuckets
+from weft.launch.machine import free_port
+from weft.launch.options import MergeOptions
+from weft.parallel.shards import walker
 from weft.recipes import merge
-from weft.rollout import standalone
-from weft.rollout.base import Completion, Request, Sampling, Synced
-from weft.rollout.generate import Generator
-from weft.rollout.standalone import LoadedWeights, Standalone
-from weft.rollout.sync import buckets as contents
-from weft.rollout.sync import protocol, transports
-from weft.rollout.sync import sender as sending
-from weft.rollout.sync import server as sending_server
-from weft.rollout.sync.protocol import SyncError, Ticket
-from weft.rollout.sync.sender import EngineTarget, Sender, SyncOptions
-from weft.rollout.sync.server import SyncServer
-from weft.rollout.sync.transports import BroadcastGroup, SharedBuckets
-from weft.sharding import walker
-from weft.verification.adapter import randomize_adapters
+from weft.verify.adapter import randomize_adapters
 
 PROMPTS = [(5, 9, 100), (3, 100, 50, 7, 11, 12, 13, 14)]
 KEY, VERSIONS = "a key", (1, 2, 3)

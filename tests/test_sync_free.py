@@ -24,25 +24,25 @@ import weft
 from tests.cases import open_engine, saved_model
 from tests.pool import run
 from tests.rl_samples import algorithm
-from weft.cluster.consistency import max_over_ranks
-from weft.cluster.process import world_group
-from weft.cluster.simulated import read
-from weft.engine.document import Document
+from weft.engine.batch.document import Document
 from weft.engine.engine import Engine
-from weft.objectives.base import Loss
-from weft.objectives.cross_entropy import CrossEntropy
-from weft.objectives.policy import PolicyLoss
-from weft.objectives.value import ValueLoss
-from weft.optim.optimizer import FusedAdamW
+from weft.engine.losses.base import Loss
+from weft.engine.losses.cross_entropy import CrossEntropy
+from weft.engine.losses.policy import PolicyLoss
+from weft.engine.losses.value import ValueLoss
+from weft.engine.optim.optimizer import FusedAdamW
+from weft.launch.consistency import max_over_ranks
+from weft.launch.process import world_group
+from weft.launch.simulated import read
 from weft.parallel.mesh import own_part
-from weft.verification.documents import awkward_steps
+from weft.verify.documents import awkward_steps
 
 # Where the host reads what the device has computed, in a step of whatever kind, and how often: with AdamW on an
 # accelerator, metrics and norm together, once the update is queued.
 READS_ONCE = {"engine/engine.py Engine._update_and_read": 1}
 READS = {
     "engine/engine.py Engine.accumulate": 1,  # the metrics, and whether the loss is finite: after all micro-batches
-    "optim/optimizer.py global_norm": 1,  # the norm: it is reported, and says whether and by how much to clip
+    "engine/optim/optimizer.py global_norm": 1,  # the norm: it is reported, and says whether and by how much to clip
 }
 # In torch and transformers, on numbers that are on the host by their own choice wherever the parameters are.
 ON_THE_HOST = {"torch/optim/adam.py"}  # step counters of an AdamW that is not fused
@@ -88,7 +88,7 @@ class Reading(TorchDispatchMode):
 
 
 def _caller() -> str:
-    """As in `optim/optimizer.py global_norm`: the innermost frame outside of torch's own core, below weft."""
+    """As in `engine/optim/optimizer.py global_norm`: the innermost frame outside of torch's own core, below weft."""
     frame = sys._getframe(2)
     while frame is not None:
         path = Path(frame.f_code.co_filename)

@@ -22,17 +22,17 @@ from tests import pool
 from tests.cases import open_engine, saved_model, world_of
 from tests.test_sync import KEY, REQUESTS, VERSIONS, EngineProcess, _change, fresh
 from weft.checkpoint.export import save_huggingface
-from weft.cluster.machine import free_port
 from weft.config.load import load_config
 from weft.config.rl_schema import RlConfig
 from weft.errors import UserError
+from weft.inference.standalone import Standalone
+from weft.inference.weight_sync import protocol
+from weft.inference.weight_sync.protocol import SyncError, Ticket
+from weft.inference.weight_sync.sender import EngineTarget, Sender, SyncOptions
+from weft.inference.weight_sync.transports import SLOTS
+from weft.launch.machine import free_port
 from weft.rl.served_pool import open_engines
 from weft.rl.trainer import Devices
-from weft.rollout.standalone import Standalone
-from weft.rollout.sync import protocol
-from weft.rollout.sync.protocol import SyncError, Ticket
-from weft.rollout.sync.sender import EngineTarget, Sender, SyncOptions
-from weft.rollout.sync.transports import SLOTS
 
 DTYPE = torch.float32
 
@@ -73,7 +73,7 @@ class FileMemory:
 @contextmanager
 def device(name: str, folder: str = "") -> Iterator[FileMemory]:
     memory = FileMemory(name, folder)
-    with patch.object(protocol, "device_memory", memory), patch("weft.rollout.standalone.device_memory", memory):
+    with patch.object(protocol, "device_memory", memory), patch("weft.inference.standalone.device_memory", memory):
         yield memory
 
 
@@ -204,7 +204,7 @@ def test_mappings_serve_until_another_sender_comes(processes: list[EngineProcess
 
 def alone(path: str, folder: str, port: int) -> None:
     """In a process group of this process."""
-    from weft.cluster.process import join
+    from weft.launch.process import join
 
     with join("cpu"):
         send_twice(path, folder, port)

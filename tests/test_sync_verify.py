@@ -21,25 +21,25 @@ from torch import Tensor
 
 from tests.cases import saved_model
 from tests.rl_samples import algorithm, rl_config, sample
-from weft.cluster import scratch
 from weft.config.load import load_config
 from weft.config.rl_schema import RlConfig, RolloutConfig
 from weft.config.schema import LoraConfig
 from weft.errors import ActorError, UserError
+from weft.inference.standalone import LoadedWeights, Standalone
+from weft.inference.weight_sync import server as servers
+from weft.inference.weight_sync import transports
+from weft.inference.weight_sync.buckets import Content, Row, entry_of
+from weft.inference.weight_sync.checksums import checksum
+from weft.inference.weight_sync.protocol import Delivery, Entry, SyncError, Ticket, as_torch
+from weft.inference.weight_sync.sender import SyncOptions, options_of, verify_is_due
+from weft.inference.weight_sync.server import SyncServer
+from weft.inference.weight_sync.transports import SharedBuckets
+from weft.inference.weight_sync.verify import check_parity, compare
+from weft.launch import scratch
 from weft.models.lora import LoraPlan
+from weft.parallel.shards.adapter_files import file_names
 from weft.rl.batch_pool import decline_on_error
 from weft.rl.corrections import parity_is_due, require_parity
-from weft.rollout.standalone import LoadedWeights, Standalone
-from weft.rollout.sync import server as servers
-from weft.rollout.sync import transports
-from weft.rollout.sync.buckets import Content, Row, entry_of
-from weft.rollout.sync.checksums import checksum
-from weft.rollout.sync.protocol import Delivery, Entry, SyncError, Ticket, as_torch
-from weft.rollout.sync.sender import SyncOptions, options_of, verify_is_due
-from weft.rollout.sync.server import SyncServer
-from weft.rollout.sync.transports import SharedBuckets
-from weft.rollout.sync.verify import check_parity, compare
-from weft.sharding.adapter_files import file_names
 
 TENSORS = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(5, dtype=torch.bfloat16), "c": torch.arange(4)}
 MANIFEST = {name: torch.empty_like(tensor, device="meta") for name, tensor in TENSORS.items()}

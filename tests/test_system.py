@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from weft.errors import StoppedError
-from weft.telemetry import starts, system
-from weft.telemetry.starts import STARTS, commit_of, note_end, note_start
-from weft.telemetry.system import Gpus, SystemMonitor
+from weft.observe import starts, system
+from weft.observe.starts import STARTS, commit_of, note_end, note_start
+from weft.observe.system import Gpus, SystemMonitor
 
 GPUS = ["GPU-aa11", "GPU-bb22", "GPU-cc33"]
 
@@ -144,7 +144,7 @@ def test_a_full_disk_ends_the_samples_and_not_the_run(tmp_path: Path, capsys: py
 
 def test_a_sample_needs_no_torch() -> None:
     """So it cannot wait for a device's stream."""
-    code = "import sys, weft.telemetry.system, weft.telemetry.starts; print('torch' in sys.modules)"
+    code = "import sys, weft.observe.system, weft.observe.starts; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout == "False\n", done.stderr
 

@@ -7,8 +7,8 @@ import io
 import pytest
 from rich.table import Table
 
-from weft.optim.groups import OptimizerGroupRow
-from weft.report.tables import (
+from weft.engine.optim.groups import OptimizerGroupRow
+from weft.observe.tables import (
     AxisRow,
     DtypeRow,
     ParameterRow,

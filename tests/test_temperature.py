@@ -11,15 +11,15 @@ from torch import Tensor
 
 from tests.cases import open_engine, saved_model, world_of
 from tests.pool import run
-from weft.objectives.base import Batch, LossOutput
-from weft.objectives.cross_entropy import CrossEntropy
-from weft.verification import reference
-from weft.verification.documents import awkward_steps
-from weft.verification.harness import GRADIENT, SCALAR, compare_gradients
-from weft.verification.observed import Tensors, to_documents
+from weft.engine.losses.base import Batch, LossOutput
+from weft.engine.losses.cross_entropy import CrossEntropy
+from weft.verify import reference
+from weft.verify.documents import awkward_steps
+from weft.verify.harness import GRADIENT, SCALAR, compare_gradients
+from weft.verify.observed import Tensors, to_documents
 
 if TYPE_CHECKING:
-    from weft.objectives.base import Loss
+    from weft.engine.losses.base import Loss
 
 TEMPERATURE, BONUS = 0.6, 0.3
 DOCUMENTS = awkward_steps(128)[0]

@@ -19,17 +19,17 @@ from torch import Tensor
 from tests.cases import describe, open_engine, pairs, parity, saved_model, world_of
 from tests.pool import run
 from tests.zoo import tiny_config
-from weft.engine import division_check
-from weft.engine.division_check import STATE_TOLERANCE, Division, check_division
-from weft.engine.startup import examine
+from weft.engine.selfcheck import division as division_check
+from weft.engine.selfcheck.division import STATE_TOLERANCE, Division, check_division
+from weft.engine.selfcheck.startup import examine
 from weft.errors import UserError
 from weft.models import hf, mixer_part
 from weft.models.tp_parts import even_ranges, repeated_ranges
-from weft.models.tp_styles import find_styles
 from weft.models.train_module import TrainModule
-from weft.parallel import tensor
-from weft.sharding.boxes import Box
-from weft.sharding.cuts import Cut
+from weft.parallel.shards.boxes import Box
+from weft.parallel.shards.cuts import Cut
+from weft.parallel.tp import tensor
+from weft.parallel.tp.styles import find_styles
 
 CASES = [
     ("llama", "tp2"), ("llama_tied", "2xtp2"), ("qwen3", "tp4"), ("gemma3_text", "tp2"), ("gpt_oss", "tp2"),

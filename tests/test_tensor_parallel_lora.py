@@ -18,13 +18,13 @@ from tests.resuming import Sections
 from tests.test_lora import EXPERTS
 from weft.checkpoint import rng
 from weft.checkpoint.adapters import save_adapter
+from weft.engine.losses.cross_entropy import CrossEntropy
 from weft.errors import RanksDisagreeError
 from weft.models.low_rank import LowRank
-from weft.objectives.cross_entropy import CrossEntropy
-from weft.parallel import tensor
-from weft.verification.adapter import randomize_adapters
-from weft.verification.documents import awkward_steps
-from weft.verification.observed import to_documents
+from weft.parallel.tp import tensor
+from weft.verify.adapter import randomize_adapters
+from weft.verify.documents import awkward_steps
+from weft.verify.observed import to_documents
 
 STEP = awkward_steps(128)[0]
 FUSED = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")

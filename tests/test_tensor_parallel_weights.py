@@ -18,10 +18,10 @@ from tests.cases import open_engine, pairs, saved_model, world_of
 from tests.pool import run
 from tests.resuming import Sections, process
 from weft.checkpoint import export
-from weft.sharding.cuts import Cut
-from weft.sharding.safetensors_files import TensorFile
-from weft.sharding.tensor_placement import TensorPlacement
-from weft.sharding.walker import walk
+from weft.parallel.shards.cuts import Cut
+from weft.parallel.shards.safetensors_files import TensorFile
+from weft.parallel.shards.tensor_placement import TensorPlacement
+from weft.parallel.shards.walker import walk
 
 # Heads that are repeated (qwen3, gpt_oss), fused projections (phi3, gpt2, falcon), widths that do not divide evenly
 # (all of those on 4), experts, MLA, norms over all heads; mixers that carry state, layers that share a block (zamba2),

@@ -23,10 +23,10 @@ from tests.test_report import make_run
 from tests.toy_tokenizers import CHATML, byte_tokenizer, chat, write_jsonl
 from tests.zoo import tiny_config
 from weft import cli
+from weft.inference.records import write_rollouts
+from weft.inference.types import Group, Prompt, Sample
 from weft.models import hf
 from weft.recipes import chat as chat_recipe
-from weft.rollout.records import write_rollouts
-from weft.rollout.types import Group, Prompt, Sample
 from weft.terminal import Console, clean, say, say_folded
 
 # A title, the clipboard, colours and the cursor, C1's CSI and OSC, a bell, a return, bidi overrides and isolates.

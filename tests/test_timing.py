@@ -14,13 +14,14 @@ from torch.distributed.tensor import DTensor
 from tests.cases import ALL_GATHER, open_engine, saved_model, world_of
 from tests.machine import business
 from tests.pool import run
-from weft.engine.document import Document
+from weft.engine.batch.document import Document
 from weft.engine.engine import Engine
-from weft.objectives.cross_entropy import CrossEntropy
+from weft.engine.losses.cross_entropy import CrossEntropy
+from weft.launch import flight, timing
+from weft.launch.timing import StepTimes
+from weft.observe import profiling
 from weft.parallel.timed import TimedAllGather, time_collectives
-from weft.telemetry import flight, profiling, timing
-from weft.telemetry.timing import StepTimes
-from weft.verification.documents import awkward_steps
+from weft.verify.documents import awkward_steps
 
 CPU = torch.device("cpu")
 

@@ -13,9 +13,9 @@ import pytest
 
 from weft.config.run_schema import ProfileConfig, TrackConfig
 from weft.errors import UserError
-from weft.report import trackers
-from weft.report.trackers import TRACKERS, TrackedRun, Tracker, Trackers, check_installed, numbers
-from weft.telemetry.profiling import check_profile
+from weft.observe import trackers
+from weft.observe.profiling import check_profile
+from weft.observe.trackers import TRACKERS, TrackedRun, Tracker, Trackers, check_installed, numbers
 
 CONFIG = {"model": {"path": "m"}, "optimizer": {"lr": 0.1, "betas": [0.9, 0.95]}}
 LINE = {

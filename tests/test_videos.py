@@ -31,7 +31,7 @@ from weft.data.documents import Documents, load_documents
 from weft.data.encode import Encoding, changed_files, load_tokenizer
 from weft.data.images import Images, read_images
 from weft.data.tokenise import Tokenising
-from weft.engine.document import Document
+from weft.engine.batch.document import Document
 from weft.errors import UserError
 from weft.models.clips import Clip, Sampling
 from weft.models.hf_video import KNOWN, video_settings

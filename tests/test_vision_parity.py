@@ -13,15 +13,15 @@ import torch
 from tests.cases import describe, open_engine, pairs, references_once, world_of
 from tests.pool import run
 from tests.vision_zoo import FAMILIES, OTHERS, saved_vision_model
-from weft.engine import rows
-from weft.engine.dealt_images import deal_images
-from weft.engine.row import Row
+from weft.engine.batch import builder as rows
+from weft.engine.batch.assigned_images import deal_images
+from weft.engine.batch.row import Row
 from weft.errors import UserError
 from weft.models import hf
-from weft.verification import harness
-from weft.verification.documents import awkward_steps
-from weft.verification.harness import Verdict
-from weft.verification.image_documents import shown, text_ids
+from weft.verify import harness
+from weft.verify.documents import awkward_steps
+from weft.verify.harness import Verdict
+from weft.verify.image_documents import shown, text_ids
 
 
 def parity(

@@ -16,12 +16,12 @@ from tests.cases import ALL_GATHER, REDUCE_SCATTER, describe, open_engine, saved
 from tests.pool import run
 from tests.test_vision_parity import parity
 from tests.vision_zoo import saved_vision_model
-from weft.engine.document import Document, MeasuredDocuments, Measures
+from weft.engine.batch.document import Document, MeasuredDocuments, Measures
+from weft.engine.batch.media import Media, joined
 from weft.engine.engine import Engine
-from weft.engine.media import Media, joined
+from weft.engine.losses.cross_entropy import CrossEntropy
 from weft.errors import UserError
 from weft.models.vision import Vision
-from weft.objectives.cross_entropy import CrossEntropy
 
 
 def drawn_documents(vision: Vision, source: random.Random, tokens_of: int) -> list[Document]:

@@ -33,18 +33,18 @@ from weft.data.image_columns import Image
 from weft.data.image_files import Measured
 from weft.data.prompt_images import PromptImages
 from weft.errors import UserError
+from weft.inference.base import Completion, Request, Sampling
+from weft.inference.http import Address, RefusedError
+from weft.inference.process import EngineDiedError, EngineProcess
+from weft.inference.served import Served
+from weft.inference.servers import HostedServer, server_names
+from weft.inference.sglang import SglangEngine
+from weft.inference.vllm.engine import VllmEngine
+from weft.inference.vllm.interpreter import Interpreter, _steps, find, home
+from weft.inference.vllm.mapping import body_of, completion_of
+from weft.inference.vllm.server import Settings, command, environment, place_parts, settings_of
+from weft.inference.weight_sync.protocol import SyncError, Ticket
 from weft.rl.served_pool import ServedPool
-from weft.rollout.base import Completion, Request, Sampling
-from weft.rollout.http import Address, RefusedError
-from weft.rollout.process import EngineDiedError, EngineProcess
-from weft.rollout.served import Served
-from weft.rollout.servers import HostedServer, server_names
-from weft.rollout.sglang import SglangEngine
-from weft.rollout.sync.protocol import SyncError, Ticket
-from weft.rollout.vllm.engine import VllmEngine
-from weft.rollout.vllm.interpreter import Interpreter, _steps, find, home
-from weft.rollout.vllm.mapping import body_of, completion_of
-from weft.rollout.vllm.server import Settings, command, environment, place_parts, settings_of
 
 CPU = Interpreter(Path("/envs/vllm/bin/python"), "0.32.0", cpu=True)
 
@@ -240,7 +240,7 @@ def test_an_engine_ends_with_the_process_that_started_it_and_so_does_what_it_sta
     parent = f"""
 import os, sys, time
 from pathlib import Path
-from weft.rollout.process import EngineProcess
+from weft.inference.process import EngineProcess
 one = EngineProcess("e", [sys.executable, "-c", {child!r}], dict(os.environ), Path({str(tmp_path / "log")!r}))
 while "up" not in one.log.read_text(): time.sleep(0.02)
 print("up", flush=True)
@@ -303,12 +303,10 @@ def test_its_environment_is_ours_but_for_the_python_path(monkeypatch: pytest.Mon
 
 def test_its_processes_import_the_wire_and_nothing_else_of_weft(tmp_path: Path) -> None:
     place_parts(tmp_path)
-    look = (
-        "import sys; import weft.rollout.sync.protocol; print(sorted(m for m in sys.modules if m.startswith('weft')))"
-    )
+    look = "import sys; import weft.inference.weight_sync.protocol; print(sorted(m for m in sys.modules if m.startswith('weft')))"
     done = subprocess.run([sys.executable, "-c", look], env={"PYTHONPATH": str(tmp_path)}, cwd="/", capture_output=True)
     assert json.loads(done.stdout.decode().replace("'", '"')) == [
-        "weft", "weft.rollout", "weft.rollout.sync", "weft.rollout.sync.checksums", "weft.rollout.sync.protocol"
+        "weft", "weft.inference", "weft.inference.weight_sync", "weft.inference.weight_sync.checksums", "weft.inference.weight_sync.protocol"
     ], done.stderr  # fmt: skip
 
 

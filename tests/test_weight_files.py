@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from tests.zoo import tiny_config
 from weft.errors import UserError
 from weft.models import hf
-from weft.sharding.source import INDEX, open_source
+from weft.parallel.shards.source import INDEX, open_source
 
 NORM = "model.norm.weight"
 

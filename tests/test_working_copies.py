@@ -14,12 +14,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.cases import open_engine, saved_model
 from tests.pool import run
-from weft.engine.document import Document
-from weft.objectives.cross_entropy import CrossEntropy
+from weft.engine.batch.document import Document
+from weft.engine.losses.cross_entropy import CrossEntropy
 from weft.parallel import fsdp
 from weft.parallel.fsdp import WorkingCopies, fsdp_modules
 from weft.parallel.mesh import own_part
-from weft.verification.documents import awkward_steps
+from weft.verify.documents import awkward_steps
 
 MANY = {"step": {"max_tokens_per_device": 64}}
 

@@ -30,7 +30,7 @@ def __getattr__(name: str) -> object:
 
 class _Weft(ModuleType):
     """The module weft, in which `weft.rl` is always the function, even after the folder weft/rl was imported. The
-    function gets the folder's modules as attributes, for `import weft.rl.rewards as rewards`."""
+    function gets the folder's modules as attributes, for `import weft.rl.rewards.base as rewards`."""
 
     @property
     def rl(self) -> Any:

@@ -13,25 +13,25 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from weft.checkpoint.remote.enter import fetched_config
+from weft.checkpoint.remote.local import localised
+from weft.checkpoint.remote.reading import local_path
 from weft.checkpoint.retention import ranks_of
-from weft.cluster.entrypoint import joined
-from weft.cluster.launchers import join_launcher
-from weft.cluster.machine import accelerator_count
-from weft.cluster.options import Device, RlOptions, SftOptions
-from weft.cluster.scratch import scratch_folder
 from weft.config import check_reshard, resolve_mesh, to_dict
 from weft.config.load import load_values, written_config
 from weft.config.rl_schema import RlConfig
 from weft.config.schema import SftConfig
 from weft.config.urls import is_url
 from weft.errors import UserError
-from weft.remote.enter import fetched_config
-from weft.remote.local import localised
-from weft.remote.reading import local_path
-from weft.run.hooks import Hooks, OnStep, RlHooks
+from weft.launch.entrypoint import joined
+from weft.launch.launchers import join_launcher
+from weft.launch.machine import accelerator_count
+from weft.launch.options import Device, RlOptions, SftOptions
+from weft.launch.scratch import scratch_folder
+from weft.observe.hooks import Hooks, OnStep, RlHooks
 
 if TYPE_CHECKING:
-    from weft.objectives.base import Loss
+    from weft.engine.losses.base import Loss
 
 ROWS = "data.jsonl"
 Schema = TypeVar("Schema", SftConfig, RlConfig)
@@ -209,7 +209,7 @@ def _base(config: Any, resume: str | Path | None) -> dict[str, Any]:
 def _take_rewards(values: dict[str, Any], reward: Any) -> dict[str, bytes]:
     """Put the names of reward functions into section rl. Returns name -> pickled function, for those that have to be
     sent to other processes."""
-    from weft.rl.given_rewards import name_rewards
+    from weft.rl.rewards.given import name_rewards
 
     section = values.get("rl", {})
     if not isinstance(section, Mapping):
@@ -226,7 +226,7 @@ def _take_rewards(values: dict[str, Any], reward: Any) -> dict[str, bytes]:
 
 def _with_rows(config: Any, written: Path) -> Any:
     """Make the run's folder and move the rows into it. Returns the config that names both."""
-    from weft.run.folder import make_folder
+    from weft.observe.folder import make_folder
 
     folder = make_folder(config.run, config.model.path, "rl" if isinstance(config, RlConfig) else "sft")
     shutil.move(written, folder / ROWS)
@@ -235,10 +235,10 @@ def _with_rows(config: Any, written: Path) -> Any:
 
 
 def _run_rl(config: RlConfig, options: RlOptions, hooks: RlHooks) -> Run:
-    from weft.cluster.ray_actors import import_ray
+    from weft.launch import flight
+    from weft.launch.ray_actors import import_ray
+    from weft.observe.folder import default_folder
     from weft.recipes import rl as recipe
-    from weft.run.folder import default_folder
-    from weft.telemetry import flight
 
     if import_ray().is_initialized():
         raise UserError("this process has a Ray of its own already: call ray.shutdown() before weft.rl.")
@@ -254,7 +254,7 @@ def _run_rl(config: RlConfig, options: RlOptions, hooks: RlHooks) -> Run:
 def _beside_loops(body: Callable[[], None]) -> None:
     """Run `body` in this thread. If an event loop runs here, as in a notebook, run it in another thread, which then
     sees this thread's signals."""
-    from weft.cluster.stopping import StopSignals
+    from weft.launch.stopping import StopSignals
 
     if not _in_a_loop():
         body()
@@ -306,9 +306,9 @@ def _split(data: Any) -> tuple[dict[str, Any], Iterable[Any] | None]:
 
 
 def _run(config: SftConfig, options: SftOptions, hooks: Hooks) -> Run:
+    from weft.launch import flight
+    from weft.observe.folder import default_folder
     from weft.recipes import sft as recipe
-    from weft.run.folder import default_folder
-    from weft.telemetry import flight
 
     if hooks.objective is not None:  # named in config.yaml, so that no other objective goes on with this run
         if config.train.objective is not None:

@@ -19,12 +19,23 @@ from typing import Any, Literal, NoReturn, TypeVar, cast
 
 from weft import parsers
 from weft.api import rl_options
+from weft.checkpoint.remote.enter import fetched_config
+from weft.checkpoint.remote.reading import local_path
 from weft.checkpoint.retention import ranks_of
-from weft.cluster.entrypoint import Body, env_rank, guarded, joined, program
-from weft.cluster.launch import run
-from weft.cluster.launchers import join_launcher
-from weft.cluster.machine import accelerator, accelerator_count, check_ranks_fit, cpu_cores
-from weft.cluster.options import (
+from weft.config import SftConfig, check_reshard, load_config, resolve_mesh, shrink_mesh
+from weft.config.load import chosen_keys, read_config_file, written_config
+from weft.config.mesh import AXES, fewest_ranks
+from weft.config.migrate.migrate import migrate_and_compare
+from weft.config.reference import SCHEMAS, find_keys, starter
+from weft.config.rl_schema import RlConfig
+from weft.config.urls import is_url, uses_stores
+from weft.config.yaml12 import override
+from weft.errors import UserError
+from weft.launch.entrypoint import Body, env_rank, guarded, joined, program
+from weft.launch.launch import run
+from weft.launch.launchers import join_launcher
+from weft.launch.machine import accelerator, accelerator_count, check_ranks_fit, cpu_cores
+from weft.launch.options import (
     ChatOptions,
     ExportOptions,
     MeasureOptions,
@@ -38,25 +49,14 @@ from weft.cluster.options import (
     SftOptions,
     VerifyOptions,
 )
-from weft.cluster.reports import folder as launchers_folder
-from weft.cluster.restart import ResumeCommand, run_with_restarts
-from weft.cluster.status import SUCCESS, USER_ERROR
-from weft.cluster.stopping import announce_ending_signal
-from weft.config import SftConfig, check_reshard, load_config, resolve_mesh, shrink_mesh
-from weft.config.compat.migrate import migrate_and_compare
-from weft.config.load import chosen_keys, read_config_file, written_config
-from weft.config.mesh import AXES, fewest_ranks
-from weft.config.reference import SCHEMAS, find_keys, starter
-from weft.config.rl_schema import RlConfig
-from weft.config.urls import is_url, uses_stores
-from weft.config.yaml12 import override
-from weft.errors import UserError
+from weft.launch.reports import folder as launchers_folder
+from weft.launch.restart import ResumeCommand, run_with_restarts
+from weft.launch.status import SUCCESS, USER_ERROR
+from weft.launch.stopping import announce_ending_signal
+from weft.observe.measured import measured_config
+from weft.observe.profiling import check_profile
+from weft.observe.trackers import check_installed
 from weft.parsers import ELSEWHERE, SUMMARIES
-from weft.remote.enter import fetched_config
-from weft.remote.reading import local_path
-from weft.report.trackers import check_installed
-from weft.run.measured import measured_config
-from weft.telemetry.profiling import check_profile
 from weft.terminal import clean_everything, display_name, say, say_all
 from weft.version import __version__
 
@@ -234,7 +234,7 @@ def _plan(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
     options = _options(PlanOptions, arguments, ranks=ranks)
 
     def body() -> None:
-        from weft.recipes import plan
+        from weft.recipes.plan import recipe as plan
 
         plan.run(config, options)
 
@@ -358,7 +358,7 @@ def _rollouts(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
     options = _options(RolloutsOptions, arguments, run=local_path("weft rollouts", arguments.run, records=True))
 
     def body() -> None:
-        from weft.report import rollouts
+        from weft.observe import rollouts
 
         rollouts.run(options)
 
@@ -372,7 +372,7 @@ def _report(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
     options = ReportOptions(runs=runs, output=arguments.output or (None if beside else "report.html"))
 
     def body() -> None:
-        from weft.report import page
+        from weft.observe.report import page
 
         written, notes = page.run(options)
         say(f"wrote {written}", *(f"note: {note}" for note in notes))
@@ -419,7 +419,7 @@ def _engine(arguments: argparse.Namespace, words: Sequence[str]) -> Job:
         raise UserError("weft engine needs a subcommand: weft engine install vllm [--python DIR]")
 
     def body() -> None:
-        from weft.rollout.vllm import interpreter
+        from weft.inference.vllm import interpreter
 
         folder = Path(arguments.python).expanduser() if arguments.python else interpreter.home()
         device: Literal["cpu", "cuda"] = "cuda" if accelerator_count(arguments.device) else "cpu"
@@ -455,7 +455,7 @@ def _load(arguments: argparse.Namespace, schema: type[Schema], run: Literal["new
 def _localised(config: Schema, run: Literal["new", "resumed"] | None, dry_run: bool = False) -> Schema:
     if not uses_stores(config):
         return config
-    from weft.remote.local import localised
+    from weft.checkpoint.remote.local import localised
 
     return cast(Schema, localised(cast(Any, config), run, dry_run=dry_run))
 

@@ -61,7 +61,7 @@ class RanksDisagreeError(RuntimeError):
 
 
 class ActorError(RuntimeError):
-    """An actor, or a process that works for this one, failed or died. kind: as in weft/cluster/status.py. report: the
+    """An actor, or a process that works for this one, failed or died. kind: as in weft/launch/status.py. report: the
     RankReport of the process, if it left one."""
 
     def __init__(self, message: str, kind: str, report: Any = None) -> None:

@@ -6,8 +6,8 @@ import argparse
 from typing import NoReturn
 
 from weft.config import SftConfig
-from weft.config.compat.names import advice_for
 from weft.config.keys import schema_keys
+from weft.config.migrate.names import advice_for
 from weft.config.sources import HUB_NAME, is_hub_name
 from weft.config.unknown import Unknown, foreign_config
 from weft.errors import UserError

@@ -1,7 +1,7 @@
 """Bugs of torch that change numbers, memory or whether a run ends, and what weft does until they are gone.
 
 `present` looks for a bug in the installed torch, by what its fix adds; None where only a device can show it, which a
-run tries at start (engine/device_check.py). A test fails when a bug is gone from the installed version, or cannot be
+run tries at start (engine/selfcheck/device.py). A test fails when a bug is gone from the installed version, or cannot be
 looked for and nobody knows of that version: then read the thread, and either widen `known` or remove the entry and what
 weft does about it.
 """
@@ -60,7 +60,7 @@ HSDP_BUFFERS = UpstreamBug(
     "https://github.com/pytorch/pytorch/pull/179443",
     "where units are replicated and gradients are reduced in another dtype than the masters', the reduced gradients of "
     "all units stay until the end of backward: fsdp.reduce_dtype bytes of every parameter's shard",
-    "weft plan counts them (planner/memory.py); with fp32 masters and fsdp.reduce_dtype=fp32, the defaults, they are "
+    "weft plan counts them (recipes/plan/memory.py); with fp32 masters and fsdp.reduce_dtype=fp32, the defaults, they are "
     "the gradients themselves",
     ((2, 11), (2, 13)),
     _all_reduce_buffers_stay,
@@ -70,7 +70,7 @@ GROUPED_MM_EMPTY = UpstreamBug(
     "https://github.com/pytorch/pytorch/issues/172439",
     "on Blackwell (sm100) the gradient of an expert without tokens is not written, so it is what the memory held",
     "a run with experts tries its grouped matmul at start with empty groups, and where it is wrong sets the gradients "
-    "of experts without tokens to 0 (engine/device_check.py, models/experts.py)",
+    "of experts without tokens to 0 (engine/selfcheck/device.py, models/experts.py)",
     ((2, 9), (2, 15)),
 )
 GROUPED_MM_NO_ROWS = UpstreamBug(

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.cluster.options import Device
 from weft.engine.engine import Engine
-from weft.objectives.cross_entropy import CrossEntropy
-from weft.verification.documents import awkward_steps
-from weft.verification.observed import to_documents
+from weft.engine.losses.cross_entropy import CrossEntropy
+from weft.launch.options import Device
+from weft.verify.documents import awkward_steps
+from weft.verify.observed import to_documents
 
 STEPS = awkward_steps(128)
 FP32: dict[str, dict[str, Any]] = {"fsdp": {"param_dtype": "fp32"}}

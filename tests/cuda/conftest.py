@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from weft.cluster.process import Ranks, join, leave
+from weft.launch.process import Ranks, join, leave
 
 DEVICE = os.environ.get("WEFT_CUDA_TESTS_DEVICE", "cuda")
 BUDGET = 480.0  # seconds of all tests here together

@@ -11,14 +11,14 @@ import torch.distributed as dist
 
 from tests.cases import open_engine, saved_model
 from tests.cuda.cases import BF16, FP32, gradient, kind
-from weft.cluster.machine import free_port
-from weft.cluster.process import Ranks
 from weft.config.mesh import MeshSizes
 from weft.engine.contract import check_contract
+from weft.inference.weight_sync.protocol import broadcast, join_group, open_store
+from weft.launch.machine import free_port
+from weft.launch.process import Ranks
 from weft.parallel.mesh import build_mesh
-from weft.rollout.sync.protocol import broadcast, join_group, open_store
-from weft.sharding.boxes import Box
-from weft.sharding.walker import walk
+from weft.parallel.shards.boxes import Box
+from weft.parallel.shards.walker import walk
 from weft.versions import all_gather_single, reduce_scatter_single
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int32, torch.uint8)

@@ -20,17 +20,17 @@ from torch import Tensor
 
 from tests.cases import open_engine, saved_model
 from tests.cuda.cases import busy, kind
-from weft.cluster.machine import free_port
-from weft.cluster.process import Ranks
 from weft.config.schema import LoraConfig
 from weft.engine.engine import Engine
-from weft.rollout.base import Completion, Request, Sampling
-from weft.rollout.embedded import EmbeddedEngine
-from weft.rollout.standalone import Standalone
-from weft.rollout.sync import protocol
-from weft.rollout.sync.protocol import SyncError, Ticket
-from weft.rollout.sync.sender import EngineTarget, Sender, SyncOptions
-from weft.verification.adapter import randomize_adapters
+from weft.inference.base import Completion, Request, Sampling
+from weft.inference.embedded import EmbeddedEngine
+from weft.inference.standalone import Standalone
+from weft.inference.weight_sync import protocol
+from weft.inference.weight_sync.protocol import SyncError, Ticket
+from weft.inference.weight_sync.sender import EngineTarget, Sender, SyncOptions
+from weft.launch.machine import free_port
+from weft.launch.process import Ranks
+from weft.verify.adapter import randomize_adapters
 
 KEY = "a key"
 REQUESTS = [

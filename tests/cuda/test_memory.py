@@ -15,10 +15,10 @@ from tests.cuda.cases import BF16, STEPS, busy, gradient, kind
 from tests.resuming import whole_state
 from weft.checkpoint.save import Saver
 from weft.checkpoint.state import find_parts
-from weft.cluster.process import Ranks
 from weft.config.schema import CheckpointConfig
 from weft.engine.contract import check_contract
 from weft.engine.engine import Engine
+from weft.launch.process import Ranks
 from weft.parallel.mesh import own_part
 
 # Several chunks of pinned memory (64 MiB), and tensors that lie over two of them.

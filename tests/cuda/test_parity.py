@@ -9,7 +9,7 @@ import torch
 
 from tests.cases import describe, parity, saved_model
 from tests.cuda.cases import FP32, kind
-from weft.cluster.process import Ranks
+from weft.launch.process import Ranks
 
 FAMILIES = ("llama", "qwen3", "gemma3_text", "gpt_oss", "qwen3_moe", "deepseek_v3")  # qwen3's head is tied
 SWITCHES: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {

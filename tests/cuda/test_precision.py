@@ -15,13 +15,13 @@ from torch import Tensor
 
 from tests.cases import open_engine, saved_model
 from tests.cuda.cases import BF16, FP32, STEPS, gradient, kind
-from weft.cluster.process import Ranks
 from weft.engine.contract import check_contract
 from weft.engine.engine import Engine
-from weft.verification.harness import compare_gradients
-from weft.verification.observed import gather_readouts, neighbours, one_gradient, to_documents
-from weft.verification.reference import Reference
-from weft.verification.routing import Recorder, Replay, Routes
+from weft.launch.process import Ranks
+from weft.verify.harness import compare_gradients
+from weft.verify.observed import gather_readouts, neighbours, one_gradient, to_documents
+from weft.verify.reference import Reference
+from weft.verify.routing import Recorder, Replay, Routes
 
 FAMILIES = ("llama", "qwen3", "gemma3_text", "gpt_oss", "qwen3_moe", "deepseek_v3")
 # Largest relative distances of the loss and of all gradients together, and the mean one of logprobs (nats).

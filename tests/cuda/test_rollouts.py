@@ -10,14 +10,14 @@ import transformers
 
 from tests.cases import open_engine, saved_model
 from tests.cuda.cases import BF16, FP32, gradient, kind
-from weft.cluster.process import Ranks
-from weft.engine.document import Document
+from weft.engine.batch.document import Document
+from weft.engine.batch.replay import align_routes
 from weft.engine.engine import Engine
-from weft.engine.replay import align_routes
 from weft.errors import UserError
+from weft.inference.base import Completion, Request, Sampling
+from weft.inference.embedded import EmbeddedEngine
+from weft.launch.process import Ranks
 from weft.rl.exact import prove_exact
-from weft.rollout.base import Completion, Request, Sampling
-from weft.rollout.embedded import EmbeddedEngine
 
 ENDS = (2, 17, 40)
 PROMPTS = [(5,), (9, 8, 7, 6, 5, 4, 3), (11, 12) * 10, (3, 100, 50), (3, 100, 51)]

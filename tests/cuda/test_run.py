@@ -17,7 +17,7 @@ import transformers
 from tests.cuda.cases import kind
 from tests.resuming import STEPS, attempt, equal, inputs, lines, state_of
 from tests.toy_tokenizers import byte_tokenizer, chat, write_jsonl
-from weft.cluster.process import Ranks
+from weft.launch.process import Ranks
 
 ROOT = Path(__file__).parent.parent.parent
 # Qwen/Qwen3-0.6B's config.json. On a CPU: what its parts are, in small.

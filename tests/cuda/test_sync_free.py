@@ -13,15 +13,15 @@ import torch
 
 from tests.cases import saved_model
 from tests.test_sync_free import READS, READS_ONCE
-from weft.cluster.process import Ranks
 from weft.config.schema import ModelConfig, OptimizerConfig, StepConfig
+from weft.engine.batch.document import Document
+from weft.engine.batch.row import build_row
 from weft.engine.config import EngineConfig
-from weft.engine.document import Document
 from weft.engine.engine import Engine
-from weft.engine.row import build_row
-from weft.objectives.cross_entropy import CrossEntropy
+from weft.engine.losses.cross_entropy import CrossEntropy
+from weft.launch.process import Ranks
 from weft.ops.head import _scale_
-from weft.verification.documents import awkward_steps
+from weft.verify.documents import awkward_steps
 
 
 def documents() -> list[Document]:

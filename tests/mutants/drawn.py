@@ -36,7 +36,7 @@ COUNT, SEED = 150, 0
 MOST_SECONDS, MOST_FILES = 60.0, 5  # of the tests of one mutant, as recorded
 # Modules without a site: planted bugs are no product; vLLM's side runs in an environment of its own; of the rest, code
 # is a script of the generated documentation.
-LEFT_OUT = ("verification/bugs/", "rollout/vllm/", "config/reference.py", "config/compat/pages.py")
+LEFT_OUT = ("verification/bugs/", "rollout/vllm/", "config/reference.py", "config/migrate/pages.py")
 # Tests of the repository itself, and those that try everything at once.
 APART = (
     "test_containers.py",

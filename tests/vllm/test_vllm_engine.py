@@ -17,12 +17,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from tests.toy_tokenizers import byte_tokenizer
-from weft.rollout.base import Completion, Request, Sampling
-from weft.rollout.process import EngineDiedError
-from weft.rollout.sync.protocol import SyncError
-from weft.rollout.vllm.engine import VllmEngine
-from weft.rollout.vllm.interpreter import find
-from weft.rollout.vllm.server import Settings
+from weft.inference.base import Completion, Request, Sampling
+from weft.inference.process import EngineDiedError
+from weft.inference.vllm.engine import VllmEngine
+from weft.inference.vllm.interpreter import find
+from weft.inference.vllm.server import Settings
+from weft.inference.weight_sync.protocol import SyncError
 
 MEAN, MOST = 1e-5, 1e-4  # of |logprob - transformers'|
 PROMPTS = [(5, 6, 7, 8), (9,), tuple(range(40, 80)), (11, 200, 3, 90, 41, 17, 5)]

@@ -19,13 +19,13 @@ from weft.data.encode import Encoding
 from weft.data.image_opener import ImageOpener
 from weft.data.images import read_images
 from weft.errors import UserError
+from weft.inference.base import Request, Sampling
+from weft.inference.generate import Generator
+from weft.inference.vllm.engine import VllmEngine
+from weft.inference.vllm.interpreter import find
+from weft.inference.vllm.server import Settings
 from weft.models import hf
 from weft.rl.prompts import PromptRules, read_prompts
-from weft.rollout.base import Request, Sampling
-from weft.rollout.generate import Generator
-from weft.rollout.vllm.engine import VllmEngine
-from weft.rollout.vllm.interpreter import find
-from weft.rollout.vllm.server import Settings
 
 # Heads of 32, which vLLM needs on CPU.
 WIDE = dict(

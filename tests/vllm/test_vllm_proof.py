@@ -23,8 +23,8 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
 from tests.cases import saved_model
 from tests.toy_tokenizers import byte_tokenizer
-from weft.rollout.vllm import receiver
-from weft.rollout.vllm.readback import digest
+from weft.inference.vllm import receiver
+from weft.inference.vllm.readback import digest
 
 LARGE = {"head_dim": 32, "hidden_size": 64}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -39,7 +39,7 @@ Tensors = dict[str, torch.Tensor]
 def opened(path: str, **more: Any) -> Iterator[LLM]:
     llm = LLM(
         path, dtype="float32", enforce_eager=True, max_model_len=64, skip_tokenizer_init=True, seed=0,
-        enable_prefix_caching=False, worker_extension_cls="weft.rollout.vllm.receiver.VllmSyncWorker", **more,
+        enable_prefix_caching=False, worker_extension_cls="weft.inference.vllm.receiver.VllmSyncWorker", **more,
     )  # fmt: skip
     yield llm
     del llm

@@ -24,8 +24,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3
 
 from tests.machine import business
 from tests.vllm.conftest import SETTINGS
-from weft.cluster.machine import free_port
-from weft.rollout.records import FOLDER, rollout_files
+from weft.inference.records import FOLDER, rollout_files
+from weft.launch.machine import free_port
 
 ROOT = Path(__file__).parents[2]
 MEAN = 1e-5  # of |engine's logprob - trainer's|
@@ -69,7 +69,7 @@ def lines_of(run: Path) -> list[dict[str, Any]]:
 
 @dataclass
 class Sampled:
-    """Of a sample in RUN/rollouts, what is compared here; arrays as weft.rollout.types.Sample has them."""
+    """Of a sample in RUN/rollouts, what is compared here; arrays as weft.inference.types.Sample has them."""
 
     tokens: NDArray[np.int64]
     sampled: NDArray[np.bool_]
@@ -81,8 +81,8 @@ class Sampled:
 READ = """
 import json, sys
 from pathlib import Path
-from weft.rollout.records import FOLDER, read_rollouts, rollout_files
-from weft.rollout.types import samples_of
+from weft.inference.records import FOLDER, read_rollouts, rollout_files
+from weft.inference.types import samples_of
 files = rollout_files(Path(sys.argv[1]) / FOLDER)
 names = "tokens", "sampled", "rollout", "versions"
 print(json.dumps({

@@ -14,13 +14,13 @@ from tests import pool
 from tests.cases import saved_model
 from tests.test_sync import KEY, VERSIONS, train_and_send
 from tests.vllm.test_vllm_engine import PROMPTS, is_of, plain, settings
-from weft.cluster.machine import free_port
-from weft.cluster.options import MergeOptions
+from weft.inference.base import Completion, Request, Sampling
+from weft.inference.vllm.engine import VllmEngine
+from weft.inference.weight_sync.protocol import Ticket
+from weft.inference.weight_sync.sender import SyncOptions
+from weft.launch.machine import free_port
+from weft.launch.options import MergeOptions
 from weft.recipes import merge
-from weft.rollout.base import Completion, Request, Sampling
-from weft.rollout.sync.protocol import Ticket
-from weft.rollout.sync.sender import SyncOptions
-from weft.rollout.vllm.engine import VllmEngine
 
 SAMPLING = Sampling(16, temperature=0)
 # vLLM on CPU has no kernels for smaller heads and experts.

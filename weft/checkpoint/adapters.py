@@ -11,10 +11,10 @@ from torch import Tensor
 
 from weft.checkpoint.export import ExportPlan, save_planned
 from weft.engine.engine import Engine
-from weft.sharding.adapter_files import CONFIG, WEIGHTS, file_names, to_json
-from weft.sharding.boxes import Shard
-from weft.sharding.cuts import full_shape, shards_of
-from weft.sharding.layout import Piece
+from weft.parallel.shards.adapter_files import CONFIG, WEIGHTS, file_names, to_json
+from weft.parallel.shards.boxes import Shard
+from weft.parallel.shards.cuts import full_shape, shards_of
+from weft.parallel.shards.layout import Piece
 
 
 def plan_adapter(engine: Engine, dtype: torch.dtype | None = None) -> ExportPlan:

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from weft.checkpoint.export import ExportPlan, FullTensors, describe
-from weft.sharding.dcp import METADATA
+from weft.parallel.shards.dcp import METADATA
 
 _FILE = "__0_0.distcp"
 

@@ -28,13 +28,13 @@ from weft.engine.engine import Engine
 from weft.errors import StorageError
 from weft.models import hf
 from weft.models.train_module import ValueHead
-from weft.sharding.boxes import Box, Readable, Shard, overlap
-from weft.sharding.cuts import module_shards
-from weft.sharding.digests import BoxDigest, write_digests
-from weft.sharding.layout import Piece
-from weft.sharding.ranges import RangeWriter, join_seams
-from weft.sharding.safetensors_files import Layout, create, lay_out
-from weft.sharding.source import INDEX
+from weft.parallel.shards.boxes import Box, Readable, Shard, overlap
+from weft.parallel.shards.cuts import module_shards
+from weft.parallel.shards.digests import BoxDigest, write_digests
+from weft.parallel.shards.layout import Piece
+from weft.parallel.shards.ranges import RangeWriter, join_seams
+from weft.parallel.shards.safetensors_files import Layout, create, lay_out
+from weft.parallel.shards.source import INDEX
 
 # Files of the source that describe the tokenizer and how to generate; weights and config are written anew.
 _COMPANIONS = (

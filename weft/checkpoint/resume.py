@@ -23,13 +23,13 @@ from weft.checkpoint.state import (
     read_rng,
     read_state,
 )
-from weft.cluster.process import Ranks
 from weft.config.yaml12 import override
 from weft.engine.engine import Engine
 from weft.errors import UserError
-from weft.sharding.adapter_files import CONFIG as ADAPTER
-from weft.sharding.digests import DIGESTS, check_digests
-from weft.telemetry.summary import versions
+from weft.launch.process import Ranks
+from weft.launch.summary import versions
+from weft.parallel.shards.adapter_files import CONFIG as ADAPTER
+from weft.parallel.shards.digests import DIGESTS, check_digests
 
 T = TypeVar("T")
 Judge = Callable[[Path], tuple[TrainerState | None, str]]

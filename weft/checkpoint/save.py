@@ -39,12 +39,12 @@ from weft.checkpoint.notes import Notes
 from weft.checkpoint.retention import commit, complete_steps, point_best, point_latest, prune, step_folder
 from weft.checkpoint.snapshot import Contents, Copies, Written
 from weft.checkpoint.state import RNG
-from weft.cluster.consistency import max_over_ranks
-from weft.cluster.status import STORAGE
 from weft.config.schema import CheckpointConfig
 from weft.engine.engine import Engine
 from weft.errors import StorageError, UserError, first_line
-from weft.telemetry import flight
+from weft.launch import flight
+from weft.launch.consistency import max_over_ranks
+from weft.launch.status import STORAGE
 from weft.terminal import say
 
 _FIRST_POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.002, 0.5

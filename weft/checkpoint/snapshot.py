@@ -41,10 +41,10 @@ from weft.checkpoint.state import (
 from weft.config.schema import CheckpointConfig
 from weft.engine.engine import Engine
 from weft.engine.host import Allocation, HostTensor
-from weft.memory.estimate import HostNeeds
 from weft.parallel import fsdp
-from weft.sharding.boxes import Box
-from weft.sharding.digests import BoxDigest, check_boxes, not_as_written, write_digests
+from weft.parallel.memory import HostNeeds
+from weft.parallel.shards.boxes import Box
+from weft.parallel.shards.digests import BoxDigest, check_boxes, not_as_written, write_digests
 
 DTYPES: dict[str, torch.dtype | None] = {"auto": None, **fsdp.DTYPES}
 _LARGEST_HALF = torch.finfo(torch.float16).max

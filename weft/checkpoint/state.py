@@ -29,15 +29,15 @@ from weft.checkpoint.retention import STATE_FILE, TRAINER_STATE
 from weft.checkpoint.state_schema import ENGINE, find_problem
 from weft.engine.engine import Engine
 from weft.engine.host import HostTensor
+from weft.engine.optim.custom_optimizer import is_number
+from weft.engine.optim.optimizer import counters, stepped_by, stepped_on_device
 from weft.errors import UserError
 from weft.files import read_object, regular_file, sha256
-from weft.optim.custom_optimizer import is_number
-from weft.optim.optimizer import counters, stepped_by, stepped_on_device
-from weft.sharding.boxes import Box, Shard, overlap, shard_of
-from weft.sharding.cuts import AnyCut, full_shape, shards_of, split
-from weft.sharding.safetensors_files import TensorFile, bytes_of, lay_out
+from weft.launch.summary import versions
+from weft.parallel.shards.boxes import Box, Shard, overlap, shard_of
+from weft.parallel.shards.cuts import AnyCut, full_shape, shards_of, split
+from weft.parallel.shards.safetensors_files import TensorFile, bytes_of, lay_out
 from weft.strict_json import plain
-from weft.telemetry.summary import versions
 
 T = TypeVar("T")
 FORMAT = 2

@@ -10,7 +10,7 @@ from typing import Any, get_origin, get_type_hints
 from weft.config.coerce import MismatchError, coerce, describe
 from weft.config.schema import ScheduleConfig
 from weft.config.yaml12 import Node
-from weft.telemetry.summary import RunSummary
+from weft.launch.summary import RunSummary
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from weft.config.compat.names import weft_value
 from weft.config.keys import NOT_YET_VALUES
+from weft.config.migrate.names import weft_value
 from weft.config.presets import ADAPTER_DEFAULTS
 from weft.config.sources import (
     HUB_NAME,

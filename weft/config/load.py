@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from weft.config.coerce import MismatchError, coerce, describe
-from weft.config.compat.names import weft_value
 from weft.config.keys import NOT_YET_VALUES, Key, attribute, get, schema_keys, sections
+from weft.config.migrate.names import weft_value
 from weft.config.paths import check_paths, near_names
 from weft.config.schema import SftConfig
 from weft.config.unknown import Unknown, foreign_config, unknown_keys

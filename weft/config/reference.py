@@ -11,9 +11,9 @@ from typing import Any, Literal
 
 from weft.config.checks import RANGES, Test
 from weft.config.coerce import describe
-from weft.config.compat.trainer import TABLES
 from weft.config.keys import Key, schema_keys, sections
 from weft.config.load import show_default
+from weft.config.migrate.trainer import TABLES
 from weft.config.presets import ADAPTER_DEFAULTS
 from weft.config.rl_checks import RANGES as RL_RANGES
 from weft.config.rl_schema import RlConfig

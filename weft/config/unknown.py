@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from weft.config.compat.names import advice_for, likely_trainer, task_of
-from weft.config.compat.trainer import REINFORCEMENT, TABLES
 from weft.config.keys import schema_keys, sections
+from weft.config.migrate.names import advice_for, likely_trainer, task_of
+from weft.config.migrate.trainer import REINFORCEMENT, TABLES
 from weft.config.rl_schema import RlConfig
 from weft.config.schema import SftConfig
 from weft.config.yaml12 import Node

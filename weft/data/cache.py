@@ -20,7 +20,7 @@ from weft.data.places import Place
 from weft.data.sources import Part
 from weft.data.table import Chunk, DamagedTableError, Table
 from weft.errors import StorageError
-from weft.telemetry import flight
+from weft.launch import flight
 from weft.version import __version__
 
 if TYPE_CHECKING:

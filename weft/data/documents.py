@@ -22,8 +22,8 @@ from weft.data.order import Share, permutation
 from weft.data.records import ALL_KINDS, NEEDED, template_use
 from weft.data.table import Array, Digest, Table
 from weft.data.tokenise import Tokenising, Work, tokenise
-from weft.engine.document import Document, MeasuredDocuments, Measures
-from weft.engine.media import Media
+from weft.engine.batch.document import Document, MeasuredDocuments, Measures
+from weft.engine.batch.media import Media
 from weft.errors import UserError
 
 

@@ -22,7 +22,7 @@ from weft.data.conversation import Conversation
 from weft.data.encode import Encoder, Encoding, has_template
 from weft.data.records import Record
 from weft.data.template_bounds import UnboundedError
-from weft.engine.document import Document
+from weft.engine.batch.document import Document
 from weft.errors import UserError, first_line
 from weft.files import read_object
 from weft.models import hf

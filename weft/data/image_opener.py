@@ -12,7 +12,7 @@ from weft.data.encode import load_tokenizer
 from weft.data.image_files import Measured
 from weft.data.images import Images, read_images
 from weft.data.prompt_images import PromptImages
-from weft.engine.media import Media
+from weft.engine.batch.media import Media
 
 _ROOM = 1 << 30  # bytes of opened images that a process keeps: the images of a few hundred prompts
 

@@ -41,8 +41,8 @@ from weft.data.blocks import (
 from weft.data.columns import divided_otherwise
 from weft.errors import UserError, first_line
 from weft.importing import import_extra
+from weft.launch import flight
 from weft.strict_json import JsonError, item, named
-from weft.telemetry import flight
 
 _T = TypeVar("_T")
 TextUnit = Literal["line", "paragraph", "document"]

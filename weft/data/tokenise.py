@@ -13,7 +13,6 @@ from functools import partial
 from threading import Thread
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from weft.cluster.machine import cpu_cores
 from weft.data import cache, table
 from weft.data.blocks import Block, leave_out, refuse
 from weft.data.encode import Encoded, Encoder, Encoding
@@ -25,7 +24,8 @@ from weft.data.sources import Part
 from weft.data.table import BadRow, Chunk, Table
 from weft.data.workers import WorkerPool
 from weft.errors import BadRowError, UserError, first_line
-from weft.telemetry import flight
+from weft.launch import flight
+from weft.launch.machine import cpu_cores
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

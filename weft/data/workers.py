@@ -19,10 +19,10 @@ from multiprocessing.connection import Connection, Pipe, wait
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
 
-from weft.cluster.machine import end_with_parent, oom_kills
 from weft.data.blocks import Block
 from weft.errors import ActorError, UserError
-from weft.telemetry import flight
+from weft.launch import flight
+from weft.launch.machine import end_with_parent, oom_kills
 from weft.version import PACKAGE
 
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from weft.config.schema import LoraConfig, ModelConfig
-from weft.engine.device_check import check_on_device
-from weft.engine.plan import Layout
-from weft.engine.startup import ModelSupport, check_kernel, compute_exactly, examine, implementation
+from weft.engine.selfcheck.device import check_on_device
+from weft.engine.selfcheck.startup import ModelSupport, check_kernel, compute_exactly, examine, implementation
+from weft.engine.step_plan.plan import Layout
 from weft.engine.value_head import value_head_names
 from weft.errors import UserError
 from weft.models import hf
@@ -25,11 +25,11 @@ from weft.models.mixer_part import can_share_documents
 from weft.models.train_module import TrainModule
 from weft.models.vision import Vision, find_vision
 from weft.ops import fp8
-from weft.sharding.adapter_files import plan_lora
-from weft.sharding.dcp_source import open_weights
-from weft.sharding.layout import Piece, layout_of
-from weft.sharding.load import LoadPlan, plan_load
-from weft.sharding.source import open_source
+from weft.parallel.shards.adapter_files import plan_lora
+from weft.parallel.shards.dcp_source import open_weights
+from weft.parallel.shards.layout import Piece, layout_of
+from weft.parallel.shards.load import LoadPlan, plan_load
+from weft.parallel.shards.source import open_source
 
 
 @dataclass(frozen=True)

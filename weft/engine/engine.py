@@ -10,29 +10,16 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from weft.cluster.consistency import ReplicaChecksum
-from weft.cluster.process import Ranks
-from weft.cluster.simulated import read
 from weft.engine import nonfinite
+from weft.engine.batch.builder import RowBuilder, StepRows
+from weft.engine.batch.document import Document, take
+from weft.engine.batch.row import Row
 from weft.engine.config import EngineConfig
-from weft.engine.document import Document, take
 from weft.engine.executor import WRONG, Executor, ForwardRequest, LossScaling
+from weft.engine.losses.base import Batch, Loss
+from weft.engine.losses.check import check_normaliser, check_terms, chosen_tokens
 from weft.engine.metrics import MetricSums, Reduced
-from weft.engine.pipeline import PipelineExecutor
-from weft.engine.plan import DocumentMeta, StepPlan
-from weft.engine.planning import StepPlanner
-from weft.engine.replicas import ReplicaCheck
-from weft.engine.router_bias import RouterBiases
-from weft.engine.row import Row
-from weft.engine.rows import RowBuilder, StepRows
-from weft.engine.sleep import PARTS, Offloader, Part, tensors_of
-from weft.engine.stages import assemble
-from weft.errors import RanksDisagreeError, UserError
-from weft.models.embedding_noise import StepNoise
-from weft.objectives.base import Batch, Loss
-from weft.objectives.check import check_normaliser, check_terms, chosen_tokens
-from weft.objectives.readouts import ReadoutSpec
-from weft.optim.optimizer import (
+from weft.engine.optim.optimizer import (
     FusedAdamW,
     OtherStages,
     clip_gradients,
@@ -42,16 +29,29 @@ from weft.optim.optimizer import (
     set_learning_rate,
     unscale_gradients,
 )
+from weft.engine.pipeline_executor import PipelineExecutor
+from weft.engine.planning import StepPlanner
+from weft.engine.replicas import ReplicaCheck
+from weft.engine.router_bias import RouterBiases
+from weft.engine.sleep import PARTS, Offloader, Part, tensors_of
+from weft.engine.stages import assemble
+from weft.engine.step_plan.plan import DocumentMeta, StepPlan
+from weft.errors import RanksDisagreeError, UserError
+from weft.launch import flight
+from weft.launch.consistency import ReplicaChecksum
+from weft.launch.process import Ranks
+from weft.launch.simulated import read
+from weft.models.embedding_noise import StepNoise
+from weft.models.readouts import ReadoutSpec
 from weft.parallel.fsdp import fsdp_modules
 from weft.parallel.mesh import Mesh, full_tensor
-from weft.parallel.stages import Link, gather_over_stages, sum_shared_gradients
-from weft.parallel.tensor import random_difference, sum_partial_gradients
-from weft.sharding.cuts import AnyCut
-from weft.sharding.layout import Piece
-from weft.sharding.load import Progress
-from weft.sharding.tensor_placement import Lane
-from weft.sharding.walker import checked, walk
-from weft.telemetry import flight
+from weft.parallel.pp.stages import Link, gather_over_stages, sum_shared_gradients
+from weft.parallel.shards.cuts import AnyCut
+from weft.parallel.shards.layout import Piece
+from weft.parallel.shards.load import Progress
+from weft.parallel.shards.tensor_placement import Lane
+from weft.parallel.shards.walker import checked, walk
+from weft.parallel.tp.tensor import random_difference, sum_partial_gradients
 
 
 @dataclass(frozen=True)
@@ -234,7 +234,7 @@ class Engine:
 
     def check_sums(self, objective: Loss) -> None:
         """Check the next rows of this objective, until one could tell: given twice, a row must have the same gradients.
-        Those calls are beside the ones that train. UserError where it is no sum (weft/objectives/check.py)."""
+        Those calls are beside the ones that train. UserError where it is no sum (weft/engine/losses/check.py)."""
         self._executor.unchecked.add(type(objective))
 
     def accumulate(
@@ -506,7 +506,7 @@ class Engine:
     def walk(
         self, pieces: Sequence[Piece], manifest: Mapping[str, Tensor], *, bucket_bytes: int = 1 << 29
     ) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor of a manifest, whole, on every rank: sharding/walker.py, checked. Collective."""
+        """Every tensor of a manifest, whole, on every rank: parallel/shards/walker.py, checked. Collective."""
         self.require_awake("parameters")
         lane, cuts = self._lane(), self.divided.cuts
         stream = walk(self.module, pieces, manifest, cuts, lane=lane, bucket_bytes=bucket_bytes)

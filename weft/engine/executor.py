@@ -13,26 +13,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weft.cluster.consistency import ReplicaChecksum
+from weft.engine.batch.builder import StepRows
+from weft.engine.batch.replay import RouteReplay
+from weft.engine.batch.row import Row
 from weft.engine.build import BuiltModel
 from weft.engine.config import EngineConfig
 from weft.engine.expert_load import ExpertLoad
+from weft.engine.losses.base import Batch, Loss, LossOutput, known_logprob_grad
+from weft.engine.losses.check import check_is_sum, check_terms, check_tokens, chosen_tokens
 from weft.engine.metrics import MetricSums
-from weft.engine.replay import RouteReplay
-from weft.engine.row import Row
-from weft.engine.rows import StepRows
+from weft.launch import flight
+from weft.launch.consistency import ReplicaChecksum
+from weft.launch.timing import waiting
+from weft.models.balance import Balance, Counted
 from weft.models.embedding_noise import EmbeddingNoise
 from weft.models.experts import experts_of
-from weft.models.pipeline import Idle
-from weft.objectives.balance import Balance, Counted
-from weft.objectives.base import Batch, Loss, LossOutput, known_logprob_grad
-from weft.objectives.check import check_is_sum, check_terms, check_tokens, chosen_tokens
 from weft.ops.exact import numerics
 from weft.ops.head import KnownGrad
 from weft.parallel.fsdp import WorkingCopies, end_backward, reduce_when, reshard
 from weft.parallel.mesh import Mesh
-from weft.telemetry import flight
-from weft.telemetry.timing import waiting
+from weft.parallel.pp.model import Idle
 
 Use = Callable[[int, Row, dict[str, Tensor]], None]  # (micro-batch, row, readouts)
 WRONG = "_wrong"  # metric: number of rows whose gradient was not the one that Loss.logprob_grad returned

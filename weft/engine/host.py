@@ -16,7 +16,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from weft.telemetry import flight
+from weft.launch import flight
 
 CHUNK = 1 << 26  # bytes
 _ALIGNED = 512  # bytes: every item begins at a multiple, and a chunk is one

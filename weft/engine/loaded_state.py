@@ -9,15 +9,15 @@ import torch
 from torch import nn
 
 from weft.config.schema import OptimizerConfig
+from weft.engine.optim.custom_optimizer import ShardOptimizer
+from weft.engine.optim.optimizer import stepped_by, stepped_on_device
 from weft.errors import UserError
 from weft.models import hf
 from weft.models.train_module import TrainModule
-from weft.optim.custom_optimizer import ShardOptimizer
-from weft.optim.optimizer import stepped_by, stepped_on_device
-from weft.sharding.cuts import Cuts
-from weft.sharding.dcp_source import DcpSource
-from weft.sharding.layout import Piece
-from weft.sharding.load import LoadPlan, fill_tensors
+from weft.parallel.shards.cuts import Cuts
+from weft.parallel.shards.dcp_source import DcpSource
+from weft.parallel.shards.layout import Piece
+from weft.parallel.shards.load import LoadPlan, fill_tensors
 
 _MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
 _STEP = "step"

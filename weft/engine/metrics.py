@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weft.cluster.consistency import require_agreement
-from weft.cluster.simulated import read
+from weft.launch.consistency import require_agreement
+from weft.launch.simulated import read
+from weft.launch.timing import waiting
 from weft.strict_json import plain
-from weft.telemetry.timing import waiting
 
 # Keys that other programs may rely on, in the order of every line; the recipe's own keys follow.
 CORE_KEYS = (

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from weft.cluster.process import world_group
+from weft.launch.process import world_group
 from weft.parallel.mesh import own_part
 
 

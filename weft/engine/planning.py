@@ -6,10 +6,10 @@ from collections.abc import Collection, Sequence
 from functools import cache, partial
 
 from weft.config.schema import StepConfig
+from weft.engine.batch.document import Costs, Document, MeasuredDocuments, document_metadata, have_videos
+from weft.engine.batch.media import ImageRoom
 from weft.engine.build import BuiltModel
-from weft.engine.document import Costs, Document, MeasuredDocuments, document_metadata, have_videos
-from weft.engine.media import ImageRoom
-from weft.engine.plan import DocumentMeta, StepPlan, omitted_tokens, plan_step
+from weft.engine.step_plan.plan import DocumentMeta, StepPlan, omitted_tokens, plan_step
 from weft.errors import UserError
 from weft.models.facts import position_limit, rope_is_dynamic
 from weft.models.flops import document_flops, tower_flops

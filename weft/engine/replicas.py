@@ -1,7 +1,7 @@
 """Comparison of content that several ranks hold alike, in the reduction that ends a step: parameters that are
 replicated, or whole on all ranks of mesh.tp, and documents that ranks share.
 
-Each rank adds a term to a sum that is 0 if all holders agree (cluster/consistency.py). Parameters are compared as the
+Each rank adds a term to a sum that is 0 if all holders agree (launch/consistency.py). Parameters are compared as the
 optimizer left them in the step before, so that optimizer state is compared by its effect.
 """
 
@@ -15,14 +15,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from weft.cluster.consistency import ReplicaChecksum, checksum_term, raise_mismatch
-from weft.engine.document import Document
+from weft.engine.batch.document import Document
+from weft.engine.batch.row import Row
 from weft.engine.metrics import MetricSums
-from weft.engine.plan import StepPlan
-from weft.engine.row import Row
+from weft.engine.step_plan.plan import StepPlan
+from weft.launch.consistency import ReplicaChecksum, checksum_term, raise_mismatch
 from weft.parallel.mesh import Mesh
-from weft.sharding.boxes import local_values
-from weft.sharding.cuts import Cuts, HeldBox, held_boxes
+from weft.parallel.shards.boxes import local_values
+from weft.parallel.shards.cuts import Cuts, HeldBox, held_boxes
 
 _PARAMETERS, _DOCUMENTS = "_parameters", "_documents"  # names of their sums in the step's reduction
 _BITS = 0xFFFFFF

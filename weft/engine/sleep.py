@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from weft.engine.host import Allocation, HostPool
-from weft.optim.custom_optimizer import ShardOptimizer
-from weft.optim.optimizer import Ema
+from weft.engine.optim.custom_optimizer import ShardOptimizer
+from weft.engine.optim.optimizer import Ema
 from weft.parallel.mesh import own_part
 
 Part = Literal["parameters", "optimizer", "gradients"]

@@ -13,25 +13,38 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from weft.cluster.consistency import max_over_ranks
-from weft.cluster.machine import keep_freed_memory
-from weft.cluster.process import Ranks, new_groups_inherit_timeout
 from weft.config.checks import BUILT_IN
 from weft.config.mesh import resolve_mesh
 from weft.engine.build import BuiltModel, balance_coefficient, build_model, make_exact
-from weft.engine.compile_check import try_compiled
 from weft.engine.config import EngineConfig
-from weft.engine.context_check import check_context, choose_ulysses
-from weft.engine.device_check import check_collectives
-from weft.engine.division_check import check_division
-from weft.engine.expert_check import check_experts
 from weft.engine.loaded_state import check_state, load_state
-from weft.engine.pipeline_check import check_pipeline
+from weft.engine.optim.custom_optimizer import CustomOptimizerSpec, ShardOptimizer, find_rule
+from weft.engine.optim.groups import check_groups
+from weft.engine.optim.loss_scale import LossScale
+from weft.engine.optim.optimizer import Ema, build_optimizer, moments
 from weft.engine.router_bias import check_biases
-from weft.engine.schedule import DELAYED, placement_of
+from weft.engine.selfcheck.compile import try_compiled
+from weft.engine.selfcheck.context import check_context, choose_ulysses
+from weft.engine.selfcheck.device import check_collectives
+from weft.engine.selfcheck.division import check_division
+from weft.engine.selfcheck.expert import check_experts
+from weft.engine.selfcheck.pipeline import check_pipeline
 from weft.engine.value_head import fill_value_head
 from weft.errors import UserError
-from weft.memory.estimate import (
+from weft.launch.consistency import max_over_ranks
+from weft.launch.machine import keep_freed_memory
+from weft.launch.process import Ranks, new_groups_inherit_timeout
+from weft.models import hf
+from weft.models.captured import check_readouts
+from weft.models.cost import costs_of_layers
+from weft.models.freeze import freeze
+from weft.models.lora import LoraPlan, freeze_base
+from weft.models.mixer_part import can_share_documents
+from weft.models.readouts import ReadoutSpec
+from weft.models.train_module import TrainModule
+from weft.ops.communicator import ContextAxis
+from weft.parallel.inputs import InputCasts
+from weft.parallel.memory import (
     MemoryNeeds,
     TrainingState,
     capacity,
@@ -40,30 +53,17 @@ from weft.memory.estimate import (
     local_ranks,
     memory_needs,
 )
-from weft.models import hf
-from weft.models.captured import check_readouts
-from weft.models.cost import costs_of_layers
-from weft.models.freeze import freeze
-from weft.models.lora import LoraPlan, freeze_base
-from weft.models.mixer_part import can_share_documents
-from weft.models.pipeline import Anatomy, Pipeline, cut_layers, own_layers
-from weft.models.placement import Placement
-from weft.models.tp_styles import check_states
-from weft.models.train_module import TrainModule
-from weft.objectives.readouts import ReadoutSpec
-from weft.ops.communicator import ContextAxis
-from weft.optim.custom_optimizer import CustomOptimizerSpec, ShardOptimizer, find_rule
-from weft.optim.groups import check_groups
-from weft.optim.loss_scale import LossScale
-from weft.optim.optimizer import Ema, build_optimizer, moments
-from weft.parallel.inputs import InputCasts
 from weft.parallel.mesh import Mesh, build_mesh, context_axis
 from weft.parallel.parallelize import Precision, Stages, materialize, move_buffers, parallelize
-from weft.parallel.tensor import TensorParallel
+from weft.parallel.pp.model import Anatomy, Pipeline, cut_layers, own_layers
+from weft.parallel.pp.placement import Placement
+from weft.parallel.pp.schedule import DELAYED, placement_of
+from weft.parallel.shards.adapter_files import fill_adapters, to_json
+from weft.parallel.shards.cuts import full_shape
+from weft.parallel.shards.load import LoadReport, Progress, fill_random, load_weights
+from weft.parallel.tp.styles import check_states
+from weft.parallel.tp.tensor import TensorParallel
 from weft.parallel.units import Unit
-from weft.sharding.adapter_files import fill_adapters, to_json
-from weft.sharding.cuts import full_shape
-from weft.sharding.load import LoadReport, Progress, fill_random, load_weights
 
 USUAL_LENGTH = 4096  # of documents, to weigh attention against matrices in a layer's cost
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from weft.models.facts import find_facts
 from weft.models.train_module import TrainModule
-from weft.sharding.boxes import Box, shard_of
+from weft.parallel.shards.boxes import Box, shard_of
 
 First = Literal["zeros", "normal"]
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.errors import UserError
-from weft.objectives.readouts import HIDDEN, TOP, ReadoutSpec
+from weft.models.readouts import HIDDEN, TOP, ReadoutSpec
 
 
 def check_readouts(

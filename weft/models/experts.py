@@ -116,7 +116,7 @@ def _project(
 
 
 # Types of devices whose grouped matmul does not write the gradients of experts without rows (weft/upstream.py).
-# engine/device_check.py fills it, before a model is built.
+# engine/selfcheck/device.py fills it, before a model is built.
 UNWRITTEN = set[str]()
 
 

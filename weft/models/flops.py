@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from weft.cluster.accelerators import card_of
+from weft.launch.accelerators import card_of
 
 if TYPE_CHECKING:
     from weft.engine.engine import Engine
-    from weft.engine.plan import StepPlan
+    from weft.engine.step_plan.plan import StepPlan
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """LoRA (Hu et al. 2021, arXiv:2106.09685): which parts of a model are adapted, and the adapters themselves.
 
 An adapter is a child module `lora` of the layer it adapts, so that names, layout and loading of the base stay what they
-are without it. Its matrices have peft's shapes, so that sharding/adapter_files.py has only names to change:
+are without it. Its matrices have peft's shapes, so that parallel/shards/adapter_files.py has only names to change:
 
     linear layer          y = W x + s B A x              lora.A [r, in], lora.B [out, r]
     embedding             y = W[i] + s B A[:, i]         lora_embedding.A [r, V], lora_embedding.B [H, r]

@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from weft.models import hf
+from weft.models.balance import Balance, balance_sum, count_choices
 from weft.models.captured import capture_outputs
 from weft.models.facts import Facts, find_facts
 from weft.models.families import family_of
 from weft.models.low_rank import LowRank
+from weft.models.readouts import HIDDEN, TOP, TOP_IDS, ReadoutSpec, needs_logits
 from weft.models.state_mixers import Boundary, keep_apart
 from weft.models.vision import of_row
-from weft.objectives.balance import Balance, balance_sum, count_choices
-from weft.objectives.readouts import HIDDEN, TOP, TOP_IDS, ReadoutSpec, needs_logits
 from weft.ops.attention_call import BOUNDS_ARGUMENT, Bounds
 from weft.ops.communicator import FeatureExchange
 from weft.ops.head import KnownGrad, LogitTransform, VocabularyShard, chunked_readouts, logprob_and_top1
@@ -61,7 +61,7 @@ class Head(nn.Module):
 
         direction: the gradient of logprob up to a factor, if known; saves a pass. `top1` replaces `entropy`, without
         gradients: 1 where no token is likelier than the target. chosen_NC: the tokens of `chosen_logits`
-        (objectives/readouts.py). Single logits together with `entropy` cost another pass.
+        (models/readouts.py). Single logits together with `entropy` cost another pass.
         """
         hidden_NH, weight = self._enter(hidden_NH.to(self.weight.dtype)), self.weight
         if self.lora is not None and self.lora.switch.on:
@@ -147,7 +147,7 @@ class ValueHead(Head):
 
 @dataclass
 class Passage:
-    """What a pipeline stage receives and sends in one forward (models/pipeline.py). is_last: whether it is the last
+    """What a pipeline stage receives and sends in one forward (parallel/pp/model.py). is_last: whether it is the last
     stage. others: (parent module, child's name, stand-in during this stage's forwards), if the rank has other stages.
     mixers: how many of the stage's modules carry state."""
 
@@ -281,7 +281,7 @@ class TrainModule(nn.Module):
 
         chosen_NC: see Head. media, borrowed, exchange: see Row. `hidden/MODULE`: [N, width], the output of a module at
         the position of the prediction. balance: if a layer has experts, also return `balance`, the row's sum of their
-        auxiliary loss, or, when counting, `choices` and `layers` (objectives/balance.py).
+        auxiliary loss, or, when counting, `choices` and `layers` (models/balance.py).
         """
         extra: dict[str, Any] = {} if balance is None else {"output_router_logits": True}
         extra |= media or {}

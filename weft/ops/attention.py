@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weft.cluster.simulated import device_capability, device_kind, is_simulated
+from weft.launch.simulated import device_capability, device_kind, is_simulated
 from weft.ops.attention_call import BOUNDS_ARGUMENT, Bounds, Call, Traits
 from weft.ops.context import attend_in_context
 from weft.ops.decode import one_token

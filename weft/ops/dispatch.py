@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.cluster.simulated import read
+from weft.launch.simulated import read
 from weft.ops.communicator import Communicator, all_to_all
 from weft.ops.recompute import kept
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from weft.cluster.simulated import device_kind, device_memory, is_simulated
+from weft.launch.simulated import device_kind, device_memory, is_simulated
 from weft.ops.communicator import Communicator
 from weft.ops.exact import linear, token_logprobs
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from weft.cluster.simulated import is_simulated
 from weft.config.schema import FsdpConfig
+from weft.launch.simulated import is_simulated
 from weft.models.train_module import TrainModule
 from weft.parallel.mesh import Mesh
 from weft.parallel.units import Strategy, Unit, nested

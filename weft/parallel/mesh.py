@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from weft.cluster.process import world_group
 from weft.config.mesh import AXES, MeshSizes
+from weft.launch.process import world_group
 from weft.ops.communicator import Communicator, ContextAxis, GroupCommunicator
-from weft.sharding.cuts import AnyCut
+from weft.parallel.shards.cuts import AnyCut
 
 T = TypeVar("T")
 

@@ -14,14 +14,14 @@ from weft.config.schema import FsdpConfig, ModelConfig
 from weft.models import hf
 from weft.models.experts import experts_of
 from weft.models.fused_norms import fuse_norms
-from weft.models.pipeline import Anatomy, Outside, Pipeline, Span, keep_stages, plan_pipeline
-from weft.models.placement import Placement
 from weft.models.train_module import TrainModule
 from weft.models.transforms import TRANSFORMS
-from weft.parallel.experts import expert_parallel
+from weft.parallel.ep.experts import expert_parallel
 from weft.parallel.fsdp import DTYPES, shard
 from weft.parallel.mesh import Mesh
-from weft.parallel.tensor import TensorParallel, tensor_parallel
+from weft.parallel.pp.model import Anatomy, Outside, Pipeline, Span, keep_stages, plan_pipeline
+from weft.parallel.pp.placement import Placement
+from weft.parallel.tp.tensor import TensorParallel, tensor_parallel
 from weft.parallel.units import Unit, find_units
 
 

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from weft.launch import timing
 from weft.parallel.fsdp import fsdp_modules
-from weft.telemetry import timing
 from weft.versions import all_gather_single, reduce_scatter_single
 
 

@@ -10,9 +10,9 @@ from torch import nn
 
 from weft.errors import UserError
 from weft.models.patterns import CONTAINERS, outermost, similar_names
-from weft.models.pipeline import StandIn
 from weft.models.train_module import TrainModule
 from weft.models.vision import blocks
+from weft.parallel.pp.model import StandIn
 
 Strategy = Literal["full", "replicate", "experts"] | int
 

@@ -15,9 +15,6 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedTokenizerBase, TextStreamer
 
 from weft.checkpoint.retention import chosen_step, complete_steps
-from weft.cluster.options import ChatOptions
-from weft.cluster.process import choose_device
-from weft.cluster.status import failure_kind
 from weft.config.load import imports_of_run
 from weft.data.chat_template import RenderError
 from weft.data.encode import Encoder, Encoding, load_tokenizer, renderer
@@ -27,9 +24,12 @@ from weft.data.prompts import up_to_the_answer
 from weft.data.template_bounds import UnboundedError
 from weft.errors import UserError, first_line, how_to_install, runs_own_code
 from weft.files import read_object
+from weft.launch.options import ChatOptions
+from weft.launch.process import choose_device
+from weft.launch.status import failure_kind
 from weft.models import hf
+from weft.parallel.shards.adapter_files import CONFIG as ADAPTER
 from weft.recipes.chat_images import ChatImage, ChatImages, sees_images
-from weft.sharding.adapter_files import CONFIG as ADAPTER
 from weft.terminal import say
 
 _HELP = "/new begins a new conversation, /exit or Ctrl-D ends, Ctrl-C stops an answer, /help says this."

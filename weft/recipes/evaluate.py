@@ -21,17 +21,17 @@ from weft.data.ends import AnswerEnds
 from weft.data.images import Images
 from weft.data.open_sources import message_rules
 from weft.data.prompts import load_prompts
-from weft.engine.document import Document
+from weft.engine.batch.document import Document
 from weft.engine.engine import Engine
+from weft.engine.losses.base import Loss
+from weft.engine.losses.cross_entropy import CrossEntropy, HeldOutLoss
 from weft.engine.metrics import MetricSums
-from weft.engine.plan import DocumentMeta, StepPlan
-from weft.objectives.base import Loss
-from weft.objectives.cross_entropy import CrossEntropy, HeldOutLoss
+from weft.engine.step_plan.plan import DocumentMeta, StepPlan
+from weft.launch import flight
+from weft.launch.summary import Phases
+from weft.observe.best import BestEvaluation
+from weft.observe.progress import number
 from weft.recipes.sampling import EvalPrompts, Sampler
-from weft.report.progress import number
-from weft.run.best import BestEvaluation
-from weft.telemetry import flight
-from weft.telemetry.summary import Phases
 
 PREFIX = "eval/"
 _UNNAMED = ""

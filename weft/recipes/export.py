@@ -24,19 +24,19 @@ from weft.checkpoint.resume import read_verified
 from weft.checkpoint.retention import TRAINER_STATE, commit, complete_steps, step_folder
 from weft.checkpoint.snapshot import DTYPES, exported
 from weft.checkpoint.state import EMA, OPTIMIZER, DamagedError, TrainerState, check_contents, read_state, tied_names
-from weft.cluster.options import ExportOptions
 from weft.config.load import imports_of_run
 from weft.config.schema import ModelConfig
 from weft.engine.build import BuiltModel, build_model
 from weft.errors import UserError
+from weft.launch.options import ExportOptions
 from weft.models import hf
-from weft.sharding.adapter_files import CONFIG, read_config
-from weft.sharding.boxes import Box, overlap
-from weft.sharding.dcp import is_dcp
-from weft.sharding.digests import DIGESTS, check_digests
-from weft.sharding.load import read_whole
-from weft.sharding.rank_files import holds_rank_files
-from weft.sharding.safetensors_files import TensorFile
+from weft.parallel.shards.adapter_files import CONFIG, read_config
+from weft.parallel.shards.boxes import Box, overlap
+from weft.parallel.shards.dcp import is_dcp
+from weft.parallel.shards.digests import DIGESTS, check_digests
+from weft.parallel.shards.load import read_whole
+from weft.parallel.shards.rank_files import holds_rank_files
+from weft.parallel.shards.safetensors_files import TensorFile
 
 
 @dataclass

@@ -11,33 +11,33 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from weft.cluster.consistency import require_agreement
-from weft.cluster.options import MeasureOptions, RlOptions
-from weft.cluster.process import join
-from weft.cluster.ray_actors import import_ray
-from weft.cluster.scratch import scratch_folder
 from weft.config.rl_schema import RlConfig
 from weft.config.schema import SftConfig
 from weft.data.encode import load_tokenizer
 from weft.data.images import read_images
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
+from weft.engine.losses.load import choose_objective
 from weft.errors import UserError
-from weft.objectives.load import choose_objective
+from weft.inference.records import import_arrow
+from weft.launch import flight
+from weft.launch.consistency import require_agreement
+from weft.launch.options import MeasureOptions, RlOptions
+from weft.launch.process import join
+from weft.launch.ray_actors import import_ray
+from weft.launch.scratch import scratch_folder
+from weft.launch.summary import Phases
+from weft.observe.folder import lock_folder
+from weft.observe.progress import loading, number
+from weft.observe.tables import new_table, show
 from weft.recipes import rl as reinforcement
 from weft.recipes.evaluate import PREFIX, Evaluator, HeldOut
 from weft.recipes.run_data import dated, read_data
-from weft.report.progress import loading, number
-from weft.report.tables import new_table, show
 from weft.rl.actors import open_actors
 from weft.rl.evaluate import Evaluated, HeldOutPrompts
 from weft.rl.placement import resolve_placement
 from weft.rl.resume import FRESH
 from weft.rl.served_pool import check_engines
-from weft.rollout.records import import_arrow
-from weft.run.folder import lock_folder
-from weft.telemetry import flight
-from weft.telemetry.summary import Phases
 from weft.terminal import say
 
 _SHARES = ("accuracy", "exact", "clipped_ratio")

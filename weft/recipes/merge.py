@@ -14,19 +14,19 @@ from torch import Tensor
 
 from weft.checkpoint.export import FullTensors, copy_companions, export_alone, plan_export
 from weft.checkpoint.snapshot import DTYPES
-from weft.cluster.options import MergeOptions
 from weft.config.load import imports_of_run
 from weft.config.schema import LoraConfig, ModelConfig
 from weft.data.encode import load_tokenizer
 from weft.data.ends import GENERATION, answer_ends, template_ends
 from weft.engine.build import build_model
 from weft.errors import UserError
+from weft.launch.options import MergeOptions
 from weft.models import hf
 from weft.models.lora import LoraPlan, add_delta
+from weft.parallel.shards.adapter_files import CONFIG, WEIGHTS, file_names, read_config
+from weft.parallel.shards.load import LoadPlan, read_whole
+from weft.parallel.shards.safetensors_files import TensorFile
 from weft.recipes.export import TensorShapes, find_checkpoint, write_folder
-from weft.sharding.adapter_files import CONFIG, WEIGHTS, file_names, read_config
-from weft.sharding.load import LoadPlan, read_whole
-from weft.sharding.safetensors_files import TensorFile
 
 
 def run(options: MergeOptions) -> Path:

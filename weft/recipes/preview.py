@@ -9,14 +9,14 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from weft.cluster.options import PreviewOptions
 from weft.config.schema import SftConfig
 from weft.data.blocks import Block
 from weft.data.open_sources import Source, open_data
 from weft.data.records import NEEDED
 from weft.data.sources import Part
 from weft.errors import UserError, first_line
-from weft.report.preview import (
+from weft.launch.options import PreviewOptions
+from weft.observe.preview import (
     Planned,
     Preview,
     SampledPart,
@@ -26,7 +26,7 @@ from weft.report.preview import (
     show_sampled,
     trained_kinds,
 )
-from weft.report.progress import loading
+from weft.observe.progress import loading
 
 # With --sample, about so many bytes of a larger file are read.
 SAMPLE_BYTES = 1 << 20
@@ -144,7 +144,7 @@ def _plan(config: SftConfig, read: Sequence[TokenisedPart], pieces: Sequence[Any
     import numpy as np
 
     from weft.data.order import Share, Steps
-    from weft.engine.plan import DocumentMeta, omitted_tokens, plan_step
+    from weft.engine.step_plan.plan import DocumentMeta, omitted_tokens, plan_step
 
     has_router_loss = config.model.router_aux_loss != "none"
     lengths = [int(length) for piece in pieces for length in piece.lengths]

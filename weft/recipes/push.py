@@ -5,18 +5,18 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from weft.checkpoint.remote.hub import Repository
+from weft.checkpoint.remote.push import message_of, push_checkpoint
 from weft.checkpoint.retention import best_step, chosen_step, complete_steps, step_folder
-from weft.cluster.options import PushOptions
-from weft.cluster.scratch import scratch_folder
 from weft.errors import UserError
 from weft.files import is_own_file, read_object
+from weft.launch.options import PushOptions
+from weft.launch.scratch import scratch_folder
+from weft.parallel.shards.adapter_files import CONFIG as ADAPTER
+from weft.parallel.shards.digests import DIGESTS, check_digests
+from weft.parallel.shards.safetensors_files import TensorFile
+from weft.parallel.shards.source import INDEX
 from weft.recipes.export import find_checkpoint
-from weft.remote.hub import Repository
-from weft.remote.push import message_of, push_checkpoint
-from weft.sharding.adapter_files import CONFIG as ADAPTER
-from weft.sharding.digests import DIGESTS, check_digests
-from weft.sharding.safetensors_files import TensorFile
-from weft.sharding.source import INDEX
 
 
 def run(options: PushOptions) -> str:

@@ -18,30 +18,38 @@ from typing import Any
 import numpy as np
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from weft.cluster.options import Detail, Device, RlOptions
-from weft.cluster.ray_actors import exposure, import_ray
-from weft.cluster.reaper import reaping
-from weft.cluster.stopping import StopSignals
+from weft.checkpoint.remote.uploads import Uploads, upload_all
+from weft.checkpoint.remote.uploads import prepare as prepare_uploads
 from weft.config.rl_schema import RlAlgorithm, RlConfig
 from weft.data.encode import load_tokenizer, read_encoding
 from weft.data.ends import AnswerEnds, answer_ends, template_ends
 from weft.data.images import read_images
+from weft.engine.losses.policy import choose_policy_loss
+from weft.engine.optim.schedule import learning_rate
 from weft.errors import StoppedError, UserError
+from weft.inference.base import RolloutEngine, Sampling
+from weft.inference.records import import_arrow, read_rollouts, recorded_files
+from weft.inference.types import Group, Prompt, Sample, samples_of
+from weft.launch import flight
+from weft.launch.options import Detail, Device, RlOptions
+from weft.launch.ray_actors import exposure, import_ray
+from weft.launch.reaper import reaping
+from weft.launch.stopping import StopSignals
+from weft.launch.summary import Phases
 from weft.models import hf
-from weft.objectives.policy import choose_policy_loss
-from weft.optim.schedule import learning_rate
-from weft.remote.uploads import Uploads, upload_all
-from weft.remote.uploads import prepare as prepare_uploads
-from weft.report.banner import say_stopped
-from weft.report.progress import Progress
-from weft.report.trackers import check_installed
+from weft.observe.banner import say_stopped
+from weft.observe.folder import RunLock, lock_folder, write_bad_rows, write_config
+from weft.observe.hooks import NO_RL_HOOKS, OnStep, RlHooks
+from weft.observe.progress import Progress
+from weft.observe.resume import advice_after_last_step
+from weft.observe.trackers import check_installed
 from weft.rl.actors import Actors, open_actors
 from weft.rl.advantages import advantages, choose_estimator, reward_metrics, shape_rewards
 from weft.rl.colocation import PhaseSwitch, shares_devices, sleeping_parts
 from weft.rl.corrections import correct, old_is_current, parity_is_due, require_comparable, require_parity
 from weft.rl.documents import deal, longest_samples
-from weft.rl.environments import environment_class
-from weft.rl.episodes import Episodes, load_environment
+from weft.rl.environments.base import environment_class
+from weft.rl.environments.episodes import Episodes, load_environment
 from weft.rl.evaluate import HeldOutPrompts, RlEvaluator, read_held_out_prompts
 from weft.rl.exact import require_exact, try_engine
 from weft.rl.failure import report_failures, watching_controller
@@ -52,18 +60,10 @@ from weft.rl.prompts import Prompts, PromptStream, check_lengths, load_rl_prompt
 from weft.rl.recorder import RlRecorder, note_rl_start, print_rl_opening
 from weft.rl.reference_critic import Role
 from weft.rl.resume import FRESH, RlStart, constants, find_collected, find_start, notes_on_replay, prepare_folder
-from weft.rl.rewards import Failures, Rewards, decode
+from weft.rl.rewards.base import Failures, Rewards, decode
 from weft.rl.rollouts import groups_to_train, rewarded_groups, rollout_group
 from weft.rl.served_pool import check_engines, check_hosts, open_engines
 from weft.rl.trainer_group import TrainerGroup
-from weft.rollout.base import RolloutEngine, Sampling
-from weft.rollout.records import import_arrow, read_rollouts, recorded_files
-from weft.rollout.types import Group, Prompt, Sample, samples_of
-from weft.run.folder import RunLock, lock_folder, write_bad_rows, write_config
-from weft.run.hooks import NO_RL_HOOKS, OnStep, RlHooks
-from weft.run.resume import advice_after_last_step
-from weft.telemetry import flight
-from weft.telemetry.summary import Phases
 from weft.terminal import counted, display_name, say, say_all
 
 _PROMISE = "the rollout step that runs is finished, trained and saved first, and then the run ends"

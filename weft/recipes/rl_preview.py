@@ -5,22 +5,22 @@ from __future__ import annotations
 import asyncio
 
 from weft.checkpoint.export import manifest_of
-from weft.cluster.machine import accelerator
-from weft.cluster.options import RlOptions
-from weft.cluster.process import Ranks, fake_ranks
 from weft.config.rl_schema import RlConfig
 from weft.config.server_checks import SERVERS
 from weft.engine.engine import Engine
-from weft.memory.estimate import cache_bytes
+from weft.inference.types import Prompt
+from weft.launch.machine import accelerator
+from weft.launch.options import RlOptions
+from weft.launch.process import Ranks, fake_ranks
+from weft.observe.banner import few_rollout_steps, print_dry_run
+from weft.observe.tables import EngineRow, engine_table, separate_engines, show
+from weft.parallel.memory import cache_bytes
 from weft.recipes.rl import Plan, Task, check_task, read_task
 from weft.recipes.run_data import why_unread
-from weft.report.banner import few_rollout_steps, print_dry_run
-from weft.report.tables import EngineRow, engine_table, separate_engines, show
-from weft.rl.environments import environment_class
+from weft.rl.environments.base import environment_class
 from weft.rl.model_engines import critic_engine, policy_config, reference_engine
 from weft.rl.reference_critic import own_ranks
-from weft.rl.rewards import Rewards
-from weft.rollout.types import Prompt
+from weft.rl.rewards.base import Rewards
 from weft.terminal import byte_count, counted, say_folded
 
 _LONGEST = 2000  # characters of the prompt that is shown

@@ -31,7 +31,7 @@ from weft.data.images import Images, read_images
 from weft.data.limits import length_limit
 from weft.data.order import Steps
 from weft.data.tokenise import Tokenising
-from weft.engine.document import Document
+from weft.engine.batch.document import Document
 from weft.errors import UserError
 from weft.models import hf
 from weft.recipes.evaluate import NO_HELD_OUT, HeldOut, read_held_out

@@ -17,10 +17,10 @@ from weft.data.images import Images
 from weft.data.prompts import Prompt
 from weft.engine.engine import Engine
 from weft.errors import UserError
-from weft.rollout.base import Request, Sampling, seed_of
-from weft.rollout.embedded import EmbeddedEngine
-from weft.run.folder import SAMPLES
-from weft.telemetry import flight
+from weft.inference.base import Request, Sampling, seed_of
+from weft.inference.embedded import EmbeddedEngine
+from weft.launch import flight
+from weft.observe.folder import SAMPLES
 from weft.terminal import byte_count
 
 _PRINTED = 3  # answers that are printed in an evaluation

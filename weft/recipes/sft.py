@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: `weft sft`. The loop is `train`; its output is in weft/report."""
+"""Supervised fine-tuning: `weft sft`. The loop is `train`; its output is in weft/observe."""
 
 from __future__ import annotations
 
@@ -12,44 +12,44 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from weft.checkpoint.remote.uploads import Uploads, prepare, upload_all
 from weft.checkpoint.save import Saver
-from weft.cluster.consistency import max_over_ranks, require_agreement, run_on_first_rank
-from weft.cluster.options import SftOptions
-from weft.cluster.process import join
-from weft.cluster.stopping import StopSignals
 from weft.config.checks import BUILT_IN
 from weft.config.schema import SftConfig
 from weft.data.encode import changed_files
 from weft.data.order import Step, Steps
+from weft.engine.batch.builder import StepRows
+from weft.engine.batch.document import Document, choose, first_sources
 from weft.engine.config import EngineConfig
 from weft.engine.contract import check_contract
-from weft.engine.document import Document, choose, first_sources
 from weft.engine.engine import Engine
-from weft.engine.plan import StepPlan
+from weft.engine.losses.base import Loss
+from weft.engine.losses.load import choose_objective
+from weft.engine.optim.custom_optimizer import find_class
+from weft.engine.optim.schedule import learning_rate
 from weft.engine.prefetch import prefetch
-from weft.engine.rows import StepRows
+from weft.engine.step_plan.plan import StepPlan
 from weft.errors import StoppedError
+from weft.launch import flight
+from weft.launch.consistency import max_over_ranks, require_agreement, run_on_first_rank
+from weft.launch.options import SftOptions
+from weft.launch.process import join
+from weft.launch.stopping import StopSignals
+from weft.launch.summary import Phases, RunSummary
 from weft.models import hf
-from weft.objectives.base import Loss
-from weft.objectives.load import choose_objective
-from weft.optim.custom_optimizer import find_class
-from weft.optim.schedule import learning_rate
+from weft.observe.banner import pipeline_hint, print_opening, say_finished, say_stopped
+from weft.observe.folder import open_folder, write_bad_rows
+from weft.observe.hooks import NO_HOOKS, Hooks
+from weft.observe.identity import identity
+from weft.observe.profiling import check_profile, own_peak_memory_gib, profiled
+from weft.observe.progress import Progress, loading
+from weft.observe.recorder import RunRecorder
+from weft.observe.resume import Start, advice_after_last_step, constants, find_start, restore
+from weft.observe.step_line import StepOutcome
+from weft.observe.trackers import check_installed
 from weft.recipes import sft_preview
 from weft.recipes.evaluate import Evaluator, ended_by
 from weft.recipes.run_data import RunData, dated, make_steps, read_run_data
-from weft.remote.uploads import Uploads, prepare, upload_all
-from weft.report.banner import pipeline_hint, print_opening, say_finished, say_stopped
-from weft.report.progress import Progress, loading
-from weft.report.step_line import StepOutcome
-from weft.report.trackers import check_installed
-from weft.run.folder import open_folder, write_bad_rows
-from weft.run.hooks import NO_HOOKS, Hooks
-from weft.run.identity import identity
-from weft.run.recorder import RunRecorder
-from weft.run.resume import Start, advice_after_last_step, constants, find_start, restore
-from weft.telemetry import flight
-from weft.telemetry.profiling import check_profile, own_peak_memory_gib, profiled
-from weft.telemetry.summary import Phases, RunSummary
 from weft.terminal import say_all
 
 FRESH = Start()

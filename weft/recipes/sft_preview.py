@@ -6,26 +6,26 @@ from itertools import islice
 
 import torch
 
-from weft.cluster.machine import Accelerator, accelerator, known_accelerator
-from weft.cluster.options import SftOptions
-from weft.cluster.process import choose_device, fake_ranks
 from weft.config.mesh import MeshSizes
 from weft.config.schema import SftConfig
 from weft.data.documents import lengths_of
 from weft.data.open_sources import open_data
 from weft.data.order import Steps
+from weft.engine.batch.document import MeasuredDocuments
 from weft.engine.config import EngineConfig
-from weft.engine.document import MeasuredDocuments
 from weft.engine.engine import Engine
-from weft.objectives.base import Loss
-from weft.planner.blueprint import Blueprint
-from weft.planner.machines import machine_of
-from weft.planner.rows import RowFacts, plan_rows
-from weft.planner.timing import time_of
+from weft.engine.losses.base import Loss
+from weft.launch.machine import Accelerator, accelerator, known_accelerator
+from weft.launch.options import SftOptions
+from weft.launch.process import choose_device, fake_ranks
+from weft.observe.banner import print_dry_run, steps_lines
+from weft.observe.profiling import check_profile
+from weft.observe.progress import duration, loading
+from weft.recipes.plan.blueprint import Blueprint
+from weft.recipes.plan.machines import machine_of
+from weft.recipes.plan.rows import RowFacts, plan_rows
+from weft.recipes.plan.timing import time_of
 from weft.recipes.run_data import RunData, dated, make_steps, read_run_data, why_unread
-from weft.report.banner import print_dry_run, steps_lines
-from weft.report.progress import duration, loading
-from weft.telemetry.profiling import check_profile
 from weft.terminal import byte_count, say_folded
 
 _MOST_BYTES = 256 << 20  # of data that a dry run reads; a tokenizer takes minutes for more

@@ -12,34 +12,34 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from weft.cluster.options import VerifyOptions
-from weft.cluster.process import Ranks, join
-from weft.cluster.scratch import scratch_folder
 from weft.config.rl_schema import RlConfig
 from weft.config.schema import OptimizerConfig, SftConfig
 from weft.data.encode import load_tokenizer
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
+from weft.engine.losses.base import Loss
+from weft.engine.losses.load import choose_objective
+from weft.engine.optim.custom_optimizer import find_class
+from weft.engine.selfcheck.kinds import kinds_of
+from weft.engine.selfcheck.shrink import fewer_layers
 from weft.errors import UserError
-from weft.memory.estimate import local_ranks
+from weft.launch.options import VerifyOptions
+from weft.launch.process import Ranks, join
+from weft.launch.scratch import scratch_folder
 from weft.models import hf
-from weft.models.kinds import kinds_of
-from weft.models.shrink import fewer_layers
-from weft.objectives.base import Loss
-from weft.objectives.load import choose_objective
-from weft.optim.custom_optimizer import find_class
+from weft.parallel.memory import local_ranks
 from weft.parallel.parallelize import Precision
 from weft.rl.trainer import Trainer
 from weft.terminal import counted
-from weft.verification.documents import awkward_steps, special_ids
-from weft.verification.harness import Verdict, verify
-from weft.verification.image_documents import steps_for
-from weft.verification.narrow import compare_as_configured
-from weft.verification.observed import Step
-from weft.verification.plants import planted
-from weft.verification.rl_harness import verify_rl
-from weft.verification.rl_rollouts import recorded_rollouts
-from weft.verification.show import print_verdict
+from weft.verify.documents import awkward_steps, special_ids
+from weft.verify.harness import Verdict, verify
+from weft.verify.image_documents import steps_for
+from weft.verify.narrow import compare_as_configured
+from weft.verify.observed import Step
+from weft.verify.plants import planted
+from weft.verify.rl_harness import verify_rl
+from weft.verify.rl_rollouts import recorded_rollouts
+from weft.verify.show import print_verdict
 
 # Adam divides each element by its own size. With a smaller epsilon, the rounding of a gradient near zero becomes a full
 # step, in the reference as in the engine, and would dominate the comparison of weights.

@@ -9,20 +9,20 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from weft.cluster.machine import cpu_cores
-from weft.cluster.options import RlOptions
-from weft.cluster.ray_actors import ActorGroup, Bundle, actor_group, ray_session
 from weft.config.rl_schema import RlConfig
 from weft.config.server_checks import SERVERS
 from weft.data.encode import load_tokenizer
 from weft.data.image_opener import image_opener
+from weft.inference.servers import CALLS, HostedServer, server_variables
+from weft.inference.standalone import Standalone
+from weft.launch import flight
+from weft.launch.machine import cpu_cores
+from weft.launch.options import RlOptions
+from weft.launch.ray_actors import ActorGroup, Bundle, actor_group, ray_session
 from weft.models import hf
 from weft.parallel.fsdp import DTYPES
 from weft.rl.reference_critic import ReferenceCriticRank, Role, own_ranks
 from weft.rl.trainer import Trainer
-from weft.rollout.servers import CALLS, HostedServer, server_variables
-from weft.rollout.standalone import Standalone
-from weft.telemetry import flight
 
 
 @dataclass(frozen=True)

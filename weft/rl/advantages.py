@@ -15,8 +15,8 @@ from weft.config.presets import ADVANTAGES
 from weft.config.rl_schema import RlAlgorithm, RlConfig
 from weft.errors import UserError
 from weft.importing import import_named
+from weft.inference.types import Group, Sample, samples_of
 from weft.rl.corrections import Exact, kl
-from weft.rollout.types import Group, Sample, samples_of
 
 Estimates = Sequence[Sequence[float | Exact]]
 Estimator = Callable[[Sequence[Group], RlAlgorithm], Estimates]

@@ -9,10 +9,10 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from weft.cluster.ray_actors import ActorGroup, gather_calls
 from weft.errors import ActorError
-from weft.rollout.base import Completion, EnginePart, Request, Synced
-from weft.rollout.sync.protocol import GONE, Delivery, SyncError, Ticket
+from weft.inference.base import Completion, EnginePart, Request, Synced
+from weft.inference.weight_sync.protocol import GONE, Delivery, SyncError, Ticket
+from weft.launch.ray_actors import ActorGroup, gather_calls
 
 _SENDER_SECONDS = 5.0  # for telling the sender that an engine has failed
 

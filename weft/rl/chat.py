@@ -20,7 +20,7 @@ from weft.data.prompts import up_to_the_answer
 from weft.data.records import Record, template_inputs
 from weft.data.template_bounds import UnboundedError
 from weft.errors import BadRowError, UserError, first_line
-from weft.rollout.types import Prompt
+from weft.inference.types import Prompt
 
 Message = Mapping[str, Any]
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
-from weft.cluster.ray_actors import ActorGroup
 from weft.config.rl_schema import RlConfig
 from weft.engine.sleep import PARTS, Part
-from weft.rollout.base import EnginePart, RolloutEngine, Synced
-from weft.telemetry.summary import Phases
+from weft.inference.base import EnginePart, RolloutEngine, Synced
+from weft.launch.ray_actors import ActorGroup
+from weft.launch.summary import Phases
 
 
 def shares_devices(config: RlConfig) -> bool:

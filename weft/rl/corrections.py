@@ -1,7 +1,7 @@
 """Corrects for the difference between the policy that an engine sampled from (`rollout`) and the trainer's (`old`).
 
 Both have the same weights, but the engine's kernels round differently. This file measures the difference and sets the
-factors on the tokens' losses. Their formulas are in weft/objectives/correction.py.
+factors on the tokens' losses. Their formulas are in weft/engine/losses/correction.py.
 
 An engine that truncates sampling (top-p, top-k, min-p) reports logprobs renormalised over the kept tokens. Adding the
 log of the kept tokens' total probability (`kept_logmass`) gives the logprob over the whole vocabulary, which a trainer
@@ -25,12 +25,12 @@ from numpy.typing import NDArray
 
 from weft.config.presets import ADVANTAGES
 from weft.config.rl_schema import RlAlgorithm, RlConfig, RolloutConfig
+from weft.engine.losses.correction import LARGEST, bounded, importance_ratios, of_tokens
 from weft.errors import ActorError, UserError
-from weft.objectives.correction import LARGEST, bounded, importance_ratios, of_tokens
-from weft.rollout.base import Sampling
-from weft.rollout.sync.protocol import SyncError
-from weft.rollout.sync.verify import check_parity
-from weft.rollout.types import Floats, Sample
+from weft.inference.base import Sampling
+from weft.inference.types import Floats, Sample
+from weft.inference.weight_sync.protocol import SyncError
+from weft.inference.weight_sync.verify import check_parity
 
 Exact = NDArray[np.float64]
 Estimator = Literal["k1", "k2", "k3"]
@@ -147,7 +147,7 @@ def kl(difference: Exact, estimator: Estimator, clamp: float | None = None) -> E
         k3 = exp(-d) - 1 + d    unbiased, never negative
 
     These properties hold for values, in rewards and metrics. In a loss the gradient matters, which has other
-    properties: see weft/objectives/policy.py.
+    properties: see weft/engine/losses/policy.py.
     """
     if estimator == "k1":
         found = difference

@@ -1,6 +1,6 @@
 """Samples as training documents, and the groups of each optimizer step.
 
-The documents' weights and the normaliser of the whole step (weft/objectives/policy.py) express rl.aggregation, so the
+The documents' weights and the normaliser of the whole step (weft/engine/losses/policy.py) express rl.aggregation, so the
 loss does not depend on how a step is divided into micro-batches and over ranks.
 """
 
@@ -17,11 +17,11 @@ from torch import Tensor
 
 from weft.config.rl_schema import RlConfig
 from weft.data.image_opener import ImageOpener
-from weft.engine.document import Document, MeasuredDocuments, Measures
-from weft.engine.media import Media
-from weft.engine.replay import align_routes
+from weft.engine.batch.document import Document, MeasuredDocuments, Measures
+from weft.engine.batch.media import Media
+from weft.engine.batch.replay import align_routes
+from weft.inference.types import Flags, Floats, Group, Prompt, Sample
 from weft.rl.corrections import comparable
-from weft.rollout.types import Flags, Floats, Group, Prompt, Sample
 
 
 class _Samples(MeasuredDocuments):

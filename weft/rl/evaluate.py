@@ -20,13 +20,13 @@ from weft.config.rl_schema import RlConfig, RlEvalConfig
 from weft.config.sources import source_name
 from weft.data.documents import leak
 from weft.data.images import Images
-from weft.rl.episodes import Episodes
+from weft.inference.base import RolloutEngine, Sampling
+from weft.inference.types import Group, Prompt, Sample
+from weft.rl.environments.episodes import Episodes
 from weft.rl.meter import Meter, Show
 from weft.rl.prompts import Prompts, load_rl_prompts
-from weft.rl.rewards import Failures, Rewards, decode
+from weft.rl.rewards.base import Failures, Rewards, decode
 from weft.rl.rollouts import rollout_group
-from weft.rollout.base import RolloutEngine, Sampling
-from weft.rollout.types import Group, Prompt, Sample
 
 PREFIX = "eval/"
 _UNNAMED = ""

@@ -13,17 +13,17 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from weft.cluster.consistency import max_over_ranks
 from weft.config.rl_schema import RlConfig
-from weft.engine.document import Document
+from weft.engine.batch.document import Document
 from weft.engine.engine import Engine
-from weft.engine.startup import text_vocabulary
+from weft.engine.selfcheck.startup import text_vocabulary
 from weft.errors import UserError
+from weft.inference.base import Request, RolloutEngine, Sampling
+from weft.inference.embedded import EmbeddedEngine
+from weft.inference.types import Floats, Prompt, Sample, samples_of
+from weft.launch.consistency import max_over_ranks
 from weft.rl.corrections import comparable
 from weft.rl.rollouts import rollout_group
-from weft.rollout.base import Request, RolloutEngine, Sampling
-from weft.rollout.embedded import EmbeddedEngine
-from weft.rollout.types import Floats, Prompt, Sample, samples_of
 
 # (prompt, completion) lengths of the tried sequences: one token, more than a block of keys, and uneven lengths.
 _LENGTHS = ((1, 6), (58, 9), (13, 24), (70, 1), (13, 5), (30, 40))

@@ -13,11 +13,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from weft.cluster.failures import describe_remaining_files, last_whole_checkpoint
-from weft.cluster.ray_actors import ActorGroup
-from weft.cluster.status import STATUS, failure_kind
-from weft.cluster.watchdog import periodically
 from weft.errors import ActorError, StorageError
+from weft.launch.failures import describe_remaining_files, last_whole_checkpoint
+from weft.launch.ray_actors import ActorGroup
+from weft.launch.status import STATUS, failure_kind
+from weft.launch.watchdog import periodically
 from weft.terminal import say
 
 _TICK = 0.5

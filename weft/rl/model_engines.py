@@ -11,14 +11,14 @@ from dataclasses import replace
 
 from transformers import PretrainedConfig
 
-from weft.cluster.process import Ranks
 from weft.config.rl_schema import CriticConfig, ReferenceConfig, RlConfig
 from weft.config.schema import LoraConfig, MeshConfig, ModelConfig, OptimizerConfig
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
 from weft.errors import UserError
-from weft.rollout.cache_support import caches
-from weft.sharding.load import Progress
+from weft.inference.cache_support import caches
+from weft.launch.process import Ranks
+from weft.parallel.shards.load import Progress
 
 
 def policy_config(config: RlConfig) -> EngineConfig:

@@ -11,10 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from weft.cluster.machine import accelerator_count
-from weft.cluster.options import RlOptions
 from weft.config.rl_schema import RlConfig
 from weft.errors import ActorError, UserError, first_line
+from weft.launch.machine import accelerator_count
+from weft.launch.options import RlOptions
 
 Placement = Literal["colocated", "disaggregated"]
 PLACEMENTS: tuple[Placement, ...] = ("colocated", "disaggregated")

@@ -35,10 +35,10 @@ from weft.data.records import (
 )
 from weft.data.row_columns import SYSTEMS, TOOLS
 from weft.errors import UserError, first_line
+from weft.inference.types import Prompt
 from weft.models.facts import position_limit
 from weft.rl.chat import ChatRenderer
-from weft.rl.environments import environment_class
-from weft.rollout.types import Prompt
+from weft.rl.environments.base import environment_class
 from weft.strict_json import check_unicode
 
 _NEEDED = "`prompt` (a text, or messages) or `messages` in each row"

@@ -14,20 +14,20 @@ from weft.config import resolve_mesh, to_dict
 from weft.config.rl_schema import RlConfig, RolloutConfig
 from weft.config.server_checks import KEEPS_ALL
 from weft.engine.metrics import MetricsFile
-from weft.report.banner import ModelOpening, few_rollout_steps, print_closing, show_opening
-from weft.report.trackers import Trackers
+from weft.inference.base import Synced
+from weft.inference.records import EVALUATIONS, write_rollouts
+from weft.inference.types import Sample
+from weft.launch.summary import Phases, RunSummary
+from weft.observe.banner import ModelOpening, few_rollout_steps, print_closing, show_opening
+from weft.observe.hooks import OnStep
+from weft.observe.recorder import BadSteps
+from weft.observe.starts import note_end, note_start
+from weft.observe.system import SYSTEM, SystemMonitor
+from weft.observe.trackers import Trackers
 from weft.rl.documents import is_trained
 from weft.rl.evaluate import Evaluated
 from weft.rl.resume import RlStart
 from weft.rl.stop_conditions import CutSamples, EmptySteps, FlatSteps
-from weft.rollout.base import Synced
-from weft.rollout.records import EVALUATIONS, write_rollouts
-from weft.rollout.types import Sample
-from weft.run.hooks import OnStep
-from weft.run.recorder import BadSteps
-from weft.telemetry.starts import note_end, note_start
-from weft.telemetry.summary import Phases, RunSummary
-from weft.telemetry.system import SYSTEM, SystemMonitor
 from weft.terminal import counted, say
 
 if TYPE_CHECKING:

@@ -18,24 +18,24 @@ from weft.checkpoint.resume import fill_from
 from weft.checkpoint.retention import complete_steps, step_folder
 from weft.checkpoint.save import Saver
 from weft.checkpoint.state import read_state
-from weft.cluster.consistency import max_over_ranks, require_agreement, versions
-from weft.cluster.options import Device
-from weft.cluster.process import Ranks, join, leave
 from weft.config import to_dict
 from weft.config.rl_schema import RlConfig
 from weft.config.schema import CheckpointConfig
 from weft.data.image_opener import ImageOpener, image_opener
+from weft.engine.batch.document import Document, first_sources
+from weft.engine.batch.media import ImageRoom
 from weft.engine.contract import check_contract
-from weft.engine.document import Document, first_sources
 from weft.engine.engine import Engine
-from weft.engine.media import ImageRoom
+from weft.engine.losses.value import ValueLoss
+from weft.inference.types import Floats, Sample
+from weft.launch import flight
+from weft.launch.consistency import max_over_ranks, require_agreement, versions
+from weft.launch.options import Device
+from weft.launch.process import Ranks, join, leave
 from weft.models import hf
-from weft.objectives.value import ValueLoss
+from weft.observe.profiling import own_peak_memory_gib
 from weft.rl.documents import ReadSamples, TrainedSamples
 from weft.rl.model_engines import check_images, critic_engine, opening_lines, reference_engine
-from weft.rollout.types import Floats, Sample
-from weft.telemetry import flight
-from weft.telemetry.profiling import own_peak_memory_gib
 from weft.terminal import counted
 
 Role = Literal["policy", "reference", "critic"]

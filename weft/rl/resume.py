@@ -22,15 +22,15 @@ from weft.checkpoint.state_schema import RL_RUN
 from weft.config import to_dict
 from weft.config.rl_schema import RlConfig
 from weft.errors import UserError
+from weft.inference.records import EVALUATIONS, FOLDER, cut_rollouts, has_routes, read_rollouts, rollout_files
 from weft.models import hf
 from weft.models.cost import expert_counts
+from weft.observe import resume
+from weft.observe.folder import cut_lines, write_config
+from weft.observe.identity import model_fingerprint
+from weft.observe.resume import Start
 from weft.rl.prompts import Prompts
 from weft.rl.reference_critic import CRITIC, steps_of_all
-from weft.rollout.records import EVALUATIONS, FOLDER, cut_rollouts, has_routes, read_rollouts, rollout_files
-from weft.run import resume
-from weft.run.folder import cut_lines, write_config
-from weft.run.identity import model_fingerprint
-from weft.run.resume import Start
 
 if TYPE_CHECKING:
     from weft.recipes.rl import Plan, Run

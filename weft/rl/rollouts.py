@@ -17,12 +17,12 @@ from transformers import PreTrainedTokenizerBase
 
 from weft.data.messages import IMAGE_PARTS
 from weft.data.prompt_images import PromptImages
-from weft.rl.environments import Reply
-from weft.rl.episodes import Conversation, EnvironmentFailure, Episodes, Given
+from weft.inference.base import Completion, Request, RolloutEngine, Sampling, seed_of, spans_of
+from weft.inference.types import Group, Prompt, Sample, shown
+from weft.launch.summary import Phases
+from weft.rl.environments.base import Reply
+from weft.rl.environments.episodes import Conversation, EnvironmentFailure, Episodes, Given
 from weft.rl.prompts import PromptStream
-from weft.rollout.base import Completion, Request, RolloutEngine, Sampling, seed_of, spans_of
-from weft.rollout.types import Group, Prompt, Sample, shown
-from weft.telemetry.summary import Phases
 
 
 async def rollout_group(

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.data.prompt_images import PromptImages
-from weft.rollout.types import Prompt, Sample
+from weft.inference.types import Prompt, Sample
 
 # Arrays with one entry per token, and their dtypes in the pickle. Trainers do not use `versions`.
 _BY_TOKEN = {

@@ -7,15 +7,15 @@ import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from weft.cluster.ray_actors import ActorGroup, gather_calls
 from weft.config.rl_schema import RlConfig
 from weft.config.server_checks import SERVERS
 from weft.engine.sleep import Part
 from weft.errors import ActorError, UserError
+from weft.inference.base import Completion, EnginePart, Request, Synced
+from weft.inference.servers import interpreter_of, server_names
+from weft.inference.weight_sync.protocol import Ticket
+from weft.launch.ray_actors import ActorGroup, gather_calls
 from weft.rl.batch_pool import EmbeddedPool, StandalonePool, decline_on_error
-from weft.rollout.base import Completion, EnginePart, Request, Synced
-from weft.rollout.servers import interpreter_of, server_names
-from weft.rollout.sync.protocol import Ticket
 
 
 class ServedPool:

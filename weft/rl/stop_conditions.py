@@ -9,8 +9,8 @@ import numpy as np
 
 from weft.config.rl_schema import RlConfig
 from weft.errors import UserError
+from weft.inference.types import Sample
 from weft.rl.documents import is_trained
-from weft.rollout.types import Sample
 from weft.terminal import counted
 
 

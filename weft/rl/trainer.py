@@ -22,25 +22,33 @@ from weft.checkpoint.resume import fill_from
 from weft.checkpoint.retention import step_folder
 from weft.checkpoint.save import Saver
 from weft.checkpoint.state import read_state
-from weft.cluster.consistency import check_shared
-from weft.cluster.machine import device_name
-from weft.cluster.options import Device
-from weft.cluster.process import leave
 from weft.config.rl_schema import RlConfig
 from weft.data.encode import changed_files, load_tokenizer
 from weft.data.image_opener import image_opener
+from weft.engine.batch.document import first_sources
+from weft.engine.batch.media import ImageRoom
 from weft.engine.contract import check_contract
-from weft.engine.document import first_sources
 from weft.engine.engine import Engine
-from weft.engine.media import ImageRoom
+from weft.engine.losses.policy import PolicyLoss
 from weft.engine.sleep import Part
 from weft.errors import ActorError
+from weft.inference.base import Request, Synced
+from weft.inference.embedded import EmbeddedEngine
+from weft.inference.generate import Numbered
+from weft.inference.types import Floats, Sample
+from weft.inference.weight_sync.protocol import SyncError, Ticket, device_memory
+from weft.inference.weight_sync.sender import EngineTarget, Sender, options_of
+from weft.launch import flight
+from weft.launch.consistency import check_shared
+from weft.launch.machine import device_name
+from weft.launch.options import Device
+from weft.launch.process import leave
+from weft.launch.timing import StepTimes
 from weft.models.flops import Throughput
-from weft.objectives.policy import PolicyLoss
+from weft.observe.banner import ModelOpening, model_opening
+from weft.observe.step_line import StepOutcome, step_line
 from weft.parallel.fsdp import DTYPES
 from weft.parallel.timed import time_collectives
-from weft.report.banner import ModelOpening, model_opening
-from weft.report.step_line import StepOutcome, step_line
 from weft.rl.colocation import sleeping_parts
 from weft.rl.documents import TrainedSamples
 from weft.rl.exact import prove_exact
@@ -63,14 +71,6 @@ from weft.rl.reference_critic import (
     readout,
     start_rank,
 )
-from weft.rollout.base import Request, Synced
-from weft.rollout.embedded import EmbeddedEngine
-from weft.rollout.generate import Numbered
-from weft.rollout.sync.protocol import SyncError, Ticket, device_memory
-from weft.rollout.sync.sender import EngineTarget, Sender, options_of
-from weft.rollout.types import Floats, Sample
-from weft.telemetry import flight
-from weft.telemetry.timing import StepTimes
 
 
 @dataclass(frozen=True)

@@ -8,14 +8,14 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from weft.cluster.ray_actors import ActorGroup, gather_calls
 from weft.config.rl_schema import RlConfig
-from weft.engine.media import ImageRoom
+from weft.engine.batch.media import ImageRoom
 from weft.errors import first_line
-from weft.report.banner import ModelOpening
+from weft.inference.types import Sample
+from weft.launch.ray_actors import ActorGroup, gather_calls
+from weft.observe.banner import ModelOpening
 from weft.rl.reference_critic import CRITIC, Role, set_readings
 from weft.rl.serialization import SampleBatch
-from weft.rollout.types import Sample
 from weft.terminal import say
 
 

@@ -21,8 +21,8 @@ from typing import IO, Any, Protocol
 
 import psutil
 
-from weft.cluster.machine import adopt_orphans, end_with_parent
-from weft.cluster.reaper import descendants
+from weft.launch.machine import adopt_orphans, end_with_parent
+from weft.launch.reaper import descendants
 
 HEADER = struct.Struct(">Q")  # bytes of the pickle that follows
 IMPORT_SECONDS = 120  # limit on importing the user's code

@@ -13,8 +13,8 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from weft.cluster import reaper
 from weft.errors import UserError, first_line
+from weft.launch import reaper
 from weft.rl.user_process import HEADER, IMPORT_SECONDS, packed
 from weft.version import PACKAGE
 

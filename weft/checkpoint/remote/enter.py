@@ -1,0 +1,187 @@
+"""Entering a run on an object store before the ranks start: makes its local folder, empty, or with the files to resume.
+
+One process of a machine does this. STAGING/runs/X/.writer.json and URL/writer.json hold the same token as long as the
+local folder has everything that the store has. If another machine wrote last, the local folder is renamed and the run
+is fetched again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from weft.checkpoint.remote.layout import (
+    BEST,
+    CHECKPOINTS,
+    COMPLETE,
+    CRITIC,
+    TOKEN,
+    WRITER,
+    Manifest,
+    RemoteRun,
+    name_of,
+)
+from weft.checkpoint.remote.staging import locked, run_folder
+from weft.checkpoint.remote.store import BRIEF, Store, StoreError
+from weft.checkpoint.retention import commit, complete_steps, point_best, point_latest, step_folder
+from weft.config.urls import LocalCopy, url_problem
+from weft.errors import UserError
+from weft.launch.scratch import scratch_folder
+from weft.terminal import byte_count, say
+
+_RECORDS = ("rollouts/", "evaluations/")
+
+
+def begin_run(url: str, staging: Path, *, overwrite: bool, command: str) -> LocalCopy:
+    """The local folder of a new run. Raises UserError if the store cannot be written or already holds a run. command:
+    sft or rl, for messages."""
+    folder = run_folder(url, staging)
+    with _told("run.dir", url), locked(staging, Path(folder).name):
+        remote = RemoteRun(Store(url, BRIEF))
+        if not overwrite and remote.holds_a_run():
+            raise UserError(
+                f"run.dir: {url} holds a run already. Set run.dir to another URL, or run.overwrite=true to remove that "
+                f"run; or go on with it: weft {command} --resume {url}"
+            )
+        if not _is_ours(remote, Path(folder)):
+            _put_aside(Path(folder))
+            _claim(remote, Path(folder))
+    return folder
+
+
+@contextmanager
+def fetched_config(url: str) -> Iterator[Path]:
+    """Yields a temporary folder with the config.yaml of a run on a store, for `--resume`. Raises UserError."""
+    if problem := url_problem("--resume", url):
+        raise UserError(problem)
+    with _told("--resume", url):
+        content = Store(url, BRIEF).read("config.yaml")
+    if content is None:
+        raise UserError(f"--resume {url}: it holds no config.yaml, so it is not the folder of a run. Name its run.dir.")
+    with scratch_folder("config-") as folder:
+        (folder / "config.yaml").write_bytes(content)
+        yield folder
+
+
+def resume_run(url: str, staging: Path) -> LocalCopy:
+    """The local folder of a resumed run, with all that resuming needs. Fetches the run unless this machine has the
+    newest state. Raises UserError."""
+    folder = run_folder(url, staging)
+    with _told("--resume", url), locked(staging, Path(folder).name):
+        remote, here = RemoteRun(Store(url, BRIEF)), Path(folder)
+        newest = max(remote.steps(), default=0)
+        if not _is_ours(remote, here) or max(complete_steps(here / CHECKPOINTS), default=0) < newest:
+            scratch = here.with_name(f"{here.name}.fetching")
+            shutil.rmtree(scratch, ignore_errors=True)
+            scratch.mkdir(parents=True)
+            fetch_run(remote, scratch, resumable=True)
+            _put_aside(here)
+            os.rename(scratch, here)
+            _claim(remote, here)
+    return folder
+
+
+def _is_ours(remote: RemoteRun, folder: Path) -> bool:
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        return own_token(folder) == remote.writer()
+    return False
+
+
+def own_token(folder: Path) -> str:
+    """The writer token of a local folder."""
+    return str(json.loads((folder / TOKEN).read_text(encoding="utf-8"))["token"])
+
+
+def _claim(remote: RemoteRun, folder: Path) -> None:
+    token = uuid.uuid4().hex
+    remote.claim(token, {"host": socket.gethostname(), "pid": os.getpid()})
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / TOKEN).write_text(json.dumps({"token": token}), encoding="utf-8")
+
+
+def _put_aside(folder: Path) -> None:
+    """Renames a local folder that an earlier run of this URL left, and that the store does not match; removes one
+    without results."""
+    if not folder.is_dir():
+        return
+    if not any((folder / name).exists() for name in ("metrics.jsonl", "checkpoints", "rollouts")):
+        shutil.rmtree(folder)
+        return
+    number = 1
+    while (aside := folder.with_name(f"{folder.name}.aside-{number}")).exists():
+        number += 1
+    os.rename(folder, aside)
+    say(f"aside    what this machine had of that run, which another has written since, is now {aside}", as_is=True)
+
+
+# ---------------------------------------------------------------- fetching
+
+
+def fetch_run(remote: RemoteRun, folder: Path, *, resumable: bool, records: bool = False) -> None:
+    """Downloads the records of a run, its newest complete checkpoint, and the checkpoint of `best`.
+
+    resumable: accept only a newest checkpoint with trainer state. records: download rollouts and evaluations, too,
+    which may be large; they are always downloaded if there is no checkpoint.
+    """
+    names, steps = remote.store.list(), remote.steps()
+    wanted = (name for name in names if "/" not in name and name != WRITER)
+    more = (name for name in names if name.startswith(_RECORDS) and (records or not steps))
+    for name in [*wanted, *more]:
+        remote.store.get(name, folder / name)
+    newest = _newest(remote, steps, folder, lambda manifest: manifest.resumable or not resumable)
+    if newest is not None:
+        point_latest(step_folder(folder / CHECKPOINTS, newest))
+    best = remote.named(BEST)
+    if best in steps and best is not None:
+        if best != newest:
+            _newest(remote, [best], folder, lambda manifest: True)
+        if best in complete_steps(folder / CHECKPOINTS):
+            point_best(step_folder(folder / CHECKPOINTS, best))
+
+
+def _newest(remote: RemoteRun, steps: list[int], folder: Path, serves: Callable[[Manifest], bool]) -> int | None:
+    for step in reversed(steps):
+        manifest = remote.manifest(step)
+        if manifest is None or not serves(manifest):
+            continue
+        try:
+            _fetch_checkpoint(remote, manifest, folder)
+        except (StoreError, FileNotFoundError) as error:
+            say(f"skipped  {remote.store.url}/{CHECKPOINTS}/{name_of(step)}: {error}")
+            continue
+        return step
+    return None
+
+
+def _fetch_checkpoint(remote: RemoteRun, manifest: Manifest, folder: Path) -> None:
+    """Downloads a checkpoint; it gets its name only when it is complete."""
+    began, scratch = time.perf_counter(), folder / "fetching"
+    shutil.rmtree(scratch, ignore_errors=True)
+    try:
+        remote.download(manifest, scratch)
+        for inner in (f"{CRITIC}/{CHECKPOINTS}", CHECKPOINTS):
+            found = scratch / inner / name_of(manifest.step)
+            if found.is_dir():
+                (folder / inner).mkdir(parents=True, exist_ok=True)
+                commit(found, folder / inner / found.name)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    size = byte_count(sum(size for size, _ in manifest.files.values()))
+    say(f"fetched  {remote.store.url}/{CHECKPOINTS}/{name_of(manifest.step)}: {size} in "
+        f"{time.perf_counter() - began:.1f} s, as its {COMPLETE} says")  # fmt: skip
+
+
+@contextmanager
+def _told(key: str, url: str) -> Iterator[None]:
+    """A context in which errors of the store become UserErrors about a config key or an option."""
+    try:
+        yield
+    except (StoreError, FileNotFoundError) as error:
+        raise UserError(f"{key}: {url} cannot be used: {error}.") from error

@@ -1,0 +1,144 @@
+"""Uploads of checkpoints to the hub: a single one (`weft push`), or those of a run during training."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from huggingface_hub.utils.tqdm import disable_progress_bars
+
+from weft.checkpoint.remote.card import CARD, model_card
+from weft.checkpoint.remote.hub import Repository
+from weft.checkpoint.retention import TRAINER_STATE, best_step, complete_steps, step_folder
+from weft.config.schema import CheckpointConfig
+from weft.files import link_files
+from weft.parallel.shards.digests import DIGESTS
+
+_POLL_SECONDS = 0.5
+# Parts of a checkpoint that are not uploaded: trainer state, digests, the critic, and files of other tools.
+_OWN = (TRAINER_STATE, DIGESTS, "critic", ".cache", ".git")
+
+
+def push_checkpoint(repository: Repository, checkpoint: Path, message: str, links: Path) -> str:
+    """Uploads the files that a user of the model needs, and a model card if there is none. Returns the URL.
+
+    links: a folder for hard links, made and removed here, preferably on the checkpoint's file system; the links stay
+    valid if retention removes the checkpoint meanwhile. Raises UserError if the hub refuses, and FileNotFoundError if
+    the checkpoint is removed before it is linked.
+    """
+    try:
+        link_files(checkpoint, files_of_model(checkpoint), links)
+        if not (links / CARD).exists():
+            (links / CARD).write_text(model_card(checkpoint, repository.name), encoding="utf-8")
+        return repository.upload(links, message)
+    finally:
+        shutil.rmtree(links, ignore_errors=True)
+
+
+def repeated(checkpoint: Path, repository: Repository) -> str:
+    """The command that repeats the upload of a checkpoint."""
+    private = " --private" if repository.private else ""
+    branch = "" if repository.revision is None else f" --revision {repository.revision}"
+    return f"weft push {shlex.quote(str(checkpoint))} {repository.name}{private}{branch}"
+
+
+class Pusher:
+    """Uploads the checkpoints of a run, one at a time, in a thread of the process that owns the run folder.
+
+    With checkpoint.push_at=save each upload takes the newest complete checkpoint; older ones that were saved during the
+    last upload are skipped. A failed upload never ends the run: a message names it and the command that repeats it.
+    """
+
+    def __init__(self, repository: Repository, config: CheckpointConfig, run: Path) -> None:
+        self.repository, self.config, self.run = repository, config, run
+        self._news: list[str] = []
+        self._done: Path | None = None  # the last checkpoint that was uploaded, or whose upload failed
+        self._stop, self._cancelled = threading.Event(), False
+        self._thread: threading.Thread | None = None
+        self._began = max(complete_steps(self._checkpoints), default=0)
+
+    @property
+    def _checkpoints(self) -> Path:
+        return self.run / "checkpoints"
+
+    def start(self) -> None:
+        """Starts the thread."""
+        disable_progress_bars()  # they would overwrite the bar of training
+        shutil.rmtree(self._links, ignore_errors=True)
+        self._thread = threading.Thread(target=self._work, name="push", daemon=True)
+        self._thread.start()
+
+    def pop_messages(self) -> list[str]:
+        """The messages for the user since the last call."""
+        news, self._news = self._news, []
+        return news
+
+    def finish(self, stopped: bool, beat: Callable[[], None]) -> list[str]:
+        """Waits for the uploads at the end of the run. Returns messages for the user. stopped: whether a signal stopped
+        the run; then no more uploads are started. beat: called regularly while waiting."""
+        self._cancelled = stopped
+        self._stop.set()
+        assert self._thread is not None
+        while self._thread.is_alive():
+            self._thread.join(_POLL_SECONDS)
+            beat()
+        return self.pop_messages()
+
+    def give_up(self) -> None:
+        """Starts no more uploads, because the run ends with an error. A running upload ends with the process."""
+        self._cancelled = True
+        self._stop.set()
+
+    # ------------------------------------------------------------ the thread
+
+    @property
+    def _links(self) -> Path:
+        return self.run / "pushing"
+
+    def _work(self) -> None:
+        while not self._stop.wait(_POLL_SECONDS):
+            steps = complete_steps(self._checkpoints) if self.config.push_at == "save" else []
+            if steps and steps[-1] > self._began:
+                self._push(step_folder(self._checkpoints, steps[-1]))
+        last = self._last()
+        if last is not None and last != self._done:
+            if self._cancelled:
+                self._news.append(
+                    f"push     {last} is not uploaded, because the run was stopped: {repeated(last, self.repository)}"
+                )
+            else:
+                self._push(last)
+
+    def _last(self) -> Path | None:
+        """The checkpoint to be on the hub at the end: the best if it is kept (checkpoint.keep_best), else the last."""
+        steps = complete_steps(self._checkpoints)
+        best = best_step(self._checkpoints) if self.config.keep_best else None
+        step = best if best is not None else steps[-1] if steps else None
+        return None if step is None else step_folder(self._checkpoints, step)
+
+    def _push(self, checkpoint: Path) -> None:
+        if checkpoint == self._done:
+            return
+        try:
+            where = push_checkpoint(self.repository, checkpoint, message_of(checkpoint, self.run), self._links)
+            self._news.append(f"pushed   {checkpoint.name} to {where}")
+        except FileNotFoundError:
+            return  # retention removed it meanwhile, so there is a newer one
+        except Exception as error:  # training does not depend on uploads, whatever they raise
+            again = repeated(checkpoint, self.repository)
+            self._news.append(f"push     {str(error).rstrip('.')}. The run goes on. To upload it: {again}")
+        self._done = checkpoint
+
+
+def files_of_model(checkpoint: Path) -> list[Path]:
+    """The files that a user of the model needs, relative to the checkpoint: all except those in _OWN."""
+    files = (path.relative_to(checkpoint) for path in checkpoint.rglob("*") if path.is_file())
+    return sorted(path for path in files if path.parts[0] not in _OWN)
+
+
+def message_of(checkpoint: Path, run: Path | None = None) -> str:
+    """The default commit message. run: the run folder, to be named in it."""
+    return f"Upload {checkpoint.name}" + ("" if run is None else f" of {run.resolve().name}")

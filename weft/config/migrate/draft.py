@@ -1,0 +1,202 @@
+"""A draft of a config: the settings that were taken over from another trainer's config, and those that were not."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from weft.config.checks import BUILT_IN
+from weft.config.coerce import MismatchError, coerce, describe
+from weft.config.keys import Key, schema_keys
+from weft.config.migrate.names import advice_for, entry_of, weft_value
+from weft.config.migrate.trainer import ANY, ITSELF, NOTE, TABLES, RlDraft, Trainer
+from weft.config.rl_schema import RlConfig
+from weft.config.schema import SftConfig
+from weft.config.yaml12 import Node, read_value, show
+
+_LISTS = ("model.freeze", "fsdp.wrap", "track.to")  # keys that several names of a trainer fill
+_PATTERNS = ("lora.targets",)  # keys for which other trainers have regular expressions
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """What the old config and the draft do about one quantity of the algorithm, in words. same: whether it is the same
+    computation."""
+
+    name: str
+    theirs: str
+    yours: str
+    same: bool
+
+
+@dataclass
+class Draft:
+    """A draft in the making. trainer: of the old config. schema: of weft's command. taken: key -> (value, origin in
+    words, the trainer's name). left: the trainer's name -> advice. unfit: keys for which the old value does not fit; no
+    default replaces it. images: whether the model is known to take images. quantities: what both compute."""
+
+    trainer: Trainer
+    schema: type = SftConfig
+    taken: dict[str, tuple[Any, str, str]] = field(default_factory=dict)
+    left: dict[str, str] = field(default_factory=dict)
+    unfit: set[str] = field(default_factory=set)
+    images: bool = False
+    quantities: list[Quantity] = field(default_factory=list)
+
+    @property
+    def rl(self) -> RlDraft | None:
+        """The trainer's table for reinforcement learning, if the draft is for `weft rl`; else None."""
+        return self.trainer.table.rl_draft if self.schema is RlConfig else None
+
+    @property
+    def keys(self) -> dict[str, Key]:
+        """The keys that a draft may set."""
+        return schema_keys(self.schema)
+
+    def entry(self, name: str) -> str:
+        """The entry of the tables for a dotted name; "" if there is none."""
+        own = entry_of(name, self.trainer.rl) if self.rl is not None else None
+        return own or entry_of(name) or ""
+
+    def meaning(self, entry: str, value: Any) -> Mapping[str, Any] | None:
+        """The meaning of a value, as key of weft -> value; None if no table has it. Tables of companions count for any
+        trainer."""
+        words = (str(value).lower(), "on" if value else "off", ANY)
+        own = [self.trainer.means] if self.rl is None else [self.trainer.rl_means, self.trainer.means]
+        for means in (*own, *(companion.means for companion in TABLES.companions), TABLES.shared.means):
+            known = means.get(entry, {})
+            found = next((known[word] for word in words if word in known), None)
+            if found is not None:
+                return found
+        return None
+
+    def key_of(self, entry: str) -> str | None:
+        """The key of weft that takes the value of an entry unchanged; None if there is none."""
+        own = [self.trainer.moves] if self.rl is None else [self.trainer.rl_moves, self.trainer.moves]
+        tables = (*own, *(companion.moves for companion in TABLES.companions), TABLES.moves)
+        return next((moves[entry] for moves in tables if entry in moves), None)
+
+    @property
+    def differs(self) -> list[Quantity]:
+        """The quantities that the draft computes otherwise than the old config."""
+        return [quantity for quantity in self.quantities if not quantity.same]
+
+    def compare(self, name: str, theirs: str, yours: str, *, same: bool = True) -> None:
+        """Note what both do about a quantity of the algorithm."""
+        self.quantities.append(Quantity(name, theirs, yours, same))
+
+    def fit_row(self, longest: int, what: str) -> None:
+        """Raise step.max_tokens_per_device so that a row holds `longest` tokens: over the ranks of mesh.cp, but on one
+        rank if there may be images, because not every model's documents with images can be cut. what: the word for a
+        document."""
+        cp = 1 if self.images else self.value("mesh.cp", 1)
+        if longest > cp * self.value("step.max_tokens_per_device", 8192):
+            shared = " over the ranks of mesh.cp" if cp > 1 else ""
+            apart = self.images and self.value("mesh.cp", 1) > 1
+            whole = " on one rank: with images not every model's are cut" if apart else ""
+            self.take(
+                "step.max_tokens_per_device", -(-longest // cp), "", f"a row holds the longest {what}{shared}{whole}"
+            )
+
+    def advice(self, name: str) -> str | None:
+        """The advice about a name."""
+        return advice_for(name, reinforcement=self.rl is not None)
+
+    def value(self, key: str, default: Any = None) -> Any:
+        """The value that was taken for a key."""
+        return self.taken[key][0] if key in self.taken else default
+
+    def take(self, key: str, value: Any, name: str, origin: str = "") -> None:
+        """Set a key, if the schema has it and the value fits; else note advice. name: the trainer's name. origin: in
+        words."""
+        spec = self.keys.get(key)
+        fitting = None if spec is None else _fitting(spec, value)
+        if fitting is None:
+            self.left[name] = self._unfit(spec, value, self.advice(name)) if spec else f"weft has no {key}."
+            self.unfit.add(key)
+        else:
+            self.taken[key] = (fitting, origin or self._short(name), name)
+
+    def take_meaning(self, meaning: Mapping[str, Any], given: Any, name: str, origin: str = "") -> None:
+        """Set the keys of a meaning (see `meaning`). Values of several names for the same list or mapping are
+        merged."""
+        for key, value in meaning.items():
+            if key == NOTE:
+                self.left[name] = value
+                continue
+            own, before, of = _said(value, given), self.value(key), origin or self._short(name)
+            if key in _LISTS and isinstance(own, str):
+                own = [part.strip() for part in own.split(",")]
+            if isinstance(before, list) and key in _LISTS:
+                own = [*before, *(one for one in own if one not in before)]
+            elif isinstance(before, dict):
+                own = {**before, **own}
+            else:
+                before = None
+            self.take(key, own, name, of if before is None else ", ".join(dict.fromkeys([self.taken[key][1], of])))
+
+    def _short(self, name: str) -> str:
+        """The part of a name by which the tables know it."""
+        entry = self.entry(name)
+        return entry if entry and not entry.endswith(".*") else name
+
+    @staticmethod
+    def _unfit(spec: Key, value: Any, advice: str | None) -> str:
+        text = f"{show(value)} is no value of {spec.name}"
+        return (
+            f"{text}: {advice}"
+            if advice and (spec.type is str or spec.name in _PATTERNS)
+            else f"{text}, which is {describe(spec.type)}."
+        )
+
+    def drop(self, key: str, because: str) -> None:
+        """Remove a key that was taken, with a reason."""
+        _, _, name = self.taken.pop(key)
+        if name != key:
+            self.left[name] = because
+
+
+def _said(value: Any, given: Any) -> Any:
+    """A value of `means`, with `given` in place of ITSELF."""
+    if isinstance(value, dict):
+        return {name: _said(one, given) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_said(one, given) for one in value]
+    return given if value == ITSELF else value
+
+
+def _fitting(key: Key, value: Any) -> Any:
+    """The value in a form that fits this key; None if there is none."""
+    ours = weft_value(key.name, value)
+    if key.name == "optimizer.name" and ours is None and not _is_optimizer(value):
+        return None
+    if isinstance(value, str) and "," in value and "tuple" in str(key.type) and not value.startswith("["):
+        value = [part.strip() for part in value.split(",")]  # LLaMA-Factory's lists
+    for candidate in (None if ours is None else read_value(ours, "").value, value, *numbers_of(value)):
+        try:
+            if candidate is not None:
+                coerce(Node(candidate, ""), key.type)
+                return candidate
+        except MismatchError:
+            continue
+    return None
+
+
+def _is_optimizer(value: Any) -> bool:
+    return value in BUILT_IN or (isinstance(value, str) and bool(re.fullmatch(r"torch\.optim\.\w+", value)))
+
+
+def numbers_of(value: Any) -> Iterator[int | float]:
+    """The numbers that a value may mean to YAML 1.1 or an argument parser: 3.0 as 3 and 3.0, "2e-5", 1_000."""
+    try:
+        number = float(value.replace("_", "") if isinstance(value, str) else value)
+    except (TypeError, ValueError):
+        return
+    if isinstance(value, bool) or not math.isfinite(number):
+        return
+    if number.is_integer():
+        yield int(number)
+    yield number

@@ -1,0 +1,471 @@
+"""`weft migrate`: another trainer's config as a draft of weft's.
+
+Unambiguous settings are taken over. For everything else the draft contains the advice of names.py.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import textwrap
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, get_args
+
+from weft.config.keys import schema_keys
+from weft.config.load import build, fill_presets, read_config_file
+from weft.config.migrate.columns import columns_of_sources, take_adapted, take_columns, take_sources
+from weft.config.migrate.draft import Draft, numbers_of
+from weft.config.migrate.names import entry_of, recognised, task_of
+from weft.config.migrate.ranks import gpus_of, settle_mesh, shared_by
+from weft.config.migrate.roll import ALGORITHM, settle_algorithm
+from weft.config.migrate.rollouts import settle_roles, settle_rollouts, take_rewards, take_rl_columns
+from weft.config.migrate.scripts import read_script
+from weft.config.migrate.trainer import ITSELF, TABLES, Trainer
+from weft.config.migrate.vision import add_vision, config_has
+from weft.config.presets import ADAPTER_DEFAULTS
+from weft.config.rl_schema import RlConfig
+from weft.config.schema import SftConfig
+from weft.config.validate import rules_of
+from weft.config.yaml12 import Node, leaves_of, node_of, read_value, written
+from weft.errors import UserError
+
+_HEAD = """\
+# A draft, made by `weft migrate` from {files}. Read it through: it holds what has the same meaning in weft.
+# {known}
+# Then look at it with `weft {command} THIS --dry-run`. Every key is in docs/reference/config.md.
+"""
+_ROUTED = ("num_experts", "num_local_experts", "n_routed_experts", "router_aux_loss_coef")  # keys of config.json
+_SIGNS = 4  # how many of the names by which a trainer was recognised are shown
+_KEY = re.compile(r"`([a-z_]+\.[a-z_]+)`")  # a key of weft in a sentence
+_LONGEST_TIMEOUT = 6 * 3600  # seconds
+_LR_END = 1e-7  # the lowest rate of transformers' polynomial schedule, if none is given
+_NAMED = re.compile(r"\$\{([\w.]+)\}")
+_OC_ENV = re.compile(r"\$\{oc\.env:(\w+)(?:,([^{}]*))?\}")
+
+
+def migrate(files: Sequence[str], ranks: int | None = None) -> str:
+    """The draft alone; see migrate_and_compare."""
+    return migrate_and_compare(files, ranks)[0]
+
+
+def migrate_and_compare(files: Sequence[str], ranks: int | None = None) -> tuple[str, list[str]]:
+    """(The draft, as YAML; the names of quantities that it computes otherwise). ranks: number of GPUs of the old run,
+    of which those that did not share documents multiply a per-device batch; None: from the files. Raises UserError for
+    files of an unknown trainer, of preference tuning, or of reinforcement learning with a trainer whose table has no
+    `rl_draft`."""
+    found = {name: value for path in files for name, value in _opened(_read(path))}
+    found = {name: _filled(value, found) for name, value in found.items()}
+    trainer, signs, schema = _trainer_of(found, files)
+    draft = Draft(trainer, schema)
+    _take_names(draft, found)
+    _add_defaults(draft, found)
+    _add_balancing(draft, found)
+    add_vision(draft, found)
+    gpus = ranks or gpus_of(found, trainer)
+    data_ranks = gpus and max(1, gpus // shared_by(found))
+    if draft.rl is None:
+        _take_batch(draft, found, data_ranks)
+    else:
+        settle_algorithm(draft, found, settle_rollouts(draft, draft.rl, found, gpus, data_ranks))
+    settle_mesh(draft, found, gpus)
+    if draft.rl is not None:
+        settle_roles(draft, found, gpus)
+    _settle(draft, found)
+    _drop_idle(draft)
+    _mark_defaults(draft)
+    if draft.differs:
+        nearest = draft.value("rl.algorithm")
+        confirm = f"CONFIRM: write {nearest}, the nearest, once you have read what DIFFERS above"
+        draft.taken["rl.algorithm"] = (None, confirm, "rl.algorithm")
+    more = f" and {len(signs) - _SIGNS} more" if len(signs) > _SIGNS else ""
+    known = f"Recognised as a config of {trainer.title} by {', '.join(signs[:_SIGNS])}{more}."
+    head = _HEAD.format(
+        files=", ".join(files),
+        known="\n# ".join(textwrap.wrap(known, 116)),
+        command="sft" if draft.rl is None else "rl",
+    )
+    text = head + _differences(draft) + _render(draft) + _comparison(draft)
+    return text, [quantity.name for quantity in draft.differs]
+
+
+def _trainer_of(found: Mapping[str, Any], files: Sequence[str]) -> tuple[Trainer, list[str], type]:
+    """(Trainer of these files, the names that are its signs, schema of weft's command for them). Raises UserError for
+    files of no known trainer, and for kinds of training without drafts."""
+    what = f"{', '.join(files)}: {'it is' if len(files) == 1 else 'they are'}"
+    if found and set(found) <= set(schema_keys(SftConfig)):
+        raise UserError(f"{what} a config of weft already: look at it with `weft sft {files[0]} --dry-run`.")
+    by_signs = recognised(found)
+    if by_signs is None:
+        known = ", ".join(trainer.title for trainer in TABLES.trainers)
+        raise UserError(
+            f"{what} of no trainer that `weft migrate` knows, which are {known}. Write a config for `weft sft` with "
+            "the keys of docs/reference/config.md."
+        )
+    trainer, signs = by_signs
+    task = task_of(trainer, found)
+    if task is not None and not task.is_drafted:
+        raise UserError(f"{what} {task}")
+    return trainer, signs, SftConfig if task is None else RlConfig
+
+
+def _take_names(draft: Draft, found: Mapping[str, Any]) -> None:
+    """Take over the names one by one, then columns and adapters."""
+    columns: dict[str, str] = {}
+    settled = {*TABLES.shared.column_switches, *_per_device(draft.trainer)}  # together with other names
+    for name, value in found.items():
+        entry = draft.entry(name)
+        if name in draft.keys:
+            draft.take(name, value, name)
+        elif value is None:
+            _take_null(draft, name)
+        elif entry in settled or (draft.rl is not None and name in ALGORITHM):
+            continue
+        elif (meaning := draft.meaning(entry, value)) is not None:
+            draft.take_meaning(meaning, value, name)
+        elif isinstance(value, str) and entry in {**TABLES.columns, **draft.trainer.rl_columns}:
+            columns[name] = value
+        elif entry in TABLES.shared.sources.lists and isinstance(value, list):
+            take_sources(draft, entry, value)
+        elif not _take_value(draft, entry, value, name):
+            draft.left[name] = draft.advice(name) or "weft does not know it."
+    if draft.rl is None:
+        take_columns(draft, columns, found)
+    else:
+        take_rl_columns(draft, columns)
+        take_rewards(draft, draft.rl, found)
+    take_adapted(draft, found)
+    _take_push(draft, found)
+    _settle_adapters(draft, found)
+
+
+def _take_null(draft: Draft, name: str) -> None:
+    """Take over null, if weft's key accepts it: the trainer's default does not apply then."""
+    key = draft.key_of(draft.entry(name))
+    pairs = (one for pair in rules_of(draft.schema).exclusive for one in pair)
+    if key is None or key in pairs or type(None) not in get_args(draft.keys[key].type):
+        return
+    draft.unfit |= {key, "data.long_documents"} if key == "data.max_length" else {key}
+    if draft.keys[key].default is not None:
+        draft.taken[key] = (None, draft.entry(name), name)
+
+
+def _take_value(draft: Draft, entry: str, value: Any, name: str) -> bool:
+    """Take over a value as it is, or in other units. Returns False if no key of weft corresponds to the entry."""
+    if entry in TABLES.shared.betas:
+        _take_beta(draft, TABLES.shared.betas[entry], value, name)
+    elif key := draft.key_of(entry):
+        _take_same(draft, key, value, name)
+    elif key := TABLES.choices.get(entry):
+        known = get_args(get_args(draft.keys[key].type)[0])
+        chosen = [choice for choice in (value if isinstance(value, list) else [value]) if choice in known]
+        if chosen:
+            draft.take(key, chosen, name)
+    elif key := TABLES.minutes.get(entry):
+        minutes = value if isinstance(value, int | float) else next(numbers_of(value), None)
+        draft.take(key, value if minutes is None else minutes * 60, name)
+    elif entry in ("max_samples", "train_max_samples"):
+        _take_part(draft, value, name)
+    else:
+        return False
+    return True
+
+
+def _take_beta(draft: Draft, pair: Sequence[Any], value: Any, name: str) -> None:
+    """Set one of the two betas; the other is the one taken before, or that of `pair`. pair: of shared.yaml, with ITSELF
+    in place of the given beta."""
+    before = draft.value("optimizer.betas", pair)
+    number = next(numbers_of(value), value)
+    both = [number if own == ITSELF else beta for own, beta in zip(pair, before, strict=True)]
+    draft.take("optimizer.betas", both, name)
+
+
+def _per_device(trainer: Trainer) -> Collection[str]:
+    return trainer.table.per_device or TABLES.shared.per_device
+
+
+def _take_batch(draft: Draft, found: Mapping[str, Any], ranks: int | None) -> None:
+    """Set step.documents (step.tokens, if the trainer packs rows) from the batch of one device."""
+    advice, trainer = TABLES.sentences.sft["BATCH"], draft.trainer
+    given = {name: value for name, value in found.items() if entry_of(name) in _per_device(trainer)}
+    own = {name.rpartition(".")[2]: next(numbers_of(value), None) for name, value in given.items() if value is not None}
+    factors: dict[str, Any] = {**trainer.table.per_device, **own}
+    if "step.documents" in draft.taken or "step.documents" in draft.unfit or not factors:
+        draft.left |= dict.fromkeys(given, advice)
+        return
+    filled = any(found.get(name) is True for name in trainer.table.packing)
+    if filled:
+        factors["length"] = draft.value("data.max_length")
+    if None in factors.values():
+        draft.left |= dict.fromkeys(given, advice)
+        return
+    gpus = "the number of GPUs: multiply by it, or say --nproc"
+    if ranks:
+        gpus = f"{ranks} data rank(s), each of several GPUs" if shared_by(found) > 1 else f"{ranks} GPUs"
+    origin = f"{' x '.join(str(value) for value in factors.values())} x {gpus}"
+    name = next(iter(given), "step.documents")
+    draft.take("step.tokens" if filled else "step.documents", math.prod(factors.values()) * (ranks or 1), name, origin)
+
+
+def _settle_adapters(draft: Draft, found: Mapping[str, Any]) -> None:
+    """Drop the keys of lora if the old config makes no adapters."""
+    trainer = draft.trainer
+    if _has_adapters(trainer, found):
+        return
+    for key in [key for key in draft.taken if key.startswith("lora.")]:
+        draft.drop(key, f"{trainer.title} trains all weights unless {trainer.lora[0]} says otherwise.")
+
+
+def _has_adapters(trainer: Trainer, found: Mapping[str, Any]) -> bool:
+    """Whether the trainer would make adapters, or has no switch for them."""
+    switch, on = trainer.lora
+    given = (value for name, value in found.items() if name.rpartition(".")[2] == switch and value is not None)
+    return not switch or str(next(given, "")).lower() in on
+
+
+def _take_same(draft: Draft, key: str, value: Any, name: str) -> None:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if key == "schedule.warmup_steps" and isinstance(value, float) and 0 < value < 1:
+        key = "schedule.warmup_ratio"  # transformers 5
+    amount = value if number else next(numbers_of(value), None)
+    if amount is not None and amount <= 0 and key in TABLES.shared.unlimited:
+        draft.unfit.add(key)  # no limit, which no default replaces
+        return
+    if amount is not None and amount <= 0 and key == "checkpoint.keep":
+        draft.taken[key] = (None, f"{draft.entry(name)} {value}: all", name)
+        return
+    if key == "eval.share" and amount is not None and not 0 < amount < 1:
+        if amount:
+            draft.left[name] = TABLES.sentences.sft["HELD_OUT"]
+            draft.unfit.add(key)
+        return
+    if key == "train.timeout" and amount is not None and amount > _LONGEST_TIMEOUT:
+        draft.left[name] = TABLES.sentences.sft["TIMEOUT_LONG"]
+        return
+    if key in ("data.path", "eval.path") and isinstance(value, list):  # verl and ROLL take lists of files
+        several = len(value) > 1
+        key = key.replace("path", "sources") if several else key
+        value = [{"path": path} for path in value] if several else "".join(map(str, value))
+    never = key in ("checkpoint.every", "eval.every") and amount is not None and amount < 0  # only the last step
+    draft.take(key, 0 if never else value, name)
+
+
+def _take_part(draft: Draft, most: Any, name: str) -> None:
+    """Set data.split to the first rows of what it was. most: their number; 0 or less: all."""
+    number = next(numbers_of(most), None)
+    if number is None or number != int(number):
+        draft.left[name] = draft.advice(name) or ""
+    elif number > 0:
+        whole = str(draft.value("data.split") or "").partition("[")[0]
+        draft.take("data.split", f"{whole}[:{int(number)}]", name, f"{draft.entry(name)}: the first")
+
+
+def _take_push(draft: Draft, found: Mapping[str, Any]) -> None:
+    """Set checkpoint.push from push_to_hub and hub_model_id; drop what belongs to it if nothing is pushed."""
+    by_entry = {draft.entry(name): (name, value) for name, value in found.items()}
+    name, repository = by_entry.get("hub_model_id", ("hub_model_id", None))
+    alone = draft.trainer.name == "axolotl" and repository is not None  # where the name is the switch, too
+    switch, on = by_entry.get("push_to_hub", ("push_to_hub", alone))
+    if on is True and isinstance(repository, str) and "/" in repository:
+        draft.left.pop(switch, None), draft.left.pop(name, None)
+        draft.take("checkpoint.push", repository, name)
+        if "checkpoint.push_at" not in draft.taken:
+            draft.take("checkpoint.push_at", "save", "hub_strategy", "hub_strategy: every_save by default")
+    elif on is True:
+        draft.left[switch] = "say `checkpoint.push`: OWNER/NAME, where nobody has to guess the owner."
+
+
+def _settle(draft: Draft, found: Mapping[str, Any]) -> None:
+    """Settle keys that depend on one another."""
+    lowest_rates = ("min_lr", "lr_scheduler_kwargs.min_lr", "lr_scheduler_kwargs.lr_end")
+    min_lr = next((name for name in found if entry_of(name) in lowest_rates), None)
+    lowest = next(numbers_of(found.get(min_lr or "")), None)
+    peak = next(numbers_of(draft.value("optimizer.lr")), None)
+    lowest_key = "schedule.min_lr_ratio"
+    of_default = draft.taken.get(lowest_key, (None, "", lowest_key))[2] == lowest_key
+    if min_lr is not None and lowest is not None and peak:
+        draft.left.pop(min_lr, None)
+        draft.take("schedule.min_lr_ratio", float(f"{lowest / peak:.6g}"), min_lr, "min_lr / lr")
+    elif draft.value("schedule.name") == "polynomial" and peak and of_default:
+        draft.take(
+            "schedule.min_lr_ratio", float(f"{_LR_END / peak:.6g}"), lowest_key, f"transformers' lr_end {_LR_END} / lr"
+        )
+    shape, origin, name = draft.taken.get("schedule.name", (None, "", ""))
+    warmed = draft.value("schedule.warmup_steps") or draft.value("schedule.warmup_ratio")
+    if shape == "inverse_sqrt" and origin == "lr_decay_style" and not warmed:
+        draft.drop(
+            "schedule.name", "Megatron's falls by the number of samples if there is no warm-up: weft has no such."
+        )
+    if found.get("rollout_batch_size") == draft.value("step.documents"):
+        draft.left.pop("rollout_batch_size", None)
+    for loser, winner in rules_of(draft.schema).exclusive:
+        if winner in draft.taken and loser in draft.taken:
+            draft.drop(loser, f"{winner} replaces it.")
+    wrapped = draft.value("fsdp.wrap")
+    if isinstance(wrapped, list) and {*wrapped} <= {"embedding", "head"}:
+        draft.taken["fsdp.wrap"] = (["layers", *wrapped], *draft.taken["fsdp.wrap"][1:])  # the layers are units anyway
+    if (
+        "schedule.decay_ratio" in draft.taken and draft.value("schedule.name") == "wsd"
+    ):  # verl's, of what follows warm-up
+        share, origin, name = draft.taken["schedule.decay_ratio"]
+        rest = 1 - (draft.value("schedule.warmup_ratio") or 0)
+        draft.take(
+            "schedule.decay_ratio", float(f"{share * rest:.6g}"), name, f"{origin}: {share} of the steps after warm-up"
+        )
+    elif "schedule.decay_ratio" in draft.taken:
+        draft.take("schedule.name", "wsd", "decay_ratio", "constant, then the decay of decay_ratio")
+    elif "schedule.decay" in draft.taken:  # decay right after warm-up: the schedule of that name
+        shape, _, name = draft.taken.pop("schedule.decay")
+        draft.take("schedule.name", shape, name)
+    columns_of_sources(draft)
+    if draft.rl is None:
+        draft.fit_row(draft.value("data.max_length") or 0, "document")
+
+
+def _add_defaults(draft: Draft, found: Mapping[str, Any]) -> None:
+    """Set the keys whose default in the other trainer differs from weft's, if the old config does not set them."""
+    trainer = draft.trainer
+    older = trainer.table.older
+    former = older is not None and any(entry_of(name) in older.names for name in found)
+    defaults = older.defaults if older is not None and former else trainer.table.defaults
+    if draft.rl is not None:
+        defaults = {**defaults, **draft.rl.defaults}
+    adapters = draft.value("lora.rank") or ("lora.rank" in defaults and _has_adapters(trainer, found))
+    if draft.rl is not None or adapters:
+        # A table leaves out what is weft's default for whole weights, too. Other defaults apply here.
+        own = schema_keys(SftConfig)
+        defaults = {key: own[key].default for key in (*ADAPTER_DEFAULTS["sft"], "schedule.name")} | defaults
+    for key, value in defaults.items():
+        replaced = any(key == loser and winner in draft.taken for loser, winner in rules_of(draft.schema).exclusive)
+        idle = key == "lora.rank" and not _has_adapters(trainer, found)
+        if key not in draft.keys or key in draft.taken or key in draft.unfit or replaced or idle:
+            continue
+        origin = f"{trainer.short}'s default"
+        if value is None:
+            draft.taken[key] = (None, origin, key)
+        else:
+            draft.take(key, value, key, origin)
+
+
+def _add_balancing(draft: Draft, found: Mapping[str, Any]) -> None:
+    """Set the auxiliary loss that a trainer adds for every mixture of experts; note it if the model's config is not
+    on this machine."""
+    trainer = draft.trainer
+    balancing = trainer.table.balancing
+    if balancing is None or any(entry_of(name) == "router_aux_loss_coef" for name in found):
+        return
+    experts = config_has(str(draft.value("model.path")), _ROUTED)
+    if experts:
+        origin = f"{trainer.short}'s default, of a mixture of experts"
+        draft.take("model.router_aux_loss", "document", "router_aux_loss_coef", origin)
+        draft.take("model.router_aux_loss_coef", balancing, "router_aux_loss_coef", origin)
+    elif experts is None:
+        draft.left["router_aux_loss_coef"] = (
+            f"if the model is a mixture of experts, its auxiliary loss was added, times {balancing}: set "
+            f"`model.router_aux_loss: document` and `model.router_aux_loss_coef: {balancing}`."
+        )
+
+
+def _drop_idle(draft: Draft) -> None:
+    """Drop keys that would be refused because they have no effect."""
+    tree: dict[str, dict[str, Any]] = {"model": {"path": "m"}, "data": {"path": "d"}} | ({"rl": {}} if draft.rl else {})
+    for key, (value, _, _) in draft.taken.items():
+        section, _, leaf = key.partition(".")
+        if value is not None or type(None) in get_args(draft.keys[key].type):
+            tree.setdefault(section, {})[leaf] = value
+    nodes = node_of(tree, "")
+    fill_presets(nodes, draft.schema)
+    config: Any = build(nodes, draft.schema)
+    for rule in rules_of(draft.schema).inert:
+        if rule.key in draft.taken and rule.when(config):
+            draft.drop(rule.key, f"{rule.key} would have no effect: {rule.because}.")
+
+
+def _mark_defaults(draft: Draft) -> None:
+    """Name, beside each default of the trainer, a value of the old config that says the same and was not taken over."""
+    for name, advice in draft.left.items():
+        for key in _KEY.findall(advice):
+            if key in draft.taken and draft.taken[key][1] == f"{draft.trainer.short}'s default":
+                value, origin, of = draft.taken[key]
+                draft.taken[key] = (value, f"{origin}; but see {name} below", of)
+
+
+def _opened(node: Node) -> Iterator[tuple[str, Any]]:
+    """(Dotted name, value) of a file. Text that is JSON of a mapping, as arguments may be written, is one."""
+    for name, value in leaves_of(node):
+        if isinstance(value, str) and value[:1] == "{" and value[-1:] == "}":
+            inside = read_value(value, node.where)
+            if inside.is_section:
+                yield from leaves_of(inside, name)
+                continue
+        yield name, value
+
+
+def _read(path: str) -> Node:
+    """The content of a YAML or TOML file, or the options and overrides in a shell script."""
+    if path.endswith((".py", ".ipynb")):
+        raise UserError(
+            f"{path}: is a Python program, which `weft migrate` does not read. SFTTrainer(...) becomes weft.sft(...), "
+            "and GRPOTrainer(...) becomes weft.rl(...), with weft's sections as keywords: docs/how-to/notebook.md "
+            "shows both, and docs/coming-from/trl.md has the names of their arguments."
+        )
+    return read_script(path) if path.endswith(".sh") else read_config_file(path)
+
+
+def _filled(value: Any, found: Mapping[str, Any]) -> Any:
+    """A value with OmegaConf's references replaced: ${oc.env:NAME,default} by the environment variable or the default,
+    and ${other.name} by another value of the files."""
+    if not isinstance(value, str):
+        return value
+    value = _OC_ENV.sub(lambda match: os.environ.get(match[1]) or match[2] or match[0], value)
+    return _NAMED.sub(lambda match: str(found.get(match[1], match[0])), value)
+
+
+def _differences(draft: Draft) -> str:
+    """The quantities that the draft computes otherwise, for the top of the draft; "" if there are none."""
+    if not draft.differs:
+        return ""
+    title = f"DIFFERS: weft does not compute these as this config of {draft.trainer.short} does (theirs -> yours):"
+    lines = ["#", f"# {title}"]
+    for one in draft.differs:
+        lines += textwrap.wrap(
+            f"{one.name}: {one.theirs} -> {one.yours}", 116, initial_indent="#   ", subsequent_indent="#     "
+        )
+    return "\n".join([*lines, "# The draft is refused until `rl.algorithm` is written in place of null.", ""])
+
+
+def _comparison(draft: Draft) -> str:
+    """All quantities of the algorithm, theirs and yours, as a table in comments; "" if nothing was compared."""
+    if not draft.quantities:
+        return ""
+    widths = [max(len(getattr(one, part)) for one in draft.quantities) for part in ("name", "theirs")]
+    name, theirs = min(widths[0], 34), min(widths[1], 44)
+    lines = ["", f"# Theirs -> yours, of what defines the algorithm ({draft.trainer.short} -> weft):"]
+    for one in draft.quantities:
+        mark = " " if one.same else "!"
+        lines.append(f"# {mark} {one.name:<{name}}  {one.theirs:<{theirs}} -> {one.yours}")
+    return "\n".join(lines) + "\n"
+
+
+def _render(draft: Draft) -> str:
+    lines: list[str] = []
+    for required in ("model.path", "data.path", *(["rl.reward"] if draft.rl else [])):
+        if required not in draft.taken and required.replace("path", "sources") not in draft.taken:
+            draft.taken[required] = (None, "set it", "")
+    for section in dict.fromkeys(name.partition(".")[0] for name in draft.keys):
+        keys = [name for name in draft.keys if name.startswith(f"{section}.") and name in draft.taken]
+        lines += [f"\n{section}:"] if keys else []
+        for name in keys:
+            value, origin, _ = draft.taken[name]
+            leaf = name.partition(".")[2]
+            if isinstance(value, str) and "$" in value:
+                origin += ": write it out, weft knows no variables"
+            lines.append(f"  {leaf}: {written(value)}" + (f"  # {origin}" if origin != leaf else ""))
+    by_advice: dict[str, list[str]] = {}
+    for name, advice in draft.left.items():
+        by_advice.setdefault(advice, []).append(name)
+    lines += ["\n# Not taken over:"] if by_advice else []
+    for advice, names in by_advice.items():
+        text = f"{', '.join(names)}: {advice}"
+        lines += textwrap.wrap(text, 116, initial_indent="#   ", subsequent_indent="#     ")
+    return "\n".join(lines) + "\n"

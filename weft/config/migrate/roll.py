@@ -1,0 +1,583 @@
+"""The algorithm of a ROLL config in weft's keys, one quantity after another.
+
+ROLL spreads an algorithm over switches, whose defaults are in roll/configs/base_config.py (PPOConfig),
+roll/pipeline/rlvr/rlvr_config.py and roll/configs/*_args.py. What they compute is in roll/utils/functionals.py
+(rewards, advantages, aggregation), roll/pipeline/rlvr/actor_worker.py and actor_pg_worker.py (the loss),
+roll/pipeline/base_worker.py (the critic) and roll/utils/train_infer_corrections.py. Read at commit 8eb27cc2.
+
+Every key that defines the algorithm is written into the draft. None is left to weft's default. Where weft computes
+something else, the quantity says so (`Quantity.same`), and the draft has to be confirmed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+from weft.config.migrate.draft import Draft, numbers_of
+from weft.config.server_checks import KEEPS_ALL, SERVERS
+from weft.config.yaml12 import show
+
+# Name -> ROLL's default, of everything that is read here.
+DEFAULTS: dict[str, Any] = {
+    "adv_estimator": "gae",
+    "gamma": 1.0,
+    "lambd": 0.95,
+    "norm_mean_type": None,
+    "norm_std_type": None,
+    "whiten_rewards": False,
+    "whiten_advantages": False,
+    "reward_clip": None,
+    "advantage_clip": None,
+    "pg_clip": 0.2,
+    "use_pg_clip_range": False,
+    "pg_clip_low": 0.2,
+    "pg_clip_high": 0.2,
+    "dual_clip_loss": False,
+    "importance_sampling": "token",
+    "actor_train.worker_cls": None,
+    "actor_train.pg_variant": None,
+    "actor_train.tis_lower_bound": 0.0,
+    "actor_train.tis_upper_bound": 1.0,
+    "actor_train.cispo_epsilon_low": 0.1,
+    "actor_train.cispo_epsilon_high": 0.1,
+    "loss_agg_mode": "seq-mean-token-mean",
+    "rl_loss_coef": 1.0,
+    "difficulty_loss_weight": False,
+    "length_loss_weight": False,
+    "use_kl_loss": False,
+    "kl_loss_coef": 0.0,
+    "add_token_level_kl": False,
+    "init_kl_coef": 0.2,
+    "kl_penalty": "kl",
+    "target_kl": None,
+    "kl_horizon": 10000,
+    "entropy_loss_coef": 0.0,
+    "train_infer_correction.is_weight.enabled": False,
+    "train_infer_correction.is_weight.weight_type": "token",
+    "train_infer_correction.is_weight.upper_bound": 1.2,
+    "train_infer_correction.is_weight.detach": True,
+    "train_infer_correction.filters": (),
+    "max_len_mask": False,
+    "difficulty_mask": False,
+    "difficulty_low_threshold": 0.0,
+    "difficulty_high_threshold": 1.0,
+    "error_max_len_clip": False,
+    "error_max_len_threshold": 9999999999,
+    "is_use_additional_prompts": False,
+    "value_clip": None,
+    "reward_pretrain": None,
+    "critic.model_args.model_name_or_path": None,
+    "critic_warmup": 0,
+    "ppo_epochs": 1,
+    "max_grad_norm": 1.0,
+    "num_return_sequences_in_group": 1,
+    "actor_infer.generating_args.num_return_sequences": None,  # replaced by the number above
+    "actor_infer.generating_args.temperature": 0.95,
+    "actor_infer.generating_args.top_p": 0.7,
+    "actor_infer.generating_args.top_k": 50,
+    "actor_infer.generating_args.repetition_penalty": 1.0,
+    "actor_infer.generating_args.num_beams": 1,
+    "actor_infer.generating_args.stop_strings": None,
+    "validation.generating_args.temperature": 0.95,
+    "validation.generating_args.top_p": 0.7,
+    "validation.generating_args.top_k": 50,
+    "validation.generating_args.num_return_sequences": 1,
+}
+# Of the critic's own training_args -> the key of weft that both models share, and ROLL's default.
+_CRITIC = {
+    "weight_decay": ("optimizer.weight_decay", 0.0),
+    "adam_beta1": ("optimizer.betas", 0.9),
+    "adam_beta2": ("optimizer.betas", 0.999),
+    "lr_scheduler_type": ("schedule.name", "linear"),
+    "warmup_steps": ("schedule.warmup_steps", 0),
+    "warmup_ratio": ("schedule.warmup_ratio", 0.0),
+}
+# Names that no code of ROLL reads.
+UNREAD = (
+    "use_topr_loss", "use_topr_neg_loss_coef", "postive_loss_coef", "use_policy_loss_type", "use_reward_scaling",
+    "use_reward_norm", "add_len_reward", "l2", "mask_type", "balance_length", "minibatch_data_iter_num",
+)  # fmt: skip
+# Names that settle_algorithm takes: no table says what they become.
+ALGORITHM = frozenset({*DEFAULTS, *UNREAD, "critic.training_args.learning_rate"} - {"num_return_sequences_in_group"})
+_PG_WORKER = "ActorPGWorker"  # the only worker that reads pg_variant
+_WITHIN_1 = ("math",)  # weft's rewards that are ROLL's, between 0 and 1
+_SCALES = {None: "none", "group": "group", "batch": "batch"}
+
+
+def settle_algorithm(draft: Draft, found: Mapping[str, Any], samples: int | None) -> None:
+    """Set every key that defines the algorithm, and note each quantity in draft.quantities. found: all names of the
+    config with their values. samples: of an optimizer step; None if that is not known."""
+    _Algorithm(draft, found, samples).settle()
+
+
+class _Algorithm:
+    """One config's algorithm. nearest: value of rl.algorithm that is like it, or most like it."""
+
+    def __init__(self, draft: Draft, found: Mapping[str, Any], samples: int | None) -> None:
+        self.draft, self.found, self.samples = draft, found, samples
+        self.group = int(self.number("num_return_sequences_in_group"))
+
+    def settle(self) -> None:
+        for name in self.found:
+            if name in DEFAULTS or name in UNREAD:
+                self.draft.left.pop(name, None)
+            if name in UNREAD and self.found[name]:
+                self.draft.left[name] = "no code of ROLL reads it: leave it out."
+        self.take("rl.epochs", int(self.number("ppo_epochs")), "ppo_epochs")
+        self.take("rl.group_size", self.group, "num_return_sequences_in_group")
+        said = (
+            "ROLL's pipeline for images renders prompts" if self.draft.images else "ROLL continues a text as it stands"
+        )
+        self.take("rl.chat", self.draft.images, "rl.chat", said)
+        self.rewards()
+        estimator = self.advantage()
+        self.clips()
+        self.policy_loss()
+        self.kl()
+        self.corrections()
+        self.masks()
+        if estimator == "gae":
+            self.critic()
+        else:
+            self.same("critic", "none", "none")
+        self.sampling()
+        self.evaluation()
+        self.steps()
+
+    # ------------------------------------------------------------ reading and writing
+
+    def value(self, name: str) -> Any:
+        """The value of a name; ROLL's default if the config does not have it."""
+        return self.found.get(name, DEFAULTS[name])
+
+    def number(self, name: str) -> float:
+        """The value of a name as a number; 0 for null and for what is no number."""
+        value = self.value(name)
+        return next(numbers_of(value), 0) if value is not None else 0
+
+    def on(self, name: str) -> bool:
+        value = self.value(name)
+        return value.lower() == "true" if isinstance(value, str) else bool(value)
+
+    def origin(self, name: str) -> str:
+        return name if name in self.found else f"ROLL's default of {name}"
+
+    def take(self, key: str, value: Any, name: str, origin: str = "") -> None:
+        """Write a key. name: the name that decides it, unless `origin` says more."""
+        if value is None or key not in self.draft.keys:
+            self.draft.taken[key] = (value, origin or self.origin(name), name)
+        else:
+            self.draft.take(key, value, name, origin or self.origin(name))
+
+    def same(self, name: str, theirs: str, yours: str) -> None:
+        self.draft.compare(name, theirs, yours)
+
+    def differs(self, name: str, theirs: str, yours: str) -> None:
+        self.draft.compare(name, theirs, yours, same=False)
+
+    # ------------------------------------------------------------ rewards and advantages
+
+    def rewards(self) -> None:
+        """Rewards of several kinds, between which ROLL chooses by each row's tag."""
+        of_domain: dict[str, list[str]] = {}
+        for name, value in self.found.items():
+            if fnmatchcase(name, "rewards.*.tag_included"):
+                of_domain[name.split(".")[1]] = [str(tag) for tag in value or ()]
+        names = self.draft.value("rl.reward") or []
+        classes = (value for name, value in self.found.items() if fnmatchcase(name, "rewards.*.worker_cls"))
+        theirs = ", ".join(str(value).rpartition(".")[2] for value in classes)
+        yours = ", ".join(names) or "none yet"
+        self.same("reward", theirs or "none", yours)
+        self.domains = max(len(names), len(of_domain))
+        if len(names) > 1:
+            tags = "; ".join(f"{domain}: {', '.join(own) or 'no tag'}" for domain, own in of_domain.items())
+            self.take("rl.reward_column", "domain", "rewards", "set it: the column that holds a row's reward")
+            self.same("reward of a row", f"by its tag ({tags})", "by rl.reward_column, which holds a name of rl.reward")
+        probabilities = {name: value for name, value in self.found.items() if ".domain_interleave_probs." in name}
+        if len(probabilities) > 1:
+            shares = ", ".join(f"{name.rpartition('.')[2]} {value}" for name, value in probabilities.items())
+            self.differs("prompts of a step", shares, "as they come in the data: split them into `data.sources`")
+        for name, value in self.found.items():
+            if fnmatchcase(name, "rewards.*.*_filter_config.type") and value not in (None, "no_filter"):
+                self.differs("filter of groups", f"{name}: {value}", "none; `rl.dynamic_sampling` is the nearest")
+        if any(name.split(".")[0] in ("custom_envs", "train_env_manager") for name in self.found):
+            self.differs("pipeline", "agents: rewards of a trajectory, normalised by reward_normalization",
+                         "`rl.environment`; rewards as below")  # fmt: skip
+
+    def advantage(self) -> str:
+        """Set rl.algorithm, rl.advantage, rl.scale, rl.gamma, rl.gae_lambda. Returns the name of the estimator."""
+        estimator = str(self.value("adv_estimator"))
+        grpo = estimator == "grpo"
+        mean, std = ("group", "group") if grpo else (self.value("norm_mean_type"), self.value("norm_std_type"))
+        whitened, gamma = self.on("whiten_advantages"), self.number("gamma")
+        penalised = self.on("add_token_level_kl")
+        affine = mean in (None, "batch", "running") and std in (None, "batch", "running")
+        known = estimator in ("gae", "grpo", "reinforce")
+        parts = [f"{estimator}: reward"]
+        if mean:
+            parts.append(f"- mean of the {mean}")
+        if std:
+            parts.append(f"/ standard deviation of the {std}")
+        theirs = " ".join(parts) + (", whitened over all tokens" if whitened else "")
+        origin = self.origin("adv_estimator")
+        if whitened:
+            origin += ", whiten_advantages"
+        if estimator == "gae":
+            algorithm, own = "ppo", "gae"
+            scale = "batch" if whitened else "none"
+            exact = mean is None and std is None
+            yours = "gae: reward, " + ("whitened over all tokens" if whitened else "not whitened")
+        elif mean == "group" and not whitened and std in _SCALES:
+            algorithm, own, scale = "grpo", "grpo", _SCALES[std]
+            exact = gamma == 1 and not penalised
+            over = "" if scale == "none" else f" / standard deviation of the {scale}"
+            yours = f"grpo: reward - mean of the group{over}"
+        elif mean == "group" and whitened and std != "group":
+            algorithm, own, scale = "reinforce++_baseline", "reinforce++_baseline", None
+            exact = gamma == 1 and not penalised
+            yours = "reinforce++_baseline: reward - mean of the group, whitened over all tokens"
+        elif mean == "group":
+            algorithm, own, scale, exact = "grpo", "grpo", "group", False
+            yours = "grpo: reward - mean of the group / standard deviation of the group, not whitened"
+        else:
+            algorithm, own, scale = "reinforce++", "reinforce++", None
+            constant = (mean is None or gamma == 1) and (not penalised or (mean is None and std is None))
+            exact = whitened and affine and constant  # whitening takes off what is added or multiplied everywhere
+            yours = "reinforce++: reward, whitened over all tokens"
+        if not known:
+            theirs = f"{estimator}, which weft does not have"
+        self.algorithm = algorithm
+        self.take("rl.algorithm", algorithm, "adv_estimator", origin)
+        self.take("rl.advantage", own, "adv_estimator", origin)
+        if scale is not None:
+            self.take("rl.scale", scale, "whiten_advantages" if own == "gae" else "norm_std_type", origin)
+        (self.same if known and exact else self.differs)("advantage", theirs, yours)
+        if own in ("gae", "reinforce++"):
+            self.take("rl.gamma", gamma, "gamma")
+        self.same("gamma", show(gamma), show(gamma) if own in ("gae", "reinforce++") or gamma == 1 else "not read")
+        if own == "gae":
+            self.take("rl.gae_lambda", self.number("lambd"), "lambd")
+            self.same("lambda", show(self.number("lambd")), show(self.number("lambd")))
+        if self.on("whiten_rewards"):
+            self.differs("whitening of rewards", "each token's reward, over all tokens", "none")
+        else:
+            self.same("whitening of rewards", "none", "none")
+        if self.domains > 1 and (whitened or "batch" in (mean, std)):
+            self.differs(
+                "mean and deviation of a batch", "of each domain's samples", "of all samples of a rollout step"
+            )
+        if whitened and self.on("max_len_mask"):
+            self.differs("whitening beside max_len_mask", "over the tokens that are trained", "over all sampled tokens")
+        self.bounds(mean, std, whitened)
+        return estimator
+
+    def bounds(self, mean: str | None, std: str | None, whitened: bool) -> None:
+        """Clips of rewards and advantages, which weft does not have: they are named unless they are never reached."""
+        small = all(name in _WITHIN_1 for name in self.draft.value("rl.reward") or ["?"])
+        largest = math.inf  # of a reward, once it is normalised
+        if mean == "group" and std == "group":
+            largest = (self.group - 1) / math.sqrt(self.group)  # one sample of a group unlike all others
+        elif small and std is None and mean in (None, "group"):
+            largest = 1.0
+        if self.on("add_token_level_kl"):
+            largest = math.inf
+        for name, what, bound in (
+            ("reward_clip", "clip of rewards", largest),
+            ("advantage_clip", "clip of advantages", largest if mean == "group" and not whitened else math.inf),
+        ):
+            value = self.value(name)
+            if value is None or (name == "reward_clip" and not value):
+                self.same(what, "none", "none")
+            elif self.number(name) >= bound and self.number("gamma") == 1:
+                self.same(what, f"{show(value)}, never reached", "none")
+            else:
+                self.differs(what, f"at most {show(value)} from 0", "none")
+
+    # ------------------------------------------------------------ the loss
+
+    def clips(self) -> None:
+        """Set rl.clip and rl.dual_clip."""
+        clip = self.number("pg_clip")
+        low, high, name = clip, clip, "pg_clip"
+        if self.on("use_pg_clip_range"):
+            low, high, name = self.number("pg_clip_low"), self.number("pg_clip_high"), "pg_clip_low"
+        else:
+            for unused in ("pg_clip_low", "pg_clip_high"):
+                if unused in self.found:
+                    self.draft.left[unused] = "without use_pg_clip_range it has no effect."
+        origin = "pg_clip_low, pg_clip_high" if name == "pg_clip_low" else self.origin(name)
+        self.take("rl.clip", [low, high], name, origin)
+        self.same("clip of the ratio", f"1 - {low:g} to 1 + {high:g}", f"1 - {low:g} to 1 + {high:g}")
+        dual = 1 + 2 * clip if self.on("dual_clip_loss") else None  # of pg_clip, also with use_pg_clip_range
+        self.take("rl.dual_clip", dual and float(f"{dual:.6g}"), "dual_clip_loss",
+                  "dual_clip_loss: 1 + 2 x pg_clip" if dual else "")  # fmt: skip
+        text = "none" if dual is None else f"{dual:g} x advantage, where that is negative"
+        self.same("dual clip", text, text)
+
+    def policy_loss(self) -> None:
+        """Set rl.policy_loss, rl.aggregation and rl.entropy."""
+        worker, variant = self.value("actor_train.worker_cls"), self.value("actor_train.pg_variant")
+        if str(worker or "").endswith(_PG_WORKER):
+            self.variant(str(variant or "vanilla"))
+        else:
+            if variant:
+                self.draft.left["actor_train.pg_variant"] = f"only {_PG_WORKER} reads it: leave it out."
+            level = str(self.value("importance_sampling"))
+            own = "gspo" if level == "seq" else "ppo"
+            self.take("rl.policy_loss", own, "importance_sampling")
+            text = "clipped ratio of " + ("whole samples" if own == "gspo" else "each token")
+            constant = own == "ppo" or (self.number("gamma") == 1 and self.algorithm != "ppo")
+            (self.same if constant else self.differs)("policy loss", text, f"{own}: {text}")
+        mode = str(self.value("loss_agg_mode"))
+        own = {"token-mean": "token_mean", "seq-mean-token-mean": "sequence_mean"}.get(mode, "sequence_sum")
+        self.take("rl.aggregation", own, "loss_agg_mode")
+        longest = self.draft.value("rollout.max_new_tokens")
+        norm = self.value("max_grad_norm")
+        if own != "sequence_sum":
+            self.same("aggregation of the loss", mode, own)
+        elif mode == "seq-mean-token-sum" and isinstance(longest, int):
+            # weft's loss is theirs / the longest completion. AdamW does not see a factor once eps and the norm have it.
+            self.same("aggregation of the loss", mode, f"sequence_sum: the same / {longest}, as max_grad_norm and eps")
+            self.take("optimizer.eps", 1e-8 / longest, "loss_agg_mode", f"1e-8 / {longest}, as the loss")
+            norm = None if norm is None else self.number("max_grad_norm") / longest
+        else:
+            self.differs(
+                "aggregation of the loss", mode, "sequence_sum: the mean over samples of sums / max_new_tokens"
+            )
+        origin = self.origin("max_grad_norm") + (f", / {longest}" if norm != self.value("max_grad_norm") else "")
+        self.take("optimizer.max_grad_norm", norm, "max_grad_norm", origin)
+        entropy = self.number("entropy_loss_coef")
+        self.take("rl.entropy", entropy, "entropy_loss_coef")
+        self.same("entropy", show(entropy), show(entropy))
+        coefficient = self.number("rl_loss_coef")
+        if coefficient != 1:
+            self.differs("weight of the loss", f"rl_loss_coef {coefficient:g}", "1")
+        for name in ("difficulty_loss_weight", "length_loss_weight"):
+            if self.on(name):
+                self.differs("weights of samples", name, "all alike")
+
+    def variant(self, variant: str) -> None:
+        """Set rl.policy_loss, and rl.clip where it has bounds of its own, from pg_variant (ActorPGWorker)."""
+        origin, low, high = "actor_train.pg_variant", 0.0, 0.0
+        if variant == "cispo":
+            low, high = (self.number(f"actor_train.cispo_epsilon_{end}") for end in ("low", "high"))
+        elif variant == "tis":
+            low = 1 - self.number("actor_train.tis_lower_bound")
+            high = self.number("actor_train.tis_upper_bound") - 1
+        if variant in ("vanilla", "ppo"):
+            own = {"vanilla": "reinforce", "ppo": "ppo"}[variant]
+            self.take("rl.policy_loss", own, origin)
+            self.same("policy loss", variant, own)
+            if own == "reinforce":
+                self.without("rl.clip", "rl.dual_clip")
+        elif variant in ("cispo", "tis") and 0 < low <= 1 and high > 0:
+            self.take("rl.policy_loss", "cispo", origin)
+            self.take("rl.clip", [low, high], origin, f"bounds of pg_variant {variant}")
+            self.without("rl.dual_clip")
+            text = f"logprobs weighed by the ratio, cut to 1 - {low:g} to 1 + {high:g}"
+            self.same("policy loss", f"{variant}: {text}", f"cispo: {text}")
+        else:
+            near = "cispo" if variant in ("tis", "topr") else "ppo"
+            self.take("rl.policy_loss", near, origin)
+            self.without(*(["rl.dual_clip"] if near == "cispo" else []))
+            bounds = f" (the ratio from {1 - low:g} to {1 + high:g})" if variant == "tis" else ""
+            self.differs("policy loss", f"pg_variant {variant}{bounds}, which weft does not have", near)
+
+    def without(self, *keys: str) -> None:
+        """Take keys of ppo's clips off the draft, for a policy loss that does not read them."""
+        for key in keys:
+            self.draft.taken.pop(key)
+        self.draft.quantities = [
+            one for one in self.draft.quantities if one.name not in ("clip of the ratio", "dual clip")
+        ]
+
+    def kl(self) -> None:
+        """Set rl.kl and what belongs to it."""
+        in_loss = self.on("use_kl_loss") and self.number("kl_loss_coef") > 0
+        in_reward = self.on("add_token_level_kl") and self.number("init_kl_coef") > 0
+        theirs = []
+        if in_loss:
+            theirs.append(f"{self.number('kl_loss_coef'):g} in the loss, k3 cut at 10")
+        if in_reward:
+            theirs.append(f"{self.number('init_kl_coef'):g} in the reward, {self.value('kl_penalty')}")
+        if not theirs:
+            for switch, weight in (("use_kl_loss", "kl_loss_coef"), ("add_token_level_kl", "init_kl_coef")):
+                if weight in self.found and self.number(weight) and not self.on(switch):
+                    self.draft.left[weight] = f"without {switch} it says nothing."
+            self.take("rl.kl", 0.0, "use_kl_loss")
+            self.same("KL", "none", "none")
+            return
+        name = "kl_loss_coef" if in_loss else "init_kl_coef"
+        self.take("rl.kl", self.number(name), name)
+        self.take("rl.kl_in", "loss" if in_loss else "reward", "use_kl_loss" if in_loss else "add_token_level_kl")
+        penalty = "k3" if in_loss else str(self.value("kl_penalty"))
+        estimator = {"kl": "k1", "mse": "k2", "k3": "k3"}.get(penalty, "k1")
+        origin = "ROLL's KL in the loss" if in_loss else self.origin("kl_penalty")
+        self.take("rl.kl_estimator", estimator, "kl_penalty", origin)
+        self.take("rl.kl_clamp", 10.0 if estimator == "k3" else None, "kl_penalty", f"ROLL's limit of {estimator}")
+        if in_loss:
+            self.take("rl.kl_unbiased", False, "use_kl_loss", "ROLL's KL in the loss")
+        adaptive = in_reward and self.value("target_kl") is not None
+        exact = len(theirs) == 1 and (in_loss or penalty in ("kl", "mse", "k3")) and not adaptive
+        said = " and ".join(theirs) + (f", adapted to target_kl {self.value('target_kl')}" if adaptive else "")
+        where = "loss" if in_loss else "reward"
+        limit = " cut at 10" if estimator == "k3" else ""
+        yours = f"{self.number(name):g} in the {where}, {estimator}{limit}"
+        (self.same if exact else self.differs)("KL", said, yours)
+
+    def corrections(self) -> None:
+        """Set rl.old_logprobs and rl.correction."""
+        self.take("rl.old_logprobs", "recompute", "enable_old_logprobs_recompute", "the trainer's, as in ROLL")
+        prefix = "train_infer_correction.is_weight"
+        enabled = self.on(f"{prefix}.enabled")
+        self.take("rl.correction", "tis" if enabled else "none", f"{prefix}.enabled")
+        if enabled:
+            level, bound = str(self.value(f"{prefix}.weight_type")), self.value(f"{prefix}.upper_bound")
+            # A sample without an environment is one segment, whose ratio is the geometric mean of its tokens'.
+            own = {"segment": "geometric"}.get(level, level)
+            self.take("rl.correction_level", own, f"{prefix}.weight_type")
+            limit = 1e30 if bound is None else self.number(f"{prefix}.upper_bound")
+            self.take("rl.correction_limits", [0.0, limit], f"{prefix}.upper_bound")
+            theirs = f"ratio of each {level}, at most {'any' if bound is None else f'{limit:g}'}"
+            exact = self.on(f"{prefix}.detach") and limit >= 1
+            (self.same if exact else self.differs)("correction", theirs, f"tis: {own}, 0 to {limit:g}")
+        else:
+            self.same("correction", "none", "none")
+        filters = self.value("train_infer_correction.filters") or ()
+        active = [one for one in filters if isinstance(one, dict) and one.get("enabled")]
+        if active:
+            said = "; ".join(
+                f"{one.get('agg_type', 'token')} ratio {one.get('ratio_low', 0.8):g} to {one.get('ratio_high', 1.2):g}"
+                for one in active
+            )
+            self.differs("filter of tokens", said, "none; `rl.correction: icepop` is the nearest")
+
+    def masks(self) -> None:
+        """Set rl.mask_truncated, rl.count_masked and rl.dynamic_sampling."""
+        masked = self.on("max_len_mask")
+        self.take("rl.mask_truncated", masked, "max_len_mask")
+        if masked and self.draft.value("rl.aggregation") != "token_mean":
+            self.take("rl.count_masked", False, "max_len_mask", "ROLL divides by the samples that are trained")
+        text = "are not trained" if masked else "are trained"
+        self.same("samples of the greatest length", text, text)
+        self.take("rl.dynamic_sampling", 0, "is_use_additional_prompts")
+        self.take("rl.overlong_buffer", None, "rl.overlong_buffer", "ROLL has none")
+        if self.on("difficulty_mask"):
+            low, high = (self.number(f"difficulty_{end}_threshold") for end in ("low", "high"))
+            self.differs("groups by difficulty", f"trained if their mean score is between {low:g} and {high:g}",
+                         "all are trained; `rl.dynamic_sampling` replaces groups of equal rewards")  # fmt: skip
+        if self.on("error_max_len_clip"):
+            self.differs("long wrong samples", "are not trained (error_max_len_clip)", "are trained")
+        if self.on("is_use_additional_prompts"):
+            self.differs("further prompts", "until enough groups pass the filter", "none; see `rl.dynamic_sampling`")
+
+    # ------------------------------------------------------------ critic, sampling, steps
+
+    def critic(self) -> None:
+        """Set critic.lr, critic.clip and critic.path."""
+        draft, lr = self.draft, "critic.training_args.learning_rate"
+        rate = next(numbers_of(self.found.get(lr, 5e-5)), 5e-5)
+        self.take("critic.lr", rate, lr, lr if lr in self.found else "ROLL's default of a learning rate")
+        self.same("critic's learning rate", f"{rate:g}", f"{rate:g}")
+        clip = self.value("value_clip")
+        self.take("critic.clip", clip, "value_clip")
+        self.same("clip of values", show(clip), show(clip))
+        path = self.value("critic.model_args.model_name_or_path") or self.value("reward_pretrain")
+        if path is not None:
+            self.take("critic.path", path, "reward_pretrain")
+        self.differs("aggregation of the critic's loss", "the mean of each sample, then of the samples",
+                     "the mean over tokens")  # fmt: skip
+        if self.number("critic_warmup"):
+            warmup = self.number("critic_warmup")
+            self.differs("warm-up of the critic", f"{warmup:g} steps without the policy", "none")
+        for leaf, (key, default) in _CRITIC.items():
+            policy = self.found.get(f"actor_train.training_args.{leaf}", default)
+            critic = self.found.get(f"critic.training_args.{leaf}", default)
+            if policy != critic:
+                said = f"critic {show(critic)}, policy {show(policy)}"
+                self.differs(f"{leaf} of the critic", said, f"as the policy ({key})")
+        batches = [
+            math.prod(
+                self.found.get(f"{role}.training_args.{leaf}", default)
+                for leaf, default in draft.trainer.table.per_device.items()
+            )
+            for role in ("actor_train", "critic")
+        ]
+        if batches[0] != batches[1]:
+            said = f"critic {batches[1]} of each rank, policy {batches[0]}"
+            self.differs("samples of an optimizer step of the critic", said, "as the policy (rl.updates)")
+        if draft.value("optimizer.max_grad_norm") != self.value("max_grad_norm"):
+            self.differs("gradient norm of the critic", show(self.value("max_grad_norm")), "as the policy's")
+
+    def sampling(self) -> None:
+        """Set rollout.temperature, top_p, top_k, min_p and stop."""
+        draft, prefix = self.draft, "actor_infer.generating_args"
+        temperature = self.number(f"{prefix}.temperature")
+        self.take("rollout.temperature", temperature, f"{prefix}.temperature")
+        self.same("temperature of sampling", f"{temperature:g}", f"{temperature:g}")
+        if temperature != 1:
+            self.differs("temperature of training", "1: logprobs are those of the plain logits",
+                         f"{temperature:g}: logits are divided by it in training, too")  # fmt: skip
+        engine = draft.value("rollout.engine")
+        top_k = max(0, int(self.number(f"{prefix}.top_k")))
+        kept = {"top_p": self.number(f"{prefix}.top_p"), "top_k": top_k}
+        cut = {leaf: value for leaf, value in kept.items() if value != KEEPS_ALL[leaf]}
+        allowed = "rollout.allow_truncated" in draft.keys  # samples whose kept share the engine does not say
+        for leaf, value in kept.items():
+            name, theirs = f"{prefix}.{leaf}", f"{value:g}"
+            if leaf in cut and engine in SERVERS and not allowed:
+                self.take(f"rollout.{leaf}", KEEPS_ALL[leaf], name, f"{engine} does not say what {leaf} keeps")
+                self.differs(leaf, theirs, f"{KEEPS_ALL[leaf]}: all tokens; `rollout.engine: hf` has {leaf}")
+            else:
+                self.take(f"rollout.{leaf}", value, name)
+                self.same(leaf, theirs, theirs)
+        if cut and engine in SERVERS and allowed:
+            self.take(
+                "rollout.allow_truncated", True, prefix, "ROLL trains such samples as if all tokens were drawn from"
+            )
+        self.take("rollout.min_p", 0.0, "rollout.min_p", "ROLL has none")
+        stop = self.value(f"{prefix}.stop_strings")
+        if stop:
+            self.take("rollout.stop", stop, f"{prefix}.stop_strings")
+        for leaf, none in (("repetition_penalty", 1), ("num_beams", 1)):
+            if self.number(f"{prefix}.{leaf}") != none:
+                self.differs(leaf, show(self.value(f"{prefix}.{leaf}")), "none")
+
+    def evaluation(self) -> None:
+        """Set how answers to held-out prompts are drawn."""
+        if "eval.path" not in self.draft.taken and "eval.sources" not in self.draft.taken:
+            return
+        prefix = "validation.generating_args"
+        self.take("eval.samples", max(1, int(self.number(f"{prefix}.num_return_sequences"))),
+                  f"{prefix}.num_return_sequences")  # fmt: skip
+        self.take("eval.temperature", self.number(f"{prefix}.temperature"), f"{prefix}.temperature")
+        self.take("eval.top_p", self.number(f"{prefix}.top_p"), f"{prefix}.top_p")
+        self.take("eval.top_k", max(0, int(self.number(f"{prefix}.top_k"))), f"{prefix}.top_k")
+
+    def steps(self) -> None:
+        """Note prompts, samples, updates, lengths and learning rate."""
+        draft = self.draft
+        for what, key in (
+            ("prompts of a rollout step", "rl.prompts"),
+            ("samples of a prompt", "rl.group_size"),
+            ("epochs", "rl.epochs"),
+            ("longest prompt", "rollout.max_prompt_tokens"),
+            ("longest completion", "rollout.max_new_tokens"),
+            ("learning rate", "optimizer.lr"),
+            ("warm-up", "schedule.warmup_steps" if "schedule.warmup_steps" in draft.taken else "schedule.warmup_ratio"),
+        ):
+            if key in draft.taken:
+                self.same(what, show(draft.value(key)), show(draft.value(key)))
+        samples = draft.value("rl.prompts", 0) * self.group
+        if "rl.updates" in draft.taken:
+            text = f"{draft.value('rl.updates')} x {self.samples} samples"
+            self.same("optimizer steps of a rollout step", text, text)
+        else:
+            draft.taken["rl.updates"] = (
+                None,
+                f"set it: {samples} samples / those of an optimizer step (per device x accumulation x data ranks)",
+                "rl.updates",
+            )

@@ -1,0 +1,325 @@
+"""Other trainers, read from the tables on first use."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from weft.config.migrate.tables import TableError, inverse, read_table, word
+
+FOLDER = Path(__file__).parent / "tables"
+PREFERENCES = "preference tuning"
+REINFORCEMENT = "reinforcement learning"
+DISTILLATION = "distillation"
+KINDS = (
+    DISTILLATION,
+    REINFORCEMENT,
+    PREFERENCES,
+)  # beside supervised fine-tuning; of several in a file the first counts
+ITSELF = "="  # in `means`: the value as it is
+ANY = "*"  # in `means`: any other value
+NOTE = "note"  # in `means`, in place of a key: advice, because the value cannot be carried over
+_SENTENCE = re.compile(r"[A-Z][A-Z0-9_]*")
+
+Groups = dict[str, tuple[str, ...]]
+Meanings = dict[str, dict[str, dict[str, Any]]]
+
+
+@dataclass(frozen=True)
+class Older:
+    """The defaults of a trainer's former version. Its files are recognised by one of `names`."""
+
+    names: tuple[str, ...]
+    defaults: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class RlDraft:
+    """A trainer's configs of reinforcement learning, for `weft migrate`. moves, means, silent, defaults: as in Table,
+    with precedence over it.
+
+    columns: column of weft -> names of keys that give the file's name of the column. longest: names of the longest
+    sample and of the longest prompt; their difference is the longest completion, if the former is given. engines: name
+    of the list of the engines' devices. reward: pattern of names whose value is a reward's class. rewards: end of a
+    class's name -> weft's function that does the same. per_rollout: keys of weft that count optimizer steps, where the
+    trainer counts rollout steps.
+    """
+
+    moves: Groups
+    means: Meanings
+    silent: dict[str, Any]
+    defaults: dict[str, Any]
+    columns: Groups
+    longest: tuple[str, ...]
+    engines: str
+    reward: str
+    rewards: dict[str, str]
+    per_rollout: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Table:
+    """tables/NAME.yaml; tables/NAME.md is the introduction of its page.
+
+    A name is the last part of a trainer's dotted name, or as many of the last parts as are needed to tell it from
+    another (`checkpoint.interval`), in lower case with underscores. `wandb.*` is a section and everything in it.
+    SENTENCE is the name of a sentence in sentences.yaml, or a text.
+
+    title: the trainer's name in messages. names: heading of the page -> SENTENCE -> names to which it is the answer.
+    rl: SENTENCE -> names to which `weft rl` gives this answer. defaults: key of weft -> the trainer's default, if it is
+    not weft's. older: the same for a former version.
+
+    Further fields for `weft migrate`. signs: patterns of whole dotted names by which the trainer's files are
+    recognised. tasks: kind of training other than supervised fine-tuning -> name -> the values that ask for it; null:
+    any. moves: key of weft -> names whose value it takes as it is, beside those of all trainers (shared.yaml). means:
+    name -> value in lower case, `on`, `off` or `*` -> key of weft -> value. silent: name -> values that have no effect.
+    per_device: names whose product is the batch of one device -> default. packing: names that, if true, make the batch
+    a number of rows of the greatest length. lora: the name that says whether there are adapters -> the values with
+    which there are; the value "" stands for an unset name. balancing: default factor of the auxiliary loss of a mixture
+    of experts. companion: whether the trainer's file accompanies that of another. vision: name -> default for models
+    with images. devices: names of the list of training devices. rl_draft: reinforcement learning, if drafts of it can
+    be made.
+    """
+
+    title: str
+    names: dict[str, Groups]
+    signs: tuple[str, ...]
+    rl: Groups = field(default_factory=dict)
+    defaults: dict[str, Any] = field(default_factory=dict)
+    older: Older | None = None
+    tasks: dict[str, dict[str, Any]] = field(default_factory=dict)
+    moves: Groups = field(default_factory=dict)
+    means: Meanings = field(default_factory=dict)
+    silent: dict[str, Any] = field(default_factory=dict)
+    per_device: dict[str, int] = field(default_factory=dict)
+    packing: tuple[str, ...] = ()
+    lora: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+    balancing: float | None = None
+    companion: bool = False
+    vision: dict[str, Any] = field(default_factory=dict)
+    devices: tuple[str, ...] = ()
+    rl_draft: RlDraft | None = None
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Names that give the number of GPUs of the old run, and the ways in which they shared work."""
+
+    all: tuple[str, ...]
+    machines: tuple[str, ...]
+    gpus: tuple[str, ...]
+    sharing: tuple[str, ...]
+    shards: tuple[str, ...]
+    rows: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Lists of data sets, and the keys of an entry."""
+
+    lists: dict[str, str]
+    keys: dict[str, str]
+    columns: dict[str, str]
+    silent: dict[str, tuple[Any, ...]]
+
+
+@dataclass(frozen=True)
+class Shared:
+    """tables/shared.yaml, whose comments explain each field."""
+
+    trainers: tuple[str, ...]
+    moves: Groups
+    means: Meanings
+    choices: Groups
+    minutes: Groups
+    betas: dict[str, tuple[Any, ...]]
+    unlimited: tuple[str, ...]
+    per_device: tuple[str, ...]
+    ranks: Ranks
+    columns: Groups
+    column_switches: tuple[str, ...]
+    sources: Sources
+    values: dict[str, dict[str, tuple[Any, ...]]]
+    names: Groups
+
+
+@dataclass(frozen=True)
+class Sentences:
+    """tables/sentences.yaml: name -> what weft says."""
+
+    sft: dict[str, str]
+    rl: dict[str, str]
+
+
+class Trainer:
+    """A trainer that users come from. name: the name of its table and page. Other attributes are made from `table`."""
+
+    def __init__(self, name: str, table: Table, say: Sentences) -> None:
+        file = f"{name}.yaml:"
+        self.name, self.title, self.table = name, table.title, table
+        self.short = table.title.partition(" and ")[0]
+        self.headings = {
+            heading: advice_by_name(groups, say.sft, f"{file} names: {heading}:")
+            for heading, groups in table.names.items()
+        }
+        inverse(self.headings, f"{file} names:")
+        self.names = {name: text for group in self.headings.values() for name, text in group.items()}
+        self.rl = advice_by_name(table.rl, {**say.sft, **say.rl}, f"{file} rl:")
+        self.lora = next(((switch, _words(list(on))) for switch, on in table.lora.items()), ("", []))
+        self.moves = inverse(table.moves, f"{file} moves:")
+        self.tasks = _tasks(table.tasks, f"{file} tasks:")
+        self.means = _meanings(table.means, table.silent, say.sft, f"{file} means:", f"{file} silent:")
+        rl, where = table.rl_draft, f"{file} rl_draft:"
+        self.rl_moves = {} if rl is None else inverse(rl.moves, f"{where} moves:")
+        self.rl_columns = {} if rl is None else inverse(rl.columns, f"{where} columns:")
+        self.rl_means: Meanings = {}
+        if rl is not None:
+            both = {**say.sft, **say.rl}
+            self.rl_means = _meanings(rl.means, rl.silent, both, f"{where} means:", f"{where} silent:")
+
+    def signs_in(self, names: Iterable[str]) -> list[str]:
+        """The dotted names among these that are signs of this trainer."""
+        return [name for name in names if any(fnmatchcase(name.replace("-", "_"), sign) for sign in self.table.signs)]
+
+    def task(self, name: str, value: Any) -> str | None:
+        """The kind of training that a value asks for; None for supervised fine-tuning. name: a key of `tasks`."""
+        if value is None or value is False:
+            return None
+        given = str(value).lower()
+        return next((kind for pattern, kind in self.tasks.get(name, ()) if fnmatchcase(given, pattern)), None)
+
+
+class Tables:
+    """All tables of a folder, each read on first use."""
+
+    def __init__(self, folder: Path = FOLDER) -> None:
+        self.folder = folder
+
+    @cached_property
+    def sentences(self) -> Sentences:
+        return read_table(self.folder / "sentences.yaml", Sentences)
+
+    @cached_property
+    def shared(self) -> Shared:
+        return read_table(self.folder / "shared.yaml", Shared)
+
+    @cached_property
+    def trainers(self) -> tuple[Trainer, ...]:
+        tables = {name: read_table(self.folder / f"{name}.yaml", Table) for name in self.shared.trainers}
+        return tuple(Trainer(name, table, self.sentences) for name, table in tables.items())
+
+    @cached_property
+    def names(self) -> dict[str, str]:
+        """name -> advice, for the names of all trainers."""
+        return {**self.others, **{name: text for trainer in self.trainers for name, text in trainer.names.items()}}
+
+    @cached_property
+    def rl_names(self) -> dict[str, str]:
+        """name -> advice for `weft rl`."""
+        return {name: text for trainer in self.trainers for name, text in trainer.rl.items()}
+
+    @cached_property
+    def others(self) -> dict[str, str]:
+        """name -> advice, for names of trainers that have no page."""
+        return advice_by_name(self.shared.names, self.sentences.sft, "shared.yaml: names:")
+
+    @cached_property
+    def moves(self) -> dict[str, str]:
+        """name -> key of weft with the same meaning and values, for all trainers."""
+        return inverse(self.shared.moves, "shared.yaml: moves:")
+
+    @cached_property
+    def choices(self) -> dict[str, str]:
+        """name -> key of weft with the same meaning and some of the values."""
+        return inverse(self.shared.choices, "shared.yaml: choices:")
+
+    @cached_property
+    def minutes(self) -> dict[str, str]:
+        """name whose value is in minutes -> key of weft whose value is in seconds."""
+        return inverse(self.shared.minutes, "shared.yaml: minutes:")
+
+    @cached_property
+    def columns(self) -> dict[str, str]:
+        """name of a key that names a column -> weft's name of the column."""
+        return inverse(self.shared.columns, "shared.yaml: columns:")
+
+    @cached_property
+    def values(self) -> dict[str, dict[str, str]]:
+        """key of weft -> value of other trainers, in lower case -> weft's value."""
+        return {key: inverse(ours, f"shared.yaml: values: {key}:") for key, ours in self.shared.values.items()}
+
+    @cached_property
+    def companions(self) -> tuple[Trainer, ...]:
+        """Trainers whose file accompanies that of another."""
+        return tuple(trainer for trainer in self.trainers if trainer.table.companion)
+
+    @property
+    def drafts(self) -> str:
+        """Of which configs `weft migrate` makes drafts, and what to do about others: said wherever one is asked for."""
+        titles = [trainer.short for trainer in self.trainers if trainer.table.rl_draft is not None]
+        return (
+            f"`weft migrate` drafts supervised fine-tuning of every trainer in docs/coming-from, and reinforcement "
+            f"learning of {' and '.join(titles)} alone. For another's, begin with docs/how-to/rl.md, and set what "
+            "`weft rl FILE --dry-run` answers to each name of the old config."
+        )
+
+    def introduction(self, trainer: Trainer) -> str:
+        """The Markdown text below the title of a trainer's page."""
+        return (self.folder / f"{trainer.name}.md").read_text(encoding="utf-8")
+
+
+def advice_by_name(groups: Mapping[str, Iterable[str]], sentences: Mapping[str, str], where: str) -> dict[str, str]:
+    """name -> advice. groups: SENTENCE -> names."""
+    return {name: _sentence(key, sentences, where) for name, key in inverse(groups, where).items()}
+
+
+def _sentence(key: str, sentences: Mapping[str, str], where: str) -> str:
+    if key not in sentences and _SENTENCE.fullmatch(key):
+        raise TableError(f"{where} {key} is no sentence of sentences.yaml.")
+    return sentences.get(key, key)
+
+
+def _tasks(kinds: Mapping[str, Mapping[str, Any]], where: str) -> dict[str, list[tuple[str, str]]]:
+    """name -> (pattern of values, kind of training); the first pattern that matches decides."""
+    found: dict[str, list[tuple[str, str]]] = {}
+    for kind, names in kinds.items():
+        if kind not in KINDS:
+            raise TableError(f"{where} {kind} is none of {', '.join(KINDS)}.")
+        for name, values in names.items():
+            patterns = [ANY] if values is None else _words(values)
+            found.setdefault(name, []).extend((pattern, kind) for pattern in patterns)
+    return found
+
+
+def _meanings(
+    means: Meanings, silent: Mapping[str, Any], sentences: Mapping[str, str], where: str, of_silent: str
+) -> Meanings:
+    """`means` with sentences in place of their names, and `silent` values with an empty meaning. where, of_silent:
+    places in the table, for errors."""
+    found: Meanings = {}
+    for name, values in means.items():
+        found[name] = {
+            value: {
+                key: _sentence(given, sentences, f"{where} {name}:") if key == NOTE else given
+                for key, given in meaning.items()
+            }
+            for value, meaning in values.items()
+        }
+    for name, values in silent.items():
+        for value in _words(values):
+            if value in found.setdefault(name, {}):
+                raise TableError(f"{of_silent} {name}: {value} stands under means, too: keep one.")
+            found[name][value] = {}
+    return found
+
+
+def _words(values: Any) -> list[str]:
+    return [word(value) for value in (values if isinstance(values, list) else [values])]
+
+
+TABLES = Tables()

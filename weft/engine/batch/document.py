@@ -1,0 +1,186 @@
+"""A training sequence. Its metadata for the step plan is in plan.py, rows of documents are in row.py.
+
+T tokens of a document or row, N predictions of a row that are read.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, overload
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from weft.engine.batch.media import Media
+from weft.engine.step_plan.plan import DocumentMeta
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """One training sequence.
+
+    tokens: [T] int64. weights: [T] fp32, the loss weight of each token as a target; the first is not used, because
+    nothing predicts that token. positions: [T] or [3, T] int64, default 0..T-1. arrays: further per-token values [T],
+    such as old logprobs. routes: [T, decoder layers, k] int16 or uint8, the experts of each token; -1: the router
+    chooses (replay.py). media: its images and videos. group: see DocumentMeta. source: the document's origin, for
+    messages ("chat.jsonl:12"). dataset: name of its data source, if there are several.
+    """
+
+    tokens: Tensor
+    weights: Tensor
+    positions: Tensor | None = None
+    arrays: dict[str, Tensor] = field(default_factory=dict)
+    routes: Tensor | None = None
+    media: Media | None = None
+    group: int | None = None
+    source: str = ""
+    dataset: str = ""
+
+    def __len__(self) -> int:
+        return int(self.tokens.shape[0])
+
+    def meta(self, cost: float = 0.0, omitted: int = 0, tower_tokens: int = 0) -> DocumentMeta:
+        """This document's metadata. cost, omitted, tower_tokens: as in DocumentMeta."""
+        predicted = self.weights[1:].numpy().astype(np.float64)  # for short documents a third of torch's time
+        return DocumentMeta(
+            length=len(self),
+            weight=float(predicted.sum()),
+            loss_tokens=int(np.count_nonzero(predicted)),
+            group=self.group,
+            cost=cost,
+            routed=self.routes is not None,
+            omitted=omitted,
+            patches=0 if self.media is None else self.media.patches,
+            tower_tokens=tower_tokens,
+        )
+
+
+class Measures(NamedTuple):
+    """The fields of DocumentMeta, Media.pairs and Media.has_videos, for several documents without groups, each
+    [documents]."""
+
+    length: NDArray[np.int64]
+    weight: NDArray[np.float64]
+    loss_tokens: NDArray[np.int64]
+    routed: NDArray[np.bool_]
+    patches: NDArray[np.int64]
+    pairs: NDArray[np.int64]
+    videos: NDArray[np.bool_]
+
+
+class MeasuredDocuments(Sequence[Document]):
+    """Documents that can be planned before they are built, so that a rank builds only its own."""
+
+    @abstractmethod
+    def measures(self) -> Measures:
+        """The measures of all documents, equal, to the last bit, to Document.meta of each."""
+
+    @abstractmethod
+    def source(self, index: int) -> str:
+        """The `source` of the document of this index."""
+
+    @abstractmethod
+    def build(self, index: int) -> Document:
+        """The document of this index, from 0."""
+
+    def take(self, indices: Sequence[int]) -> dict[int, Document]:
+        """index -> document."""
+        return {index: self.build(index) for index in indices}
+
+    @overload
+    def __getitem__(self, index: int) -> Document: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Document]: ...
+    def __getitem__(self, index: int | slice) -> Document | list[Document]:
+        places = range(len(self))[index]
+        return self.build(places) if isinstance(places, int) else [self.build(place) for place in places]
+
+
+class Chosen(MeasuredDocuments):
+    """A selection of other documents, in the given order."""
+
+    def __init__(self, documents: MeasuredDocuments, indices: Sequence[int]) -> None:
+        self._documents, self._indices = documents, indices
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def measures(self) -> Measures:
+        all_of, chosen = self._documents.measures(), np.asarray(self._indices, np.int64)
+        return Measures(
+            all_of.length[chosen], all_of.weight[chosen], all_of.loss_tokens[chosen], all_of.routed[chosen],
+            all_of.patches[chosen], all_of.pairs[chosen], all_of.videos[chosen],
+        )  # fmt: skip
+
+    def source(self, index: int) -> str:
+        return self._documents.source(self._indices[index])
+
+    def build(self, index: int) -> Document:
+        return self._documents.build(self._indices[index])
+
+
+def choose(documents: Sequence[Document], indices: Sequence[int]) -> Sequence[Document]:
+    """The documents of these indices, in this order; measured documents are not built."""
+    if isinstance(documents, MeasuredDocuments):
+        return Chosen(documents, indices)
+    return [documents[index] for index in indices]
+
+
+def take(documents: Sequence[Document], indices: Sequence[int]) -> dict[int, Document]:
+    """index -> document, built."""
+    if isinstance(documents, MeasuredDocuments):
+        return documents.take(indices)
+    return {index: documents[index] for index in indices}
+
+
+def have_videos(documents: Collection[Document]) -> bool:
+    """Whether any has a video; measured documents are not built."""
+    if isinstance(documents, MeasuredDocuments):
+        return bool(documents.measures().videos.any())
+    return any(document.media is not None and document.media.has_videos for document in documents)
+
+
+def first_sources(documents: Sequence[Document], indices: Sequence[int], most: int = 8) -> list[str]:
+    """The sources of the first `most` of these documents, for messages."""
+    if isinstance(documents, MeasuredDocuments):
+        return [documents.source(index) for index in indices[:most]]
+    return [documents[index].source for index in indices[:most]]
+
+
+@dataclass(frozen=True)
+class Costs:
+    """The costs of documents in one model. omitted: length -> DocumentMeta.omitted. tokens: number of tokens that a
+    forward reads -> FLOPs. images: patches, pairs of a document's images -> (FLOPs, DocumentMeta.tower_tokens)."""
+
+    omitted: Callable[[int], int]
+    tokens: Callable[[int], float]
+    images: Callable[[int, int], tuple[float, int]]
+
+
+def document_metadata(documents: Collection[Document], costs: Costs) -> list[DocumentMeta]:
+    """The metadata of each document."""
+    if not isinstance(documents, MeasuredDocuments):
+        return [_meta(document, costs) for document in documents]
+    columns = documents.measures()
+    lengths, patches, pairs = columns.length.tolist(), columns.patches.tolist(), columns.pairs.tolist()
+    left = [costs.omitted(length) for length in lengths]
+    towers = [costs.images(*both) if both[0] else (0.0, 0) for both in zip(patches, pairs, strict=True)]
+    whole = [costs.tokens(length - own) + tower for length, own, (tower, _) in zip(lengths, left, towers, strict=True)]
+    rest = (
+        columns.weight.tolist(), columns.loss_tokens.tolist(), whole, columns.routed.tolist(), left, patches,
+        [tokens for _, tokens in towers],
+    )  # fmt: skip
+    return [
+        DocumentMeta(length, weight, loss_tokens, None, *own)
+        for length, weight, loss_tokens, *own in zip(lengths, *rest, strict=True)
+    ]
+
+
+def _meta(document: Document, costs: Costs) -> DocumentMeta:
+    omitted = costs.omitted(len(document))
+    media = document.media
+    tower, tokens = (0.0, 0) if media is None else costs.images(media.patches, media.pairs)
+    return document.meta(costs.tokens(len(document) - omitted) + tower, omitted, tokens)

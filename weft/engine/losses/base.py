@@ -1,0 +1,99 @@
+"""The interface of an objective, which maps readouts to weighted sums over tokens.
+
+An objective never divides by a count of its own rows, because a rank sees no others. The engine divides the sum by
+`normaliser(plan)`, computed from the whole step's plan, so that gradients do not depend on how a step is cut.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from weft.ops.shared_documents import SharedDocuments
+
+if TYPE_CHECKING:
+    from weft.engine.step_plan.plan import StepPlan
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The predictions of one row, as an objective sees them.
+
+    readouts: name -> [N] fp32 with gradients, or [N, ...] for readouts with several values per prediction (`top_ids/K`,
+    of `top_logits/K`, is int64). weights_N, arrays: loss weights and the documents' arrays, of the predicted tokens.
+    document_N: index into `documents` of each prediction. documents: indices of the row's documents in the step.
+    shared: documents that other ranks have parts of.
+    """
+
+    readouts: dict[str, Tensor]
+    weights_N: Tensor
+    document_N: Tensor
+    documents: tuple[int, ...]
+    arrays: dict[str, Tensor]
+    shared: SharedDocuments | None = None
+
+    def document_sum(self, values_N: Tensor) -> Tensor:
+        """Sum over each document's predictions, [documents]; differentiable, and equal on every mesh.
+
+        Each document of the step is one element on one rank, so that losses and metrics may add the elements up. With
+        mesh.cp a row may have parts of documents that another rank counts; per_token_document_sum covers those too.
+        """
+        sums_D = self._document_sums(values_N)
+        return sums_D if self.shared is None else sums_D.index_select(0, self.shared.counted)
+
+    def per_token_document_sum(self, values_N: Tensor) -> Tensor:
+        """[N]: for each prediction the sum over its whole document; differentiable, and equal on every mesh."""
+        return self._document_sums(values_N)[self.document_N]
+
+    def _document_sums(self, values_N: Tensor) -> Tensor:
+        out = torch.zeros(len(self.documents), dtype=values_N.dtype, device=values_N.device)
+        out = out.index_add(0, self.document_N, values_N)
+        return out if self.shared is None else self.shared.complete(out)
+
+
+@dataclass(frozen=True)
+class LossOutput:
+    """The sums that an objective returns for a row.
+
+    loss_sum: scalar with gradient, not normalised. metrics: name -> (sum, weight), added up over the step. balance_sum:
+    the sum of the experts' auxiliary loss, which the engine adds and divides by the step's tokens.
+    """
+
+    loss_sum: Tensor
+    metrics: dict[str, tuple[Tensor, Tensor | float]] = field(default_factory=dict)
+    balance_sum: Tensor | None = None
+
+
+Terms = LossOutput  # the former name, for losses written with it
+
+
+class Loss(Protocol):
+    """readouts: the readouts that it needs of the model (readouts.py). every_token: whether it needs them for tokens
+    with a weight of zero, too.
+
+    An objective that reads `chosen_logits` also has a method token_ids(targets_N, arrays) -> [N, C] int64 tokens.
+    """
+
+    readouts: frozenset[str]
+    every_token: bool
+
+    def normaliser(self, plan: StepPlan) -> float:
+        """The divisor of the whole step's loss sum, from the plan alone."""
+        ...
+
+    def logprob_grad(self, weights_N: Tensor) -> Tensor | None:
+        """[N] gradient of the loss with respect to each logprob, up to one factor, if it is known before the forward;
+        else None. A step whose real gradient differs ends with UserError."""
+        ...
+
+    def __call__(self, batch: Batch) -> LossOutput: ...
+
+
+def known_logprob_grad(objective: Loss, weights_N: Tensor) -> Tensor | None:
+    """What Loss.logprob_grad returns. `upstream` is its former name, which losses of users may still have."""
+    method = getattr(objective, "logprob_grad", None) or objective.upstream  # type: ignore[attr-defined]
+    gradient_N: Tensor | None = method(weights_N)
+    return gradient_N

@@ -1,0 +1,178 @@
+"""Checks of what an objective returns: it may be a user's own class."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from dataclasses import replace
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.engine.losses.base import Batch, Loss, LossOutput
+from weft.errors import UserError
+from weft.models.readouts import TOP, TOP_IDS, ReadoutSpec
+
+_MOST = 1024  # predictions of a row that are given to an objective twice
+_TOLERANCE = 1e-3  # of a gradient's largest element: objectives compute in fp32
+
+
+def check_terms(found: Any, objective: Loss) -> LossOutput:
+    """The LossOutput of an objective. Raises UserError if it returned something else."""
+    if isinstance(found, LossOutput) and isinstance(found.loss_sum, Tensor) and not found.loss_sum.ndim:
+        _check_metrics(found.metrics, objective)
+        return found
+    what = found.loss_sum if isinstance(found, LossOutput) else found
+    shape = f" of shape {list(what.shape)}" if isinstance(what, Tensor) else ""
+    raise UserError(
+        f"train.objective: {type(objective).__name__} returned {'a loss_sum that is ' * isinstance(found, LossOutput)}"
+        f"a {type(what).__name__}{shape}; it must be LossOutput(loss_sum=...), the sum over all predictions of the "
+        "batch, a tensor without dimensions. docs/how-to/objective.md shows one that is whole."
+    )
+
+
+def _check_metrics(metrics: Any, objective: Loss) -> None:
+    for name, pair in metrics.items():
+        if isinstance(pair, tuple) and len(pair) == 2 and all(_is_number(value) for value in pair):
+            continue
+        raise UserError(
+            f"train.objective: metric `{name}` of {type(objective).__name__} is {_in_words(pair)}; it must be a pair "
+            "(sum, weight) of two numbers, which are added up over all rows and divided at the end."
+        )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) or (isinstance(value, Tensor) and not value.ndim)
+
+
+def _in_words(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_in_words, value))})"
+    return f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+
+
+def check_normaliser(found: Any, objective: Loss) -> float:
+    """The divisor that an objective returned, as a number. Raises UserError if it is none, or zero. It is no finite
+    number where loss weights are none: such a step is skipped as others whose loss is not finite."""
+    if _is_number(found) and float(found) != 0.0:
+        return float(found)
+    shown = float(found) if _is_number(found) else _in_words(found)
+    raise UserError(
+        f"train.objective: normaliser(plan) of {type(objective).__name__} gives {shown}; it must be a number other "
+        "than zero, by which the loss sum of the whole step is divided, such as plan.totals.weight or 1.0."
+    )
+
+
+def check_tokens(chosen_NC: Tensor | None, vocabulary: int, objective: Loss) -> None:
+    """Raise UserError if an objective asks for the logits of tokens that the model does not have."""
+    if chosen_NC is None or not chosen_NC.numel():
+        return
+    least, most = int(chosen_NC.min()), int(chosen_NC.max())
+    if least < 0 or most >= vocabulary:
+        raise UserError(
+            f"train.objective: token_ids() of {type(objective).__name__} gives token "
+            f"{least if least < 0 else most}; the model has logits for tokens 0 to {vocabulary - 1}."
+        )
+
+
+def check_is_sum(objective: Loss, batch: Batch) -> bool:
+    """Raise UserError if an objective is no sum over documents: given the same documents twice, each prediction has to
+    have the gradient that it has once. Returns whether this batch could tell. An objective that draws random numbers
+    is not compared."""
+    once = _copied(batch, 1)
+    loss, gradients = _differentiate(objective, once)
+    if not gradients and loss and bool((batch.weights_N != 0).any()):
+        raise UserError(
+            f"train.objective: the loss_sum of {type(objective).__name__} has no gradient: it was computed under "
+            "torch.no_grad(), detached, or made from numbers."
+        )
+    largest = max((float(gradient.abs().max()) for gradient in gradients.values()), default=0.0)
+    if not math.isfinite(largest) or largest == 0.0:
+        return False
+    if _differentiate(objective, once)[0] != loss:
+        return True
+    _, of_both = _differentiate(objective, _copied(batch, 2))
+    for name, gradient in gradients.items():
+        both = of_both.get(name, torch.zeros(0))[: len(gradient)]
+        if len(both) == len(gradient) and float((both - gradient).abs().max()) <= _TOLERANCE * largest:
+            continue
+        raise UserError(
+            f"train.objective: {type(objective).__name__} is no sum over documents: with the same documents in the row "
+            f"twice, the gradient of a prediction's {name} changes, {_ratio(both, gradient)}. Divide by no count or "
+            "sum of a batch, which is a row of one rank: return the sum, and from normaliser(plan) what the whole step "
+            "is divided by. docs/how-to/objective.md shows one."
+        )
+    return True
+
+
+def _copied(batch: Batch, times: int) -> Batch:
+    """The first predictions of a batch, so often, without what other ranks have of their documents."""
+    kept = min(len(batch.weights_N), _MOST)
+
+    def repeated(values: Tensor) -> Tensor:
+        return torch.cat([values[:kept].detach()] * times)
+
+    document_N = torch.cat([batch.document_N[:kept] + copy * len(batch.documents) for copy in range(times)])
+    return replace(
+        batch,
+        readouts={name: repeated(values) for name, values in batch.readouts.items()},
+        weights_N=repeated(batch.weights_N), document_N=document_N, documents=batch.documents * times,
+        arrays={name: repeated(values) for name, values in batch.arrays.items()}, shared=None,
+    )  # fmt: skip
+
+
+def _differentiate(objective: Loss, batch: Batch) -> tuple[float, dict[str, Tensor]]:
+    """(Loss sum, its gradient by each readout that it depends on)."""
+    leaves = {
+        name: values.detach().clone().requires_grad_(values.is_floating_point())
+        for name, values in batch.readouts.items()
+    }
+    with torch.enable_grad():
+        loss = check_terms(objective(replace(batch, readouts=leaves)), objective).loss_sum
+        wanted = {name: values for name, values in leaves.items() if values.requires_grad}
+        if not loss.requires_grad:
+            return float(loss), {}
+        found = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
+    return float(loss.detach()), {name: g for name, g in zip(wanted, found, strict=True) if g is not None}
+
+
+def _ratio(both: Tensor, gradient: Tensor) -> str:
+    if len(both) != len(gradient):
+        return "and some have none"
+    return f"from {float(gradient.norm()):.3g} to {float(both.norm()):.3g} in all"
+
+
+def chosen_tokens(objective: Loss, targets_N: Tensor, arrays: dict[str, Tensor]) -> Tensor | None:
+    """[N, C] tokens whose logits an objective asks for; None if it does not read `chosen_logits`. Raises UserError for
+    another shape or dtype."""
+    if "chosen_logits" not in objective.readouts:
+        return None
+    ask: Any = objective
+    ids, count = ask.token_ids(targets_N, arrays), len(targets_N)
+    if not count and isinstance(ids, Tensor) and ids.ndim < 2:  # of a row without documents, which has no arrays
+        return targets_N.new_empty(0, 0)
+    if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.ndim != 2 or len(ids) != count:
+        what = f"{ids.dtype} of shape {list(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
+        raise UserError(
+            f"train.objective: token_ids() of {type(objective).__name__} gives {what}, and has to give int64 of shape "
+            f"[{count}, tokens]: for each prediction the same number of tokens."
+        )
+    return ids.to(targets_N)
+
+
+def metrics_of(objective: Loss) -> list[str]:
+    """Names of an objective's metrics, from a row without predictions."""
+    nothing, wanted = torch.zeros(0), ReadoutSpec.of(objective.readouts)
+    targets_N, arrays = torch.zeros(0, dtype=torch.int64), defaultdict[str, Tensor](lambda: nothing)
+    readouts: dict[str, Tensor] = dict.fromkeys(("logprob", *objective.readouts), nothing)
+    for name in [name for name in objective.readouts if name.startswith(TOP)]:
+        width = int(name.removeprefix(TOP))
+        readouts |= {name: torch.zeros(0, width), TOP_IDS + str(width): targets_N.new_zeros(0, width)}
+    chosen_NC = chosen_tokens(objective, targets_N, arrays)
+    if chosen_NC is not None:
+        readouts["chosen_logits"] = torch.zeros(chosen_NC.shape)
+    assert not wanted.hidden, "a stage that computes no loss has no modules to read"
+    batch = Batch(readouts, nothing, targets_N, (), arrays)
+    return list(check_terms(objective(batch), objective).metrics)

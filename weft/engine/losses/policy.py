@@ -1,0 +1,288 @@
+"""The policy-gradient family: PPO's clipped ratio and its kin, KL to a reference, entropy; any of the aggregations.
+
+Three policies: `current`, which is differentiated; `old`, the trainer's when the rollout began; `rollout`, which drew
+the tokens. Documents bring the arrays old_logprob, advantage, and correction: a factor on the token's loss for the
+difference between old and rollout (weft/rl). If nothing was updated since the rollout, old equals current in value, and
+documents bring rollout_logprob in place of old_logprob and correction. All logprobs are of logits / temperature. N
+predictions of a row.
+
+A step's loss is the sum over its tokens of weight x loss of the token, divided by a number of the whole step:
+
+    token_mean      weight 1, by the step's trained tokens
+    sequence_mean   weight 1 / G of a document's G trained tokens, by the step's documents
+    sequence_sum    weight 1 / rollout.max_new_tokens, by the step's documents (Dr. GRPO, arXiv:2503.20783)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from weft.engine.losses.base import Batch, LossOutput
+from weft.engine.losses.correction import LARGEST, bounded, importance_ratios, of_tokens
+from weft.errors import UserError
+from weft.importing import import_named
+
+if TYPE_CHECKING:
+    from weft.config.rl_schema import RlAlgorithm
+    from weft.engine.step_plan.plan import StepPlan
+
+
+@dataclass(frozen=True)
+class PolicyTokens:
+    """The tokens of a row as a policy loss sees them, [N] each. logprob: of the current policy, with gradient.
+    old_logprob: of the old one. batch: has per_token_document_sum, for quantities of whole samples."""
+
+    logprob: Tensor
+    old_logprob: Tensor
+    advantage: Tensor
+    batch: Batch
+
+    @property
+    def log_ratio(self) -> Tensor:
+        return (self.logprob - self.old_logprob).clamp(-LARGEST, LARGEST)
+
+    @property
+    def ratio(self) -> Tensor:
+        """Current / old policy of each token."""
+        return self.log_ratio.exp()
+
+    @property
+    def product_ratio(self) -> Tensor:
+        """Ratio of each token's whole sample, the product over its tokens, with gradients through all of them."""
+        return self.batch.per_token_document_sum(self.log_ratio).clamp(-LARGEST, LARGEST).exp()
+
+    @property
+    def sequence_ratio(self) -> Tensor:
+        """Ratio of each token's whole sample, (prod ratio)^(1/G), with a gradient through this token alone (GSPO-token,
+        arXiv:2507.18071, equation 14)."""
+        with torch.no_grad():
+            count = self.batch.per_token_document_sum(torch.ones_like(self.logprob))
+            mean = self.batch.per_token_document_sum(self.log_ratio) / count
+        return (mean + self.logprob - self.logprob.detach()).exp()
+
+
+TokenLoss = Callable[[PolicyTokens, "RlAlgorithm"], Tensor]
+
+
+def ppo(tokens: PolicyTokens, config: RlAlgorithm) -> Tensor:
+    """-min(r A, clip(r, 1 - low, 1 + high) A), r the token's ratio (Schulman et al. 2017, arXiv:1707.06347, equation 7;
+    separate low and high: DAPO, arXiv:2503.14476, equation 8)."""
+    return _clipped(tokens.ratio, tokens.advantage, config)
+
+
+def gspo(tokens: PolicyTokens, config: RlAlgorithm) -> Tensor:
+    """ppo with the ratio of the whole sample (Zheng et al. 2025, arXiv:2507.18071, equations 5 to 7).
+
+    Where all of a sample's advantages are equal, as in the paper, the gradient is GSPO's: s A / G sum of grad log p.
+    """
+    return _clipped(tokens.sequence_ratio, tokens.advantage, config)
+
+
+def ppo_sequence(tokens: PolicyTokens, config: RlAlgorithm) -> Tensor:
+    """ppo with the product of a sample's ratios, the ratio of whole samples' probabilities (TRL's RLOO).
+
+    Each token has the loss of its sample, so that with sequence_mean every sample counts once.
+    """
+    return _clipped(tokens.product_ratio, tokens.advantage, config)
+
+
+def _clipped(ratio: Tensor, advantage: Tensor, config: RlAlgorithm) -> Tensor:
+    low, high = config.clip
+    gain = torch.minimum(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
+    if config.dual_clip is not None:  # Ye et al. 2019, arXiv:1912.09729, equation 5
+        gain = torch.where(advantage < 0, torch.maximum(gain, config.dual_clip * advantage), gain)
+    return -gain
+
+
+def cispo(tokens: PolicyTokens, config: RlAlgorithm) -> Tensor:
+    """-sg(clip(r, 1 - low, 1 + high)) A log p: the clipped ratio is a weight without gradient, so that clipping stops
+    no token's gradient (MiniMax 2025, arXiv:2506.13585, equations 4 and 5)."""
+    low, high = config.clip
+    return -tokens.ratio.detach().clamp(1 - low, 1 + high) * tokens.advantage * tokens.logprob
+
+
+def reinforce(tokens: PolicyTokens, config: RlAlgorithm) -> Tensor:
+    """-A log p (Williams 1992): the policy gradient, as long as the current policy is the old one."""
+    return -tokens.advantage * tokens.logprob
+
+
+_CLIPPED = ("ppo", "gspo", "ppo_sequence", "cispo")
+_OF_SAMPLES = ("gspo", "ppo_sequence")
+LOSSES: dict[str, TokenLoss] = {
+    "ppo": ppo, "gspo": gspo, "ppo_sequence": ppo_sequence, "cispo": cispo, "reinforce": reinforce,
+}  # fmt: skip
+
+
+def choose_policy_loss(name: str) -> TokenLoss:
+    """One of weft's own losses, or the user's at an import path: (PolicyTokens, config) -> [N] loss of each token.
+
+    Raises UserError if the path leads to no function.
+    """
+    if name in LOSSES:
+        return LOSSES[name]
+    found: Any = import_named(name, "rl.policy_loss")
+    if not callable(found):
+        raise UserError(f"rl.policy_loss: {name} is no function of (tokens, config); see weft/engine/losses/policy.py.")
+    own: TokenLoss = found
+    return own
+
+
+def kl_loss(tokens: PolicyTokens, reference_logprob: Tensor, config: RlAlgorithm) -> Tensor:
+    """[N] the estimate of KL(current || reference) whose gradient is trained; d = log current - log reference.
+
+    An unbiased estimate of the value need not have an unbiased gradient: the distribution of the tokens depends on the
+    policy, too, and no gradient passes through sampling. With tokens drawn from the current policy the average gradient
+    is
+
+        k1 = d                  zero, whatever the policies are
+        k2 = d^2 / 2            the gradient of KL(current || reference), which is wanted
+        k3 = exp(-d) - 1 + d    the gradient of KL(reference || current), as in GRPO; the same near the reference
+
+    rl.kl_unbiased multiplies the estimate by the ratio of current and old policy; with k1 and k3 the ratio is
+    differentiated, too (DeepSeek-V3.2, arXiv:2512.02556, section 3.1). With tokens drawn from the old policy, the
+    average gradient of each estimate is then that of KL(current || reference). The gradients of k2 and k3 are equal
+    token by token: ratio x d x grad log current.
+    """
+    d = tokens.logprob - reference_logprob
+    if config.kl_estimator == "k1":
+        estimate = d
+    elif config.kl_estimator == "k2":
+        estimate = d.square() / 2
+    else:
+        estimate = torch.expm1((-d).clamp(max=LARGEST)) + d
+    if config.kl_clamp is not None:
+        estimate = estimate.clamp(-config.kl_clamp, config.kl_clamp)
+    if not config.kl_unbiased:
+        return estimate
+    return estimate * (tokens.ratio.detach() if config.kl_estimator == "k2" else tokens.ratio)
+
+
+class PolicyLoss:
+    """loss of a token = correction x policy loss + rl.kl x KL - rl.entropy x entropy; see the top of this file."""
+
+    readouts = frozenset({"logprob", "entropy"})  # entropy without a gradient costs next to nothing
+    every_token = False
+
+    def __init__(self, config: RlAlgorithm, *, old_is_current: bool = False, masked: int = 0) -> None:
+        """old_is_current: documents bring no old_logprob, because nothing was updated since the rollout. masked: number
+        of the step's samples that rl.mask_truncated leaves out."""
+        self.config, self.old_is_current = config, old_is_current
+        self.masked = masked if config.count_masked else 0
+        self._tokens = self._samples = self._divisor = 1.0  # of the step, once normaliser has seen its plan
+        self.loss = choose_policy_loss(config.policy_loss)
+        self._read: list[tuple[tuple[int, ...], Tensor, Tensor]] = []  # of each row: documents, document_N, logprobs
+
+    def old_logprobs(self) -> dict[int, Tensor]:
+        """If the old policy is the current one: index in the step -> logprobs of the document's trained tokens."""
+        found: dict[int, Tensor] = {}
+        for documents, document_N, logprob in self._read:
+            counts = document_N.bincount(minlength=len(documents)).tolist()
+            found |= zip(documents, logprob.float().cpu().split(counts), strict=True)
+        return found
+
+    def normaliser(self, plan: StepPlan) -> float:
+        samples = sum(document.loss_tokens > 0 for document in plan.documents)
+        self._tokens = float(sum(document.loss_tokens for document in plan.documents)) or 1.0
+        self._samples = float(samples) or 1.0
+        summed = self.config.aggregation == "token_mean"
+        self._divisor = plan.totals.weight or 1.0 if summed else float(samples + self.masked) or 1.0
+        return self._divisor
+
+    def logprob_grad(self, weights_N: Tensor) -> Tensor | None:
+        return None  # it depends on the ratios
+
+    def __call__(self, batch: Batch) -> LossOutput:
+        config, logprob, entropy = self.config, batch.readouts["logprob"], batch.readouts["entropy"]
+        if self.old_is_current:
+            self._read.append((batch.documents, batch.document_N, logprob.detach()))
+        old = logprob.detach() if self.old_is_current else batch.arrays["old_logprob"]
+        tokens = PolicyTokens(logprob, old, batch.arrays["advantage"], batch)
+        loss = self._policy_loss(tokens)
+        if config.corrects:
+            loss = loss * self._correction(batch, old)
+        means = {"entropy": entropy, **self._ratio_metrics(tokens)}
+        if config.has_reference:
+            reference = batch.arrays["reference_logprob"]
+            means["kl"] = _k3(logprob, reference)
+            if config.kl > 0 and config.kl_in == "loss":
+                loss = loss + config.kl * kl_loss(tokens, reference, config)
+        if config.entropy > 0:
+            loss = loss - config.entropy * entropy * self._entropy_share(batch)
+        loss_sum = (batch.weights_N * loss).sum()
+        metrics = {name: (value.detach().sum(), float(len(value))) for name, value in means.items()}
+        if config.policy_loss in _OF_SAMPLES:
+            metrics["clip_ratio/samples_mean"] = self._clipped_samples(batch, means["clip_ratio/region_mean"])
+        return LossOutput(loss_sum, {"loss": (loss_sum.detach(), self._share(batch)), **metrics})
+
+    def _entropy_share(self, batch: Batch) -> Tensor | float:
+        """Factor on each token's entropy, [N] or 1, that replaces the loss's aggregation by rl.entropy_aggregation."""
+        how = self.config.entropy_aggregation
+        if how is None:
+            return 1.0
+        wanted = torch.full_like(batch.weights_N, 1 / self._tokens)
+        if how == "sequence_mean":
+            count = batch.per_token_document_sum(torch.ones_like(batch.weights_N))
+            wanted = 1 / (count * self._samples)
+        return wanted * self._divisor / batch.weights_N
+
+    @staticmethod
+    def _clipped_samples(batch: Batch, clipped: Tensor) -> tuple[Tensor, Tensor]:
+        """(Sum over the row's samples of the share of tokens whose gradient was cut, number of these samples)."""
+        count = batch.document_sum(torch.ones_like(clipped))
+        share = batch.document_sum(clipped) / count.clamp(min=1)
+        return share.sum(), (count > 0).sum()
+
+    def _policy_loss(self, tokens: PolicyTokens) -> Tensor:
+        loss = self.loss(tokens, self.config)
+        if not isinstance(loss, Tensor) or loss.shape != tokens.logprob.shape:
+            raise UserError(
+                f"rl.policy_loss: {self.config.policy_loss} must give a loss for each of the {len(tokens.logprob)} "
+                f"tokens, not {tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__}."
+            )
+        return loss
+
+    def _correction(self, batch: Batch, old: Tensor) -> Tensor:
+        """[N] factors on the tokens' losses."""
+        if not self.old_is_current:
+            return batch.arrays["correction"]
+        difference = old.double() - batch.arrays["rollout_logprob"].double()
+        ratios = importance_ratios(difference, batch.document_N, len(batch.documents), self.config)
+        return of_tokens(bounded(ratios, self.config), batch.document_N, self.config).to(old.dtype)
+
+    def _share(self, batch: Batch) -> Tensor:
+        """This row's part of the normaliser."""
+        if self.config.aggregation == "token_mean":
+            return batch.weights_N.sum()
+        trained = (batch.document_sum(torch.ones_like(batch.weights_N)) > 0).sum()
+        return trained * (self._divisor / self._samples)  # masked samples are spread over the rows
+
+    @torch.no_grad()
+    def _ratio_metrics(self, tokens: PolicyTokens) -> dict[str, Tensor]:
+        """[N] of each token: its ratio, KL(old || current) by k3, and whether clipping has cut its gradient.
+
+        `low` is a ratio below the band and `high` one above it; but for cispo, only where the advantage would take it
+        further. Losses that clip nothing, or are the user's, have no clipping metrics.
+        """
+        config = self.config
+        ratios = {"gspo": "sequence_ratio", "ppo_sequence": "product_ratio"}
+        ratio: Tensor = getattr(tokens, ratios.get(config.policy_loss, "ratio"))
+        found = {"policy/ratio": ratio, "policy/kl_old": _k3(tokens.old_logprob, tokens.logprob)}
+        if config.policy_loss not in _CLIPPED:
+            return found
+        low, high = ratio < 1 - config.clip[0], ratio > 1 + config.clip[1]
+        if config.policy_loss != "cispo":
+            low, high = low & (tokens.advantage < 0), high & (tokens.advantage > 0)
+        clipped = {"low_mean": low, "high_mean": high, "region_mean": low | high}
+        return found | {f"clip_ratio/{name}": flags.float() for name, flags in clipped.items()}
+
+
+def _k3(p: Tensor, q: Tensor) -> Tensor:
+    """[N] estimate exp(-d) - 1 + d of KL(p || q) for each token, without gradient; d = log p - log q, tokens are drawn
+    from p."""
+    d = (p - q).detach().clamp(-LARGEST, LARGEST)
+    return torch.expm1(-d) + d

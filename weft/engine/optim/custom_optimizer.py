@@ -1,0 +1,327 @@
+"""Optimizers given by import path.
+
+Such an optimizer gets this rank's shards as plain tensors. On any mesh this is exact if the optimizer updates every
+element independently. A trial on small tensors, before anything is loaded, checks this, and that the optimizer's state
+can be saved and restored.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from weft.config.schema import OptimizerConfig
+from weft.engine.optim.groups import set_rates
+from weft.errors import UserError
+from weft.importing import import_named
+from weft.parallel.mesh import own_part
+
+Groups = Sequence[Mapping[str, Any]]
+_OWN = ("self", "params", "lr", "weight_decay")
+_LR, _STEPS, _BREAK = 0.1, 4, 2
+_SHAPES = ((192, 64), (192,))  # optimizers with 8-bit state use it from 4096 elements on
+_RANKS = (slice(0, 128), slice(128, 192))
+_ROUNDING = {torch.float32: 1e-4, torch.bfloat16: 0.1}  # tolerance, as a share of the largest update
+
+
+@dataclass(frozen=True)
+class CustomOptimizerSpec:
+    """An optimizer by import path that passed the trial.
+
+    make: builds the optimizer from parameter groups. moments: dtypes of the state tensors that have a matrix's shape.
+    dtypes: dtypes of the state tensors of any parameter's shape. counters: names of the numbers in its groups that
+    change.
+    """
+
+    path: str
+    make: Callable[[Groups], torch.optim.Optimizer]
+    moments: tuple[torch.dtype, ...]
+    dtypes: frozenset[torch.dtype]
+    counters: tuple[str, ...]
+
+
+class ShardOptimizer:
+    """An optimizer over this rank's shards as plain tensors.
+
+    `param_groups` are the wrapped optimizer's. `state` is keyed by the model's parameters, with tensors of the shard's
+    shape.
+    """
+
+    def __init__(self, groups: Groups, rule: CustomOptimizerSpec, numbers: Sequence[int] | None = None) -> None:
+        """groups: this rank's parameter groups. numbers: the number of each group in the whole model, if other pipeline
+        stages have other groups; default: in order."""
+        self.counters = rule.counters
+        self._numbers = range(len(groups)) if numbers is None else numbers
+        self._shards: dict[nn.Parameter, nn.Parameter] = {
+            parameter: nn.Parameter(own_part(parameter).detach()) for group in groups for parameter in group["params"]
+        }
+        self._optimizer = rule.make(
+            [{**group, "params": [self._shards[parameter] for parameter in group["params"]]} for group in groups]
+        )
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self._optimizer.param_groups
+
+    @property
+    def numbered_groups(self) -> dict[int, dict[str, Any]]:
+        """This rank's groups by their number in the whole model."""
+        return dict(zip(self._numbers, self.param_groups, strict=True))
+
+    @property
+    def state(self) -> dict[nn.Parameter, dict[str, Any]]:
+        """State by parameter; {} for empty shards."""
+        state = self._optimizer.state
+        return {p: state.get(shard, {}) for p, shard in self._shards.items() if shard in state or not shard.numel()}
+
+    def stepped(self, parameter: nn.Parameter) -> tuple[torch.optim.Optimizer, nn.Parameter]:
+        """(The wrapped optimizer, its shard of the parameter)."""
+        return self._optimizer, self._shards[parameter]
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Update every non-empty shard that has a gradient."""
+        for parameter, shard in self._shards.items():
+            shard.data = own_part(parameter)  # FSDP2 may have moved the shard since
+            used = parameter.grad is not None and shard.numel() > 0
+            shard.grad = own_part(parameter.grad) if used else None
+        self._optimizer.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of the shards and of the model's parameters."""
+        assert set_to_none
+        for parameter, shard in self._shards.items():
+            parameter.grad = shard.grad = None
+
+
+# ---------------------------------------------------------------- the trial, before anything is loaded
+
+
+def find_rule(
+    config: OptimizerConfig, *, sharded: bool, staged: bool = False, dtype: torch.dtype, device: torch.device
+) -> CustomOptimizerSpec:
+    """The optimizer at the import path optimizer.name, after the trial.
+
+    sharded: whether ranks hold parts of parameters. staged: whether ranks hold only some parameters (pipeline stages).
+    dtype, device: of the masters. Raises UserError if the class does not exist, rejects the options, or fails the
+    trial.
+    """
+    kind, decays = find_class(config)
+    options: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in config.options.items()}
+
+    def make(groups: Groups) -> torch.optim.Optimizer:
+        taken = [{k: v for k, v in group.items() if decays or k != "weight_decay"} for group in groups]
+        return kind(taken, lr=config.lr, **options)
+
+    found = _Trial(config.name, make, dtype, device).run(sharded, staged)
+    kept = [
+        tuple(v.dtype for v in state.values() if isinstance(v, Tensor) and v.shape == shape)
+        for shape, state in zip(_SHAPES, found.state, strict=True)
+    ]
+    return CustomOptimizerSpec(
+        config.name, make, kept[0], frozenset(dtype for part in kept for dtype in part), tuple(found.counters)
+    )
+
+
+def find_class(config: OptimizerConfig) -> tuple[type[torch.optim.Optimizer], bool]:
+    """(Class at the import path optimizer.name, whether it takes `weight_decay`), before the trial.
+
+    Raises UserError if there is no such class, or if it has no argument for an option or a weight decay that is set.
+    """
+    kind = import_named(config.name, "optimizer.name")
+    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
+        raise UserError(f"optimizer.name: {config.name} is not a class derived from torch.optim.Optimizer.")
+    parameters = inspect.signature(kind).parameters
+    anything = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    known = [n for n, p in parameters.items() if n not in _OWN and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    unknown = [name for name in config.options if name not in known]
+    if unknown and not anything:
+        takes = ", ".join(known) or "none"
+        raise UserError(f"optimizer.options: {config.name} has no argument `{unknown[0]}`. Its arguments: {takes}.")
+    if "lr" not in parameters and not anything:
+        raise UserError(f"optimizer.name: {config.name} has no argument `lr`, which optimizer.lr would set.")
+    decays = "weight_decay" in parameters or anything
+    wanted = {"optimizer.weight_decay": config.weight_decay}
+    wanted |= {f"optimizer.groups[{n}].weight_decay": g.weight_decay or 0.0 for n, g in enumerate(config.groups)}
+    for key, value in wanted.items():
+        if value > 0 and not decays:
+            raise UserError(f"{key} is {value:g}, but {config.name} has no argument `weight_decay`: set it to 0.")
+    return kind, decays
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A matrix and a vector before and after some steps, and the optimizer's state of each.
+
+    counters: entries of its groups that the steps changed: name -> the value in each group.
+    """
+
+    before: list[Tensor]
+    after: list[Tensor]
+    state: list[dict[str, Any]]
+    counters: dict[str, list[Any]]
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """Runs an optimizer on small tensors: on whole tensors, on the rows that two ranks would hold, and on one tensor at
+    a time, as pipeline stages would hold them."""
+
+    path: str
+    make: Callable[[Groups], torch.optim.Optimizer]
+    dtype: torch.dtype
+    device: torch.device
+
+    def run(self, sharded: bool, staged: bool) -> _Run:
+        """The run on whole tensors. Raises UserError if the optimizer cannot be used or saved, cannot be sharded (where
+        `sharded`), or cannot be given some of the tensors only (where `staged`)."""
+        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
+            try:
+                whole = self._run()
+            except Exception as error:
+                raise self._refused(f"cannot be used: {type(error).__name__}: {error}") from error
+            odd = [key for state in whole.state for key, value in state.items() if not storable(value)]
+            odd += [key for key, values in whole.counters.items() if not all(map(is_number, values))]
+            if odd:
+                raise self._refused(f"keeps state that a checkpoint cannot hold: {', '.join(dict.fromkeys(odd))}.")
+            if _equal(whole, self._run(lr=_LR / 2)):
+                raise self._refused("does not read the learning rate of its groups, which the schedule sets.")
+            if not _equal(whole, self._run(carried=list(whole.counters))):
+                raise self._refused(
+                    "does not go on from the state of its parameters and the numbers in its groups, which is what a "
+                    "checkpoint holds: a resumed run would be another."
+                )
+            if sharded:
+                self._check_rows(whole, [self._run(rows) for rows in _RANKS])
+            if staged:
+                self._check_alone(self._run(together=True), [self._run(together=True, alone=n) for n in (0, 1)])
+        return whole
+
+    def _check_alone(self, whole: _Run, parts: Sequence[_Run]) -> None:
+        """Raise UserError unless each tensor takes the same steps alone as beside the others of its group."""
+        advice = (
+            "so its steps would depend on which stage has a tensor. It can be used with mesh.pp=1; adamw, sgd and "
+            "others that step each tensor by itself, in stages, too."
+        )
+        for key, values in whole.counters.items():
+            if any(part.counters.get(key) != values for part in parts):
+                raise self._refused(f"keeps {key} in its groups, which depends on all tensors, {advice}")
+        for before, after, part in zip(whole.before, whole.after, parts, strict=True):
+            if not (part.after[0] - after).abs().max() <= _ROUNDING[self.dtype] * (after - before).abs().max():
+                raise self._refused(f"steps a tensor otherwise beside others than alone, {advice}")
+
+    def _check_rows(self, whole: _Run, parts: Sequence[_Run]) -> None:
+        """Raise UserError unless the rows take the same steps as whole tensors."""
+        advice = (
+            "so its steps would depend on how many ranks share a parameter. It can be used where nothing is sharded "
+            "(mesh.dp_shard=1); adamw, sgd and others that step each element by itself, on every mesh."
+        )
+        for shape, state in zip(_SHAPES, whole.state, strict=True):
+            for key, value in state.items():
+                if isinstance(value, Tensor) and value.ndim and value.shape != shape:
+                    raise self._refused(
+                        f"keeps {key} of {list(value.shape)} for a parameter of {list(shape)}, {advice}"
+                    )
+        for key, values in whole.counters.items():
+            if any(part.counters.get(key) != values for part in parts):
+                raise self._refused(f"keeps {key} in its groups, which depends on all rows, {advice}")
+        for number, (before, after) in enumerate(zip(whole.before, whole.after, strict=True)):
+            found = torch.cat([part.after[number] for part in parts])
+            if not (found - after).abs().max() <= _ROUNDING[self.dtype] * (after - before).abs().max():
+                raise self._refused(f"steps a tensor otherwise than its rows, {advice}")
+
+    def _run(
+        self,
+        rows: slice = slice(None),
+        *,
+        together: bool = False,
+        alone: int | None = None,
+        lr: float = _LR,
+        carried: Sequence[str] | None = None,
+    ) -> _Run:
+        """Run some steps. rows: rows of the tensors to train. together: in one group. alone: train only this tensor.
+        carried: go on with a new optimizer on the way, which gets the state and these entries of the groups."""
+        torch.manual_seed(0)
+        generator = torch.Generator().manual_seed(0)
+
+        def draw(shape: tuple[int, ...]) -> Tensor:
+            sizes = torch.linspace(0.5, 2.0, shape[0]).view(-1, *[1] * (len(shape) - 1))  # rows of unlike norms
+            return (torch.randn(shape, generator=generator) * sizes)[rows].to(self.device, self.dtype)
+
+        drawn = [nn.Parameter(draw(shape)) for shape in _SHAPES]
+        parameters = drawn if alone is None else drawn[alone : alone + 1]
+        before = [parameter.detach().clone() for parameter in parameters]
+        optimizer = self._over(parameters, together)
+        fresh = _entries(optimizer)
+        for number in range(_STEPS):
+            if carried is not None and number == _BREAK:
+                optimizer, old = self._over(parameters, together), optimizer
+                for group, entries in zip(optimizer.param_groups, _entries(old), strict=True):
+                    group.update({key: entries[key] for key in carried if key in entries})
+                for parameter in parameters:
+                    optimizer.state[parameter].update(_copied(old.state[parameter]))
+            set_rates(optimizer.param_groups, lr / (1 + number))
+            for parameter, shape in zip(drawn, _SHAPES, strict=True):
+                parameter.grad = draw(shape)
+            optimizer.step()
+        state = [dict(optimizer.state[parameter]) for parameter in parameters]
+        return _Run(
+            before, [parameter.detach() for parameter in parameters], state, _changed(fresh, _entries(optimizer))
+        )
+
+    def _over(self, parameters: Sequence[nn.Parameter], together: bool) -> torch.optim.Optimizer:
+        if together:
+            return self.make([{"params": list(parameters), "weight_decay": 0.1, "lr_scale": 1.0}])
+        return self.make([{"params": [p], "weight_decay": 0.1 * (p.ndim > 1), "lr_scale": 1.0} for p in parameters])
+
+    def _refused(self, why: str) -> UserError:
+        return UserError(f"optimizer.name: {self.path} {why}")
+
+
+def storable(value: Any) -> bool:
+    """Whether a checkpoint can hold this entry of an optimizer's state; None is not stored."""
+    if isinstance(value, Tensor):
+        return type(value) in (Tensor, DTensor) and value.layout == torch.strided
+    return value is None or isinstance(value, bool | int | float)
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a Python number or a tensor without dimensions."""
+    return isinstance(value, bool | int | float) or (type(value) is Tensor and not value.ndim)
+
+
+def _entries(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Copies of the optimizer's groups without `params` and `lr`."""
+    return [
+        copy.deepcopy({key: value for key, value in group.items() if key not in ("params", "lr")})
+        for group in optimizer.param_groups
+    ]
+
+
+def _changed(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> dict[str, list[Any]]:
+    """The entries that differ in any group: name -> the value of each group in `after`."""
+    names = dict.fromkeys(name for group in after for name in group)
+    pairs = list(zip(before, after, strict=True))
+    return {n: [b.get(n) for _, b in pairs] for n in names if any(not _same(a.get(n), b.get(n)) for a, b in pairs)}
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other)
+    return type(one) is type(other) and bool(one == other)
+
+
+def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
+    copies = {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}
+    return {key: value for key, value in copies.items() if value is not None}
+
+
+def _equal(one: _Run, other: _Run) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one.after, other.after, strict=True))

@@ -1,0 +1,178 @@
+"""The learning rate and weight decay of each parameter: the default rule, and the config's groups."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from weft.config.schema import OptimizerConfig, ParameterGroup
+from weft.errors import UserError
+from weft.models.patterns import matches, similar_names
+from weft.parallel.shards.cuts import AnyCut, full_shape
+
+NamedParameters = Iterable[tuple[str, nn.Parameter]]
+
+_NORM = re.compile(r"norm|(^|_)ln(_|\d|$)", re.IGNORECASE)
+_BIAS = re.compile(r"(^|_)bias$", re.IGNORECASE)
+_Row = tuple[int, str, float, float | None]  # (place, name, weight decay, peak learning rate)
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerGroupRow:
+    """A row of the table of parameters with equal treatment. elements: over all ranks. examples: last parts of their
+    names. lr: peak learning rate, None for frozen parameters."""
+
+    name: str
+    weight_decay: float
+    parameters: int
+    elements: int
+    examples: tuple[str, ...]
+    lr: float | None = None
+
+
+@dataclass(frozen=True)
+class ParamGroupRule:
+    """How an optimizer treats a parameter. group: index in optimizer.groups, None for none. lr_scale: share of the
+    step's learning rate."""
+
+    group: int | None
+    lr_scale: float
+    weight_decay: float
+
+
+def decays(name: str, ndim: int) -> bool:
+    """Whether weight decay applies to the parameter `name` with `ndim` dimensions (the global ones of a DTensor).
+
+    Matrices, embeddings and fused experts decay. Vectors and scalars do not, nor do biases, norms, conv1d kernels and
+    A_log, whatever their shape: fused experts have biases of two dimensions, some norms have one row per head.
+    """
+    owner, leaf = (["", *name.split(".")])[-2:]
+    if ndim < 2 or leaf == "A_log" or _BIAS.search(leaf) or _NORM.search(owner):
+        return False
+    # A conv1d kernel has three dimensions; the name alone would also match GPT-2's Conv1D and kernels of images.
+    return not ("conv" in owner.lower() and ndim == 3)
+
+
+def param_group_rules(named_parameters: NamedParameters, config: OptimizerConfig) -> dict[nn.Parameter, ParamGroupRule]:
+    """The treatment of every parameter that requires a gradient, in order.
+
+    named_parameters: a tied parameter may come several times; patterns match any of its names.
+    """
+    return {
+        parameter: _treatment(names, parameter.ndim, config)
+        for parameter, names in _names(named_parameters).items()
+        if parameter.requires_grad
+    }
+
+
+def _names(named_parameters: NamedParameters) -> dict[nn.Parameter, list[str]]:
+    found: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in named_parameters:
+        found.setdefault(parameter, []).append(name)
+    return found
+
+
+def _treatment(names: Sequence[str], ndim: int, config: OptimizerConfig) -> ParamGroupRule:
+    usual = config.weight_decay if decays(names[0], ndim) else 0.0
+    for number, group in enumerate(config.groups):
+        if any(matches(pattern, name) for pattern in group.match for name in names):
+            return ParamGroupRule(
+                number, _lr_scale(group, config.lr), usual if group.weight_decay is None else group.weight_decay
+            )
+    return ParamGroupRule(None, 1.0, usual)
+
+
+def _lr_scale(group: ParameterGroup, lr: float) -> float:
+    if group.lr is not None:
+        return group.lr / lr
+    return 1.0 if group.lr_scale is None else group.lr_scale
+
+
+def check_groups(module: nn.Module, config: OptimizerConfig) -> None:
+    """Raise UserError if a pattern of optimizer.groups matches nothing, or if a group gets no parameter."""
+    named = list(module.named_parameters(remove_duplicate=False))
+    for number, group in enumerate(config.groups):
+        for pattern in group.match:
+            if not any(matches(pattern, name) for name, _ in named):
+                raise UserError(
+                    f"optimizer.groups[{number}]: {pattern!r} matches no parameter"
+                    f"{similar_names(pattern, [name for name, _ in named])}"
+                )
+    taken = {treatment.group for treatment in param_group_rules(named, config).values()}
+    for number, group in enumerate(config.groups):
+        if number not in taken:
+            raise UserError(
+                f"optimizer.groups[{number}] has no parameter: all that {', '.join(group.match)} names is in an "
+                "earlier group, or frozen (model.freeze). Put it before that group, or leave it out."
+            )
+
+
+def describe_groups(
+    named_parameters: NamedParameters, config: OptimizerConfig, cuts: Mapping[str, AnyCut] | None = None
+) -> list[OptimizerGroupRow]:
+    """Rows of the table that is printed at start: parameters with and without weight decay, those of each optimizer
+    group, and frozen ones. cuts: how tp divides parameters, to count elements over all ranks."""
+    names = _names(named_parameters)
+    treated = param_group_rules(((name, p) for p, several in names.items() for name in several), config)
+    rows: dict[_Row, list[nn.Parameter]] = {
+        (-1, "decayed", config.weight_decay, config.lr): [],
+        (-1, "not decayed", 0.0, config.lr): [],
+    }
+    for parameter, several in names.items():
+        rows.setdefault(_row(several[0], parameter, treated.get(parameter), config), []).append(parameter)
+    trained = [name for parameter, several in names.items() if parameter.requires_grad for name in several]
+    return [
+        OptimizerGroupRow(
+            name=row[1],
+            weight_decay=row[2],
+            parameters=len(rows[row]),
+            elements=sum(math.prod(full_shape(names[p][0], p, cuts or {})) for p in rows[row]),
+            examples=_kinds([names[p][0] for p in rows[row]], trained if row[3] is None else None),
+            lr=row[3],
+        )
+        for row in sorted(rows, key=lambda row: row[:2])
+    ]
+
+
+def _row(name: str, parameter: nn.Parameter, treated: ParamGroupRule | None, config: OptimizerConfig) -> _Row:
+    """The row of the table that counts this parameter."""
+    if treated is None:
+        return len(config.groups), "frozen", 0.0, None
+    kind = "decayed" if decays(name, parameter.ndim) else "not decayed"
+    if treated.group is None:
+        return -1, kind, treated.weight_decay, config.lr
+    title = f"groups[{treated.group}]"
+    if config.groups[treated.group].weight_decay is None:
+        title += f", {kind}"
+    return treated.group, title, treated.weight_decay, config.lr * treated.lr_scale
+
+
+def _kinds(names: Sequence[str], trained: Sequence[str] | None) -> tuple[str, ...]:
+    """Examples for a row of the table: the last two parts of each name, without repetitions. trained: for frozen names,
+    the names of trained parameters; a module without any, outside lists of layers, is named as a whole."""
+    short = (_whole_module(name, trained) or ".".join(name.split(".")[-2:]) for name in names)
+    return tuple(dict.fromkeys(re.sub(r"^\d+\.", "*.", name) for name in short))
+
+
+def _whole_module(name: str, trained: Sequence[str] | None) -> str | None:
+    """The outermost module outside lists of layers that holds this parameter and no trained one; None if there is
+    none, or for `trained` None."""
+    owners = name.split(".")[:-1] if trained is not None else []
+    outside = next((at for at, part in enumerate(owners) if part.isdecimal()), len(owners))
+    holders = (".".join(owners[: depth + 1]) for depth in range(outside))
+    return next((holder for holder in holders if not any(t.startswith(f"{holder}.") for t in trained or ())), None)
+
+
+def set_rates(groups: Iterable[dict[str, Any]], lr: float) -> None:
+    """Set each group's rate to its share of `lr`; some optimizers keep it in a tensor."""
+    for group in groups:
+        rate = lr * group["lr_scale"]
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate

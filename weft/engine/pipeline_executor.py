@@ -1,0 +1,255 @@
+"""Forwards and backwards of a model whose layers are over several ranks (mesh.pp), in stages, a row at a time.
+
+Every rank builds every row of its documents, so that all know the shapes of messages between stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from weft.engine.batch.builder import StepRows
+from weft.engine.batch.replay import RouteCounts
+from weft.engine.batch.row import Row
+from weft.engine.build import BuiltModel
+from weft.engine.config import EngineConfig
+from weft.engine.executor import Executor, ForwardRequest, ForwardResult, LossScaling, Trained, Use
+from weft.engine.losses.base import Loss
+from weft.engine.losses.check import metrics_of
+from weft.engine.metrics import MetricSums
+from weft.engine.step_plan.plan import StepPlan
+from weft.launch import flight
+from weft.launch.timing import waiting
+from weft.models.train_module import TrainModule
+from weft.ops.exact import numerics
+from weft.parallel.fsdp import end_backward, reduce_now, reduce_when
+from weft.parallel.mesh import Mesh
+from weft.parallel.pp.model import Pipeline
+from weft.parallel.pp.placement import Placement
+from weft.parallel.pp.schedule import DELAYED, Action, bubble, order
+from weft.parallel.pp.stages import Link, Message
+from weft.parallel.pp.weight_gradients import Delayed, WeightGradients
+
+
+@dataclass(frozen=True)
+class _Done:
+    """A row in a stage between its forward and its backward. received: None in the first stage. sent: None in the last
+    stage, which has `forwarded`. routes: of the stage's layers. balance, balance_loss: auxiliary loss of the stage's
+    experts; None in the last stage."""
+
+    row: Row
+    received: Tensor | None
+    sent: Tensor | None
+    forwarded: ForwardResult | None
+    routes: RouteCounts
+    balance: Tensor | None = None
+    balance_loss: Tensor | None = None
+
+
+class PipelineExecutor(Executor):
+    """Runs the stages of one rank. Losses, metrics and readouts are those of the last stage."""
+
+    staged = True
+
+    def __init__(
+        self, config: EngineConfig, built: BuiltModel, mesh: Mesh, device: torch.device, link: Link, pipeline: Pipeline,
+        costs: Sequence[float],
+    ) -> None:  # fmt: skip
+        """costs: of each stage, in any unit."""
+        super().__init__(config, built, mesh, device)
+        self.link, self.axis, self.schedule, self.costs = link, link.axis, config.mesh.pp_schedule, costs
+        self.placement = pipeline.placement
+        self.has_loss = self.placement.last == self.axis.place
+        self.weights = WeightGradients(self.module) if self.schedule in DELAYED else None
+        self.units = _units_of_chunks(self.module, pipeline, self.axis.place)
+
+    def train(
+        self, rows: StepRows, objective: Loss, factors: LossScaling, sums: MetricSums, *, routed: bool
+    ) -> Trained:
+        """See Executor.train."""
+        micro_batches = len(rows.sources)
+        self.link.connect()
+        done = Trained([torch.zeros((), device=self.device)] * micro_batches)
+        actions = order(self.schedule, self.placement, self.axis.place, micro_batches)
+        held = _Held(rows, self.device, self.placement, self.axis.place)
+        between: dict[tuple[int, int], _Done] = {}
+        delayed: dict[tuple[int, int], Delayed] = {}
+        for place, action in enumerate(actions):
+            for near in actions[place : place + 2]:  # the next action's input arrives while this one computes
+                self._ask(near, held)
+            micro, key = action.micro, (action.chunk, action.micro)
+            flight.enter(action.kind, micro + 1, rows.sources[micro])
+            end_backward(self.module, action == actions[-1])
+            if action.kind == "forward":
+                done.checksums += held[micro].checksums if action.chunk == 0 else ()
+                between[key] = self._forward(action, held[micro], objective, factors)
+            elif action.kind == "weights":
+                self._weights(action, delayed.pop(key), last=micro == micro_batches - 1)
+            else:
+                finished = between.pop(key)
+                delayed[key] = self._backward(action, finished, last=micro == micro_batches - 1)
+                done.losses[micro] = done.losses[micro] + self._seen(finished, sums)
+                held.drop(micro)
+                if routed:
+                    sums.add("routing/differing", *finished.routes.share(self.device))
+        self.link.finish()
+        self.name_metrics(objective, sums)
+        return done
+
+    def _seen(self, done: _Done, sums: MetricSums) -> Tensor | float:
+        """This stage's part of a row's loss sum; adds the row's metrics to `sums`."""
+        if done.forwarded is not None:
+            self.account(done.forwarded, sums)
+            return done.forwarded.seen
+        if not self.balance:
+            return 0.0
+        own = 0.0 if done.balance is None else done.balance.detach()
+        sums.add("aux_loss", own, 0.0)  # the last stage counts the tokens
+        return own
+
+    def _stage(self, action: Action) -> int:
+        return self.placement.stage_of(self.axis.place, action.chunk)
+
+    def _ask(self, action: Action, held: _Held) -> None:
+        if action.kind != "weights":
+            message = Message(action.kind == "forward", self._stage(action), action.micro)
+            self.link.ask(message, held[action.micro].input_ids_BT.shape)
+
+    def _forward(self, action: Action, row: Row, objective: Loss, factors: LossScaling) -> _Done:
+        stage = self._stage(action)
+        received = self.link.receive(Message(True, stage, action.micro))
+        if received is not None:
+            received.requires_grad_()
+        with self.replay.following(row) as routes, numerics(self.config.exact):
+            if stage == self.placement.stages - 1:
+                found = self.forwarded(row, objective, factors, action.micro, received, action.chunk)
+                return _Done(row, received, None, found, routes)
+            asked = self.balanced(row, factors, action.micro)
+            made = self.read(row, frozenset(), balance=asked, received=received, chunk=action.chunk)
+        self.link.send(stage, True, action.micro, made["sent"], row.input_ids_BT.shape)
+        balance = made.get("balance")
+        loss = None if balance is None else self.balance_loss(balance, factors)
+        return _Done(row, received, made["sent"], None, routes, balance, loss)
+
+    def _backward(self, action: Action, done: _Done, *, last: bool) -> Delayed:
+        """Run a backward; returns what is left to do for the gradients of weights. last: of the chunk's
+        micro-batches."""
+        stage = self._stage(action)
+        gradient = self.link.receive(Message(False, stage, action.micro))
+        when = self.config.fsdp.reduce if self.weights is None else "later"
+        reduce_when(self.module, when, last=last, of=self.units[action.chunk])
+        with self.replay.following(done.row), numerics(self.config.exact):  # for recomputed layers
+            if done.forwarded is not None:
+                done.forwarded.loss.backward()
+            else:
+                assert done.sent is not None
+                more = [] if done.balance_loss is None else [done.balance_loss]
+                torch.autograd.backward([done.sent, *more], [gradient, *[None for _ in more]])
+        if done.received is not None:
+            self.link.send(stage, False, action.micro, done.received.grad, done.row.input_ids_BT.shape)
+        return [] if self.weights is None else self.weights.take()
+
+    def _weights(self, action: Action, delayed: Delayed, *, last: bool) -> None:
+        """Compute the weight gradients that a backward left. With the last of a chunk, all its gradients are
+        reduced."""
+        with torch.no_grad(), numerics(self.config.exact):
+            for add in delayed:
+                add()
+        reduce_when(self.module, self.config.fsdp.reduce, last=last, of=self.units[action.chunk])
+        reduce_now(self.module)
+
+    def visit(
+        self, rows: StepRows, phase: str, ask: Callable[[Row], ForwardRequest], use: Use, *, following: bool = False,
+        evaluating: bool = True,
+    ) -> None:  # fmt: skip
+        """See Executor.visit. `use` is called in the last stage only or, when choices of experts are read, in all."""
+        held = _Held(rows, self.device, self.placement, self.axis.place)
+        self.link.connect()
+        whole = order(self.schedule, self.placement, self.axis.place, len(rows.sources))
+        forwards = [action for action in whole if action.kind == "forward"]
+        with self.without_gradients(evaluating=evaluating):
+            for place, action in enumerate(forwards):
+                micro, stage = action.micro, self._stage(action)
+                flight.enter(phase, micro + 1, rows.sources[micro])
+                for near in forwards[place : place + 2]:
+                    self._ask(near, held)
+                row = held[micro]
+                asked = ask(row)
+                received = self.link.receive(Message(True, stage, micro))
+                with self.replay.following(row) if following else nullcontext():
+                    found = self.read(
+                        row, asked.what, balance=asked.balance, chosen_NC=asked.chosen_NC, received=received,
+                        chunk=action.chunk,
+                    )  # fmt: skip
+                last = stage == self.placement.stages - 1
+                if last or asked.balance is not None:
+                    use(micro, row, found)
+                if not last:
+                    self.link.send(stage, True, micro, found["sent"], row.input_ids_BT.shape)
+                held.drop(micro)
+            self.link.finish()
+
+    def sum_over_stages(self, sums: Sequence[Tensor]) -> None:
+        """See Executor.sum_over_stages."""
+        joined = torch.cat([own.flatten() for own in sums])
+        with waiting():
+            dist.all_reduce(joined, group=self.axis.group)
+        for own, part in zip(sums, joined.split([own.numel() for own in sums]), strict=True):
+            own.copy_(part.view_as(own))
+
+    def name_metrics(self, objective: Loss, sums: MetricSums) -> None:
+        """See Executor.name_metrics."""
+        if not self.has_loss:
+            for name in metrics_of(objective):
+                sums.add(name, 0.0, 0.0)
+
+    def bubble(self, plan: StepPlan) -> float:
+        """The share of a step in which ranks wait for each other, from the FLOPs of its rows."""
+        ranks, own = self.placement.ranks, self.mesh.loss_rank
+        orders = [order(self.schedule, self.placement, place, plan.micro_batches) for place in range(ranks)]
+
+        def cost(stage: int, action: Action) -> float:  # backward costs twice forward, half of it for weights
+            twice = action.kind == "backward" and self.weights is None
+            return self.costs[stage] * plan.costs[action.micro][own] * (2.0 if twice else 1.0)
+
+        return bubble(orders, self.placement, cost)
+
+
+def _units_of_chunks(module: TrainModule, pipeline: Pipeline, place: int) -> list[list[FSDPModule]]:
+    """The FSDP units of each of a rank's stages. The root belongs to the model's first stage if this rank has it, else
+    to the rank's last stage."""
+    units: list[list[FSDPModule]] = [[] for _ in range(pipeline.placement.chunks)]
+    for name, child in module.named_modules():
+        if isinstance(child, FSDPModule):
+            stage = pipeline.stage_of(name, module.facts.layers)
+            if name == "" and place != 0:
+                stage = pipeline.placement.stage_of(place, pipeline.placement.chunks - 1)
+            units[pipeline.placement.chunk_of(stage)].append(child)
+    return units
+
+
+class _Held:
+    """Rows on the device. Each is built once, when its shape is first needed, and kept until each chunk of layers has
+    dropped it."""
+
+    def __init__(self, rows: StepRows, device: torch.device, placement: Placement, place: int) -> None:
+        self._rows, self._device, self._images = rows, device, place == placement.rank_of(0)
+        self._left = dict.fromkeys(range(len(rows.sources)), placement.chunks)
+        self._made: dict[int, Row] = {}
+
+    def __getitem__(self, micro: int) -> Row:
+        if micro not in self._made:
+            row = self._rows[micro]
+            self._made[micro] = (row if self._images else replace(row, media=None, borrowed=False)).to(self._device)
+        return self._made[micro]
+
+    def drop(self, micro: int) -> None:
+        self._left[micro] -= 1
+        if not self._left[micro]:
+            del self._made[micro]

@@ -1,0 +1,58 @@
+"""Whether compiled layers serve a run: tried on a small copy, on the run's device and in its compute dtype."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+from transformers import PretrainedConfig
+
+from weft.engine.selfcheck.device import TOLERANCES, bounds_of, on_device
+from weft.engine.selfcheck.startup import ModelSupport, hidden_of, small_copy, text_vocabulary
+from weft.models.train_module import TrainModule
+from weft.parallel.parallelize import compile_layers
+
+# Rows of these documents, one after another. The second length lets torch compile for any length; later ones may not
+# compile anew. None is a width of a small copy, to which torch would specialise a graph.
+_ROWS = ((130, 60), (96, 51), (200, 3), (64, 53), (171, 40))
+
+
+def try_compiled(
+    config: PretrainedConfig, kernel: str, support: ModelSupport, device: torch.device, dtype: torch.dtype
+) -> str:
+    """Why layers of this family should not be compiled: they fail, have other values or gradients, or are compiled anew
+    for many lengths; "" for no reason. Takes tens of seconds on CUDA where torch's cache does not have the graphs."""
+    try:
+        return _try(config, kernel, support, device, dtype)
+    except Exception as error:  # from a compiler, a driver, or code that cannot be traced
+        return f"they do not run ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})"
+    finally:
+        torch._dynamo.reset()  # or graphs of the small copy would count towards the limit of the model's
+
+
+def _try(config: PretrainedConfig, kernel: str, support: ModelSupport, device: torch.device, dtype: torch.dtype) -> str:
+    module = on_device(small_copy(config, kernel), device, dtype)
+    plain = [_results(module, support, lengths) for lengths in _ROWS]
+    compile_layers(module)
+    graphs, worst = [], 0.0
+    for lengths, expected in zip(_ROWS, plain, strict=True):
+        for ours, theirs in zip(_results(module, support, lengths), expected, strict=True):
+            worst = max(worst, float((ours - theirs).square().mean().sqrt() / theirs.square().mean().sqrt()))
+        graphs.append(counters["stats"]["unique_graphs"])
+    if not worst <= TOLERANCES[dtype]:
+        return f"values or gradients differ by {worst:.1e}, {TOLERANCES[dtype]:.0e} is allowed"
+    if graphs[-1] != graphs[1]:
+        return f"{graphs[-1] - graphs[1]} graphs are compiled anew for rows of other lengths"
+    return ""
+
+
+def _results(module: TrainModule, support: ModelSupport, lengths: tuple[int, ...]) -> list[Tensor]:
+    """Hidden states of a row, and gradients of all weights of the layers as one, in fp64."""
+    generator = torch.Generator().manual_seed(5)
+    documents = [torch.randint(1, text_vocabulary(module), (n,), generator=generator) for n in lengths]
+    bounds = bounds_of(module, support.layout, lengths) if support.uses_bounds else None
+    hidden = torch.cat(hidden_of(module, documents, support.layout, bounds))
+    upstream = torch.randn(hidden.shape, generator=generator).to(hidden)
+    weights = [p for _, layer in module.layers for p in layer.parameters() if p.requires_grad]
+    found = torch.autograd.grad(hidden, weights, upstream, allow_unused=True)
+    return [hidden.detach().double(), torch.cat([g.double().flatten() for g in found if g is not None])]

@@ -1,0 +1,457 @@
+"""Checks of what a run computes with on its device, before anything large is loaded, in the compute dtype:
+
+1. For every kind of attention call that a small copy makes, output and gradients equal per_document's in fp64.
+2. Documents do not see each other, neither forward nor backward.
+3. Modules that carry state give what torch's code gives on the CPU, forward and backward.
+4. The grouped matmul of experts is that of single matmuls, also where experts have no rows.
+5. The fused AdamW steps as its formula says, scales gradients, and leaves out a step that is to be left out.
+Passed checks are remembered in the user's cache folder. Collectives are tried at each start (`check_collectives`).
+
+B, H, T: batch, heads, tokens. E: experts.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+from transformers import PretrainedConfig, PreTrainedModel
+
+from weft.engine.optim.optimizer import FusedAdamW
+from weft.engine.selfcheck.startup import ModelSupport, hidden_of, small_copy, text_vocabulary
+from weft.engine.step_plan.plan import Layout
+from weft.errors import UserError
+from weft.models import experts, hf
+from weft.models.experts import UNWRITTEN, experts_of, grouped_linear
+from weft.models.train_module import TrainModule
+from weft.ops import attention
+from weft.ops.attention import choose
+from weft.ops.attention_call import BOUNDS_ARGUMENT, Bounds, Call, Traits
+from weft.ops.per_document import per_document
+from weft.version import __version__
+from weft.versions import all_gather_single, installed_version, reduce_scatter_single
+
+# Whole blocks of 128 keys and cut ones, a document of one token, a row that no block divides; all within 256 positions.
+LENGTHS = (256, 1, 140, 129)
+# For the RMS error of each document, relative to the RMS of the row. per_document itself: up to 1.1e-2, 1.5e-3, 7e-7.
+TOLERANCES = {torch.bfloat16: 3e-2, torch.float16: 4e-3, torch.float32: 1e-5}
+KERNEL_PACKAGES = ("causal-conv1d", "mamba-ssm", "flash-linear-attention", "kernels", "triton")  # of modules with state
+FOLDER = Path("~/.cache/weft/kernels")  # beside what data.cache keeps
+
+
+def check_on_device(
+    config: PretrainedConfig, kernel: str, support: ModelSupport, device: torch.device, dtype: torch.dtype
+) -> None:
+    """Raises UserError if something that the run computes with is wrong, or fails, on this device in this dtype.
+
+    per_document is the reference for the other kernels of attention, and is not checked itself. Where gradients of
+    experts without rows are not written, the experts of this process set them to 0 from now on.
+    """
+    content = _content(config, kernel, support, device, dtype)
+    file = FOLDER.expanduser() / f"{hashlib.blake2b(json.dumps(content).encode(), digest_size=16).hexdigest()}.json"
+    remembered = _remembered(file)
+    if remembered == content | {"unwritten": False}:
+        return
+    if remembered == content | {"unwritten": True}:
+        UNWRITTEN.add(device.type)
+        return
+    small = small_copy(config, kernel)
+    for parts, fix, check in _checks(config, small, kernel, support, device, dtype):
+        try:
+            failures = list(check())
+        except Exception as error:  # from a compiler, a driver, or a kernel that this device lacks
+            failures = [f"it does not run ({type(error).__name__}: {error})"]
+        if failures:
+            raise UserError(
+                f"{parts} is not right on {_device_name(device)} in {str(dtype).removeprefix('torch.')}, tried on a "
+                f"small copy: {'; '.join(failures)}. {fix}, and please report it."
+            )
+    with suppress(OSError):  # if it cannot be written, the next run checks again
+        _write(file, json.dumps(content | {"unwritten": device.type in UNWRITTEN}, indent=1))
+
+
+Failures = Iterator[str]
+
+
+def _checks(
+    config: PretrainedConfig,
+    small: PreTrainedModel,
+    kernel: str,
+    support: ModelSupport,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Iterator[tuple[str, str, Callable[[], Failures]]]:
+    """(what is tried, what to do if it is wrong, the check), for all that this architecture computes with."""
+    if support.mixers:
+        yield (
+            f"the code of {', '.join(support.mixers)}",
+            "Uninstall causal-conv1d, mamba-ssm and flash-linear-attention where they are installed, so that torch's "
+            "code runs",
+            lambda: _mixer_failures(small, support.layout, device, dtype),
+        )
+    if support.uses_bounds and support.attends and kernel != "per_document":
+        yield (
+            f"model.attention={kernel}",
+            "Set model.attention=per_document",
+            lambda: _attention_failures(small, kernel, support.layout, device, dtype),
+        )
+    transposed = {bool(part.is_transposed) for part in experts_of(small).values() if hf.is_fused_experts(part)}
+    if transposed:
+        yield (
+            "torch's grouped matmul of experts",
+            "Install another version of torch, or set fsdp.param_dtype=fp32",
+            lambda: (failure for way in sorted(transposed) for failure in _grouped_failures(way, device, dtype)),
+        )
+    yield "torch's fused AdamW", "Install another version of torch", lambda: _adamw_failures(device)
+
+
+def on_device(small: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> TrainModule:
+    """A copy of a small model, with its parameters in `dtype`."""
+    model = copy.deepcopy(small).to(device)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return TrainModule(model)
+
+
+def _attention_failures(
+    small: PreTrainedModel, kernel: str, layout: Layout, device: torch.device, dtype: torch.dtype
+) -> Failures:
+    calls: dict[Traits, Call] = {}
+
+    def keep(call: Call) -> None:
+        calls.setdefault(call.traits, call)
+
+    with attention.watched(keep):
+        yield from _leaks(on_device(small, device, dtype), layout, TOLERANCES[dtype])
+    for traits, call in calls.items():
+        name = choose(kernel, device, dtype, traits)
+        for what, error in errors(call, attention.KERNELS[name].run).items():
+            if not error <= TOLERANCES[dtype]:
+                yield f"{what} of {name} ({traits}) are off by {error:.1e}, {TOLERANCES[dtype]:.0e} is allowed"
+
+
+# ---------------------------------------------------------------- one call
+
+
+def errors(call: Call, run: Callable[[Call], Tensor]) -> dict[str, float]:
+    """Errors of a kernel's output and gradients, by name: the worst document's, relative to the row's size; NaN stays
+    NaN."""
+    generator = torch.Generator().manual_seed(3)
+    shape = (*call.query_BHTD.shape[:3], call.value_BKTE.shape[3])
+    upstream = torch.randn(shape, generator=generator).to(call.query_BHTD)
+    found = _with_gradients(call, run, upstream)
+    true = _with_gradients(call, per_document, upstream.double())
+    return {name: _error(found[name], true[name], call.bounds) for name in true}
+
+
+def _with_gradients(call: Call, run: Callable[[Call], Tensor], upstream: Tensor) -> dict[str, Tensor]:
+    """Outputs and gradients in the dtype of `upstream`."""
+    names = {"query_BHTD": "queries", "key_BKTD": "keys", "value_BKTE": "values", "sinks_H": "sinks"}
+    given = {name: getattr(call, name) for name in names if getattr(call, name) is not None}
+    inputs = {name: x.detach().clone().to(upstream.dtype).requires_grad_() for name, x in given.items()}
+    with torch.enable_grad():
+        out = run(replace(call, **inputs))
+    gradients = torch.autograd.grad(out, list(inputs.values()), upstream)
+    return {"outputs": out.detach()} | {
+        f"gradients of {names[name]}": gradient for name, gradient in zip(inputs, gradients, strict=True)
+    }
+
+
+def _error(found: Tensor, true: Tensor, bounds: Bounds) -> float:
+    """The worst document's error of a [B, H, T, width]; that of sinks, [H], as a whole."""
+    off = found.double() - true
+    documents = [off] if off.ndim == 1 else off.unbind(0) if bounds.padded else off.split(bounds.lengths, dim=2)
+    worst = torch.stack([document.square().mean() for document in documents]).max()
+    return float((worst / true.square().mean()).sqrt())
+
+
+# ---------------------------------------------------------------- the whole copy
+
+
+def _leaks(module: TrainModule, layout: Layout, tolerance: float) -> Iterator[str]:
+    """Messages about documents that see each other."""
+    generator = torch.Generator().manual_seed(2)
+    vocabulary = text_vocabulary(module)
+    documents = [torch.randint(1, vocabulary, (n,), generator=generator) for n in LENGTHS]
+    # With gradients, though none are needed yet: the kernels compiled for them are needed later, and take longest.
+    hidden = hidden_of(module, documents, layout, bounds_of(module, layout))
+    largest = torch.cat(hidden).detach().abs().max()
+    for place in (0, 2):
+        changed = list(documents)
+        changed[place] = (documents[place] + 7) % vocabulary
+        moved = hidden_of(module, changed, layout, bounds_of(module, layout))
+        others = [moved[n].detach() - hidden[n].detach() for n in range(len(documents)) if n != place]
+        off = torch.cat(others).abs().max() / largest
+        if not off <= tolerance:
+            yield f"another document moves hidden states by {float(off):.1e}, {tolerance:.0e} is allowed"
+    reached = _reached(module, documents, layout, 2)
+    share = torch.stack([x for n, x in enumerate(reached) if n != 2]).max() / reached[2]
+    if not share <= tolerance:
+        yield f"gradients reach another document, {float(share):.1e} of its own, {tolerance:.0e} is allowed"
+
+
+def _reached(module: TrainModule, documents: list[Tensor], layout: Layout, place: int) -> list[Tensor]:
+    """The largest gradient at each document's embeddings, of a loss of the one at `place`."""
+    embedded: list[Tensor] = []
+    embedding: Any = module.hf_model.get_input_embeddings()
+    hook = embedding.register_forward_hook(lambda module, inputs, output: embedded.append(output))
+    hidden = hidden_of(module, documents, layout, bounds_of(module, layout))[place]
+    hook.remove()
+    upstream = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(4)).to(hidden)
+    (gradient_BTH,) = torch.autograd.grad(hidden, embedded[0], upstream)
+    parts = gradient_BTH[0].split(LENGTHS) if layout == "packed" else gradient_BTH.unbind(0)
+    return [part.abs().max() for part in parts]
+
+
+def bounds_of(module: TrainModule, layout: Layout, lengths: tuple[int, ...] = LENGTHS) -> Bounds:
+    """The bounds of documents of these lengths."""
+    if layout == "packed":
+        return Bounds.packed(lengths, module.head.weight.device)
+    return Bounds((max(lengths),) * len(lengths), padded=True)
+
+
+# ---------------------------------------------------------------- modules that carry state
+
+
+def _mixer_failures(small: PreTrainedModel, layout: Layout, device: torch.device, dtype: torch.dtype) -> Failures:
+    """Each module on the device in `dtype`, and on the CPU in fp32 with the same rounded weights and inputs; what the
+    CPU's own rounding in `dtype` changes counts as noise."""
+    module = on_device(small, device, dtype)
+    inputs: dict[str, tuple[Any, Any]] = {}
+    hooks = [
+        boundary.mixer.register_forward_pre_hook(partial(_keep_inputs, inputs, name), with_kwargs=True)
+        for name, boundary in module.mixers.items()
+    ]
+    yield from _leaks(module, layout, TOLERANCES[dtype])
+    for hook in hooks:
+        hook.remove()
+    tried = set[type]()
+    for name, boundary in module.mixers.items():
+        mixer, kind = boundary.mixer, type(boundary.mixer)
+        if kind in tried or name not in inputs:
+            continue
+        tried.add(kind)
+        found = _mixed(mixer, inputs[name], device, dtype)
+        cpu = torch.device("cpu")
+        true = rounded = _mixed(mixer, inputs[name], cpu, torch.float32)
+        with suppress(RuntimeError):  # the CPU may lack a kernel in this dtype; then only the tolerance is allowed
+            rounded = _mixed(mixer, inputs[name], cpu, dtype)
+        for what, expected in true.items():
+            scale = _rms(expected) + 1e-30
+            error, noise = (_rms(outcome[what].double() - expected) / scale for outcome in (found, rounded))
+            allowed = max(TOLERANCES[dtype], 4 * noise)
+            if not error <= allowed:
+                yield f"{what} of {kind.__name__} are off by {error:.1e}, {allowed:.0e} is allowed"
+
+
+def _rms(x: Tensor) -> float:
+    return float(x.double().square().mean().sqrt())
+
+
+def _keep_inputs(inputs: dict[str, tuple[Any, Any]], name: str, mixer: nn.Module, args: Any, kwargs: Any) -> None:
+    inputs.setdefault(name, (args, kwargs))
+
+
+def _mixed(mixer: nn.Module, inputs: tuple[Any, Any], device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Output and gradients, on the CPU, of the module's own forward on a whole row as one document."""
+    placed = copy.copy(mixer)
+    placed.__dict__ = {name: value for name, value in copy.deepcopy(mixer.__dict__).items() if name != "forward"}
+    placed = placed.to(device=device, dtype=dtype).requires_grad_(True)
+
+    def moved(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return None if isinstance(value, Bounds) else value
+        return value.detach().to(device, dtype if value.is_floating_point() else value.dtype)
+
+    args, kwargs = tree_map(moved, inputs)
+    kwargs = {name: value for name, value in kwargs.items() if name not in (BOUNDS_ARGUMENT, "attention_mask")}
+    hidden = args[0] if args else kwargs["hidden_states"]
+    hidden.requires_grad_(True)
+    with torch.enable_grad():
+        out = placed(*args, **kwargs)
+    out = out[0] if isinstance(out, tuple) else out
+    upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(5)).to(out)
+    out.backward(upstream)
+    named = {"outputs": out.detach(), "gradients of inputs": hidden.grad}
+    named |= {f"gradients of {name}": parameter.grad for name, parameter in placed.named_parameters()}
+    return {name: value.float().cpu() for name, value in named.items() if value is not None}
+
+
+# ---------------------------------------------------------------- experts
+
+# StepRows of each expert: none empty; the first, one in the middle, the last empty; all but one.
+GROUPS_E = ((5, 33, 1, 16, 2, 7), (0, 33, 1, 16, 2, 7), (5, 33, 0, 16, 2, 7), (5, 33, 1, 16, 2, 0), (0, 0, 0, 64, 0, 0))
+
+
+def _grouped_failures(transposed: bool, device: torch.device, dtype: torch.dtype) -> Failures:
+    """Tries the grouped matmul; if all that is wrong are the gradients of experts without rows, they are set to 0 from
+    now on, and it is tried again."""
+    failures, unwritten = _grouped_errors(transposed, device, dtype)
+    if unwritten and not failures:
+        UNWRITTEN.add(device.type)
+        failures, unwritten = _grouped_errors(transposed, device, dtype)
+    yield from failures
+    if unwritten:
+        yield "gradients of experts without rows are not 0"
+
+
+def _grouped_errors(transposed: bool, device: torch.device, dtype: torch.dtype) -> tuple[list[str], bool]:
+    """(errors beyond the tolerance; whether an expert without rows got a gradient that is not 0)."""
+    failures, unwritten = list[str](), False
+    generator = torch.Generator().manual_seed(6)
+    for counts in GROUPS_E:
+        shape = (len(counts), 64, 128) if transposed else (len(counts), 128, 64)
+        weight, rows = (torch.randn(of, generator=generator).to(dtype) for of in (shape, (sum(counts), 64)))
+        upstream = torch.randn(sum(counts), 128, generator=generator).to(dtype)
+        ends = torch.tensor(counts).cumsum(0).to(torch.int32)
+        found = _grouped(grouped_linear, rows, weight, ends, upstream, transposed, device, dtype)
+        true = _grouped(_one_by_one, rows, weight, ends, upstream, transposed, torch.device("cpu"), torch.float64)
+        empty = torch.tensor(counts) == 0
+        unwritten |= not bool((found["gradients of weights"][empty] == 0).all())
+        for what, expected in true.items():
+            chosen = ~empty if what == "gradients of weights" else slice(None)
+            error = _rms((found[what].double() - expected)[chosen]) / _rms(expected[chosen])
+            if not error <= TOLERANCES[dtype]:
+                failures.append(f"{what} with {counts} rows are off by {error:.1e}, {TOLERANCES[dtype]:.0e} is allowed")
+    return failures, unwritten
+
+
+def _grouped(
+    product: Callable[..., Tensor],
+    rows: Tensor,
+    weight: Tensor,
+    ends: Tensor,
+    upstream: Tensor,
+    transposed: bool,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> dict[str, Tensor]:
+    rows, weight = (x.to(device, dtype, copy=True).requires_grad_() for x in (rows, weight))
+    with torch.enable_grad():
+        out = product(rows, weight, ends.to(device), None, transposed)
+    # What the allocator hands out next is full of NaN, not of the zeros of fresh memory.
+    used = [torch.full_like(weight, torch.nan) for _ in range(8)]
+    del used
+    gradients = torch.autograd.grad(out, (rows, weight), upstream.to(out))
+    names = ("outputs", "gradients of rows", "gradients of weights")
+    return {name: x.detach().cpu() for name, x in zip(names, (out, *gradients), strict=True)}
+
+
+def _one_by_one(rows: Tensor, weight: Tensor, ends: Tensor, bias: None, transposed: bool) -> Tensor:
+    parts = rows.tensor_split(ends.tolist()[:-1])
+    return torch.cat([part @ (one if transposed else one.T) for part, one in zip(parts, weight, strict=True)])
+
+
+# ---------------------------------------------------------------- the optimizer
+
+
+def _adamw_failures(device: torch.device) -> Failures:
+    """Two steps of the fused kernel in fp32, one of them with scaled gradients, and one to be left out."""
+    generator = torch.Generator().manual_seed(7)
+    sizes, settings = (1, 1000, 65537), dict(lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    starts, *gradients = ([torch.randn(n, generator=generator) for n in sizes] for _ in range(3))
+    true = [start.double().requires_grad_() for start in starts]
+    fused = [start.to(device, copy=True).requires_grad_() for start in starts]
+    plain = torch.optim.AdamW(true, **settings, foreach=False, fused=False)
+    tried = FusedAdamW(fused, **settings, fused=True)
+    for step, (scale, skipped) in enumerate(((1.0, False), (4.0, False), (1.0, True))):
+        for one, other, gradient in zip(true, fused, gradients[step % 2], strict=True):
+            one.grad, other.grad = gradient.double(), (gradient * scale).to(device)
+        tried.divisor = torch.tensor(scale, device=device)
+        tried.skip = torch.tensor(float(skipped), device=device)
+        tried.step()
+        if not skipped:
+            plain.step()
+    for one, other, start in zip(true, fused, starts, strict=True):
+        moved = one.detach() - start
+        error = float((other.detach().cpu().double() - one.detach()).abs().max() / moved.abs().max())
+        if not error <= 1e-4:
+            yield f"{len(start)} parameters are off by {error:.1e} of the update, 1e-04 is allowed"
+
+
+# ---------------------------------------------------------------- collectives
+
+
+def check_collectives(
+    groups: Mapping[str, dist.ProcessGroup], device: torch.device, dtypes: Sequence[torch.dtype]
+) -> None:
+    """Raises UserError if an all-reduce, reduce-scatter or all-gather of a few numbers over one of these groups is
+    wrong on this rank. groups: by the name of the mesh's part. Collective over all of them.
+
+    The numbers are small integers, whose sums every dtype holds exactly, in any order.
+    """
+    for name, group in groups.items():
+        place, size = group.rank(), group.size()
+        element = torch.arange(size * 33, device=device)
+        for dtype in dict.fromkeys(dtypes):
+            of_ranks = torch.stack([((element + rank) % 4 == 0) for rank in range(size)])
+            summed, sent = of_ranks.sum(0), of_ranks[place].to(dtype)
+            reduced, scattered, gathered = sent.clone(), sent.new_empty(33), sent.new_empty(size * len(sent))
+            dist.all_reduce(reduced, group=group)
+            reduce_scatter_single(scattered, sent, group=group)
+            all_gather_single(gathered, sent, group=group)
+            wrong = {
+                "all-reduce": reduced != summed,
+                "reduce-scatter": scattered != summed[place * 33 : (place + 1) * 33],
+                "all-gather": gathered.view(size, -1) != of_ranks,
+            }
+            counted = torch.stack([x.sum() for x in wrong.values()]).tolist()
+            if any(counted):
+                parts = ", ".join(kind for kind, count in zip(wrong, counted, strict=True) if count)
+                raise UserError(
+                    f"{parts} over {name} ({size} ranks) gave wrong numbers on rank {place} of it, in "
+                    f"{str(dtype).removeprefix('torch.')} on {_device_name(device)}. The fault is in the library of "
+                    "collectives or in a link between devices: try NCCL_NVLS_ENABLE=0, NCCL_P2P_DISABLE=1 or "
+                    "NCCL_ALGO=Ring in the environment, and please report it."
+                )
+
+
+# ---------------------------------------------------------------- what is remembered
+
+
+def _content(
+    config: PretrainedConfig, kernel: str, support: ModelSupport, device: torch.device, dtype: torch.dtype
+) -> dict[str, Any]:
+    """All that the result depends on."""
+    code = hashlib.blake2b(digest_size=8)
+    for path in (Path(__file__), Path(experts.__file__), *sorted(Path(attention.__file__).parent.glob("*.py"))):
+        code.update(path.read_bytes())
+    return {
+        "family": config.get_text_config().model_type, "layout": support.layout,
+        "attention": [str(traits) for traits in support.attention], "kernel": kernel, "dtype": str(dtype),
+        "device": _device_name(device), "torch": torch.__version__, "transformers": version("transformers"),
+        "mixers": list(support.mixers), "weft": __version__, "code": code.hexdigest(),
+        "kernels": {name: installed_version(name) for name in KERNEL_PACKAGES},
+    }  # fmt: skip
+
+
+def _remembered(file: Path) -> Any:
+    """What an earlier check wrote; None if there is nothing, or it is damaged."""
+    with suppress(OSError, ValueError):
+        return json.loads(file.read_text())
+    return None
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def _write(file: Path, content: str) -> None:
+    """Write the file atomically; other ranks may write the same."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    partial = file.with_suffix(f".{os.getpid()}.partial")
+    partial.write_text(content)
+    partial.replace(file)

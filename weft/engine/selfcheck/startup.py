@@ -1,0 +1,402 @@
+"""Checks on a small random copy of the architecture, in fp32 on the CPU, before anything large is loaded:
+
+1. Logits equal those of HuggingFace's eager forward of each document alone. 2. Changing one document leaves the logits
+of the others unchanged. 3. Training mode, without dropout and jitter, gives the logits of inference with them.
+
+A family that passes packed is laid out packed; one that passes only padded is laid out padded; one that passes neither,
+and whose attention does not go through transformers' interface, is tried with its own eager code, padded; others are
+refused.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any, TypeVar, cast
+
+import psutil
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel
+
+from weft.engine.selfcheck.image import check_images, check_videos
+from weft.engine.selfcheck.kinds import LayerKinds, kinds_of
+from weft.engine.selfcheck.shrink import fewer_layers, narrow
+from weft.engine.step_plan.plan import Layout
+from weft.errors import UserError
+from weft.models import hf
+from weft.models.families import FAMILIES, OWN_ATTENTION, family_of, tried_with
+from weft.models.train_module import TrainModule
+from weft.ops import attention
+from weft.ops.attention_call import BOUNDS_ARGUMENT, Bounds, Traits
+from weft.parallel.memory import local_ranks
+from weft.terminal import byte_count, counted
+
+# Single documents, too, are longer than every window and chunk (16) of a small copy; one has a single token.
+LENGTHS = (36, 1, 24, 35)  # sum and longest divide by 2, 3 and 4, as rows do whose tokens are divided over tp
+LOGIT_TOLERANCE = 2e-5  # relative to the largest logit; most families are below 4e-6
+# Copies with several state mixers amplify rounding: ten times HuggingFace's own error is allowed, up to this. Mistakes
+# change logits by 1e-3 and more.
+WIDEST_TOLERANCE = 1e-4
+KNOWN_LAYER_TYPES = {
+    "full_attention", "sliding_attention", "chunked_attention", "attention", "linear_attention", "mamba", "conv",
+    "recurrent", "hybrid", "dense", "sparse", "moe", "mlp",
+}  # fmt: skip
+
+
+Check = TypeVar("Check", bound=Callable[..., Any])
+_results: dict[tuple[Any, ...], Any] = {}
+
+
+def once_per_process(check: Check) -> Check:
+    """Decorator: a process runs a check of an architecture once for equal arguments, because a policy, its reference
+    and its critic have one architecture. It runs on one thread, because its operations are so small that several
+    threads take a hundred times as long on a busy machine. check: takes a config and hashable arguments. Errors are
+    not cached."""
+
+    @wraps(check)
+    def cached(config: PretrainedConfig, *args: Any, **kwargs: Any) -> Any:
+        of_config = (type(config), config.to_json_string(use_diff=False))
+        key = (check.__qualname__, *of_config, args, tuple(sorted(kwargs.items())))
+        if key not in _results:
+            threads = torch.get_num_threads()
+            torch.set_num_threads(1)
+            try:
+                _results[key] = check(config, *args, **kwargs)
+            finally:
+                torch.set_num_threads(threads)
+        return _results[key]
+
+    return cast(Check, cached)
+
+
+def forget_checks() -> None:
+    """Drop all cached results of checks, because the code that they ran has been replaced."""
+    _results.clear()
+
+
+@dataclass(frozen=True)
+class ModelSupport:
+    """The result of the checks. uses_bounds: whether the model's forward needs document bounds. error: largest logit
+    difference to HuggingFace, relative to the largest logit. attends: whether the model has attention. attention: the
+    kinds of its calls. mixers: classes of the modules that carry state along the sequence. copy: the small copy, in
+    words. head: name of the head. images, videos: why documents with them are refused; empty if they are not."""
+
+    layout: Layout
+    uses_bounds: bool
+    error: float
+    attends: bool
+    attention: tuple[Traits, ...]
+    mixers: tuple[str, ...]
+    copy: str
+    head: str
+    images: str = ""
+    videos: str = ""
+
+
+def implementation(config: PretrainedConfig, kernel: str) -> str:
+    """The attention implementation, in transformers' naming, for this architecture."""
+    return family_of(config.get_text_config().model_type).attention or f"weft_{kernel}"
+
+
+def resolve_attention(config: PretrainedConfig) -> None:
+    """Let this process know how an architecture runs whose attention weft's may not stand in for (`examine`). For
+    processes that have not built an engine of it."""
+    if _may_have_own_attention(config):
+        with suppress(UserError):  # whoever trains it is told
+            examine(hf.without_noise(copy.deepcopy(config)))
+
+
+def _may_have_own_attention(config: PretrainedConfig) -> bool:
+    known = config.get_text_config().model_type in FAMILIES
+    return not known and not hf.uses_attention_interface(config)
+
+
+def compute_exactly(model: PreTrainedModel) -> None:
+    """Select the attention and experts code that rl.on_policy=exact needs, together with weft.ops.exact.numerics."""
+    hf.set_attention(model, implementation(model.config, attention.EXACT))
+    hf.run_experts_one_by_one(model)
+
+
+def check_kernel(
+    config: PretrainedConfig, kernel: str, support: ModelSupport, device: torch.device, compute: torch.dtype
+) -> None:
+    """Raises UserError if model.attention names a kernel that cannot serve this model, device or dtype."""
+    if kernel == "auto":
+        return
+    if implementation(config, kernel) != f"weft_{kernel}" or not support.attends:
+        how = "computes attention in code of its own" if support.attends else "has no attention"
+        raise UserError(
+            f"model.attention={kernel} would have no effect: {config.get_text_config().model_type} {how}. "
+            "Set model.attention=auto."
+        )
+    unserved: dict[str, list[Traits]] = {
+        name: [traits for traits in support.attention if not of_table.suits(device, compute, traits)]
+        for name, of_table in attention.KERNELS.items()
+    }
+    if unserved[kernel]:
+        able = [name for name, lacking in unserved.items() if not lacking]
+        raise UserError(
+            f"model.attention={kernel} cannot serve this run: {str(compute).removeprefix('torch.')} on {device.type}, "
+            f"{' and '.join(map(str, unserved[kernel]))}. Set model.attention to auto or {' or '.join(able)}."
+        )
+
+
+@once_per_process
+def examine(config: PretrainedConfig, noise: hf.Noise = ()) -> ModelSupport:
+    """Run the checks for this architecture. noise: dropout and jitter of the model's own config, which `config`
+    lacks. An architecture whose attention does not go through transformers' interface is tried with its own eager code
+    on padded documents, and runs so in this process if that is exact. Raises UserError, with the family, if nothing
+    is."""
+    hf.register_kernels()
+    text = config.get_text_config()
+    _check_layer_types(text)
+    try:
+        return _examine(config, noise)
+    except UserError as refused:
+        if not _may_have_own_attention(config):
+            raise
+        with suppress(UserError), tried_with(text.model_type, OWN_ATTENTION):
+            return _examine(config, noise)
+        raise refused from None
+
+
+def _examine(config: PretrainedConfig, noise: hf.Noise) -> ModelSupport:
+    family = family_of(config.get_text_config().model_type)
+    small, theirs, words = _small_copies(config, "per_document")
+    ours = TrainModule(small).eval()
+    documents = documents_of(text_vocabulary(ours))
+    expected = [_alone(theirs, ids) for ids in documents]
+    tolerance = _tolerance(theirs, documents, expected)
+    _check_noise(config, theirs, noise, documents[0], expected[0])
+    layouts: list[Layout] = ["padded"] if family.layout == "padded" else ["packed", "padded"]
+    worst, kinds = float("inf"), set[Traits]()
+    for layout in layouts:
+        uses_bounds = family.attention is None and hf.accepts(ours.base, BOUNDS_ARGUMENT)
+        if layout == "packed" and not uses_bounds:
+            continue
+        try:
+            with attention.watched(lambda call: kinds.add(call.traits)):
+                worst, logits = _check_layout(ours, documents, expected, layout, uses_bounds)
+        except Exception as error:  # bounds did not reach attention, or the family's code cannot run this layout
+            if layout == layouts[-1]:
+                raise _refusal(config, str(error)) from error
+            continue
+        if worst <= tolerance or _differs_in_double(ours, theirs, documents, layout, uses_bounds) <= LOGIT_TOLERANCE:
+            _check_training_mode(config, ours, documents, logits, layout, uses_bounds)
+            attends = family.attention is not None or bool(kinds)
+            images = check_images(ours, theirs, WIDEST_TOLERANCE) if layout == "packed" else "its documents are padded"
+            videos = images or check_videos(ours, theirs, WIDEST_TOLERANCE)
+            return ModelSupport(
+                layout, uses_bounds and (attends or bool(ours.mixers)), worst, attends, tuple(sorted(kinds)),
+                tuple(sorted({type(boundary.mixer).__name__ for boundary in ours.mixers.values()})), words,
+                ours.facts.head, images, videos,
+            )  # fmt: skip
+    raise _refusal(config, f"its logits differ from HuggingFace's eager forward by {worst:.1e} of the largest logit")
+
+
+def _differs_in_double(
+    ours: TrainModule, theirs: PreTrainedModel, documents: list[Tensor], layout: Layout, uses_bounds: bool
+) -> float:
+    """The worst difference of `_check_layout` in fp64. Random copies with many layers, or with experts, can amplify the
+    rounding of fp32 beyond every tolerance; a difference of what is computed stays."""
+    ours, theirs = copy.deepcopy((ours, theirs))
+    for model in (ours, theirs):
+        hf.run_experts_one_by_one(model)  # torch's grouped products take no fp64
+        model.double()
+    try:
+        with hf.in_double():
+            expected = [_alone(theirs, ids) for ids in documents]
+            return _check_layout(ours, documents, expected, layout, uses_bounds)[0]
+    except Exception:  # of any type: the family's code cannot run in fp64
+        return float("inf")
+
+
+@torch.no_grad()
+def _tolerance(theirs: PreTrainedModel, documents: list[Tensor], expected: list[Tensor]) -> float:
+    """Ten times the change that right padding alone makes to HuggingFace's logits, within the two tolerances."""
+    ids = torch.nn.utils.rnn.pad_sequence(documents, batch_first=True)
+    padded = theirs(input_ids=ids, use_cache=False).logits
+    moved = _largest([a[: len(b)] - b for a, b in zip(padded, expected, strict=True)])
+    return max(LOGIT_TOLERANCE, min(WIDEST_TOLERANCE, 10 * float(moved / _largest(expected))))
+
+
+def _check_noise(
+    config: PretrainedConfig, theirs: PreTrainedModel, noise: hf.Noise, ids: Tensor, expected: Tensor
+) -> None:
+    """Raises UserError if logits of inference depend on keys that are to be noise in training alone."""
+    if not noise:
+        return
+    noisy = _build(hf.with_noise(copy.deepcopy(theirs.config), noise), "eager")
+    noisy.load_state_dict(theirs.state_dict())
+    if not torch.allclose(_alone(noisy, ids), expected, rtol=0.0, atol=float(LOGIT_TOLERANCE * expected.abs().max())):
+        keys = ", ".join(sorted({name for _, name, _ in noise}))
+        raise _refusal(config, f"its inference depends on {keys}, which weft sets to 0 as noise of training")
+
+
+@torch.no_grad()
+def _check_training_mode(
+    config: PretrainedConfig,
+    ours: TrainModule,
+    documents: list[Tensor],
+    expected: list[Tensor],
+    layout: Layout,
+    uses_bounds: bool,
+) -> None:
+    """Raises UserError if the model computes something else in training mode, such as drawn routes. expected: its
+    logits in inference mode."""
+    found = logits_of(ours.train(), documents, layout, bounds_of(documents, layout, uses_bounds))
+    ours.eval()
+    apart = _largest([a - b for a, b in zip(found, expected, strict=True)]) / _largest(expected)
+    if not apart <= LOGIT_TOLERANCE:
+        raise _refusal(config, f"its logits in training mode differ by {apart:.1e} from those of inference")
+
+
+def text_vocabulary(module: TrainModule) -> int:
+    return int(module.head.weight.shape[0])
+
+
+def _check_layer_types(text: PretrainedConfig) -> None:
+    unknown = sorted(set(getattr(text, "layer_types", None) or ()) - KNOWN_LAYER_TYPES)
+    if unknown:
+        raise _refusal(text, f"weft does not know whether layers of type {', '.join(unknown)} keep documents apart")
+
+
+def _refusal(config: PretrainedConfig, reason: str) -> UserError:
+    return UserError(
+        f"model.path: weft does not train model_type {config.get_text_config().model_type!r} "
+        f"({', '.join(config.architectures or ['no architecture named'])}): {reason}."
+    )
+
+
+def small_copy(config: PretrainedConfig, kernel: str = "auto") -> PreTrainedModel:
+    """A small random model of this architecture with weft's attention. Raises UserError if none can be built."""
+    hf.register_kernels()
+    return _small_copies(config, kernel)[0]
+
+
+def _shrinkings(config: PretrainedConfig, whole: LayerKinds) -> list[tuple[str, Callable[[], PretrainedConfig]]]:
+    """(description, function that makes the config) of the small copies to try, the cheapest first."""
+    fewer = fewer_layers(config, 2, whole)
+    count = counted(fewer.get_text_config().num_hidden_layers, "layer")
+    return [
+        (f"{count}, narrow", lambda: narrow(fewer)),
+        ("all layers, narrow", lambda: narrow(config)),
+        (count, lambda: copy.deepcopy(fewer)),
+    ]
+
+
+def _small_copies(config: PretrainedConfig, kernel: str) -> tuple[PreTrainedModel, PreTrainedModel, str]:
+    """(a random model as weft runs it, the same model as HuggingFace's eager code runs it, its description).
+
+    It has every kind of layer that the whole model has. Raises UserError if no such copy can be built.
+    """
+    try:
+        whole = kinds_of(config)
+        shrinkings = _shrinkings(config, whole)
+    except UserError:
+        raise
+    except Exception as error:  # of any type: the family's code failed on its config
+        raise _refusal(config, f"no model could be built from its config ({error})") from error
+    failure = ""
+    for words, make in shrinkings:
+        try:
+            small = make()
+            _require_room(small)
+            ours, theirs = (_build(copy.deepcopy(small), name) for name in (implementation(small, kernel), "eager"))
+            has_all_kinds = whole.are_those_of(theirs)
+            _alone(theirs, torch.arange(3))
+        except UserError:
+            raise
+        except Exception as error:  # a shape that this family cannot be shrunk to
+            failure = failure or f"{type(error).__name__}: {error}"
+            continue
+        if has_all_kinds:
+            theirs.load_state_dict(ours.state_dict())
+            return ours, theirs, words
+        failure = failure or f"one of {words} has not the kinds of layers that the whole model has"
+    raise _refusal(config, f"no small copy of it could be built ({failure})")
+
+
+def _require_room(config: PretrainedConfig) -> None:
+    """Raises ValueError if a copy, which is built twice by each rank, would take more than half of the memory that is
+    free: one that cannot be made narrow may have layers of full width."""
+    weights = sum(p.numel() for p in hf.build_meta(config, dtype=torch.float32, attention="eager").parameters())
+    room = psutil.virtual_memory().available / 2 / local_ranks(1)
+    if 2 * 4 * weights > room:
+        raise ValueError(f"a copy would have {weights:,} weights, too many for {byte_count(int(room))} of memory")
+
+
+def _build(config: PretrainedConfig, name: str) -> PreTrainedModel:
+    model = hf.build_random(config, dtype=torch.float32, attention=name, seed=0).eval()
+    with torch.no_grad():  # weights of exactly 0 or 1 would hide mistakes
+        generator = torch.Generator().manual_seed(1)
+        for parameter in model.parameters():
+            if parameter.ndim < 2 or not parameter.any():
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.02)
+    return model
+
+
+def documents_of(vocabulary: int) -> list[Tensor]:
+    """Random ids of the lengths in LENGTHS, each below `vocabulary`."""
+    generator = torch.Generator().manual_seed(2)
+    return [torch.randint(1, vocabulary, (n,), generator=generator) for n in LENGTHS]
+
+
+@torch.no_grad()
+def _alone(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    return model(input_ids=ids[None], use_cache=False).logits[0]
+
+
+@torch.no_grad()
+def logits_of(module: TrainModule, documents: list[Tensor], layout: Layout, bounds: Bounds | None) -> list[Tensor]:
+    """Logits [T, V] of each document, from one row of this layout."""
+    head = module.head
+    hidden = hidden_of(module, documents, layout, bounds)
+    return [head.transform(torch.nn.functional.linear(h, head.weight, head.bias)) for h in hidden]
+
+
+def hidden_of(module: TrainModule, documents: list[Tensor], layout: Layout, bounds: Bounds | None) -> list[Tensor]:
+    """Last hidden states [T, H] of each document, from one row of this layout."""
+    lengths, device = [len(ids) for ids in documents], module.head.weight.device
+    if layout == "packed":
+        ids, positions = torch.cat(documents)[None], torch.cat([torch.arange(n) for n in lengths])[None]
+        return list(module.hidden(ids.to(device), positions.to(device), bounds)[0].split(lengths))
+    ids = torch.nn.utils.rnn.pad_sequence(documents, batch_first=True)
+    positions = torch.arange(ids.shape[1]).repeat(len(documents), 1)
+    hidden_BTH = module.hidden(ids.to(device), positions.to(device), bounds)
+    return [hidden_TH[:n] for hidden_TH, n in zip(hidden_BTH, lengths, strict=True)]
+
+
+def bounds_of(documents: list[Tensor], layout: Layout, uses_bounds: bool) -> Bounds | None:
+    """The bounds of a row of these documents."""
+    if not uses_bounds:
+        return None
+    lengths = tuple(len(ids) for ids in documents)
+    return Bounds(lengths) if layout == "packed" else Bounds((max(lengths),) * len(lengths), padded=True)
+
+
+def _check_layout(
+    module: TrainModule, documents: list[Tensor], expected: list[Tensor], layout: Layout, uses_bounds: bool
+) -> tuple[float, list[Tensor]]:
+    """(The worst difference to HuggingFace's logits, or to a document's logits after another one is changed, relative
+    to the largest logit; the logits of each document)."""
+    bounds = bounds_of(documents, layout, uses_bounds)
+    logits = logits_of(module, documents, layout, bounds)
+    scale = _largest(expected)
+    worst = [_largest([a - b for a, b in zip(logits, expected, strict=True)])]
+    for place in (0, 2):
+        changed = list(documents)
+        changed[place] = (documents[place] + 7) % text_vocabulary(module)
+        moved = logits_of(module, changed, layout, bounds_of(documents, layout, uses_bounds))
+        others = [i for i in range(len(documents)) if i != place]
+        worst.append(_largest([moved[i] - logits[i] for i in others]))
+    return float(torch.stack(worst).max() / scale), logits
+
+
+def _largest(tensors: list[Tensor]) -> Tensor:
+    """The largest magnitude of all elements; NaN where any is, unlike Python's max."""
+    return torch.stack([tensor.abs().max() for tensor in tensors]).max()

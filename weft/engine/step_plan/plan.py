@@ -1,0 +1,387 @@
+"""The step plan: which documents go to which rank in which micro-batch.
+
+A pure function of the documents' metadata, so that all ranks compute the same plan without communication. A step's
+documents are partitioned into m x ranks rows; micro-batch k of rank r is row (k, r). Documents that are longer than a
+row may be cut over the rows of one micro-batch (pieces.py). FSDP synchronises the ranks in every micro-batch, so a step
+takes the sum over k of the maximum over r of the cost of row (k, r). The plan keeps that low.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from weft.engine.step_plan.packing import pack, pack_padded
+from weft.errors import UserError
+from weft.parallel.cp.split import CPGroup, Interval, assign
+
+Layout = Literal["packed", "padded"]
+Shapes = Literal["free", "buckets", "fixed"]
+Pieces = tuple[tuple[tuple[tuple[Interval, ...], ...], ...], ...]  # [micro-batch][rank][document of the row]
+
+# `buckets`: a length is rounded up to one of so many per octave, at most 1/8 longer.
+_BUCKETS_PER_OCTAVE = 8
+# No row is shorter: models treat a single token as a decoding step.
+_SHORTEST_ROW = 2
+# Costs become integers of so many bits, so that sums over 2**30 documents fit 63 bits.
+_COST_BITS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentMeta:
+    """A document's metadata for the step plan.
+
+    length: tokens. omitted: tokens at its end that no forward reads. weight: sum of the loss weights of its predicted
+    tokens (all but the first). loss_tokens: predicted tokens with a non-zero weight. group: number of a group of
+    documents; plans do not use it yet. cost: estimated FLOPs, in any unit. routed: whether it carries routes. patches:
+    of its images, in the vision tower. tower_tokens: tokens that take as much memory as these patches.
+    """
+
+    length: int
+    weight: float
+    loss_tokens: int
+    group: int | None = None
+    cost: float = 0.0
+    routed: bool = False
+    omitted: int = 0
+    patches: int = 0
+    tower_tokens: int = 0
+
+    @property
+    def read(self) -> int:
+        """Tokens that a forward reads, from the first."""
+        return self.length - self.omitted
+
+    @property
+    def room(self) -> int:
+        """The tokens of max_tokens_per_device that the document takes."""
+        return self.read + self.tower_tokens
+
+
+def omitted_tokens(length: int, *, whole: bool) -> int:
+    """Tokens at a document's end that no forward reads: the last one, because it predicts nothing, unless `whole`."""
+    return int(length > 1 and not whole)
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Sums over all documents of a step."""
+
+    documents: int
+    tokens: int
+    weight: float
+    loss_tokens: int
+    cost: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """rows[k][r]: indices of the documents of rank r in micro-batch k; may be empty.
+
+    lengths[k][r]: T of that row with padding; with layout `padded`, of each document in it. costs[k][r]: estimated
+    FLOPs, with padding where `padded`, in the unit of DocumentMeta.cost (tokens, if no document has a cost).
+    pieces[k][r]: for each document of the row, its tokens there; empty if the step cuts no document. group: shape of
+    the groups of consecutive ranks that may share documents.
+    """
+
+    documents: tuple[DocumentMeta, ...]
+    rows: tuple[tuple[tuple[int, ...], ...], ...]
+    lengths: tuple[tuple[int, ...], ...]
+    costs: tuple[tuple[float, ...], ...]
+    budget: int
+    layout: Layout
+    pieces: Pieces = ()
+    group: CPGroup | None = None
+
+    @property
+    def micro_batches(self) -> int:
+        return len(self.rows)
+
+    @property
+    def ranks(self) -> int:
+        return len(self.rows[0])
+
+    def rows_of_rank(self, rank: int) -> list[tuple[int, ...]]:
+        """The rows of one rank, by micro-batch."""
+        return [micro_batch[rank] for micro_batch in self.rows]
+
+    def has_images(self, micro_batch: int) -> bool:
+        """Whether every rank runs the vision tower in this micro-batch: if any rank has images in it; in the last one,
+        if the step has any, because gradients may be reduced there."""
+        last = micro_batch == self.micro_batches - 1
+        rows = self.rows if last else (self.rows[micro_batch],)
+        return any(self.documents[index].patches for ranks in rows for row in ranks for index in row)
+
+    def row_length(self, micro_batch: int, rank: int) -> int:
+        """T of a row, with padding."""
+        return self.lengths[micro_batch][rank]
+
+    def shared_documents(self, micro_batch: int, rank: int) -> list[int]:
+        """Documents that several ranks of this rank's group have parts of, ascending; not all need be in this row."""
+        if not self.pieces:
+            return []
+        found: dict[int, int] = {}
+        for neighbour in self._neighbours(rank):
+            for document in self.rows[micro_batch][neighbour]:
+                found[document] = found.get(document, 0) + 1
+        return sorted(document for document, ranks in found.items() if ranks > 1)
+
+    def shares_images(self, micro_batch: int, rank: int) -> bool:
+        """Whether any rank of this rank's group shares a document with images."""
+        return any(self.documents[document].patches for document in self.shared_documents(micro_batch, rank))
+
+    def ranks_with(self, micro_batch: int, rank: int, document: int) -> list[int]:
+        """The ranks of this rank's group that have a document of this micro-batch, or parts of it."""
+        return [n for n in self._neighbours(rank) if document in self.rows[micro_batch][n]]
+
+    def ranges_by_rank(self, micro_batch: int, rank: int) -> list[dict[int, tuple[Interval, ...]]]:
+        """For each rank of this rank's group: document -> its tokens there, in the order of the row."""
+        return [
+            dict(zip(self.rows[micro_batch][n], self.pieces[micro_batch][n], strict=True))
+            for n in self._neighbours(rank)
+        ]
+
+    def _neighbours(self, rank: int) -> range:
+        size = self.group.ranks if self.group is not None else 1
+        return range(rank // size * size, rank // size * size + size)
+
+    @property
+    def totals(self) -> Totals:
+        return Totals(
+            documents=len(self.documents),
+            tokens=sum(d.length for d in self.documents),
+            weight=math.fsum(d.weight for d in self.documents),
+            loss_tokens=sum(d.loss_tokens for d in self.documents),
+            cost=math.fsum(d.cost for d in self.documents),
+        )
+
+    @property
+    def fill(self) -> float:
+        """Tokens read / token budget, over all rows."""
+        return sum(d.read for d in self.documents) / (self.micro_batches * self.ranks * self.budget)
+
+    @property
+    def time(self) -> float:
+        """Estimated time of the step, in the unit of the costs: the sum of the micro-batches' dearest rows."""
+        return math.fsum(max(micro_batch) for micro_batch in self.costs)
+
+    @property
+    def utilisation(self) -> float:
+        """Mean / max FLOPs over ranks: the share of the time in which a rank computes."""
+        return math.fsum(cost for micro_batch in self.costs for cost in micro_batch) / (self.ranks * self.time)
+
+    def fingerprint(self) -> str:
+        """16 hexadecimal digits that differ between different plans. Cheap enough for every step.
+
+        Python hashes numbers and tuples of numbers alike in every process of a version, but not None, strings and NaN.
+        """
+        groups = (-1 if d.group is None else d.group for d in self.documents)
+        made_of = tuple(
+            (d.length, d.omitted, _hashable(d.weight), d.loss_tokens, d.cost, d.patches, group)
+            for d, group in zip(self.documents, groups, strict=True)
+        )
+        parts = (made_of, self.rows, self.lengths, self.budget, self.layout == "packed", self.pieces)
+        return f"{hash(parts) & (2**64 - 1):016x}"
+
+
+def _hashable(weight: float) -> float:
+    return -1.0 if math.isnan(weight) else weight
+
+
+def plan_step(
+    documents: Sequence[DocumentMeta],
+    *,
+    ranks: int,
+    budget: int,
+    multiple: int = 1,
+    layout: Layout = "packed",
+    shapes: Shapes = "free",
+    alone_above: int | None = None,
+    ring: int = 1,
+    ulysses: int = 1,
+    cuts: bool = True,
+    cuts_images: bool = False,
+) -> StepPlan:
+    """Deal a step's documents to m x ranks rows, with the smallest m for which every row fits the budget.
+
+    ranks: number of ranks with different documents, or parts of documents. budget: the most tokens of a row, with
+    padding. multiple: row lengths are multiples of it. layout: `packed` lays documents end to end; `padded` pads them
+    to the row's longest (count x longest <= budget, similar lengths together). shapes: row lengths are `free`, rounded
+    up to one of a few (`buckets`), or the budget (`fixed`). alone_above: longer documents get a packed row of their
+    own. ring, ulysses: ring x ulysses consecutive ranks share documents that are longer than a row (packed only). cuts:
+    whether a larger mesh may cut documents of this model, for messages. cuts_images: whether documents with images may
+    be cut, too. Raises UserError if a document fits neither one row nor the rows of a group.
+    """
+    sizes = _Sizes(budget, multiple, shapes)
+    group = CPGroup(ring, ulysses, sizes.capacity) if layout == "packed" else CPGroup(1, 1, sizes.capacity)
+    _check(documents, sizes, layout, group.ranks, cuts and layout == "packed", cuts_images)
+    costs = [d.cost for d in documents]
+    if not any(costs):
+        costs = [float(d.read) for d in documents]
+    scale = 2.0**_COST_BITS / max(costs)
+    weighed = [round(cost * scale) for cost in costs]
+    if any(d.room > sizes.capacity for d in documents):
+        return _plan_cut(documents, costs, weighed, ranks, sizes, group, budget, alone_above)
+    # Documents of equal length are neighbours, so that attention may compute them together.
+    if layout == "packed":
+        rows = _packed(range(len(documents)), documents, weighed, ranks, sizes.capacity, alone_above)
+        dealt = tuple(tuple(tuple(row) for row in k) for k in rows)
+    else:
+        widths = [sizes.of(d.read) for d in documents]
+        padded = pack_padded(widths, weighed, ranks=ranks, capacity=sizes.capacity)
+        dealt = _deal_to_ranks([sorted(row, key=lambda i: (-documents[i].read, i)) for row in padded], ranks)
+    join = sum if layout == "packed" else max
+    return StepPlan(
+        documents=tuple(documents),
+        rows=dealt,
+        lengths=tuple(tuple(sizes.of(join([documents[i].read for i in row] or [0])) for row in k) for k in dealt),
+        costs=tuple(tuple(_row_cost([costs[i] for i in row], layout) for row in k) for k in dealt),
+        budget=budget,
+        layout=layout,
+    )
+
+
+def _plan_cut(
+    documents: Sequence[DocumentMeta],
+    costs: Sequence[float],
+    weighed: Sequence[int],
+    ranks: int,
+    sizes: _Sizes,
+    group: CPGroup,
+    budget: int,
+    alone_above: int | None,
+) -> StepPlan:
+    """A plan with documents that are longer than a row: first rows of whole groups, each then spread over its ranks.
+    Whole documents without room there are dealt to all ranks as usual."""
+    rows: list[list[_Row]] = []
+    left = list(range(len(documents)))
+    while any(documents[i].room > sizes.capacity for i in left):
+        packed = _packed(left, documents, weighed, ranks // group.ranks, sizes.capacity * group.ranks, alone_above)
+        left = []
+        for micro_batch in packed:
+            dealt = [_over_ranks(row, documents, weighed, group) for row in micro_batch]
+            rows.append([one for placed, _ in dealt for one in placed])
+            left += [i for _, rest in dealt for i in rest]
+    for micro_batch in _packed(left, documents, weighed, ranks, sizes.capacity, alone_above) if left else ():
+        rows.append([{i: ((0, documents[i].read),) for i in row} for row in micro_batch])
+    counts = [[{i: sum(b - a for a, b in own) for i, own in one.items()} for one in k] for k in rows]
+    return StepPlan(
+        documents=tuple(documents),
+        rows=tuple(tuple(tuple(one) for one in k) for k in rows),
+        lengths=tuple(tuple(sizes.of(sum(own.values())) for own in k) for k in counts),
+        costs=tuple(
+            tuple(math.fsum(costs[i] * n / documents[i].read for i, n in own.items()) for own in k) for k in counts
+        ),
+        budget=budget,
+        layout="packed",
+        pieces=tuple(tuple(tuple(one.values()) for one in k) for k in rows),
+        group=group,
+    )
+
+
+_Row = dict[int, tuple[Interval, ...]]  # document -> its tokens there
+
+
+def _packed(
+    chosen: Sequence[int],
+    documents: Sequence[DocumentMeta],
+    weighed: Sequence[int],
+    ranks: int,
+    capacity: int,
+    alone_above: int | None,
+) -> list[list[list[int]]]:
+    """[k][r]: rows of this capacity with some of the documents, the longest first."""
+    limit = capacity if alone_above is None else alone_above
+    lengths = [documents[i].room if documents[i].read <= limit else capacity for i in chosen]
+    rows = pack(lengths, [weighed[i] for i in chosen], ranks=ranks, capacity=capacity)
+    by_length = [sorted((chosen[n] for n in row), key=lambda i: (-documents[i].read, i)) for row in rows]
+    return [[list(row) for row in k] for k in _deal_to_ranks(by_length, ranks)]
+
+
+def _over_ranks(
+    row: Sequence[int], documents: Sequence[DocumentMeta], weighed: Sequence[int], group: CPGroup
+) -> tuple[list[_Row], list[int]]:
+    """(row of each rank; documents for which there was no room). In a row, cut documents come first, ascending, then
+    whole ones by length."""
+    rooms = [documents[i].room for i in row]
+    placed, left = assign([documents[i].read for i in row], [weighed[i] for i in row], group, rooms)
+    order = sorted(
+        range(len(row)), key=lambda n: (rooms[n] <= group.capacity, row[n] if rooms[n] > group.capacity else n)
+    )
+    return [{row[n]: tuple(one[n]) for n in order if n in one} for one in placed], [row[n] for n in left]
+
+
+def _check(
+    documents: Sequence[DocumentMeta], sizes: _Sizes, layout: Layout, ranks: int, cuts: bool, cuts_images: bool
+) -> None:
+    if not documents:
+        raise UserError("a step needs at least one document, got none")
+    if layout == "padded" and sizes.shapes == "fixed":
+        raise UserError(
+            "step.shapes=fixed would give every document a row of its own, because this model's documents cannot share "
+            "one: set step.shapes=buckets"
+        )
+    for index, document in enumerate(documents):
+        if document.length < 1:
+            raise UserError(f"document {index} of the step has no tokens: leave it out")
+        over_ranks = ranks if cuts_images else 1
+        if document.patches and document.room > sizes.capacity * over_ranks:
+            needed = -(-document.room // (sizes.multiple * over_ranks)) * sizes.multiple
+            of = f" on each of {ranks} ranks of mesh.cp" if over_ranks > 1 else ", and it is not cut"
+            raise UserError(
+                f"document {index} of the step has {document.read} tokens, and its images take as much memory as "
+                f"{document.tower_tokens} more, but a row holds {sizes.capacity}{of}: set step.max_tokens_per_device="
+                f"{needed} or more, or smaller images with data.image_pixels"
+            )
+        if document.read > sizes.capacity * ranks:
+            needed = -(-document.read // (sizes.multiple * ranks)) * sizes.multiple
+            over = f" on each of {ranks} ranks of mesh.cp" if ranks > 1 else ""
+            wider = ", a larger mesh.cp" if cuts else ""
+            whole = "" if cuts else ", and documents of this model are never cut"
+            raise UserError(
+                f"document {index} of the step has {document.read} tokens, but a row holds {sizes.capacity}{over}"
+                f"{whole}: set step.max_tokens_per_device={needed} or more{wider}, or data.long_documents to truncate "
+                "or drop"
+            )
+
+
+def _deal_to_ranks(rows: list[list[int]], ranks: int) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """[k][r] from rows sorted by falling cost. Every second micro-batch is dealt backwards, so that no rank has the
+    most expensive row of each: with gradients reduced only once, ranks need not wait for each other in between."""
+    micro_batches = []
+    for k, start in enumerate(range(0, len(rows), ranks)):
+        dealt = [tuple(row) for row in rows[start : start + ranks]]
+        micro_batches.append(tuple(dealt if k % 2 == 0 else reversed(dealt)))
+    return tuple(micro_batches)
+
+
+def _row_cost(costs: list[float], layout: Layout) -> float:
+    if layout == "padded":
+        return len(costs) * max(costs, default=0.0)
+    return math.fsum(costs)
+
+
+class _Sizes:
+    """Row lengths that step.shapes allows."""
+
+    def __init__(self, budget: int, multiple: int, shapes: Shapes) -> None:
+        self.multiple, self.shapes = multiple, shapes
+        self.capacity = budget // multiple * multiple
+        if self.capacity < _SHORTEST_ROW:
+            needed = -(-_SHORTEST_ROW // multiple) * multiple
+            raise UserError(
+                f"step.max_tokens_per_device gives rows of {budget} tokens, but they must be multiples of {multiple} "
+                f"and hold {_SHORTEST_ROW} or more: set it so that a row holds at least {needed}"
+            )
+
+    def of(self, tokens: int) -> int:
+        """The padded length of a row, or of a `padded` document, with so many tokens."""
+        if self.shapes == "fixed":
+            return self.capacity
+        tokens = max(tokens, _SHORTEST_ROW)
+        if self.shapes == "buckets":
+            step = max(1, 2 ** ((tokens - 1).bit_length() - 1) // _BUCKETS_PER_OCTAVE)
+            tokens = -(-tokens // step) * step
+        return min(self.capacity, -(-tokens // self.multiple) * self.multiple)

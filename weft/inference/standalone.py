@@ -1,0 +1,258 @@
+"""A rollout engine in its own process (rollout.engine=hf): a plain HuggingFace model that only weight sync fills.
+
+It allows rollouts on other devices than the trainer's without installing another inference engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from weft.config.schema import LoraConfig
+from weft.data.image_opener import ImageOpener
+from weft.engine.sleep import OffloadedTensors
+from weft.inference.base import Completion, Request
+from weft.inference.generate import MAX_TOKENS, Generator, Numbered
+from weft.inference.weight_sync.checksums import checksum
+from weft.inference.weight_sync.protocol import (
+    Delivery,
+    Entry,
+    Part,
+    SyncError,
+    Ticket,
+    as_torch,
+    check_manifest,
+    device_memory,
+)
+from weft.launch import flight
+from weft.launch.machine import host_address
+from weft.models import hf
+from weft.models.lora import LoraPlan, Target, add_delta, untied_for
+from weft.parallel.parallelize import materialize, move_buffers
+from weft.parallel.shards.adapter_files import file_names, plan_lora
+from weft.parallel.shards.boxes import Box
+from weft.parallel.shards.layout import Piece, layout_of
+from weft.parallel.shards.safetensors_files import bytes_of
+
+
+class Standalone:
+    """An engine without weights until the first sync, and after a failed one. version: of its weights; None if it has
+    none."""
+
+    def __init__(
+        self,
+        path: str,
+        lora: LoraConfig | None = None,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        max_tokens: int = MAX_TOKENS,
+        exact: bool = False,
+        opener: ImageOpener | None = None,
+    ) -> None:
+        """path: model.path; only its config is read, not its weights. lora: the run's config of adapters. dtype: of the
+        engine's weights. tokenizer, max_tokens, exact, opener: as in Generator."""
+        self.path, self.lora, self.dtype, self.device = path, lora, dtype, torch.device(device)
+        self.tokenizer, self.max_tokens, self.exact, self.opener = tokenizer, max_tokens, exact, opener
+        self.version: int | None = None
+        self._had: int | None = None  # the last version that was confirmed; kept while asleep
+        self._filled: LoadedWeights | None = None
+        self._generator: Generator | None = None
+
+    def host(self) -> str:
+        """This host's address."""
+        return host_address()
+
+    def devices(self) -> list[str]:
+        """UUIDs of the CUDA devices that this process sees, its own first."""
+        return device_memory.devices(self.device)
+
+    def torch_version(self) -> str:
+        """The version of torch that receives weights."""
+        return str(torch.__version__)
+
+    def generate(
+        self, requests: Sequence[Request], proceed: Callable[[], bool] | None = None
+    ) -> list[list[Completion]]:
+        """See Generator.generate. SyncError if there are no weights."""
+        flight.enter("generate")
+        return self._ready().generate(requests, proceed)
+
+    def advance(self, asked: Mapping[int, Request], seconds: float) -> tuple[Numbered, int]:
+        """See Generator.advance. SyncError if there are no weights."""
+        flight.enter("generate")
+        return self._ready().advance(asked, seconds)
+
+    def end(self) -> Numbered:
+        """See Generator.end."""
+        return {} if self._generator is None else self._generator.end()
+
+    def receive(self, ticket: Ticket, version: int, keep: bool = True) -> None:
+        """Receive the weights of a version. SyncError if the sync fails; the engine then has no weights. keep: whether
+        unfinished requests continue with the new weights; otherwise they start again."""
+        flight.enter("sync")
+        filled = self._filled is not None and not self._filled.asleep
+        base = self.lora is None or not self.lora.on or filled
+        with Delivery(ticket, version, has=self._had, base=base) as delivery:
+            for part in delivery.parts():
+                self.version = self._had = None
+                try:
+                    self._take(part)
+                except BaseException:  # the weights are partly new, so the base of the next adapter would be wrong
+                    self._filled = self._generator = None
+                    raise
+        assert self._filled is not None, "a sync without a part"
+        if self._generator is None:
+            self._generator = Generator(
+                self._filled.model, version, self.tokenizer, self.max_tokens, self.exact, opener=self.opener
+            )
+        self._generator.renew(version, keep)
+        self.version = self._had = version
+
+    def sleep(self) -> None:
+        """Free weights and cache. The next sync brings all weights."""
+        if self._filled is not None and self._generator is not None:
+            self._generator.drop_cache()
+            self._filled.sleep()
+            self.version = None
+
+    def _ready(self) -> Generator:
+        if self._generator is None or self.version is None:
+            asleep = self._filled is not None and self._filled.asleep
+            why = "it sleeps" if asleep else "none were synced yet, or the last sync failed"
+            raise SyncError(f"this engine has no weights: {why}")
+        return self._generator
+
+    def _take(self, part: Part) -> None:
+        if part.kind != "adapter":
+            self._filled = self._filled or LoadedWeights(self.path, self.lora, part.manifest, self.dtype, self.device)
+            self._filled.wake()
+            self._filled.take_weights(part)
+        elif self._filled is None:
+            raise SyncError("an adapter came, and this engine has no base for it")
+        else:
+            self._filled.take_adapter(part)
+
+
+class LoadedWeights:
+    """A model with storage, and the destination of each tensor of a sync. Adapters are merged in place, from a copy of
+    the adapted weights (base)."""
+
+    def __init__(
+        self,
+        path: str,
+        lora: LoraConfig | None,
+        manifest: Mapping[str, Entry],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """manifest: of the sync that will fill the model; SyncError if it describes another model."""
+        config = hf.without_noise(hf.read_config(path))
+        self.model = hf.build_meta(config, dtype=dtype, attention=None)
+        self.plan: LoraPlan | None = None if lora is None else plan_lora(self.model, lora)
+        sent = hf.runtime_names(self.model, manifest)  # a tensor sent under a tied name was trained untied
+        for name in set(sent.values()) & hf.tied_parameters(self.model).keys():
+            hf.untie(self.model, name)
+        self.pieces: list[Piece] = layout_of(self.model, manifest)
+        check_manifest(manifest, {piece.disk: piece.shape for piece in self.pieces})
+        self._copied = self._untie_adapted()
+        materialize(self.model, device)
+        self.device = device
+        self.model.eval().requires_grad_(False)
+        hf.rebuild_buffers(self.model)
+        move_buffers(self.model, device)
+        self.state = {name: tensor.detach() for name, tensor in self.model.state_dict(keep_vars=True).items()}
+        self.base: dict[str, Tensor] = {}
+        self._emptied: OffloadedTensors | None = None
+
+    @property
+    def asleep(self) -> bool:
+        """Whether the weights' memory is freed."""
+        return self._emptied is not None
+
+    def sleep(self) -> None:
+        """Free the weights."""
+        if self._emptied is None:
+            self._emptied, self.base = OffloadedTensors.of(self.model.parameters(), self.device), {}
+
+    def wake(self) -> None:
+        """Allocate the weights again, uninitialised."""
+        if self._emptied is not None:
+            self._emptied.restore()
+            self._emptied = None
+
+    def _untie_adapted(self) -> dict[str, str]:
+        """Untie tied weights of which an adapter changes only one. Returns untied name -> name that it was tied to,
+        from which take_weights() fills it."""
+        tied = hf.tied_parameters(self.model)
+        untied = () if self.plan is None else untied_for(self.model, self.plan, merged=True)
+        for name in untied:
+            hf.untie(self.model, name)
+        return {name: tied[name] for name in untied}
+
+    def take_weights(self, part: Part) -> None:
+        """Copy every tensor of a part to its destination, and finish the part."""
+        pieces = {piece.disk: piece for piece in self.pieces}
+        for entry, data in part.tensors():
+            flight.beat()
+            piece = pieces[entry.name]
+            self._own(piece)[...] = piece.to_runtime(as_torch(entry, data), piece.box)
+        for name, owner in self._copied.items():
+            self.state[name].copy_(self.state[owner])
+        if self.plan is not None:
+            self.base = {target.weight: self.state[target.weight].clone() for target in self.plan.targets}
+        placed = (
+            {name: _sum(piece.to_disk(self._own(piece))) for name, piece in pieces.items()} if part.verify else None
+        )
+        part.finish(placed)
+
+    def take_adapter(self, part: Part) -> None:
+        """Set adapted weights to W + s B A, with W from the base, and fully trained modules to the received tensors;
+        finish the part."""
+        plan, stored, values = self.plan, self._adapter_names(), dict[str, Tensor]()
+        assert plan is not None
+        shapes = {name: shape for t in plan.targets for name, shape in zip(t.names, t.shapes(plan.rank), strict=True)}
+        shapes |= {name: tuple(self.state[name].shape) for name in self.state if plan.trains(name)}
+        check_manifest(part.manifest, {file: shapes[name] for file, name in stored.items()})
+        for entry, data in part.tensors():
+            values[stored[entry.name]] = as_torch(entry, data).to(self.device, copy=True)
+        for name in values.keys() & self.state.keys():
+            self.state[name].copy_(values[name])
+        for target in plan.targets:
+            self.state[target.weight].copy_(self._merged(plan, target, values))
+        part.finish(self._read_adapter(plan, stored, values) if part.verify else None)
+
+    def _adapter_names(self) -> dict[str, str]:
+        """Name in a sync -> name in the trainer's model, for all trained tensors."""
+        assert self.plan is not None, "an adapter came, and this engine was opened without"
+        matrices = [name for target in self.plan.targets for name in target.names]
+        trained = [name for name in self.state if self.plan.trains(name)]
+        return {file: name for name, file in file_names([*matrices, *trained]).items()}
+
+    def _read_adapter(self, plan: LoraPlan, stored: Mapping[str, str], values: Mapping[str, Tensor]) -> dict[str, int]:
+        """Checksums of the adapter's tensors. SyncError if an adapted weight differs from its base with the adapter."""
+        for target in plan.targets:
+            if not torch.equal(self.state[target.weight], self._merged(plan, target, values)):
+                raise SyncError(f"{target.weight} is without its adapter")
+        return {
+            file: _sum(self.state[name].to(values[name].dtype) if name in self.state else values[name])
+            for file, name in stored.items()
+        }
+
+    def _merged(self, plan: LoraPlan, target: Target, values: Mapping[str, Tensor]) -> Tensor:
+        a, b = (values[name].float() for name in target.names)
+        weight = self.base[target.weight].to(torch.float32, copy=True)
+        return add_delta(weight, target, plan, a, b).to(self.model.dtype)
+
+    def _own(self, piece: Piece) -> Tensor:
+        target = self.state[piece.runtime]
+        return target[piece.box.within(Box.whole(tuple(target.shape)))]
+
+
+def _sum(tensor: Tensor) -> int:
+    tensor = tensor.contiguous().cpu()
+    return checksum(bytes_of(tensor))

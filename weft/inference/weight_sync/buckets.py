@@ -1,0 +1,219 @@
+"""The content of a sync, and its way from the trainer's shards into buckets.
+
+A bucket is memory of the sender that holds tensors end to end, in the layout of a checkpoint. If all ranks share a
+host, they all map the bucket and each writes the boxes that it holds, without a gather, as in an export. Otherwise the
+walker gathers whole tensors, and the sending ranks write them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from weft.checkpoint.adapters import adapter_shards, plan_adapter
+from weft.checkpoint.export import manifest_of, plan_export, save_planned, written_shards
+from weft.engine.engine import Engine
+from weft.inference.weight_sync.protocol import Entry
+from weft.parallel.shards.boxes import Box, local_values, overlap
+from weft.parallel.shards.cuts import HeldBox, held_boxes
+from weft.parallel.shards.layout import Piece
+from weft.parallel.shards.safetensors_files import TensorFile
+
+ALIGNMENT = 64  # bytes; tensors of a bucket begin at multiples of it
+
+
+@dataclass(frozen=True)
+class Content:
+    """The tensors of a part of a sync. kind, adapter: as in protocol.Part. pieces, manifest: as an export plans them.
+    dtype: of the parameters; None for an adapter."""
+
+    kind: str
+    pieces: list[Piece]
+    manifest: dict[str, Tensor]
+    adapter: dict[str, Any] | None = None
+    dtype: torch.dtype | None = None
+
+    @cached_property
+    def entries(self) -> dict[str, Entry]:
+        """The manifest as protocol entries, by name."""
+        return {name: entry_of(name, tensor) for name, tensor in self.manifest.items()}
+
+    @property
+    def bytes(self) -> int:
+        """The size of all tensors in bytes."""
+        return sum(tensor.nbytes for tensor in self.manifest.values())
+
+    @property
+    def room(self) -> int:
+        """The size in bytes of a bucket with all tensors, including alignment."""
+        return sum(-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in self.manifest.values())
+
+    @property
+    def largest(self) -> int:
+        """The size of the largest tensor in bytes."""
+        return max(tensor.nbytes for tensor in self.manifest.values())
+
+
+def entry_of(name: str, tensor: Tensor) -> Entry:
+    """The entry that announces a tensor."""
+    return Entry(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+
+
+def weights(engine: Engine, dtype: torch.dtype) -> Content:
+    """The content for the whole model, with parameters in this dtype; for a model with adapters, for its base."""
+    kind = "weights" if engine.lora is None else "base"
+    return Content(kind, engine.built.pieces, manifest_of(engine, dtype), dtype=dtype)
+
+
+def adapter(engine: Engine) -> Content:
+    """The content for all trained tensors of a model with adapters, under peft's names, in the masters' dtype."""
+    plan = plan_adapter(engine)
+    return Content("adapter", plan.pieces, plan.manifest, plan.config)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A tensor in a bucket. offset: in bytes."""
+
+    entry: Entry
+    offset: int
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.entry.length
+
+    def within(self, bucket: Tensor) -> Tensor:
+        """The tensor as a view of the bucket's uint8 memory."""
+        return bucket[self.offset : self.end].view(getattr(torch, self.entry.dtype)).view(self.entry.shape)
+
+
+class Buckets(Protocol):
+    """The buffers that buckets are written to, in turn."""
+
+    @property
+    def size(self) -> int:
+        """The size in bytes at which a bucket is full. A larger tensor gets its own bucket."""
+        ...
+
+    def memory(self, number: int) -> Tensor | None:
+        """The uint8 memory of bucket `number`; None on a rank that does not write to it."""
+        ...
+
+
+def _place(rows: list[Row], entry: Entry, size: int) -> Row | None:
+    """The place of a tensor after these rows of a bucket of `size` bytes; None if it does not fit."""
+    offset = -(-rows[-1].end // ALIGNMENT) * ALIGNMENT if rows else 0
+    return Row(entry, offset) if not rows or offset + entry.length <= size else None
+
+
+class Plan:
+    """Which boxes of its shards this rank writes to which bucket, if all ranks share a host. Computed once per
+    content."""
+
+    def __init__(self, engine: Engine, content: Content, size: int) -> None:
+        """size: bytes at which a bucket is full; a larger tensor gets its own."""
+        cuts, among, borrowed = engine.divided.cuts, engine.mesh.stage_place, engine.tied_copies
+        state = engine.module.state_dict(keep_vars=True)
+        own = {name: tensor for name, tensor in state.items() if name not in borrowed}
+        held = {name: held_boxes(tensor, cuts.get(name), among) for name, tensor in own.items()}
+        numbers = {name: number for number, name in enumerate(held)}
+        self.buckets = list[list[Row]]()
+        self._shares = list[list[_Share]]()
+        for bucket in _planned(content, size):
+            self.buckets.append([row for row, _ in bucket])
+            shares = [
+                _share(row, piece, box)
+                for row, piece in bucket
+                for box in held.get(piece.runtime, ())  # empty for tensors of other pipeline stages
+                if box.is_mine(numbers[piece.runtime])
+            ]
+            self._shares.append([share for share in shares if share is not None])
+
+    def write(self, engine: Engine, buckets: Buckets) -> Iterator[list[Row]]:
+        """Yield the rows of each bucket, after this rank has written its boxes. Not collective."""
+        state = engine.module.state_dict(keep_vars=True)
+        for number, (rows, shares) in enumerate(zip(self.buckets, self._shares, strict=True)):
+            memory = buckets.memory(number)
+            assert memory is not None
+            for share in shares:
+                values = share.piece.to_disk(local_values(state[share.piece.runtime])[share.source])
+                share.row.within(memory)[share.target].copy_(values, non_blocking=True)
+            settle(engine.device, memory)
+            yield rows
+
+
+@dataclass(frozen=True)
+class _Share:
+    """What one rank writes of a tensor: the part `source` of its local values, to the part `target` of the tensor."""
+
+    row: Row
+    piece: Piece
+    source: tuple[slice, ...]
+    target: tuple[slice, ...]
+
+
+def _share(row: Row, piece: Piece, held: HeldBox) -> _Share | None:
+    part = overlap(piece.box, held.box)
+    if part is None:
+        return None
+    return _Share(row, piece, held.within(part), piece.disk_box(part).within(Box.whole(piece.shape)))
+
+
+def _planned(content: Content, size: int) -> Iterator[list[tuple[Row, Piece]]]:
+    entries, bucket = content.entries, list[tuple[Row, Piece]]()
+    for piece in content.pieces:
+        row = _place([row for row, _ in bucket[-1:]], entries[piece.disk], size)
+        if row is None:
+            yield bucket
+            bucket, row = [], Row(entries[piece.disk], 0)
+        bucket.append((row, piece))
+    yield bucket
+
+
+def gathered(engine: Engine, content: Content, buckets: Buckets) -> Iterator[list[Row]]:
+    """Fill buckets through the walker, on any mesh; yields the rows of each. Every rank gets every tensor, and writes
+    it if it has a buffer. Collective."""
+    entries, rows, number = content.entries, list[Row](), 0
+    memory = buckets.memory(number)
+    for name, tensor in engine.walk(content.pieces, content.manifest, bucket_bytes=2 * buckets.size):
+        row = _place(rows[-1:], entries[name], buckets.size)
+        if row is None:
+            settle(engine.device, memory)
+            yield rows
+            rows, row, number = [], Row(entries[name], 0), number + 1
+            memory = buckets.memory(number)
+        if memory is not None:
+            row.within(memory).copy_(tensor, non_blocking=True)
+        rows.append(row)
+    settle(engine.device, memory)
+    yield rows
+
+
+def settle(device: torch.device, memory: Tensor | None) -> None:
+    """Wait until the copies of a bucket from this device to the host are done: once for all of them."""
+    if device.type == "cuda" and memory is not None and memory.is_cpu:
+        written = torch.cuda.Event()
+        written.record()
+        written.synchronize()
+
+
+def exported(engine: Engine, content: Content, folder: Path) -> Iterator[tuple[Path, list[Row]]]:
+    """Write a HuggingFace directory (peft's for an adapter), each rank its boxes; then yield each file and its rows.
+
+    Collective; for ranks and engines that share a file system.
+    """
+    if content.kind == "adapter":
+        save_planned(engine, plan_adapter(engine), adapter_shards(engine), folder)
+    else:
+        save_planned(engine, plan_export(engine, content.dtype), written_shards(engine), folder)
+    entries = content.entries
+    for path in sorted(folder.glob("*.safetensors")):
+        with TensorFile.open(path) as file:
+            places = sorted((entry.begin, name) for name, entry in file.entries.items())
+        yield path, [Row(entries[name], begin) for begin, name in places]

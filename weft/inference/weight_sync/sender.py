@@ -1,0 +1,438 @@
+"""Sends weights from the trainer ranks to rollout engines, with versions and verification.
+
+On every rank:  sender = Sender(engine, receivers);  sender.send(version).
+Each worker of an engine receives the same version with its ticket from `sender.tickets` (protocol.Delivery).
+"""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from weft.checkpoint.snapshot import DTYPES
+from weft.config.rl_schema import RlConfig
+from weft.engine.engine import Engine
+from weft.errors import UserError
+from weft.inference.base import Synced
+from weft.inference.weight_sync import buckets as contents
+from weft.inference.weight_sync import protocol
+from weft.inference.weight_sync.buckets import Buckets, Content, Plan, Row
+from weft.inference.weight_sync.checksums import checksum
+from weft.inference.weight_sync.protocol import SyncError, Ticket
+from weft.inference.weight_sync.server import SyncServer
+from weft.inference.weight_sync.transports import SLOTS, BroadcastGroup, DeviceBuckets, IpcBuckets, SharedBuckets
+from weft.launch import flight
+from weft.launch.machine import host_address
+from weft.launch.process import world_group
+
+T = TypeVar("T")
+Transport = Literal["ipc", "shared", "group", "files"]
+AHEAD = SLOTS - 2  # posted buckets that engines may still be reading while the next ones are written and agreed on
+
+
+@dataclass(frozen=True)
+class EngineTarget:
+    """An engine that receives weights.
+
+    host: address of its machine, as host_address() returns there; None: the first rank's. workers: number of processes
+    that each receive all tensors. devices: UUIDs of the CUDA devices that its workers see (protocol.DeviceMemory), its
+    own first. torch: the version of its workers' torch; "": not known before they come.
+    """
+
+    name: str
+    host: str | None = None
+    workers: int = 1
+    devices: Sequence[str] = ()
+    torch: str = ""
+
+
+@dataclass(frozen=True)
+class SyncOptions:
+    """transport: `auto` is CUDA IPC for engines that see a trainer rank's device, shared memory for others on a
+    trainer's host, else a process group. bucket_bytes: total size of the bucket buffers. verify_every: one of this many
+    syncs is verified; 0: only when an engine is new or lacks the last version (verify_is_due). timeout: seconds of any
+    single wait. folder: for transport `files`. dtype: of the engines' weights; None: the trainer's compute dtype."""
+
+    transport: Literal["auto", "ipc", "shared", "group", "files"] = "auto"
+    bucket_bytes: int = 1 << 27
+    verify_every: int = 20
+    timeout: float = 120.0
+    folder: Path | None = None
+    dtype: torch.dtype | None = None
+
+
+def options_of(config: RlConfig, run: Path) -> SyncOptions:
+    """The options of a config. run: the run's folder."""
+    # While a rank waits for an engine, the others wait for that rank in a collective, whose limit is train.timeout.
+    timeout = min(config.rollout.timeout, 0.8 * config.train.timeout)
+    rollout = config.rollout
+    return SyncOptions(
+        rollout.transport, rollout.bucket_mb * 10**6, rollout.verify_every, timeout, run / "sync", DTYPES[rollout.dtype]
+    )
+
+
+class Sender:
+    """The trainer's side of weight sync. Every method is collective."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        receivers: Sequence[EngineTarget],
+        options: SyncOptions | None = None,
+        *,
+        address: str | None = None,
+        port: int = 0,
+        key: str | None = None,
+    ) -> None:
+        """address: under which engines reach this rank; None: host_address(). port, key: of the first rank's server, if
+        they must be known in advance. UserError if the requested transport cannot reach an engine."""
+        self.engine, self.options = engine, options or SyncOptions()
+        address = address or host_address()
+        self._rank, self._world = engine.ranks.rank, engine.ranks.world
+        self._software = protocol.software()
+        own = protocol.device_memory.devices(engine.device)[:1]
+        addresses = self._gather((address, own, key or secrets.token_hex(16), secrets.token_hex(8)))
+        self._hosts = [host for host, *_ in addresses]
+        self._devices = [device for _, device, *_ in addresses]  # per rank: [UUID], or [] on CPU
+        *_, self._key, self._slots = addresses[0]  # slots: part of shared memory's names, unique to this sender
+        self._routes = {receiver.name: self._route(receiver) for receiver in receivers}
+        leads = any(rank == self._rank for _, rank in self._routes.values())
+        self.server = SyncServer(address, 0 if self._rank else port, self.options.timeout) if leads else None
+        places = self._gather((address, self.server.port if self.server else 0))
+        self.tickets = {receiver.name: self._tickets_of(receiver, places) for receiver in receivers}
+        self._memories: dict[Transport, SharedBuckets | DeviceBuckets] = {}
+        self._plans: dict[tuple[str, Transport], Plan] = {}
+        self._group = BroadcastGroup(address, self._backend, self.options.timeout)
+        self._adapters = engine.lora is not None
+        dtype = self.options.dtype or engine.precision.compute
+        self._contents = [contents.weights(engine, dtype)] + ([contents.adapter(engine)] if self._adapters else [])
+        self._count, self._waited = 0, 0.0
+        self._last: int | None = None  # the version that all engines confirmed
+        self._error: SyncError | UserError | None = None
+        self._folder: Path | None = None
+
+    def send(self, version: int) -> Synced:
+        """Send the current weights to every engine, as this version. The outcome is the same on all ranks: all engines
+        have confirmed, or SyncError, after which an engine that has not confirmed has no weights to sample with."""
+        began, self._waited, self._count = time.perf_counter(), 0.0, self._count + 1
+        flight.enter("sync")
+        sent = list[Content]()
+        for transport in sorted({transport for transport, _ in self._routes.values()}):
+            sent += self._send_by(transport, version)
+        self._last, seconds = version, time.perf_counter() - began
+        tensors, total = sum(len(c.manifest) for c in sent), sum(c.bytes for c in sent)
+        extra = {"sync/waited_seconds": self._waited, "sync/gb_per_second": total / 1e9 / seconds}
+        return Synced(version, tensors, total, seconds, extra)
+
+    def close(self) -> None:
+        """Free buckets, remove sent files, stop listening."""
+        if self._folder is not None and self.engine.ranks.is_first:
+            shutil.rmtree(self._folder, ignore_errors=True)
+        for memories in self._memories.values():
+            memories.close()
+        self._memories = {}
+        if self.server is not None:
+            self.server.close()
+
+    # ------------------------------------------------------------ routes and tickets
+
+    def _route(self, receiver: EngineTarget) -> tuple[Transport, int]:
+        """(transport, sending rank) for an engine. UserError if the requested transport cannot reach it."""
+        host, wanted = receiver.host or self._hosts[0], self.options.transport
+        if wanted == "files":
+            return "files", 0
+        if wanted in ("auto", "ipc"):
+            rank = self._rank_on_device(receiver, host)
+            if rank is not None and protocol.opens_handles(receiver.torch, self._software["torch"]):
+                return "ipc", rank
+            if rank is not None and wanted == "ipc":
+                raise self._other_handles(receiver.name, receiver.torch)
+        if wanted == "ipc":
+            raise UserError(
+                f"rollout.transport=ipc: {receiver.name} sees no CUDA device of a trainer rank (rollout engines have "
+                "those with cluster.placement=colocated): set rollout.transport=auto."
+            )
+        if wanted == "group" or (wanted == "auto" and host not in self._hosts):
+            return "group", 0
+        if host not in self._hosts:
+            raise UserError(
+                f"rollout.transport=shared: {receiver.name} is on {host}, where no trainer rank is (these are on "
+                f"{', '.join(sorted(set(self._hosts)))}): set rollout.transport=auto."
+            )
+        return "shared", self._hosts.index(host)
+
+    def _rank_on_device(self, receiver: EngineTarget, host: str) -> int | None:
+        """The rank on the engine's own device, else a rank on another device that the engine sees, else None."""
+        places = [(self._hosts[rank], *own) for rank, own in enumerate(self._devices)]
+        wanted = [(host, device) for device in receiver.devices]
+        return next((places.index(place) for place in wanted if place in places), None)
+
+    def _tickets_of(self, receiver: EngineTarget, places: Sequence[tuple[str, int]]) -> list[Ticket]:
+        address, port = places[self._routes[receiver.name][1]]
+        common = (address, port, self._key, receiver.name)
+        return [Ticket(*common, member, self.options.timeout) for member in range(receiver.workers)]
+
+    def _mine(self, transport: Transport) -> list[Ticket]:
+        """The tickets of the workers that this rank sends to by this transport."""
+        names = [name for name, route in self._routes.items() if route == (transport, self._rank)]
+        return [ticket for name in names for ticket in self.tickets[name]]
+
+    # ------------------------------------------------------------ one transport
+
+    def _send_by(self, transport: Transport, version: int) -> list[Content]:
+        sent = []
+        self._error = None
+        try:
+            self._lead(SyncServer.welcome, self._mine(transport), version)
+            self._lead(self._check_software, transport)
+            self._agree()
+            for content in self._wanted():
+                self._activate(content)
+                self._deliver(content, transport, version)
+                sent.append(content)
+            self._lead(SyncServer.leave, version)
+        except BaseException as error:
+            if self.server is not None:
+                self.server.leave(version, str(error))
+            self._group.leave()
+            raise
+        return sent
+
+    def _check_software(self, server: SyncServer, transport: Transport) -> None:
+        """Raise UserError if an engine that has come cannot receive by this transport with its own versions."""
+        for connection in server.connections:
+            if transport == "ipc" and not protocol.opens_handles(connection.torch, self._software["torch"]):
+                raise self._other_handles(connection.name, connection.torch)
+            ours, theirs = self._software["nccl"], connection.nccl
+            if transport == "group" and self._backend == "nccl" and ours and theirs and ours != theirs:
+                raise UserError(
+                    f"rollout.transport: {connection.name} has NCCL {theirs} (torch {connection.torch}), and this "
+                    f"trainer NCCL {ours} (torch {self._software['torch']}); a group needs one version at both ends. "
+                    "Install the same torch in both environments, or set rollout.transport=shared, where engines are "
+                    "on a trainer's host, or rollout.transport=files, where all see run.dir."
+                )
+
+    def _other_handles(self, name: str, theirs: str) -> UserError:
+        return UserError(
+            f"rollout.transport=ipc: {name} has torch {theirs}, which is not known to open CUDA IPC handles of this "
+            f"trainer's torch {self._software['torch']}: set rollout.transport=shared, or install the same torch in "
+            "both environments."
+        )
+
+    def _wanted(self) -> list[Content]:
+        """The parts to send: an adapter's base only if a connected engine lacks it; collective."""
+        if not self._adapters:
+            return self._contents
+        lacking = self.server is not None and any(not connection.base for connection in self.server.connections)
+        return self._contents if any(self._gather(lacking)) else self._contents[1:]
+
+    def _activate(self, content: Content) -> None:
+        if self.server is not None:
+            self.server.active = [
+                connection for connection in self.server.connections if content.kind != "base" or not connection.base
+            ]
+
+    def _deliver(self, content: Content, transport: Transport, version: int) -> None:
+        sent = dict[str, int]()
+        had = [connection.has for connection in self.server.active] if self.server is not None else []
+        verify = verify_is_due(self._count, self.options.verify_every, had, self._last)
+        if transport == "files":
+            number = self._by_files(content, version, verify, sent)
+        else:
+            number = self._by_buckets(content, transport, version, verify, sent)
+        self._lead(SyncServer.prove, number, version, sent)
+        self._agree()
+        self._lead(SyncServer.commit, version)
+        self._agree()
+
+    def _by_buckets(
+        self, content: Content, transport: Transport, version: int, verify: bool, sent: dict[str, int]
+    ) -> int:
+        """Post every bucket; returns their number. The ranks agree once per bucket k: all have written it, and engines
+        have taken bucket k - AHEAD, whose buffer bucket k + 2 reuses. During an agreement, ranks write the next bucket
+        and engines read earlier ones."""
+        memories, number, post = self._open(transport), 0, _nothing
+        self._lead(self._begin, content, transport, version, verify)
+
+        def send(number: int, rows: list[Row]) -> None:
+            self._lead(self._post, transport, number, rows)
+            if verify:
+                sent.update(_sums(rows, memories.memory(number)))
+
+        for rows in self._fill(content, transport, memories):
+            post()
+            if number >= AHEAD:
+                self._lead(self._wait, transport, number - AHEAD, version)
+            post = self._once_agreed(partial(send, number, rows))
+            number += 1
+        post()
+        for last in range(max(0, number - AHEAD), number):
+            self._lead(self._wait, transport, last, version)
+        return number
+
+    def _fill(self, content: Content, transport: Transport, memories: Buckets) -> Iterator[list[Row]]:
+        if not self._on_one_host(transport):
+            return contents.gathered(self.engine, content, memories)
+        if (content.kind, transport) not in self._plans:
+            self._plans[content.kind, transport] = contents.Plan(self.engine, content, memories.size)
+        return self._plans[content.kind, transport].write(self.engine, memories)
+
+    def _begin(self, server: SyncServer, content: Content, transport: Transport, version: int, verify: bool) -> None:
+        if transport == "ipc":
+            memories = self._memories[transport]
+            assert isinstance(memories, IpcBuckets)
+            server.begin(content, version, memories.describe(server.active), verify)
+        elif transport != "group":
+            server.begin(content, version, [{"kind": transport}] * len(server.active), verify)
+        elif server.active:
+            server.begin(content, version, self._group.describe(server.active), verify)
+            self._group.join()
+
+    def _post(self, server: SyncServer, transport: Transport, number: int, rows: list[Row]) -> None:
+        memories = self._memories[transport]
+        memory = memories.memory(number)
+        if memory is None or not server.active:
+            return
+        if isinstance(memories, IpcBuckets):
+            server.post(number, rows, memories.finish(number))
+        elif transport == "shared":
+            assert isinstance(memories, SharedBuckets)
+            server.post(number, rows, {"path": memories.path(number)})
+        else:
+            server.post(number, rows, {"bytes": rows[-1].end})
+            self._group.start(number, memory[: rows[-1].end])
+
+    def _wait(self, server: SyncServer, transport: Transport, number: int, version: int) -> None:
+        began = time.perf_counter()
+        server.wait_taken(number, version)
+        if transport == "group" and server.active:
+            self._group.wait(number)
+        self._waited += time.perf_counter() - began
+
+    def _by_files(self, content: Content, version: int, verify: bool, sent: dict[str, int]) -> int:
+        """Post one bucket per file of an export; returns their number. The previous export is removed."""
+        assert self.options.folder is not None, "SyncOptions.folder"
+        folder, number = self.options.folder / f"{content.kind}-{version:06d}", 0
+        self._lead(self._begin, content, "files", version, verify)
+        for number, (path, rows) in enumerate(contents.exported(self.engine, content, folder)):
+            self._lead(SyncServer.post, number, rows, {"path": str(path)})
+            if verify:
+                size = path.stat().st_size
+                sent |= _sums(rows, torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8))
+            self._lead(SyncServer.wait_taken, number, version)
+        self._agree()
+        if self._folder is not None and self.engine.ranks.is_first:
+            shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder = folder
+        return number + 1
+
+    # ------------------------------------------------------------ memory of buckets
+
+    @property
+    def _backend(self) -> str:
+        return "nccl" if self.engine.device.type == "cuda" else "gloo"
+
+    def _on_one_host(self, transport: Transport) -> bool:
+        """Whether all ranks can write to the buffers of this transport, so that nothing is gathered."""
+        if transport == "ipc":
+            return self._world == 1
+        return len(set(self._hosts)) == 1 and (transport == "shared" or self._backend == "gloo")
+
+    def _open(self, transport: Transport) -> SharedBuckets | DeviceBuckets:
+        """The bucket buffers of a transport, created at its first sync."""
+        if transport not in self._memories:
+            full = self.options.bucket_bytes // SLOTS
+            needed = max(max(c.largest, min(full, c.room)) for c in self._contents)
+            room = -(-needed // contents.ALIGNMENT) * contents.ALIGNMENT
+            if transport == "shared" or (transport == "group" and self._on_one_host(transport)):
+                made: SharedBuckets | DeviceBuckets | None = self._open_shared(transport, room, full)
+            else:
+                kind = IpcBuckets if transport == "ipc" else DeviceBuckets
+                made = self._attempt(kind, room, full, self.engine.device, bool(self._mine(transport)))
+                self._agree()
+            self._memories[transport] = made or DeviceBuckets(room, full, self.engine.device, False)
+        return self._memories[transport]
+
+    def _open_shared(self, transport: Transport, room: int, full: int) -> SharedBuckets | None:
+        """Buffers in the host's shared memory: common to all ranks or, with several hosts, of the sending rank alone.
+        None on a rank without buffers."""
+        together = self._on_one_host(transport)
+        name, owner, made = f"{self._slots}-{transport}", 0 if together else self._rank, None
+        device = self.engine.device
+        if self._mine(transport):
+            made = self._attempt(SharedBuckets, name, owner, room, full, True, device)
+        self._agree()
+        return SharedBuckets(name, owner, room, full, False, device) if made is None and together else made
+
+    # ------------------------------------------------------------ agreement between ranks
+
+    def _lead(self, action: Callable[..., None], *args: Any) -> None:
+        """Call action(server, *args) on ranks that have a server. An error is kept until all ranks agree on it."""
+        if self.server is not None and self._error is None:
+            self._attempt(action, self.server, *args)
+
+    def _attempt(self, action: Callable[..., T], *args: Any) -> T | None:
+        try:
+            return action(*args)
+        except (SyncError, UserError) as error:
+            self._error = error
+            return None
+
+    def _agree(self) -> None:
+        """Raise on all ranks an error that one rank has kept; collective (one all-reduce)."""
+        self._once_agreed(_nothing)()
+
+    def _once_agreed(self, action: Callable[[], None]) -> Callable[[], None]:
+        """Start an agreement; the returned function waits for it and then calls `action`. A single rank calls `action`
+        at once."""
+        if self._world == 1:
+            if self._error is not None:
+                raise self._error
+            action()
+            return _nothing
+        failed = torch.tensor(self._error is not None, dtype=torch.int32)
+        work = dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=world_group(), async_op=True)
+
+        def finish() -> None:
+            work.wait()
+            if failed:
+                self._error = next(error for error in self._gather(self._error) if error is not None)
+                raise self._error
+            action()
+
+        return finish
+
+    def _gather(self, value: T) -> list[T]:
+        """The value of every rank, by rank; collective."""
+        if self._world == 1:
+            return [value]
+        out: list[Any] = [None] * self._world
+        dist.all_gather_object(out, value, group=world_group())
+        return out
+
+
+def verify_is_due(count: int, every: int, had: Sequence[int | None], last: int | None) -> bool:
+    """Whether a sync is verified: every `every`-th one, and any to an engine without `last`, the last version that all
+    confirmed. count: number of this sync, from 1. had: each engine's version, None for none; empty: no engine receives
+    from this rank."""
+    due = every > 0 and count % every == 0
+    return bool(had) and (due or any(version is None or version != last for version in had))
+
+
+def _nothing() -> None: ...
+
+
+def _sums(rows: Iterable[Row], memory: Tensor | None) -> dict[str, int]:
+    """Checksums of the tensors in a bucket, by name."""
+    assert memory is not None
+    return {row.entry.name: checksum(memory[row.offset : row.end].cpu().numpy()) for row in rows}

@@ -1,0 +1,258 @@
+"""The sender's side of protocol.py: accepts the workers of engines and exchanges messages with them.
+
+Anyone who reaches the port can connect. A connection without a valid ticket takes at most a few KB for a few seconds,
+while other connections are served, and cannot end or delay a sync.
+"""
+
+from __future__ import annotations
+
+import hmac
+import select
+import socket
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from weft.inference.weight_sync.buckets import Content, Row
+from weft.inference.weight_sync.protocol import GONE, PROTOCOL, Channel, SyncError, Ticket, parsed, understood
+from weft.inference.weight_sync.verify import compare
+from weft.launch import flight
+
+_HELLO_SECONDS = 5.0  # for a peer to show its ticket
+_HELLO_BYTES = 4096  # most bytes of the message with the ticket
+_MOST_PENDING = 64  # connections without a ticket yet; beyond that, the oldest is closed
+
+
+@dataclass(frozen=True)
+class Connection:
+    """An admitted worker of an engine, with the fields of its hello (protocol.Delivery)."""
+
+    channel: Channel
+    name: str
+    member: int
+    has: int | None
+    base: bool
+    joined: str | None
+    mapped: str | None
+    torch: str = ""
+    nccl: str = ""
+
+
+@dataclass(frozen=True)
+class Hello:
+    """The first message of a worker of an engine (protocol.Delivery)."""
+
+    protocol: int
+    key: bytes
+    name: str
+    member: int
+    version: int
+    has: int | None
+    base: bool
+    joined: str | None
+    mapped: str | None
+    torch: str
+    nccl: str
+
+    @staticmethod
+    def of(text: bytes) -> Hello:
+        """Parse a message. ValueError if it is malformed."""
+        message = parsed(text)
+        kinds: dict[str, tuple[type, ...]] = {
+            "hello": (int,), "key": (str,), "name": (str,), "member": (int,), "version": (int,),
+            "has": (int, type(None)), "base": (bool,), "joined": (str, type(None)), "mapped": (str, type(None)),
+            "torch": (str,), "nccl": (str,),
+        }  # fmt: skip
+        if message.keys() != kinds.keys():
+            raise ValueError(f"it has the fields {', '.join(message)}")
+        for name, allowed in kinds.items():
+            if not isinstance(message[name], allowed) or (isinstance(message[name], bool) and bool not in allowed):
+                raise ValueError(f"{name} is {message[name]!r:.40}")
+        message["key"] = message["key"].encode(errors="replace")
+        return Hello(message.pop("hello"), **message)
+
+
+class _Pending:
+    """A connection that has not shown a ticket yet."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.socket = connection
+        self.deadline = time.monotonic() + _HELLO_SECONDS
+        self.gone = False
+        self._said = bytearray()
+        connection.setblocking(False)
+
+    def hear(self) -> bool:
+        """Read without blocking, at most the first message; returns whether that is complete. Sets `gone` if the peer
+        left or announced too long a message."""
+        try:
+            part = self.socket.recv(self._lacking())
+        except BlockingIOError:
+            return False
+        except OSError:
+            part = b""
+        self._said += part
+        self.gone = not part or self._lacking() > _HELLO_BYTES
+        return not self.gone and not self._lacking()
+
+    def hello(self) -> Hello | None:
+        """The first message; None if it is malformed."""
+        try:
+            return Hello.of(bytes(self._said[4:]))
+        except ValueError:
+            return None
+
+    def _lacking(self) -> int:
+        """Bytes that the first message still lacks."""
+        if len(self._said) < 4:
+            return 4 - len(self._said)
+        return 4 + int.from_bytes(self._said[:4], "big") - len(self._said)
+
+
+class SyncServer:
+    """The listening socket of one sending rank, and its connections during a sync. timeout: seconds of any wait."""
+
+    def __init__(self, address: str, port: int, timeout: float) -> None:
+        self.timeout = timeout
+        self.connections = list[Connection]()  # all that are connected
+        self.active = list[Connection]()  # those that receive the current part
+        self._listener = socket.create_server((address, port), backlog=128)
+        self._listener.setblocking(False)
+        self.port = int(self._listener.getsockname()[1])
+
+    def welcome(self, tickets: Iterable[Ticket], version: int) -> None:
+        """Accept connections until every worker with one of these tickets has asked for this version. SyncError if one
+        does not come in time, has died, or asks for another version."""
+        missing = {(ticket.name, ticket.member): ticket for ticket in tickets}
+        waiting, deadline = list[_Pending](), time.monotonic() + self.timeout
+        try:
+            while missing:
+                flight.beat()
+                for pending in self._heard(waiting, deadline):
+                    connection = self._admit(pending, missing, version)
+                    if connection is not None:
+                        self.connections.append(connection)
+                if missing and time.monotonic() > deadline:
+                    names = ", ".join(sorted({name for name, _ in missing}))
+                    raise SyncError(
+                        f"{names} did not come for version {version} within {self.timeout:g} s: is the engine running, "
+                        f"and was it told to take this version?",
+                        late=True,
+                    )
+        finally:
+            for pending in waiting:
+                pending.socket.close()
+
+    def _heard(self, waiting: list[_Pending], deadline: float) -> list[_Pending]:
+        """The pending connections whose first message is complete; late and surplus ones are closed."""
+        now = time.monotonic()
+        until = min([deadline, now + 1.0, *(pending.deadline for pending in waiting)])
+        # poll(), because select() takes no descriptor above 1023
+        poll = select.poll()
+        for one in (self._listener, *(pending.socket for pending in waiting)):
+            poll.register(one, select.POLLIN)
+        ready = {descriptor for descriptor, _ in poll.poll(max(0.0, until - now) * 1000)}
+        if self._listener.fileno() in ready:
+            with suppress(OSError):  # the peer has already left
+                waiting.append(_Pending(self._listener.accept()[0]))
+        whole = [pending for pending in waiting if pending.socket.fileno() in ready and pending.hear()]
+        sent_away = [pending for pending in waiting if pending.gone or time.monotonic() > pending.deadline] + waiting[
+            :-_MOST_PENDING
+        ]
+        for pending in {*whole, *sent_away}:
+            waiting.remove(pending)
+            if pending not in whole:
+                pending.socket.close()
+        return whole
+
+    def _admit(self, pending: _Pending, missing: dict[tuple[str, int], Ticket], version: int) -> Connection | None:
+        """The connection of a worker with a valid ticket; others are closed, and give None. SyncError if the worker
+        speaks another protocol, has died, or asks for another version."""
+        hello = pending.hello()
+        who = (hello.name, hello.member) if hello is not None else None
+        ticket = missing.get(who) if who is not None else None
+        if hello is None or who is None or ticket is None or not hmac.compare_digest(ticket.key.encode(), hello.key):
+            pending.socket.close()
+            return None
+        if hello.protocol != PROTOCOL:
+            raise SyncError(
+                f"{ticket.name} syncs by protocol {hello.protocol}, this is {PROTOCOL}: versions of weft differ"
+            )
+        if hello.version == GONE:
+            raise SyncError(f"{ticket.name} did not come for version {version}: it has died")
+        if hello.version != version:
+            raise SyncError(f"{ticket.name} asks for version {hello.version}, and version {version} is being sent")
+        del missing[who]
+        channel = Channel(pending.socket, ticket.name, self.timeout)
+        return Connection(channel, *who, hello.has, hello.base, hello.joined, hello.mapped, hello.torch, hello.nccl)
+
+    def begin(self, content: Content, version: int, transports: Sequence[Mapping[str, Any]], verify: bool) -> None:
+        """Announce a part. transports: per active connection, the message fields of its transport."""
+        manifest = [[entry.name, entry.dtype, entry.shape] for entry in content.entries.values()]
+        for connection, transport in zip(self.active, transports, strict=True):
+            connection.channel.write(
+                begin=content.kind, version=version, verify=verify, transport=transport, manifest=manifest,
+                adapter=content.adapter,
+            )  # fmt: skip
+
+    def post(self, number: int, rows: Sequence[Row], where: Mapping[str, Any]) -> None:
+        """Announce a bucket. where: the message field with its path, number of bytes or slot."""
+        table = [[row.entry.name, row.entry.dtype, row.entry.shape, row.offset, row.entry.length] for row in rows]
+        for connection in self.active:
+            connection.channel.write(bucket=number, rows=table, **where)
+
+    def wait_taken(self, number: int, version: int) -> None:
+        """Wait until every active connection has taken this bucket."""
+        for connection, message in self._answers(f"bucket {number} of version {version} to be taken", "took"):
+            if message["took"] != number:
+                raise SyncError(f"{connection.name} took bucket {message['took']} of version {version}, not {number}")
+
+    def prove(self, buckets: int, version: int, sent: Mapping[str, int]) -> None:
+        """After the last bucket: compare the checksums that every engine reports with those of the sent tensors.
+        buckets: their number. sent: checksums by tensor; {} to compare nothing. SyncError if one differs."""
+        for connection in self.active:
+            connection.channel.write(end=buckets)
+        for connection, report in self._answers(f"what it received of version {version}", "received"):
+            with understood(connection.name):
+                received, placed = sums_of(report["received"]), report["placed"]
+                placed = None if placed is None else sums_of(placed)
+            compare(version, connection.name, sent, received, placed)
+
+    def commit(self, version: int) -> None:
+        """Allow the engines to sample with this version, and wait for their confirmation."""
+        for connection in self.active:
+            connection.channel.write(commit=version)
+        for _ in self._answers(f"version {version} to be confirmed", "committed"):
+            pass
+
+    def leave(self, version: int, error: str | None = None) -> None:
+        """Tell every connection that the sync is done, or its error, and close the connection."""
+        for connection in self.connections:
+            with suppress(SyncError):
+                connection.channel.write(**({"done": version} if error is None else {"error": error}))
+            connection.channel.close()
+        self.connections = self.active = []
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._listener.close()
+
+    def _answers(self, what: str, key: str) -> Iterator[tuple[Connection, dict[str, Any]]]:
+        for connection in self.active:
+            flight.beat()
+            try:
+                yield connection, connection.channel.read(what, key)
+            except SyncError as error:
+                text = str(error)
+                raise SyncError(
+                    text if text.startswith(connection.name) else f"{connection.name}: {text}", error.late
+                ) from error
+
+
+def sums_of(value: Any) -> dict[str, int]:
+    """Validate checksums by name. TypeError if they are malformed."""
+    if not isinstance(value, dict) or not all(isinstance(number, int) for number in value.values()):
+        raise TypeError("checksums are numbers by name")
+    return value

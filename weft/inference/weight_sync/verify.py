@@ -1,0 +1,69 @@
+"""Verification that an engine has received and uses the weights that were sent to it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.inference.weight_sync.protocol import SyncError
+
+
+def compare(
+    version: int, receiver: str, sent: Mapping[str, int], received: Mapping[str, int], placed: Mapping[str, int] | None
+) -> None:
+    """Compare checksums by tensor: of the sent bytes, of those that the engine received, and of its weights afterwards
+    (placed; None if it cannot read them back). SyncError names the engine and the tensors that differ or are missing.
+    receiver: the engine's name."""
+    told = {"received": received} if placed is None else {"received": received, "placed": placed}
+    for what, sums in told.items():
+        lacking = [name for name in sent if name not in sums]
+        if lacking:
+            raise SyncError(
+                f"{receiver} did not say what it {what} of {_some(lacking)}, version {version}: it is not proven"
+            )
+    wrong = [name for name, value in sent.items() if received[name] != value]
+    if wrong:
+        raise SyncError(f"{receiver} received other bytes than were sent, version {version}: {_some(wrong)}")
+    wrong = [name for name, value in sent.items() if placed is not None and placed[name] != value]
+    if wrong:
+        raise SyncError(f"{receiver} holds other values than it was sent, version {version}: {_some(wrong)}")
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 3} more tensors" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
+
+
+Floats = NDArray[np.float32]
+# Tolerance on the mean difference by dtype. Measured with the right weights: 1.5e-6 in fp32 and 0.02 in bf16.
+PARITY = {"fp32": 1e-3, "bf16": 0.2, "fp16": 0.05}
+
+
+def check_parity(
+    receiver: str, version: int, engine: Sequence[Floats], trainer: Sequence[Floats], dtypes: Sequence[str]
+) -> float:
+    """The mean absolute difference between the engine's and the trainer's logprobs of the same tokens.
+
+    engine, trainer: per completion, [G] logprobs of logits / temperature. dtypes: of both, such as "bf16"; they
+    determine the tolerance. SyncError if the mean exceeds the tolerance or is not finite: the engine then samples from
+    another model, or after another prompt.
+    """
+    empty = np.zeros(0)
+    ours, theirs = (np.concatenate([empty, *parts]).astype(np.float64) for parts in (trainer, engine))
+    if ours.shape != theirs.shape:
+        raise SyncError(f"{receiver} gave {theirs.size} logprobs for {ours.size} tokens, version {version}")
+    if not ours.size:
+        return 0.0
+    limit = max(PARITY[dtype] for dtype in dtypes)
+    distance = np.abs(ours - theirs)
+    mean = float(distance.mean())
+    if not mean <= limit:
+        place = int(np.nanargmax(np.where(np.isfinite(distance), distance, np.inf)))
+        raise SyncError(
+            f"{receiver} samples from another distribution than the trainer trains, version {version}: logprobs of "
+            f"{ours.size} tokens differ by {mean:.2g} in the mean, where {'/'.join(dict.fromkeys(dtypes))} explains at "
+            f"most {limit:g}; most where the engine says {theirs[place]:.4g} and the trainer {ours[place]:.4g}"
+        )
+    return mean

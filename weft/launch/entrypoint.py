@@ -1,0 +1,231 @@
+"""The body of a rank, or of the only process: every outcome becomes a report and an exit status."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import NoReturn
+
+import psutil
+
+from weft.errors import StoppedError
+from weft.launch import flight, reports
+from weft.launch.failures import rank_failure_text, save_current_record
+from weft.launch.launchers import process_of_launcher
+from weft.launch.machine import end_with_parent
+from weft.launch.reports import RankReport
+from weft.launch.scratch import is_running
+from weft.launch.status import FAILURE, STATUS, SUCCESS
+from weft.launch.stopping import request_stop
+from weft.launch.watchdog import STACKS, in_collective, periodically, watch_for_ever, watched, write_stacks_to
+from weft.terminal import say
+
+# How long a rank with bad input waits for the others to report the same, and how long a rank that waited for another in
+# vain gives the launcher to look at the others.
+LINGER_SECONDS = 1.0
+_LAUNCHER_SECONDS = 0.5  # between two looks at the launcher
+
+Body = Callable[[], bool | None]
+
+
+def joined() -> bool:
+    """Whether torchrun or weft started this process as one rank of several."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def program(main: Callable[[], int]) -> NoReturn:
+    """Run `main` and exit with the status that it returns.
+
+    A rank that ended well and left its process group exits after Python's own cleanup and before native destructors.
+    Those of libraries race with threads of other libraries, and have crashed ranks whose work was done.
+    """
+    ended: list[int] = []
+
+    def skip_destructors() -> None:
+        if ended == [SUCCESS] and joined():
+            logging.shutdown()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(SUCCESS)
+
+    atexit.register(skip_destructors)  # what is registered first is_running last
+    ended.append(main())
+    sys.exit(ended[0])
+
+
+def guarded(body: Body, debug: bool = False) -> int:
+    """Run `body` and return the exit status. `body` returns False for a failed verdict; exceptions become messages.
+
+    In one of several ranks a failure ends the process, because collectives and threads would keep it alive.
+    """
+    into = reports.folder()
+    if into is not None:
+        _settle_in(into)
+    try:
+        with watched(partial(_end_hung, debug=debug)), _ending_with_launcher() if into is None else nullcontext():
+            passed = body()
+    except KeyboardInterrupt:
+        return _end_rank(128 + signal.SIGINT)
+    except StoppedError as stop:
+        status = 128 + stop.number
+        return _end_rank(_noted(reports.of_stop(env_rank(), status), status))
+    except SystemExit as error:
+        if not joined():
+            raise
+        return _end_rank(_report_exit(error.code))
+    except Exception as error:
+        return _end_rank(_report(reports.of_exception(env_rank(), error), debug))
+    finally:
+        flight.recorder.close()
+    if passed is False:
+        return _noted(reports.of_verdict(env_rank()), FAILURE)
+    return SUCCESS
+
+
+def env_rank() -> int:
+    """This process's rank; 0 in the only process."""
+    return int(os.environ.get("RANK", 0))
+
+
+def _settle_in(scratch: Path) -> None:
+    """Prepare a rank of weft's launcher, so that its end is noticed and explained."""
+    end_with_parent()
+    write_stacks_to(scratch / STACKS / str(env_rank()))
+    flight.recorder.open(scratch / flight.FOLDER / flight.live_name(env_rank()))
+    flight.begin(env_rank(), int(os.environ["WORLD_SIZE"]))
+
+
+@contextmanager
+def _ending_with_launcher() -> Iterator[None]:
+    """Inside, a thread watches the launcher of this rank. When it is gone (killed, or ended by a signal that it does
+    not pass on, as torchrun by SIGUSR1), this rank gets SIGTERM: it saves and ends, and does not train on as an
+    orphan."""
+    launcher = process_of_launcher() if joined() else None
+    signals: list[int] = []
+
+    def look(frozen: float) -> None:
+        if launcher is None or signals or is_running(launcher):
+            return
+        signals.append(signal.SIGTERM)
+        if request_stop(signal.SIGTERM) and os.environ.get("LOCAL_RANK", "0") == "0":
+            say(f"the launcher of these ranks (process {launcher.pid}) is gone, and they end", error=True)
+
+    with nullcontext() if launcher is None else periodically(look, _LAUNCHER_SECONDS, "weft-launcher"):
+        yield
+
+
+def set_up_actor(number: int) -> Path:
+    """Set up an actor's process: the controller can read its flight record, and a hang ends it with a report. Returns
+    the folder for reports."""
+    into = reports.folder()
+    assert into is not None
+    write_stacks_to(into / STACKS / str(number))
+    flight.recorder.open(into / flight.FOLDER / flight.live_name(number))
+    flight.begin(number, int(os.environ.get("WORLD_SIZE", 1)))
+    end_with_parent(signal.SIGKILL)
+    watch_for_ever(partial(_end_hung, debug=False))
+    return into
+
+
+def _report(report: RankReport, debug: bool) -> int:
+    """Report the failure of this process to its launcher or, without one, to the user. Returns the exit status."""
+    into = reports.folder()
+    if into is not None:
+        if report.kind == "peer":
+            report = replace(report, ended_ranks=_find_ended_ranks(into))
+        try:
+            reports.write(report, into)
+        except OSError:  # the scratch folder's disk is full
+            say(rank_failure_text(report, joined(), debug), error=True)
+        if report.plain or report.kind == "hang":
+            _linger(into)
+        return report.status
+    is_saved = report.kind == "user" or save_current_record(report)
+    say(rank_failure_text(report, joined(), debug), error=True)
+    flight.recorder.close(remove=is_saved)
+    return report.status
+
+
+def _end_hung(message: str, stack: str, debug: bool) -> None:
+    """Report for the main thread, which is stuck, from the watchdog's thread, and end the process."""
+    calls = [line.strip() for line in stack.splitlines() if line.strip().startswith("File ")]
+    report = RankReport(
+        env_rank(), time.monotonic(), f"{message} ({flight.recorder.key})", stack, "hang", flight.activity(),
+        waited=in_collective(calls[::-1]), collectives=flight.last_collectives(),
+    )  # fmt: skip
+    _report(report, debug)
+    sys.stderr.flush()
+    os._exit(STATUS["hang"])
+
+
+def _report_exit(code: object) -> int:
+    """Report sys.exit in a rank: otherwise a rank that merely lost its peer would seem to have failed first. Returns
+    the exit status."""
+    status = code if isinstance(code, int) else SUCCESS if code is None else FAILURE  # as Python has it
+    into = reports.folder()
+    message = f"exit status {status}" if isinstance(code, int) else str(code)
+    if into is None and not isinstance(code, int | None):
+        say(message, error=True)
+    if into is not None and status != SUCCESS:
+        reports.write(
+            RankReport(env_rank(), time.monotonic(), message, activity=flight.activity()),
+            into,
+        )
+    return status
+
+
+def _noted(note: RankReport, status: int) -> int:
+    """Leave a note of a failed verdict, or of a stop by a signal, which are no crashes. Returns the exit status: a rank
+    that weft started ends with success, and the launcher reads the note."""
+    into = reports.folder()
+    if into is None:
+        return status
+    reports.write(note, into)
+    return SUCCESS
+
+
+def _linger(folder: Path) -> None:
+    """Wait until all ranks have reported, at most LINGER_SECONDS.
+
+    Bad input fails every rank alike, and is then shown as one error. After a hang the launcher has time to look at the
+    other ranks.
+    """
+    end = time.monotonic() + LINGER_SECONDS
+    while time.monotonic() < end and len(reports.read_all(folder)) < int(os.environ.get("WORLD_SIZE", 1)):
+        time.sleep(0.02)
+
+
+def _find_ended_ranks(scratch: Path) -> list[int]:
+    """The ranks that have ended, after this one lost a connection: the agent stops the others only later."""
+    end = time.monotonic() + LINGER_SECONDS
+    while True:  # connections are closed a moment before a process has ended
+        ended_ranks = []
+        for rank, record in flight.read_all(scratch / flight.FOLDER).items():
+            try:
+                ended = psutil.Process(record.pid).status() == psutil.STATUS_ZOMBIE
+            except psutil.NoSuchProcess:
+                ended = True
+            ended_ranks += [rank] if ended else []
+        if ended_ranks or time.monotonic() > end:
+            return ended_ranks
+        time.sleep(0.02)
+
+
+def _end_rank(status: int) -> int:
+    """End one of several ranks at once, without destructors that wait for the others; return `status` if there is only
+    one."""
+    if not joined():
+        return status
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

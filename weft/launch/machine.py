@@ -1,0 +1,214 @@
+"""The resources of this machine: cores and accelerators, and the accelerators that a dry run can assume. Imports torch
+only to count accelerators."""
+
+from __future__ import annotations
+
+import os
+import platform
+import random
+import re
+import signal
+import socket
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from weft.errors import UserError
+from weft.launch.accelerators import ASSUMABLE
+from weft.launch.options import Device
+
+# Parameters of mallopt(3).
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_KEPT_BYTES = 1 << 30
+
+# Below the ports that Linux hands out by itself (ip_local_port_range), so that a free port stays free; above those of
+# Ray's workers.
+PORTS = range(20_000, 32_000)
+
+ADDRESS = "WEFT_ADDRESS"  # environment variable with the address of an actor's host
+
+
+def host_address() -> str:
+    """This machine's address, as other hosts reach it; the same in all processes of a machine."""
+    return os.environ.get(ADDRESS, "127.0.0.1")
+
+
+@contextmanager
+def variables_set(variables: Mapping[str, str]) -> Iterator[None]:
+    """Inside, the environment has these variables, for this process and those that it starts."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def free_port() -> int:
+    """A port on which nobody listens, for a server that must be told its port before it starts."""
+    source = random.SystemRandom()  # a seeded one would find the same in every process
+    for port in source.sample(PORTS, len(PORTS)):
+        with socket.socket() as server, suppress(OSError):
+            server.bind(("", port))
+            return port
+    raise OSError(f"no port of {PORTS[0]} to {PORTS[-1]} is free")
+
+
+def cpu_cores() -> int:
+    """Cores that this process may use, by its affinity and the container's quota, if there is one."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = _cgroup_quota()
+    return max(1, min(cores, quota) if quota is not None else cores)
+
+
+def accelerator_count(device: Device) -> int:
+    """The number of accelerators for ranks of this machine; 0 means CPU ranks. Imports torch."""
+    if device == "cpu":
+        return 0
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device == "cuda" and count == 0:
+        raise UserError(
+            "--device cuda, but torch sees no CUDA device here: use --device cpu, or install a CUDA torch; a dry run "
+            "takes --assume h100-80gb."
+        )
+    return count
+
+
+def device_name(kind: str) -> str:
+    """The name of this process's accelerator, or of the processor. kind: of a torch.device."""
+    if kind == "cuda":
+        import torch
+
+        return str(torch.cuda.get_device_name())
+    return f"{processor_name()} (CPU)"
+
+
+def processor_name() -> str:
+    """The name of the processor, as its maker gives it where Linux knows it."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def check_ranks_fit(ranks: int, device: Device) -> None:
+    """Raise UserError if `ranks` would have to share accelerators."""
+    count = accelerator_count(device)
+    if count and ranks > count:
+        raise UserError(
+            f"{ranks} ranks, but this machine has {count} accelerator{'s' if count > 1 else ''}: "
+            f"use --nproc {count} or less, or --device cpu."
+        )
+
+
+def keep_freed_memory() -> None:
+    """Let this process keep up to 1 GiB of freed memory for later allocations (glibc only).
+
+    Otherwise a step on a CPU maps its tensors anew, page by page, and unmaps them again: 5 to 13% of its time.
+    """
+    if sys.platform != "linux":
+        return
+    import ctypes
+
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
+        mallopt(_M_MMAP_THRESHOLD, _KEPT_BYTES)
+
+
+def end_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
+    """Ask Linux to end this process when the one that started it dies, even by SIGKILL: no orphans on accelerators."""
+    set_parent_death_signal = 1  # PR_SET_PDEATHSIG
+    _control_process(set_parent_death_signal, number)
+
+
+def adopt_orphans() -> None:
+    """Ask Linux to make this process the parent of those of its descendants whose own parent ends: none can hide."""
+    set_child_subreaper = 36  # PR_SET_CHILD_SUBREAPER
+    _control_process(set_child_subreaper, 1)
+
+
+def _control_process(option: int, value: int) -> None:
+    """prctl(2) of Linux; nothing on other systems."""
+    if sys.platform != "linux":
+        return
+    import ctypes
+
+    ctypes.CDLL(None).prctl(option, value)
+
+
+def oom_kills() -> int | None:
+    """The number of processes of this container that the kernel killed for want of memory; None if unknown."""
+    for path in _memory_event_files():
+        try:
+            counts = dict(line.split() for line in path.read_text().splitlines())
+            return int(counts["oom_kill"])
+        except (OSError, ValueError, KeyError):
+            continue
+    return None
+
+
+def _memory_event_files() -> Iterator[Path]:
+    """Possible memory event files of this process's control groups (v1 and v2): at the group's path, and at the root,
+    where containers see it."""
+    try:
+        groups = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
+    except OSError:
+        return
+    for number, controllers, path in groups:
+        if number == "0":
+            root, file = Path("/sys/fs/cgroup"), "memory.events"
+        elif "memory" in controllers.split(","):
+            root, file = Path("/sys/fs/cgroup/memory"), "memory.oom_control"
+        else:
+            continue
+        yield root / path.lstrip("/") / file
+        yield root / file
+
+
+def _cgroup_quota() -> int | None:
+    """Whole cores of a container's CPU quota (cgroup v2), at least 1; None without one."""
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()[:2]
+        return max(1, int(quota) // int(period))
+    except (OSError, ValueError):
+        return None
+
+
+@dataclass(frozen=True)
+class Accelerator:
+    """An accelerator that a dry run can assume. memory: bytes that torch reports, within a few percent; vendors state
+    more than a process can use. capability: CUDA's; None of AMD."""
+
+    name: str
+    memory: int
+    capability: tuple[int, int] | None = (9, 0)
+
+
+ACCELERATORS = {
+    name: Accelerator(name, int(rates.gib * (1 << 30)), card.capability) for name, (card, rates) in ASSUMABLE.items()
+}
+
+
+def accelerator(name: str | None) -> Accelerator | None:
+    """The accelerator of this name; None for None. Raises UserError, which lists all names, for an unknown one."""
+    if name is None:
+        return None
+    if name not in ACCELERATORS:
+        raise UserError(f"--assume {name}: weft knows {', '.join(ACCELERATORS)}.")
+    return ACCELERATORS[name]
+
+
+def known_accelerator(device: str, memory: int) -> Accelerator | None:
+    """The accelerator of this name and memory in bytes, as torch reports them; None if there is none of both."""
+    fits = (candidate for candidate in ACCELERATORS.values() if abs(candidate.memory - memory) < 0.1 * memory)
+    return next((candidate for candidate in fits if re.search(ASSUMABLE[candidate.name][0].pattern, device)), None)

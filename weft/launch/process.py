@@ -1,0 +1,245 @@
+"""One rank: its device, its threads and its process group."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from types import TracebackType
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from weft.errors import UserError
+from weft.launch import flight
+from weft.launch.launchers import check_ranks
+from weft.launch.machine import Accelerator, cpu_cores
+from weft.launch.options import Device
+from weft.launch.simulated import Simulation
+from weft.versions import set_allocator
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This rank among all. As a context manager it leaves the process group at the end. owner: whether join() created
+    the process group; an existing one is kept. assumed: in a dry run, the accelerator that each rank is assumed to
+    have; all tensors are then on meta. simulated: the simulation of this rank's device, if there is one."""
+
+    rank: int
+    world: int
+    local_rank: int
+    device: torch.device
+    owner: bool = True
+    assumed: Accelerator | None = None
+    simulated: Simulation | None = None
+
+    @property
+    def tensors_on(self) -> torch.device:
+        """The device of this rank's tensors: `device`, if this machine has it; cpu in a simulation, else meta."""
+        if self.simulated is not None:
+            return torch.device("cpu")
+        return self.device if self.assumed is None else torch.device("meta")
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        return world_group()
+
+    @property
+    def mesh_device(self) -> str:
+        """The device type of this rank's meshes."""
+        return "cpu" if self.assumed is not None else self.device.type
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank prints and writes for all."""
+        return self.rank == 0
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # After an error the others may sit in a collective: tearing down here could hang, or make them fail
+        # before this rank has reported. The process ends right after, and takes its group with it.
+        if self.owner and (error is None or self.world == 1 or self.simulated is not None):
+            leave()
+
+
+def join(device: Device = "auto", timeout: float = 600.0) -> Ranks:
+    """Choose this rank's device and join the process group of all ranks.
+
+    The ranks are those of the environment (torchrun's variables, which weft's own launcher sets too), or this process
+    alone, without any port. timeout: seconds that a collective waits before it raises. An existing process group is
+    used as it is. Raises UserError if it does not support both the CPU and this rank's device.
+    """
+    if dist.is_initialized():
+        return _present(device)
+    environment = _rank_environment(os.environ)
+    flight.begin(*(environment or (0, 1)))
+    local_rank = _local_rank(environment[0]) if environment else 0
+    chosen = choose_device(device, local_rank)
+    if chosen.type == "cuda":
+        configure_allocator()
+        torch.cuda.set_device(chosen)
+    backend = _backend(chosen)
+    device_id = chosen if chosen.type == "cuda" else None
+    wait = timedelta(seconds=timeout)
+    if environment is None:
+        if "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(cpu_cores())
+        store = dist.HashStore()
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=wait, device_id=device_id)
+        return Ranks(0, 1, 0, chosen)
+    rank, world = environment
+    with _port_named():
+        store = _loopback_store(rank, wait)
+        store_options = {} if store is None else {"store": store, "rank": rank, "world_size": world}
+        dist.init_process_group(backend, timeout=wait, device_id=device_id, **store_options)
+    return Ranks(rank, world, local_rank, chosen)
+
+
+def configure_allocator() -> None:
+    """Let this process's CUDA allocator grow its segments, unless the environment says otherwise: rows have another
+    length in every step, and segments of fixed sizes leave gaps that nothing fits into. To be called before the first
+    use of CUDA. The variable says it to whoever reads the environment (inference/weight_sync/protocol.py)."""
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+    if torch.version.cuda is not None and sys.platform == "linux" and not any(os.environ.get(name) for name in names):
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+        set_allocator("expandable_segments:True")
+
+
+@contextmanager
+def _port_named() -> Iterator[None]:
+    """Turn the error of a port that another program uses (MASTER_PORT) into a UserError."""
+    try:
+        yield
+    except (OSError, dist.DistNetworkError) as error:
+        if getattr(error, "errno", None) != errno.EADDRINUSE and "EADDRINUSE" not in str(error):
+            raise
+        raise UserError(
+            f"port {os.environ['MASTER_PORT']} of this machine, where the ranks are to meet (MASTER_PORT), is in use, "
+            "perhaps by another run. Start again; where MASTER_PORT is yours, set a free one for all ranks."
+        ) from error
+
+
+def _loopback_store(rank: int, wait: timedelta) -> dist.Store | None:
+    """The store of ranks whose MASTER_ADDR is loopback. The first rank listens on loopback only; torch would listen on
+    every interface. None for another address, and for ranks that use the store of their launcher."""
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if address != "127.0.0.1" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return None
+    if rank:
+        return dist.TCPStore(address, port, is_master=False, timeout=wait)
+    listener = socket.create_server((address, port), backlog=1024)
+    return dist.TCPStore(
+        address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach(), timeout=wait
+    )
+
+
+def fake_ranks(
+    world: int,
+    device: Device = "cpu",
+    assumed: Accelerator | None = None,
+    *,
+    rank: int = 0,
+    simulated: Simulation | None = None,
+) -> Ranks:
+    """One of `world` ranks that do not exist: shapes and meshes are real, collectives send nothing. assumed, simulated:
+    as in Ranks."""
+    assert not dist.is_initialized(), "a pretended process group needs a process of its own"
+    dist.init_process_group("fake", rank=rank, world_size=world)
+    chosen = choose_device(device, 0) if assumed is None else torch.device("cuda")
+    return Ranks(rank, world, 0, chosen, assumed=assumed, simulated=simulated)
+
+
+def world_group() -> dist.ProcessGroup:
+    """The group of all ranks, for matters of processes: files, failures, stops. Code about documents or weights has to
+    use a group of the mesh."""
+    group = dist.group.WORLD
+    assert group is not None, "there is no process group"
+    return group
+
+
+@contextmanager
+def new_groups_inherit_timeout() -> Iterator[None]:
+    """Process groups that are made inside get the time limit of the group of all ranks (train.timeout). torch gives
+    the groups of a mesh limits of its own, of 10 or 30 minutes, as they are split off."""
+    before = set(c10d._world.pg_map)
+    yield
+    gloo = world_group()._get_backend(torch.device("cpu"))
+    if not isinstance(gloo, dist.ProcessGroupGloo):  # a pretended rank
+        return
+    for group in c10d._world.pg_map:
+        if group not in before and group != dist.GroupMember.NON_GROUP_MEMBER:
+            c10d._set_pg_timeout(gloo.options._timeout, group)
+
+
+def rank_and_world() -> tuple[int, int]:
+    """(Rank, number of ranks); (0, 1) without a process group."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def leave() -> None:
+    """Leave the process group; all ranks do so after their last collective."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def choose_device(device: Device, local_rank: int) -> torch.device:
+    """The device of a rank: its own accelerator, or the CPU if `device` says so or is "auto" on a machine without
+    CUDA."""
+    if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if local_rank >= count:
+        raise UserError(
+            f"local rank {local_rank} has no CUDA device: torch sees {count} here; start at most that many ranks on "
+            "this machine, or use --device cpu."
+        )
+    return torch.device("cuda", local_rank)
+
+
+def _present(device: Device) -> Ranks:
+    rank = dist.get_rank()
+    local_rank = _local_rank(rank)
+    chosen = choose_device(device, local_rank)
+    config = dist.get_backend_config()  # such as cpu:gloo,cuda:nccl
+    missing = {"cpu", chosen.type} - {part.partition(":")[0] for part in config.split(",")}
+    if missing:
+        raise UserError(
+            f"the process group that exists already ({config}) moves no tensors of {' and '.join(sorted(missing))}, "
+            f"where weft has some. Make it with torch.distributed.init_process_group({_backend(chosen)!r}, ...), or "
+            "leave it to weft."
+        )
+    return Ranks(rank, dist.get_world_size(), local_rank, chosen, owner=False)
+
+
+def _backend(device: torch.device) -> str:
+    """The backend of a rank. It always moves CPU tensors, because numbers about a step are on the CPU."""
+    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+
+
+def _local_rank(rank: int) -> int:
+    """LOCAL_RANK; without it, the rank's place on its machine, if all machines have equally many accelerators."""
+    return int(os.environ.get("LOCAL_RANK", rank % max(1, torch.cuda.device_count())))
+
+
+def _rank_environment(environment: Mapping[str, str]) -> tuple[int, int] | None:
+    """(Rank, number of ranks) from torchrun's variables; None if they are not set."""
+    if "RANK" not in environment or "WORLD_SIZE" not in environment:
+        return None
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environment]
+    if missing:
+        raise UserError(
+            f"RANK and WORLD_SIZE are set, but {' and '.join(missing)} is not: start with torchrun, or unset RANK and "
+            "WORLD_SIZE to let weft start its own ranks."
+        )
+    check_ranks(environment)
+    return int(environment["RANK"]), int(environment["WORLD_SIZE"])

@@ -1,0 +1,130 @@
+"""Ends a rank that makes no progress: outside of collectives nothing else would notice.
+
+A thread of each rank reads the rank's own flight record. Collectives have a timeout of their own. With several ranks it
+expires first, because waiting ranks know which one did not come.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from weft.launch import flight
+
+STACKS = "stacks"  # of ranks, in the launcher's scratch folder
+# Seconds, and share of the limit, by which the watchdogs of several ranks stay behind the timeout of collectives.
+BEHIND_SECONDS, BEHIND_SHARE = 2.0, 0.1
+_TICK = 0.5
+
+
+class SuspensionClock:
+    """Time in which this process did not run, because it was stopped or its machine slept. It counts as nobody's
+    hang."""
+
+    def __init__(self, tick: float) -> None:
+        self._tick, self._last = tick, time.monotonic()
+        self.seconds = 0.0
+
+    def tick(self) -> float:
+        """Call this every `tick` seconds; returns the frozen time so far."""
+        now = time.monotonic()
+        late = now - self._last - self._tick
+        self.seconds += late if late > 4 * self._tick else 0.0
+        self._last = now
+        return self.seconds
+
+
+@contextmanager
+def periodically(look: Callable[[float], None], interval: float, name: str) -> Iterator[None]:
+    """A thread that calls look(frozen seconds so far) every `interval` seconds."""
+    over, frozen = threading.Event(), SuspensionClock(interval)
+
+    def loop() -> None:
+        while not over.wait(interval):
+            look(frozen.tick())
+
+    thread = threading.Thread(target=loop, name=name, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+OnHang = Callable[[str, str], None]
+
+
+@contextmanager
+def watched(on_hang: OnHang) -> Iterator[None]:
+    """Call on_hang(what, stack of the main thread) in a thread if this rank shows no progress for too long."""
+    over = threading.Event()
+    _start(on_hang, over)
+    try:
+        yield
+    finally:
+        over.set()
+
+
+def watch_for_ever(on_hang: OnHang) -> None:
+    """As `watched`, for the life of the process."""
+    _start(on_hang, threading.Event())
+
+
+def _start(on_hang: OnHang, over: threading.Event) -> None:
+    threading.Thread(target=_watch, args=(on_hang, over), name="weft watchdog", daemon=True).start()
+
+
+def _watch(on_hang: OnHang, over: threading.Event) -> None:
+    frozen, main = SuspensionClock(_TICK), threading.main_thread().ident
+    excused, changes = 0.0, -1
+    while not over.wait(_TICK):
+        seconds = frozen.tick()
+        if flight.recorder.changes != changes:
+            excused, changes = seconds, flight.recorder.changes
+        silence, limit = flight.recorder.silence(), flight.recorder.limit
+        if silence is None or limit is None:
+            continue
+        is_distributed = flight.recorder.record().world > 1
+        late = BEHIND_SECONDS + BEHIND_SHARE * limit if is_distributed else 0.0
+        if silence > late + seconds - excused and not over.is_set():
+            frame = sys._current_frames().get(main or 0)
+            stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
+            on_hang(f"no progress for {limit + silence:.0f} seconds", stack)
+            return
+
+
+def write_stacks_to(path: Path) -> None:
+    """Write the stacks of all threads to `path` on SIGUSR2, and when the process crashes in native code.
+
+    faulthandler needs no lock of the interpreter, so that this works wherever a rank hangs.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = path.open("w")  # stays open for the life of the process
+    faulthandler.enable(file)
+    if hasattr(faulthandler, "register"):
+        faulthandler.register(signal.SIGUSR2, file)
+
+
+def main_stack(text: str) -> list[str]:
+    """The main thread's calls in a file of write_stacks_to, innermost first; the last dump counts."""
+    threads = [block.strip().splitlines() for block in text.replace("\nThread", "\n\nThread").split("\n\n")]
+    mains = [lines for lines in threads if lines and lines[-1].rstrip().endswith("in <module>")]
+    return [line.strip() for line in mains[-1] if line.strip().startswith("File ")] if mains else []
+
+
+# Files in which a rank waits for others. On CUDA the host meets a collective that does not end where it next waits for
+# the device: for numbers, an event, or all that was launched.
+_WAITING = ("/torch/distributed/", "/weft/cluster/simulated.py", "/torch/cuda/__init__.py", "/torch/cuda/streams.py")
+
+
+def in_collective(stack: list[str]) -> bool:
+    """Whether a stack, innermost call first, is inside a collective, or waits for the device that runs it."""
+    return bool(stack) and any(file in stack[0] for file in _WAITING)

@@ -1,1 +1,0 @@
-"""Estimates of the memory that a run needs, before it starts."""

@@ -1,0 +1,391 @@
+"""The output of `weft data preview`: documents with their trained tokens marked, lengths, and the steps they make."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+from rich import box
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from weft.config.schema import SftConfig
+from weft.data.blocks import Block
+from weft.data.open_sources import Source
+from weft.data.order import Share
+from weft.data.records import ALL_KINDS, template_use
+from weft.data.sources import Part
+from weft.errors import UserError
+from weft.terminal import Console, byte_count
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from weft.data.images import Images
+    from weft.data.limits import Limits
+    from weft.data.places import Place
+    from weft.data.table import Array, Table
+    from weft.engine.step_plan.plan import StepPlan
+
+_BARS = 12
+_WIDTH = 40
+_MOST_TOKENS = 400  # of a document that is shown whole
+# Tokens that are shown of a longer one: at its beginning, on both sides of a trained part, at both ends of that part.
+_FIRST, _AROUND, _TRAINED = 60, 30, (150, 50)
+_MOST_BAD = 20  # errors of bad rows that are listed
+_LOCATED = re.compile(r"(.+?(?::\d+|\[\d+\])): (.*)", re.DOTALL)  # file:line or file[row], and what is wrong there
+_PERCENTILES = (0, 10, 50, 90, 99, 100)
+# Enclose trained text if the console has no colours.
+_MARKS = ("\u00bb", "\u00ab")
+
+
+@dataclass(frozen=True, slots=True)
+class SampledPart:
+    """A part of a source. blocks: the blocks that were read; None for all. formats: number of documents by format.
+    taken: the share of the part's bytes that was read."""
+
+    source: Source
+    part: Part
+    blocks: Sequence[Block] | None
+    formats: Mapping[str, int]
+    share: float
+
+
+@dataclass(frozen=True, slots=True)
+class TokenisedPart:
+    """A tokenised part of a source. taken: the share of the part's bytes that was read."""
+
+    source: Source
+    table: Table
+    share: float
+
+    @property
+    def lengths(self) -> Array:
+        """Tokens of each document that can be trained on."""
+        lengths: Array = self.table.lengths[self.table.losses > 0]
+        return lengths
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """plans: of the first steps. steps: number of steps of an epoch, estimated if only a sample was read. ranks: data
+    ranks."""
+
+    plans: Sequence[StepPlan]
+    steps: int
+    ranks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Preview:
+    """Everything that is shown after tokenising. planned: None if no document is left. bad: the error of each bad row.
+    images: the image reader of a vision model. template: whether there is a chat template."""
+
+    config: SftConfig
+    limits: Limits
+    read: Sequence[TokenisedPart]
+    planned: Planned | None
+    bad: Sequence[str] = ()
+    images: Images | None = None
+    template: bool = False
+
+    @property
+    def exact(self) -> bool:
+        return all(sample.share == 1.0 for sample in self.read)
+
+
+def show_sampled(sampled: Sequence[SampledPart], console: Console | None = None) -> None:
+    """Prints the number of documents of each part."""
+    console = console or Console()
+    for sample in sampled:
+        count = sum(sample.formats.values())
+        formats = ", ".join(name if len(sample.formats) == 1 else f"{n:,} {name}" for name, n in sample.formats.items())
+        text = f"{count:,} documents ({formats})"
+        if sample.share < 1.0:
+            text = f"about {round(count / sample.share):,} documents, reckoned from {text} (--sample)"
+        size = f", {byte_count(sample.part.size)}" if sample.part.size else ""
+        console.print_folded(f"data     {_label(sample.source, sample.part.origin)}{size}: {text}")
+
+
+def _label(source: Source, origin: str) -> str:
+    return f"{source.name} ({origin})" if source.name else origin
+
+
+def refuse_bad(bad: Sequence[str], rows: int) -> None:
+    """Raises UserError if there are bad rows. bad: their errors, each beginning with file:line. rows: all rows."""
+    if not bad:
+        return
+    all_bad = len(bad) == rows
+    text = f"none of the {rows:,} rows can" if all_bad and rows > 1 else f"{len(bad):,} of {rows:,} rows cannot"
+    advice = "Fix them, or skip them with data.bad_rows=drop."
+    if all_bad:
+        advice = "Fix them: data.bad_rows=drop would leave nothing to train on."
+    raise UserError("\n".join([f"{text} be trained on:", *_named(bad), advice]))
+
+
+def trained_kinds(table: Table) -> dict[str, int]:
+    """The number of documents of a table that can be trained on, by kind."""
+    kinds = table.formats[table.losses > 0]
+    counts = {kind: int((kinds == number).sum()) for number, kind in enumerate(ALL_KINDS)}
+    return {kind: count for kind, count in counts.items() if count}
+
+
+def _named(bad: Sequence[str]) -> list[str]:
+    """The errors, each once, with the first and the last of its rows: one mistake is often in every row."""
+    rows_of: dict[str, list[str]] = {}
+    for text in bad:
+        located = _LOCATED.match(text)
+        row, wrong = (located[1], located[2]) if located else ("", text)
+        rows_of.setdefault(wrong, []).append(row)
+    lines = []
+    for wrong, rows in list(rows_of.items())[:_MOST_BAD]:
+        span = f"{len(rows):,} rows, {rows[0]} to {rows[-1]}: " if rows[0] else ""
+        lines.append(f"  {span if len(rows) > 1 else rows[0] and f'{rows[0]}: '}{wrong}")
+    hidden = sum(len(rows) for rows in list(rows_of.values())[_MOST_BAD:])
+    return [*lines, *([f"  and {hidden:,} more rows"] if hidden else [])]
+
+
+def show_preview(
+    preview: Preview,
+    tokenizer: PreTrainedTokenizerBase,
+    samples: int,
+    console: Console | None = None,
+    full: bool = False,
+) -> None:
+    """Prints the preview. samples: how many documents to show. full: whether to print all of their tokens."""
+    console = console or Console()
+    _show_samples(console, preview, tokenizer, samples, full)
+    _show_lengths(console, preview)
+    console.print()
+    counts: Counter[str] = Counter()
+    for sample in preview.read:
+        counts.update(trained_kinds(sample.table))
+    use = template_use(counts, preview.config.data, preview.template)
+    for line in [
+        f"template {use}",
+        *_token_lines(preview),
+        *_bad_lines(preview),
+        *_long_lines(preview),
+        *_plan_lines(preview),
+    ]:
+        console.print_folded(line)
+
+
+# ---------------------------------------------------------------- documents
+
+
+def _show_samples(
+    console: Console, preview: Preview, tokenizer: PreTrainedTokenizerBase, samples: int, full: bool
+) -> None:
+    """Prints the first documents, taken from all parts in turn, so that each source is seen."""
+    coloured = console.color_system is not None
+    places = [(sample.table, row) for row in range(samples) for sample in preview.read if row < len(sample.table)][
+        :samples
+    ]
+    if not places:
+        return
+    trained = Text("trained", style="bold green") if coloured else Text("{}trained{}".format(*_MARKS))
+    console.print(Text.assemble("What is ", trained, ", and what is only read:"))
+    for table, row in places:
+        length = int(table.lengths[row])
+        console.rule(
+            f"{table.where(row)}  {length:,} tokens, {int(table.losses[row]):,} trained", align="left", style="dim"
+        )
+        for line in _image_lines(preview.images, tokenizer, table.places(row)):
+            console.print(line, style="dim", soft_wrap=True)
+        ids, mask = table.tokens(row, length)
+        shown = np.ones(length, bool) if full or length <= _MOST_TOKENS else _worth_showing(mask)
+        text = rendered(tokenizer, ids, mask, coloured, shown, () if preview.images is None else preview.images.marks)
+        console.print(text, soft_wrap=True, end="" if text.plain.endswith("\n") else "\n")
+    console.rule(style="dim")
+
+
+def _worth_showing(trained: Array) -> Array:
+    """A mask of the tokens of a long document that are shown: its beginning, and both ends of each trained part with
+    the tokens around them."""
+    shown = np.zeros(len(trained), bool)
+    shown[:_FIRST] = True
+    edges = np.diff(np.concatenate([[0], trained != 0, [0]]).astype(np.int8))
+    for begin, end in zip(np.flatnonzero(edges == 1), np.flatnonzero(edges == -1), strict=True):
+        shown[max(0, begin - _AROUND) : min(end, begin + _TRAINED[0])] = True
+        shown[max(begin, end - _TRAINED[1]) : end + _AROUND] = True
+    return shown
+
+
+def rendered(
+    tokenizer: PreTrainedTokenizerBase,
+    ids: Array,
+    trained: Array,
+    coloured: bool,
+    shown: Array | None = None,
+    marks: Sequence[str] = (),
+) -> Text:
+    """A document's text with trained parts in green if `coloured`, else between marks. shown: mask of the tokens to
+    print; the others are only counted. marks: image tokens; runs of four or more are abbreviated to a count."""
+    text = Text()
+    shown = np.ones(len(ids), bool) if shown is None else shown
+    changes = (np.diff(trained) != 0) | (np.diff(shown) != 0)
+    for begin, end in pairwise([0, *(np.flatnonzero(changes) + 1).tolist(), len(ids)]):
+        if not shown[begin]:
+            kind = "trained tokens" if trained[begin] else "tokens"
+            text.append(
+                f"\n[... {end - begin:,} {kind}: --full shows them ...]\n", style="italic" if coloured else None
+            )
+            continue
+        piece = _shortened(tokenizer.decode(ids[begin:end].tolist()), marks)
+        if not trained[begin]:
+            text.append(piece, style="dim" if coloured else None)
+        elif coloured:
+            text.append(piece, style="bold green")
+        else:
+            text.append(f"{_MARKS[0]}{piece}{_MARKS[1]}")
+    return text
+
+
+def _shortened(text: str, marks: Sequence[str]) -> str:
+    for mark in marks:
+        text = _counted(text, mark)
+    return text
+
+
+def _counted(text: str, mark: str) -> str:
+    pattern = re.compile(f"(?:{re.escape(mark)}){{4,}}")
+    return pattern.sub(lambda match: f"{mark}[x {len(match[0]) // len(mark):,}]", text)
+
+
+def _image_lines(images: Images | None, tokenizer: PreTrainedTokenizerBase, places: Sequence[Place]) -> list[str]:
+    """Describes each image and video of a document: its size, and its tokens and patches."""
+    if images is None or not places:
+        return []
+    lines = []
+    for number, image in enumerate(places, start=1):
+        measured, clip = image.measured, image.measured.clip
+        layout = images.processor().layout((measured.shape,))
+        tokens = len(tokenizer(layout.texts[0], add_special_tokens=False)["input_ids"])
+        kind = "image" if clip is None else "video"
+        frames = "" if clip is None else f"{clip.taken:,} of {clip.total:,} frames ({clip.sampled_fps:.3g} a second), "
+        lines.append(
+            f"{kind} {number}: {frames}{measured.width} x {measured.height} pixels, {byte_count(measured.size)}, "
+            f"{tokens:,} tokens, {layout.patches:,} patches{f', {image.paths[0]}' if image.paths else ''}"
+        )
+    return lines
+
+
+# ---------------------------------------------------------------- numbers
+
+
+def _token_lines(preview: Preview) -> list[str]:
+    about = "" if preview.exact else "about "
+    tokens = sum(int(sample.lengths.sum()) / sample.share for sample in preview.read)
+    trained = sum(int(sample.table.losses.sum()) / sample.share for sample in preview.read)
+    lines = [f"tokens   {about}{round(tokens):,}, of which {round(trained):,} trained ({trained / tokens:.0%})"]
+    for sample in preview.read:
+        if sample.source.weight != 1.0:
+            count = Share(round(len(sample.lengths) / sample.share), sample.source.weight).in_epoch
+            lines.append(
+                f"weight   {sample.source.weight:g} of {sample.source.name}: an epoch takes {about}{count:,} documents"
+            )
+    return [*lines, *_image_totals(preview)]
+
+
+def _image_totals(preview: Preview) -> list[str]:
+    images = sum(int(sample.table.images.sum()) / sample.share for sample in preview.read)
+    if not images:
+        return []
+    patches = np.concatenate([sample.table.patches for sample in preview.read])
+    documents = sum(int((sample.table.images > 0).sum()) / sample.share for sample in preview.read)
+    about = "" if preview.exact else "about "
+    return [
+        f"images   {about}{round(images):,} in {round(documents):,} documents, which give the vision tower "
+        f"{patches[patches > 0].mean():,.0f} patches each on average, and {patches.max():,} at most"
+    ]
+
+
+def _show_lengths(console: Console, preview: Preview) -> None:
+    lengths = np.concatenate([sample.lengths for sample in preview.read])
+    trained = np.concatenate([sample.table.losses[sample.table.losses > 0] for sample in preview.read])
+    grid = RichTable(box=box.SIMPLE_HEAD, pad_edge=False)
+    grid.add_column("tokens of a document")
+    for name in ("shortest", "10%", "median", "90%", "99%", "longest", "mean"):
+        grid.add_column(name, justify="right")
+    for name, values in (("all", lengths), ("trained", trained)):
+        figures = [*np.percentile(values, _PERCENTILES, method="higher"), values.mean()]
+        grid.add_row(name, *(f"{figure:,.0f}" for figure in figures))
+    console.print(grid)
+    for line in histogram(lengths):
+        console.print(line, soft_wrap=True)
+
+
+def histogram(lengths: Array) -> list[str]:
+    """The lines of a bar chart of lengths, one for each range; the ranges have a round width."""
+    longest = int(lengths.max())
+    step = _round_up(max(1, -(-(longest + 1) // _BARS)))
+    counts = np.bincount(lengths // step)
+    width, largest = len(f"{len(counts) * step:,}"), int(counts.max())
+    return [
+        f"{index * step:>{width},} to {(index + 1) * step - 1:>{width},}  {count:>{len(f'{largest:,}')},}  "
+        + "\u2588" * max(int(count > 0), round(_WIDTH * count / largest))
+        for index, count in enumerate(counts)
+    ]
+
+
+def _round_up(number: int) -> int:
+    """The next number that is 1, 2 or 5 times a power of ten."""
+    scale = 10 ** (len(str(number)) - 1)
+    return int(next(scale * digit for digit in (1, 2, 5, 10) if scale * digit >= number))
+
+
+def _bad_lines(preview: Preview) -> list[str]:
+    if not preview.bad:
+        return []
+    share = "" if preview.exact else " of the sample"
+    return [f"bad      {len(preview.bad):,} rows{share} are left out (data.bad_rows=drop):", *_named(preview.bad)]
+
+
+def _long_lines(preview: Preview) -> list[str]:
+    limits = preview.limits
+    long = sum(int((sample.lengths > limits.max_length).sum()) for sample in preview.read)
+    total = sum(len(sample.lengths) for sample in preview.read)
+    if not long:
+        return [f"long     no document is longer than {limits.max_length:,} tokens ({limits.key})"]
+    lost = sum(int((sample.lengths - limits.max_length).clip(0).sum()) for sample in preview.read)
+    consequence = {
+        "error": "training would refuse them: raise it, or set data.long_documents to truncate or drop",
+        "truncate": f"they lose their ends, {lost:,} tokens (data.long_documents)",
+        "drop": "they are left out (data.long_documents)",
+    }[limits.long]
+    share = "" if preview.exact else f" of the sample ({long / total:.2%})"
+    return [
+        f"long     {long:,} documents{share} are longer than {limits.max_length:,} tokens ({limits.key}); {consequence}"
+    ]
+
+
+def _plan_lines(preview: Preview) -> list[str]:
+    planned, step = preview.planned, preview.config.step
+    if planned is None:
+        return []
+    about = "" if preview.exact else "about "
+    plans = planned.plans
+    rows = [plan.micro_batches for plan in plans]
+    first = plans[0].totals
+    size = f"{step.documents:,} documents" if step.documents is not None else f"up to {step.tokens:,} tokens"
+    first_steps = "the first step" if len(plans) == 1 else f"the first {len(plans)} steps"
+    return [
+        f"steps    {about}{planned.steps:,} in an epoch, of {size} each; the first has {first.tokens:,} tokens, of "
+        f"which {first.loss_tokens:,} trained",
+        f"rows     of {step.max_tokens_per_device:,} tokens on {_count(planned.ranks, planned.ranks, 'rank')}: "
+        f"{_count(min(rows), max(rows), 'micro-batch')} in a step, fill {np.mean([plan.fill for plan in plans]):.0%}, "
+        f"utilisation {np.mean([plan.utilisation for plan in plans]):.0%} (packed; in {first_steps})",
+    ]
+
+
+def _count(low: int, high: int, noun: str) -> str:
+    """`1 rank`, `2 ranks`, `3 to 4 micro-batches`."""
+    numbers = f"{low:,}" if low == high else f"{low:,} to {high:,}"
+    plural = "" if high == 1 else "es" if noun.endswith("ch") else "s"
+    return f"{numbers} {noun}{plural}"

@@ -1,0 +1,246 @@
+"""`weft sft --resume RUN`: chooses a checkpoint, checks what may differ, and restores engine and run folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from weft.checkpoint import rng
+from weft.checkpoint.resume import (
+    agree,
+    fill_from,
+    from_weights,
+    newest,
+    no_complete_checkpoint,
+    other_training,
+    read_verified,
+    resumed_notes,
+)  # fmt: skip
+from weft.checkpoint.retention import complete_steps, forget_best, point_best, point_latest, set_aside, step_folder
+from weft.checkpoint.state import TrainerState
+from weft.checkpoint.state_schema import RUN
+from weft.config import to_dict
+from weft.config.keys import schema_keys
+from weft.config.load import show_default
+from weft.config.rl_schema import RlConfig
+from weft.config.schema import ScheduleConfig, SftConfig
+from weft.config.yaml12 import show
+from weft.data.documents import DataReport
+from weft.engine.engine import Engine
+from weft.engine.optim.schedule import learning_rate
+from weft.errors import UserError
+from weft.launch.process import Ranks
+from weft.observe.folder import SAMPLES, cut_lines, dropped_of, write_config
+from weft.observe.identity import model_fingerprint
+
+# Keys that change how a run computes, not what it trains; changes of other keys are refused. Data and model are
+# compared by content.
+MAY_CHANGE = (
+    "mesh", "fsdp", "checkpoint", "eval", "track", "profile", "run", "data.path", "data.sources", "data.split",
+    "data.subset", "data.columns", "data.text_unit", "data.roles", "data.message_keys", "data.ignore", "data.system",
+    "data.max_length", "data.long_documents", "data.bad_rows",
+    "data.workers", "data.cache", "data.check_images", "data.max_image_pixels", "data.fetch_images",
+    "data.chat_template", "model.path", "model.imports", "model.weights", "model.attention", "model.recompute",
+    "model.compile", "step.max_tokens_per_device", "step.shapes", "train.timeout", "train.log_every",
+    "train.max_nonfinite", "train.deterministic", "optimizer.load_state",
+)  # fmt: skip
+MAY_NOT = ("fsdp.master_dtype",)
+_SCHEDULED = ("schedule", "train.steps", "train.epochs")  # may change if past updates keep their rates: rates_changed
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run begins. step, updates: number of steps, and of steps that were not skipped, done before. state: None
+    for a new run. notes: for the opening. The other fields continue those of the checkpoint."""
+
+    step: int = 0
+    updates: int = 0
+    bad_in_a_row: int = 0
+    summary: Mapping[str, Any] = field(default_factory=dict)
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    evaluation: Mapping[str, Any] = field(default_factory=dict)
+    state: TrainerState | None = None
+    notes: tuple[str, ...] = ()
+
+
+def find_start(config: SftConfig, folder: Path, data: DataReport, steps: int, ranks: Ranks) -> Start:
+    """Finds the newest complete checkpoint of RUN, and checks that this config continues its training. steps: of the
+    whole run. Raises UserError, the same on every rank. Changes nothing in RUN. Collective."""
+    state, skipped = newest_complete(folder / "checkpoints", ranks)
+    notes = [f"skipped  {text}" for text in skipped]
+    if state is None:
+        if skipped:
+            raise UserError(no_complete_checkpoint(folder, skipped))
+        return Start(notes=(f"resumed  {folder} has no checkpoint yet: from step 1",))
+    content = state.content
+    changed = dict(changes(content["config"], to_dict(config), SftConfig))
+    problems = [
+        *refused_changes(changed),
+        *rates_changed(content, config, steps, content["updates"]),
+        *_contents_changed(state, config, data),
+    ]
+    if problems:
+        raise UserError(other_training(folder, state, problems))
+    notes += resumed_notes(state, steps, changed)
+    return Start(
+        step=state.step,
+        updates=content["updates"],
+        bad_in_a_row=content["bad_in_a_row"],
+        summary=content["summary"],
+        seconds=content["seconds"],
+        evaluation=content.get("evaluation", {}),
+        state=state,
+        notes=tuple(notes),
+    )
+
+
+def newest_complete(checkpoints: Path, ranks: Ranks) -> tuple[TrainerState | None, list[str]]:
+    """(newest checkpoint with trainer state that all ranks can read completely, why newer ones were skipped).
+    Collective."""
+    listed = [complete_steps(checkpoints)]
+    dist.broadcast_object_list(listed, src=0, group=ranks.group)
+    return newest(
+        checkpoints,
+        listed[0],
+        lambda folder: agree(partial(read_verified, folder, ranks.rank, ranks.world, RUN), ranks),
+    )
+
+
+def restore(config: SftConfig, engine: Engine, start: Start, folder: Path) -> list[str]:
+    """Restores masters, moments and random generators, then sets aside files in RUN of later steps. Returns messages
+    for the user. Raises UserError, with RUN unchanged, if the state does not fit this model."""
+    notes = list(start.notes)
+    if start.state is None:
+        rng.seed_rank(config.train.seed, engine.mesh.loss_rank)
+    else:
+        notes += fill_from(engine, start.state, config.train.seed)
+    if engine.ranks.is_first:
+        notes += set_aside_later(folder, start.step, start.evaluation)
+        write_config(config, folder)
+    return notes
+
+
+def set_aside_later(folder: Path, step: int, evaluation: Mapping[str, Any]) -> list[str]:
+    """Moves aside checkpoints and lines of later steps, and repoints `latest` and `best`. evaluation: the evaluator's
+    part of the checkpoint's state. Returns messages for the user."""
+    notes, checkpoints = [], folder / "checkpoints"
+    aside = set_aside(checkpoints, step)
+    if aside:
+        notes.append(f"aside    checkpoints after step {step} are now {', '.join(aside)}")
+    if step:
+        point_latest(step_folder(checkpoints, step))
+        notes += reset_best(checkpoints, evaluation)
+    for name in ("metrics.jsonl", SAMPLES):
+        dropped = cut_lines(folder / name, step)
+        if dropped:
+            moved = dropped_of(folder / name).name
+            notes.append(f"dropped  {dropped} lines of {name} after step {step}, moved to {moved}")
+    return notes
+
+
+def reset_best(checkpoints: Path, evaluation: Mapping[str, Any]) -> list[str]:
+    """Points `best` at the best checkpoint that `evaluation` names; a later one may have been set aside. Returns
+    messages for the user."""
+    forget_best(checkpoints)
+    best = evaluation["step"] if evaluation.get("kept") else 0
+    target = step_folder(checkpoints, best)
+    if target.is_dir():
+        point_best(target)
+    elif best:
+        return [f"best     step {best} was the best so far, and {target} is gone"]
+    return []
+
+
+# ---------------------------------------------------------------- what may differ
+
+
+def constants(config: SftConfig | RlConfig, documents: int, digest: str, steps: int) -> dict[str, Any]:
+    """The constant part of state.json, with which a resumed run is compared. digest: of the data."""
+    return {
+        "steps": steps,
+        "config": to_dict(config),
+        "data": {"documents": documents, "digest": digest},
+        "model": {"sha256": model_fingerprint(config)},
+    }
+
+
+def changes(before: Mapping[str, Any], now: Mapping[str, Any], schema: type) -> Iterator[tuple[str, tuple[str, str]]]:
+    """Yields (key, (before, now)) of the keys that differ. A key that a config lacks counts as its default."""
+    for name, key in schema_keys(schema).items():
+        section, _, leaf = name.partition(".")
+        old, new = (
+            show(config[section][leaf])
+            if leaf in config.get(section, {})
+            else ""
+            if key.required
+            else show_default(key)
+            for config in (before, now)
+        )
+        if old != new and name != "run.dir":
+            yield name, (old, new)
+
+
+def refused_changes(changed: Mapping[str, tuple[str, str]], also_allowed: Sequence[str] = ()) -> list[str]:
+    """Messages about the changed keys that must not change. also_allowed: keys and sections besides MAY_CHANGE."""
+    may = (*MAY_CHANGE, *_SCHEDULED, *also_allowed)
+    return [
+        f"{key}: {before} -> {now}: it changes what is trained, and how"
+        for key, (before, now) in changed.items()
+        if key in MAY_NOT or not any(key == name or key.startswith(name + ".") for name in may)
+    ]
+
+
+def rates_changed(content: Mapping[str, Any], config: SftConfig | RlConfig, steps: int, done: int) -> list[str]:
+    """Messages about learning rates that would differ: a longer run or another schedule continues a training only if
+    past updates had the same rates. content: of the checkpoint's state. steps: of the new run. done: past updates."""
+    old, before = content["config"], content["steps"]
+    schedule, lr = ScheduleConfig(**old["schedule"]), old["optimizer"]["lr"]
+    if steps < content["step"]:
+        return [f"train.steps, train.epochs: a run of {steps} steps ends before step {content['step']}"]
+    for update in range(1, done + 1):
+        was = learning_rate(update, before, lr, schedule)
+        now = learning_rate(update, steps, lr, config.schedule)
+        if was != now:
+            return [
+                f"the learning rate of update {update} was {was:.6g} in a run of {before} steps with schedule.name="
+                f"{schedule.name}, and would be {now:.6g} in one of {steps} with {config.schedule.name}: what is done "
+                "cannot be planned anew. A run grows with schedule.name=constant or inverse_sqrt, or with wsd before "
+                "its decay, and schedule.warmup_steps instead of warmup_ratio"
+            ]
+    return []
+
+
+def advice_after_last_step(
+    start: Start, config: SftConfig | RlConfig, steps: int, folder: Path, command: str = "sft"
+) -> str:
+    """Advice for a finished run: to train longer if the schedule allows it, else to start a new run from its weights;
+    "" without a checkpoint."""
+    if start.state is None:
+        return ""
+    override = f"train.steps={2 * steps}" if config.train.steps else f"train.epochs={2 * (config.train.epochs or 1)}"
+    if not rates_changed(start.state.content, config, 2 * steps, start.updates):
+        return f"More steps: weft {command} --resume {folder} {override}"
+    return (
+        f"Its learning rates (schedule.name={config.schedule.name}) were planned for {steps} steps. To train on from "
+        "its weights, as a new run with a schedule of its own: "
+        f"{from_weights(start.state.checkpoint, command)} {override}"
+    )
+
+
+def _contents_changed(state: TrainerState, config: SftConfig, data: DataReport) -> list[str]:
+    problems = []
+    if state.content["data"]["digest"] != data.digest:
+        before = state.content["data"]["documents"]
+        problems.append(
+            f"the data ({data.path}) gives other documents than before ({data.documents:,}; {before:,} before): "
+            "the place in the data would mean nothing"
+        )
+    if state.content["model"]["sha256"] != model_fingerprint(config):
+        changed = "config.json or the weights" if config.lora.on else "config.json"
+        problems.append(f"model.path: {changed} of {config.model.path} differ from before")
+    return problems

@@ -1,0 +1,224 @@
+"""The tables that a run prints: pure functions from plain rows to rich tables.
+
+Shapes are written 1024x64, counts with a unit (5.24M), bytes in powers of 1024 (19.7 MiB).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from rich import box
+from rich.measure import Measurement
+from rich.table import Table
+
+from weft.engine.optim.groups import OptimizerGroupRow
+from weft.terminal import Console, byte_count, count, folded_width
+
+_SHOWN_GROUPS = 4
+_UNLIMITED = 10_000
+# Width without a terminal, in columns: it fits a log viewer and a pager.
+_PAGE = 120
+
+
+@dataclass(frozen=True, slots=True)
+class AxisRow:
+    """A mesh axis. groups: the ranks along it, one tuple for each position on the other axes."""
+
+    name: str
+    size: int
+    groups: tuple[tuple[int, ...], ...]
+    meaning: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class DtypeRow:
+    """A row of the dtype table: what has which dtype."""
+
+    use: str
+    dtype: str
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class UnitRow:
+    """An FSDP unit. parameters: elements over all ranks. bytes: of the gathered unit. sharding: over which ranks, if
+    not over all of the mesh."""
+
+    name: str
+    parameters: int
+    bytes: int
+    sharding: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterRow:
+    """A sharded parameter. axes: the mesh axes it is sharded over. itemsize: bytes per element."""
+
+    name: str
+    full_shape: tuple[int, ...]
+    local_shape: tuple[int, ...]
+    axes: tuple[str, ...]
+    dtype: str
+    itemsize: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRow:
+    """An engine's memory on a rank, in bytes; None for a part that it does not have. gathered: the most at once."""
+
+    name: str
+    weights: int | None = None
+    gradients: int | None = None
+    optimizer: int | None = None
+    gathered: int | None = None
+    note: str = ""
+
+    @property
+    def resident(self) -> int:
+        """The memory that is always allocated."""
+        return sum(part or 0 for part in (self.weights, self.gradients, self.optimizer))
+
+
+def separate_engines(ranks: Iterable[tuple[str, int]]) -> list[EngineRow]:
+    """Rows of engines that have ranks of their own. ranks: (engine, number of its ranks)."""
+    return [EngineRow(name, note=f"in {count} ranks of its own") for name, count in ranks]
+
+
+def engine_table(rows: Sequence[EngineRow]) -> Table:
+    """A row for each engine, and their sum."""
+    table = new_table(
+        "memory of a rank", "engine", ">weights", ">gradients", ">optimizer", ">together", ">gathered", ""
+    )
+    for row in rows:
+        parts = (row.weights, row.gradients, row.optimizer, row.resident or None, row.gathered)
+        table.add_row(row.name, *(byte_count(part) if part else "" for part in parts), row.note)
+    table.add_section()
+    table.add_row("all", "", "", "", byte_count(sum(row.resident for row in rows)), "", "side by side")
+    return table
+
+
+def mesh_table(axes: Iterable[AxisRow]) -> Table:
+    """The axes, their sizes, and the ranks along each."""
+    table = new_table("mesh", "axis", ">size", "ranks", "meaning")
+    for axis in axes:
+        shown = " | ".join(ranges(group) for group in axis.groups[:_SHOWN_GROUPS])
+        hidden = len(axis.groups) - _SHOWN_GROUPS
+        table.add_row(axis.name, str(axis.size), f"{shown} | {hidden} more" if hidden > 0 else shown, axis.meaning)
+    return table
+
+
+def dtype_table(rows: Iterable[DtypeRow]) -> Table:
+    """The dtypes, one row each."""
+    table = new_table("dtypes", "what", "dtype", "note")
+    for row in rows:
+        table.add_row(row.use, row.dtype, row.note)
+    return table
+
+
+def unit_table(units: Sequence[UnitRow], tp: int = 1) -> Table:
+    """The FSDP units; units that differ only in the numbers of their names are one row. tp: size of mesh.tp."""
+    mixed = ["sharding"] if any(unit.sharding for unit in units) else []
+    title = "FSDP units" + (f", the part of one of {tp} ranks of tp" if tp > 1 else "")
+    table = new_table(title, ">units", "name", ">parameters each", ">bytes each", *mixed)
+    names_by_unit: dict[tuple[str, int, int, str], list[str]] = {}
+    for unit in units:
+        key = (re.sub(r"\d+", "*", unit.name), unit.parameters, unit.bytes, unit.sharding)
+        names_by_unit.setdefault(key, []).append(unit.name)
+    for (pattern, parameters, size, sharding), names in names_by_unit.items():
+        name = names[0] if len(names) == 1 else pattern
+        table.add_row(str(len(names)), name, count(parameters), byte_count(size), *([sharding] if mixed else []))
+    table.add_section()
+    total, size = sum(u.parameters for u in units), sum(u.bytes for u in units)
+    table.add_row(str(len(units)), "all", count(total), byte_count(size))
+    return table
+
+
+def optimizer_table(groups: Sequence[OptimizerGroupRow]) -> Table:
+    """The parameter groups with weight decay, and with learning rates if these differ."""
+    rates = ["" if group.lr is None else f"{group.lr:g}" for group in groups]
+    mixed = len(set(rates) - {""}) > 1
+    columns = ["group", ">weight decay", *([">peak lr"] if mixed else []), ">parameters", ">elements", "names"]
+    table = new_table("optimizer groups", *columns)
+    for group, rate in zip(groups, rates, strict=True):
+        names = ", ".join(group.examples) or "-"
+        counts = (str(group.parameters), count(group.elements), names)
+        table.add_row(group.name, f"{group.weight_decay:g}", *([rate] if mixed else []), *counts)
+    return table
+
+
+def sharding_table(parameters: Sequence[ParameterRow]) -> Table:
+    """Every parameter with its full shape and this rank's, and totals."""
+    table = new_table("sharding", "parameter", ">full", ">this rank", "axes", "dtype")
+    for row in parameters:
+        table.add_row(row.name, shape(row.full_shape), shape(row.local_shape), ", ".join(row.axes), row.dtype)
+    table.add_section()
+    _add_totals(table, parameters)
+    return table
+
+
+def sharding_totals_table(parameters: Sequence[ParameterRow]) -> Table:
+    """Only the totals of sharding_table."""
+    table = new_table("sharding", "", ">full", ">this rank", "share", "")
+    _add_totals(table, parameters)
+    return table
+
+
+def _add_totals(table: Table, parameters: Sequence[ParameterRow]) -> None:
+    full = [math.prod(row.full_shape) for row in parameters]
+    local = [math.prod(row.local_shape) for row in parameters]
+    sizes = [row.itemsize for row in parameters]
+    table.add_row(
+        f"all {len(parameters)}",
+        f"{count(sum(full))} ({byte_count(_dot(full, sizes))})",
+        f"{count(sum(local))} ({byte_count(_dot(local, sizes))})",
+        f"{sum(local) / max(1, sum(full)):.1%} on this rank",
+        "",
+    )
+
+
+def _dot(counts: list[int], sizes: list[int]) -> int:
+    return sum(n * size for n, size in zip(counts, sizes, strict=True))
+
+
+def new_table(title: str, *columns: str) -> Table:
+    """An empty table with these column heads; a leading `>` aligns a column to the right. Long texts are folded."""
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, show_edge=False)
+    for column in columns:
+        right = column.startswith(">")
+        table.add_column(column.removeprefix(">"), justify="right" if right else "left", overflow="fold")
+    return table
+
+
+def show(table: Table, console: Console | None = None) -> None:
+    """Prints a table, folded to the width of the terminal; without a terminal to COLUMNS where it is set, else to the
+    width of a page, or wider if a name would be broken."""
+    console = console or Console()
+    if not console.is_terminal:
+        for column in table.columns:
+            column.no_wrap = " " not in max(map(str, column.cells), key=len, default="")
+        page = Console(file=console.file, width=_UNLIMITED)
+        needed = Measurement.get(page, page.options, table).minimum
+        width = folded_width() if console.file is sys.stdout else None
+        console = Console(file=console.file, width=width or max(_PAGE, console.width, needed))
+    console.print(table)
+    console.print()
+
+
+def shape(sizes: Sequence[int]) -> str:
+    """A shape as text: `4096x256`; `scalar` without dimensions."""
+    return "x".join(map(str, sizes)) or "scalar"
+
+
+def ranges(ranks: Sequence[int]) -> str:
+    """Ranks as text: `0`, `0,2`, `0-3`, `0-6 by 2`."""
+    steps = {late - early for early, late in pairwise(ranks)}
+    if steps == {1}:
+        return f"{ranks[0]}-{ranks[-1]}"
+    if len(steps) == 1 and len(ranks) > 2:
+        return f"{ranks[0]}-{ranks[-1]} by {steps.pop()}"
+    return ",".join(map(str, ranks))

@@ -1,0 +1,184 @@
+"""Activation memory, from shapes alone: the model runs on the meta device, which stores nothing."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PretrainedConfig
+
+from weft.models import hf
+from weft.models.train_module import Passage, TrainModule
+from weft.ops.communicator import MetaCommunicator
+from weft.ops.context import repeats
+from weft.ops.shapes import GroupedProducts
+from weft.parallel.mesh import Axis
+from weft.parallel.pp.model import StandIn
+from weft.parallel.tp.tensor import tensor_parallel
+
+_ATTENTION = "weft_shapes"
+_TOKENS = 240  # of the row that is run; memory is proportional to tokens
+
+
+@dataclass(frozen=True)
+class RowSharing:
+    """Numbers of ranks that divide the work of a row: tp divides layers, ring x ulysses a cut document. sequence:
+    whether tp divides the tokens between layers, too."""
+
+    tp: int = 1
+    ring: int = 1
+    ulysses: int = 1
+    sequence: bool = False
+
+    def keys(self, heads: int, query_heads: int) -> float:
+        """Keys that attention stores, as a multiple of the rank's own tokens. In a ring of n, a rank holds chunks i and
+        2 n - 1 - i of 2 n chunks; their queries together see 2 n + 1 chunks of keys."""
+        return repeats(heads, query_heads, self.ulysses) * (self.ring + 0.5 if self.ring > 1 else 1.0)
+
+
+@dataclass(frozen=True)
+class Saved:
+    """Bytes per token of a row that autograd stores on a rank. layers: in each decoder layer. passed: hidden states
+    between two layers. before: in modules before the layers. after: between the layers and the head."""
+
+    layers: tuple[float, ...]
+    passed: float
+    before: float
+    after: float
+
+    def bytes(self, tokens: int, *, recompute: bool, layers: Sequence[int] | None = None, rows: float = 1.0) -> int:
+        """Bytes for rows of `tokens` tokens. layers: default all. rows: rows in flight. recompute: as
+        model.recompute=full; includes everything in the one layer that is being recomputed."""
+        own = self.layers if layers is None else [self.layers[layer] for layer in layers]
+        kept = len(own) * self.passed if recompute else sum(own)
+        again = self.again(layers) if recompute else 0.0
+        last = layers is None or len(self.layers) - 1 in layers
+        outside = self.before + (self.after if last else 0.0)
+        return round(((kept + outside) * rows + again) * tokens)
+
+    def again(self, layers: Sequence[int] | None = None) -> float:
+        """Bytes per token of the largest layer, which stores everything while backward recomputes it."""
+        own = self.layers if layers is None else [self.layers[layer] for layer in layers]
+        return max(own, default=0.0)
+
+
+def saved_bytes(config: PretrainedConfig, dtype: torch.dtype, shared: RowSharing = RowSharing()) -> Saved:
+    """What autograd stores on a rank for a model computed in `dtype`. shared: how ranks divide a row, which is then a
+    part of one document.
+
+    Excluded: weights, the head, masks (of kernels that build one, and of windows on CPU), and temporary memory of
+    kernels. Of layers that are built alike, one is run. Errors of families that cannot run on meta are passed on.
+    """
+    AttentionInterface.register(_ATTENTION, partial(_attend, shared))
+    model = hf.build_meta(copy.deepcopy(config), dtype=dtype, attention=_ATTENTION).train()
+    module = TrainModule(model)
+    firsts = once(module)
+    if shared.tp > 1:
+        ranks = MetaCommunicator(shared.tp)
+        tensor_parallel(module, Axis(0, shared.tp, ranks, lambda _: ranks), model.config, sequence=shared.sequence)
+    weights = {_storage(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    found: dict[int, torch.UntypedStorage] = {}  # kept alive, so that numbers are not used again
+    by_layer = [0] * len(firsts)
+    outside, inside, passed, begun = [0, 0], list[int](), 0, False
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if _storage(tensor) not in weights and _storage(tensor) not in found:
+            found[_storage(tensor)] = storage
+            if inside:
+                by_layer[inside[-1]] += storage.nbytes()
+            else:
+                outside[begun] += storage.nbytes()
+        return tensor
+
+    def enter(number: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        nonlocal passed, begun
+        begun = True
+        hidden = args[0] if args else kwargs["hidden_states"]
+        passed = max(passed, hidden.untyped_storage().nbytes())
+        inside.append(number)
+
+    for number, (_, layer) in enumerate(module.layers):
+        if firsts[number] == number:
+            layer.register_forward_pre_hook(partial(enter, number), with_kwargs=True)
+            layer.register_forward_hook(lambda *_: inside.clear())
+    ids_BT = torch.zeros(1, _TOKENS, dtype=torch.long, device="meta")
+    positions_BT = torch.arange(_TOKENS, device="meta")[None]
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), GroupedProducts():
+        out = module.base(input_ids=ids_BT, position_ids=positions_BT, use_cache=False)
+    del out
+    each = tuple(
+        by_layer[first] / _TOKENS + _gathered(module, name, shared) * dtype.itemsize
+        for first, (name, _) in zip(firsts, module.layers, strict=True)
+    )
+    return Saved(each, passed / _TOKENS, outside[0] / _TOKENS, outside[1] / _TOKENS)
+
+
+def _gathered(module: TrainModule, layer: str, shared: RowSharing) -> int:
+    """Elements per token of other ranks' hidden states that a layer's mixers with state gather for a cut document."""
+    hidden = int(module.get_submodule(module.facts.embedding).weight.shape[1])
+    return (shared.ulysses - 1) * sum(name.startswith(f"{layer}.") for name in module.mixers) * hidden
+
+
+def once(module: TrainModule) -> list[int]:
+    """Keep the first of the layers that are built alike, and replace the others by stand-ins that pass hidden states
+    on. Returns for each layer the number of the layer that runs for it."""
+    types = getattr(module.hf_model.config.get_text_config(), "layer_types", None) or ()
+    holder: Any = module.get_submodule(module.facts.layers)
+    first: dict[object, int] = {}
+    firsts = []
+    for number, (_, layer) in enumerate(module.layers):
+        kind = (
+            type(layer),
+            types[number] if number < len(types) else None,
+            tuple((name, tuple(p.shape)) for name, p in layer.named_parameters()),
+        )
+        firsts.append(first.setdefault(kind, number))
+        if firsts[-1] != number:
+            holder[number] = stand_in = StandIn(layer, 0, Passage(is_last=False), gives=False, keeps=False)
+            holder[firsts[-1]].register_forward_hook(partial(_imitate, stand_in))
+    return firsts
+
+
+def _imitate(stand_in: StandIn, _: nn.Module, args: Any, output: Any) -> None:
+    """Let a stand-in return as many items as the layer that runs for it."""
+    stand_in.items = len(output) if isinstance(output, tuple) else 0
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _attend(
+    shared: RowSharing,
+    module: nn.Module,
+    query_BHTD: Tensor,
+    key_BKTD: Tensor,
+    value_BKTE: Tensor,
+    mask: Any,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    seen = shared.keys(key_BKTD.shape[1], query_BHTD.shape[1])
+    if seen > 1:
+        key_BKTD, value_BKTE = (
+            x.new_empty(*x.shape[:2], int(seen * x.shape[2]), x.shape[3]) for x in (key_BKTD, value_BKTE)
+        )
+    out: Tensor = _Attended.apply(query_BHTD, key_BKTD, value_BKTE)
+    return out.transpose(1, 2), None
+
+
+class _Attended(torch.autograd.Function):
+    """Saves what the kernels of ops/attention.py save: inputs, output and the logsumexp of each query."""
+
+    @staticmethod
+    def forward(ctx: Any, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTE: Tensor) -> Tensor:
+        batch, heads, tokens, _ = query_BHTD.shape
+        out = query_BHTD.new_empty(batch, heads, tokens, value_BKTE.shape[3])
+        sums = query_BHTD.new_empty(batch, heads, tokens, dtype=torch.float32)
+        ctx.save_for_backward(query_BHTD, key_BKTD, value_BKTE, out, sums)
+        return out

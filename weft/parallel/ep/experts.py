@@ -1,0 +1,105 @@
+"""Expert parallelism: each rank of ep computes with its part of every layer's experts.
+
+The parts are plain tensors, cut before FSDP2 shards them over the ranks that hold the same experts. Tokens are sent to
+their experts and back (ops/dispatch.py), so that the gradient of an expert is complete on the rank that holds it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from weft.errors import UserError
+from weft.models.experts import experts_of, spread_experts
+from weft.models.low_rank import LowRank
+from weft.models.tp_parts import Range, even_ranges
+from weft.models.train_module import TrainModule
+from weft.ops.communicator import Communicator
+from weft.ops.dispatch import ExpertAxis
+from weft.parallel.mesh import ExpertRanks
+from weft.parallel.shards.cuts import AnyCut, Cut, Cuts, NestedCut
+
+
+def expert_parallel(module: TrainModule, ranks: ExpertRanks | None, cuts: Cuts) -> dict[str, AnyCut]:
+    """Divide the experts of a model (on meta) and make them exchange tokens. Returns `cuts` with those of the experts.
+
+    cuts: divisions by tp. Raises UserError if a layer has fewer experts than there are ranks, or the model has none.
+    """
+    found = dict(cuts)
+    if ranks is None:
+        return found
+    experts = experts_of(module)
+    if not experts:
+        raise UserError(
+            f"mesh.ep={ranks.size}: {module.facts.model_type} has no experts that weft knows: set mesh.ep=1."
+        )
+    for name, child in experts.items():
+        found |= _divide(name, child, ranks, found)
+    return found
+
+
+def _divide(name: str, experts: Any, ranks: ExpertRanks, cuts: Cuts) -> dict[str, AnyCut]:
+    count = int(experts.num_experts)
+    if count < ranks.size:
+        raise UserError(
+            f"mesh.ep={ranks.size} is more than the {count} experts of {name}: set mesh.ep to {count} or less."
+        )
+    found: dict[str, AnyCut] = {}
+    for leaf, parameter in list(experts.named_parameters()):
+        path = f"{name}.{leaf}"
+        before = cuts.get(path)
+        assert before is None or isinstance(before, Cut)
+        shape = tuple(parameter.shape) if before is None else before.shape
+        cut = cut_of_expert(shape, count, before, ranks, strided=strided(experts, leaf))
+        part = torch.empty(cut.local_shape(), dtype=parameter.dtype, device=parameter.device)
+        _replace(experts, leaf, nn.Parameter(part, requires_grad=parameter.requires_grad))
+        found[path] = cut
+    held = even_ranges(count, ranks.size)
+    spread_experts(experts, ExpertAxis(ranks.place, tuple(size for _, size in held), ranks.ranks))
+    return found
+
+
+def cut_of_expert(
+    shape: tuple[int, ...], count: int, before: Cut | None, ranks: ExpertRanks, *, strided: bool
+) -> AnyCut:
+    """The division of one tensor of a layer's `count` experts. before: by tp. strided: see `_cut`."""
+    outer = _cut(shape, even_ranges(count, ranks.size), strided, ranks)
+    return outer if before is None else _nested(outer, before, ranks.with_tp)
+
+
+def _cut(shape: tuple[int, ...], held: list[Range], strided: bool, ranks: ExpertRanks) -> Cut:
+    """The division by experts, which make up the first dimension (weights: [experts, ...]; matrix A of adapters:
+    [experts r, .]). strided: they vary fastest in the second dimension instead (matrix B: [., r experts])."""
+    count, dim = sum(size for _, size in held), int(strided)
+    times = shape[dim] // count
+    if strided:
+        ranges = [tuple((turn * count + first, size) for turn in range(times)) for first, size in held]
+    else:
+        ranges = [((first * times, size * times),) for first, size in held]
+    copies = (1,) * len(ranges[0])
+    return Cut(shape, dim, tuple(ranges), copies, ranks.place, ranks.ranks)
+
+
+def strided(experts: nn.Module, leaf: str) -> bool:
+    """Whether a tensor of experts is a matrix B of adapters, in whose second dimension experts vary fastest."""
+    owner, _, matrix = leaf.rpartition(".")
+    return isinstance(experts.get_submodule(owner), LowRank) and matrix == "B"
+
+
+def _nested(outer: Cut, inner: Cut, ranks: Communicator | None) -> NestedCut:
+    assert ranks is not None
+    shape = outer.local_shape()
+    if inner.divides:
+        assert inner.dim != outer.dim
+        return NestedCut(outer, replace(inner, shape=shape), ranks)
+    dim = next(d for d in range(len(shape)) if d != outer.dim)
+    whole = ((0, shape[dim]),)
+    return NestedCut(outer, replace(inner, shape=shape, dim=dim, ranges=(whole,) * inner.size), ranks)
+
+
+def _replace(experts: nn.Module, leaf: str, part: nn.Parameter) -> None:
+    owner, _, name = leaf.rpartition(".")
+    setattr(experts.get_submodule(owner), name, part)

@@ -1,0 +1,141 @@
+"""Orders in which the ranks of a pipeline run forwards and backwards of a step's micro-batches. Pure functions.
+
+GPipe: Huang et al. 2019, arXiv:1811.06965. 1F1B and its interleaved form: Narayanan et al. 2021, arXiv:2104.04473,
+sections 2.2.1 and 2.2.2. Zero bubble: Qi et al. 2023, arXiv:2401.10241, section 2 (H1), and Qi et al. 2024,
+arXiv:2405.15362 (V).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple
+
+from weft.parallel.pp.placement import Placement
+
+Schedule = Literal["1F1B", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"]
+Kind = Literal["forward", "backward", "weights"]
+
+DELAYED: tuple[Schedule, ...] = ("InterleavedZeroBubble", "ZBVZeroBubble")
+_INTERLEAVED: tuple[Schedule, ...] = ("Interleaved1F1B", "InterleavedZeroBubble")
+
+
+class Action(NamedTuple):
+    """One action of a rank: forward, backward or weight gradients of one micro-batch in one of its chunks of layers.
+    backward: gradients of the input and of weights; in schedules of DELAYED, without those that `weights` computes."""
+
+    kind: Kind
+    micro: int
+    chunk: int = 0
+
+
+def placement_of(schedule: Schedule, ranks: int, chunks: int | None) -> Placement:
+    """The placement of a schedule's stages. chunks: stages per rank, for interleaved schedules; None for two."""
+    if schedule == "ZBVZeroBubble":
+        return Placement(ranks, 2, folded=True)
+    return Placement(ranks, chunks or 2 if schedule in _INTERLEAVED else 1)
+
+
+def order(schedule: Schedule, placement: Placement, place: int, micro_batches: int) -> list[Action]:
+    """The actions of the rank at `place`, in order. In each chunk, micro-batches go forward and backward in order of
+    their numbers, so that sender and receiver know the order of messages between them."""
+    if schedule == "ZBVZeroBubble":
+        return _folded(placement.ranks, place, micro_batches)
+    ranks, chunks = placement.ranks, placement.chunks
+    rounds = _rounds(micro_batches, micro_batches if chunks == 1 else ranks)
+    forwards = [Action("forward", m, chunk) for own in rounds for chunk in range(chunks) for m in own]
+    backwards = [Action("backward", m, chunk) for own in rounds for chunk in reversed(range(chunks)) for m in own]
+    after = ranks - 1 - place
+    ahead = 1 + after if chunks == 1 else 1 + 2 * after + (chunks - 1) * len(rounds[0])
+    if schedule == "GPipe":
+        ahead = micro_batches
+    found = forwards[:ahead]
+    for done, backward in enumerate(backwards):
+        found += [backward, *forwards[ahead + done : ahead + done + 1]]
+    return _with_weights(found, place) if schedule in DELAYED else found
+
+
+def _rounds(micro_batches: int, size: int) -> list[range]:
+    """Consecutive micro-batches that pass a chunk one after the other: `size` or more per round, as equal as possible,
+    with larger rounds first."""
+    count = max(1, micro_batches // size)
+    least, more = divmod(micro_batches, count)
+    ends = [(n + 1) * least + min(n + 1, more) for n in range(count)]
+    return [range(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
+
+
+def _with_weights(actions: Sequence[Action], delay: int) -> list[Action]:
+    """Put weight gradients `delay` backwards after their backward. A later rank begins its backwards sooner, and has
+    weight gradients left to compute when it would otherwise wait at the end."""
+    found: list[Action] = []
+    waiting: list[Action] = []
+    for action in actions:
+        found.append(action)
+        if action.kind == "backward":
+            waiting.append(action._replace(kind="weights"))
+            found += [waiting.pop(0)] if len(waiting) > delay else []
+    return found + waiting
+
+
+def _folded(ranks: int, place: int, micro_batches: int) -> list[Action]:
+    """The V schedule: made for enough micro-batches to fill the pipeline; those beyond the step's are then removed."""
+    left, full = ranks - place, max(micro_batches, 2 * ranks - 1)
+    # Letters stand for forward, backward, weights; lower case for the first chunk, upper case for the second.
+    found = "f" * (2 * left - 1) + "Ff" * place + "FBW" * left
+    more = full - (2 * left - 1 + place)  # forwards of the first chunk that are left
+    for steady in range(full - ranks):
+        found += ("f" if steady < more else "") + "bwFBW"
+    found += "bB" * place + "bw" * left + "W" * place + "w" * place
+    kinds: dict[str, Kind] = {"f": "forward", "b": "backward", "w": "weights"}
+    done: Counter[str] = Counter()
+    actions = []
+    for letter in found:
+        actions.append(Action(kinds[letter.lower()], done[letter], int(letter.isupper())))
+        done[letter] += 1
+    return [action for action in actions if action.micro < micro_batches]
+
+
+def in_flight(schedule: Schedule, placement: Placement, place: int, micro_batches: int) -> int:
+    """The most (micro-batch, chunk) pairs whose activations a rank keeps at once, for backward or weight gradients."""
+    alive, most, ends = 0, 0, "weights" if schedule in DELAYED else "backward"
+    for action in order(schedule, placement, place, micro_batches):
+        alive += 1 if action.kind == "forward" else -1 if action.kind == ends else 0
+        most = max(most, alive)
+    return most
+
+
+def bubble(orders: Sequence[Sequence[Action]], placement: Placement, cost: Callable[[int, Action], float]) -> float:
+    """The share of the ranks' time in which they wait for each other, if only computing takes time.
+
+    orders: by rank. cost: of an action on a stage.
+    """
+    ends: dict[tuple[int, Kind, int], float] = {}
+    clocks, places, busy = [0.0] * len(orders), [0] * len(orders), 0.0
+    while any(place < len(actions) for place, actions in zip(places, orders, strict=True)):
+        moved = False
+        for rank, actions in enumerate(orders):
+            while places[rank] < len(actions):
+                action = actions[places[rank]]
+                stage = placement.stage_of(rank, action.chunk)
+                needed = _needed(placement, stage, action)
+                if needed is not None and needed not in ends:
+                    break
+                begin = max(clocks[rank], 0.0 if needed is None else ends[needed])
+                clocks[rank] = ends[stage, action.kind, action.micro] = begin + cost(stage, action)
+                busy += cost(stage, action)
+                places[rank] += 1
+                moved = True
+        if not moved:
+            raise RuntimeError("the stages of this pipeline wait for each other for ever")
+    whole = max(clocks) * len(orders)
+    return 1.0 - busy / whole if whole else 0.0
+
+
+def _needed(placement: Placement, stage: int, action: Action) -> tuple[int, Kind, int] | None:
+    """(stage, kind, micro-batch) of the action whose result this one needs; None for a forward of the first stage."""
+    if action.kind == "weights":
+        return stage, "backward", action.micro
+    other = placement.neighbour(stage, onward=action.kind == "backward")
+    if other is not None:
+        return other, action.kind, action.micro
+    return (stage, "forward", action.micro) if action.kind == "backward" else None

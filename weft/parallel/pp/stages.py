@@ -1,0 +1,199 @@
+"""Communication between the stages of a pipeline: hidden states onward, their gradients back, and the sum of gradients
+of parameters that two stages hold (a head that is tied to the embedding).
+
+Shapes come from the plan, which all stages know, and never from a message. B batch, T tokens of a row, H hidden width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from weft.launch import flight
+from weft.launch.simulated import has_ended
+from weft.launch.timing import waiting
+from weft.parallel.mesh import Channel, PipelineAxis, own_part
+from weft.parallel.pp.model import Pipeline
+from weft.parallel.pp.placement import Placement
+from weft.parallel.shards.cuts import AnyCut, Cuts, full_shape
+
+
+class Message(NamedTuple):
+    """Hidden states (onward), or their gradient, of one micro-batch. stage: the receiver."""
+
+    onward: bool
+    stage: int
+    micro: int
+
+
+class Link:
+    """One rank's sends and receives. send() does not wait; receive() waits for a message that ask() has requested."""
+
+    def __init__(
+        self,
+        axis: PipelineAxis,
+        placement: Placement,
+        width: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        parts: int,
+    ) -> None:
+        """width: H. dtype: of hidden states between layers. parts: number of ranks that divide the tokens of a row."""
+        self.axis, self.placement, self.width, self.parts = axis, placement, width, parts
+        self.dtype, self.device = dtype, device
+        self._asked: dict[Message, tuple[Tensor, Any]] = {}
+        self._own: dict[Message, Tensor] = {}  # messages between stages of this rank
+        self._sent: list[tuple[Tensor, Any]] = []
+        self._connected = device.type == "cpu"
+
+    def connect(self) -> None:
+        """Open the connections, once, in an order that cannot deadlock: NCCL opens each at its first message, and
+        blocks the thread until the other end does, too."""
+        if self._connected:
+            return
+        self._connected = True
+        value = torch.zeros(1, device=self.device)
+        for onward in (True, False):
+            for source, end in self._pairs(onward):
+                group = self.axis.channels[Channel.between(onward, source, end)]
+                if self.axis.place == source:
+                    _wait(dist.isend(value, group=group, group_dst=end), self.device)
+                elif self.axis.place == end:
+                    _wait(dist.irecv(value, group=group, group_src=source), self.device)
+
+    def _pairs(self, onward: bool) -> list[tuple[int, int]]:
+        """(sending rank, receiving rank), each pair once, in the same order on all ranks."""
+        ranks = [self.placement.rank_of(stage) for stage in range(self.placement.stages)]
+        ranks = ranks if onward else ranks[::-1]
+        return list(dict.fromkeys((a, b) for a, b in pairwise(ranks) if a != b))
+
+    def ask(self, message: Message, shape: Sequence[int]) -> None:
+        """Begin to receive a message for a stage of this rank, unless that has begun or this rank is the sender. shape:
+        [B, T] of the row. Messages of one sender and direction must be requested in the order in which they are sent.
+        """
+        source = self.placement.neighbour(message.stage, not message.onward)
+        if source is None or message in self._asked:
+            return
+        rank = self.placement.rank_of(source)
+        if rank == self.axis.place:
+            return
+        buffer = torch.empty(self._shape(shape), dtype=self.dtype, device=self.device)
+        group = self.axis.channels[Channel.between(message.onward, rank, self.axis.place)]
+        self._asked[message] = buffer, dist.irecv(buffer, group=group, group_src=rank)
+
+    def receive(self, message: Message) -> Tensor | None:
+        """The tensor of a requested message, once it has arrived; None for a stage without a sender (the first stage
+        onward, the last stage back)."""
+        if message in self._own:
+            return self._own.pop(message)
+        found = self._asked.pop(message, None)
+        if found is None:
+            return None
+        buffer, work = found
+        _wait(work, self.device)
+        return buffer
+
+    def send(self, stage: int, onward: bool, micro: int, tensor: Tensor | None, shape: Sequence[int]) -> None:
+        """Send a stage's hidden states to the next stage (onward), or their gradient to the previous one. shape: as in
+        `ask`. Raises RuntimeError for another shape or dtype, which would end the other rank without a message."""
+        target = self.placement.neighbour(stage, onward)
+        if target is None:
+            return
+        what = "hidden states" if onward else "the gradient of hidden states"
+        if tensor is None or tuple(tensor.shape) != self._shape(shape) or tensor.dtype != self.dtype:
+            found = "nothing" if tensor is None else f"{tensor.dtype} of shape {list(tensor.shape)}"
+            raise RuntimeError(f"{what} are {found}, and not {self.dtype} of shape {list(self._shape(shape))}")
+        rank, sent = self.placement.rank_of(target), tensor.detach().contiguous()
+        if rank == self.axis.place:
+            self._own[Message(onward, target, micro)] = sent
+            return
+        group = self.axis.channels[Channel.between(onward, self.axis.place, rank)]
+        self._sent = [(kept, work) for kept, work in self._sent if not has_ended(work)]
+        self._sent.append((sent, dist.isend(sent, group=group, group_dst=rank)))
+
+    def finish(self) -> None:
+        """Wait until all messages have left."""
+        for _, work in self._sent:
+            _wait(work, self.device)
+        self._sent.clear()
+
+    def _shape(self, row: Sequence[int]) -> tuple[int, ...]:
+        return (row[0], row[1] // self.parts, self.width)
+
+
+def _wait(work: Any, device: torch.device) -> None:
+    """Wait for a send or receive. On a CPU for at most train.timeout, which torch applies to the group of all ranks
+    only; on an accelerator the device waits, not this thread."""
+    limit = flight.recorder.limit
+    with waiting():
+        if device.type == "cpu" and limit is not None:
+            work.wait(timedelta(seconds=limit))
+        else:
+            work.wait()
+
+
+@torch.no_grad()
+def sum_shared_gradients(module: nn.Module, pipeline: Pipeline, axis: PipelineAxis) -> None:
+    """Sum the gradients of parameters that the ranks of the first and the last stage both hold, once per step.
+    Collective over these two, the first and the last rank of pp; nothing is done if one rank has both stages."""
+    named = dict(module.named_parameters())
+    shared = [named[name] for name in sorted(pipeline.shared(axis.place)) if name in named]
+    shared = [parameter for parameter in shared if parameter.requires_grad]
+    works, others = [], []
+    other = axis.size - 1 - axis.place
+    later = axis.channels[Channel.between(True, 0, axis.size - 1)]
+    earlier = axis.channels[Channel.between(False, axis.size - 1, 0)]
+    for parameter in shared:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        own = own_part(parameter.grad).contiguous()
+        others.append(torch.empty_like(own))
+        if axis.place == 0:
+            works.append(dist.isend(own, group=later, group_dst=other))
+            works.append(dist.irecv(others[-1], group=earlier, group_src=other))
+        else:  # in the order of the other rank, as NCCL needs it
+            works.append(dist.irecv(others[-1], group=later, group_src=other))
+            works.append(dist.isend(own, group=earlier, group_dst=other))
+    for work in works:
+        _wait(work, shared[0].device)
+    for parameter, theirs in zip(shared, others, strict=True):
+        assert parameter.grad is not None
+        own_part(parameter.grad).add_(theirs)
+
+
+def gather_over_stages(
+    pipeline: Pipeline,
+    axis: PipelineAxis,
+    device: torch.device,
+    names: Iterable[str],
+    held: Mapping[str, Tensor | None],
+    cuts: Cuts,
+    whole: Callable[[Tensor, AnyCut | None], Tensor],
+) -> Iterator[tuple[str, Tensor | None]]:
+    """Yields (name, whole tensor) for these names of the whole model, on every stage, gathered one by one; None if the
+    stage that holds the name has no tensor for it (such as a missing gradient). Collective.
+
+    held: this stage's shards. cuts: how tp and ep divide them. whole: gathers the whole of one shard, in its dtype.
+    """
+    mine = {n: (full_shape(n, t, cuts), t.dtype) for n, t in held.items() if t is not None}
+    known: list[dict[str, tuple[tuple[int, ...], torch.dtype]]] = [{}] * axis.size
+    dist.all_gather_object(known, mine, group=axis.group)
+    for name in names:
+        stages = pipeline.holders[name]
+        own = held.get(name) if axis.place in stages else None
+        found = None if own is None else whole(own, cuts.get(name)).contiguous()
+        if name not in known[stages[0]]:
+            yield name, None
+            continue
+        if axis.place != stages[0]:
+            shape, dtype = known[stages[0]][name]
+            found = torch.empty(shape, dtype=dtype, device=device)
+        assert found is not None
+        dist.broadcast(found, group=axis.group, group_src=stages[0])
+        yield name, found

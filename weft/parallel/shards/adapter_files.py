@@ -1,0 +1,322 @@
+"""Adapters on disk, in peft's format: adapter_config.json and adapter_model.safetensors.
+
+Names in a file are those of peft's wrapped model without the adapter's own name. If fused experts have several adapted
+parameters, peft wraps the module once per parameter, the last one outermost, so only the depth tells which is meant.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from shlex import quote
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from weft.config.schema import LoraConfig
+from weft.errors import UserError
+from weft.files import read_object
+from weft.models import hf
+from weft.models.lora import (
+    EMBEDDING,
+    LoraPlan,
+    Target,
+    adaptable,
+    find_trained,
+    first_values,
+    is_adapters,
+    matches_end,
+    new_adapters,
+    untied_for,
+)
+from weft.models.low_rank import LowRank
+from weft.models.train_module import TrainModule
+from weft.parallel.shards.boxes import Box
+from weft.parallel.shards.cuts import Cuts, full_shape, shards_of
+from weft.parallel.shards.safetensors_files import TensorFile
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+# Checkpoint layout -> names of modules that peft 0.21 mistakes for experts of the transformers 4 layout
+# (peft/utils/transformers_weight_conversion.py). Listed as target_parameters they are left alone.
+_OLD_EXPERTS = {"mixtral": ("gate", "w1", "w2", "w3"), "qwen2_moe": ("gate", "gate_proj", "up_proj", "down_proj")}
+# Fields of peft's LoraConfig that change nothing in what a saved adapter computes: where it came from, how it was
+# trained, which modules it was put on (the names of its tensors say that), and settings of features that are off.
+HARMLESS = frozenset((
+    "task_type", "auto_mapping", "peft_version", "inference_mode", "target_modules", "exclude_modules",
+    "layers_to_transform", "layers_pattern", "fan_in_fan_out", "lora_dropout", "megatron_core", "qalora_group_size",
+    "runtime_config", "eva_config", "corda_config", "lora_ga_config", "loftq_config",
+))  # fmt: skip
+# Those that are read. revision: by `weft merge`, where it takes the base from the adapter.
+READ = frozenset((
+    "peft_type", "r", "lora_alpha", "use_rslora", "modules_to_save", "target_parameters", "base_model_name_or_path",
+    "revision", "init_lora_weights", "ensure_weight_tying",
+))  # fmt: skip
+# Features of peft that weft lacks: keys of adapter_config.json -> the values that mean "not used".
+UNUSED: dict[str, tuple[Any, ...]] = {
+    "bias": ("none", None), "use_dora": (False, None), "lora_bias": (False, None), "rank_pattern": ({}, None),
+    "alpha_pattern": ({}, None), "trainable_token_indices": (None,), "layer_replication": (None,),
+    "alora_invocation_tokens": (None,), "arrow_config": (None,), "use_bdlora": (None, False),
+    "use_qalora": (False, None), "megatron_config": (None,), "velora_config": (None,), "monteclora_config": (None,),
+    "kasa_config": (None,),
+}  # fmt: skip
+_FEATURE = re.compile(r"use_\w+|\w+_config")  # what peft calls its features
+# Values of init_lora_weights after which peft leaves the base as it is. Any other takes a part of the base out of it
+# (pissa, olora, corda, lora_ga) or rounds it (loftq) when it loads the adapter, or cannot do so again.
+_BASE_STAYS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
+
+
+def _is_names(value: Any) -> bool:
+    return value is None or (isinstance(value, list) and all(isinstance(name, str) for name in value))
+
+
+_TYPES: dict[str, Callable[[Any], bool]] = {
+    "r": lambda value: type(value) is int and value > 0,
+    "lora_alpha": lambda value: type(value) in (int, float) and math.isfinite(value),
+    "use_rslora": lambda value: value is None or isinstance(value, bool),
+    "modules_to_save": _is_names,
+    "target_parameters": _is_names,
+    "base_model_name_or_path": lambda value: value is None or isinstance(value, str),
+}
+
+
+def plan_lora(model: PreTrainedModel, config: LoraConfig, *, merged: bool = False) -> LoraPlan | None:
+    """The adapters of a config, new or at lora.path; None if it has none. merged: they will be merged, not trained.
+    Raises UserError if they do not fit."""
+    if not config.on:
+        return None
+    if config.path is not None and not merged and read_config(Path(config.path)).get("init_lora_weights") == "mica":
+        raise UserError(
+            f"lora.path: {Path(config.path) / CONFIG}: init_lora_weights: mica trains A alone, and weft both matrices. "
+            f"weft merge {quote(config.path)} writes a model to go on from."
+        )
+    found = new_adapters(model, config) if config.path is None else read_plan(model, Path(config.path))
+    plan = replace(found, dropout=config.dropout)
+    wrapped = _as_parameters(plan, model)
+    if plan.dropout and wrapped:
+        raise UserError(
+            f"lora.dropout does not go with an adapter of {wrapped[0].weight} ({len(wrapped)} such), because peft "
+            "could not load it: set lora.dropout=0, or leave these out of lora.targets."
+        )
+    return plan
+
+
+def _as_parameters(plan: LoraPlan, model: PreTrainedModel) -> list[Target]:
+    """Targets that adapter_config.json must list as target_parameters: fused experts, and modules that peft would
+    mistake for experts by their names."""
+    taken = _OLD_EXPERTS.get(hf.checkpoint_layout(model) or "", ())
+    return [t for t in plan.targets if t.kind == "experts" or t.module.rpartition(".")[2] in taken]
+
+
+# ---------------------------------------------------------------- names
+
+
+def file_names(names: Iterable[str]) -> dict[str, str]:
+    """Parameter name in the adapted model -> name in an adapter file. names: all trained parameters, in model order."""
+    ours = list(names)
+    wrapped: dict[str, list[str]] = {}  # module -> adapters of its parameters, in the order in which peft wraps them
+    for name in filter(is_adapters, ours):
+        module, adapter, _ = name.rsplit(".", 2)
+        if adapter not in wrapped.setdefault(module, []):
+            wrapped[module].append(adapter)
+    return {name: PREFIX + (_stored(name, wrapped) if is_adapters(name) else name) for name in ours}
+
+
+def _stored(name: str, wrapped: Mapping[str, Sequence[str]]) -> str:
+    module, adapter, matrix = name.rsplit(".", 2)
+    inside = wrapped[module]
+    owner = module + ".base_layer" * (len(inside) - 1 - inside.index(adapter))
+    return f"{owner}.lora_embedding_{matrix}" if adapter == EMBEDDING else f"{owner}.lora_{matrix}.weight"
+
+
+def names_of(plan: LoraPlan, module: nn.Module) -> dict[str, str]:
+    """file_names() of a model with its adapters attached."""
+    return file_names(name for name, _ in module.named_parameters() if plan.trains(name))
+
+
+# ---------------------------------------------------------------- the config
+
+
+def to_json(plan: LoraPlan, base: str, module: TrainModule) -> dict[str, Any]:
+    """The content of adapter_config.json. base: model.path. module: the model with its adapters."""
+    modules = [name for name, child in module.named_modules() if not isinstance(child, LowRank)]
+    parameters = [name for name, _ in module.named_parameters() if not is_adapters(name)]
+    wrapped = _as_parameters(plan, module.hf_model)
+    adapted = [target.module for target in plan.targets if target not in wrapped]
+    fused = shortest_names([target.name for target in wrapped if target.kind == "experts"], parameters)
+    others = [target.weight for target in wrapped if target.kind != "experts"]
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(Path(base).resolve()) if Path(base).is_dir() else base,
+        "r": plan.rank,
+        "lora_alpha": int(plan.alpha) if plan.alpha == int(plan.alpha) else plan.alpha,
+        "lora_dropout": plan.dropout,
+        "use_rslora": plan.rslora,
+        "bias": "none",
+        "fan_in_fan_out": any(target.kind == "linear" and target.transposed for target in plan.targets),
+        "target_modules": shortest_names(adapted, modules),
+        "target_parameters": fused + others or None,
+        "modules_to_save": list(plan.trained) or None,
+        "init_lora_weights": True,
+        "inference_mode": True,
+    }
+
+
+def shortest_names(chosen: Sequence[str], every: Sequence[str]) -> list[str]:
+    """The last parts of the chosen names, if these match no other names of `every`; else the whole names."""
+    leaves = sorted({name.rpartition(".")[2] for name in chosen})
+    meant = {name for name in every if name.rpartition(".")[2] in leaves}
+    return leaves if meant == set(chosen) else sorted(chosen)
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The content of adapter_config.json. Raises UserError if it is missing or describes adapters that weft does not
+    support."""
+    found = read_object(folder / CONFIG, "the config of an adapter")
+    if found.get("peft_type") != "LORA":
+        raise UserError(f"{folder} is an adapter of type {found.get('peft_type')}; weft knows LORA alone.")
+    used = [f"{key}: {found[key]}" for key, unused in UNUSED.items() if key in found and found[key] not in unused]
+    known = HARMLESS | READ | UNUSED.keys()
+    used += [
+        f"{key}: {found[key]!r:.80}" for key in sorted(found.keys() - known) if found[key] and _FEATURE.fullmatch(key)
+    ]
+    if used:
+        raise UserError(f"{folder / CONFIG} asks for what weft does not know: {', '.join(used)}. {_by_peft(folder)}")
+    begins = found.get("init_lora_weights", True)
+    if (begins.lower() if isinstance(begins, str) else begins) not in _BASE_STAYS:
+        raise UserError(
+            f"{folder / CONFIG}: init_lora_weights: {begins!r:.80} means that the adapter was trained on a base which "
+            "it had changed, and weft would put it on the whole base. Where the untrained adapter was saved, too, "
+            "peft's save_pretrained(NEW, path_initial_model_for_weight_conversion=UNTRAINED) writes one of the "
+            f"whole base. For pissa and olora peft repeats the change: {_by_peft(folder)}"
+        )
+    if found.get("lora_alpha") == 0:
+        raise UserError(
+            f"{folder / CONFIG}: lora_alpha: 0 makes the adapter do nothing; verl's merger writes it whatever was "
+            "trained. Write the alpha that it was trained with."
+        )
+    wrong = [key for key, is_right in _TYPES.items() if not is_right(found.get(key))]
+    if wrong:
+        raise UserError(f"{folder / CONFIG}: {wrong[0]} cannot be {found.get(wrong[0])!r}. Fetch or write it again.")
+    return found
+
+
+def _by_peft(folder: Path) -> str:
+    """How to get a model of the adapter by peft itself."""
+    return (
+        "Let peft merge it, and go on from that model: "
+        "PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(BASE), "
+        f"{str(folder)!r}).merge_and_unload().save_pretrained(NEW_FOLDER), and the tokenizer's files beside it."
+    )
+
+
+def read_plan(model: PreTrainedModel, folder: Path) -> LoraPlan:
+    """The adapters in a folder, from the names of its tensors. Raises UserError if they do not fit the model."""
+    config = read_config(folder)
+    if not (folder / WEIGHTS).is_file():
+        raise UserError(f"{folder} holds no {WEIGHTS}; an adapter in a pickle (*.bin) has to be saved anew by peft.")
+    with TensorFile.open(folder / WEIGHTS) as file:
+        shapes = {name: entry.shape for name, entry in file.entries.items() if not name.endswith(".base_layer.weight")}
+    trained = find_trained(model, _saved_whole(model, config.get("modules_to_save") or ()))
+    targets = _targets_in(adaptable(model), shapes, config.get("target_parameters") or ())
+    plan = LoraPlan(
+        rank=int(config["r"]),
+        alpha=float(config["lora_alpha"]),
+        rslora=bool(config.get("use_rslora")),
+        dropout=0.0,
+        targets=targets,
+        trained=trained,
+        path=folder,
+    )
+    tied = [name for name in untied_for(model, plan, merged=True) if config.get("ensure_weight_tying")]
+    if tied:
+        raise UserError(
+            f"{folder / CONFIG}: ensure_weight_tying: true keeps {tied[0]} tied to what the adapter changes, and weft "
+            f"unties them. {_by_peft(folder)}"
+        )
+    _check_shapes(plan, model, shapes, folder)
+    return plan
+
+
+def _saved_whole(model: PreTrainedModel, ends: Sequence[str]) -> list[str]:
+    """modules_to_save by peft's rule: names of modules end with these letters, so that `norm` means input_layernorm,
+    too. An end that matches nothing stays, for the error that says so."""
+    names = [name for name, module in model.named_modules() if any(True for _ in module.parameters())]
+    return [name for end in ends for name in ([own for own in names if own.endswith(end)] or [end])]
+
+
+def _targets_in(
+    candidates: Mapping[str, Target], shapes: Mapping[str, Any], parameters: Sequence[str]
+) -> tuple[Target, ...]:
+    found = []
+    for target in candidates.values():
+        if target.kind == "experts":
+            if any(matches_end(target.name, end) for end in parameters):
+                found.append(target)
+        elif any(name in shapes for name in file_names(target.names).values()):
+            found.append(target)
+    return tuple(found)
+
+
+def _check_shapes(plan: LoraPlan, model: PreTrainedModel, shapes: Mapping[str, Any], folder: Path) -> None:
+    wanted = _wanted_shapes(plan, model)
+    missing, unknown = sorted(wanted.keys() - shapes.keys()), sorted(shapes.keys() - wanted.keys())
+    whole = [
+        name for name in unknown if name.removeprefix(PREFIX) in dict(model.named_parameters(remove_duplicate=False))
+    ]
+    if whole and not missing:
+        raise UserError(
+            f"{folder / WEIGHTS} holds {whole[0]}, a weight of the model itself that peft saved whole ({len(whole)} "
+            "such), as it does with embeddings whose vocabulary was changed; modules_to_save of adapter_config.json "
+            f"does not name it. {_by_peft(folder)}"
+        )
+    if missing or unknown:
+        what = f"lacks {missing[0]}" if missing else f"holds {unknown[0]}, which this model has no place for"
+        raise UserError(
+            f"{folder / WEIGHTS} {what} ({len(missing) + len(unknown)} tensors in all): is it of this model?"
+        )
+    wrong = [name for name, shape in wanted.items() if tuple(shapes[name]) != shape]
+    if wrong:
+        raise UserError(
+            f"{folder / WEIGHTS}: {wrong[0]} is {list(shapes[wrong[0]])} and should be {list(wanted[wrong[0]])} "
+            f"({len(wrong)} tensors in all differ): is it of this model?"
+        )
+
+
+def _wanted_shapes(plan: LoraPlan, model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
+    wanted = {
+        name: shape
+        for target in plan.targets
+        for name, shape in zip(target.names, target.shapes(plan.rank), strict=True)
+    }
+    wanted |= {n: tuple(p.shape) for n, p in model.named_parameters(remove_duplicate=False) if plan.trains(n)}
+    return {stored: wanted[name] for name, stored in file_names(wanted).items()}
+
+
+# ---------------------------------------------------------------- filling a model
+
+
+@torch.no_grad()
+def fill_adapters(module: nn.Module, plan: LoraPlan, cuts: Cuts, seed: int) -> None:
+    """Fill this rank's shards of the adapters: from plan.path, or drawn from the seed. cuts: how tp divides them.
+
+    Modules that are trained whole keep the base's values if there is no plan.path.
+    """
+    parameters = dict(module.named_parameters())
+    if plan.path is None:
+        for name, parameter in parameters.items():
+            if is_adapters(name):
+                values = first_values(name, full_shape(name, parameter, cuts), seed)
+                for shard in shards_of(parameter, cuts.get(name)):
+                    shard.values.copy_(values[shard.box.within(Box.whole(tuple(values.shape)))])
+        return
+    with TensorFile.open(plan.path / WEIGHTS) as file:
+        for name, stored in names_of(plan, module).items():
+            for shard in shards_of(parameters[name], cuts.get(name)):
+                shard.values.copy_(file.read(stored, shard.box))

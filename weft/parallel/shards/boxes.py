@@ -1,0 +1,130 @@
+"""Boxes: the part of a whole tensor that a rank or a file holds. Shards are read and written as overlaps of boxes.
+
+A mesh reads what another mesh wrote by overlapping its own boxes with those on disk.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from weft.launch.process import rank_and_world
+from weft.launch.simulated import on_host
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A range in every dimension of a whole tensor; a scalar's has no dimensions."""
+
+    start: tuple[int, ...]
+    size: tuple[int, ...]
+
+    @staticmethod
+    def whole(shape: tuple[int, ...]) -> Box:
+        """The box of a whole tensor of this shape."""
+        return Box((0,) * len(shape), tuple(shape))
+
+    @property
+    def end(self) -> tuple[int, ...]:
+        return tuple(start + size for start, size in zip(self.start, self.size, strict=True))
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.size)
+
+    def within(self, outer: Box) -> tuple[slice, ...]:
+        """The slices that cut this box out of a tensor that holds the larger box `outer`."""
+        starts = [a - b for a, b in zip(self.start, outer.start, strict=True)]
+        return tuple(slice(start, start + size) for start, size in zip(starts, self.size, strict=True))
+
+
+def overlap(a: Box, b: Box) -> Box | None:
+    """The intersection of two boxes of one tensor; None if it is empty."""
+    start = tuple(max(x, y) for x, y in zip(a.start, b.start, strict=True))
+    end = tuple(min(x, y) for x, y in zip(a.end, b.end, strict=True))
+    size = tuple(y - x for x, y in zip(start, end, strict=True))
+    return Box(start, size) if all(n > 0 for n in size) else None
+
+
+def local_box(tensor: Tensor) -> tuple[Box, Tensor]:
+    """(box that this rank holds, its elements); a plain tensor is one whole box."""
+    local = local_values(tensor)
+    if not isinstance(tensor, DTensor):
+        return Box.whole(tuple(tensor.shape)), local
+    with on_host():
+        size, start = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    assert tuple(local.shape) == tuple(size), (local.shape, size)
+    return Box(tuple(start), tuple(size)), local
+
+
+@torch.no_grad()  # to_local then costs no dispatch
+def _local(tensor: DTensor) -> Tensor:
+    return tensor.to_local()
+
+
+def local_values(tensor: Tensor) -> Tensor:
+    """The elements on this rank. Raises RuntimeError if they are asleep."""
+    local = (_local(tensor) if isinstance(tensor, DTensor) else tensor).detach()
+    if local.numel() and not local.untyped_storage().nbytes():
+        raise RuntimeError("the elements of this tensor are asleep (Engine.sleep): call wake() before this")
+    return local
+
+
+@dataclass(frozen=True)
+class Shard:
+    """This rank's part of a tensor.
+
+    replicas: (this rank's index, size) of each group of ranks that hold the same box. groups: process groups of the
+    first len(groups) of these, for broadcasts; none for a plain tensor.
+    """
+
+    box: Box
+    values: Tensor
+    replicas: tuple[tuple[int, int], ...] = ()
+    groups: tuple[dist.ProcessGroup, ...] = ()
+
+    def read(self, box: Box) -> Tensor:
+        """The elements of a box inside this shard's."""
+        return self.values[box.within(self.box)]
+
+    def is_mine(self, number: int) -> bool:
+        """Whether this rank writes the box for all its replicas; `number` spreads tensors over them."""
+        return all(index == number % size for index, size in self.replicas)
+
+    def is_read_here(self, number: int) -> bool:
+        """Whether this rank reads the box from a file and broadcasts it to `groups`. number: as in is_mine."""
+        return all(index == number % size for index, size in self.replicas[: len(self.groups)])
+
+
+class Readable(Protocol):
+    """What an export needs of a shard, wherever its elements are."""
+
+    @property
+    def box(self) -> Box: ...
+
+    def read(self, box: Box) -> Tensor: ...
+
+    def is_mine(self, number: int) -> bool: ...
+
+
+def shard_of(tensor: Tensor, among: tuple[int, int] | None = None) -> Shard:
+    """This rank's shard. among: (this rank's place, number) among the ranks that hold a plain tensor; default: all
+    ranks."""
+    box, values = local_box(tensor)
+    if not isinstance(tensor, DTensor):
+        return Shard(box, values, (among or rank_and_world(),))
+    mesh = tensor.device_mesh
+    copied = [
+        axis
+        for axis, placement in enumerate(tensor.placements)
+        if isinstance(placement, Replicate) and mesh.size(axis) > 1
+    ]
+    replicas = tuple((mesh.get_local_rank(axis), mesh.size(axis)) for axis in copied)
+    return Shard(box, values, replicas, tuple(mesh.get_group(axis) for axis in copied))

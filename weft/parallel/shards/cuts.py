@@ -1,0 +1,237 @@
+"""How tensor and expert parallelism divide tensors: the part of a whole tensor that a rank of the axis computes with.
+
+A part is a plain tensor, which FSDP2 shards like any other. It may be several ranges of the whole tensor, concatenated,
+because a fused projection is cut part by part. Both axes may divide one tensor: that is a NestedCut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from weft.models.tp_parts import Range
+from weft.ops.communicator import Communicator
+from weft.parallel.shards.boxes import Box, Shard, shard_of
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The division of one tensor. shape: of the whole tensor. dim: the divided dimension. ranges: for each rank of the
+    axis, the ranges of `dim` that it holds, in order. copies: for each of these ranges, the number of neighbouring
+    ranks that hold the same; all ranks for an undivided tensor. place: this rank's index on the axis. ranks: of the
+    axis."""
+
+    shape: tuple[int, ...]
+    dim: int
+    ranges: tuple[tuple[Range, ...], ...]
+    copies: tuple[int, ...]
+    place: int
+    ranks: Communicator
+
+    @property
+    def size(self) -> int:
+        """Number of ranks on the axis."""
+        return len(self.ranges)
+
+    @property
+    def divides(self) -> bool:
+        """Whether any rank lacks a part of the tensor."""
+        return any(copies < self.size for copies in self.copies)
+
+    def local_shape(self, place: int | None = None) -> tuple[int, ...]:
+        """Shape of a rank's part; default: this rank's."""
+        ranges = self.ranges[self.place if place is None else place]
+        return (*self.shape[: self.dim], sum(size for _, size in ranges), *self.shape[self.dim + 1 :])
+
+    @property
+    def axes(self) -> tuple[Communicator, ...]:
+        """The ranks of each axis of the cut."""
+        return (self.ranks,)
+
+    def at(self, place: int) -> Cut:
+        """The cut of another rank of the axis."""
+        return replace(self, place=place)
+
+    def boxes(self, held: Box) -> list[tuple[Box, Box, int]]:
+        """The content of `held`, a box of this rank's part, as boxes of the whole tensor: (box of the whole tensor, the
+        same box in the part, number of ranks that hold it)."""
+        if not self.shape:
+            return [(held, held, self.size)]
+        found, offset, dim = [], 0, self.dim
+        for (first, size), copies in zip(self.ranges[self.place], self.copies, strict=True):
+            start = max(held.start[dim], offset)
+            count = min(held.end[dim], offset + size) - start
+            if count > 0:
+                local = _along(held, dim, start, count)
+                found.append((_along(held, dim, first + start - offset, count), local, copies))
+            offset += size
+        return found
+
+    def take(self, whole: Tensor) -> Tensor:
+        """This rank's part of a whole tensor."""
+        if not self.divides:
+            return whole
+        return torch.cat([whole.narrow(self.dim, first, size) for first, size in self.ranges[self.place]], self.dim)
+
+    def join(self, part: Tensor) -> Tensor:
+        """The whole tensor from all ranks' parts. Collective over the axis. Raises RuntimeError if the parts do not
+        fill it."""
+        if not self.divides:
+            return part
+        shapes = [self.local_shape(place) for place in range(self.size)]
+        longest = max(shape[self.dim] for shape in shapes)
+        sent = part.new_zeros((*self.shape[: self.dim], longest, *self.shape[self.dim + 1 :]))
+        sent.narrow(self.dim, 0, part.shape[self.dim]).copy_(part)
+        # Ranges of two ranks are either equal or disjoint.
+        filled, whole = sum(size for _, size in {own for ranges in self.ranges for own in ranges}), self.shape[self.dim]
+        if filled != whole:
+            raise RuntimeError(f"ranks hold {filled} of {whole} along dim {self.dim}")
+        out = part.new_empty(self.shape)
+        for place, values in enumerate(self.ranks.all_gather(sent)):
+            offset = 0
+            for first, size in self.ranges[place]:
+                out.narrow(self.dim, first, size).copy_(values.narrow(self.dim, offset, size))
+                offset += size
+        return out
+
+
+@dataclass(frozen=True)
+class NestedCut:
+    """The division of one tensor by two axes, along different dimensions. outer: of the whole tensor, with different
+    elements on each rank. inner: of the outer's part. ranks: of both axes together, the inner one varying fastest."""
+
+    outer: Cut
+    inner: Cut
+    ranks: Communicator
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the whole tensor."""
+        return self.outer.shape
+
+    @property
+    def size(self) -> int:
+        """Number of ranks of both axes."""
+        return self.outer.size * self.inner.size
+
+    @property
+    def place(self) -> int:
+        """This rank's index among them."""
+        return self.outer.place * self.inner.size + self.inner.place
+
+    @property
+    def copies(self) -> tuple[int, ...]:
+        """As in Cut."""
+        return self.inner.copies
+
+    @property
+    def divides(self) -> bool:
+        """As in Cut."""
+        return self.outer.divides or self.inner.divides
+
+    @property
+    def axes(self) -> tuple[Communicator, ...]:
+        """As in Cut."""
+        return (self.outer.ranks, self.inner.ranks)
+
+    def at(self, place: int) -> NestedCut:
+        """The cut of another rank."""
+        outer, inner = divmod(place, self.inner.size)
+        shape = self.outer.local_shape(outer)
+        return replace(self, outer=self.outer.at(outer), inner=replace(self.inner, shape=shape, place=inner))
+
+    def local_shape(self, place: int | None = None) -> tuple[int, ...]:
+        """As in Cut."""
+        return (self if place is None else self.at(place)).inner.local_shape()
+
+    def boxes(self, held: Box) -> list[tuple[Box, Box, int]]:
+        """As in Cut."""
+        found = []
+        for between, local, copies in self.inner.boxes(held):
+            for whole, within, _ in self.outer.boxes(between):
+                moved = zip(local.start, within.start, between.start, strict=True)
+                found.append((whole, Box(tuple(a + b - c for a, b, c in moved), within.size), copies))
+        return found
+
+    def take(self, whole: Tensor) -> Tensor:
+        """As in Cut."""
+        return self.inner.take(self.outer.take(whole))
+
+    def join(self, part: Tensor) -> Tensor:
+        """As in Cut. Collective over both axes."""
+        return self.outer.join(self.inner.join(part))
+
+
+AnyCut = Cut | NestedCut
+Cuts = Mapping[str, AnyCut]
+
+
+@dataclass(frozen=True)
+class HeldBox:
+    """A box of a whole tensor that this rank holds. first: where its elements start in this rank's shard. replicas: as
+    in Shard."""
+
+    box: Box
+    first: tuple[int, ...]
+    replicas: tuple[tuple[int, int], ...]
+
+    def within(self, box: Box) -> tuple[slice, ...]:
+        """The slices that cut `box`, a part of this box, out of this rank's shard."""
+        starts = [a - b + c for a, b, c in zip(box.start, self.box.start, self.first, strict=True)]
+        return tuple(slice(start, start + size) for start, size in zip(starts, box.size, strict=True))
+
+    def is_mine(self, number: int) -> bool:
+        """See Shard.is_mine."""
+        return all(index == number % size for index, size in self.replicas)
+
+
+def held_boxes(tensor: Tensor, cut: AnyCut | None, among: tuple[int, int] | None = None) -> list[HeldBox]:
+    """The boxes of the whole tensor that this rank holds. cut: None if no axis divides it. among: see shard_of."""
+    return _held(shard_of(tensor, among), cut)
+
+
+def _held(shard: Shard, cut: AnyCut | None) -> list[HeldBox]:
+    if cut is None:
+        return [HeldBox(shard.box, (0,) * len(shard.box.start), shard.replicas)]
+    return [
+        HeldBox(box, _minus(part.start, shard.box.start), (*shard.replicas, (cut.place % copies, copies)))
+        for box, part, copies in cut.boxes(shard.box)
+    ]
+
+
+def _minus(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(x - y for x, y in zip(a, b, strict=True))
+
+
+def shards_of(tensor: Tensor, cut: AnyCut | None, among: tuple[int, int] | None = None) -> list[Shard]:
+    """As `held_boxes`, with the elements. At least one shard, which may be empty. among: see shard_of."""
+    shard = shard_of(tensor, among)
+    found = [Shard(own.box, shard.values[own.within(own.box)], own.replicas, shard.groups) for own in _held(shard, cut)]
+    nothing = Box((0,) * len(shard.box.start), shard.box.size)
+    return found or [Shard(nothing, shard.values, shard.replicas, shard.groups)]
+
+
+def split(parameter: Tensor, values: Tensor, cut: AnyCut) -> list[tuple[int, Tensor]]:
+    """(number of ranks that hold the box, its elements in `values`) for each box of a parameter, in the order of
+    `shards_of`. values: of the shard's shape, such as a gradient or optimizer state."""
+    held = shard_of(parameter).box
+    return [(copies, values[part.within(held)]) for _, part, copies in cut.boxes(held)] or [(cut.copies[0], values)]
+
+
+def module_shards(module: nn.Module, cuts: Cuts, among: tuple[int, int] | None = None) -> dict[str, list[Shard]]:
+    """The shards of every tensor of the state dict, tied ones under each name. among: see shard_of."""
+    return {name: shards_of(t, cuts.get(name), among) for name, t in module.state_dict(keep_vars=True).items()}
+
+
+def full_shape(name: str, tensor: Tensor, cuts: Cuts) -> tuple[int, ...]:
+    """The shape of a tensor before mesh axes divided it."""
+    return cuts[name].shape if name in cuts else tuple(tensor.shape)
+
+
+def _along(box: Box, dim: int, start: int, size: int) -> Box:
+    starts, sizes = list(box.start), list(box.size)
+    starts[dim], sizes[dim] = start, size
+    return Box(tuple(starts), tuple(sizes))

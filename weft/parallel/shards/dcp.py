@@ -1,0 +1,308 @@
+"""Directories that torch.distributed.checkpoint (DCP) wrote: which tensor is in which bytes of which file.
+
+`.metadata` is a pickle of torch's own classes, and __RANK_N.distcp is a sequence of chunks, each written by torch.save.
+Both are read as data (pickles.py, torch_archives.py). The description of a tensor is checked before any element is
+read: its chunks fill it, do not overlap, and lie in files of the directory.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.errors import UserError
+from weft.files import is_own_file, regular_file
+from weft.parallel.shards.boxes import Box, overlap
+from weft.parallel.shards.pickles import Maker, Named, UnreadableError, new_dict, read_pickle
+from weft.parallel.shards.safetensors_files import DTYPES
+from weft.parallel.shards.torch_archives import SavedTensor, read_archive
+
+METADATA = ".metadata"
+_LONGEST_METADATA = 1 << 28
+_MOST_DIMENSIONS = 8
+_LONGEST_NAME = 1000
+_MOST_OPEN = 64  # files at once; there may be thousands
+_SLAB_BYTES = 1 << 25  # read at once, in addition to the box being assembled
+
+_CLASSES = "torch.distributed.checkpoint.metadata."
+_PATHS = tuple(
+    f"{module}.{name}" for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "Path", "WindowsPath")
+)
+_KNOWN: dict[str, Maker | None] = {
+    **dict.fromkeys(f"{_CLASSES}{name}" for name in ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata",
+                                                     "TensorProperties", "ChunkStorageMetadata", "MetadataIndex",
+                                                     "StorageMeta", "_MEM_FORMAT_ENCODING")),
+    **dict.fromkeys(("torch.distributed.checkpoint.filesystem._StorageInfo", "torch.serialization._get_layout")),
+    **dict.fromkeys(f"torch.{str(dtype).removeprefix('torch.')}" for dtype in DTYPES.values()),
+    **dict.fromkeys(_PATHS),
+    "torch.Size": lambda sizes=(): tuple(sizes),
+    "collections.OrderedDict": new_dict,
+    "collections.defaultdict": new_dict,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A range of bytes in a file of the directory."""
+
+    file: str
+    begin: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor of the directory. chunks: (box, place) of each."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    chunks: tuple[tuple[Box, Place], ...]
+
+
+@dataclass
+class DcpDirectory:
+    """A directory whose .metadata was read and checked. tensors: by the writer's names. values: places of values that
+    are no tensors. key: the config key that names the directory, for messages."""
+
+    folder: Path
+    tensors: Mapping[str, StoredTensor]
+    values: Mapping[str, Place]
+    key: str
+    bytes_read: int = 0
+    _files: dict[str, int] = field(default_factory=dict)
+    _chunks: dict[Place, SavedTensor] = field(default_factory=dict)
+
+    def read(self, name: str, box: Box) -> Tensor:
+        """A box of a tensor, on the CPU. Reads only the overlapping parts of chunks."""
+        stored = self.tensors[name]
+        out = torch.empty(box.size, dtype=stored.dtype)
+        for chunk, place in stored.chunks:
+            shared = overlap(chunk, box)
+            if shared is None:
+                continue
+            saved = self._saved(name, stored.dtype, chunk, place)
+            for slab in _slabs(shared, stored.dtype.itemsize):
+                inside = Box(tuple(a - b for a, b in zip(slab.start, chunk.start, strict=True)), slab.size)
+                values = saved.read(self._file(place.file), inside, f"{self.folder / place.file}: {name}")
+                out[slab.within(box)] = values
+                self.bytes_read += values.nbytes
+        return out
+
+    def value(self, name: str) -> Any:
+        """A value that is no tensor, or the number in a one-element tensor; None for other tensors."""
+        if name in self.tensors:
+            stored = self.tensors[name]
+            return self.read(name, Box.whole(stored.shape)).item() if math.prod(stored.shape) == 1 else None
+        place = self.values[name]
+        with self._readable(place, name):
+            return read_archive(self._file(place.file), place.begin, place.length)
+
+    def close(self) -> None:
+        """Close the files; a later read opens them again."""
+        for descriptor in self._files.values():
+            os.close(descriptor)
+        self._files.clear()
+
+    def _file(self, name: str) -> int:
+        if name not in self._files:
+            if len(self._files) >= _MOST_OPEN:
+                os.close(self._files.pop(next(iter(self._files))))
+            try:
+                self._files[name] = os.open(self.folder / name, os.O_RDONLY)
+            except OSError as error:
+                raise UserError(f"{self.key}: {self.folder / name} cannot be opened: {error.strerror}.") from error
+        return self._files[name]
+
+    def _saved(self, name: str, dtype: torch.dtype, chunk: Box, place: Place) -> SavedTensor:
+        """The tensor of a chunk in its file, compared with what .metadata says."""
+        if place not in self._chunks:
+            with self._readable(place, name):
+                found = read_archive(self._file(place.file), place.begin, place.length)
+            if not isinstance(found, SavedTensor) or (found.dtype, found.shape) != (dtype, chunk.size):
+                raise UserError(
+                    f"{self.key}: {self.folder / place.file} does not hold the part of {name} that {METADATA} says, "
+                    f"{list(chunk.size)} of {dtype}. Write the checkpoint again."
+                )
+            self._chunks[place] = found
+        return self._chunks[place]
+
+    @contextmanager
+    def _readable(self, place: Place, name: str) -> Iterator[None]:
+        try:
+            yield
+        except UnreadableError as error:
+            raise UserError(
+                f"{self.key}: {self.folder / place.file} cannot be read where {name} should be: {error}. Write the "
+                "checkpoint again."
+            ) from error
+
+
+def is_dcp(folder: Path) -> bool:
+    """Whether torch.distributed.checkpoint wrote this directory."""
+    return os.path.lexists(folder / METADATA)
+
+
+def open_dcp(path: str, key: str) -> DcpDirectory:
+    """The directory at `path`. key: the config key of that path. Raises UserError if it is no such directory, or its
+    files do not match its metadata."""
+    folder = Path(path).expanduser()
+    if not is_dcp(folder):
+        raise UserError(_no_dcp(folder, key))
+    file = regular_file(folder / METADATA, "the metadata of a torch.distributed.checkpoint directory")
+    size = file.stat().st_size
+    if size > _LONGEST_METADATA:
+        raise UserError(f"{key}: {file} has {size:,} bytes, more than weft reads ({_LONGEST_METADATA:,}).")
+    try:
+        tensors, values = _content(folder, read_pickle(file.read_bytes(), _KNOWN))
+    except UnreadableError as error:
+        raise UserError(
+            f"{key}: {file} cannot be read: {error}. Is it a whole directory that torch.distributed.checkpoint wrote?"
+        ) from error
+    except UserError:
+        raise
+    except (AttributeError, TypeError, ValueError, KeyError, IndexError) as error:
+        raise UserError(
+            f"{key}: {file} is not what torch.distributed.checkpoint writes: its parts are of other kinds. Write the "
+            "checkpoint again."
+        ) from error
+    return DcpDirectory(folder, tensors, values, key)
+
+
+def _no_dcp(folder: Path, key: str) -> str:
+    """The error message for a path that is no such directory, with what the user probably meant."""
+    if not folder.is_dir():
+        return f"{key}: {folder} is no directory: name one that torch.distributed.checkpoint wrote."
+    if any(folder.glob("__*.metadata")):
+        return (
+            f"{key}: {folder} has a .metadata for each rank, as DCP writes them without collectives; they do not say "
+            "what belongs together. Save it with torch.distributed.checkpoint.save(..., no_dist=False)."
+        )
+    inner = sorted(found.parent for found in folder.glob(f"*/{METADATA}"))
+    if inner:
+        return f"{key}: {folder} holds no {METADATA}. Did you mean {' or '.join(map(str, inner[-3:]))}?"
+    if any(folder.glob("*.safetensors")):
+        return f"{key}: {folder} holds no {METADATA}, but safetensors: name it in model.path, and leave {key} out."
+    return f"{key}: {folder} holds no {METADATA}, so torch.distributed.checkpoint has not finished writing it."
+
+
+# ---------------------------------------------------------------- what .metadata says
+
+
+def _content(folder: Path, metadata: Any) -> tuple[dict[str, StoredTensor], dict[str, Place]]:
+    described, storage = metadata.get("state_dict_metadata"), metadata.get("storage_data")
+    if metadata.name != f"{_CLASSES}Metadata" or type(described) is not dict or type(storage) is not dict:
+        raise UnreadableError("it does not describe a checkpoint")
+    sizes: dict[str, int] = {}
+    places: dict[tuple[str, tuple[int, ...] | None], Place] = {}
+    for index, info in storage.items():
+        places[_name(index.get("fqn")), _sizes(index.get("offset"))] = _place(folder, info, sizes)
+    tensors, values = {}, {}
+    for name, record in described.items():
+        _name(name)
+        if record.name == f"{_CLASSES}BytesStorageMetadata":
+            if (name, None) not in places:
+                raise UnreadableError(f"it does not say where {name} is")
+            values[name] = places[name, None]
+        else:
+            tensors[name] = _tensor(name, record, places)
+    return tensors, values
+
+
+def _place(folder: Path, info: Any, sizes: dict[str, int]) -> Place:
+    """The place that a _StorageInfo describes. sizes: of the files seen so far, by name."""
+    file, begin, length = (info.get(key) for key in ("relative_path", "offset", "length"))
+    if type(file) is not str or type(begin) is not int or type(length) is not int:
+        raise TypeError
+    if not is_own_file(file):
+        raise UnreadableError(f"it names {file[:100]!r}, which is no file of its own directory")
+    if info.get("transform_descriptors"):
+        raise UnreadableError(
+            f"{file} is written through extensions of DCP (compression, encryption), which weft lacks"
+        )
+    if file not in sizes:
+        sizes[file] = regular_file(folder / file, "a file of a checkpoint").stat().st_size
+    if not 0 <= begin <= begin + length <= sizes[file]:
+        raise UnreadableError(f"{file} has {sizes[file]:,} bytes, and {begin + length:,} are named: it is cut short")
+    return Place(file, begin, length)
+
+
+def _tensor(name: str, record: Any, places: Mapping[tuple[str, tuple[int, ...] | None], Place]) -> StoredTensor:
+    if record.name != f"{_CLASSES}TensorStorageMetadata":
+        raise TypeError
+    shape, properties = _sizes(record.get("size")), record.get("properties")
+    dtype = properties.state[0] if type(properties.state) is tuple else properties.get("dtype")
+    known = {f"torch.{str(kind).removeprefix('torch.')}": kind for kind in DTYPES.values()}
+    if shape is None or type(dtype) is not Named or type(record.get("chunks")) is not list:
+        raise TypeError
+    if len(shape) > _MOST_DIMENSIONS:
+        raise UnreadableError(f"{name} has {len(shape)} dimensions")
+    chunks = []
+    for chunk in record.get("chunks"):
+        offsets, sizes = _sizes(chunk.get("offsets")), _sizes(chunk.get("sizes"))
+        if offsets is None or sizes is None or not len(offsets) == len(sizes) == len(shape):
+            raise TypeError
+        box = Box(offsets, sizes)
+        if not all(end <= size for end, size in zip(box.end, shape, strict=True)):
+            raise UnreadableError(f"a chunk of {name} lies outside of it")
+        if box.numel:
+            if (name, offsets) not in places:
+                raise UnreadableError(f"it does not say where a chunk of {name} is")
+            place = places[name, offsets]
+            if place.length < box.numel * known[dtype.name].itemsize:
+                raise UnreadableError(f"a chunk of {name} is larger than its bytes in {place.file}")
+            chunks.append((box, place))
+    if not chunks_fill(shape, [box for box, _ in chunks]):
+        raise UnreadableError(f"the chunks of {name} do not fill it, or overlap")
+    return StoredTensor(known[dtype.name], shape, tuple(chunks))
+
+
+def _name(text: Any) -> str:
+    if type(text) is not str or len(text) > _LONGEST_NAME:
+        raise TypeError
+    return text
+
+
+def _sizes(numbers: Any) -> tuple[int, ...] | None:
+    """Checked sizes or offsets; None for None."""
+    if numbers is None:
+        return None
+    if type(numbers) is not tuple or not all(type(number) is int and 0 <= number < 1 << 62 for number in numbers):
+        raise TypeError
+    return numbers
+
+
+def chunks_fill(shape: tuple[int, ...], boxes: list[Box]) -> bool:
+    """Whether boxes fill a whole tensor without overlapping.
+
+    They do if and only if their indicator functions sum to the whole's. An indicator function is determined by the
+    box's corners, each with the sign (-1) ** (number of coordinates that are ends). So the corners of all boxes must
+    cancel, except those of the whole.
+    """
+    corners: dict[tuple[int, ...], int] = {}
+    for box, sign in [(Box.whole(shape), -1), *((box, 1) for box in boxes)]:
+        if not box.numel:
+            continue
+        for ends in itertools.product((False, True), repeat=len(shape)):
+            corner = tuple(e if last else s for s, e, last in zip(box.start, box.end, ends, strict=True))
+            corners[corner] = corners.get(corner, 0) + (-sign if sum(ends) % 2 else sign)
+    return not any(corners.values())
+
+
+def _slabs(box: Box, itemsize: int) -> Iterator[Box]:
+    """The box in parts along its first dimension, of about _SLAB_BYTES each."""
+    if not box.size:
+        yield box
+        return
+    rows = max(1, _SLAB_BYTES // max(1, box.numel // box.size[0] * itemsize))
+    for first in range(0, box.size[0], rows):
+        count = min(rows, box.size[0] - first)
+        yield Box((box.start[0] + first, *box.start[1:]), (count, *box.size[1:]))

@@ -1,0 +1,169 @@
+"""Where every tensor of a checkpoint lies in the model: the map that loading, export and weight sync share.
+
+transformers stores some families in another layout than it runs them in (single experts, fused projections,
+transposes). Its conversion rules run once, on stand-ins that record which box of which parameter each result is. After
+that no rule is needed: a checkpoint's tensor is a box of a parameter with permuted dimensions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from weft.errors import UserError
+from weft.models import hf
+from weft.parallel.shards.boxes import Box
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The checkpoint's tensor `disk` is the box `box` of the model's tensor `runtime`.
+
+    dims[i]: the runtime dimension of the checkpoint tensor's dimension i; all other dimensions have size 1 in the box.
+    """
+
+    disk: str
+    runtime: str
+    box: Box
+    dims: tuple[int, ...]
+
+    @staticmethod
+    def whole(disk: str, runtime: str, shape: tuple[int, ...]) -> Piece:
+        """A whole tensor of the model, unchanged."""
+        return Piece(disk, runtime, Box.whole(shape), tuple(range(len(shape))))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the checkpoint's tensor."""
+        return tuple(self.box.size[dim] for dim in self.dims)
+
+    def disk_box(self, box: Box) -> Box:
+        """The part of the checkpoint's tensor that corresponds to `box`, a part of the piece's box."""
+        return Box(
+            tuple(box.start[dim] - self.box.start[dim] for dim in self.dims), tuple(box.size[dim] for dim in self.dims)
+        )
+
+    def to_disk(self, values: Tensor) -> Tensor:
+        """Elements of a part of the box, in the checkpoint's order of dimensions; a view."""
+        if self.dims == tuple(range(values.ndim)):
+            return values
+        dropped = [dim for dim in range(values.ndim) if dim not in self.dims]
+        return values.permute(*self.dims, *dropped).reshape([values.shape[dim] for dim in self.dims])
+
+    def to_runtime(self, values: Tensor, box: Box) -> Tensor:
+        """Elements of disk_box(box), in the model's order of dimensions; a view."""
+        if self.dims == tuple(range(len(box.size))):
+            return values
+        dropped = [dim for dim in range(len(box.size)) if dim not in self.dims]
+        order = [*self.dims, *dropped]
+        return values.reshape([*values.shape, *(1 for _ in dropped)]).permute(
+            [order.index(d) for d in range(len(order))]
+        )
+
+
+def layout_of(model: PreTrainedModel, names: Iterable[str] | None) -> list[Piece]:
+    """The pieces of every parameter and persistent buffer, tied ones under their owner's name.
+
+    names: of the source's tensors, which select the rules that its files need; None for transformers' default layout.
+    Call it before the model is sharded, because rules are found by class, and sharding renames classes. Raises
+    UserError if the rules do more than reorder elements, or lose some.
+    """
+    if names is not None:
+        hf.choose_rules(model, names)
+    tied = hf.tied_parameters(model)
+    whole = {
+        name: _Traced(name, tuple(tensor.shape)) for name, tensor in model.state_dict().items() if name not in tied
+    }
+    try:
+        on_disk = hf.run_rules_backwards(model, whole)
+    except UnsupportedRule as error:
+        raise UserError(
+            f"model.path: the layout of {type(model).__name__}'s checkpoints needs {error}, which weft cannot follow."
+        ) from error
+    pieces = [traced.piece(name) for name, traced in on_disk.items()]
+    _check_complete(model, whole, pieces)
+    return pieces
+
+
+def _check_complete(model: PreTrainedModel, whole: Mapping[str, _Traced], pieces: list[Piece]) -> None:
+    """Raises UserError if the rules lose elements of the model."""
+    placed = dict.fromkeys(whole, 0)
+    for piece in pieces:
+        placed[piece.runtime] += piece.box.numel
+    lost = [name for name, traced in whole.items() if placed[name] != traced.box.numel]
+    if lost:
+        raise UserError(
+            f"model.path: transformers' rules for writing {type(model).__name__} as this checkpoint lays it out would "
+            f"lose weights of {', '.join(lost[:3])} ({len(lost)} in all). Is it quantised? Use one in bf16 or fp32."
+        )
+
+
+class UnsupportedRule(Exception):
+    """A conversion rule that does more than reorder elements."""
+
+
+class _Traced:
+    """Stands in for a tensor in transformers' conversion operations and records where its elements come from."""
+
+    def __init__(self, runtime: str, shape: tuple[int, ...]) -> None:
+        self.runtime = runtime
+        self.box = Box.whole(shape)
+        self.dims = tuple(range(len(shape)))
+
+    def piece(self, disk: str) -> Piece:
+        return Piece(disk, self.runtime, self.box, self.dims)
+
+    # The tensor methods that the operations call. Copies do not matter, only the order of elements.
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size(self.box.size[dim] for dim in self.dims)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.dims)
+
+    def size(self, dim: int) -> int:
+        return self.box.size[self.dims[dim]]
+
+    def contiguous(self) -> _Traced:
+        return self
+
+    def squeeze(self, dim: int | None = None) -> _Traced:
+        wanted = self.dims if dim is None else (self.dims[dim],)
+        return self._with(self.box, tuple(d for d in self.dims if self.box.size[d] != 1 or d not in wanted))
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if function is torch.chunk:
+            return cls._chunk(*args, **(kwargs or {}))
+        if function is torch.transpose:
+            return cls._transpose(*args, **(kwargs or {}))
+        raise UnsupportedRule(getattr(function, "__name__", str(function)))
+
+    def _chunk(self, chunks: int, dim: int = 0) -> tuple[_Traced, ...]:
+        axis = self.dims[dim]
+        total, out = self.box.size[axis], []
+        step = -(-total // chunks)
+        for first in range(0, total, step):
+            start, size = list(self.box.start), list(self.box.size)
+            start[axis], size[axis] = start[axis] + first, min(step, total - first)
+            out.append(self._with(Box(tuple(start), tuple(size)), self.dims))
+        return tuple(out)
+
+    def _transpose(self, dim0: int, dim1: int) -> _Traced:
+        dims = list(self.dims)
+        dims[dim0], dims[dim1] = dims[dim1], dims[dim0]
+        return self._with(self.box, tuple(dims))
+
+    def _with(self, box: Box, dims: tuple[int, ...]) -> _Traced:
+        out = _Traced(self.runtime, ())
+        out.box, out.dims = box, dims
+        return out

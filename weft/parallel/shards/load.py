@@ -1,0 +1,227 @@
+"""Loading weights into a sharded model: every rank reads only the boxes that it holds.
+
+The plan is made from names and shapes alone, before anything large is read, so that missing, unexpected and misshapen
+tensors are errors at once.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from weft.errors import UserError
+from weft.launch import flight
+from weft.launch.process import rank_and_world, world_group
+from weft.models import hf
+from weft.models.lora import is_adapters
+from weft.models.train_module import TrainModule
+from weft.parallel.shards.boxes import Box, local_box, overlap, shard_of
+from weft.parallel.shards.cuts import Cuts, shards_of
+from weft.parallel.shards.layout import Piece, layout_of
+from weft.parallel.shards.source import Source
+
+Fills = Mapping[str, Sequence[tuple[Piece, str]]]  # tensor of the model -> its pieces, each with its name in the files
+Progress = Callable[[int, int], None]  # (bytes filled so far, all bytes of this rank)
+_COMPARED_ROWS = 1 << 24  # elements of two tied tensors compared at once
+
+
+@dataclass(frozen=True)
+class LoadPlan:
+    """How a model is filled. fills: tensor of the model -> its pieces, each with its name in the files. left_out: names
+    in the files that are not used. fresh: tensors that the files lack and that are initialised elsewhere."""
+
+    source: Source
+    fills: dict[str, list[tuple[Piece, str]]]
+    left_out: tuple[str, ...] = ()
+    fresh: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """The result of a load. bytes_read: requested from the disk by this rank."""
+
+    tensors: int
+    bytes_read: int
+    seconds: float
+    left_out: tuple[str, ...]
+
+
+def plan_load(
+    model: PreTrainedModel,
+    source: Source,
+    ignore: Sequence[str],
+    untied: Sequence[str] = (),
+    may_lack: Collection[str] = (),
+) -> tuple[list[Piece], LoadPlan]:
+    """The layout of a source and the plan for filling the model (on meta, not yet sharded) from it.
+
+    ignore: globs of tensors in the files that may be left out. untied: tied names to untie; tied weights that differ in
+    the files are untied too. If the files hold only one of two untied tensors, both are filled from it. may_lack:
+    tensors of the model that the files may lack. Raises UserError, with the first few, if tensors are missing,
+    unexpected or misshapen.
+    """
+    for name, owner in hf.tied_parameters(model).items():
+        if name in source.names and owner in source.names and _differ(source, name, owner):
+            hf.untie(model, name)
+    owners = {name: owner for name, owner in hf.tied_parameters(model).items() if name in untied}
+    for name in owners:
+        hf.untie(model, name)
+    names = source.names
+    pieces = layout_of(model, names)
+    in_files = _names_in_files(model, pieces, names)
+    disk = {piece.runtime: piece.disk for piece in pieces}
+    for name, owner in owners.items():
+        in_files.setdefault(disk[name], in_files[disk[owner]])
+    lacking = [p for p in pieces if p.disk not in in_files]
+    fresh = frozenset(p.runtime for p in lacking if p.runtime in may_lack)
+    key = source.key
+    needed = [piece.disk for piece in lacking if piece.runtime not in fresh]
+    head = next((n for n, module in model.named_modules() if module is model.get_output_embeddings()), None)
+    says = "weights that the model needs are not in the files"
+    if needed == [f"{head}.weight"] and not hf.tied_parameters(model):
+        says += (
+            ', and config.json says "tie_word_embeddings": false. If the head is the embedding, write '
+            '"tie_word_embeddings": true there; else fetch the files again'
+        )
+    _raise_for(key, says, needed)
+    filled = [p for p in pieces if p.runtime not in fresh]
+    wrong = [
+        f"{file} is {list(source.shape(file))} and should be {list(p.shape)}"
+        for p in filled
+        if source.shape(file := in_files[p.disk]) != p.shape
+    ]
+    _raise_for(key, "the files do not fit config.json", wrong)
+    tied = hf.tied_parameters(model)
+    unused = sorted(set(names) - set(in_files.values()) - set(tied))
+    patterns = [re.compile(pattern) for pattern in hf.unused_patterns(model)]
+    known = [n for n in unused if any(p.search(n) for p in patterns) or any(fnmatchcase(n, glob) for glob in ignore)]
+    _raise_for(
+        key,
+        f"the files hold weights that {type(model).__name__} does not have (model.ignore_weights leaves out those that "
+        "match its globs)",
+        [name for name in unused if name not in known],
+    )
+    fills: dict[str, list[tuple[Piece, str]]] = {}
+    for piece in filled:
+        fills.setdefault(piece.runtime, []).append((piece, in_files[piece.disk]))
+    return pieces, LoadPlan(source, fills, tuple(known), fresh)
+
+
+def _names_in_files(model: PreTrainedModel, pieces: list[Piece], names: list[str]) -> dict[str, str]:
+    """Piece -> name in the files, for pieces that they hold: its own name, one with another prefix, or a tied one."""
+    here = set(names)
+    found = {piece.disk: piece.disk for piece in pieces if piece.disk in here}
+    if len(found) == len(pieces):
+        return found
+    by_runtime = {runtime: name for name, runtime in hf.runtime_names(model, here - set(found)).items()}
+    for tied, owner in hf.tied_parameters(model).items():
+        if tied in by_runtime:
+            by_runtime.setdefault(owner, by_runtime[tied])
+    for piece in pieces:
+        if piece.disk not in found and piece.runtime in by_runtime:
+            found[piece.disk] = by_runtime[piece.runtime]
+    return found
+
+
+def _raise_for(key: str, what: str, names: list[str]) -> None:
+    if names:
+        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+        raise UserError(f"{key}: {what}: {', '.join(names[:5])}{more}.")
+
+
+def _differ(source: Source, a: str, b: str) -> bool:
+    """Whether two tensors of the files differ; each rank compares its share of the rows."""
+    shape = source.shape(a)
+    if shape != source.shape(b):
+        return True
+    rank, world = rank_and_world()
+    rows = max(1, _COMPARED_ROWS // max(1, Box.whole(shape[1:]).numel))
+    differs = torch.zeros(1)
+    for number, start in enumerate(range(0, shape[0], rows)):
+        if number % world == rank and not differs:
+            box = Box((start, *(0 for _ in shape[1:])), (min(rows, shape[0] - start), *shape[1:]))
+            differs += not torch.equal(source.read(a, box), source.read(b, box))
+    if world > 1:
+        dist.all_reduce(differs, group=world_group())
+    return bool(differs)
+
+
+def load_weights(module: nn.Module, plan: LoadPlan, cuts: Cuts, progress: Progress | None = None) -> LoadReport:
+    """Fill the parameters and persistent buffers of a sharded module in place, except adapters and fresh tensors;
+    collective where shards are replicated.
+
+    Each tensor is read by one of its replicas, in turn, and broadcast to the others.
+    """
+    began, before = time.perf_counter(), plan.source.bytes_read
+    targets = {name: tensor for name, tensor in module.state_dict(keep_vars=True).items() if name in plan.fills}
+    filled = {id(tensor) for tensor in targets.values()}
+    every = module.state_dict(keep_vars=True).items()
+    others = {name for name, _ in every if name in plan.fresh or is_adapters(name)}
+    empty = [name for name, tensor in every if id(tensor) not in filled and name not in others]
+    assert not empty, f"nothing fills {empty[:3]}"
+    fill_tensors(targets, plan.fills, plan.source, cuts, progress)
+    return LoadReport(len(targets), plan.source.bytes_read - before, time.perf_counter() - began, plan.left_out)
+
+
+def fill_tensors(
+    targets: Mapping[str, Tensor], fills: Fills, source: Source, cuts: Cuts, progress: Progress | None = None
+) -> None:
+    """Fill sharded tensors in place, in the order of their bytes in the files; collective where shards are replicated.
+
+    targets: runtime name -> a tensor that is sharded like the model's tensor of that name.
+    """
+    order = sorted(targets, key=lambda name: min(source.place(file) for _, file in fills[name]))
+    total = sum(local_box(tensor)[1].nbytes for tensor in targets.values())
+    done = 0
+    for number, name in enumerate(order):
+        flight.beat()
+        own = shard_of(targets[name])
+        if own.is_read_here(number):
+            for shard in shards_of(targets[name], cuts.get(name)):
+                _fill(shard.values, shard.box, fills[name], source)
+        for group in own.groups:
+            dist.broadcast(own.values, group=group, group_src=number % dist.get_world_size(group))
+        done += own.values.nbytes
+        if progress is not None:
+            progress(done, total)
+
+
+@torch.no_grad()
+def fill_random(module: TrainModule, cuts: Cuts, config: PretrainedConfig, dtype: torch.dtype, seed: int) -> None:
+    """Fill a sharded module in place with transformers' own initial weights. Each rank draws the whole model."""
+    config = deepcopy(config)  # the model's own config names weft's attention
+    drawn = hf.build_random(config, dtype=dtype, attention="eager", seed=seed).state_dict()
+    for name, tensor in module.hf_model.state_dict(keep_vars=True).items():
+        for shard in shards_of(tensor, cuts.get(name)):
+            shard.values.copy_(drawn[name][shard.box.within(Box.whole(tuple(drawn[name].shape)))])
+
+
+@torch.no_grad()
+def _fill(local: Tensor, box: Box, pieces: Sequence[tuple[Piece, str]], source: Source) -> None:
+    """Copy the overlap of every piece with this rank's box."""
+    filled = 0
+    for piece, name in sorted(pieces, key=lambda pair: source.place(pair[1])):
+        part = overlap(piece.box, box)
+        if part is not None:
+            values = source.read(name, piece.disk_box(part))
+            local[part.within(box)].copy_(piece.to_runtime(values, part))
+            filled += part.numel
+    assert filled == box.numel, f"{pieces[0][0].runtime}: {filled} of {box.numel} elements filled"
+
+
+def read_whole(plan: LoadPlan, name: str) -> Tensor:
+    """A whole tensor of the model, by its runtime name, in the files' dtype; fp32 for quantised tensors."""
+    pieces = plan.fills[name]
+    shape = tuple(max(ends) for ends in zip(*(piece.box.end for piece, _ in pieces), strict=True))
+    out = torch.empty(shape, dtype=plan.source.dtypes.get(pieces[0][1], torch.float32))
+    _fill(out, Box.whole(shape), pieces, plan.source)
+    return out

@@ -1,0 +1,226 @@
+"""safetensors files, read and written box by box (format: github.com/huggingface/safetensors, "Format").
+
+A file is 8 bytes of header length, a JSON header, then the tensors end to end, row-major. So a box of a tensor is a few
+byte ranges: ranks that share a file system fill one file together (ranges.py), and read only what they hold.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from weft.errors import UserError, first_line
+from weft.files import regular_file
+from weft.parallel.shards.boxes import Box
+from weft.strict_json import unique
+
+DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
+    "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64, "C64": torch.complex64,
+}  # fmt: skip
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_LONGEST_HEADER = 100_000_000  # the format's own limit
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A tensor in a file; begin and end are byte offsets from the file's start."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The layout of a file to be written. header: the bytes before the tensors. entries: in file order."""
+
+    header: bytes
+    entries: dict[str, Entry]
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file."""
+        return max((entry.end for entry in self.entries.values()), default=len(self.header))
+
+
+class TensorFile:
+    """One safetensors file, open for reading."""
+
+    def __init__(self, path: Path) -> None:
+        """Read and check the header. Raises UserError if the file is missing, truncated or malformed."""
+        self.path, self.bytes_read = regular_file(path, "a safetensors file"), 0
+        try:
+            self._descriptor = os.open(path, os.O_RDONLY)
+        except OSError as error:
+            raise UserError(f"{path}: cannot be opened: {error.strerror}.") from error
+        try:
+            self.entries, self.metadata = _read_header(path, self._descriptor)
+        except BaseException:
+            os.close(self._descriptor)
+            raise
+
+    @staticmethod
+    def open(path: Path) -> TensorFile:
+        """Open a file for reading."""
+        return TensorFile(path)
+
+    def read(self, name: str, box: Box | None = None) -> Tensor:
+        """A box of a tensor, on the CPU in the file's dtype; adds to `bytes_read`."""
+        entry = self.entries[name]
+        values = read_box(self._descriptor, entry, box or Box.whole(entry.shape), f"{self.path}: {name}")
+        self.bytes_read += values.nbytes
+        return values
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._descriptor)
+
+    def __enter__(self) -> TensorFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class RangeFile:
+    """An existing file, opened write-only, so that clients of a network file system read none of its pages."""
+
+    def __init__(self, path: Path) -> None:
+        self._descriptor = os.open(path, os.O_WRONLY)
+
+    def write(self, view: memoryview, offset: int) -> None:
+        """Write all bytes at this offset."""
+        while view:
+            done = os.pwrite(self._descriptor, view, offset)
+            view, offset = view[done:], offset + done
+
+    def fsync(self) -> None:
+        """Wait until the writes are on disk."""
+        os.fsync(self._descriptor)
+
+    def __enter__(self) -> RangeFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        os.close(self._descriptor)
+
+
+def read_box(descriptor: int, entry: Entry, box: Box, what: str) -> Tensor:
+    """A box of a tensor of an open file, on the CPU in the file's dtype. what: file and tensor, for messages. Raises
+    UserError if the file ends inside the box."""
+    # Outside the tensor lie bytes of other tensors, or of the header.
+    assert all(0 <= a <= b <= n for a, b, n in zip(box.start, box.end, entry.shape, strict=True)), (what, box)
+    out, place = torch.empty(box.size, dtype=entry.dtype), 0
+    view = memoryview(out.reshape(-1).view(torch.uint8).numpy())
+    for begin, length in runs(entry, box):
+        _read_into(descriptor, view[place : place + length], begin, what)
+        place += length
+    return out
+
+
+def _read_into(descriptor: int, view: memoryview, offset: int, what: str) -> None:
+    while view:
+        got = os.preadv(descriptor, [view], offset)
+        if got == 0:
+            raise UserError(f"{what}: the file ends inside of it: it is cut short. Fetch or write it again.")
+        view, offset = view[got:], offset + got
+
+
+def lay_out(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> Layout:
+    """The layout of a file with these tensors, which may be on meta."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
+    place = 0
+    # Wide elements first, so that every tensor is aligned to its element.
+    for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].element_size()):
+        end = place + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [place, end]}
+        place = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    del header["__metadata__"]
+    entries = {name: _entry(fields, 8 + len(text)) for name, fields in header.items()}
+    return Layout(len(text).to_bytes(8, "little") + text, entries)
+
+
+def create(path: Path, layout: Layout) -> None:
+    """Create a file of the right size with its header."""
+    with path.open("wb") as stream:
+        stream.write(layout.header)
+        stream.truncate(layout.size)
+
+
+def bytes_of(tensor: Tensor) -> NDArray[np.uint8]:
+    """A view of the bytes of a contiguous CPU tensor, valid as long as the tensor. Unlike Tensor.numpy() it leaves the
+    storage resizable, as sleep needs it."""
+    assert tensor.is_contiguous() and tensor.device.type == "cpu"
+    size = tensor.numel() * tensor.element_size()
+    return np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(tensor.data_ptr()))
+
+
+def _read_header(path: Path, descriptor: int) -> tuple[dict[str, Entry], dict[str, str]]:
+    size = os.fstat(descriptor).st_size
+    length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
+    if size < 8 or length > min(size - 8, _LONGEST_HEADER):
+        raise UserError(f"{path}: is no safetensors file, or is cut short: {size:,} bytes. Fetch or write it again.")
+    try:
+        header = json.loads(os.pread(descriptor, length, 8), object_pairs_hook=unique)
+        metadata = header.pop("__metadata__", None) or {}
+        entries = {name: _entry(fields, 8 + length) for name, fields in header.items()}
+        needed = max((entry.end for entry in entries.values()), default=8 + length)
+        if needed <= size:  # the library refuses ranges that overlap, leave gaps or lie outside, and other types
+            with safe_open(path, framework="np"):
+                return entries, metadata
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, SafetensorError) as error:
+        raise UserError(
+            f"{path}: is no safetensors file: its header cannot be read ({first_line(error)}). Fetch or write it again."
+        ) from error
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror or first_line(error)}.") from error
+    raise UserError(f"{path}: is cut short: it has {size:,} bytes and should have {needed:,}. Fetch it again.")
+
+
+def _entry(fields: Mapping[str, Any], origin: int) -> Entry:
+    dtype, shape = DTYPES.get(fields["dtype"]), tuple(int(n) for n in fields["shape"])
+    if dtype is None:
+        raise ValueError(f"weft reads no dtype {fields['dtype']!r}")
+    begin, end = fields["data_offsets"]
+    if end - begin != math.prod(shape) * dtype.itemsize:
+        raise ValueError(f"{end - begin} bytes for a {fields['dtype']} of {list(shape)}")
+    return Entry(dtype, shape, origin + begin, origin + end)
+
+
+def runs(entry: Entry, box: Box) -> Iterator[tuple[int, int]]:
+    """(first byte, length) of the contiguous ranges of a box, in row-major order."""
+    size = entry.dtype.itemsize
+    strides = [math.prod(entry.shape[dim + 1 :]) * size for dim in range(len(entry.shape))]
+    split = len(entry.shape)  # dimensions from here on are contiguous
+    while split > 0 and (split == len(entry.shape) or box.size[split] == entry.shape[split]):
+        split -= 1
+    length = box.numel // math.prod(box.size[:split]) * size if box.numel else 0
+    if not length:
+        return
+    first = entry.begin + sum(start * stride for start, stride in zip(box.start, strides, strict=True))
+    for index in itertools.product(*(range(n) for n in box.size[:split])):
+        yield first + sum(i * stride for i, stride in zip(index, strides, strict=False)), length

@@ -1,0 +1,239 @@
+"""The tensor walker: yields a sharded model as (HuggingFace name, whole tensor), in buckets.
+
+Tensors are cast before they are gathered, so that the receiver's dtype is sent. While one bucket is consumed, the next
+is gathered; each has half of the bytes allowed. A larger tensor is gathered alone. Tensors that tp divides are gathered
+over FSDP's ranks first, and then over tp. Tensors of one pipeline stage are first sent to the other stages, each rank
+sending its own share, and then gathered in all stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from weft.parallel.shards.boxes import Box
+from weft.parallel.shards.cuts import Cuts
+from weft.parallel.shards.layout import Piece
+from weft.parallel.shards.tensor_placement import GatherGroup, Lane, Share, TensorPlacement, placements_of
+from weft.versions import all_gather_single
+
+_ALIGNMENT = 16  # bytes; every tensor of a bucket begins at a multiple of its element size
+
+
+def walk(
+    module: nn.Module,
+    pieces: Iterable[Piece],
+    manifest: Mapping[str, Tensor],
+    cuts: Cuts,
+    *,
+    lane: Lane | None = None,
+    bucket_bytes: int = 1 << 29,
+) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of `manifest` (names, shapes, dtypes; from checkpoint/export.py) in order, on the model's device.
+
+    Collective: all ranks of the mesh walk together, and each receives every tensor. A yielded tensor may be a view of
+    reused memory: copy it before taking the next. cuts: how tp and ep divide the model's tensors. lane: the stages, if
+    the module is one of a pipeline. bucket_bytes: bytes in flight; a rank of tp also holds its own part of a bucket,
+    and a single tensor that cannot be split may exceed them. Raises RuntimeError if the ranks together lack elements.
+    """
+    groups = _by_runtime(pieces)
+    state = placements_of(module.state_dict(keep_vars=True), groups, cuts, lane)
+    parts = [part for group in groups.values() for part in _cut(state, group, manifest, bucket_bytes // 2)]
+    pending: _Gather | None = None
+    for bucket in _buckets(parts, bucket_bytes // 2):
+        if pending is not None and pending.bytes + sum(part.bytes for part in bucket) > bucket_bytes:
+            yield from pending.tensors()
+            pending = None
+        started = _Gather(state, bucket, manifest)
+        if pending is not None:
+            yield from pending.tensors()
+        pending = started
+    if pending is not None:
+        yield from pending.tensors()
+
+
+def checked(stream: Iterable[tuple[str, Tensor]], manifest: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """The stream, unchanged. Raises RuntimeError if a tensor is missing, repeated, or has another shape or dtype than
+    in the manifest."""
+    missing = dict.fromkeys(manifest)
+    for name, tensor in stream:
+        if name not in manifest:
+            raise RuntimeError(f"{name} is not in the manifest")
+        if name not in missing:
+            raise RuntimeError(f"{name} comes twice")
+        promised = manifest[name]
+        if tensor.shape != promised.shape or tensor.dtype != promised.dtype:
+            raise RuntimeError(
+                f"{name} is {tensor.dtype} {list(tensor.shape)}, promised as {promised.dtype} {list(promised.shape)}"
+            )
+        del missing[name]
+        yield name, tensor
+    if missing:
+        raise RuntimeError(f"{len(missing)} tensors of the manifest did not come: {', '.join(list(missing)[:3])}")
+
+
+@dataclass(frozen=True, eq=False)
+class _Part:
+    """Rows of a model's tensor that are gathered together, with the pieces inside them."""
+
+    runtime: str
+    box: Box
+    pieces: tuple[Piece, ...]
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        return self.box.numel * self.dtype.itemsize
+
+
+def _by_runtime(pieces: Iterable[Piece]) -> dict[str, list[Piece]]:
+    groups: dict[str, list[Piece]] = {}
+    for piece in pieces:
+        groups.setdefault(piece.runtime, []).append(piece)
+    return groups
+
+
+def _cut(
+    state: Mapping[str, TensorPlacement], pieces: list[Piece], manifest: Mapping[str, Tensor], limit: int
+) -> Iterator[_Part]:
+    """The parts of a tensor: the whole tensor or, if it is larger than `limit`, ranges of rows that split no piece
+    (experts)."""
+    shape = state[pieces[0].runtime].shape
+    dtype = max((manifest[piece.disk].dtype for piece in pieces), key=lambda dtype: dtype.itemsize)
+    whole = _Part(pieces[0].runtime, Box.whole(shape), tuple(pieces), dtype)
+    if whole.bytes <= limit or not shape:
+        yield whole
+        return
+    ends = sorted({piece.box.end[0] for piece in pieces})
+    borders = [row for row in ends if all(not (p.box.start[0] < row < p.box.end[0]) for p in pieces)]
+    first, per_row = 0, whole.bytes // shape[0]
+    for row, after in zip(borders, [*borders[1:], shape[0] + limit], strict=True):
+        if (after - first) * per_row > limit:
+            own = tuple(piece for piece in pieces if first <= piece.box.start[0] < row)
+            yield _Part(whole.runtime, Box((first, *whole.box.start[1:]), (row - first, *shape[1:])), own, dtype)
+            first = row
+
+
+def _buckets(parts: Sequence[_Part], limit: int) -> Iterator[list[_Part]]:
+    bucket: list[_Part] = []
+    for part in parts:
+        if bucket and sum(other.bytes for other in bucket) + part.bytes > limit:
+            yield bucket
+            bucket = []
+        bucket.append(part)
+    if bucket:
+        yield bucket
+
+
+class _Gather:
+    """The parts of a bucket in flight: one shipment per group of ranks that parts are spread over."""
+
+    def __init__(
+        self, state: Mapping[str, TensorPlacement], bucket: list[_Part], manifest: Mapping[str, Tensor]
+    ) -> None:
+        self.state, self.bucket, self.manifest = state, bucket, manifest
+        by_group: dict[GatherGroup, list[_Part]] = {}
+        for part in bucket:
+            by_group.setdefault(state[part.runtime].group, []).append(part)
+        by_group.pop(GatherGroup(), None)  # every rank holds these whole
+        self.shipments = {group: _Shipment(group, parts, state) for group, parts in by_group.items()}
+
+    @property
+    def bytes(self) -> int:
+        return sum(part.bytes for part in self.bucket)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """The tensors in the order of the bucket's parts."""
+        for part in self.bucket:
+            placement = self.state[part.runtime]
+            shipment = self.shipments.get(placement.group)
+            values = _own(placement, part) if shipment is None else shipment.take(part)
+            for piece in part.pieces:
+                tensor = piece.to_disk(values[piece.box.within(part.box)])
+                yield piece.disk, tensor.to(self.manifest[piece.disk].dtype)
+
+
+def _own(placement: TensorPlacement, part: _Part) -> Tensor:
+    """A part of a tensor that is whole on this rank."""
+    return placement.values[part.box.within(Box.whole(placement.shape))].to(part.dtype)
+
+
+class _Shipment:
+    """The parts of one group in flight: each rank of the stage that has them sends its boxes of all parts, end to end,
+    as bytes."""
+
+    def __init__(self, group: GatherGroup, parts: list[_Part], state: Mapping[str, TensorPlacement]) -> None:
+        """Cast this rank's shares, and begin to gather over FSDP's axis."""
+        self.group, self.parts = group, parts
+        first = state[parts[0].runtime]
+        self.laid = [_lay_out(parts, [state[p.runtime].shares(p.box, place) for p in parts]) for place in first.places]
+        self.length = max(length for _, length in self.laid)
+        own = self.laid[first.places.index(first.own_place)][0]
+        sent = torch.empty(self.length, dtype=torch.uint8, device=first.device)
+        for part in parts:
+            placement = state[part.runtime]
+            if placement.tensor is None:  # it comes from another stage
+                continue
+            values, shares = placement.values, placement.shares(part.box, placement.own_place)
+            for (begin, box), share in zip(own[part], shares, strict=True):
+                _bytes(sent, begin, box, part.dtype).copy_(values[share.within])
+        if group.source is not None:
+            stages, source = group.source
+            dist.broadcast(sent, group=stages, group_src=source)
+        self.in_order = group.parts is None and len(parts) == 1 and first.is_by_rows
+        self.gathered = [sent]  # one per place on tp, once gathered over tp too
+        self.work: Any = None
+        self.sent: Tensor | None = sent  # until it has arrived
+        if group.axis is not None:
+            mesh, axis = group.axis
+            self.gathered = [torch.empty(mesh.size(axis) * self.length, dtype=torch.uint8, device=sent.device)]
+            self.work = all_gather_single(self.gathered[0], sent, group=mesh.get_group(axis), async_op=True)
+
+    def take(self, part: _Part) -> Tensor:
+        """A part, assembled from every rank's shares."""
+        if self.sent is not None:
+            self._arrive()
+        if self.in_order and self.gathered[0].numel() == part.bytes:  # no padding between the ranks' shares
+            return self.gathered[0].view(part.dtype).reshape(part.box.size)
+        out = torch.empty(part.box.size, dtype=part.dtype, device=self.gathered[0].device)
+        along, filled = len(self.laid) // len(self.gathered), 0
+        for number, (laid, _) in enumerate(self.laid):
+            place, offset = number // along, number % along * self.length
+            for begin, box in laid[part]:
+                out[box.within(part.box)] = _bytes(self.gathered[place], offset + begin, box, part.dtype)
+                filled += box.numel
+        if filled != part.box.numel:
+            raise RuntimeError(f"{part.runtime}: the ranks hold {filled} of {part.box.numel} elements")
+        return out
+
+    def _arrive(self) -> None:
+        if self.work is not None:
+            self.work.wait()
+        if self.group.parts is not None:
+            self.gathered = self.group.parts.all_gather(self.gathered[0])
+        self.sent = None
+
+
+_Laid = dict[_Part, list[tuple[int, Box]]]  # in the bytes that a rank sends: (first byte, box) of each share
+
+
+def _lay_out(parts: Sequence[_Part], shares: Sequence[Sequence[Share]]) -> tuple[_Laid, int]:
+    """(where each share lies in the bytes that a rank sends, their number)."""
+    laid, end = _Laid(), 0
+    for part, own in zip(parts, shares, strict=True):
+        laid[part] = []
+        for share in own:
+            laid[part].append((end, share.box))
+            end += share.box.numel * part.dtype.itemsize
+        end = -(-end // _ALIGNMENT) * _ALIGNMENT
+    return laid, end
+
+
+def _bytes(memory: Tensor, begin: int, box: Box, dtype: torch.dtype) -> Tensor:
+    """The elements of a box whose bytes start at `begin` of `memory`; a view."""
+    return memory[begin : begin + box.numel * dtype.itemsize].view(dtype).view(box.size)

@@ -1,0 +1,307 @@
+"""Tensor parallelism: each rank of the axis computes with its part of heads, intermediate width and vocabulary.
+
+The parts are plain tensors, cut before FSDP2 shards them, so that layers run as written. A block that computes with
+parts has its output summed over the ranks, and its input's gradient too. Some weights are held whole by every rank but
+used only for its part (norms of heads, routers): their gradients are summed over the ranks once per step.
+"""
+
+from __future__ import annotations
+
+import copy
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from weft.errors import UserError
+from weft.launch.consistency import checksum_term
+from weft.models import hf
+from weft.models.experts import share_experts_bias
+from weft.models.low_rank import LowRank
+from weft.models.mixer_part import MixerShare
+from weft.models.tp_parts import Part, Range, Style, dealt, scaled_ranges
+from weft.models.train_module import TrainModule
+from weft.ops.communicator import Communicator, summed
+from weft.ops.head import VocabularyShard
+from weft.parallel.mesh import Axis, own_part
+from weft.parallel.shards.cuts import AnyCut, Cut, split
+from weft.parallel.tp.sequence import GatherTokens, ReduceScatterTokens, join_last_states
+from weft.parallel.tp.styles import Styles, find_styles
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """The division of a model. cuts: parameter -> its cut, under each of its names. partial: parameter whose gradient
+    is a sum over ranks -> number of ranks -> communicator. sequence: tokens are divided between blocks."""
+
+    cuts: dict[str, AnyCut]
+    partial: dict[str, dict[int, Communicator]]
+    sequence: bool = False
+
+
+def tensor_parallel(
+    module: TrainModule, axis: Axis | None, config: PretrainedConfig, *, sequence: bool = False
+) -> TensorParallel:
+    """Divide a model (on meta) and hook it to compute with its parts. Raises UserError if sizes do not divide.
+
+    axis: None leaves the model unchanged. sequence: divide tokens between blocks; row lengths must be multiples of the
+    axis' size.
+    """
+    if axis is None:
+        return TensorParallel({}, {})
+    styles = find_styles(module, config.get_text_config(), axis.size)
+    cuts = {
+        name: cut_of(name, tuple(parameter.shape), styles.of[name], axis)
+        for name, parameter in module.named_parameters(remove_duplicate=False)
+    }
+    _replace_parameters(module, cuts)
+    _hook(module, styles, cuts, axis, sequence)
+    vocabulary = [name for name in (module.facts.embedding, module.facts.head) if cuts[f"{name}.weight"].divides]
+    inside = ("",) if sequence else tuple(f"{name}." for name in (*styles.regions, *vocabulary))
+    partial = _partial(cuts, axis, inside)
+    if sequence and module.facts.head not in vocabulary:  # each rank's head reads all tokens
+        partial = {name: ranks for name, ranks in partial.items() if not name.startswith(f"{module.facts.head}.")}
+    return TensorParallel({**cuts}, partial, sequence)
+
+
+def _partial(cuts: dict[str, Cut], axis: Axis, inside: tuple[str, ...]) -> dict[str, dict[int, Communicator]]:
+    """Parameters of divided blocks that several ranks hold, each using them for its own heads, columns or tokens only:
+    name -> number of ranks -> communicator. inside: prefixes of the names of such blocks."""
+    numbers = sorted({copies for cut in cuts.values() for copies in cut.copies if copies > 1})
+    groups = {copies: axis.neighbours(copies) for copies in numbers}
+    return {
+        name: {copies: groups[copies] for copies in cut.copies if copies > 1}
+        for name, cut in cuts.items()
+        if max(cut.copies) > 1 and name.startswith(inside)
+    }
+
+
+def cut_of(name: str, shape: tuple[int, ...], style: Style, axis: Axis) -> Cut:
+    """The division of a parameter of this style. Raises UserError if its sizes do not divide."""
+    if style.dim is None:
+        whole = ((0, shape[0]),) if shape else ((0, 1),)
+        return Cut(shape, 0, (whole,) * axis.size, (axis.size,), axis.place, axis.ranks)
+    ranges: list[tuple[Range, ...]] = [()] * axis.size
+    offset, copies = 0, list[int]()
+    for part in style.parts:
+        items = dealt(part, axis.size)
+        if items is None:
+            raise _does_not_divide(name, part, axis.size)
+        copies.append(items[1])
+        placed = scaled_ranges(items[0], part.width, offset)
+        ranges = [(*before, own) for before, own in zip(ranges, placed, strict=True)]
+        offset += part.size
+    return Cut(shape, style.dim, tuple(ranges), tuple(copies), axis.place, axis.ranks)
+
+
+def _does_not_divide(name: str, part: Part, ranks: int) -> UserError:
+    what = "heads of keys and values" if part.repeat else "heads" if part.heads else "columns"
+    sizes = [str(n) for n in range(2, part.count + 1) if part.count % n == 0]
+    return UserError(
+        f"mesh.tp={ranks} does not divide the {part.count} {what} of {name}: set mesh.tp to one of "
+        f"{', '.join(['1', *sizes])}."
+    )
+
+
+def _replace_parameters(module: TrainModule, cuts: dict[str, Cut]) -> None:
+    """Replace each divided parameter by this rank's part, uninitialised; tied parameters stay tied."""
+    made: dict[int, nn.Parameter] = {}
+    for name, parameter in list(module.named_parameters(remove_duplicate=False)):
+        if not cuts[name].divides:
+            continue
+        if id(parameter) not in made:
+            part = torch.empty(cuts[name].local_shape(), dtype=parameter.dtype, device=parameter.device)
+            made[id(parameter)] = nn.Parameter(part, requires_grad=parameter.requires_grad)
+        owner, _, leaf = name.rpartition(".")
+        holder: Any = module.get_submodule(owner)
+        setattr(holder, leaf, made[id(parameter)])
+        if leaf == "weight" and hf.is_transposed(holder):
+            holder.nf = holder.weight.shape[1]  # Conv1D reads its outputs' width from it
+
+
+def _hook(module: TrainModule, styles: Styles, cuts: dict[str, Cut], axis: Axis, sequence: bool) -> None:
+    enter, leave = (GatherTokens, ReduceScatterTokens) if sequence else (_SumGradient, _Sum)
+    for region in _modules(module, styles.regions):
+        region.register_forward_pre_hook(_enter(axis.ranks, enter), with_kwargs=True)
+        region.register_forward_hook(_leave(axis.ranks, leave))
+    if sequence:
+        join_last_states(module.base, axis.ranks, axis.place)
+    for layer in _modules(module, styles.biased):
+        _share_bias(layer, axis.size)
+    for name, style in styles.joined.items():
+        norm = module.get_submodule(name)
+        width = sum(part.size for part in style.parts)
+        joined = cut_of(name, (width,), style, axis)
+        norm.register_forward_pre_hook(lambda _, args, joined=joined: (_JoinFeatures.apply(args[0], joined), *args[1:]))
+        norm.register_forward_hook(lambda _, __, output, joined=joined: _part_of_last(output, joined))
+    for attention in _modules(module, styles.attention):
+        _count_own_heads(attention, axis.size)
+    for name, mixer in styles.mixers.items():
+        module.mixers[name].share = MixerShare(mixer, axis.place, axis.size, axis.neighbours, stored=True)
+    for name, adapter in module.named_modules():
+        if isinstance(adapter, LowRank) and cuts[f"{name}.A"].divides:
+            adapter.divide(partial(_own_inputs, cuts[f"{name}.A"]))
+    _divide_vocabulary(module, cuts, axis, leave)
+
+
+def _modules(module: nn.Module, names: list[str]) -> list[nn.Module]:
+    """The modules of these names, each once: layers may share a block, which then has several names."""
+    return list({id(child): child for child in map(module.get_submodule, names)}.values())
+
+
+def _enter(ranks: Communicator, operation: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """A pre-hook that applies `operation` to the hidden states: the first argument, or the one of that name."""
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
+        if args:
+            return (operation.apply(args[0], ranks), *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": operation.apply(kwargs["hidden_states"], ranks)}
+
+    return hook
+
+
+def _leave(ranks: Communicator, operation: type[torch.autograd.Function]) -> Callable[..., Any]:
+    def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if isinstance(output, tuple):
+            return (operation.apply(output[0], ranks), *output[1:])
+        return operation.apply(output, ranks)
+
+    return hook
+
+
+class _SumGradient(torch.autograd.Function):
+    """Identity on the input of divided layers. Backward sums the gradients, each of which is of one rank's part."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Communicator) -> Tensor:
+        ctx.ranks = ranks
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return summed(grad, ctx.ranks), None
+
+
+class _Sum(torch.autograd.Function):
+    """The output of divided layers: the sum of the ranks' outputs. Its gradient is the same on all ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Communicator) -> Tensor:
+        return summed(x, ranks)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class _JoinFeatures(torch.autograd.Function):
+    """[..., own features] -> [..., all features], for operations that need every head at once."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cut: Cut) -> Tensor:
+        ctx.cut = cut
+        return _of_last(cut, x).join(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        cut: Cut = ctx.cut
+        own = _of_last(cut, grad).take(summed(grad, cut.ranks))
+        return own / cut.copies[0], None  # several ranks with the same features sum their gradients again
+
+
+def _part_of_last(x: Tensor, cut: Cut) -> Tensor:
+    return _of_last(cut, x).take(x)
+
+
+def _of_last(cut: Cut, x: Tensor) -> Cut:
+    """The cut of a vector, as a cut of the last dimension of activations like `x`."""
+    return replace(cut, shape=(*x.shape[:-1], *cut.shape), dim=x.ndim - 1)
+
+
+def _own_inputs(cut: Cut, x: Tensor) -> Tensor:
+    """[..., inputs] -> [..., this rank's inputs]. cut: of a matrix by its columns."""
+    return replace(cut, shape=tuple(x.shape), dim=x.ndim - 1).take(x)
+
+
+def _share_bias(module: nn.Module, ranks: int) -> None:
+    """Make a bias that every rank adds count once: each rank subtracts its surplus."""
+    share = 1.0 / ranks - 1.0
+
+    def linear(module: Any, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        return output + share * module.bias
+
+    if hasattr(module, "bias"):
+        module.register_forward_hook(linear)
+    else:
+        share_experts_bias(module, 1.0 / ranks)
+
+
+_COUNTS = ("num_heads", "num_attention_heads", "num_key_value_heads", "num_kv_heads", "split_size")
+
+
+def _count_own_heads(attention: Any, ranks: int) -> None:
+    """Set the head counts of a module and of a copy of its config to this rank's, because the code of some families
+    reads them instead of shapes."""
+    attention.config = copy.copy(getattr(attention, "config", None))
+    for owner in (attention, attention.config):
+        for name in _COUNTS:
+            count = getattr(owner, name, None)
+            if isinstance(count, int):
+                setattr(owner, name, max(1, count // ranks))
+
+
+def _divide_vocabulary(
+    module: TrainModule, cuts: dict[str, Cut], axis: Axis, total: type[torch.autograd.Function]
+) -> None:
+    """Divide embedding and head. Tokens of other ranks' rows embed to zeros, and `total` sums the outputs; the head
+    gets its shard of the vocabulary."""
+    embedding: Any = module.get_submodule(module.facts.embedding)
+    cut = cuts[f"{module.facts.embedding}.weight"]
+    ((first, count),) = cut.ranges[cut.place]
+    padding = embedding.padding_idx
+    if padding is not None:
+        embedding.padding_idx = padding - first if first <= padding < first + count else None
+    elsewhere: list[Tensor] = []
+
+    def enter(_: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
+        own = args[0] - first
+        elsewhere.append((own < 0) | (own >= count))
+        return (own.clamp(0, count - 1),)
+
+    def leave(_: nn.Module, __: Any, output: Tensor) -> Tensor:
+        return total.apply(output.masked_fill(elsewhere.pop()[..., None], 0.0), axis.ranks)
+
+    embedding.register_forward_pre_hook(enter)
+    embedding.register_forward_hook(leave)
+    head = f"{module.facts.head}.weight"
+    if cuts[head].divides:
+        shard = VocabularyShard(cuts[head].ranges[axis.place][0][0], axis.ranks)
+        module.head.divide(shard, lambda hidden: _SumGradient.apply(hidden, axis.ranks))
+
+
+def random_difference(axis: Axis, device: torch.device) -> float:
+    """This rank's term of a sum over the ranks of tp that is 0 if all have the same random state."""
+    state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+    return float(checksum_term(zlib.crc32(state.numpy().tobytes()) & 0xFFFFFF, axis.place, axis.size))
+
+
+@torch.no_grad()
+def sum_partial_gradients(module: nn.Module, divided: TensorParallel) -> None:
+    """Sum the gradients in `divided.partial` over the ranks, once per step. Collective over the axis."""
+    cuts, partial = divided.cuts, divided.partial
+    together: dict[tuple[Communicator, torch.dtype], list[Tensor]] = {}
+    for name, parameter in module.named_parameters():
+        if name in partial and parameter.grad is not None:
+            for copies, part in split(parameter, own_part(parameter.grad), cuts[name]):
+                if copies > 1:
+                    together.setdefault((partial[name][copies], part.dtype), []).append(part)
+    for (ranks, _), own_parts in together.items():
+        flat = torch.cat([part.reshape(-1) for part in own_parts])
+        ranks.sum_(flat)
+        for part, total in zip(own_parts, flat.split([part.numel() for part in own_parts]), strict=True):
+            part.copy_(total.view_as(part))

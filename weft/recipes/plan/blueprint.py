@@ -1,0 +1,331 @@
+"""The facts of a model that hold for every mesh: its weights, how each axis may divide them, and its FSDP units."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from torch import nn
+from transformers import PretrainedConfig
+
+from weft.config.mesh import MeshSizes
+from weft.config.schema import MeshConfig
+from weft.engine.build import BuiltModel
+from weft.engine.config import EngineConfig
+from weft.engine.selfcheck.context import check_context
+from weft.engine.selfcheck.division import check_division
+from weft.engine.selfcheck.expert import check_experts
+from weft.engine.selfcheck.pipeline import check_pipeline
+from weft.engine.stages import (
+    USUAL_LENGTH,
+    EngineSpec,
+    build,
+    check_adapters_in_layers,
+    check_layers,
+    cut_stages,
+    cuts_images,
+    describe,
+    fuses_norms,
+    least_layers,
+    ulysses_of,
+)
+from weft.errors import UserError
+from weft.launch.machine import Accelerator
+from weft.launch.options import Device
+from weft.launch.process import fake_ranks
+from weft.models import hf
+from weft.models.cost import costs_of_layers
+from weft.models.experts import experts_of
+from weft.models.train_module import TrainModule, ValueHead
+from weft.parallel.activations import RowSharing, Saved, saved_bytes
+from weft.parallel.ep.experts import strided
+from weft.parallel.parallelize import Stages, layers_of
+from weft.parallel.pp.model import Anatomy, Pipeline, plan_pipeline
+from weft.parallel.pp.schedule import DELAYED, placement_of
+from weft.parallel.tp.styles import Styles, find_styles
+from weft.parallel.units import Strategy, Unit, find_units, own_parameters
+from weft.recipes.plan.passes import LayerPasses, head_passes, layer_passes, usual_passes
+
+_EXPERT_RANKS = 8
+_WIDE_TP = 8
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A parameter of the whole model, tied ones once. itemsize: bytes of a stored element. experts: number of a layer's
+    experts, if the parameter holds them all. strided: as in parallel/ep/experts.py."""
+
+    name: str
+    shape: tuple[int, ...]
+    trained: bool
+    itemsize: int
+    experts: int | None = None
+    strided: bool = False
+
+
+@dataclass(frozen=True)
+class Units:
+    """FSDP units that are alike. name: the common name, with `*` for numbers. weights: indices of the first unit's
+    weights. layers: the layer of each unit; None for units outside of the layers."""
+
+    name: str
+    count: int
+    weights: tuple[int, ...]
+    keep: bool
+    shard: Strategy
+    layers: tuple[int, ...] | None = None
+
+
+class Blueprint:
+    """A model that is built on meta once, for arithmetic on any number of meshes. Checks of small copies run once for
+    each size of an axis."""
+
+    def __init__(
+        self, config: EngineConfig, device: Device, assumed: Accelerator | None, *, samples: bool = False
+    ) -> None:
+        """samples: documents are rollouts, whose entropies are read. Raises UserError for what is refused on every
+        mesh."""
+        self.config, self.assumed, self.samples = config, assumed, samples
+        with fake_ranks(1, device, assumed) as ranks:
+            self.setup: EngineSpec = describe(replace(config, mesh=MeshConfig()), ranks)
+            self.built: BuiltModel = build(self.setup, weights=False)
+        self.module: TrainModule = self.built.module
+        self.checked = self.built.config if config.value_head is None else hf.with_logits(self.built.config)
+        self._sequence: dict[int, bool] = {}
+        self._experts_checked: set[int] = set()
+        self._contexts: set[tuple[bool, bool]] = set()
+        self._ulysses: dict[tuple[int, int], int | None] = {}
+        self._pipelines: dict[int, tuple[Stages, Pipeline]] = {}
+        self._saved: dict[RowSharing, Saved] = {}
+        self._passes: dict[RowSharing, list[LayerPasses]] = {}
+        self._head_passes: dict[int, float] = {}
+        self._styles: dict[int, Styles] = {}
+        self._kinds: dict[int, tuple[list[Weight], list[int]]] = {}
+        self._units: dict[tuple[int, bool], tuple[Units, ...]] = {}
+        self._shared: dict[tuple[int, int], list[Weight]] = {}
+
+    @property
+    def text(self) -> PretrainedConfig:
+        """The config of the decoder."""
+        return self.built.config.get_text_config()
+
+    @cached_property
+    def experts(self) -> dict[str, nn.Module]:
+        """Name -> the experts of a layer."""
+        return experts_of(self.module)
+
+    @cached_property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        return dict(self.module.named_parameters())
+
+    @cached_property
+    def weights(self) -> tuple[Weight, ...]:
+        """All weights, in the model's order."""
+        precision, found = self.setup.precision, []
+        for name, parameter in self.parameters.items():
+            owner = next((own for own in self.experts if name.startswith(f"{own}.")), None)
+            count, fastest = None, False
+            if owner is not None:
+                child = self.experts[owner]
+                count, fastest = int(child.num_experts), strided(child, name.removeprefix(f"{owner}."))
+            dtype = precision.master if parameter.requires_grad else precision.frozen
+            shape = tuple(parameter.shape)
+            found.append(Weight(name, shape, parameter.requires_grad, dtype.itemsize, count, fastest))
+        return tuple(found)
+
+    @cached_property
+    def stored(self) -> int:
+        """Bytes of all weights."""
+        return sum(math.prod(weight.shape) * weight.itemsize for weight in self.weights)
+
+    @cached_property
+    def trained(self) -> int:
+        """Elements of all trained weights."""
+        return sum(math.prod(weight.shape) for weight in self.weights if weight.trained)
+
+    def styles(self, tp: int) -> Styles:
+        """How `tp` ranks may divide each weight."""
+        if tp not in self._styles:
+            self._styles[tp] = find_styles(self.module, self.text, tp)
+        return self._styles[tp]
+
+    def undivided(self, tp: int) -> list[tuple[Weight, bool]]:
+        """(Trained weight that every rank of tp has whole, whether it is inside a block that tp divides), for each."""
+        styles, found = self.styles(tp), []
+        regions = set(styles.regions)
+        for weight in self.weights:
+            if weight.trained and styles.of[weight.name].dim is None:
+                parts = weight.name.split(".")
+                found.append((weight, any(".".join(parts[:n]) in regions for n in range(1, len(parts)))))
+        return found
+
+    @cached_property
+    def layer_numbers(self) -> list[int | None]:
+        """The layer of each weight; None outside of the layers."""
+        return [self.layer_of(weight.name) for weight in self.weights]
+
+    def kinds(self, tp: int) -> tuple[list[Weight], list[int]]:
+        """(One weight of each kind, the index of each weight's kind): every mesh with this tp divides the weights of a
+        kind alike."""
+        if tp not in self._kinds:
+            of = self.styles(tp).of if tp > 1 else {}
+            numbers: dict[object, int] = {}
+            firsts, found = list[Weight](), list[int]()
+            for weight in self.weights:
+                style = of.get(weight.name)
+                kind = weight.shape, weight.trained, weight.itemsize, weight.experts, weight.strided, style
+                found.append(numbers.setdefault(kind, len(numbers)))
+                if found[-1] == len(firsts):
+                    firsts.append(weight)
+            self._kinds[tp] = firsts, found
+        return self._kinds[tp]
+
+    def units(self, tp: int, *, spread: bool) -> tuple[Units, ...]:
+        """The units, inner ones first, with units that are alike for this tp as one entry; the root, with the remaining
+        weights, is last. spread: experts are units of their own (ep)."""
+        if (tp, spread) not in self._units:
+            self._units[tp, spread] = self._found_units(tp, tuple(self.experts) if spread else ())
+        return self._units[tp, spread]
+
+    def _found_units(self, tp: int, experts: tuple[str, ...]) -> tuple[Units, ...]:
+        _, kind_of = self.kinds(tp)
+        fsdp = self.config.fsdp
+        units = find_units(self.module, fsdp.wrap, fsdp.overrides, experts=experts)
+        places = {id(parameter): index for index, parameter in enumerate(self.parameters.values())}
+        alike: dict[object, list[tuple[Unit, tuple[int, ...]]]] = {}
+        for unit, own in zip(units, own_parameters(units), strict=True):
+            weights = tuple(places[id(p)] for p in own)
+            inside = self.layer_of(f"{unit.parts[0]}.") is not None
+            kind = unit.keep, unit.shard, inside or _pattern(unit.name), tuple(kind_of[i] for i in weights)
+            alike.setdefault(kind, []).append((unit, weights))
+        found = []
+        for several in alike.values():
+            first, weights = several[0]
+            layers = [self.layer_of(f"{unit.parts[0]}.") for unit, _ in several]
+            inside_of = tuple(number for number in layers if number is not None)
+            name = first.name if len(several) == 1 else _pattern(first.name)
+            found.append(Units(name, len(several), weights, first.keep, first.shard, inside_of or None))
+        taken = {places[id(p)] for own in own_parameters(units) for p in own}
+        rest = tuple(index for index in range(len(self.weights)) if index not in taken)
+        return (*found, Units("root", 1, rest, True, "full"))
+
+    def layer_of(self, name: str) -> int | None:
+        """The number of the decoder layer of a parameter's name; None outside of the layers."""
+        prefix = f"{self.module.facts.layers}."
+        return int(name.removeprefix(prefix).partition(".")[0]) if name.startswith(prefix) else None
+
+    @cached_property
+    def costs(self) -> tuple[list[float], float]:
+        """(FLOPs per token of each layer, of the head), in documents of USUAL_LENGTH tokens."""
+        return costs_of_layers(self.module, USUAL_LENGTH)
+
+    @cached_property
+    def _anatomy(self) -> Anatomy:
+        delayed = self.config.mesh.pp_schedule in DELAYED
+        compute = self.setup.precision.compute
+        return check_pipeline(self.built.config, self.built.support, compute, delayed=delayed)
+
+    def stages(self, pp: int) -> tuple[Stages, Pipeline] | None:
+        """The stages for `pp` ranks; None for one rank. Raises UserError if the model cannot be cut into them."""
+        if pp == 1:
+            return None
+        if pp not in self._pipelines:
+            if self.built.lora is not None:
+                check_adapters_in_layers(self.module, self.built.lora)
+            placement = placement_of(self.config.mesh.pp_schedule, pp, self.config.mesh.pp_stages_per_rank)
+            check_layers(len(self.costs[0]), placement, least_layers(self.built))
+            stages = cut_stages(self.costs, placement, self._anatomy, least_layers(self.built))
+            pipeline = plan_pipeline(self.module, stages.spans, placement, stages.anatomy)
+            self._pipelines[pp] = stages, pipeline
+        return self._pipelines[pp]
+
+    def layers(self, pp: int, place: int) -> Sequence[int]:
+        """The numbers of the layers of a rank at this place of mesh.pp."""
+        found = self.stages(pp)
+        return range(len(self.costs[0])) if found is None else layers_of(found[0], place)
+
+    def sequence(self, tp: int) -> bool:
+        """Whether ranks of tp divide tokens between layers. Raises UserError if they cannot divide the model."""
+        if tp == 1:
+            return False
+        alike = tp if tp <= 4 else _WIDE_TP  # one check for all larger tp: a small copy is divided no further
+        if alike not in self._sequence:
+            division = check_division(self.checked, self.built.support, tp)
+            self._sequence[alike] = division.sequence and self.built.vision is None
+        return self._sequence[alike]
+
+    def ulysses(self, cp: int, tp: int) -> int | None:
+        """The number of cp ranks that exchange heads; None if documents are not cut. Raises UserError if they cannot
+        be."""
+        if (cp, tp) not in self._ulysses:
+            found = ulysses_of(self.built, self.checked, self.config.mesh.ulysses, cp, tp)
+            alike = cp > (found or 1), (found or 1) > 1
+            if found is not None and (alike not in self._contexts or self.config.mesh.ulysses is not None):
+                check_context(self.checked, self.built.flops, cp, found, tp, cuts_images(self.built))
+                self._contexts.add(alike)
+            self._ulysses[cp, tp] = found
+        return self._ulysses[cp, tp]
+
+    def saved(self, shared: RowSharing) -> Saved:
+        """What a row keeps for backward. Errors of families that cannot run on meta are passed on."""
+        if shared not in self._saved:
+            self._saved[shared] = saved_bytes(self.built.config, self.setup.precision.compute, shared)
+        return self._saved[shared]
+
+    def passes(self, shared: RowSharing) -> list[LayerPasses]:
+        """What each layer reads and writes beside products and attention; of families that cannot run on meta, as much
+        as a layer of Qwen3 with this hidden size."""
+        key = RowSharing(tp=shared.tp, sequence=shared.sequence)
+        if key not in self._passes:
+            try:
+                fused = fuses_norms(self.config, self.setup.ranks.device)
+                passes = layer_passes(self.built.config, self.setup.precision.compute, key, fused_norms=fused)
+            except Exception:  # whatever a family does that needs values
+                passes = usual_passes(len(self.costs[0]), self.text.hidden_size, key.tp)
+            self._passes[key] = passes
+        return self._passes[key]
+
+    def head_passes(self, tp: int) -> float:
+        """The bytes that the head reads and writes beside products for a token, on one of `tp` ranks; 0 for a head of
+        values."""
+        head = self.module.head
+        if isinstance(head, ValueHead):
+            return 0.0
+        words, hidden = -(-int(head.weight.shape[0]) // tp), int(head.weight.shape[1])
+        if words not in self._head_passes:
+            trained = bool(head.weight.requires_grad) and self.setup.trained
+            compute = self.setup.precision.compute
+            self._head_passes[words] = head_passes(words, hidden, compute, trained=trained, entropy=self.samples)
+        return self._head_passes[words] * words
+
+    def shared(self, pp: int, place: int) -> list[Weight]:
+        """Trained weights that a rank at this place of mesh.pp and another rank both hold."""
+        found = self.stages(pp)
+        if found is None:
+            return []
+        if (pp, place) not in self._shared:
+            names = found[1].shared(place)
+            self._shared[pp, place] = [weight for weight in self.weights if weight.trained and weight.name in names]
+        return self._shared[pp, place]
+
+    def check(self, mesh: MeshSizes) -> None:
+        """Raise UserError if this model cannot be trained on this mesh."""
+        self.sequence(mesh.tp)
+        self.ulysses(mesh.cp, mesh.tp)
+        self.stages(mesh.pp)
+        if mesh.ep == 1:
+            return
+        fewest = min((int(child.num_experts) for child in self.experts.values()), default=0)
+        if self.experts and fewest < mesh.ep:
+            raise UserError(f"mesh.ep={mesh.ep} is more than the {fewest} experts of a layer.")
+        alike = min(mesh.ep, _EXPERT_RANKS)  # one check for all larger ep: a small copy has no more experts
+        if alike not in self._experts_checked:
+            check_experts(self.checked, self.built.support, mesh.ep)
+            self._experts_checked.add(alike)
+
+
+def _pattern(name: str) -> str:
+    return re.sub(r"\d+", "*", name)

@@ -1,0 +1,197 @@
+"""The exact number of bytes that each rank of a mesh holds between steps, computed from the shapes of tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+
+import torch
+
+from weft.config.mesh import MeshSizes
+from weft.models.tp_parts import even_ranges
+from weft.ops.communicator import MetaCommunicator
+from weft.parallel.ep.experts import cut_of_expert
+from weft.parallel.mesh import Axis, ExpertRanks
+from weft.parallel.tp.tensor import cut_of
+from weft.parallel.units import Strategy
+from weft.recipes.plan.blueprint import Blueprint, Units, Weight
+
+_NOBODY = MetaCommunicator(1)
+
+
+@dataclass(frozen=True)
+class Place:
+    """A rank, by its places on the axes. fsdp: its place on dp_shard x cp, with cp varying fastest."""
+
+    pp: int = 0
+    dp_replicate: int = 0
+    fsdp: int = 0
+    tp: int = 0
+
+    @staticmethod
+    def of(mesh: MeshSizes, rank: int) -> Place:
+        """The place of a rank by its number."""
+        rest, tp = divmod(rank, mesh.tp)
+        rest, fsdp = divmod(rest, mesh.shards)
+        pp, replicate = divmod(rest, mesh.dp_replicate)
+        return Place(pp, replicate, fsdp, tp)
+
+    def rank(self, mesh: MeshSizes) -> int:
+        """The rank's number."""
+        return ((self.pp * mesh.dp_replicate + self.dp_replicate) * mesh.shards + self.fsdp) * mesh.tp + self.tp
+
+
+@dataclass(frozen=True)
+class HeldUnit:
+    """A unit on a rank, or `count` units that are alike. elements: elements of one gathered unit, after division by tp
+    and ep. trained: those of trained weights. padded, trained_padded: the same as sent in collectives, where all shards
+    are as large as the first. shards: number of ranks over which the unit is sharded. tensors: number of its trained
+    weights."""
+
+    name: str
+    keep: bool
+    strategy: Strategy
+    count: int
+    elements: int
+    trained: int
+    padded: int
+    trained_padded: int
+    shards: int
+    tensors: int
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes of one rank. average: the average of the weights (optimizer.ema_decay). units: units of which the rank has
+    a part."""
+
+    place: Place
+    weights: int
+    gradients: int
+    optimizer: int
+    average: int
+    units: tuple[HeldUnit, ...]
+
+    @property
+    def resident(self) -> int:
+        return self.weights + self.gradients + self.optimizer + self.average
+
+
+class Holdings:
+    """What the ranks of one mesh hold of one model."""
+
+    def __init__(self, model: Blueprint, mesh: MeshSizes) -> None:
+        """Raises UserError if the model cannot be cut into the mesh's stages."""
+        self.model, self.mesh = model, mesh
+        self._parts: dict[tuple[int, int], tuple[tuple[int, ...], ...]] = {}
+        self._stages = model.stages(mesh.pp)
+
+    def of(self, place: Place) -> Held:
+        """The bytes that one rank holds."""
+        model, found = self.model, []
+        parts, state = self._shapes(place), model.setup
+        weights = trained = 0
+        _, kind_of = model.kinds(self.mesh.tp)
+        for alike in model.units(self.mesh.tp, spread=self.mesh.ep > 1):
+            several = self._count(alike, place.pp)
+            own = [(parts[kind_of[i]], model.weights[i]) for i in alike.weights if self._has(i, place.pp)]
+            if not several or not own:
+                continue
+            shards, index = self._sharding(alike.shard, place)
+            for shape, weight in own:
+                count = shard_elements(shape, shards, index) * several
+                weights += count * weight.itemsize
+                trained += count * weight.trained * state.trained
+            found.append(_unit(alike, several, own, shards))
+        moments = sum(dtype.itemsize for dtype in state.moments)
+        average = torch.float32.itemsize if model.config.optimizer.ema_decay is not None else 0
+        master = state.precision.master.itemsize
+        return Held(place, weights, trained * master, trained * moments, trained * average, tuple(found))
+
+    def by_stage(self) -> list[Held]:
+        """For each stage, the holdings of the rank that holds most between steps."""
+        places = list(self._candidates())
+        each = [[self.of(replace(place, pp=stage)) for place in places] for stage in range(self.mesh.pp)]
+        return [max(held, key=lambda one: one.resident) for held in each]
+
+    def _candidates(self) -> Iterator[Place]:
+        """Places of a stage that may hold most, one of each kind: shards are rounded up for the first ranks of FSDP,
+        and some ranks of tp and ep have one part more."""
+        tps = {self._shapes(Place(tp=tp)): tp for tp in reversed(range(self.mesh.tp))}
+        fsdps = {0}
+        for count in {weight.experts for weight in self.model.weights if weight.experts}:
+            held = [size for _, size in even_ranges(count, self.mesh.ep)]
+            fsdps.add(held.index(max(held)))
+        for fsdp, tp in product(sorted(fsdps), sorted(tps.values())):
+            yield Place(0, 0, fsdp, tp)
+
+    def _count(self, alike: Units, stage: int) -> int:
+        """The number of these units in a stage. The root and other units outside of the layers count on every stage,
+        with the weights that the stage has."""
+        if self._stages is None or alike.layers is None:
+            return alike.count
+        own = set(self.model.layers(self.mesh.pp, stage))
+        return sum(layer in own for layer in alike.layers)
+
+    def _has(self, index: int, stage: int) -> bool:
+        if self._stages is None or self.model.layer_numbers[index] is not None:
+            return True
+        return stage in self._stages[1].holders[self.model.weights[index].name]
+
+    def _sharding(self, strategy: Strategy, place: Place) -> tuple[int, int]:
+        """(Number of ranks over which a unit is sharded, this rank's place among them)."""
+        mesh = self.mesh
+        if strategy == "full":
+            return mesh.shards, place.fsdp
+        if strategy == "experts":
+            return mesh.shards // mesh.ep, place.fsdp // mesh.ep
+        if strategy == "replicate":
+            return 1, 0
+        assert isinstance(strategy, int)
+        return strategy, (place.dp_replicate * mesh.shards + place.fsdp) % strategy
+
+    def _shapes(self, place: Place) -> tuple[tuple[int, ...], ...]:
+        """The shape of each kind of weight on this rank after division by tp and ep, before FSDP."""
+        key = place.tp, place.fsdp % self.mesh.ep
+        if key not in self._parts:
+            self._parts[key] = tuple(self._part(weight, *key) for weight in self.model.kinds(self.mesh.tp)[0])
+        return self._parts[key]
+
+    def _part(self, weight: Weight, tp: int, ep: int) -> tuple[int, ...]:
+        mesh, cut = self.mesh, None
+        if mesh.tp > 1:
+            axis = Axis(tp, mesh.tp, _NOBODY, lambda _: _NOBODY)
+            cut = cut_of(weight.name, weight.shape, self.model.styles(mesh.tp).of[weight.name], axis)
+        if mesh.ep > 1 and weight.experts is not None:
+            ranks = ExpertRanks(ep, mesh.ep, _NOBODY, _NOBODY if mesh.tp > 1 else None)
+            return cut_of_expert(weight.shape, weight.experts, cut, ranks, strided=weight.strided).local_shape()
+        return weight.shape if cut is None else cut.local_shape()
+
+
+def shard_elements(shape: tuple[int, ...], shards: int, index: int) -> int:
+    """Elements of shard `index` of a tensor under FSDP2, which divides rows into equal parts, rounded up; the last
+    ranks have fewer or none."""
+    if not shape:
+        return 1
+    each = math.ceil(shape[0] / shards)
+    return max(0, min(each, shape[0] - each * index)) * math.prod(shape[1:])
+
+
+def _unit(facts: Units, count: int, parts: list[tuple[tuple[int, ...], Weight]], shards: int) -> HeldUnit:
+    def padded(shape: tuple[int, ...]) -> int:
+        return shard_elements(shape, shards, 0) * shards
+
+    return HeldUnit(
+        facts.name,
+        facts.keep,
+        facts.shard,
+        count,
+        elements=sum(math.prod(shape) for shape, _ in parts),
+        trained=sum(math.prod(shape) for shape, weight in parts if weight.trained),
+        padded=sum(padded(shape) for shape, _ in parts),
+        trained_padded=sum(padded(shape) for shape, weight in parts if weight.trained),
+        shards=shards,
+        tensors=sum(weight.trained for _, weight in parts),
+    )  # fmt: skip

@@ -1,0 +1,135 @@
+"""A plan's assumptions about accelerators, the links between them and their hosts.
+
+Rates are those of launch/accelerators.py: of the vendors' data sheets. The shares of a rate that a run reaches are
+assumptions, which are printed and can be replaced. What `make gpu` has measured on an accelerator (measured/NAME.json,
+written by benchmarks/gpu.py) takes the place of both.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from weft.errors import UserError
+from weft.launch.accelerators import ASSUMABLE
+from weft.launch.machine import Accelerator
+
+GB = 1e9
+MEASURED = Path(__file__).parent / "measured"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Rates of a machine, in FLOP/s and bytes/s. ranks: accelerators of a machine. matmul, attention: the shares of
+    `peak` that they reach. copied: the share of the memory's rate that passes over tensors reach. moved: that of link,
+    network and host. host: the rate between an accelerator and its host. host_memory: the rate at which a rank's
+    processors step an optimizer, in bytes that are read and written. hop, far_hop: seconds for a step of a ring within
+    a machine and between machines. launch: seconds of the host for an operation, with Python around it. fused: bytes of
+    compiled layers' passes, as a share of those of eager ones. usable: the share of the memory that a plan may take.
+    measured: how rates were measured; "" if they are assumptions."""
+
+    accelerator: Accelerator
+    peak: float
+    memory_rate: float
+    link: float
+    network: float
+    host: float
+    ranks: int = 8
+    matmul: float = 0.7
+    attention: float = 0.5
+    copied: float = 0.8
+    moved: float = 0.8
+    host_memory: float = 25 * GB
+    hop: float = 2e-6
+    far_hop: float = 8e-6
+    launch: float = 15e-6
+    fused: float = 0.4
+    usable: float = 0.92
+    measured: str = ""
+
+    def lines(self) -> list[str]:
+        """The assumptions, as lines to print."""
+        return [
+            f"{self.accelerator.name}: {self.peak / 1e12:g} TFLOP/s, memory {self.memory_rate / GB:g} GB/s; machines "
+            f"of {self.ranks}: {self.link / GB:g} GB/s within, {self.network / GB:g} GB/s for each between them, "
+            f"{self.host / GB:g} GB/s to the host;",
+            f"matrices reach {self.matmul:.0%} of the peak, attention {self.attention:.0%}, memory {self.copied:.0%}, "
+            f"links {self.moved:.0%}; a step of a ring takes {self.hop * 1e6:g} us, between machines "
+            f"{self.far_hop * 1e6:g} us, an operation {self.launch * 1e6:.2g} us of the host.",
+            f"Of these, products, attention, memory, host and operations as measured: {self.measured}."
+            if self.measured
+            else "Nothing of this was measured; --help lists what replaces it.",
+        ]
+
+    def passing(self, size: float) -> float:
+        """Seconds of passes over tensors that read and write so many bytes."""
+        return size / (self.memory_rate * self.copied)
+
+    def ranks_here(self, size: int, stride: int) -> int:
+        """The number of a group's ranks that share a machine. stride: difference of the numbers of neighbours."""
+        return max(1, min(size, self.ranks // stride)) if stride < self.ranks else 1
+
+    def gathering(self, payload: float, size: int, stride: int) -> float:
+        """Seconds of an all-gather or reduce-scatter in a ring. payload: bytes of the whole tensor."""
+        if size == 1:
+            return 0.0
+        here = self.ranks_here(size, stride)
+        machines = -(-size // here)
+        within = payload * (size - 1) / size / (self.link * self.moved)
+        between = payload * (1 - here / size) / (here * self.network * self.moved)
+        return max(within, between) + (size - machines) * self.hop + (machines - 1) * self.far_hop
+
+    def exchanging(self, payload: float, size: int, stride: int) -> float:
+        """Seconds of an all-to-all. payload: bytes that each rank deals evenly over the group, itself included."""
+        if size == 1:
+            return 0.0
+        here = self.ranks_here(size, stride)
+        within = payload * (here - 1) / size / (self.link * self.moved)
+        between = payload * (size - here) / size / (self.network * self.moved)
+        return max(within, between) + (self.far_hop if here < size else self.hop) * 2
+
+    def sending(self, payload: float, stride: int) -> float:
+        """Seconds of a message of `payload` bytes to a rank whose number differs by `stride`."""
+        near = stride < self.ranks
+        rate = self.link if near else self.network
+        return payload / (rate * self.moved) + (self.hop if near else self.far_hop)
+
+
+def machine_of(accelerator: Accelerator, **others: float | int | None) -> Machine:
+    """The machine of an accelerator. others: values that replace fields, link and network in GB/s; None keeps a field.
+    Raises UserError for a value out of range."""
+    card, rates = ASSUMABLE[accelerator.name]
+    machine = Machine(
+        accelerator, card.peak * 1e12, rates.memory * GB, rates.link * GB, rates.network * GB, rates.host * GB,
+        matmul=rates.matmul, attention=rates.attention,
+    )  # fmt: skip
+    machine = _as_measured(machine)
+    changed: dict[str, Any] = {name: value for name, value in others.items() if value is not None}
+    for name, value in changed.items():
+        share = name in ("matmul", "attention")
+        if not value > 0 or (share and value > 1):
+            raise UserError(f"--{name} {value:g}: must be above 0{', and at most 1' if share else ''}.")
+    for rate in ("link", "network"):
+        if rate in changed:
+            changed[rate] *= GB
+    return replace(machine, **changed)
+
+
+def _as_measured(machine: Machine) -> Machine:
+    """The machine with what was measured on its accelerator, if anything was."""
+    path = MEASURED / f"{machine.accelerator.name}.json"
+    if not path.exists():
+        return machine
+    constants = json.loads(path.read_text())
+    shares = {"matmul_rate": ("matmul", machine.peak), "attention_rate": ("attention", machine.peak)}
+    shares["copy_rate"] = ("copied", machine.memory_rate)
+    changed: dict[str, Any] = {
+        field: constants[name] / whole for name, (field, whole) in shares.items() if name in constants
+    }
+    if "host_rate" in constants:
+        changed["host"] = constants["host_rate"] / machine.moved
+    if "launch" in constants:
+        changed["launch"] = constants["launch"]
+    return replace(machine, **changed, measured=str(constants["source"]))

@@ -1,0 +1,259 @@
+"""The memory of each rank of a mesh at its fullest, by purpose."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from weft.config.mesh import MeshSizes
+from weft.models.train_module import ValueHead
+from weft.ops.head import block_bytes, tile_bytes
+from weft.parallel.activations import RowSharing
+from weft.parallel.memory import HostNeeds, MemoryNeeds, gathered_elements, host_bytes
+from weft.parallel.pp.schedule import in_flight
+from weft.recipes.plan.blueprint import Blueprint
+from weft.recipes.plan.holdings import Held, HeldUnit, Holdings
+from weft.recipes.plan.rows import RowFacts
+from weft.upstream import HSDP_BUFFERS
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one rank. held: between steps, with gradients. gathered: parameters of gathered units, in the compute
+    dtype. unreduced: gradients of the largest unit before they are reduced. rows: what the largest row keeps for
+    backward. in_flight: what further rows of a pipeline keep. experts: rows that travel to experts, and back. head:
+    logits, and gradients of the head's inputs. host: on the host, while a checkpoint is written. unknown: why `rows`
+    could not be computed; "" if it was. lingering: buffers of the gradients that FSDP reduced last, which it frees in
+    the next row's backward. again: the part of `rows` of a layer that is recomputed in backward. offloaded: whether
+    what is held is on the host (fsdp.cpu_offload). staged: shards of units that have come from there. reduced:
+    gradients of replicated units in the dtype in which they are reduced, which torch keeps until the end of
+    backward. keeps: whether one data rank keeps parameters in the compute dtype for a whole step, as it does where
+    memory allows (parallel/fsdp.py:WorkingCopies). copies: their bytes beyond `gathered`."""
+
+    held: Held
+    gathered: int
+    unreduced: int
+    rows: int
+    in_flight: int
+    experts: int
+    head: int
+    host: int
+    unknown: str = ""
+    lingering: int = 0
+    again: int = 0
+    offloaded: bool = False
+    staged: int = 0
+    reduced: int = 0
+    keeps: bool = False
+    copies: int = 0
+
+    @property
+    def resident(self) -> int:
+        """Bytes of the accelerator between steps."""
+        return 0 if self.offloaded else self.held.resident
+
+    @property
+    def on_host(self) -> int:
+        """Bytes of the host while a checkpoint is written, with what is held there."""
+        return self.host + (self.held.resident if self.offloaded else 0)
+
+    @property
+    def fullest(self) -> int:
+        """Bytes at the fullest moment: the head and a layer's backward take turns, all else adds up."""
+        alternating = max(self.head + self.lingering, self.again + self.unreduced + self.experts + self.reduced)
+        gathered = self.gathered + self.staged + self.copies
+        return self.resident + gathered + self.rows - self.again + self.in_flight + alternating
+
+    @property
+    def needs(self) -> MemoryNeeds:
+        """The needs as a dry run prints them."""
+        held = self.held
+        return MemoryNeeds(held.weights, held.gradients, held.optimizer, self.gathered, 0, held.average)
+
+
+def memory_of(model: Blueprint, mesh: MeshSizes, rows: RowFacts | None, *, recompute: bool | None = None) -> Memory:
+    """The memory of the rank that needs most, on the fullest stage. rows: of a step; None for rows as long as
+    step.max_tokens_per_device allows, and enough of them for a pipeline. recompute: None as model.recompute says."""
+    return max(memory_by_stage(model, mesh, rows, recompute=recompute), key=lambda memory: memory.fullest)
+
+
+def memory_by_stage(
+    model: Blueprint, mesh: MeshSizes, rows: RowFacts | None, *, recompute: bool | None = None
+) -> list[Memory]:
+    """For each stage, the memory of the rank that holds most between steps. Arguments as in memory_of."""
+    full = model.config.model.recompute == "full" if recompute is None else recompute
+    return [_of_stage(model, mesh, held, rows, recompute=full) for held in Holdings(model, mesh).by_stage()]
+
+
+def _of_stage(model: Blueprint, mesh: MeshSizes, held: Held, rows: RowFacts | None, *, recompute: bool) -> Memory:
+    config, precision = model.config, model.setup.precision
+    compute = precision.compute.itemsize
+    tokens, micro_batches = longest_row(model, rows)
+    units = [(gathered_part(model, mesh, unit), unit.keep) for unit in held.units for _ in range(unit.count)]
+    found = Memory(
+        held,
+        gathered=gathered_elements(units, config.fsdp.reshard_after_forward) * compute,
+        unreduced=_unreduced(model, held, micro_batches) if model.setup.trained else 0,
+        rows=0,
+        in_flight=0,
+        experts=_expert_rows(model, mesh, tokens),
+        head=_head(model, mesh, tokens) if held.place.pp == last_place(model, mesh) else 0,
+        host=_host(model, mesh, held),
+        lingering=_lingering(model, held, micro_batches) if model.setup.trained else 0,
+        offloaded=config.fsdp.cpu_offload,
+        staged=_staged(model, held) if config.fsdp.cpu_offload else 0,
+        reduced=_reduced(model, mesh, held, micro_batches) if model.setup.trained else 0,
+    )
+    if not model.setup.trained:
+        return found
+    try:
+        saved = model.saved(sharing(model, mesh, rows))
+    except Exception as error:  # whatever a family does that needs values
+        return replace(found, unknown=type(error).__name__)
+    layers = model.layers(mesh.pp, held.place.pp)
+    several = rows_in_flight(model, mesh, held.place.pp, micro_batches)
+    one = saved.bytes(tokens, recompute=recompute, layers=layers)
+    all_rows = saved.bytes(tokens, recompute=recompute, layers=layers, rows=several)
+    again = round(saved.again(layers) * tokens) if recompute else 0
+    found = replace(found, rows=one, in_flight=all_rows - one, again=again)
+    freed = sum(count for count, keep in units if not keep) * compute
+    if not _keeps(model, mesh, found.fullest + freed):
+        return found
+    kept = sum(count for count, _ in units) * compute
+    return replace(found, keeps=True, copies=max(0, kept - found.gathered))
+
+
+def gathered_part(model: Blueprint, mesh: MeshSizes, unit: HeldUnit) -> int:
+    """Elements of a unit that FSDP gathers: on a single rank it leaves frozen weights in the compute dtype alone."""
+    whole = mesh.world == 1 and not model.config.fsdp.cpu_offload
+    alone = whole and model.setup.precision.frozen == model.setup.precision.compute
+    return unit.trained if alone else unit.elements
+
+
+def _keeps(model: Blueprint, mesh: MeshSizes, fullest: int) -> bool:
+    """Whether one data rank on CUDA keeps all units gathered for a whole step: where an eighth of the memory stays
+    free. fullest: bytes with them."""
+    config, assumed = model.config.fsdp, model.assumed
+    one = mesh.dp_replicate * mesh.shards == 1 and not config.cpu_offload
+    if config.reshard_after_forward is False:
+        return one
+    return one and assumed is not None and fullest <= 0.875 * assumed.memory
+
+
+def longest_row(model: Blueprint, rows: RowFacts | None) -> tuple[int, int | None]:
+    """(Tokens of the longest row, number of micro-batches; None for many)."""
+    if rows is None:
+        return model.config.step.max_tokens_per_device, None
+    return rows.longest, rows.load.micro_batches
+
+
+def rows_in_flight(model: Blueprint, mesh: MeshSizes, place: int, micro_batches: int | None) -> float:
+    """The number of rows for which a rank of mesh.pp keeps what backward needs, at most. With several stages per rank,
+    a row counts by the share of the rank's stages that keep it."""
+    found = model.stages(mesh.pp)
+    if found is None:
+        return 1.0
+    placement, schedule = found[0].placement, model.config.mesh.pp_schedule
+    many = 4 * placement.stages if micro_batches is None else micro_batches
+    if schedule != "GPipe":
+        many = min(many, 4 * placement.stages)  # more micro-batches change nothing
+    return in_flight(schedule, placement, place, many) / placement.chunks
+
+
+def last_place(model: Blueprint, mesh: MeshSizes) -> int:
+    """The place on mesh.pp that computes the loss."""
+    found = model.stages(mesh.pp)
+    return 0 if found is None else found[0].placement.last
+
+
+def sharing(model: Blueprint, mesh: MeshSizes, rows: RowFacts | None) -> RowSharing:
+    """How ranks share the largest row, which is a part of one document if documents may be cut."""
+    cuts = rows is None or rows.cuts
+    ulysses = model.ulysses(mesh.cp, mesh.tp) if cuts else None
+    ring, heads = (1, 1) if ulysses is None else (mesh.cp // ulysses, ulysses)
+    return RowSharing(mesh.tp, ring, heads, model.sequence(mesh.tp))
+
+
+def _unreduced(model: Blueprint, held: Held, micro_batches: int | None) -> int:
+    """Bytes of unreduced gradients of the largest unit: in the compute dtype, as autograd makes them, and as they are
+    sent. With fsdp.reduce=last, gradients of all units stay unreduced until the step's last micro-batch."""
+    precision, trained = model.setup.precision, [unit for unit in held.units if unit.trained]
+    largest = max((_both(unit, precision.compute, precision.reduce) for unit in trained), default=0)
+    if model.config.fsdp.reduce == "last" and micro_batches != 1:
+        return largest + sum(unit.trained * unit.count for unit in trained) * precision.reduce.itemsize
+    return largest
+
+
+def _lingering(model: Blueprint, held: Held, micro_batches: int | None) -> int:
+    """Bytes of the root's gradients as they were sent, which come last in a backward."""
+    if micro_batches == 1 or model.config.fsdp.reduce == "last":
+        return 0
+    roots = (unit for unit in held.units if unit.name == "root" and unit.shards > 1)
+    return sum(unit.trained_padded for unit in roots) * model.setup.precision.reduce.itemsize
+
+
+def _staged(model: Blueprint, held: Held) -> int:
+    """Bytes of the shards that have come from the host, as they are stored, of the two largest units: each is there
+    until it is gathered."""
+    precision = model.setup.precision
+    master, frozen = precision.master.itemsize, precision.frozen.itemsize
+    sizes = []
+    for unit in held.units:
+        stored = unit.trained * master + (unit.elements - unit.trained) * frozen
+        sizes += [(stored // unit.shards, False)] * unit.count
+    return gathered_elements(sizes, True)
+
+
+def _reduced(model: Blueprint, mesh: MeshSizes, held: Held, micro_batches: int | None) -> int:
+    """Bytes of reduced gradients of replicated units that torch keeps beside the gradients (weft/upstream.py): where
+    they are cast to the masters' dtype, or added to those of an earlier micro-batch."""
+    present, config, precision = HSDP_BUFFERS.present, model.config.fsdp, model.setup.precision
+    added = config.reduce == "every" and micro_batches != 1
+    if present is None or not present() or (precision.reduce == precision.master and not added):
+        return 0
+    ranks, size = mesh.dp_replicate * mesh.shards, precision.reduce.itemsize
+    replicated = (unit for unit in held.units if ranks > unit.shards * (mesh.ep if unit.strategy == "experts" else 1))
+    return sum(unit.trained_padded // unit.shards * unit.count for unit in replicated) * size
+
+
+def _both(unit: HeldUnit, compute: torch.dtype, reduce: torch.dtype) -> int:
+    return unit.trained * compute.itemsize + unit.trained_padded * reduce.itemsize
+
+
+def _expert_rows(model: Blueprint, mesh: MeshSizes, tokens: int) -> int:
+    """Bytes of the rows that a rank sends to experts and receives, if routers choose evenly; more if they do not."""
+    if mesh.ep == 1:
+        return 0
+    return 2 * tokens * rows_of_a_token(model) * model.text.hidden_size * model.setup.precision.compute.itemsize
+
+
+def rows_of_a_token(model: Blueprint) -> int:
+    """Rows that travel to experts per token: one for each choice, or for every expert if all get every token."""
+    facts = model.built.flops
+    every = not all(hasattr(child, "has_gate") for child in model.experts.values())
+    return facts.experts if every else facts.experts_per_token
+
+
+def _head(model: Blueprint, mesh: MeshSizes, tokens: int) -> int:
+    """Bytes of the tiles of logits in ops/head.py and of their gradients, for a row whose tokens are all trained."""
+    head, compute = model.module.head, model.setup.precision.compute.itemsize
+    if isinstance(head, ValueHead):
+        return 0
+    width = int(head.weight.shape[1])
+    vocabulary = -(-int(head.weight.shape[0]) // mesh.tp)
+    kind, assumed = "cpu" if model.setup.ranks.device.type == "cpu" else "cuda", model.setup.ranks.assumed
+    tiles = min(tile_bytes(kind, 0 if assumed is None else assumed.memory) // 4, tokens * vocabulary) * compute
+    hidden = tokens * width * (4 + compute)
+    if not head.weight.requires_grad or not model.setup.trained:
+        return tiles + hidden
+    wide = compute if compute == 4 else 4 + compute
+    # With a divided vocabulary, logits are computed once more in backward, in two blocks of fp32.
+    blocks = 2 * min(block_bytes(kind), 4 * tiles // compute) if mesh.tp > 1 and compute != 4 else 0
+    return tiles + hidden + vocabulary * width * wide + blocks
+
+
+def _host(model: Blueprint, mesh: MeshSizes, held: Held) -> int:
+    needs = MemoryNeeds(held.weights, held.gradients, held.optimizer, 0, 0, held.average)
+    adapters = model.built.lora is not None
+    return host_bytes([HostNeeds.of(needs, adapters=adapters, state=True, replicas=mesh.dp_replicate, parts=())])

@@ -1,0 +1,95 @@
+"""The content of memory in a step, by class, at the moment when there was most.
+
+`weights`, `optimizer` and `gradients` are those that the engine holds. `gathered` are whole parameters of FSDP units,
+with the buffers in which they arrive. `unreduced` are gradients of whole units before they are reduced. `head` is made
+by the head in a forward. `activations` are other tensors that outlive the forward that made them, because backward
+needs them; a layer that is recomputed in backward has activations until its backward is done. Everything else is
+`temporary`. Memory that an allocator rounds up, keeps back or cannot use is not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+CLASSES = ("weights", "gradients", "optimizer", "activations", "head", "gathered", "unreduced", "temporary")
+
+
+@dataclass(slots=True)
+class Life:
+    """A storage. born: the number of the operation that made it, from 1; 0 if it was there before the first. died: the
+    number of operations that were done when it was freed; None if it still exists. kind: its class, if known."""
+
+    bytes: int
+    born: int
+    died: int | None = None
+    kind: str | None = None
+
+
+class Moment(NamedTuple):
+    """One operation. phase, micro_batch: as in launch/flight.py. gathered: bytes of FSDP's gathered parameters.
+    node: the number of the autograd node that runs in backward; -1 for none. again: whether the operation recomputes a
+    layer."""
+
+    phase: str
+    micro_batch: int
+    gathered: int
+    node: int
+    again: bool
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The fullest moment. classes: bytes of each of CLASSES at that moment. phase, micro_batch: of that moment. most:
+    the maximum of each class at any time."""
+
+    classes: dict[str, int]
+    phase: str
+    micro_batch: int
+    most: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        return sum(self.classes.values())
+
+
+def peak_of(lives: Sequence[Life], moments: Sequence[Moment]) -> Peak:
+    """The moment with most bytes; the first, if there are several."""
+    count, ends = len(moments), _ends_of_forwards(moments)
+    change = {kind: np.zeros(count + 2, np.int64) for kind in CLASSES}
+    for life in lives:
+        of_class = change[life.kind or _class_of(life, ends)]
+        of_class[life.born] += life.bytes
+        of_class[count + 1 if life.died is None else life.died + 1] -= life.bytes
+    series = {kind: of_class.cumsum()[1 : count + 1] for kind, of_class in change.items()}
+    series["gathered"] += np.array([moment.gathered for moment in moments], np.int64)
+    at = int(sum(series.values(), np.zeros(count, np.int64)).argmax())
+    return Peak(
+        {kind: int(values[at]) for kind, values in series.items()},
+        moments[at].phase,
+        moments[at].micro_batch,
+        {kind: int(values.max()) for kind, values in series.items()},
+    )
+
+
+def _class_of(life: Life, ends: Sequence[int]) -> str:
+    end = ends[life.born - 1]
+    return "activations" if end >= 0 and (life.died is None or life.died > end + 1) else "temporary"
+
+
+def _ends_of_forwards(moments: Sequence[Moment]) -> list[int]:
+    """For each operation of a forward, the index of the forward's last operation; -1 for other operations. A forward is
+    that of a micro-batch, or the recomputation of a layer by one node of a backward's graph."""
+    ends, end, previous = [-1] * len(moments), -1, None
+    for at in reversed(range(len(moments))):
+        moment = moments[at]
+        part = moment.phase, moment.micro_batch, moment.node
+        if part != previous:
+            end, previous = -1, part
+        if end < 0 and (moment.phase == "forward" or moment.again):
+            end = at
+        ends[at] = end
+    return ends

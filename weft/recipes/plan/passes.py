@@ -1,0 +1,215 @@
+"""The bytes that a decoder layer and the head read and write beside products of matrices and attention: norms,
+rotations, activation functions, residual sums, casts, softmax. Eager operations each pass over whole tensors, which
+takes an accelerator as long as half of the products do.
+
+They are counted, not estimated: one layer of each kind runs forward and backward on the meta device, which stores
+nothing, and every operation is seen.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AttentionInterface, PretrainedConfig
+
+from weft.launch.simulated import Simulation
+from weft.models import hf
+from weft.models.fused_norms import fuse_norms
+from weft.models.train_module import TrainModule
+from weft.ops.communicator import MetaCommunicator
+from weft.ops.head import KnownGrad, LogitTransform, chunked_readouts
+from weft.ops.shapes import GroupedProducts
+from weft.parallel.activations import RowSharing, once
+from weft.parallel.mesh import Axis
+from weft.parallel.tp.tensor import tensor_parallel
+
+_ATTENTION = "weft_passes"
+_ALONE = RowSharing()
+_TOKENS = 240  # of the row that is run; bytes are proportional to tokens
+_HEAD_TOKENS = 2048  # some tiles of a large vocabulary
+_PRODUCTS = frozenset(
+    ("mm", "bmm", "addmm", "baddbmm", "_grouped_mm", "convolution", "convolution_backward", "linear", "matmul")
+)
+_NOTHING = frozenset(
+    ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "detach", "_unsafe_view", "lift_fresh")
+)
+
+
+@dataclass(frozen=True)
+class Work:
+    """Of one direction of a layer. bytes: read and written per token, without products and attention. operations:
+    launched by the host for a row, with products."""
+
+    bytes: float
+    operations: int
+
+
+@dataclass(frozen=True)
+class LayerPasses:
+    """Of one decoder layer on a rank."""
+
+    forward: Work
+    backward: Work
+
+
+class _Counted(TorchDispatchMode):
+    """Counts operations, and the bytes of those that are no products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+        self.operations = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if func.is_view or name in _NOTHING or func.namespace == "prim":
+            return out
+        self.operations += 1
+        if name not in _PRODUCTS:
+            self.bytes += sum(map(_bytes, tree_leaves((args, kwargs, out))))
+        return out
+
+
+def _bytes(value: Any) -> int:
+    """Bytes that a pass over a tensor moves: an expanded one is read once."""
+    if not isinstance(value, Tensor):
+        return 0
+    return min(value.numel() * value.element_size(), value.untyped_storage().nbytes())
+
+
+class _Attention(torch.autograd.Function):
+    """Stands for a kernel of ops/attention.py, whose time is counted by its FLOPs: shapes alone."""
+
+    @staticmethod
+    def forward(ctx: Any, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTE: Tensor) -> Tensor:
+        ctx.save_for_backward(query_BHTD, key_BKTD, value_BKTE)
+        batch, heads, tokens, _ = query_BHTD.shape
+        # Token by token, as varlen attention lays it out: what follows needs no copy.
+        return query_BHTD.new_empty(batch, tokens, heads, value_BKTE.shape[3]).transpose(1, 2)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        return tuple(torch.empty_like(tensor) for tensor in ctx.saved_tensors)
+
+
+def _attend(
+    module: nn.Module, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTE: Tensor, mask: Any, **others: Any
+) -> tuple[Tensor, None]:
+    out: Tensor = _Attention.apply(query_BHTD, key_BKTD, value_BKTE)
+    return out.transpose(1, 2), None
+
+
+class _FusedNorms(TorchFunctionMode):
+    """torch's fused RMSNorm, which meta tensors do not have: passes over as many bytes."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.nn.functional.rms_norm:
+            return _Norm.apply(args[0], kwargs["weight"])
+        return func(*args, **(kwargs or {}))
+
+
+class _Norm(torch.autograd.Function):
+    """Forward reads a row and writes one. Backward reads two and writes one, and two for the weight's gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        upstream.clone()
+        return x + upstream, torch.empty_like(weight)
+
+
+def layer_passes(
+    config: PretrainedConfig, dtype: torch.dtype, shared: RowSharing = _ALONE, *, fused_norms: bool = False
+) -> list[LayerPasses]:
+    """Of each decoder layer of a rank, for a model computed in `dtype`. shared: how ranks of mesh.tp divide a layer.
+    fused_norms: as the engine decides by model.fused_norms. Of layers that are built alike, one is run. Errors of
+    families that cannot run on meta are passed on."""
+    AttentionInterface.register(_ATTENTION, _attend)
+    model = hf.build_meta(copy.deepcopy(config), dtype=dtype, attention=_ATTENTION).train()
+    module = TrainModule(model)
+    firsts = once(module)
+    if fused_norms:
+        fuse_norms(module)
+    if shared.tp > 1:
+        ranks = MetaCommunicator(shared.tp)
+        tensor_parallel(module, Axis(0, shared.tp, ranks, lambda _: ranks), model.config, sequence=shared.sequence)
+    calls: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+
+    def keep(number: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        calls.setdefault(number, (args, kwargs))
+
+    hooks = [
+        layer.register_forward_pre_hook(partial(keep, number), with_kwargs=True)
+        for number, (_, layer) in enumerate(module.layers)
+        if firsts[number] == number
+    ]
+    ids_BT = torch.zeros(1, _TOKENS, dtype=torch.long, device="meta")
+    positions_BT = torch.arange(_TOKENS, device="meta")[None]
+    with torch.no_grad(), GroupedProducts():
+        module.base(input_ids=ids_BT, position_ids=positions_BT, use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    found = {number: _of_layer(module.layers[number][1], *call) for number, call in calls.items()}
+    return [found[first] for first in firsts]
+
+
+def usual_passes(layers: int, hidden: int, tp: int) -> list[LayerPasses]:
+    """Those of layers that cannot be run: 240 and 530 bytes of a token for each of its hidden states, in bf16, as of
+    Qwen3-4B."""
+    usual = LayerPasses(Work(240.0 * hidden / tp, 55), Work(530.0 * hidden / tp, 105))
+    return [usual] * layers
+
+
+def _of_layer(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerPasses:
+    """Runs the layer on its arguments, with gradients of its hidden states and weights."""
+    args, kwargs = (
+        _trained(args),
+        {name: value for name, value in kwargs.items() if name != "hidden_states"}
+        | ({"hidden_states": _trained((kwargs["hidden_states"],))[0]} if "hidden_states" in kwargs else {}),
+    )
+    with _FusedNorms(), GroupedProducts(), _Counted() as forward:
+        out = layer(*args, **kwargs)
+    hidden: Tensor = out[0] if isinstance(out, tuple) else out
+    upstream = torch.empty_like(hidden)
+    with GroupedProducts(), _Counted() as backward:
+        hidden.backward(upstream)
+    return LayerPasses(
+        Work(forward.bytes / _TOKENS, forward.operations), Work(backward.bytes / _TOKENS, backward.operations)
+    )
+
+
+def _trained(args: Sequence[Any]) -> tuple[Any, ...]:
+    """The arguments of a layer, of which the first are its hidden states."""
+    first = args[0].detach().requires_grad_() if args and isinstance(args[0], Tensor) else None
+    return (first, *args[1:]) if first is not None else tuple(args)
+
+
+def head_passes(vocabulary: int, hidden: int, dtype: torch.dtype, *, trained: bool, entropy: bool) -> float:
+    """Bytes that the head's readouts read and write per token and word of the vocabulary, forward and backward, on an
+    accelerator. trained: whether the weight is. entropy: whether entropies are read, as of rollouts."""
+    simulation = Simulation("cuda")
+    with simulation.running(), _Counted() as counted:
+        states = torch.empty(_HEAD_TOKENS, hidden, dtype=dtype, requires_grad=True)
+        weight = torch.empty(vocabulary, hidden, dtype=dtype, requires_grad=trained)
+        targets = torch.empty(_HEAD_TOKENS, dtype=torch.long)
+        direction = None if entropy else KnownGrad(torch.empty(_HEAD_TOKENS))
+        logprob, _ = chunked_readouts(
+            states, weight, None, targets, LogitTransform(), entropy=entropy, direction=direction
+        )
+        logprob.sum().backward()
+    return counted.bytes / _HEAD_TOKENS / vocabulary

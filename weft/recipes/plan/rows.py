@@ -1,0 +1,118 @@
+"""Plans the rows of a step on any mesh from the lengths of its documents: the engine's planner, without an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from weft.config.mesh import MeshSizes
+from weft.engine.planning import StepPlanner
+from weft.engine.step_plan.plan import DocumentMeta, StepPlan
+from weft.models.flops import model_flops
+from weft.ops.communicator import ContextAxis, MetaCommunicator
+from weft.recipes.plan.blueprint import Blueprint
+
+
+@dataclass(frozen=True)
+class StepLengths:
+    """The lengths of a step's documents, in tokens. said: their origin, in words."""
+
+    of: Sequence[int]
+    said: str
+
+
+@dataclass(frozen=True)
+class Load:
+    """A rank's rows of a step. tokens: in all rows, with padding. predicted: tokens whose logits are read. shared:
+    tokens of documents that are cut over ranks of cp."""
+
+    micro_batches: int
+    tokens: float
+    predicted: float
+    shared: float
+
+
+@dataclass(frozen=True)
+class RowFacts:
+    """The facts of a step's rows that decide its memory and time. longest: tokens of the longest row. load: that of a
+    rank with the longest row in each micro-batch. dearest: FLOPs of a micro-batch's most expensive row, the mean over
+    micro-batches. shares: for each micro-batch, the cost of that row relative to `dearest`. linear: the share of
+    matrices of weights in the FLOPs. tokens, flops: of all documents. cuts: whether any document is cut."""
+
+    longest: int
+    load: Load
+    shares: tuple[float, ...]
+    dearest: float
+    linear: float
+    utilisation: float
+    tokens: int
+    flops: float
+    cuts: bool
+
+    @staticmethod
+    def of(model: Blueprint, plan: StepPlan) -> RowFacts:
+        """The facts of the rows of a plan of this model's documents."""
+        each = [max(costs) for costs in plan.costs]
+        mean, totals = sum(each) / len(each), plan.totals
+        linear, _ = model_flops(model.built.flops)
+        share = linear * sum(document.read for document in plan.documents) / totals.cost
+        widths = (width for micro in range(plan.micro_batches) for width in _widths(plan, micro))
+        return RowFacts(
+            max(widths), _load(plan), tuple(cost / mean for cost in each), mean, min(1.0, share), plan.utilisation,
+            totals.tokens, totals.cost, bool(plan.pieces),
+        )  # fmt: skip
+
+
+def plan_rows(model: Blueprint, mesh: MeshSizes, lengths: Sequence[int], budget: int | None = None) -> StepPlan:
+    """The plan of a step of documents of these lengths, all of whose tokens are trained. budget: tokens of a row; None
+    as step.max_tokens_per_device says. Raises UserError if a document fits no row."""
+    planner = planner_of(model, mesh)
+    return planner.plan([meta_of(planner, length) for length in lengths], budget or planner.step.max_tokens_per_device)
+
+
+def planner_of(model: Blueprint, mesh: MeshSizes) -> StepPlanner:
+    """The planner of the first rank of a mesh."""
+    ulysses, nobody, context = model.ulysses(mesh.cp, mesh.tp), MetaCommunicator(1), None
+    if ulysses is not None:
+        context = ContextAxis(0, mesh.cp // ulysses, ulysses, nobody, nobody, nobody)
+    multiple = mesh.tp if model.sequence(mesh.tp) else 1
+    ranks = mesh.dp_replicate * mesh.shards
+    return StepPlanner(model.config.step, (0, ranks), model.built, context, multiple, several=mesh.cp > 1)
+
+
+def meta_of(planner: StepPlanner, length: int) -> DocumentMeta:
+    """The metadata of a document of text."""
+    omitted = planner.costs.omitted(length)
+    cost = planner.costs.tokens(length - omitted)
+    return DocumentMeta(length, float(length - 1), length - 1, cost=cost, omitted=omitted)
+
+
+def _load(plan: StepPlan) -> Load:
+    """The load of a rank that has the longest row in each micro-batch."""
+    tokens = shared = 0.0
+    for micro in range(plan.micro_batches):
+        tokens += max(_widths(plan, micro))
+        shared += _shared(plan, micro)
+    read = sum(document.read for document in plan.documents)
+    of_documents = sum(document.loss_tokens for document in plan.documents)
+    return Load(plan.micro_batches, tokens, tokens * min(1.0, of_documents / max(1, read)), shared)
+
+
+def _widths(plan: StepPlan, micro: int) -> list[int]:
+    """Tokens of each rank's row, with padding."""
+    of_rows, padded = zip(plan.rows[micro], plan.lengths[micro], strict=True), plan.layout == "padded"
+    return [length * (len(row) if padded else 1) for row, length in of_rows]
+
+
+def _shared(plan: StepPlan, micro: int) -> float:
+    """The most tokens of cut documents that a rank has in a micro-batch."""
+    if not plan.pieces or plan.group is None:
+        return 0.0
+    most = 0
+    for rank, pieces in enumerate(plan.pieces[micro]):
+        own = 0
+        for document, intervals in zip(plan.rows[micro][rank], pieces, strict=True):
+            count = sum(stop - start for start, stop in intervals)
+            own += count if count < plan.documents[document].read else 0
+        most = max(most, own)
+    return float(most)

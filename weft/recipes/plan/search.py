@@ -1,0 +1,231 @@
+"""Searches the best meshes for a model, a number of ranks and the lengths of documents. Meshes that the axes allow are
+tried by arithmetic; those that the family, the config or the memory forbids are counted by reason."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from weft.config.mesh import MeshSizes
+from weft.config.validate import check_config
+from weft.errors import UserError, first_line
+from weft.models.flops import document_flops
+from weft.parallel.pp.schedule import DELAYED, placement_of
+from weft.recipes.plan.blueprint import Blueprint
+from weft.recipes.plan.machines import Machine
+from weft.recipes.plan.memory import Memory, memory_of, rows_of_a_token
+from weft.recipes.plan.rows import RowFacts, plan_rows
+from weft.recipes.plan.timing import StepTime, time_of
+
+BEST = 5
+_MOST_STAGES = 32
+_MOST_TRIED = 400
+_UNIT = 64  # budgets above the configured one are multiples of it
+
+
+@dataclass(frozen=True)
+class Search:
+    """The problem to search. config: of `weft sft` or `weft rl`. lengths: of a step's documents, in tokens. stated:
+    whether there are no other lengths; else documents may be as long as data.max_length."""
+
+    config: Any
+    model: Blueprint
+    machine: Machine
+    ranks: int
+    lengths: Sequence[int]
+    stated: bool = False
+
+    @cached_property
+    def costs(self) -> list[float]:
+        """FLOPs of each document."""
+        of = {length: document_flops(self.model.built.flops, length) for length in set(self.lengths)}
+        return [of[length] for length in self.lengths]
+
+    def blocks(self, tp: int) -> int:
+        """The number of blocks that tp divides; 0 if tp cannot divide the model."""
+        try:
+            return len(self.model.styles(tp).regions)
+        except UserError:
+            return 0
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest possible document."""
+        longest = max(self.lengths)
+        return longest if self.stated else max(longest, getattr(self.config.data, "max_length", None) or 0)
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A mesh that fits. budget: step.max_tokens_per_device. limit: the part of a step that limits its speed, and
+    "memory" if that is nearly full."""
+
+    mesh: MeshSizes
+    budget: int
+    recompute: bool
+    memory: Memory
+    time: StepTime
+    limit: str
+
+
+@dataclass
+class Found:
+    """best: proposals, the fastest first. meshes: number of meshes that the axes allow. tried: number of meshes that
+    were tried. too_large: number of meshes that do not fit. nearest: of these, the one that needs the least memory.
+    refused: reason -> number of meshes."""
+
+    best: list[Proposal] = field(default_factory=list)
+    meshes: int = 0
+    tried: int = 0
+    too_large: int = 0
+    nearest: tuple[MeshSizes, Memory] | None = None
+    refused: dict[str, int] = field(default_factory=dict)
+
+
+def search(wanted: Search) -> Found:
+    """Try meshes in the order of their lower bounds of time, until no other can be among the best, or _MOST_TRIED were
+    tried."""
+    found, known = Found(), dict[object, RowFacts]()
+    room = wanted.machine.accelerator.memory * wanted.machine.usable
+    bounds = [(_least_seconds(wanted, mesh), mesh) for mesh in meshes(wanted)]
+    found.meshes = len(bounds)
+    for least, mesh in sorted(bounds, key=lambda pair: pair[0]):
+        if found.tried == _MOST_TRIED or (len(found.best) == BEST and least >= found.best[-1].time.seconds):
+            break
+        found.tried += 1
+        try:
+            _check(wanted, mesh)
+            budget = _budget(wanted, mesh)
+            proposal = _proposal(wanted, mesh, budget, _rows(wanted, mesh, budget, known), room)
+        except UserError as error:
+            reason = first_line(error)
+            found.refused[reason] = found.refused.get(reason, 0) + 1
+            continue
+        if isinstance(proposal, Proposal):
+            found.best = sorted([*found.best, proposal], key=lambda one: (one.time.seconds, one.memory.fullest))[:BEST]
+            continue
+        found.too_large += 1
+        if found.nearest is None or proposal.fullest < found.nearest[1].fullest:
+            found.nearest = mesh, proposal
+    return found
+
+
+def _least_seconds(wanted: Search, mesh: MeshSizes) -> float:
+    """A lower bound of a step's seconds: computing by the busiest rank, collectives of tp and ep, and the bubble of a
+    pipeline, without FSDP."""
+    model, machine, ranks = wanted.model, wanted.machine, mesh.dp_replicate * mesh.shards
+    costs = wanted.costs
+    shared = mesh.cp if model.built.cuts_documents else 1
+    computing = max(sum(costs) / ranks, max(costs) / shared) / (mesh.tp * mesh.pp)
+    seconds = computing / (machine.peak * max(machine.matmul, machine.attention))
+    tokens = sum(wanted.lengths) / ranks
+    row = model.text.hidden_size * model.setup.precision.compute.itemsize
+    if mesh.tp > 1:  # two collectives in forward and two in backward
+        seconds += 4 * wanted.blocks(mesh.tp) / mesh.pp * machine.gathering(tokens * row, mesh.tp, 1)
+    if mesh.ep > 1:
+        exchanged = tokens * row * rows_of_a_token(model)
+        seconds += 4 * len(model.experts) / mesh.pp * machine.exchanging(exchanged, mesh.ep, mesh.tp)
+    return seconds / (1.0 - _least_bubble(wanted, mesh, ranks // shared))
+
+
+def _least_bubble(wanted: Search, mesh: MeshSizes, groups: int) -> float:
+    """A lower bound of the share of time that ranks of mesh.pp wait, for the largest possible number of micro-batches.
+    groups: number of groups of ranks that may share a document."""
+    config = wanted.model.config.mesh
+    if mesh.pp == 1 or config.pp_schedule in DELAYED:
+        return 0.0
+    placement = placement_of(config.pp_schedule, mesh.pp, config.pp_stages_per_rank)
+    most = (1 + len(wanted.lengths) // max(1, groups)) * placement.chunks
+    return (mesh.pp - 1) / (most + mesh.pp - 1)
+
+
+def meshes(wanted: Search) -> Iterator[MeshSizes]:
+    """All meshes whose axes multiply to the ranks and whose shards could fit. tp stays within a machine; cp is at most
+    twice what the longest document needs."""
+    ranks, model = wanted.ranks, wanted.model
+    layers = len(model.costs[0])
+    needed = -(-wanted.longest // model.config.step.max_tokens_per_device)
+    experts = min((int(child.num_experts) for child in model.experts.values()), default=1)
+    for tp in _divisors(ranks, min(wanted.machine.ranks, 16)):
+        for pp in _divisors(ranks // tp, min(_MOST_STAGES, layers)):
+            for cp in _divisors(ranks // tp // pp, 1 if needed == 1 else 2 * needed):
+                data = ranks // tp // pp // cp
+                for replicate in _divisors(data, data):
+                    shard = data // replicate
+                    if not _could_fit(wanted, tp * pp * shard * cp):
+                        continue
+                    for ep in _divisors(shard * cp, experts):
+                        yield MeshSizes(replicate, shard, cp, tp, ep, pp)
+
+
+def _divisors(number: int, most: int) -> list[int]:
+    """Divisors up to `most` that suit machines and shapes: powers of two, alone or times the number's odd part."""
+    odd = number
+    while odd % 2 == 0:
+        odd //= 2
+    found = {power * rest for power in (1 << n for n in range(number.bit_length())) for rest in (1, odd)}
+    return sorted(n for n in found if number % n == 0 and n <= most)
+
+
+def _could_fit(wanted: Search, parts: int) -> bool:
+    """Whether weights, gradients and optimizer state alone fit, divided into `parts` equal parts; they always do on the
+    host, whose memory is not known."""
+    setup = wanted.model.setup
+    if wanted.model.config.fsdp.cpu_offload:
+        return True
+    state = setup.precision.master.itemsize + sum(dtype.itemsize for dtype in setup.moments)
+    total = wanted.model.stored + wanted.model.trained * state * setup.trained
+    return total / parts <= wanted.machine.accelerator.memory * wanted.machine.usable
+
+
+def _check(wanted: Search, mesh: MeshSizes) -> None:
+    """Raise UserError if the config or the family forbids this mesh."""
+    axes = {name: getattr(mesh, name) for name in ("dp_replicate", "dp_shard", "cp", "tp", "ep", "pp")}
+    own = replace(wanted.config.mesh, **axes, ulysses=None)
+    budget = _budget(wanted, mesh)
+    step = replace(wanted.config.step, max_tokens_per_device=budget)
+    data = wanted.config.data
+    if wanted.stated and getattr(data, "max_length", None):
+        data = replace(data, max_length=wanted.longest)
+    problems = check_config(replace(wanted.config, mesh=own, step=step, data=data))
+    if problems:
+        raise UserError(problems[0])
+    wanted.model.check(mesh)
+
+
+def _budget(wanted: Search, mesh: MeshSizes) -> int:
+    """step.max_tokens_per_device, or more if the longest document needs it."""
+    stated = wanted.model.config.step.max_tokens_per_device
+    shared = mesh.cp if wanted.model.built.cuts_documents else 1
+    needed = -(-wanted.longest // shared)
+    return max(stated, -(-needed // _UNIT) * _UNIT)
+
+
+def _rows(wanted: Search, mesh: MeshSizes, budget: int, known: dict[object, RowFacts]) -> RowFacts:
+    model, groups = wanted.model, mesh.dp_replicate * mesh.dp_shard
+    key = groups, mesh.cp, mesh.tp, budget
+    if key not in known:
+        # If all documents are equal, a part of the ranks has the same part of the documents.
+        alike = math.gcd(len(wanted.lengths), groups) if len(set(wanted.lengths)) == 1 else 1
+        part = replace(mesh, dp_replicate=1, dp_shard=groups // alike)
+        plan = plan_rows(model, part, wanted.lengths[: len(wanted.lengths) // alike], budget)
+        rows = RowFacts.of(model, plan)
+        known[key] = replace(rows, tokens=rows.tokens * alike, flops=rows.flops * alike)
+    return known[key]
+
+
+def _proposal(wanted: Search, mesh: MeshSizes, budget: int, rows: RowFacts, room: float) -> Proposal | Memory:
+    """A proposal for this mesh, without recomputation if possible; the memory that it would need, if it does not
+    fit."""
+    model, memory = wanted.model, None
+    for recompute in (False, True):
+        memory = memory_of(model, mesh, rows, recompute=recompute)
+        if memory.fullest <= room:
+            time = time_of(model, mesh, rows, wanted.machine, recompute=recompute)
+            limit = time.limit if memory.fullest < 0.9 * room else f"memory, {time.limit}"
+            return Proposal(mesh, budget, recompute, memory, time, limit)
+    assert memory is not None
+    return memory

@@ -1,0 +1,191 @@
+"""Simulates a step of one rank of a mesh of any size in one process: weft's own Engine, with tensors that have no
+values and collectives that send nothing.
+
+Model, mesh, sharding, hooks, executor, optimizer and the plan of the rows are those of a run. The differences are in a
+few places: launch/simulated.py gives the device for which kernels and sizes are chosen, and the numbers for which the
+host would wait (experts get equally many tokens); ops/shapes.py replaces attention kernels of CUDA.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.distributed.tensor._redistribute import clear_redistribute_planner_cache
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+from weft.engine.batch.builder import StepRows
+from weft.engine.batch.document import Document, take
+from weft.engine.config import EngineConfig
+from weft.engine.engine import Engine
+from weft.engine.losses.base import Loss
+from weft.engine.step_plan.plan import StepPlan
+from weft.errors import UserError, first_line
+from weft.launch.machine import Accelerator
+from weft.launch.process import fake_ranks
+from weft.launch.simulated import Simulation
+from weft.ops.shapes import GroupedProducts
+from weft.parallel.pp.schedule import in_flight
+from weft.recipes.plan.observed_collectives import Collectives
+from weft.recipes.plan.observed_memory import Peak
+from weft.recipes.plan.watch import Watch, held_by
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step to simulate. lengths: of its documents, in tokens, all of which are trained. arrays: names of the
+    per-token arrays that the objective reads."""
+
+    lengths: Sequence[int]
+    objective: Loss
+    arrays: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """A rank's simulated step. stage: its place on mesh.pp; None without pp. micro_batches: number that were run, of
+    `all_micro_batches`. held: bytes of weights, gradients and optimizer state, without padding. seconds: duration of
+    the simulation."""
+
+    rank: int
+    stage: int | None
+    micro_batches: int
+    all_micro_batches: int
+    held: dict[str, int]
+    peak: Peak
+    collectives: Collectives
+    seconds: float
+
+
+def simulate(config: EngineConfig, world: int, assumed: Accelerator | None, step: Step, *, rank: int = 0) -> Simulated:
+    """Simulate a step of rank `rank` of `world` ranks, in a process without a process group. The optimizer has its
+    state already, as in a later step of a run.
+
+    assumed: each rank's accelerator; None for a CPU. Of many micro-batches only the longest are run: enough to fill the
+    pipeline and to have gradients. Raises UserError for a config that is refused, and if the family's code depends on
+    values.
+    """
+    _check(config)
+    began = time.perf_counter()
+    simulation = Simulation("cpu") if assumed is None else Simulation("cuda", assumed.memory, assumed.capability)
+    _forget_meshes()
+    with fake_ranks(world, "cpu", assumed, rank=rank, simulated=simulation) as ranks:
+        engine = Engine(config, ranks, weights=False, readouts=step.objective.readouts)
+        whole = plan_of(engine, step)
+        plan = longest(whole, fewest_micro_batches(engine))
+        rows = rows_of(engine, plan, step)
+        with simulation.running(), _products(engine):
+            make_state(engine)
+            try:
+                held, watch = watched_step(engine, plan, rows, step.objective)
+            except (DataDependentOutputException, DynamicOutputShapeException) as error:
+                raise _depends(engine, error) from error
+    stage = None if engine.mesh.pp is None else engine.mesh.pp.place
+    seconds = time.perf_counter() - began
+    return Simulated(
+        rank, stage, plan.micro_batches, whole.micro_batches, held, watch.peak(), watch.collectives, seconds
+    )
+
+
+def watched_step(engine: Engine, plan: StepPlan, rows: StepRows, objective: Loss) -> tuple[dict[str, int], Watch]:
+    """Run one step, also of a real rank. Returns (bytes by class that the engine holds at the end of the backward, the
+    Watch)."""
+    with Watch(engine) as watch:
+        engine.accumulate(plan, rows, objective)
+        held = {kind: sum(tensor.nbytes for tensor in tensors) for kind, tensors in held_by(engine).items()}
+        engine.apply(1e-5)
+    return held, watch
+
+
+def plan_of(engine: Engine, step: Step) -> StepPlan:
+    """The plan of a step."""
+    return engine.plan(engine.planner.metadata(_documents(step)))
+
+
+def rows_of(engine: Engine, plan: StepPlan, step: Step) -> StepRows:
+    """This rank's rows, already built; in a simulation their tensors have no values."""
+    rows = engine.rows(plan, take(_documents(step), engine.planner.local_documents(plan)), step.objective, 1).ahead()
+    simulation = engine.ranks.simulated
+    if simulation is None:
+        return rows
+    made = [rows[micro].moved(simulation.fake.from_tensor) for micro in range(plan.micro_batches)]
+    return replace(rows, build=lambda micro: made[micro])
+
+
+def _documents(step: Step) -> list[Document]:
+    """The documents of a step; documents of one length are the same object, because tokens do not matter."""
+    like: dict[int, Document] = {}
+    for length in set(step.lengths):
+        ones = torch.ones(length)
+        like[length] = Document(ones.long(), ones, arrays=dict.fromkeys(step.arrays, ones))
+    return [like[length] for length in step.lengths]
+
+
+def fewest_micro_batches(engine: Engine) -> int:
+    """The number of micro-batches beyond which a rank's memory does not change: when the last backward begins, there
+    are gradients of earlier micro-batches, and a pipeline has held as many rows as it ever does."""
+    pp, schedule, stages = engine.mesh.pp, engine.config.mesh.pp_schedule, engine.stages
+    if pp is None or stages is None:
+        return 2
+    if schedule == "GPipe":
+        return 1 << 30
+    many = 4 * stages.placement.stages
+    return many if stages.placement.chunks > 1 else in_flight(schedule, stages.placement, pp.place, many) + 1
+
+
+def longest(plan: StepPlan, count: int) -> StepPlan:
+    """The plan cut to at most `count` micro-batches, those with the longest rows."""
+    order = sorted(range(plan.micro_batches), key=lambda micro: -max(plan.lengths[micro]))
+    kept = sorted(order[:count])
+    return replace(
+        plan,
+        rows=tuple(plan.rows[micro] for micro in kept),
+        lengths=tuple(plan.lengths[micro] for micro in kept),
+        costs=tuple(plan.costs[micro] for micro in kept),
+        pieces=tuple(plan.pieces[micro] for micro in kept) if plan.pieces else (),
+    )
+
+
+def make_state(engine: Engine) -> None:
+    """Let the optimizer create its state, which in a run it has from the second step on."""
+    assert engine.optimizer is not None
+    for parameter in engine.module.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.empty_like(parameter)
+    engine.optimizer.step()
+    engine.drop_gradients()
+
+
+def _check(config: EngineConfig) -> None:
+    if config.fsdp.cpu_offload:
+        raise UserError(
+            "fsdp.cpu_offload: a simulation does not tell the host's memory from the accelerator's: set "
+            "fsdp.cpu_offload=false, or leave out --simulate."
+        )
+    if config.model.compile is True:
+        raise UserError(
+            "model.compile: what compiled layers keep in memory is not simulated: set model.compile=false, or leave "
+            "out --simulate."
+        )
+
+
+def _depends(engine: Engine, error: Exception) -> UserError:
+    return UserError(
+        f"--simulate: the code of model_type {engine.module.facts.model_type!r} depends on values of tensors "
+        f"({first_line(error)}), and in a simulation there are none: leave --simulate out."
+    )
+
+
+def _forget_meshes() -> None:
+    """Clear DTensor's caches, which are keyed by the shape of a mesh and hold process groups that no longer exist."""
+    _clear_sharding_prop_cache()
+    clear_redistribute_planner_cache()
+
+
+def _products(engine: Engine) -> AbstractContextManager[Any]:
+    return nullcontext() if engine.precision.compute == torch.bfloat16 else GroupedProducts()

@@ -1,0 +1,335 @@
+"""The time of a step on a machine, part by part: arithmetic on rates, which are assumed or were measured.
+
+Beside products, attention and collectives it knows what an accelerator spends on passes over tensors: those of layers
+and head (recipes/plan/passes.py), FSDP2's copies between masters and gathered weights, clipping and the optimizer; and what
+the host spends on launching operations, which shows where there is little to compute.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from weft.config.mesh import MeshSizes
+from weft.parallel.pp.schedule import DELAYED, Action, bubble, order
+from weft.recipes.plan.blueprint import Blueprint
+from weft.recipes.plan.holdings import Held, Holdings
+from weft.recipes.plan.machines import Machine
+from weft.recipes.plan.memory import gathered_part, last_place, memory_by_stage, sharing
+from weft.recipes.plan.rows import RowFacts
+from weft.recipes.plan.traffic import Transfer, transfers
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a step on the slowest stage. seconds: duration of the part by itself. waits: the seconds that it adds
+    to the step; for communication, those in which nothing is computed. received: bytes that a rank receives."""
+
+    name: str
+    seconds: float
+    waits: float
+    received: float = 0.0
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """The time of a step. parts: their `waits` add up to `seconds`. tokens: of all ranks. mfu: FLOPs of the model as a
+    share of those at peak. transfers: those of a rank of the slowest stage."""
+
+    seconds: float
+    parts: tuple[Part, ...]
+    tokens: int
+    mfu: float
+    transfers: tuple[Transfer, ...]
+
+    @property
+    def limit(self) -> str:
+        """The name of the part other than computing that adds most to a step; "computing" if none adds a tenth."""
+        waiting = max((part for part in self.parts if part.name not in _COMPUTING), key=lambda part: part.waits)
+        return waiting.name if waiting.waits > 0.1 * self.seconds else "computing"
+
+
+_COMPUTING = ("matrices", "attention")
+# Launches per trained tensor at the end of a step, for which the device waits: AdamW divides and skips on the device,
+# so the host waits once, behind the update; other optimizers are launched when the norm has been read.
+LAUNCHES_OF_UPDATE = 1
+LAUNCHES_OF_OTHERS = 3
+
+
+@dataclass(frozen=True)
+class _Work:
+    """A stage's seconds, as (forward, backward), for one row of the cost RowFacts.dearest. linear, attention:
+    computing. passes: over tensors of layers and head. copies: of FSDP2, in the stream that computes. open: collectives
+    that nothing hides. gathers: collectives that computing may hide; hosted: copies from and to the host, too.
+    launching: of the host."""
+
+    linear: tuple[float, float]
+    attention: tuple[float, float]
+    passes: tuple[float, float]
+    copies: tuple[float, float]
+    open: tuple[float, float]
+    gathers: tuple[float, float]
+    hosted: tuple[float, float]
+    launching: tuple[float, float]
+
+    def device(self, phase: int, share: float) -> float:
+        """Seconds in which the accelerator computes a row that costs `share` times as much."""
+        scaled = self.linear[phase] + self.attention[phase] + self.passes[phase]
+        return scaled * share + self.copies[phase]
+
+    def seconds(self, share: float) -> tuple[float, float]:
+        """(Forward, backward) seconds of a row that costs `share` times as much."""
+        both = []
+        for phase in (0, 1):
+            hidden = max(self.gathers[phase], self.hosted[phase], self.launching[phase])
+            both.append(max(self.device(phase, share), hidden) + self.open[phase] * share)
+        return both[0], both[1]
+
+
+def time_of(
+    model: Blueprint, mesh: MeshSizes, rows: RowFacts, machine: Machine, *, recompute: bool | None = None
+) -> StepTime:
+    """The time of a step of these rows."""
+    full = model.config.model.recompute == "full" if recompute is None else recompute
+    held = Holdings(model, mesh).by_stage()
+    moved = [transfers(model, mesh, one, rows.load, recompute=full) for one in held]
+    works = [_work(model, mesh, one, rows, machine, of, full) for one, of in zip(held, moved, strict=True)]
+    shares = rows.shares
+    busy = [sum(sum(work.seconds(share)) for share in shares) for work in works]
+    of_rows = _seconds_of_rows(model, mesh, works, busy, shares)
+    slowest = max(range(len(works)), key=lambda stage: busy[stage])
+    ends = [_end_of_step(of, machine) for of in moved]
+    update = max(_update_seconds(model, one, machine) for one in held)
+    launches = LAUNCHES_OF_UPDATE if model.config.optimizer.name == "adamw" else LAUNCHES_OF_OTHERS
+    waiting = launches * machine.launch * max(map(_trained_tensors, held))
+    whole = of_rows + max(ends) + update + waiting
+    parts = _parts(works[slowest], rows, moved[slowest], machine)
+    if mesh.pp > 1:
+        idle, bubble_share = of_rows - busy[slowest], 1.0 - sum(busy) / len(busy) / of_rows
+        parts.append(Part("waiting for stages", idle, idle, note=f"bubble {bubble_share:.0%}"))
+    where = "on the host: " if model.config.fsdp.cpu_offload else ""
+    parts.append(Part("optimizer", update, update, note=f"{where}norm, clipping, reads and writes of the states"))
+    parts.append(Part("end of the step", waiting, waiting, note="the host launches the update, the device waits"))
+    mfu = rows.flops / (machine.peak * mesh.world * whole)
+    return StepTime(whole, tuple(parts), rows.tokens, mfu, tuple(moved[slowest]))
+
+
+def _work(
+    model: Blueprint,
+    mesh: MeshSizes,
+    held: Held,
+    rows: RowFacts,
+    machine: Machine,
+    moved: Sequence[Transfer],
+    recompute: bool,
+) -> _Work:
+    linear, attention = _flops(model, mesh, held.place.pp, rows, recompute=recompute)
+    per_row = 1.0 / rows.load.micro_batches
+    seconds = defaultdict[tuple[str, bool], float](float)
+    for one in moved:
+        seconds[one.phase, one.hidden] += one.seconds(machine) * per_row
+    passes, launching = _passes(model, mesh, held, rows, machine, recompute=recompute)
+    copies, hosted = _copies(model, mesh, held, rows, machine, recompute=recompute)
+    return _Work(
+        linear=(linear[0] / (machine.peak * machine.matmul), linear[1] / (machine.peak * machine.matmul)),
+        attention=(
+            attention[0] / (machine.peak * machine.attention),
+            attention[1] / (machine.peak * machine.attention),
+        ),
+        passes=passes,
+        copies=copies,
+        open=(seconds["forward", False], seconds["backward", False]),
+        gathers=(seconds["forward", True], seconds["backward", True]),
+        hosted=hosted,
+        launching=launching,
+    )
+
+
+def _passes(
+    model: Blueprint, mesh: MeshSizes, held: Held, rows: RowFacts, machine: Machine, *, recompute: bool
+) -> tuple[tuple[float, float], tuple[float, float]]:
+    """((forward, backward) seconds of passes over tensors of a row's layers and head, the same of launching all of its
+    operations). A pipeline's last stage has the head."""
+    load, each = rows.load, model.passes(sharing(model, mesh, rows))
+    tokens = load.tokens / load.micro_batches
+    own = [each[layer] for layer in model.layers(mesh.pp, held.place.pp)]
+    again = 1 if recompute else 0
+    ahead = sum(layer.forward.bytes for layer in own)
+    back = sum(layer.backward.bytes for layer in own) + again * ahead
+    operations = sum(layer.forward.operations for layer in own)
+    backward = sum(layer.backward.operations for layer in own) + again * operations
+    fused = machine.fused if model.config.model.compile is True else 1.0
+    forward_bytes, backward_bytes = fused * ahead * tokens, fused * back * tokens
+    if held.place.pp == last_place(model, mesh):
+        # Where directions are known, the head does nearly all in forward; where it has to wait, nearly all in backward.
+        of_head = model.head_passes(mesh.tp) * load.predicted / load.micro_batches
+        if model.samples:
+            backward_bytes += of_head
+        else:
+            forward_bytes += of_head
+    seconds = machine.passing(forward_bytes), machine.passing(backward_bytes)
+    return seconds, (operations * machine.launch, backward * machine.launch)
+
+
+def _copies(
+    model: Blueprint, mesh: MeshSizes, held: Held, rows: RowFacts, machine: Machine, *, recompute: bool
+) -> tuple[tuple[float, float], tuple[float, float]]:
+    """((forward, backward) seconds of FSDP2's copies for a row, (forward, backward) seconds of copies between host and
+    accelerator that computing hides).
+
+    Gathering: shards are cast, and what has arrived is copied into parameters; a single shard is cast and copied as
+    well, by one data rank once a step where memory allows. Reducing: gradients are laid one behind the other and cast,
+    a single shard's are copied, those of replicas divided, too; those of further micro-batches are added. From a host,
+    shards come in the masters' dtype, and gradients go back.
+    """
+    config, precision = model.config.fsdp, model.setup.precision
+    compute, reduce, master = precision.compute.itemsize, precision.reduce.itemsize, precision.master.itemsize
+    trains, further = model.setup.trained, rows.load.micro_batches > 1
+    one = mesh.dp_replicate * mesh.shards == 1
+    kept = one and trains and memory_by_stage(model, mesh, rows, recompute=recompute)[held.place.pp].keeps
+    per_row = 1.0 / rows.load.micro_batches if kept else 1.0
+    copied, waited, hidden = [0.0, 0.0], [0.0, 0.0], [0.0, 0.0]  # bytes; bytes from the host, with and without waiting
+    for unit in held.units:
+        freed = trains and not unit.keep and config.reshard_after_forward is not False and not kept
+        phases = (0, 1) if freed else (0,)
+        frozen = gathered_part(model, mesh, unit) - unit.trained
+        for elements, stored in ((unit.trained, master), (frozen, precision.frozen.itemsize)):
+            cast = 0.0 if stored == compute else (stored + compute) / unit.shards
+            for phase in phases:
+                copied[phase] += unit.count * elements * (cast + 2 * compute) * per_row
+                if config.cpu_offload:
+                    # A single shard comes in the stream that computes.
+                    target = waited if unit.shards == 1 else hidden
+                    target[phase] += unit.count * elements * stored / unit.shards
+        if not trains:
+            continue
+        single = 0 if unit.shards > 1 else 2 * reduce if one else 4 * reduce
+        added = 3 * master / unit.shards if further else 0
+        copied[1] += unit.count * unit.trained * (compute + reduce + single + added)
+        if config.cpu_offload:
+            hidden[1] += unit.count * unit.trained * reduce / unit.shards
+    rate = machine.host * machine.moved
+    forward, backward = (machine.passing(copied[phase]) + waited[phase] / rate for phase in (0, 1))
+    return (forward, backward), (hidden[0] / rate, hidden[1] / rate)
+
+
+def _flops(
+    model: Blueprint, mesh: MeshSizes, stage: int, rows: RowFacts, *, recompute: bool
+) -> tuple[tuple[float, float], tuple[float, float]]:
+    """((forward, backward) FLOPs of matrices, the same of attention) of a rank of a stage, for a row of the cost
+    RowFacts.dearest. Recomputed layers count again, in backward."""
+    of_rank = rows.dearest / mesh.tp
+    whole, head = model.costs
+    everything, own = sum(whole) + head, model.layers(mesh.pp, stage)
+    last = stage == last_place(model, mesh)
+    layers, of_head = sum(whole[layer] for layer in own) / everything, head * last / everything
+    frozen = model.built.flops.frozen
+    ahead = 1 / 2 if frozen else 1 / 3
+    linear = of_rank * rows.linear
+    attending = of_rank * (1 - rows.linear) * len(own) / len(whole)
+    trained = linear * (layers + of_head)
+    forward, backward = trained * ahead, trained * (1 - ahead)
+    if recompute:
+        backward += linear * layers * ahead
+    if last and (mesh.tp > 1 or model.samples):  # logits are computed twice
+        backward += linear * of_head * ahead
+    return (forward, backward), (attending / 3, attending * (2 + recompute) / 3)
+
+
+def _seconds_of_rows(
+    model: Blueprint, mesh: MeshSizes, works: Sequence[_Work], busy: Sequence[float], shares: Sequence[float]
+) -> float:
+    """Seconds of all forwards and backwards of a step, with the waiting of stages for each other. busy: each stage's
+    seconds without waiting."""
+    found = model.stages(mesh.pp)
+    if found is None:
+        return busy[0]
+    stages, schedule = found[0], model.config.mesh.pp_schedule
+    placement, delayed = stages.placement, schedule in DELAYED
+    run, more = list(shares), 0.0
+    if schedule != "GPipe" and len(run) > 8 * placement.stages and max(run) - min(run) < 1e-6:
+        # Once a pipeline of equal rows is full, a further row adds its time on the slowest rank.
+        del run[8 * placement.stages :]
+        more = max(busy) * (1.0 - len(run) / len(shares))
+    orders = [order(schedule, placement, place, len(run)) for place in range(mesh.pp)]
+    costs = [[work.seconds(share) for share in run] for work in works]
+    of_rank = [sum(stages.costs[stage] for stage in placement.stages_of(place)) for place in range(mesh.pp)]
+
+    def cost(stage: int, action: Action) -> float:
+        place = placement.rank_of(stage)
+        forward, backward = costs[place][action.micro]
+        seconds = forward if action.kind == "forward" else backward / 2 if delayed else backward
+        return seconds * stages.costs[stage] / of_rank[place]
+
+    busy_here = sum(busy) * len(run) / len(shares)
+    return busy_here / len(busy) / (1.0 - bubble(orders, placement, cost)) + more
+
+
+def _end_of_step(moved: Sequence[Transfer], machine: Machine) -> float:
+    """Seconds of the collectives at the end of a step: sums over replicas, over tp and between stages."""
+    return sum(one.seconds(machine) for one in moved if one.phase == "step")
+
+
+def _update_seconds(model: Blueprint, held: Held, machine: Machine) -> float:
+    """Seconds of norm, clipping and update: gradients are read for the norm, read and written by clipping and read by
+    the optimizer, which reads and writes masters and states; an average is read and written beside the masters. AdamW
+    clips as it steps, and writes gradients back."""
+    masters = held.gradients  # as many, in the same dtype
+    of_gradients = 3 if model.config.optimizer.name == "adamw" else 4
+    moved = 2 * (masters + held.optimizer) + of_gradients * held.gradients
+    if held.average:
+        moved += 2 * held.average + masters
+    return moved / machine.host_memory if model.config.fsdp.cpu_offload else machine.passing(moved)
+
+
+def _trained_tensors(held: Held) -> int:
+    return sum(unit.count * unit.tensors for unit in held.units)
+
+
+def _parts(work: _Work, rows: RowFacts, moved: Sequence[Transfer], machine: Machine) -> list[Part]:
+    """The parts of the slowest stage's time: computing, and each kind of collective, with the seconds that computing
+    does not hide."""
+    total = sum(rows.shares)
+    linear, attention, passes = (sum(of) * total for of in (work.linear, work.attention, work.passes))
+    copies = sum(work.copies) * len(rows.shares)
+    even = rows.utilisation
+    uneven = (linear + attention + passes) * (1 - even)
+    parts = [
+        Part("matrices", linear * even, linear * even),
+        Part("attention", attention * even, attention * even),
+        Part("passes", passes * even, passes * even, note="norms, rotations, activations, logits"),
+        Part("copies of weights", copies, copies, note="casts, and gradients, by FSDP2"),
+        Part("uneven rows", uneven, uneven, note=f"utilisation {even:.0%}"),
+    ]
+    visible = hosted = launched = 0.0
+    for share in rows.shares:
+        for phase in (0, 1):
+            computing = work.device(phase, share)
+            gathered = max(computing, work.gathers[phase])
+            copied = max(gathered, work.hosted[phase])
+            visible, hosted = visible + gathered - computing, hosted + copied - gathered
+            launched += max(0.0, work.launching[phase] - copied)
+    count = len(rows.shares)
+    parts.append(Part("copies from and to the host", sum(work.hosted) * count, hosted, note="computing goes on"))
+    parts.append(
+        Part("launching", sum(work.launching) * count, launched, note="by the host, while the device computes")
+    )
+    hidden = sum(one.seconds(machine) for one in moved if one.hidden)
+    for (name, overlaps), several in _by_name(moved):
+        seconds = sum(one.seconds(machine) for one in several)
+        received = sum(one.received for one in several)
+        waits = visible * seconds / hidden if overlaps and hidden else seconds
+        parts.append(Part(name, seconds, waits, received, "computing goes on" if overlaps else ""))
+    return [part for part in parts if part.seconds > 0]
+
+
+def _by_name(moved: Sequence[Transfer]) -> list[tuple[tuple[str, bool], list[Transfer]]]:
+    """The transfers by (axis and kind, whether computing hides them)."""
+
+    def key(one: Transfer) -> tuple[str, bool]:
+        return f"{one.axis}: {one.kind}", one.hidden
+
+    return [(name, list(several)) for name, several in groupby(sorted(moved, key=key), key)]

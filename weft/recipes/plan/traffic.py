@@ -1,0 +1,235 @@
+"""The communication of a mesh in an optimizer step: each collective, with its group and its bytes.
+
+The formulas are those of docs/reference/parallelism.md. Not counted, because they are small: metrics, the gradient
+norm, numbers of rows for experts, and log-sum-exps of a divided vocabulary.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from weft.config.mesh import MeshSizes
+from weft.engine.selfcheck.context import received_per_token
+from weft.models.train_module import ValueHead
+from weft.recipes.plan.blueprint import Blueprint
+from weft.recipes.plan.holdings import Held, HeldUnit, shard_elements
+from weft.recipes.plan.machines import Machine
+from weft.recipes.plan.memory import last_place, rows_of_a_token
+from weft.recipes.plan.rows import Load
+
+Kind = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "send"]
+Phase = Literal["forward", "backward", "step"]
+_FORWARD: Phase = "forward"
+_BACKWARD: Phase = "backward"
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """A collective of a step. axis, size: its group and the number of ranks in it. stride: difference of the numbers of
+    neighbours in the group. payload: bytes of the whole tensor in one call; for an all-to-all, bytes that a rank deals
+    out, its own part included. calls: number in the step. hidden: whether computing goes on while it runs."""
+
+    what: str
+    kind: Kind
+    axis: str
+    size: int
+    stride: int
+    payload: float
+    calls: float
+    phase: Phase
+    hidden: bool = False
+
+    @property
+    def received(self) -> float:
+        """Bytes that a rank receives in the step; it sends as many."""
+        if self.kind == "send":
+            return self.payload * self.calls
+        once = self.payload * (self.size - 1) / self.size
+        return once * self.calls * (2 if self.kind == "all-reduce" else 1)
+
+    def seconds(self, machine: Machine) -> float:
+        """The seconds of all calls, one after the other."""
+        if not self.payload:
+            return 0.0
+        if self.kind == "send":
+            return self.calls * machine.sending(self.payload, self.stride)
+        if self.kind == "all-to-all":
+            return self.calls * machine.exchanging(self.payload, self.size, self.stride)
+        once = machine.gathering(self.payload, self.size, self.stride)
+        return self.calls * once * (2 if self.kind == "all-reduce" else 1)
+
+
+def transfers(model: Blueprint, mesh: MeshSizes, held: Held, load: Load, *, recompute: bool) -> list[Transfer]:
+    """The collectives of a rank in one step."""
+    found = [
+        *_of_units(model, mesh, held, load),
+        *_of_tp(model, mesh, held, load, recompute=recompute),
+        *_of_cp(model, mesh, held, load, recompute=recompute),
+        *_of_experts(model, mesh, held, load, recompute=recompute),
+        *_of_stages(model, mesh, held, load),
+    ]
+    return [one for one in found if one.size > 1 and one.payload and one.calls]
+
+
+# ---------------------------------------------------------------- FSDP
+
+
+def _of_units(model: Blueprint, mesh: MeshSizes, held: Held, load: Load) -> Iterator[Transfer]:
+    fsdp, precision, rows = model.config.fsdp, model.setup.precision, load.micro_batches
+    for unit in held.units:
+        axis, stride = _group(mesh, unit)
+        gathered, calls = unit.padded * precision.compute.itemsize, rows * unit.count
+        what = f"weights of {unit.name}"
+        yield Transfer(what, "all-gather", axis, unit.shards, stride, gathered, calls, "forward", True)
+        if not model.setup.trained:
+            continue
+        if not unit.keep and fsdp.reshard_after_forward is not False:
+            within = fsdp.reshard_after_forward
+            size = unit.shards if within is True or unit.shards % within else int(within)
+            yield Transfer(what, "all-gather", axis, size, stride, gathered, calls, "backward", True)
+        what, reduced = f"gradients of {unit.name}", unit.trained_padded * precision.reduce.itemsize
+        calls = unit.count if fsdp.reduce == "last" else calls
+        yield Transfer(what, "reduce-scatter", axis, unit.shards, stride, reduced, calls, "backward", True)
+        copies = mesh.dp_replicate * mesh.shards // (unit.shards * (mesh.ep if unit.strategy == "experts" else 1))
+        calls = rows * unit.count if fsdp.reduce == "every" else unit.count
+        end: Phase = "backward" if fsdp.reduce == "every" else "step"
+        yield Transfer(
+            what, "all-reduce", "dp_replicate", copies, stride * unit.shards, reduced / unit.shards, calls, end,
+            fsdp.reduce == "every",
+        )  # fmt: skip
+
+
+def _group(mesh: MeshSizes, unit: HeldUnit) -> tuple[str, int]:
+    """(The name of the group over which a unit is sharded, its stride)."""
+    if unit.strategy == "experts":
+        return "same experts", mesh.tp * mesh.ep
+    return ("dp_shard x cp" if mesh.cp > 1 else "dp_shard"), mesh.tp
+
+
+# ---------------------------------------------------------------- tp
+
+
+def _of_tp(model: Blueprint, mesh: MeshSizes, held: Held, load: Load, *, recompute: bool) -> Iterator[Transfer]:
+    if mesh.tp == 1:
+        return
+    styles, sequence, size = model.styles(mesh.tp), model.sequence(mesh.tp), model.setup.precision.compute.itemsize
+    hidden = model.text.hidden_size * size / load.micro_batches
+    first, last = held.place.pp == 0, held.place.pp == last_place(model, mesh)
+    layers = set(model.layers(mesh.pp, held.place.pp))
+    regions = [name for name in styles.regions if model.layer_of(name) in layers]
+    joined = [name for name in styles.joined if model.layer_of(name) in layers]
+    tokens = load.tokens * hidden
+    blocks = len(regions) * load.micro_batches
+    again = 2 if recompute else 1
+
+    def of(what: str, kind: Kind, payload: float, calls: float, phase: Phase) -> Transfer:
+        return Transfer(what, kind, "tp", mesh.tp, 1, payload, calls, phase)
+
+    kinds: tuple[Kind, ...] = ("all-gather", "reduce-scatter") if sequence else ("all-reduce",)
+    ends = 0 if _norm_follows(model) else len(layers) * load.micro_batches  # no backward needs a layer's last sum
+    for kind in kinds:
+        repeated = blocks * (again - 1) - (ends if recompute and kind == kinds[-1] else 0)
+        yield of("hidden states of blocks", kind, tokens, blocks + repeated, "forward")
+        yield of("hidden states of blocks", kind, tokens, blocks, "backward")
+    for name in joined:
+        width = sum(part.size for part in styles.joined[name].parts)
+        whole = load.tokens * width * size / load.micro_batches
+        yield of("queries and keys of a norm", "all-gather", whole, load.micro_batches * again, "forward")
+        yield of("queries and keys of a norm", "all-reduce", whole, load.micro_batches, "backward")
+    if first:
+        yield of("embeddings", kinds[-1], tokens, load.micro_batches, "forward")
+        if sequence:
+            yield of("embeddings", "all-gather", tokens, load.micro_batches, "backward")
+    if last:
+        if sequence:
+            yield of("last hidden states", "all-gather", tokens, load.micro_batches, "forward")
+        if not isinstance(model.module.head, ValueHead):
+            predicted = load.predicted * hidden
+            yield of("gradient of the head's input", "all-reduce", predicted, load.micro_batches, "backward")
+    yield of("gradients of what ranks have alike", "all-reduce", _alike(model, mesh, held, sequence), 1, "step")
+
+
+def _norm_follows(model: Blueprint) -> bool:
+    """Whether a layer ends with a norm of its last block's output, as gemma3's do."""
+    _, layer = model.module.layers[0]
+    return any(re.match(r"post_(feedforward|mlp|ffn)", name) for name, _ in layer.named_children())
+
+
+def _alike(model: Blueprint, mesh: MeshSizes, held: Held, sequence: bool) -> float:
+    """Bytes of gradients that are summed over tp once per step: of weights that all ranks of tp have whole, and use for
+    their part of the work."""
+    stages, found = model.stages(mesh.pp), 0
+    for weight, inside in model.undivided(mesh.tp):
+        there = stages is None or held.place.pp in stages[1].holders[weight.name]
+        if there and (sequence or inside):
+            found += shard_elements(weight.shape, mesh.shards, 0)
+    return float(found * model.setup.precision.master.itemsize)
+
+
+# ---------------------------------------------------------------- cp
+
+
+def _of_cp(model: Blueprint, mesh: MeshSizes, held: Held, load: Load, *, recompute: bool) -> Iterator[Transfer]:
+    """The exchange of heads, or of keys and values, for documents that are cut. The payload of an all-to-all includes
+    the share of 1 / size that stays on the rank."""
+    ulysses = model.ulysses(mesh.cp, mesh.tp)
+    if ulysses is None or not load.shared:
+        return
+    layers = len(model.built.flops.attention)
+    own = len(model.layers(mesh.pp, held.place.pp)) * layers / len(model.costs[0])
+    heads, keys = received_per_token(model.built.flops, model.checked, mesh.cp, ulysses, mesh.tp)
+    size, again = model.setup.precision.compute.itemsize, 2 if recompute else 1
+    tokens = load.shared * mesh.cp / load.micro_batches  # tokens of the whole group, as received_per_token counts them
+    calls = own * load.micro_batches
+    parts = (
+        ("heads for tokens", "cp (ulysses)", heads, ulysses, mesh.tp),
+        ("keys and values", "cp (ring)", keys, mesh.cp // ulysses, mesh.tp * ulysses),
+    )
+    for what, axis, received, ranks, stride in parts:
+        payload = received / layers * tokens * size * ranks / max(1, ranks - 1)
+        yield Transfer(what, "all-to-all", axis, ranks, stride, payload, calls * again, "forward")
+        yield Transfer(what, "all-to-all", axis, ranks, stride, payload, calls, "backward")
+
+
+# ---------------------------------------------------------------- ep
+
+
+def _of_experts(model: Blueprint, mesh: MeshSizes, held: Held, load: Load, *, recompute: bool) -> Iterator[Transfer]:
+    """The exchange of rows with experts, if routers choose evenly."""
+    if mesh.ep == 1:
+        return
+    there = set(model.layers(mesh.pp, held.place.pp))
+    layers = sum(model.layer_of(name) in there for name in model.experts)
+    row = model.text.hidden_size * model.setup.precision.compute.itemsize
+    payload = load.tokens / load.micro_batches * rows_of_a_token(model) * row
+    calls, again = 2 * layers * load.micro_batches, 2 if recompute else 1
+    yield Transfer("rows to experts, and back", "all-to-all", "ep", mesh.ep, mesh.tp, payload, calls * again, "forward")
+    yield Transfer("rows to experts, and back", "all-to-all", "ep", mesh.ep, mesh.tp, payload, calls, "backward")
+
+
+# ---------------------------------------------------------------- pp
+
+
+def _of_stages(model: Blueprint, mesh: MeshSizes, held: Held, load: Load) -> Iterator[Transfer]:
+    found = model.stages(mesh.pp)
+    if found is None:
+        return
+    stages, _ = found
+    stride, place, placement = mesh.world // mesh.pp, held.place.pp, stages.placement
+    wide = 4 if stages.anatomy.wide else model.setup.precision.compute.itemsize
+    parts = mesh.tp if model.sequence(mesh.tp) else 1
+    payload = load.tokens / load.micro_batches * model.text.hidden_size * wide / parts
+    for stage in placement.stages_of(place):
+        for onward in (True, False):
+            other = placement.neighbour(stage, onward)
+            apart = 0 if other is None else abs(placement.rank_of(other) - place)
+            what, phase = ("hidden states", _FORWARD) if onward else ("their gradients", _BACKWARD)
+            calls = load.micro_batches if apart else 0
+            yield Transfer(what, "send", "pp", mesh.pp, stride * apart, payload, calls, phase, True)
+    tied = sum(shard_elements(w.shape, mesh.shards, 0) for w in model.shared(mesh.pp, place)) / mesh.tp
+    far = stride * (mesh.pp - 1)
+    size = model.setup.precision.master.itemsize
+    yield Transfer("gradient of the tied embedding", "send", "pp", mesh.pp, far, tied * size, 1, "step")

@@ -1,0 +1,172 @@
+"""Observes a step of a rank, real or simulated: every storage, from its creation until it is freed, and every
+collective.
+
+FSDP keeps the storages of gathered parameters and empties them in between, without any event of torch. So a unit's
+storages are checked after every operation that may have filled them, and while they are full.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from weft.engine.engine import Engine
+from weft.launch import flight
+from weft.parallel.fsdp import fsdp_modules
+from weft.parallel.mesh import own_part
+from weft.recipes.plan.observed_collectives import Collectives, parts_of
+from weft.recipes.plan.observed_memory import Life, Moment, Peak, peak_of
+
+# Operations by which FSDP fills gathered parameters: with several ranks, and with one.
+_FILLS = (torch.ops.fsdp.split_with_sizes_copy.default, torch.ops.aten.copy_.default)
+
+# Phases of launch/flight.py in which autograd runs.
+_BACKWARDS = ("backward", "weights")
+
+
+class _Unit:
+    """The gathered parameters of an FSDP unit."""
+
+    def __init__(self, parameters: Iterable[Any]) -> None:
+        self.tensors: list[Tensor] = [tensor for p in parameters for tensor in p.all_gather_outputs]
+        self.bytes = sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)
+        self._first = self.tensors[0].untyped_storage()
+
+    @property
+    def full(self) -> bool:
+        return self._first.nbytes() > 0
+
+
+class Watch(TorchDispatchMode):
+    """Records the operations of this thread inside the context; to be entered once."""
+
+    def __init__(self, engine: Engine) -> None:
+        """engine: before the step, when the optimizer has its state."""
+        super().__init__()
+        self.engine, self.collectives = engine, Collectives(parts_of(engine))
+        self.moments: list[Moment] = []  # one per operation
+        self.lives: list[Life] = []
+        self._phase = ("", 0)
+        self._alive: dict[int, Life] = {}  # by address
+        self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        groups = (unit._get_fsdp_state()._fsdp_param_group for unit in fsdp_modules(engine.module))
+        self._groups: list[Any] = [group for group in groups if group is not None]
+        self._units: dict[int, _Unit] = {}  # index of a group -> its unit, once it was gathered
+        self._full: list[_Unit] = []
+        self._in_head = False
+        head = engine.module.head
+        self._hooks = [
+            head.register_forward_pre_hook(lambda *_: self._head(True)),
+            head.register_forward_hook(lambda *_: self._head(False)),
+        ]
+        for kind, tensors in held_by(engine).items():
+            self._know(tensors, kind)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if DTensor in types:
+            return NotImplemented  # DTensor's own operations are seen one by one
+        out = func(*args, **(kwargs or {}))
+        if func in _FILLS:
+            self._look_for_gathered()
+        self._note()
+        for tensor in tree_iter(out):
+            if isinstance(tensor, Tensor):
+                self._life(tensor)
+        if func.namespace == "fsdp":
+            self._know_buffers(func._schema.name, args, kwargs or {})
+        elif func.namespace == "c10d":
+            self.collectives.add(func._schema.name.removeprefix("c10d::"), args)
+        return out
+
+    def __exit__(self, *error: Any) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        super().__exit__(*error)
+
+    def peak(self) -> Peak:
+        """The most that was in memory at once."""
+        return peak_of(self.lives, self.moments)
+
+    def _head(self, runs: bool) -> None:
+        self._in_head = runs
+
+    def _note(self) -> None:
+        phase = flight.recorder.phase, flight.recorder.micro_batch
+        if phase != self._phase:
+            if self._phase[0] in (*_BACKWARDS, "reduce"):
+                self._know(_gradients_of(self._groups), "gradients")
+            self._phase = phase
+        if self._full and not all(unit.full for unit in self._full):
+            self._full = [unit for unit in self._full if unit.full]
+        gathered, node, again = sum(unit.bytes for unit in self._full), -1, False
+        if phase[0] in _BACKWARDS:
+            current = torch._C._current_autograd_node()
+            if current is not None:
+                node, again = current._sequence_nr(), torch.is_grad_enabled()
+        self.moments.append(Moment(*phase, gathered, node, again))
+
+    def _life(self, tensor: Tensor) -> Life:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        life = self._alive.get(key)
+        if life is None:
+            kind = "head" if self._in_head else None
+            life = self._alive[key] = Life(storage.nbytes(), len(self.moments), kind=kind)
+            self.lives.append(life)
+            self._references[key] = weakref.ref(storage, lambda _: self._gone(key))
+        return life
+
+    def _gone(self, key: int) -> None:
+        self._alive.pop(key).died = len(self.moments)
+        del self._references[key]
+
+    def _know(self, tensors: Iterable[Tensor], kind: str) -> None:
+        for tensor in tensors:
+            self._life(tensor).kind = kind
+
+    def _know_buffers(self, operation: str, args: Any, kwargs: Any) -> None:
+        """Note the buffers that FSDP packs for its collectives."""
+        if operation == "fsdp::all_gather_copy_in":
+            self._know(args[1:2], "gathered")
+        elif operation == "fsdp::chunk_cat":
+            self._know([*args[0], kwargs["out"] if "out" in kwargs else args[3]], "unreduced")
+
+    def _look_for_gathered(self) -> None:
+        for place, group in enumerate(self._groups):
+            if place not in self._units and all(p.all_gather_outputs for p in group.fsdp_params):
+                unit = self._units[place] = _Unit(group.fsdp_params)
+                for tensor in unit.tensors:
+                    life = self._life(tensor)
+                    life.kind, life.bytes = "gathered", 0  # the unit counts the bytes
+        self._full = [unit for unit in self._units.values() if unit.full]
+
+
+def held_by(engine: Engine) -> dict[str, list[Tensor]]:
+    """The tensors that an engine holds on this rank, by class: weights, optimizer state and gradients."""
+    assert engine.optimizer is not None
+    parameters = list(engine.module.parameters())
+    states = [value for state in engine.optimizer.state.values() for value in state.values()]
+    average = [] if engine.ema is None else list(engine.ema.shards.values())
+    return {
+        "weights": [*map(own_part, parameters), *engine.module.buffers()],
+        "optimizer": [*(own_part(value) for value in states if isinstance(value, Tensor)), *average],
+        "gradients": [own_part(parameter.grad) for parameter in parameters if parameter.grad is not None],
+    }
+
+
+def _gradients_of(groups: Iterable[Any]) -> Iterator[Tensor]:
+    """Gradients of FSDP's groups, with those that are not reduced before the step's last micro-batch."""
+    for group in groups:
+        if group._partial_reduce_output is not None:
+            yield group._partial_reduce_output
+        for parameter in group.fsdp_params:
+            for gradient in (parameter.unsharded_accumulated_grad, parameter.sharded_param.grad):
+                if gradient is not None:
+                    yield own_part(gradient)

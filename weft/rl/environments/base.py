@@ -1,0 +1,73 @@
+"""Environments: the protocol by which user code answers the policy over several turns. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from weft.config.rl_schema import RlConfig
+from weft.errors import UserError
+from weft.importing import import_named
+from weft.inference.types import Prompt
+
+
+@dataclass(frozen=True)
+class Reply:
+    """An environment's reply to an answer.
+
+    Set one of messages, text and tokens. messages: tool results or user turns, which the chat template renders; images
+    are given as in prompts (paths are relative to the folder where weft was started). text, tokens: appended to the
+    answer as they are. calls: the answer's tool calls, as in a message's `tool_calls`, for templates that need them to
+    render results. done: whether the conversation ends; nothing is appended then. reward: summed over the turns. notes:
+    recorded with the sample.
+    """
+
+    messages: Sequence[Mapping[str, Any]] = ()
+    text: str | None = None
+    tokens: Sequence[int] | None = None
+    calls: Sequence[Mapping[str, Any]] = ()
+    done: bool = False
+    reward: float | None = None
+    notes: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Environment:
+    """Answers the policy in one conversation. One object is created per sample, without arguments, in its own process.
+    Methods may be coroutines or plain functions.
+
+    tools: JSON schemas of the functions that the chat template offers to the policy. gives_reward: whether the replies'
+    rewards count, under the name `environment`.
+    """
+
+    tools: Sequence[Mapping[str, Any]] = ()
+    gives_reward: bool = False
+
+    async def start(self, prompt: Prompt) -> None:
+        """Called before the first answer. prompt: has all columns of its row."""
+
+    async def step(self, text: str, tokens: Sequence[int]) -> Reply:
+        """The reply to an answer. text: the decoded answer without its end token. tokens: with the end token."""
+        raise NotImplementedError
+
+    async def close(self) -> None:
+        """Called after the last answer, unless the process has died."""
+
+
+def environment_class(config: RlConfig) -> type[Environment] | None:
+    """The class at rl.environment, or None. UserError if it is no Environment, or if the run would have no rewards."""
+    path = config.rl.environment
+    if path is None:
+        return None
+    found = import_named(path, "rl.environment")
+    if not (isinstance(found, type) and issubclass(found, Environment)):
+        raise UserError(
+            f"rl.environment: {path} is no environment: write a class of weft.rl.environments.base.Environment "
+            "(docs/how-to/environments.md)."
+        )
+    if not config.rl.reward and not found.gives_reward:
+        raise UserError(
+            f"rl.reward is empty, and {path} gives no rewards: name a reward function, or set gives_reward = True in "
+            "the class and `reward` in its replies."
+        )
+    return found

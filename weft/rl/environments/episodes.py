@@ -1,0 +1,152 @@
+"""Conversations with environments: calls to the environment processes, and the tokens of replies."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from weft.config.rl_schema import RlConfig
+from weft.data.encode import Encoding, read_encoding
+from weft.data.images import Images
+from weft.data.prompt_images import PromptImages
+from weft.engine.batch.media import ImageRoom
+from weft.errors import BadRowError, UserError
+from weft.inference.types import Prompt
+from weft.rl.chat import ChatRenderer
+from weft.rl.environments.base import Environment, Reply, environment_class
+from weft.rl.environments.pool import EnvironmentPool
+from weft.rl.workers import Worker, WorkerError
+
+_GRACE = 1.0  # seconds to cancel a late coroutine before its process is killed
+
+
+class EnvironmentFailure(Exception):
+    """The environment's code raised, ended its process, exceeded the time limit or gave an unreadable reply. Only this
+    sample is lost."""
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """The tokens that follow an answer. replied: as in Sample, with the images among these tokens."""
+
+    tokens: list[int]
+    replied: PromptImages | None
+
+
+@dataclass(frozen=True)
+class Episodes:
+    """Settings of all conversations. most_tokens: limit of a conversation, after its prompt. timeout: seconds of one
+    call. room: what a row of the trainers holds of a sample with images; None for a model of text."""
+
+    kind: type[Environment]
+    pool: EnvironmentPool
+    chats: ChatRenderer
+    max_turns: int
+    most_tokens: int
+    timeout: float
+    room: ImageRoom | None = None
+
+    async def open(self) -> Conversation:
+        """A new environment in its own process. UserError if it cannot be imported there."""
+        return Conversation(self.kind.__qualname__, await self.pool.open(), self.timeout)
+
+    def max_completion_tokens(self, prompt: Prompt, replied: PromptImages | None) -> int:
+        """The most tokens that a conversation may have after its prompt. Images of replies lower the limit, because the
+        sample must fit into one row. Images of the prompt alone were checked before training."""
+        if self.room is None or replied is None:
+            return self.most_tokens
+        return min(self.most_tokens, self.room.tokens - self.room.of(replied.patches) - len(prompt.tokens))
+
+    def given(self, prompt: Prompt, reply: Reply, ended: bool, replied: PromptImages | None) -> Given:
+        """What a reply puts after an answer. ended: whether the answer has an end token. replied: images of earlier
+        replies. UserError if the chat template cannot render the reply, EnvironmentFailure if it cannot be read."""
+        if reply.tokens is None and reply.text is None:
+            return self._of_messages(prompt, reply, ended, replied)
+        tokens = list(reply.tokens) if reply.tokens is not None else self.chats.tokens([str(reply.text)])[0]
+        if set(tokens) & set(prompt.placeholders):
+            raise EnvironmentFailure(
+                f"{self.kind.__name__}.step replied with a token that stands for an image: images are parts of "
+                "`messages`"
+            )
+        return Given(tokens, replied)
+
+    def _of_messages(self, prompt: Prompt, reply: Reply, ended: bool, replied: PromptImages | None) -> Given:
+        if not reply.messages:
+            raise UserError(
+                f"rl.environment: {self.kind.__name__} replied nothing to an answer to {prompt.source} and was not "
+                "done: give `messages`, `text` or `tokens`, or set done=True."
+            )
+        if prompt.messages is None:
+            raise UserError(
+                f"{prompt.source}: the prompt is a text, and rl.environment replies with messages: write prompts as "
+                "messages (or set rl.chat=true), or reply with `text`."
+            )
+        try:
+            found = self.chats.continuation(prompt, reply.messages, reply.calls, replied)
+        except BadRowError as error:
+            raise EnvironmentFailure(f"{self.kind.__name__}.step: {error}") from error
+        if found.replied is not None and self.room is not None and self.room.refusal:
+            raise UserError(
+                f"rl.environment: {self.kind.__name__} replied with an image, and this model cannot be trained on "
+                f"images: {self.room.refusal}."
+            )
+        return Given([*(() if ended else found.closing), *found.tokens], found.replied)
+
+
+class Conversation:
+    """One environment in its process. Methods raise EnvironmentFailure."""
+
+    def __init__(self, name: str, worker: Worker, timeout: float) -> None:
+        self._name, self._worker, self._timeout = name, worker, timeout
+        self._gone = False
+
+    async def start(self, prompt: Prompt) -> None:
+        """Call Environment.start."""
+        await self._call("start", prompt)
+
+    async def step(self, text: str, tokens: Sequence[int]) -> Reply:
+        """Call Environment.step; returns the reply."""
+        reply: Reply = await self._call("step", text, tokens)
+        return reply
+
+    async def close(self) -> None:
+        """Call Environment.close if its process still runs; then end the process and its children."""
+        try:
+            if not self._gone:
+                await self._call("close")
+        finally:
+            await self._worker.end()
+
+    async def _call(self, method: str, *arguments: Any) -> Any:
+        try:
+            result, error = await self._worker.ask((method, arguments, self._timeout), self._timeout + _GRACE)
+        except WorkerError as failure:
+            self._gone = True
+            late = f" took more than {self._timeout:g} seconds"
+            error = late if failure.late else f": its process {failure}"
+        except asyncio.CancelledError:
+            self._gone = True
+            raise
+        if error is not None:
+            raise EnvironmentFailure(f"{self._name}.{method}{error}")
+        return result
+
+
+def load_environment(
+    config: RlConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    encoding: Encoding | None = None,
+    images: Images | None = None,
+) -> Episodes | None:
+    """The Episodes of a config, or None without rl.environment. encoding: how chats are encoded; default: the config's.
+    images: the image settings of a vision model."""
+    kind, path = environment_class(config), config.rl.environment
+    if kind is None or path is None:
+        return None
+    chats = ChatRenderer(tokenizer, encoding or read_encoding(config.data, tokenizer), images)
+    longest = config.rollout.max_new_tokens
+    return Episodes(kind, EnvironmentPool(path), chats, config.rl.max_turns, longest, config.rl.environment_timeout)

@@ -1,0 +1,324 @@
+"""The rewards of a run: scoring samples with reward functions, and counting failures."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from weft.config.rl_schema import RlAlgorithm, reward_names
+from weft.config.yaml12 import override
+from weft.errors import UserError
+from weft.inference.types import Prompt, Sample
+from weft.launch.machine import cpu_cores
+from weft.rl.rewards.builtin import INLINE, has_reference, reference_answers
+from weft.rl.rewards.calls import GIVEN, Batch, Outcome, RewardFunction, RewardSignature, RewardSpec
+from weft.rl.rewards.pool import RewardPool
+
+ENVIRONMENT = "environment"  # the reward that comes from replies of an environment
+_NEWS = 3  # most messages about failures between two calls of `metrics`
+_MOST_WORKERS = 16
+
+_OF_MESSAGES = (
+    ". Where prompts are messages, or with rl.chat, completions are lists of messages, as in TRL: the text of one is "
+    "completions[i][-1]['content'], or weft.rl.rewards.builtin.completion_text(completions[i])."
+)
+
+# Answers for `Rewards.try_out`: the right one, a sentence, and what many functions look for. ANSWER is replaced by the
+# row's reference answer.
+_STAND_INS = (
+    "ANSWER",
+    "This is a stand-in for an answer.",
+    "<think>\nThis is a stand-in for a thought.\n</think>\n\n<answer>ANSWER</answer>\n\\boxed{ANSWER}\n#### ANSWER",
+)
+
+
+class Failures:
+    """Counts of calls and failures by function."""
+
+    def __init__(self) -> None:
+        self._asked, self._failed, self._last = Counter[str](), Counter[str](), dict[str, str]()
+        self._news: list[str] = []
+
+    def count(self, name: str, sample: Sample, error: str | None) -> None:
+        """Count one call for a sample. error: None if it succeeded."""
+        self._asked[name] += 1
+        if error is None:
+            return
+        self._last[name] = f"sample {sample.id} ({sample.prompt.source}): {error}"
+        self._failed[name] += 1
+        if self._failed.total() <= _NEWS:
+            self._news.append(f"reward   {name} failed for {self._last[name]}")
+
+    def metrics(self) -> dict[str, float]:
+        """`rewards/failed`, in total and per function with failures; resets the counts. UserError if a function, or the
+        environment, failed for every sample."""
+        failed, asked, last = self._failed, self._asked, self._last
+        self._asked, self._failed, self._last = Counter(), Counter(), {}
+        for name, count in failed.items():
+            if count == asked[name]:
+                key = "rl.environment" if name == ENVIRONMENT else f"rl.reward: {name}"
+                raise UserError(
+                    f"{key} failed for every one of the {count} samples of this step: nothing is left to learn from. "
+                    f"The last: {last[name]}{_about_messages(last[name])}"
+                )
+        by_name = {f"rewards/{name}/failed": float(count) for name, count in failed.items()}
+        return {"rewards/failed": float(failed.total()), **by_name}
+
+    def pop_messages(self) -> list[str]:
+        """Messages about the first failures since the last call."""
+        news, self._news = self._news, []
+        return news
+
+
+class Rewards:
+    """Scores samples with the reward functions: built-in ones that cannot hang run here, others in worker processes. A
+    failed call loses only its sample."""
+
+    def __init__(self, config: RlAlgorithm, given: Mapping[str, bytes] | None = None) -> None:
+        """given: pickled functions by their name in rl.reward."""
+        self.functions = [
+            RewardSpec(name, path, _options(config, name), (given or {}).get(path))
+            for name, path in zip(reward_names(config.reward), config.reward, strict=True)
+        ]
+        weights = config.reward_weights or (1.0,) * len(self.functions)
+        self.weights = {ENVIRONMENT: 1.0, **{f.name: w for f, w in zip(self.functions, weights, strict=True)}}
+        self.column = config.reward_column
+        self._environment = config.environment is not None
+        self._inline = {f.name: RewardFunction(f) for f in self.functions if f.path in INLINE}
+        self._outside = [f for f in self.functions if f.name not in self._inline]
+        self._pool = RewardPool(
+            self._outside, config.reward_workers or min(cpu_cores(), _MOST_WORKERS), config.reward_timeout
+        )
+        self._signatures: dict[str, RewardSignature] = {}
+        self._columns: dict[str, None] = {}  # of all rows, in order
+
+    async def start(self, prompts: Sequence[Prompt] = ()) -> None:
+        """Import the functions. UserError if that fails, or if a prompt lacks a column that a function requires."""
+        if self._outside:
+            found = await self._pool.describe()
+            self._signatures = {f.name: d for f, d in zip(self._outside, found, strict=True)}
+        self._signatures |= {name: function.signature for name, function in self._inline.items()}
+        for prompt in prompts:
+            self._check(prompt)
+            self._columns.update(dict.fromkeys(prompt.columns))
+
+    async def try_out(self, prompts: Sequence[Prompt], encode: Callable[[str], list[int]]) -> list[str]:
+        """Call each function once, with stand-in answers to the first prompt that it scores and all columns of that
+        row. Returns a line per function with its values; UserError if a function raises, or returns no number, for each
+        answer. Of a function that exceeds the time limit, or of a run with an environment, errors are in the line.
+
+        encode: the tokens of a text. Call start() first.
+        """
+        return list(await asyncio.gather(*(self._tried(function, prompts, encode) for function in self.functions)))
+
+    def lines(self) -> list[str]:
+        """A line per function with its weight and arguments. Call start() first."""
+        lines = []
+        for function in self.functions:
+            signature = self._signatures[function.name]
+            arguments = [name for name in signature.columns if name in GIVEN or name in signature.required]
+            arguments += ["the right answer"] * signature.reference
+            arguments += ["and all other columns" if arguments else "all columns"] * signature.takes_all
+            lines.append(
+                f"{function.path}, weight {self.weights[function.name]:g}; arguments: {', '.join(arguments) or 'none'}"
+            )
+        return lines
+
+    async def score(self, samples: Sequence[Sample], failures: Failures) -> None:
+        """Set `rewards` and `reward` of each sample, from its text.
+
+        Consecutive samples of one prompt are scored in one call per function. `reward` stays None, and the sample is
+        not trained, if all functions return None or one fails. failures: counts the calls.
+        """
+        if not self._signatures:
+            await self.start()
+        groups = [list(group) for _, group in groupby(samples, lambda sample: id(sample.prompt))]
+        await asyncio.gather(*(self._call(f, group, failures) for group in groups for f in self.functions))
+        for sample in samples:
+            self._sum(sample, failures)
+
+    async def __aenter__(self) -> Rewards:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """End the worker processes."""
+        await self._pool.close()
+
+    async def _call(self, function: RewardSpec, group: Sequence[Sample], failures: Failures) -> None:
+        """Score samples of one prompt with one function."""
+        samples = [sample for sample in group if "error" not in sample.notes]
+        if not samples or function.name not in self._named(samples[0].prompt):
+            return
+        for sample, outcome in zip(samples, await self._outcomes(function, samples), strict=True):
+            _note(function.name, sample, outcome)
+            failures.count(function.name, sample, outcome.error)
+
+    async def _outcomes(self, function: RewardSpec, samples: Sequence[Sample]) -> list[Outcome]:
+        """What one function returns for samples of one prompt."""
+        batch = self._batch(function, samples)
+        inline = self._inline.get(function.name)
+        return inline(batch) if inline is not None else await self._pool.call(self._outside.index(function), batch)
+
+    async def _tried(self, function: RewardSpec, prompts: Sequence[Prompt], encode: Callable[[str], list[int]]) -> str:
+        """Call one function with the stand-in answers to the first prompt that it scores; returns a line."""
+        prompt = next((prompt for prompt in prompts if function.name in self._named(prompt)), None)
+        if prompt is None:
+            return f"{function.name}: no prompt names it in column `{self.column}`: it is never called"
+        right = next(iter(reference_answers(prompt.columns)), "42")
+        texts = [text.replace("ANSWER", str(right)) for text in _STAND_INS]
+        samples = [stand_in(prompt, number, text, encode(text)) for number, text in enumerate(texts)]
+        where = f"{len(samples)} stand-in answers to {prompt.source}"
+        try:
+            outcomes = await self._outcomes(function, samples)
+        except UserError as error:
+            raise UserError(f"{error} It is defined at {self._signatures[function.name].source}.") from error
+        errors = [outcome.error for outcome in outcomes if outcome.error is not None]
+        values = ", ".join("no reward" if outcome.value is None else f"{outcome.value:g}" for outcome in outcomes)
+        line = f"{function.name}: {values} for {where}"
+        if not errors:
+            return line
+        # A slow function may be waking a judge, and replies of an environment, which a function may need, are missing.
+        if len(errors) < len(samples) or any(outcome.late for outcome in outcomes) or self._environment:
+            return f"{line}; the last error: {errors[-1]}"
+        source = self._signatures[function.name].source
+        raise UserError(
+            f"rl.reward: {function.name}{f' ({source})' if source else ''} fails for each of {where}: {errors[-1]}"
+            f"{_about_messages(errors[-1])}"
+        )
+
+    def _sum(self, sample: Sample, failures: Failures) -> None:
+        error = sample.notes.get("error")
+        if ENVIRONMENT in sample.rewards or error:
+            failures.count(ENVIRONMENT, sample, error)
+        order = [*(f.name for f in self.functions), ENVIRONMENT]  # calls end in any order
+        sample.rewards = {name: sample.rewards[name] for name in order if name in sample.rewards}
+        said = {name: value for name, value in sample.rewards.items() if value is not None}
+        lost = error or "reward_errors" in sample.notes
+        sample.reward = None if lost or not said else sum(self.weights[name] * value for name, value in said.items())
+
+    def _batch(self, function: RewardSpec, samples: Sequence[Sample]) -> Batch:
+        prompt, signature = samples[0].prompt, self._signatures[function.name]
+        names = [name for name in signature.columns if name in prompt.columns]
+        if signature.takes_all:  # a row without a column of other rows has None there, as in a table
+            others = {**self._columns, **dict.fromkeys(prompt.columns)}
+            names += [name for name in others if name not in signature.columns]
+        chat, ids = prompt.messages is not None, signature.takes_all or "completion_ids" in signature.columns
+        return Batch(
+            prompts=[list(prompt.messages) if prompt.messages is not None else prompt.text for _ in samples],
+            completions=[_said(sample) if chat else sample.text for sample in samples],
+            completion_ids=[sample.completion() if ids else () for sample in samples],
+            columns={name: [prompt.columns.get(name)] * len(samples) for name in names},
+        )
+
+    def _named(self, prompt: Prompt) -> Sequence[str]:
+        """The names of the functions that score answers to a prompt."""
+        if self.column is None:
+            return [function.name for function in self.functions]
+        named = prompt.columns.get(self.column)
+        return [named] if isinstance(named, str) else list(named or ())
+
+    def _check(self, prompt: Prompt) -> None:
+        asked = self._named(prompt)
+        known = [function.name for function in self.functions]
+        if self.column is not None and (not asked or set(asked) - set(known)):
+            raise UserError(
+                f"{prompt.source}: rl.reward_column: `{self.column}` is {prompt.columns.get(self.column)!r}, which is "
+                f"none of rl.reward: {', '.join(known)}."
+            )
+        for name in asked:
+            if problem := _missing(name, self._signatures[name], prompt):
+                raise UserError(f"{prompt.source}: rl.reward: {problem}")
+
+
+def decode(samples: Sequence[Sample], tokenizer: PreTrainedTokenizerBase) -> None:
+    """Set `text` of each sample: all tokens after the prompt, decoded without special tokens."""
+    texts = tokenizer.batch_decode([sample.completion() for sample in samples], skip_special_tokens=True)
+    for sample, text in zip(samples, texts, strict=True):
+        sample.text = text
+
+
+def stand_in(prompt: Prompt, number: int, text: str, completion: Sequence[int]) -> Sample:
+    """A sample that no policy made. completion: the tokens of its text."""
+    tokens = np.array([*prompt.tokens, *completion], np.int64)
+    sampled = np.arange(len(tokens)) >= len(prompt.tokens)
+    zeros, versions = np.zeros(len(tokens), np.float32), np.zeros(len(tokens), np.int32)
+    return Sample(prompt, number, tokens, sampled, zeros, versions, "end", text=text)
+
+
+def try_rewards(
+    reward: Sequence[str],
+    completions: Sequence[str],
+    *,
+    prompt: str | Sequence[Mapping[str, Any]] = "",
+    timeout: float = 30.0,
+    **columns: Any,
+) -> list[dict[str, Any]]:
+    """Score completions of one prompt as in a run, to test reward functions before training.
+
+    reward: as in rl.reward. prompt: a text, or messages; with messages, functions get each completion as a list of
+    messages. timeout: seconds of one call. columns: the prompt's other columns. Functions get the bytes of a completion
+    as completion_ids. Returns a row per completion: `reward`, the value of each function, and `errors` by function.
+    """
+    messages = None if isinstance(prompt, str) else tuple(prompt)
+    text = prompt if isinstance(prompt, str) else "\n".join(str(message.get("content", "")) for message in prompt)
+    asked = Prompt(0, 0, (), text, messages, columns, "the prompt")
+    samples = [stand_in(asked, number, text, list(text.encode())) for number, text in enumerate(completions)]
+
+    async def run() -> None:
+        rewards = Rewards(RlAlgorithm(reward=tuple(reward), reward_timeout=timeout, reward_workers=1))
+        async with rewards:
+            await rewards.start([asked])
+            await rewards.score(samples, Failures())
+
+    asyncio.run(run())
+    return [
+        {"reward": sample.reward, **sample.rewards, "errors": sample.notes.get("reward_errors", {})}
+        for sample in samples
+    ]
+
+
+def _about_messages(error: str) -> str:
+    """What to add to an error of a function that took a list of messages for a text; "" for other errors."""
+    return _OF_MESSAGES if "'list'" in error or "'dict'" in error else ""
+
+
+def _missing(name: str, signature: RewardSignature, prompt: Prompt) -> str | None:
+    """A message about a column that a function needs and a prompt's row lacks; None if the row has all."""
+    absent = next((column for column in signature.required if column not in prompt.columns), None)
+    if absent is None and (not signature.reference or has_reference(prompt.columns)):
+        return None
+    columns = ", ".join(f"`{column}`" for column in prompt.columns) or "no columns beside the prompt"
+    named = override("data.columns", {absent or "answer": "COLUMN"})
+    if absent is None:
+        return f"{name} needs the right answer, and the row has {columns}. Set {named}."
+    return (
+        f"{name} asks for `{absent}`, and the row has {columns}. Weft gives {', '.join(GIVEN)} and the columns of the "
+        f"data: set {named}, or give the parameter a default."
+    )
+
+
+def _note(name: str, sample: Sample, outcome: Outcome) -> None:
+    sample.rewards[name] = outcome.value
+    if outcome.notes:
+        sample.notes[name] = dict(outcome.notes)
+    if outcome.error is not None:
+        sample.notes.setdefault("reward_errors", {})[name] = outcome.error
+
+
+def _said(sample: Sample) -> list[dict[str, Any]]:
+    said: list[dict[str, Any]] | None = sample.notes.get("messages")
+    return said if said is not None else [{"role": "assistant", "content": sample.text}]
+
+
+def _options(config: RlAlgorithm, name: str) -> dict[str, Any]:
+    found = ((option.rpartition("."), value) for option, value in config.reward_options.items())
+    return {argument: value for (of, _, argument), value in found if of == name}

@@ -1,0 +1,93 @@
+"""Adapters in the parity harness: giving them random values, saving them for peft, and renaming tensors as in adapter
+files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from weft.checkpoint.adapters import save_adapter
+from weft.config.schema import OptimizerConfig
+from weft.engine.engine import Engine
+from weft.launch.scratch import scratch_folder
+from weft.models.lora import is_adapters
+from weft.models.patterns import matches
+from weft.parallel.shards.adapter_files import PREFIX, file_names
+from weft.parallel.shards.boxes import Box
+from weft.parallel.shards.cuts import full_shape, shards_of
+from weft.verify.observed import Observed, Tensors
+
+
+@torch.no_grad()
+def randomize_adapters(engine: Engine) -> None:
+    """Give new adapters random values: with B = 0, A has no gradient, and errors in A would be invisible."""
+    if engine.lora is None or engine.lora.path is not None:
+        return
+    cuts = engine.divided.cuts
+    for number, (name, parameter) in enumerate(engine.module.named_parameters()):
+        if is_adapters(name):
+            shape = full_shape(name, parameter, cuts)
+            values = torch.randn(shape, generator=torch.Generator().manual_seed(number))
+            values *= 0.1 if name.endswith(".B") else shape[1] ** -0.5  # ten times more would make a model chaotic
+            for shard in shards_of(parameter, cuts.get(name)):
+                shard.values.copy_(values[shard.box.within(Box.whole(shape))])
+
+
+@contextmanager
+def saved_adapter(engine: Engine) -> Iterator[str | None]:
+    """Inside, a folder with the engine's current adapter; None if it has none. Collective."""
+    if engine.lora is None:
+        yield None
+        return
+    with scratch_folder("adapter-") as own:
+        shared = [str(own)]
+        dist.broadcast_object_list(shared, src=0, group=engine.ranks.group)
+        folder = f"{shared[0]}/adapter"
+        save_adapter(engine, folder)
+        yield folder
+        dist.barrier(engine.ranks.group)
+
+
+def _names(engine: Engine) -> dict[str, str]:
+    """Name of a trained tensor -> its name in the reference, which is the name in the adapter's file without prefix."""
+    if engine.lora is None:
+        return {}
+    trained = (name for name in engine.whole_parameters() if engine.lora.trains(name))
+    return {ours: stored.removeprefix(PREFIX) for ours, stored in file_names(trained).items()}
+
+
+def as_in_files(engine: Engine, tensors: Tensors) -> Tensors:
+    """The tensors under the reference's names."""
+    names = _names(engine)
+    return {names.get(name, name): tensor for name, tensor in tensors.items()}
+
+
+def optimizer_by_files(engine: Engine) -> OptimizerConfig:
+    """The engine's optimizer config, with the reference's names in optimizer.groups."""
+    config = engine.config.optimizer
+    if engine.lora is None:
+        return config
+    groups = [
+        replace(group, match=tuple(theirs for ours, theirs in _names(engine).items() if _is_named(group.match, ours)))
+        for group in config.groups
+    ]
+    return replace(config, groups=tuple(groups))
+
+
+def _is_named(patterns: Iterable[str], name: str) -> bool:
+    return any(matches(pattern, name) for pattern in patterns)
+
+
+def renamed(engine: Engine, seen: Observed) -> Observed:
+    """The observations under the reference's names."""
+    return replace(
+        seen,
+        gradients=[as_in_files(engine, gradients) for gradients in seen.gradients],
+        micro_gradients=as_in_files(engine, seen.micro_gradients),
+        behind=None if seen.behind is None else (seen.behind[0], as_in_files(engine, seen.behind[1])),
+        weights=as_in_files(engine, seen.weights),
+    )

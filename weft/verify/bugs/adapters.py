@@ -1,0 +1,60 @@
+"""Bugs of adapters: their scale, their files, and the base model without them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from weft.parallel.shards.boxes import Shard
+from weft.verify.bugs import LOGPROB, Original, Plant, bug
+
+BASE = "tests/test_lora.py: without its adapter a model is its base"
+
+
+@bug(
+    "B21", "weft.checkpoint.adapters:adapter_shards",
+    "a saved adapter holds the first rank's slice, and zeros",
+    caught_by=LOGPROB, seen="huggingface/accelerate#4206", ranks=2, needs="adapters (lora.rank)",
+)  # fmt: skip
+def first_slice_of_the_adapter(plant: Plant, original: Original, engine: Any) -> dict[str, list[Shard]]:
+    shards: dict[str, list[Shard]] = original(engine)
+    if dist.get_rank() == 0:
+        return shards
+    plant.hit()
+    return {name: [replace(s, values=torch.zeros_like(s.values)) for s in own] for name, own in shards.items()}
+
+
+@bug(
+    "B30", "weft.models.low_rank:AdapterSwitch.off",
+    "the adapter stays on when the base model is asked for",
+    caught_by=BASE, seen="huggingface/trl#6527", needs="adapters (lora.rank)",
+)  # fmt: skip
+@contextmanager
+def adapter_stays_on(plant: Plant, original: Original, self: Any) -> Iterator[None]:
+    plant.hit()
+    yield
+
+
+@bug(
+    "B33", "weft.models.lora:scaling",
+    "adapters are scaled by alpha, not by alpha / rank",
+    caught_by=LOGPROB, seen="Blaizzy/mlx-vlm#841", needs="adapters (lora.rank)",
+)  # fmt: skip
+def alpha_not_divided(plant: Plant, original: Original, alpha: float, rank: int, rslora: bool) -> float:
+    plant.hit()
+    return alpha
+
+
+@bug(
+    "B33", "weft.models.lora:scaling",
+    "lora.rslora is ignored: alpha / rank instead of alpha / sqrt(rank)",
+    caught_by=LOGPROB, seen="NVIDIA/TensorRT-LLM#1668", needs="adapters with lora.rslora",
+)  # fmt: skip
+def rslora_ignored(plant: Plant, original: Original, alpha: float, rank: int, rslora: bool) -> float:
+    plant.hits += rslora
+    return float(original(alpha, rank, False))

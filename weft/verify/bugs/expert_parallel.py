@@ -1,0 +1,118 @@
+"""Bugs of expert parallelism: rows at the wrong expert, or back at the wrong token; gradients of experts and routers.
+
+The checks of a small copy before the start would catch most of them. There they are inactive (`rehearsing`), so that
+figures show them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.ops.dispatch import Dispatched, ExpertAxis
+from weft.parallel.mesh import own_part
+from weft.parallel.shards.cuts import Cut, Cuts
+from weft.verify.bugs import GRADIENTS, LOGPROB, NORM, Original, Plant, bug, rehearsing
+
+NEEDS = "mesh.ep above 1"
+
+
+# ---------------------------------------------------------------- gradients
+
+
+def _scaled(plant: Plant, original: Original, engine: Any, factor: Callable[[Any], float]) -> None:
+    done = engine._complete
+    original(engine)
+    for name, parameter in engine.module.named_parameters():
+        if not done and parameter.grad is not None and ".experts." in name and engine.mesh.ep is not None:
+            plant.hit()
+            own_part(parameter.grad).mul_(factor(engine))
+
+
+@bug(
+    "B14", "weft.engine.engine:Engine._complete_gradients",
+    "gradients of experts, complete on the rank that holds them, are divided by the ranks of ep",
+    caught_by=GRADIENTS, seen="pytorch/pytorch#160285", ranks=2, needs=NEEDS,
+)  # fmt: skip
+def experts_averaged(plant: Plant, original: Original, engine: Any) -> None:
+    _scaled(plant, original, engine, lambda engine: 1 / engine.mesh.ep.size)
+
+
+@bug(
+    "B14", "weft.engine.engine:Engine._complete_gradients",
+    "gradients of experts are multiplied by the ranks of ep, as if each had seen a part of the tokens only",
+    caught_by=GRADIENTS, seen="NVIDIA/Megatron-LM#5956", ranks=2, needs=NEEDS,
+)  # fmt: skip
+def experts_multiplied(plant: Plant, original: Original, engine: Any) -> None:
+    _scaled(plant, original, engine, lambda engine: float(engine.mesh.ep.size))
+
+
+@bug(
+    "B14", "weft.models.experts:experts_forward",
+    "outputs of experts are weighted by scores without a gradient, so that routers do not learn",
+    caught_by=GRADIENTS, seen="NVIDIA-NeMo/Automodel#2995", ranks=2, needs=NEEDS,
+)  # fmt: skip
+def router_detached(
+    plant: Plant, original: Original, experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor
+) -> Any:
+    if rehearsing():
+        return original(experts, hidden, chosen, weights)
+    plant.hit()
+    return original(experts, hidden, chosen, weights.detach())
+
+
+@bug(
+    "B14", "weft.engine.engine:global_norm",
+    "the norm has the gradients of this rank's experts alone",
+    caught_by=NORM, seen="NVIDIA/Megatron-LM#7452", ranks=2, needs=NEEDS,
+)  # fmt: skip
+def experts_norm_apart(plant: Plant, original: Original, named: Any, cuts: Cuts, *rest: Any) -> float:
+    plant.hits += bool(cuts)
+    return float(original(named, {}, *rest))
+
+
+# ---------------------------------------------------------------- which rows an expert gets
+
+
+@bug(
+    "B14", "weft.models.experts:dispatch",
+    "rows that come from several ranks go through experts in the order of ranks",
+    caught_by=LOGPROB, seen="huggingface/transformers#45473", ranks=2, needs=NEEDS,
+)  # fmt: skip
+def rows_unsorted(plant: Plant, original: Original, rows: Tensor, ends: Tensor, axis: ExpertAxis) -> Dispatched:
+    there: Dispatched = original(rows, ends, axis)
+    if rehearsing() or not len(there.order_R):
+        return there
+    plant.hit()
+    came = torch.empty_like(there.rows_RH).index_copy(0, there.order_R, there.rows_RH)
+    return replace(there, rows_RH=came, order_R=torch.arange(len(came), device=came.device))
+
+
+@bug(
+    "B14", "weft.models.experts:combine",
+    "what experts made comes back to other tokens than it was made of",
+    caught_by=LOGPROB, seen="huggingface/transformers#45473", ranks=2, needs=NEEDS,
+)  # fmt: skip
+def rows_back_elsewhere(plant: Plant, original: Original, rows: Tensor, there: Dispatched, axis: ExpertAxis) -> Tensor:
+    back: Tensor = original(rows, there, axis)
+    if rehearsing():
+        return back
+    plant.hit()
+    return back.flip(0)
+
+
+@bug(
+    "B14", "weft.parallel.ep.experts:_cut",
+    "each rank computes with the experts of the next one",
+    caught_by=LOGPROB, seen="huggingface/transformers#48205", ranks=2, needs=NEEDS,
+)  # fmt: skip
+def experts_of_the_next_rank(plant: Plant, original: Original, *of: Any) -> Cut:
+    cut: Cut = original(*of)
+    if rehearsing():
+        return cut
+    plant.hit()
+    return cut.at((cut.place + 1) % cut.size)

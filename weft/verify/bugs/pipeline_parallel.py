@@ -1,0 +1,183 @@
+"""Bugs of pipeline parallelism: gradients that micro-batches, stages and tied weights lose, or count twice."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from weft.engine.optim.optimizer import OtherStages
+from weft.parallel.mesh import PipelineAxis
+from weft.parallel.pp.model import Pipeline, Span
+from weft.parallel.pp.schedule import Action
+from weft.parallel.pp.weight_gradients import Delayed
+from weft.verify.bugs import AGREE, GRADIENTS, LOGPROB, NORM, Original, Plant, bug
+
+MICRO_BATCHES = "gradients, many micro-batches"
+MEGATRON = "NVIDIA/Megatron-LM#7452"
+NEEDS = "mesh.pp above 1"
+
+
+# ---------------------------------------------------------------- micro-batches
+
+
+@bug(
+    "B39", "weft.engine.pipeline_executor:PipelineExecutor._backward",
+    "a stage forgets its gradients when it begins another micro-batch, so that the last one alone is trained",
+    caught_by=MICRO_BATCHES, seen="NVIDIA-NeMo/Automodel#3530", ranks=2, needs=NEEDS,
+)  # fmt: skip
+def last_micro_batch_only(plant: Plant, original: Original, self: Any, action: Action, *rest: Any, last: bool) -> Any:
+    if last and action.micro:
+        plant.hit()
+        for parameter in self.module.parameters():
+            parameter.grad = None
+    return original(self, action, *rest, last=last)
+
+
+@bug(
+    "B39", "weft.engine.pipeline_executor:PipelineExecutor.train",
+    "stages divide gradients by the number of micro-batches, which the step's count has in it already",
+    caught_by=MICRO_BATCHES, seen="pytorch/torchtitan#1733", ranks=2, needs=NEEDS,
+)  # fmt: skip
+def scaled_by_micro_batches(
+    plant: Plant, original: Original, self: Any, rows: Any, objective: Any, factors: Any, *rest: Any, **options: Any
+) -> Any:
+    several = len(rows.sources)
+    plant.hits += several > 1
+    factors = replace(factors, normaliser=factors.normaliser * several)
+    return original(self, rows, objective, factors, *rest, **options)
+
+
+@bug(
+    "B39", "weft.engine.pipeline_executor:PipelineExecutor._weights",
+    "gradients of weights that wait for the end of a step are forgotten for its last micro-batch",
+    caught_by=GRADIENTS, seen="pytorch/pytorch#144530", ranks=2, needs=f"{NEEDS} and a zero-bubble schedule",
+)  # fmt: skip
+def last_weights_forgotten(
+    plant: Plant, original: Original, self: Any, action: Action, delayed: Delayed, *, last: bool
+) -> None:
+    plant.hits += last and bool(delayed)
+    original(self, action, [] if last else delayed, last=last)
+
+
+@bug(
+    "B39", "weft.engine.pipeline_executor:PipelineExecutor._weights",
+    "gradients of norms and other weights, which a backward has left, are reduced before those of linear layers are "
+    "there, and these never",
+    caught_by=GRADIENTS, seen="pytorch/pytorch#144530", ranks=2, needs=f"{NEEDS} and a zero-bubble schedule",
+)  # fmt: skip
+def weights_after_the_sum(
+    plant: Plant, original: Original, self: Any, action: Action, delayed: Delayed, *, last: bool
+) -> None:
+    original(self, action, [], last=last)
+    plant.hits += bool(delayed)
+    for add in delayed:
+        add()
+
+
+# ---------------------------------------------------------------- layers
+
+
+@bug(
+    "B39", "weft.engine.stages:cut_layers",
+    "of several stages per rank, the second one has the third one's layers, and the third the second's",
+    caught_by=LOGPROB, seen=MEGATRON, ranks=2, needs=f"{NEEDS} and several stages per rank",
+)  # fmt: skip
+def stages_in_another_order(plant: Plant, original: Original, *args: Any) -> list[Span]:
+    spans: list[Span] = original(*args)
+    if len(spans) > 3:
+        plant.hit()
+        spans[1], spans[2] = spans[2], spans[1]
+    return spans
+
+
+@bug(
+    "B39", "weft.parallel.parallelize:keep_stages",
+    "the first layer of a later stage is skipped, as by a cut that is off by one",
+    caught_by=LOGPROB, seen=MEGATRON, ranks=2, needs=NEEDS,
+)  # fmt: skip
+def layer_skipped(plant: Plant, original: Original, module: Any, pipeline: Pipeline, place: int, *rest: Any) -> None:
+    original(module, pipeline, place, *rest)
+    if place:
+        plant.hit()
+        layer = module.layers[pipeline.spans[pipeline.placement.stage_of(place, 0)][0]][1]
+        layer.register_forward_hook(lambda _, args, output: args[0] + 0.0 * output)
+
+
+@bug(
+    "B39", "weft.engine.pipeline_executor:PipelineExecutor.sum_over_stages",
+    "the balancing loss of experts is made of a rank's own layers, and not of all",
+    caught_by=GRADIENTS, seen=MEGATRON, ranks=2, needs=f"{NEEDS} and model.router_aux_loss",
+)  # fmt: skip
+def balance_of_own_layers(plant: Plant, original: Original, self: Any, sums: Any) -> None:
+    plant.hit()
+
+
+# ---------------------------------------------------------------- weights that two stages hold
+
+
+@bug(
+    "B39", "weft.engine.engine:sum_shared_gradients",
+    "the gradient of a tied weight is that of each stage, not the sum of both",
+    caught_by=GRADIENTS, seen=MEGATRON, ranks=2, needs=f"{NEEDS} and a model with a tied head",
+)  # fmt: skip
+def tied_weight_not_summed(
+    plant: Plant, original: Original, module: nn.Module, pipeline: Pipeline, axis: PipelineAxis
+) -> None:
+    plant.hits += bool(pipeline.shared(axis.place))
+
+
+@bug(
+    "B39", "weft.engine.engine:sum_shared_gradients",
+    "the gradient of a tied weight is summed over its ranks once for each stage of a rank",
+    caught_by=GRADIENTS, seen=MEGATRON, ranks=2,
+    needs=f"{NEEDS}, several stages per rank, and a model with a tied head",
+)  # fmt: skip
+def tied_weight_summed_per_stage(
+    plant: Plant, original: Original, module: nn.Module, pipeline: Pipeline, axis: PipelineAxis
+) -> None:
+    for _ in range(pipeline.placement.chunks):
+        original(module, pipeline, axis)
+    plant.hits += pipeline.placement.chunks > 1 and bool(pipeline.shared(axis.place))
+
+
+@bug(
+    "B39", "weft.engine.engine:sum_shared_gradients",
+    "the last stage steps a tied weight with its own part of the gradient",
+    caught_by=AGREE, seen=MEGATRON, ranks=2, needs=f"{NEEDS} and a model with a tied head",
+)  # fmt: skip
+def tied_weight_steps_apart(
+    plant: Plant, original: Original, module: nn.Module, pipeline: Pipeline, axis: PipelineAxis
+) -> None:
+    before = {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None and axis.place}
+    original(module, pipeline, axis)
+    with torch.no_grad():
+        for name in pipeline.shared(axis.place) & before.keys():
+            plant.hit()
+            own = dict(module.named_parameters())[name]
+            assert own.grad is not None
+            own.grad.copy_(before[name])
+
+
+@bug(
+    "B39", "weft.engine.engine:OtherStages",
+    "the gradient norm counts a tied weight once for each stage that has it",
+    caught_by=NORM, seen=MEGATRON, ranks=2, needs=f"{NEEDS} and a model with a tied head",
+)  # fmt: skip
+def tied_weight_counted_twice(plant: Plant, original: Original, group: Any, borrowed: frozenset[str]) -> OtherStages:
+    plant.hits += bool(borrowed)
+    found: OtherStages = original(group, frozenset())
+    return found
+
+
+@bug(
+    "B39", "weft.engine.engine:global_norm",
+    "the gradient norm of a stage is that of its own parameters",
+    caught_by=NORM, seen=MEGATRON, ranks=2, needs=NEEDS,
+)  # fmt: skip
+def norm_of_one_stage(plant: Plant, original: Original, named: Any, tp: Any = None, pp: Any = None) -> float:
+    plant.hits += pp is not None
+    found: float = original(named, tp)
+    return found

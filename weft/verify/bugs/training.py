@@ -1,0 +1,339 @@
+"""Bugs in stored weights, in updates and metrics, in the schedule, in the order of the data, and in flags."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from weft.models import hf
+from weft.models.train_module import TrainModule
+from weft.verify.bugs import (
+    BALANCE_SCALE,
+    GRADIENTS,
+    LOGPROB,
+    LOSS,
+    NORM,
+    RUN_LOSSES,
+    RUN_RATES,
+    TOKEN_ROWS,
+    Original,
+    Plant,
+    bug,
+)
+
+# ---------------------------------------------------------------- dtypes, ties, buffers, initial weights
+
+
+@bug(
+    "B10", "weft.engine.stages:parallelize",
+    "master weights, and with them the optimizer's state, are bf16",
+    caught_by="weft.engine.contract.check_contract", seen="areal-project/AReaL#1292",
+)  # fmt: skip
+def bf16_masters(
+    plant: Plant,
+    original: Original,
+    module: Any,
+    mesh: Any,
+    config: Any,
+    model: Any,
+    fsdp: Any,
+    precision: Any,
+    *rest: Any,
+    **options: Any,
+) -> Any:
+    plant.hit()
+    return original(module, mesh, config, model, fsdp, replace(precision, master=torch.bfloat16), *rest, **options)
+
+
+@bug(
+    "B11", "weft.engine.build:plan_load",
+    "a head tied to the embedding is a copy of its own",
+    caught_by=GRADIENTS, seen="verl-project/verl#7834", needs="a model with a tied head",
+)  # fmt: skip
+def head_untied(plant: Plant, original: Original, model: Any, source: Any, *rest: Any) -> Any:
+    pieces, plan = original(model, source, *rest)
+    for name, owner in hf.tied_parameters(model).items():
+        plant.hit()
+        hf.untie(model, name)
+        plan.fills[name] = plan.fills[owner]
+    return pieces, plan
+
+
+@bug(
+    "B10", "weft.engine.executor:Executor.balance_loss",
+    "the auxiliary loss of experts is not multiplied by the loss scale, and is divided by it",
+    caught_by=BALANCE_SCALE, seen="NVIDIA-NeMo/Automodel#1408", needs="fsdp.param_dtype=fp16 and model.router_aux_loss",
+)  # fmt: skip
+def balance_not_scaled(plant: Plant, original: Original, self: Any, balance_sum: Tensor, factors: Any) -> Tensor:
+    plant.hits += factors.scale != 1.0
+    found: Tensor = original(self, balance_sum, replace(factors, scale=1.0))
+    return found
+
+
+@bug(
+    "B10", "weft.ops.head:_may_anticipate",
+    "gradients of unlikely tokens underflow in fp16, because the head computes them before the loss is scaled",
+    caught_by=TOKEN_ROWS, seen="axolotl-ai-cloud/axolotl#1601",
+    needs="fsdp.param_dtype=fp16, mesh.tp=1, and a model to which many tokens are less likely than 1e-8",
+)  # fmt: skip
+def unlikely_tokens_underflow(plant: Plant, original: Original, dtype: torch.dtype) -> bool:
+    if dtype != torch.float16:
+        return bool(original(dtype))
+    plant.hits += torch.is_grad_enabled()
+    return torch.is_grad_enabled()
+
+
+def _buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """(Name, buffer) of floating-point buffers that no checkpoint holds, such as inv_freq."""
+    for owner in module.modules():
+        for name in owner._non_persistent_buffers_set:
+            buffer = owner._buffers[name]
+            if buffer is not None and buffer.is_floating_point():
+                yield name, buffer
+
+
+@bug(
+    "B12", "weft.models.hf:rebuild_buffers",
+    "inv_freq and other buffers outside the checkpoint are garbage on every rank but the first",
+    caught_by=LOGPROB, seen="huggingface/transformers#45902", ranks=2, needs="a model with rotary embeddings",
+)  # fmt: skip
+def buffers_not_rebuilt(plant: Plant, original: Original, module: nn.Module) -> None:
+    original(module)
+    for _, buffer in _buffers(module) if dist.get_rank() > 0 else ():
+        plant.hit()
+        buffer.copy_(torch.linspace(-1.0, 1.0, buffer.numel()).view_as(buffer))
+
+
+@bug(
+    "B13", "weft.models.hf:rebuild_buffers",
+    "the rotary table is rounded to bf16",
+    caught_by=GRADIENTS, seen="pytorch/torchtitan#2881", needs="a model with rotary embeddings",
+)  # fmt: skip
+def rotary_in_bf16(plant: Plant, original: Original, module: nn.Module) -> None:
+    original(module)
+    for _, buffer in _buffers(module):
+        plant.hit()
+        buffer.copy_(buffer.bfloat16())
+
+
+@bug(
+    "B13", "weft.parallel.fsdp:fully_shard",
+    "FSDP casts what enters a layer: a residual stream kept in fp32 is rounded to bf16",
+    caught_by="tests/test_plants.py: layer inputs have the dtypes of transformers' own forward",
+    seen="pytorch/torchtitan#2881", needs="fsdp.param_dtype=bf16",
+)  # fmt: skip
+def inputs_cast(plant: Plant, original: Original, target: Any, *, mp_policy: Any, **options: Any) -> Any:
+    layer = not isinstance(target, list | TrainModule)
+    if layer and mp_policy.param_dtype != torch.float32:
+        plant.hit()
+        mp_policy = replace(mp_policy, cast_forward_inputs=True)
+    return original(target, mp_policy=mp_policy, **options)
+
+
+@bug(
+    "B20", "weft.models.hf:build_random",
+    "every rank draws initial weights of its own",
+    caught_by="tests/test_plants.py: initial weights are those of one process", seen="radixark/miles#3187", ranks=2,
+    needs="model.init=random",
+)  # fmt: skip
+def weights_by_rank(plant: Plant, original: Original, config: Any, *, seed: int, **options: Any) -> Any:
+    if dist.get_rank() > 0:
+        plant.hit()
+    return original(config, seed=seed + dist.get_rank(), **options)
+
+
+# ---------------------------------------------------------------- clipping, decay, the update, metrics
+
+
+@bug(
+    "B17", "weft.engine.optim.optimizer:_sharding_groups",
+    "the gradient norm counts every replica of an HSDP mesh",
+    caught_by=NORM, seen="pytorch/torchtitan#2318", ranks=2, needs="mesh.dp_replicate above 1",
+)  # fmt: skip
+def replicas_counted(plant: Plant, original: Original, parameter: Any) -> tuple[Any, ...]:
+    mesh: DeviceMesh = parameter.device_mesh
+    groups = tuple(mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1)
+    if groups != original(parameter):
+        plant.hit()
+    return groups
+
+
+@bug(
+    "B17", "weft.engine.optim.optimizer:_sharding_groups",
+    "each rank clips by the norm of its own shards",
+    caught_by=NORM, seen="NVIDIA/Megatron-LM#5916", ranks=2,
+)  # fmt: skip
+def local_norm(plant: Plant, original: Original, parameter: Any) -> tuple[Any, ...]:
+    if original(parameter):
+        plant.hit()
+    return ()
+
+
+@bug(
+    "B28", "weft.engine.optim.groups:decays",
+    "norms and biases are decayed too",
+    caught_by="weights after 3 steps", seen="verl-project/verl#5070",
+)  # fmt: skip
+def everything_decays(plant: Plant, original: Original, name: str, ndim: int) -> bool:
+    if not original(name, ndim):
+        plant.hit()
+    return True
+
+
+@bug(
+    "B29", "weft.engine.metrics:MetricSums.add",
+    "the loss shown is the mean of the micro-batches' means",
+    caught_by="loss, many micro-batches", seen="verl-project/verl#4294",
+)  # fmt: skip
+def mean_of_means(plant: Plant, original: Original, self: Any, name: str, total: Any, weight: Any) -> None:
+    if float(weight) in (0.0, 1.0):
+        return original(self, name, total, weight)
+    plant.hit()
+    return original(self, name, total / weight, 1.0)
+
+
+@bug(
+    "B29", "weft.engine.metrics:MetricSums.reduced",
+    "the loss shown is the first rank's",
+    caught_by=LOSS, seen="huggingface/trl#6380", ranks=2,
+)  # fmt: skip
+def first_rank_only(plant: Plant, original: Original, self: Any, group: Any, equal: Any) -> Any:
+    plant.hit()
+    return original(self, None, equal)
+
+
+@bug(
+    "B27", "weft.engine.engine:Engine.apply",
+    "a step whose loss is not finite updates the weights, and is reported as skipped",
+    caught_by=RUN_LOSSES, seen="verl-project/verl#870", needs="a loss that is not finite",
+)  # fmt: skip
+def nonfinite_applied(plant: Plant, original: Original, self: Any, lr: float) -> Any:
+    if self._nonfinite:
+        plant.hit()
+        self.optimizer.step()
+    return original(self, lr)
+
+
+@bug(
+    "B27", "weft.recipes.sft:learning_rate",
+    "a skipped step advances the learning rate",
+    caught_by=RUN_RATES, seen="verl-project/verl#870", needs="a loss that is not finite",
+)  # fmt: skip
+def nonfinite_advances_rate(plant: Plant, original: Original, step: int, *rest: Any) -> float:
+    plant.memory["calls"] = plant.memory.get("calls", 0) + 1
+    if plant.memory["calls"] != step:
+        plant.hit()
+    return float(original(plant.memory["calls"], *rest))
+
+
+@bug(
+    "B27", "weft.recipes.sft:RunRecorder.stop_if_diverged",
+    "steps that are not finite are skipped for ever",
+    caught_by="tests/test_plants.py: a diverged run ends", seen="verl-project/verl-omni#539",
+    needs="a loss that is not finite",
+)  # fmt: skip
+def skipped_for_ever(plant: Plant, original: Original, self: Any, line: Any, sources: Any) -> None:
+    if line.get("skipped"):
+        plant.hit()
+
+
+# ---------------------------------------------------------------- schedule, data order, flags
+
+
+@bug(
+    "B18", "weft.recipes.sft:learning_rate",
+    "the schedule is stepped once per rank",
+    caught_by=RUN_RATES, seen="huggingface/transformers#24088", ranks=2,
+)  # fmt: skip
+def schedule_per_rank(plant: Plant, original: Original, step: int, *rest: Any) -> float:
+    plant.hit()
+    return float(original(step * dist.get_world_size(), *rest))
+
+
+@bug(
+    "B18", "weft.engine.optim.schedule:warmup_steps",
+    "the warm-up is twice as long",
+    caught_by="tests/test_schedule.py: test_cosine_with_warmup", seen="THUDM/slime#1546",
+)  # fmt: skip
+def warmup_doubled(plant: Plant, original: Original, *arguments: Any) -> int:
+    plant.hit()
+    return 2 * int(original(*arguments))
+
+
+@bug(
+    "B19", "weft.data.order:epoch_order",
+    "every epoch has the same order",
+    caught_by="tests/test_order.py: test_every_document_once_in_each_epoch", seen="KempnerInstitute/KempnerForge#57",
+)  # fmt: skip
+def epochs_alike(plant: Plant, original: Original, n: int, seed: int, epoch: int, shuffle: bool) -> list[int]:
+    plant.hits += epoch > 1
+    return list(original(n, seed, 1, shuffle))
+
+
+@bug(
+    "B19", "weft.data.order:Steps.starting_at",
+    "a resumed run begins its epoch again",
+    caught_by="tests/test_order.py: test_starting_at_a_step_equals_the_unbroken_run",
+    seen="huggingface/accelerate#4071",
+)  # fmt: skip
+def place_in_epoch_lost(plant: Plant, original: Original, self: Any, number: int) -> Iterator[Any]:
+    steps = list(original(self, 1))
+    again = [step for step in steps if number <= self.total and step.epoch >= steps[number - 1].epoch]
+    for offset, step in enumerate(again[: self.total - number + 1]):
+        if step.number != number + offset:
+            plant.hit()
+        yield replace(step, number=number + offset)
+
+
+@bug(
+    "B20", "weft.data.order:epoch_order",
+    "every rank deals the documents in an order of its own",
+    caught_by=RUN_LOSSES, seen="radixark/miles#3187", ranks=2,
+)  # fmt: skip
+def order_by_rank(plant: Plant, original: Original, n: int, seed: int, *rest: Any) -> list[int]:
+    if dist.get_rank() > 0:
+        plant.hit()
+    return list(original(n, seed + dist.get_rank(), *rest))
+
+
+@bug(
+    "B25", "weft.data.order:Steps._deal",
+    "the short last step of an epoch is dropped",
+    caught_by="tests/test_order.py: test_every_document_once_in_each_epoch", seen="huggingface/transformers#22143",
+)  # fmt: skip
+def short_step_dropped(plant: Plant, original: Original, self: Any, epoch: int) -> Iterator[list[int]]:
+    for documents in original(self, epoch):
+        if self._documents is not None and len(documents) < self._documents:
+            plant.hit()
+        else:
+            yield documents
+
+
+@bug(
+    "B32", "weft.parallel.parallelize:shard",
+    "fsdp.reshard_after_forward is accepted and ignored",
+    caught_by="tests/test_plants.py: weights stay gathered between forward and backward",
+    seen="pytorch/torchtitan#3123", needs="fsdp.reshard_after_forward=false",
+)  # fmt: skip
+def reshard_ignored(
+    plant: Plant, original: Original, module: Any, units: Any, mesh: Any, fsdp: Any, *rest: Any
+) -> None:
+    if fsdp.reshard_after_forward is not True:
+        plant.hit()
+    original(module, units, mesh, replace(fsdp, reshard_after_forward=True), *rest)
+
+
+@bug(
+    "B32", "weft.models.hf:enable_recompute",
+    "model.recompute is accepted and ignored",
+    caught_by="tests/test_plants.py: recomputation runs each layer twice", seen="NVIDIA/cosmos-framework#161",
+    needs="model.recompute=full",
+)  # fmt: skip
+def recompute_ignored(plant: Plant, original: Original, model: Any) -> None:
+    plant.hit()

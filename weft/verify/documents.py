@@ -1,0 +1,84 @@
+"""Synthetic documents with edge cases, for checks without user data."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from itertools import pairwise
+from math import isfinite
+
+import torch.distributed as dist
+
+from weft.engine.engine import Engine
+from weft.verify.reference import Document, Reference
+
+# One token, two tokens, lengths around small windows and chunks (16), and primes; together longer than any of them.
+LENGTHS = (37, 1, 23, 30, 2, 61, 16, 17, 5)
+
+
+def awkward_steps(
+    vocabulary: int, seed: int = 0, scale: float = 1.0, special: Sequence[int] = ()
+) -> list[list[Document]]:
+    """Three steps: many documents, one of them untrained; a single one, so that some ranks have none; three uneven
+    ones.
+
+    scale: factor on the lengths, for models with long windows. special: ids that take the place of random ones in the
+    first step, each as an input and as a trained target, never as the first token, as many as there is room for.
+    """
+    source = random.Random(seed)
+    many = [_document(source, vocabulary, max(1, round(n * scale))) for n in LENGTHS]
+    ids, mask = many[3]
+    many[3] = (ids, [0.0] * len(mask))
+    left = list(dict.fromkeys(special))
+    for ids, mask in many:
+        count = min(len(left), (len(ids) - 1) // 2 if any(mask) else 0)
+        first = len(ids) - 1 - count  # the last token is the input of no prediction
+        ids[first : first + count], left = left[:count], left[count:]
+    single = [_document(source, vocabulary, max(2, round(29 * scale)))]
+    three = [_document(source, vocabulary, max(2, round(n * scale))) for n in (53, 7, 19)]
+    return [many, single, three]
+
+
+def boundary_ids(vocabulary: int, ranks: int) -> list[int]:
+    """The first and the last id of each shard of a vocabulary that 1 to `ranks` ranks divide, the shards of `ranks`
+    first. Random documents have hardly any of them, and an error at the border of a shard shows in no other token."""
+    found = list[int]()
+    for shards in range(ranks, 0, -1):
+        ends = [vocabulary * shard // shards for shard in range(shards + 1)]
+        found += [token for start, end in pairwise(ends) for token in (start, end - 1)]
+    return list(dict.fromkeys(found))
+
+
+def special_ids(engine: Engine, path: str) -> tuple[list[int], str]:
+    """(The id of padding and boundary_ids of this mesh; a remark if ids are left out, else ""). Collective.
+
+    The id of padding is left out where the model's own gradients are not finite with it, and all are if they still are
+    not. None is ever the first token of a document, because padding embeds to zero, and so would all states of such a
+    document's first token be: a root of their mean square has an infinite slope (gemma3n), and each norm multiplies
+    gradients by a thousand, until they overflow (gemma4).
+    """
+    config = engine.built.config.get_text_config()
+    pad, vocabulary = getattr(config, "pad_token_id", None), config.vocab_size
+    borders = boundary_ids(vocabulary, engine.mesh.tp_size)
+    padding = [pad] if isinstance(pad, int) and 0 <= pad < vocabulary else []
+    known = list(dict.fromkeys([*padding, *borders]))
+    chosen = [known]
+    if engine.ranks.is_first:
+        plain, other = Reference(path, str(engine.device)), vocabulary // 3
+        for special in (known, [token for token in borders if token not in padding], []):
+            chosen = [special]
+            loss, gradients = plain.gradients([([other, *special, other], [1.0] * (len(special) + 2))])
+            if isfinite(loss) and all(bool(g.isfinite().all()) for g in gradients.values()):
+                break
+    dist.broadcast_object_list(chosen, src=0, group=engine.ranks.group)
+    left = ", ".join(str(token) for token in known if token not in chosen[0])
+    remark = f"tokens   no document has {left}: plain transformers' gradients are not finite there" if left else ""
+    return chosen[0], remark
+
+
+def _document(source: random.Random, vocabulary: int, length: int) -> Document:
+    """A document of random tokens. As in a chat, a first part is not trained; weights are 1 or 0.5."""
+    ids = [source.randrange(3, vocabulary) for _ in range(length)]
+    trained = source.randrange(0, max(1, length // 2))
+    weight = source.choice([1.0, 1.0, 0.5])
+    return ids, [0.0 if place < trained else weight for place in range(length)]

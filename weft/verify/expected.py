@@ -1,0 +1,246 @@
+"""The reference's side of the parity harness: the results of one plain process, with its own rounding noise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor, nn
+
+from weft.config.schema import OptimizerConfig
+from weft.models import hf
+from weft.models.flops import FlopFacts
+from weft.verify import reference
+from weft.verify.image_reference import ImageReference, Images
+from weft.verify.observed import Step, Tensors
+from weft.verify.peft_reference import PeftReference
+from weft.verify.reference_optimizer import Optimizer
+from weft.verify.routing import Recorder, Routes
+
+_HELD_OUT = 7  # trained tokens of a document to evaluate
+_TIE = 1e-4  # of logits, relative: closer ones may change places by rounding
+
+
+@dataclass(frozen=True)
+class ExpectedGradient:
+    """The gradient of one step at the initial weights. others: the gradients by other orders of summation, and in fp64
+    if rounding counts, to measure noise; empty if it was not measured."""
+
+    loss: float
+    norm: float
+    gradients: Tensors
+    others: Sequence[Tensors] = ()
+
+
+@dataclass
+class Expected:
+    """The reference's results. readouts: (logprob, entropy) of each document of the first step. curve: (loss, gradient
+    norm) of each step. start, weights: the weights before and after training. others: the weights after training by
+    other orders of summation, or in fp64; empty if noise was not measured. routes: chosen experts, if there are any.
+    held_out: documents to evaluate, with their accuracy and the share of exact ones. behind: logprobs and the
+    gradient of documents_behind."""
+
+    readouts: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    steps: list[ExpectedGradient] = field(default_factory=list)
+    curve: list[tuple[float, float]] = field(default_factory=list)
+    start: Tensors = field(default_factory=dict)
+    weights: Tensors = field(default_factory=dict)
+    others: Sequence[Tensors] = ()
+    routes: Routes = field(default_factory=dict)
+    held_out: Sequence[reference.Document] = ()
+    accuracy: float = 0.0
+    exact: float = 0.0
+    behind: tuple[Sequence[Tensor], ExpectedGradient] | None = None
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """Trains fresh references from the weights at `path`. lrs: the learning rate of each step. layers: name of the list
+    of decoder layers.
+
+    freeze: patterns of frozen parameters. balance: factor of the experts' auxiliary loss. whole_step: whether that loss
+    is computed over all documents together. adapter: a peft folder, which is then trained. pads: whether padding
+    changes only rounding, which is false if rotary tables depend on the longest document. images: by the token ids of
+    their documents.
+    """
+
+    path: str
+    lrs: Sequence[float]
+    config: OptimizerConfig
+    device: str
+    layers: str
+    freeze: Sequence[str] = ()
+    balance: float = 0.0
+    whole_step: bool = False
+    adapter: str | None = None
+    pads: bool = True
+    images: Images = field(default_factory=dict)
+
+    def reference(self, dtype: torch.dtype = torch.float32) -> reference.Reference:
+        """A fresh reference. dtype: of its weights, or with an adapter of the base's."""
+        if self.adapter is not None:
+            return PeftReference(self.path, self.adapter, self.device, self.balance, self.whole_step, dtype)
+        options = (self.path, self.device, self.freeze, self.balance, self.whole_step, dtype)
+        return ImageReference(self.images, *options) if self.images else reference.Reference(*options)
+
+    def train(
+        self, steps: Sequence[Step], *, padded: bool = False, double: bool = False, recorder: Recorder | None = None
+    ) -> tuple[Tensors, Tensors, list[tuple[float, float]]]:
+        """(Weights before, weights after, (loss, gradient norm) of each step). padded: as in Reference.step. double:
+        train in fp64, by the recorded routes. recorder: records the routes of experts."""
+        plain, c = self.reference(), self.config
+        if double:
+            widen(plain.model)
+        start = on_cpu(plain.weights())
+        state = torch.bfloat16 if c.state_dtype == "bf16" else torch.float32
+        plain.start(plain_optimizer(c).over(plain.named()), c.max_grad_norm, state)
+        curve = []
+        with recording(recorder, plain, self.layers, follow=double), hf.in_double() if double else nullcontext():
+            for number, (step, lr) in enumerate(zip(steps, self.lrs, strict=True)):
+                if recorder is not None:
+                    recorder.stage = number
+                curve.append(plain.step(step, lr, padded))
+        return start, on_cpu(plain.weights()), curve
+
+
+def expect(trainer: Trainer, steps: Sequence[Step], facts: FlopFacts, behind: Step = ()) -> Expected:
+    """Compute all values that an engine will be compared with, without their noise. behind: documents of which
+    logprobs and the gradient are compared by themselves."""
+    out = Expected()
+    recorder = Recorder(facts.experts, facts.experts_per_token) if facts.expert else None
+    plain = trainer.reference()
+    documents = [_likeliest(plain, steps[0][0][0][0], second) for second in (False, True)]
+    with recording(recorder, plain, trainer.layers):
+        out.held_out, out.accuracy, out.exact = _evaluated(plain, documents)
+        out.readouts = [plain.logprobs(ids) for ids, _ in steps[0]]
+        logprobs = [plain.logprobs(ids)[0] for ids, _ in behind]
+        found = [
+            (loss, on_cpu(gradients)) for loss, gradients in map(plain.gradients, [*steps, *[behind] * bool(behind)])
+        ]
+    out.steps = [ExpectedGradient(loss, norm_of(gradients), gradients) for loss, gradients in found]
+    if behind:
+        out.behind = logprobs, out.steps.pop()
+    del plain  # frees its memory for the reference that trains
+    out.start, out.weights, out.curve = trainer.train(steps, recorder=recorder)
+    out.routes = recorder.routes if recorder is not None else {}
+    return out
+
+
+@torch.no_grad()
+def _likeliest(plain: reference.Reference, first: int, second: bool) -> list[int]:
+    """The tokens of a short document, each the likeliest after those before it. second: every other one is the
+    likeliest of the half of the vocabulary that does not have the likeliest, so that it is the likeliest of most shards
+    of a divided vocabulary, too."""
+    ids = [first]
+    for place in range(_HELD_OUT):
+        logits = plain.logits(ids)[-1]
+        for name in ("image_token_id", "video_token_id"):  # not without an image
+            if isinstance(placeholder := getattr(plain.plain.config, name, None), int):
+                logits[placeholder] = float("-inf")
+        half = len(logits) // 2
+        if second and place % 2:
+            (logits[:half] if int(logits.argmax()) < half else logits[half:]).fill_(float("-inf"))
+        ids.append(int(logits.argmax()))
+    return ids
+
+
+@torch.no_grad()
+def _evaluated(
+    plain: reference.Reference, documents: Sequence[list[int]]
+) -> tuple[list[reference.Document], float, float]:
+    """(Documents in which every token counts for which the likeliest token is no matter of rounding, the share of these
+    that are the likeliest, the share of documents of such tokens alone)."""
+    found, hits = list[reference.Document](), list[list[bool]]()
+    for ids in documents:
+        logits = plain.logits(ids)[:-1]
+        best = logits.topk(2, dim=-1)[0]
+        chosen = logits.gather(1, torch.tensor(ids[1:], device=logits.device)[:, None])[:, 0]
+        second = torch.where(chosen == best[:, 0], best[:, 1], chosen)
+        clear = (best[:, 0] - second) > _TIE * best[:, 0].abs().clamp_min(1.0)
+        found.append((ids, [0.0, *clear.float().tolist()]))
+        hits.append((chosen == best[:, 0])[clear].tolist())
+    counted = [of for of in hits if of]
+    every = [hit for of in counted for hit in of]
+    return found, sum(every) / max(1, len(every)), sum(map(all, counted)) / max(1, len(counted))
+
+
+def with_noise(expected: Expected, trainer: Trainer, steps: Sequence[Step]) -> Expected:
+    """The same values with the reference's noise by other orders of summation."""
+    plain = trainer.reference()
+    gradients = [_other_gradients(trainer, plain, step) for step in steps]
+    del plain
+    weights = [trainer.train([list(step)[::-1] for step in steps])[1]]
+    if trainer.pads:
+        weights.append(trainer.train(steps, padded=True)[1])
+    return _with_others(expected, gradients, weights)
+
+
+def with_rounding(expected: Expected, trainer: Trainer, steps: Sequence[Step], facts: FlopFacts) -> Expected:
+    """The same values with the reference's difference to fp64 among its noise, which takes as long as they did."""
+    recorder = Recorder(facts.experts, facts.experts_per_token, expected.routes) if facts.expert else None
+    plain = trainer.reference()
+    with recording(recorder, plain, trainer.layers, follow=True):
+        gradients = [[_in_double(plain, step)] for step in steps]
+    del plain
+    return _with_others(expected, gradients, [trainer.train(steps, double=True, recorder=recorder)[1]])
+
+
+def _other_gradients(trainer: Trainer, plain: reference.Reference, step: Step) -> list[Tensors]:
+    others = [on_cpu(plain.gradients(list(step)[::-1])[1])]
+    if trainer.pads:
+        others.append(on_cpu(plain.padded_gradients(step)))
+    return others
+
+
+def _with_others(expected: Expected, gradients: Sequence[Sequence[Tensors]], weights: Sequence[Tensors]) -> Expected:
+    pairs = zip(expected.steps, gradients, strict=True)
+    steps = [replace(step, others=[*step.others, *others]) for step, others in pairs]
+    return replace(expected, steps=steps, others=[*expected.others, *weights])
+
+
+def plain_optimizer(config: OptimizerConfig) -> Optimizer:
+    """The optimizer of a plain process. config: with the names that the plain model has."""
+    c = config
+    groups = [(g.match, g.lr / c.lr if g.lr else g.lr_scale or 1.0, g.weight_decay) for g in c.groups]
+    return Optimizer(c.name, c.betas, c.eps, c.weight_decay, c.momentum, c.options, groups)
+
+
+def _in_double(plain: reference.Reference, step: Step) -> Tensors:
+    """Gradients computed in fp64."""
+    widen(plain.model)
+    with hf.in_double():
+        found = plain.gradients(step)[1]
+    gradients = {name: g.float().cpu() for name, g in found.items()}
+    plain.model.float()  # exact: the weights came from fp32
+    return gradients
+
+
+def widen(model: nn.Module) -> None:
+    """Give the model weights in fp64. Its results are to be computed within `hf.in_double`."""
+    hf.run_experts_one_by_one(model)  # torch's grouped products take no fp64
+    model.double()
+
+
+@contextmanager
+def recording(
+    recorder: Recorder | None, plain: reference.Reference, layers: str, follow: bool = False
+) -> Iterator[None]:
+    """Inside, a recorder records the routes of `plain`; follow: it makes `plain` take the recorded ones instead."""
+    if recorder is None:
+        yield
+        return
+    visit = recorder.following if follow else recorder.watching
+    with visit(plain.model, list(plain.plain.get_submodule(layers).children())):
+        yield
+
+
+def norm_of(gradients: Tensors) -> float:
+    """The norm of all gradients together, in fp64."""
+    return float(torch.stack([g.double().norm() for g in gradients.values()]).norm())
+
+
+def on_cpu(tensors: Tensors) -> Tensors:
+    """The tensors on the CPU."""
+    return {name: tensor.cpu() for name, tensor in tensors.items()}

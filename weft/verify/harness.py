@@ -1,0 +1,399 @@
+"""The parity harness compares an Engine on any mesh with the reference. `weft verify` and the tests call the same
+`verify`.
+
+Gradient of a parameter: max|g - g_ref| / max(max|g_ref|, 1e-3 G), G the model's largest |g_ref|, at most 1e-5. Weights
+after the steps: ||w - w_ref|| / ||w_ref - w_0||, at most 2e-4 per parameter under AdamW, 1e-5 over all together under
+SGD. Noise is the largest of these differences between the reference and itself: with the documents in another order,
+with right-padded batches of four, and in fp64 (by the same routes through experts). It is measured where something is
+beyond its tolerance: fp64, which takes longest, at once where it will be needed, and else where the rest does not
+explain the difference. A tolerance widens to ten times the noise, and never beyond 1e-3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from weft.engine.engine import Engine
+from weft.engine.losses.base import Loss
+from weft.errors import UserError
+from weft.models.facts import position_limit
+from weft.models.freeze import resolved
+from weft.verify.adapter import optimizer_by_files, randomize_adapters, renamed, saved_adapter
+from weft.verify.expected import Expected, ExpectedGradient, Trainer, expect, norm_of, with_noise, with_rounding
+from weft.verify.image_reference import Images
+from weft.verify.objective_check import Seen, divisor, expect_objective, observe_objective
+from weft.verify.observed import (
+    Observed,
+    Step,
+    Tensors,
+    largest,
+    observe,
+    readout_distance,
+    to_documents,
+)
+from weft.verify.routing import Differences
+
+GRADIENT = 1e-5
+ADAMW = 2e-4
+SGD = 1e-5
+WIDEST = 1e-3
+SCALAR = 1e-5
+# If the reference's own movement of a parameter differs by this share between orders of summation, the true gradient is
+# zero (a bias of keys, which softmax does not see), and AdamW's steps are rounding. Such a parameter may move up to ten
+# times as far as in the reference.
+_ROUNDING = 0.1
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One comparison; it passes if value <= tolerance. noise: the reference's own; None if it was not measured or does
+    not count. note: place of the worst value."""
+
+    name: str
+    value: float
+    tolerance: float
+    noise: float | None = None
+    note: str = ""
+
+    @property
+    def passed(self) -> bool:
+        return self.value <= self.tolerance  # a NaN fails
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The result of a comparison. figures: in the order of the checks. worst: the five parameters whose gradients
+    differ most. remarks: sentences for the user."""
+
+    figures: list[Figure]
+    worst: list[Figure] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
+
+    @property
+    def passed(self) -> bool:
+        return all(figure.passed for figure in self.figures)
+
+    @property
+    def failed(self) -> list[str]:
+        return [figure.name for figure in self.figures if not figure.passed]
+
+
+def verify(
+    engine: Engine, path: str, steps: Sequence[Step], lrs: Sequence[float], images: Images | None = None,
+    objective: Loss | None = None, behind: Step = (),
+) -> Verdict | None:  # fmt: skip
+    """Compare the engine, which has the weights at `path`, with the reference. Returns the verdict on rank 0, None on
+    others. Trains the engine; collective.
+
+    steps: documents of each optimizer step. lrs: learning rate of each step. images: by the token ids of their
+    documents. objective: also compared, on the documents of the first step; training is by cross entropy. behind:
+    documents with images to lay behind one that is cut (image_documents.documents_behind). The reference runs first,
+    because the engine follows its routes through experts. Raises UserError for settings under which the engine cannot
+    follow them.
+    """
+    if engine.config.model.compile is True and engine.built.flops.expert:
+        raise UserError(
+            "weft verify cannot follow the reference's routes through compiled layers: add model.compile=false."
+        )
+    if engine.config.model.router_bias_rate is not None:
+        raise UserError(
+            "weft verify follows the reference's routes, which model.router_bias_rate would move: add "
+            "model.router_bias_rate=null."
+        )
+    if engine.config.model.recompute == "full" and engine.pipeline is not None and engine.built.flops.expert:
+        raise UserError(
+            "weft verify cannot follow the reference's routes where layers of several rows wait to be recomputed "
+            "(mesh.pp): add model.recompute=none."
+        )
+    expected = None
+    images = images or {}
+    rooms = [meta.room for step in steps for meta in to_documents(engine, step, images)[1] if meta.patches]
+    room = -(-max(rooms, default=0) // engine.planner.image_room.ranks)
+    cut_documents(engine, max(len(ids) for step in steps for ids, _ in step), room)
+    randomize_adapters(engine)
+    with saved_adapter(engine) as adapter:
+        if engine.ranks.is_first:
+            trainer = trainer_of(engine, path, lrs, adapter, images)
+            expected = expect(trainer, steps, engine.built.flops, behind)
+        shared: list[Any] = [expected.routes, expected.held_out] if expected is not None else [{}, ()]
+        dist.broadcast_object_list(shared, src=0, group=engine.ranks.group)
+        figures: list[Figure] = []
+        if objective is not None:
+            by = divisor(engine, objective, steps[0], images)
+            own = observe_objective(engine, objective, steps[0], shared[0], images)
+            if engine.ranks.is_first:
+                figures = _objective_figures(own, expect_objective(trainer, objective, steps[0], by))
+        seen = renamed(engine, observe(engine, steps, lrs, shared[0], images, shared[1], behind))
+        if expected is None:
+            return None
+        verdict = _judge_with_noise(engine, seen, expected, trainer, steps)
+    remarks = [*verdict.remarks, *_context_remarks(engine, steps)]
+    return replace(verdict, figures=[*verdict.figures, *figures], remarks=remarks)
+
+
+def _judge_with_noise(
+    engine: Engine, seen: Observed, expected: Expected, trainer: Trainer, steps: Sequence[Step]
+) -> Verdict:
+    """All comparisons; the reference's noise is measured if something is beyond its tolerance."""
+    optimizer, facts, at_once = engine.config.optimizer.name, engine.built.flops, rounds(engine)
+    state = min(engine.state_dtypes, key=lambda dtype: dtype.itemsize, default=torch.float32)
+    verdict = judge(seen, expected, optimizer, state)
+    if not verdict.passed:
+        expected = with_noise(expected, trainer, steps)
+        if at_once:
+            expected = with_rounding(expected, trainer, steps, facts)
+        verdict = judge(seen, expected, optimizer, state)
+    if may_be_rounding(verdict) and not at_once:
+        verdict = judge(seen, with_rounding(expected, trainer, steps, facts), optimizer, state)
+    return verdict
+
+
+def _objective_figures(seen: Seen, expected: ExpectedGradient) -> list[Figure]:
+    """Figures of train.objective."""
+    noise, figures = gradient_noise(expected.gradients, expected.others), []
+    for (loss, gradients), rows in zip(seen, ("", ", many micro-batches"), strict=True):
+        figures.append(Figure(f"train.objective: loss{rows}", relative(loss, expected.loss), SCALAR))
+        parameters = compare_gradients(gradients, expected.gradients, noise)
+        figures.append(worst_of(f"train.objective: gradients{rows}", parameters))
+    return figures
+
+
+def may_be_rounding(verdict: Verdict) -> bool:
+    """Whether only gradients, their norms and weights are beyond their tolerances, and none beyond what noise may widen
+    one to."""
+    failed = [figure for figure in verdict.figures if not figure.passed]
+    return bool(failed) and all(figure.noise is not None and figure.value <= WIDEST for figure in failed)
+
+
+def cut_documents(engine: Engine, longest: int, room: int = 0) -> None:
+    """If mesh.cp has several ranks, make rows so short that documents of `longest` tokens are cut over all of them,
+    except for models whose rotary table depends on a document's length. room: tokens that a rank needs for documents
+    with images."""
+    limit = position_limit(engine.built.config.get_text_config())
+    if engine.context is not None and (limit is None or longest <= limit):
+        engine.budget = min(engine.budget, max(room, -(-longest // engine.context.size) + 1))
+
+
+def _context_remarks(engine: Engine, steps: Sequence[Step]) -> list[str]:
+    if engine.mesh.cp_size == 1:
+        return []
+    context = engine.context
+    if context is None or engine.budget >= max(len(ids) for step in steps for ids, _ in step):
+        why = "its rotary table depends on a document's length"
+        if context is None:
+            why = (
+                "its layers carry state that they cannot share"
+                if engine.built.support.mixers
+                else "its documents are padded"
+            )
+        return [f"cp       this model's documents are dealt whole to the ranks of cp: {why}"]
+    return [
+        f"cp       documents longer than {engine.budget} tokens were cut over {context.size} ranks "
+        f"(ring {context.ring_size} x ulysses {context.ulysses_size})"
+    ]
+
+
+def trainer_of(engine: Engine, path: str, lrs: Sequence[float], adapter: str | None, images: Images) -> Trainer:
+    """The trainer of references with the settings of this engine."""
+    model = engine.config.model
+    return Trainer(
+        path, lrs, optimizer_by_files(engine), str(engine.device), engine.module.facts.layers,
+        resolved(engine.module, model.freeze),
+        engine.balance, model.router_aux_loss == "step", adapter,
+        pads=position_limit(engine.built.config.get_text_config()) is None, images=images,
+    )  # fmt: skip
+
+
+def rounds(engine: Engine) -> bool:
+    """Whether the difference to fp64 is measured at once, because it will be needed: mesh.tp adds up sums in parts, and
+    states along a sequence carry rounding errors far. Of experts it takes long, and is seldom needed."""
+    return (engine.mesh.tp_size > 1 or bool(engine.module.mixers)) and not engine.built.flops.expert
+
+
+def judge(seen: Observed, expected: Expected, optimizer: str, state: torch.dtype = torch.float32) -> Verdict:
+    """All comparisons of a run. state: the narrowest dtype of the optimizer's state."""
+    figures, worst = _gradient_figures(seen, expected.steps)
+    figures = [*_readout_figures(seen, expected), *figures, *_training_figures(seen, expected, optimizer, state)]
+    if seen.routing is None:
+        return Verdict(figures, worst)
+    figures.append(Figure("routes that differ without a tie", seen.routing.wrong, 0.0))
+    return Verdict(figures, worst, [_routing_remark(seen.routing)])
+
+
+def _routing_remark(routing: Differences) -> str:
+    return (
+        f"experts  the reference's routes were replayed; by itself this mesh would have chosen otherwise in "
+        f"{routing.differing} of {routing.choices} (token, layer) pairs, {routing.wrong} of them not ties"
+    )
+
+
+def _readout_figures(seen: Observed, expected: Expected) -> list[Figure]:
+    worst = {"logprob": 0.0, "entropy": 0.0}
+    for index, pair in enumerate(expected.readouts):
+        for name, values in zip(worst, pair, strict=True):
+            worst[name] = largest([worst[name], readout_distance(seen.readouts[index][name], values)])
+    moves = [readout_distance(seen.alone[i]["logprob"], values["logprob"]) for i, values in seen.readouts.items()]
+    accuracy, exact = seen.evaluated
+    return [
+        Figure("readout: logprob", worst["logprob"], SCALAR),
+        Figure("readout: entropy", worst["entropy"], SCALAR),
+        Figure("packed against alone", largest(moves), SCALAR),
+        Figure("neighbours do not move", seen.neighbours, SCALAR / 10),
+        Figure("evaluation: accuracy", abs(accuracy - expected.accuracy), SCALAR),
+        Figure("evaluation: exact", abs(exact - expected.exact), SCALAR),
+        *_behind_figures(seen, expected),
+    ]
+
+
+def _behind_figures(seen: Observed, expected: Expected) -> list[Figure]:
+    """Figures of documents with images in rows behind a cut document."""
+    if seen.behind is None:
+        return []
+    readouts, gradients = seen.behind
+    assert expected.behind is not None
+    logprobs, step = expected.behind
+    moves = [readout_distance(readouts[index]["logprob"], logprob) for index, logprob in enumerate(logprobs)]
+    parameters = compare_gradients(gradients, step.gradients, gradient_noise(step.gradients, step.others))
+    return [
+        Figure("images behind a cut document: logprob", largest(moves), SCALAR),
+        worst_of("images behind a cut document: gradients", parameters),
+    ]
+
+
+def _gradient_figures(seen: Observed, steps: Sequence[ExpectedGradient]) -> tuple[list[Figure], list[Figure]]:
+    """(Figures of loss, norm and gradients for each step's documents, the five parameters that differ most)."""
+    figures, parameters, micro = [], [], []
+    for number, step in enumerate(steps):
+        noise = gradient_noise(step.gradients, step.others)
+        figures.append(Figure(f"loss, documents {number + 1}", relative(seen.losses[number], step.loss), SCALAR))
+        norm, own = relative(seen.norms[number], step.norm), [relative(norm_of(o), step.norm) for o in step.others]
+        moved = max(own, default=None)
+        figures.append(Figure(f"gradient norm, documents {number + 1}", norm, widened(SCALAR, moved), moved))
+        parameters += compare_gradients(seen.gradients[number], step.gradients, noise)
+        if number == 0:
+            figures.append(Figure("loss, many micro-batches", relative(seen.micro_loss, step.loss), SCALAR))
+            micro = compare_gradients(seen.micro_gradients, step.gradients, noise)
+    figures.append(worst_of("gradients, every parameter", parameters))
+    figures.append(worst_of("gradients, many micro-batches", micro))
+    return figures, worst_five(parameters)
+
+
+def worst_five(parameters: Sequence[Figure]) -> list[Figure]:
+    """The five parameters with the largest differences, each with its worst figure."""
+    by_name: dict[str, Figure] = {}
+    for figure in sorted(parameters, key=_excess):
+        by_name[figure.name] = figure
+    return sorted(by_name.values(), key=_excess, reverse=True)[:5]
+
+
+def gradient_noise(gradients: Tensors, others: Sequence[Tensors]) -> dict[str, float]:
+    """The noise of each parameter's gradient: the reference compared with itself by other orders of summation, and in
+    fp64. Empty if there are no others."""
+    found: dict[str, float] = {}
+    for other in others:
+        for figure in compare_gradients(other, gradients, {}):
+            found[figure.name] = max(found.get(figure.name, 0.0), figure.value)
+    return found
+
+
+def compare_gradients(gradients: Tensors, expected: Tensors, noise: dict[str, float]) -> list[Figure]:
+    """A figure per parameter. noise: by parameter. If the reference alone has a gradient, or the engine alone has one
+    that is not zero, the difference is infinite."""
+    largest = max(float(g.abs().max()) for g in expected.values())
+    out = []
+    for name in sorted(gradients.keys() | expected.keys()):
+        ours, theirs = gradients.get(name), expected.get(name)
+        if ours is None or theirs is None:
+            present = ours if ours is not None else theirs
+            assert present is not None
+            value = float("inf") if float(present.abs().max()) > 0 or ours is None else 0.0
+        else:
+            scale = max(float(theirs.abs().max()), 1e-3 * largest)
+            value = float((ours - theirs).abs().max()) / scale if scale > 0 else float((ours - theirs).abs().max())
+        own = noise.get(name)
+        out.append(Figure(name, value, widened(GRADIENT, own), own))
+    return out
+
+
+def _training_figures(seen: Observed, expected: Expected, optimizer: str, state: torch.dtype) -> list[Figure]:
+    """Figures of losses and norms along the steps, of the weights after them, and of whether copies on several ranks
+    stayed equal."""
+    agree = Figure("ranks that hold the same agree", float("inf") if seen.apart else 0.0, 0.0, note=seen.apart)
+    if seen.apart:
+        return [agree]
+    pairs = list(zip(seen.trained, expected.curve, strict=True))
+    losses = largest(relative(ours[0], theirs[0]) for ours, theirs in pairs)
+    norms = largest(relative(ours[1], theirs[1]) for ours, theirs in pairs)
+    name = f"weights after {len(pairs)} steps"
+    return [
+        agree,
+        Figure(f"loss along {len(pairs)} steps", losses, 10 * SCALAR),
+        Figure(f"gradient norm along {len(pairs)} steps", norms, 10 * SCALAR),
+        compare_weights(name, seen.weights, expected.weights, expected.start, expected.others, optimizer, state),
+    ]
+
+
+def compare_weights(
+    name: str, weights: Tensors, after: Tensors, start: Tensors, others: Sequence[Tensors], optimizer: str,
+    state: torch.dtype = torch.float32,
+) -> Figure:  # fmt: skip
+    """A figure for the engine's weights against the reference's, `after`, which began at `start`. others: the
+    reference's weights by other orders of summation. state: dtype of the optimizer's state. In a narrow dtype one
+    element may round differently, which in a small parameter is a large share of all movement."""
+    if optimizer == "sgd":
+        value, *noises = (_distance(w, after, start, None) for w in (weights, *others))
+        measured = max(noises, default=None)
+        return Figure(name, value, widened(SGD, measured), measured, "all together")
+    step = torch.finfo(state).eps if state.itemsize < 4 else 0.0
+
+    def own(parameter: Tensor) -> float:
+        return step / 2 / float(parameter.numel() ** 0.5)
+
+    noise_of = {n: max((_distance(other, after, start, n) for other in others), default=None) for n in after}
+    each = [
+        Figure(n, _distance(weights, after, start, n), widened(ADAMW + own(after[n]), noise), noise)
+        if noise is None or noise < _ROUNDING
+        else Figure(n, float(_moved(weights, start, n) > 10 * _moved(after, start, n)), 0.5, noise)
+        for n, noise in noise_of.items()
+    ]
+    return worst_of(name, each)
+
+
+def _moved(weights: Tensors, start: Tensors, name: str) -> float:
+    return float((weights[name].double() - start[name].double()).norm())
+
+
+def _distance(weights: Tensors, expected: Tensors, start: Tensors, name: str | None) -> float:
+    """||w - w_ref|| / ||w_ref - w_0|| of the parameter `name`, or of all together for None."""
+    names = expected.keys() if name is None else [name]
+    error = sum(float((weights[n].double() - expected[n].double()).square().sum()) for n in names)
+    moved = sum(float((expected[n].double() - start[n].double()).square().sum()) for n in names)
+    if moved == 0:
+        return 0.0 if error == 0 else float("inf")
+    return float((error / moved) ** 0.5)
+
+
+def widened(tolerance: float, noise: float | None) -> float:
+    """The tolerance of a figure whose value the reference itself moves by `noise`, if that was measured."""
+    return tolerance if noise is None else min(max(tolerance, 10 * noise), WIDEST)
+
+
+def relative(value: float, expected: float) -> float:
+    """The difference, relative to the expected value."""
+    return abs(value - expected) / max(abs(expected), 1e-6)
+
+
+def _excess(figure: Figure) -> float:
+    return float("inf") if figure.value != figure.value else figure.value / figure.tolerance
+
+
+def worst_of(name: str, figures: Sequence[Figure]) -> Figure:
+    """The figure with the largest value / tolerance, under a common name."""
+    worst = max(figures, key=_excess)
+    return Figure(name, worst.value, worst.tolerance, worst.noise, worst.name)

@@ -1,0 +1,135 @@
+"""Synthetic documents with images and videos of noise, for checks without user data."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from weft.engine.batch.media import joined
+from weft.engine.engine import Engine
+from weft.engine.selfcheck.image import placeholders
+from weft.models.facts import position_limit
+from weft.models.vision import Vision
+from weft.verify.image_reference import Images
+from weft.verify.observed import to_documents
+from weft.verify.reference import Document, Reference
+
+
+def steps_with_images(
+    steps: Sequence[Sequence[Document]],
+    vision: Vision,
+    base: Any,
+    seed: int = 0,
+    bare: bool = True,
+    videos: bool = False,
+) -> tuple[list[list[Document]], Images]:
+    """The steps, with none, one or two images in each document. bare: no images in the last step. videos: half of the
+    documents with images have a video in place of the first image.
+
+    base: a base model with weights, whose tower decides how many placeholders an image has.
+    """
+    source, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    words = text_ids(vision)
+    out: list[list[Document]] = []
+    images: dict[tuple[int, ...], dict[str, torch.Tensor]] = {}
+    for number, step in enumerate(steps):
+        out.append([])
+        for place, (ids, mask) in enumerate(step):
+            text = [words[0] if i in (vision.image, vision.video) else i for i in ids]
+            count = 0 if (bare and number == len(steps) - 1) or len(ids) < 3 else (place + 1) % 3
+            found = [vision.sample(generator, source.randrange(1, 4)) for _ in range(count)]
+            if found and videos and place % 4 < 2:
+                found = [*found[1:], vision.sample_video(generator, source.randrange(1, 3))]
+            document = text, list(mask)
+            for inputs in found:
+                document = _inserted(document, placeholders(vision, base, inputs), vision, source)
+            if found:
+                images[tuple(document[0])] = joined(found)
+            out[-1].append(document)
+    return out, images
+
+
+def documents_behind(engine: Engine, base: Any, step: Sequence[Document]) -> tuple[list[Document], Images]:
+    """(Short documents with an image, and a long one that mesh.cp can cut so that short ones have room behind its
+    parts; images by the token ids of their documents). Both are empty if the engine cuts no documents.
+
+    The long one has images if such documents are cut. It is the last one, and the short ones rise in length: a row
+    has another order, cut documents first and long ones before short ones. step: documents with text to take.
+    """
+    vision, images = engine.built.vision, dict[tuple[int, ...], dict[str, torch.Tensor]]()
+    if engine.context is None or vision is None:
+        return [], images
+    source, generator = random.Random(1), torch.Generator().manual_seed(1)
+    text = [i for ids, _ in step for i in ids if i not in (vision.image, vision.video)]
+
+    def document(first: int, length: int, count: int) -> Document:
+        made: Document = [text[(first + n) % len(text)] for n in range(length)], [1.0] * length
+        inputs = [vision.sample(generator, 2) for _ in range(count)]
+        for own in inputs:
+            made = _inserted(made, placeholders(vision, base, own), vision, source)
+        if inputs:
+            images[tuple(made[0])] = joined(inputs)
+        return made
+
+    short = [document(9 * n, 4 + n, 1) for n in range(engine.context.size)]
+    room = max(meta.room for meta in to_documents(engine, short, images)[1])
+    long = document(5, 2 * room + 4, 3 if engine.planner.image_room.ranks > 1 else 0)
+    limit = position_limit(engine.built.config.get_text_config())
+    return ([], {}) if limit is not None and len(long[0]) > limit else ([*short, long], images)
+
+
+def text_ids(vision: Vision) -> list[int]:
+    """Three token ids that are no placeholder of an image or a video."""
+    return [i for i in (3, 5, 6, 7, 8) if i not in (vision.image, vision.video)][:3]
+
+
+def _inserted(document: Document, runs: Sequence[tuple[int, int]], vision: Vision, source: random.Random) -> Document:
+    """The document with the placeholders of one more image or video after its present ones; text stays before, between
+    and after them."""
+    ids, mask = document
+    for placeholder, count in runs:
+        first = max((n + 1 for n, i in enumerate(ids) if i in (vision.image, vision.video)), default=0) + 1
+        if first >= len(ids):  # text between two of them
+            ids, mask = [*ids, *text_ids(vision)[1:]], [*mask, 1.0, 1.0]
+        at = source.randrange(first, len(ids))
+        ids, mask = (
+            [*ids[:at], *[placeholder] * count, *ids[at:]],
+            [*mask[:at], *[0.0] * count, *mask[at:]],
+        )
+    return ids, mask
+
+
+def steps_for(
+    engine: Engine, path: str, steps: Sequence[Sequence[Document]]
+) -> tuple[list[list[Document]], Images, list[Document]]:
+    """(The steps, with images and videos if the model takes any; the images; documents_behind, whose images are among
+    them); the same on every rank. Collective.
+
+    path: the model's weights, from which the first rank learns how many placeholders an image has.
+    """
+    vision = engine.built.vision
+    if vision is None or engine.built.support.images:
+        return [list(step) for step in steps], {}, []
+    made: list[Any] = [None]
+    if engine.ranks.is_first:
+        plain = Reference(path, str(engine.device)).plain.get_submodule(engine.module.facts.base)
+        made = [shown(engine, steps, plain, videos=not engine.built.support.videos)]
+    dist.broadcast_object_list(made, src=0, group=engine.ranks.group)
+    found: tuple[list[list[Document]], Images, list[Document]] = made[0]
+    return found
+
+
+@torch.no_grad()
+def shown(
+    engine: Engine, steps: Sequence[Sequence[Document]], base: Any, bare: bool = True, videos: bool = False
+) -> tuple[list[list[Document]], Images, list[Document]]:
+    """steps_with_images and documents_behind."""
+    vision = engine.built.vision
+    assert vision is not None
+    with_images, images = steps_with_images(steps, vision, base, bare=bare, videos=videos)
+    behind, more = documents_behind(engine, base, with_images[0])
+    return with_images, {**images, **more}, behind

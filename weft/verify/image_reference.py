@@ -1,0 +1,50 @@
+"""The reference for documents with images and videos. Imports nothing of weft but the plain reference, on purpose."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.verify.reference import Reference
+
+Images = Mapping[tuple[int, ...], Mapping[str, Tensor]]  # token ids of a document -> forward arguments of its images
+
+
+class ImageReference(Reference):
+    """Gives the model the images of documents, as its processor would.
+
+    Images of a batch are concatenated in the order of its documents, and so are videos: for SmolVLM along the second
+    dimension, for others, also LLaVA-NeXT with its tiles, along the first. Models that ask for token types get them
+    from the placeholders.
+    """
+
+    def __init__(self, images: Images, *options: Any) -> None:
+        """images: by the token ids of their documents. options: arguments of Reference."""
+        super().__init__(*options)
+        self.given = images
+
+    def images(self, ids: list[list[int]]) -> dict[str, Any]:
+        found = [own for one in ids for known, own in self.given.items() if tuple(one[: len(known)]) == known]
+        if not found:
+            return {}
+        arguments: dict[str, Any] = {
+            name: torch.cat([own[name] for own in found if name in own], _images(value, one)).to(self.device)
+            for one in found
+            for name, value in one.items()
+        }
+        config: Any = self.plain.config
+        named = inspect.signature(self.plain.forward).parameters
+        tokens = torch.tensor(ids, device=self.device)
+        types = (tokens == config.image_token_id).int()
+        if getattr(config, "video_token_id", None) is not None:
+            types += 2 * (tokens == config.video_token_id).int()
+        return arguments | {name: types for name in ("mm_token_type_ids", "token_type_ids") if name in named}
+
+
+def _images(value: Tensor, inputs: Mapping[str, Tensor]) -> int:
+    """The dimension along which images are concatenated."""
+    return int(value.ndim == 5 and "image_sizes" not in inputs)

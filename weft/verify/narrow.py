@@ -1,0 +1,209 @@
+"""An engine in its configured 16-bit dtype beside plain transformers in the same dtype.
+
+Both are measured by their distance to plain transformers in fp32: an engine may be FACTOR times as far from it as plain
+transformers are. What 16 bits round away is noise of that size; what is lost otherwise (a loss scale that a part of the
+loss does not get, products summed in 16 bits) is far beyond. Experts of all three follow the routes of fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from weft.engine.engine import Engine
+from weft.verify.adapter import as_in_files, randomize_adapters, saved_adapter
+from weft.verify.expected import Trainer, on_cpu, recording
+from weft.verify.harness import SCALAR, Figure, compare_gradients, relative, trainer_of, worst_of
+from weft.verify.observed import Step, Tensors, following, gather_readouts, neighbours, one_gradient
+from weft.verify.routing import Recorder, Routes
+
+# Engines of 58 pairs of a family and a dtype, on meshes of one and two ranks, were at most 1.4 times as far off as
+# plain transformers. A part that is lost is off by all of it, against some percent of rounding in bf16, less in fp16.
+FACTOR = 4.0
+_SMALL = 1e-2  # a gradient counts as at least this share of the largest: a smaller one may be nothing but rounding
+# Choices of experts that rounding changes move the auxiliary loss, so that its gradient has another direction in 16
+# bits. Its share along that of fp32 stays near 1.
+_BALANCE = 0.1
+_MOST_HALVINGS = 24  # of the loss scale
+
+
+@dataclass
+class NarrowResults:
+    """One side's results. logprobs: of each document. balance: gradients of the experts' auxiliary loss alone; empty
+    without one."""
+
+    logprobs: list[Tensor]
+    loss: float
+    gradients: Tensors
+    balance: Tensors
+
+
+def narrow_dtype(engine: Engine) -> torch.dtype | None:
+    """The 16-bit dtype in which the engine computes, if plain transformers can compute the same in it."""
+    precision = engine.precision
+    if engine.config.model.transforms or precision.compute not in (torch.float16, torch.bfloat16):
+        return None
+    return precision.compute if precision.master in (torch.float32, precision.compute) else None
+
+
+def compare_as_configured(engine: Engine, path: str, step: Step) -> tuple[list[Figure], str]:
+    """(Figures, remark) of an engine in its configured dtypes, with the weights at `path`; the remark is on the first
+    rank. Collective.
+
+    Isolation of documents is always judged, because rounding is no excuse there. The rest is judged where the engine
+    computes in 16 bits, and else a remark.
+    """
+    randomize_adapters(engine)
+    with saved_adapter(engine) as adapter:
+        return _compare(engine, trainer_of(engine, path, (), adapter, {}), step)
+
+
+def _compare(engine: Engine, trainer: Trainer, step: Step) -> tuple[list[Figure], str]:
+    facts, dtype = engine.built.flops, narrow_dtype(engine)
+    recorder = Recorder(facts.experts, facts.experts_per_token) if facts.expert else None
+    exact = None
+    if engine.ranks.is_first:
+        exact = _of_reference(trainer, step, torch.float32, recorder, 1.0)
+    routes: list[Routes] = [recorder.routes if recorder is not None else {}]
+    if recorder is not None:
+        dist.broadcast_object_list(routes, src=0, group=engine.ranks.group)
+    moves = neighbours(engine, step, gather_readouts(engine, step))
+    with following(engine, routes[0]):
+        readouts = gather_readouts(engine, step)
+        loss, gradients = _finite_gradients(engine, step)
+        balance = _finite_gradients(engine, _silent(step))[1] if engine.balance else {}
+    moved = Figure("neighbours do not move, configured dtypes", moves, SCALAR / 10)
+    if exact is None:
+        return [moved], ""
+    logprobs = [readouts[index]["logprob"] for index in range(len(step))]
+    seen = NarrowResults(logprobs, loss, as_in_files(engine, gradients), as_in_files(engine, balance))
+    figures, why = [moved], "no verdict"
+    if dtype is not None:
+        plain = _finite_reference(trainer, step, dtype, recorder, engine)
+        why = "plain transformers are not finite in it: no verdict"
+        if plain is not None:
+            why = f"verdict: at most {FACTOR:g} times as far off as plain transformers in it"
+            head = f"{engine.module.facts.head}.weight"
+            head = head if head in exact.gradients else f"{engine.module.facts.embedding}.weight"
+            figures += judge_narrow(seen, plain, exact, dtype, head)
+    worst = max(compare_gradients(seen.gradients, exact.gradients, {}), key=lambda figure: figure.value)
+    transforms = "".join(f", {name}" for name in engine.config.model.transforms)
+    words = (
+        f"as configured ({engine.precision.compute}, reduced in {engine.precision.reduce}{transforms}; {why}): loss "
+        f"differs from fp32 by {relative(loss, exact.loss):.1e}, the worst gradient by {worst.value:.1e} ({worst.name})"
+    )
+    return figures, words
+
+
+def judge_narrow(
+    seen: NarrowResults, plain: NarrowResults, exact: NarrowResults, dtype: torch.dtype, head: str
+) -> list[Figure]:
+    """Figures of an engine (seen) and of plain transformers (plain) in `dtype`, both against fp32 (exact). head: name
+    of the weight of which each row is a token's."""
+    name, floor = str(dtype).removeprefix("torch."), torch.finfo(dtype).eps
+
+    def bounded(what: str, ours: float, theirs: float, note: str = "") -> Figure:
+        return Figure(what, ours, FACTOR * theirs + floor, theirs, note)
+
+    def figure(what: str, ours: float, theirs: float, note: str = "") -> Figure:
+        return bounded(f"{what}, {name}", ours, theirs, note)
+
+    def gradients(what: str, ours: Tensors, theirs: Tensors, true: Tensors) -> Figure:
+        off, noise = gradient_errors(ours, true), gradient_errors(theirs, true)
+        usual = median(noise.values())
+        return worst_of(f"{what}, {name}", [bounded(n, off[n], max(noise[n], usual)) for n in true])
+
+    distance, noise = (_rms(side.logprobs, exact.logprobs) for side in (seen, plain))
+    found = [
+        figure("readout: logprob", distance, noise),
+        figure("loss", abs(seen.loss - exact.loss), max(noise, abs(plain.loss - exact.loss))),
+        gradients("gradients, every parameter", seen.gradients, plain.gradients, exact.gradients),
+    ]
+    if head in exact.gradients:
+        ours, theirs = (row_errors(side.gradients[head], exact.gradients[head]) for side in (seen, plain))
+        found.append(figure("gradients of each token's row", ours, theirs, head))
+    if exact.balance:
+        ours, theirs = (abs(share_along(side.balance, exact.balance) - 1.0) for side in (seen, plain))
+        scale = figure("scale of the auxiliary loss", ours, theirs)
+        found.append(replace(scale, tolerance=max(scale.tolerance, _BALANCE)))
+    return found
+
+
+def gradient_errors(found: Tensors, exact: Tensors) -> dict[str, float]:
+    """||g - g_exact|| / ||g_exact|| of each parameter; infinite where a gradient is missing."""
+    least = _SMALL * max(float(g.norm()) for g in exact.values())
+    return {
+        name: float((found[name].float() - g).norm()) / (max(float(g.norm()), least) or 1.0)
+        if name in found
+        else float("inf") * bool(g.any())
+        for name, g in exact.items()
+    }
+
+
+def share_along(found: Tensors, exact: Tensors) -> float:
+    """<g, g_exact> / <g_exact, g_exact>, over all parameters together: 1 if g is g_exact but for what is at right
+    angles to it, 0 if it is lost."""
+    square = sum(float(g.double().square().sum()) for g in exact.values())
+    return sum(float((found[n].double() * g.double()).sum()) for n, g in exact.items() if n in found) / (square or 1.0)
+
+
+def row_errors(found: Tensor, exact: Tensor) -> float:
+    """The mean over rows of a matrix of ||row - row_exact|| / ||row_exact||, of each row at most 1. So rows count that
+    are small beside others, as those of unlikely tokens are."""
+    size = exact.norm(dim=1)
+    rows = size > 0
+    off = (found.float() - exact).norm(dim=1)[rows] / size[rows]
+    return float(off.clamp(max=1.0).mean()) if bool(rows.any()) else 0.0
+
+
+def _rms(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
+    return float((torch.cat(list(found)) - torch.cat(list(exact))).square().mean().sqrt())
+
+
+def _silent(step: Step) -> Step:
+    """The documents of a step, nothing of which is trained."""
+    return [(ids, [0.0] * len(ids)) for ids, _ in step]
+
+
+def _finite_gradients(engine: Engine, step: Step) -> tuple[float, Tensors]:
+    """(Loss, gradients), at the largest loss scale up to the present one at which they are finite, as training finds
+    it."""
+    while True:
+        loss, gradients, _ = one_gradient(engine, step, None)
+        finite = all(bool(g.isfinite().all()) for g in gradients.values())
+        if finite or engine.loss_scale is None or not engine.loss_scale.overflow():
+            return loss, gradients
+
+
+def _of_reference(
+    trainer: Trainer, step: Step, dtype: torch.dtype, recorder: Recorder | None, scale: float
+) -> NarrowResults:
+    """Results of plain transformers in `dtype`: in fp32 the recorder records their routes, else they follow it."""
+    plain = trainer.reference(dtype)
+    plain.scale = scale
+    with recording(recorder, plain, trainer.layers, follow=dtype != torch.float32):
+        logprobs = [plain.logprobs(ids)[0] for ids, _ in step]
+        loss, gradients = plain.gradients(step)
+        balance = plain.gradients(_silent(step))[1] if trainer.balance else {}
+    sides = [on_cpu({name: g.float() / scale for name, g in side.items()}) for side in (gradients, balance)]
+    return NarrowResults(logprobs, loss, *sides)
+
+
+def _finite_reference(
+    trainer: Trainer, step: Step, dtype: torch.dtype, recorder: Recorder | None, engine: Engine
+) -> NarrowResults | None:
+    """_of_reference at the largest loss scale, up to the engine's, at which it is finite; None if it is at none."""
+    scale = 1.0 if engine.loss_scale is None else engine.loss_scale.scale
+    for _ in range(_MOST_HALVINGS):
+        found = _of_reference(trainer, step, dtype, recorder, scale)
+        if all(bool(g.isfinite().all()) for g in (*found.gradients.values(), *found.balance.values())):
+            return found
+        if dtype != torch.float16 or scale <= 1.0:
+            return None
+        scale /= 2
+    return None

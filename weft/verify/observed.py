@@ -1,0 +1,219 @@
+"""The engine's side of the parity harness: runs every check on the mesh and gathers whole results on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from weft.engine.batch.document import Document
+from weft.engine.batch.media import Media
+from weft.engine.engine import Engine
+from weft.engine.losses.base import Loss
+from weft.engine.losses.cross_entropy import CrossEntropy, HeldOutLoss
+from weft.engine.step_plan.plan import DocumentMeta, StepPlan
+from weft.errors import RanksDisagreeError
+from weft.verify import reference
+from weft.verify.image_reference import Images
+from weft.verify.routing import Differences, Replay, Routes
+
+Tensors = dict[str, Tensor]
+Step = Sequence[reference.Document]
+_NONE: Images = {}
+
+
+@dataclass
+class Observed:
+    """The engine's results, as whole tensors. routing: choices of experts that differ from the reference's; None if
+    dense. behind: readouts and gradients of documents with images behind one that is cut; None without such ones.
+    evaluated: accuracy and share of exact documents. apart: the error if weights that
+    several ranks hold became unequal, which ends training; else ""."""
+
+    losses: list[float] = field(default_factory=list)
+    gradients: list[Tensors] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    micro_loss: float = 0.0
+    micro_gradients: Tensors = field(default_factory=dict)
+    readouts: dict[int, Tensors] = field(default_factory=dict)
+    alone: dict[int, Tensors] = field(default_factory=dict)
+    behind: tuple[dict[int, Tensors], Tensors] | None = None
+    evaluated: tuple[float, float] = (0.0, 0.0)
+    neighbours: float = 0.0
+    trained: list[tuple[float, float]] = field(default_factory=list)
+    weights: Tensors = field(default_factory=dict)
+    routing: Differences | None = None
+    apart: str = ""
+
+
+def observe(
+    engine: Engine,
+    steps: Sequence[Step],
+    lrs: Sequence[float],
+    routes: Routes,
+    images: Images = _NONE,
+    held_out: Step = (),
+    behind: Step = (),
+) -> Observed:
+    """Run the engine's side of every check, following the reference's routes if there are any; collective.
+
+    held_out: documents to evaluate. behind: see documents_behind.
+    """
+    seen = Observed()
+    with following(engine, routes) as replay:
+        if held_out:
+            seen.evaluated = _evaluated(engine, held_out)
+        if behind:
+            budget = budget_behind(engine, behind, images)
+            if budget is not None:
+                readouts = gather_readouts(engine, behind, budget, images)
+                seen.behind = readouts, one_gradient(engine, behind, budget, images)[1]
+        _observe(engine, steps, lrs, seen, replay, images)
+    if replay is not None:
+        seen.routing = replay.differences.summed()
+    return seen
+
+
+@contextmanager
+def following(engine: Engine, routes: Routes) -> Iterator[Replay | None]:
+    """Inside, the engine follows the reference's routes, if there are any."""
+    if not routes:
+        yield None
+        return
+    replay = Replay(routes, engine.built.flops.experts, engine.built.flops.experts_per_token)
+    with replay.replaying(engine.module, [layer for _, layer in engine.module.layers]):
+        yield replay
+
+
+def _observe(
+    engine: Engine,
+    steps: Sequence[Step],
+    lrs: Sequence[float],
+    seen: Observed,
+    replay: Replay | None,
+    images: Images,
+) -> None:
+    longest = short_budget(engine, steps[0], images)
+    seen.micro_loss, seen.micro_gradients, _ = one_gradient(engine, steps[0], longest, images)
+    seen.readouts = gather_readouts(engine, steps[0], None, images)
+    seen.alone = gather_readouts(engine, steps[0], longest, images)
+    seen.neighbours = neighbours(engine, steps[0], seen.readouts, images)
+    later = [one_gradient(engine, step, None, images) for step in steps[1:]]
+    first = one_gradient(engine, steps[0], None, images, keep=True)  # and the first step of training
+    for loss, gradients, norm in (first, *later):
+        seen.losses.append(loss)
+        seen.gradients.append(gradients)
+        seen.norms.append(norm)
+    try:
+        for number, (step, lr) in enumerate(zip(steps, lrs, strict=True)):
+            if replay is not None:
+                replay.stage = number
+            loss = first[0] if number == 0 else _accumulate(engine, step, None, images, CrossEntropy())
+            seen.trained.append((loss, engine.apply(lr).grad_norm))
+    except RanksDisagreeError as error:  # the same on all ranks
+        seen.apart = " ".join(str(error).split())
+    seen.weights = {name: tensor.cpu() for name, tensor in engine.tensors()}
+
+
+def _evaluated(engine: Engine, step: Step) -> tuple[float, float]:
+    """(Accuracy, share of exact documents), as a run's evaluation gives them."""
+    documents, metas = to_documents(engine, step)
+    sums = engine.evaluate(engine.plan(metas), documents, HeldOutLoss())
+    found = sums.reduce(engine.mesh.world_group)
+    return found["accuracy"] or 0.0, found["exact"] or 0.0
+
+
+def short_budget(engine: Engine, step: Step, images: Images = _NONE) -> int:
+    """Tokens of a row that has room for about one document of the step."""
+    return max(meta.room for meta in to_documents(engine, step, images)[1]) + 1
+
+
+def budget_behind(engine: Engine, documents: Step, images: Images) -> int | None:
+    """A budget of rows (see Engine.plan) at which some of documents_behind lie behind the one that is cut; None if
+    there is none."""
+    metas = to_documents(engine, documents, images)[1]
+    rooms = [meta.room for meta in metas]
+    ranks = 1 if engine.context is None else engine.context.size
+    budgets = range(-(-rooms[-1] // ranks) + max(rooms[:-1]), rooms[-1])
+    found = {budget: _behind(engine.plan(metas, budget=budget)) for budget in budgets}
+    best = max(found, key=lambda budget: found[budget], default=None)
+    return best if best is not None and found[best] else None
+
+
+def _behind(plan: StepPlan) -> int:
+    """The largest number of whole documents in a row behind a part of a cut document."""
+    rows = [(micro, rank, row) for micro, ranks in enumerate(plan.rows) for rank, row in enumerate(ranks)]
+    cut = [set(row) & set(plan.shared_documents(micro, rank)) for micro, rank, row in rows]
+    return max(len(row) - len(shared) if shared else 0 for (_, _, row), shared in zip(rows, cut, strict=True))
+
+
+def to_documents(engine: Engine, step: Step, images: Images = _NONE) -> tuple[dict[int, Document], list[DocumentMeta]]:
+    """(Documents of a step by index, their metadata). images: by the token ids of their documents."""
+    documents = {
+        index: Document(torch.tensor(ids), torch.tensor(mask, dtype=torch.float32), media=_media(engine, ids, images))
+        for index, (ids, mask) in enumerate(step)
+    }
+    return documents, engine.planner.metadata(documents.values())
+
+
+def _media(engine: Engine, ids: Sequence[int], images: Images) -> Media | None:
+    inputs, vision = images.get(tuple(ids)), engine.built.vision
+    return None if inputs is None or vision is None else Media.of(dict(inputs), vision.patches(inputs))
+
+
+def one_gradient(
+    engine: Engine, step: Step, budget: int | None, images: Images = _NONE, objective: Loss | None = None,
+    *, keep: bool = False,
+) -> tuple[float, Tensors, float]:  # fmt: skip
+    """(Loss, whole gradients on the CPU, their norm). budget: tokens of a row; None as configured. objective: cross
+    entropy if None. keep: leave the gradients in the engine, for its next update; else they are dropped."""
+    loss = _accumulate(engine, step, budget, images, objective or CrossEntropy())
+    gradients = {name: g.cpu() for name, g in engine.gradients() if g is not None}
+    norm = engine.gradient_norm()
+    if not keep:
+        engine.drop_gradients()
+    return loss, gradients, norm
+
+
+def _accumulate(engine: Engine, step: Step, budget: int | None, images: Images, objective: Loss) -> float:
+    """Forward and backward of a step; returns its loss."""
+    documents, metas = to_documents(engine, step, images)
+    return engine.accumulate(engine.plan(metas, budget=budget), documents, objective)["loss"] or 0.0
+
+
+def gather_readouts(
+    engine: Engine, step: Step, budget: int | None = None, images: Images = _NONE
+) -> dict[int, Tensors]:
+    """Readouts of all documents, from all ranks, on every rank."""
+    documents, metas = to_documents(engine, step, images)
+    mine = engine.readout(engine.plan(metas, budget=budget), documents, ("logprob", "entropy"))
+    gathered: list[dict[int, Tensors]] = [{} for _ in range(engine.ranks.world)]
+    dist.all_gather_object(gathered, mine, group=engine.ranks.group)
+    return {index: values for part in gathered for index, values in part.items()}
+
+
+def neighbours(engine: Engine, step: Step, before: Mapping[int, Tensors], images: Images = _NONE) -> float:
+    """The largest change of other documents' logprobs when the longest document of text changes, as readout_distance:
+    relative, because experts and ranks batch tokens by the content of a row, which changes rounding.
+
+    before: the readouts of `step`, by document.
+    """
+    longest = max(range(len(step)), key=lambda i: (tuple(step[i][0]) not in images, len(step[i][0])))
+    ids, mask = step[longest]
+    changed = [*step[:longest], (ids[::-1], mask), *step[longest + 1 :]]
+    after = gather_readouts(engine, changed, images=images)
+    return largest(readout_distance(after[i]["logprob"], before[i]["logprob"]) for i in before if i != longest)
+
+
+def largest(values: Iterable[float]) -> float:
+    """The maximum, with NaN as the largest; 0 of none."""
+    values = list(values)
+    return next((value for value in values if value != value), max(values, default=0.0))
+
+
+def readout_distance(ours: Tensor, expected: Tensor) -> float:
+    """The largest difference, relative to the largest value if that is above 1."""
+    return float((ours - expected).abs().max()) / max(1.0, float(expected.abs().max()))

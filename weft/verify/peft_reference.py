@@ -1,0 +1,52 @@
+"""The reference for adapters: peft's own model in one plain process. Imports only the plain reference and an error
+class of weft."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+from torch import Tensor, nn
+
+from weft.errors import UserError
+from weft.verify.reference import Reference
+
+
+class PeftReference(Reference):
+    """A plain model with the adapter of a folder, all in fp32 unless `base` gives another dtype for the base.
+
+    Tensors are named as in the adapter's file, without its prefix; those of the frozen base as in the base.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        adapter: str,
+        device: str = "cpu",
+        balance: float = 0.0,
+        whole_step: bool = False,
+        base: torch.dtype = torch.float32,
+    ) -> None:
+        try:
+            from peft import PeftModel
+        except ImportError as error:
+            raise UserError("adapters are compared with peft, which is not installed: pip install peft") from error
+        super().__init__(path, device, (), balance, whole_step)
+        self.model = PeftModel.from_pretrained(self.plain.to(base), adapter, is_trainable=True).eval().to(device)
+
+    def weights(self) -> dict[str, Tensor]:
+        """A copy of named()."""
+        return {name: parameter.detach().clone() for name, parameter in self.named()}
+
+    def current_gradients(self) -> dict[str, Tensor]:
+        """A copy of every gradient that there is, by the names of named()."""
+        return {name: parameter.grad.clone() for name, parameter in self.named() if parameter.grad is not None}
+
+    def named(self) -> list[tuple[str, nn.Parameter]]:
+        """Every parameter, except the originals that peft keeps of modules that are trained whole."""
+        return [(_plain(n), p) for n, p in self.model.named_parameters() if ".original_module." not in n]
+
+
+def _plain(name: str) -> str:
+    name = name.removeprefix("base_model.model.").replace(".modules_to_save.default.", ".")
+    return name.replace(".default", "") if ".lora_" in name else re.sub(r"(\.base_layer)+\.", ".", name)

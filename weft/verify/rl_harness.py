@@ -1,0 +1,450 @@
+"""Compares the update of `weft rl` on any mesh with plain PyTorch in one process (rl_reference.py), by the measure of
+harness.py.
+
+Both sides use the same rollouts. Compared are: old and reference logprobs and values, as trainers read them; loss and
+every parameter's gradient of the first update, in one cut and in many micro-batches; losses, norms and weights along
+two updates of each rollout step; and the same for the critic. Noise is added to synthetic rollouts' logprobs, and to
+old logprobs unless the update itself computes them, so that there is something to correct and to clip.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from weft.config.presets import ADVANTAGES, POLICY_LOSSES
+from weft.config.rl_schema import RlConfig
+from weft.engine.batch.replay import LIVE, align_routes
+from weft.engine.engine import Engine
+from weft.engine.losses.policy import PolicyLoss
+from weft.engine.losses.value import ValueLoss
+from weft.errors import UserError
+from weft.inference.types import Floats, Group, Sample, samples_of
+from weft.launch import flight
+from weft.models import hf
+from weft.models.routing import replace_choices, replaced
+from weft.rl import advantages
+from weft.rl.corrections import comparable, correct, old_is_current
+from weft.rl.documents import TrainedSamples, build_documents, is_trained
+from weft.rl.reference_critic import READS, Role, set_readings
+from weft.rl.trainer import Trainer
+from weft.verify import rl_reference
+from weft.verify.adapter import as_in_files, optimizer_by_files, randomize_adapters, saved_adapter
+from weft.verify.expected import norm_of, plain_optimizer, widen
+from weft.verify.harness import (
+    SCALAR,
+    Figure,
+    Verdict,
+    compare_gradients,
+    compare_weights,
+    cut_documents,
+    gradient_noise,
+    may_be_rounding,
+    rounds,
+    widened,
+    worst_five,
+    worst_of,
+)  # fmt: skip
+from weft.verify.observed import Tensors
+from weft.verify.rl_reference import PeftPolicy, PlainCritic, PlainPolicy, Row, Rule
+from weft.verify.rl_rollouts import awkward_rollouts, disturb, noise
+
+PASSES = 2  # updates of each rollout step
+CRITIC = "critic: "
+
+Rollouts = Sequence[Sequence[Group]]
+
+
+@dataclass
+class ModelResults:
+    """One side's results for the policy or the critic. first: (loss, size, norm, gradients) of the first update. micro:
+    the same gradients from many micro-batches. curve: (loss, size, gradient norm) of each update. weights: after all
+    updates. size: sum of the absolute values of the loss's terms; 1 on the mesh's side."""
+
+    first: tuple[float, float, float, Tensors] = (0.0, 0.0, 0.0, {})
+    micro: Tensors = field(default_factory=dict)
+    curve: list[tuple[float, float, float]] = field(default_factory=list)
+    weights: Tensors = field(default_factory=dict)
+
+
+@dataclass
+class RunResults:
+    """One side's results. reads: for each rollout step, name -> for each sample, an array over its sampled tokens."""
+
+    reads: list[dict[str, list[Floats]]] = field(default_factory=list)
+    policy: ModelResults = field(default_factory=ModelResults)
+    critic: ModelResults | None = None
+
+
+def verify_rl(trainer: Trainer, lr: float, rollouts: Rollouts | None = None) -> Verdict | None:
+    """Compare a trainer with plain PyTorch on these rollouts, or on synthetic ones that its engine samples. Collective.
+
+    Trains the trainer. Returns the verdict on rank 0, None on others. lr: learning rate of every update. Raises
+    UserError for an advantage or policy loss of the user's own.
+    """
+    config = trainer.config
+    _require_known(config)
+    randomize_adapters(trainer.engine)
+    figures: list[Figure] = []
+    if rollouts is None:
+        rollouts = awkward_rollouts(trainer, trainer.engine.built.config.get_text_config().vocab_size)
+        figures.append(_mismatch(trainer, rollouts))
+        for groups in rollouts:
+            disturb(groups)
+    for engine in (trainer.engine, trainer.reference, trainer.critic):
+        if engine is not None:
+            cut_documents(engine, max(len(sample) for groups in rollouts for sample in samples_of(groups)))
+    plain: RunResults | None = None
+    others: list[RunResults] = []
+    start = _weights(trainer)
+    at_once = rounds(trainer.engine)
+    with saved_adapter(trainer.engine) as adapter:
+        if trainer.ranks.is_first:
+            plain = _Plain(trainer, start, adapter).run(rollouts, lr)
+        seen = _observe(trainer, rollouts, lr)
+        if plain is None:
+            return None
+        figures += _read_figures(seen, plain)
+        verdict = _judge(seen, plain, others, start, config, figures)
+        if not verdict.passed:
+            others.append(_Plain(trainer, start, adapter).run(rollouts, lr, reverse=True))
+            if at_once:
+                others.append(_in_double(trainer, start, adapter, rollouts, lr))
+            verdict = _judge(seen, plain, others, start, config, figures)
+        if may_be_rounding(verdict) and not at_once and _routes_are_known(trainer.engine, rollouts):
+            others.append(_in_double(trainer, start, adapter, rollouts, lr))
+            verdict = _judge(seen, plain, others, start, config, figures)
+    return verdict
+
+
+def _routes_are_known(engine: Engine, rollouts: Rollouts) -> bool:
+    """Whether fp64 takes the same experts: it would choose others by itself where two are nearly alike."""
+    samples = [sample for groups in rollouts for sample in samples_of(groups)]
+    return not engine.built.flops.expert or all(sample.routes is not None for sample in samples)
+
+
+def _judge(
+    seen: RunResults,
+    plain: RunResults,
+    others: Sequence[RunResults],
+    start: tuple[Tensors, Tensors | None],
+    config: RlConfig,
+    figures: list[Figure],
+) -> Verdict:
+    """All comparisons, after those in `figures`. others: the plain side by other orders of summation."""
+    figures, worst = _learner_figures(
+        seen.policy, plain.policy, [other.policy for other in others], start[0], config, "", figures
+    )
+    if seen.critic is not None:
+        assert plain.critic is not None and start[1] is not None
+        noisy = [other.critic for other in others if other.critic is not None]
+        figures, more = _learner_figures(seen.critic, plain.critic, noisy, start[1], config, CRITIC, figures)
+        worst = worst_five([*worst, *more])
+    return Verdict(figures, worst)
+
+
+def _require_known(config: RlConfig) -> None:
+    for key, named, own in (
+        ("advantage", config.rl.advantage, ADVANTAGES),
+        ("policy_loss", config.rl.policy_loss, POLICY_LOSSES),
+    ):
+        if named not in own:
+            raise UserError(
+                f"weft verify has no plain implementation of rl.{key}={named} to compare with: set it to one of "
+                f"{', '.join(own)}, which go through the same mesh."
+            )
+
+
+def _weights(trainer: Trainer) -> tuple[Tensors, Tensors | None]:
+    """(Whole weights of the policy, those of the critic or None), by the names of the plain side; collective."""
+    policy = as_in_files(trainer.engine, _whole(trainer.engine))
+    return policy, None if trainer.critic is None else _whole(trainer.critic)
+
+
+def _whole(engine: Engine) -> Tensors:
+    return {name: tensor.detach().cpu().float().clone() for name, tensor in engine.tensors()}
+
+
+# ---------------------------------------------------------------- the mesh
+
+
+def _read(trainer: Trainer, samples: Sequence[Sample]) -> None:
+    """Set what trainers read of the samples (old and reference logprobs, values), on every rank."""
+    rl = trainer.config.rl
+    wanted = {"policy": rl.old_logprobs == "recompute", "reference": rl.has_reference, "critic": rl.advantage == "gae"}
+    roles: list[Role] = [role for role in READS if wanted[role]]
+    parts: list[Any] = [None] * trainer.ranks.world
+    dist.all_gather_object(parts, trainer.read_all(roles, samples), group=trainer.ranks.group)
+    flight.enter(flight.ENDLESS)
+    set_readings(samples, parts)
+
+
+def _mismatch(trainer: Trainer, rollouts: Rollouts) -> Figure:
+    """The figure for the difference between logprobs that the engine recorded and those that the trainer reads."""
+    samples = [sample for groups in rollouts for sample in samples_of(groups)]
+    parts: list[Any] = [None] * trainer.ranks.world
+    dist.all_gather_object(parts, trainer.read("policy", samples), group=trainer.ranks.group)
+    flight.enter(flight.ENDLESS)
+    pairs = [(comparable(samples[i]), old) for part in parts for i, old in part.items()]
+    return Figure("the engine samples what the trainer reads", max(_difference(*pair) for pair in pairs), SCALAR)
+
+
+def _difference(ours: Floats, theirs: Floats) -> float:
+    """The largest difference, relative to the largest value if that is above 1."""
+    return float(np.abs(ours - theirs).max(initial=0.0)) / max(1.0, float(np.abs(theirs).max(initial=0.0)))
+
+
+def _observe(trainer: Trainer, rollouts: Rollouts, lr: float) -> RunResults:
+    config, number = trainer.config, 0
+    seen = RunResults(critic=None if trainer.critic is None else ModelResults())
+    fused = old_is_current(config)
+    for groups in rollouts:
+        samples = samples_of(groups)
+        _read(trainer, samples)
+        names = [name for name in READS.values() if getattr(samples[0], name) is not None]
+        seen.reads.append({name: [getattr(s, name)[s.sampled] for s in samples] for name in names})
+        olds = [sample.old for sample in samples]
+        if not fused:
+            for sample in samples:
+                if sample.old is not None:
+                    sample.old = np.where(sample.sampled, sample.old + noise(sample, "old"), 0).astype(np.float32)
+        correct(samples, config.rl)
+        advantages.advantages(groups, config.rl)
+        if fused:
+            for sample in samples:
+                sample.old = None
+        if not number:
+            _observe_gradients(trainer, samples, seen)
+        for _ in range(PASSES):
+            number += 1
+            line = trainer.update(samples, number, PASSES * len(rollouts), 1, lr).line
+            flight.enter(flight.ENDLESS)
+            seen.policy.curve.append((_number(line["loss"]), 1.0, _number(line["grad_norm"])))
+            if seen.critic is not None:
+                norm = _number(line.get("critic/grad_norm", 0.0))
+                seen.critic.curve.append((_number(line.get("loss/value_avg", 0.0)), 1.0, norm))
+            for sample, old in zip(samples, olds, strict=True):
+                sample.old = old if fused else sample.old
+    seen.policy.weights, critic = _weights(trainer)
+    if seen.critic is not None and critic is not None:
+        seen.critic.weights = critic
+    return seen
+
+
+def _number(value: object) -> float:
+    return float(value) if isinstance(value, int | float) else 0.0
+
+
+def _observe_gradients(trainer: Trainer, samples: Sequence[Sample], seen: RunResults) -> None:
+    """Observe gradients of the first update, in one cut and in many micro-batches."""
+    documents = dict(enumerate(build_documents(samples, trainer.config)))
+    masked = TrainedSamples(samples, trainer.config).masked
+    longest = max((len(document) for document in documents.values()), default=1)
+    fused = "old_logprob" not in documents[0].arrays if documents else False
+    pairs: list[tuple[Engine, Any, ModelResults]] = [
+        (trainer.engine, lambda: PolicyLoss(trainer.config.rl, old_is_current=fused, masked=masked), seen.policy)
+    ]
+    if trainer.critic is not None and seen.critic is not None:
+        pairs.append((trainer.critic, lambda: ValueLoss(trainer.config.critic.clip), seen.critic))
+    for engine, objective, learner in pairs:
+        for budget in (None, longest):
+            plan = engine.plan(engine.planner.metadata(documents.values()), budget=budget)
+            own = {index: documents[index] for index in engine.planner.local_documents(plan)}
+            metrics = engine.accumulate(plan, own, objective())
+            gradients = {name: g.cpu() for name, g in engine.gradients() if g is not None}
+            gradients = as_in_files(engine, gradients)
+            loss = metrics.get("loss") if engine is trainer.engine else metrics.get("loss/value_avg")
+            if budget is None:
+                learner.first = loss or 0.0, 1.0, engine.gradient_norm(), gradients
+            else:
+                learner.micro = gradients
+            engine.drop_gradients()
+    flight.enter(flight.ENDLESS)
+
+
+# ---------------------------------------------------------------- one plain process
+
+
+class _Plain:
+    """The updates in one plain process, on the first rank alone. double: models compute in fp64."""
+
+    def __init__(
+        self, trainer: Trainer, start: tuple[Tensors, Tensors | None], adapter: str | None, *, double: bool = False
+    ) -> None:
+        self.trainer, self.config, self.start, self.double = trainer, trainer.config, start, double
+        engine, config = trainer.engine, trainer.config
+        path, self.device = config.model.path, str(engine.device)
+        self.policy: PlainPolicy | PeftPolicy = (
+            PlainPolicy(path, self.device, config.model.freeze)
+            if adapter is None
+            else PeftPolicy(path, adapter, self.device)
+        )
+        rule = Rule(
+            config.rl, config.rollout.temperature, config.rollout.max_new_tokens, config.critic.clip, self._following
+        )
+        self._prepare(self.policy, rule)
+        self.policy.start(self._optimizer(engine), config.optimizer.max_grad_norm)
+        self.reference: PlainPolicy | None = None
+        if config.rl.has_reference and not isinstance(self.policy, PeftPolicy):
+            self.reference = PlainPolicy(config.reference.path or path, self.device)
+            self._prepare(self.reference, rule)
+        self.critic: PlainCritic | None = None
+        if trainer.critic is not None and start[1] is not None:
+            self.critic = PlainCritic(config.critic.path or path, start[1], self.device)
+            self._prepare(self.critic, rule)
+            self.critic.start(self._optimizer(trainer.critic), config.optimizer.max_grad_norm)
+
+    def _prepare(self, plain: PlainPolicy | PeftPolicy | PlainCritic, rule: Rule) -> None:
+        plain.rule = rule
+        if self.double:
+            widen(plain.model)
+
+    def _optimizer(self, engine: Engine) -> torch.optim.Optimizer:
+        c, plain = optimizer_by_files(engine), self.policy if engine is self.trainer.engine else self.critic
+        assert plain is not None
+        return plain_optimizer(c).over(plain.named())
+
+    @contextmanager
+    def _following(self, row: Row) -> Iterator[None]:
+        """Inside, the policy uses the experts that were chosen when the row was sampled."""
+        facts = self.trainer.engine.built.flops
+        if row.routes is None or not facts.expert:
+            yield
+            return
+        routes = align_routes(row.routes, len(row.ids)).long().to(self.device)
+
+        def choose(layer: int, scores: Any, out: Any) -> Any:
+            recorded = routes[:, layer]
+            return replaced(scores, out, torch.where(recorded[:, :1] != LIVE, recorded, out[1]))
+
+        layers = list(self.policy.plain.get_submodule(self.trainer.engine.module.facts.layers).children())
+        with replace_choices(layers, facts.experts, facts.experts_per_token, choose):
+            yield
+
+    def run(self, rollouts: Rollouts, lr: float, reverse: bool = False) -> RunResults:
+        """The results of all updates. reverse: take rows in another order, which changes only rounding, to measure the
+        plain side's noise."""
+        config, fused = self.config, old_is_current(self.config)
+        out = RunResults(critic=None if self.critic is None else ModelResults())
+        for number, groups in enumerate(rollouts):
+            samples = samples_of(groups)
+            rows = self._rows(groups)
+            out.reads.append(self._read(rows))
+            if config.rl.old_logprobs == "recompute" and not fused:
+                for row, sample in zip(rows, samples, strict=True):
+                    row.old = row.old + torch.from_numpy(noise(sample, "old")[sample.sampled])
+            rl_reference.correct(rows, config.rl)
+            rl_reference.compare(rows, config.rl)
+            rows = rows[::-1] if reverse else rows
+            learners: list[tuple[Any, ModelResults, float]] = [(self.policy, out.policy, lr)]
+            if self.critic is not None and out.critic is not None:
+                learners.append((self.critic, out.critic, lr * config.critic.lr / config.optimizer.lr))
+            if not number:
+                for plain, learner, _ in learners:
+                    loss, gradients = plain.gradients(rows)
+                    norm = norm_of(gradients)
+                    learner.first = loss, plain.size, norm, {name: g.cpu() for name, g in gradients.items()}
+            for _ in range(PASSES):
+                for plain, learner, rate in learners:
+                    loss, norm = plain.step(rows, rate)
+                    learner.curve.append((loss, plain.size, norm))
+        out.policy.weights = {name: w.cpu() for name, w in self.policy.weights().items()}
+        if self.critic is not None and out.critic is not None:
+            out.critic.weights = {name: w.cpu() for name, w in self.critic.weights().items()}
+        return out
+
+    def _rows(self, groups: Sequence[Group]) -> list[Row]:
+        return [
+            Row(
+                ids=sample.tokens.tolist(), drawn=np.flatnonzero(sample.sampled).tolist(), group=place,
+                reward=sample.reward if sample.trained else None, trained=is_trained(sample, self.config),
+                rollout=torch.from_numpy(comparable(sample)[sample.sampled]), routes=sample.routes,
+            )
+            for place, group in enumerate(groups)
+            for sample in group.samples
+        ]  # fmt: skip
+
+    def _read(self, rows: Sequence[Row]) -> dict[str, list[Floats]]:
+        """Set old and reference logprobs and values of the rows. Returns them as name -> one array per row."""
+        rl, found = self.config.rl, dict[str, list[torch.Tensor]]()
+        if rl.old_logprobs == "recompute":
+            found["old"] = self.policy.look(rows)
+        if rl.has_reference and isinstance(self.policy, PeftPolicy):
+            with self.policy.base():
+                found["reference"] = self.policy.look(rows, follow=False)
+        elif self.reference is not None:
+            found["reference"] = self.reference.look(rows, follow=False)
+        if self.critic is not None:
+            found["values"] = self.critic.look(rows)
+        for name, values in found.items():
+            for row, value in zip(rows, values, strict=True):
+                setattr(row, name, value)
+        return {name: [value.numpy() for value in values] for name, values in found.items()}
+
+
+def _in_double(
+    trainer: Trainer, start: tuple[Tensors, Tensors | None], adapter: str | None, rollouts: Rollouts, lr: float
+) -> RunResults:
+    plain = _Plain(trainer, start, adapter, double=True)
+    with hf.in_double():
+        return plain.run(rollouts, lr)
+
+
+# ---------------------------------------------------------------- figures
+
+
+def _read_figures(seen: RunResults, plain: RunResults) -> list[Figure]:
+    names = {"old": "readout: old logprob", "reference": "readout: reference logprob", "values": "readout: value"}
+    figures = []
+    for name in plain.reads[0]:
+        pairs = zip(seen.reads[0][name], plain.reads[0][name], strict=True)
+        figures.append(Figure(names[name], max(_difference(*pair) for pair in pairs), SCALAR))
+    return figures
+
+
+def _along(side: ModelResults, plain: ModelResults) -> tuple[float, float]:
+    """The largest differences of the losses and of the gradient norms of all updates from those of the plain side."""
+    pairs = list(zip(side.curve, plain.curve, strict=True))
+    losses = [abs(ours[0] - loss) / max(size, 1e-6) for ours, (loss, size, _) in pairs]
+    norms = [abs(ours[2] - norm) / max(norm, 1e-6) for ours, (_, _, norm) in pairs]
+    return max(losses), max(norms)
+
+
+def _learner_figures(
+    seen: ModelResults,
+    plain: ModelResults,
+    others: Sequence[ModelResults],
+    start: Tensors,
+    config: RlConfig,
+    prefix: str,
+    before: list[Figure],
+) -> tuple[list[Figure], list[Figure]]:
+    """(The figures `before` and those of a policy or critic, its five parameters that differ most). others: the plain
+    side's results by other orders of summation, and in fp64. prefix: of the figures' names."""
+    own = gradient_noise(plain.first[3], [other.first[3] for other in others])
+    parameters = compare_gradients(seen.first[3], plain.first[3], own)
+    micro = compare_gradients(seen.micro, plain.first[3], own)
+    updates, along = len(plain.curve), _along(seen, plain)
+    moved = [_along(other, plain) for other in others]
+    noises = [max((pair[which] for pair in moved), default=None) for which in range(2)]
+    loss, size, norm, _ = plain.first
+    weights, optimizer = [other.weights for other in others], config.optimizer.name
+    figures = [
+        Figure("loss", abs(seen.first[0] - loss) / max(size, 1e-6), SCALAR),
+        Figure("gradient norm", abs(seen.first[2] - norm) / max(norm, 1e-6), SCALAR),
+        worst_of("gradients, every parameter", parameters),
+        worst_of("gradients, many micro-batches", micro),
+        *(
+            Figure(f"{name} along {updates} updates", value, widened(10 * SCALAR, noise), noise)
+            for name, value, noise in zip(("loss", "gradient norm"), along, noises, strict=True)
+        ),
+        compare_weights(f"weights after {updates} updates", seen.weights, plain.weights, start, weights, optimizer),
+    ]
+    named = [Figure(prefix + f.name, f.value, f.tolerance, f.noise, f.note) for f in figures]
+    return [*before, *named], [Figure(prefix + f.name, f.value, f.tolerance, f.noise) for f in worst_five(parameters)]

@@ -1,0 +1,303 @@
+"""The update of reinforcement learning in one plain process, for policy and critic.
+
+Imports only the plain reference of weft. Formulas and their sources are in docs/reference/algorithms.md. A row is a
+sample: its tokens, which of them the policy drew (G), its group, its reward, and the engine's logprobs of the drawn
+tokens.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from weft.verify.peft_reference import PeftReference
+from weft.verify.reference import Reference
+
+_NONE = torch.zeros(0)
+_LIMITS = {"tis": (0.0, 2.0), "mis": (0.0, 2.0), "icepop": (0.5, 5.0)}
+
+
+@dataclass
+class Row:
+    """A sample. drawn: places of the tokens that the policy drew. reward: None if the sample does not count. trained:
+    whether its tokens are trained. Arrays are [G], one entry per drawn token. old, reference and values are read from
+    models; correction, advantage and returns are derived from them."""
+
+    ids: list[int]
+    drawn: list[int]
+    group: int
+    reward: float | None
+    trained: bool
+    rollout: Tensor
+    routes: Any = None
+    old: Tensor = _NONE
+    reference: Tensor = _NONE
+    values: Tensor = _NONE
+    correction: Tensor = _NONE
+    advantage: Tensor = _NONE
+    returns: Tensor = _NONE
+
+
+@dataclass(frozen=True)
+class Rule:
+    """The settings of an update. rl: weft's section `rl`. longest: the divisor of sequence_sum. follow: a context in
+    which experts follow a row's routes."""
+
+    rl: Any
+    temperature: float
+    longest: int
+    value_clip: float | None = None
+    follow: Callable[[Row], AbstractContextManager[Any]] = field(default=lambda row: nullcontext())
+
+    def weights(self, row: Row) -> float:
+        """The weight of each of the row's tokens in the sums of a step, by rl.aggregation."""
+        return {"token_mean": 1.0, "sequence_mean": 1 / max(1, len(row.drawn)), "sequence_sum": 1 / self.longest}[
+            self.rl.aggregation
+        ]
+
+
+def read(model: Any, row: Row, temperature: float) -> tuple[Tensor, Tensor]:
+    """(Logprobs of the drawn tokens, entropies of their distributions), [G] each."""
+    logits = model(input_ids=torch.tensor([row.ids], device=_device(model)), use_cache=False).logits[0].float()
+    everything = (logits / temperature).log_softmax(-1)[[place - 1 for place in row.drawn]]
+    chosen = everything[torch.arange(len(row.drawn)), [row.ids[place] for place in row.drawn]]
+    return chosen, -(everything.exp() * everything).sum(-1)
+
+
+def _device(model: Any) -> torch.device:
+    found: torch.device = next(model.parameters()).device
+    return found
+
+
+# ---------------------------------------------------------------- before the update
+
+
+def correct(rows: Sequence[Row], rl: Any) -> None:
+    """Set each row's correction for the difference between old policy and rollout."""
+    for row in rows:
+        if rl.old_logprobs == "rollout":
+            row.old = row.rollout
+        log_rho = (row.old - row.rollout).double()
+        if rl.correction_level != "token":
+            log_rho = (log_rho.sum() if rl.correction_level == "sequence" else log_rho.mean()).expand(len(log_rho))
+        rho = log_rho.exp()
+        low, high = rl.correction_limits or _LIMITS.get(rl.correction, (0.0, float("inf")))
+        if rl.correction == "none" or rl.old_logprobs == "rollout":
+            row.correction = torch.ones_like(rho)
+        elif rl.correction == "tis":
+            row.correction = rho.clip(low, high)
+        else:
+            row.correction = torch.where((rho >= low) & (rho <= high), rho, 0.0)
+
+
+def compare(rows: Sequence[Row], rl: Any) -> None:
+    """Set the advantages of the rows that have a reward, and with gae their returns."""
+    known = [row for row in rows if row.reward is not None]
+    if rl.advantage == "gae":
+        found = [_generalised(row, rl) for row in known]
+        for row, advantage in zip(known, found, strict=True):
+            row.returns = advantage + row.values.double()
+        found = _whitened(found) if rl.scale == "batch" else found
+    elif rl.advantage == "reinforce++":
+        found = _whitened([_to_go(_token_rewards(row, rl), rl.gamma) for row in known])
+    else:
+        found = [torch.full((len(row.drawn),), value, dtype=torch.float64) for row, value in _compared(known, rl)]
+        found = _whitened(found) if rl.advantage == "reinforce++_baseline" else found
+    for row, advantage in zip(known, found, strict=True):
+        row.advantage = advantage
+
+
+def _compared(rows: Sequence[Row], rl: Any) -> Iterator[tuple[Row, float]]:
+    """(Row, its score relative to those of its group), for each row."""
+    scores = {id(row): float(_token_rewards(row, rl).sum()) for row in rows}
+    everything = torch.tensor(list(scores.values()), dtype=torch.float64)
+    for row in rows:
+        group = torch.tensor([scores[id(other)] for other in rows if other.group == row.group], dtype=torch.float64)
+        own, alike = scores[id(row)], bool((group == group[0]).all())
+        value = 0.0 if alike else own - float(group.mean())
+        if rl.advantage == "rloo" and not alike:
+            value = own - float((group.sum() - own) / (len(group) - 1))
+        if rl.advantage == "grpo" and rl.scale == "group" and not alike:
+            value /= float(group.std()) + 1e-4
+        if rl.advantage == "grpo" and rl.scale == "batch" and not alike:
+            value /= float(everything.std()) + 1e-4
+        yield row, value
+
+
+def _token_rewards(row: Row, rl: Any) -> Tensor:
+    """[G]: the reward at the last token, less each token's KL if rl.kl_in is reward."""
+    rewards = torch.zeros(len(row.drawn), dtype=torch.float64)
+    if rl.kl > 0 and rl.kl_in == "reward":
+        rewards -= rl.kl * _kl((row.old - row.reference).double(), rl)
+    rewards[-1] += row.reward
+    return rewards
+
+
+def _kl(d: Tensor, rl: Any) -> Tensor:
+    found = {"k1": d, "k2": d * d / 2, "k3": (-d).exp() - 1 + d}[rl.kl_estimator]
+    return found if rl.kl_clamp is None else found.clip(-rl.kl_clamp, rl.kl_clamp)
+
+
+def _to_go(values: Tensor, factor: float) -> Tensor:
+    out = values.clone()
+    for place in range(len(out) - 2, -1, -1):
+        out[place] += factor * out[place + 1]
+    return out
+
+
+def _generalised(row: Row, rl: Any) -> Tensor:
+    values = row.values.double()
+    following = torch.cat([values[1:], torch.zeros(1, dtype=torch.float64)])
+    return _to_go(_token_rewards(row, rl) + rl.gamma * following - values, rl.gamma * rl.gae_lambda)
+
+
+def _whitened(found: list[Tensor]) -> list[Tensor]:
+    tokens = torch.cat(found)
+    if len(tokens) < 2 or bool((tokens == tokens[0]).all()):
+        return [torch.zeros_like(values) for values in found]
+    return [(values - tokens.mean()) / (tokens.var() + 1e-8).sqrt() for values in found]
+
+
+# ---------------------------------------------------------------- the update
+
+
+class _Update(Reference, ABC):
+    """A plain reference whose documents are rows. size: sum of the absolute values of the last loss's terms."""
+
+    rule: Rule
+    size: float = 0.0
+
+    @abstractmethod
+    def losses(self, row: Row) -> Tensor:
+        """[G] loss of each drawn token, without its weight."""
+
+    @abstractmethod
+    def total(self, rows: Sequence[Row]) -> float:
+        """The divisor of a step's weighted sum."""
+
+    def gradients(self, documents: Sequence[Any]) -> tuple[float, dict[str, Tensor]]:
+        """(Loss, every parameter's gradient) of one update over these rows."""
+        self.model.zero_grad(set_to_none=True)
+        trained = [row for row in documents if row.trained]
+        total, loss, self.size = self.total(documents), 0.0, 0.0
+        for row in trained:
+            with self.rule.follow(row):
+                losses = self.rule.weights(row) * self.losses(row) / total
+                losses.sum().backward()
+            loss, self.size = loss + float(losses.detach().sum()), self.size + float(losses.detach().abs().sum())
+        return loss, self.current_gradients()
+
+
+class _Policy(_Update):
+    """The update of a policy. trained, divisor: the step's trained rows, and the divisor of their sum; set by
+    `total`."""
+
+    trained: Sequence[Row] = ()
+    divisor: float = 1.0
+
+    def losses(self, row: Row) -> Tensor:
+        rl = self.rule.rl
+        logprob, entropy = read(self.model, row, self.rule.temperature)
+        loss = _policy_loss(logprob, row, rl) * row.correction
+        if rl.kl > 0 and rl.kl_in == "loss":
+            ratio, d = (logprob - row.old).exp(), logprob - row.reference
+            if rl.kl_unbiased:
+                ratio = ratio.detach() if rl.kl_estimator == "k2" else ratio
+            loss = loss + rl.kl * _kl(d, rl) * (ratio if rl.kl_unbiased else 1.0)
+        return loss - rl.entropy * entropy * self._entropy_share(row)
+
+    def _entropy_share(self, row: Row) -> float:
+        """The factor that replaces a token's weight and divisor in the loss by those of rl.entropy_aggregation."""
+        tokens, samples = sum(len(r.drawn) for r in self.trained), len(self.trained)
+        if self.rule.rl.entropy_aggregation is None:
+            return 1.0
+        wanted = 1 / tokens if self.rule.rl.entropy_aggregation == "token_mean" else 1 / (len(row.drawn) * samples)
+        return wanted * self.divisor / self.rule.weights(row)
+
+    def total(self, rows: Sequence[Row]) -> float:
+        rl, self.trained = self.rule.rl, [row for row in rows if row.trained]
+        masked = sum(not row.trained and row.reward is not None for row in rows) if rl.count_masked else 0
+        tokens = sum(len(r.drawn) for r in self.trained)
+        self.divisor = float(tokens if rl.aggregation == "token_mean" else len(self.trained) + masked) or 1.0
+        return self.divisor
+
+    @torch.no_grad()
+    def look(self, rows: Sequence[Row], follow: bool = True) -> list[Tensor]:
+        """Logprobs of the drawn tokens of each row under the current policy. follow: whether experts follow the rows'
+        routes."""
+        found = []
+        for row in rows:
+            with self.rule.follow(row) if follow else nullcontext():
+                found.append(read(self.model, row, self.rule.temperature)[0].cpu())
+        return found
+
+
+def _policy_loss(logprob: Tensor, row: Row, rl: Any) -> Tensor:
+    a, (low, high), ratio = row.advantage, rl.clip, (logprob - row.old).exp()
+    if rl.policy_loss == "reinforce":
+        return -a * logprob
+    if rl.policy_loss == "cispo":
+        return -ratio.detach().clip(1 - low, 1 + high) * a * logprob
+    if rl.policy_loss == "gspo":  # the ratio of the whole sample, with a gradient through each token's own logprob only
+        ratio = (logprob - row.old).mean().detach().exp() * (logprob - logprob.detach()).exp()
+    if rl.policy_loss == "ppo_sequence":  # the ratio of the probabilities of the whole sample
+        ratio = (logprob - row.old).sum().exp().expand(len(a))
+    gain = torch.min(ratio * a, ratio.clip(1 - low, 1 + high) * a)
+    if rl.dual_clip is not None:
+        gain = torch.where(a < 0, torch.max(gain, rl.dual_clip * a), gain)
+    return -gain
+
+
+class PlainPolicy(_Policy):
+    """A plain model, trained on rows."""
+
+
+class PeftPolicy(_Policy, PeftReference):
+    """A plain model with an adapter, trained on rows."""
+
+    @contextmanager
+    def base(self) -> Iterator[None]:
+        """Inside, the model runs without its adapter."""
+        with self.model.disable_adapter():
+            yield
+
+
+class PlainCritic(_Update):
+    """transformers' classifier with one label, read before every drawn token: V of the state in which it is drawn."""
+
+    def __init__(self, path: str, weights: dict[str, Tensor], device: str = "cpu") -> None:
+        """weights: initial values, by parameter name."""
+        self.plain = transformers.AutoModelForSequenceClassification.from_pretrained(
+            path, num_labels=1, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
+        )
+        self.plain.load_state_dict(weights, strict=False)
+        self.model = self.plain.eval().to(device)
+        self.device, self.optimizer = device, None
+
+    def values(self, row: Row) -> Tensor:
+        hidden = self.plain.base_model(input_ids=torch.tensor([row.ids], device=self.device)).last_hidden_state
+        found: Tensor = self.plain.score(hidden)[0, [place - 1 for place in row.drawn], 0].float()
+        return found
+
+    @torch.no_grad()
+    def look(self, rows: Sequence[Row]) -> list[Tensor]:
+        """The current values of the drawn tokens of each row."""
+        return [self.values(row).cpu() for row in rows]
+
+    def losses(self, row: Row) -> Tensor:
+        value, clip = self.values(row), self.rule.value_clip
+        square = (value - row.returns) ** 2
+        if clip is not None:
+            near = row.values + (value - row.values).clip(-clip, clip)
+            square = torch.max(square, (near - row.returns) ** 2)
+        return square / 2
+
+    def total(self, rows: Sequence[Row]) -> float:
+        return sum(self.rule.weights(row) * len(row.drawn) for row in rows if row.trained) or 1.0

@@ -1,0 +1,207 @@
+"""Routes of mixture-of-experts models: recorded in the reference, replayed in the engine, differences counted.
+
+If two scores tie within rounding, the two runs may choose different experts, and everything after that differs although
+nothing is wrong. So the engine follows the reference's routes. Where it would have chosen differently, the k-th and the
+next score must be a tie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from weft.launch.process import world_group
+from weft.models.routing import differ, replace_choices, replaced
+
+TIE = 1e-6  # largest gap of a tie, relative to the k-th score
+
+Tokens = tuple[int, ...]
+# (stage, tokens of a document) -> decoder layer -> chosen experts [T, k]; a stage is a state of the weights.
+Routes = dict[tuple[int, Tokens], dict[int, Tensor]]
+
+
+@dataclass
+class Differences:
+    """Counts of (token, layer) pairs. choices: all that were routed. differing: those with other experts than the
+    reference's. wrong: differing ones that are no ties."""
+
+    choices: int = 0
+    differing: int = 0
+    wrong: int = 0
+
+    def summed(self) -> Differences:
+        """The sums over all ranks, which have different documents; collective."""
+        group = world_group()
+        gathered: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(gathered, (self.choices, self.differing, self.wrong), group=group)
+        return Differences(*(sum(column) for column in zip(*gathered, strict=True)))
+
+
+@dataclass
+class _Place:
+    """The documents of a forward, one entry per piece of the row. documents: tokens of the whole document; None for
+    padding. held: number of the document's tokens in the piece. firsts: index of the first of them. lengths: tokens of
+    the piece, with padding."""
+
+    documents: list[Tokens | None] = field(default_factory=list)
+    held: list[int] = field(default_factory=list)
+    firsts: list[int] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+
+
+class Recorder:
+    """Records the routes of a plain model that runs one document at a time. stage: the state of the weights, which the
+    caller sets."""
+
+    def __init__(self, experts: int, chosen: int, routes: Routes | None = None) -> None:
+        """routes: recorded before, to follow."""
+        self.experts, self.chosen, self.stage = experts, chosen, 0
+        self.routes: Routes = {} if routes is None else routes
+
+    @contextmanager
+    def watching(self, model: nn.Module, layers: Sequence[nn.Module]) -> Iterator[None]:
+        """Inside, record every forward of a single document."""
+
+        def keep(document: Tokens, layer: int, scores: Tensor, out: Any) -> Any:
+            self.routes.setdefault((self.stage, document), {})[layer] = out[1].cpu()
+            return out
+
+        with self._visiting(model, layers, keep):
+            yield
+
+    @contextmanager
+    def following(self, model: nn.Module, layers: Sequence[nn.Module]) -> Iterator[None]:
+        """Inside, every forward of a single document takes the routes that were recorded of it."""
+
+        def follow(document: Tokens, layer: int, scores: Tensor, out: Any) -> Any:
+            return replaced(scores, out, self.routes[self.stage, document][layer].to(scores.device))
+
+        with self._visiting(model, layers, follow):
+            yield
+
+    @contextmanager
+    def _visiting(
+        self, model: nn.Module, layers: Sequence[nn.Module], visit: Callable[[Tokens, int, Tensor, Any], Any]
+    ) -> Iterator[None]:
+        """Inside, visit(document, layer, scores, result of topk) gives the choices of forwards of single documents."""
+        place = _Place()
+
+        def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
+            place.documents = [tuple(kwargs["input_ids"][0].tolist())] if len(kwargs["input_ids"]) == 1 else []
+
+        def choose(layer: int, scores: Tensor, out: Any) -> Any:
+            if not place.documents:
+                return out
+            assert place.documents[0] is not None
+            return visit(place.documents[0], layer, scores, out)
+
+        handle = model.register_forward_pre_hook(begin, with_kwargs=True)
+        try:
+            with replace_choices(layers, self.experts, self.chosen, choose):
+                yield
+        finally:
+            handle.remove()
+
+
+def _held(piece: tuple[int, ...], document: tuple[int, ...], first: int | None) -> int:
+    """The number of a document's tokens with which a piece of a row begins: all, or all but the last, which a forward
+    may leave out; 0 if the piece is of another document. Padding may follow. first: for a part of a cut document, the
+    index of its first token."""
+    if first is not None:
+        return len(piece) if piece == document[first : first + len(piece)] else 0
+    for read in (len(document), max(1, len(document) - 1)):
+        if piece[:read] == document[:read]:
+            return read
+    return 0
+
+
+def _parts(pieces: list[tuple[int, ...]], bounds: Any) -> list[list[tuple[tuple[int, ...], int | None]]]:
+    """The pieces of a row, grouped by document, in order: (piece, index of its first token in a cut document; None for
+    a whole document)."""
+    context = bounds.context
+    if context is None:
+        return [[(piece, None)] for piece in pieces]
+    shared = [document for document, _, _ in context.held[context.axis.place]]
+    found: list[list[tuple[tuple[int, ...], int | None]]] = []
+    for place, piece in enumerate(pieces):
+        if place >= len(shared):
+            found.append([(piece, None)])
+        elif place and shared[place] == shared[place - 1]:
+            found[-1].append((piece, bounds.firsts[place]))
+        else:
+            found.append([(piece, bounds.firsts[place])])
+    return found
+
+
+class Replay:
+    """Makes a TrainModule follow recorded routes, and counts where it would have chosen differently."""
+
+    def __init__(self, routes: Routes, experts: int, chosen: int) -> None:
+        self.routes, self.experts, self.chosen, self.stage = routes, experts, chosen, 0
+        self.differences = Differences()
+        self._known = sorted({tokens for _, tokens in routes}, key=len, reverse=True)
+
+    @contextmanager
+    def replaying(self, module: nn.Module, layers: Sequence[nn.Module]) -> Iterator[None]:
+        """Inside, every forward follows the routes, recomputed ones too."""
+        place = _Place()
+
+        def begin(module: nn.Module, args: Any) -> None:
+            self._locate(place, args[0], args[2])
+
+        def choose(layer: int, scores: Tensor, out: Any) -> Any:
+            return self._steer(place, layer, scores, out)
+
+        handle = module.register_forward_pre_hook(begin)
+        try:
+            with replace_choices(layers, self.experts, self.chosen, choose):
+                yield
+        finally:
+            handle.remove()
+
+    def _locate(self, place: _Place, input_ids_BT: Tensor, bounds: Any) -> None:
+        """Set `place` to the known documents in a row, in the order of its tokens; None for padding."""
+        rows = input_ids_BT.cpu()
+        if len(rows) == 1 and not bounds.padded:
+            pieces = [tuple(piece.tolist()) for piece in rows[0].split(list(bounds.lengths))]
+        else:
+            pieces = [tuple(row.tolist()) for row in rows]
+        place.lengths = [len(piece) for piece in pieces]
+        place.documents, place.held, place.firsts = [], [], []
+        for same in _parts(pieces, bounds):
+            document, held = next(
+                ((k, h) for k in self._known if all(h := [_held(piece, k, first) for piece, first in same])),
+                (None, [0] * len(same)),
+            )
+            place.documents += [document] * len(same)
+            place.held += held
+            place.firsts += [first or 0 for _, first in same]
+
+    def _steer(self, place: _Place, layer: int, scores: Tensor, out: Any) -> Any:
+        indices, start = out[1].clone(), 0
+        parts = zip(place.documents, place.held, place.firsts, place.lengths, strict=True)
+        for tokens, held, first, length in parts:
+            recorded = self.routes.get((self.stage, tokens), {}).get(layer) if tokens is not None else None
+            if recorded is not None:
+                recorded = recorded[first : first + held]
+                rows = slice(start, start + len(recorded))
+                self._count(scores[rows].detach(), out[1][rows], recorded.to(indices.device))
+                indices[rows] = recorded.to(indices.device)
+            start += length
+        assert start == len(scores), (start, scores.shape)
+        return replaced(scores, out, indices)
+
+    def _count(self, scores: Tensor, live: Tensor, recorded: Tensor) -> None:
+        differing = differ(live, recorded)
+        self.differences.choices += len(live)
+        if not bool(differing.any()) or scores.shape[-1] <= self.chosen:
+            return
+        best = scores[differing].float().topk(self.chosen + 1, dim=-1)[0]
+        gap = (best[:, -2] - best[:, -1]) / best[:, -2].abs().clamp_min(1e-30)
+        self.differences.differing += int(differing.sum())
+        self.differences.wrong += int((gap > TIE).sum())
