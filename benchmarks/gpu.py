@@ -6,10 +6,11 @@
 
 Writes DIR/gpu.md and gpu.json anew after every row, so that an end at any moment loses nothing; beside them gpu.log
 (what the parts print), run.txt, tests.txt, profile-*.txt with their traces, clocks.txt, and measured/CARD.json, the
-constants of this card, which take the place of assumptions of `weft plan` in weft/recipes/plan/measured. Parts come in the
-order of what they tell, each with the seconds that it is planned to take: with fewer minutes than for all, the first
-ones run. All run in one process, because importing torch takes 10 s; a part that hangs or breaks the device ends that
-process, and the next part begins a new one. Warnings are listed in the page. Exit status 1 where a part has failed.
+constants of this card, which take the place of assumptions of `weft plan` in weft/recipes/plan/measured. Parts come in
+the order of what they tell, each with the seconds that it is planned to take: with fewer minutes than for all, the
+first ones run. All run in one process, because importing torch takes 10 s; a part that hangs or breaks the device ends
+that process, and the next part begins a new one. Warnings are listed in the page. Exit status 1 where a part has
+failed.
 """
 
 from __future__ import annotations

@@ -464,7 +464,7 @@ def test_the_main_threads_stack_is_found_in_a_dump() -> None:
 @pytest.mark.parametrize(
     "frame",
     [
-        'File "/s/weft/cluster/simulated.py", line 56 in read',
+        'File "/s/weft/launch/simulated.py", line 56 in read',
         'File "/p/torch/cuda/__init__.py", line 1108 in synchronize',
         'File "/p/torch/cuda/streams.py", line 231, in synchronize',
     ],

@@ -63,7 +63,7 @@ def proposals_of_tables() -> Iterator[tuple[str, str, str]]:
         texts[f"{trainer.name}.md"] = [TABLES.introduction(trainer)]
     for file, said in texts.items():
         for text in said:
-            yield from ((f"config/compat/tables/{file}", *found) for found in proposals(repr(text)))
+            yield from ((f"config/migrate/tables/{file}", *found) for found in proposals(repr(text)))
 
 
 def _text(node: ast.AST) -> str:

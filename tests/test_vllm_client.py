@@ -303,11 +303,18 @@ def test_its_environment_is_ours_but_for_the_python_path(monkeypatch: pytest.Mon
 
 def test_its_processes_import_the_wire_and_nothing_else_of_weft(tmp_path: Path) -> None:
     place_parts(tmp_path)
-    look = "import sys; import weft.inference.weight_sync.protocol; print(sorted(m for m in sys.modules if m.startswith('weft')))"
+    look = (
+        "import sys; import weft.inference.weight_sync.protocol; "
+        "print(sorted(m for m in sys.modules if m.startswith('weft')))"
+    )
     done = subprocess.run([sys.executable, "-c", look], env={"PYTHONPATH": str(tmp_path)}, cwd="/", capture_output=True)
     assert json.loads(done.stdout.decode().replace("'", '"')) == [
-        "weft", "weft.inference", "weft.inference.weight_sync", "weft.inference.weight_sync.checksums", "weft.inference.weight_sync.protocol"
-    ], done.stderr  # fmt: skip
+        "weft",
+        "weft.inference",
+        "weft.inference.weight_sync",
+        "weft.inference.weight_sync.checksums",
+        "weft.inference.weight_sync.protocol",
+    ], done.stderr
 
 
 def interpreter(folder: Path, versions: dict[str, str]) -> str:

@@ -1,8 +1,8 @@
 """A stand-in for clients of a network file system whose page caches do not see one another.
 
-It takes the place of `os` in weft/parallel/shards/safetensors_files.py. Of a file that is open for writing it reads each
-page at the first touch, changes it in its cache, and writes the whole page back at fsync or close: what a client may
-do that knows only whole pages. What others have written into a page meanwhile is lost.
+It takes the place of `os` in weft/parallel/shards/safetensors_files.py. Of a file that is open for writing it reads
+each page at the first touch, changes it in its cache, and writes the whole page back at fsync or close: what a client
+may do that knows only whole pages. What others have written into a page meanwhile is lost.
 """
 
 from __future__ import annotations

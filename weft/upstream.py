@@ -1,9 +1,9 @@
 """Bugs of torch that change numbers, memory or whether a run ends, and what weft does until they are gone.
 
 `present` looks for a bug in the installed torch, by what its fix adds; None where only a device can show it, which a
-run tries at start (engine/selfcheck/device.py). A test fails when a bug is gone from the installed version, or cannot be
-looked for and nobody knows of that version: then read the thread, and either widen `known` or remove the entry and what
-weft does about it.
+run tries at start (engine/selfcheck/device.py). A test fails when a bug is gone from the installed version, or cannot
+be looked for and nobody knows of that version: then read the thread, and either widen `known` or remove the entry and
+what weft does about it.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ HSDP_BUFFERS = UpstreamBug(
     "https://github.com/pytorch/pytorch/pull/179443",
     "where units are replicated and gradients are reduced in another dtype than the masters', the reduced gradients of "
     "all units stay until the end of backward: fsdp.reduce_dtype bytes of every parameter's shard",
-    "weft plan counts them (recipes/plan/memory.py); with fp32 masters and fsdp.reduce_dtype=fp32, the defaults, they are "
-    "the gradients themselves",
+    "weft plan counts them (recipes/plan/memory.py); with fp32 masters and fsdp.reduce_dtype=fp32, the defaults, they "
+    "are the gradients themselves",
     ((2, 11), (2, 13)),
     _all_reduce_buffers_stay,
 )

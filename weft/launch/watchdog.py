@@ -122,7 +122,7 @@ def main_stack(text: str) -> list[str]:
 
 # Files in which a rank waits for others. On CUDA the host meets a collective that does not end where it next waits for
 # the device: for numbers, an event, or all that was launched.
-_WAITING = ("/torch/distributed/", "/weft/cluster/simulated.py", "/torch/cuda/__init__.py", "/torch/cuda/streams.py")
+_WAITING = ("/torch/distributed/", "/weft/launch/simulated.py", "/torch/cuda/__init__.py", "/torch/cuda/streams.py")
 
 
 def in_collective(stack: list[str]) -> bool:

@@ -1,7 +1,7 @@
 """Samples as training documents, and the groups of each optimizer step.
 
-The documents' weights and the normaliser of the whole step (weft/engine/losses/policy.py) express rl.aggregation, so the
-loss does not depend on how a step is divided into micro-batches and over ranks.
+The documents' weights and the normaliser of the whole step (weft/engine/losses/policy.py) express rl.aggregation, so
+the loss does not depend on how a step is divided into micro-batches and over ranks.
 """
 
 from __future__ import annotations

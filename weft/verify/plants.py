@@ -17,20 +17,20 @@ import torch.distributed as dist
 from weft.engine.selfcheck.startup import forget_checks
 from weft.errors import UserError
 from weft.launch.process import rank_and_world, world_group
-from weft.verify.bugs import (
+from weft.verify.bugs import (  # they register their bugs
     PLANTS,
     Bug,
     Plant,
-    adapters,
-    context_parallel,
-    evaluation,
-    expert_parallel,
-    pipeline_parallel,
-    resuming,
-    rl,
-    step,
-    tensor_parallel,
-    training,
+    adapters,  # noqa: F401
+    context_parallel,  # noqa: F401
+    evaluation,  # noqa: F401
+    expert_parallel,  # noqa: F401
+    pipeline_parallel,  # noqa: F401
+    resuming,  # noqa: F401
+    rl,  # noqa: F401
+    step,  # noqa: F401
+    tensor_parallel,  # noqa: F401
+    training,  # noqa: F401
 )
 
 __all__ = ["PLANTS", "Bug", "Plant", "find", "planted", "table"]

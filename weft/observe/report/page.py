@@ -162,7 +162,7 @@ def read_run(folder: Path) -> ReportedRun:
 
 def page(runs: Sequence[ReportedRun]) -> str:
     """The page as HTML."""
-    template = files("weft.observe").joinpath("page.html").read_text(encoding="utf-8")
+    template = files("weft.observe.report").joinpath("page.html").read_text(encoding="utf-8")
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, finalize=_shown_as_text)
     compared = len(runs) > 1
     main, others, zero = without_zeros(*charts(runs), one_by_one=not compared)

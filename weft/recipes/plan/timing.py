@@ -1,8 +1,8 @@
 """The time of a step on a machine, part by part: arithmetic on rates, which are assumed or were measured.
 
 Beside products, attention and collectives it knows what an accelerator spends on passes over tensors: those of layers
-and head (recipes/plan/passes.py), FSDP2's copies between masters and gathered weights, clipping and the optimizer; and what
-the host spends on launching operations, which shows where there is little to compute.
+and head (recipes/plan/passes.py), FSDP2's copies between masters and gathered weights, clipping and the optimizer; and
+what the host spends on launching operations, which shows where there is little to compute.
 """
 
 from __future__ import annotations
