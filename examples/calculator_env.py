@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from weft.rl.environments.base import Environment, Reply
+from weft.rl.environments import Environment, Reply
 
 CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 

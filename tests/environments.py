@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from weft.rl.environments.base import Environment, Reply
+from weft.rl.environments import Environment, Reply
 
 
 class Echo(Environment):

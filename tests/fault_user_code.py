@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tests.faults import DO
-from weft.rl.environments.base import Environment, Reply
+from weft.rl.environments import Environment, Reply
 
 VARIABLE = "WEFT_TEST_FAULT"  # an RlFault, as JSON, and where to note that it struck
 

@@ -430,7 +430,7 @@ def test_what_is_zero_throughout_is_one_line(tmp_path: Path) -> None:
 
 def test_the_page_on_a_phone() -> None:
     """What a browser was seen to do with it at a width of 360: tests of a style sheet go no further."""
-    text = files("weft.observe").joinpath("page.html").read_text(encoding="utf-8")
+    text = files("weft.observe.report").joinpath("page.html").read_text(encoding="utf-8")
     assert "event.clientY" not in text  # where the tip is does not depend on where on the curve the pointer is
     assert re.search(r"\.scroll table \{ width: max-content; min-width: 100%; \}", text)
     (phone,) = re.findall(r"@media \(max-width: 700px\) \{(.*?)\n\}", text, re.DOTALL)
