@@ -17,7 +17,7 @@ from torch import Tensor
 from benchmarks.gpu_rows import Row, Run
 from benchmarks.gpu_sft import config_of
 from weft.models import hf
-from weft.models.experts import experts_of, use_experts_forward
+from weft.models.experts import find_experts, use_experts_forward
 from weft.ops.dispatch import sort_by_expert
 
 Experts = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -58,7 +58,7 @@ def _experts(run: Run) -> Any:
         config = config_of("30b-a3b", run.tiny, 1) | {"vocab_size": 512, "bos_token_id": None, "eos_token_id": 1}
         (Path(folder) / "config.json").write_text(json.dumps(config))
         model = hf.build_meta(hf.read_config(folder), dtype=torch.bfloat16, attention="eager")
-    (experts,) = experts_of(model).values()
+    (experts,) = find_experts(model).values()
     experts.to_empty(device=run.device.kind)
     with torch.no_grad():
         for parameter in experts.parameters():

@@ -36,7 +36,7 @@ from weft.launch.process import join
 from weft.models import hf
 from weft.models.flops import FlopFacts, document_flops
 from weft.ops.attention_call import BOUNDS_ARGUMENT, Bounds
-from weft.parallel.mesh import own_part
+from weft.parallel.mesh import local_shard
 from weft.parallel.shards.layout import layout_of
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples/models"
@@ -95,7 +95,7 @@ def draw_weights(module: nn.Module) -> None:
     """Fill this rank's shards where they are."""
     torch.manual_seed(0)
     for parameter in module.parameters():
-        own = own_part(parameter)
+        own = local_shard(parameter)
         own.fill_(1.0) if parameter.ndim < 2 else own.normal_(0.0, 0.02)
 
 

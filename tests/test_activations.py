@@ -25,7 +25,7 @@ from weft.models.train_module import TrainModule
 from weft.ops.attention_call import Bounds
 from weft.ops.shapes import GroupedProducts
 from weft.parallel.activations import RowSharing, saved_bytes
-from weft.parallel.mesh import Axis
+from weft.parallel.mesh import TPAxis
 from weft.parallel.tp.tensor import tensor_parallel
 
 TOKENS = 192
@@ -89,7 +89,7 @@ def kept_divided(path: str, dtype: torch.dtype, tp: int) -> int:
     def one(place: int, groups: Any) -> int:
         module = build(path, dtype)
         ranks = groups(tuple(range(tp)), place)
-        tensor_parallel(module, Axis(place, tp, ranks, lambda _: ranks), module.hf_model.config)
+        tensor_parallel(module, TPAxis(place, tp, ranks, lambda _: ranks), module.hf_model.config)
         for parameter in module.parameters():
             torch.nn.init.normal_(parameter, std=0.02)
         bounds = Bounds.packed((TOKENS,), torch.device("cpu"))

@@ -16,7 +16,7 @@ from weft.engine.losses.cross_entropy import CrossEntropy
 from weft.errors import UserError
 from weft.models import train_module
 from weft.models.balance import Balance, balance_sum, count_choices
-from weft.parallel.mesh import own_part
+from weft.parallel.mesh import local_shard
 from weft.verify.documents import awkward_steps
 from weft.verify.observed import to_documents
 from weft.verify.reference import Reference
@@ -136,7 +136,7 @@ def counted_twice(path: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
     with torch.no_grad():
         for name, parameter in engine.module.named_parameters():
             if name.endswith(".B"):
-                own_part(parameter).normal_()
+                local_shard(parameter).normal_()
     documents, metas = to_documents(engine, awkward_steps(128)[0])
     shares: list[torch.Tensor] = []
     chosen: list[torch.Tensor] = []

@@ -43,7 +43,7 @@ from weft.models.train_module import TrainModule
 from weft.ops import context
 from weft.ops.attention_call import Bounds, Call
 from weft.ops.communicator import (
-    ContextAxis,
+    CPAxis,
     FeatureExchange,
     GroupCommunicator,
     MetaCommunicator,
@@ -54,7 +54,7 @@ from weft.ops.context import ContextRow, attend_in_context
 from weft.ops.per_document import per_document
 from weft.ops.shared_documents import SharedDocuments
 from weft.parallel.cp.split import CPGroup, assign, spread, zigzag
-from weft.parallel.mesh import own_part
+from weft.parallel.mesh import local_shard
 
 SHORT = {"step": {"max_tokens_per_device": 40}}  # weft verify makes rows shorter still, so that most documents are cut
 CASES = [
@@ -326,7 +326,7 @@ def bytes_sent(path: str, mesh: str, lengths: list[int], budget: int) -> tuple[i
     engine = open_engine(path, mesh, step={"max_tokens_per_device": budget})
     documents = {i: Document(torch.arange(n) % 90 + 3, torch.ones(n)) for i, n in enumerate(lengths)}
     plan, sent = engine.plan(engine.planner.metadata(documents.values())), [0]
-    rank, exchange = engine.context.place if engine.context else 0, GroupCommunicator.all_to_all
+    rank, exchange = engine.context.rank if engine.context else 0, GroupCommunicator.all_to_all
 
     def counting(self: GroupCommunicator, x: Any, counts: Any, received: Any) -> Any:
         own = self.group.rank()
@@ -401,7 +401,7 @@ def test_ratios_of_whole_samples(policy_loss: str) -> None:
 def shapes(path: str, mesh: str) -> list[tuple[int, int]]:
     """(elements here, of all) of each parameter."""
     engine = open_engine(path, mesh)
-    return [(own_part(p).numel(), p.numel()) for p in engine.module.parameters()]
+    return [(local_shard(p).numel(), p.numel()) for p in engine.module.parameters()]
 
 
 def test_its_ranks_shard_parameters() -> None:
@@ -420,7 +420,7 @@ def test_images_behind_a_cut_document_see_no_later_tokens() -> None:
     seen_alone = torch.tensor([0, 3, 3, 3, 4, 5, 6, 7, 10, 10, 10, 11])  # images at 1 to 3 and at 8 to 10
     row = Bounds((cut, *lengths), last_seen=torch.cat([torch.arange(cut), cut + seen_alone]))
     call = Call(q, k, v, row, 0.3, None, None, None)
-    axis = ContextAxis(0, 2, 1, MetaCommunicator(2), None, None)
+    axis = CPAxis(0, 2, 1, MetaCommunicator(2), None, None)
     shared = ContextRow(axis, (((0, 0, 6),), ((0, 6, 12),)), lengths)
     with mock.patch.object(context, "_shared", lambda call, *_: call.query_BHTD):
         found = attend_in_context(call, shared, per_document)
@@ -464,7 +464,7 @@ def test_features_of_several_documents_reach_the_tokens_of_their_images(order: l
         documents = [index for index in order if index in held[rank]]
         seen, axis = (
             [made[index] for index in documents],
-            ContextAxis(rank, 2, 1, ThreadCommunicator(group, rank), None, None),
+            CPAxis(rank, 2, 1, ThreadCommunicator(group, rank), None, None),
         )
         tower = [100 * one.index + f for one in seen for f in range(len(one.owner_F)) if one.owner_F[f] == rank]
         return _exchange(seen, documents, held[rank], axis).run(torch.tensor(tower)[:, None])[:, 0].tolist()

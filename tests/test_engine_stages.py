@@ -28,7 +28,7 @@ from weft.engine.stages import (
 )
 from weft.errors import UserError
 from weft.launch.process import join
-from weft.parallel.mesh import full_tensor, own_part
+from weft.parallel.mesh import full_tensor, local_shard
 from weft.parallel.pp.placement import Placement
 
 FROZEN = "model.embed_tokens"
@@ -74,7 +74,7 @@ def stages(path: str) -> dict[str, Any]:
     for parameter in module.parameters():
         parameter.grad = torch.ones_like(parameter) if parameter.requires_grad else None
     optimizer.step()
-    kept = [v for state in optimizer.state.values() for v in state.values() if own_part(v).ndim]
+    kept = [v for state in optimizer.state.values() for v in state.values() if local_shard(v).ndim]
     seen["moments"] = {v.dtype for v in kept}, sum(v.numel() for v in kept) - 2 * trained
     assert ema is not None
     seen["average"] = {v.dtype for v in ema.shards.values()}, sum(v.numel() for v in ema.shards.values()) - trained
@@ -97,8 +97,8 @@ def test_each_stage_keeps_what_it_promises() -> None:
 
 def test_costs_of_stages_are_those_of_their_layers_and_of_the_head() -> None:
     costs, head = [1.0, 2.0, 4.0, 8.0, 16.0], 32.0
-    anatomy: Any = None
-    stages = cut_stages((costs, head), Placement(2), anatomy)
+    interface: Any = None
+    stages = cut_stages((costs, head), Placement(2), interface)
     (first, cut), (_, last) = stages.spans
     assert (first, last) == (0, 5)
     assert stages.costs == (sum(costs[:cut]), sum(costs[cut:]) + head)

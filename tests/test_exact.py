@@ -26,7 +26,7 @@ from weft.ops import exact
 from weft.ops.attention_call import Bounds, Call
 from weft.ops.exact_attention import attend_exactly
 from weft.ops.per_document import per_document
-from weft.parallel.mesh import own_part
+from weft.parallel.mesh import local_shard
 from weft.rl import exact as proof
 from weft.rl.exact import Proof, prove_exact, require_exact, try_engine
 from weft.verify.adapter import randomize_adapters
@@ -85,7 +85,7 @@ def exactness(path: str, mesh: str, plant: bool) -> dict[str, tuple[int, int] | 
     found["planted: attention"] = mismatch(engine, asked, answers)
     engine.module.hf_model.set_attn_implementation("weft_exact")
     if engine.ranks.rank == 0:
-        own_part(engine.module.layers[0][1].get_parameter("self_attn.q_proj.weight").detach()).view(-1)[0] += 1e-6
+        local_shard(engine.module.layers[0][1].get_parameter("self_attn.q_proj.weight").detach()).view(-1)[0] += 1e-6
     found["a weight moved"] = mismatch(engine, asked, answers)
     embedded.wake()
     found["exact after the next sync"] = mismatch(engine, asked[:2], embedded.generate(asked[:2]))

@@ -28,10 +28,10 @@ from weft.engine.selfcheck.startup import examine
 from weft.errors import UserError
 from weft.models import experts, hf
 from weft.ops import dispatch
-from weft.ops.dispatch import ExpertAxis
+from weft.ops.dispatch import ExpertPlacement
 from weft.ops.recompute import contexts, kept
 from weft.parallel.fsdp import fsdp_modules
-from weft.parallel.mesh import own_part
+from weft.parallel.mesh import local_shard
 from weft.verify.documents import awkward_steps
 from weft.verify.observed import to_documents
 
@@ -113,7 +113,7 @@ def count_exchanges(path: str, recompute: str) -> tuple[int, int]:
     plan = engine.plan(metas)
     with mock.patch.object(dispatch, "_exchange_counts", wraps=dispatch._exchange_counts) as exchange:
         engine.accumulate(plan, documents, CrossEntropy())
-    return exchange.call_count, plan.micro_batches * len(experts.experts_of(engine.module))
+    return exchange.call_count, plan.micro_batches * len(experts.find_experts(engine.module))
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
@@ -200,7 +200,7 @@ def nan_of_a_router(path: str) -> tuple[float | None, StepResult]:
     """The loss and the outcome of a step of a model one of whose routers gives NaN."""
     engine = open_engine(path, "ep2")
     with torch.no_grad():
-        own_part(engine.module.get_parameter("model.layers.0.mlp.gate.weight")).fill_(float("nan"))
+        local_shard(engine.module.get_parameter("model.layers.0.mlp.gate.weight")).fill_(float("nan"))
     metrics = engine.accumulate(*engine.plan_step(documents()), CrossEntropy())
     return metrics["loss"], engine.apply(1e-3)
 
@@ -221,7 +221,7 @@ def exchanged(
     the ranks to whose experts no row came."""
 
     def one(place: int, groups: Any) -> tuple[Tensor, Tensor]:
-        axis = ExpertAxis(place, sizes, groups(tuple(range(len(sizes))), place))
+        axis = ExpertPlacement(place, sizes, groups(tuple(range(len(sizes))), place))
         tokens = hidden[place].clone().requires_grad_()
         order, ends = dispatch.sort_by_expert(choices[place], sum(sizes))
         there = dispatch.dispatch(dispatch.rows_of(tokens, order, choices[place].shape[1]), ends, axis)

@@ -18,7 +18,7 @@ from weft.errors import UserError
 from weft.models import hf
 from weft.models.train_module import TrainModule
 from weft.observe.banner import unit_rows
-from weft.parallel.units import Unit, find_units, own_parameters
+from weft.parallel.units import Unit, find_units, parameters_by_unit
 from weft.verify.documents import awkward_steps
 from weft.verify.harness import Verdict
 from weft.verify.observed import to_documents
@@ -55,7 +55,7 @@ def test_parameters_of_an_inner_unit_are_its_own() -> None:
     """Else what is gathered at a time would be counted twice."""
     outer = nn.Sequential(nn.Linear(2, 3), nn.Sequential(nn.Linear(3, 4)))
     inner, first = outer[1], outer[0]
-    found = own_parameters([Unit(("1",), (inner,)), Unit(("",), (outer,))])
+    found = parameters_by_unit([Unit(("1",), (inner,)), Unit(("",), (outer,))])
     assert [[id(p) for p in own] for own in found] == [[id(p) for p in m.parameters()] for m in (inner, first)]
 
 

@@ -16,7 +16,7 @@ from tests.pool import run
 from weft.config.mesh import MeshSizes
 from weft.ops.communicator import GroupCommunicator
 from weft.parallel import mesh as parts
-from weft.parallel.mesh import build_mesh, context_axis
+from weft.parallel.mesh import build_mesh, cp_axis
 
 
 def members(communicator: object) -> list[int]:
@@ -28,7 +28,7 @@ def groups_of(sizes: MeshSizes, ulysses: int) -> dict[str, object]:
     """The ranks of every part, as this one is in it, and how many root meshes there were."""
     with mock.patch.object(parts, "init_device_mesh", wraps=device_mesh.init_device_mesh) as made:
         mesh = build_mesh(sizes, "cpu")
-        context = context_axis(mesh, ulysses)
+        context = cp_axis(mesh, ulysses)
         halves = mesh.sharded_over(mesh.shards // 2)
     found: dict[str, object] = {
         "world": dist.get_process_group_ranks(mesh.world_group),
@@ -37,10 +37,10 @@ def groups_of(sizes: MeshSizes, ulysses: int) -> dict[str, object]:
         "halves": dist.get_process_group_ranks(halves.get_group("shards")),
     }
     if mesh.tp is not None:
-        found["tp"] = (mesh.tp.place, members(mesh.tp.ranks))
+        found["tp"] = (mesh.tp.rank, members(mesh.tp.ranks))
     if context is not None:
         of_each = {"cp": context.ranks, "ring": context.ring, "ulysses": context.ulysses}
-        found |= {"place": context.place} | {name: members(ranks) for name, ranks in of_each.items() if ranks}
+        found |= {"place": context.rank} | {name: members(ranks) for name, ranks in of_each.items() if ranks}
     return found | {
         "roots": made.call_count,
         "own": len({id(m._get_root_mesh()) for m in (mesh.root, mesh.dp, halves)}),
@@ -87,7 +87,7 @@ def expert_groups(sizes: MeshSizes) -> dict[str, object]:
     """The ranks of ep, of those that hold the same experts, and of ep with tp, as this rank is in them."""
     mesh = build_mesh(sizes, "cpu")
     assert mesh.ep is not None and mesh.experts is not None
-    found: dict[str, object] = {"place": mesh.ep.place, "ep": members(mesh.ep.ranks)}
+    found: dict[str, object] = {"place": mesh.ep.rank, "ep": members(mesh.ep.ranks)}
     found["same"] = [dist.get_process_group_ranks(group) for group in mesh.experts.get_all_groups()]
     if mesh.ep.with_tp is not None:
         found["with tp"] = members(mesh.ep.with_tp)

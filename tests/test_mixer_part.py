@@ -13,12 +13,12 @@ from tests.zoo import tiny_config
 from weft.engine.selfcheck.division import Groups, in_threads
 from weft.models import hf
 from weft.models.families import carries_state
-from weft.models.mixer_part import MixerShare, _joined, view
-from weft.models.state_mixers import Boundary
-from weft.models.tp_mixers import MixerStyle, mixer_style
-from weft.models.tp_parts import Part, Style
+from weft.models.mixer_part import MixerShard, _joined, view
+from weft.models.state_mixers import PerDocumentMixer
+from weft.models.tp_mixers import MixerSpec, mixer_style
+from weft.models.tp_parts import DimSegment, TPSpec
 from weft.ops.attention_call import Bounds
-from weft.ops.communicator import ContextAxis
+from weft.ops.communicator import CPAxis
 from weft.ops.context import ContextRow, gather_documents, sum_to_tokens
 
 # Layers with biases, which every rank would add, among them; groups of B and C, and norms, on several ranks.
@@ -64,7 +64,7 @@ def test_parts_add_up(family: str, changes: dict[str, Any], ranks: int) -> None:
             first = place // size * size
             return groups(tuple(range(first, first + size)), place)
 
-        return run(own, view(own, MixerShare(style, place, ranks, neighbours, stored=False)), x, weights)
+        return run(own, view(own, MixerShard(style, place, ranks, neighbours, stored=False)), x, weights)
 
     parts = in_threads(ranks, one)
     out, gradients = run(whole, whole, x, weights)
@@ -86,10 +86,10 @@ def test_what_no_rule_explains_is_whole() -> None:
 
 
 def test_groups_of_norms_have_to_divide_too() -> None:
-    heads = Part(6, 4, heads=True)
-    of = {"out_proj.weight": Style(1, (heads,))}
-    assert MixerStyle(of, "out_proj").divides(2)
-    assert not MixerStyle(of, "out_proj", norms={"norm": Part(3, 8, heads=True, repeat=True)}).divides(2)
+    heads = DimSegment(6, 4, heads=True)
+    of = {"out_proj.weight": TPSpec(1, (heads,))}
+    assert MixerSpec(of, "out_proj").divides(2)
+    assert not MixerSpec(of, "out_proj", norms={"norm": DimSegment(3, 8, heads=True, repeat=True)}).divides(2)
 
 
 HELD = (((0, 0, 3), (1, 0, 2)), ((0, 3, 5),), ((0, 5, 9), (1, 2, 6)), ())  # of two documents, on four ranks
@@ -100,7 +100,7 @@ def test_tokens_come_together_and_go_back() -> None:
 
     def one(place: int, groups: Groups) -> tuple[list[float], list[float], tuple[int, ...]]:
         ranks = groups((0, 1, 2, 3), place)
-        context = ContextRow(ContextAxis(place, 1, 4, ranks, None, ranks), HELD, ())
+        context = ContextRow(CPAxis(place, 1, 4, ranks, None, ranks), HELD, ())
         own = torch.tensor([10.0 * d + t for d, start, stop in HELD[place] for t in range(start, stop)])
         whole = gather_documents(own[None, :, None], context)
         back = sum_to_tokens(whole + place, context)
@@ -118,7 +118,7 @@ def test_neighbours_are_taken_together() -> None:
 
 @pytest.mark.parametrize("cache", ["cache_params", "past_key_values"])
 def test_a_packed_row_is_not_continued_from_a_cache(cache: str) -> None:
-    boundary = Boundary(nn.Identity())
+    boundary = PerDocumentMixer(nn.Identity())
     boundary.bounds = Bounds((2, 1))
     with pytest.raises(RuntimeError, match="cannot be continued from a cache"):
         boundary.forward(torch.zeros(1, 3, 4), **{cache: object()})

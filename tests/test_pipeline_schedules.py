@@ -25,10 +25,10 @@ from tests.zoo import tiny_config
 from weft.config import load_config
 from weft.errors import UserError
 from weft.models import hf
-from weft.parallel.mesh import Channel
+from weft.parallel.mesh import P2PChannel
 from weft.parallel.pp.placement import Placement
 from weft.parallel.pp.schedule import DELAYED, Action, Kind, Schedule, bubble, in_flight, order, placement_of
-from weft.parallel.pp.stages import Message
+from weft.parallel.pp.stages import P2PMessage
 from weft.parallel.pp.weight_gradients import WeightGradients
 
 # ---------------------------------------------------------------- orders
@@ -86,18 +86,20 @@ def streamed_bubble(
     send. A message is there when both ends have reached it in their channels and the sender has computed it.
     """
     placement = placement_of(schedule, ranks, chunks)
-    channels: dict[tuple[int, Channel], list[tuple[Message, int]]] = {}  # -> (message, actions before it was posted)
-    places: dict[tuple[int, Message], tuple[tuple[int, Channel], int]] = {}
+    channels: dict[
+        tuple[int, P2PChannel], list[tuple[P2PMessage, int]]
+    ] = {}  # -> (message, actions before it was posted)
+    places: dict[tuple[int, P2PMessage], tuple[tuple[int, P2PChannel], int]] = {}
     orders = [order(schedule, placement, rank, micro_batches) for rank in range(ranks)]
 
-    def needs(rank: int, action: Action) -> Message | None:
+    def needs(rank: int, action: Action) -> P2PMessage | None:
         stage, onward = placement.stage_of(rank, action.chunk), action.kind == "forward"
         source = None if action.kind == "weights" else placement.neighbour(stage, not onward)
-        return None if source is None else Message(onward, stage, action.micro)
+        return None if source is None else P2PMessage(onward, stage, action.micro)
 
-    def post(rank: int, message: Message, source: int, target: int, done: int) -> None:
+    def post(rank: int, message: P2PMessage, source: int, target: int, done: int) -> None:
         if source != target and (rank, message) not in places:
-            key = rank, Channel.between(message.onward, source, target)
+            key = rank, P2PChannel.between(message.onward, source, target)
             channels.setdefault(key, []).append((message, done))
             places[rank, message] = key, len(channels[key]) - 1
 
@@ -111,17 +113,17 @@ def streamed_bubble(
             stage, onward = placement.stage_of(rank, action.chunk), action.kind == "forward"
             target = None if action.kind == "weights" else placement.neighbour(stage, onward)
             if target is not None:
-                post(rank, Message(onward, target, action.micro), rank, placement.rank_of(target), done + 1)
+                post(rank, P2PMessage(onward, target, action.micro), rank, placement.rank_of(target), done + 1)
 
     @functools.cache
-    def reached(rank: int, message: Message) -> float:
+    def reached(rank: int, message: P2PMessage) -> float:
         """When a rank's end of a message can begin: after all that the channel has before it."""
         key, index = places[rank, message]
         before = 0.0 if index == 0 else arrived(channels[key][index - 1][0])
         return max(before, computed(rank, channels[key][index][1] - 1))
 
     @functools.cache
-    def arrived(message: Message) -> float:
+    def arrived(message: P2PMessage) -> float:
         return max(reached(rank, message) for rank in range(ranks) if (rank, message) in places)
 
     @functools.cache
@@ -150,8 +152,8 @@ def test_messages_in_order_of_their_channels_keep_no_rank_waiting(schedule: Sche
         stages = [placement.rank_of(stage) for stage in range(placement.stages)]
         for onward, stages_in_order in ((True, stages), (False, stages[::-1])):
             pairs = [pair for pair in itertools.pairwise(stages_in_order) if pair[0] != pair[1]]
-            sends = {(source, Channel.between(onward, source, target)) for source, target in pairs}
-            assert sends.isdisjoint((target, Channel.between(onward, source, target)) for source, target in pairs)
+            sends = {(source, P2PChannel.between(onward, source, target)) for source, target in pairs}
+            assert sends.isdisjoint((target, P2PChannel.between(onward, source, target)) for source, target in pairs)
         orders = [order(schedule, placement, rank, micro_batches) for rank in range(ranks)]
         for cost in (lambda stage, action: 1.0, uneven):
             ideal = bubble(orders, placement, cost)

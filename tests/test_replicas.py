@@ -16,7 +16,7 @@ from weft.engine.engine import Engine
 from weft.engine.losses.cross_entropy import CrossEntropy
 from weft.engine.replicas import _number
 from weft.errors import RanksDisagreeError
-from weft.parallel.mesh import own_part
+from weft.parallel.mesh import local_shard
 
 
 def documents(lengths: tuple[int, ...] = (60, 9, 30)) -> list[Document]:
@@ -44,7 +44,7 @@ def with_another_weight(path: str, mesh: str, name: str, rank: int, at: int) -> 
     engine = open_engine(path, mesh)
     step(engine, documents())
     if dist.get_rank() == rank:
-        own = own_part(dict(engine.module.named_parameters())[name].detach()).reshape(-1)
+        own = local_shard(dict(engine.module.named_parameters())[name].detach()).reshape(-1)
         own.view(torch.int32)[at] ^= 1
     return error_of(engine, documents())
 

@@ -21,7 +21,7 @@ from weft.engine.router_bias import check_biases, find_biases
 from weft.engine.selfcheck import startup
 from weft.errors import UserError
 from weft.models import families, hf
-from weft.models.experts import _ZeroWithoutRows, experts_of
+from weft.models.experts import _ZeroWithoutRows, find_experts
 from weft.models.families import Family
 
 RATE = 0.01
@@ -50,8 +50,8 @@ def count(total_E: Tensor, experts: object, args: tuple[Tensor, ...]) -> None:
 def moved_in_transformers(path: str) -> dict[str, Tensor]:
     """After one step, by the choices of transformers' own forward of each document; a last token predicts nothing."""
     model = hf.model_class(hf.read_config(path)).from_pretrained(path, dtype=torch.float32)
-    counts = {name: torch.zeros(layer.num_experts) for name, layer in experts_of(model).items()}
-    for name, layer in experts_of(model).items():
+    counts = {name: torch.zeros(layer.num_experts) for name, layer in find_experts(model).items()}
+    for name, layer in find_experts(model).items():
         layer.register_forward_pre_hook(partial(count, counts[name]))
     for document in documents(0):
         model(input_ids=document.tokens[:-1][None])

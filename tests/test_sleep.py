@@ -32,7 +32,7 @@ from weft.engine.host import HostPool, HostTensor
 from weft.engine.losses.cross_entropy import CrossEntropy
 from weft.engine.sleep import PARTS, Part
 from weft.parallel.memory import HostNeeds, host_bytes, host_shortage
-from weft.parallel.mesh import own_part
+from weft.parallel.mesh import local_shard
 from weft.parallel.shards.boxes import Box, shard_of
 from weft.verify.documents import awkward_steps
 from weft.verify.observed import to_documents
@@ -54,8 +54,8 @@ def gradient(engine: Engine, number: int) -> None:
 def local(engine: Engine) -> dict[str, Tensor]:
     """All that this rank keeps, as it is kept: weights, state, average, gradients."""
     found = {name: part.local for name, part in find_parts(engine).items()}
-    frozen = {f"frozen/{n}": own_part(p) for n, p in engine.module.named_parameters() if not p.requires_grad}
-    grads = {f"gradient/{n}": own_part(p.grad) for n, p in engine.module.named_parameters() if p.grad is not None}
+    frozen = {f"frozen/{n}": local_shard(p) for n, p in engine.module.named_parameters() if not p.requires_grad}
+    grads = {f"gradient/{n}": local_shard(p.grad) for n, p in engine.module.named_parameters() if p.grad is not None}
     return {**found, **frozen, **grads}
 
 

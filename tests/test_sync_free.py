@@ -34,7 +34,7 @@ from weft.engine.optim.optimizer import FusedAdamW
 from weft.launch.consistency import max_over_ranks
 from weft.launch.process import world_group
 from weft.launch.simulated import read
-from weft.parallel.mesh import own_part
+from weft.parallel.mesh import local_shard
 from weft.verify.documents import awkward_steps
 
 # Where the host reads what the device has computed, in a step of whatever kind, and how often: with AdamW on an
@@ -193,7 +193,7 @@ def training(path: str, once: bool, spoilt: str, norm: float) -> tuple[list[Any]
         seen.append((metrics, result.grad_norm, result.skipped, result.reason))
     assert engine.optimizer is not None and engine.ema is not None
     state = [value for values in engine.optimizer.state.values() for value in values.values()]
-    kept = [own_part(t.detach()).clone() for t in [*engine.module.parameters(), *state, *engine.ema.shards.values()]]
+    kept = [local_shard(t.detach()).clone() for t in [*engine.module.parameters(), *state, *engine.ema.shards.values()]]
     return seen, kept
 
 

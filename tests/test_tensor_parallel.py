@@ -29,7 +29,7 @@ from weft.models.train_module import TrainModule
 from weft.parallel.shards.boxes import Box
 from weft.parallel.shards.cuts import Cut
 from weft.parallel.tp import tensor
-from weft.parallel.tp.styles import find_styles
+from weft.parallel.tp.styles import find_tp_plan
 
 CASES = [
     ("llama", "tp2"), ("llama_tied", "2xtp2"), ("qwen3", "tp4"), ("gemma3_text", "tp2"), ("gpt_oss", "tp2"),
@@ -113,7 +113,7 @@ def test_norms_with_a_weight_for_each_head_are_divided_with_their_heads(tp: int)
     config = hf.without_noise(tiny_config("cohere", use_qk_norm=True))
     assert check_division(config, examine(config), tp).error < 1e-5
     module = TrainModule(hf.build_meta(config, dtype=torch.float32, attention="eager"))
-    styles = find_styles(module, config, tp).of
+    styles = find_tp_plan(module, config, tp).of
     for leaf, heads in (("q_norm", 4), ("k_norm", 2)):
         style = styles[f"model.layers.0.self_attn.{leaf}.weight"]
         assert (style.dim, [(part.count, part.width) for part in style.parts]) == (0, [(heads, 1)])
@@ -124,7 +124,7 @@ def test_norms_with_a_weight_for_each_head_are_divided_with_their_heads(tp: int)
 def test_mixers_that_carry_state_are_divided(family: str, tp: int) -> None:
     """All of them, where their heads divide; a fused projection of two heads of keys does not divide by four."""
     module = TrainModule(hf.build_meta(tiny_config(family), dtype=torch.float32, attention="eager"))
-    found = find_styles(module, module.hf_model.config.get_text_config(), tp).mixers
+    found = find_tp_plan(module, module.hf_model.config.get_text_config(), tp).mixers
     assert found.keys() == (set() if (family, tp) == ("qwen3_next", 4) else module.mixers.keys())
 
 
@@ -156,7 +156,7 @@ WRONG: dict[str, tuple[str, Any, str, Any]] = {
         "_mean_square",
         lambda parts, sums: parts.pow(2).mean(-1, keepdim=True),
     ),
-    "time steps of a part of the channels": ("mamba", mixer_part, "added_up", lambda x, ranks: x),
+    "time steps of a part of the channels": ("mamba", mixer_part, "all_reduce_autograd", lambda x, ranks: x),
     "norms over a part of the heads": ("olmo2", tensor, "_of_last", lambda cut, x: replace(cut, ranges=((),) * 2)),
 }
 

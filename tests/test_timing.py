@@ -104,13 +104,13 @@ def step(engine: Engine) -> tuple[dict[str, torch.Tensor], float]:
     flight.step(1, 1)
     plan = engine.plan(engine.planner.metadata(documents))
     engine.accumulate(plan, dict(enumerate(documents)), CrossEntropy())
-    found = {name: own_part(p.grad).clone() for name, p in engine.module.named_parameters() if p.grad is not None}
+    found = {name: local_shard(p.grad).clone() for name, p in engine.module.named_parameters() if p.grad is not None}
     engine.apply(1e-3)
     flight.enter("record")
     return found, time.perf_counter() - began
 
 
-def own_part(gradient: torch.Tensor) -> torch.Tensor:
+def local_shard(gradient: torch.Tensor) -> torch.Tensor:
     return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 

@@ -18,7 +18,7 @@ from weft.engine.batch.document import Document
 from weft.engine.losses.cross_entropy import CrossEntropy
 from weft.parallel import fsdp
 from weft.parallel.fsdp import WorkingCopies, fsdp_modules
-from weft.parallel.mesh import own_part
+from weft.parallel.mesh import local_shard
 from weft.verify.documents import awkward_steps
 
 MANY = {"step": {"max_tokens_per_device": 64}}
@@ -56,7 +56,7 @@ def a_step(path: str, sections: dict[str, Any], steps: int) -> tuple[Counter[str
     trained = sum(p.numel() for p in engine.module.parameters() if p.requires_grad)
     return (
         copies.elements,
-        [own_part(p.detach()).clone() for p in engine.module.parameters()],
+        [local_shard(p.detach()).clone() for p in engine.module.parameters()],
         trained,
         plan.micro_batches,
     )

@@ -19,7 +19,7 @@ from weft.config.schema import CheckpointConfig
 from weft.engine.contract import check_contract
 from weft.engine.engine import Engine
 from weft.launch.process import Ranks
-from weft.parallel.mesh import own_part
+from weft.parallel.mesh import local_shard
 
 # Several chunks of pinned memory (64 MiB), and tensors that lie over two of them.
 LARGE: dict[str, Any] = {"vocab_size": 50_000, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 4}
@@ -41,7 +41,7 @@ def stepped(device: torch.device, **sections: Any) -> Engine:
 def state(engine: Engine) -> dict[str, Tensor]:
     """A copy of all that the engine keeps, on its device."""
     found = {name: part.local for name, part in find_parts(engine).items()}
-    found |= {f"gradient/{n}": own_part(p.grad) for n, p in engine.module.named_parameters() if p.grad is not None}
+    found |= {f"gradient/{n}": local_shard(p.grad) for n, p in engine.module.named_parameters() if p.grad is not None}
     return {name: tensor.detach().clone() for name, tensor in found.items()}
 
 
@@ -86,12 +86,12 @@ def test_a_snapshot_is_of_its_moment_while_training_goes_on(device: torch.device
             before = {name: part.local.detach().clone() for name, part in find_parts(engine).items()}
             saver.save(step, {})
             for parameter in engine.module.parameters():  # what a step does, at once
-                own_part(parameter.detach()).zero_()
+                local_shard(parameter.detach()).zero_()
             gradient(engine, 1)
             engine.apply(1e-3)
         with torch.no_grad():
             for name, parameter in engine.module.named_parameters():
-                own_part(parameter).copy_(before[f"weights/{name}"])
+                local_shard(parameter).copy_(before[f"weights/{name}"])
         gradient(engine, 0)
         saver.finish()
         assert_equal(whole_state(tmp_path, step), before)

@@ -7,12 +7,12 @@ from tests.mutants.mutant import Mutant
 _CONTEXT = "tests/test_context_parallel.py"
 
 MUTANTS = (
-    Mutant("parallel/tp/styles.py", "_of_norm", "Style(0, (Part(count, 1, heads=True, repeat=part.repeat),))", "Style()", "tests/test_tensor_parallel.py::test_norms_with_a_weight_for_each_head_are_divided_with_their_heads"),
+    Mutant("parallel/tp/styles.py", "_of_norm", "TPSpec(0, (DimSegment(count, 1, heads=True, repeat=part.repeat),))", "TPSpec()", "tests/test_tensor_parallel.py::test_norms_with_a_weight_for_each_head_are_divided_with_their_heads"),
     Mutant("ops/context.py", "attend_in_context", "last_seen[own:] - own", "last_seen[own:]", f"{_CONTEXT}::test_images_behind_a_cut_document_see_no_later_tokens"),
     Mutant("engine/batch/context_row.py", "_last_seen", "last_seen_T[kept_M]", "last_seen_T[: len(kept_M)]", f"{_CONTEXT}::test_the_last_token_that_an_image_shows_is_one_of_this_ranks_row"),
     Mutant("parallel/cp/split.py", "_deal_whole", "_taken(cut, lengths, rooms)", "_taken(cut, lengths, lengths)", f"{_CONTEXT}::test_images_of_a_cut_document_take_room_on_its_ranks"),
-    Mutant("engine/batch/assigned_images.py", "_exchange", "(first[s.index][_between(s, axis.place, to)] for s in rising)", "(first[s.index][_between(s, axis.place, to)] for s in rising[::-1])", f"{_CONTEXT}::test_features_of_several_documents_reach_the_tokens_of_their_images"),
-    Mutant("engine/batch/assigned_images.py", "_exchange", "(_keys(s, _between(s, of, axis.place)) for s in rising)", "(_keys(s, _between(s, of, axis.place)) for s in rising[::-1])", f"{_CONTEXT}::test_features_of_several_documents_reach_the_tokens_of_their_images"),
+    Mutant("engine/batch/assigned_images.py", "_exchange", "(first[s.index][_between(s, axis.rank, to)] for s in rising)", "(first[s.index][_between(s, axis.rank, to)] for s in rising[::-1])", f"{_CONTEXT}::test_features_of_several_documents_reach_the_tokens_of_their_images"),
+    Mutant("engine/batch/assigned_images.py", "_exchange", "(_keys(s, _between(s, of, axis.rank)) for s in rising)", "(_keys(s, _between(s, of, axis.rank)) for s in rising[::-1])", f"{_CONTEXT}::test_features_of_several_documents_reach_the_tokens_of_their_images"),
     Mutant("ops/per_document.py", "_spans", "before + end", "before + queries", "tests/test_attention.py::test_blocks_of_queries_see_no_later_keys"),
     Mutant("ops/per_document.py", "_spans", "before + first - call.window + 1", "before + first - call.window + 2", "tests/test_attention.py::test_blocks_of_queries_see_no_later_keys"),
     Mutant("engine/executor.py", "Executor.balance_loss", "balance_sum * (factors.balance / self.mesh.tp_size) * factors.scale", "balance_sum * (factors.balance / self.mesh.tp_size)", "tests/test_knobs_fp16.py::test_the_balancing_loss_of_experts_is_scaled"),

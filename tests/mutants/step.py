@@ -68,7 +68,7 @@ MUTANTS = (
     Mutant("engine/replicas.py", "shared_documents", "[..., own.weights, ...]", "[..., ...]", "tests/test_replicas.py"),
     Mutant("launch/consistency.py", "checksum_term", "checksum * (size - 1)", "checksum * size", "tests/test_replicas.py"),
     Mutant("parallel/mesh.py", "_tp_axis", "tp._unflatten(0, (tp.size() // size, size), ('apart', 'same'))", "tp._unflatten(0, (size, tp.size() // size), ('same', 'apart'))", "tests/test_mesh.py"),
-    Mutant("parallel/mesh.py", "context_axis", "cp._unflatten(0, (ring, ulysses), ('ring', 'ulysses'))", "cp._unflatten(0, (ulysses, ring), ('ulysses', 'ring'))", "tests/test_mesh.py"),
+    Mutant("parallel/mesh.py", "cp_axis", "cp._unflatten(0, (ring, ulysses), ('ring', 'ulysses'))", "cp._unflatten(0, (ulysses, ring), ('ulysses', 'ring'))", "tests/test_mesh.py"),
     Mutant("parallel/pp/schedule.py", "order", "1 + after", "2 + after", "tests/test_pipeline_schedules.py::test_rows_that_are_kept_grow_neither_with_the_step_nor_beyond_the_stages"),
     Mutant("parallel/pp/schedule.py", "order", "1 + 2 * after + (chunks - 1) * len(rounds[0])", "1 + 2 * after + chunks - 1", "tests/test_pipeline_schedules.py::test_every_micro_batch_goes_forward_then_backward_in_every_stage"),
     Mutant("parallel/pp/schedule.py", "_with_weights", "len(waiting) > delay", "True", "tests/test_pipeline_schedules.py::test_the_bubble_is_that_of_the_papers"),

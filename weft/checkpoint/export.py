@@ -243,7 +243,7 @@ def save_huggingface(engine: Engine, target: Path, *, shard_bytes: int = _SHARD_
 
 def written_shards(engine: Engine) -> dict[str, list[Shard]]:
     """This rank's shards of what its stage writes, by the model's names."""
-    held, borrowed = module_shards(engine.module, engine.divided.cuts, engine.mesh.stage_place), engine.tied_copies
+    held, borrowed = module_shards(engine.module, engine.divided.cuts, engine.mesh.stage_rank), engine.tied_copies
     return {name: own for name, own in held.items() if name not in borrowed}
 
 

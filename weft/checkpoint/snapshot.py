@@ -131,7 +131,7 @@ class Contents:
     def _state(self, parts: Mapping[str, Part]) -> dict[str, Any]:
         """The engine's part of state.json on the first rank, with the tensors of all stages; {} on others. Collective
         over the first ranks of all stages."""
-        if self.engine.mesh.stage_place[0] > 0:
+        if self.engine.mesh.stage_rank[0] > 0:
             return {}
         tensors = {
             tensor_of(name): {"dtype": str(part.local.dtype).removeprefix("torch."), "shape": list(part.shape)}

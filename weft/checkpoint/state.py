@@ -75,7 +75,7 @@ def find_parts(engine: Engine) -> dict[str, Part]:
     engine.require_awake("parameters", "optimizer")
     found, states = dict[str, Part](), engine.optimizer.state
     averages, cuts = {} if engine.ema is None else engine.ema.shards, engine.divided.cuts
-    borrowed, among = engine.tied_copies, engine.mesh.stage_place
+    borrowed, among = engine.tied_copies, engine.mesh.stage_rank
     for number, (name, parameter) in enumerate(engine.module.named_parameters()):
         if engine.lora is not None and not parameter.requires_grad:
             continue

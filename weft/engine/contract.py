@@ -8,7 +8,7 @@ from weft.engine.engine import Engine
 from weft.errors import UserError
 from weft.models.lora import is_adapters
 from weft.parallel.fsdp import casts_inputs, observed_dtypes
-from weft.parallel.mesh import own_part
+from weft.parallel.mesh import local_shard
 
 
 def check_contract(engine: Engine) -> None:
@@ -28,7 +28,7 @@ def check_contract(engine: Engine) -> None:
         if not parameter.requires_grad and (parameter.grad is not None or parameter in state):
             raise RuntimeError(f"{name} is frozen (model.freeze, lora) and has a gradient or optimizer state")
         for key, value in state.get(parameter, {}).items():
-            if not isinstance(value, torch.Tensor) or own_part(value).shape != own_part(parameter.detach()).shape:
+            if not isinstance(value, torch.Tensor) or local_shard(value).shape != local_shard(parameter.detach()).shape:
                 continue
             if value.dtype not in engine.state_dtypes:
                 kept = ", ".join(map(str, engine.state_dtypes))

@@ -45,11 +45,11 @@ from weft.models.embedding_noise import StepNoise
 from weft.models.readouts import ReadoutSpec
 from weft.parallel.fsdp import fsdp_modules
 from weft.parallel.mesh import Mesh, full_tensor
-from weft.parallel.pp.stages import Link, gather_over_stages, sum_shared_gradients
+from weft.parallel.pp.stages import P2PCommunicator, gather_over_stages, sum_shared_gradients
 from weft.parallel.shards.cuts import AnyCut
 from weft.parallel.shards.layout import Piece
 from weft.parallel.shards.load import Progress
-from weft.parallel.shards.tensor_placement import Lane
+from weft.parallel.shards.tensor_placement import StagePeers
 from weft.parallel.shards.walker import checked, walk
 from weft.parallel.tp.tensor import random_difference, sum_partial_gradients
 
@@ -134,9 +134,9 @@ class Engine:
         if self.mesh.pp is None or made.stages is None or made.pipeline is None:
             self._executor = Executor(config, built, self.mesh, self.device)
         else:
-            wide = torch.float32 if made.stages.anatomy.wide else self.precision.compute
+            wide = torch.float32 if made.stages.interface.wide else self.precision.compute
             width = built.config.get_text_config().hidden_size
-            link = Link(self.mesh.pp, made.pipeline.placement, width, wide, self.device, multiple)
+            link = P2PCommunicator(self.mesh.pp, made.pipeline.placement, width, wide, self.device, multiple)
             self._executor = PipelineExecutor(
                 config, built, self.mesh, self.device, link, made.pipeline, made.stages.costs
             )
@@ -145,8 +145,8 @@ class Engine:
         self._router_biases = None if rate is None else RouterBiases(self.module, self._executor.load, rate)
         on_device, replay = self.device.type == "cuda", self._executor.replay
         self._rows = RowBuilder(
-            self.mesh.loss_rank, self.mesh.same_documents, made.context, built.layout, bool(self.balance), on_device,
-            replay, built.vision, self.module.base,
+            self.mesh.loss_rank, self.mesh.model_parallel_rank, made.context, built.layout, bool(self.balance),
+            on_device, replay, built.vision, self.module.base,
         )  # fmt: skip
         self._replicas = ReplicaCheck(self.module, self.divided.cuts, self._tied())
 
@@ -154,15 +154,15 @@ class Engine:
         """For each parameter that several stages hold: (this stage's place among them, their number)."""
         if self.pipeline is None or self.mesh.pp is None:
             return {}
-        place, holders = self.mesh.pp.place, self.pipeline.holders
-        return {name: (holders[name].index(place), len(holders[name])) for name in self.pipeline.shared(place)}
+        place, holders = self.mesh.pp.rank, self.pipeline.holders
+        return {name: (holders[name].index(place), len(holders[name])) for name in self.pipeline.shared_params(place)}
 
     @property
     def tied_copies(self) -> frozenset[str]:
         """Tensors of this rank's stage that another stage saves and counts."""
         if self.pipeline is None or self.mesh.pp is None:
             return frozenset()
-        return self.pipeline.borrowed(self.mesh.pp.place)
+        return self.pipeline.tied_copies(self.mesh.pp.rank)
 
     def whole_parameters(self) -> dict[str, Tensor]:
         """Every parameter of the whole model by name, tied ones once; on meta if this rank has a pipeline stage."""
@@ -175,7 +175,7 @@ class Engine:
         """Tensors of the model that this rank's stage does not hold."""
         if self.pipeline is None or self.mesh.pp is None:
             return frozenset()
-        return self.pipeline.elsewhere(self.mesh.pp.place)
+        return self.pipeline.missing_params(self.mesh.pp.rank)
 
     # ------------------------------------------------------------ plan
 
@@ -369,7 +369,7 @@ class Engine:
 
         self._executor.visit(rows, "readout", lambda row: ForwardRequest(frozenset(what)), use, following=True)
         if self.mesh.pp is not None and self.pipeline is not None:
-            out = self.mesh.pp.from_place(self.pipeline.placement.last, out)
+            out = self.mesh.pp.broadcast(self.pipeline.placement.last, out)
         return dict(sorted(out.items()))
 
     def _join_parts(self, plan: StepPlan, micro: int, by_document: dict[int, Tensor]) -> dict[int, Tensor]:
@@ -512,11 +512,11 @@ class Engine:
         stream = walk(self.module, pieces, manifest, cuts, lane=lane, bucket_bytes=bucket_bytes)
         return checked(stream, manifest)
 
-    def _lane(self) -> Lane | None:
+    def _lane(self) -> StagePeers | None:
         if self.pipeline is None or self.mesh.pp is None:
             return None
         meshes = [self.mesh.dp] if self.mesh.experts is None else [self.mesh.dp, self.mesh.experts]
-        return Lane(self.mesh.pp.group, self.mesh.pp.place, self.pipeline.holders, meshes)
+        return StagePeers(self.mesh.pp.group, self.mesh.pp.rank, self.pipeline.holders, meshes)
 
     def gradient_norm(self) -> float:
         """The global norm of the gradient accumulated so far."""

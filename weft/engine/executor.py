@@ -27,12 +27,12 @@ from weft.launch.consistency import ReplicaChecksum
 from weft.launch.timing import waiting
 from weft.models.balance import Balance, Counted
 from weft.models.embedding_noise import EmbeddingNoise
-from weft.models.experts import experts_of
+from weft.models.experts import find_experts
 from weft.ops.exact import numerics
 from weft.ops.head import KnownGrad
 from weft.parallel.fsdp import WorkingCopies, end_backward, reduce_when, reshard
 from weft.parallel.mesh import Mesh
-from weft.parallel.pp.model import Idle
+from weft.parallel.pp.model import EmptyModule
 
 Use = Callable[[int, Row, dict[str, Tensor]], None]  # (micro-batch, row, readouts)
 WRONG = "_wrong"  # metric: number of rows whose gradient was not the one that Loss.logprob_grad returned
@@ -91,14 +91,14 @@ class Executor:
         self.uses_bounds, self.balance, self.top_k = built.uses_bounds, built.balance, built.flops.experts_per_token
         self.experts = built.flops.experts if built.flops.expert else 0
         # Hooks inside of compiled layers would be traced.
-        counted = () if config.model.compile is True else experts_of(self.module).values()
+        counted = () if config.model.compile is True else find_experts(self.module).values()
         self.load = ExpertLoad(counted, mesh)
         self.replay = RouteReplay(self.module, self.experts, self.top_k, config.model.compile is True)
         self._noise: EmbeddingNoise | None = None
         embedding = self.module.get_submodule(self.module.facts.embedding)
-        if config.neftune_noise_alpha is not None and not isinstance(embedding, Idle):
+        if config.neftune_noise_alpha is not None and not isinstance(embedding, EmptyModule):
             tp = mesh.tp
-            self._noise = EmbeddingNoise(embedding, 1 if tp is None else tp.size, 0 if tp is None else tp.place)
+            self._noise = EmbeddingNoise(embedding, 1 if tp is None else tp.size, 0 if tp is None else tp.rank)
         self._vocabulary = int(built.config.get_text_config().vocab_size)
         self.copies = WorkingCopies(self.module, config.fsdp.reshard_after_forward is False, device)
         self.unchecked: set[type] = set()  # objectives that are yet to be found to be sums

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from weft.engine.metrics import MetricSums
 from weft.models import hf
-from weft.ops.dispatch import ExpertAxis
+from weft.ops.dispatch import ExpertPlacement
 from weft.parallel.mesh import Mesh
 
 
@@ -67,9 +67,9 @@ class ExpertLoad:
             return
         counts_LE = torch.stack([self._counts[id(child)] for child in self.layers])
         self._counts.clear()
-        axis: ExpertAxis | None = getattr(self.layers[0], "weft_axis", None)
+        axis: ExpertPlacement | None = getattr(self.layers[0], "weft_axis", None)
         if axis is not None:
-            first = sum(axis.experts[: axis.place])
+            first = sum(axis.experts[: axis.rank])
             own = counts_LE[:, first : first + axis.own].sum()
             sums.add("experts/sent", counts_LE.sum() - own, counts_LE.sum())
         dist.all_reduce(counts_LE, group=group)

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from weft.launch.process import world_group
-from weft.parallel.mesh import own_part
+from weft.parallel.mesh import local_shard
 
 
 def name_losses(sources: Sequence[Sequence[str]], micro_batches: Sequence[int]) -> str:
@@ -43,4 +43,4 @@ def _some(texts: Sequence[str], limit: int, separator: str = ", ") -> str:
 
 
 def _is_finite(gradient: Tensor) -> bool:
-    return bool(own_part(gradient).isfinite().all())
+    return bool(local_shard(gradient).isfinite().all())

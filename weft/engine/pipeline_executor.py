@@ -33,7 +33,7 @@ from weft.parallel.mesh import Mesh
 from weft.parallel.pp.model import Pipeline
 from weft.parallel.pp.placement import Placement
 from weft.parallel.pp.schedule import DELAYED, Action, bubble, order
-from weft.parallel.pp.stages import Link, Message
+from weft.parallel.pp.stages import P2PCommunicator, P2PMessage
 from weft.parallel.pp.weight_gradients import Delayed, WeightGradients
 
 
@@ -58,16 +58,22 @@ class PipelineExecutor(Executor):
     staged = True
 
     def __init__(
-        self, config: EngineConfig, built: BuiltModel, mesh: Mesh, device: torch.device, link: Link, pipeline: Pipeline,
+        self,
+        config: EngineConfig,
+        built: BuiltModel,
+        mesh: Mesh,
+        device: torch.device,
+        link: P2PCommunicator,
+        pipeline: Pipeline,
         costs: Sequence[float],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """costs: of each stage, in any unit."""
         super().__init__(config, built, mesh, device)
         self.link, self.axis, self.schedule, self.costs = link, link.axis, config.mesh.pp_schedule, costs
         self.placement = pipeline.placement
-        self.has_loss = self.placement.last == self.axis.place
+        self.has_loss = self.placement.last == self.axis.rank
         self.weights = WeightGradients(self.module) if self.schedule in DELAYED else None
-        self.units = _units_of_chunks(self.module, pipeline, self.axis.place)
+        self.units = _units_of_chunks(self.module, pipeline, self.axis.rank)
 
     def train(
         self, rows: StepRows, objective: Loss, factors: LossScaling, sums: MetricSums, *, routed: bool
@@ -76,8 +82,8 @@ class PipelineExecutor(Executor):
         micro_batches = len(rows.sources)
         self.link.connect()
         done = Trained([torch.zeros((), device=self.device)] * micro_batches)
-        actions = order(self.schedule, self.placement, self.axis.place, micro_batches)
-        held = _Held(rows, self.device, self.placement, self.axis.place)
+        actions = order(self.schedule, self.placement, self.axis.rank, micro_batches)
+        held = _Held(rows, self.device, self.placement, self.axis.rank)
         between: dict[tuple[int, int], _Done] = {}
         delayed: dict[tuple[int, int], Delayed] = {}
         for place, action in enumerate(actions):
@@ -114,16 +120,16 @@ class PipelineExecutor(Executor):
         return own
 
     def _stage(self, action: Action) -> int:
-        return self.placement.stage_of(self.axis.place, action.chunk)
+        return self.placement.stage_of(self.axis.rank, action.chunk)
 
     def _ask(self, action: Action, held: _Held) -> None:
         if action.kind != "weights":
-            message = Message(action.kind == "forward", self._stage(action), action.micro)
+            message = P2PMessage(action.kind == "forward", self._stage(action), action.micro)
             self.link.ask(message, held[action.micro].input_ids_BT.shape)
 
     def _forward(self, action: Action, row: Row, objective: Loss, factors: LossScaling) -> _Done:
         stage = self._stage(action)
-        received = self.link.receive(Message(True, stage, action.micro))
+        received = self.link.receive(P2PMessage(True, stage, action.micro))
         if received is not None:
             received.requires_grad_()
         with self.replay.following(row) as routes, numerics(self.config.exact):
@@ -141,7 +147,7 @@ class PipelineExecutor(Executor):
         """Run a backward; returns what is left to do for the gradients of weights. last: of the chunk's
         micro-batches."""
         stage = self._stage(action)
-        gradient = self.link.receive(Message(False, stage, action.micro))
+        gradient = self.link.receive(P2PMessage(False, stage, action.micro))
         when = self.config.fsdp.reduce if self.weights is None else "later"
         reduce_when(self.module, when, last=last, of=self.units[action.chunk])
         with self.replay.following(done.row), numerics(self.config.exact):  # for recomputed layers
@@ -169,9 +175,9 @@ class PipelineExecutor(Executor):
         evaluating: bool = True,
     ) -> None:  # fmt: skip
         """See Executor.visit. `use` is called in the last stage only or, when choices of experts are read, in all."""
-        held = _Held(rows, self.device, self.placement, self.axis.place)
+        held = _Held(rows, self.device, self.placement, self.axis.rank)
         self.link.connect()
-        whole = order(self.schedule, self.placement, self.axis.place, len(rows.sources))
+        whole = order(self.schedule, self.placement, self.axis.rank, len(rows.sources))
         forwards = [action for action in whole if action.kind == "forward"]
         with self.without_gradients(evaluating=evaluating):
             for place, action in enumerate(forwards):
@@ -181,7 +187,7 @@ class PipelineExecutor(Executor):
                     self._ask(near, held)
                 row = held[micro]
                 asked = ask(row)
-                received = self.link.receive(Message(True, stage, micro))
+                received = self.link.receive(P2PMessage(True, stage, micro))
                 with self.replay.following(row) if following else nullcontext():
                     found = self.read(
                         row, asked.what, balance=asked.balance, chosen_NC=asked.chosen_NC, received=received,

@@ -13,7 +13,7 @@ from weft.engine.step_plan.plan import DocumentMeta, StepPlan, omitted_tokens, p
 from weft.errors import UserError
 from weft.models.facts import position_limit, rope_is_dynamic
 from weft.models.flops import document_flops, tower_flops
-from weft.ops.communicator import ContextAxis
+from weft.ops.communicator import CPAxis
 
 
 class StepPlanner:
@@ -24,7 +24,7 @@ class StepPlanner:
         step: StepConfig,
         ranks: tuple[int, int],
         built: BuiltModel,
-        context: ContextAxis | None,
+        context: CPAxis | None,
         multiple: int,
         *,
         several: bool,

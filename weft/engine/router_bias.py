@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from weft.engine.expert_load import ExpertLoad
 from weft.errors import UserError
 from weft.models import hf
-from weft.models.experts import experts_of
+from weft.models.experts import find_experts
 
 NAMES = ("e_score_correction_bias", "expert_bias")
 
@@ -21,7 +21,7 @@ NAMES = ("e_score_correction_bias", "expert_bias")
 def find_biases(module: nn.Module) -> dict[str, Tensor]:
     """Name -> the bias of each layer with experts, [E] or [1, E], in order. A layer without one is left out."""
     found = {}
-    for name, experts in experts_of(module).items():
+    for name, experts in find_experts(module).items():
         block, _, _ = name.rpartition(".")
         for leaf, buffer in module.get_submodule(block).named_buffers():
             if leaf.rpartition(".")[2] in NAMES and buffer.numel() == experts.num_experts:
@@ -31,7 +31,7 @@ def find_biases(module: nn.Module) -> dict[str, Tensor]:
 
 def check_biases(module: nn.Module, family: str) -> None:
     """Raises UserError unless every layer with experts has such a bias."""
-    layers = [child for child in experts_of(module).values() if hf.is_fused_experts(child)]
+    layers = [child for child in find_experts(module).values() if hf.is_fused_experts(child)]
     if not layers or len(find_biases(module)) != len(layers):
         raise UserError(
             f"model.router_bias_rate: the routers of {family} have no correction biases: set model.router_bias_rate="

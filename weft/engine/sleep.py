@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from weft.engine.host import Allocation, HostPool
 from weft.engine.optim.custom_optimizer import ShardOptimizer
 from weft.engine.optim.optimizer import Ema
-from weft.parallel.mesh import own_part
+from weft.parallel.mesh import local_shard
 
 Part = Literal["parameters", "optimizer", "gradients"]
 PARTS: tuple[Part, ...] = get_args(Part)
@@ -151,7 +151,7 @@ def _storages(tensors: Iterable[Tensor], device: torch.device) -> list[torch.Unt
 
 def _plain(tensor: Any) -> Iterator[Tensor]:
     """The plain tensors of a tensor: the shard of a DTensor, the parts of a quantised tensor."""
-    own = own_part(tensor)
+    own = local_shard(tensor)
     if not hasattr(own, "__tensor_flatten__"):
         yield own
         return

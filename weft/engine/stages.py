@@ -42,7 +42,7 @@ from weft.models.lora import LoraPlan, freeze_base
 from weft.models.mixer_part import can_share_documents
 from weft.models.readouts import ReadoutSpec
 from weft.models.train_module import TrainModule
-from weft.ops.communicator import ContextAxis
+from weft.ops.communicator import CPAxis
 from weft.parallel.inputs import InputCasts
 from weft.parallel.memory import (
     MemoryNeeds,
@@ -53,9 +53,9 @@ from weft.parallel.memory import (
     local_ranks,
     memory_needs,
 )
-from weft.parallel.mesh import Mesh, build_mesh, context_axis
-from weft.parallel.parallelize import Precision, Stages, materialize, move_buffers, parallelize
-from weft.parallel.pp.model import Anatomy, Pipeline, cut_layers, own_layers
+from weft.parallel.mesh import Mesh, build_mesh, cp_axis
+from weft.parallel.parallelize import Precision, StagePlan, materialize, move_buffers, parallelize
+from weft.parallel.pp.model import LayerInterface, Pipeline, cut_layers, own_layers
 from weft.parallel.pp.placement import Placement
 from weft.parallel.pp.schedule import DELAYED, placement_of
 from weft.parallel.shards.adapter_files import fill_adapters, to_json
@@ -99,10 +99,10 @@ class ShardedModel:
 
     units: list[Unit]
     divided: TensorParallel
-    stages: Stages | None
+    stages: StagePlan | None
     pipeline: Pipeline | None
     adapter_config: dict[str, Any] | None
-    context: ContextAxis | None
+    context: CPAxis | None
     memory: MemoryNeeds
     room: int
     input_casts: InputCasts
@@ -300,7 +300,9 @@ def fuses_norms(config: EngineConfig, device: torch.device) -> bool:
     return device.type == "cuda" and not config.exact if wanted == "auto" else wanted
 
 
-def stages_of(setup: EngineSpec, built: BuiltModel, config: PretrainedConfig, hidden: Sequence[str]) -> Stages | None:
+def stages_of(
+    setup: EngineSpec, built: BuiltModel, config: PretrainedConfig, hidden: Sequence[str]
+) -> StagePlan | None:
     """Cut the layers over mesh.pp, after a check that this model allows it. config: of the class with logits.
     hidden: modules whose outputs are read."""
     pp = setup.mesh.pp_size
@@ -312,8 +314,8 @@ def stages_of(setup: EngineSpec, built: BuiltModel, config: PretrainedConfig, hi
     placement = placement_of(mesh.pp_schedule, pp, mesh.pp_stages_per_rank)
     check_layers(len(weighed[0]), placement, least_layers(built))
     delayed = mesh.pp_schedule in DELAYED
-    anatomy = check_pipeline(config, built.support, setup.precision.compute, delayed=delayed)
-    return cut_stages(weighed, placement, anatomy, least_layers(built))
+    interface = check_pipeline(config, built.support, setup.precision.compute, delayed=delayed)
+    return cut_stages(weighed, placement, interface, least_layers(built))
 
 
 def least_layers(built: BuiltModel) -> int:
@@ -321,13 +323,15 @@ def least_layers(built: BuiltModel) -> int:
     return 1 if built.vision is None else max(1, built.vision.layers)
 
 
-def cut_stages(weighed: tuple[list[float], float], placement: Placement, anatomy: Anatomy, least: int = 1) -> Stages:
+def cut_stages(
+    weighed: tuple[list[float], float], placement: Placement, interface: LayerInterface, least: int = 1
+) -> StagePlan:
     """Cut the layers into stages of similar cost. weighed: (cost of each layer, cost of the head); `check_layers` must
     have passed. least: number of layers that the first stage must have."""
     costs, head = weighed
     spans = cut_layers(costs, head, placement.stages, least)
     each = tuple(sum(costs[first:end]) + head * (end == len(costs)) for first, end in spans)
-    return Stages(tuple(spans), placement, anatomy, each)
+    return StagePlan(tuple(spans), placement, interface, each)
 
 
 def check_layers(layers: int, placement: Placement, least: int = 1) -> None:
@@ -369,7 +373,7 @@ def require_trained(setup: EngineSpec, pipeline: Pipeline, layers: str) -> None:
             )
 
 
-def context_of(setup: EngineSpec, built: BuiltModel, config: PretrainedConfig) -> ContextAxis | None:
+def context_of(setup: EngineSpec, built: BuiltModel, config: PretrainedConfig) -> CPAxis | None:
     """The ranks of cp, after a check that documents of this model can be cut. None for one rank, and for a model whose
     documents are padded or have a state that cannot be shared; these are dealt whole to the ranks of cp, as on the
     other data axes. config: of the class with logits."""
@@ -383,7 +387,7 @@ def context_of(setup: EngineSpec, built: BuiltModel, config: PretrainedConfig) -
         if built.support.mixers and wanted is None:  # whole documents are always right
             return None
         raise
-    return context_axis(setup.mesh, ulysses)
+    return cp_axis(setup.mesh, ulysses)
 
 
 def cuts_images(built: BuiltModel) -> bool:

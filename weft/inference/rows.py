@@ -23,7 +23,7 @@ from weft.models.cost import expert_counts
 from weft.models.facts import find_facts
 from weft.models.families import family_of
 from weft.models.routing import RouteRecorder
-from weft.models.state_mixers import mixers_of
+from weft.models.state_mixers import find_mixers
 from weft.models.vision import find_vision
 from weft.ops.attention_call import BOUNDS_ARGUMENT, Bounds
 
@@ -98,7 +98,7 @@ class _Model:
         self._positions = hf.accepts(self._base, "position_ids")
         family = family_of(self.config.model_type)
         self._bounded = family.attention is None and hf.accepts(self._base, BOUNDS_ARGUMENT)
-        carries = next(mixers_of(self._base), None) is not None  # a state would leak between packed documents
+        carries = next(find_mixers(self._base), None) is not None  # a state would leak between packed documents
         self.packs = self._bounded and family.layout == "packed" and not carries
         self._cache_argument = hf.cache_argument(self._base)
         self._recorder: RouteRecorder | None = None

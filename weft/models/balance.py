@@ -69,7 +69,7 @@ def balance_sum(router_logits: Sequence[Tensor], balance: Balance) -> Tensor:
     tokens_D = balance.complete(_count(_places(balance), balance.documents + 1)[:-1]).clamp(min=1)
     loss_D = experts * (chosen_DE * probability_DE).sum(-1) / (tokens_D * layers).float().square()
     loss_D = loss_D * tokens_D
-    return (loss_D if balance.shared is None else loss_D.index_select(0, balance.shared.counted)).sum()
+    return (loss_D if balance.shared is None else loss_D.index_select(0, balance.shared.counted_indices)).sum()
 
 
 def count_choices(router_logits: Sequence[Tensor], balance: Balance) -> Tensor:

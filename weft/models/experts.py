@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from weft.models import hf
 from weft.models.low_rank import LowRank
-from weft.ops.dispatch import Dispatched, ExpertAxis, combine, dispatch, inverse, permuted, rows_of, sort_by_expert
+from weft.ops.dispatch import Dispatched, ExpertPlacement, combine, dispatch, inverse, permuted, rows_of, sort_by_expert
 from weft.ops.recompute import kept
 
 
@@ -23,7 +23,7 @@ def use_experts_forward(experts: Any) -> None:
     hf.set_experts_function(experts, experts_forward)
 
 
-def spread_experts(experts: Any, axis: ExpertAxis) -> None:
+def spread_experts(experts: Any, axis: ExpertPlacement) -> None:
     """Make a layer's experts exchange tokens over `axis`. Their parameters must be those of this rank's experts."""
     if hf.is_fused_experts(experts):
         experts.weft_axis = axis
@@ -32,7 +32,7 @@ def spread_experts(experts: Any, axis: ExpertAxis) -> None:
         _spread_dense(experts, axis)
 
 
-def _spread_dense(experts: nn.Module, axis: ExpertAxis) -> None:
+def _spread_dense(experts: nn.Module, axis: ExpertPlacement) -> None:
     """Experts that read every token, [experts x tokens, H], as zeros where the token is routed elsewhere (llama4)."""
     under_way: list[Dispatched] = []
 
@@ -55,12 +55,12 @@ def share_experts_bias(experts: Any, share: float) -> None:
     use_experts_forward(experts)
 
 
-def experts_of(module: nn.Module) -> dict[str, Any]:
+def find_experts(module: nn.Module) -> dict[str, Any]:
     """Name -> experts module, for all inside `module` whose parameters are [experts, ., .]."""
-    return {name: child for name, child in module.named_modules() if are_experts(child)}
+    return {name: child for name, child in module.named_modules() if is_experts(child)}
 
 
-def are_experts(module: Any) -> bool:
+def is_experts(module: Any) -> bool:
     """Whether the module holds all experts of a layer, in one tensor per projection."""
     return getattr(getattr(module, "down_proj", None), "ndim", 0) == 3
 
@@ -70,7 +70,7 @@ def experts_forward(experts: Any, hidden_TH: Tensor, chosen_TK: Tensor, weights_
 
     Rows are sorted by expert, so that each projection, and each adapter matrix (`lora_NAME`), is one grouped matmul.
     """
-    axis: ExpertAxis | None = getattr(experts, "weft_axis", None)
+    axis: ExpertPlacement | None = getattr(experts, "weft_axis", None)
     sort = partial(sort_by_expert, chosen_TK, experts.num_experts)
     # A recomputed layer exchanges the rows that its forward has exchanged, whose counts it keeps.
     order_S, ends_E = sort() if axis is None else kept(sort)

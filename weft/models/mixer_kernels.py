@@ -58,7 +58,7 @@ class MixerKernels:
     arguments: tuple[str, ...] = ()
     missing: str = ""
 
-    def of_row(self, bounds: Bounds, device: torch.device) -> dict[str, Any]:
+    def vision_context(self, bounds: Bounds, device: torch.device) -> dict[str, Any]:
         """The arguments for a row."""
         documents = _documents(bounds, device)
         return {name: documents[name] for name in self.arguments}

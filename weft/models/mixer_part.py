@@ -17,27 +17,27 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weft.models.tp_mixers import MixerStyle, mixer_style
-from weft.models.tp_parts import Range, Style, ranges_of
-from weft.ops.communicator import Communicator, MetaCommunicator, added_up
+from weft.models.tp_mixers import MixerSpec, mixer_style
+from weft.models.tp_parts import Range, TPSpec, ranges_of
+from weft.ops.communicator import Communicator, MetaCommunicator, all_reduce_autograd
 
 _SUMS = "weft_sums"  # attribute of a norm in a view: (ranks, their number) that hold the other parts of its input
 Sums = tuple[tuple[Communicator, int], ...]
 
 
 @dataclass(frozen=True)
-class MixerShare:
+class MixerShard:
     """Which part of a mixer a rank computes: the one at `place` of `size`. neighbours: number of ranks -> communicator
     of so many neighbouring ranks, which share an item. stored: parameters are cut already."""
 
-    style: MixerStyle
-    place: int
+    style: MixerSpec
+    rank: int
     size: int
     neighbours: Callable[[int], Communicator]
     stored: bool
 
 
-def share_of_documents(mixer: nn.Module, place: int, ranks: Communicator, size: int) -> MixerShare | None:
+def share_of_documents(mixer: nn.Module, place: int, ranks: Communicator, size: int) -> MixerShard | None:
     """The part of a rank that shares whole documents with the others of `size` ranks, which have no smaller groups.
     None if the heads do not divide, or if the mixer has per-token inputs other than hidden states."""
     style = mixer_style(mixer)
@@ -45,18 +45,18 @@ def share_of_documents(mixer: nn.Module, place: int, ranks: Communicator, size: 
         return None
     if any(style.sharing(norm, size) not in (1, size) for norm in style.norms):
         return None
-    return MixerShare(style, place, size, lambda _: ranks, stored=False)
+    return MixerShard(style, place, size, lambda _: ranks, stored=False)
 
 
 def can_share_documents(mixer: nn.Module, size: int, tp: int) -> bool:
     """Whether `size` ranks of cp can share documents, with `tp` ranks of tp. mixer: a whole one."""
     style = mixer_style(mixer)
     if style is not None and tp > 1 and style.divides(tp):
-        mixer = view(mixer, MixerShare(style, 0, tp, MetaCommunicator, stored=False))
+        mixer = view(mixer, MixerShard(style, 0, tp, MetaCommunicator, stored=False))
     return share_of_documents(mixer, 0, MetaCommunicator(size), size) is not None
 
 
-def view(mixer: nn.Module, share: MixerShare) -> nn.Module:
+def view(mixer: nn.Module, share: MixerShard) -> nn.Module:
     """The part of a mixer, as a module. Differentiable: gradients of the slices reach the mixer's weights."""
     style, own = share.style, _Copies(mixer)
     for name, cut in style.of.items():
@@ -69,7 +69,7 @@ def view(mixer: nn.Module, share: MixerShare) -> nn.Module:
                 _cut_adapter(own.module(f"{name.rpartition('.')[0]}.lora"), cut, share)
     for name, parts in style.counts.items():
         owner, leaf = own.holder(name)
-        owner.__dict__[leaf] = sum(size for _, size in ranges_of(parts, share.place, share.size))
+        owner.__dict__[leaf] = sum(size for _, size in ranges_of(parts, share.rank, share.size))
     for name in style.norms:
         copies = style.sharing(name, share.size)
         if copies > 1:
@@ -83,12 +83,12 @@ def view(mixer: nn.Module, share: MixerShare) -> nn.Module:
     if not share.stored:
         _share_bias(own.module(style.output), share.size)
     part = own.module("")
-    part.__dict__.pop("forward", None)  # the Boundary's
+    part.__dict__.pop("forward", None)  # the PerDocumentMixer's
     part.__dict__["training"] = False  # fused kernels for training include the norm and the output projection
     return part
 
 
-def dealt_groups(style: MixerStyle, norm: str, ranks: int) -> int:
+def dealt_groups(style: MixerSpec, norm: str, ranks: int) -> int:
     """Number of groups of a norm on one of `ranks` ranks; at least 1."""
     return max(1, style.norms[norm].count // ranks)
 
@@ -121,9 +121,9 @@ def _copied(module: nn.Module) -> nn.Module:
     return copied
 
 
-def _taken(tensor: Tensor, style: Style, share: MixerShare) -> Tensor:
+def _taken(tensor: Tensor, style: TPSpec, share: MixerShard) -> Tensor:
     assert style.dim is not None
-    ranges = _joined(ranges_of(style.parts, share.place, share.size))
+    ranges = _joined(ranges_of(style.parts, share.rank, share.size))
     taken = [tensor.narrow(style.dim, first, size) for first, size in ranges]
     return taken[0] if len(taken) == 1 else torch.cat(taken, style.dim)
 
@@ -140,10 +140,10 @@ def _joined(ranges: list[Range]) -> list[Range]:
     return found
 
 
-def _cut_adapter(adapter: Any, weight: Style, share: MixerShare) -> None:
+def _cut_adapter(adapter: Any, weight: TPSpec, share: MixerShard) -> None:
     """Cut an adapter: B as the weight's outputs are divided, or A as its inputs are."""
     leaf, dim = ("B", 0) if weight.dim == 0 else ("A", 1)
-    adapter._parameters[leaf] = _taken(adapter._parameters[leaf], Style(dim, weight.parts), share)
+    adapter._parameters[leaf] = _taken(adapter._parameters[leaf], TPSpec(dim, weight.parts), share)
     if leaf == "A":
         adapter.divide(None)  # dropout masks are over this rank's inputs
 
@@ -155,7 +155,7 @@ def _share_bias(layer: Any, size: int) -> None:
 
 
 def _sum_outputs(ranks: Communicator, layer: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-    return added_up(output, ranks)
+    return all_reduce_autograd(output, ranks)
 
 
 def _norm(norm: Any, groups: int, x: Tensor, gate: Tensor | None = None) -> Tensor:
@@ -176,5 +176,5 @@ def _mean_square(parts: Tensor, sums: Sums) -> Tensor:
     """[..., groups, 1]: mean square over the width on all ranks. parts: [..., groups, width on this rank]."""
     found = parts.pow(2).mean(-1, keepdim=True)
     for ranks, size in sums:
-        found = added_up(found, ranks) / size
+        found = all_reduce_autograd(found, ranks) / size
     return found

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from weft.models.families import carries_state
 from weft.models.mixer_kernels import by_torch, dispatch, has_fused, suits, tried, try_kernels
-from weft.models.mixer_part import MixerShare, share_of_documents, view
+from weft.models.mixer_part import MixerShard, share_of_documents, view
 from weft.ops.attention_call import BOUNDS_ARGUMENT, Bounds
 from weft.ops.by_document import by_document, is_of_tokens
 from weft.ops.context import ContextRow, gather_documents, sum_to_tokens
@@ -25,7 +25,7 @@ from weft.ops.context import ContextRow, gather_documents, sum_to_tokens
 _CACHES = ("cache_params", "past_key_values")
 
 
-class Boundary:
+class PerDocumentMixer:
     """Replaces a mixer's forward. bounds: of the next call, set by the mixer's layer. calls: number of calls with
     packed rows. share: the part of the mixer that this rank of mesh.tp computes; None: all of it."""
 
@@ -33,7 +33,7 @@ class Boundary:
         self.mixer = mixer
         self.bounds: Bounds | None = None
         self.calls = 0
-        self.share: MixerShare | None = None
+        self.share: MixerShard | None = None
         dispatch(type(mixer))
         self._run: Callable[..., Any] = self._apart
         mixer.__dict__["forward"] = self.forward
@@ -67,7 +67,7 @@ class Boundary:
         kernels = suits(mixer, bounds, hidden)
         if kernels is None:
             return by_documents()
-        by_kernels = partial(own, *args, **{**kwargs, **kernels.of_row(bounds, hidden.device)})
+        by_kernels = partial(own, *args, **{**kwargs, **kernels.vision_context(bounds, hidden.device)})
         problem = tried(mixer, hidden)
         if problem is None:
             problem = try_kernels(mixer, hidden, bounds, lambda: _first(by_kernels()), lambda: _first(by_documents()))
@@ -94,14 +94,14 @@ def _over_ranks(mixer: nn.Module, context: ContextRow, *args: Any, **kwargs: Any
     x, kwargs = _hidden_alone(args, kwargs)
     axis, share = context.axis, None
     if axis.ulysses is not None and axis.ring is None:
-        share = share_of_documents(mixer, axis.place, axis.ulysses, axis.size)
+        share = share_of_documents(mixer, axis.rank, axis.ulysses, axis.size)
     if share is None:
         raise RuntimeError(f"{type(mixer).__name__}: its heads cannot be dealt to {axis.size} ranks of mesh.cp")
     part = view(mixer, share)
     whole = gather_documents(x[:, : context.tokens], context)
     documents = by_document(partial(type(part).forward, part), context.documents(x.device), whole, **kwargs)
     found = [sum_to_tokens(_first(documents), context)]
-    if context.whole:
+    if context.whole_lengths:
         own = partial(type(mixer).forward, mixer)
         found.append(_first(by_document(own, context.rest(x.device), x[:, context.tokens :], **kwargs)))
     row = torch.cat(found, 1)
@@ -123,7 +123,7 @@ def _first(output: Any) -> Tensor:
 class _Entrance:
     """A forward pre-hook of a decoder layer."""
 
-    def __init__(self, boundaries: Sequence[Boundary]) -> None:
+    def __init__(self, boundaries: Sequence[PerDocumentMixer]) -> None:
         self.boundaries = tuple(boundaries)
 
     def enter(self, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -134,28 +134,28 @@ class _Entrance:
         return args, kwargs if name == BOUNDS_ARGUMENT else {**kwargs, name: None}
 
 
-def keep_apart(layers: Sequence[tuple[str, nn.Module]]) -> dict[str, Boundary]:
+def run_per_document(layers: Sequence[tuple[str, nn.Module]]) -> dict[str, PerDocumentMixer]:
     """Give every mixer of these layers a Boundary, unless it has one. Returns mixer name -> Boundary."""
-    found: dict[str, Boundary] = {}
+    found: dict[str, PerDocumentMixer] = {}
     for prefix, layer in layers:
-        mixers = {f"{prefix}.{name}": mixer for name, mixer in mixers_of(layer)}
+        mixers = {f"{prefix}.{name}": mixer for name, mixer in find_mixers(layer)}
         known = {name: _boundary_of(mixer) for name, mixer in mixers.items()}
-        new = {name: Boundary(mixers[name]) for name, boundary in known.items() if boundary is None}
+        new = {name: PerDocumentMixer(mixers[name]) for name, boundary in known.items() if boundary is None}
         if new:
             layer.register_forward_pre_hook(_Entrance(list(new.values())).enter, with_kwargs=True)
         found |= {name: boundary for name, boundary in (known | new).items() if boundary is not None}
     return found
 
 
-def _boundary_of(mixer: nn.Module) -> Boundary | None:
+def _boundary_of(mixer: nn.Module) -> PerDocumentMixer | None:
     owner = getattr(mixer.__dict__.get("forward"), "__self__", None)
-    return owner if isinstance(owner, Boundary) else None
+    return owner if isinstance(owner, PerDocumentMixer) else None
 
 
-def mixers_of(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def find_mixers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """(name, mixer) of the outermost modules that carry state."""
     for name, child in module.named_children():
         if carries_state(child):
             yield name, child
         else:
-            yield from ((f"{name}.{inner}", mixer) for inner, mixer in mixers_of(child))
+            yield from ((f"{name}.{inner}", mixer) for inner, mixer in find_mixers(child))

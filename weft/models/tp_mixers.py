@@ -13,11 +13,11 @@ from typing import Any
 
 from torch import nn
 
-from weft.models.tp_parts import Part, Style, dealt
+from weft.models.tp_parts import DimSegment, TPSpec, dealt
 
 
 @dataclass(frozen=True)
-class MixerStyle:
+class MixerSpec:
     """The division of one mixer; names are relative to it.
 
     of: parameter or buffer -> style. output: the layer whose outputs are summed over the ranks. counts: attribute ->
@@ -26,10 +26,10 @@ class MixerStyle:
     input of its forward.
     """
 
-    of: dict[str, Style]
+    of: dict[str, TPSpec]
     output: str
-    counts: dict[str, tuple[Part, ...]] = field(default_factory=dict)
-    norms: dict[str, Part] = field(default_factory=dict)
+    counts: dict[str, tuple[DimSegment, ...]] = field(default_factory=dict)
+    norms: dict[str, DimSegment] = field(default_factory=dict)
     sums: tuple[str, ...] = ()
     hidden_alone: bool = True
 
@@ -45,7 +45,7 @@ class MixerStyle:
         return items[1]
 
 
-def mixer_style(mixer: nn.Module) -> MixerStyle | None:
+def mixer_style(mixer: nn.Module) -> MixerSpec | None:
     """The division of a mixer, from its own sizes; None if it is whole on every rank."""
     names = {name for name, _ in mixer.named_children()} | {name for name, _ in mixer.named_parameters(recurse=False)}
     for needed, rule in _RULES.items():
@@ -55,7 +55,7 @@ def mixer_style(mixer: nn.Module) -> MixerStyle | None:
     return None
 
 
-def _explains(mixer: nn.Module, style: MixerStyle) -> bool:
+def _explains(mixer: nn.Module, style: MixerSpec) -> bool:
     """Whether the parts of each divided tensor add up to all of it."""
     tensors = {**dict(mixer.named_parameters()), **dict(mixer.named_buffers())}
     return all(
@@ -67,24 +67,24 @@ def _style(
     mixer: nn.Module,
     *,
     output: str,
-    inner: Part,
-    parts: Mapping[str, tuple[Part, ...]],
+    inner: DimSegment,
+    parts: Mapping[str, tuple[DimSegment, ...]],
     dims: Mapping[str, int] | None = None,
-    counts: Mapping[str, tuple[Part, ...]] | None = None,
-    norms: Mapping[str, Part] | None = None,
+    counts: Mapping[str, tuple[DimSegment, ...]] | None = None,
+    norms: Mapping[str, DimSegment] | None = None,
     sums: tuple[str, ...] = (),
     hidden_alone: bool = True,
-) -> MixerStyle:
+) -> MixerSpec:
     """output: the layer that reads `inner`. parts: layer or tensor -> the parts of its outputs. dims: the divided
     dimension of tensors, where it is not the first. Names that the mixer lacks are left out."""
     tensors = {**dict(mixer.named_parameters()), **dict(mixer.named_buffers())}
-    of = {f"{output}.weight": Style(1, (inner,)), **{f"{name}.weight": Style(1, (inner,)) for name in sums}}
+    of = {f"{output}.weight": TPSpec(1, (inner,)), **{f"{name}.weight": TPSpec(1, (inner,)) for name in sums}}
     for name, own in parts.items():
         for tensor in (name, f"{name}.weight", f"{name}.bias"):
             if tensor in tensors:
-                of[tensor] = Style((dims or {}).get(name, 0), own)
+                of[tensor] = TPSpec((dims or {}).get(name, 0), own)
     there = {name: own for name, own in (counts or {}).items() if _has(mixer, name)}
-    return MixerStyle(of, output, there, dict(norms or {}), sums, hidden_alone)
+    return MixerSpec(of, output, there, dict(norms or {}), sums, hidden_alone)
 
 
 def _has(mixer: nn.Module, attribute: str) -> bool:
@@ -92,15 +92,15 @@ def _has(mixer: nn.Module, attribute: str) -> bool:
     return hasattr(mixer.get_submodule(owner), leaf)
 
 
-def _heads(count: int, width: int = 1) -> Part:
-    return Part(count, width, heads=True)
+def _heads(count: int, width: int = 1) -> DimSegment:
+    return DimSegment(count, width, heads=True)
 
 
-def _repeated(count: int, width: int = 1) -> Part:
-    return Part(count, width, heads=True, repeat=True)
+def _repeated(count: int, width: int = 1) -> DimSegment:
+    return DimSegment(count, width, heads=True, repeat=True)
 
 
-def _state_space(m: Any) -> MixerStyle:
+def _state_space(m: Any) -> MixerSpec:
     """Mamba-2 (Dao and Gu 2024, arXiv:2405.21060): groups of heads share B and C."""
     heads, inner = _heads(m.num_heads), _heads(m.num_heads, m.head_dim)
     group = _repeated(m.n_groups, m.ssm_state_size)
@@ -122,12 +122,12 @@ def _state_space(m: Any) -> MixerStyle:
     )  # fmt: skip
 
 
-def _one_wide(part: Part) -> Part:
+def _one_wide(part: DimSegment) -> DimSegment:
     """The same items, each one element wide."""
-    return Part(part.count, 1, part.heads, part.repeat)
+    return DimSegment(part.count, 1, part.heads, part.repeat)
 
 
-def _norm_groups(m: Any) -> Part:
+def _norm_groups(m: Any) -> DimSegment:
     """The groups of the gated output norm: all heads together, or several. Families state it in two ways."""
     width = int(m.norm.weight.shape[0])
     size = getattr(m.norm, "group_size", None) or width // getattr(m.norm, "n_groups", 1)
@@ -135,7 +135,7 @@ def _norm_groups(m: Any) -> Part:
     return _repeated(groups, width // groups)
 
 
-def _selective(m: Any) -> MixerStyle:
+def _selective(m: Any) -> MixerSpec:
     """Mamba (Gu and Dao 2023, arXiv:2312.00752): by channels; time steps, B and C are sums over all channels."""
     inner = _heads(m.intermediate_size)
     return _style(
@@ -144,17 +144,17 @@ def _selective(m: Any) -> MixerStyle:
     )  # fmt: skip
 
 
-def _delta_heads(m: Any) -> tuple[Part, Part, Part, dict[str, tuple[Part, ...]]]:
+def _delta_heads(m: Any) -> tuple[DimSegment, DimSegment, DimSegment, dict[str, tuple[DimSegment, ...]]]:
     """(keys, values, one element per value head, counts). Several value heads share a key head."""
     keys, values = _repeated(m.num_k_heads, m.head_k_dim), _heads(m.num_v_heads, m.head_v_dim)
     each = _heads(m.num_v_heads)
-    counts: dict[str, tuple[Part, ...]] = {
+    counts: dict[str, tuple[DimSegment, ...]] = {
         "num_k_heads": (_repeated(m.num_k_heads),), "num_v_heads": (each,), "key_dim": (keys,), "value_dim": (values,)
     }  # fmt: skip
     return keys, values, each, counts
 
 
-def _fused_delta_net(m: Any) -> MixerStyle:
+def _fused_delta_net(m: Any) -> MixerSpec:
     """Gated delta nets (Yang et al. 2024, arXiv:2412.06464) whose projections keep everything of a key head together
     (qwen3_next)."""
     times = m.num_v_heads // m.num_k_heads
@@ -173,7 +173,7 @@ def _fused_delta_net(m: Any) -> MixerStyle:
     )  # fmt: skip
 
 
-def _delta_net(m: Any) -> MixerStyle:
+def _delta_net(m: Any) -> MixerSpec:
     """Gated delta nets with queries, keys and values in one projection (qwen3_5), or in three (olmo_hybrid)."""
     keys, values, each, counts = _delta_heads(m)
     joint = (keys, keys, values)
@@ -187,7 +187,7 @@ def _delta_net(m: Any) -> MixerStyle:
     )  # fmt: skip
 
 
-def _kimi_delta(m: Any) -> MixerStyle:
+def _kimi_delta(m: Any) -> MixerSpec:
     """Kimi delta attention (arXiv:2510.26692): a decay per channel; first matrices of low-rank pairs are whole."""
     heads, inner = _heads(m.num_heads), _heads(m.num_heads, m.head_dim)
     return _style(
@@ -202,7 +202,7 @@ def _kimi_delta(m: Any) -> MixerStyle:
     )  # fmt: skip
 
 
-def _lightning(m: Any) -> MixerStyle:
+def _lightning(m: Any) -> MixerSpec:
     """Lightning attention (MiniMax-01, arXiv:2501.08313): decays of heads are buffers; the norm spans all heads."""
     heads, inner = _heads(m.num_attention_heads), _heads(m.num_attention_heads, m.head_dim)
     return _style(
@@ -217,7 +217,7 @@ def _lightning(m: Any) -> MixerStyle:
     )  # fmt: skip
 
 
-def _recurrent_unit(m: Any) -> MixerStyle:
+def _recurrent_unit(m: Any) -> MixerSpec:
     """RG-LRU blocks (Griffin, arXiv:2402.19427): one gate matrix per block of channels. They also read positions."""
     unit = m.rg_lru
     blocks, inner = _heads(unit.num_attention_heads), _heads(unit.num_attention_heads, unit.block_width)
@@ -232,13 +232,13 @@ def _recurrent_unit(m: Any) -> MixerStyle:
     )  # fmt: skip
 
 
-def _short_convolution(m: Any) -> MixerStyle:
+def _short_convolution(m: Any) -> MixerSpec:
     """A gated convolution of channels (lfm2)."""
     inner = _heads(int(m.out_proj.weight.shape[1]))
     return _style(m, output="out_proj", inner=inner, parts={"in_proj": (inner,) * 3, "conv": (inner,)})
 
 
-_RULES: Mapping[tuple[str, ...], Callable[[Any], MixerStyle]] = {
+_RULES: Mapping[tuple[str, ...], Callable[[Any], MixerSpec]] = {
     ("in_proj_qkvz", "in_proj_ba", "conv1d", "out_proj"): _fused_delta_net,
     ("in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "conv1d", "out_proj"): _delta_net,
     ("q_proj", "k_proj", "v_proj", "g_proj", "a_proj", "b_proj", "conv1d", "o_proj"): _delta_net,

@@ -9,7 +9,7 @@ Range = tuple[int, int]  # first, how many
 
 
 @dataclass(frozen=True)
-class Part:
+class DimSegment:
     """`count` items of `width` elements each, consecutive along the divided dimension. heads: every rank gets the same
     number of items. repeat: several ranks may hold the same item, if there are fewer items (heads of keys and values)
     than ranks."""
@@ -26,14 +26,14 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Style:
+class TPSpec:
     """The division of one parameter. dim: the dimension that is divided, part by part; None: every rank holds all."""
 
     dim: int | None = None
-    parts: tuple[Part, ...] = ()
+    parts: tuple[DimSegment, ...] = ()
 
 
-def dealt(part: Part, ranks: int) -> tuple[list[Range], int] | None:
+def dealt(part: DimSegment, ranks: int) -> tuple[list[Range], int] | None:
     """(items of each rank, number of ranks that hold the same ones); None if the part does not divide."""
     if part.repeat and part.count < ranks and ranks % part.count == 0:
         return repeated_ranges(part.count, ranks), ranks // part.count
@@ -42,7 +42,7 @@ def dealt(part: Part, ranks: int) -> tuple[list[Range], int] | None:
     return None
 
 
-def ranges_of(parts: Sequence[Part], place: int, ranks: int) -> list[Range]:
+def ranges_of(parts: Sequence[DimSegment], place: int, ranks: int) -> list[Range]:
     """The ranges of elements of the rank at `place`, part by part. The parts must divide."""
     found, offset = [], 0
     for part in parts:

@@ -22,8 +22,8 @@ from weft.models.facts import Facts, find_facts
 from weft.models.families import family_of
 from weft.models.low_rank import LowRank
 from weft.models.readouts import HIDDEN, TOP, TOP_IDS, ReadoutSpec, needs_logits
-from weft.models.state_mixers import Boundary, keep_apart
-from weft.models.vision import of_row
+from weft.models.state_mixers import PerDocumentMixer, run_per_document
+from weft.models.vision import vision_context
 from weft.ops.attention_call import BOUNDS_ARGUMENT, Bounds
 from weft.ops.communicator import FeatureExchange
 from weft.ops.head import KnownGrad, LogitTransform, VocabularyShard, chunked_readouts, logprob_and_top1
@@ -146,7 +146,7 @@ class ValueHead(Head):
 
 
 @dataclass
-class Passage:
+class StageIO:
     """What a pipeline stage receives and sends in one forward (parallel/pp/model.py). is_last: whether it is the last
     stage. others: (parent module, child's name, stand-in during this stage's forwards), if the rank has other stages.
     mixers: how many of the stage's modules carry state."""
@@ -194,8 +194,8 @@ class TrainModule(nn.Module):
         object.__setattr__(self, "hf_model", model)
         self.takes_positions = hf.accepts(self.base, "position_ids")
         self.bounds_argument = family_of(self.facts.model_type).bounds_argument
-        self.mixers: dict[str, Boundary] = keep_apart(self.layers)
-        self.passages: list[Passage] = []  # of this rank's pipeline stages; empty for a whole model
+        self.mixers: dict[str, PerDocumentMixer] = run_per_document(self.layers)
+        self.passages: list[StageIO] = []  # of this rank's pipeline stages; empty for a whole model
 
     hf_model: PreTrainedModel
 
@@ -229,7 +229,7 @@ class TrainModule(nn.Module):
         exchange: FeatureExchange | None = None,
     ) -> Tensor:
         """Last hidden states [B, T, H]. media, exchange: see Row."""
-        with of_row(self.base, media or {}, False, exchange):
+        with vision_context(self.base, media or {}, False, exchange):
             return self._base(input_ids_BT, position_ids_BT, bounds, **(media or {})).last_hidden_state
 
     def _base(
@@ -237,7 +237,7 @@ class TrainModule(nn.Module):
         input_ids_BT: Tensor,
         position_ids_BT: Tensor,
         bounds: Bounds | None,
-        passage: Passage | None = None,
+        passage: StageIO | None = None,
         **extra: object,
     ) -> Any:
         if bounds is not None and not (bounds.padded and self.bounds_argument != BOUNDS_ARGUMENT):
@@ -286,7 +286,7 @@ class TrainModule(nn.Module):
         extra: dict[str, Any] = {} if balance is None else {"output_router_logits": True}
         extra |= media or {}
         names = ReadoutSpec.of(readouts).hidden
-        features = of_row(self.base, extra, borrowed, exchange)
+        features = vision_context(self.base, extra, borrowed, exchange)
         passage = self.passages[chunk] if self.passages else None
         entered = nullcontext() if passage is None else passage.entered(received)
         with capture_outputs(self, names, input_ids_BT.numel()) as hidden, features, entered:

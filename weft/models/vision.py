@@ -230,18 +230,18 @@ def _first(size: Any) -> int | None:
     return found if isinstance(found, int) else None
 
 
-def of_row(
+def vision_context(
     base: nn.Module, inputs: Mapping[str, Any], borrowed: bool, exchange: FeatureExchange | None
 ) -> AbstractContextManager[None]:
     """The context in which a row's images and videos go through the tower. inputs: as Row.media; borrowed, exchange: as
     in Row."""
     if exchange is not None:
-        return travelling(base, exchange)
-    return without_features(base) if borrowed else one_pass(base, inputs)
+        return send_features(base, exchange)
+    return drop_features(base) if borrowed else run_tower_once(base, inputs)
 
 
 @contextmanager
-def without_features(base: nn.Module) -> Iterator[None]:
+def drop_features(base: nn.Module) -> Iterator[None]:
     """Inside, the tower runs but its features are dropped, so that its gradients are zeros.
 
     Ranks without images run it on the smallest image, so that all ranks gather and reduce the same parameters.
@@ -256,7 +256,7 @@ def without_features(base: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def one_pass(base: nn.Module, inputs: Mapping[str, Any]) -> Iterator[None]:
+def run_tower_once(base: nn.Module, inputs: Mapping[str, Any]) -> Iterator[None]:
     """Inside, the images and videos of a row go through the tower together, so that a rank with both gathers and
     reduces the tower's parameters as often as a rank with one of them."""
     if not {"pixel_values", "pixel_values_videos"} <= inputs.keys():
@@ -277,7 +277,7 @@ def one_pass(base: nn.Module, inputs: Mapping[str, Any]) -> Iterator[None]:
 
 
 @contextmanager
-def travelling(base: nn.Module, exchange: FeatureExchange) -> Iterator[None]:
+def send_features(base: nn.Module, exchange: FeatureExchange) -> Iterator[None]:
     """Inside, the tower's features are sent to the ranks that have their tokens. Its inputs must be the images, and
     frames of videos, that this rank computes."""
     of_class: Any = type(base).get_image_features

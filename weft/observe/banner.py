@@ -57,12 +57,12 @@ from weft.ops.attention import EXACT, choose
 from weft.parallel.activations import RowSharing, saved_bytes
 from weft.parallel.memory import HostNeeds, hint, host_bytes, host_shortage
 from weft.parallel.mesh import Mesh
-from weft.parallel.parallelize import Stages, layers_of
+from weft.parallel.parallelize import StagePlan, layers_of
 from weft.parallel.pp.model import Pipeline
 from weft.parallel.pp.schedule import in_flight
 from weft.parallel.shards.cuts import AnyCut, NestedCut, full_shape
 from weft.parallel.shards.load import LoadReport
-from weft.parallel.units import Unit, own_parameters
+from weft.parallel.units import Unit, parameters_by_unit
 from weft.terminal import Console, byte_count, clean, counted, display_name, say, say_folded
 from weft.versions import untested_versions
 
@@ -217,7 +217,7 @@ def _activations(engine: Engine) -> str:
     )
 
 
-def _most_in_flight(engine: Engine, stages: Stages) -> tuple[float, str]:
+def _most_in_flight(engine: Engine, stages: StagePlan) -> tuple[float, str]:
     """(rows of all its layers that the first rank of mesh.pp keeps at most, their description)."""
     schedule, placement = engine.config.mesh.pp_schedule, stages.placement
     if schedule == "GPipe":
@@ -464,7 +464,7 @@ def _stages(engine: Engine, pipeline: Pipeline) -> str:
         spans = [pipeline.spans[stage] for stage in placement.stages_of(rank)]
         layers = " and ".join(f"{first}" if end - first == 1 else f"{first} to {end - 1}" for first, end in spans)
         texts.append(f"{layers} ({num_elements:,} parameters)")
-    tied = [name for name in pipeline.shared(0) if engine.built.tensors[name].requires_grad]
+    tied = [name for name in pipeline.shared_params(0) if engine.built.tensors[name].requires_grad]
     tied_text = "; the first and the last both have the tied embedding" if tied else ""
     over = f" on {placement.ranks} ranks" if placement.chunks > 1 else ""
     schedule = engine.config.mesh.pp_schedule
@@ -561,7 +561,7 @@ def dtype_rows(engine: Engine) -> list[DtypeRow]:
 
 def unit_rows(engine: Engine) -> list[UnitRow]:
     """The FSDP units, and the root with the remaining parameters."""
-    size, owned = engine.precision.compute.itemsize, own_parameters(engine.units)
+    size, owned = engine.precision.compute.itemsize, parameters_by_unit(engine.units)
     counts = [sum(p.numel() for p in parameters) for parameters in owned]
     rows = [
         UnitRow(unit.name, count, count * size, _sharding(unit))

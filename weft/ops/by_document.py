@@ -24,7 +24,7 @@ _SHORTEST = 2  # some models treat a single token as a decoding step
 
 
 @dataclass(frozen=True)
-class Group:
+class DocumentBatch:
     """Neighbouring documents that run as one batch. tokens: in all, without padding. places: [tokens] index of each
     token in the flattened [n, L]; None if all documents have length L."""
 
@@ -100,7 +100,7 @@ def _device(tokens: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch
 # ---------------------------------------------------------------- which documents are one batch
 
 
-def groups_of(bounds: Bounds, device: torch.device) -> list[Group]:
+def groups_of(bounds: Bounds, device: torch.device) -> list[DocumentBatch]:
     """The groups of a row, computed once per row."""
     if "groups" not in bounds.cache:
         ends = [0, *grouped(bounds.lengths)]
@@ -132,14 +132,14 @@ def grouped(lengths: tuple[int, ...]) -> list[int]:
     return ends[::-1]
 
 
-def _group(lengths: tuple[int, ...], device: torch.device) -> Group:
+def _group(lengths: tuple[int, ...], device: torch.device) -> DocumentBatch:
     longest = max(_SHORTEST, *lengths)
     if min(lengths) == longest:
-        return Group(len(lengths), longest, sum(lengths), None)
+        return DocumentBatch(len(lengths), longest, sum(lengths), None)
     counts = torch.tensor(lengths)
     document = torch.arange(len(lengths)).repeat_interleave(counts)
     within = torch.arange(len(document)) - (counts.cumsum(0) - counts)[document]
     places = document * longest + within
     if device.type != "cpu":
         places = places.pin_memory().to(device, non_blocking=True)
-    return Group(len(lengths), longest, sum(lengths), places)
+    return DocumentBatch(len(lengths), longest, sum(lengths), places)

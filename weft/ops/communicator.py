@@ -44,14 +44,14 @@ class Communicator(Protocol):
         ...
 
 
-def summed(x: Tensor, ranks: Communicator) -> Tensor:
+def all_reduce(x: Tensor, ranks: Communicator) -> Tensor:
     """The sum over the ranks; x is unchanged."""
     out = x.contiguous().clone()
     ranks.sum_(out)
     return out
 
 
-def added_up(x: Tensor, ranks: Communicator) -> Tensor:
+def all_reduce_autograd(x: Tensor, ranks: Communicator) -> Tensor:
     """The sum over the ranks, with a gradient. Each rank uses the sum in its own way, so backward sums gradients."""
     out: Tensor = _AddUp.apply(x, ranks)
     return out
@@ -61,11 +61,11 @@ class _AddUp(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Communicator) -> Tensor:
         ctx.ranks = ranks
-        return summed(x, ranks)
+        return all_reduce(x, ranks)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return summed(grad, ctx.ranks), None
+        return all_reduce(grad, ctx.ranks), None
 
 
 def all_to_all(x: Tensor, ranks: Communicator, sent: list[int], received: list[int]) -> Tensor:
@@ -167,14 +167,14 @@ class MetaCommunicator:
 
 
 @dataclass(frozen=True)
-class ContextAxis:
+class CPAxis:
     """This rank's place among the ranks of mesh.cp, which share documents: ring x ulysses, with ulysses innermost.
 
     ranks: all of them. ring: ranks with the same heads and different tokens. ulysses: ranks that exchange heads for
     tokens. ring and ulysses are None if they have one rank.
     """
 
-    place: int
+    rank: int
     ring_size: int
     ulysses_size: int
     ranks: Communicator
@@ -204,7 +204,7 @@ class ThreadCommunicator:
     """One thread of a group of threads that act as ranks."""
 
     group: ThreadGroup
-    place: int
+    rank: int
 
     def sum_(self, x: Tensor) -> None:
         self._each(x, lambda parts: x.copy_(torch.stack(parts).sum(0)))
@@ -220,7 +220,7 @@ class ThreadCommunicator:
     def reduce_scatter(self, x: Tensor) -> Tensor:
         total = x.clone(memory_format=torch.contiguous_format)
         self.sum_(total)
-        return total.chunk(self.group.size)[self.place]
+        return total.chunk(self.group.size)[self.rank]
 
     def all_to_all(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         found: list[Tensor] = []
@@ -229,14 +229,14 @@ class ThreadCommunicator:
 
         def take(parts: list[Tensor]) -> None:
             for part, start in zip(parts, starts, strict=True):
-                found.append(part[start[self.place] : start[self.place + 1]])
+                found.append(part[start[self.rank] : start[self.rank + 1]])
 
         self._each(x, take)
         assert [len(part) for part in found] == list(received), (sent, received)
         return torch.cat(found)
 
     def _each(self, x: Tensor, take: Callable[[list[Tensor]], object]) -> None:
-        self.group.values[self.place] = x.clone()
+        self.group.values[self.rank] = x.clone()
         self.group.barrier.wait()
         parts = list(self.group.values)
         self.group.barrier.wait()  # no thread overwrites its value before all have read it

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from weft.ops.attention_call import Bounds, Call
-from weft.ops.communicator import Communicator, ContextAxis, all_to_all
+from weft.ops.communicator import Communicator, CPAxis, all_to_all
 
 Piece = tuple[int, int, int]  # document, its first token here, one past its last
 Numbers = NDArray[np.int64]
@@ -48,22 +48,22 @@ class _Keys:
 class ContextRow:
     """The shared documents of one row, over the ranks of its group.
 
-    held: for each rank, the pieces at the start of its row, ascending. whole: lengths of the unshared documents, and of
-    the padding, that follow on this rank.
+    ranges_by_rank: for each rank, the ranges of tokens at the start of its row, ascending. whole_lengths: lengths of
+    the unshared documents, and of the padding, that follow on this rank.
     """
 
-    axis: ContextAxis
-    held: tuple[tuple[Piece, ...], ...]
-    whole: tuple[int, ...]
+    axis: CPAxis
+    ranges_by_rank: tuple[tuple[Piece, ...], ...]
+    whole_lengths: tuple[int, ...]
     cache: dict[Any, Any] = field(default_factory=dict)
 
     @property
     def tokens(self) -> int:
-        return sum(stop - start for _, start, stop in self.held[self.axis.place])
+        return sum(stop - start for _, start, stop in self.ranges_by_rank[self.axis.rank])
 
     @property
     def member(self) -> int:
-        return self.axis.place // self.axis.ulysses_size
+        return self.axis.rank // self.axis.ulysses_size
 
     def counts(self) -> list[int]:
         """Number of tokens of shared documents on each rank of this Ulysses group."""
@@ -87,7 +87,7 @@ class ContextRow:
     def rest(self, device: torch.device) -> Bounds:
         """The bounds of the unshared documents."""
         if "rest" not in self.cache:
-            self.cache["rest"] = Bounds.packed(self.whole, device)
+            self.cache["rest"] = Bounds.packed(self.whole_lengths, device)
         found: Bounds = self.cache["rest"]
         return found
 
@@ -102,7 +102,7 @@ class ContextRow:
 
     def _group(self, member: int) -> list[Numbers]:
         size = self.axis.ulysses_size
-        return [_numbers(pieces) for pieces in self.held[member * size : (member + 1) * size]]
+        return [_numbers(pieces) for pieces in self.ranges_by_rank[member * size : (member + 1) * size]]
 
     def _keys(self, window: int | None, device: torch.device) -> _Keys:
         members = [np.sort(np.concatenate(self._group(m))) for m in range(self.axis.ring_size)]
@@ -153,7 +153,7 @@ def attend_in_context(call: Call, context: ContextRow, run: Run) -> Tensor:
     """[1, H, T, E]: attention of a packed row that begins with pieces of shared documents. Collective over cp."""
     own = context.tokens
     parts = [_shared(_cut(call, 0, own), context, run)]
-    if context.whole:
+    if context.whole_lengths:
         bounds = context.rest(call.query_BHTD.device)
         if call.bounds.last_seen is not None:
             bounds = replace(bounds, last_seen=call.bounds.last_seen[own:] - own)
@@ -202,7 +202,7 @@ def repeats(key_heads: int, query_heads: int, ranks: int) -> int:
 
 def _heads_for_tokens(call: Call, context: ContextRow, ranks: Communicator) -> Call:
     """n tokens of all heads -> S tokens of this rank's heads."""
-    size, place = context.axis.ulysses_size, context.axis.place % context.axis.ulysses_size
+    size, place = context.axis.ulysses_size, context.axis.rank % context.axis.ulysses_size
     query, key, value = call.query_BHTD, call.key_BKTD, call.value_BKTE
     times = repeats(key.shape[1], query.shape[1], size)
     if times > 1:
@@ -227,7 +227,7 @@ def _by_rank(x_HTD: Tensor, size: int) -> Tensor:
 def _tokens_for_heads(out: Tensor, context: ContextRow, ranks: Communicator) -> Tensor:
     """S tokens of this rank's heads -> n tokens of all heads, [1, H, n, E]."""
     size, counts = context.axis.ulysses_size, context.counts()
-    tokens = counts[context.axis.place % size]
+    tokens = counts[context.axis.rank % size]
     sent = out[0].transpose(0, 1).flatten(1).index_select(0, context.order(out.device)[1])
     got = all_to_all(sent, ranks, counts, [tokens] * size).unflatten(0, (size, tokens))
     return got.unflatten(2, (-1, out.shape[3])).transpose(1, 2).flatten(0, 1)[None]
@@ -247,6 +247,6 @@ def sum_to_tokens(out_1SH: Tensor, context: ContextRow) -> Tensor:
     """[1, S, H] -> [1, n, H]: this rank's tokens of the sum over the Ulysses group."""
     assert context.axis.ulysses is not None
     size, counts = context.axis.ulysses_size, context.counts()
-    tokens = counts[context.axis.place % size]
+    tokens = counts[context.axis.rank % size]
     sent = out_1SH[0].index_select(0, context.order(out_1SH.device)[1])
     return all_to_all(sent, context.axis.ulysses, counts, [tokens] * size).unflatten(0, (size, tokens)).sum(0)[None]

@@ -19,17 +19,17 @@ from weft.ops.recompute import kept
 
 
 @dataclass(frozen=True)
-class ExpertAxis:
+class ExpertPlacement:
     """This rank's place among the ranks of ep. experts: number of a layer's experts on each rank, in order."""
 
-    place: int
+    rank: int
     experts: tuple[int, ...]
     ranks: Communicator
 
     @property
     def own(self) -> int:
         """Number of experts on this rank."""
-        return self.experts[self.place]
+        return self.experts[self.rank]
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def permuted(rows: Tensor, order: Tensor) -> Tensor:
 
 
 @torch.compiler.disable
-def dispatch(rows_SH: Tensor, ends_E: Tensor, axis: ExpertAxis) -> Dispatched:
+def dispatch(rows_SH: Tensor, ends_E: Tensor, axis: ExpertPlacement) -> Dispatched:
     """Send rows, sorted by expert, to the ranks that hold their experts. Collective over the axis.
 
     The ranks first exchange the number of rows of each expert, and the host waits for these numbers, because it needs
@@ -87,7 +87,7 @@ def dispatch(rows_SH: Tensor, ends_E: Tensor, axis: ExpertAxis) -> Dispatched:
     return Dispatched(rows_RH, ends, order_R, sent, received)
 
 
-def _exchange_counts(ends_E: Tensor, rows: int, axis: ExpertAxis) -> tuple[Tensor, list[int], list[int]]:
+def _exchange_counts(ends_E: Tensor, rows: int, axis: ExpertPlacement) -> tuple[Tensor, list[int], list[int]]:
     """([ranks, own experts] number of rows from each rank for each expert, rows to each rank, rows from each rank)."""
     counts_E = ends_E.diff(prepend=ends_E.new_zeros(1))
     size = len(axis.experts)
@@ -97,18 +97,18 @@ def _exchange_counts(ends_E: Tensor, rows: int, axis: ExpertAxis) -> tuple[Tenso
     return received_PE, sent, received
 
 
-def _even(rows: int, axis: ExpertAxis) -> list[list[int]]:
+def _even(rows: int, axis: ExpertPlacement) -> list[list[int]]:
     """[rows to each rank, rows from each rank] as if all experts got equally many. rows: number of rows per rank."""
     experts, before = sum(axis.experts), 0
     sent = []
     for held in axis.experts:
         sent.append(rows * (before + held) // experts - rows * before // experts)
         before += held
-    return [sent, [sent[axis.place]] * len(sent)]
+    return [sent, [sent[axis.rank]] * len(sent)]
 
 
 @torch.compiler.disable
-def combine(rows_RH: Tensor, there: Dispatched, axis: ExpertAxis) -> Tensor:
+def combine(rows_RH: Tensor, there: Dispatched, axis: ExpertPlacement) -> Tensor:
     """[S, H]: the experts' outputs, sent back to the ranks of their rows, in the order of dispatch(). Collective."""
     back = permuted(rows_RH[: len(there.order_R)], inverse(there.order_R))
     return all_to_all(back, axis.ranks, there.received, there.sent)

@@ -8,26 +8,36 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from weft.ops.communicator import Communicator, added_up
+from weft.ops.communicator import Communicator, all_reduce_autograd
 
 
 @dataclass(frozen=True, eq=False)
 class SharedDocuments:
-    """The documents of a row that other ranks share. places: their indices in the row, int64. slots: their numbers
-    among all `count` shared documents of the group. counted: indices in the row of the documents that this rank counts;
-    exactly one rank of the group counts each."""
+    """The documents of a row that other ranks share.
 
-    places: Tensor
-    slots: Tensor
+    row_indices: their indices in the row, int64. shared_indices: their indices among all `count` shared documents of
+    the group. counted_indices: indices in the row of the documents that this rank counts; exactly one rank of the group
+    counts each.
+    """
+
+    row_indices: Tensor
+    shared_indices: Tensor
     count: int
-    counted: Tensor
+    counted_indices: Tensor
     ranks: Communicator
 
     def complete(self, values: Tensor) -> Tensor:
         """[D, ...] sums over this rank's tokens -> sums over whole documents; differentiable. Collective."""
-        total = values.new_zeros(self.count, *values.shape[1:]).index_add(0, self.slots, values[self.places])
-        return values.index_put((self.places,), added_up(total, self.ranks)[self.slots])
+        total = values.new_zeros(self.count, *values.shape[1:]).index_add(
+            0, self.shared_indices, values[self.row_indices]
+        )
+        return values.index_put((self.row_indices,), all_reduce_autograd(total, self.ranks)[self.shared_indices])
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> SharedDocuments:
         """A copy whose tensors are passed through `move`."""
-        return replace(self, places=move(self.places), slots=move(self.slots), counted=move(self.counted))
+        return replace(
+            self,
+            row_indices=move(self.row_indices),
+            shared_indices=move(self.shared_indices),
+            counted_indices=move(self.counted_indices),
+        )

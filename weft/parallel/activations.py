@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PretrainedConfig
 
 from weft.models import hf
-from weft.models.train_module import Passage, TrainModule
+from weft.models.train_module import StageIO, TrainModule
 from weft.ops.communicator import MetaCommunicator
 from weft.ops.context import repeats
 from weft.ops.shapes import GroupedProducts
-from weft.parallel.mesh import Axis
-from weft.parallel.pp.model import StandIn
+from weft.parallel.mesh import TPAxis
+from weft.parallel.pp.model import PlaceholderLayer
 from weft.parallel.tp.tensor import tensor_parallel
 
 _ATTENTION = "weft_shapes"
@@ -80,7 +80,7 @@ def saved_bytes(config: PretrainedConfig, dtype: torch.dtype, shared: RowSharing
     firsts = once(module)
     if shared.tp > 1:
         ranks = MetaCommunicator(shared.tp)
-        tensor_parallel(module, Axis(0, shared.tp, ranks, lambda _: ranks), model.config, sequence=shared.sequence)
+        tensor_parallel(module, TPAxis(0, shared.tp, ranks, lambda _: ranks), model.config, sequence=shared.sequence)
     weights = {_storage(tensor) for tensor in (*model.parameters(), *model.buffers())}
     found: dict[int, torch.UntypedStorage] = {}  # kept alive, so that numbers are not used again
     by_layer = [0] * len(firsts)
@@ -140,12 +140,12 @@ def once(module: TrainModule) -> list[int]:
         )
         firsts.append(first.setdefault(kind, number))
         if firsts[-1] != number:
-            holder[number] = stand_in = StandIn(layer, 0, Passage(is_last=False), gives=False, keeps=False)
+            holder[number] = stand_in = PlaceholderLayer(layer, 0, StageIO(is_last=False), gives=False, keeps=False)
             holder[firsts[-1]].register_forward_hook(partial(_imitate, stand_in))
     return firsts
 
 
-def _imitate(stand_in: StandIn, _: nn.Module, args: Any, output: Any) -> None:
+def _imitate(stand_in: PlaceholderLayer, _: nn.Module, args: Any, output: Any) -> None:
     """Let a stand-in return as many items as the layer that runs for it."""
     stand_in.items = len(output) if isinstance(output, tuple) else 0
 

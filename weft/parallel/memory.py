@@ -21,7 +21,7 @@ from weft.launch.machine import Accelerator
 from weft.models import hf
 from weft.parallel.mesh import Mesh
 from weft.parallel.parallelize import Precision
-from weft.parallel.units import Unit, own_parameters
+from weft.parallel.units import Unit, parameters_by_unit
 from weft.terminal import byte_count, counted
 
 SMALL = 0.4  # share of a device that a whole model may take, to leave room for activations
@@ -224,7 +224,7 @@ def _gathered(parameters: Sequence[nn.Parameter], units: Sequence[Unit], reshard
     def elements(some: Iterable[nn.Parameter]) -> int:
         return _elements(p for p in some if isinstance(p, DTensor))  # FSDP leaves others as they are
 
-    owned = [(elements(own), unit.keep) for unit, own in zip(units, own_parameters(units), strict=True)]
+    owned = [(elements(own), unit.keep) for unit, own in zip(units, parameters_by_unit(units), strict=True)]
     root = elements(parameters) - sum(count for count, _ in owned)
     return gathered_elements([*owned, (root, True)], reshard)
 

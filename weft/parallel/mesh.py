@@ -20,35 +20,35 @@ from torch.distributed.tensor import DTensor
 
 from weft.config.mesh import AXES, MeshSizes
 from weft.launch.process import world_group
-from weft.ops.communicator import Communicator, ContextAxis, GroupCommunicator
+from weft.ops.communicator import Communicator, CPAxis, GroupCommunicator
 from weft.parallel.shards.cuts import AnyCut
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Axis:
+class TPAxis:
     """A rank's place on one axis of the mesh, and the ranks along it. neighbours: size -> the group of so many
     neighbouring ranks that this rank is in."""
 
-    place: int
+    rank: int
     size: int
     ranks: Communicator
     neighbours: Callable[[int], Communicator]
 
 
 @dataclass(frozen=True)
-class ExpertRanks:
+class EPAxis:
     """A rank's place on ep, and the ranks along it, which hold other experts. with_tp: the ranks of ep and tp together;
     None without tp."""
 
-    place: int
+    rank: int
     size: int
     ranks: Communicator
     with_tp: Communicator | None
 
 
-class Channel(NamedTuple):
+class P2PChannel(NamedTuple):
     """Messages between stages that share a process group: hidden states (onward) or their gradients, to a later rank or
     an earlier one, from ranks with an odd index or an even one.
 
@@ -61,20 +61,20 @@ class Channel(NamedTuple):
     odd: bool
 
     @classmethod
-    def between(cls, onward: bool, source: int, target: int) -> Channel:
+    def between(cls, onward: bool, source: int, target: int) -> P2PChannel:
         """The channel from one rank to a neighbour in the order of stages (the last and the first rank included)."""
         return cls(onward, source < target, source % 2 == 1)
 
 
 @dataclass(frozen=True)
-class PipelineAxis:
+class PPAxis:
     """A rank's place on pp, whose ranks have the same documents. group: for collectives. channels: for messages between
     two ranks. All process groups have the same ranks."""
 
-    place: int
+    rank: int
     size: int
     group: dist.ProcessGroup
-    channels: Mapping[Channel, dist.ProcessGroup]
+    channels: Mapping[P2PChannel, dist.ProcessGroup]
 
     def all_gather(self, value: T) -> list[T]:
         """Each rank's value; collective."""
@@ -82,7 +82,7 @@ class PipelineAxis:
         dist.all_gather_object(said, value, group=self.group)
         return said
 
-    def from_place(self, place: int, value: T) -> T:
+    def broadcast(self, place: int, value: T) -> T:
         """The value of the rank at `place`, on all ranks; collective."""
         said = [value]
         dist.broadcast_object_list(said, group=self.group, group_src=place)
@@ -103,9 +103,9 @@ class Mesh:
     loss: DeviceMesh
     world: DeviceMesh
     cp_size: int
-    tp: Axis | None
-    pp: PipelineAxis | None = None
-    ep: ExpertRanks | None = None
+    tp: TPAxis | None
+    pp: PPAxis | None = None
+    ep: EPAxis | None = None
     experts: DeviceMesh | None = None
 
     @property
@@ -173,17 +173,17 @@ class Mesh:
         return 1 if self.pp is None else self.pp.size
 
     @property
-    def stage_place(self) -> tuple[int, int]:
+    def stage_rank(self) -> tuple[int, int]:
         """(this rank's place, number) among the ranks of its stage. pp is the outermost axis."""
         size = self.world.size() // self.pp_size
         return self.world.get_local_rank() % size, size
 
     @property
-    def same_documents(self) -> tuple[int, int]:
+    def model_parallel_rank(self) -> tuple[int, int]:
         """(this rank's place, number) among the ranks with the same documents: all stages, and all of tp."""
-        place = 0 if self.tp is None else self.tp.place
+        place = 0 if self.tp is None else self.tp.rank
         if self.pp is not None:
-            place += self.pp.place * self.tp_size
+            place += self.pp.rank * self.tp_size
         return place, self.pp_size * self.tp_size
 
     @property
@@ -227,22 +227,22 @@ def _with_experts(mesh: Mesh, sizes: MeshSizes) -> Mesh:
         several = ep * sizes.tp
         pairs = mesh.world._unflatten(0, (sizes.world // several, several), ("other", "ep x tp"))
         with_tp = GroupCommunicator(pairs.get_group("ep x tp"))
-    axis = ExpertRanks(parts.get_local_rank("ep"), ep, GroupCommunicator(parts.get_group("ep")), with_tp)
+    axis = EPAxis(parts.get_local_rank("ep"), ep, GroupCommunicator(parts.get_group("ep")), with_tp)
     return replace(mesh, ep=axis, experts=same)
 
 
-def _pipeline_axis(root: DeviceMesh, sizes: MeshSizes) -> PipelineAxis | None:
+def _pipeline_axis(root: DeviceMesh, sizes: MeshSizes) -> PPAxis | None:
     if sizes.pp == 1:
         return None
     lanes = torch.arange(sizes.world).reshape(sizes.pp, -1).T.tolist()
     pairs = [(a, b) for a in range(sizes.pp) for b in range(sizes.pp) if abs(a - b) in (1, sizes.pp - 1)]
     # In the same order on all ranks, because making a group is collective.
-    wanted = dict.fromkeys(Channel.between(onward, *pair) for onward in (True, False) for pair in pairs)
+    wanted = dict.fromkeys(P2PChannel.between(onward, *pair) for onward in (True, False) for pair in pairs)
     channels = {channel: dist.new_subgroups_by_enumeration(lanes)[0] for channel in wanted}
-    return PipelineAxis(root["pp"].get_local_rank(), sizes.pp, root.get_group("pp"), channels)
+    return PPAxis(root["pp"].get_local_rank(), sizes.pp, root.get_group("pp"), channels)
 
 
-def _tp_axis(root: DeviceMesh) -> Axis | None:
+def _tp_axis(root: DeviceMesh) -> TPAxis | None:
     if "tp" not in (root.mesh_dim_names or ()):
         return None
     tp = root["tp"]
@@ -252,25 +252,25 @@ def _tp_axis(root: DeviceMesh) -> Axis | None:
             return GroupCommunicator(tp.get_group())
         return GroupCommunicator(tp._unflatten(0, (tp.size() // size, size), ("apart", "same")).get_group("same"))
 
-    return Axis(tp.get_local_rank(), tp.size(), neighbours(tp.size()), neighbours)
+    return TPAxis(tp.get_local_rank(), tp.size(), neighbours(tp.size()), neighbours)
 
 
-def context_axis(mesh: Mesh, ulysses: int) -> ContextAxis | None:
+def cp_axis(mesh: Mesh, ulysses: int) -> CPAxis | None:
     """The ranks of cp; None for one. ulysses: number of ranks that exchange heads for tokens, a divisor of cp."""
     if mesh.cp_size == 1:
         return None
     ring, cp = mesh.cp_size // ulysses, mesh.root["cp"]
     ranks, place = GroupCommunicator(cp.get_group()), cp.get_local_rank()
     if ulysses == 1:
-        return ContextAxis(place, ring, ulysses, ranks, ranks, None)
+        return CPAxis(place, ring, ulysses, ranks, ranks, None)
     if ring == 1:
-        return ContextAxis(place, ring, ulysses, ranks, None, ranks)
+        return CPAxis(place, ring, ulysses, ranks, None, ranks)
     parts = cp._unflatten(0, (ring, ulysses), ("ring", "ulysses"))
     over_ring, over_ulysses = (GroupCommunicator(parts.get_group(name)) for name in ("ring", "ulysses"))
-    return ContextAxis(place, ring, ulysses, ranks, over_ring, over_ulysses)
+    return CPAxis(place, ring, ulysses, ranks, over_ring, over_ulysses)
 
 
-def own_part(tensor: Tensor) -> Tensor:
+def local_shard(tensor: Tensor) -> Tensor:
     """The elements of a tensor on this rank: the local shard of a DTensor, or the tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 

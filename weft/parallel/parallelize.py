@@ -12,14 +12,14 @@ from transformers import PretrainedConfig
 
 from weft.config.schema import FsdpConfig, ModelConfig
 from weft.models import hf
-from weft.models.experts import experts_of
+from weft.models.experts import find_experts
 from weft.models.fused_norms import fuse_norms
 from weft.models.train_module import TrainModule
 from weft.models.transforms import TRANSFORMS
 from weft.parallel.ep.experts import expert_parallel
 from weft.parallel.fsdp import DTYPES, shard
 from weft.parallel.mesh import Mesh
-from weft.parallel.pp.model import Anatomy, Outside, Pipeline, Span, keep_stages, plan_pipeline
+from weft.parallel.pp.model import LayerInterface, Outside, Pipeline, Span, keep_stages, plan_pipeline
 from weft.parallel.pp.placement import Placement
 from weft.parallel.tp.tensor import TensorParallel, tensor_parallel
 from weft.parallel.units import Unit, find_units
@@ -59,16 +59,16 @@ class Precision:
 
 
 @dataclass(frozen=True)
-class Stages:
+class StagePlan:
     """How mesh.pp cuts the layers. costs: of each stage, in any unit."""
 
     spans: tuple[Span, ...]
     placement: Placement
-    anatomy: Anatomy
+    interface: LayerInterface
     costs: tuple[float, ...]
 
 
-def layers_of(stages: Stages, place: int) -> list[int]:
+def layers_of(stages: StagePlan, place: int) -> list[int]:
     """The layers of the rank at this place of mesh.pp."""
     return [layer for stage in stages.placement.stages_of(place) for layer in range(*stages.spans[stage])]
 
@@ -83,7 +83,7 @@ def parallelize(
     device: torch.device,
     *,
     sequence: bool = False,
-    stages: Stages | None = None,
+    stages: StagePlan | None = None,
     fused_norms: bool = False,
 ) -> tuple[list[Unit], TensorParallel, Pipeline | None]:
     """Shard the model in place; returns its FSDP units, what tp and ep have divided, and what the stages hold.
@@ -115,14 +115,14 @@ def parallelize(
     pipeline = None
     if stages is not None:
         assert mesh.pp is not None
-        pipeline = plan_pipeline(module, stages.spans, stages.placement, stages.anatomy)
+        pipeline = plan_pipeline(module, stages.spans, stages.placement, stages.interface)
         if stages.placement.chunks > 1 and model.router_aux_loss != "none":
             hf.record_outputs(module.base)
-        wide = torch.float32 if stages.anatomy.wide else precision.compute
-        keep_stages(module, pipeline, mesh.pp.place, Outside(wide, device, mesh.tp_size if sequence else 1))
+        wide = torch.float32 if stages.interface.wide else precision.compute
+        keep_stages(module, pipeline, mesh.pp.rank, Outside(wide, device, mesh.tp_size if sequence else 1))
 
     # 6. Data axes: FSDP2 or HSDP over what the other axes left to this rank.
-    units = find_units(module, fsdp.wrap, fsdp.overrides, experts=[] if mesh.ep is None else [*experts_of(module)])
+    units = find_units(module, fsdp.wrap, fsdp.overrides, experts=[] if mesh.ep is None else [*find_experts(module)])
     shard(module, units, mesh, fsdp, precision.compute)
 
     # 7. Buffers are not FSDP's: move them to where the compute is.

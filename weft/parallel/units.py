@@ -12,7 +12,7 @@ from weft.errors import UserError
 from weft.models.patterns import CONTAINERS, outermost, similar_names
 from weft.models.train_module import TrainModule
 from weft.models.vision import blocks
-from weft.parallel.pp.model import StandIn
+from weft.parallel.pp.model import PlaceholderLayer
 
 Strategy = Literal["full", "replicate", "experts"] | int
 
@@ -78,7 +78,9 @@ def _wrapped(module: TrainModule, wrap: Literal["auto"] | Sequence[str]) -> list
         units += [
             Unit((name,), (layer,))
             for name, layer in module.layers
-            if id(layer) not in taken and not isinstance(layer, StandIn) and _split_tie(module, [name], places) is None
+            if id(layer) not in taken
+            and not isinstance(layer, PlaceholderLayer)
+            and _split_tie(module, [name], places) is None
         ]
     if "layers" in entries:
         units += [
@@ -127,7 +129,7 @@ def _outermost(module: TrainModule, pattern: str) -> list[str]:
     return found
 
 
-def own_parameters(units: Iterable[Unit]) -> list[list[nn.Parameter]]:
+def parameters_by_unit(units: Iterable[Unit]) -> list[list[nn.Parameter]]:
     """Parameters of each unit, without those of its inner units; `units` in the order of find_units."""
     seen: set[int] = set()
     owned = []

@@ -215,6 +215,6 @@ def readout(
     flight.enter("logprobs")
     plan, own = engine.plan_step(ReadSamples(samples, routes, opener))
     read = engine.readout(plan, own, (what,))
-    if engine.mesh.same_documents[0]:
+    if engine.mesh.model_parallel_rank[0]:
         return {}
     return {i: np.where(samples[i].sampled, found[what].numpy(), 0).astype(np.float32) for i, found in read.items()}

@@ -306,7 +306,7 @@ class Trainer:
         line = step_line(number, epoch, taken, self.throughput, memory) | values
         if self.times is not None:
             line |= self.times.take()
-        alike = self.engine.mesh.tp is not None and self.engine.mesh.tp.place > 0  # the first tp rank returns them
+        alike = self.engine.mesh.tp is not None and self.engine.mesh.tp.rank > 0  # the first tp rank returns them
         old = {} if alike else loss.old_logprobs()
         read = {documents.places[index]: found.numpy() for index, found in old.items()}
         return Updated(line, {index: _spread(samples[index], found) for index, found in read.items()})

@@ -126,7 +126,7 @@ def _parts(pieces: list[tuple[int, ...]], bounds: Any) -> list[list[tuple[tuple[
     context = bounds.context
     if context is None:
         return [[(piece, None)] for piece in pieces]
-    shared = [document for document, _, _ in context.held[context.axis.place]]
+    shared = [document for document, _, _ in context.ranges_by_rank[context.axis.rank]]
     found: list[list[tuple[tuple[int, ...], int | None]]] = []
     for place, piece in enumerate(pieces):
         if place >= len(shared):

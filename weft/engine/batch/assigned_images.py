@@ -19,7 +19,7 @@ from weft.engine.batch.row import Row
 from weft.engine.step_plan.plan import StepPlan
 from weft.errors import UserError
 from weft.models.vision import Vision
-from weft.ops.communicator import ContextAxis, FeatureExchange
+from weft.ops.communicator import CPAxis, FeatureExchange
 
 Numbers = NDArray[np.int64]
 _FEATURES = 32  # bits for the number of a feature in its document
@@ -31,7 +31,7 @@ def deal_images(
     plan: StepPlan,
     micro_batch: int,
     rank: int,
-    axis: ContextAxis,
+    axis: CPAxis,
     vision: Vision,
 ) -> Row:
     """This rank's part of a row (context_row.cut_row), with the images that this rank computes in place of those of
@@ -42,8 +42,8 @@ def deal_images(
         if media is not None:
             places = [n for n, own in enumerate(held) if index in own]
             seen.append(_Seen.of(index, documents[index], plan.documents[index].read, places, held, vision))
-    own = [(one, unit) for one in seen for unit in np.flatnonzero(one.owner_U == axis.place).tolist()]
-    exchange = _exchange(seen, row.documents, held[axis.place], axis)
+    own = [(one, unit) for one in seen for unit in np.flatnonzero(one.owner_U == axis.rank).tolist()]
+    exchange = _exchange(seen, row.documents, held[axis.rank], axis)
     media_of = dict(vision.smallest)
     if own:
         media_of["pixel_values"] = torch.cat([one.pixels[unit] for one, unit in own])
@@ -127,18 +127,18 @@ def _exchange(
     seen: Sequence[_Seen],
     documents: Sequence[int],
     held: Mapping[int, Sequence[tuple[int, int]]],
-    axis: ContextAxis,
+    axis: CPAxis,
 ) -> FeatureExchange:
     """The features that this rank sends and receives. seen: the images of its documents, in the order of its row. held:
     the tokens that it has of each document."""
     rising, first = sorted(seen, key=lambda one: one.index), dict[int, Numbers]()
     computed = 0
     for one in seen:  # where each feature that is computed here lies in what the tower returns
-        mine = one.owner_F == axis.place
+        mine = one.owner_F == axis.rank
         first[one.index] = computed + np.cumsum(mine) - 1
         computed += int(mine.sum())
-    sent = [_joined(first[s.index][_between(s, axis.place, to)] for s in rising) for to in range(axis.size)]
-    received = [_joined(_keys(s, _between(s, of, axis.place)) for s in rising) for of in range(axis.size)]
+    sent = [_joined(first[s.index][_between(s, axis.rank, to)] for s in rising) for to in range(axis.size)]
+    received = [_joined(_keys(s, _between(s, of, axis.rank)) for s in rising) for of in range(axis.size)]
     wanted = dict[bool, list[Numbers]]({False: [], True: []})
     by_index = {one.index: one for one in seen}
     for index in documents:

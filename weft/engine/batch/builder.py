@@ -18,7 +18,7 @@ from weft.engine.replicas import shared_documents
 from weft.engine.step_plan.plan import Layout, StepPlan
 from weft.models.embedding_noise import StepNoise
 from weft.models.vision import Vision
-from weft.ops.communicator import ContextAxis
+from weft.ops.communicator import CPAxis
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class RowBuilder:
 
     rank: int
     same: tuple[int, int]
-    context: ContextAxis | None
+    context: CPAxis | None
     layout: Layout
     owners: bool
     pinned: bool

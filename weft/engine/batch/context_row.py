@@ -12,13 +12,13 @@ from torch import Tensor
 from weft.engine.batch.row import PADDING, Row
 from weft.engine.step_plan.plan import StepPlan
 from weft.ops.attention_call import Bounds
-from weft.ops.communicator import ContextAxis
+from weft.ops.communicator import CPAxis
 from weft.ops.context import ContextRow
 from weft.ops.shared_documents import SharedDocuments
 from weft.parallel.cp.split import Interval
 
 
-def cut_row(row: Row, plan: StepPlan, micro_batch: int, rank: int, axis: ContextAxis) -> Row:
+def cut_row(row: Row, plan: StepPlan, micro_batch: int, rank: int, axis: CPAxis) -> Row:
     """This rank's part of a packed row of whole documents, which was built without padding."""
     pieces = plan.pieces[micro_batch][rank]
     read = [plan.documents[index].read for index in row.documents]
@@ -112,7 +112,7 @@ def _whole(
 
 
 def _shared_documents(
-    documents: Sequence[int], pieces: Sequence[Sequence[Interval]], shared: Sequence[int], axis: ContextAxis
+    documents: Sequence[int], pieces: Sequence[Sequence[Interval]], shared: Sequence[int], axis: CPAxis
 ) -> SharedDocuments:
     """The documents that other ranks have parts of. The rank with a document's first token counts it."""
     number = {document: n for n, document in enumerate(shared)}

@@ -42,7 +42,7 @@ class Batch:
         mesh.cp a row may have parts of documents that another rank counts; per_token_document_sum covers those too.
         """
         sums_D = self._document_sums(values_N)
-        return sums_D if self.shared is None else sums_D.index_select(0, self.shared.counted)
+        return sums_D if self.shared is None else sums_D.index_select(0, self.shared.counted_indices)
 
     def per_token_document_sum(self, values_N: Tensor) -> Tensor:
         """[N]: for each prediction the sum over its whole document; differentiable, and equal on every mesh."""

@@ -21,7 +21,7 @@ from weft.config.schema import OptimizerConfig
 from weft.engine.optim.groups import set_rates
 from weft.errors import UserError
 from weft.importing import import_named
-from weft.parallel.mesh import own_part
+from weft.parallel.mesh import local_shard
 
 Groups = Sequence[Mapping[str, Any]]
 _OWN = ("self", "params", "lr", "weight_decay")
@@ -60,7 +60,9 @@ class ShardOptimizer:
         self.counters = rule.counters
         self._numbers = range(len(groups)) if numbers is None else numbers
         self._shards: dict[nn.Parameter, nn.Parameter] = {
-            parameter: nn.Parameter(own_part(parameter).detach()) for group in groups for parameter in group["params"]
+            parameter: nn.Parameter(local_shard(parameter).detach())
+            for group in groups
+            for parameter in group["params"]
         }
         self._optimizer = rule.make(
             [{**group, "params": [self._shards[parameter] for parameter in group["params"]]} for group in groups]
@@ -89,9 +91,9 @@ class ShardOptimizer:
     def step(self) -> None:
         """Update every non-empty shard that has a gradient."""
         for parameter, shard in self._shards.items():
-            shard.data = own_part(parameter)  # FSDP2 may have moved the shard since
+            shard.data = local_shard(parameter)  # FSDP2 may have moved the shard since
             used = parameter.grad is not None and shard.numel() > 0
-            shard.grad = own_part(parameter.grad) if used else None
+            shard.grad = local_shard(parameter.grad) if used else None
         self._optimizer.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:

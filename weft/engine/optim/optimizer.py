@@ -25,7 +25,7 @@ from weft.launch.simulated import device_kind, read
 from weft.launch.timing import waiting
 from weft.ops.communicator import process_group
 from weft.parallel.fsdp import DTYPES
-from weft.parallel.mesh import own_part
+from weft.parallel.mesh import local_shard
 from weft.parallel.shards.cuts import Cuts, split
 
 # An fp32 sum of squares on CPU runs through few accumulators: over 1e8 elements its root is 1% too small (torch 2.13).
@@ -93,7 +93,7 @@ class FusedAdamW(torch.optim.AdamW):
             self._init_group(group, *lists)  # of torch 2.11 to 2.13; creates state like the parameters
             beta1, beta2 = group["betas"]
             adamw(
-                *([own_part(tensor) for tensor in tensors] for tensors in lists),
+                *([local_shard(tensor) for tensor in tensors] for tensors in lists),
                 fused=True, grad_scale=self.divisor, found_inf=self.skip, amsgrad=False, beta1=beta1, beta2=beta2,
                 lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
             )  # fmt: skip
@@ -140,7 +140,7 @@ def stepped_on_device(optimizer: torch.optim.Optimizer | ShardOptimizer) -> set[
 @torch.no_grad()
 def unscale_gradients(named_parameters: NamedParameters, scale: float) -> None:
     """Divide the gradients by the loss scale."""
-    gradients = [own_part(parameter.grad) for _, parameter in named_parameters if parameter.grad is not None]
+    gradients = [local_shard(parameter.grad) for _, parameter in named_parameters if parameter.grad is not None]
     if scale != 1.0 and gradients:
         torch._foreach_mul_(gradients, 1.0 / scale)
 
@@ -170,7 +170,7 @@ def clip_gradients(
     parameters, norm = [parameter for _, parameter in named], global_norm(named, cuts, pp)
     if max_norm is not None and math.isfinite(norm):
         factor = max_norm / (norm + 1e-6)
-        gradients = [own_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
+        gradients = [local_shard(parameter.grad) for parameter in parameters if parameter.grad is not None]
         if factor < 1.0 and gradients:
             torch._foreach_mul_(gradients, factor)
     return norm
@@ -199,7 +199,7 @@ def device_norm(named_parameters: NamedParameters, cuts: Cuts | None = None, pp:
         if pp is not None and name in pp.borrowed:
             continue
         groups, device = _sharding_groups(parameter), parameter.device
-        own = [] if parameter.grad is None else [(1, own_part(parameter.grad))]
+        own = [] if parameter.grad is None else [(1, local_shard(parameter.grad))]
         cut = None if cuts is None else cuts.get(name)
         numbers: tuple[int, ...] = (1,)
         if cut is not None:
@@ -266,7 +266,7 @@ class Ema:
         """Start with the present weights."""
         self.decay = decay
         self.shards: dict[nn.Parameter, Tensor] = {
-            parameter: own_part(parameter.detach()).to(torch.float32, copy=True)
+            parameter: local_shard(parameter.detach()).to(torch.float32, copy=True)
             for parameter in parameters
             if parameter.requires_grad
         }
@@ -274,5 +274,5 @@ class Ema:
     @torch.no_grad()
     def update(self) -> None:
         """Include the present weights."""
-        weights = [own_part(parameter).float() for parameter in self.shards]
+        weights = [local_shard(parameter).float() for parameter in self.shards]
         torch._foreach_lerp_(list(self.shards.values()), weights, 1.0 - self.decay)

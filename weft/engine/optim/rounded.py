@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
-from weft.parallel.mesh import own_part
+from weft.parallel.mesh import local_shard
 
 
 class _Rounded(torch.optim.Optimizer, ABC):
@@ -29,7 +29,7 @@ class _Rounded(torch.optim.Optimizer, ABC):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._update(parameter, own_part(parameter.grad).float(), group)
+                    self._update(parameter, local_shard(parameter.grad).float(), group)
 
     @abstractmethod
     def _update(self, parameter: nn.Parameter, gradient: Tensor, group: dict[str, Any]) -> None: ...
@@ -39,7 +39,7 @@ class _Rounded(torch.optim.Optimizer, ABC):
         state = self.state[parameter]
         if name not in state:
             state[name] = torch.zeros_like(parameter, dtype=self.state_dtype)
-        stored = own_part(state[name])
+        stored = local_shard(state[name])
         return stored, stored.float()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -67,7 +67,7 @@ class RoundedAdamW(_Rounded):
         step = self.state[parameter].setdefault("step", torch.tensor(0.0))
         first, first32 = self._buffer(parameter, "exp_avg")
         second, second32 = self._buffer(parameter, "exp_avg_sq")
-        stored = own_part(parameter)
+        stored = local_shard(parameter)
         weight = stored.float()
         beta1, beta2 = group["betas"]
         adamw(
@@ -87,7 +87,7 @@ class RoundedSGD(_Rounded):
         self.state_dtype = state_dtype
 
     def _update(self, parameter: nn.Parameter, gradient: Tensor, group: dict[str, Any]) -> None:
-        stored = own_part(parameter)
+        stored = local_shard(parameter)
         weight = stored.float()
         velocity, velocity32 = self._buffer(parameter, "momentum_buffer")
         gradient = gradient.add(weight, alpha=group["weight_decay"])

@@ -27,7 +27,7 @@ from weft.errors import UserError
 from weft.models.flops import FlopFacts
 from weft.models.train_module import TrainModule
 from weft.models.vision import Vision, find_vision
-from weft.ops.communicator import Communicator, ContextAxis
+from weft.ops.communicator import Communicator, CPAxis
 from weft.ops.context import repeats
 
 _BUDGET = 20  # tokens per rank: all documents but the one-token one are longer
@@ -191,13 +191,13 @@ def _cut(small: PreTrainedModel, documents: dict[int, Document], plan: StepPlan)
     return torch.stack([found for found, _ in results]).sum(0), gradients
 
 
-def _axis(place: int, ring: int, ulysses: int, groups: Any) -> ContextAxis:
+def _axis(place: int, ring: int, ulysses: int, groups: Any) -> CPAxis:
     def among(ranks: list[int]) -> Communicator | None:
         return None if len(ranks) == 1 else groups(tuple(ranks), place)
 
     member, inner = divmod(place, ulysses)
     everyone = groups(tuple(range(ring * ulysses)), place)
-    return ContextAxis(
+    return CPAxis(
         place, ring, ulysses, everyone,
         among([m * ulysses + inner for m in range(ring)]), among([member * ulysses + u for u in range(ulysses)]),
     )  # fmt: skip

@@ -35,7 +35,7 @@ from weft.engine.selfcheck.startup import ModelSupport, hidden_of, small_copy, t
 from weft.engine.step_plan.plan import Layout
 from weft.errors import UserError
 from weft.models import experts, hf
-from weft.models.experts import UNWRITTEN, experts_of, grouped_linear
+from weft.models.experts import UNWRITTEN, find_experts, grouped_linear
 from weft.models.train_module import TrainModule
 from weft.ops import attention
 from weft.ops.attention import choose
@@ -108,7 +108,7 @@ def _checks(
             "Set model.attention=per_document",
             lambda: _attention_failures(small, kernel, support.layout, device, dtype),
         )
-    transposed = {bool(part.is_transposed) for part in experts_of(small).values() if hf.is_fused_experts(part)}
+    transposed = {bool(part.is_transposed) for part in find_experts(small).values() if hf.is_fused_experts(part)}
     if transposed:
         yield (
             "torch's grouped matmul of experts",

@@ -31,7 +31,7 @@ from weft.models.families import carries_state
 from weft.models.tp_mixers import mixer_style
 from weft.models.train_module import TrainModule
 from weft.ops.communicator import Communicator, ThreadCommunicator, ThreadGroup
-from weft.parallel.mesh import Axis
+from weft.parallel.mesh import TPAxis
 from weft.parallel.tp.tensor import sum_partial_gradients, tensor_parallel
 
 T = TypeVar("T")
@@ -155,7 +155,7 @@ def _divided(
             first = place // size * size
             return groups(tuple(range(first, first + size)), place)
 
-        axis = Axis(place, ranks, neighbours(ranks), neighbours)
+        axis = TPAxis(place, ranks, neighbours(ranks), neighbours)
         return _of_rank(small, documents, support, axis, sequence=sequence)
 
     return lambda: in_threads(ranks, one)[0]
@@ -196,7 +196,7 @@ def in_threads(ranks: int, run: Callable[[int, Groups], T]) -> list[T]:
 
 
 def _of_rank(
-    small: PreTrainedModel, documents: list[Tensor], support: ModelSupport, axis: Axis, *, sequence: bool
+    small: PreTrainedModel, documents: list[Tensor], support: ModelSupport, axis: TPAxis, *, sequence: bool
 ) -> Ran:
     module = TrainModule(copy.deepcopy(small))
     whole = {name: parameter.detach() for name, parameter in module.named_parameters()}

@@ -14,10 +14,10 @@ from transformers import PretrainedConfig, PreTrainedModel
 from weft.engine.selfcheck.division import Ran, compare, in_threads, run_copy, weights_of
 from weft.engine.selfcheck.startup import ModelSupport, documents_of, once_per_process, small_copy, text_vocabulary
 from weft.errors import UserError
-from weft.models.experts import experts_of
+from weft.models.experts import find_experts
 from weft.models.train_module import TrainModule
 from weft.parallel.ep.experts import expert_parallel
-from weft.parallel.mesh import ExpertRanks
+from weft.parallel.mesh import EPAxis
 
 
 @once_per_process
@@ -26,7 +26,7 @@ def check_experts(config: PretrainedConfig, support: ModelSupport, ep: int) -> f
     the family and what differs, if it is too large, or if the model has no experts to divide."""
     small = small_copy(config, "per_document")
     whole = TrainModule(copy.deepcopy(small))
-    experts = experts_of(whole)
+    experts = find_experts(whole)
     if not experts:
         raise UserError(
             f"mesh.ep={ep}: {config.get_text_config().model_type} has no experts that weft knows: set mesh.ep=1."
@@ -54,7 +54,7 @@ def _divided(small: PreTrainedModel, documents: list[Tensor], support: ModelSupp
         members = groups(tuple(range(ranks)), place)
         module = TrainModule(copy.deepcopy(small))
         whole = {name: parameter.detach() for name, parameter in module.named_parameters()}
-        cuts = expert_parallel(module, ExpertRanks(place, ranks, members, None), {})
+        cuts = expert_parallel(module, EPAxis(place, ranks, members, None), {})
         with torch.no_grad():
             for name, cut in cuts.items():
                 module.get_parameter(name).copy_(cut.take(whole[name]))
@@ -66,7 +66,7 @@ def _divided(small: PreTrainedModel, documents: list[Tensor], support: ModelSupp
     found: list[Tensor] = [torch.empty(0)] * len(documents)
     for place, (readouts, _) in enumerate(results):
         found[place::ranks] = readouts.split([len(ids) - 1 for ids in documents[place::ranks]], 1)
-    whole = tuple(f"{path}." for path in experts_of(small))  # joined, and equal, on each thread
+    whole = tuple(f"{path}." for path in find_experts(small))  # joined, and equal, on each thread
     gradients = dict(results[0][1])
     for _, others in results[1:]:
         gradients |= {name: gradients[name] + g for name, g in others.items() if not name.startswith(whole)}

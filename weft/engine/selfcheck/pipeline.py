@@ -21,7 +21,7 @@ from weft.engine.selfcheck.startup import ModelSupport, documents_of, once_per_p
 from weft.errors import UserError, first_line
 from weft.models.train_module import TrainModule
 from weft.models.vision import Vision, find_vision
-from weft.parallel.pp.model import Anatomy, Outside, keep_stages, plan_pipeline
+from weft.parallel.pp.model import LayerInterface, Outside, keep_stages, plan_pipeline
 from weft.parallel.pp.placement import Placement
 from weft.parallel.pp.weight_gradients import WeightGradients
 
@@ -29,7 +29,7 @@ from weft.parallel.pp.weight_gradients import WeightGradients
 @once_per_process
 def check_pipeline(
     config: PretrainedConfig, support: ModelSupport, compute: torch.dtype, *, delayed: bool = False
-) -> Anatomy:
+) -> LayerInterface:
     """Find how the model's code runs its layers. Raises UserError, with family and reason, if stages are not exact.
 
     delayed: gradients of weights are computed after the backward.
@@ -39,7 +39,7 @@ def check_pipeline(
     row = _row(text_vocabulary(whole), support)
     refusal = partial(_refusal, config)
     try:
-        anatomy = _Trace(TrainModule(copy.deepcopy(small)), compute).run(row, support)
+        interface = _Trace(TrainModule(copy.deepcopy(small)), compute).run(row, support)
     except _UnfitError as error:
         raise refusal(str(error)) from error
     except Exception as error:  # of any type: the family's code ran
@@ -47,8 +47,8 @@ def check_pipeline(
     vision = None if support.images else find_vision(whole.base, whole.facts)
     for tried in [row] if vision is None else [row, _row_with_images(whole, vision, support)]:
         expected = _run([copy.deepcopy(whole)], tried, support, [])
-        compare(partial(_staged, small, tried, support, anatomy, delayed=delayed), expected, refusal, "its layers")
-    return anatomy
+        compare(partial(_staged, small, tried, support, interface, delayed=delayed), expected, refusal, "its layers")
+    return interface
 
 
 class _UnfitError(Exception):
@@ -116,13 +116,15 @@ def _run(stages: list[TrainModule], row: Row, support: ModelSupport, delayed: Se
     return torch.stack([got["logprob"], got["entropy"]]).detach(), gradients
 
 
-def _staged(small: PreTrainedModel, row: Row, support: ModelSupport, anatomy: Anatomy, *, delayed: bool) -> Ran:
+def _staged(
+    small: PreTrainedModel, row: Row, support: ModelSupport, interface: LayerInterface, *, delayed: bool
+) -> Ran:
     """Readouts and gradients, as `_run` gives them, of stages of one layer each."""
     modules = []
     count = len(TrainModule(copy.deepcopy(small)).layers)
     for place in range(count):
         module = TrainModule(copy.deepcopy(small))
-        pipeline = plan_pipeline(module, [(n, n + 1) for n in range(count)], Placement(count), anatomy)
+        pipeline = plan_pipeline(module, [(n, n + 1) for n in range(count)], Placement(count), interface)
         keep_stages(module, pipeline, place, Outside(torch.float32, torch.device("cpu")))
         modules.append(module)
     return _run(modules, row, support, [WeightGradients(module) for module in modules] if delayed else [])
@@ -142,7 +144,7 @@ class _Trace:
             for parameter in module.parameters():
                 parameter.data = parameter.data.bfloat16()
 
-    def run(self, row: Row, support: ModelSupport) -> Anatomy:
+    def run(self, row: Row, support: ModelSupport) -> LayerInterface:
         """The model's Anatomy. Raises _UnfitError if a pipeline cannot run these layers."""
         layers = f"{self.module.facts.layers}."
         for name, child in self.module.named_modules():
@@ -157,7 +159,9 @@ class _Trace:
         between = [name for name, when in self.used.items() if when - {"before"} and when - {"after"}]
         if between:
             raise _UnfitError(f"{between[0]} is used between layers")
-        return Anatomy(self.outputs, frozenset(n for n, when in self.used.items() if when == {"after"}), self.wide)
+        return LayerInterface(
+            self.outputs, frozenset(n for n, when in self.used.items() if when == {"after"}), self.wide
+        )
 
     def _note(self, name: str, module: nn.Module, args: Any) -> None:
         when = "between" if self.begun else "before"

@@ -28,7 +28,7 @@ from weft.engine.selfcheck.shrink import fewer_layers, narrow
 from weft.engine.step_plan.plan import Layout
 from weft.errors import UserError
 from weft.models import hf
-from weft.models.families import FAMILIES, OWN_ATTENTION, family_of, tried_with
+from weft.models.families import FAMILIES, OWN_ATTENTION, family_of, with_family
 from weft.models.train_module import TrainModule
 from weft.ops import attention
 from weft.ops.attention_call import BOUNDS_ARGUMENT, Bounds, Traits
@@ -159,7 +159,7 @@ def examine(config: PretrainedConfig, noise: hf.Noise = ()) -> ModelSupport:
     except UserError as refused:
         if not _may_have_own_attention(config):
             raise
-        with suppress(UserError), tried_with(text.model_type, OWN_ATTENTION):
+        with suppress(UserError), with_family(text.model_type, OWN_ATTENTION):
             return _examine(config, noise)
         raise refused from None
 

@@ -118,7 +118,7 @@ class Plan:
 
     def __init__(self, engine: Engine, content: Content, size: int) -> None:
         """size: bytes at which a bucket is full; a larger tensor gets its own."""
-        cuts, among, borrowed = engine.divided.cuts, engine.mesh.stage_place, engine.tied_copies
+        cuts, among, borrowed = engine.divided.cuts, engine.mesh.stage_rank, engine.tied_copies
         state = engine.module.state_dict(keep_vars=True)
         own = {name: tensor for name, tensor in state.items() if name not in borrowed}
         held = {name: held_boxes(tensor, cuts.get(name), among) for name, tensor in own.items()}

@@ -11,7 +11,7 @@ from weft.models.families.own_attention import OWN_ATTENTION
 from weft.models.families.state_mixers import carries_state
 from weft.ops.attention import ADAPTERS
 
-__all__ = ["FAMILIES", "OWN_ATTENTION", "Family", "carries_state", "family_of", "tried_with"]
+__all__ = ["FAMILIES", "OWN_ATTENTION", "Family", "carries_state", "family_of", "with_family"]
 
 FAMILIES: Mapping[str, Family] = {**own_attention.FAMILIES, **phimoe.FAMILIES, **state_mixers.FAMILIES}
 ADAPTERS.update({**llama4.ADAPTERS, **positions_only.ADAPTERS})
@@ -24,7 +24,7 @@ def family_of(model_type: str) -> Family:
 
 
 @contextmanager
-def tried_with(model_type: str, family: Family) -> Iterator[None]:
+def with_family(model_type: str, family: Family) -> Iterator[None]:
     """Inside, and afterwards if nothing is raised, `family` is what this process knows of an architecture without a
     file of its own."""
     _found[model_type] = family

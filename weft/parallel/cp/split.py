@@ -27,12 +27,12 @@ class CPGroup:
         return self.ring * self.ulysses
 
 
-Placed = list[dict[int, list[Interval]]]  # of each rank: document -> its tokens, rising
+Assignment = list[dict[int, list[Interval]]]  # of each rank: document -> its tokens, rising
 
 
 def assign(
     lengths: Sequence[int], costs: Sequence[int], group: CPGroup, rooms: Sequence[int] | None = None
-) -> tuple[Placed, list[int]]:
+) -> tuple[Assignment, list[int]]:
     """Distribute one row's documents over the ranks of its group: (tokens of each rank by document, documents without
     room). rooms: capacity that each document takes, in tokens, default its length; images make it more. A part of a
     document takes its proportion.
@@ -55,7 +55,7 @@ def assign(
 
 def _cut(
     lengths: Sequence[int], rooms: Sequence[int], costs: Sequence[int], long: list[int], group: CPGroup
-) -> tuple[Placed, list[int]]:
+) -> tuple[Assignment, list[int]]:
     """Cut the documents `long`: (tokens of each rank by document, documents without room)."""
     members = {d: min(group.ring, -(-rooms[d] // (group.capacity * group.ulysses))) for d in long}
     while long:
@@ -73,9 +73,11 @@ def _cut(
     return [{} for _ in range(group.ranks)], []
 
 
-def _spread_over_ranks(lengths: Sequence[int], costs: Sequence[int], members: dict[int, int], group: CPGroup) -> Placed:
+def _spread_over_ranks(
+    lengths: Sequence[int], costs: Sequence[int], members: dict[int, int], group: CPGroup
+) -> Assignment:
     """Each document over its number of ring members, those that cost least so far."""
-    placed: Placed = [{} for _ in range(group.ranks)]
+    placed: Assignment = [{} for _ in range(group.ranks)]
     spent = [0.0] * group.ring
     for document, count in members.items():
         chosen = sorted(sorted(range(group.ring), key=lambda m: (spent[m], m))[:count])
@@ -92,9 +94,9 @@ def _deal_whole(
     rooms: Sequence[int],
     costs: Sequence[int],
     order: Sequence[int],
-    cut: Placed,
+    cut: Assignment,
     group: CPGroup,
-) -> tuple[Placed, list[int]]:
+) -> tuple[Assignment, list[int]]:
     placed, left, taken = [dict(one) for one in cut], list[int](), _taken(cut, lengths, rooms)
     spent = [sum(costs[d] * _count(own) / lengths[d] for d, own in one.items()) for one in cut]
     for document in order:
@@ -109,7 +111,7 @@ def _deal_whole(
     return placed, left
 
 
-def _taken(placed: Placed, lengths: Sequence[int], rooms: Sequence[int]) -> list[int]:
+def _taken(placed: Assignment, lengths: Sequence[int], rooms: Sequence[int]) -> list[int]:
     """Capacity used on each rank, in tokens."""
     return [sum(-(-_count(own) * rooms[d] // lengths[d]) for d, own in one.items()) for one in placed]
 
@@ -155,7 +157,7 @@ def _count(intervals: Sequence[Interval]) -> int:
     return sum(stop - start for start, stop in intervals)
 
 
-def _end_to_end(document: int, length: int, room: int, group: CPGroup) -> Placed:
+def _end_to_end(document: int, length: int, room: int, group: CPGroup) -> Assignment:
     """One document, cut wherever a rank is full, or in even parts if images take room. Always possible."""
     part = group.capacity if room == length else -(-length // group.ranks)
     ends = [min(length, part * rank) for rank in range(group.ranks + 1)]

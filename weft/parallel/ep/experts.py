@@ -13,17 +13,17 @@ import torch
 from torch import nn
 
 from weft.errors import UserError
-from weft.models.experts import experts_of, spread_experts
+from weft.models.experts import find_experts, spread_experts
 from weft.models.low_rank import LowRank
 from weft.models.tp_parts import Range, even_ranges
 from weft.models.train_module import TrainModule
 from weft.ops.communicator import Communicator
-from weft.ops.dispatch import ExpertAxis
-from weft.parallel.mesh import ExpertRanks
+from weft.ops.dispatch import ExpertPlacement
+from weft.parallel.mesh import EPAxis
 from weft.parallel.shards.cuts import AnyCut, Cut, Cuts, NestedCut
 
 
-def expert_parallel(module: TrainModule, ranks: ExpertRanks | None, cuts: Cuts) -> dict[str, AnyCut]:
+def expert_parallel(module: TrainModule, ranks: EPAxis | None, cuts: Cuts) -> dict[str, AnyCut]:
     """Divide the experts of a model (on meta) and make them exchange tokens. Returns `cuts` with those of the experts.
 
     cuts: divisions by tp. Raises UserError if a layer has fewer experts than there are ranks, or the model has none.
@@ -31,7 +31,7 @@ def expert_parallel(module: TrainModule, ranks: ExpertRanks | None, cuts: Cuts) 
     found = dict(cuts)
     if ranks is None:
         return found
-    experts = experts_of(module)
+    experts = find_experts(module)
     if not experts:
         raise UserError(
             f"mesh.ep={ranks.size}: {module.facts.model_type} has no experts that weft knows: set mesh.ep=1."
@@ -41,7 +41,7 @@ def expert_parallel(module: TrainModule, ranks: ExpertRanks | None, cuts: Cuts) 
     return found
 
 
-def _divide(name: str, experts: Any, ranks: ExpertRanks, cuts: Cuts) -> dict[str, AnyCut]:
+def _divide(name: str, experts: Any, ranks: EPAxis, cuts: Cuts) -> dict[str, AnyCut]:
     count = int(experts.num_experts)
     if count < ranks.size:
         raise UserError(
@@ -58,19 +58,17 @@ def _divide(name: str, experts: Any, ranks: ExpertRanks, cuts: Cuts) -> dict[str
         _replace(experts, leaf, nn.Parameter(part, requires_grad=parameter.requires_grad))
         found[path] = cut
     held = even_ranges(count, ranks.size)
-    spread_experts(experts, ExpertAxis(ranks.place, tuple(size for _, size in held), ranks.ranks))
+    spread_experts(experts, ExpertPlacement(ranks.rank, tuple(size for _, size in held), ranks.ranks))
     return found
 
 
-def cut_of_expert(
-    shape: tuple[int, ...], count: int, before: Cut | None, ranks: ExpertRanks, *, strided: bool
-) -> AnyCut:
+def cut_of_expert(shape: tuple[int, ...], count: int, before: Cut | None, ranks: EPAxis, *, strided: bool) -> AnyCut:
     """The division of one tensor of a layer's `count` experts. before: by tp. strided: see `_cut`."""
     outer = _cut(shape, even_ranges(count, ranks.size), strided, ranks)
     return outer if before is None else _nested(outer, before, ranks.with_tp)
 
 
-def _cut(shape: tuple[int, ...], held: list[Range], strided: bool, ranks: ExpertRanks) -> Cut:
+def _cut(shape: tuple[int, ...], held: list[Range], strided: bool, ranks: EPAxis) -> Cut:
     """The division by experts, which make up the first dimension (weights: [experts, ...]; matrix A of adapters:
     [experts r, .]). strided: they vary fastest in the second dimension instead (matrix B: [., r experts])."""
     count, dim = sum(size for _, size in held), int(strided)
@@ -80,7 +78,7 @@ def _cut(shape: tuple[int, ...], held: list[Range], strided: bool, ranks: Expert
     else:
         ranges = [((first * times, size * times),) for first, size in held]
     copies = (1,) * len(ranges[0])
-    return Cut(shape, dim, tuple(ranges), copies, ranks.place, ranks.ranks)
+    return Cut(shape, dim, tuple(ranges), copies, ranks.rank, ranks.ranks)
 
 
 def strided(experts: nn.Module, leaf: str) -> bool:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from weft.errors import UserError
 from weft.models import hf
-from weft.models.train_module import Head, Passage, TrainModule
+from weft.models.train_module import Head, StageIO, TrainModule
 from weft.models.vision import vision_parts
 from weft.parallel.pp.placement import Placement
 
@@ -27,7 +27,7 @@ Span = tuple[int, int]  # first layer of a stage, and one past its last
 
 
 @dataclass(frozen=True)
-class Anatomy:
+class LayerInterface:
     """How a family's base model runs its layers. outputs: class of a layer -> length of the tuple that it returns, 0
     for a tensor. after: modules with weights, outside the layers, that run after the last layer. wide: hidden states
     between layers are fp32, whatever the compute dtype."""
@@ -46,7 +46,7 @@ class Pipeline:
     placement: Placement
     tensors: Mapping[str, Tensor]
     holders: Mapping[str, tuple[int, ...]]
-    anatomy: Anatomy
+    interface: LayerInterface
 
     @property
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
@@ -61,31 +61,31 @@ class Pipeline:
             first.setdefault(id(parameter), name)
         return list(first.values())
 
-    def shared(self, place: int) -> frozenset[str]:
+    def shared_params(self, place: int) -> frozenset[str]:
         """Parameters, trained or not, that both the rank at `place` and others hold."""
         several = (name for name, ranks in self.holders.items() if len(ranks) > 1 and place in ranks)
         return frozenset(name for name in several if isinstance(self.tensors[name], nn.Parameter))
 
-    def borrowed(self, place: int) -> frozenset[str]:
+    def tied_copies(self, place: int) -> frozenset[str]:
         """Tensors that the rank at `place` holds and an earlier one writes and counts."""
         return frozenset(n for n, ranks in self.holders.items() if place in ranks and ranks[0] != place)
 
-    def elsewhere(self, place: int) -> frozenset[str]:
+    def missing_params(self, place: int) -> frozenset[str]:
         """Tensors that the rank at `place` does not hold."""
         return frozenset(name for name, ranks in self.holders.items() if place not in ranks)
 
     def stage_of(self, name: str, layers: str) -> int:
         """The stage that runs a module. layers: name of the list of decoder layers."""
         if not name.startswith(f"{layers}."):
-            return len(self.spans) - 1 if name in self.anatomy.after else 0
+            return len(self.spans) - 1 if name in self.interface.after else 0
         layer = int(name.removeprefix(f"{layers}.").partition(".")[0])
         return next(stage for stage, (first, end) in enumerate(self.spans) if first <= layer < end)
 
 
-class StandIn(nn.Module):
+class PlaceholderLayer(nn.Module):
     """A layer of another stage. It has that layer's attributes, but no modules and no weights."""
 
-    def __init__(self, layer: nn.Module, items: int, passage: Passage, *, gives: bool, keeps: bool) -> None:
+    def __init__(self, layer: nn.Module, items: int, passage: StageIO, *, gives: bool, keeps: bool) -> None:
         """items: length of the tuple that the layer returns, 0 for a tensor. gives: return what the previous stage
         sent. keeps: keep the input, for the next stage."""
         super().__init__()
@@ -110,7 +110,7 @@ def own_layers(model: nn.Module) -> Iterator[None]:
     initialisation does)."""
     lists = [(each, each._modules) for each in model.modules() if isinstance(each, nn.ModuleList)]
     for each, held in lists:
-        each._modules = {name: child for name, child in held.items() if not isinstance(child, StandIn)}
+        each._modules = {name: child for name, child in held.items() if not isinstance(child, PlaceholderLayer)}
     try:
         yield
     finally:
@@ -128,7 +128,7 @@ class Outside:
     parts: int = 1
 
 
-class Idle(nn.Module):
+class EmptyModule(nn.Module):
     """Stands in for a module outside the layers that another stage runs. Token ids, and inputs of a linear layer,
     become zeros of the output's shape; hidden states pass. It holds weights that this rank uses under another name
     (tied)."""
@@ -153,11 +153,13 @@ class Idle(nn.Module):
         return torch.zeros(*x.shape[:-1], x.shape[-1] // self.parts, self.width, dtype=self.dtype, device=x.device)
 
 
-def plan_pipeline(module: TrainModule, spans: Sequence[Span], placement: Placement, anatomy: Anatomy) -> Pipeline:
+def plan_pipeline(
+    module: TrainModule, spans: Sequence[Span], placement: Placement, interface: LayerInterface
+) -> Pipeline:
     """Plan which rank holds which tensors of a whole model (on meta). Raises UserError if layers of several ranks share
     weights."""
-    after = anatomy.after | {module.facts.head}
-    made = Pipeline(tuple(spans), placement, {}, {}, replace(anatomy, after=after))
+    after = interface.after | {module.facts.head}
+    made = Pipeline(tuple(spans), placement, {}, {}, replace(interface, after=after))
     tensors = module.state_dict(keep_vars=True)
     parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     ranks: dict[int, set[int]] = {}
@@ -181,11 +183,11 @@ def keep_stages(module: TrainModule, pipeline: Pipeline, place: int, kind: Outsi
     """Reduce a whole model, in place, to what the stages of the rank at `place` hold."""
     stages, outside = pipeline.placement.stages_of(place), dict(_outside(module))
     runs = {name: pipeline.stage_of(name, module.facts.layers) for name in (*dict(module.layers), *outside)}
-    idle = {name: Idle(owner, kind) for name, owner in outside.items() if not isinstance(owner, Head)}
+    idle = {name: EmptyModule(owner, kind) for name, owner in outside.items() if not isinstance(owner, Head)}
     passages, others = [], []
     for stage in stages:
         mixers = sum(pipeline.stage_of(name, module.facts.layers) == stage for name in module.mixers)
-        passages.append(Passage(stage == len(pipeline.spans) - 1, mixers=mixers))
+        passages.append(StageIO(stage == len(pipeline.spans) - 1, mixers=mixers))
         own = {name: stand_in for name, stand_in in idle.items() if runs[name] != stage}
         others.append(own | _stand_ins(module, pipeline, stage, passages[-1]))
     held = {name for name, ranks in pipeline.holders.items() if place in ranks}
@@ -211,14 +213,14 @@ def _outside(module: TrainModule) -> list[tuple[str, nn.Module]]:
     ]
 
 
-def _stand_ins(module: TrainModule, pipeline: Pipeline, stage: int, passage: Passage) -> dict[str, nn.Module]:
+def _stand_ins(module: TrainModule, pipeline: Pipeline, stage: int, passage: StageIO) -> dict[str, nn.Module]:
     """Name -> stand-in, for each layer that this stage does not run."""
     first, end = pipeline.spans[stage]
     found: dict[str, nn.Module] = {}
     for number, (name, layer) in enumerate(module.layers):
         if not first <= number < end:
-            items = pipeline.anatomy.outputs[type(layer).__name__]
-            found[name] = StandIn(layer, items, passage, gives=number == first - 1, keeps=number == end)
+            items = pipeline.interface.outputs[type(layer).__name__]
+            found[name] = PlaceholderLayer(layer, items, passage, gives=number == first - 1, keeps=number == end)
     return found
 
 
@@ -232,7 +234,7 @@ def _leave_out(module: TrainModule, name: str, stand_in: nn.Module | None, held:
             owner._parameters[leaf] = kept.get(leaf)
         return
     for leaf, parameter in kept.items():
-        assert isinstance(stand_in, Idle)
+        assert isinstance(stand_in, EmptyModule)
         stand_in.keep(leaf, parameter)
     setattr(*_place(module, name), stand_in)
 

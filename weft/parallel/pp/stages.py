@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from weft.launch import flight
 from weft.launch.simulated import has_ended
 from weft.launch.timing import waiting
-from weft.parallel.mesh import Channel, PipelineAxis, own_part
+from weft.parallel.mesh import P2PChannel, PPAxis, local_shard
 from weft.parallel.pp.model import Pipeline
 from weft.parallel.pp.placement import Placement
 from weft.parallel.shards.cuts import AnyCut, Cuts, full_shape
 
 
-class Message(NamedTuple):
+class P2PMessage(NamedTuple):
     """Hidden states (onward), or their gradient, of one micro-batch. stage: the receiver."""
 
     onward: bool
@@ -32,12 +32,12 @@ class Message(NamedTuple):
     micro: int
 
 
-class Link:
+class P2PCommunicator:
     """One rank's sends and receives. send() does not wait; receive() waits for a message that ask() has requested."""
 
     def __init__(
         self,
-        axis: PipelineAxis,
+        axis: PPAxis,
         placement: Placement,
         width: int,
         dtype: torch.dtype,
@@ -47,8 +47,8 @@ class Link:
         """width: H. dtype: of hidden states between layers. parts: number of ranks that divide the tokens of a row."""
         self.axis, self.placement, self.width, self.parts = axis, placement, width, parts
         self.dtype, self.device = dtype, device
-        self._asked: dict[Message, tuple[Tensor, Any]] = {}
-        self._own: dict[Message, Tensor] = {}  # messages between stages of this rank
+        self._asked: dict[P2PMessage, tuple[Tensor, Any]] = {}
+        self._own: dict[P2PMessage, Tensor] = {}  # messages between stages of this rank
         self._sent: list[tuple[Tensor, Any]] = []
         self._connected = device.type == "cpu"
 
@@ -61,10 +61,10 @@ class Link:
         value = torch.zeros(1, device=self.device)
         for onward in (True, False):
             for source, end in self._pairs(onward):
-                group = self.axis.channels[Channel.between(onward, source, end)]
-                if self.axis.place == source:
+                group = self.axis.channels[P2PChannel.between(onward, source, end)]
+                if self.axis.rank == source:
                     _wait(dist.isend(value, group=group, group_dst=end), self.device)
-                elif self.axis.place == end:
+                elif self.axis.rank == end:
                     _wait(dist.irecv(value, group=group, group_src=source), self.device)
 
     def _pairs(self, onward: bool) -> list[tuple[int, int]]:
@@ -73,7 +73,7 @@ class Link:
         ranks = ranks if onward else ranks[::-1]
         return list(dict.fromkeys((a, b) for a, b in pairwise(ranks) if a != b))
 
-    def ask(self, message: Message, shape: Sequence[int]) -> None:
+    def ask(self, message: P2PMessage, shape: Sequence[int]) -> None:
         """Begin to receive a message for a stage of this rank, unless that has begun or this rank is the sender. shape:
         [B, T] of the row. Messages of one sender and direction must be requested in the order in which they are sent.
         """
@@ -81,13 +81,13 @@ class Link:
         if source is None or message in self._asked:
             return
         rank = self.placement.rank_of(source)
-        if rank == self.axis.place:
+        if rank == self.axis.rank:
             return
         buffer = torch.empty(self._shape(shape), dtype=self.dtype, device=self.device)
-        group = self.axis.channels[Channel.between(message.onward, rank, self.axis.place)]
+        group = self.axis.channels[P2PChannel.between(message.onward, rank, self.axis.rank)]
         self._asked[message] = buffer, dist.irecv(buffer, group=group, group_src=rank)
 
-    def receive(self, message: Message) -> Tensor | None:
+    def receive(self, message: P2PMessage) -> Tensor | None:
         """The tensor of a requested message, once it has arrived; None for a stage without a sender (the first stage
         onward, the last stage back)."""
         if message in self._own:
@@ -110,10 +110,10 @@ class Link:
             found = "nothing" if tensor is None else f"{tensor.dtype} of shape {list(tensor.shape)}"
             raise RuntimeError(f"{what} are {found}, and not {self.dtype} of shape {list(self._shape(shape))}")
         rank, sent = self.placement.rank_of(target), tensor.detach().contiguous()
-        if rank == self.axis.place:
-            self._own[Message(onward, target, micro)] = sent
+        if rank == self.axis.rank:
+            self._own[P2PMessage(onward, target, micro)] = sent
             return
-        group = self.axis.channels[Channel.between(onward, self.axis.place, rank)]
+        group = self.axis.channels[P2PChannel.between(onward, self.axis.rank, rank)]
         self._sent = [(kept, work) for kept, work in self._sent if not has_ended(work)]
         self._sent.append((sent, dist.isend(sent, group=group, group_dst=rank)))
 
@@ -139,22 +139,22 @@ def _wait(work: Any, device: torch.device) -> None:
 
 
 @torch.no_grad()
-def sum_shared_gradients(module: nn.Module, pipeline: Pipeline, axis: PipelineAxis) -> None:
+def sum_shared_gradients(module: nn.Module, pipeline: Pipeline, axis: PPAxis) -> None:
     """Sum the gradients of parameters that the ranks of the first and the last stage both hold, once per step.
     Collective over these two, the first and the last rank of pp; nothing is done if one rank has both stages."""
     named = dict(module.named_parameters())
-    shared = [named[name] for name in sorted(pipeline.shared(axis.place)) if name in named]
+    shared = [named[name] for name in sorted(pipeline.shared_params(axis.rank)) if name in named]
     shared = [parameter for parameter in shared if parameter.requires_grad]
     works, others = [], []
-    other = axis.size - 1 - axis.place
-    later = axis.channels[Channel.between(True, 0, axis.size - 1)]
-    earlier = axis.channels[Channel.between(False, axis.size - 1, 0)]
+    other = axis.size - 1 - axis.rank
+    later = axis.channels[P2PChannel.between(True, 0, axis.size - 1)]
+    earlier = axis.channels[P2PChannel.between(False, axis.size - 1, 0)]
     for parameter in shared:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        own = own_part(parameter.grad).contiguous()
+        own = local_shard(parameter.grad).contiguous()
         others.append(torch.empty_like(own))
-        if axis.place == 0:
+        if axis.rank == 0:
             works.append(dist.isend(own, group=later, group_dst=other))
             works.append(dist.irecv(others[-1], group=earlier, group_src=other))
         else:  # in the order of the other rank, as NCCL needs it
@@ -164,12 +164,12 @@ def sum_shared_gradients(module: nn.Module, pipeline: Pipeline, axis: PipelineAx
         _wait(work, shared[0].device)
     for parameter, theirs in zip(shared, others, strict=True):
         assert parameter.grad is not None
-        own_part(parameter.grad).add_(theirs)
+        local_shard(parameter.grad).add_(theirs)
 
 
 def gather_over_stages(
     pipeline: Pipeline,
-    axis: PipelineAxis,
+    axis: PPAxis,
     device: torch.device,
     names: Iterable[str],
     held: Mapping[str, Tensor | None],
@@ -186,12 +186,12 @@ def gather_over_stages(
     dist.all_gather_object(known, mine, group=axis.group)
     for name in names:
         stages = pipeline.holders[name]
-        own = held.get(name) if axis.place in stages else None
+        own = held.get(name) if axis.rank in stages else None
         found = None if own is None else whole(own, cuts.get(name)).contiguous()
         if name not in known[stages[0]]:
             yield name, None
             continue
-        if axis.place != stages[0]:
+        if axis.rank != stages[0]:
             shape, dtype = known[stages[0]][name]
             found = torch.empty(shape, dtype=dtype, device=device)
         assert found is not None

@@ -36,7 +36,7 @@ class GatherGroup(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Lane:
+class StagePeers:
     """The ranks at this one's place in each pipeline stage. place: of this rank on mesh.pp. holders: for each tensor of
     the model, the places on mesh.pp that hold it, ascending. meshes: meshes that FSDP shards over; equal in all stages.
     """
@@ -144,7 +144,7 @@ class TensorPlacement:
 
 
 def placements_of(
-    tensors: Mapping[str, Tensor], names: Iterable[str], cuts: Cuts, lane: Lane | None = None
+    tensors: Mapping[str, Tensor], names: Iterable[str], cuts: Cuts, lane: StagePeers | None = None
 ) -> dict[str, TensorPlacement]:
     """The TensorPlacement of each named tensor. lane: for names of all pipeline stages; then collective over it."""
     wanted = list(dict.fromkeys(names))
@@ -153,7 +153,7 @@ def placements_of(
 
 
 def _of_all_stages(
-    own: Mapping[str, TensorPlacement], names: Sequence[str], cuts: Cuts, lane: Lane
+    own: Mapping[str, TensorPlacement], names: Sequence[str], cuts: Cuts, lane: StagePeers
 ) -> dict[str, TensorPlacement]:
     """Add the placements of other stages' tensors, each described by the first stage that holds it."""
     sent = {name: _described(s, lane) for name, s in own.items() if lane.holders[name][0] == lane.place}
@@ -172,13 +172,13 @@ def _of_all_stages(
 _Described = tuple[tuple[int, ...], int | None, tuple[Placement, ...], str]  # shape, mesh's index, placements, device
 
 
-def _described(placement: TensorPlacement, lane: Lane) -> _Described:
+def _described(placement: TensorPlacement, lane: StagePeers) -> _Described:
     mesh = None if placement.mesh is None else list(lane.meshes).index(placement.mesh)
     return placement.shape, mesh, placement.placements, placement.device.type
 
 
 def _as_described(
-    name: str, cuts: Cuts, lane: Lane, shape: tuple[int, ...], mesh: int | None, placements: Any, device: str
+    name: str, cuts: Cuts, lane: StagePeers, shape: tuple[int, ...], mesh: int | None, placements: Any, device: str
 ) -> TensorPlacement:
     own = None if mesh is None else lane.meshes[mesh]
     return TensorPlacement._placed(name, shape, cuts, own, placements, torch.device(device))

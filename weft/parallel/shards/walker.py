@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from weft.parallel.shards.boxes import Box
 from weft.parallel.shards.cuts import Cuts
 from weft.parallel.shards.layout import Piece
-from weft.parallel.shards.tensor_placement import GatherGroup, Lane, Share, TensorPlacement, placements_of
+from weft.parallel.shards.tensor_placement import GatherGroup, Share, StagePeers, TensorPlacement, placements_of
 from weft.versions import all_gather_single
 
 _ALIGNMENT = 16  # bytes; every tensor of a bucket begins at a multiple of its element size
@@ -31,7 +31,7 @@ def walk(
     manifest: Mapping[str, Tensor],
     cuts: Cuts,
     *,
-    lane: Lane | None = None,
+    lane: StagePeers | None = None,
     bucket_bytes: int = 1 << 29,
 ) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of `manifest` (names, shapes, dtypes; from checkpoint/export.py) in order, on the model's device.

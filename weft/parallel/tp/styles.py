@@ -16,12 +16,12 @@ from transformers import PretrainedConfig
 
 from weft.errors import UserError
 from weft.models import hf
-from weft.models.experts import are_experts
+from weft.models.experts import is_experts
 from weft.models.families import carries_state
 from weft.models.lora import parameter_of
 from weft.models.low_rank import LowRank
-from weft.models.tp_mixers import MixerStyle, mixer_style
-from weft.models.tp_parts import Part, Style
+from weft.models.tp_mixers import MixerSpec, mixer_style
+from weft.models.tp_parts import DimSegment, TPSpec
 from weft.models.train_module import TrainModule, ValueHead
 
 QUERY = ("q_proj", "q_b_proj")
@@ -46,28 +46,28 @@ _COLUMNS = 8
 
 
 @dataclass(frozen=True)
-class Styles:
+class TPPlan:
     """The styles of a model. of: parameter -> style. regions: modules that compute with divided weights, so that their
     outputs are summed. biased: modules whose bias every rank would add. joined: norm over all heads together -> style
     of its input. attention: attention modules. mixers: divided mixers that carry state."""
 
-    of: dict[str, Style] = field(default_factory=dict)
+    of: dict[str, TPSpec] = field(default_factory=dict)
     regions: list[str] = field(default_factory=list)
     biased: list[str] = field(default_factory=list)
-    joined: dict[str, Style] = field(default_factory=dict)
+    joined: dict[str, TPSpec] = field(default_factory=dict)
     attention: list[str] = field(default_factory=list)
-    mixers: dict[str, MixerStyle] = field(default_factory=dict)
+    mixers: dict[str, MixerSpec] = field(default_factory=dict)
 
 
-def find_styles(module: TrainModule, config: PretrainedConfig, ranks: int) -> Styles:
+def find_tp_plan(module: TrainModule, config: PretrainedConfig, ranks: int) -> TPPlan:
     """The styles of all parameters. Raises UserError, with the parameter's name, if no rule knows a matrix.
 
     ranks: size of mesh.tp. Mixers whose heads do not divide by it stay whole.
     """
-    found = Styles()
+    found = TPPlan()
     of = found.of
     embedding = module.get_submodule(module.facts.embedding)
-    vocabulary = Style(0, (Part(len(embedding.weight)),))
+    vocabulary = TPSpec(0, (DimSegment(len(embedding.weight)),))
     of[f"{module.facts.embedding}.weight"] = vocabulary
     if not isinstance(module.head, ValueHead):
         of |= {f"{module.facts.head}.{name}": vocabulary for name, _ in module.head.named_parameters()}
@@ -81,14 +81,14 @@ def find_styles(module: TrainModule, config: PretrainedConfig, ranks: int) -> St
                 f"mesh.tp: weft does not know how {name} {list(parameter.shape)} of {module.facts.model_type} can be "
                 "divided: set mesh.tp=1."
             )
-        of.setdefault(name, Style())
+        of.setdefault(name, TPSpec())
     return found
 
 
 def check_states(module: TrainModule, config: PretrainedConfig, names: Sequence[str], ranks: int) -> None:
     """Raises UserError if a readout `hidden/MODULE` names a module inside one that is divided over ranks. names: the
     MODULEs."""
-    for region in find_styles(module, config, ranks).regions if names else ():
+    for region in find_tp_plan(module, config, ranks).regions if names else ():
         inside = next((name for name in names if name.startswith(f"{region}.")), None)
         if inside is not None:
             raise UserError(
@@ -97,17 +97,17 @@ def check_states(module: TrainModule, config: PretrainedConfig, names: Sequence[
             )
 
 
-def _of_adapters(module: nn.Module, of: Mapping[str, Style]) -> Iterator[tuple[str, Style]]:
+def _of_adapters(module: nn.Module, of: Mapping[str, TPSpec]) -> Iterator[tuple[str, TPSpec]]:
     """Styles of adapters: B is divided as the weight's outputs are, or A as its inputs are; the other matrix is whole.
     of: styles of the weights."""
     for name, child in module.named_modules():
         if not isinstance(child, LowRank):
             continue
         owner_name, _, leaf = name.rpartition(".")
-        style = of.get(f"{owner_name}.{parameter_of(leaf)}", Style())
+        style = of.get(f"{owner_name}.{parameter_of(leaf)}", TPSpec())
         by_outputs = style.dim == _outputs_dim(module.get_submodule(owner_name))
-        yield f"{name}.A", Style() if style.dim is None or by_outputs else Style(1, style.parts)
-        yield f"{name}.B", Style(0, style.parts) if by_outputs else Style()
+        yield f"{name}.A", TPSpec() if style.dim is None or by_outputs else TPSpec(1, style.parts)
+        yield f"{name}.B", TPSpec(0, style.parts) if by_outputs else TPSpec()
 
 
 def _outputs_dim(owner: Any) -> int:
@@ -123,7 +123,7 @@ def _is_whole(name: str, module: TrainModule) -> bool:
     return inside == name or not set(WHOLE).isdisjoint(inside.split("."))
 
 
-def _of_layer(name: str, layer: nn.Module, config: PretrainedConfig, ranks: int, found: Styles) -> None:
+def _of_layer(name: str, layer: nn.Module, config: PretrainedConfig, ranks: int, found: TPPlan) -> None:
     for child_name, child in layer.named_children():
         path = f"{name}.{child_name}"
         if _LAYER.search(type(child).__name__):
@@ -139,7 +139,7 @@ def _of_layer(name: str, layer: nn.Module, config: PretrainedConfig, ranks: int,
             found.of.update(own)
 
 
-def _of_additions(name: str, block: nn.Module, of: Mapping[str, Style]) -> Iterator[tuple[str, Style]]:
+def _of_additions(name: str, block: nn.Module, of: Mapping[str, TPSpec]) -> Iterator[tuple[str, TPSpec]]:
     """Styles of the low-rank pairs that a shared block adds to its projections for each layer that runs it (zamba2)."""
     for path, module in block.named_modules(prefix=name):
         owner, _, leaf = path.rpartition(".")
@@ -147,10 +147,10 @@ def _of_additions(name: str, block: nn.Module, of: Mapping[str, Style]) -> Itera
             adapted = leaf.removesuffix(_ADDITIONS).removeprefix("linear_")
             style = of[f"{owner}.{adapted if adapted.endswith('_proj') else f'{adapted}_proj'}.weight"]
             for tensor, _ in module.named_parameters(prefix=path):
-                yield tensor, style if tensor.endswith(".1.weight") else Style()
+                yield tensor, style if tensor.endswith(".1.weight") else TPSpec()
 
 
-def _of_mixer(name: str, mixer: nn.Module, ranks: int, found: Styles) -> Iterator[tuple[str, Style]]:
+def _of_mixer(name: str, mixer: nn.Module, ranks: int, found: TPPlan) -> Iterator[tuple[str, TPSpec]]:
     style = mixer_style(mixer)
     if style is None or not style.divides(ranks):
         return
@@ -161,18 +161,20 @@ def _of_mixer(name: str, mixer: nn.Module, ranks: int, found: Styles) -> Iterato
         found.biased.append(f"{name}.{style.output}")
 
 
-def _of_block(name: str, block: nn.Module, config: PretrainedConfig, found: Styles) -> Iterator[tuple[str, Style]]:
+def _of_block(name: str, block: nn.Module, config: PretrainedConfig, found: TPPlan) -> Iterator[tuple[str, TPSpec]]:
     for path, module in block.named_modules(prefix=name):
         leaves = {leaf for leaf, _ in module.named_children()}
         if leaves & {*QUERY, *FUSED, *MIXED} and leaves & {*OUT}:
             yield from _of_attention(path, module, config, found)
         elif leaves & {*GATE_UP, *FUSED_GATE_UP} and leaves & {*OUT}:
             yield from _of_mlp(path, module, found)
-        elif are_experts(module):
+        elif is_experts(module):
             yield from _of_experts(path, module, found)
 
 
-def _of_attention(name: str, module: nn.Module, config: PretrainedConfig, found: Styles) -> Iterator[tuple[str, Style]]:
+def _of_attention(
+    name: str, module: nn.Module, config: PretrainedConfig, found: TPPlan
+) -> Iterator[tuple[str, TPSpec]]:
     heads = int(config.num_attention_heads)
     pairs = int(getattr(config, "num_key_value_heads", None) or getattr(config, "num_kv_heads", None) or heads)
     found.attention.append(name)
@@ -185,45 +187,45 @@ def _of_attention(name: str, module: nn.Module, config: PretrainedConfig, found:
         elif leaf in FUSED:
             width = int(module.head_dim)
             count = _exactly(path, hf.linear_widths(child)[1], width) - heads
-            keys = Part(_exactly(path, count, 2), width, heads=True, repeat=True)
-            yield from _outputs(path, child, (Part(heads, width, heads=True), keys, keys))
+            keys = DimSegment(_exactly(path, count, 2), width, heads=True, repeat=True)
+            yield from _outputs(path, child, (DimSegment(heads, width, heads=True), keys, keys))
         elif leaf in MIXED:
             yield from _outputs(path, child, _mixed(path, child, heads, pairs, config))
         elif leaf in OUT:
             width = _exactly(path, hf.linear_widths(child)[0], heads)
-            yield from _inputs(path, child, Part(heads, width, heads=True), found)
+            yield from _inputs(path, child, DimSegment(heads, width, heads=True), found)
         elif "norm" in leaf:
             yield from _of_norm(path, leaf, child, module, (heads, pairs), found)
     for leaf, parameter in module.named_parameters(recurse=False):
         if tuple(parameter.shape) == (heads,):  # attention sinks
-            yield f"{name}.{leaf}", Style(0, (Part(heads, heads=True),))
+            yield f"{name}.{leaf}", TPSpec(0, (DimSegment(heads, heads=True),))
 
 
-def _mixed(name: str, linear: nn.Module, heads: int, pairs: int, config: PretrainedConfig) -> tuple[Part, ...]:
+def _mixed(name: str, linear: nn.Module, heads: int, pairs: int, config: PretrainedConfig) -> tuple[DimSegment, ...]:
     if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
         width = _width(name, linear, heads + 2)
-        key = Part(1, width, heads=True, repeat=True)
-        return Part(heads, width, heads=True), key, key
+        key = DimSegment(1, width, heads=True, repeat=True)
+        return DimSegment(heads, width, heads=True), key, key
     return (_heads(name, linear, pairs),)
 
 
 def _of_norm(
-    path: str, leaf: str, norm: nn.Module, attention: nn.Module, counts: tuple[int, int], found: Styles
-) -> Iterator[tuple[str, Style]]:
+    path: str, leaf: str, norm: nn.Module, attention: nn.Module, counts: tuple[int, int], found: TPPlan
+) -> Iterator[tuple[str, TPSpec]]:
     """Style of a norm of queries or keys: per head, with a shared weight (whole) or one per head; or over all heads."""
     projection = getattr(attention, f"{leaf[0]}_proj", None)
     weight = getattr(norm, "weight", None)
     if projection is None or weight is None:
         return
     outputs, count = hf.linear_widths(projection)[1], counts[leaf[0] == "k"]
-    part = Part(count, outputs // count, heads=True, repeat=leaf[0] == "k")
+    part = DimSegment(count, outputs // count, heads=True, repeat=leaf[0] == "k")
     if weight.ndim == 2 and weight.numel() == outputs:
-        yield f"{path}.weight", Style(0, (Part(count, 1, heads=True, repeat=part.repeat),))
+        yield f"{path}.weight", TPSpec(0, (DimSegment(count, 1, heads=True, repeat=part.repeat),))
     elif tuple(weight.shape) == (outputs,) and count > 1:
-        found.joined[path] = Style(0, (part,))
+        found.joined[path] = TPSpec(0, (part,))
 
 
-def _of_mlp(name: str, module: nn.Module, found: Styles) -> Iterator[tuple[str, Style]]:
+def _of_mlp(name: str, module: nn.Module, found: TPPlan) -> Iterator[tuple[str, TPSpec]]:
     for leaf, child in module.named_children():
         path = f"{name}.{leaf}"
         if leaf in GATE_UP:
@@ -234,25 +236,25 @@ def _of_mlp(name: str, module: nn.Module, found: Styles) -> Iterator[tuple[str, 
             yield from _inputs(path, child, _columns(hf.linear_widths(child)[0]), found)
 
 
-def _of_experts(name: str, experts: nn.Module, found: Styles) -> Iterator[tuple[str, Style]]:
+def _of_experts(name: str, experts: nn.Module, found: TPPlan) -> Iterator[tuple[str, TPSpec]]:
     """Styles of experts whose weights are one tensor: [experts, out, in], or transposed, [experts, in, out]."""
     transposed = experts.is_transposed if hf.is_fused_experts(experts) else _is_transposed(experts)
     for leaf, parameter in experts.named_parameters(recurse=False):
         if leaf.startswith("down_proj"):
             if parameter.ndim == 3:
                 dim = 1 if transposed else 2
-                yield f"{name}.{leaf}", Style(dim, (_columns(parameter.shape[dim]),))
+                yield f"{name}.{leaf}", TPSpec(dim, (_columns(parameter.shape[dim]),))
             else:
                 found.biased.append(name)
-                yield f"{name}.{leaf}", Style()
+                yield f"{name}.{leaf}", TPSpec()
             continue
         dim = 2 if transposed and parameter.ndim == 3 else 1
         width = parameter.shape[dim]
         if leaf.startswith("gate_up_proj") and not getattr(experts, "is_concatenated", True):
-            yield f"{name}.{leaf}", Style(dim, (_columns(width // 2, 2),))  # columns of gate and up alternate
+            yield f"{name}.{leaf}", TPSpec(dim, (_columns(width // 2, 2),))  # columns of gate and up alternate
         else:
             halves = 2 if leaf.startswith("gate_up_proj") else 1
-            yield f"{name}.{leaf}", Style(dim, (_columns(width // halves),) * halves)
+            yield f"{name}.{leaf}", TPSpec(dim, (_columns(width // halves),) * halves)
 
 
 def _is_transposed(experts: nn.Module) -> bool:
@@ -260,26 +262,26 @@ def _is_transposed(experts: nn.Module) -> bool:
     return bool(experts.gate_up_proj.shape[2] == 2 * experts.down_proj.shape[1])
 
 
-def _columns(width: int, each: int = 1) -> Part:
+def _columns(width: int, each: int = 1) -> DimSegment:
     """`width` columns of `each` elements, in items of _COLUMNS columns if that divides the width."""
     unit = _COLUMNS if width % _COLUMNS == 0 else 1
-    return Part(width // unit, unit * each)
+    return DimSegment(width // unit, unit * each)
 
 
-def _outputs(name: str, linear: nn.Module, parts: tuple[Part, ...]) -> Iterator[tuple[str, Style]]:
-    yield f"{name}.weight", Style(1 if hf.is_transposed(linear) else 0, parts)
+def _outputs(name: str, linear: nn.Module, parts: tuple[DimSegment, ...]) -> Iterator[tuple[str, TPSpec]]:
+    yield f"{name}.weight", TPSpec(1 if hf.is_transposed(linear) else 0, parts)
     if getattr(linear, "bias", None) is not None:
-        yield f"{name}.bias", Style(0, parts)
+        yield f"{name}.bias", TPSpec(0, parts)
 
 
-def _inputs(name: str, linear: nn.Module, part: Part, found: Styles) -> Iterator[tuple[str, Style]]:
-    yield f"{name}.weight", Style(0 if hf.is_transposed(linear) else 1, (part,))
+def _inputs(name: str, linear: nn.Module, part: DimSegment, found: TPPlan) -> Iterator[tuple[str, TPSpec]]:
+    yield f"{name}.weight", TPSpec(0 if hf.is_transposed(linear) else 1, (part,))
     if getattr(linear, "bias", None) is not None:
         found.biased.append(name)
 
 
-def _heads(name: str, linear: nn.Module, count: int, *, repeat: bool = False) -> Part:
-    return Part(count, _width(name, linear, count), heads=True, repeat=repeat)
+def _heads(name: str, linear: nn.Module, count: int, *, repeat: bool = False) -> DimSegment:
+    return DimSegment(count, _width(name, linear, count), heads=True, repeat=repeat)
 
 
 def _width(name: str, linear: nn.Module, count: int) -> int:

@@ -23,15 +23,15 @@ from weft.launch.consistency import checksum_term
 from weft.models import hf
 from weft.models.experts import share_experts_bias
 from weft.models.low_rank import LowRank
-from weft.models.mixer_part import MixerShare
-from weft.models.tp_parts import Part, Range, Style, dealt, scaled_ranges
+from weft.models.mixer_part import MixerShard
+from weft.models.tp_parts import DimSegment, Range, TPSpec, dealt, scaled_ranges
 from weft.models.train_module import TrainModule
-from weft.ops.communicator import Communicator, summed
+from weft.ops.communicator import Communicator, all_reduce
 from weft.ops.head import VocabularyShard
-from weft.parallel.mesh import Axis, own_part
+from weft.parallel.mesh import TPAxis, local_shard
 from weft.parallel.shards.cuts import AnyCut, Cut, split
 from weft.parallel.tp.sequence import GatherTokens, ReduceScatterTokens, join_last_states
-from weft.parallel.tp.styles import Styles, find_styles
+from weft.parallel.tp.styles import TPPlan, find_tp_plan
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class TensorParallel:
 
 
 def tensor_parallel(
-    module: TrainModule, axis: Axis | None, config: PretrainedConfig, *, sequence: bool = False
+    module: TrainModule, axis: TPAxis | None, config: PretrainedConfig, *, sequence: bool = False
 ) -> TensorParallel:
     """Divide a model (on meta) and hook it to compute with its parts. Raises UserError if sizes do not divide.
 
@@ -54,9 +54,9 @@ def tensor_parallel(
     """
     if axis is None:
         return TensorParallel({}, {})
-    styles = find_styles(module, config.get_text_config(), axis.size)
+    styles = find_tp_plan(module, config.get_text_config(), axis.size)
     cuts = {
-        name: cut_of(name, tuple(parameter.shape), styles.of[name], axis)
+        name: tp_shard_spec(name, tuple(parameter.shape), styles.of[name], axis)
         for name, parameter in module.named_parameters(remove_duplicate=False)
     }
     _replace_parameters(module, cuts)
@@ -69,7 +69,7 @@ def tensor_parallel(
     return TensorParallel({**cuts}, partial, sequence)
 
 
-def _partial(cuts: dict[str, Cut], axis: Axis, inside: tuple[str, ...]) -> dict[str, dict[int, Communicator]]:
+def _partial(cuts: dict[str, Cut], axis: TPAxis, inside: tuple[str, ...]) -> dict[str, dict[int, Communicator]]:
     """Parameters of divided blocks that several ranks hold, each using them for its own heads, columns or tokens only:
     name -> number of ranks -> communicator. inside: prefixes of the names of such blocks."""
     numbers = sorted({copies for cut in cuts.values() for copies in cut.copies if copies > 1})
@@ -81,11 +81,11 @@ def _partial(cuts: dict[str, Cut], axis: Axis, inside: tuple[str, ...]) -> dict[
     }
 
 
-def cut_of(name: str, shape: tuple[int, ...], style: Style, axis: Axis) -> Cut:
+def tp_shard_spec(name: str, shape: tuple[int, ...], style: TPSpec, axis: TPAxis) -> Cut:
     """The division of a parameter of this style. Raises UserError if its sizes do not divide."""
     if style.dim is None:
         whole = ((0, shape[0]),) if shape else ((0, 1),)
-        return Cut(shape, 0, (whole,) * axis.size, (axis.size,), axis.place, axis.ranks)
+        return Cut(shape, 0, (whole,) * axis.size, (axis.size,), axis.rank, axis.ranks)
     ranges: list[tuple[Range, ...]] = [()] * axis.size
     offset, copies = 0, list[int]()
     for part in style.parts:
@@ -96,10 +96,10 @@ def cut_of(name: str, shape: tuple[int, ...], style: Style, axis: Axis) -> Cut:
         placed = scaled_ranges(items[0], part.width, offset)
         ranges = [(*before, own) for before, own in zip(ranges, placed, strict=True)]
         offset += part.size
-    return Cut(shape, style.dim, tuple(ranges), tuple(copies), axis.place, axis.ranks)
+    return Cut(shape, style.dim, tuple(ranges), tuple(copies), axis.rank, axis.ranks)
 
 
-def _does_not_divide(name: str, part: Part, ranks: int) -> UserError:
+def _does_not_divide(name: str, part: DimSegment, ranks: int) -> UserError:
     what = "heads of keys and values" if part.repeat else "heads" if part.heads else "columns"
     sizes = [str(n) for n in range(2, part.count + 1) if part.count % n == 0]
     return UserError(
@@ -124,25 +124,25 @@ def _replace_parameters(module: TrainModule, cuts: dict[str, Cut]) -> None:
             holder.nf = holder.weight.shape[1]  # Conv1D reads its outputs' width from it
 
 
-def _hook(module: TrainModule, styles: Styles, cuts: dict[str, Cut], axis: Axis, sequence: bool) -> None:
+def _hook(module: TrainModule, styles: TPPlan, cuts: dict[str, Cut], axis: TPAxis, sequence: bool) -> None:
     enter, leave = (GatherTokens, ReduceScatterTokens) if sequence else (_SumGradient, _Sum)
     for region in _modules(module, styles.regions):
         region.register_forward_pre_hook(_enter(axis.ranks, enter), with_kwargs=True)
         region.register_forward_hook(_leave(axis.ranks, leave))
     if sequence:
-        join_last_states(module.base, axis.ranks, axis.place)
+        join_last_states(module.base, axis.ranks, axis.rank)
     for layer in _modules(module, styles.biased):
         _share_bias(layer, axis.size)
     for name, style in styles.joined.items():
         norm = module.get_submodule(name)
         width = sum(part.size for part in style.parts)
-        joined = cut_of(name, (width,), style, axis)
+        joined = tp_shard_spec(name, (width,), style, axis)
         norm.register_forward_pre_hook(lambda _, args, joined=joined: (_JoinFeatures.apply(args[0], joined), *args[1:]))
         norm.register_forward_hook(lambda _, __, output, joined=joined: _part_of_last(output, joined))
     for attention in _modules(module, styles.attention):
         _count_own_heads(attention, axis.size)
     for name, mixer in styles.mixers.items():
-        module.mixers[name].share = MixerShare(mixer, axis.place, axis.size, axis.neighbours, stored=True)
+        module.mixers[name].share = MixerShard(mixer, axis.rank, axis.size, axis.neighbours, stored=True)
     for name, adapter in module.named_modules():
         if isinstance(adapter, LowRank) and cuts[f"{name}.A"].divides:
             adapter.divide(partial(_own_inputs, cuts[f"{name}.A"]))
@@ -184,7 +184,7 @@ class _SumGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return summed(grad, ctx.ranks), None
+        return all_reduce(grad, ctx.ranks), None
 
 
 class _Sum(torch.autograd.Function):
@@ -192,7 +192,7 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Communicator) -> Tensor:
-        return summed(x, ranks)
+        return all_reduce(x, ranks)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -210,7 +210,7 @@ class _JoinFeatures(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         cut: Cut = ctx.cut
-        own = _of_last(cut, grad).take(summed(grad, cut.ranks))
+        own = _of_last(cut, grad).take(all_reduce(grad, cut.ranks))
         return own / cut.copies[0], None  # several ranks with the same features sum their gradients again
 
 
@@ -256,7 +256,7 @@ def _count_own_heads(attention: Any, ranks: int) -> None:
 
 
 def _divide_vocabulary(
-    module: TrainModule, cuts: dict[str, Cut], axis: Axis, total: type[torch.autograd.Function]
+    module: TrainModule, cuts: dict[str, Cut], axis: TPAxis, total: type[torch.autograd.Function]
 ) -> None:
     """Divide embedding and head. Tokens of other ranks' rows embed to zeros, and `total` sums the outputs; the head
     gets its shard of the vocabulary."""
@@ -280,14 +280,14 @@ def _divide_vocabulary(
     embedding.register_forward_hook(leave)
     head = f"{module.facts.head}.weight"
     if cuts[head].divides:
-        shard = VocabularyShard(cuts[head].ranges[axis.place][0][0], axis.ranks)
+        shard = VocabularyShard(cuts[head].ranges[axis.rank][0][0], axis.ranks)
         module.head.divide(shard, lambda hidden: _SumGradient.apply(hidden, axis.ranks))
 
 
-def random_difference(axis: Axis, device: torch.device) -> float:
+def random_difference(axis: TPAxis, device: torch.device) -> float:
     """This rank's term of a sum over the ranks of tp that is 0 if all have the same random state."""
     state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
-    return float(checksum_term(zlib.crc32(state.numpy().tobytes()) & 0xFFFFFF, axis.place, axis.size))
+    return float(checksum_term(zlib.crc32(state.numpy().tobytes()) & 0xFFFFFF, axis.rank, axis.size))
 
 
 @torch.no_grad()
@@ -297,7 +297,7 @@ def sum_partial_gradients(module: nn.Module, divided: TensorParallel) -> None:
     together: dict[tuple[Communicator, torch.dtype], list[Tensor]] = {}
     for name, parameter in module.named_parameters():
         if name in partial and parameter.grad is not None:
-            for copies, part in split(parameter, own_part(parameter.grad), cuts[name]):
+            for copies, part in split(parameter, local_shard(parameter.grad), cuts[name]):
                 if copies > 1:
                     together.setdefault((partial[name][copies], part.dtype), []).append(part)
     for (ranks, _), own_parts in together.items():

@@ -38,15 +38,15 @@ from weft.launch.options import Device
 from weft.launch.process import fake_ranks
 from weft.models import hf
 from weft.models.cost import costs_of_layers
-from weft.models.experts import experts_of
+from weft.models.experts import find_experts
 from weft.models.train_module import TrainModule, ValueHead
 from weft.parallel.activations import RowSharing, Saved, saved_bytes
 from weft.parallel.ep.experts import strided
-from weft.parallel.parallelize import Stages, layers_of
-from weft.parallel.pp.model import Anatomy, Pipeline, plan_pipeline
+from weft.parallel.parallelize import StagePlan, layers_of
+from weft.parallel.pp.model import LayerInterface, Pipeline, plan_pipeline
 from weft.parallel.pp.schedule import DELAYED, placement_of
-from weft.parallel.tp.styles import Styles, find_styles
-from weft.parallel.units import Strategy, Unit, find_units, own_parameters
+from weft.parallel.tp.styles import TPPlan, find_tp_plan
+from weft.parallel.units import Strategy, Unit, find_units, parameters_by_unit
 from weft.recipes.plan.passes import LayerPasses, head_passes, layer_passes, usual_passes
 
 _EXPERT_RANKS = 8
@@ -98,11 +98,11 @@ class Blueprint:
         self._experts_checked: set[int] = set()
         self._contexts: set[tuple[bool, bool]] = set()
         self._ulysses: dict[tuple[int, int], int | None] = {}
-        self._pipelines: dict[int, tuple[Stages, Pipeline]] = {}
+        self._pipelines: dict[int, tuple[StagePlan, Pipeline]] = {}
         self._saved: dict[RowSharing, Saved] = {}
         self._passes: dict[RowSharing, list[LayerPasses]] = {}
         self._head_passes: dict[int, float] = {}
-        self._styles: dict[int, Styles] = {}
+        self._styles: dict[int, TPPlan] = {}
         self._kinds: dict[int, tuple[list[Weight], list[int]]] = {}
         self._units: dict[tuple[int, bool], tuple[Units, ...]] = {}
         self._shared: dict[tuple[int, int], list[Weight]] = {}
@@ -115,7 +115,7 @@ class Blueprint:
     @cached_property
     def experts(self) -> dict[str, nn.Module]:
         """Name -> the experts of a layer."""
-        return experts_of(self.module)
+        return find_experts(self.module)
 
     @cached_property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -146,10 +146,10 @@ class Blueprint:
         """Elements of all trained weights."""
         return sum(math.prod(weight.shape) for weight in self.weights if weight.trained)
 
-    def styles(self, tp: int) -> Styles:
+    def styles(self, tp: int) -> TPPlan:
         """How `tp` ranks may divide each weight."""
         if tp not in self._styles:
-            self._styles[tp] = find_styles(self.module, self.text, tp)
+            self._styles[tp] = find_tp_plan(self.module, self.text, tp)
         return self._styles[tp]
 
     def undivided(self, tp: int) -> list[tuple[Weight, bool]]:
@@ -196,7 +196,7 @@ class Blueprint:
         units = find_units(self.module, fsdp.wrap, fsdp.overrides, experts=experts)
         places = {id(parameter): index for index, parameter in enumerate(self.parameters.values())}
         alike: dict[object, list[tuple[Unit, tuple[int, ...]]]] = {}
-        for unit, own in zip(units, own_parameters(units), strict=True):
+        for unit, own in zip(units, parameters_by_unit(units), strict=True):
             weights = tuple(places[id(p)] for p in own)
             inside = self.layer_of(f"{unit.parts[0]}.") is not None
             kind = unit.keep, unit.shard, inside or _pattern(unit.name), tuple(kind_of[i] for i in weights)
@@ -208,7 +208,7 @@ class Blueprint:
             inside_of = tuple(number for number in layers if number is not None)
             name = first.name if len(several) == 1 else _pattern(first.name)
             found.append(Units(name, len(several), weights, first.keep, first.shard, inside_of or None))
-        taken = {places[id(p)] for own in own_parameters(units) for p in own}
+        taken = {places[id(p)] for own in parameters_by_unit(units) for p in own}
         rest = tuple(index for index in range(len(self.weights)) if index not in taken)
         return (*found, Units("root", 1, rest, True, "full"))
 
@@ -223,12 +223,12 @@ class Blueprint:
         return costs_of_layers(self.module, USUAL_LENGTH)
 
     @cached_property
-    def _anatomy(self) -> Anatomy:
+    def _anatomy(self) -> LayerInterface:
         delayed = self.config.mesh.pp_schedule in DELAYED
         compute = self.setup.precision.compute
         return check_pipeline(self.built.config, self.built.support, compute, delayed=delayed)
 
-    def stages(self, pp: int) -> tuple[Stages, Pipeline] | None:
+    def stages(self, pp: int) -> tuple[StagePlan, Pipeline] | None:
         """The stages for `pp` ranks; None for one rank. Raises UserError if the model cannot be cut into them."""
         if pp == 1:
             return None
@@ -238,7 +238,7 @@ class Blueprint:
             placement = placement_of(self.config.mesh.pp_schedule, pp, self.config.mesh.pp_stages_per_rank)
             check_layers(len(self.costs[0]), placement, least_layers(self.built))
             stages = cut_stages(self.costs, placement, self._anatomy, least_layers(self.built))
-            pipeline = plan_pipeline(self.module, stages.spans, placement, stages.anatomy)
+            pipeline = plan_pipeline(self.module, stages.spans, placement, stages.interface)
             self._pipelines[pp] = stages, pipeline
         return self._pipelines[pp]
 
@@ -307,7 +307,7 @@ class Blueprint:
         if found is None:
             return []
         if (pp, place) not in self._shared:
-            names = found[1].shared(place)
+            names = found[1].shared_params(place)
             self._shared[pp, place] = [weight for weight in self.weights if weight.trained and weight.name in names]
         return self._shared[pp, place]
 

@@ -13,8 +13,8 @@ from weft.config.mesh import MeshSizes
 from weft.models.tp_parts import even_ranges
 from weft.ops.communicator import MetaCommunicator
 from weft.parallel.ep.experts import cut_of_expert
-from weft.parallel.mesh import Axis, ExpertRanks
-from weft.parallel.tp.tensor import cut_of
+from weft.parallel.mesh import EPAxis, TPAxis
+from weft.parallel.tp.tensor import tp_shard_spec
 from weft.parallel.units import Strategy
 from weft.recipes.plan.blueprint import Blueprint, Units, Weight
 
@@ -162,10 +162,10 @@ class Holdings:
     def _part(self, weight: Weight, tp: int, ep: int) -> tuple[int, ...]:
         mesh, cut = self.mesh, None
         if mesh.tp > 1:
-            axis = Axis(tp, mesh.tp, _NOBODY, lambda _: _NOBODY)
-            cut = cut_of(weight.name, weight.shape, self.model.styles(mesh.tp).of[weight.name], axis)
+            axis = TPAxis(tp, mesh.tp, _NOBODY, lambda _: _NOBODY)
+            cut = tp_shard_spec(weight.name, weight.shape, self.model.styles(mesh.tp).of[weight.name], axis)
         if mesh.ep > 1 and weight.experts is not None:
-            ranks = ExpertRanks(ep, mesh.ep, _NOBODY, _NOBODY if mesh.tp > 1 else None)
+            ranks = EPAxis(ep, mesh.ep, _NOBODY, _NOBODY if mesh.tp > 1 else None)
             return cut_of_expert(weight.shape, weight.experts, cut, ranks, strided=weight.strided).local_shape()
         return weight.shape if cut is None else cut.local_shape()
 

@@ -29,7 +29,7 @@ from weft.ops.communicator import MetaCommunicator
 from weft.ops.head import KnownGrad, LogitTransform, chunked_readouts
 from weft.ops.shapes import GroupedProducts
 from weft.parallel.activations import RowSharing, once
-from weft.parallel.mesh import Axis
+from weft.parallel.mesh import TPAxis
 from weft.parallel.tp.tensor import tensor_parallel
 
 _ATTENTION = "weft_passes"
@@ -147,7 +147,7 @@ def layer_passes(
         fuse_norms(module)
     if shared.tp > 1:
         ranks = MetaCommunicator(shared.tp)
-        tensor_parallel(module, Axis(0, shared.tp, ranks, lambda _: ranks), model.config, sequence=shared.sequence)
+        tensor_parallel(module, TPAxis(0, shared.tp, ranks, lambda _: ranks), model.config, sequence=shared.sequence)
     calls: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = {}
 
     def keep(number: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

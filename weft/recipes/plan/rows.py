@@ -9,7 +9,7 @@ from weft.config.mesh import MeshSizes
 from weft.engine.planning import StepPlanner
 from weft.engine.step_plan.plan import DocumentMeta, StepPlan
 from weft.models.flops import model_flops
-from weft.ops.communicator import ContextAxis, MetaCommunicator
+from weft.ops.communicator import CPAxis, MetaCommunicator
 from weft.recipes.plan.blueprint import Blueprint
 
 
@@ -74,7 +74,7 @@ def planner_of(model: Blueprint, mesh: MeshSizes) -> StepPlanner:
     """The planner of the first rank of a mesh."""
     ulysses, nobody, context = model.ulysses(mesh.cp, mesh.tp), MetaCommunicator(1), None
     if ulysses is not None:
-        context = ContextAxis(0, mesh.cp // ulysses, ulysses, nobody, nobody, nobody)
+        context = CPAxis(0, mesh.cp // ulysses, ulysses, nobody, nobody, nobody)
     multiple = mesh.tp if model.sequence(mesh.tp) else 1
     ranks = mesh.dp_replicate * mesh.shards
     return StepPlanner(model.config.step, (0, ranks), model.built, context, multiple, several=mesh.cp > 1)

@@ -85,7 +85,7 @@ def simulate(config: EngineConfig, world: int, assumed: Accelerator | None, step
                 held, watch = watched_step(engine, plan, rows, step.objective)
             except (DataDependentOutputException, DynamicOutputShapeException) as error:
                 raise _depends(engine, error) from error
-    stage = None if engine.mesh.pp is None else engine.mesh.pp.place
+    stage = None if engine.mesh.pp is None else engine.mesh.pp.rank
     seconds = time.perf_counter() - began
     return Simulated(
         rank, stage, plan.micro_batches, whole.micro_batches, held, watch.peak(), watch.collectives, seconds
@@ -135,7 +135,7 @@ def fewest_micro_batches(engine: Engine) -> int:
     if schedule == "GPipe":
         return 1 << 30
     many = 4 * stages.placement.stages
-    return many if stages.placement.chunks > 1 else in_flight(schedule, stages.placement, pp.place, many) + 1
+    return many if stages.placement.chunks > 1 else in_flight(schedule, stages.placement, pp.rank, many) + 1
 
 
 def longest(plan: StepPlan, count: int) -> StepPlan:

@@ -219,7 +219,7 @@ def _of_stages(model: Blueprint, mesh: MeshSizes, held: Held, load: Load) -> Ite
         return
     stages, _ = found
     stride, place, placement = mesh.world // mesh.pp, held.place.pp, stages.placement
-    wide = 4 if stages.anatomy.wide else model.setup.precision.compute.itemsize
+    wide = 4 if stages.interface.wide else model.setup.precision.compute.itemsize
     parts = mesh.tp if model.sequence(mesh.tp) else 1
     payload = load.tokens / load.micro_batches * model.text.hidden_size * wide / parts
     for stage in placement.stages_of(place):

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_iter
 from weft.engine.engine import Engine
 from weft.launch import flight
 from weft.parallel.fsdp import fsdp_modules
-from weft.parallel.mesh import own_part
+from weft.parallel.mesh import local_shard
 from weft.recipes.plan.observed_collectives import Collectives, parts_of
 from weft.recipes.plan.observed_memory import Life, Moment, Peak, peak_of
 
@@ -155,9 +155,9 @@ def held_by(engine: Engine) -> dict[str, list[Tensor]]:
     states = [value for state in engine.optimizer.state.values() for value in state.values()]
     average = [] if engine.ema is None else list(engine.ema.shards.values())
     return {
-        "weights": [*map(own_part, parameters), *engine.module.buffers()],
-        "optimizer": [*(own_part(value) for value in states if isinstance(value, Tensor)), *average],
-        "gradients": [own_part(parameter.grad) for parameter in parameters if parameter.grad is not None],
+        "weights": [*map(local_shard, parameters), *engine.module.buffers()],
+        "optimizer": [*(local_shard(value) for value in states if isinstance(value, Tensor)), *average],
+        "gradients": [local_shard(parameter.grad) for parameter in parameters if parameter.grad is not None],
     }
 
 
@@ -169,4 +169,4 @@ def _gradients_of(groups: Iterable[Any]) -> Iterator[Tensor]:
         for parameter in group.fsdp_params:
             for gradient in (parameter.unsharded_accumulated_grad, parameter.sharded_param.grad):
                 if gradient is not None:
-                    yield own_part(gradient)
+                    yield local_shard(gradient)

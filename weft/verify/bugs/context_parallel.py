@@ -54,7 +54,7 @@ def cut_document_counted_again(plant: Plant, original: Original, self: Batch, va
     if self.shared is None:
         found: Tensor = original(self, values_N)
         return found
-    plant.hits += len(self.shared.counted) < len(self.documents)
+    plant.hits += len(self.shared.counted_indices) < len(self.documents)
     return self._document_sums(values_N)
 
 
@@ -77,7 +77,7 @@ def held_out_parts_dropped(plant: Plant, original: Original, self: Any, plan: An
     def change(batch: Batch, terms: LossOutput) -> LossOutput:
         if batch.shared is None:
             return terms
-        counted = torch.isin(batch.document_N, batch.shared.counted)
+        counted = torch.isin(batch.document_N, batch.shared.counted_indices)
         plant.hits += not bool(counted.all())
         return of(replace(batch, weights_N=batch.weights_N * counted))
 
@@ -207,7 +207,7 @@ def blocks_see_later_tokens(
     caught_by=BESIDE, seen=MEGATRON, ranks=2, needs=f"{NEEDS} and images whose tokens see later ones, as in gemma3",
 )  # fmt: skip
 def images_see_beyond_themselves(plant: Plant, original: Original, call: Any, context: Any, run: Any) -> Tensor:
-    if call.bounds.last_seen is not None and context.whole and not rehearsing():
+    if call.bounds.last_seen is not None and context.whole_lengths and not rehearsing():
         plant.hits += context.tokens > 0
         call = replace(call, bounds=replace(call.bounds, last_seen=call.bounds.last_seen + context.tokens))
     found: Tensor = original(call, context, run)

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.ops.dispatch import Dispatched, ExpertAxis
-from weft.parallel.mesh import own_part
+from weft.ops.dispatch import Dispatched, ExpertPlacement
+from weft.parallel.mesh import local_shard
 from weft.parallel.shards.cuts import Cut, Cuts
 from weft.verify.bugs import GRADIENTS, LOGPROB, NORM, Original, Plant, bug, rehearsing
 
@@ -30,7 +30,7 @@ def _scaled(plant: Plant, original: Original, engine: Any, factor: Callable[[Any
     for name, parameter in engine.module.named_parameters():
         if not done and parameter.grad is not None and ".experts." in name and engine.mesh.ep is not None:
             plant.hit()
-            own_part(parameter.grad).mul_(factor(engine))
+            local_shard(parameter.grad).mul_(factor(engine))
 
 
 @bug(
@@ -83,7 +83,7 @@ def experts_norm_apart(plant: Plant, original: Original, named: Any, cuts: Cuts,
     "rows that come from several ranks go through experts in the order of ranks",
     caught_by=LOGPROB, seen="huggingface/transformers#45473", ranks=2, needs=NEEDS,
 )  # fmt: skip
-def rows_unsorted(plant: Plant, original: Original, rows: Tensor, ends: Tensor, axis: ExpertAxis) -> Dispatched:
+def rows_unsorted(plant: Plant, original: Original, rows: Tensor, ends: Tensor, axis: ExpertPlacement) -> Dispatched:
     there: Dispatched = original(rows, ends, axis)
     if rehearsing() or not len(there.order_R):
         return there
@@ -97,7 +97,9 @@ def rows_unsorted(plant: Plant, original: Original, rows: Tensor, ends: Tensor, 
     "what experts made comes back to other tokens than it was made of",
     caught_by=LOGPROB, seen="huggingface/transformers#45473", ranks=2, needs=NEEDS,
 )  # fmt: skip
-def rows_back_elsewhere(plant: Plant, original: Original, rows: Tensor, there: Dispatched, axis: ExpertAxis) -> Tensor:
+def rows_back_elsewhere(
+    plant: Plant, original: Original, rows: Tensor, there: Dispatched, axis: ExpertPlacement
+) -> Tensor:
     back: Tensor = original(rows, there, axis)
     if rehearsing():
         return back

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from weft.engine.optim.optimizer import OtherStages
-from weft.parallel.mesh import PipelineAxis
+from weft.parallel.mesh import PPAxis
 from weft.parallel.pp.model import Pipeline, Span
 from weft.parallel.pp.schedule import Action
 from weft.parallel.pp.weight_gradients import Delayed
@@ -124,9 +124,9 @@ def balance_of_own_layers(plant: Plant, original: Original, self: Any, sums: Any
     caught_by=GRADIENTS, seen=MEGATRON, ranks=2, needs=f"{NEEDS} and a model with a tied head",
 )  # fmt: skip
 def tied_weight_not_summed(
-    plant: Plant, original: Original, module: nn.Module, pipeline: Pipeline, axis: PipelineAxis
+    plant: Plant, original: Original, module: nn.Module, pipeline: Pipeline, axis: PPAxis
 ) -> None:
-    plant.hits += bool(pipeline.shared(axis.place))
+    plant.hits += bool(pipeline.shared_params(axis.rank))
 
 
 @bug(
@@ -136,11 +136,11 @@ def tied_weight_not_summed(
     needs=f"{NEEDS}, several stages per rank, and a model with a tied head",
 )  # fmt: skip
 def tied_weight_summed_per_stage(
-    plant: Plant, original: Original, module: nn.Module, pipeline: Pipeline, axis: PipelineAxis
+    plant: Plant, original: Original, module: nn.Module, pipeline: Pipeline, axis: PPAxis
 ) -> None:
     for _ in range(pipeline.placement.chunks):
         original(module, pipeline, axis)
-    plant.hits += pipeline.placement.chunks > 1 and bool(pipeline.shared(axis.place))
+    plant.hits += pipeline.placement.chunks > 1 and bool(pipeline.shared_params(axis.rank))
 
 
 @bug(
@@ -149,12 +149,12 @@ def tied_weight_summed_per_stage(
     caught_by=AGREE, seen=MEGATRON, ranks=2, needs=f"{NEEDS} and a model with a tied head",
 )  # fmt: skip
 def tied_weight_steps_apart(
-    plant: Plant, original: Original, module: nn.Module, pipeline: Pipeline, axis: PipelineAxis
+    plant: Plant, original: Original, module: nn.Module, pipeline: Pipeline, axis: PPAxis
 ) -> None:
-    before = {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None and axis.place}
+    before = {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None and axis.rank}
     original(module, pipeline, axis)
     with torch.no_grad():
-        for name in pipeline.shared(axis.place) & before.keys():
+        for name in pipeline.shared_params(axis.rank) & before.keys():
             plant.hit()
             own = dict(module.named_parameters())[name]
             assert own.grad is not None

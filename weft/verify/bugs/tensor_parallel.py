@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from weft.engine.batch.document import Document
-from weft.models.tp_parts import Part, Style
+from weft.models.tp_parts import DimSegment, TPSpec
 from weft.ops.communicator import GroupCommunicator
-from weft.parallel.mesh import Axis, own_part
+from weft.parallel.mesh import TPAxis, local_shard
 from weft.parallel.shards.cuts import Cut, split
 from weft.parallel.tp.tensor import TensorParallel, sum_partial_gradients
 from weft.verify.bugs import ACCURACY, AGREE, GRADIENTS, LOGPROB, NORM, Original, Plant, bug, rehearsing
@@ -32,7 +32,7 @@ NEEDS = "mesh.tp above 1"
 
 
 def _left_out(
-    plant: Plant, original: Original, of: tuple[dict[str, Cut], Axis, Any], wrong: Callable[[str], bool]
+    plant: Plant, original: Original, of: tuple[dict[str, Cut], TPAxis, Any], wrong: Callable[[str], bool]
 ) -> Any:
     found = original(*of)
     if rehearsing() or not isinstance(of[1].ranks, GroupCommunicator):
@@ -88,7 +88,7 @@ def repeated_heads_twice(plant: Plant, original: Original, module: nn.Module, di
     original(module, divided)
     for name, parameter in module.named_parameters():
         cut = divided.cuts[name]
-        for copies, part in [] if parameter.grad is None else split(parameter, own_part(parameter.grad), cut):
+        for copies, part in [] if parameter.grad is None else split(parameter, local_shard(parameter.grad), cut):
             if 1 < copies < cut.size:
                 plant.hit()
                 part.mul_(2)
@@ -139,7 +139,7 @@ def tied_head_twice(plant: Plant, original: Original, module: nn.Module, divided
     for _, parameter in module.named_parameters(remove_duplicate=False):
         if id(parameter) in seen and parameter.grad is not None:
             plant.hit()
-            own_part(parameter.grad).mul_(2)
+            local_shard(parameter.grad).mul_(2)
         seen.add(id(parameter))
 
 
@@ -245,7 +245,7 @@ def likeliest_of_a_part(plant: Plant, original: Original, self: Any, ranks: Any)
     caught_by=LOGPROB, seen=MEGATRON, ranks=2, needs=NEEDS,
 )  # fmt: skip
 def border_embedded_twice(
-    plant: Plant, original: Original, module: Any, cuts: dict[str, Cut], axis: Axis, total: Any
+    plant: Plant, original: Original, module: Any, cuts: dict[str, Cut], axis: TPAxis, total: Any
 ) -> None:
     if rehearsing() or not isinstance(axis.ranks, GroupCommunicator):
         original(module, cuts, axis, total)
@@ -274,7 +274,7 @@ def border_embedded_twice(
     caught_by=GRADIENTS, seen=MEGATRON, ranks=2, needs=f"{NEEDS} and an embedding with a row of padding",
 )  # fmt: skip
 def padding_in_every_part(
-    plant: Plant, original: Original, module: Any, cuts: dict[str, Cut], axis: Axis, total: Any
+    plant: Plant, original: Original, module: Any, cuts: dict[str, Cut], axis: TPAxis, total: Any
 ) -> None:
     embedding = module.get_submodule(module.facts.embedding)
     padding = embedding.padding_idx
@@ -326,22 +326,22 @@ def mixer_norm_of_own_heads(plant: Plant, original: Original, parts: Tensor, sum
 
 
 @bug(
-    "B35", "weft.parallel.tp.tensor:cut_of",
+    "B35", "weft.parallel.tp.tensor:tp_shard_spec",
     "a fused projection is cut in pieces of equal size, not part by part",
     caught_by=LOGPROB, seen=MEGATRON, ranks=2, needs=f"{NEEDS} and fused projections, as in phi3",
 )  # fmt: skip
 def fused_cut_as_one(
-    plant: Plant, original: Original, name: str, shape: tuple[int, ...], style: Style, axis: Axis
+    plant: Plant, original: Original, name: str, shape: tuple[int, ...], style: TPSpec, axis: TPAxis
 ) -> Cut:
     if not rehearsing() and len(style.parts) > 1:
         plant.hit()
-        style = replace(style, parts=(Part(sum(part.size for part in style.parts), 1),))
+        style = replace(style, parts=(DimSegment(sum(part.size for part in style.parts), 1),))
     found: Cut = original(name, shape, style, axis)
     return found
 
 
 @bug(
-    "B35", "weft.parallel.tp.tensor:cut_of",
+    "B35", "weft.parallel.tp.tensor:tp_shard_spec",
     "ranks of tp have the sinks of another's heads",
     caught_by=LOGPROB, seen=MEGATRON, ranks=2, needs=f"{NEEDS} and sinks, as in gpt_oss",
 )  # fmt: skip
@@ -383,7 +383,7 @@ def repeated_heads_sent_twice(plant: Plant, original: Original, self: Cut, held:
     caught_by="weft.parallel.tp.tensor.random_difference", seen=MEGATRON, ranks=2, needs=f"{NEEDS} and lora.dropout",
 )  # fmt: skip
 def dropout_apart(plant: Plant, original: Original, self: Any, *rest: Any, **options: Any) -> Any:
-    if self.mesh.tp is not None and self.mesh.tp.place > 0 and self.config.lora.dropout:
+    if self.mesh.tp is not None and self.mesh.tp.rank > 0 and self.config.lora.dropout:
         plant.hit()
         torch.rand(1, device=self.device)
     return original(self, *rest, **options)
@@ -397,10 +397,10 @@ def dropout_apart(plant: Plant, original: Original, self: Any, *rest: Any, **opt
 def copy_drifts(plant: Plant, original: Original, self: Any, lr: float) -> Any:
     result = original(self, lr)
     cuts, tp = self.divided.cuts, self.mesh.tp
-    if tp is not None and tp.place == tp.size - 1:
+    if tp is not None and tp.rank == tp.size - 1:
         plant.hit()
         norm = next(p for name, p in self.module.named_parameters() if not cuts[name].divides)
-        own_part(norm.detach()).mul_(1 + 1e-6)
+        local_shard(norm.detach()).mul_(1 + 1e-6)
     return result
 
 
