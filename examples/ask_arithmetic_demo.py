@@ -1,4 +1,4 @@
-"""Asks the model that `make demo` trained for sums that it has never seen, with transformers alone.
+"""Quizzes the model of `make demo` on unseen sums, with transformers alone.
 
 usage: python examples/ask_arithmetic_demo.py [RUN] [PROBLEMS]
 """
@@ -20,7 +20,7 @@ SHOWN, NEEDED = 4, 0.9
 NEXT = """\
 Next:
   {weft} rollouts {run}
-      shows what was sampled, and how it was rewarded
+      shows samples with their rewards
   {weft} report {run}
       curves of reward, KL, lengths and phases as one HTML page
   {weft} rl your.yaml
@@ -39,7 +39,7 @@ def solve(model_path: str, prompts: list[str]) -> list[str]:
 
 
 def weft_command() -> str:
-    """`weft`, or where it is: `make demo` installs it into an environment that need not be active."""
+    """`weft`, or its path: `make demo` installs it into an environment that may not be active."""
     return "weft" if shutil.which("weft") else os.path.relpath(Path(sys.executable).parent / "weft")
 
 
@@ -47,7 +47,7 @@ def main() -> int:
     run, path = (sys.argv[1:] + [RUN, PROBLEMS][len(sys.argv) - 1 :])[:2]
     model_path = Path(run) / "checkpoints" / "latest"
     if not model_path.is_dir():
-        print(f"There is no model at {model_path}: run `make demo`, which trains it first.", file=sys.stderr)
+        print(f"There is no model at {model_path}: run `make demo` first.", file=sys.stderr)
         return 2
     problems = [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
     answers = solve(str(model_path), [problem["prompt"] for problem in problems])

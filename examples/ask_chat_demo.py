@@ -1,4 +1,4 @@
-"""Asks the model that `make demo` trained, with transformers alone: the run folder holds an ordinary model directory.
+"""Quizzes the model of `make demo-sft` with transformers alone, because a run folder holds an ordinary model directory.
 
 usage: python examples/ask_chat_demo.py [MODEL] [CHAT]
 """
@@ -25,7 +25,7 @@ Next:
   {weft} sft examples/sft_chat_cpu.yaml model.path=MODEL model.init=pretrained data.path=CHAT.jsonl --dry-run
       shows the mesh, the sharding and every setting for a model and data of your own, without training
   {weft} sft your.yaml
-      trains it; start from a copy of examples/sft_chat_cpu.yaml, whose comments say what to change"""
+      trains your model; start from a copy of examples/sft_chat_cpu.yaml and its comments"""
 
 
 def trained_pairs(path: str) -> list[tuple[str, str]]:
@@ -50,14 +50,14 @@ def ask(model_path: str, questions: list[str], max_new_tokens: int) -> list[str]
 
 
 def weft_command() -> str:
-    """`weft`, or where it is: `make demo` installs it into an environment that need not be active."""
+    """`weft`, or its path: `make demo` installs it into an environment that may not be active."""
     return "weft" if shutil.which("weft") else os.path.relpath(Path(sys.executable).parent / "weft")
 
 
 def main() -> int:
     model_path, chat_path = (sys.argv[1:] + [MODEL, CHAT][len(sys.argv) - 1 :])[:2]
     if not Path(model_path).is_dir():
-        print(f"There is no model at {model_path}: run `make demo`, which trains it first.", file=sys.stderr)
+        print(f"There is no model at {model_path}: run `make demo-sft` first.", file=sys.stderr)
         return 2
     pairs = trained_pairs(chat_path)
     answers = ask(model_path, [question for question, _ in pairs], max_new_tokens=200)

@@ -1,4 +1,4 @@
-"""Asks the model that `make demo-vision` trained what is drawn on images it has never seen, with transformers alone.
+"""Quizzes the model of `make demo-vision` on unseen drawings, with transformers alone.
 
 usage: python examples/ask_shapes_demo.py [RUN]
 """
@@ -51,7 +51,7 @@ class Model:
 
 
 def weft_command() -> str:
-    """`weft`, or where it is: `make demo-vision` installs it into an environment that need not be active."""
+    """`weft`, or its path: `make demo-vision` installs it into an environment that may not be active."""
     return "weft" if shutil.which("weft") else os.path.relpath(Path(sys.executable).parent / "weft")
 
 
@@ -61,7 +61,7 @@ def main() -> int:
     run = Path(sys.argv[1] if len(sys.argv) > 1 else RUN)
     path = run / "checkpoints" / "latest"
     if not path.is_dir():
-        print(f"There is no model at {path}: run `make demo-vision`, which trains it first.", file=sys.stderr)
+        print(f"There is no model at {path}: run `make demo-vision` first.", file=sys.stderr)
         return 2
     model = Model(path)
     rows = [json.loads(line) for line in (run.parent / "held-out.jsonl").read_text(encoding="utf-8").splitlines()]

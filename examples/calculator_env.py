@@ -1,9 +1,10 @@
-"""An environment for `weft rl`: the policy may call a calculator as often as rl.max_turns allows, then it answers.
+"""An environment for `weft rl`: the policy may call a calculator up to rl.max_turns times before it answers.
 
     weft rl rl.yaml rl.environment=examples.calculator_env:Calculator 'rl.reward=[math]'
 
-It reads calls as Qwen and Hermes models write them, `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, and the
-chat template renders what it replies. An answer without a call ends the conversation; the reward function judges it.
+It parses calls in the format of Qwen and Hermes models, `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
+The chat template renders its replies. An answer without a call ends the conversation, and the reward function scores
+it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ OPERATORS: dict[type, Callable[..., float]] = {
 
 
 class Calculator(Environment):
-    """Answers every call in an answer with its result, or with what is wrong with it."""
+    """Replies to every call in an answer with its result or an error message."""
 
     tools = (
         {
@@ -47,7 +48,7 @@ class Calculator(Environment):
         self.calls = 0
 
     async def step(self, text: str, tokens: Sequence[int]) -> Reply:
-        """The results of the calls in an answer; done where there are none."""
+        """The results of the calls in an answer; done if there are none."""
         found = CALL.findall(text)
         self.calls += len(found)
         if not found:
@@ -56,7 +57,7 @@ class Calculator(Environment):
 
 
 def result_of(call: str) -> str:
-    """What a call gives, in words that a model can mend its call by."""
+    """The result of a call, or an error message from which the model can correct the call."""
     try:
         asked = json.loads(call)
         return f"{evaluate(asked['arguments']['expression']):.12g}"
@@ -69,7 +70,7 @@ def result_of(call: str) -> str:
 
 
 def evaluate(expression: str) -> float:
-    """The value of an arithmetic expression; nothing else is run."""
+    """The value of an arithmetic expression; never executes anything else."""
     return _value(ast.parse(expression.strip(), mode="eval").body)
 
 

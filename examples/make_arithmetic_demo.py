@@ -1,10 +1,10 @@
-"""Writes what `make demo` trains on: additions of two numbers, a tokenizer of 24 tokens, a small model's config.
+"""Writes the data of `make demo`: additions of two numbers, a tokenizer of 24 tokens, and the config of a small model.
 
-Every problem is `47+85=`, and its answer `2+30+100`: ones, tens and hundreds of 132, in the order in which one adds.
-Models of this size learn it, slowly; nothing is downloaded.
+A problem is `47+85=`, and its answer `2+30+100`: ones, tens and hundreds of 132, in the order of addition. Models of
+this size learn this slowly. The script downloads nothing.
 
-    .demo/additions.jsonl   problems and answers to learn from
-    .demo/held-out.jsonl    300 problems that nothing is trained on
+    .demo/additions.jsonl   problems and answers for training
+    .demo/held-out.jsonl    300 problems for evaluation only
     .demo/adder             a tokenizer and the config of a 0.8M-parameter Qwen3
 
 usage: python examples/make_arithmetic_demo.py [OUT]
@@ -28,7 +28,7 @@ LARGER = [*(f"+{tens}0" for tens in range(1, 10)), "+100"]  # in answers, one to
 
 
 def make_tokenizer(folder: Path) -> None:
-    """One token for each character of a problem, and for ones, tens and hundreds of an answer."""
+    """One token per character of a problem, and one each for ones, tens and hundreds of an answer."""
     vocabulary = {text: place for place, text in enumerate([*"0123456789+=", PAD, END, *LARGER])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=PAD))
     tokenizer.decoder = decoders.Fuse()
@@ -37,7 +37,7 @@ def make_tokenizer(folder: Path) -> None:
 
 
 def make_model(folder: Path) -> None:
-    """The config alone: its weights are drawn by training (`model.init: random`)."""
+    """Only the config: training draws the weights (`model.init: random`)."""
     Qwen3Config(
         vocab_size=24, hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4,
         num_key_value_heads=4, head_dim=32, max_position_embeddings=64, tie_word_embeddings=True,
@@ -46,7 +46,7 @@ def make_model(folder: Path) -> None:
 
 
 def problems() -> list[tuple[int, int]]:
-    """All pairs of numbers of two digits, in an order that looks random and never changes."""
+    """All pairs of two-digit numbers, shuffled with a fixed seed."""
     pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
     random.Random(0).shuffle(pairs)
     return pairs

@@ -1,6 +1,6 @@
-"""Writes what `make demo` trains on: real questions and answers, a tokenizer, and the config of a small model.
+"""Writes the data of `make demo-sft`: questions and answers, a tokenizer, and the config of a small model.
 
-The answers are the first paragraphs of the docstrings of Python's standard library, so nothing is downloaded.
+The answers are first paragraphs of docstrings in Python's standard library, so the script downloads nothing.
 
     .demo/chat.jsonl   about 600 documents of one question and one answer
     .demo/model        a byte-level BPE tokenizer with a chat template, and the config of a 5.2M-parameter Qwen3
@@ -24,7 +24,7 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3Config
 
-# Every module here can be imported without an effect that anyone would notice.
+# Importing these modules has no visible side effects.
 MODULES = """
 abc argparse array ast asyncio base64 bisect bz2 calendar cmath cmd code codecs collections collections.abc colorsys
 concurrent.futures configparser contextlib contextvars copy csv dataclasses datetime decimal difflib dis doctest
@@ -43,7 +43,7 @@ DOCUMENTS = 600
 VOCABULARY = 4096
 PAD, TURN, END = "<|pad|>", "<|im_start|>", "<|im_end|>"
 
-# What stands between the generation markers is what training teaches: the answer and the end of the turn.
+# Training covers the text between the generation markers: the answer and the end of the turn.
 CHAT_TEMPLATE = """
 {%- for message in messages %}
     {{- '<|im_start|>' + message['role'] + '\\n' }}
@@ -83,7 +83,7 @@ def public_objects() -> Iterator[tuple[str, Any]]:
 
 
 def docstrings() -> dict[str, str]:
-    """Docstrings by the name of what they describe, each text once."""
+    """Object name -> docstring, without duplicate texts."""
     found: dict[str, str] = {}
     seen: set[str] = set()
     for name, item in public_objects():
@@ -105,7 +105,7 @@ def chat(asked: str, answer: str) -> dict[str, Any]:
 
 
 def short_answers(texts: dict[str, str]) -> dict[str, str]:
-    """The first paragraph of each docstring, on one line, where it has 20 to 200 characters; each once."""
+    """The first paragraph of each docstring on one line, if it has 20 to 200 characters, without duplicates."""
     answers: dict[str, str] = {}
     for name, text in texts.items():
         paragraph = " ".join(text.split("\n\n")[0].split())
@@ -115,7 +115,7 @@ def short_answers(texts: dict[str, str]) -> dict[str, str]:
 
 
 def train_tokenizer(texts: dict[str, str], vocabulary: int = VOCABULARY) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer of exactly so many tokens, with a chat template that marks what is generated."""
+    """A byte-level BPE tokenizer with exactly `vocabulary` tokens, and a chat template with generation markers."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -158,7 +158,7 @@ def main() -> None:
         sys.exit(0 if sys.argv[1] in ("-h", "--help") else 2)
     out = Path(sys.argv[1] if len(sys.argv) > 1 else ".demo")
     out.mkdir(parents=True, exist_ok=True)
-    shutil.rmtree(out / "run", ignore_errors=True)  # an earlier demo's run: weft writes over no run
+    shutil.rmtree(out / "run", ignore_errors=True)  # the run of an earlier demo: weft never overwrites a run
     texts = docstrings()
     answers = short_answers(texts)
     names = random.Random(0).sample(sorted(answers), min(DOCUMENTS, len(answers)))

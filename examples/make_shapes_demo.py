@@ -1,10 +1,9 @@
-"""Writes what `make demo-vision` trains on: drawings of coloured shapes, and a small vision model that has seen
-nothing.
+"""Writes the data of `make demo-vision`: drawings of coloured shapes, and the config of a small vision model.
 
-    .demo/shapes/*.png             drawings of 32 x 32 pixels: a shape, anywhere, on a noisy ground
-    .demo/shapes/train.jsonl       questions with a drawing, and answers: "a green triangle"
-    .demo/shapes/held-out.jsonl    200 drawings that nothing is trained on
-    .demo/shapes/shown.jsonl       the first 8 of them, which the report shows with the answers
+    .demo/shapes/*.png             drawings of 32 x 32 pixels: a shape at a random position on a noisy background
+    .demo/shapes/train.jsonl       questions with a drawing, and answers such as "a green triangle"
+    .demo/shapes/held-out.jsonl    200 drawings for evaluation only
+    .demo/shapes/shown.jsonl       the first 8 of them, shown with the answers in the report
     .demo/shapes/model             tokenizer, image processor and config of a 0.6M-parameter Qwen2.5-VL
 
 usage: python examples/make_shapes_demo.py [OUT]
@@ -61,7 +60,7 @@ def draw(colour: str, shape: str, source: random.Random) -> Image.Image:
 
 
 def make_model(folder: Path) -> None:
-    """Tokenizer, processor and config; weights are drawn by training (`model.init: random`)."""
+    """Tokenizer, processor and config; training draws the weights (`model.init: random`)."""
     words = [" ", "user", "assistant", "a", *QUESTION.split(), *COLOURS, *SHAPES]
     backend = Tokenizer(models.WordLevel({word: n for n, word in enumerate([*SPECIAL, *words])}, unk_token="<pad>"))
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.Split(Regex(" |[^ ]+"), "isolated"), decoders.Fuse()
@@ -96,7 +95,7 @@ def make_model(folder: Path) -> None:
 
 
 def write(path: Path, numbers: Sequence[int], source: random.Random) -> None:
-    """Draws one image for each number, and a row with its question and answer."""
+    """Writes one image per number, and a file of rows with question and answer."""
     rows = []
     for number in numbers:
         colour, shape = source.choice(list(COLOURS)), source.choice(SHAPES)
