@@ -28,7 +28,7 @@ from weft.engine.batch.document import Document
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
 from weft.engine.losses.cross_entropy import CrossEntropy
-from weft.inference.base import Completion, Request, Sampling
+from weft.inference.base import Completion, Request, SamplingParams
 from weft.inference.embedded import EmbeddedEngine
 from weft.launch.process import join
 
@@ -44,7 +44,7 @@ class Case:
         self.embedded = EmbeddedEngine(self.engine)
         self.embedded.wake()
         generator = torch.Generator().manual_seed(0)
-        sampling = Sampling(options.completion)
+        sampling = SamplingParams(options.completion)
         self.requests = [
             Request(str(n), tuple(torch.randint(options.vocabulary, (options.prompt,), generator=generator).tolist()),
                     tuple(range(options.group)), sampling)

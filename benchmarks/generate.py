@@ -25,7 +25,7 @@ import torch
 import transformers
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from weft.inference.base import Request, Sampling, seed_of
+from weft.inference.base import Request, SamplingParams, seed_of
 from weft.inference.generate import Generator
 
 PROMPTS, COPIES, VOCABULARY = 32, 8, 14
@@ -51,7 +51,7 @@ def asked(vocabulary: int, shortest: int, longest: int) -> list[Request]:
         tokens = torch.randint(0, vocabulary, (6 + number % 3,), generator=generator).tolist()
         length = shortest + (longest - shortest) * ((number * 13) % PROMPTS) // (PROMPTS - 1)
         seeds = tuple(seed_of(0, str(number), sample) for sample in range(COPIES))
-        requests.append(Request(str(number), tuple(tokens), seeds, Sampling(length)))
+        requests.append(Request(str(number), tuple(tokens), seeds, SamplingParams(length)))
     return requests
 
 

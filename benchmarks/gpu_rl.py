@@ -14,13 +14,13 @@ from benchmarks.gpu_rows import Row, Run
 from benchmarks.gpu_sft import config_of, draw_weights, write_model
 from weft.config.load import load_config
 from weft.config.rl_schema import RlConfig
-from weft.inference.base import Request, Sampling, seed_of
-from weft.inference.types import Group, Prompt, samples_of
+from weft.inference.base import Request, SamplingParams, seed_of
+from weft.inference.types import Prompt, SampleGroup, samples_of
 from weft.rl.advantages import advantages
 from weft.rl.corrections import correct
 from weft.rl.reference_critic import set_readings
 from weft.rl.rollouts import group_of
-from weft.rl.trainer import Trainer
+from weft.rl.trainer import TrainerRank
 
 LR = 1e-6
 
@@ -30,7 +30,7 @@ def rl(run: Run) -> None:
     prompts, group, prompt_tokens, new_tokens = run.pick((32, 8, 256, 256), (2, 2, 6, 4))
     with TemporaryDirectory() as folder:
         config = _config(run, Path(folder), prompts, group, prompt_tokens, new_tokens)
-        trainer = Trainer(config, run.device.kind, fill=False)  # type: ignore[arg-type]
+        trainer = TrainerRank(config, run.device.kind, fill=False)  # type: ignore[arg-type]
         draw_weights(trainer.engine.module)
         drawn = np.random.default_rng(0).integers(2, trainer.engine.built.config.vocab_size, (prompts, prompt_tokens))
         asked = [Prompt(i, 0, tuple(map(int, ids)), "") for i, ids in enumerate(drawn)]
@@ -52,14 +52,14 @@ def _config(run: Run, folder: Path, prompts: int, group: int, prompt_tokens: int
     return load_config([], words, RlConfig)
 
 
-def _step(run: Run, trainer: Trainer, prompts: Sequence[Prompt], number: int, new_tokens: int) -> None:
-    groups: list[Group] = []
+def _step(run: Run, trainer: TrainerRank, prompts: Sequence[Prompt], number: int, new_tokens: int) -> None:
+    groups: list[SampleGroup] = []
 
     def sync() -> Row:
         return {"GB": trainer.sync(number).bytes / 1e9}
 
     def generate() -> Row:
-        seeds, sampling = range(trainer.config.rl.group_size), Sampling(new_tokens)
+        seeds, sampling = range(trainer.config.rl.group_size), SamplingParams(new_tokens)
         requests = [Request(p.id, p.tokens, tuple(seed_of(0, p.id, n) for n in seeds), sampling) for p in prompts]
         groups.extend(map(group_of, prompts, trainer.embedded.generate(requests)))
         return {"tokens": sum(sample.length for sample in samples_of(groups))}
@@ -70,7 +70,9 @@ def _step(run: Run, trainer: Trainer, prompts: Sequence[Prompt], number: int, ne
     def read() -> Row:
         samples = samples_of(groups)
         set_readings(samples, [trainer.read_all(["policy"], samples)])
-        apart = np.concatenate([np.abs(s.old - s.rollout)[s.sampled] for s in samples if s.old is not None])
+        apart = np.concatenate(
+            [np.abs(s.old_logprobs - s.rollout_logprobs)[s.sampled] for s in samples if s.old_logprobs is not None]
+        )
         tokens = sum(len(sample) for sample in samples)
         return {"tokens": tokens, "logprob difference, mean": float(apart.mean()), "largest": float(apart.max())}
 

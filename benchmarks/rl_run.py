@@ -82,16 +82,16 @@ async def weft_steps(spec: Spec, old_logprobs: str, answer: Answer) -> None:
     from weft.recipes import rl as recipe
     from weft.rl.actors import Actors
     from weft.rl.batch_pool import EmbeddedPool
-    from weft.rl.colocation import PhaseSwitch
+    from weft.rl.colocation import DeviceSharing
     from weft.rl.resume import FRESH
-    from weft.rl.trainer import Trainer
+    from weft.rl.trainer import TrainerRank
 
     config = load_config([], [*spec["keys"], f"rl.old_logprobs={old_logprobs}"], RlConfig)
     task = recipe.read_task(config)
-    trainers = cast(ActorGroup, InProcess(Trainer(config, "cpu")))
-    plan = recipe.Plan.of(config, task.stream)
-    run = recipe.Run(config, cast(RunLock, None), task, Actors(trainers, {}, None), plan, FRESH)  # nothing is written
-    switch = PhaseSwitch(EmbeddedPool(trainers), trainers, shared=True)
+    trainers = cast(ActorGroup, InProcess(TrainerRank(config, "cpu")))
+    plan = recipe.RlPlan.of(config, task.stream)
+    run = recipe.RlRun(config, cast(RunLock, None), task, Actors(trainers, {}, None), plan, FRESH)  # nothing is written
+    switch = DeviceSharing(EmbeddedPool(trainers), trainers, shared=True)
     await task.rewards.start(list(task.prompts))
     sampling = recipe.sampling_of(config, (await trainers.call_all("ends"))[0])
     await switch.to_rollouts(0)

@@ -33,7 +33,7 @@ from weft.launch.process import leave
 from weft.launch.ray_actors import ActorGroup, gather_calls
 from weft.recipes import rl
 from weft.rl.actors import Actors
-from weft.rl.trainer import Trainer
+from weft.rl.trainer import TrainerRank
 
 KEYS = [
     "model.init=random", "rl.prompts=2", "rl.group_size=3", "rollout.max_prompt_tokens=6", "rollout.max_new_tokens=4",
@@ -126,7 +126,7 @@ def local_actors(
     config: RlConfig, options: RlOptions, *, fill: bool, hook: Hook | None = None, kind: type[LocalGroup] = LocalGroup
 ) -> Iterator[Actors]:
     """What weft.rl.actors.open_actors gives, without Ray."""
-    trainers = kind("trainer rank", [partial(Trainer, config, "cpu", fill=fill)], hook)
+    trainers = kind("trainer rank", [partial(TrainerRank, config, "cpu", fill=fill)], hook)
     engines = None
     if config.rollout.engine == "hf":
         opener = image_opener(config.model.path, config.data)

@@ -186,9 +186,9 @@ def _score() -> tuple[Any, str]:
 
 
 def _turn() -> tuple[Any, str]:
-    from weft.rl.colocation import PhaseSwitch
+    from weft.rl.colocation import DeviceSharing
 
-    return PhaseSwitch, "to_rollouts"
+    return DeviceSharing, "to_rollouts"
 
 
 def _record() -> tuple[Any, str]:

@@ -9,7 +9,7 @@ import numpy as np
 
 from weft.config.presets import PRESETS
 from weft.config.rl_schema import DataConfig, ModelConfig, RlAlgorithm, RlConfig, RolloutConfig
-from weft.inference.types import Group, Prompt, Sample
+from weft.inference.types import Prompt, Sample, SampleGroup
 
 PROMPT = (5, 6, 7)
 
@@ -41,7 +41,7 @@ def sample(
     return made
 
 
-def group(rewards: Sequence[float | None], lengths: Sequence[int] = (), index: int = 0) -> Group:
+def group(rewards: Sequence[float | None], lengths: Sequence[int] = (), index: int = 0) -> SampleGroup:
     sizes = lengths or [2] * len(rewards)
     samples = [sample(n, size, r, index=index) for n, (size, r) in enumerate(zip(sizes, rewards, strict=True))]
-    return Group(samples[0].prompt, samples)
+    return SampleGroup(samples[0].prompt, samples)

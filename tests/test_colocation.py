@@ -25,13 +25,13 @@ from tests.toy_tokenizers import byte_tokenizer
 from weft.config.load import load_config
 from weft.config.rl_schema import RlConfig
 from weft.engine.sleep import PARTS, Offloader, Part
-from weft.inference.base import Request, Sampling
+from weft.inference.base import Request, SamplingParams
 from weft.inference.standalone import Standalone
 from weft.inference.types import Sample
 from weft.rl import batch_pool, placement
 from weft.rl.batch_pool import EmbeddedPool, StandalonePool
-from weft.rl.colocation import PhaseSwitch, sleeping_parts
-from weft.rl.trainer import Trainer
+from weft.rl.colocation import DeviceSharing, sleeping_parts
+from weft.rl.trainer import TrainerRank
 
 KEYS = [
     "rl.reward=[length]", "rl.correction=none", "rl.advantage=gae", "rl.scale=none", "rl.kl=0.1", "rl.group_size=4",
@@ -60,19 +60,19 @@ class Actors:
 
 def open_switch(
     folder: Path, engine: str, shared: bool, parts: tuple[Part, ...], **keys: Any
-) -> tuple[Trainer, PhaseSwitch]:
+) -> tuple[TrainerRank, DeviceSharing]:
     path = str(folder / "model")
     words = [f"model.path={path}", "data.path=owner/data", f"rollout.engine={engine}", *KEYS]
     config = load_config([], [*words, *(f"{key}={value}" for key, value in keys.items())], RlConfig)
-    trainer = Trainer(config, "cpu")
+    trainer = TrainerRank(config, "cpu")
     trainer.folder = folder
     trainers: Any = Actors(trainer)
     if engine == "embedded":
-        return trainer, PhaseSwitch(EmbeddedPool(trainers), trainers, shared=shared, parts=parts)
+        return trainer, DeviceSharing(EmbeddedPool(trainers), trainers, shared=shared, parts=parts)
     tickets = trainer.open_sync({"hf-0": "127.0.0.1"}, 1)
     standalone: Any = Actors(Standalone(path, dtype=torch.float32))
     keep = config.rollout.unfinished == "continue"
-    return trainer, PhaseSwitch(
+    return trainer, DeviceSharing(
         StandalonePool(standalone, trainers, tickets, keep), trainers, shared=shared, parts=parts
     )
 
@@ -80,7 +80,7 @@ def open_switch(
 def as_samples(completions: Any) -> list[Sample]:
     samples = []
     for number, completion in enumerate(completions):
-        arrays = {"rollout": completion.logprobs, "advantages": [(-1.0) ** number] * len(completion.tokens)}
+        arrays = {"rollout_logprobs": completion.logprobs, "advantages": [(-1.0) ** number] * len(completion.tokens)}
         arrays["returns"] = [0.5] * len(completion.tokens)
         drawn = sample(number, len(completion.tokens), 1.0, **arrays)
         drawn.tokens[drawn.sampled] = completion.tokens
@@ -88,16 +88,16 @@ def as_samples(completions: Any) -> list[Sample]:
     return samples
 
 
-async def train(trainer: Trainer, switch: PhaseSwitch, asleep: list[Any]) -> list[dict[str, object]]:
+async def train(trainer: TrainerRank, switch: DeviceSharing, asleep: list[Any]) -> list[dict[str, object]]:
     """The recipe's order of things. asleep: takes what sleeps while engines generate, then while trainers train."""
     lines = []
     await switch.to_rollouts(0)
     for number in range(1, STEPS + 1):
         asleep.append([list(engine.asleep) for engine in (trainer.engine, trainer.reference, trainer.critic) if engine])
         seeds = tuple(range(10 * number, 10 * number + 4))
-        samples = as_samples(await switch.engine.generate(Request(f"{number}", PROMPT, seeds, Sampling(9))))
+        samples = as_samples(await switch.engine.generate(Request(f"{number}", PROMPT, seeds, SamplingParams(9))))
         await switch.to_training()
-        for who, name in (("policy", "old"), ("reference", "reference"), ("critic", "values")):
+        for who, name in (("policy", "old_logprobs"), ("reference", "ref_logprobs"), ("critic", "values")):
             for index, values in trainer.read(who, samples).items():  # type: ignore[arg-type]
                 setattr(samples[index], name, values)
         lines.append(trainer.update(samples, number, STEPS, 1, 0.01).line)
@@ -190,7 +190,7 @@ def synced_meanwhile(folder: Path, unfinished: str) -> tuple[list[Any], list[Any
     distance of each version's logprobs from what the trainer reads with its weights, tokens that the old ones drew)."""
     keys = {"rollout.unfinished": unfinished, "cluster.max_staleness": 1}
     trainer, switch = open_switch(folder, "hf", False, (), **keys)
-    requests = [Request(f"{n}", (*PROMPT, n + 8), (10 * n, 10 * n + 1), Sampling(4 + 8 * n)) for n in range(3)]
+    requests = [Request(f"{n}", (*PROMPT, n + 8), (10 * n, 10 * n + 1), SamplingParams(4 + 8 * n)) for n in range(3)]
 
     async def body() -> tuple[list[Any], list[Any]]:
         await switch.to_rollouts(0)
@@ -203,9 +203,11 @@ def synced_meanwhile(folder: Path, unfinished: str) -> tuple[list[Any], list[Any
         return found, [await engine.generate(request) for request in requests]
 
     learnt = as_samples([])
-    learnt = [sample(n, 6, 1.0, advantages=[(-1.0) ** n] * 6, old=[-1.0] * 6, values=[0.0] * 6) for n in range(2)]
+    learnt = [
+        sample(n, 6, 1.0, advantages=[(-1.0) ** n] * 6, old_logprobs=[-1.0] * 6, values=[0.0] * 6) for n in range(2)
+    ]
     for one in learnt:
-        one.returns, one.reference = one.values, one.old
+        one.returns, one.ref_logprobs = one.values, one.old_logprobs
     before: list[Any] = []
     update = trainer.update
 
@@ -222,7 +224,7 @@ def synced_meanwhile(folder: Path, unfinished: str) -> tuple[list[Any], list[Any
     for one, prompt, completion in zip(samples, prompts, [c for cs in found for c in cs], strict=True):
         one.tokens = np.array([*prompt, *completion.tokens])
         one.sampled = np.array([False] * len(prompt) + [True] * len(completion.tokens))
-        one.rollout = np.array([0.0] * len(prompt) + list(completion.logprobs), np.float32)
+        one.rollout_logprobs = np.array([0.0] * len(prompt) + list(completion.logprobs), np.float32)
         versions.append(np.repeat([v for v, _ in completion.versions], [n for _, n in completion.versions]))
     distances = []
     for version in (1, 0):
@@ -232,7 +234,7 @@ def synced_meanwhile(folder: Path, unfinished: str) -> tuple[list[Any], list[Any
                     tensor.copy_(before[0][name])
         read = trainer.read("policy", samples)
         differences = [
-            np.abs(read[i] - one.rollout)[one.sampled][versions[i] == version] for i, one in enumerate(samples)
+            np.abs(read[i] - one.rollout_logprobs)[one.sampled][versions[i] == version] for i, one in enumerate(samples)
         ]
         distances.append(float(np.concatenate(differences).max(initial=0.0)))
     assert trainer.sender is not None

@@ -367,7 +367,7 @@ def sampled(documents: int) -> dict[int, Document]:
     lengths = [61, 9, 47, 22, 35][:documents]
     made = {}
     for index, n in enumerate(lengths):
-        arrays = {"old_logprob": -4 - torch.rand(n, generator=generator), "advantage": torch.full((n,), 1.0 - index)}
+        arrays = {"old_logprobs": -4 - torch.rand(n, generator=generator), "advantages": torch.full((n,), 1.0 - index)}
         arrays["correction"] = torch.ones(n)
         ids = torch.randint(3, 120, (n,), generator=generator)
         made[index] = Document(ids, (torch.arange(n) >= 5).float() / (n - 5), arrays=arrays)

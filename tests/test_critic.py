@@ -35,7 +35,7 @@ from weft.inference.types import Floats
 from weft.launch.process import join
 from weft.rl.advantages import advantages
 from weft.rl.model_engines import critic_config, critic_engine, policy_config, reference_config
-from weft.rl.trainer import Role, Trainer
+from weft.rl.trainer import Role, TrainerRank
 from weft.verify.documents import awkward_steps
 from weft.verify.harness import GRADIENT, SCALAR, compare_gradients
 from weft.verify.observed import Tensors, to_documents
@@ -48,7 +48,7 @@ STEP = awkward_steps(128)[0]
 def arrays() -> list[dict[str, Tensor]]:
     """Returns, and old values that are near to none of the critic's, of each document."""
     generator = torch.Generator().manual_seed(5)
-    return [{name: torch.randn(len(ids), generator=generator) for name in ("return", "old_value")} for ids, _ in STEP]
+    return [{name: torch.randn(len(ids), generator=generator) for name in ("returns", "values")} for ids, _ in STEP]
 
 
 def documents_of(engine: Engine) -> tuple[dict[int, Document], StepPlan]:
@@ -92,7 +92,7 @@ def plain(path: str, weights: Tensors, clip: float | None) -> tuple[list[Tensor]
     for (ids, mask), array in zip(STEP, arrays(), strict=True):
         value = model.score(model.base_model(input_ids=torch.tensor([ids])).last_hidden_state)[0, :-1, 0]
         values.append(value.detach())
-        target, old, weight = array["return"][1:], array["old_value"][1:], torch.tensor(mask[1:])
+        target, old, weight = array["returns"][1:], array["values"][1:], torch.tensor(mask[1:])
         loss = (value - target) ** 2
         if clip is not None:
             other = (old + (value - old).clamp(-clip, clip) - target) ** 2
@@ -223,7 +223,7 @@ def learns(path: str, lora: str) -> tuple[list[float], list[float], bool]:
     """Twelve rollout steps of the same samples with PPO's advantages: (losses of the critic, shares of the returns'
     variance that it explains), and whether what reads the reference reads the policy as it was."""
     keys = ("rollout.max_new_tokens=20", "rollout.max_prompt_tokens=20", "critic.lr=3e-3", "optimizer.lr=1e-4")
-    trainer = Trainer(
+    trainer = TrainerRank(
         read(*keys, f"model.path={path}", "mesh.dp_shard=2", "critic.clip=null", "rl.correction=none", lora), "cpu"
     )
     groups = [group([1.0, 0.0], [4, 6]), group([0.0, 1.0], [5, 3], index=1)]
@@ -232,15 +232,15 @@ def learns(path: str, lora: str) -> tuple[list[float], list[float], bool]:
         member.tokens[member.sampled] += 7 * index  # what they drew tells them apart
     first, losses, explained = collect(trainer.read("policy", samples)), [], []
     for number in range(1, 13):
-        asked: dict[Role, str] = {"policy": "old", "reference": "reference", "critic": "values"}
+        asked: dict[Role, str] = {"policy": "old_logprobs", "reference": "ref_logprobs", "critic": "values"}
         for who, name in asked.items():
             for index, values in collect(trainer.read(who, samples)).items():
                 setattr(samples[index], name, values)
         explained.append(advantages(groups, trainer.config.rl)["critic/explained_variance"])
         line = trainer.update(samples, number, 12, 1, 1e-4).line
         losses.append(float(str(line["loss/value_avg"])))
-    moved = not any(np.array_equal(first[i], member.old) for i, member in enumerate(samples))
-    same = all(np.array_equal(first[i], member.reference) for i, member in enumerate(samples))
+    moved = not any(np.array_equal(first[i], member.old_logprobs) for i, member in enumerate(samples))
+    same = all(np.array_equal(first[i], member.ref_logprobs) for i, member in enumerate(samples))
     return losses, explained, same and moved
 
 

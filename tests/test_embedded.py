@@ -19,7 +19,7 @@ from weft.data.messages import MessageRules
 from weft.data.prompts import load_prompts
 from weft.engine.batch.document import Document
 from weft.errors import UserError
-from weft.inference.base import Completion, Request, Sampling
+from weft.inference.base import Completion, Request, SamplingParams
 from weft.inference.embedded import EmbeddedEngine
 from weft.verify.adapter import randomize_adapters
 
@@ -40,7 +40,7 @@ def answers(path: str, mesh: str) -> tuple[list[list[Completion]], bool]:
     found = []
     if embedded.model is not None:
         for temperature, seed in ((0.0, 1), (1.0, 1), (1.0, 1), (1.0, 2)):
-            sampling = Sampling(12, temperature, ends=ENDS)
+            sampling = SamplingParams(12, temperature, ends=ENDS)
             asked = [Request(str(n), tuple(prompt), (seed,), sampling) for n, prompt in enumerate(PROMPTS)]
             found.append([completion for (completion,) in embedded.generate(asked)])
     copied = [] if embedded.model is None else [p.untyped_storage() for p in embedded.model.parameters()]

@@ -24,8 +24,8 @@ from weft.config.load import load_config
 from weft.config.rl_schema import RlConfig
 from weft.data.encode import Encoding
 from weft.errors import UserError
-from weft.inference.base import Completion, Request, Sampling, seed_of
-from weft.inference.types import Group, Prompt, Sample
+from weft.inference.base import Completion, Request, SamplingParams, seed_of
+from weft.inference.types import Prompt, Sample, SampleGroup
 from weft.rl.chat import ChatRenderer
 from weft.rl.environments.base import Environment
 from weft.rl.environments.episodes import Episodes, load_environment
@@ -36,7 +36,7 @@ from weft.rl.rollouts import groups_to_train, rollout_group
 
 TOKENIZER = family_tokenizer("qwen", "qwen3")
 END = TOKENIZER.convert_tokens_to_ids("<|im_end|>")
-SAMPLING = Sampling(max_new_tokens=400, ends=(END,))
+SAMPLING = SamplingParams(max_new_tokens=400, ends=(END,))
 (QUESTION,) = read_prompts(
     [{"messages": [{"role": "user", "content": "3+4?"}], "answer": "7"}], TOKENIZER, Encoding(), PromptRules(999)
 )
@@ -71,14 +71,14 @@ def episodes(kind: type[Environment], max_turns: int = 5, most: int = 400, timeo
     return Episodes(kind, pool, ChatRenderer(TOKENIZER), max_turns, most, timeout)
 
 
-def play(engine: Scripted, env: Episodes | None, prompt: Prompt = QUESTION, count: int = 1) -> Group:
+def play(engine: Scripted, env: Episodes | None, prompt: Prompt = QUESTION, count: int = 1) -> SampleGroup:
     return play_all(engine, env, [prompt], count)[0]
 
 
-def play_all(engine: Scripted, env: Episodes | None, prompts: Sequence[Prompt], count: int = 1) -> list[Group]:
+def play_all(engine: Scripted, env: Episodes | None, prompts: Sequence[Prompt], count: int = 1) -> list[SampleGroup]:
     """Groups of several prompts, at the same time."""
 
-    async def run() -> list[Group]:
+    async def run() -> list[SampleGroup]:
         try:
             groups = (rollout_group(prompt, count, engine, SAMPLING, env, seed=11) for prompt in prompts)
             return list(await asyncio.gather(*groups))
@@ -106,7 +106,7 @@ def test_without_an_environment_a_group_is_one_request() -> None:
     n = len(QUESTION.tokens)
     assert sample.number == 2 and sample.length == 6 and sample.tokens[-1] == END
     assert not sample.sampled[:n].any() and sample.sampled[n:].all()
-    assert set(sample.rollout[:n]) == {0.0} and set(sample.rollout[n:]) == {-0.5}
+    assert set(sample.rollout_logprobs[:n]) == {0.0} and set(sample.rollout_logprobs[n:]) == {-0.5}
     assert set(sample.versions[:n]) == {-1} and set(sample.versions[n:]) == {0}
     assert sample.kept_logmass is None and sample.routes is not None and len(sample.routes) == len(sample) - 1
 
@@ -125,7 +125,7 @@ def test_a_conversation_is_appended_and_its_replies_are_not_trained() -> None:
     assert sample.turns == 2 and sample.finish == "end" and sample.rewards == {"environment": 1.25}
     assert sample.notes["heard"] == "say <b>"
     assert [message["role"] for message in sample.notes["messages"]] == ["assistant", "tool", "assistant"]
-    assert sorted(set(sample.rollout.tolist())) == [-1.5, -0.5, 0.0]
+    assert sorted(set(sample.rollout_logprobs.tolist())) == [-1.5, -0.5, 0.0]
 
 
 def test_the_numbers_that_samples_and_turns_are_drawn_with() -> None:
@@ -308,12 +308,12 @@ def test_groups_without_signal_are_replaced_in_the_order_of_the_data() -> None:
     """Rewards of prompt i's group: equal where i is even. Five rounds find enough; one fills up with what it has."""
     asked: list[list[int]] = []
 
-    async def roll(prompts: Sequence[Prompt]) -> list[Group]:
+    async def roll(prompts: Sequence[Prompt]) -> list[SampleGroup]:
         asked.append([prompt.index for prompt in prompts])
         (sample,) = (await rollout_group(QUESTION, 1, Scripted("a"), SAMPLING, None, 0)).samples
         rewards = [(1.0, float(prompt.index % 2 == 0)) for prompt in prompts]
         return [
-            Group(prompt, [replace(sample, prompt=prompt, reward=reward) for reward in pair])
+            SampleGroup(prompt, [replace(sample, prompt=prompt, reward=reward) for reward in pair])
             for prompt, pair in zip(prompts, rewards, strict=True)
         ]
 

@@ -19,7 +19,7 @@ from tests.rl_samples import sample
 from weft.engine.batch.document import Document
 from weft.engine.engine import Engine
 from weft.errors import UserError
-from weft.inference.base import Completion, Request, Sampling
+from weft.inference.base import Completion, Request, SamplingParams
 from weft.inference.embedded import EmbeddedEngine
 from weft.inference.types import Prompt, Sample
 from weft.ops import exact
@@ -28,7 +28,7 @@ from weft.ops.exact_attention import attend_exactly
 from weft.ops.per_document import per_document
 from weft.parallel.mesh import local_shard
 from weft.rl import exact as proof
-from weft.rl.exact import Proof, prove_exact, require_exact, try_engine
+from weft.rl.exact import ExactnessResult, prove_exact, require_exact, try_engine
 from weft.verify.adapter import randomize_adapters
 
 TEMPERATURE = 0.9
@@ -47,7 +47,7 @@ def requests() -> list[Request]:
     generator = np.random.default_rng(1)
     return [
         Request(str(n), tuple(generator.integers(3, 120, prompt).tolist()), tuple(range(samples)),
-                Sampling(completion, TEMPERATURE))
+                SamplingParams(completion, TEMPERATURE))
         for n, (prompt, completion, samples) in enumerate(SHAPES)
     ]  # fmt: skip
 
@@ -151,7 +151,7 @@ def test_a_token_sees_the_same_in_a_row_and_in_a_cache() -> None:
 # ---------------------------------------------------------------- the proof at start, and of every sample
 
 
-def proofs(path: str, lora: bool) -> Proof | str:
+def proofs(path: str, lora: bool) -> ExactnessResult | str:
     keys: dict[str, Any] = {"lora": {"rank": 4}} if lora else {}
     engine = open_engine(path, "2", exact=True, **keys)
     if lora:
@@ -166,7 +166,7 @@ def proofs(path: str, lora: bool) -> Proof | str:
 
 def test_it_is_proven_on_the_model_before_training_or_refused() -> None:
     tokens = 6 + 2 * 9 + 3 * 20 + 1 + 2 * 5 + 3 * 20
-    assert run(2, proofs, saved_model("qwen3"), False) == [Proof(tokens, 0, 0.0, 0)] * 2
+    assert run(2, proofs, saved_model("qwen3"), False) == [ExactnessResult(tokens, 0, 0.0, 0)] * 2
     first, second = run(2, proofs, saved_model("llama"), True)
     assert first == second
     assert "or more have another logprob in the trainer, by" in first and "leave lora.rank unset" in first
@@ -175,7 +175,7 @@ def test_it_is_proven_on_the_model_before_training_or_refused() -> None:
 def test_completions_that_depend_on_the_batch_alone_are_said_without_logprobs() -> None:
     words = "to try it, 3 completions depend on what is generated beside them. Because"
     with (
-        mock.patch.object(proof, "_compare", return_value=Proof(10, 0, 0.0, 3)),
+        mock.patch.object(proof, "_compare", return_value=ExactnessResult(10, 0, 0.0, 3)),
         mock.patch.object(proof, "_requests"),
         mock.patch.object(proof, "_reason", return_value="Because."),
         pytest.raises(UserError, match=words),
@@ -194,13 +194,13 @@ class Elsewhere:
 async def tried(difference: float) -> str:
     async def read(samples: Sequence[Sample]) -> None:
         for one in samples:
-            one.old = one.rollout.copy()
-            one.old[-1] += difference
+            one.old_logprobs = one.rollout_logprobs.copy()
+            one.old_logprobs[-1] += difference
 
     config: Any = SimpleNamespace(rollout=SimpleNamespace(engine="vllm"), train=SimpleNamespace(seed=0))
     prompts = [Prompt(number, 0, (3, 4), "") for number in range(9)]
     engine: Any = Elsewhere()
-    return await try_engine(config, engine, read, prompts, Sampling(100))
+    return await try_engine(config, engine, read, prompts, SamplingParams(100))
 
 
 def test_an_engine_of_its_own_is_tried_on_the_runs_prompts_before_training() -> None:
@@ -213,8 +213,8 @@ def test_an_engine_of_its_own_is_tried_on_the_runs_prompts_before_training() -> 
 
 
 def test_a_sample_that_differs_in_one_bit_is_named() -> None:
-    one = sample(0, 3, 1.0, old=[-1.0, -2.0, -3.0], rollout=[-1.0, -2.0, -3.0])
+    one = sample(0, 3, 1.0, old_logprobs=[-1.0, -2.0, -3.0], rollout_logprobs=[-1.0, -2.0, -3.0])
     require_exact([one, sample(1, 3, None)])  # that one is not trained
-    one.rollout[4] = np.nextafter(np.float32(-2.0), np.float32(0))
+    one.rollout_logprobs[4] = np.nextafter(np.float32(-2.0), np.float32(0))
     with pytest.raises(UserError, match=r"sample 0\.0/0: 1 of 3 tokens .* the first is token 1 of what was sampled"):
         require_exact([one])

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.fuzz import fuzz
-from weft.inference.weight_sync.protocol import Channel, Delivery, SyncError, Ticket
+from weft.inference.weight_sync.protocol import Delivery, SyncChannel, SyncError, Ticket
 from weft.inference.weight_sync.server import Connection, SyncServer, _Pending
 
 TICKET = Ticket("127.0.0.1", 1, "key", "engine-0")
@@ -46,9 +46,9 @@ def framed(*messages: bytes) -> bytes:
     return b"".join(len(text).to_bytes(4, "big") + text for text in messages)
 
 
-def channel(*messages: bytes) -> Channel:
+def channel(*messages: bytes) -> SyncChannel:
     said: Any = Said(framed(*messages))
-    return Channel(said, "the other end", 5.0)
+    return SyncChannel(said, "the other end", 5.0)
 
 
 def as_stranger(said: bytes) -> None:

@@ -28,7 +28,7 @@ from tests.toy_tokenizers import byte_tokenizer
 from tests.zoo import tiny_config
 from weft.config.rl_schema import DataConfig, ModelConfig, RlAlgorithm, RlConfig, RolloutConfig
 from weft.errors import UserError
-from weft.inference.base import Completion, Request, Sampling
+from weft.inference.base import Completion, Request, SamplingParams
 from weft.inference.cache_support import caches
 from weft.inference.generate import Generator
 from weft.inference.rows import CachedRows
@@ -37,7 +37,7 @@ from weft.models import hf
 from weft.models.routing import differ, replace_choices
 from weft.recipes.rl import sampling_of
 from weft.rl.model_engines import notes_on_generation
-from weft.rl.trainer import Trainer
+from weft.rl.trainer import TrainerRank
 
 ENDS = (2, 17, 40)
 PROMPTS = [(5,), (9, 8, 7, 6, 5, 4, 3), (11, 12) * 10, (3, 100, 50), (3, 100, 51)]
@@ -54,7 +54,7 @@ def build(family: str) -> PreTrainedModel:
     return hf.build_random(config, dtype=torch.float32, attention="eager", seed=0).eval()
 
 
-def requests(sampling: Sampling, samples: int = 1) -> list[Request]:
+def requests(sampling: SamplingParams, samples: int = 1) -> list[Request]:
     return [
         Request(str(n), prompt, tuple(range(100 * n, 100 * n + samples)), sampling) for n, prompt in enumerate(PROMPTS)
     ]
@@ -85,7 +85,7 @@ def assert_logprobs(family: str, prompt: Sequence[int], completion: Completion, 
 def test_greedy_is_transformers(family: str) -> None:
     """With so little room that samples wait for others to end, and join beside longer ones."""
     generator = Generator(build(family), max_tokens=140)
-    found = generator.generate(requests(Sampling(24, 0.0, ends=ENDS)))
+    found = generator.generate(requests(SamplingParams(24, 0.0, ends=ENDS)))
     assert 1 < generator.work.most_rows < len(PROMPTS)
     for prompt, (completion,) in zip(PROMPTS, found, strict=True):
         with torch.no_grad():
@@ -100,7 +100,9 @@ def test_greedy_is_transformers(family: str) -> None:
 
 def test_a_rotary_table_that_depends_on_length_is_that_of_the_length() -> None:
     """longrope changes tables at 32 tokens; every token is the likeliest of a forward of all tokens before it."""
-    (completion,) = Generator(build("phi3_longrope")).generate([Request("a", PROMPTS[2], (0,), Sampling(16, 0.0))])[0]
+    (completion,) = Generator(build("phi3_longrope")).generate(
+        [Request("a", PROMPTS[2], (0,), SamplingParams(16, 0.0))]
+    )[0]
     row = list(PROMPTS[2])
     for token in completion.tokens:
         with torch.no_grad():
@@ -166,7 +168,7 @@ def test_the_trial_of_a_cache_sees(bug: str, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize(("family", "temperature"), [("llama", 0.7), ("gemma2", 1.0), ("lfm2", 1.3)])
 def test_samples_are_the_same_in_any_batch(family: str, temperature: float) -> None:
-    sampling = Sampling(20, temperature, ends=ENDS)
+    sampling = SamplingParams(20, temperature, ends=ENDS)
     asked = requests(sampling, samples=3)
     generator = Generator(build(family))
     together = generator.generate(asked)
@@ -185,7 +187,9 @@ def test_a_prompt_is_forwarded_once_and_what_has_ended_leaves() -> None:
     seen: list[tuple[int, ...]] = []
     model.model.embed_tokens.register_forward_pre_hook(lambda module, args: seen.append(tuple(args[0].shape)))
     generator = Generator(model)
-    asked = [Request(str(n), (n + 3, 5, 7), tuple(range(9 * n, 9 * n + 8)), Sampling(30, ends=ENDS)) for n in range(4)]
+    asked = [
+        Request(str(n), (n + 3, 5, 7), tuple(range(9 * n, 9 * n + 8)), SamplingParams(30, ends=ENDS)) for n in range(4)
+    ]
     found = [completion for group in generator.generate(asked) for completion in group]
     lengths = [len(completion.tokens) for completion in found]
     assert seen[0] == (4, 3) and generator.work.prompts == 4  # 32 samples, 4 prompts of 3 tokens
@@ -211,28 +215,28 @@ def test_draws_follow_the_distribution(vocabulary: int) -> None:
     count, shares = 20_000, (logits / 0.8).softmax(-1)[0].double()
     even = (torch.arange(count, dtype=torch.float64) + 0.5) / count
     tokens = torch.cat(
-        [sample_tokens(logits.expand(2000, -1), Sampling(1, 0.8), part).tokens_R for part in even.split(2000)]
+        [sample_tokens(logits.expand(2000, -1), SamplingParams(1, 0.8), part).tokens_R for part in even.split(2000)]
     )
     drawn = tokens.bincount(minlength=vocabulary)
     assert (drawn - count * shares).abs().max() <= 1 and drawn[3] == 0
     if vocabulary < 10:
         numbers = uniforms(np.arange(count, dtype=np.uint64), np.full(count, 5, dtype=np.uint64))
-        tokens = sample_tokens(logits.expand(count, -1), Sampling(1, 0.8), torch.from_numpy(numbers)).tokens_R
+        tokens = sample_tokens(logits.expand(count, -1), SamplingParams(1, 0.8), torch.from_numpy(numbers)).tokens_R
         difference = tokens.bincount(minlength=vocabulary) - count * shares
         likely = shares > 0
         assert (difference[likely] ** 2 / (count * shares[likely])).sum() < 23.5  # 5 degrees of freedom: 3e-4
 
 
 SHARES = [0.05, 0.4, 0.2, 0.3, 0.05]
-KEPT: dict[str, tuple[Sampling, list[int]]] = {
-    "top_k": (Sampling(1, top_k=2), [1, 3]),
-    "top_p": (Sampling(1, top_p=0.75), [1, 2, 3]),
-    "top_p within the first": (Sampling(1, top_p=0.3), [1]),
-    "min_p": (Sampling(1, min_p=0.45), [1, 2, 3]),
-    "top_p of what top_k leaves": (Sampling(1, top_k=2, top_p=0.55), [1]),
-    "min_p of nothing": (Sampling(1, min_p=1.0), [1]),
-    "of more tokens than there are": (Sampling(1, top_k=9, top_p=0.99), [0, 1, 2, 3, 4]),
-    "temperature comes first": (Sampling(1, 0.5, min_p=0.45), [1, 3]),  # 0.25 and 0.5625 of the likeliest
+KEPT: dict[str, tuple[SamplingParams, list[int]]] = {
+    "top_k": (SamplingParams(1, top_k=2), [1, 3]),
+    "top_p": (SamplingParams(1, top_p=0.75), [1, 2, 3]),
+    "top_p within the first": (SamplingParams(1, top_p=0.3), [1]),
+    "min_p": (SamplingParams(1, min_p=0.45), [1, 2, 3]),
+    "top_p of what top_k leaves": (SamplingParams(1, top_k=2, top_p=0.55), [1]),
+    "min_p of nothing": (SamplingParams(1, min_p=1.0), [1]),
+    "of more tokens than there are": (SamplingParams(1, top_k=9, top_p=0.99), [0, 1, 2, 3, 4]),
+    "temperature comes first": (SamplingParams(1, 0.5, min_p=0.45), [1, 3]),  # 0.25 and 0.5625 of the likeliest
 }
 
 
@@ -258,13 +262,13 @@ def test_what_is_kept_is_what_transformers_keeps() -> None:
         warpers = LogitsProcessorList([TopKLogitsWarper(top_k)] if top_k else [])
         warpers += [TopPLogitsWarper(top_p), MinPLogitsWarper(min_p)]
         theirs = warpers(torch.zeros(64, 1, dtype=torch.int64), logits) > -math.inf
-        ours = kept(logits.log_softmax(-1), Sampling(1, 1.0, top_p, top_k, min_p))
+        ours = kept(logits.log_softmax(-1), SamplingParams(1, 1.0, top_p, top_k, min_p))
         assert torch.equal(ours, theirs)
 
 
 def test_truncation_reaches_completions() -> None:
-    sampling = Sampling(12, 0.9, top_p=0.8, top_k=20)
-    asked = [*requests(sampling, 2), Request("all", PROMPTS[0], (1,), Sampling(12, 0.9))]
+    sampling = SamplingParams(12, 0.9, top_p=0.8, top_k=20)
+    asked = [*requests(sampling, 2), Request("all", PROMPTS[0], (1,), SamplingParams(12, 0.9))]
     *truncated, (whole,) = Generator(build("llama")).generate(asked)
     assert whole.kept_logmass is None
     assert_logprobs("llama", PROMPTS[0], whole, 0.9)
@@ -288,7 +292,7 @@ def test_routes_are_those_of_one_forward_of_the_whole(family: str) -> None:
     model, seen = build(family), dict[int, torch.Tensor]()
     chosen = 1 if family == "llama4_text" else 2
     experts = {"qwen3_moe": 5, "deepseek_v3": 8, "llama4_text": 4}[family]
-    asked = requests(Sampling(9, ends=ENDS), 2)
+    asked = requests(SamplingParams(9, ends=ENDS), 2)
     found = Generator(build(family), max_tokens=140, routes=True).generate(asked)
 
     def note(layer: int, scores: torch.Tensor, out: Any) -> Any:
@@ -315,17 +319,17 @@ def test_routes_are_those_of_one_forward_of_the_whole(family: str) -> None:
 def test_stop_texts_end_what_is_written() -> None:
     tokenizer = byte_tokenizer(None)
     generator = Generator(build("llama"), tokenizer=tokenizer)
-    ((whole,),) = generator.generate([Request("a", PROMPTS[1], (3,), Sampling(30))])
+    ((whole,),) = generator.generate([Request("a", PROMPTS[1], (3,), SamplingParams(30))])
     text = tokenizer.decode(whole.tokens)
     stop = text[4:6]
-    ((stopped,),) = generator.generate([Request("a", PROMPTS[1], (3,), Sampling(30, stop=("never this", stop)))])
+    ((stopped,),) = generator.generate([Request("a", PROMPTS[1], (3,), SamplingParams(30, stop=("never this", stop)))])
     assert stopped.finish == "end" and stopped.tokens == whole.tokens[: len(stopped.tokens)]
     assert stop in tokenizer.decode(stopped.tokens) and stop not in tokenizer.decode(stopped.tokens[:-1])
 
 
 def test_weights_that_change_are_told_apart_and_abort_returns_what_there_is() -> None:
     generator = Generator(build("llama"), version=4, max_tokens=100)
-    for request in requests(Sampling(20)):
+    for request in requests(SamplingParams(20)):
         generator.add(request)
     done: dict[str, list[Completion]] = {}
     for _ in range(5):
@@ -338,7 +342,7 @@ def test_weights_that_change_are_told_apart_and_abort_returns_what_there_is() ->
     assert [completion.finish for completion in found] == ["abort"] * 5
     assert found[0].versions == ((4, 5), (5, 1)) and len(found[0].tokens) == 6
     assert (found[-1].tokens, found[-1].versions) == ((), ())  # it had no room yet
-    assert found[0].tokens == generator.generate(requests(Sampling(20))[:1])[0][0].tokens[:6]
+    assert found[0].tokens == generator.generate(requests(SamplingParams(20))[:1])[0][0].tokens[:6]
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "llama4_text"])  # with a cache, and without
@@ -347,7 +351,7 @@ def test_samples_that_go_on_under_new_weights_draw_on_and_those_that_begin_again
     family: str, keep: bool
 ) -> None:
     """The new weights are the old ones here, so that nothing but the versions may change."""
-    asked = requests(Sampling(12, ends=ENDS), samples=2)
+    asked = requests(SamplingParams(12, ends=ENDS), samples=2)
     whole = Generator(build(family), routes=True).generate(asked)
     generator, found = Generator(build(family), routes=True, max_tokens=200), dict[str, list[Completion]]()
     for request in asked:
@@ -367,7 +371,7 @@ def test_samples_that_go_on_under_new_weights_draw_on_and_those_that_begin_again
 
 def test_proceed_is_asked_before_every_step() -> None:
     answers = iter([True, True, False])
-    found = Generator(build("llama")).generate(requests(Sampling(20)), lambda: next(answers))
+    found = Generator(build("llama")).generate(requests(SamplingParams(20)), lambda: next(answers))
     assert all(len(completion.tokens) == 2 and completion.finish == "abort" for (completion,) in found)
 
 
@@ -378,13 +382,13 @@ def config(path: str, **rollout: Any) -> RlConfig:
 
 def test_keys_of_the_config_are_those_of_the_draws() -> None:
     keys = dict(max_new_tokens=33, temperature=0.7, top_p=0.9, top_k=7, min_p=0.1, stop=("ab",))
-    assert sampling_of(config("m", **keys), [2, 5]) == Sampling(**keys, ends=(2, 5))
+    assert sampling_of(config("m", **keys), [2, 5]) == SamplingParams(**keys, ends=(2, 5))
 
 
 def most_rows(path: str, tokens: int) -> int:
-    trainer = Trainer(config(path, max_tokens_per_device=tokens), "cpu")
+    trainer = TrainerRank(config(path, max_tokens_per_device=tokens), "cpu")
     trainer.sync(1)
-    trainer.generate(dict(enumerate(requests(Sampling(9), 2))), 60.0)
+    trainer.generate(dict(enumerate(requests(SamplingParams(9), 2))), 60.0)
     assert trainer.embedded.generator is not None
     return trainer.embedded.generator.work.most_rows
 
@@ -399,7 +403,7 @@ def test_room_is_what_the_config_says(tmp_path: Path) -> None:
 
 def test_one_sample_runs_however_little_room_there_is() -> None:
     generator, roomy = Generator(build("llama"), max_tokens=1), Generator(build("llama"))
-    few, many = (g.generate(requests(Sampling(3), 2)) for g in (generator, roomy))
+    few, many = (g.generate(requests(SamplingParams(3), 2)) for g in (generator, roomy))
     assert [[c.tokens for c in group] for group in few] == [[c.tokens for c in group] for group in many]
     assert generator.work.most_rows == 1 and generator.work.prompts == 10
 
@@ -407,17 +411,17 @@ def test_one_sample_runs_however_little_room_there_is() -> None:
 def test_requests_that_cannot_be_served_are_refused() -> None:
     generator = Generator(build("llama"))
     for request, words in (
-        (Request("p", (), (1,), Sampling(3)), "p: a request has at least one token"),
-        (Request("p", (5,), (1,), Sampling(0)), "p: .* asks for at least one"),
-        (Request("p", (5,), (1,), Sampling(3, stop=("a",))), "p: stop texts need a tokenizer"),
+        (Request("p", (), (1,), SamplingParams(3)), "p: a request has at least one token"),
+        (Request("p", (5,), (1,), SamplingParams(0)), "p: .* asks for at least one"),
+        (Request("p", (5,), (1,), SamplingParams(3, stop=("a",))), "p: stop texts need a tokenizer"),
     ):
         with pytest.raises(UserError, match=words):
             generator.add(request)
     with pytest.raises(UserError, match="two requests of a batch have the same id"):
-        generator.generate([Request("p", (5,), (1,), Sampling(3)), Request("p", (6,), (1,), Sampling(3))])
+        generator.generate([Request("p", (5,), (1,), SamplingParams(3)), Request("p", (6,), (1,), SamplingParams(3))])
     model = build("llama")
     with torch.no_grad():
         model.lm_head.weight.fill_(math.nan)
     for temperature in (0.0, 1.0):
         with pytest.raises(RuntimeError, match="p: the model's logits are not finite"):
-            Generator(model).generate([Request("p", (5,), (1,), Sampling(3, temperature))])
+            Generator(model).generate([Request("p", (5,), (1,), SamplingParams(3, temperature))])

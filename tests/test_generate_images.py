@@ -24,9 +24,9 @@ from weft.data.image_opener import ImageOpener
 from weft.data.images import Images, read_images
 from weft.errors import UserError
 from weft.inference import generate
-from weft.inference.base import Completion, Request, Sampling
+from weft.inference.base import Completion, Request, SamplingParams
 from weft.inference.generate import Generator
-from weft.inference.rows import CachedRows, WholeRows
+from weft.inference.rows import CachedRows, UncachedRows
 from weft.inference.token_sampling import SampledTokens, sample_tokens
 from weft.inference.types import Prompt
 from weft.recipes.sampling import EvalPrompts, Sampler
@@ -86,7 +86,7 @@ def completed(family: str, prompts: list[Prompt], images: Images, count: int = 2
     model: Any = getattr(transformers, FAMILIES[family].model).from_pretrained(folder(family), dtype=torch.float32)
     generator = Generator(model, opener=ImageOpener(lambda: images))
     requests = [
-        Request(str(n), prompt.tokens, tuple(range(count)), Sampling(NEW, **sampling), prompt.images)
+        Request(str(n), prompt.tokens, tuple(range(count)), SamplingParams(NEW, **sampling), prompt.images)
         for n, prompt in enumerate(prompts)
     ]
     return [completions[0] for completions in generator.generate(requests)]
@@ -119,7 +119,7 @@ def test_with_new_weights_samples_go_on_with_their_images(monkeypatch: pytest.Mo
     generator = Generator(model, opener=ImageOpener(lambda: images))
     assert isinstance(generator._rows, CachedRows)
     for n, prompt in enumerate(prompts):
-        generator.add(Request(str(n), prompt.tokens, (0,), Sampling(NEW, 0.0), prompt.images))
+        generator.add(Request(str(n), prompt.tokens, (0,), SamplingParams(NEW, 0.0), prompt.images))
     found: dict[str, Completion] = {}
     for step in range(2 * NEW):
         if step == 3:
@@ -140,7 +140,7 @@ def answer_that_draws_an_image(path: str, questions: EvalPrompts, root: str) -> 
         drawn = sample_tokens(*given)
         return replace(drawn, tokens_R=place) if len(calls) == 3 else drawn
 
-    with mock.patch.object(generate, "open_rows", WholeRows), mock.patch.object(generate, "sample_tokens", third):
+    with mock.patch.object(generate, "open_rows", UncachedRows), mock.patch.object(generate, "sample_tokens", third):
         Sampler(config, open_engine(path, "1"), questions, Path(root))(1)
     line: dict[str, Any] = json.loads((Path(root) / "samples.jsonl").read_text())
     return line
@@ -161,4 +161,4 @@ def test_an_engine_of_texts_refuses_images() -> None:
         folder("qwen2_5_vl"), dtype=torch.float32
     )
     with pytest.raises(UserError, match="has images, and this engine was opened for a model of text"):
-        Generator(model).add(Request("7", prompts[0].tokens, (0,), Sampling(2), prompts[0].images))
+        Generator(model).add(Request("7", prompts[0].tokens, (0,), SamplingParams(2), prompts[0].images))

@@ -18,7 +18,7 @@ from tests.stand_in_vllm import environment
 from weft.config.load import load_config
 from weft.config.rl_schema import RlConfig
 from weft.errors import ActorError, UserError
-from weft.inference.base import Completion, Request, Sampling, Synced
+from weft.inference.base import Completion, Request, SamplingParams, Synced
 from weft.inference.servers import CALLS, HostedServer, server_variables
 from weft.inference.weight_sync.protocol import Ticket
 from weft.launch.ray_actors import ActorGroup, Bundle, actor_group, check_capacity, ray_session
@@ -76,7 +76,7 @@ def actors(config: RlConfig) -> Any:
 
 
 def request(name: str, seeds: Sequence[int] = (100, 200)) -> Request:
-    return Request(name, (1, 2, 3), tuple(seeds), Sampling(4))
+    return Request(name, (1, 2, 3), tuple(seeds), SamplingParams(4))
 
 
 def log_of(run: Path, number: int) -> str:

@@ -23,7 +23,7 @@ from weft.launch import ray_actors, ray_watchdog, scratch
 from weft.launch.ray_watchdog import RayWatchdog
 from weft.launch.reaper import reaping
 from weft.launch.scratch import PREFIX, PROCESSES, note_of, remove_abandoned, scratch_folder
-from weft.rl.rewards.calls import Batch, Outcome, RewardSpec
+from weft.rl.rewards.calls import RewardBatch, RewardOutcome, RewardSpec
 from weft.rl.rewards.pool import RewardPool
 from weft.rl.workers import _ending, _joined
 
@@ -282,14 +282,16 @@ def test_leaving_ray_ends_though_a_part_is_stopped(
 # ---------------------------------------------------------------- code of the user's
 
 
-def ask(function: str, path: Path, monkeypatch: pytest.MonkeyPatch, calls: int = 1) -> tuple[list[Outcome], float]:
+def ask(
+    function: str, path: Path, monkeypatch: pytest.MonkeyPatch, calls: int = 1
+) -> tuple[list[RewardOutcome], float]:
     """The outcomes of the last call, and the seconds that the end of all processes took."""
     monkeypatch.setenv("STARTED", str(path))
 
-    async def run() -> tuple[list[Outcome], float]:
+    async def run() -> tuple[list[RewardOutcome], float]:
         pool = RewardPool([RewardSpec(function, f"tests.left_rewards:{function}")], 1, 5.0)
         for _ in range(calls):
-            outcomes = await pool.call(0, Batch([None], ["a"], [[1]], {}))
+            outcomes = await pool.call(0, RewardBatch([None], ["a"], [[1]], {}))
         start = time.monotonic()
         await asyncio.wait_for(pool.close(), 60)
         return outcomes, time.monotonic() - start
@@ -301,7 +303,7 @@ def ask(function: str, path: Path, monkeypatch: pytest.MonkeyPatch, calls: int =
 def test_what_a_reward_starts_ends_with_it(function: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a session of its own, without a parent, with the connection to the controller and standard output open."""
     outcomes, seconds = ask(function, tmp_path / "started", monkeypatch)
-    assert outcomes == [Outcome(1.0)] and seconds < 9.0
+    assert outcomes == [RewardOutcome(1.0)] and seconds < 9.0
     assert not any(map(runs, numbers_in(tmp_path / "started", 1)))
 
 
@@ -317,7 +319,7 @@ def test_a_reward_that_ends_its_parent_costs_its_sample(tmp_path: Path, monkeypa
 def test_a_reward_that_is_killed_is_named_with_the_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its supervisor ends with 128 + the number."""
     (outcome,), _ = ask("kills_itself", tmp_path / "started", monkeypatch)
-    assert outcome == Outcome(None, "the function's process was ended by signal 9")
+    assert outcome == RewardOutcome(None, "the function's process was ended by signal 9")
 
 
 def test_import_folders_of_the_controller_come_behind_wefts() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from tests.local_rl import make_task, start
 from weft.errors import StoppedError
-from weft.inference.base import Completion, Request, Sampling
+from weft.inference.base import Completion, Request, SamplingParams
 from weft.launch.stopping import StopSignals
 from weft.observe import progress
 from weft.rl import batch_pool
@@ -57,7 +57,7 @@ def test_an_engine_is_asked_in_turns_and_counts_what_it_has_drawn() -> None:
     made = BatchPool(Actors())  # type: ignore[arg-type]
 
     async def play() -> list[list[Completion]]:
-        return await asyncio.gather(*(made.generate(Request(str(n), (5,), (n,), Sampling(1))) for n in range(3)))
+        return await asyncio.gather(*(made.generate(Request(str(n), (5,), (n,), SamplingParams(1))) for n in range(3)))
 
     assert [found[0].tokens for found in asyncio.run(play())] == [(0,), (1,), (2,)]
     assert made.actors.seen == [0, 10, 20] and made.drawn == 30  # type: ignore[attr-defined]

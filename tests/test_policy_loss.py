@@ -34,7 +34,7 @@ def logits(seed: int, size: float = 1.0) -> Tensor:
 def terms(config: RlAlgorithm, logprob: Tensor, weights: Tensor, **arrays: Tensor) -> LossOutput:
     """Of documents of one trained token each."""
     count = len(logprob)
-    empty = {"old_logprob": logprob.detach(), "advantage": torch.zeros(count), "correction": torch.ones(count)}
+    empty = {"old_logprobs": logprob.detach(), "advantages": torch.zeros(count), "correction": torch.ones(count)}
     readouts = {"logprob": logprob, "entropy": torch.full((count,), 0.5)}
     return PolicyLoss(config)(Batch(readouts, weights, torch.arange(count), tuple(range(count)), {**empty, **arrays}))
 
@@ -64,7 +64,7 @@ def test_corrections_recover_the_direction_of_the_gradient() -> None:
     engine, reward = policy + logits(5), logits(3)
     wanted = -true_gradient(policy, lambda logprob: (logprob.exp() * reward).sum())
     samples = [
-        sample(n, 1, 1.0, old=[float(old)], rollout=[float(rollout)])
+        sample(n, 1, 1.0, old_logprobs=[float(old)], rollout_logprobs=[float(rollout)])
         for n, (old, rollout) in enumerate(zip(policy.log_softmax(-1), engine.log_softmax(-1), strict=True))
     ]
 
@@ -72,7 +72,7 @@ def test_corrections_recover_the_direction_of_the_gradient() -> None:
         config = algorithm(policy_loss="reinforce", **keys)
         correct(samples, config)
         weights = [1.0 if s.correction is None else float(s.correction[-1]) for s in samples]
-        return cosine(gradient(config, policy, engine, advantage=reward, correction=torch.tensor(weights)), wanted)
+        return cosine(gradient(config, policy, engine, advantages=reward, correction=torch.tensor(weights)), wanted)
 
     assert direction(correction="none") < 0.8
     assert direction(correction_limits=(0.0, 100.0)) > 0.99999
@@ -87,7 +87,7 @@ def test_what_the_gradient_of_a_kl_estimate_is_the_gradient_of(estimator: Any, u
     drawn = policy + 0.5 * logits(3) if unbiased else policy
     config = algorithm(kl=1.0, kl_estimator=estimator, kl_unbiased=unbiased)
     old = drawn.log_softmax(-1)
-    found = gradient(config, policy, drawn, reference_logprob=reference, old_logprob=old)
+    found = gradient(config, policy, drawn, ref_logprobs=reference, old_logprobs=old)
     forward = true_gradient(policy, lambda logprob: (logprob.exp() * (logprob - reference)).sum())
     reverse = true_gradient(policy, lambda logprob: (reference.exp() * (reference - logprob)).sum())
     wanted = forward if unbiased else {"k1": torch.zeros(TOKENS), "k2": forward, "k3": reverse}[estimator]
@@ -98,11 +98,11 @@ def test_metrics() -> None:
     """Ratios 1/2, 1, 5/4, 3 with advantages -1, 1, 1, -1 and a band of [0.8, 1.2]: the first and the third are cut."""
     ratio = torch.tensor([0.5, 1.0, 1.25, 3.0])
     old, reference, advantage = torch.full((4,), -2.0), torch.full((4,), -2.5), torch.tensor([-1.0, 1.0, 1.0, -1.0])
-    weights, arrays = torch.tensor([1.0, 1.0, 0.5, 0.5]), {"old_logprob": old, "advantage": advantage}
+    weights, arrays = torch.tensor([1.0, 1.0, 0.5, 0.5]), {"old_logprobs": old, "advantages": advantage}
 
     def means(**keys: Any) -> dict[str, float]:
         config = algorithm(aggregation="token_mean", **keys)
-        found = terms(config, old + ratio.log(), weights, reference_logprob=reference, **arrays).metrics
+        found = terms(config, old + ratio.log(), weights, ref_logprobs=reference, **arrays).metrics
         return {name: float(total) / float(weight) for name, (total, weight) in found.items()}
 
     d = ratio.log() + 0.5
@@ -126,11 +126,11 @@ def test_metrics() -> None:
 
 
 def test_a_kl_of_weight_0_is_measured_and_trains_nothing() -> None:
-    arrays = {"old_logprob": torch.tensor([-1.0, -2.0, -3.0]), "advantage": torch.ones(3)}
-    reference = arrays["old_logprob"] - 0.5
-    logprob = arrays["old_logprob"].clone().requires_grad_()
+    arrays = {"old_logprobs": torch.tensor([-1.0, -2.0, -3.0]), "advantages": torch.ones(3)}
+    reference = arrays["old_logprobs"] - 0.5
+    logprob = arrays["old_logprobs"].clone().requires_grad_()
     plain = terms(algorithm(), logprob, torch.ones(3), **arrays)
-    measured = terms(algorithm(measure_kl=True), logprob, torch.ones(3), reference_logprob=reference, **arrays)
+    measured = terms(algorithm(measure_kl=True), logprob, torch.ones(3), ref_logprobs=reference, **arrays)
     total, weight = measured.metrics["kl"]
     assert float(total) / float(weight) == pytest.approx(math.exp(-0.5) - 1 + 0.5)
     assert "kl" not in plain.metrics
@@ -160,7 +160,7 @@ def test_a_document_without_a_trained_token_is_no_sample(aggregation: Any, divis
 def test_the_share_of_samples_that_are_clipped() -> None:
     """TRL's share of gspo: one of two samples, however many tokens each has."""
     readouts = {"logprob": torch.tensor([0.5, 0.5, 0.5, 0.0]), "entropy": torch.zeros(4)}
-    arrays = {"old_logprob": torch.zeros(4), "advantage": torch.ones(4), "correction": torch.ones(4)}
+    arrays = {"old_logprobs": torch.zeros(4), "advantages": torch.ones(4), "correction": torch.ones(4)}
     batch = Batch(readouts, torch.ones(4), torch.tensor([0, 0, 0, 1]), (0, 1), arrays)
     for loss in ("gspo", "ppo_sequence"):
         found = PolicyLoss(algorithm("gspo", policy_loss=loss, clip=(0.2, 0.2)))(batch).metrics
@@ -169,9 +169,9 @@ def test_the_share_of_samples_that_are_clipped() -> None:
 
 
 def test_a_row_without_documents_has_the_same_metrics() -> None:
-    empty = terms(algorithm(kl=0.1), torch.zeros(0), torch.zeros(0), reference_logprob=torch.zeros(0))
+    empty = terms(algorithm(kl=0.1), torch.zeros(0), torch.zeros(0), ref_logprobs=torch.zeros(0))
     assert float(empty.loss_sum) == 0 and all(float(weight) == 0 for _, weight in empty.metrics.values())
-    full = terms(algorithm(kl=0.1), torch.zeros(2), torch.ones(2), reference_logprob=torch.zeros(2))
+    full = terms(algorithm(kl=0.1), torch.zeros(2), torch.ones(2), ref_logprobs=torch.zeros(2))
     assert empty.metrics.keys() == full.metrics.keys()
 
 
@@ -181,7 +181,7 @@ def test_a_loss_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         "def total(tokens, config):\n    return tokens.ratio.sum()\nnumber = 3\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    arrays = {"old_logprob": torch.zeros(2), "advantage": torch.tensor([1.0, -1.0])}
+    arrays = {"old_logprobs": torch.zeros(2), "advantages": torch.tensor([1.0, -1.0])}
     logprob = torch.tensor([2.0, 3.0]).log()
     found = terms(algorithm(policy_loss="own_loss:squared"), logprob, torch.ones(2), **arrays)
     assert float(found.loss_sum) == pytest.approx(-2 + 1 + 3 + 4)

@@ -21,7 +21,7 @@ from tests.rl_samples import algorithm, rl_config
 from weft.config.rl_schema import RlAlgorithm, RlConfig
 from weft.engine.engine import Engine
 from weft.engine.losses.policy import PolicyLoss
-from weft.inference.types import Group, Prompt, Sample
+from weft.inference.types import Prompt, Sample, SampleGroup
 from weft.recipes.verify import EPSILON
 from weft.rl import advantages
 from weft.rl.corrections import correct, old_is_current
@@ -104,16 +104,17 @@ def plain_model(path: str) -> Any:
     ).eval()
 
 
-def groups_of(rows: Sequence[Row]) -> list[Group]:
+def groups_of(rows: Sequence[Row]) -> list[SampleGroup]:
     """The same rollouts in weft's words."""
-    groups: dict[int, Group] = {}
+    groups: dict[int, SampleGroup] = {}
     for row in rows:
         prompt = Prompt(row.group, 0, tuple(row.ids[: row.drawn[0]]), "")
-        group = groups.setdefault(row.group, Group(prompt, []))
+        group = groups.setdefault(row.group, SampleGroup(prompt, []))
         sampled = np.isin(np.arange(len(row.ids)), row.drawn)
-        arrays = {name: np.zeros(len(row.ids), np.float32) for name in ("old", "rollout", "reference", "values")}
+        names = {"old_logprobs": "old", "rollout_logprobs": "rollout", "ref_logprobs": "reference", "values": "values"}
+        arrays = {name: np.zeros(len(row.ids), np.float32) for name in names}
         for name, array in arrays.items():
-            array[sampled] = getattr(row, name).numpy()
+            array[sampled] = getattr(row, names[name]).numpy()
         versions = np.zeros(len(row.ids), np.int32)
         group.samples.append(
             Sample(prompt, len(group.samples), np.array(row.ids), sampled, versions=versions,
@@ -129,7 +130,7 @@ def accumulate(engine: Engine, rows: Sequence[Row], config: RlConfig, budget: in
     samples = [sample for group in groups for sample in group.samples]
     if config.rl.old_logprobs == "rollout":
         for sample in samples:
-            sample.old = None
+            sample.old_logprobs = None
     correct(samples, config.rl)
     advantages.advantages(groups, config.rl)
     documents = dict(enumerate(build_documents(samples, config)))
@@ -145,7 +146,7 @@ def accumulate_fresh(engine: Engine, rows: Sequence[Row], config: RlConfig) -> t
     groups = groups_of(rows)
     samples = [sample for group in groups for sample in group.samples]
     for sample in samples:
-        sample.old = None
+        sample.old_logprobs = None
     advantages.advantages(groups, config.rl)
     documents = dict(enumerate(build_documents(samples, config)))
     plan = engine.plan(engine.planner.metadata(documents.values()))

@@ -28,10 +28,10 @@ from weft.engine.engine import Engine
 from weft.engine.losses.cross_entropy import CrossEntropy
 from weft.engine.step_plan.plan import StepPlan
 from weft.errors import UserError
-from weft.inference.base import Request, Sampling
+from weft.inference.base import Request, SamplingParams
 from weft.models.routing import replace_choices, replaced
 from weft.rl.documents import build_documents
-from weft.rl.trainer import Trainer
+from weft.rl.trainer import TrainerRank
 from weft.verify.documents import awkward_steps
 from weft.verify.harness import GRADIENT, SCALAR, compare_gradients
 from weft.verify.observed import Tensors, to_documents
@@ -133,7 +133,7 @@ def test_reference_and_base_choose_their_own_routes() -> None:
 
 def test_samples_become_documents_with_their_routes() -> None:
     record = np.arange(2 * 3 * 2, dtype=np.uint8).reshape(2, 3, 2)
-    drawn = sample(1, 2, 1.0, old=[0, 0], advantages=[1, 1])
+    drawn = sample(1, 2, 1.0, old_logprobs=[0, 0], advantages=[1, 1])
     drawn.routes = np.concatenate([record, record])
     (document,) = build_documents([drawn], rl_config(algorithm()))
     assert document.routes is not None and document.meta().routed
@@ -203,18 +203,18 @@ def drawn_and_trained(path: str) -> tuple[float, list[float]]:
     """(largest difference of recorded and read logprobs, share of choices that differ at each of two updates)."""
     keys = ["rl.reward=[length]", "rl.correction=none", "rollout.max_new_tokens=9", "rollout.max_prompt_tokens=9"]
     config = load_config([], [f"model.path={path}", "data.path=owner/data", "optimizer.lr=0.05", *keys], RlConfig)
-    trainer = Trainer(config, "cpu")
+    trainer = TrainerRank(config, "cpu")
     trainer.sync(1)
-    (completions,) = trainer.embedded.generate([Request("p", PROMPT, (0, 1, 2, 3), Sampling(9))])
+    (completions,) = trainer.embedded.generate([Request("p", PROMPT, (0, 1, 2, 3), SamplingParams(9))])
     samples, worst = [], 0.0
     for number, completion in enumerate(completions):
-        arrays = {"rollout": completion.logprobs, "advantages": [(-1.0) ** number] * len(completion.tokens)}
+        arrays = {"rollout_logprobs": completion.logprobs, "advantages": [(-1.0) ** number] * len(completion.tokens)}
         drawn = sample(number, len(completion.tokens), 1.0, **arrays)
         drawn.tokens[drawn.sampled], drawn.routes = completion.tokens, completion.routes
         samples.append(drawn)
     for index, old in trainer.read("policy", samples).items():
-        samples[index].old = old
-        worst = max(worst, float(np.abs(old - samples[index].rollout).max()))
+        samples[index].old_logprobs = old
+        worst = max(worst, float(np.abs(old - samples[index].rollout_logprobs).max()))
     lines = [trainer.update(samples, number, 2, 1, 0.05).line for number in (1, 2)]
     return worst, [float(str(line["routing/differing"])) for line in lines]
 
@@ -230,8 +230,8 @@ def test_what_the_embedded_engine_drew_is_trained_along_its_routes(tmp_path: Pat
 def copied_routes(path: str) -> list[int]:
     """Samples whose routes this rank copies to read 8, and to train them."""
     config = load_config([], [f"model.path={path}", "data.path=owner/data", "rl.reward=[length]"], RlConfig)
-    trainer, counts = Trainer(config, "cpu"), []
-    samples = [sample(n, 9, 1.0, rollout=[-1.0] * 9, advantages=[1.0] * 9) for n in range(8)]
+    trainer, counts = TrainerRank(config, "cpu"), []
+    samples = [sample(n, 9, 1.0, rollout_logprobs=[-1.0] * 9, advantages=[1.0] * 9) for n in range(8)]
     for number, drawn in enumerate(samples):
         drawn.routes = np.full((len(drawn) - 1, LAYERS, CHOSEN), [number % 2, 2], np.int16)
     with mock.patch("weft.rl.documents.align_routes", wraps=align_routes) as counting:
@@ -239,7 +239,7 @@ def copied_routes(path: str) -> list[int]:
         counts.append(counting.call_count)
         for old in everything(read):
             for index, values in old.items():
-                samples[index].old = samples[index].correction = values
+                samples[index].old_logprobs = samples[index].correction = values
         trainer.update(samples, 1, 1, 1, 0.05)
         counts.append(counting.call_count - counts[0])
     return [*counts, len(read)]

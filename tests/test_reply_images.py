@@ -25,7 +25,7 @@ from weft.data.image_opener import ImageOpener
 from weft.data.images import Images
 from weft.engine.batch.media import ImageRoom
 from weft.errors import UserError
-from weft.inference.base import Completion, Request, Sampling
+from weft.inference.base import Completion, Request, SamplingParams
 from weft.inference.types import Prompt, Sample
 from weft.rl.chat import ChatRenderer
 from weft.rl.environments.base import Reply
@@ -102,7 +102,7 @@ def play(prompt: Prompt, env: Episodes, folder: Path, ask: str = "so?") -> tuple
     async def run() -> Sample:
         try:
             shown = replace(prompt, columns={**prompt.columns, "folder": str(folder), "ask": ask})
-            return await episode(shown, 0, engine, Sampling(400, ends=(END,)), env, 11)
+            return await episode(shown, 0, engine, SamplingParams(400, ends=(END,)), env, 11)
         finally:
             await env.pool.close()
 
@@ -152,9 +152,11 @@ def test_a_reply_that_cannot_be_taken_costs_its_sample(data: Path, tmp_path: Pat
     assert not sample.trained and "a text holds <|image_pad|>" in sample.notes["error"]
     for reply in (Reply(text="<|image_pad|>"), Reply(tokens=[prompt.placeholders[0]])):
         with pytest.raises(EnvironmentFailure, match="replied with a token that stands for an image"):
-            episodes(images).given(prompt, reply, True, None)
+            episodes(images).reply_tokens(prompt, reply, True, None)
     with pytest.raises(EnvironmentFailure, match=r"part 1 of `content` is of type \"sound\""):
-        episodes(images).given(prompt, Reply(messages=[{"role": "user", "content": [{"type": "sound"}]}]), True, None)
+        episodes(images).reply_tokens(
+            prompt, Reply(messages=[{"role": "user", "content": [{"type": "sound"}]}]), True, None
+        )
 
 
 def test_models_that_take_no_images_are_named(data: Path) -> None:

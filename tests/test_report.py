@@ -19,7 +19,7 @@ import yaml
 from weft import cli
 from weft.errors import UserError
 from weft.inference.records import read_answers, write_rollouts
-from weft.inference.types import Group, Prompt, Sample, samples_of
+from weft.inference.types import Prompt, Sample, SampleGroup, samples_of
 from weft.observe.report import charts, rl_page
 from weft.observe.report.charts import Chart, Series, axis_texts, draw, number, ticks
 from weft.observe.report.page import charts as charts_of
@@ -303,10 +303,10 @@ def sample_of(prompt: Prompt, number: int, reward: float | None) -> Sample:
     )  # fmt: skip
 
 
-def groups_of(rewards: list[list[float | None]], texts: list[str]) -> list[Group]:
+def groups_of(rewards: list[list[float | None]], texts: list[str]) -> list[SampleGroup]:
     prompts = [Prompt(index, 0, (1,), f"<i>question</i> {index}") for index in range(len(rewards))]
     groups = [
-        Group(prompt, [sample_of(prompt, number, reward) for number, reward in enumerate(group)])
+        SampleGroup(prompt, [sample_of(prompt, number, reward) for number, reward in enumerate(group)])
         for prompt, group in zip(prompts, rewards, strict=True)
     ]
     for sample, text in zip(samples_of(groups), texts, strict=True):
@@ -394,7 +394,7 @@ def test_answers_and_rewards_over_time(tmp_path: Path) -> None:
 
 def test_prompts_of_rollouts_that_do_not_come_again(tmp_path: Path) -> None:
     run = make_rl_run(tmp_path / "rl")
-    groups = [Group(prompt := Prompt(9, 0, (1,), "another"), [sample_of(prompt, 0, 0.25)])]
+    groups = [SampleGroup(prompt := Prompt(9, 0, (1,), "another"), [sample_of(prompt, 0, 0.25)])]
     groups[0].samples[0].text = "its answer"
     write_rollouts(run, 2, groups)
     (part,) = read_run(run).over_time

@@ -22,7 +22,7 @@ from weft.errors import UserError
 from weft.inference.types import Prompt, Sample
 from weft.rl.rewards.base import Failures, Rewards
 from weft.rl.rewards.builtin import BUILT_IN
-from weft.rl.rewards.calls import Batch, RewardFunction, RewardSpec
+from weft.rl.rewards.calls import RewardBatch, RewardFunction, RewardSpec
 from weft.rl.rewards.given import name_rewards
 
 OURS = "tests.reward_functions:"
@@ -325,7 +325,7 @@ def built_in(name: str, text: str, **columns: Any) -> float | None:
         if key in columns
     }
     function = RewardFunction(RewardSpec(name, name, options))
-    batch = Batch(["?"], [text], [list(map(ord, text))], {key: [value] for key, value in columns.items()})
+    batch = RewardBatch(["?"], [text], [list(map(ord, text))], {key: [value] for key, value in columns.items()})
     (outcome,) = function(batch)
     assert outcome.error is None, outcome.error
     return outcome.value

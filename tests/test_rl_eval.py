@@ -15,7 +15,7 @@ from weft.config.rl_schema import RlConfig
 from weft.errors import UserError
 from weft.inference.base import Completion, Request
 from weft.rl import meter
-from weft.rl.evaluate import Evaluated, RlEvaluator, pass_at, read_held_out_prompts
+from weft.rl.evaluate import EvaluationResult, RlEvaluator, pass_at, read_held_out_prompts
 from weft.rl.rewards.base import Rewards
 
 TOKENIZER = byte_tokenizer()
@@ -55,7 +55,7 @@ def config_of(folder: Path, *overrides: str) -> RlConfig:
     )
 
 
-def evaluated(config: RlConfig, engine: Adder) -> Evaluated:
+def evaluated(config: RlConfig, engine: Adder) -> EvaluationResult:
     evaluator = RlEvaluator(config, read_held_out_prompts(config, TOKENIZER), engine, Rewards(config.rl), TOKENIZER)  # type: ignore[arg-type]
     return asyncio.run(evaluator())
 

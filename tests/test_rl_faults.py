@@ -35,8 +35,8 @@ from weft.checkpoint.save import Saver
 from weft.config.rl_schema import RlAlgorithm
 from weft.config.schema import CheckpointConfig, ScheduleConfig
 from weft.errors import ActorError, StoppedError, StorageError, UserError
-from weft.inference.base import Completion, Request, Sampling
-from weft.inference.types import Group, samples_of
+from weft.inference.base import Completion, Request, SamplingParams
+from weft.inference.types import SampleGroup, samples_of
 from weft.inference.weight_sync.protocol import SyncError
 from weft.launch import actor_watchdog, flight, reports
 from weft.launch.actor_watchdog import ActorWatchdog
@@ -51,7 +51,7 @@ from weft.rl.advantages import advantages
 from weft.rl.batch_pool import BatchPool
 from weft.rl.rewards.base import Rewards
 from weft.rl.stop_conditions import CutSamples, EmptySteps, FlatSteps
-from weft.rl.trainer import Trainer, Updated
+from weft.rl.trainer import TrainerRank, UpdateResult
 
 
 @pytest.fixture(scope="module")
@@ -373,7 +373,7 @@ def rank_that_ends(path: str, folder: str, alone: bool) -> tuple[float, list[int
         time.sleep(2.0 * (rank == 0))
         return write(*arguments, **options)
 
-    trainer = object.__new__(Trainer)
+    trainer = object.__new__(TrainerRank)
     saver = trainer.saver = Saver(open_engine(path, "2"), Path(folder), CheckpointConfig(), {"config": {}})
     with mock.patch.object(snapshot, "write_export", slow), mock.patch.object(save, "_GRACE_SECONDS", 0.5):
         saver.save(1, {})
@@ -462,7 +462,7 @@ def test_an_update_waits_for_what_has_begun_and_holds_what_has_not() -> None:
 
 
 def request(seed: int) -> Request:
-    return Request(f"prompt {seed}", (5,), (seed,), Sampling(1))
+    return Request(f"prompt {seed}", (5,), (seed,), SamplingParams(1))
 
 
 def test_of_several_failures_the_cause_is_raised() -> None:
@@ -488,7 +488,7 @@ def test_a_sync_that_is_waited_for_in_vain_is_a_hang() -> None:
         def send(self, version: int) -> None:
             raise SyncError("hf-0 did not come for version 3 within 8 s", late=True)
 
-    trainer: Any = object.__new__(Trainer)
+    trainer: Any = object.__new__(TrainerRank)
     trainer.sender = Silent()
     with pytest.raises(ActorError, match="hf-0 did not come") as error:
         trainer.send(3)
@@ -605,7 +605,7 @@ def test_a_run_without_rewards_ends(task: Path, tmp_path: Path) -> None:
 NO_BASELINE = "tests.test_rl_faults:no_baseline"
 
 
-def no_baseline(groups: Sequence[Group], config: RlAlgorithm) -> list[list[float]]:
+def no_baseline(groups: Sequence[SampleGroup], config: RlAlgorithm) -> list[list[float]]:
     """REINFORCE as it was in 1992: a reward is its own advantage."""
     return [[sample.reward or 0.0 for sample in group.samples] for group in groups]
 
@@ -694,13 +694,13 @@ def test_a_step_that_was_skipped_does_not_advance_the_rate() -> None:
             self, method: str, samples: Any, number: int, steps: int, epoch: int, lr: float
         ) -> list[Any]:
             rates.append(lr)
-            return [Updated({"step": number} | ({"skipped": True} if number == 2 else {}), {})]
+            return [UpdateResult({"step": number} | ({"skipped": True} if number == 2 else {}), {})]
 
     config = rl_config(algorithm(updates=4))
     object.__setattr__(config, "schedule", ScheduleConfig(name="linear", warmup_steps=0, min_lr_ratio=0.0))
     trainers: Any = Trainers()
     nothing: Any = None
-    run = rl.Run(config, nothing, nothing, Actors(trainers, {}, None), rl.Plan(1, 4), rl.FRESH)
+    run = rl.RlRun(config, nothing, nothing, Actors(trainers, {}, None), rl.RlPlan(1, 4), rl.FRESH)
     step = rl.RolloutStep(1, [group((0.0, 1.0), index=index) for index in range(4)])
     lines = asyncio.run(rl.update(run, step))
     assert [line["step"] for line in lines] == [1, 2, 3, 4] and run.updates == 3

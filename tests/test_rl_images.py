@@ -22,7 +22,7 @@ from weft.data.image_files import Checks
 from weft.data.image_opener import ImageOpener, image_opener
 from weft.data.images import Images
 from weft.errors import UserError
-from weft.inference.base import Completion, Request, Sampling
+from weft.inference.base import Completion, Request, SamplingParams
 from weft.rl.chat import ChatRenderer
 from weft.rl.prompts import Prompts
 from weft.rl.rollouts import rollout_group
@@ -157,7 +157,7 @@ def test_an_answer_that_draws_an_image_is_not_trained() -> None:
             drawn = ((5, 6, place), (5, 6, 7))
             return [Completion(tokens, (-0.5,) * 3, "end", ((1, 3),), (-0.1,) * 3) for tokens in drawn]
 
-    group = asyncio.run(rollout_group(prompt, 2, Engine(), Sampling(9, ends=(7,)), None, 0))  # type: ignore[arg-type]
+    group = asyncio.run(rollout_group(prompt, 2, Engine(), SamplingParams(9, ends=(7,)), None, 0))  # type: ignore[arg-type]
     first, second = group.samples
     assert first.completion() == [5, 6] and first.length == 2 and first.finish == "length" and not first.trained
     assert first.notes == {"untrained": "it drew a token that stands for an image"}

@@ -20,8 +20,8 @@ from weft.config.rl_schema import RlConfig, RolloutConfig
 from weft.engine.batch.document import Costs, metas
 from weft.engine.losses.correction import importance_ratios
 from weft.errors import ActorError, UserError
-from weft.inference.base import Sampling, spans_of
-from weft.inference.types import Group, Prompt, Sample
+from weft.inference.base import SamplingParams, spans_of
+from weft.inference.types import Prompt, Sample, SampleGroup
 from weft.recipes import rl as recipe
 from weft.rl.advantages import advantages, overlong_penalty, shape_rewards
 from weft.rl.corrections import correct, kl, require_comparable, require_parity
@@ -38,7 +38,7 @@ def drawn(given: Sample) -> list[float]:
     return [float(a) for a in given.advantages[given.sampled]]
 
 
-def firsts(groups: list[Group]) -> list[list[float]]:
+def firsts(groups: list[SampleGroup]) -> list[list[float]]:
     return [[drawn(s)[0] for s in g.samples] for g in groups]
 
 
@@ -114,8 +114,8 @@ def test_reinforce_plus_plus_baseline_takes_the_kl_off_its_rewards() -> None:
     deviation of -0.5, -0.5, 0.5, 0.5 is sqrt(1/3)."""
     groups = [group([3.0, 1.0], [2, 2])]
     for given, old in zip(groups[0].samples, ([0.5, 1.0], [0.0, 0.0]), strict=True):
-        given.old, given.reference = np.zeros(len(given), np.float32), np.zeros(len(given), np.float32)
-        given.old[given.sampled] = old
+        given.old_logprobs, given.ref_logprobs = np.zeros(len(given), np.float32), np.zeros(len(given), np.float32)
+        given.old_logprobs[given.sampled] = old
     advantages(groups, algorithm("reinforce++_baseline", kl=2.0, kl_in="reward", kl_estimator="k1"))
     assert firsts(groups) == [pytest.approx([-math.sqrt(3 / 4), math.sqrt(3 / 4)])]
 
@@ -124,11 +124,13 @@ def test_gae_and_its_returns() -> None:
     """Values 0.5, 0.25, 1 and a reward of 2, gamma 1/2, lambda 1/2: delta = -0.375, 0.25, 1, so from the end
     A = 1, 0.25 + 1/4, -0.375 + 0.5/4. A tool wrote the token between the first and the second."""
     given = sample(0, 4, 2.0, gaps=[1], values=[0.5, 99.0, 0.25, 1.0])
-    advantages([Group(given.prompt, [given])], algorithm("ppo", scale="none", gamma=0.5, gae_lambda=0.5))
+    advantages([SampleGroup(given.prompt, [given])], algorithm("ppo", scale="none", gamma=0.5, gae_lambda=0.5))
     assert drawn(given) == pytest.approx([-0.25, 0.5, 1.0])
     assert given.returns is not None
     assert given.returns[given.sampled] == pytest.approx([0.25, 0.75, 2.0])
-    advantages([Group(given.prompt, [given])], algorithm("ppo", gamma=0.5, gae_lambda=0.5))  # whitened, returns are not
+    advantages(
+        [SampleGroup(given.prompt, [given])], algorithm("ppo", gamma=0.5, gae_lambda=0.5)
+    )  # whitened, returns are not
     mean, deviation = np.mean([-0.25, 0.5, 1.0]), np.std([-0.25, 0.5, 1.0], ddof=1)
     assert drawn(given) == pytest.approx([(a - mean) / deviation for a in (-0.25, 0.5, 1.0)])
     assert given.returns[given.sampled] == pytest.approx([0.25, 0.75, 2.0])
@@ -142,16 +144,16 @@ def test_kl_in_the_reward(estimator: Any, penalties: list[float]) -> None:
     """d = old - reference = 0.5, -1, weight 0.1: each token pays its own and those that follow, and the reward comes
     with the last; an estimator of whole samples takes all of it."""
     assert kl(np.array([0.5, -1.0]), estimator) == pytest.approx(penalties)
-    pair = [sample(n, 2, 1.0, old=[-1.0, -2.0], reference=[-1.5, -1.0]) for n in range(2)]
-    pair[1].reference = pair[1].old
+    pair = [sample(n, 2, 1.0, old_logprobs=[-1.0, -2.0], ref_logprobs=[-1.5, -1.0]) for n in range(2)]
+    pair[1].ref_logprobs = pair[1].old_logprobs
     keys: dict[str, Any] = {"kl": 0.1, "kl_in": "reward", "kl_estimator": estimator, "scale": "none"}
-    advantages([Group(pair[0].prompt, pair)], algorithm(**keys))
+    advantages([SampleGroup(pair[0].prompt, pair)], algorithm(**keys))
     assert drawn(pair[0]) == pytest.approx([-0.05 * sum(penalties)] * 2)
     pair[0].values = np.zeros(len(pair[0]), np.float32)
-    advantages([Group(pair[0].prompt, pair[:1])], algorithm("ppo", **keys))
+    advantages([SampleGroup(pair[0].prompt, pair[:1])], algorithm("ppo", **keys))
     assert drawn(pair[0]) == pytest.approx([1 - 0.1 * sum(penalties), 1 - 0.1 * penalties[1]])
     keys["kl_in"] = "loss"
-    advantages([Group(pair[0].prompt, pair)], algorithm(**keys))
+    advantages([SampleGroup(pair[0].prompt, pair)], algorithm(**keys))
     assert drawn(pair[0]) == [0.0, 0.0]
 
 
@@ -159,9 +161,9 @@ def test_a_kl_in_the_reward_is_clamped() -> None:
     """k3 of d = -5 is exp(5) - 6, some 142; verl's bound is 10."""
     assert kl(np.array([-5.0, 1.0]), "k3", 10.0) == pytest.approx([10.0, math.exp(-1)])
     assert kl(np.array([-5.0, 5.0, 0.5]), "k1", 1.0).tolist() == [-1.0, 1.0, 0.5]
-    given = sample(0, 2, 1.0, old=[-6.0, -1.0], reference=[-1.0, -2.0], values=[0.0, 0.0])
+    given = sample(0, 2, 1.0, old_logprobs=[-6.0, -1.0], ref_logprobs=[-1.0, -2.0], values=[0.0, 0.0])
     keys: dict[str, Any] = {"kl": 0.1, "kl_in": "reward", "kl_estimator": "k3", "kl_clamp": 10.0, "scale": "none"}
-    advantages([Group(given.prompt, [given])], algorithm("ppo", **keys))
+    advantages([SampleGroup(given.prompt, [given])], algorithm("ppo", **keys))
     assert drawn(given) == pytest.approx([1 - 0.1 * (10 + math.exp(-1)), 1 - 0.1 * math.exp(-1)])
 
 
@@ -224,7 +226,7 @@ def test_groups_are_chosen_before_their_rewards_are_shaped(monkeypatch: pytest.M
     """DAPO, equation 11: a group that is all wrong is replaced, whatever its lengths; the others are shaped."""
     given = [group([0.0, 0.0], [16, 20], 0), group([1.0, 0.0], [16, 20], 1)]
 
-    async def sampled(prompt: Prompt, *_: Any) -> Group:
+    async def sampled(prompt: Prompt, *_: Any) -> SampleGroup:
         return given[prompt.index]
 
     async def score(samples: Any, failures: Any) -> None:
@@ -237,7 +239,7 @@ def test_groups_are_chosen_before_their_rewards_are_shaped(monkeypatch: pytest.M
     task = SimpleNamespace(stream=stream, tokenizer=None, episodes=None, rewards=SimpleNamespace(score=score))
     run: Any = SimpleNamespace(config=config, task=task, show=lambda text: None)
     engine: Any = SimpleNamespace(drawn=0)
-    step = asyncio.run(recipe.roll_out(run, engine, Sampling(20), 1))
+    step = asyncio.run(recipe.roll_out(run, engine, SamplingParams(20), 1))
     assert step.groups == [given[1]] and step.metrics["rollout/replaced"] == 1
     assert given[1].rewards == [1.0, -1.0]
 
@@ -249,8 +251,15 @@ LOG2 = math.log(2)
 
 def mismatched() -> list[Sample]:
     """Ratios old / rollout 1, 8, 1/4 of one sample, whose product is 2, and 1, 1 of another."""
-    one = sample(0, 4, 1.0, gaps=[2], old=[-1.0, -1.0, 9.0, -3.0], rollout=[-1.0, -1.0 - 3 * LOG2, 3.0, -3 + 2 * LOG2])
-    return [one, sample(1, 2, 0.0, old=[-1.0, -2.0], rollout=[-1.0, -2.0])]
+    one = sample(
+        0,
+        4,
+        1.0,
+        gaps=[2],
+        old_logprobs=[-1.0, -1.0, 9.0, -3.0],
+        rollout_logprobs=[-1.0, -1.0 - 3 * LOG2, 3.0, -3 + 2 * LOG2],
+    )
+    return [one, sample(1, 2, 0.0, old_logprobs=[-1.0, -2.0], rollout_logprobs=[-1.0, -2.0])]
 
 
 @pytest.mark.parametrize(
@@ -312,32 +321,38 @@ def test_metrics_of_a_mismatch() -> None:
 def test_old_logprobs_of_the_rollout() -> None:
     samples = mismatched()
     assert correct(samples, algorithm(old_logprobs="rollout")) == {}
-    assert all(np.array_equal(s.old, s.rollout) and s.correction is None for s in samples if s.old is not None)
+    assert all(
+        np.array_equal(s.old_logprobs, s.rollout_logprobs) and s.correction is None
+        for s in samples
+        if s.old_logprobs is not None
+    )
 
 
 def test_truncated_sampling_is_compared_among_all_tokens() -> None:
     """Half of the distribution was kept: the engine's logprobs are log 2 more than the trainer's, which is no mismatch.
     Without the mass nobody can tell."""
-    given = sample(0, 2, 1.0, old=[-1.0, -2.0], rollout=[-1 + LOG2, -2 + LOG2], kept_logmass=[-LOG2, -LOG2])
+    given = sample(
+        0, 2, 1.0, old_logprobs=[-1.0, -2.0], rollout_logprobs=[-1 + LOG2, -2 + LOG2], kept_logmass=[-LOG2, -LOG2]
+    )
     found = correct([given], algorithm())
     assert found["sampling/sampling_logp_difference/max"] == pytest.approx(0, abs=1e-6)
-    require_comparable([given], Sampling(8, top_p=0.9))
+    require_comparable([given], SamplingParams(8, top_p=0.9))
     given.kept_logmass = None
     assert correct([given], algorithm())["sampling/importance_sampling_ratio/mean"] == pytest.approx(0.5)
     with pytest.raises(UserError, match=r"sample 0\.0/0 cannot be trained: rollout.top_p"):
-        require_comparable([given], Sampling(8, top_p=0.9))
-    require_comparable([given], Sampling(8))
+        require_comparable([given], SamplingParams(8, top_p=0.9))
+    require_comparable([given], SamplingParams(8))
 
 
 def test_truncated_samples_of_an_engine_that_does_not_say_the_kept_share() -> None:
     """Shares 1/2 and 1/8 were kept, and engine and trainer agree: factors are the shares, whose geometric mean is 1/4.
     An engine that says its share has the same metric, and factors of 1."""
-    given = sample(0, 2, 1.0, old=[-1.0, -4.0], rollout=[-1 + LOG2, -4 + 3 * LOG2])
-    require_comparable([given], Sampling(8, top_k=2), allowed=True)
+    given = sample(0, 2, 1.0, old_logprobs=[-1.0, -4.0], rollout_logprobs=[-1 + LOG2, -4 + 3 * LOG2])
+    require_comparable([given], SamplingParams(8, top_k=2), allowed=True)
     found = correct([given], algorithm(), truncated=True)
     assert found["sampling/kept_share"] == pytest.approx(0.25)
     assert given.correction is not None and given.correction[given.sampled] == pytest.approx([0.5, 0.125])
-    given.kept_logmass = np.where(given.sampled, given.old - given.rollout, 0).astype(np.float32)
+    given.kept_logmass = np.where(given.sampled, given.old_logprobs - given.rollout_logprobs, 0).astype(np.float32)
     found = correct([given], algorithm(), truncated=True)
     assert found["sampling/kept_share"] == pytest.approx(0.25)
     assert given.correction[given.sampled] == pytest.approx([1, 1])
@@ -358,7 +373,7 @@ def test_truncated_samples_of_an_engine_that_does_not_say_the_kept_share() -> No
 def test_a_comparison_after_a_sync_knows_what_truncation_explains(
     keys: dict[str, Any], above: float, is_right: bool
 ) -> None:
-    given = sample(0, 2, 1.0, old=[-1.0, -2.0], rollout=[-1 + above, -2 + above])
+    given = sample(0, 2, 1.0, old_logprobs=[-1.0, -2.0], rollout_logprobs=[-1 + above, -2 + above])
     with nullcontext() if is_right else pytest.raises(ActorError, match="another distribution"):
         require_parity([given], 0, "vllm", ["fp32"], RolloutConfig(**keys))
 
@@ -387,7 +402,7 @@ def test_documents(aggregation: str, weights: list[float]) -> None:
     samples = [sample(0, 4, 1.0, gaps=[1]), sample(1, 1, 0.0), sample(2, 3, None), sample(3, 0, 1.0)]
     samples[1].finish = "length"
     for given in samples:
-        given.old = given.advantages = given.correction = np.arange(len(given), dtype=np.float32)
+        given.old_logprobs = given.advantages = given.correction = np.arange(len(given), dtype=np.float32)
     config = rl_config(algorithm(aggregation=aggregation), max_new_tokens=10)
     documents = build_documents(samples, config)
     first, second = (torch.tensor(w) for w in weights)
@@ -395,7 +410,7 @@ def test_documents(aggregation: str, weights: list[float]) -> None:
     assert torch.equal(documents[0].weights, torch.stack([zero] * 3 + [first, zero, first, first]))
     assert torch.equal(documents[1].weights, torch.stack([zero] * 3 + [second]))
     assert len(documents) == 2 and documents[0].source == "sample 0.0/0"
-    assert sorted(documents[0].arrays) == ["advantage", "correction", "old_logprob"]
+    assert sorted(documents[0].arrays) == ["advantages", "correction", "old_logprobs"]
     masked = build_documents(samples, rl_config(algorithm(mask_truncated=True, correction="none")))
     samples[0].finish = "abort"  # ended by something else than its length
     assert len(build_documents(samples, rl_config(algorithm(mask_truncated=True)))) == 1
@@ -408,7 +423,7 @@ def test_samples_are_measured_as_their_documents_are(aggregation: str) -> None:
     samples = [sample(n, int(random.integers(1, 400)), 1.0, gaps=[1, 5]) for n in range(50)]
     for number, given in enumerate(samples):
         given.sampled[0] = number % 7 == 0  # whose weight is never used
-        given.old = given.advantages = given.correction = np.zeros(len(given), np.float32)
+        given.old_logprobs = given.advantages = given.correction = np.zeros(len(given), np.float32)
         given.routes = np.zeros((len(given), 1, 1), np.int16) if number % 3 else None
     trained = TrainedSamples(samples, rl_config(algorithm(aggregation=aggregation), max_new_tokens=77))
     costs = Costs(lambda n: 1, float, lambda patches, pairs: (0.0, 0))

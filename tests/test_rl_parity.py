@@ -17,7 +17,7 @@ from weft.config.rl_schema import RlConfig
 from weft.errors import UserError
 from weft.inference.records import write_rollouts
 from weft.parallel.tp import tensor
-from weft.rl.trainer import Trainer
+from weft.rl.trainer import TrainerRank
 from weft.verify.harness import Verdict
 from weft.verify.plants import planted
 from weft.verify.rl_harness import verify_rl
@@ -44,7 +44,7 @@ def config_of(path: str, mesh: str, *keys: str) -> RlConfig:
 
 def verdict_of(plant: str | None, path: str, mesh: str, keys: tuple[str, ...]) -> Verdict | None:
     with planted(plant):
-        return verify_rl(Trainer(config_of(path, mesh, *keys), "cpu"), 1e-3)
+        return verify_rl(TrainerRank(config_of(path, mesh, *keys), "cpu"), 1e-3)
 
 
 PPO = (
@@ -104,7 +104,7 @@ def test_updates_are_those_of_one_plain_process(family: str, mesh: str, keys: tu
 
 
 def recorded(path: str, folder: str) -> Verdict | None:
-    return verify_rl(Trainer(config_of(path, "1"), "cpu"), 1e-3, recorded_rollouts(folder))
+    return verify_rl(TrainerRank(config_of(path, "1"), "cpu"), 1e-3, recorded_rollouts(folder))
 
 
 def test_rollouts_of_a_run_may_be_taken(tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def without_sums(path: str, keys: tuple[str, ...]) -> Verdict | None:
     started = mock.patch("weft.engine.stages.check_division")  # which would refuse it
     compared = mock.patch("weft.engine.replicas.raise_mismatch")  # which would end it after the first update
     with started, compared, mock.patch.object(tensor, "_partial", return_value={}):
-        return verify_rl(Trainer(config_of(path, "tp2", *keys), "cpu"), 1e-3)
+        return verify_rl(TrainerRank(config_of(path, "tp2", *keys), "cpu"), 1e-3)
 
 
 def test_gradients_that_tp_does_not_complete_are_seen_in_policy_and_critic() -> None:

@@ -11,7 +11,7 @@ import torch
 
 from tests.rl_samples import algorithm, rl_config, sample
 from weft.inference.records import has_routes, read_rollouts, write_rollouts
-from weft.inference.types import Group, Prompt, Sample, samples_of
+from weft.inference.types import Prompt, Sample, SampleGroup, samples_of
 from weft.launch.summary import Phases
 from weft.rl.documents import build_documents
 from weft.rl.rollouts import rewarded_groups
@@ -21,9 +21,13 @@ from weft.rl.serialization import _BY_TOKEN, SampleBatch
 def samples() -> list[Sample]:
     """Some with gaps, some without an array, one whose routes are recorded."""
     made = [
-        sample(0, 3, 1.0, gaps=[1], old=[-1.0, 0.0, -0.5], advantages=[0.5, 0.0, 0.25], correction=[1.0, 0.0, 2.0]),
-        sample(1, 1, None, old=[-2.0]),
-        sample(2, 2, 0.0, index=1, old=[-1.0, -1.5], advantages=[1.0, 2.0], returns=[0.1, 0.2], values=[0.3, 0.4]),
+        sample(
+            0, 3, 1.0, gaps=[1], old_logprobs=[-1.0, 0.0, -0.5], advantages=[0.5, 0.0, 0.25], correction=[1.0, 0.0, 2.0]
+        ),
+        sample(1, 1, None, old_logprobs=[-2.0]),
+        sample(
+            2, 2, 0.0, index=1, old_logprobs=[-1.0, -1.5], advantages=[1.0, 2.0], returns=[0.1, 0.2], values=[0.3, 0.4]
+        ),
     ]
     made[0].routes = np.arange(5 * 2 * 2, dtype=np.int16).reshape(5, 2, 2)
     made[2].routes = np.arange(5 * 2 * 2, dtype=np.int16).reshape(5, 2, 2) + 7
@@ -56,12 +60,12 @@ def test_a_group_is_rewarded_while_others_are_generated() -> None:
     events: list[str] = []
     phases = Phases()
 
-    async def generate(prompt: Prompt) -> Group:
+    async def generate(prompt: Prompt) -> SampleGroup:
         await asyncio.sleep(0.05 if prompt.index == 0 else 0.3)
         events.append(f"generated {prompt.index}")
-        return Group(prompt, [])
+        return SampleGroup(prompt, [])
 
-    async def reward(group: Group) -> None:
+    async def reward(group: SampleGroup) -> None:
         await asyncio.sleep(0.1)
         events.append(f"rewarded {group.prompt.index}")
 
@@ -75,7 +79,7 @@ def test_a_group_is_rewarded_while_others_are_generated() -> None:
 def test_routes_are_kept_where_they_are_asked_for(tmp_path: Path) -> None:
     made = samples()
     made[1].routes = np.full((2, 2, 2), -1, np.int16)
-    groups = [Group(made[0].prompt, made[:2]), Group(made[2].prompt, made[2:])]
+    groups = [SampleGroup(made[0].prompt, made[:2]), SampleGroup(made[2].prompt, made[2:])]
     path = write_rollouts(tmp_path, 1, groups, routes=True)
     assert has_routes(path)
     for ours, theirs in zip(made, samples_of(read_rollouts(path)), strict=True):

@@ -25,7 +25,7 @@ from weft.checkpoint.export import save_huggingface
 from weft.config.schema import LoraConfig
 from weft.errors import UserError
 from weft.inference import standalone
-from weft.inference.base import Completion, Request, Sampling, Synced
+from weft.inference.base import Completion, Request, SamplingParams, Synced
 from weft.inference.generate import Generator
 from weft.inference.standalone import LoadedWeights, Standalone
 from weft.inference.weight_sync import buckets as contents
@@ -96,7 +96,7 @@ def port() -> int:
 
 # ---------------------------------------------------------------- what an engine says
 
-REQUESTS = [Request(f"{i}", tokens, (7, 8), Sampling(6, temperature=i)) for i, tokens in enumerate(PROMPTS)]
+REQUESTS = [Request(f"{i}", tokens, (7, 8), SamplingParams(6, temperature=i)) for i, tokens in enumerate(PROMPTS)]
 
 
 def follow(path: str, lora: LoraConfig | None, dtype: torch.dtype, port: int) -> list[list[list[Completion]]]:
@@ -233,7 +233,7 @@ def written(path: str, mesh: str) -> tuple[int, int]:
     """(bytes that this rank writes into shared buckets, bytes of the model)."""
     engine = open_engine(path, mesh)
     content = contents.weights(engine, torch.float32)
-    plan, memory = contents.Plan(engine, content, 30_000), torch.empty(content.room, dtype=torch.uint8)
+    plan, memory = contents.BucketPlan(engine, content, 30_000), torch.empty(content.room, dtype=torch.uint8)
     shares = [share for bucket in plan._shares for share in bucket]
     return sum(share.row.within(memory)[share.target].nbytes for share in shares), content.bytes
 
@@ -363,7 +363,7 @@ def written_late(path: str) -> tuple[list[bool], list[int], int]:
     device whose copies to the host are done when it is waited for."""
     engine = open_engine(path, "1")
     content = contents.weights(engine, torch.float32)
-    plan = contents.Plan(engine, content, 30_000)
+    plan = contents.BucketPlan(engine, content, 30_000)
     late = list[tuple[torch.Tensor, torch.Tensor]]()
     waits, blocking, copy = list[int](), list[int](), torch.Tensor.copy_
     memory = torch.zeros(content.room, dtype=torch.uint8)
@@ -451,11 +451,11 @@ def test_a_broadcast_that_is_never_done_is_an_error_in_time_and_its_group_is_abo
 
 def test_an_engine_gives_up_a_broadcast_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     standing = Group(looks=None)
-    monkeypatch.setattr(protocol._Grouped, "joined", ("id", standing))
-    received = protocol._Grouped({"id": "id", "backend": "gloo"}, Ticket("127.0.0.1", 1, KEY, "it", 0, 0.05))
+    monkeypatch.setattr(protocol._GroupReceiver, "joined", ("id", standing))
+    received = protocol._GroupReceiver({"id": "id", "backend": "gloo"}, Ticket("127.0.0.1", 1, KEY, "it", 0, 0.05))
     with pytest.raises(SyncError, match="bucket 4 did not come through the group: nothing came"):
         received.take({"bucket": 4, "bytes": 8})
-    assert standing.aborted.is_set() and protocol._Grouped.joined is None
+    assert standing.aborted.is_set() and protocol._GroupReceiver.joined is None
 
 
 class NcclGroup:

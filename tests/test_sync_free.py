@@ -131,7 +131,7 @@ def reads_of_a_step(
 
 SMALL = {"step": {"max_tokens_per_device": 64}}
 CLIPS = {"optimizer": {"max_grad_norm": 1e-3, "ema_decay": 0.9}, **SMALL}
-GRPO = ("old_logprob", "advantage", "correction", "reference_logprob")
+GRPO = ("old_logprobs", "advantages", "correction", "ref_logprobs")
 CASES: dict[str, tuple[str, Loss, tuple[str, ...], dict[str, Any]]] = {
     "sft": ("llama", CrossEntropy(), (), SMALL),
     "sft, clipped, averaged, bf16": ("llama", CrossEntropy(), (), {**CLIPS, "fsdp": {"param_dtype": "bf16"}}),
@@ -145,9 +145,9 @@ CASES: dict[str, tuple[str, Loss, tuple[str, ...], dict[str, Any]]] = {
     "gspo": ("llama", PolicyLoss(algorithm("grpo", policy_loss="gspo", aggregation="sequence_mean")), GRPO, SMALL),
     "policy that is its own old one": (
         "llama", PolicyLoss(algorithm("grpo", correction="mis", correction_level="sequence"), old_is_current=True),
-        ("advantage", "rollout_logprob"), SMALL,
+        ("advantages", "rollout_logprobs"), SMALL,
     ),
-    "critic": ("llama", ValueLoss(), ("return", "old_value"), {**SMALL, "value_head": "normal"}),
+    "critic": ("llama", ValueLoss(), ("returns", "values"), {**SMALL, "value_head": "normal"}),
 }  # fmt: skip
 
 

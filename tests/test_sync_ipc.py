@@ -32,7 +32,7 @@ from weft.inference.weight_sync.sender import EngineTarget, Sender, SyncOptions
 from weft.inference.weight_sync.transports import SLOTS
 from weft.launch.machine import free_port
 from weft.rl.served_pool import open_engines
-from weft.rl.trainer import Devices
+from weft.rl.trainer import RankDevices
 
 DTYPE = torch.float32
 
@@ -108,7 +108,7 @@ def follow_again(path: str, ticket: Ticket, own: str, version: int) -> tuple[Any
 
 
 def fail(path: str, ticket: Ticket, own: str) -> str:
-    protocol._OnDevice.mapped = None
+    protocol._DeviceReceiver.mapped = None
     with device(own), pytest.raises(SyncError) as told:
         Standalone(path, dtype=DTYPE).receive(ticket, 1)
     return str(told.value)
@@ -240,7 +240,7 @@ def opened(tmp_path: Path, *words: str) -> tuple[Actors, Actors]:
         "cluster.placement=colocated",
     ]
     config = load_config([], [*given, *words], RlConfig)
-    trainers = Actors(devices=[Devices("host", str(n), [f"device-{n}"]) for n in range(4)], open_sync=[{}])
+    trainers = Actors(devices=[RankDevices("host", str(n), [f"device-{n}"]) for n in range(4)], open_sync=[{}])
     engines = Actors(
         host=["here", "here"],
         devices=[["device-0", "device-1"], ["device-1", "device-0"]],

@@ -28,9 +28,9 @@ from weft.errors import ActorError, UserError
 from weft.inference.standalone import LoadedWeights, Standalone
 from weft.inference.weight_sync import server as servers
 from weft.inference.weight_sync import transports
-from weft.inference.weight_sync.buckets import Content, Row, entry_of
+from weft.inference.weight_sync.buckets import BucketTensor, SyncContent, entry_of
 from weft.inference.weight_sync.checksums import checksum
-from weft.inference.weight_sync.protocol import Delivery, Entry, SyncError, Ticket, as_torch
+from weft.inference.weight_sync.protocol import Delivery, SyncError, TensorHeader, Ticket, as_torch
 from weft.inference.weight_sync.sender import SyncOptions, options_of, verify_is_due
 from weft.inference.weight_sync.server import SyncServer
 from weft.inference.weight_sync.transports import SharedBuckets
@@ -97,9 +97,9 @@ class Attempt:
     there was none; what came."""
 
     def __init__(self, tamper: Callable[[Attempt], None] | None = None, has: int | None = None, asked: int = 3) -> None:
-        self.version, self.rows, offset = 3, list[Row](), 0
+        self.version, self.rows, offset = 3, list[BucketTensor](), 0
         for name, tensor in MANIFEST.items():
-            self.rows.append(Row(entry_of(name, tensor), offset))
+            self.rows.append(BucketTensor(entry_of(name, tensor), offset))
             offset += 64
         self.memory = torch.zeros(4096, dtype=torch.uint8)
         self.placed: dict[str, int] | None = None
@@ -125,7 +125,7 @@ class Attempt:
         try:
             server.welcome([ticket], self.asked)
             server.active = server.connections
-            server.begin(Content("weights", [], MANIFEST), self.version, [{"kind": "shared"}], True)
+            server.begin(SyncContent("weights", [], MANIFEST), self.version, [{"kind": "shared"}], True)
             slots.memory(0).copy_(self.memory)
             server.post(0, self.rows, {"path": slots.path(0)})
             server.wait_taken(0, self.version)
@@ -157,7 +157,7 @@ def test_what_is_sent_arrives() -> None:
 
 
 def _row(attempt: Attempt, place: int, **changes: Any) -> None:
-    attempt.rows[place] = Row(replace(attempt.rows[place].entry, **changes), attempt.rows[place].offset)
+    attempt.rows[place] = BucketTensor(replace(attempt.rows[place].entry, **changes), attempt.rows[place].offset)
 
 
 def _swap(attempt: Attempt) -> None:
@@ -172,7 +172,7 @@ PLANTS: dict[str, tuple[Callable[[Attempt], Any], str]] = {
     "of another dtype": (lambda a: _row(a, 1, dtype="float16"), "b came with version 3 as float16 .5., promised"),
     "of another shape": (lambda a: _row(a, 0, shape=(3, 2)), "a came with version 3 as float32 .3, 2., promised"),
     "truncated": (
-        lambda a: a.rows.__setitem__(2, Row(a.rows[2].entry, 4096 - 8)),
+        lambda a: a.rows.__setitem__(2, BucketTensor(a.rows[2].entry, 4096 - 8)),
         "c came with version 3 cut short: 8 of 32 bytes",
     ),
     "changed on its way": (_swap, "engine-0 received other bytes than were sent, version 3: a"),
@@ -291,7 +291,7 @@ class Given:
         self.given = tensors
         self.manifest = {name: entry_of(name, tensor) for name, tensor in tensors.items()}
 
-    def tensors(self) -> Iterator[tuple[Entry, Any]]:
+    def tensors(self) -> Iterator[tuple[TensorHeader, Any]]:
         for name, tensor in self.given.items():
             yield self.manifest[name], tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
 
@@ -319,7 +319,7 @@ def test_what_an_engine_holds_is_read_back(monkeypatch: pytest.MonkeyPatch) -> N
         return whole(self, {first: second, second: first}.get(piece, piece) if writing[0] else piece)
 
     class Swapping(Given):
-        def tensors(self) -> Iterator[tuple[Entry, Any]]:
+        def tensors(self) -> Iterator[tuple[TensorHeader, Any]]:
             yield from super().tensors()
             writing[0] = False
 
@@ -365,7 +365,7 @@ def test_an_engine_refuses_weights_of_another_model() -> None:
         LoadedWeights(
             other,
             None,
-            {**part.manifest, "lm_head.other": Entry("lm_head.other", "float32", (1,))},
+            {**part.manifest, "lm_head.other": TensorHeader("lm_head.other", "float32", (1,))},
             torch.float32,
             torch.device("cpu"),
         )
@@ -394,9 +394,11 @@ def test_logprobs_of_another_model_are_found() -> None:
 
 
 def test_what_an_engine_sampled_is_compared_with_what_the_trainer_reads() -> None:
-    right = sample(0, 2, 1.0, rollout=(-1, -2), old=(-1, -2), versions=(4, 4))
-    wrong = sample(1, 2, 1.0, rollout=(-1, -3), old=(-1, -2), versions=(4, 4))
-    stale = sample(2, 2, 1.0, rollout=(-1, -3), old=(-1, -2), versions=(3, 4))  # begun under older weights
+    right = sample(0, 2, 1.0, rollout_logprobs=(-1, -2), old_logprobs=(-1, -2), versions=(4, 4))
+    wrong = sample(1, 2, 1.0, rollout_logprobs=(-1, -3), old_logprobs=(-1, -2), versions=(4, 4))
+    stale = sample(
+        2, 2, 1.0, rollout_logprobs=(-1, -3), old_logprobs=(-1, -2), versions=(3, 4)
+    )  # begun under older weights
     require_parity([right, stale], 4, "hf", ["fp32"], RolloutConfig())
     with pytest.raises(ActorError, match="logprobs of 4 tokens differ by 0.25 in the mean"):
         require_parity([right, wrong, stale], 4, "hf", ["fp32"], RolloutConfig())

@@ -24,7 +24,7 @@ from tests.toy_tokenizers import CHATML, byte_tokenizer, chat, write_jsonl
 from tests.zoo import tiny_config
 from weft import cli
 from weft.inference.records import write_rollouts
-from weft.inference.types import Group, Prompt, Sample
+from weft.inference.types import Prompt, Sample, SampleGroup
 from weft.models import hf
 from weft.recipes import chat as chat_recipe
 from weft.terminal import Console, clean, say, say_folded
@@ -134,13 +134,14 @@ def test_rollouts(capsys: pytest.CaptureFixture[str]) -> None:
     run.mkdir()
     prompt = Prompt(index=0, visit=0, tokens=(1, 2), text=EVIL, source=EVIL)
     arrays = {
-        "tokens": np.array([1, 2, 3]), "sampled": np.array([False, False, True]), "rollout": np.zeros(3, np.float32),
+        "tokens": np.array([1, 2, 3]), "sampled": np.array([False, False, True]),
+        "rollout_logprobs": np.zeros(3, np.float32),
         "versions": np.zeros(3, np.int32), "turns": 1,
     }  # fmt: skip
     sample = Sample(
         prompt=prompt, number=0, text=EVIL, reward=1.0, rewards={EVIL: 1.0, "b": 2.0}, finish=EVIL, **arrays
     )  # type: ignore[arg-type]
-    write_rollouts(run, 1, [Group(prompt, [sample])])
+    write_rollouts(run, 1, [SampleGroup(prompt, [sample])])
     assert cli.main(["rollouts", str(run)]) == 0
     assert harmless(capsys.readouterr().out).count("title") >= 4
 

@@ -33,7 +33,7 @@ from weft.data.image_columns import Image
 from weft.data.image_files import Measured
 from weft.data.prompt_images import PromptImages
 from weft.errors import UserError
-from weft.inference.base import Completion, Request, Sampling
+from weft.inference.base import Completion, Request, SamplingParams
 from weft.inference.http import Address, RefusedError
 from weft.inference.process import EngineDiedError, EngineProcess
 from weft.inference.served import Served
@@ -84,7 +84,7 @@ asyncio.run(main())
 
 
 def test_a_request_in_vllms_words() -> None:
-    sampling = Sampling(7, temperature=0.5, top_p=0.9, top_k=3, min_p=0.1, ends=(2, 9), stop=("x",))
+    sampling = SamplingParams(7, temperature=0.5, top_p=0.9, top_k=3, min_p=0.1, ends=(2, 9), stop=("x",))
     assert body_of(Request("p", (4, 5), (11, 12), sampling), 1, "p #1", "policy") == {
         "request_id": "p #1",
         "model": "policy",
@@ -95,10 +95,10 @@ def test_a_request_in_vllms_words() -> None:
             "skip_special_tokens": False, "logprobs": 0,
         },
     }  # fmt: skip
-    plain = body_of(Request("p", (4,), (1,), Sampling(7)), 0, "p")
+    plain = body_of(Request("p", (4,), (1,), SamplingParams(7)), 0, "p")
     assert "model" not in plain and plain["sampling_params"]["detokenize"] is False
     with pytest.raises(UserError, match=r"rollout.temperature is 0.005"):
-        body_of(Request("p", (4,), (1,), Sampling(7, temperature=0.005)), 0, "p")
+        body_of(Request("p", (4,), (1,), SamplingParams(7, temperature=0.005)), 0, "p")
 
 
 def choice(**changes: Any) -> dict[str, Any]:
@@ -480,7 +480,7 @@ def with_sglang(folder: Path, body: Callable[[SglangEngine, Sglang], Any]) -> An
     return asyncio.run(run())
 
 
-REQUEST = Request("p", (8, 9), (7,), Sampling(6, temperature=0.5, ends=(5,), stop=("x",)))
+REQUEST = Request("p", (8, 9), (7,), SamplingParams(6, temperature=0.5, ends=(5,), stop=("x",)))
 
 
 def test_sglang_is_asked_as_documented(tmp_path: Path) -> None:
@@ -634,7 +634,7 @@ def test_a_request_goes_whole_to_the_engine_that_has_least_to_do(tmp_path: Path)
             return []
 
     def asked(name: str, seeds: int, longest: int) -> Request:
-        return Request(name, (1, 2), tuple(range(seeds)), Sampling(longest))
+        return Request(name, (1, 2), tuple(range(seeds)), SamplingParams(longest))
 
     async def run() -> list[list[str]]:
         actors: Any = Actors()

@@ -22,7 +22,7 @@ from tests.cases import open_engine, saved_model
 from tests.cuda.cases import busy, kind
 from weft.config.schema import LoraConfig
 from weft.engine.engine import Engine
-from weft.inference.base import Completion, Request, Sampling
+from weft.inference.base import Completion, Request, SamplingParams
 from weft.inference.embedded import EmbeddedEngine
 from weft.inference.standalone import Standalone
 from weft.inference.weight_sync import protocol
@@ -34,7 +34,7 @@ from weft.verify.adapter import randomize_adapters
 
 KEY = "a key"
 REQUESTS = [
-    Request(f"{i}", p, (7, 8), Sampling(8, temperature=i)) for i, p in enumerate([(5, 9, 100), (3, 100, 50, 7)])
+    Request(f"{i}", p, (7, 8), SamplingParams(8, temperature=i)) for i, p in enumerate([(5, 9, 100), (3, 100, 50, 7)])
 ]
 pytestmark = pytest.mark.timeout(180)
 
@@ -179,7 +179,7 @@ def test_an_engine_that_is_killed_and_one_in_its_place(device: torch.device, ran
 
 def in_vain(path: str, ticket: Ticket) -> str:
     """What an engine says that the device does not let map."""
-    protocol._OnDevice.mapped = None
+    protocol._DeviceReceiver.mapped = None
     with (
         patch.object(protocol.device_memory, "open", side_effect=RuntimeError("none here")),
         pytest.raises(SyncError) as told,

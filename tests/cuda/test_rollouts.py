@@ -14,7 +14,7 @@ from weft.engine.batch.document import Document
 from weft.engine.batch.replay import align_routes
 from weft.engine.engine import Engine
 from weft.errors import UserError
-from weft.inference.base import Completion, Request, Sampling
+from weft.inference.base import Completion, Request, SamplingParams
 from weft.inference.embedded import EmbeddedEngine
 from weft.launch.process import Ranks
 from weft.rl.exact import prove_exact
@@ -24,7 +24,7 @@ PROMPTS = [(5,), (9, 8, 7, 6, 5, 4, 3), (11, 12) * 10, (3, 100, 50), (3, 100, 51
 DENSE, EXPERTS = ("llama", "qwen3", "gemma3_text", "lfm2"), ("gpt_oss", "qwen3_moe", "deepseek_v3")
 
 
-def requests(sampling: Sampling, samples: int = 1) -> list[Request]:
+def requests(sampling: SamplingParams, samples: int = 1) -> list[Request]:
     return [
         Request(str(n), prompt, tuple(range(10 * n, 10 * n + samples)), sampling) for n, prompt in enumerate(PROMPTS)
     ]
@@ -34,7 +34,7 @@ def sampled(engine: Engine, *, routes: bool = False, tokens: int = 40) -> list[t
     """Several samples of each prompt, which end at different times."""
     embedded = EmbeddedEngine(engine, routes=routes)
     embedded.wake()
-    asked = requests(Sampling(tokens, 1.0, ends=ENDS), samples=4)
+    asked = requests(SamplingParams(tokens, 1.0, ends=ENDS), samples=4)
     found = list(zip(asked, embedded.generate(asked), strict=True))
     embedded.sleep()
     return found
@@ -60,7 +60,7 @@ def test_greedy_answers_are_transformers_own(family: str, device: torch.device, 
     engine = open_engine(path, "1", device=kind(device), **FP32)
     embedded = EmbeddedEngine(engine)
     embedded.wake(version=3)
-    found = embedded.generate(requests(Sampling(16, 0.0, ends=ENDS)))
+    found = embedded.generate(requests(SamplingParams(16, 0.0, ends=ENDS)))
     plain = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).to(device)
     for prompt, (completion,) in zip(PROMPTS, found, strict=True):
         ids = torch.tensor([prompt], device=device)
@@ -101,7 +101,7 @@ def test_it_samples_what_the_distribution_says(device: torch.device, ranks: Rank
     embedded = EmbeddedEngine(engine)
     embedded.wake()
     count = 4000
-    request = Request("a", PROMPTS[1], tuple(range(count)), Sampling(1, 1.0))
+    request = Request("a", PROMPTS[1], tuple(range(count)), SamplingParams(1, 1.0))
     ((*completions,),) = embedded.generate([request])
     seen = torch.bincount(torch.tensor([c.tokens[0] for c in completions]), minlength=128).double()
     documents = {n: Document(torch.tensor([*PROMPTS[1], n]), torch.ones(len(PROMPTS[1]) + 1)) for n in range(128)}
@@ -117,7 +117,7 @@ def test_the_same_seed_gives_the_same_and_waking_takes_new_weights(device: torch
     engine = open_engine(saved_model("qwen3"), "1", device=kind(device), **BF16)
     embedded = EmbeddedEngine(engine)
     embedded.wake()
-    asked = requests(Sampling(12, 1.0, ends=ENDS))
+    asked = requests(SamplingParams(12, 1.0, ends=ENDS))
     first, again = embedded.generate(asked), embedded.generate(asked)
     assert [c.tokens for (c,) in first] == [c.tokens for (c,) in again]
     freed = embedded.sleep()

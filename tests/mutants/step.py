@@ -85,7 +85,7 @@ MUTANTS = (
     Mutant("engine/pipeline_executor.py", "PipelineExecutor.visit", "self.replay.following(row) if following else nullcontext()", "self.replay.following(row) if False else nullcontext()", "tests/test_rl_parity.py::test_updates_are_those_of_one_plain_process[qwen3_moe-pp2ix2-keys22]"),
     Mutant("parallel/shards/walker.py", "_Shipment.__init__", "dist.broadcast(sent, group=stages, group_src=source)", "pass", "tests/test_tensor_parallel_weights.py::test_what_is_divided_is_walked_whole"),
     Mutant("parallel/shards/tensor_placement.py", "_of_all_stages", "len(stages) < len(said)", "False", "tests/test_tensor_parallel_weights.py::test_what_is_divided_is_walked_whole"),
-    Mutant("inference/weight_sync/buckets.py", "Plan.__init__", "name not in borrowed", "True", "tests/test_sync.py::test_every_byte_is_written_by_one_rank"),
+    Mutant("inference/weight_sync/buckets.py", "BucketPlan.__init__", "name not in borrowed", "True", "tests/test_sync.py::test_every_byte_is_written_by_one_rank"),
     Mutant("engine/optim/custom_optimizer.py", "_Trial._check_alone", "part.counters.get(key) != values", "False", "tests/test_optimizer_foreign.py::test_refused_in_stages"),
     Mutant("engine/optim/optimizer.py", "build_optimizer", "whole is None", "True", "tests/test_resume_meshes.py::test_numbers_of_groups_are_those_of_the_whole_model"),
     Mutant("engine/batch/document.py", "Chosen.source", "self._indices[index]", "index", "tests/test_ahead.py"),

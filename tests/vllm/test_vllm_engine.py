@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from tests.toy_tokenizers import byte_tokenizer
-from weft.inference.base import Completion, Request, Sampling
+from weft.inference.base import Completion, Request, SamplingParams
 from weft.inference.process import EngineDiedError
 from weft.inference.vllm.engine import VllmEngine
 from weft.inference.vllm.interpreter import find
@@ -89,7 +89,7 @@ def is_of(model: PreTrainedModel, prompt: tuple[int, ...], completion: Completio
 
 
 def ask(
-    engine: VllmEngine, loop: asyncio.Runner, sampling: Sampling, seeds: tuple[int, ...] = (1,)
+    engine: VllmEngine, loop: asyncio.Runner, sampling: SamplingParams, seeds: tuple[int, ...] = (1,)
 ) -> list[list[Completion]]:
     async def all_of_them() -> list[list[Completion]]:
         requests = (Request(f"prompt {n}", prompt, seeds, sampling) for n, prompt in enumerate(PROMPTS))
@@ -102,7 +102,7 @@ def test_greedy_tokens_and_logprobs_are_those_of_transformers(
     engine: VllmEngine, loop: asyncio.Runner, models: list[Path]
 ) -> None:
     model = plain(models[0])
-    for prompt, (completion,) in zip(PROMPTS, ask(engine, loop, Sampling(24, temperature=0)), strict=True):
+    for prompt, (completion,) in zip(PROMPTS, ask(engine, loop, SamplingParams(24, temperature=0)), strict=True):
         logits = logits_of(model, prompt, completion)
         assert list(completion.tokens) == logits.argmax(-1).tolist()
         assert is_of(model, prompt, completion)
@@ -114,7 +114,7 @@ def test_drawn_tokens_come_with_the_logprobs_that_they_were_drawn_with(
     temperature: float, engine: VllmEngine, loop: asyncio.Runner, models: list[Path]
 ) -> None:
     model = plain(models[0])
-    found = ask(engine, loop, Sampling(24, temperature=temperature), seeds=(3, 4, 3))
+    found = ask(engine, loop, SamplingParams(24, temperature=temperature), seeds=(3, 4, 3))
     for prompt, completions in zip(PROMPTS, found, strict=True):
         assert all(is_of(model, prompt, completion, temperature) for completion in completions)
         assert completions[0] == completions[2] and completions[0].tokens != completions[1].tokens
@@ -124,7 +124,7 @@ def test_with_some_tokens_left_out_logprobs_are_among_the_kept(
     engine: VllmEngine, loop: asyncio.Runner, models: list[Path]
 ) -> None:
     model = plain(models[0])
-    for prompt, (completion,) in zip(PROMPTS, ask(engine, loop, Sampling(16, top_k=5)), strict=True):
+    for prompt, (completion,) in zip(PROMPTS, ask(engine, loop, SamplingParams(16, top_k=5)), strict=True):
         logits = logits_of(model, prompt, completion)
         least = logits.topk(5).values[:, -1:]
         kept = logits.masked_fill(logits < least, -torch.inf).log_softmax(-1)
@@ -133,15 +133,15 @@ def test_with_some_tokens_left_out_logprobs_are_among_the_kept(
 
 
 def test_end_tokens_and_stop_texts_end_a_completion_and_belong_to_it(engine: VllmEngine, loop: asyncio.Runner) -> None:
-    (free,) = ask(engine, loop, Sampling(24), seeds=(5,))[0]
+    (free,) = ask(engine, loop, SamplingParams(24), seeds=(5,))[0]
     place = next(n for n in range(3, 24) if free.tokens[n] not in free.tokens[:n])
-    (ended,) = ask(engine, loop, Sampling(24, ends=(free.tokens[place],)), seeds=(5,))[0]
+    (ended,) = ask(engine, loop, SamplingParams(24, ends=(free.tokens[place],)), seeds=(5,))[0]
     assert ended.finish == "end" and ended.tokens == free.tokens[: place + 1]
     tokenizer = byte_tokenizer()
-    (sampled,) = ask(engine, loop, Sampling(48, temperature=0.7), seeds=(5,))[2]
+    (sampled,) = ask(engine, loop, SamplingParams(48, temperature=0.7), seeds=(5,))[2]
     text = tokenizer.decode(sampled.tokens[:20])
     stop = next(text[n : n + 2] for n in range(2, len(text)) if "\ufffd" not in text[n : n + 2])
-    (stopped,) = ask(engine, loop, Sampling(48, temperature=0.7, stop=(stop,)), seeds=(5,))[2]
+    (stopped,) = ask(engine, loop, SamplingParams(48, temperature=0.7, stop=(stop,)), seeds=(5,))[2]
     assert stopped.finish == "end" and stop in tokenizer.decode(stopped.tokens)
     assert stop not in tokenizer.decode(stopped.tokens[:-1])
     assert stopped.tokens == sampled.tokens[: len(stopped.tokens)]
@@ -150,7 +150,7 @@ def test_end_tokens_and_stop_texts_end_a_completion_and_belong_to_it(engine: Vll
 def test_requests_under_way_go_on_under_the_new_weights(
     engine: VllmEngine, loop: asyncio.Runner, models: list[Path]
 ) -> None:
-    prompt, sampling = PROMPTS[2], Sampling(600, temperature=1.0)
+    prompt, sampling = PROMPTS[2], SamplingParams(600, temperature=1.0)
 
     async def update_meanwhile() -> list[Completion]:
         running = asyncio.create_task(engine.generate(Request("long", prompt, (1, 2, 3), sampling)))
@@ -166,7 +166,7 @@ def test_requests_under_way_go_on_under_the_new_weights(
             off = difference(logits_of(model, prompt, completion).log_softmax(-1), completion)[where]
             assert float(off.mean()) < MEAN and float(off.max()) < MOST  # caches were computed anew
     loop.run(engine.reload(models[0], 3))
-    for prompt, (completion,) in zip(PROMPTS, ask(engine, loop, Sampling(16)), strict=True):
+    for prompt, (completion,) in zip(PROMPTS, ask(engine, loop, SamplingParams(16)), strict=True):
         assert is_of(old, prompt, completion) and completion.versions == ((3, 16),)
 
 
@@ -175,7 +175,7 @@ def test_a_paused_engine_keeps_requests_and_an_aborted_one_returns_what_they_hav
 ) -> None:
     async def pause_then_abort() -> tuple[bool, list[Completion]]:
         await engine.pause()
-        running = asyncio.create_task(engine.generate(Request("long", PROMPTS[0], (1, 2), Sampling(900))))
+        running = asyncio.create_task(engine.generate(Request("long", PROMPTS[0], (1, 2), SamplingParams(900))))
         await asyncio.sleep(0.5)
         waited = not running.done()
         await engine.resume()
@@ -202,7 +202,7 @@ def test_an_update_that_fails_leaves_nothing_to_sample_from_until_one_succeeds(
             await engine.reload(tmp_path, 4)
         with pytest.raises(SyncError, match="no whole weights"):
             await engine.resume()
-        waiting = asyncio.create_task(engine.generate(Request("early", PROMPTS[0], (1,), Sampling(8))))
+        waiting = asyncio.create_task(engine.generate(Request("early", PROMPTS[0], (1,), SamplingParams(8))))
         await asyncio.sleep(0.5)
         assert not waiting.done()
         await engine.reload(models[2], 5)
@@ -233,7 +233,7 @@ def test_an_engine_that_is_killed_ends_all_that_waits_within_seconds(
         (server,) = guard.children()
         family = server.children(recursive=True)
         core = next(one for one in family if "EngineCore" in one.name() or "EngineCore" in " ".join(one.cmdline()))
-        requests = [Request(f"prompt {n}", PROMPTS[n], (1, 2), Sampling(900)) for n in range(3)]
+        requests = [Request(f"prompt {n}", PROMPTS[n], (1, 2), SamplingParams(900)) for n in range(3)]
         running = [asyncio.create_task(engine.generate(request)) for request in requests]
         await asyncio.sleep(0.5)
         began = time.monotonic()

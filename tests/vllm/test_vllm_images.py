@@ -19,7 +19,7 @@ from weft.data.encode import Encoding
 from weft.data.image_opener import ImageOpener
 from weft.data.images import read_images
 from weft.errors import UserError
-from weft.inference.base import Request, Sampling
+from weft.inference.base import Request, SamplingParams
 from weft.inference.generate import Generator
 from weft.inference.vllm.engine import VllmEngine
 from weft.inference.vllm.interpreter import find
@@ -43,10 +43,10 @@ def test_images(tmp_path: Path) -> None:
     images = read_images(path, tokenizer, DataConfig(path="unused"))
     prompts = list(read_prompts(ROWS, tokenizer, Encoding(), PromptRules(1000), images))
     own = Generator(model, opener=ImageOpener(lambda: images))
-    asked = [Request(str(n), p.tokens, (1, 2), Sampling(8, 0.0), p.images) for n, p in enumerate(prompts)]
+    asked = [Request(str(n), p.tokens, (1, 2), SamplingParams(8, 0.0), p.images) for n, p in enumerate(prompts)]
     place = asked[0].tokens.index(tokenizer.convert_tokens_to_ids("<|image_pad|>"))
     longer = (*asked[0].tokens[:place], asked[0].tokens[place], *asked[0].tokens[place:])
-    wrong = Request("wrong", longer, (1,), Sampling(2), asked[0].images)
+    wrong = Request("wrong", longer, (1,), SamplingParams(2), asked[0].images)
     settings = Settings(
         interpreter=find(sys.executable), name="vllm-0", max_tokens=256, dtype="float32", model=path,
         folder=tmp_path, variables={"PYTHONPATH": ":".join(sys.path)},

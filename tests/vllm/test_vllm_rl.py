@@ -257,7 +257,7 @@ def _check_versions(task: Path, run: Path) -> None:
                     tokens = torch.from_numpy(sample.tokens)
                     logprobs = model(input_ids=tokens[None]).logits[0, :-1].log_softmax(-1)
                     read = logprobs.gather(1, tokens[1:, None])[:, 0].numpy()
-                    differences.append(np.abs(read - sample.rollout[1:])[own[1:]])
+                    differences.append(np.abs(read - sample.rollout_logprobs[1:])[own[1:]])
                     mixed += len(set(sample.versions[sample.sampled].tolist())) > 1
     found = np.concatenate(differences)
     print(

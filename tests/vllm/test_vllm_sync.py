@@ -14,7 +14,7 @@ from tests import pool
 from tests.cases import saved_model
 from tests.test_sync import KEY, VERSIONS, train_and_send
 from tests.vllm.test_vllm_engine import PROMPTS, is_of, plain, settings
-from weft.inference.base import Completion, Request, Sampling
+from weft.inference.base import Completion, Request, SamplingParams
 from weft.inference.vllm.engine import VllmEngine
 from weft.inference.weight_sync.protocol import Ticket
 from weft.inference.weight_sync.sender import SyncOptions
@@ -22,7 +22,7 @@ from weft.launch.machine import free_port
 from weft.launch.options import MergeOptions
 from weft.recipes import merge
 
-SAMPLING = Sampling(16, temperature=0)
+SAMPLING = SamplingParams(16, temperature=0)
 # vLLM on CPU has no kernels for smaller heads and experts.
 LARGE = {"head_dim": 32, "hidden_size": 64}
 EXPERTS = {**LARGE, "num_experts": 8, "moe_intermediate_size": 64}

@@ -18,7 +18,7 @@ EnginePart = Literal["weights", "cache"]  # of an engine's memory; during a sync
 
 
 @dataclass(frozen=True, slots=True)
-class Sampling:
+class SamplingParams:
     """How tokens are sampled. temperature: 0 is greedy. top_p, top_k (0: all), min_p: truncation. ends: tokens that end
     a completion and are part of it. stop: texts that end a completion."""
 
@@ -44,7 +44,7 @@ class Request:
     id: str
     tokens: tuple[int, ...]
     seeds: tuple[int, ...]
-    sampling: Sampling
+    sampling: SamplingParams
     images: PromptImages | None = None
 
 

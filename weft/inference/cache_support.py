@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from weft.engine.selfcheck.startup import LOGIT_TOLERANCE, once_per_process, resolve_attention, small_copy
-from weft.inference.rows import CachedRows, Rows, WholeRows
+from weft.inference.rows import CachedRows, DecodingRows, UncachedRows
 from weft.models import hf
 from weft.models.facts import position_limit
 from weft.models.families import family_of
@@ -15,10 +15,10 @@ from weft.models.families import family_of
 _PROMPTS = (5, 23, 37)  # lengths in tokens; some exceed the windows and chunks of a small copy
 
 
-def open_rows(model: PreTrainedModel, routes: bool = False) -> Rows:
+def open_rows(model: PreTrainedModel, routes: bool = False) -> DecodingRows:
     """CachedRows if they are exact for this family; else WholeRows, which are slow and exact. routes: whether to record
     the chosen experts."""
-    return (CachedRows if caches(model.config) else WholeRows)(model, routes)
+    return (CachedRows if caches(model.config) else UncachedRows)(model, routes)
 
 
 def caches(config: PretrainedConfig) -> bool:
@@ -38,7 +38,7 @@ def _is_exact(config: PretrainedConfig) -> bool:
         return False
     vocabulary = small.get_input_embeddings().weight.shape[0]
     with torch.inference_mode():
-        whole = _walk(WholeRows(small), vocabulary)
+        whole = _walk(UncachedRows(small), vocabulary)
         try:
             cached = _walk(CachedRows(small), vocabulary)
         except (ValueError, RuntimeError, LookupError, AttributeError, TypeError):  # in the family's own code
@@ -49,7 +49,7 @@ def _is_exact(config: PretrainedConfig) -> bool:
     return bool(worst <= LOGIT_TOLERANCE * largest)
 
 
-def _walk(rows: Rows, vocabulary: int) -> list[Tensor]:
+def _walk(rows: DecodingRows, vocabulary: int) -> list[Tensor]:
     """The logits of every forward while rows join, advance and leave, and others join."""
     prompts = [[(3 + 5 * place) % vocabulary for place in range(length)] for length in _PROMPTS]
 

@@ -20,7 +20,7 @@ from weft.data.image_opener import ImageOpener
 from weft.engine.batch.media import Media
 from weft.engine.selfcheck.startup import compute_exactly, implementation, resolve_attention
 from weft.errors import UserError
-from weft.inference.base import Completion, Finish, Request, Sampling
+from weft.inference.base import Completion, Finish, Request, SamplingParams
 from weft.inference.cache_support import open_rows
 from weft.inference.rows import Routes
 from weft.inference.token_sampling import SampledTokens, sample_tokens, uniforms
@@ -33,7 +33,7 @@ _JOIN = 0.25  # share of free room from which samples join a running batch, beca
 
 
 @dataclass
-class Work:
+class GeneratorStats:
     """Statistics of a generator. prompts: forwarded prompts. tokens: sampled tokens. steps: forwards of one token per
     row. row_steps: sum of rows over steps. most_rows: the largest number of rows at once."""
 
@@ -45,10 +45,10 @@ class Work:
 
 
 @dataclass(eq=False)
-class _Sample:
+class _ActiveSample:
     """One seed of a request in progress. versions: (version, tokens) in order."""
 
-    job: _Job
+    job: _ActiveRequest
     seed: int
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -83,14 +83,14 @@ class _Sample:
 
 
 @dataclass(eq=False)
-class _Job:
+class _ActiveRequest:
     """A request and its samples."""
 
     request: Request
-    samples: list[_Sample] = field(default_factory=list)
+    samples: list[_ActiveSample] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.samples = [_Sample(self, seed) for seed in self.request.seeds]
+        self.samples = [_ActiveSample(self, seed) for seed in self.request.seeds]
 
     @property
     def length(self) -> int:
@@ -103,12 +103,12 @@ class _Job:
 
 
 @dataclass(eq=False)
-class _Waiting:
+class _WaitingSamples:
     """Waiting samples of one job that continue the same tokens, which are forwarded once for all that join together."""
 
-    job: _Job
+    job: _ActiveRequest
     tokens: tuple[int, ...]
-    samples: list[_Sample]
+    samples: list[_ActiveSample]
 
 
 Finished = list[tuple[Request, list[Completion]]]
@@ -140,11 +140,11 @@ class Generator:
             compute_exactly(model)
         else:
             hf.set_attention(model, implementation(model.config, "auto"))
-        self.version, self.max_tokens, self.work = version, max_tokens, Work()
+        self.version, self.max_tokens, self.work = version, max_tokens, GeneratorStats()
         self._tokenizer, self._rows, self._exact = tokenizer, open_rows(model.eval(), routes), exact
         self._device, self._opener = model.device, opener
-        self._waiting: deque[_Waiting] = deque()
-        self._running: list[_Sample] = []  # row by row
+        self._waiting: deque[_WaitingSamples] = deque()
+        self._running: list[_ActiveSample] = []  # row by row
         self._asked: dict[int, int] = {}  # of advance(): id() of an unfinished request -> its number
 
     @property
@@ -160,8 +160,8 @@ class Generator:
             raise UserError(f"{request.id}: stop texts need a tokenizer.")
         if request.images is not None and self._opener is None:
             raise UserError(f"{request.id}: has images, and this engine was opened for a model of text.")
-        job = _Job(request)
-        self._waiting.append(_Waiting(job, request.tokens, list(job.samples)))
+        job = _ActiveRequest(request)
+        self._waiting.append(_WaitingSamples(job, request.tokens, list(job.samples)))
 
     def step(self) -> Finished:
         """Sample one token for every running sample, then let waiting ones join and sample their first. Returns the
@@ -200,11 +200,11 @@ class Generator:
         self.version = version
         unfinished, self._running = self._running, []
         self.drop_cache()
-        joining = dict[tuple[int, tuple[int, ...]], _Waiting]()
+        joining = dict[tuple[int, tuple[int, ...]], _WaitingSamples]()
         for sample in unfinished:
             if not keep:
                 sample.forget()
-            entry = joining.setdefault((id(sample.job), sample.so_far), _Waiting(sample.job, sample.so_far, []))
+            entry = joining.setdefault((id(sample.job), sample.so_far), _WaitingSamples(sample.job, sample.so_far, []))
             entry.samples.append(sample)
         self._waiting.extendleft(reversed(joining.values()))
 
@@ -242,10 +242,10 @@ class Generator:
 
     # ------------------------------------------------------------ admission
 
-    def _admit(self) -> list[_Job]:
+    def _admit(self) -> list[_ActiveRequest]:
         """Let waiting samples join and sample their first token; returns their jobs. A group is split only if it can
         never fit as a whole."""
-        joining: list[_Waiting] = []
+        joining: list[_WaitingSamples] = []
         while self._waiting:
             entry = self._waiting[0]
             count = self._fitting(entry, joining)
@@ -274,11 +274,11 @@ class Generator:
         self._leave()
         return [entry.job for entry in joining]
 
-    def _media(self, entry: _Waiting) -> Media | None:
+    def _media(self, entry: _WaitingSamples) -> Media | None:
         images = entry.job.request.images
         return None if images is None or self._opener is None else self._opener(images)
 
-    def _fitting(self, entry: _Waiting, joining: Sequence[_Waiting]) -> int:
+    def _fitting(self, entry: _WaitingSamples, joining: Sequence[_WaitingSamples]) -> int:
         """The number of samples of an entry that may join now, besides the running ones and `joining`. An entry joins
         as a whole, or waits; a part of it joins only if nothing else runs or joins."""
         running = len(self._running) + sum(len(other.samples) for other in joining)
@@ -303,7 +303,7 @@ class Generator:
 
     # ------------------------------------------------------------ sampling
 
-    def _advance(self) -> list[_Job]:
+    def _advance(self) -> list[_ActiveRequest]:
         """Sample one more token for all running samples; returns their jobs."""
         if not self._running:
             return []
@@ -317,9 +317,9 @@ class Generator:
         self._leave()
         return [sample.job for sample in running]
 
-    def _take(self, samples: Sequence[_Sample], logits_RV: Tensor) -> None:
+    def _take(self, samples: Sequence[_ActiveSample], logits_RV: Tensor) -> None:
         """Sample the next token of each sample, and set `finish` where it ends."""
-        by_sampling: dict[Sampling, list[int]] = {}
+        by_sampling: dict[SamplingParams, list[int]] = {}
         for row, sample in enumerate(samples):
             by_sampling.setdefault(sample.job.request.sampling, []).append(row)
         for sampling, rows in by_sampling.items():
@@ -328,12 +328,12 @@ class Generator:
             drawn = sample_tokens(logits_RV[rows] if several else logits_RV, sampling, self._uniforms(chosen))
             self._write(chosen, sampling, drawn)
 
-    def _uniforms(self, samples: Sequence[_Sample]) -> Tensor:
+    def _uniforms(self, samples: Sequence[_ActiveSample]) -> Tensor:
         seeds = np.array([sample.seed for sample in samples], dtype=np.uint64)
         places = np.array([len(sample.tokens) for sample in samples], dtype=np.uint64)
         return torch.from_numpy(uniforms(seeds, places)).to(self._device)
 
-    def _write(self, samples: Sequence[_Sample], sampling: Sampling, drawn: SampledTokens) -> None:
+    def _write(self, samples: Sequence[_ActiveSample], sampling: SamplingParams, drawn: SampledTokens) -> None:
         logprobs = drawn.logprobs_R.tolist()
         self.work.tokens += len(samples)
         for sample, token, logprob in zip(samples, drawn.tokens_R.tolist(), logprobs, strict=True):
@@ -348,7 +348,7 @@ class Generator:
             for sample, mass in zip(samples, drawn.kept_logmass_R.tolist(), strict=True):
                 sample.masses.append(mass)
 
-    def _stops(self, sample: _Sample) -> bool:
+    def _stops(self, sample: _ActiveSample) -> bool:
         """Whether the last token completed a stop text. Only the last tokens are decoded: a character takes at most
         four."""
         assert self._tokenizer is not None

@@ -18,16 +18,23 @@ from weft.data.prompt_images import PromptImages
 from weft.errors import UserError, first_line
 from weft.files import regular_file
 from weft.importing import import_extra
-from weft.inference.types import Group, Prompt, Sample, samples_of
+from weft.inference.types import Prompt, Sample, SampleGroup, samples_of
 
 FOLDER = "rollouts"
 EVALUATIONS = "evaluations"
-# The recorded arrays of a sample and their dtypes; null if the sample has none.
-_ARRAYS = {
-    "tokens": np.int64, "sampled": np.bool_, "rollout": np.float32, "versions": np.int32, "kept_logmass": np.float32,
-    "old": np.float32, "reference": np.float32, "values": np.float32, "advantages": np.float32,
-    "correction": np.float32,
-}  # fmt: skip
+# Column -> array of a sample, and its dtype; null if the sample has none. Other programs read the columns.
+_ARRAYS: dict[str, tuple[str, Any]] = {
+    "tokens": ("tokens", np.int64),
+    "sampled": ("sampled", np.bool_),
+    "rollout": ("rollout_logprobs", np.float32),
+    "versions": ("versions", np.int32),
+    "kept_logmass": ("kept_logmass", np.float32),
+    "old": ("old_logprobs", np.float32),
+    "reference": ("ref_logprobs", np.float32),
+    "values": ("values", np.float32),
+    "advantages": ("advantages", np.float32),
+    "correction": ("correction", np.float32),
+}
 
 
 def import_arrow() -> tuple[Any, Any]:
@@ -42,7 +49,7 @@ def rollout_file(folder: Path, step: int, into: str = FOLDER) -> Path:
 
 
 def write_rollouts(
-    folder: Path, step: int, groups: Sequence[Group], into: str = FOLDER, *, routes: bool = False
+    folder: Path, step: int, groups: Sequence[SampleGroup], into: str = FOLDER, *, routes: bool = False
 ) -> Path:
     """Write all samples of a rollout step, or of an evaluation, in order; atomic. Returns the file. routes: whether to
     include the routes of a mixture of experts, which take layers x top_k bytes per token, more than everything else."""
@@ -61,7 +68,7 @@ def write_rollouts(
     return path
 
 
-def read_rollouts(path: Path) -> list[Group]:
+def read_rollouts(path: Path) -> list[SampleGroup]:
     """The groups of one file. UserError if it is not a file of weft's rollouts."""
     _, pq = import_arrow()
     try:
@@ -71,9 +78,9 @@ def read_rollouts(path: Path) -> list[Group]:
         raise
     except Exception as error:  # pyarrow's, or Python's for values of unexpected types
         raise UserError(f"{path}: holds no rollouts of weft: {first_line(error)}.") from error
-    groups: dict[str, Group] = {}
+    groups: dict[str, SampleGroup] = {}
     for sample in samples:
-        groups.setdefault(sample.prompt.id, Group(sample.prompt, [])).samples.append(sample)
+        groups.setdefault(sample.prompt.id, SampleGroup(sample.prompt, [])).samples.append(sample)
     return list(groups.values())
 
 
@@ -164,7 +171,7 @@ def cut_rollouts(folder: Path, after: int, into: str = FOLDER) -> list[Path]:
 
 def _row(step: int, sample: Sample) -> dict[str, Any]:
     prompt = sample.prompt
-    arrays = {name: getattr(sample, name) for name in _ARRAYS}
+    arrays = {column: getattr(sample, name) for column, (name, _) in _ARRAYS.items()}
     return {
         "step": step,
         "prompt_index": prompt.index,
@@ -182,7 +189,7 @@ def _row(step: int, sample: Sample) -> dict[str, Any]:
         "messages": None if prompt.messages is None else json.dumps(prompt.messages, default=str),
         "columns": json.dumps(prompt.columns, default=_plain),
         "notes": json.dumps(sample.notes, default=str),
-        **_replied(sample.replied),
+        **_replied(sample.reply_images),
         **{name: None if value is None else value.tolist() for name, value in arrays.items()},
     }
 
@@ -248,7 +255,8 @@ def _checked_rewards(row: dict[str, Any], names: Collection[str]) -> dict[str, f
 def _sample(row: dict[str, Any]) -> Sample:
     rewards = _checked_rewards(row, _TYPES)
     arrays: dict[str, Any] = {
-        name: None if row[name] is None else np.asarray(row[name], dtype=dtype) for name, dtype in _ARRAYS.items()
+        name: None if row[column] is None else np.asarray(row[column], dtype=dtype)
+        for column, (name, dtype) in _ARRAYS.items()
     }
     prompt = Prompt(
         index=row["prompt_index"],
@@ -270,6 +278,6 @@ def _sample(row: dict[str, Any]) -> Sample:
         trained=row["trained"],
         notes=json.loads(row["notes"]),
         routes=_routes(row),
-        replied=_images(row),
+        reply_images=_images(row),
         **arrays,
     )

@@ -33,7 +33,7 @@ _PREFILL_TOKENS = 16_384  # most tokens of one forward of prompts, including pad
 _FILL = 0.8  # least share of real tokens in a padded forward of prompts
 
 
-class Rows(Protocol):
+class DecodingRows(Protocol):
     """The rows of a batch. Row r has lengths[r] tokens. Methods that forward return fp32 logits.
 
     routes: of the last forward, per prompt or row [new tokens, decoder layers, top_k], with -1 where a layer routes
@@ -73,7 +73,7 @@ def _without(gone: Sequence[int], rows: int) -> list[int]:
 
 
 @dataclass(frozen=True)
-class _Laid:
+class _PromptBatch:
     """Prompts laid out for one forward. positions: [P, T], or [3, P, T] for models with multimodal positions. ahead:
     position after the prompt's last token, minus its length; images make it nonzero."""
 
@@ -84,7 +84,7 @@ class _Laid:
     ahead: int = 0
 
 
-class _Model:
+class _GenerationModel:
     """The forward of a causal LM in two parts: last hidden states, and logits for chosen positions."""
 
     def __init__(self, model: PreTrainedModel, routes: bool) -> None:
@@ -138,7 +138,7 @@ class _Model:
         weight = self._head.weight
         return self._transform(F.linear(hidden_NH.to(weight.dtype), weight, self._head.bias).float())
 
-    def laid(self, prompts: Sequence[Sequence[int]], media: Media | None = None) -> _Laid:
+    def laid(self, prompts: Sequence[Sequence[int]], media: Media | None = None) -> _PromptBatch:
         """Lay out prompts as one right-padded batch. media: the images of a prompt, which must be the only one."""
         if media is not None:
             return self._with_images(prompts[0], media)
@@ -148,9 +148,9 @@ class _Model:
             ids[row, : len(prompt)] = prompt
         positions_PT = torch.arange(longest, device=self.device).expand(len(prompts), -1)
         bounds = Bounds((longest,) * len(prompts), padded=True)
-        return _Laid(torch.from_numpy(ids).to(self.device), positions_PT, bounds)
+        return _PromptBatch(torch.from_numpy(ids).to(self.device), positions_PT, bounds)
 
-    def _with_images(self, prompt: Sequence[int], media: Media) -> _Laid:
+    def _with_images(self, prompt: Sequence[int], media: Media) -> _PromptBatch:
         vision, tokens_T, length = self._vision, torch.tensor(prompt), len(prompt)
         assert vision is not None, "prompts with images are refused by models of text"
         positions = vision.positions(self._base, tokens_T, media.inputs)
@@ -161,7 +161,9 @@ class _Model:
             last_T = vision.last_seen(tokens_T).to(self.device)
             bounds = replace(Bounds.packed((length,), self.device), last_seen=last_T)
         inputs = {name: value.to(self.device) for name, value in media.inputs.items()}
-        return _Laid(tokens_T[None].to(self.device), positions[..., None, :].to(self.device), bounds, inputs, ahead)
+        return _PromptBatch(
+            tokens_T[None].to(self.device), positions[..., None, :].to(self.device), bounds, inputs, ahead
+        )
 
 
 class CachedRows:
@@ -172,7 +174,7 @@ class CachedRows:
     def __init__(self, model: PreTrainedModel, routes: bool = False) -> None:
         self.lengths = np.zeros(0, dtype=np.int64)
         self.routes: list[Routes] = []
-        self._model = _Model(model, routes)
+        self._model = _GenerationModel(model, routes)
         self._ahead = np.zeros(0, dtype=np.int64)  # of each row, as in _Laid
         self._kept: dict[int, tuple[Tensor, Tensor]] = {}
         self._room = (0, 0)  # allocated rows and slots
@@ -246,7 +248,7 @@ class CachedRows:
             yield start, end
             start = end
 
-    def _prefill(self, laid: _Laid, lengths: Sequence[int], copies: Sequence[int]) -> Tensor:
+    def _prefill(self, laid: _PromptBatch, lengths: Sequence[int], copies: Sequence[int]) -> Tensor:
         """Forward prompts and add their rows; returns logits [P, V] after each prompt."""
         owner = np.repeat(np.arange(len(lengths)), copies)
         self._reserve(len(self.lengths) + len(owner), laid.ids_PT.shape[1])
@@ -317,14 +319,14 @@ def _grown(kept: Tensor, rows: int, slots: int) -> Tensor:
     return grown
 
 
-class WholeRows:
+class UncachedRows:
     """Rows without a cache: every step forwards all tokens again, with rows of equal length in one batch, laid out as
     in the trainer. For families whose cache CachedRows does not support."""
 
     def __init__(self, model: PreTrainedModel, routes: bool = False) -> None:
         self.lengths = np.zeros(0, dtype=np.int64)
         self.routes: list[Routes] = []
-        self._model = _Model(model, routes)
+        self._model = _GenerationModel(model, routes)
         self._tokens: list[list[int]] = []
         self._media: list[Media | None] = []
 

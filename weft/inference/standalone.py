@@ -19,9 +19,9 @@ from weft.inference.generate import MAX_TOKENS, Generator, Numbered
 from weft.inference.weight_sync.checksums import checksum
 from weft.inference.weight_sync.protocol import (
     Delivery,
-    Entry,
-    Part,
     SyncError,
+    SyncPart,
+    TensorHeader,
     Ticket,
     as_torch,
     check_manifest,
@@ -127,7 +127,7 @@ class Standalone:
             raise SyncError(f"this engine has no weights: {why}")
         return self._generator
 
-    def _take(self, part: Part) -> None:
+    def _take(self, part: SyncPart) -> None:
         if part.kind != "adapter":
             self._filled = self._filled or LoadedWeights(self.path, self.lora, part.manifest, self.dtype, self.device)
             self._filled.wake()
@@ -146,7 +146,7 @@ class LoadedWeights:
         self,
         path: str,
         lora: LoraConfig | None,
-        manifest: Mapping[str, Entry],
+        manifest: Mapping[str, TensorHeader],
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
@@ -194,7 +194,7 @@ class LoadedWeights:
             hf.untie(self.model, name)
         return {name: tied[name] for name in untied}
 
-    def take_weights(self, part: Part) -> None:
+    def take_weights(self, part: SyncPart) -> None:
         """Copy every tensor of a part to its destination, and finish the part."""
         pieces = {piece.disk: piece for piece in self.pieces}
         for entry, data in part.tensors():
@@ -210,7 +210,7 @@ class LoadedWeights:
         )
         part.finish(placed)
 
-    def take_adapter(self, part: Part) -> None:
+    def take_adapter(self, part: SyncPart) -> None:
         """Set adapted weights to W + s B A, with W from the base, and fully trained modules to the received tensors;
         finish the part."""
         plan, stored, values = self.plan, self._adapter_names(), dict[str, Tensor]()

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from weft.inference.base import Sampling
+from weft.inference.base import SamplingParams
 
 _ONE_BLOCK = 1024  # largest vocabulary whose cumulative probabilities are computed in one step
 
@@ -39,7 +39,7 @@ def uniforms(seeds: NDArray[np.uint64], places: NDArray[np.uint64]) -> NDArray[n
     return numbers
 
 
-def sample_tokens(logits_RV: Tensor, sampling: Sampling, uniforms_R: Tensor) -> SampledTokens:
+def sample_tokens(logits_RV: Tensor, sampling: SamplingParams, uniforms_R: Tensor) -> SampledTokens:
     """Sample a token for each row. logits_RV: fp32, before temperature. uniforms_R: fp64 in [0, 1)."""
     if sampling.temperature == 0:
         tokens_R = logits_RV.argmax(-1)
@@ -55,7 +55,7 @@ def sample_tokens(logits_RV: Tensor, sampling: Sampling, uniforms_R: Tensor) -> 
     return SampledTokens(tokens_R, _chosen(logprobs_RV, tokens_R), mass_R)
 
 
-def kept(logprobs_RV: Tensor, sampling: Sampling) -> Tensor:
+def kept(logprobs_RV: Tensor, sampling: SamplingParams) -> Tensor:
     """[R, V] bool: whether each token may be sampled. As in transformers, top_k keeps the k likeliest tokens; top_p, of
     these, the fewest whose renormalised probabilities reach top_p; min_p, of these, tokens at least min_p times as
     likely as the likeliest (Nguyen et al. 2024). The likeliest token is always kept."""

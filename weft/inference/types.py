@@ -1,4 +1,4 @@
-"""The data of reinforcement learning: Prompt, Sample, Group. Plain data, which the controller holds.
+"""The data of reinforcement learning: Prompt, Sample, SampleGroup. Plain data, which the controller holds.
 
 T: the tokens of a sample, which are its prompt, the tokens that the policy sampled, and an environment's replies.
 """
@@ -46,25 +46,25 @@ class Prompt:
 class Sample:
     """One answer to a prompt, its rewards, and what is computed from it. Arrays are [T]; their entry 0 is never used.
 
-    number: index in the group. sampled: whether the policy sampled each token; only sampled tokens are trained, not
-    prompts and tool results. rollout, old, reference: logprobs of the sampled tokens, 0 elsewhere: under the policy
-    that the engine sampled from, under the trainer with the rollout's weights, and under the policy that KL is measured
-    against. values: a critic's values. versions: of the weights that sampled each token; -1 for other tokens.
-    kept_logmass: as in Completion, 0 at other tokens; None if sampling was not truncated. turns: number of the policy's
-    answers. finish: how the last answer ended. text: the decoded completion. routes: as in Completion.
+    number: index in the group. sampled: whether the policy sampled each token; only sampled tokens are trained.
+    rollout_logprobs, old_logprobs, ref_logprobs: logprobs of the sampled tokens, 0 elsewhere: under the engine, under
+    the trainer with the rollout's weights, and under the reference policy. values: a critic's values. versions: of the
+    weights that sampled each token; -1 for other tokens. kept_logmass: as in Completion, 0 at other tokens; None if
+    sampling was not truncated. turns: number of the policy's answers. finish: how the last answer ended. text: the
+    decoded completion. routes: as in Completion.
     rewards: of each function, before weights; None if the function gave none. reward: their weighted sum; None if the
     sample failed or has no reward, and is not trained.
     advantages, correction, returns: values of the sampled tokens. correction multiplies their loss
     (weft/rl/corrections.py); returns are the targets of a critic.
-    trained: False if the sample failed. replied: the images of the environment's replies, in order; its patches and
-    pairs include the prompt's images. notes: recorded with the sample for the environment and the rewards.
+    trained: False if the sample failed. reply_images: the images of the environment's replies, in order; its patches
+    and pairs include the prompt's images. notes: recorded with the sample for the environment and the rewards.
     """
 
     prompt: Prompt
     number: int
     tokens: Tokens
     sampled: Flags
-    rollout: Floats
+    rollout_logprobs: Floats
     versions: NDArray[np.int32]
     finish: str
     turns: int = 1
@@ -73,19 +73,19 @@ class Sample:
     routes: Any = None
     rewards: dict[str, float | None] = field(default_factory=dict)
     reward: float | None = None
-    old: Floats | None = None
-    reference: Floats | None = None
+    old_logprobs: Floats | None = None
+    ref_logprobs: Floats | None = None
     values: Floats | None = None
     advantages: Floats | None = None
     returns: Floats | None = None
     correction: Floats | None = None
     trained: bool = True
-    replied: PromptImages | None = None
+    reply_images: PromptImages | None = None
     notes: dict[str, Any] = field(default_factory=dict)
 
     def forget_readings(self) -> None:
         """Drop what trainers computed for the sample, and what was derived from that; tokens and rewards stay."""
-        self.old = self.reference = self.values = self.advantages = self.correction = None
+        self.old_logprobs = self.ref_logprobs = self.values = self.advantages = self.correction = None
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -93,7 +93,7 @@ class Sample:
     @property
     def images(self) -> PromptImages | None:
         """The images of the prompt, then those of replies."""
-        return shown(self.prompt, self.replied)
+        return shown(self.prompt, self.reply_images)
 
     @property
     def id(self) -> str:
@@ -117,7 +117,7 @@ class Sample:
 
 
 @dataclass
-class Group:
+class SampleGroup:
     """The samples of one prompt, whose rewards are compared."""
 
     prompt: Prompt
@@ -140,6 +140,6 @@ def shown(prompt: Prompt, replied: PromptImages | None) -> PromptImages | None:
     return prompt.images.followed_by(replied)
 
 
-def samples_of(groups: Iterable[Group]) -> list[Sample]:
+def samples_of(groups: Iterable[SampleGroup]) -> list[Sample]:
     """The samples of all groups, group by group."""
     return [sample for group in groups for sample in group.samples]

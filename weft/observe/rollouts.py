@@ -9,7 +9,7 @@ from rich.text import Text
 
 from weft.errors import UserError
 from weft.inference.records import FOLDER, Answer, read_rollouts, rollout_files
-from weft.inference.types import Group, Sample, samples_of
+from weft.inference.types import Sample, SampleGroup, samples_of
 from weft.launch.options import RolloutsOptions
 from weft.terminal import Console, say
 
@@ -28,14 +28,14 @@ def run(options: RolloutsOptions) -> None:
         console.print(described(group, options.samples))
 
 
-def _read(run: str, files: Mapping[int, Path], step: int) -> list[Group]:
+def _read(run: str, files: Mapping[int, Path], step: int) -> list[SampleGroup]:
     """The groups of rollout step `step`. Raises UserError if it is not there."""
     if step not in files:
         raise UserError(f"{run}: rollout step {step} is not there; there are {min(files)} to {max(files)}.")
     return _read_groups(files[step])
 
 
-def _newest(files: Mapping[int, Path]) -> tuple[int, list[Group]]:
+def _newest(files: Mapping[int, Path]) -> tuple[int, list[SampleGroup]]:
     """(newest rollout step that can be read, its groups). Raises UserError if none can be read."""
     problem = ""
     for step in sorted(files, reverse=True):
@@ -50,13 +50,13 @@ def _newest(files: Mapping[int, Path]) -> tuple[int, list[Group]]:
     raise UserError(problem)
 
 
-def _read_groups(path: Path) -> list[Group]:
+def _read_groups(path: Path) -> list[SampleGroup]:
     if groups := read_rollouts(path):
         return groups
     raise UserError(f"{path}: holds no samples: see another step with --step.")
 
 
-def summary(step: int, groups: Sequence[Group]) -> str:
+def summary(step: int, groups: Sequence[SampleGroup]) -> str:
     """`step 12: 32 prompts, 256 samples; reward 0.41; 6 groups without signal; 3.7 tokens on average, 4 cut short`."""
     samples = samples_of(groups)
     rewards = [sample.reward for sample in samples if sample.reward is not None]
@@ -69,7 +69,7 @@ def summary(step: int, groups: Sequence[Group]) -> str:
     )
 
 
-def chosen(groups: Sequence[Group], order: str) -> list[Group]:
+def chosen(groups: Sequence[SampleGroup], order: str) -> list[SampleGroup]:
     """The groups in an order: "drawn", or "best" or another for the best or the worst mean reward first."""
     if order == "drawn":
         return list(groups)
@@ -77,12 +77,12 @@ def chosen(groups: Sequence[Group], order: str) -> list[Group]:
     return sorted(rewarded, key=_mean, reverse=order == "best")
 
 
-def _mean(group: Group) -> float:
+def _mean(group: SampleGroup) -> float:
     rewards = [reward for reward in group.rewards if reward is not None]
     return sum(rewards) / len(rewards)
 
 
-def described(group: Group, max_samples: int) -> Text:
+def described(group: SampleGroup, max_samples: int) -> Text:
     """The text of a prompt and of at most `max_samples` samples, the best first."""
     out = Text(f"\n{group.prompt.source or group.prompt.id}\n", style="dim")
     out.append(_indented(group.prompt.text), style="bold")

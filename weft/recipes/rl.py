@@ -27,9 +27,9 @@ from weft.data.images import read_images
 from weft.engine.losses.policy import choose_policy_loss
 from weft.engine.optim.schedule import learning_rate
 from weft.errors import StoppedError, UserError
-from weft.inference.base import RolloutEngine, Sampling
+from weft.inference.base import RolloutEngine, SamplingParams
 from weft.inference.records import import_arrow, read_rollouts, recorded_files
-from weft.inference.types import Group, Prompt, Sample, samples_of
+from weft.inference.types import Prompt, Sample, SampleGroup, samples_of
 from weft.launch import flight
 from weft.launch.options import Detail, Device, RlOptions
 from weft.launch.ray_actors import exposure, import_ray
@@ -45,7 +45,7 @@ from weft.observe.resume import advice_after_last_step
 from weft.observe.trackers import check_installed
 from weft.rl.actors import Actors, open_actors
 from weft.rl.advantages import advantages, choose_estimator, reward_metrics, shape_rewards
-from weft.rl.colocation import PhaseSwitch, shares_devices, sleeping_parts
+from weft.rl.colocation import DeviceSharing, shares_devices, sleeping_parts
 from weft.rl.corrections import correct, old_is_current, parity_is_due, require_comparable, require_parity
 from weft.rl.documents import deal, longest_samples
 from weft.rl.environments.base import environment_class
@@ -55,7 +55,7 @@ from weft.rl.exact import require_exact, try_engine
 from weft.rl.failure import report_failures, watching_controller
 from weft.rl.meter import Meter, Show
 from weft.rl.placement import TIMED, resolve_placement
-from weft.rl.producer import Producer
+from weft.rl.producer import RolloutQueue
 from weft.rl.prompts import Prompts, PromptStream, check_lengths, load_rl_prompts, with_images
 from weft.rl.recorder import RlRecorder, note_rl_start, print_rl_opening
 from weft.rl.reference_critic import Role
@@ -78,7 +78,7 @@ def run(config: RlConfig, options: RlOptions, hooks: RlHooks = NO_RL_HOOKS) -> N
     if not options.rollout_only:
         prepare_uploads(config)
     task, resume = read_task(config, hooks), options.resume is not None
-    plan, replayed = Plan.of(config, task.stream), list_replayed(options)
+    plan, replayed = RlPlan.of(config, task.stream), list_replayed(options)
     if replayed:
         plan = replace(plan, rollouts=min(plan.rollouts, len(replayed)))
     with reaping(), lock_folder(config, resume=resume) as held:
@@ -105,7 +105,7 @@ def run(config: RlConfig, options: RlOptions, hooks: RlHooks = NO_RL_HOOKS) -> N
             open_actors(config, options, fill=start.state is None) as actors,
             report_failures(held.folder, actors.groups, command),
         ):
-            opened = Run(
+            opened = RlRun(
                 config,
                 held,
                 task,
@@ -143,7 +143,7 @@ def list_replayed(options: RlOptions) -> list[Path]:
 
 
 @dataclass(frozen=True)
-class Task:
+class RlTask:
     """Prompts, rewards and environment of a run. stream: the order of the training prompts. ends: of answers, in
     every engine and in checkpoints."""
 
@@ -168,7 +168,7 @@ def check_task(config: RlConfig) -> PretrainedConfig:
     return shape
 
 
-def read_task(config: RlConfig, hooks: RlHooks = NO_RL_HOOKS) -> Task:
+def read_task(config: RlConfig, hooks: RlHooks = NO_RL_HOOKS) -> RlTask:
     """Reads prompts, and loads rewards and environment. Raises UserError for anything that the user has to fix."""
     vocabulary = check_task(config).vocab_size
     tokenizer = load_tokenizer(config.model.path)
@@ -185,11 +185,11 @@ def read_task(config: RlConfig, hooks: RlHooks = NO_RL_HOOKS) -> Task:
     # A text that holds the template's end of turn was rendered with it before. Other texts end as documents do.
     chats = any(p.messages is not None or not set(ends).isdisjoint(p.tokens) for p in (*prompts, *held_out.all()))
     ends_of_answers = answer_ends(config.model.path, tokenizer, ends if chats else ())
-    return Task(prompts, held_out, stream, tokenizer, Rewards(config.rl, hooks.rewards), episodes, ends_of_answers)
+    return RlTask(prompts, held_out, stream, tokenizer, Rewards(config.rl, hooks.rewards), episodes, ends_of_answers)
 
 
 @dataclass(frozen=True)
-class Plan:
+class RlPlan:
     """The number of steps of a run. rollouts: rollout steps. per_rollout: optimizer steps of each, rl.updates x
     rl.epochs. steps: optimizer steps of the whole run."""
 
@@ -201,24 +201,24 @@ class Plan:
         return self.rollouts * self.per_rollout
 
     @staticmethod
-    def of(config: RlConfig, stream: PromptStream) -> Plan:
+    def of(config: RlConfig, stream: PromptStream) -> RlPlan:
         """The plan for train.steps optimizer steps, rounded up to whole rollout steps, or for train.epochs."""
         per_rollout = config.rl.updates * config.rl.epochs
         if config.train.steps is not None:
-            return Plan(-(-config.train.steps // per_rollout), per_rollout)
+            return RlPlan(-(-config.train.steps // per_rollout), per_rollout)
         assert config.train.epochs is not None
-        return Plan(stream.steps(config.train.epochs), per_rollout)
+        return RlPlan(stream.steps(config.train.epochs), per_rollout)
 
 
 @dataclass
-class Run:
+class RlRun:
     """The state of the controller's loop. resume_command: the command that resumes the run."""
 
     config: RlConfig
     held: RunLock
-    task: Task
+    task: RlTask
     actors: Actors
-    plan: Plan
+    plan: RlPlan
     start: RlStart
     replayed: Sequence[Path] = ()  # files of recorded rollouts to train on, instead of new ones
     on_step: OnStep | None = None
@@ -245,7 +245,7 @@ class RolloutStep:
     phases: its seconds by phase."""
 
     number: int
-    groups: Sequence[Group] = ()
+    groups: Sequence[SampleGroup] = ()
     taken: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
     failures: Failures = field(default_factory=Failures)
@@ -256,7 +256,7 @@ class RolloutStep:
         return samples_of(self.groups)
 
 
-async def train(run: Run) -> None:
+async def train(run: RlRun) -> None:
     """The loop: rollouts, rewards, advantages, optimizer steps, weight sync. Raises StoppedError after a signal."""
     config, plan, first = run.config, run.plan, run.start.rollout + 1
     recorder = RlRecorder(config, run.held.folder, run.start, run.on_step, cuda=run.device == "cuda")
@@ -271,7 +271,7 @@ async def train(run: Run) -> None:
             progress.notes(await begin(run, switch, sampling, evaluator, recorder))
             make = replay(run) if run.replayed else partial(roll_out, run, switch.engine, sampling)
             producer = await opened.enter_async_context(
-                Producer(make, first, plan.rollouts, config.cluster.max_staleness)
+                RolloutQueue(make, first, plan.rollouts, config.cluster.max_staleness)
             )
             for number in range(first, plan.rollouts + 1):
                 with run.phases("rollout"):
@@ -318,7 +318,7 @@ def time_rollout_steps(options: RlOptions, hooks: RlHooks, folder: Path, config:
     trial = folder / "placement-trial"
     shutil.rmtree(trial, ignore_errors=True)
     config = replace(config, run=replace(config.run, dir=str(trial)))
-    plan = Plan(TIMED, config.rl.updates * config.rl.epochs)
+    plan = RlPlan(TIMED, config.rl.updates * config.rl.epochs)
     try:
         with (
             redirect_stdout(io.StringIO()),
@@ -326,12 +326,12 @@ def time_rollout_steps(options: RlOptions, hooks: RlHooks, folder: Path, config:
             open_actors(config, options, fill=True) as actors,
         ):
             task = read_task(config, hooks)
-            return asyncio.run(timed(Run(config, held, task, actors, plan, FRESH, device=options.device)))
+            return asyncio.run(timed(RlRun(config, held, task, actors, plan, FRESH, device=options.device)))
     finally:
         shutil.rmtree(trial, ignore_errors=True)
 
 
-async def timed(run: Run) -> float:
+async def timed(run: RlRun) -> float:
     """The mean seconds of the plan's rollout steps, without the first, which includes start-up costs."""
     ends = []
     async with AsyncExitStack() as opened:
@@ -349,7 +349,7 @@ async def timed(run: Run) -> float:
     return (ends[-1] - ends[0]) / (len(ends) - 1)
 
 
-async def collect(run: Run) -> None:
+async def collect(run: RlRun) -> None:
     """The loop of `--rollout-only`: rollouts with the current weights, without training."""
     recorder = RlRecorder(run.config, run.held.folder, run.start, cuda=run.device == "cuda")
     async with AsyncExitStack() as opened:
@@ -381,7 +381,7 @@ async def collect(run: Run) -> None:
     )
 
 
-async def prepare(run: Run, opened: AsyncExitStack) -> tuple[PhaseSwitch, Sampling, RlEvaluator]:
+async def prepare(run: RlRun, opened: AsyncExitStack) -> tuple[DeviceSharing, SamplingParams, RlEvaluator]:
     """Opens the engines and the evaluator that the first rollout needs, and prints the opening. opened: closes them at
     the end."""
     config, task, trainers, start = run.config, run.task, run.actors.trainers, run.start
@@ -408,7 +408,7 @@ async def prepare(run: Run, opened: AsyncExitStack) -> tuple[PhaseSwitch, Sampli
         parts = sleeping_parts(config, run.device)
         engine = await open_engines(config, trainers, run.actors.engines, run.held.folder, run.compute, parts)
         opened.push_async_callback(engine.close)
-        switch = PhaseSwitch(engine, trainers, shared=shares_devices(config), parts=parts)
+        switch = DeviceSharing(engine, trainers, shared=shares_devices(config), parts=parts)
         await switch.to_training()
     if run.opening:
         print_rl_opening(run, opening, [*task.ends.lines(), *notes])
@@ -419,7 +419,7 @@ async def prepare(run: Run, opened: AsyncExitStack) -> tuple[PhaseSwitch, Sampli
 
 
 async def begin(
-    run: Run, switch: PhaseSwitch, sampling: Sampling, evaluator: RlEvaluator, recorder: RlRecorder
+    run: RlRun, switch: DeviceSharing, sampling: SamplingParams, evaluator: RlEvaluator, recorder: RlRecorder
 ) -> list[str]:
     """The first weight sync, its check for rl.on_policy=exact, and the evaluation before the first step. Returns
     messages for the user."""
@@ -441,7 +441,7 @@ async def begin(
     return notes
 
 
-def replay(run: Run) -> Callable[[int], Awaitable[RolloutStep]]:
+def replay(run: RlRun) -> Callable[[int], Awaitable[RolloutStep]]:
     """Returns a function that makes a rollout step from its file of RUN/rollouts. Samples and rewards are read;
     everything else is computed again."""
 
@@ -455,23 +455,23 @@ def replay(run: Run) -> Callable[[int], Awaitable[RolloutStep]]:
     return make
 
 
-async def roll_out(run: Run, engine: RolloutEngine, sampling: Sampling, number: int) -> RolloutStep:
+async def roll_out(run: RlRun, engine: RolloutEngine, sampling: SamplingParams, number: int) -> RolloutStep:
     """Samples and rewards a group for each prompt of rollout step `number`."""
     rl, step = run.config.rl, RolloutStep(number)
 
     meter = Meter(f"rollout step {number}", lambda: engine.drawn)
 
-    async def generate(prompt: Prompt) -> Group:
+    async def generate(prompt: Prompt) -> SampleGroup:
         group = await rollout_group(prompt, rl.group_size, engine, sampling, run.task.episodes, run.config.train.seed)
         meter.done += len(group.samples)
         return group
 
-    async def reward(group: Group) -> None:
+    async def reward(group: SampleGroup) -> None:
         decode(group.samples, run.task.tokenizer)
         with meter.scoring(len(group.samples)):
             await run.task.rewards.score(group.samples, step.failures)
 
-    async def answer(prompts: Sequence[Prompt]) -> list[Group]:
+    async def answer(prompts: Sequence[Prompt]) -> list[SampleGroup]:
         meter.wanted += len(prompts) * rl.group_size
         return await rewarded_groups(prompts, generate, reward, step.phases)
 
@@ -486,7 +486,7 @@ async def roll_out(run: Run, engine: RolloutEngine, sampling: Sampling, number: 
     return step
 
 
-async def compute_advantages(run: Run, step: RolloutStep) -> None:
+async def compute_advantages(run: RlRun, step: RolloutStep) -> None:
     """Computes the samples' logprobs under old and reference policy and the critic's values, then corrections and
     advantages. Adds metrics to the step."""
     rl, samples = run.config.rl, step.samples
@@ -503,7 +503,7 @@ async def compute_advantages(run: Run, step: RolloutStep) -> None:
         require_parity(samples, run.version, f"rollout.engine={rollout.engine}", dtypes, rollout)
     if fused:  # discard what a parity check read, so that checked steps train like the others
         for sample in samples:
-            sample.old = None
+            sample.old_logprobs = None
     else:  # also sets old logprobs that were not recomputed, because advantages may read them
         step.metrics |= correct(samples, rl, truncated=run.config.rollout.truncated)
     stale = staleness(samples, run.version, None if run.replayed else run.config.cluster.max_staleness)
@@ -516,7 +516,7 @@ def read_before_training(rl: RlAlgorithm, *, old: bool) -> list[Role]:
     return [role for role, is_wanted in wanted.items() if is_wanted]
 
 
-async def update(run: Run, step: RolloutStep) -> list[dict[str, object]]:
+async def update(run: RlRun, step: RolloutStep) -> list[dict[str, object]]:
     """Runs the optimizer steps of a rollout step. Returns their lines of metrics.jsonl."""
     config, plan, lines = run.config, run.plan, []
     number = (step.number - 1) * plan.per_rollout
@@ -528,17 +528,17 @@ async def update(run: Run, step: RolloutStep) -> list[dict[str, object]]:
                 lines.append(await run.trainer_group.update(samples_of(part), number, plan.steps, epoch + 1, lr))
                 run.updates += not lines[-1].get("skipped")
     if old_is_current(config):
-        read = [sample for sample in step.samples if sample.old is not None]
+        read = [sample for sample in step.samples if sample.old_logprobs is not None]
         step.metrics |= correct(read, config.rl, truncated=config.rollout.truncated)
     return lines
 
 
-async def evaluate(evaluator: RlEvaluator, number: int, plan: Plan) -> Any:
+async def evaluate(evaluator: RlEvaluator, number: int, plan: RlPlan) -> Any:
     """The evaluation after rollout step `number`; None if none is due."""
     return await evaluator() if evaluator.due(number, plan.rollouts) else None
 
 
-async def save(run: Run, recorder: RlRecorder, step: RolloutStep) -> list[str]:
+async def save(run: RlRun, recorder: RlRecorder, step: RolloutStep) -> list[str]:
     """Saves a checkpoint after this rollout step. Returns messages for the user."""
     progress = recorder.progress(step, run.updates, run.phases)
     return await run.trainer_group.save(step.number * run.plan.per_rollout, progress)
@@ -553,10 +553,10 @@ def staleness(samples: Sequence[Sample], version: int, most: int | None) -> dict
     return {"staleness/mean": float(lags.mean()), "staleness/max": float(lags.max())} if len(lags) else {}
 
 
-def sampling_of(config: RlConfig, ends: Sequence[int]) -> Sampling:
+def sampling_of(config: RlConfig, ends: Sequence[int]) -> SamplingParams:
     """The sampling parameters of training completions. ends: ids of the tokens that end a completion."""
     rollout = config.rollout
-    return Sampling(
+    return SamplingParams(
         max_new_tokens=rollout.max_new_tokens,
         temperature=rollout.temperature,
         top_p=rollout.top_p,

@@ -15,7 +15,7 @@ from weft.launch.process import Ranks, fake_ranks
 from weft.observe.banner import few_rollout_steps, print_dry_run
 from weft.observe.tables import EngineRow, engine_table, separate_engines, show
 from weft.parallel.memory import cache_bytes
-from weft.recipes.rl import Plan, Task, check_task, read_task
+from weft.recipes.rl import RlPlan, RlTask, check_task, read_task
 from weft.recipes.run_data import why_unread
 from weft.rl.environments.base import environment_class
 from weft.rl.model_engines import critic_engine, policy_config, reference_engine
@@ -46,7 +46,7 @@ def dry_run(config: RlConfig, options: RlOptions) -> None:
     say_folded([*lines, *([f"prompts  not read: {unread}"] if task is None else _task_lines(config, task))])
 
 
-async def _try(rewards: Rewards, task: Task | None) -> list[str]:
+async def _try(rewards: Rewards, task: RlTask | None) -> list[str]:
     """Import the reward functions, check that every prompt has the columns that they take, and call each once. Returns
     what they returned."""
     async with rewards:
@@ -59,9 +59,9 @@ async def _try(rewards: Rewards, task: Task | None) -> list[str]:
         return await rewards.try_out(prompts, lambda text: tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def _task_lines(config: RlConfig, task: Task) -> list[str]:
+def _task_lines(config: RlConfig, task: RlTask) -> list[str]:
     """Lines about the prompts: their number, the steps that they make, and the first as the model sees it."""
-    plan, rl = Plan.of(config, task.stream), config.rl
+    plan, rl = RlPlan.of(config, task.stream), config.rl
     lines = [f"prompts  {task.prompts}", f"template {task.prompts.template_use()}"]
     lines += [f"held out {name or config.eval.path}: {len(found):,}" for name, found in task.held_out.named.items()]
     lines += task.held_out.leaks(task.prompts)

@@ -17,7 +17,7 @@ from weft.data.images import Images
 from weft.data.prompts import Prompt
 from weft.engine.engine import Engine
 from weft.errors import UserError
-from weft.inference.base import Request, Sampling, seed_of
+from weft.inference.base import Request, SamplingParams, seed_of
 from weft.inference.embedded import EmbeddedEngine
 from weft.launch import flight
 from weft.observe.folder import SAMPLES
@@ -77,7 +77,7 @@ class Sampler:
         """Number of each prompt in `numbers` -> its line of samples.jsonl."""
         # A sampled image token ends an answer: it has no image, and a forward of the whole row would fail on it.
         ends = (*self.ends, *self.placeholders)
-        sampling = Sampling(self.config.max_new_tokens, self.config.temperature, ends=ends)
+        sampling = SamplingParams(self.config.max_new_tokens, self.config.temperature, ends=ends)
         prompts = {number: self.questions.prompts[number] for number in numbers}
         requests = [
             Request(f"eval.prompts {number}", prompt.tokens, (self._seed(step, number),), sampling, prompt.images)

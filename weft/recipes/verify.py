@@ -29,7 +29,7 @@ from weft.launch.scratch import scratch_folder
 from weft.models import hf
 from weft.parallel.memory import local_ranks
 from weft.parallel.parallelize import Precision
-from weft.rl.trainer import Trainer
+from weft.rl.trainer import TrainerRank
 from weft.terminal import counted
 from weft.verify.documents import awkward_steps, special_ids
 from weft.verify.harness import Verdict, verify
@@ -136,7 +136,7 @@ def check_rl(config: Any, subject: VerifiedModel, ranks: Ranks, options: VerifyO
         reference = replace(reference, ranks=None, dp_replicate=None, dp_shard=None, tp=None, pp=None)
     exact = replace(exact, model=model, critic=critic, reference=reference)
     rollouts = None if options.rollouts is None else recorded_rollouts(options.rollouts)
-    trainer = Trainer(exact, ranks.device.type)
+    trainer = TrainerRank(exact, ranks.device.type)
     return verify_rl(trainer, LEARNING_RATE, rollouts)
 
 

@@ -22,7 +22,7 @@ from weft.launch.ray_actors import ActorGroup, Bundle, actor_group, ray_session
 from weft.models import hf
 from weft.parallel.fsdp import DTYPES
 from weft.rl.reference_critic import ReferenceCriticRank, Role, own_ranks
-from weft.rl.trainer import Trainer
+from weft.rl.trainer import TrainerRank
 
 
 @dataclass(frozen=True)
@@ -130,8 +130,8 @@ def _make_reference_critic(
     return ReferenceCriticRank(config, role, options.device, fill=fill)
 
 
-def _make_trainer(config: RlConfig, options: RlOptions, fill: bool, rank: int) -> Trainer:
-    return Trainer(config, options.device, fill=fill)
+def _make_trainer(config: RlConfig, options: RlOptions, fill: bool, rank: int) -> TrainerRank:
+    return TrainerRank(config, options.device, fill=fill)
 
 
 def _make_engine(config: RlConfig, options: RlOptions, number: int) -> Standalone:

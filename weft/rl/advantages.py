@@ -15,17 +15,17 @@ from weft.config.presets import ADVANTAGES
 from weft.config.rl_schema import RlAlgorithm, RlConfig
 from weft.errors import UserError
 from weft.importing import import_named
-from weft.inference.types import Group, Sample, samples_of
+from weft.inference.types import Sample, SampleGroup, samples_of
 from weft.rl.corrections import Exact, kl
 
 Estimates = Sequence[Sequence[float | Exact]]
-Estimator = Callable[[Sequence[Group], RlAlgorithm], Estimates]
+Estimator = Callable[[Sequence[SampleGroup], RlAlgorithm], Estimates]
 
 # Keep quotients finite, as in TRL: added to a standard deviation, and to the variance under its root.
 _BESIDE, _INSIDE = 1e-4, 1e-8
 
 
-def advantages(groups: Sequence[Group], config: RlAlgorithm) -> dict[str, float]:
+def advantages(groups: Sequence[SampleGroup], config: RlAlgorithm) -> dict[str, float]:
     """Set the advantages of all samples, and their `returns` with gae; returns metrics of rewards and values.
 
     Samples that have no reward or are not trained get advantages of zero and are left out of all means.
@@ -33,7 +33,7 @@ def advantages(groups: Sequence[Group], config: RlAlgorithm) -> dict[str, float]
     for group in groups:
         for sample in group.samples:
             sample.advantages = np.zeros(len(sample), np.float32)
-    compared = [Group(group.prompt, [s for s in group.samples if s.counts]) for group in groups]
+    compared = [SampleGroup(group.prompt, [s for s in group.samples if s.counts]) for group in groups]
     compared = [group for group in compared if group.samples]
     if not compared:
         return {}
@@ -43,7 +43,7 @@ def advantages(groups: Sequence[Group], config: RlAlgorithm) -> dict[str, float]
     return reward_metrics(compared) | value_metrics(compared)
 
 
-def value_metrics(groups: Sequence[Group]) -> dict[str, float]:
+def value_metrics(groups: Sequence[SampleGroup]) -> dict[str, float]:
     """critic/explained_variance: 1 - Var(R - V) / Var(R) over sampled tokens, with returns R and values V. It is 1 for
     a perfect critic and 0 for a constant one. Empty without a critic, or if all returns are equal."""
     known = [
@@ -93,8 +93,10 @@ def token_rewards(sample: Sample, config: RlAlgorithm) -> Exact:
     """
     rewards = np.zeros(sample.length)
     if config.kl > 0 and config.kl_in == "reward":
-        assert sample.old is not None and sample.reference is not None, f"sample {sample.id} has no reference logprobs"
-        difference = sample.old[sample.sampled].astype(np.float64) - sample.reference[sample.sampled]
+        assert sample.old_logprobs is not None and sample.ref_logprobs is not None, (
+            f"sample {sample.id} has no reference logprobs"
+        )
+        difference = sample.old_logprobs[sample.sampled].astype(np.float64) - sample.ref_logprobs[sample.sampled]
         rewards -= config.kl * kl(difference, config.kl_estimator, config.kl_clamp)
     if len(rewards):
         assert sample.reward is not None
@@ -102,7 +104,7 @@ def token_rewards(sample: Sample, config: RlAlgorithm) -> Exact:
     return rewards
 
 
-def scores(group: Group, config: RlAlgorithm) -> Exact:
+def scores(group: SampleGroup, config: RlAlgorithm) -> Exact:
     """[samples] the sum of each sample's token rewards."""
     return np.array([token_rewards(sample, config).sum() for sample in group.samples])
 
@@ -112,7 +114,7 @@ def overlong_penalty(length: int, longest: int, buffer: int) -> float:
     return -min(max(0.0, (length - (longest - buffer)) / buffer), 1.0)
 
 
-def shape_rewards(groups: Sequence[Group], config: RlConfig) -> None:
+def shape_rewards(groups: Sequence[SampleGroup], config: RlConfig) -> None:
     """Add the penalty for over-long samples to their rewards, under the name `overlong`. Call before advantages()."""
     if config.rl.overlong_buffer is None:
         return
@@ -123,7 +125,7 @@ def shape_rewards(groups: Sequence[Group], config: RlConfig) -> None:
             sample.reward += config.rl.overlong_penalty * part
 
 
-def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
+def reward_metrics(groups: Sequence[SampleGroup]) -> dict[str, float]:
     """Metrics of rewards, under TRL's names. reward: mean over all samples. reward_std: mean over the groups' standard
     deviations."""
     rewards = [np.array([s.reward for s in group.samples], np.float64) for group in groups]
@@ -153,7 +155,7 @@ def _centred(values: Exact) -> Exact:
 # ---------------------------------------------------------------- estimators
 
 
-def grpo(groups: Sequence[Group], config: RlAlgorithm) -> Estimates:
+def grpo(groups: Sequence[SampleGroup], config: RlAlgorithm) -> Estimates:
     """(r - mean) / (std + 1e-4) over the group (Shao et al. 2024, arXiv:2402.03300, section 4.1.2); std with n - 1.
 
     rl.scale: `batch` divides by the standard deviation of all rewards of the step (Lite PPO, arXiv:2508.08221); `none`
@@ -168,20 +170,20 @@ def grpo(groups: Sequence[Group], config: RlAlgorithm) -> Estimates:
     return [list(_centred(r) / divisor) for r, divisor in zip(found, divisors, strict=True)]
 
 
-def rloo(groups: Sequence[Group], config: RlAlgorithm) -> Estimates:
+def rloo(groups: Sequence[SampleGroup], config: RlAlgorithm) -> Estimates:
     """r - mean of the group's other rewards, which equals n / (n - 1) x (r - mean of all n) (Kool et al. 2019; Ahmadian
     et al. 2024, arXiv:2402.14740, section 3.3)."""
     found = [scores(group, config) for group in groups]
     return [list(_centred(r) * (len(r) / max(1, len(r) - 1))) for r in found]
 
 
-def reinforce_plus_plus(groups: Sequence[Group], config: RlAlgorithm) -> Estimates:
+def reinforce_plus_plus(groups: Sequence[SampleGroup], config: RlAlgorithm) -> Estimates:
     """Reward-to-go of each token, whitened over all tokens of the step (Hu et al. 2025, arXiv:2501.03262)."""
     returns = [[_to_go(token_rewards(sample, config), config.gamma) for sample in group.samples] for group in groups]
     return _whitened(returns)
 
 
-def reinforce_plus_plus_baseline(groups: Sequence[Group], config: RlAlgorithm) -> Estimates:
+def reinforce_plus_plus_baseline(groups: Sequence[SampleGroup], config: RlAlgorithm) -> Estimates:
     """r - mean of the group, whitened over all tokens of the step (Hu et al. 2025, arXiv:2501.03262, section 3.3)."""
     centred = [_centred(scores(group, config)) for group in groups]
     return _whitened(
@@ -192,7 +194,7 @@ def reinforce_plus_plus_baseline(groups: Sequence[Group], config: RlAlgorithm) -
     )
 
 
-def gae(groups: Sequence[Group], config: RlAlgorithm) -> Estimates:
+def gae(groups: Sequence[SampleGroup], config: RlAlgorithm) -> Estimates:
     """Sum over k of (gamma lambda)^k delta_(t+k), with delta_t = r_t + gamma V_(t+1) - V_t (Schulman et al. 2015,
     arXiv:1506.02438, equation 16).
 

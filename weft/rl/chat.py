@@ -30,11 +30,11 @@ _ANSWER = "answer"  # stands for the policy's answer: what the template writes a
 @dataclass(frozen=True, slots=True)
 class Continuation:
     """The tokens between an answer and the next one. closing: end the answer, if the policy did not end it. tokens:
-    follow the ended answer. replied: as in Sample, with the images of this reply."""
+    follow the ended answer. reply_images: as in Sample, with the images of this reply."""
 
     closing: tuple[int, ...]
     tokens: tuple[int, ...]
-    replied: PromptImages | None = None
+    reply_images: PromptImages | None = None
 
 
 class ChatRenderer:
@@ -71,13 +71,14 @@ class ChatRenderer:
         prompt: Prompt,
         then: Sequence[Message],
         calls: Sequence[Message] = (),
-        replied: PromptImages | None = None,
+        reply_images: PromptImages | None = None,
     ) -> Continuation:
         """The tokens between an answer and the next one, with the messages `then` (tool results, user turns) between
         them.
 
         The tokens are what the template writes after a stand-in answer, so that sampled text is never rendered or
-        tokenised again. calls: the answer's tool calls, if the template needs them to render their results. replied:
+        tokenised again. calls: the answer's tool calls, if the template needs them to render their results.
+        reply_images:
         images of earlier replies. UserError if the template would render the earlier messages differently, or if the
         model takes no images; BadRowError for messages and images that cannot be read.
         """
@@ -121,9 +122,9 @@ class ChatRenderer:
         closing = self._encoder.plain([text[start:end]])[0][-1:]
         special, after = set(self.tokenizer.added_tokens_decoder), text[end:]
         if self.images is not None:
-            after, replied = self.images.reply(f"{where}, a reply", after, given, prompt.images, replied)
+            after, reply_images = self.images.reply(f"{where}, a reply", after, given, prompt.images, reply_images)
         closing = [token for token in closing if token in special]
-        return Continuation(tuple(closing), tuple(self.tokens([after])[0]), replied)
+        return Continuation(tuple(closing), tuple(self.tokens([after])[0]), reply_images)
 
     def _taken(self, where: str, messages: Sequence[Message]) -> tuple[Sequence[Message], tuple[Image, ...]]:
         """The messages, with a bare part in place of each image, and the images."""

@@ -32,7 +32,7 @@ def sleeping_parts(config: RlConfig, device: str) -> tuple[Part, ...]:
     return PARTS if device == "cuda" else ()
 
 
-class PhaseSwitch:
+class DeviceSharing:
     """Switches between rollouts and training: `await switch.to_rollouts(version)`, generate, `await
     switch.to_training()`, train.
 

@@ -27,7 +27,7 @@ from weft.config.presets import ADVANTAGES
 from weft.config.rl_schema import RlAlgorithm, RlConfig, RolloutConfig
 from weft.engine.losses.correction import LARGEST, bounded, importance_ratios, of_tokens
 from weft.errors import ActorError, UserError
-from weft.inference.base import Sampling
+from weft.inference.base import SamplingParams
 from weft.inference.types import Floats, Sample
 from weft.inference.weight_sync.protocol import SyncError
 from weft.inference.weight_sync.verify import check_parity
@@ -51,10 +51,10 @@ def old_is_current(config: RlConfig) -> bool:
 
 def comparable(sample: Sample) -> Floats:
     """[T] the rollout policy's logprob of each sampled token over the whole vocabulary, comparable with `old`."""
-    return sample.rollout if sample.kept_logmass is None else sample.rollout + sample.kept_logmass
+    return sample.rollout_logprobs if sample.kept_logmass is None else sample.rollout_logprobs + sample.kept_logmass
 
 
-def require_comparable(samples: Sequence[Sample], sampling: Sampling, *, allowed: bool = False) -> None:
+def require_comparable(samples: Sequence[Sample], sampling: SamplingParams, *, allowed: bool = False) -> None:
     """Raise UserError if sampling was truncated and the engine has not reported the kept probability mass. allowed:
     rollout.allow_truncated."""
     if not sampling.truncated or allowed:
@@ -76,7 +76,7 @@ def correct(samples: Sequence[Sample], config: RlAlgorithm, *, truncated: bool =
     found = _kept_share(chosen) if truncated and chosen else {}
     if config.old_logprobs == "rollout":
         for sample in chosen:
-            sample.old = comparable(sample)
+            sample.old_logprobs = comparable(sample)
         return found
     if not chosen:
         return {}
@@ -101,15 +101,15 @@ def _kept_share(samples: Sequence[Sample]) -> dict[str, float]:
     for sample in samples:
         if sample.kept_logmass is not None:
             logs.append(sample.kept_logmass[sample.sampled])
-        elif sample.old is not None:
-            logs.append((sample.old - sample.rollout)[sample.sampled])
+        elif sample.old_logprobs is not None:
+            logs.append((sample.old_logprobs - sample.rollout_logprobs)[sample.sampled])
     return {"sampling/kept_share": float(np.exp(np.concatenate(logs).astype(np.float64).mean()))} if logs else {}
 
 
 def _difference(sample: Sample) -> Exact:
     """[G] log rho = old - rollout of each sampled token. UserError if a value is not finite."""
-    assert sample.old is not None, f"sample {sample.id} has no logprobs of the old policy"
-    difference = sample.old[sample.sampled].astype(np.float64) - comparable(sample)[sample.sampled]
+    assert sample.old_logprobs is not None, f"sample {sample.id} has no logprobs of the old policy"
+    difference = sample.old_logprobs[sample.sampled].astype(np.float64) - comparable(sample)[sample.sampled]
     if not np.isfinite(difference).all():
         raise UserError(f"sample {sample.id}: the engine or the trainer gives a token that was sampled no probability.")
     exact: Exact = difference
@@ -185,9 +185,9 @@ def require_parity(
         return explained
 
     read = [
-        (expected(sample, sample.old[sample.sampled]), sample.old[sample.sampled])
+        (expected(sample, sample.old_logprobs[sample.sampled]), sample.old_logprobs[sample.sampled])
         for sample in samples
-        if sample.old is not None and sample.length and (sample.versions[sample.sampled] == version).all()
+        if sample.old_logprobs is not None and sample.length and (sample.versions[sample.sampled] == version).all()
     ]
     try:
         check_parity(engine, version, [own for own, _ in read], [old for _, old in read], dtypes)

@@ -20,7 +20,7 @@ from weft.data.image_opener import ImageOpener
 from weft.engine.batch.document import Document, MeasuredDocuments, Measures
 from weft.engine.batch.media import Media
 from weft.engine.batch.replay import align_routes
-from weft.inference.types import Flags, Floats, Group, Prompt, Sample
+from weft.inference.types import Flags, Floats, Prompt, Sample, SampleGroup
 from weft.rl.corrections import comparable
 
 
@@ -112,9 +112,11 @@ class TrainedSamples(_Samples):
         # Number of samples that only rl.mask_truncated leaves out.
         self.masked = sum(sample.counts and sample.length > 0 for sample in samples) - len(trained)
         super().__init__(trained, [_weight(sample, config) for sample in trained], routed=True, opener=opener)
-        self.old_is_known = bool(trained) and trained[0].old is not None  # else the current policy is `old`
+        self.old_is_known = (
+            bool(trained) and trained[0].old_logprobs is not None
+        )  # else the current policy is the old one
         self._corrects = config.rl.corrects
-        counts = {key: sum(getattr(sample, key) is not None for sample in trained) for key in _READ}
+        counts = {key: sum(getattr(sample, key) is not None for sample in trained) for key in _LOSS_ARRAYS}
         if not (self.old_is_known and self._corrects):
             counts["correction"] = 0
         self._keys = [key for key, count in counts.items() if count]
@@ -124,17 +126,14 @@ class TrainedSamples(_Samples):
 
     def arrays(self, samples: Sequence[Sample]) -> dict[str, list[Floats]]:
         """Per-token arrays for losses, of those that every trained sample has: name -> one array [T] per sample."""
-        found = {_READ[key]: [getattr(sample, key) for sample in samples] for key in self._keys}
+        found = {key: [getattr(sample, key) for sample in samples] for key in self._keys}
         if self._corrects and not self.old_is_known:
-            found["rollout_logprob"] = [comparable(sample) for sample in samples]
+            found["rollout_logprobs"] = [comparable(sample) for sample in samples]
         return found
 
 
-# Array of a sample -> its name in losses. Either all trained samples have an array, or none has.
-_READ = {
-    "old": "old_logprob", "advantages": "advantage", "correction": "correction", "reference": "reference_logprob",
-    "values": "old_value", "returns": "return",
-}  # fmt: skip
+# Arrays of a sample that losses read. Either all trained samples have an array, or none has.
+_LOSS_ARRAYS = ("old_logprobs", "advantages", "correction", "ref_logprobs", "values", "returns")
 
 
 def build_documents(samples: Sequence[Sample], config: RlConfig) -> list[Document]:
@@ -180,7 +179,7 @@ def _column(arrays: Sequence[NDArray[Any]], dtype: type) -> tuple[Tensor, ...]:
     return parts
 
 
-def deal(groups: Sequence[Group], updates: int, seed: int) -> list[list[Group]]:
+def deal(groups: Sequence[SampleGroup], updates: int, seed: int) -> list[list[SampleGroup]]:
     """The groups of each optimizer step, shuffled by `seed`. Each group appears once; step sizes differ by at most one
     group. With fewer groups than `updates` there are fewer steps."""
     order = list(groups)

@@ -20,8 +20,8 @@ from weft.config.rl_schema import RlConfig, RlEvalConfig
 from weft.config.sources import source_name
 from weft.data.documents import leak
 from weft.data.images import Images
-from weft.inference.base import RolloutEngine, Sampling
-from weft.inference.types import Group, Prompt, Sample
+from weft.inference.base import RolloutEngine, SamplingParams
+from weft.inference.types import Prompt, Sample, SampleGroup
 from weft.rl.environments.episodes import Episodes
 from weft.rl.meter import Meter, Show
 from weft.rl.prompts import Prompts, load_rl_prompts
@@ -70,12 +70,12 @@ def _content(prompt: Prompt) -> tuple[Any, ...]:
 
 
 @dataclass(frozen=True)
-class Evaluated:
+class EvaluationResult:
     """The outcome of an evaluation. greedy, drawn: groups of greedy and of sampled answers, by source name."""
 
     metrics: dict[str, float]
-    greedy: Mapping[str, Sequence[Group]]
-    drawn: Mapping[str, Sequence[Group]]
+    greedy: Mapping[str, Sequence[SampleGroup]]
+    drawn: Mapping[str, Sequence[SampleGroup]]
 
     def line(self, step: int) -> str:
         """For example `eval     step 20: accuracy 61.2%, reward 0.612, pass@4 80.0% (0.8 s)`."""
@@ -119,7 +119,7 @@ class RlEvaluator:
         self.tokenizer, self.seed = tokenizer, config.train.seed
         longest = config.eval.max_new_tokens or config.rollout.max_new_tokens
         self.episodes = None if episodes is None else replace(episodes, most_tokens=longest)
-        self.sampling = Sampling(longest, temperature=0.0, ends=tuple(ends), stop=config.rollout.stop)
+        self.sampling = SamplingParams(longest, temperature=0.0, ends=tuple(ends), stop=config.rollout.stop)
 
     def due(self, step: int, steps: int) -> bool:
         """Whether to evaluate after optimizer step `step` of `steps`. Step 0 is before the first."""
@@ -129,12 +129,12 @@ class RlEvaluator:
             return self.config.at_start
         return step == steps or (self.config.every > 0 and step % self.config.every == 0)
 
-    async def __call__(self) -> Evaluated:
+    async def __call__(self) -> EvaluationResult:
         """Answer every held-out prompt once greedily and eval.samples times by sampling, with rewards."""
         began = time.perf_counter()
         meter = Meter("evaluation", lambda: self.engine.drawn)
         meter.wanted = len(self.held_out.all()) * (1 + self.config.samples)
-        drawn: dict[str, list[Group]] = {}
+        drawn: dict[str, list[SampleGroup]] = {}
         async with meter.shown(self._show):
             greedy = await self._answers(self.sampling, 1, "greedy", meter)
             if self.config.samples:
@@ -143,14 +143,16 @@ class RlEvaluator:
                 )
                 drawn = await self._answers(sampling, self.config.samples, "drawn", meter)
         metrics = evaluation_metrics(greedy, drawn, self.config)
-        return Evaluated({**metrics, f"{PREFIX}seconds": time.perf_counter() - began}, greedy, drawn)
+        return EvaluationResult({**metrics, f"{PREFIX}seconds": time.perf_counter() - began}, greedy, drawn)
 
-    async def _answers(self, sampling: Sampling, count: int, kind: str, meter: Meter) -> dict[str, list[Group]]:
+    async def _answers(
+        self, sampling: SamplingParams, count: int, kind: str, meter: Meter
+    ) -> dict[str, list[SampleGroup]]:
         """`count` scored answers per prompt, by source name. All prompts are requested at once; the engine batches."""
         places = [(name, prompt) for name, prompts in self.held_out.named.items() for prompt in prompts]
         failures = Failures()
 
-        async def answered(name: str, prompt: Prompt) -> Group:
+        async def answered(name: str, prompt: Prompt) -> SampleGroup:
             label = f"eval/{name}/{kind}/"
             group = await rollout_group(prompt, count, self.engine, sampling, self.episodes, self.seed, label)
             meter.done += len(group.samples)
@@ -160,7 +162,7 @@ class RlEvaluator:
             return group
 
         groups = await asyncio.gather(*(answered(name, prompt) for name, prompt in places))
-        found: dict[str, list[Group]] = {name: [] for name in self.held_out.named}
+        found: dict[str, list[SampleGroup]] = {name: [] for name in self.held_out.named}
         for (name, _), group in zip(places, groups, strict=True):
             found[name].append(group)
             for sample in group.samples:
@@ -169,7 +171,7 @@ class RlEvaluator:
 
 
 def evaluation_metrics(
-    greedy: Mapping[str, Sequence[Group]], drawn: Mapping[str, Sequence[Group]], config: RlEvalConfig
+    greedy: Mapping[str, Sequence[SampleGroup]], drawn: Mapping[str, Sequence[SampleGroup]], config: RlEvalConfig
 ) -> dict[str, float]:
     """Metrics over all prompts, and per named source. A sample without a reward counts as wrong, with reward 0."""
     found: dict[str, float] = {}

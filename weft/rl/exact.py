@@ -18,7 +18,7 @@ from weft.engine.batch.document import Document
 from weft.engine.engine import Engine
 from weft.engine.selfcheck.startup import text_vocabulary
 from weft.errors import UserError
-from weft.inference.base import Request, RolloutEngine, Sampling
+from weft.inference.base import Request, RolloutEngine, SamplingParams
 from weft.inference.embedded import EmbeddedEngine
 from weft.inference.types import Floats, Prompt, Sample, samples_of
 from weft.launch.consistency import max_over_ranks
@@ -37,7 +37,7 @@ _ENGINES = {
 
 
 @dataclass(frozen=True)
-class Proof:
+class ExactnessResult:
     """The result of a comparison. tokens: number of compared tokens. differing, worst: number of logprobs that differ,
     and their largest difference, each on the worst rank. moved: number of completions whose tokens or logprobs change
     when their request is generated alone."""
@@ -52,7 +52,9 @@ class Proof:
         return not self.differing and not self.moved
 
 
-def prove_exact(engine: Engine, embedded: EmbeddedEngine, longest_prompt: int, longest_completion: int) -> Proof:
+def prove_exact(
+    engine: Engine, embedded: EmbeddedEngine, longest_prompt: int, longest_completion: int
+) -> ExactnessResult:
     """Sample a few sequences and read them with the trainer. UserError if any logprob differs, or if a completion
     depends on the batch. Collective.
 
@@ -79,12 +81,12 @@ def _requests(engine: Engine, longest_prompt: int, longest_completion: int) -> l
     requests = []
     for number, (prompt, completion) in enumerate(_LENGTHS):
         tokens = generator.integers(vocabulary, size=min(prompt, longest_prompt)).tolist()
-        sampling = Sampling(min(completion, longest_completion), engine.config.temperature)
+        sampling = SamplingParams(min(completion, longest_completion), engine.config.temperature)
         requests.append(Request(f"exact {number}", tuple(tokens), tuple(range(1 + number % 3)), sampling))
     return requests
 
 
-def _compare(engine: Engine, embedded: EmbeddedEngine, requests: list[Request]) -> Proof:
+def _compare(engine: Engine, embedded: EmbeddedEngine, requests: list[Request]) -> ExactnessResult:
     """Every rank samples all requests, and reads its own documents."""
     together = embedded.generate(requests)
     apart = [completions for request in requests[::-1] for completions in embedded.generate([request])][::-1]
@@ -104,7 +106,7 @@ def _compare(engine: Engine, embedded: EmbeddedEngine, requests: list[Request]) 
     mine = torch.cat([torch.zeros(1), *differences])
     numbers = [float((mine != 0).sum()), float(mine.nan_to_num(nan=float("inf")).max()), moved]
     most = max_over_ranks(numbers, engine.mesh.world_group, engine.device)
-    return Proof(sum(map(len, recorded)), int(most[0]), most[1], int(most[2]))
+    return ExactnessResult(sum(map(len, recorded)), int(most[0]), most[1], int(most[2]))
 
 
 def _reason(engine: Engine) -> str:
@@ -127,7 +129,7 @@ async def try_engine(
     engine: RolloutEngine,
     read: Callable[[Sequence[Sample]], Awaitable[None]],
     prompts: Sequence[Prompt],
-    sampling: Sampling,
+    sampling: SamplingParams,
 ) -> str:
     """Sample answers to the run's first prompts with a separate engine, and read them with the trainer. Returns the
     line that reports exactness. UserError if a logprob differs. read: sets `old` of samples."""
@@ -154,8 +156,8 @@ async def try_engine(
 
 
 def _old(sample: Sample) -> Floats:
-    assert sample.old is not None, f"sample {sample.id} has no logprobs of the old policy"
-    return sample.old
+    assert sample.old_logprobs is not None, f"sample {sample.id} has no logprobs of the old policy"
+    return sample.old_logprobs
 
 
 def require_exact(samples: Sequence[Sample]) -> None:

@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 Step = TypeVar("Step")
 
 
-class Producer(Generic[Step]):
+class RolloutQueue(Generic[Step]):
     """`async with Producer(make, first, last, ahead) as producer:` then repeat `await producer.take()`, train, sync,
     `await producer.trained(number)`.
 
@@ -27,7 +27,7 @@ class Producer(Generic[Step]):
         self._steps: asyncio.Queue[Step] = asyncio.Queue()
         self._task: asyncio.Task[None] | None = None
 
-    async def __aenter__(self) -> Producer[Step]:
+    async def __aenter__(self) -> RolloutQueue[Step]:
         self._task = asyncio.ensure_future(self._produce())
         return self
 

@@ -183,7 +183,7 @@ def read_prompts(
     images: Images | None = None,
 ) -> Prompts:
     """Read, check and tokenise prompts, source by source."""
-    reader = _Reader(tokenizer, encoding, rules, images)
+    reader = _PromptReader(tokenizer, encoding, rules, images)
     shares: list[Share] = []
     prompts: list[Prompt] = []
     dropped, bad = 0, list[tuple[str, str]]()
@@ -235,7 +235,7 @@ def _check(source: Source, found: Sequence[Prompt], kept: Sequence[Prompt], rule
 
 
 @dataclass(frozen=True, slots=True)
-class _Read:
+class _PromptRow:
     """A row before it is tokenised. text: what is tokenised; a chat's rendering. shown: Prompt.text. images: found in
     the row. opened: the same images, measured."""
 
@@ -248,7 +248,7 @@ class _Read:
     opened: PromptImages | None = None
 
 
-class _Reader:
+class _PromptReader:
     """Rows -> prompts."""
 
     def __init__(
@@ -271,12 +271,12 @@ class _Reader:
                         bad(row.number, error)
                 yield from self._tokenised(list(self._opened(rows, bad)), bad)
 
-    def _checked(self, row: Row, source: Source, folder: str) -> _Read:
+    def _checked(self, row: Row, source: Source, folder: str) -> _PromptRow:
         if row.escaped:
             check_unicode(row.where, row.values)
         return self._row(row.where, _named(row, source.columns), source, folder)
 
-    def _opened(self, rows: Sequence[tuple[int, _Read]], bad: OnBad) -> Iterator[_Read]:
+    def _opened(self, rows: Sequence[tuple[int, _PromptRow]], bad: OnBad) -> Iterator[_PromptRow]:
         """The rows whose images can be opened, with placeholders for images in their texts."""
         if self.images is None:
             yield from (row for _, row in rows)
@@ -288,7 +288,7 @@ class _Reader:
                 else:
                     yield found
 
-    def _placed(self, row: _Read) -> _Read | UserError:
+    def _placed(self, row: _PromptRow) -> _PromptRow | UserError:
         assert self.images is not None
         try:
             text, opened = self.images.prompt(row.where, row.text, row.images)
@@ -296,7 +296,7 @@ class _Reader:
             return error
         return replace(row, text=text, columns={**row.columns, COLUMN: opened or ()}, opened=opened)
 
-    def _tokenised(self, rows: Sequence[_Read], bad: OnBad) -> Iterator[Prompt]:
+    def _tokenised(self, rows: Sequence[_PromptRow], bad: OnBad) -> Iterator[Prompt]:
         ids: dict[int, list[int]] = {}
         for is_chat, tokenise in ((True, self.chats.rendered), (False, self.chats.beginnings)):
             places = [i for i, row in enumerate(rows) if (row.messages is not None) == is_chat]
@@ -309,7 +309,7 @@ class _Reader:
             shown = row.opened, self.placeholders
             yield Prompt(0, 0, tuple(ids[i]), row.shown, row.messages, row.columns, row.where, *shown)
 
-    def _row(self, where: str, row: dict[str, Any], source: Source, folder: str) -> _Read:
+    def _row(self, where: str, row: dict[str, Any], source: Source, folder: str) -> _PromptRow:
         rules = source.rules
         row = {key: item for key, item in row.items() if key not in rules.ignored}
         refuse_media(where, row, VIDEOS)
@@ -340,7 +340,7 @@ class _Reader:
             return [*before, {**last, "content": [*content, {"type": "text", "text": f"\n{text}"}]}]
         return [*before, {**last, "content": f"{content}\n{text}"}]
 
-    def _chat(self, where: str, messages: list[dict[str, Any]], rest: dict[str, Any], folder: str) -> _Read:
+    def _chat(self, where: str, messages: list[dict[str, Any]], rest: dict[str, Any], folder: str) -> _PromptRow:
         if not self.has_template:
             raise UserError(
                 f"{where}: is a chat, but the tokenizer has no chat template. Use the model's chat (instruct) variant, "
@@ -356,7 +356,7 @@ class _Reader:
             self.images.refuse_marks(Record(where, "messages", {}), texts_of(messages))
         chat, text = self.chats.question(where, messages, rest, images)
         asked = tuple(with_parts(message) for message in chat.messages)
-        return _Read(where, text, as_text(asked), asked, rest, images)
+        return _PromptRow(where, text, as_text(asked), asked, rest, images)
 
 
 def _named(row: Row, columns: Mapping[str, str]) -> dict[str, Any]:
@@ -370,7 +370,7 @@ def _named(row: Row, columns: Mapping[str, str]) -> dict[str, Any]:
     return found
 
 
-def _text_prompt(where: str, text: str, rest: dict[str, Any], rules: MessageRules) -> _Read:
+def _text_prompt(where: str, text: str, rest: dict[str, Any], rules: MessageRules) -> _PromptRow:
     if rules.system is not None:
         raise UserError(
             f"{where}: data.system has no effect on a `prompt` that is a text to be continued. Set rl.chat=true if it "
@@ -381,7 +381,7 @@ def _text_prompt(where: str, text: str, rest: dict[str, Any], rules: MessageRule
             f"{where}: has `{unread[0]}`, but `prompt` is a text that is continued as it stands. Set rl.chat=true if "
             f"it is what a user says, write it as messages, or remove `{unread[0]}`."
         )
-    return _Read(where, text, text, None, rest)
+    return _PromptRow(where, text, text, None, rest)
 
 
 def _prompt_column(where: str, row: Mapping[str, Any], columns: Mapping[str, str], chat: bool) -> str:

@@ -25,13 +25,13 @@ from weft.observe.starts import note_end, note_start
 from weft.observe.system import SYSTEM, SystemMonitor
 from weft.observe.trackers import Trackers
 from weft.rl.documents import is_trained
-from weft.rl.evaluate import Evaluated
+from weft.rl.evaluate import EvaluationResult
 from weft.rl.resume import RlStart
 from weft.rl.stop_conditions import CutSamples, EmptySteps, FlatSteps
 from weft.terminal import counted, say
 
 if TYPE_CHECKING:
-    from weft.recipes.rl import Plan, RolloutStep, Run
+    from weft.recipes.rl import RlPlan, RlRun, RolloutStep
 
 
 @dataclass
@@ -82,7 +82,7 @@ class RlRecorder:
         step: RolloutStep,
         lines: Sequence[Mapping[str, object]],
         synced: Synced,
-        evaluated: Evaluated | None,
+        evaluated: EvaluationResult | None,
     ) -> list[dict[str, object]]:
         """Record a rollout step. lines: of its optimizer steps. Returns the written lines; the last one also has the
         metrics of the rollouts."""
@@ -126,7 +126,7 @@ class RlRecorder:
         self.trackers.log(line)
         return line
 
-    def record_evaluation(self, step: int, evaluated: Evaluated | None) -> list[str]:
+    def record_evaluation(self, step: int, evaluated: EvaluationResult | None) -> list[str]:
         """Write an evaluation's answers to RUN/evaluations; returns the lines to print. Step 0 also gets a line in
         metrics.jsonl."""
         if evaluated is None:
@@ -140,7 +140,7 @@ class RlRecorder:
             self.summary.add_evaluation(line)
         return [evaluated.line(step)]
 
-    def due(self, rollout: int, plan: Plan) -> bool:
+    def due(self, rollout: int, plan: RlPlan) -> bool:
         """Whether to save after this rollout step: one of its optimizer steps is a multiple of checkpoint.every, or the
         last save is longer ago than checkpoint.every_minutes."""
         every, minutes = self.config.checkpoint.every, self.config.checkpoint.every_minutes
@@ -203,7 +203,7 @@ def truncation_line(rollout: RolloutConfig) -> str:
     return f"{text} (sampling/kept_share says by how much)"
 
 
-def note_rl_start(run: Run) -> None:
+def note_rl_start(run: RlRun) -> None:
     """Records the start of a run in RUN/starts.jsonl."""
     config, actors, start = run.config, run.actors, run.start
     ranks = len(actors.trainers)
@@ -217,7 +217,7 @@ def note_rl_start(run: Run) -> None:
     )
 
 
-def print_rl_opening(run: Run, model: ModelOpening, notes: Sequence[str]) -> None:
+def print_rl_opening(run: RlRun, model: ModelOpening, notes: Sequence[str]) -> None:
     """Print what the run will do, and write all of it to RUN/opening.txt. model: the trainers' description of the
     model. notes: further lines."""
     config, plan = run.config, run.plan

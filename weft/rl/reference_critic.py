@@ -40,7 +40,8 @@ from weft.terminal import counted
 
 Role = Literal["policy", "reference", "critic"]
 CRITIC: Literal["critic"] = "critic"
-READS: dict[Role, str] = {"policy": "old", "reference": "reference", "critic": "values"}  # role -> array of a sample
+# Role -> the array of a sample that it reads.
+READS: dict[Role, str] = {"policy": "old_logprobs", "reference": "ref_logprobs", "critic": "values"}
 
 
 def set_readings(samples: Sequence[Sample], parts: Iterable[Mapping[Role, Mapping[int, Floats]]]) -> None:

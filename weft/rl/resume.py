@@ -33,7 +33,7 @@ from weft.rl.prompts import Prompts
 from weft.rl.reference_critic import CRITIC, steps_of_all
 
 if TYPE_CHECKING:
-    from weft.recipes.rl import Plan, Run
+    from weft.recipes.rl import RlPlan, RlRun
 
 _BESIDE = ("ranks", "dp_replicate", "dp_shard", "tp", "pp", "cpu_offload", "max_tokens_per_device")
 # Keys that a resumed run may change: they affect how it computes or generates, not what it learns.
@@ -59,14 +59,14 @@ class RlStart(Start):
 FRESH = RlStart()
 
 
-def constants(run: Run) -> dict[str, Any]:
+def constants(run: RlRun) -> dict[str, Any]:
     """The constant part of a checkpoint's state. A resumed run must match it."""
     prompts = run.task.prompts
     common = resume.constants(run.config, len(prompts), prompts.digest, run.plan.steps)
     return common | {"replayed": bool(run.replayed)}
 
 
-def find_start(config: RlConfig, folder: Path, prompts: Prompts, plan: Plan, *, replayed: bool) -> RlStart:
+def find_start(config: RlConfig, folder: Path, prompts: Prompts, plan: RlPlan, *, replayed: bool) -> RlStart:
     """The start at the newest complete checkpoint of RUN, or at step 1 without one. UserError if config or data differ
     from that training, or if all checkpoints are damaged. replayed: whether rollouts are read from files (--replay)."""
     checkpoints = folder / "checkpoints"

@@ -17,11 +17,11 @@ from transformers import PreTrainedTokenizerBase
 
 from weft.data.messages import IMAGE_PARTS
 from weft.data.prompt_images import PromptImages
-from weft.inference.base import Completion, Request, RolloutEngine, Sampling, seed_of, spans_of
-from weft.inference.types import Group, Prompt, Sample, shown
+from weft.inference.base import Completion, Request, RolloutEngine, SamplingParams, seed_of, spans_of
+from weft.inference.types import Prompt, Sample, SampleGroup, shown
 from weft.launch.summary import Phases
 from weft.rl.environments.base import Reply
-from weft.rl.environments.episodes import Conversation, EnvironmentFailure, Episodes, Given
+from weft.rl.environments.episodes import EnvironmentFailure, EnvironmentSession, Episodes, ReplyTokens
 from weft.rl.prompts import PromptStream
 
 
@@ -29,11 +29,11 @@ async def rollout_group(
     prompt: Prompt,
     count: int,
     engine: RolloutEngine,
-    sampling: Sampling,
+    sampling: SamplingParams,
     episodes: Episodes | None,
     seed: int,
     label: str = "",
-) -> Group:
+) -> SampleGroup:
     """`count` samples of a prompt. Without an environment they are one request, so an engine computes the prompt once.
 
     seed: of the run. A sample's seed depends only on it, the prompt's id, the sample's number and the turn. label:
@@ -44,27 +44,27 @@ async def rollout_group(
     if episodes is not None:
         numbers = range(count)
         plays = (episode(prompt, number, engine, sampling, episodes, seed, label) for number in numbers)
-        return Group(prompt, list(await asyncio.gather(*plays)))
+        return SampleGroup(prompt, list(await asyncio.gather(*plays)))
     name = label + prompt.id
     seeds = tuple(seed_of(seed, name, number) for number in range(count))
     return group_of(prompt, await engine.generate(Request(name, prompt.tokens, seeds, sampling, prompt.images)))
 
 
-def group_of(prompt: Prompt, completions: Sequence[Completion]) -> Group:
+def group_of(prompt: Prompt, completions: Sequence[Completion]) -> SampleGroup:
     """A group of single-turn samples from the completions of a prompt."""
     samples = []
     for number, completion in enumerate(completions):
-        transcript = Transcript(prompt)
+        transcript = TrajectoryBuilder(prompt)
         transcript.add_completion(completion)
         samples.append(transcript.sample(number))
-    return Group(prompt, samples)
+    return SampleGroup(prompt, samples)
 
 
 async def episode(
     prompt: Prompt,
     number: int,
     engine: RolloutEngine,
-    sampling: Sampling,
+    sampling: SamplingParams,
     episodes: Episodes,
     seed: int,
     label: str = "",
@@ -75,13 +75,13 @@ async def episode(
     itself, or when a reply leaves no room for another token (finish `length`; Episodes.max_completion_tokens). If the
     environment's code fails, the sample is not trained, and its notes have the `error`.
     """
-    transcript = Transcript(prompt)
+    transcript = TrajectoryBuilder(prompt)
     environment = await episodes.open()
     try:
         await environment.start(prompt)
         while True:
             turn, name = transcript.turns, label + prompt.id
-            most = episodes.max_completion_tokens(prompt, transcript.replied)
+            most = episodes.max_completion_tokens(prompt, transcript.reply_images)
             asked = replace(sampling, max_new_tokens=most - transcript.length)
             seeds = (seed_of(seed, name, number, turn),)
             request = Request(f"{name}/{number} turn {turn + 1}", transcript.tokens, seeds, asked, transcript.images)
@@ -97,11 +97,13 @@ async def episode(
             transcript.add_reply(reply)
             if reply.done or transcript.turns == episodes.max_turns:
                 break
-            given = episodes.given(prompt, reply, ended, transcript.replied)
-            if transcript.length + len(given.tokens) >= episodes.max_completion_tokens(prompt, given.replied):
+            following = episodes.reply_tokens(prompt, reply, ended, transcript.reply_images)
+            if transcript.length + len(following.tokens) >= episodes.max_completion_tokens(
+                prompt, following.reply_images
+            ):
                 transcript.finish = "length"
                 break
-            transcript.add_given(given)
+            transcript.add_reply_tokens(following)
     except EnvironmentFailure as error:
         transcript.error = str(error)
     finally:
@@ -111,17 +113,17 @@ async def episode(
 
 async def rewarded_groups(
     prompts: Sequence[Prompt],
-    generate: Callable[[Prompt], Awaitable[Group]],
-    reward: Callable[[Group], Awaitable[None]],
+    generate: Callable[[Prompt], Awaitable[SampleGroup]],
+    reward: Callable[[SampleGroup], Awaitable[None]],
     phases: Phases,
-) -> list[Group]:
+) -> list[SampleGroup]:
     """A group per prompt. Each is scored as soon as it is complete, while others are still being generated.
 
     phases: `generate` gets the seconds until the last group is complete, `reward` the seconds after that.
     """
     began = drawn = time.perf_counter()
 
-    async def one(prompt: Prompt) -> Group:
+    async def one(prompt: Prompt) -> SampleGroup:
         nonlocal drawn
         group = await generate(prompt)
         drawn = time.perf_counter()
@@ -134,16 +136,16 @@ async def rewarded_groups(
 
 
 async def groups_to_train(
-    stream: PromptStream, roll: Callable[[Sequence[Prompt]], Awaitable[list[Group]]], rounds: int
-) -> tuple[list[Group], int]:
+    stream: PromptStream, roll: Callable[[Sequence[Prompt]], Awaitable[list[SampleGroup]]], rounds: int
+) -> tuple[list[SampleGroup], int]:
     """The groups of a rollout step, and the number of groups that were left out (rl.dynamic_sampling).
 
     A group whose rewards are all equal is replaced by a group of the stream's next prompt, in at most `rounds` rounds.
     If groups are still missing then, those set aside first are used after all. roll: generates and scores groups, in
     prompt order. The choice depends only on rewards, not on timing, so runs are reproducible.
     """
-    kept: list[Group] = []
-    aside: list[Group] = []
+    kept: list[SampleGroup] = []
+    aside: list[SampleGroup] = []
     for _ in range(rounds + 1):
         for group in await roll(stream.take(stream.per_step - len(kept))):
             (kept if group.has_signal or rounds == 0 else aside).append(group)
@@ -153,28 +155,28 @@ async def groups_to_train(
     return kept + aside[:missing], len(aside) - missing
 
 
-async def _close(environment: Conversation, transcript: Transcript) -> None:
+async def _close(environment: EnvironmentSession, transcript: TrajectoryBuilder) -> None:
     try:
         await environment.close()
     except EnvironmentFailure as error:
         transcript.error = transcript.error or str(error)
 
 
-def _heard(completion: Completion, sampling: Sampling, tokenizer: PreTrainedTokenizerBase) -> tuple[str, bool]:
+def _heard(completion: Completion, sampling: SamplingParams, tokenizer: PreTrainedTokenizerBase) -> tuple[str, bool]:
     """The text of an answer without its end token, and whether it has one."""
     tokens = completion.tokens
     ended = bool(tokens) and tokens[-1] in sampling.ends
     return str(tokenizer.decode(list(tokens[:-1] if ended else tokens))), ended
 
 
-class Transcript:
+class TrajectoryBuilder:
     """A sample under construction."""
 
     def __init__(self, prompt: Prompt) -> None:
         self.prompt = prompt
         self.finish: str = "abort"  # until the first answer
         self.turns, self.error, self.untrained = 0, "", ""  # reasons: of a failure, or why the sample is not trained
-        self.replied: PromptImages | None = None  # as in Sample
+        self.reply_images: PromptImages | None = None  # as in Sample
         self._tokens = list(prompt.tokens)
         self._sampled, self._logprobs, self._versions, self._kept = (
             [value] * len(self._tokens) for value in (False, 0.0, -1, 0.0)
@@ -191,7 +193,7 @@ class Transcript:
     @property
     def images(self) -> PromptImages | None:
         """The images of the prompt, then those of replies."""
-        return shown(self.prompt, self.replied)
+        return shown(self.prompt, self.reply_images)
 
     @property
     def length(self) -> int:
@@ -211,11 +213,11 @@ class Transcript:
             self._routes = whole
         self.finish, self.turns = completion.finish, self.turns + 1
 
-    def add_given(self, given: Given) -> None:
+    def add_reply_tokens(self, following: ReplyTokens) -> None:
         """Append the tokens of a reply, which the policy did not sample."""
-        count = len(given.tokens)
-        self._extend(given.tokens, False, [0.0] * count, [-1] * count, None)
-        self.replied = given.replied
+        count = len(following.tokens)
+        self._extend(following.tokens, False, [0.0] * count, [-1] * count, None)
+        self.reply_images = following.reply_images
 
     def add_answer(self, text: str) -> None:
         """Record the text of an answer."""
@@ -245,7 +247,7 @@ class Transcript:
             number=number,
             tokens=np.array(self._tokens, np.int64),
             sampled=np.array(self._sampled, np.bool_),
-            rollout=np.array(self._logprobs, np.float32),
+            rollout_logprobs=np.array(self._logprobs, np.float32),
             versions=np.array(self._versions, np.int32),
             finish=self.finish,
             turns=self.turns,
@@ -253,7 +255,7 @@ class Transcript:
             routes=self._routes,
             rewards={"environment": self._reward} if gives_reward else {},
             trained=not (self.error or self.untrained),
-            replied=self.replied,
+            reply_images=self.reply_images,
             notes=notes,
         )
 

@@ -74,7 +74,7 @@ from weft.rl.reference_critic import (
 
 
 @dataclass(frozen=True)
-class Updated:
+class UpdateResult:
     """The outcome of an optimizer step. line: of metrics.jsonl. old: index -> `old` [T], for samples that had none."""
 
     line: dict[str, object]
@@ -82,7 +82,7 @@ class Updated:
 
 
 @dataclass(frozen=True)
-class Devices:
+class RankDevices:
     """The devices of a rank. host: its name. visible: CUDA_VISIBLE_DEVICES. uuids: of its CUDA device; empty on CPU."""
 
     host: str
@@ -90,7 +90,7 @@ class Devices:
     uuids: list[str]
 
 
-class Trainer:
+class TrainerRank:
     """The policy on one rank, with reference and critic unless they have separate ranks. Trains, reads, saves, and
     sends weights to rollout engines."""
 
@@ -213,10 +213,10 @@ class Trainer:
     def _engines(self) -> list[Engine]:
         return [engine for engine in (self.engine, self.reference, self.critic) if engine is not None]
 
-    def devices(self) -> Devices:
+    def devices(self) -> RankDevices:
         """The devices of this rank."""
         uuids = device_memory.devices(self.engine.device)
-        return Devices(socket.gethostname(), os.environ.get("CUDA_VISIBLE_DEVICES", ""), uuids[:1])
+        return RankDevices(socket.gethostname(), os.environ.get("CUDA_VISIBLE_DEVICES", ""), uuids[:1])
 
     def open_sync(
         self,
@@ -279,7 +279,7 @@ class Trainer:
 
     # ------------------------------------------------------------ training
 
-    def update(self, samples: Sequence[Sample], number: int, steps: int, epoch: int, lr: float) -> Updated:
+    def update(self, samples: Sequence[Sample], number: int, steps: int, epoch: int, lr: float) -> UpdateResult:
         """One optimizer step over these samples. If they have no `old`, the current policy's logprobs serve as `old`
         and are returned for this rank's samples.
 
@@ -290,7 +290,7 @@ class Trainer:
         documents = TrainedSamples(samples, self.config, self.opener)
         if not documents:  # on every rank alike
             nothing = {"step": number, "epoch": epoch, "skipped": True, "reason": "no sample is to be trained"}
-            return Updated({**nothing, **_NOTHING})
+            return UpdateResult({**nothing, **_NOTHING})
         loss = PolicyLoss(self.config.rl, old_is_current=not documents.old_is_known, masked=documents.masked)
         # Only the policy's step is timed: readouts and the critic pass through phases of the same names.
         with contextlib.nullcontext() if self.times is None else contextlib.closing(self.times.open()):
@@ -309,7 +309,7 @@ class Trainer:
         alike = self.engine.mesh.tp is not None and self.engine.mesh.tp.rank > 0  # the first tp rank returns them
         old = {} if alike else loss.old_logprobs()
         read = {documents.places[index]: found.numpy() for index, found in old.items()}
-        return Updated(line, {index: _spread(samples[index], found) for index, found in read.items()})
+        return UpdateResult(line, {index: _spread(samples[index], found) for index, found in read.items()})
 
     # ------------------------------------------------------------ saving
 

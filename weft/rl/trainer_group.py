@@ -79,7 +79,7 @@ class TrainerGroup:
         )
         for part in updated:
             for index, old in part.old.items():
-                samples[index].old = old
+                samples[index].old_logprobs = old
         line = dict(updated[0].line)
         for metrics, *_ in critics:
             line |= metrics

@@ -30,13 +30,13 @@ _LOOK_SECONDS = 1.0
 _END_SECONDS = 5.0  # for processes that were killed to end
 
 
-class Readable(Protocol):
+class ByteReader(Protocol):
     """A byte stream whose `read` blocks until `size` bytes have arrived, or the stream has ended."""
 
     def read(self, size: int, /) -> bytes: ...
 
 
-class Writable(Protocol):
+class ByteWriter(Protocol):
     """A byte stream."""
 
     def write(self, data: bytes, /) -> object: ...
@@ -139,13 +139,13 @@ def prefer_oom_kill() -> None:
         file.write("1000")
 
 
-def receive(stream: Readable) -> Any:
+def receive(stream: ByteReader) -> Any:
     """Read the next message; None at the end of the stream."""
     header = stream.read(HEADER.size)
     return pickle.loads(stream.read(*HEADER.unpack(header))) if len(header) == HEADER.size else None
 
 
-def send(stream: Writable, thing: Any) -> None:
+def send(stream: ByteWriter, thing: Any) -> None:
     """Send a message and flush."""
     stream.write(packed(thing))
     stream.flush()

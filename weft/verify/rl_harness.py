@@ -25,7 +25,7 @@ from weft.engine.engine import Engine
 from weft.engine.losses.policy import PolicyLoss
 from weft.engine.losses.value import ValueLoss
 from weft.errors import UserError
-from weft.inference.types import Floats, Group, Sample, samples_of
+from weft.inference.types import Floats, Sample, SampleGroup, samples_of
 from weft.launch import flight
 from weft.models import hf
 from weft.models.routing import replace_choices, replaced
@@ -33,7 +33,7 @@ from weft.rl import advantages
 from weft.rl.corrections import comparable, correct, old_is_current
 from weft.rl.documents import TrainedSamples, build_documents, is_trained
 from weft.rl.reference_critic import READS, Role, set_readings
-from weft.rl.trainer import Trainer
+from weft.rl.trainer import TrainerRank
 from weft.verify import rl_reference
 from weft.verify.adapter import as_in_files, optimizer_by_files, randomize_adapters, saved_adapter
 from weft.verify.expected import norm_of, plain_optimizer, widen
@@ -52,13 +52,13 @@ from weft.verify.harness import (
     worst_of,
 )  # fmt: skip
 from weft.verify.observed import Tensors
-from weft.verify.rl_reference import PeftPolicy, PlainCritic, PlainPolicy, Row, Rule
+from weft.verify.rl_reference import PeftPolicy, PlainCritic, PlainPolicy, PlainSample, UpdateSettings
 from weft.verify.rl_rollouts import awkward_rollouts, disturb, noise
 
 PASSES = 2  # updates of each rollout step
 CRITIC = "critic: "
 
-Rollouts = Sequence[Sequence[Group]]
+Rollouts = Sequence[Sequence[SampleGroup]]
 
 
 @dataclass
@@ -82,7 +82,7 @@ class RunResults:
     critic: ModelResults | None = None
 
 
-def verify_rl(trainer: Trainer, lr: float, rollouts: Rollouts | None = None) -> Verdict | None:
+def verify_rl(trainer: TrainerRank, lr: float, rollouts: Rollouts | None = None) -> Verdict | None:
     """Compare a trainer with plain PyTorch on these rollouts, or on synthetic ones that its engine samples. Collective.
 
     Trains the trainer. Returns the verdict on rank 0, None on others. lr: learning rate of every update. Raises
@@ -161,7 +161,7 @@ def _require_known(config: RlConfig) -> None:
             )
 
 
-def _weights(trainer: Trainer) -> tuple[Tensors, Tensors | None]:
+def _weights(trainer: TrainerRank) -> tuple[Tensors, Tensors | None]:
     """(Whole weights of the policy, those of the critic or None), by the names of the plain side; collective."""
     policy = as_in_files(trainer.engine, _whole(trainer.engine))
     return policy, None if trainer.critic is None else _whole(trainer.critic)
@@ -174,7 +174,7 @@ def _whole(engine: Engine) -> Tensors:
 # ---------------------------------------------------------------- the mesh
 
 
-def _read(trainer: Trainer, samples: Sequence[Sample]) -> None:
+def _read(trainer: TrainerRank, samples: Sequence[Sample]) -> None:
     """Set what trainers read of the samples (old and reference logprobs, values), on every rank."""
     rl = trainer.config.rl
     wanted = {"policy": rl.old_logprobs == "recompute", "reference": rl.has_reference, "critic": rl.advantage == "gae"}
@@ -185,7 +185,7 @@ def _read(trainer: Trainer, samples: Sequence[Sample]) -> None:
     set_readings(samples, parts)
 
 
-def _mismatch(trainer: Trainer, rollouts: Rollouts) -> Figure:
+def _mismatch(trainer: TrainerRank, rollouts: Rollouts) -> Figure:
     """The figure for the difference between logprobs that the engine recorded and those that the trainer reads."""
     samples = [sample for groups in rollouts for sample in samples_of(groups)]
     parts: list[Any] = [None] * trainer.ranks.world
@@ -200,7 +200,7 @@ def _difference(ours: Floats, theirs: Floats) -> float:
     return float(np.abs(ours - theirs).max(initial=0.0)) / max(1.0, float(np.abs(theirs).max(initial=0.0)))
 
 
-def _observe(trainer: Trainer, rollouts: Rollouts, lr: float) -> RunResults:
+def _observe(trainer: TrainerRank, rollouts: Rollouts, lr: float) -> RunResults:
     config, number = trainer.config, 0
     seen = RunResults(critic=None if trainer.critic is None else ModelResults())
     fused = old_is_current(config)
@@ -209,16 +209,18 @@ def _observe(trainer: Trainer, rollouts: Rollouts, lr: float) -> RunResults:
         _read(trainer, samples)
         names = [name for name in READS.values() if getattr(samples[0], name) is not None]
         seen.reads.append({name: [getattr(s, name)[s.sampled] for s in samples] for name in names})
-        olds = [sample.old for sample in samples]
+        olds = [sample.old_logprobs for sample in samples]
         if not fused:
             for sample in samples:
-                if sample.old is not None:
-                    sample.old = np.where(sample.sampled, sample.old + noise(sample, "old"), 0).astype(np.float32)
+                if sample.old_logprobs is not None:
+                    sample.old_logprobs = np.where(
+                        sample.sampled, sample.old_logprobs + noise(sample, "old"), 0
+                    ).astype(np.float32)
         correct(samples, config.rl)
         advantages.advantages(groups, config.rl)
         if fused:
             for sample in samples:
-                sample.old = None
+                sample.old_logprobs = None
         if not number:
             _observe_gradients(trainer, samples, seen)
         for _ in range(PASSES):
@@ -230,7 +232,7 @@ def _observe(trainer: Trainer, rollouts: Rollouts, lr: float) -> RunResults:
                 norm = _number(line.get("critic/grad_norm", 0.0))
                 seen.critic.curve.append((_number(line.get("loss/value_avg", 0.0)), 1.0, norm))
             for sample, old in zip(samples, olds, strict=True):
-                sample.old = old if fused else sample.old
+                sample.old_logprobs = old if fused else sample.old_logprobs
     seen.policy.weights, critic = _weights(trainer)
     if seen.critic is not None and critic is not None:
         seen.critic.weights = critic
@@ -241,12 +243,12 @@ def _number(value: object) -> float:
     return float(value) if isinstance(value, int | float) else 0.0
 
 
-def _observe_gradients(trainer: Trainer, samples: Sequence[Sample], seen: RunResults) -> None:
+def _observe_gradients(trainer: TrainerRank, samples: Sequence[Sample], seen: RunResults) -> None:
     """Observe gradients of the first update, in one cut and in many micro-batches."""
     documents = dict(enumerate(build_documents(samples, trainer.config)))
     masked = TrainedSamples(samples, trainer.config).masked
     longest = max((len(document) for document in documents.values()), default=1)
-    fused = "old_logprob" not in documents[0].arrays if documents else False
+    fused = "old_logprobs" not in documents[0].arrays if documents else False
     pairs: list[tuple[Engine, Any, ModelResults]] = [
         (trainer.engine, lambda: PolicyLoss(trainer.config.rl, old_is_current=fused, masked=masked), seen.policy)
     ]
@@ -275,7 +277,7 @@ class _Plain:
     """The updates in one plain process, on the first rank alone. double: models compute in fp64."""
 
     def __init__(
-        self, trainer: Trainer, start: tuple[Tensors, Tensors | None], adapter: str | None, *, double: bool = False
+        self, trainer: TrainerRank, start: tuple[Tensors, Tensors | None], adapter: str | None, *, double: bool = False
     ) -> None:
         self.trainer, self.config, self.start, self.double = trainer, trainer.config, start, double
         engine, config = trainer.engine, trainer.config
@@ -285,7 +287,7 @@ class _Plain:
             if adapter is None
             else PeftPolicy(path, adapter, self.device)
         )
-        rule = Rule(
+        rule = UpdateSettings(
             config.rl, config.rollout.temperature, config.rollout.max_new_tokens, config.critic.clip, self._following
         )
         self._prepare(self.policy, rule)
@@ -300,7 +302,7 @@ class _Plain:
             self._prepare(self.critic, rule)
             self.critic.start(self._optimizer(trainer.critic), config.optimizer.max_grad_norm)
 
-    def _prepare(self, plain: PlainPolicy | PeftPolicy | PlainCritic, rule: Rule) -> None:
+    def _prepare(self, plain: PlainPolicy | PeftPolicy | PlainCritic, rule: UpdateSettings) -> None:
         plain.rule = rule
         if self.double:
             widen(plain.model)
@@ -311,7 +313,7 @@ class _Plain:
         return plain_optimizer(c).over(plain.named())
 
     @contextmanager
-    def _following(self, row: Row) -> Iterator[None]:
+    def _following(self, row: PlainSample) -> Iterator[None]:
         """Inside, the policy uses the experts that were chosen when the row was sampled."""
         facts = self.trainer.engine.built.flops
         if row.routes is None or not facts.expert:
@@ -338,7 +340,7 @@ class _Plain:
             out.reads.append(self._read(rows))
             if config.rl.old_logprobs == "recompute" and not fused:
                 for row, sample in zip(rows, samples, strict=True):
-                    row.old = row.old + torch.from_numpy(noise(sample, "old")[sample.sampled])
+                    row.old_logprobs = row.old_logprobs + torch.from_numpy(noise(sample, "old")[sample.sampled])
             rl_reference.correct(rows, config.rl)
             rl_reference.compare(rows, config.rl)
             rows = rows[::-1] if reverse else rows
@@ -359,27 +361,27 @@ class _Plain:
             out.critic.weights = {name: w.cpu() for name, w in self.critic.weights().items()}
         return out
 
-    def _rows(self, groups: Sequence[Group]) -> list[Row]:
+    def _rows(self, groups: Sequence[SampleGroup]) -> list[PlainSample]:
         return [
-            Row(
+            PlainSample(
                 ids=sample.tokens.tolist(), drawn=np.flatnonzero(sample.sampled).tolist(), group=place,
                 reward=sample.reward if sample.trained else None, trained=is_trained(sample, self.config),
-                rollout=torch.from_numpy(comparable(sample)[sample.sampled]), routes=sample.routes,
+                rollout_logprobs=torch.from_numpy(comparable(sample)[sample.sampled]), routes=sample.routes,
             )
             for place, group in enumerate(groups)
             for sample in group.samples
         ]  # fmt: skip
 
-    def _read(self, rows: Sequence[Row]) -> dict[str, list[Floats]]:
+    def _read(self, rows: Sequence[PlainSample]) -> dict[str, list[Floats]]:
         """Set old and reference logprobs and values of the rows. Returns them as name -> one array per row."""
         rl, found = self.config.rl, dict[str, list[torch.Tensor]]()
         if rl.old_logprobs == "recompute":
-            found["old"] = self.policy.look(rows)
+            found["old_logprobs"] = self.policy.look(rows)
         if rl.has_reference and isinstance(self.policy, PeftPolicy):
             with self.policy.base():
-                found["reference"] = self.policy.look(rows, follow=False)
+                found["ref_logprobs"] = self.policy.look(rows, follow=False)
         elif self.reference is not None:
-            found["reference"] = self.reference.look(rows, follow=False)
+            found["ref_logprobs"] = self.reference.look(rows, follow=False)
         if self.critic is not None:
             found["values"] = self.critic.look(rows)
         for name, values in found.items():
@@ -389,7 +391,7 @@ class _Plain:
 
 
 def _in_double(
-    trainer: Trainer, start: tuple[Tensors, Tensors | None], adapter: str | None, rollouts: Rollouts, lr: float
+    trainer: TrainerRank, start: tuple[Tensors, Tensors | None], adapter: str | None, rollouts: Rollouts, lr: float
 ) -> RunResults:
     plain = _Plain(trainer, start, adapter, double=True)
     with hf.in_double():
@@ -400,7 +402,9 @@ def _in_double(
 
 
 def _read_figures(seen: RunResults, plain: RunResults) -> list[Figure]:
-    names = {"old": "readout: old logprob", "reference": "readout: reference logprob", "values": "readout: value"}
+    names = {
+        "old_logprobs": "readout: old logprob", "ref_logprobs": "readout: reference logprob", "values": "readout: value"
+    }  # fmt: skip
     figures = []
     for name in plain.reads[0]:
         pairs = zip(seen.reads[0][name], plain.reads[0][name], strict=True)

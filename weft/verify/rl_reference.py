@@ -25,20 +25,20 @@ _LIMITS = {"tis": (0.0, 2.0), "mis": (0.0, 2.0), "icepop": (0.5, 5.0)}
 
 
 @dataclass
-class Row:
+class PlainSample:
     """A sample. drawn: places of the tokens that the policy drew. reward: None if the sample does not count. trained:
-    whether its tokens are trained. Arrays are [G], one entry per drawn token. old, reference and values are read from
-    models; correction, advantage and returns are derived from them."""
+    whether its tokens are trained. Arrays are [G], one entry per drawn token. old_logprobs, ref_logprobs and
+    values are read from models; correction, advantage and returns are derived from them."""
 
     ids: list[int]
     drawn: list[int]
     group: int
     reward: float | None
     trained: bool
-    rollout: Tensor
+    rollout_logprobs: Tensor
     routes: Any = None
-    old: Tensor = _NONE
-    reference: Tensor = _NONE
+    old_logprobs: Tensor = _NONE
+    ref_logprobs: Tensor = _NONE
     values: Tensor = _NONE
     correction: Tensor = _NONE
     advantage: Tensor = _NONE
@@ -46,7 +46,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Rule:
+class UpdateSettings:
     """The settings of an update. rl: weft's section `rl`. longest: the divisor of sequence_sum. follow: a context in
     which experts follow a row's routes."""
 
@@ -54,16 +54,16 @@ class Rule:
     temperature: float
     longest: int
     value_clip: float | None = None
-    follow: Callable[[Row], AbstractContextManager[Any]] = field(default=lambda row: nullcontext())
+    follow: Callable[[PlainSample], AbstractContextManager[Any]] = field(default=lambda row: nullcontext())
 
-    def weights(self, row: Row) -> float:
+    def weights(self, row: PlainSample) -> float:
         """The weight of each of the row's tokens in the sums of a step, by rl.aggregation."""
         return {"token_mean": 1.0, "sequence_mean": 1 / max(1, len(row.drawn)), "sequence_sum": 1 / self.longest}[
             self.rl.aggregation
         ]
 
 
-def read(model: Any, row: Row, temperature: float) -> tuple[Tensor, Tensor]:
+def read(model: Any, row: PlainSample, temperature: float) -> tuple[Tensor, Tensor]:
     """(Logprobs of the drawn tokens, entropies of their distributions), [G] each."""
     logits = model(input_ids=torch.tensor([row.ids], device=_device(model)), use_cache=False).logits[0].float()
     everything = (logits / temperature).log_softmax(-1)[[place - 1 for place in row.drawn]]
@@ -79,12 +79,12 @@ def _device(model: Any) -> torch.device:
 # ---------------------------------------------------------------- before the update
 
 
-def correct(rows: Sequence[Row], rl: Any) -> None:
+def correct(rows: Sequence[PlainSample], rl: Any) -> None:
     """Set each row's correction for the difference between old policy and rollout."""
     for row in rows:
         if rl.old_logprobs == "rollout":
-            row.old = row.rollout
-        log_rho = (row.old - row.rollout).double()
+            row.old_logprobs = row.rollout_logprobs
+        log_rho = (row.old_logprobs - row.rollout_logprobs).double()
         if rl.correction_level != "token":
             log_rho = (log_rho.sum() if rl.correction_level == "sequence" else log_rho.mean()).expand(len(log_rho))
         rho = log_rho.exp()
@@ -97,7 +97,7 @@ def correct(rows: Sequence[Row], rl: Any) -> None:
             row.correction = torch.where((rho >= low) & (rho <= high), rho, 0.0)
 
 
-def compare(rows: Sequence[Row], rl: Any) -> None:
+def compare(rows: Sequence[PlainSample], rl: Any) -> None:
     """Set the advantages of the rows that have a reward, and with gae their returns."""
     known = [row for row in rows if row.reward is not None]
     if rl.advantage == "gae":
@@ -114,7 +114,7 @@ def compare(rows: Sequence[Row], rl: Any) -> None:
         row.advantage = advantage
 
 
-def _compared(rows: Sequence[Row], rl: Any) -> Iterator[tuple[Row, float]]:
+def _compared(rows: Sequence[PlainSample], rl: Any) -> Iterator[tuple[PlainSample, float]]:
     """(Row, its score relative to those of its group), for each row."""
     scores = {id(row): float(_token_rewards(row, rl).sum()) for row in rows}
     everything = torch.tensor(list(scores.values()), dtype=torch.float64)
@@ -131,11 +131,11 @@ def _compared(rows: Sequence[Row], rl: Any) -> Iterator[tuple[Row, float]]:
         yield row, value
 
 
-def _token_rewards(row: Row, rl: Any) -> Tensor:
+def _token_rewards(row: PlainSample, rl: Any) -> Tensor:
     """[G]: the reward at the last token, less each token's KL if rl.kl_in is reward."""
     rewards = torch.zeros(len(row.drawn), dtype=torch.float64)
     if rl.kl > 0 and rl.kl_in == "reward":
-        rewards -= rl.kl * _kl((row.old - row.reference).double(), rl)
+        rewards -= rl.kl * _kl((row.old_logprobs - row.ref_logprobs).double(), rl)
     rewards[-1] += row.reward
     return rewards
 
@@ -152,7 +152,7 @@ def _to_go(values: Tensor, factor: float) -> Tensor:
     return out
 
 
-def _generalised(row: Row, rl: Any) -> Tensor:
+def _generalised(row: PlainSample, rl: Any) -> Tensor:
     values = row.values.double()
     following = torch.cat([values[1:], torch.zeros(1, dtype=torch.float64)])
     return _to_go(_token_rewards(row, rl) + rl.gamma * following - values, rl.gamma * rl.gae_lambda)
@@ -171,15 +171,15 @@ def _whitened(found: list[Tensor]) -> list[Tensor]:
 class _Update(Reference, ABC):
     """A plain reference whose documents are rows. size: sum of the absolute values of the last loss's terms."""
 
-    rule: Rule
+    rule: UpdateSettings
     size: float = 0.0
 
     @abstractmethod
-    def losses(self, row: Row) -> Tensor:
+    def losses(self, row: PlainSample) -> Tensor:
         """[G] loss of each drawn token, without its weight."""
 
     @abstractmethod
-    def total(self, rows: Sequence[Row]) -> float:
+    def total(self, rows: Sequence[PlainSample]) -> float:
         """The divisor of a step's weighted sum."""
 
     def gradients(self, documents: Sequence[Any]) -> tuple[float, dict[str, Tensor]]:
@@ -199,21 +199,21 @@ class _Policy(_Update):
     """The update of a policy. trained, divisor: the step's trained rows, and the divisor of their sum; set by
     `total`."""
 
-    trained: Sequence[Row] = ()
+    trained: Sequence[PlainSample] = ()
     divisor: float = 1.0
 
-    def losses(self, row: Row) -> Tensor:
+    def losses(self, row: PlainSample) -> Tensor:
         rl = self.rule.rl
         logprob, entropy = read(self.model, row, self.rule.temperature)
         loss = _policy_loss(logprob, row, rl) * row.correction
         if rl.kl > 0 and rl.kl_in == "loss":
-            ratio, d = (logprob - row.old).exp(), logprob - row.reference
+            ratio, d = (logprob - row.old_logprobs).exp(), logprob - row.ref_logprobs
             if rl.kl_unbiased:
                 ratio = ratio.detach() if rl.kl_estimator == "k2" else ratio
             loss = loss + rl.kl * _kl(d, rl) * (ratio if rl.kl_unbiased else 1.0)
         return loss - rl.entropy * entropy * self._entropy_share(row)
 
-    def _entropy_share(self, row: Row) -> float:
+    def _entropy_share(self, row: PlainSample) -> float:
         """The factor that replaces a token's weight and divisor in the loss by those of rl.entropy_aggregation."""
         tokens, samples = sum(len(r.drawn) for r in self.trained), len(self.trained)
         if self.rule.rl.entropy_aggregation is None:
@@ -221,7 +221,7 @@ class _Policy(_Update):
         wanted = 1 / tokens if self.rule.rl.entropy_aggregation == "token_mean" else 1 / (len(row.drawn) * samples)
         return wanted * self.divisor / self.rule.weights(row)
 
-    def total(self, rows: Sequence[Row]) -> float:
+    def total(self, rows: Sequence[PlainSample]) -> float:
         rl, self.trained = self.rule.rl, [row for row in rows if row.trained]
         masked = sum(not row.trained and row.reward is not None for row in rows) if rl.count_masked else 0
         tokens = sum(len(r.drawn) for r in self.trained)
@@ -229,7 +229,7 @@ class _Policy(_Update):
         return self.divisor
 
     @torch.no_grad()
-    def look(self, rows: Sequence[Row], follow: bool = True) -> list[Tensor]:
+    def look(self, rows: Sequence[PlainSample], follow: bool = True) -> list[Tensor]:
         """Logprobs of the drawn tokens of each row under the current policy. follow: whether experts follow the rows'
         routes."""
         found = []
@@ -239,16 +239,16 @@ class _Policy(_Update):
         return found
 
 
-def _policy_loss(logprob: Tensor, row: Row, rl: Any) -> Tensor:
-    a, (low, high), ratio = row.advantage, rl.clip, (logprob - row.old).exp()
+def _policy_loss(logprob: Tensor, row: PlainSample, rl: Any) -> Tensor:
+    a, (low, high), ratio = row.advantage, rl.clip, (logprob - row.old_logprobs).exp()
     if rl.policy_loss == "reinforce":
         return -a * logprob
     if rl.policy_loss == "cispo":
         return -ratio.detach().clip(1 - low, 1 + high) * a * logprob
     if rl.policy_loss == "gspo":  # the ratio of the whole sample, with a gradient through each token's own logprob only
-        ratio = (logprob - row.old).mean().detach().exp() * (logprob - logprob.detach()).exp()
+        ratio = (logprob - row.old_logprobs).mean().detach().exp() * (logprob - logprob.detach()).exp()
     if rl.policy_loss == "ppo_sequence":  # the ratio of the probabilities of the whole sample
-        ratio = (logprob - row.old).sum().exp().expand(len(a))
+        ratio = (logprob - row.old_logprobs).sum().exp().expand(len(a))
     gain = torch.min(ratio * a, ratio.clip(1 - low, 1 + high) * a)
     if rl.dual_clip is not None:
         gain = torch.where(a < 0, torch.max(gain, rl.dual_clip * a), gain)
@@ -281,17 +281,17 @@ class PlainCritic(_Update):
         self.model = self.plain.eval().to(device)
         self.device, self.optimizer = device, None
 
-    def values(self, row: Row) -> Tensor:
+    def values(self, row: PlainSample) -> Tensor:
         hidden = self.plain.base_model(input_ids=torch.tensor([row.ids], device=self.device)).last_hidden_state
         found: Tensor = self.plain.score(hidden)[0, [place - 1 for place in row.drawn], 0].float()
         return found
 
     @torch.no_grad()
-    def look(self, rows: Sequence[Row]) -> list[Tensor]:
+    def look(self, rows: Sequence[PlainSample]) -> list[Tensor]:
         """The current values of the drawn tokens of each row."""
         return [self.values(row).cpu() for row in rows]
 
-    def losses(self, row: Row) -> Tensor:
+    def losses(self, row: PlainSample) -> Tensor:
         value, clip = self.values(row), self.rule.value_clip
         square = (value - row.returns) ** 2
         if clip is not None:
@@ -299,5 +299,5 @@ class PlainCritic(_Update):
             square = torch.max(square, (near - row.returns) ** 2)
         return square / 2
 
-    def total(self, rows: Sequence[Row]) -> float:
+    def total(self, rows: Sequence[PlainSample]) -> float:
         return sum(self.rule.weights(row) * len(row.drawn) for row in rows if row.trained) or 1.0

@@ -8,11 +8,11 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch.distributed as dist
 
-from weft.inference.base import Request, Sampling
+from weft.inference.base import Request, SamplingParams
 from weft.inference.records import read_rollouts, recorded_files
-from weft.inference.types import Group, Prompt, Sample, samples_of
-from weft.rl.rollouts import Transcript
-from weft.rl.trainer import Trainer
+from weft.inference.types import Prompt, Sample, SampleGroup, samples_of
+from weft.rl.rollouts import TrajectoryBuilder
+from weft.rl.trainer import TrainerRank
 
 # Steps of groups: (tokens of the prompt, longest completion, rewards). A sample with reward None does not count. One
 # group has no signal, one has a single sample that counts, and one step has one sample, so that some ranks have none.
@@ -26,11 +26,11 @@ _BETWEEN = 5  # every fifth token of a completion, except the last, counts as an
 NOISE = 0.25  # standard deviation of noise on logprobs, so that there is something to correct and to clip
 
 
-def awkward_rollouts(trainer: Trainer, vocabulary: int) -> list[list[Group]]:
+def awkward_rollouts(trainer: TrainerRank, vocabulary: int) -> list[list[SampleGroup]]:
     """The groups of three rollout steps, sampled on the first rank from the current weights; equal on all ranks.
     Collective. vocabulary: number of tokens."""
     trainer.embedded.wake(here=trainer.ranks.is_first)
-    shared: list[list[list[Group]]] = [[]]
+    shared: list[list[list[SampleGroup]]] = [[]]
     if trainer.ranks.is_first:
         shared[0] = [list(_sampled(trainer, step, number, vocabulary)) for number, step in enumerate(_GROUPS)]
     dist.broadcast_object_list(shared, src=0, group=trainer.ranks.group)
@@ -39,26 +39,26 @@ def awkward_rollouts(trainer: Trainer, vocabulary: int) -> list[list[Group]]:
 
 
 def _sampled(
-    trainer: Trainer, step: Sequence[tuple[int, int, Sequence[float | None]]], number: int, vocabulary: int
-) -> Iterator[Group]:
+    trainer: TrainerRank, step: Sequence[tuple[int, int, Sequence[float | None]]], number: int, vocabulary: int
+) -> Iterator[SampleGroup]:
     rollout, source = trainer.config.rollout, random.Random(number)
     for index, (length, longest, rewards) in enumerate(step):
         tokens = tuple(source.randrange(vocabulary) for _ in range(min(length, rollout.max_prompt_tokens)))
         prompt = Prompt(number * 10 + index, 0, tokens, "", source=f"prompt {index + 1} of step {number + 1}")
-        sampling = Sampling(
+        sampling = SamplingParams(
             min(longest, rollout.max_new_tokens), rollout.temperature, rollout.top_p, rollout.top_k, rollout.min_p
         )
         (found,) = trainer.embedded.generate([Request(prompt.id, tokens, tuple(range(len(rewards))), sampling)])
         samples = []
         for place, (completion, reward) in enumerate(zip(found, rewards, strict=True)):
-            transcript = Transcript(prompt)
+            transcript = TrajectoryBuilder(prompt)
             transcript.add_completion(completion)
             samples.append(transcript.sample(place))
             samples[-1].reward, samples[-1].finish = reward, "length" if place == 1 else "end"
-        yield Group(prompt, samples)
+        yield SampleGroup(prompt, samples)
 
 
-def recorded_rollouts(folder: str) -> list[list[Group]]:
+def recorded_rollouts(folder: str) -> list[list[SampleGroup]]:
     """The first groups of the first rollout steps in RUN/rollouts, with their rewards. Raises UserError if there are
     none."""
     steps = [read_rollouts(file)[:_MOST_GROUPS] for file in recorded_files(folder, "--rollouts")[: len(_GROUPS)]]
@@ -67,12 +67,14 @@ def recorded_rollouts(folder: str) -> list[list[Group]]:
     return steps
 
 
-def disturb(groups: Sequence[Group]) -> None:
+def disturb(groups: Sequence[SampleGroup]) -> None:
     """Mark some tokens as written by an environment, and add noise to the engine's logprobs."""
     for sample in samples_of(groups):
         drawn = np.flatnonzero(sample.sampled)
         sample.sampled[drawn[_BETWEEN - 1 : -1 : _BETWEEN]] = False
-        sample.rollout = np.where(sample.sampled, sample.rollout + noise(sample, "rollout"), 0).astype(np.float32)
+        sample.rollout_logprobs = np.where(
+            sample.sampled, sample.rollout_logprobs + noise(sample, "rollout"), 0
+        ).astype(np.float32)
 
 
 def noise(sample: Sample, name: str) -> np.ndarray:

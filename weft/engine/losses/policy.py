@@ -1,9 +1,9 @@
 """The policy-gradient family: PPO's clipped ratio and its kin, KL to a reference, entropy; any of the aggregations.
 
 Three policies: `current`, which is differentiated; `old`, the trainer's when the rollout began; `rollout`, which drew
-the tokens. Documents bring the arrays old_logprob, advantage, and correction: a factor on the token's loss for the
+the tokens. Documents bring the arrays old_logprobs, advantages, and correction: a factor on the token's loss for the
 difference between old and rollout (weft/rl). If nothing was updated since the rollout, old equals current in value, and
-documents bring rollout_logprob in place of old_logprob and correction. All logprobs are of logits / temperature. N
+documents bring rollout_logprobs in place of old_logprobs and correction. All logprobs are of logits / temperature. N
 predictions of a row.
 
 A step's loss is the sum over its tokens of weight x loss of the token, divided by a number of the whole step:
@@ -169,8 +169,8 @@ class PolicyLoss:
     every_token = False
 
     def __init__(self, config: RlAlgorithm, *, old_is_current: bool = False, masked: int = 0) -> None:
-        """old_is_current: documents bring no old_logprob, because nothing was updated since the rollout. masked: number
-        of the step's samples that rl.mask_truncated leaves out."""
+        """old_is_current: documents bring no old_logprobs, because nothing was updated since the rollout. masked:
+        number of the step's samples that rl.mask_truncated leaves out."""
         self.config, self.old_is_current = config, old_is_current
         self.masked = masked if config.count_masked else 0
         self._tokens = self._samples = self._divisor = 1.0  # of the step, once normaliser has seen its plan
@@ -200,14 +200,14 @@ class PolicyLoss:
         config, logprob, entropy = self.config, batch.readouts["logprob"], batch.readouts["entropy"]
         if self.old_is_current:
             self._read.append((batch.documents, batch.document_N, logprob.detach()))
-        old = logprob.detach() if self.old_is_current else batch.arrays["old_logprob"]
-        tokens = PolicyTokens(logprob, old, batch.arrays["advantage"], batch)
+        old = logprob.detach() if self.old_is_current else batch.arrays["old_logprobs"]
+        tokens = PolicyTokens(logprob, old, batch.arrays["advantages"], batch)
         loss = self._policy_loss(tokens)
         if config.corrects:
             loss = loss * self._correction(batch, old)
         means = {"entropy": entropy, **self._ratio_metrics(tokens)}
         if config.has_reference:
-            reference = batch.arrays["reference_logprob"]
+            reference = batch.arrays["ref_logprobs"]
             means["kl"] = _k3(logprob, reference)
             if config.kl > 0 and config.kl_in == "loss":
                 loss = loss + config.kl * kl_loss(tokens, reference, config)
@@ -250,7 +250,7 @@ class PolicyLoss:
         """[N] factors on the tokens' losses."""
         if not self.old_is_current:
             return batch.arrays["correction"]
-        difference = old.double() - batch.arrays["rollout_logprob"].double()
+        difference = old.double() - batch.arrays["rollout_logprobs"].double()
         ratios = importance_ratios(difference, batch.document_N, len(batch.documents), self.config)
         return of_tokens(bounded(ratios, self.config), batch.document_N, self.config).to(old.dtype)
 

@@ -19,8 +19,8 @@ class ValueLoss:
 
         1/2 sum_t w_t max((V_t - R_t)^2, (V'_t - R_t)^2) / sum_t w_t,    V' = clip(V, V_old - c, V_old + c)
 
-    over the whole step. Documents carry R as `return` and V_old, the critic's own value before its first update of
-    these samples, as `old_value`, [T] fp32. clip: c; None for no clipping, when `old_value` is not read.
+    over the whole step. Documents carry R as `returns` and V_old, the critic's own value before its first update of
+    these samples, as `values`, [T] fp32. clip: c; None for no clipping, when `values` is not read.
     """
 
     readouts = frozenset({"value"})
@@ -36,10 +36,10 @@ class ValueLoss:
         return None
 
     def __call__(self, batch: Batch) -> LossOutput:
-        weights_N, value_N, return_N = batch.weights_N, batch.readouts["value"], batch.arrays["return"]
+        weights_N, value_N, return_N = batch.weights_N, batch.readouts["value"], batch.arrays["returns"]
         square_N, clipped_N = (value_N - return_N).square(), torch.zeros_like(value_N)
         if self.clip is not None:
-            old_N = batch.arrays["old_value"]
+            old_N = batch.arrays["values"]
             near_N = torch.minimum(torch.maximum(value_N, old_N - self.clip), old_N + self.clip)
             other_N = (near_N - return_N).square()
             clipped_N = (other_N > square_N).detach().to(value_N.dtype)

@@ -73,7 +73,7 @@ def _is_head(module: Any) -> bool:
     return isinstance(module, ParallelLMHead)
 
 
-class Proof:
+class LoadVerifier:
     """Verifies that a model holds the values that were sent, in a worker that receives full tensors. Parameters whose
     values vLLM changes as it loads them are recognised at the first load, which must change them, and are not compared
     at later loads."""

@@ -125,9 +125,9 @@ class VllmSyncWorker:
         if verify:
             proof.check(model, sent, before)
 
-    def _weft_proof(self) -> readback.Proof:
+    def _weft_proof(self) -> readback.LoadVerifier:
         if not hasattr(self, "_weft_own_proof"):  # vLLM does not call a mixin's __init__
-            self._weft_own_proof = readback.Proof()
+            self._weft_own_proof = readback.LoadVerifier()
         return self._weft_own_proof
 
 
@@ -158,13 +158,13 @@ def _noted(tensors: Iterator[tuple[str, Tensor]], digests: readback.Digests) -> 
         yield name, tensor
 
 
-def _tensors(part: protocol.Part) -> Iterator[tuple[str, Tensor]]:
+def _tensors(part: protocol.SyncPart) -> Iterator[tuple[str, Tensor]]:
     """Copies of a part's tensors. vLLM keeps tensors until their layer is complete, but the sync reuses the memory."""
     for entry, data in part.tensors():
         yield entry.name, protocol.as_torch(entry, data).clone()
 
 
-def _write_adapter(part: protocol.Part, folder: Path | None) -> None:
+def _write_adapter(part: protocol.SyncPart, folder: Path | None) -> None:
     """Receive an adapter and write it to `folder`, in place of the previous one. folder: None: receive only."""
     from safetensors.torch import save_file
 

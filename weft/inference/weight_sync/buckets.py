@@ -19,7 +19,7 @@ from torch import Tensor
 from weft.checkpoint.adapters import adapter_shards, plan_adapter
 from weft.checkpoint.export import manifest_of, plan_export, save_planned, written_shards
 from weft.engine.engine import Engine
-from weft.inference.weight_sync.protocol import Entry
+from weft.inference.weight_sync.protocol import TensorHeader
 from weft.parallel.shards.boxes import Box, local_values, overlap
 from weft.parallel.shards.cuts import HeldBox, held_boxes
 from weft.parallel.shards.layout import Piece
@@ -29,7 +29,7 @@ ALIGNMENT = 64  # bytes; tensors of a bucket begin at multiples of it
 
 
 @dataclass(frozen=True)
-class Content:
+class SyncContent:
     """The tensors of a part of a sync. kind, adapter: as in protocol.Part. pieces, manifest: as an export plans them.
     dtype: of the parameters; None for an adapter."""
 
@@ -40,7 +40,7 @@ class Content:
     dtype: torch.dtype | None = None
 
     @cached_property
-    def entries(self) -> dict[str, Entry]:
+    def entries(self) -> dict[str, TensorHeader]:
         """The manifest as protocol entries, by name."""
         return {name: entry_of(name, tensor) for name, tensor in self.manifest.items()}
 
@@ -60,28 +60,28 @@ class Content:
         return max(tensor.nbytes for tensor in self.manifest.values())
 
 
-def entry_of(name: str, tensor: Tensor) -> Entry:
+def entry_of(name: str, tensor: Tensor) -> TensorHeader:
     """The entry that announces a tensor."""
-    return Entry(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+    return TensorHeader(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
 
 
-def weights(engine: Engine, dtype: torch.dtype) -> Content:
+def weights(engine: Engine, dtype: torch.dtype) -> SyncContent:
     """The content for the whole model, with parameters in this dtype; for a model with adapters, for its base."""
     kind = "weights" if engine.lora is None else "base"
-    return Content(kind, engine.built.pieces, manifest_of(engine, dtype), dtype=dtype)
+    return SyncContent(kind, engine.built.pieces, manifest_of(engine, dtype), dtype=dtype)
 
 
-def adapter(engine: Engine) -> Content:
+def adapter(engine: Engine) -> SyncContent:
     """The content for all trained tensors of a model with adapters, under peft's names, in the masters' dtype."""
     plan = plan_adapter(engine)
-    return Content("adapter", plan.pieces, plan.manifest, plan.config)
+    return SyncContent("adapter", plan.pieces, plan.manifest, plan.config)
 
 
 @dataclass(frozen=True)
-class Row:
+class BucketTensor:
     """A tensor in a bucket. offset: in bytes."""
 
-    entry: Entry
+    entry: TensorHeader
     offset: int
 
     @property
@@ -106,25 +106,25 @@ class Buckets(Protocol):
         ...
 
 
-def _place(rows: list[Row], entry: Entry, size: int) -> Row | None:
+def _place(rows: list[BucketTensor], entry: TensorHeader, size: int) -> BucketTensor | None:
     """The place of a tensor after these rows of a bucket of `size` bytes; None if it does not fit."""
     offset = -(-rows[-1].end // ALIGNMENT) * ALIGNMENT if rows else 0
-    return Row(entry, offset) if not rows or offset + entry.length <= size else None
+    return BucketTensor(entry, offset) if not rows or offset + entry.length <= size else None
 
 
-class Plan:
+class BucketPlan:
     """Which boxes of its shards this rank writes to which bucket, if all ranks share a host. Computed once per
     content."""
 
-    def __init__(self, engine: Engine, content: Content, size: int) -> None:
+    def __init__(self, engine: Engine, content: SyncContent, size: int) -> None:
         """size: bytes at which a bucket is full; a larger tensor gets its own."""
         cuts, among, borrowed = engine.divided.cuts, engine.mesh.stage_rank, engine.tied_copies
         state = engine.module.state_dict(keep_vars=True)
         own = {name: tensor for name, tensor in state.items() if name not in borrowed}
         held = {name: held_boxes(tensor, cuts.get(name), among) for name, tensor in own.items()}
         numbers = {name: number for number, name in enumerate(held)}
-        self.buckets = list[list[Row]]()
-        self._shares = list[list[_Share]]()
+        self.buckets = list[list[BucketTensor]]()
+        self._shares = list[list[_ShardCopy]]()
         for bucket in _planned(content, size):
             self.buckets.append([row for row, _ in bucket])
             shares = [
@@ -135,7 +135,7 @@ class Plan:
             ]
             self._shares.append([share for share in shares if share is not None])
 
-    def write(self, engine: Engine, buckets: Buckets) -> Iterator[list[Row]]:
+    def write(self, engine: Engine, buckets: Buckets) -> Iterator[list[BucketTensor]]:
         """Yield the rows of each bucket, after this rank has written its boxes. Not collective."""
         state = engine.module.state_dict(keep_vars=True)
         for number, (rows, shares) in enumerate(zip(self.buckets, self._shares, strict=True)):
@@ -149,44 +149,44 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class _Share:
+class _ShardCopy:
     """What one rank writes of a tensor: the part `source` of its local values, to the part `target` of the tensor."""
 
-    row: Row
+    row: BucketTensor
     piece: Piece
     source: tuple[slice, ...]
     target: tuple[slice, ...]
 
 
-def _share(row: Row, piece: Piece, held: HeldBox) -> _Share | None:
+def _share(row: BucketTensor, piece: Piece, held: HeldBox) -> _ShardCopy | None:
     part = overlap(piece.box, held.box)
     if part is None:
         return None
-    return _Share(row, piece, held.within(part), piece.disk_box(part).within(Box.whole(piece.shape)))
+    return _ShardCopy(row, piece, held.within(part), piece.disk_box(part).within(Box.whole(piece.shape)))
 
 
-def _planned(content: Content, size: int) -> Iterator[list[tuple[Row, Piece]]]:
-    entries, bucket = content.entries, list[tuple[Row, Piece]]()
+def _planned(content: SyncContent, size: int) -> Iterator[list[tuple[BucketTensor, Piece]]]:
+    entries, bucket = content.entries, list[tuple[BucketTensor, Piece]]()
     for piece in content.pieces:
         row = _place([row for row, _ in bucket[-1:]], entries[piece.disk], size)
         if row is None:
             yield bucket
-            bucket, row = [], Row(entries[piece.disk], 0)
+            bucket, row = [], BucketTensor(entries[piece.disk], 0)
         bucket.append((row, piece))
     yield bucket
 
 
-def gathered(engine: Engine, content: Content, buckets: Buckets) -> Iterator[list[Row]]:
+def gathered(engine: Engine, content: SyncContent, buckets: Buckets) -> Iterator[list[BucketTensor]]:
     """Fill buckets through the walker, on any mesh; yields the rows of each. Every rank gets every tensor, and writes
     it if it has a buffer. Collective."""
-    entries, rows, number = content.entries, list[Row](), 0
+    entries, rows, number = content.entries, list[BucketTensor](), 0
     memory = buckets.memory(number)
     for name, tensor in engine.walk(content.pieces, content.manifest, bucket_bytes=2 * buckets.size):
         row = _place(rows[-1:], entries[name], buckets.size)
         if row is None:
             settle(engine.device, memory)
             yield rows
-            rows, row, number = [], Row(entries[name], 0), number + 1
+            rows, row, number = [], BucketTensor(entries[name], 0), number + 1
             memory = buckets.memory(number)
         if memory is not None:
             row.within(memory).copy_(tensor, non_blocking=True)
@@ -203,7 +203,7 @@ def settle(device: torch.device, memory: Tensor | None) -> None:
         written.synchronize()
 
 
-def exported(engine: Engine, content: Content, folder: Path) -> Iterator[tuple[Path, list[Row]]]:
+def exported(engine: Engine, content: SyncContent, folder: Path) -> Iterator[tuple[Path, list[BucketTensor]]]:
     """Write a HuggingFace directory (peft's for an adapter), each rank its boxes; then yield each file and its rows.
 
     Collective; for ranks and engines that share a file system.
@@ -216,4 +216,4 @@ def exported(engine: Engine, content: Content, folder: Path) -> Iterator[tuple[P
     for path in sorted(folder.glob("*.safetensors")):
         with TensorFile.open(path) as file:
             places = sorted((entry.begin, name) for name, entry in file.entries.items())
-        yield path, [Row(entries[name], begin) for begin, name in places]
+        yield path, [BucketTensor(entries[name], begin) for begin, name in places]

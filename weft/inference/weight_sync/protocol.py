@@ -90,7 +90,7 @@ class Ticket:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TensorHeader:
     """A tensor of the manifest. name: as in a checkpoint. dtype: torch's name, such as "bfloat16"."""
 
     name: str
@@ -130,7 +130,7 @@ def understood(peer: str) -> Iterator[None]:
         raise SyncError(f"{peer} sent a message that cannot be understood: {reason:.200}") from error
 
 
-class Channel:
+class SyncChannel:
     """JSON messages over a connected socket. peer: name of the other side, for errors. timeout: seconds."""
 
     def __init__(self, connection: socket.socket, peer: str, timeout: float) -> None:
@@ -208,10 +208,10 @@ class Checklist:
     """Checks that each tensor of a manifest arrives exactly once, with its dtype, shape and size. Methods raise
     SyncError, which names the tensor."""
 
-    def __init__(self, manifest: Mapping[str, Entry], version: int) -> None:
+    def __init__(self, manifest: Mapping[str, TensorHeader], version: int) -> None:
         self.manifest, self.version, self.missing = manifest, version, dict.fromkeys(manifest)
 
-    def take(self, entry: Entry, length: int) -> None:
+    def take(self, entry: TensorHeader, length: int) -> None:
         """Record the arrival of a tensor. length: announced bytes."""
         promised = self.manifest.get(entry.name)
         if promised is None:
@@ -235,7 +235,7 @@ class Checklist:
             )
 
 
-def check_manifest(manifest: Mapping[str, Entry], wanted: Mapping[str, tuple[int, ...]]) -> None:
+def check_manifest(manifest: Mapping[str, TensorHeader], wanted: Mapping[str, tuple[int, ...]]) -> None:
     """Raise SyncError, naming tensors, if the manifest differs from the engine's own model. wanted: name -> shape in
     that model."""
     lacking, unknown = sorted(wanted.keys() - manifest.keys()), sorted(manifest.keys() - wanted.keys())
@@ -266,22 +266,22 @@ class Delivery:
     def __init__(self, ticket: Ticket, version: int, *, has: int | None = None, base: bool = True) -> None:
         self.ticket, self.version, self.has = ticket, version, has
         peer = f"the sender at {ticket.host}:{ticket.port}"
-        self.channel = Channel(_connect(ticket, version), peer, ticket.timeout)
+        self.channel = SyncChannel(_connect(ticket, version), peer, ticket.timeout)
         who = {"key": ticket.key, "name": ticket.name, "member": ticket.member}
-        joined = None if _Grouped.joined is None else _Grouped.joined[0]
-        mapped = None if _OnDevice.mapped is None else _OnDevice.mapped[0]
+        joined = None if _GroupReceiver.joined is None else _GroupReceiver.joined[0]
+        mapped = None if _DeviceReceiver.mapped is None else _DeviceReceiver.mapped[0]
         self.channel.write(
             hello=PROTOCOL, version=version, has=has, base=base, joined=joined, mapped=mapped, **who, **software()
         )
 
-    def parts(self) -> Iterator[Part]:
+    def parts(self) -> Iterator[SyncPart]:
         """Yield the parts of the sync: the weights; or an adapter, after its base model if this engine lacks that. Each
         part must be received and finished before the next. SyncError if it is not."""
         while True:
             message = self.channel.read(f"version {self.version} to begin", "begin", "done")
             if "done" in message:
                 return
-            part = Part(self, message)
+            part = SyncPart(self, message)
             yield part
             if not part.finished:
                 raise SyncError(f"version {self.version} was not finished")
@@ -338,7 +338,7 @@ def _connect(ticket: Ticket, version: int) -> socket.socket:
             time.sleep(0.02)
 
 
-class Part:
+class SyncPart:
     """One manifest and its tensors. kind: `weights`; `base`, the weights under an adapter; or `adapter`, in peft's
     format. adapter: the content of its adapter_config.json, else None. verify: whether checksums must be reported."""
 
@@ -358,7 +358,7 @@ class Part:
                 f"engine has version {delivery.has}"
             )
 
-    def tensors(self) -> Iterator[tuple[Entry, Bytes]]:
+    def tensors(self) -> Iterator[tuple[TensorHeader, Bytes]]:
         """Yield (entry, bytes) of every tensor. Bytes are a NumPy array, or a uint8 tensor on a CUDA device. They are
         valid until the next tensor is requested; a bucket in device memory is released only after this process's
         pending work on it. SyncError, naming the tensor, if one differs from the manifest or is missing at the end."""
@@ -405,15 +405,15 @@ def _number(value: Any) -> int:
     return value
 
 
-def _entry(row: Any) -> Entry:
+def _entry(row: Any) -> TensorHeader:
     """Parse an entry of a manifest or of a bucket's table. TypeError or ValueError if it is malformed."""
     name, dtype, shape = row
     if dtype not in WIDTHS:
         raise ValueError(f"{dtype!r:.40} is no dtype")
-    return Entry(_of_type(name, str), dtype, tuple(map(_number, shape)))
+    return TensorHeader(_of_type(name, str), dtype, tuple(map(_number, shape)))
 
 
-def as_torch(entry: Entry, data: Any) -> Any:
+def as_torch(entry: TensorHeader, data: Any) -> Any:
     """These bytes as the entry's tensor, without a copy."""
     import torch
 
@@ -427,7 +427,7 @@ def as_torch(entry: Entry, data: Any) -> Any:
 _mapped = dict[str, Bytes]()  # path -> shared memory; kept, because mapping costs half a copy. Paths are never reused
 
 
-class _Mapped:
+class _MappedReceiver:
     """Receives buckets in mapped files: slots of shared memory, which are reused, or safetensors in a folder."""
 
     def __init__(self, transport: Mapping[str, Any], ticket: Ticket) -> None:
@@ -453,7 +453,7 @@ class _Mapped:
         """Does nothing: reads of mapped memory are synchronous."""
 
 
-class _Grouped:
+class _GroupReceiver:
     """Receives buckets by broadcast, in a process group of the sender (rank 0) and all receiving workers."""
 
     joined: tuple[str, Any] | None = None  # (id, group), kept between syncs: joining NCCL takes seconds
@@ -461,14 +461,14 @@ class _Grouped:
     def __init__(self, transport: Mapping[str, Any], ticket: Ticket) -> None:
         self._backend, self._timeout = transport["backend"], ticket.timeout
         self._memory: Any = None  # reused for all buckets, because the first touch of memory is slow
-        if _Grouped.joined is None or _Grouped.joined[0] != transport["id"]:
-            _Grouped.joined = None
+        if _GroupReceiver.joined is None or _GroupReceiver.joined[0] != transport["id"]:
+            _GroupReceiver.joined = None
             store = open_store(ticket.host, transport["port"], ticket.timeout)
             group = join_group(
                 store, transport["id"], transport["rank"], transport["world"], self._backend, ticket.timeout
             )
-            _Grouped.joined = transport["id"], group
-        self._group = _Grouped.joined[1]
+            _GroupReceiver.joined = transport["id"], group
+        self._group = _GroupReceiver.joined[1]
 
     def take(self, message: Mapping[str, Any]) -> Any:
         """The bytes of a bucket, on the backend's device."""
@@ -481,7 +481,7 @@ class _Grouped:
         try:
             complete(broadcast(self._group, memory), self._timeout)
         except RuntimeError as error:
-            _Grouped.joined = None
+            _GroupReceiver.joined = None
             abort(self._group)
             raise SyncError(f"bucket {message['bucket']} did not come through the group: {error}") from error
         return memory if self._backend == "nccl" else memory.numpy()
@@ -490,16 +490,16 @@ class _Grouped:
         """Does nothing: the next broadcast is ordered after the readers on the same device."""
 
 
-class _OnDevice:
+class _DeviceReceiver:
     """Receives buckets in memory of the sender's CUDA device (CUDA IPC), in slots that are reused."""
 
     mapped: tuple[str, list[Any]] | None = None  # (id, memories), kept between syncs
 
     def __init__(self, transport: Mapping[str, Any], ticket: Ticket) -> None:
-        if _OnDevice.mapped is None or _OnDevice.mapped[0] != transport["id"]:
-            _OnDevice.mapped = None  # first unmap the previous sender's memory, so that it can be freed
-            _OnDevice.mapped = transport["id"], [_opened(handle, ticket) for handle in transport["handles"]]
-        self._memories = _OnDevice.mapped[1]
+        if _DeviceReceiver.mapped is None or _DeviceReceiver.mapped[0] != transport["id"]:
+            _DeviceReceiver.mapped = None  # first unmap the previous sender's memory, so that it can be freed
+            _DeviceReceiver.mapped = transport["id"], [_opened(handle, ticket) for handle in transport["handles"]]
+        self._memories = _DeviceReceiver.mapped[1]
         self._taken: Any = None
 
     def take(self, message: Mapping[str, Any]) -> Any:
@@ -512,7 +512,12 @@ class _OnDevice:
         device_memory.wait(self._taken)
 
 
-_transports: dict[str, Any] = {"shared": _Mapped, "files": _Mapped, "group": _Grouped, "ipc": _OnDevice}
+_transports: dict[str, Any] = {
+    "shared": _MappedReceiver,
+    "files": _MappedReceiver,
+    "group": _GroupReceiver,
+    "ipc": _DeviceReceiver,
+}
 
 
 def _opened(handle: Mapping[str, Any], ticket: Ticket) -> Any:

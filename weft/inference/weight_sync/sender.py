@@ -26,7 +26,7 @@ from weft.errors import UserError
 from weft.inference.base import Synced
 from weft.inference.weight_sync import buckets as contents
 from weft.inference.weight_sync import protocol
-from weft.inference.weight_sync.buckets import Buckets, Content, Plan, Row
+from weft.inference.weight_sync.buckets import BucketPlan, Buckets, BucketTensor, SyncContent
 from weft.inference.weight_sync.checksums import checksum
 from weft.inference.weight_sync.protocol import SyncError, Ticket
 from weft.inference.weight_sync.server import SyncServer
@@ -111,7 +111,7 @@ class Sender:
         places = self._gather((address, self.server.port if self.server else 0))
         self.tickets = {receiver.name: self._tickets_of(receiver, places) for receiver in receivers}
         self._memories: dict[Transport, SharedBuckets | DeviceBuckets] = {}
-        self._plans: dict[tuple[str, Transport], Plan] = {}
+        self._plans: dict[tuple[str, Transport], BucketPlan] = {}
         self._group = BroadcastGroup(address, self._backend, self.options.timeout)
         self._adapters = engine.lora is not None
         dtype = self.options.dtype or engine.precision.compute
@@ -126,7 +126,7 @@ class Sender:
         have confirmed, or SyncError, after which an engine that has not confirmed has no weights to sample with."""
         began, self._waited, self._count = time.perf_counter(), 0.0, self._count + 1
         flight.enter("sync")
-        sent = list[Content]()
+        sent = list[SyncContent]()
         for transport in sorted({transport for transport, _ in self._routes.values()}):
             sent += self._send_by(transport, version)
         self._last, seconds = version, time.perf_counter() - began
@@ -189,7 +189,7 @@ class Sender:
 
     # ------------------------------------------------------------ one transport
 
-    def _send_by(self, transport: Transport, version: int) -> list[Content]:
+    def _send_by(self, transport: Transport, version: int) -> list[SyncContent]:
         sent = []
         self._error = None
         try:
@@ -229,20 +229,20 @@ class Sender:
             "both environments."
         )
 
-    def _wanted(self) -> list[Content]:
+    def _wanted(self) -> list[SyncContent]:
         """The parts to send: an adapter's base only if a connected engine lacks it; collective."""
         if not self._adapters:
             return self._contents
         lacking = self.server is not None and any(not connection.base for connection in self.server.connections)
         return self._contents if any(self._gather(lacking)) else self._contents[1:]
 
-    def _activate(self, content: Content) -> None:
+    def _activate(self, content: SyncContent) -> None:
         if self.server is not None:
             self.server.active = [
                 connection for connection in self.server.connections if content.kind != "base" or not connection.base
             ]
 
-    def _deliver(self, content: Content, transport: Transport, version: int) -> None:
+    def _deliver(self, content: SyncContent, transport: Transport, version: int) -> None:
         sent = dict[str, int]()
         had = [connection.has for connection in self.server.active] if self.server is not None else []
         verify = verify_is_due(self._count, self.options.verify_every, had, self._last)
@@ -256,7 +256,7 @@ class Sender:
         self._agree()
 
     def _by_buckets(
-        self, content: Content, transport: Transport, version: int, verify: bool, sent: dict[str, int]
+        self, content: SyncContent, transport: Transport, version: int, verify: bool, sent: dict[str, int]
     ) -> int:
         """Post every bucket; returns their number. The ranks agree once per bucket k: all have written it, and engines
         have taken bucket k - AHEAD, whose buffer bucket k + 2 reuses. During an agreement, ranks write the next bucket
@@ -264,7 +264,7 @@ class Sender:
         memories, number, post = self._open(transport), 0, _nothing
         self._lead(self._begin, content, transport, version, verify)
 
-        def send(number: int, rows: list[Row]) -> None:
+        def send(number: int, rows: list[BucketTensor]) -> None:
             self._lead(self._post, transport, number, rows)
             if verify:
                 sent.update(_sums(rows, memories.memory(number)))
@@ -280,14 +280,16 @@ class Sender:
             self._lead(self._wait, transport, last, version)
         return number
 
-    def _fill(self, content: Content, transport: Transport, memories: Buckets) -> Iterator[list[Row]]:
+    def _fill(self, content: SyncContent, transport: Transport, memories: Buckets) -> Iterator[list[BucketTensor]]:
         if not self._on_one_host(transport):
             return contents.gathered(self.engine, content, memories)
         if (content.kind, transport) not in self._plans:
-            self._plans[content.kind, transport] = contents.Plan(self.engine, content, memories.size)
+            self._plans[content.kind, transport] = contents.BucketPlan(self.engine, content, memories.size)
         return self._plans[content.kind, transport].write(self.engine, memories)
 
-    def _begin(self, server: SyncServer, content: Content, transport: Transport, version: int, verify: bool) -> None:
+    def _begin(
+        self, server: SyncServer, content: SyncContent, transport: Transport, version: int, verify: bool
+    ) -> None:
         if transport == "ipc":
             memories = self._memories[transport]
             assert isinstance(memories, IpcBuckets)
@@ -298,7 +300,7 @@ class Sender:
             server.begin(content, version, self._group.describe(server.active), verify)
             self._group.join()
 
-    def _post(self, server: SyncServer, transport: Transport, number: int, rows: list[Row]) -> None:
+    def _post(self, server: SyncServer, transport: Transport, number: int, rows: list[BucketTensor]) -> None:
         memories = self._memories[transport]
         memory = memories.memory(number)
         if memory is None or not server.active:
@@ -319,7 +321,7 @@ class Sender:
             self._group.wait(number)
         self._waited += time.perf_counter() - began
 
-    def _by_files(self, content: Content, version: int, verify: bool, sent: dict[str, int]) -> int:
+    def _by_files(self, content: SyncContent, version: int, verify: bool, sent: dict[str, int]) -> int:
         """Post one bucket per file of an export; returns their number. The previous export is removed."""
         assert self.options.folder is not None, "SyncOptions.folder"
         folder, number = self.options.folder / f"{content.kind}-{version:06d}", 0
@@ -432,7 +434,7 @@ def verify_is_due(count: int, every: int, had: Sequence[int | None], last: int |
 def _nothing() -> None: ...
 
 
-def _sums(rows: Iterable[Row], memory: Tensor | None) -> dict[str, int]:
+def _sums(rows: Iterable[BucketTensor], memory: Tensor | None) -> dict[str, int]:
     """Checksums of the tensors in a bucket, by name."""
     assert memory is not None
     return {row.entry.name: checksum(memory[row.offset : row.end].cpu().numpy()) for row in rows}

@@ -15,8 +15,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from weft.inference.weight_sync.buckets import Content, Row
-from weft.inference.weight_sync.protocol import GONE, PROTOCOL, Channel, SyncError, Ticket, parsed, understood
+from weft.inference.weight_sync.buckets import BucketTensor, SyncContent
+from weft.inference.weight_sync.protocol import GONE, PROTOCOL, SyncChannel, SyncError, Ticket, parsed, understood
 from weft.inference.weight_sync.verify import compare
 from weft.launch import flight
 
@@ -29,7 +29,7 @@ _MOST_PENDING = 64  # connections without a ticket yet; beyond that, the oldest 
 class Connection:
     """An admitted worker of an engine, with the fields of its hello (protocol.Delivery)."""
 
-    channel: Channel
+    channel: SyncChannel
     name: str
     member: int
     has: int | None
@@ -185,10 +185,10 @@ class SyncServer:
         if hello.version != version:
             raise SyncError(f"{ticket.name} asks for version {hello.version}, and version {version} is being sent")
         del missing[who]
-        channel = Channel(pending.socket, ticket.name, self.timeout)
+        channel = SyncChannel(pending.socket, ticket.name, self.timeout)
         return Connection(channel, *who, hello.has, hello.base, hello.joined, hello.mapped, hello.torch, hello.nccl)
 
-    def begin(self, content: Content, version: int, transports: Sequence[Mapping[str, Any]], verify: bool) -> None:
+    def begin(self, content: SyncContent, version: int, transports: Sequence[Mapping[str, Any]], verify: bool) -> None:
         """Announce a part. transports: per active connection, the message fields of its transport."""
         manifest = [[entry.name, entry.dtype, entry.shape] for entry in content.entries.values()]
         for connection, transport in zip(self.active, transports, strict=True):
@@ -197,7 +197,7 @@ class SyncServer:
                 adapter=content.adapter,
             )  # fmt: skip
 
-    def post(self, number: int, rows: Sequence[Row], where: Mapping[str, Any]) -> None:
+    def post(self, number: int, rows: Sequence[BucketTensor], where: Mapping[str, Any]) -> None:
         """Announce a bucket. where: the message field with its path, number of bytes or slot."""
         table = [[row.entry.name, row.entry.dtype, row.entry.shape, row.offset, row.entry.length] for row in rows]
         for connection in self.active:

@@ -80,7 +80,7 @@ def step_of(config: SftConfig | RlConfig, lengths: Sequence[int]) -> Step:
     """The step to simulate: documents of these lengths, and the objective with the columns that it reads."""
     if isinstance(config, SftConfig):
         return Step(lengths, choose_objective(config.train.objective))
-    return Step(lengths, PolicyLoss(config.rl), ("old_logprob", "advantage", "correction", "reference_logprob"))
+    return Step(lengths, PolicyLoss(config.rl), ("old_logprobs", "advantages", "correction", "ref_logprobs"))
 
 
 def ranks_to_simulate(memory: Sequence[Memory]) -> list[Memory]:

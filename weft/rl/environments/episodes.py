@@ -30,11 +30,11 @@ class EnvironmentFailure(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
-    """The tokens that follow an answer. replied: as in Sample, with the images among these tokens."""
+class ReplyTokens:
+    """The tokens that follow an answer. reply_images: as in Sample, with the images among these tokens."""
 
     tokens: list[int]
-    replied: PromptImages | None
+    reply_images: PromptImages | None
 
 
 @dataclass(frozen=True)
@@ -50,31 +50,31 @@ class Episodes:
     timeout: float
     room: ImageRoom | None = None
 
-    async def open(self) -> Conversation:
+    async def open(self) -> EnvironmentSession:
         """A new environment in its own process. UserError if it cannot be imported there."""
-        return Conversation(self.kind.__qualname__, await self.pool.open(), self.timeout)
+        return EnvironmentSession(self.kind.__qualname__, await self.pool.open(), self.timeout)
 
-    def max_completion_tokens(self, prompt: Prompt, replied: PromptImages | None) -> int:
+    def max_completion_tokens(self, prompt: Prompt, reply_images: PromptImages | None) -> int:
         """The most tokens that a conversation may have after its prompt. Images of replies lower the limit, because the
         sample must fit into one row. Images of the prompt alone were checked before training."""
-        if self.room is None or replied is None:
+        if self.room is None or reply_images is None:
             return self.most_tokens
-        return min(self.most_tokens, self.room.tokens - self.room.of(replied.patches) - len(prompt.tokens))
+        return min(self.most_tokens, self.room.tokens - self.room.of(reply_images.patches) - len(prompt.tokens))
 
-    def given(self, prompt: Prompt, reply: Reply, ended: bool, replied: PromptImages | None) -> Given:
-        """What a reply puts after an answer. ended: whether the answer has an end token. replied: images of earlier
+    def reply_tokens(self, prompt: Prompt, reply: Reply, ended: bool, reply_images: PromptImages | None) -> ReplyTokens:
+        """The tokens of a reply. ended: whether the answer before it has an end token. reply_images: images of earlier
         replies. UserError if the chat template cannot render the reply, EnvironmentFailure if it cannot be read."""
         if reply.tokens is None and reply.text is None:
-            return self._of_messages(prompt, reply, ended, replied)
+            return self._of_messages(prompt, reply, ended, reply_images)
         tokens = list(reply.tokens) if reply.tokens is not None else self.chats.tokens([str(reply.text)])[0]
         if set(tokens) & set(prompt.placeholders):
             raise EnvironmentFailure(
                 f"{self.kind.__name__}.step replied with a token that stands for an image: images are parts of "
                 "`messages`"
             )
-        return Given(tokens, replied)
+        return ReplyTokens(tokens, reply_images)
 
-    def _of_messages(self, prompt: Prompt, reply: Reply, ended: bool, replied: PromptImages | None) -> Given:
+    def _of_messages(self, prompt: Prompt, reply: Reply, ended: bool, reply_images: PromptImages | None) -> ReplyTokens:
         if not reply.messages:
             raise UserError(
                 f"rl.environment: {self.kind.__name__} replied nothing to an answer to {prompt.source} and was not "
@@ -86,18 +86,18 @@ class Episodes:
                 "messages (or set rl.chat=true), or reply with `text`."
             )
         try:
-            found = self.chats.continuation(prompt, reply.messages, reply.calls, replied)
+            found = self.chats.continuation(prompt, reply.messages, reply.calls, reply_images)
         except BadRowError as error:
             raise EnvironmentFailure(f"{self.kind.__name__}.step: {error}") from error
-        if found.replied is not None and self.room is not None and self.room.refusal:
+        if found.reply_images is not None and self.room is not None and self.room.refusal:
             raise UserError(
                 f"rl.environment: {self.kind.__name__} replied with an image, and this model cannot be trained on "
                 f"images: {self.room.refusal}."
             )
-        return Given([*(() if ended else found.closing), *found.tokens], found.replied)
+        return ReplyTokens([*(() if ended else found.closing), *found.tokens], found.reply_images)
 
 
-class Conversation:
+class EnvironmentSession:
     """One environment in its process. Methods raise EnvironmentFailure."""
 
     def __init__(self, name: str, worker: Worker, timeout: float) -> None:

@@ -17,7 +17,7 @@ from weft.errors import UserError
 from weft.inference.types import Prompt, Sample
 from weft.launch.machine import cpu_cores
 from weft.rl.rewards.builtin import INLINE, has_reference, reference_answers
-from weft.rl.rewards.calls import GIVEN, Batch, Outcome, RewardFunction, RewardSignature, RewardSpec
+from weft.rl.rewards.calls import GIVEN, RewardBatch, RewardFunction, RewardOutcome, RewardSignature, RewardSpec
 from weft.rl.rewards.pool import RewardPool
 
 ENVIRONMENT = "environment"  # the reward that comes from replies of an environment
@@ -162,7 +162,7 @@ class Rewards:
             _note(function.name, sample, outcome)
             failures.count(function.name, sample, outcome.error)
 
-    async def _outcomes(self, function: RewardSpec, samples: Sequence[Sample]) -> list[Outcome]:
+    async def _outcomes(self, function: RewardSpec, samples: Sequence[Sample]) -> list[RewardOutcome]:
         """What one function returns for samples of one prompt."""
         batch = self._batch(function, samples)
         inline = self._inline.get(function.name)
@@ -205,14 +205,14 @@ class Rewards:
         lost = error or "reward_errors" in sample.notes
         sample.reward = None if lost or not said else sum(self.weights[name] * value for name, value in said.items())
 
-    def _batch(self, function: RewardSpec, samples: Sequence[Sample]) -> Batch:
+    def _batch(self, function: RewardSpec, samples: Sequence[Sample]) -> RewardBatch:
         prompt, signature = samples[0].prompt, self._signatures[function.name]
         names = [name for name in signature.columns if name in prompt.columns]
         if signature.takes_all:  # a row without a column of other rows has None there, as in a table
             others = {**self._columns, **dict.fromkeys(prompt.columns)}
             names += [name for name in others if name not in signature.columns]
         chat, ids = prompt.messages is not None, signature.takes_all or "completion_ids" in signature.columns
-        return Batch(
+        return RewardBatch(
             prompts=[list(prompt.messages) if prompt.messages is not None else prompt.text for _ in samples],
             completions=[_said(sample) if chat else sample.text for sample in samples],
             completion_ids=[sample.completion() if ids else () for sample in samples],
@@ -306,7 +306,7 @@ def _missing(name: str, signature: RewardSignature, prompt: Prompt) -> str | Non
     )
 
 
-def _note(name: str, sample: Sample, outcome: Outcome) -> None:
+def _note(name: str, sample: Sample, outcome: RewardOutcome) -> None:
     sample.rewards[name] = outcome.value
     if outcome.notes:
         sample.notes[name] = dict(outcome.notes)

@@ -54,7 +54,7 @@ class RewardSignature:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class RewardBatch:
     """The samples of one call: lists of equal length, with columns by name."""
 
     prompts: Sequence[Any]
@@ -65,15 +65,15 @@ class Batch:
     def __len__(self) -> int:
         return len(self.prompts)
 
-    def only(self, i: int) -> Batch:
+    def only(self, i: int) -> RewardBatch:
         """A batch of sample `i` alone."""
         columns = {name: values[i : i + 1] for name, values in self.columns.items()}
         at = slice(i, i + 1)
-        return Batch(self.prompts[at], self.completions[at], self.completion_ids[at], columns)
+        return RewardBatch(self.prompts[at], self.completions[at], self.completion_ids[at], columns)
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class RewardOutcome:
     """A function's result for one sample. value: None if the function returned None or failed. notes: the whole dict
     that a function returned, if any. late: whether the error is that the time limit was exceeded."""
 
@@ -98,7 +98,7 @@ class RewardFunction:
             raise UserError(f"rl.reward: {spec.path} is a {type(self._call).__name__}, which cannot be called.")
         self.signature = _describe(spec, self._call)
 
-    def __call__(self, batch: Batch, runner: asyncio.Runner | None = None) -> list[Outcome]:
+    def __call__(self, batch: RewardBatch, runner: asyncio.Runner | None = None) -> list[RewardOutcome]:
         """An outcome for each sample. If a call with all samples fails, each is tried alone. runner: required for
         coroutine functions and verl's kind. UserError if a call returns more or fewer values than completions."""
         batch = replace(batch, columns={name: _opened(values) for name, values in batch.columns.items()})
@@ -110,7 +110,7 @@ class RewardFunction:
                 "each completion, in their order."
             ) from error
 
-    def _outcomes(self, batch: Batch, runner: asyncio.Runner | None) -> list[Outcome]:
+    def _outcomes(self, batch: RewardBatch, runner: asyncio.Runner | None) -> list[RewardOutcome]:
         if self.signature.kind != "list":
             assert runner is not None
             return runner.run(self._side_by_side(batch))
@@ -120,10 +120,10 @@ class RewardFunction:
             raise
         except (Exception, SystemExit) as error:
             if len(batch) == 1:
-                return [Outcome(None, _last_line(error))]
+                return [RewardOutcome(None, _last_line(error))]
         return [outcome for i in range(len(batch)) for outcome in self._outcomes(batch.only(i), runner)]
 
-    def _list(self, batch: Batch) -> Any:
+    def _list(self, batch: RewardBatch) -> Any:
         given = {name: getattr(batch, name) for name in GIVEN if self._takes(name)}
         columns = {name: list(values) for name, values in batch.columns.items() if self._takes(name)}
         return self._call(**{**columns, **given, **self.spec.options})
@@ -131,20 +131,20 @@ class RewardFunction:
     def _takes(self, name: str) -> bool:
         return self.signature.takes_all or name in self.signature.columns
 
-    async def _side_by_side(self, batch: Batch) -> list[Outcome]:
+    async def _side_by_side(self, batch: RewardBatch) -> list[RewardOutcome]:
         """Call the function once per sample, concurrently, so that a slow or failing call affects no other."""
         ask = self._verl if self.signature.kind == "verl" else self._alone
         return list(await asyncio.gather(*(ask(batch.only(i)) for i in range(len(batch)))))
 
-    async def _alone(self, batch: Batch) -> Outcome:
+    async def _alone(self, batch: RewardBatch) -> RewardOutcome:
         try:
             return _outcomes(await self._list(batch), 1)[0]
         except _CountError:
             raise
         except (Exception, SystemExit) as error:
-            return Outcome(None, _last_line(error))
+            return RewardOutcome(None, _last_line(error))
 
-    async def _verl(self, batch: Batch) -> Outcome:
+    async def _verl(self, batch: RewardBatch) -> RewardOutcome:
         row = {name: values[0] for name, values in batch.columns.items()}
         truth = row.get("ground_truth")
         if truth is None and isinstance(row.get("reward_model"), Mapping):
@@ -162,9 +162,9 @@ class RewardFunction:
                 return _outcome(found)
             if "score" not in found:
                 raise ValueError(f"returned a dict without `score`: it has {', '.join(map(str, found))}")
-            return Outcome(_outcome(found["score"]).value, _outcome(found["score"]).error, {**found})
+            return RewardOutcome(_outcome(found["score"]).value, _outcome(found["score"]).error, {**found})
         except (Exception, SystemExit) as error:
-            return Outcome(None, _last_line(error))
+            return RewardOutcome(None, _last_line(error))
 
 
 def _found(spec: RewardSpec) -> Any:
@@ -226,7 +226,7 @@ def _opened(values: Sequence[Any]) -> Sequence[Any]:
     return [pictures.get(id(value), value) for value in values]
 
 
-def _outcomes(found: Any, count: int) -> list[Outcome]:
+def _outcomes(found: Any, count: int) -> list[RewardOutcome]:
     if isinstance(found, str | Mapping) or not hasattr(found, "__len__"):
         raise TypeError(f"returned {type(found).__name__}, not a list of {count} numbers")
     if len(found) != count:
@@ -234,14 +234,14 @@ def _outcomes(found: Any, count: int) -> list[Outcome]:
     return [_outcome(value) for value in found]
 
 
-def _outcome(value: Any) -> Outcome:
+def _outcome(value: Any) -> RewardOutcome:
     if value is None:
-        return Outcome(None)
+        return RewardOutcome(None)
     try:
         number = float(value)
     except (TypeError, ValueError):
-        return Outcome(None, f"returned {value!r:.80}, which is no number")
-    return Outcome(number) if math.isfinite(number) else Outcome(None, f"returned {number}")
+        return RewardOutcome(None, f"returned {value!r:.80}, which is no number")
+    return RewardOutcome(number) if math.isfinite(number) else RewardOutcome(None, f"returned {number}")
 
 
 def _last_line(error: BaseException) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from weft.errors import UserError
-from weft.rl.rewards.calls import Batch, Outcome, RewardSignature, RewardSpec
+from weft.rl.rewards.calls import RewardBatch, RewardOutcome, RewardSignature, RewardSpec
 from weft.rl.workers import Worker, WorkerError, start_worker
 
 
@@ -29,14 +29,14 @@ class RewardPool:
         self._free.put_nowait(worker)
         return self._signatures
 
-    async def call(self, number: int, batch: Batch) -> list[Outcome]:
+    async def call(self, number: int, batch: RewardBatch) -> list[RewardOutcome]:
         """The outcomes of the function at index `number` for a batch. If its process crashes or hangs, each sample is
         tried alone. UserError if the function returns the wrong number of values."""
         try:
             return await self._ask((number, batch))
         except WorkerError as error:
             if len(batch) == 1:
-                return [Outcome(None, f"the function's process {error}", late=error.late)]
+                return [RewardOutcome(None, f"the function's process {error}", late=error.late)]
         alone = await asyncio.gather(*(self.call(number, batch.only(i)) for i in range(len(batch))))
         return [outcome for outcomes in alone for outcome in outcomes]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from weft.inference.types import Flags, Group, Sample
+from weft.inference.types import Flags, Sample, SampleGroup
 from weft.verify.bugs import Original, Plant, bug
 
 UPDATE = "tests/test_policy_parity.py: the update of grpo is that of plain PyTorch"
@@ -28,7 +28,7 @@ def temperature_left_out(plant: Plant, original: Original, *args: Any, temperatu
     "samples that only fill a batch count in the mean of their group",
     caught_by=UPDATE, seen="verl-project/verl#5969", needs="samples without a reward",
 )  # fmt: skip
-def fillers_in_the_mean(plant: Plant, original: Original, groups: Sequence[Group], config: Any) -> Any:
+def fillers_in_the_mean(plant: Plant, original: Original, groups: Sequence[SampleGroup], config: Any) -> Any:
     fillers = [sample for group in groups for sample in group.samples if not sample.counts]
     plant.hits += len(fillers)
     kept = [(sample.reward, sample.trained) for sample in fillers]
