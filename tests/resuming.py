@@ -121,11 +121,11 @@ def attempt(
         applied[0] += 1
         return original_apply(engine, lr)
 
-    original_meet, original_apply = sft.agree, Engine.apply
+    original_meet, original_apply = sft.reduce_after_step, Engine.apply
     config = config_of(Path(home), Path(folder), mesh, sections)
     options = SftOptions(device=device, resume=folder if resume else None)
     with (
-        mock.patch.object(sft, "agree", meet),
+        mock.patch.object(sft, "reduce_after_step", meet),
         mock.patch.object(Engine, "apply", apply),
         planted(plant),
         suppress(Killed),

@@ -125,7 +125,7 @@ def test_a_terminal_has_a_conversation(
     assert said == [["a"], ["a", "b"], ["c"]]
     out = capsys.readouterr().out
     assert "step-000004 on cpu" in out and "/exit or Ctrl-D ends" in out and "(stopped)" in out
-    assert "/quitt is no command, and was not sent" in out and "/save is no command" in out
+    assert "/quitt is no command and was not sent" in out and "/save is no command" in out
 
 
 def test_which_model(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,7 +138,7 @@ def test_which_model(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert find_model(str(tmp_path / "adapter"), None) == str(tmp_path / "adapter")
     with pytest.raises(UserError, match=r"--step 3: .* has checkpoints of steps 2, 4"):
         find_model(str(run), 3)
-    with pytest.raises(UserError, match="chooses a checkpoint of a run folder"):
+    with pytest.raises(UserError, match="selects a checkpoint of a run folder"):
         find_model(str(run / "checkpoints" / "step-000002"), 2)
     with pytest.raises(UserError, match="is no folder"):
         find_model(str(tmp_path / "none"), None)
@@ -148,7 +148,7 @@ def test_which_model(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(UserError, match="adapter/none is no folder"):  # the hub is not asked: the folder is here
         find_model("adapter/none", None)
     (tmp_path / "config.yaml").write_text("")
-    with pytest.raises(UserError, match="no whole checkpoint yet"):
+    with pytest.raises(UserError, match="no complete checkpoint yet"):
         find_model(str(tmp_path), None)
 
 

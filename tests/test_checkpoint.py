@@ -494,7 +494,7 @@ def test_export_writes_the_masters_in_another_dtype(family: str, tmp_path: Path)
 
 def test_export_says_what_it_cannot(written: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["export", str(tmp_path)]) == 2
-    assert "is neither a run folder that holds checkpoints nor one of them" in capsys.readouterr().err
+    assert "is neither a run folder with checkpoints nor a checkpoint" in capsys.readouterr().err
     assert cli.main(["export", str(written), "--output", str(tmp_path)]) == 2
     assert "exists already" in capsys.readouterr().err
     run_folder = shutil.copytree(written, tmp_path / "run", symlinks=True)

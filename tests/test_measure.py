@@ -87,5 +87,5 @@ def test_what_of_a_run_says_how_it_is_measured(here: Path, monkeypatch: pytest.M
         measured_config("model", ["data.bad_rows=drop"])
     with pytest.raises(UserError, match="is a second file"):
         measured_config("model", ["chat.jsonl", "model"])
-    with pytest.raises(UserError, match="--step 3 chooses a checkpoint of a run folder"):
+    with pytest.raises(UserError, match="--step 3 selects a checkpoint of a run folder"):
         measured_config("model", ["chat.jsonl"], 3)

@@ -228,7 +228,7 @@ def damaged(finished: Path, tmp_path: Path, how: str) -> Path:
 @pytest.mark.parametrize(
     ("how", "says"),
     [
-        ("partial", "is not whole"),
+        ("partial", "is incomplete"),
         ("gone", "holds no weights"),
         ("short", "model.safetensors"),
         ("changed", "is not what was written"),
@@ -248,7 +248,7 @@ def test_steps_that_are_not_there(finished: Path, served: Hub, capsys: pytest.Ca
     assert main(str(finished), "me/model", "--step", "7") == 2
     assert "has checkpoints of steps 5, 10" in capsys.readouterr().err
     assert main(str(finished / "checkpoints/latest"), "me/model", "--step", "5") == 2
-    assert "is none: leave them out" in capsys.readouterr().err
+    assert "is no run folder: omit them" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------- checkpoint.push

@@ -358,7 +358,7 @@ def test_a_dry_run_says_documents_steps_and_time(here: Path, capsys: pytest.Capt
     )
     assert lines[1] == "steps    9 optimizer steps in all, of 8 documents; 3 epochs of 20 documents, 3 each"
     assert [line.split()[0] for line in lines[2:]] == ["hint", "template", "ends", "time", "look"]
-    assert lines[5].startswith("time     not estimated: weft knows no rates of this device")
+    assert lines[5].startswith("time     not estimated: the rates of this device are unknown")
     assert cli.main([*words, "--assume", "h100-80gb", "train.epochs=100000000"]) == 0
     (line,) = re.findall(r"^time .*", capsys.readouterr().out, re.MULTILINE)
     assert re.match(
@@ -388,7 +388,7 @@ def test_a_dry_run_is_refused_for_what_a_run_is(
 def test_a_dry_run_says_why_data_are_not_read(
     here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sft_preview, "_MOST_BYTES", 1000)
+    monkeypatch.setattr(sft_preview, "_MAX_BYTES", 1000)
     for path, reason in {
         "someone/chats": "someone/chats is on the hub, and a dry run downloads nothing",
         "chats.jsonl": "they have ",

@@ -69,10 +69,10 @@ def _weights(path: Path, step: int | None) -> tuple[Path | None, Path | None]:
     if run is not None and run == path:
         steps = complete_steps(path / "checkpoints")
         if not steps:
-            raise UserError(f"{path} has no whole checkpoint yet: wait for its first, or lower checkpoint.every.")
+            raise UserError(f"{path} has no complete checkpoint yet: wait for the first, or lower checkpoint.every.")
         return run, chosen_step(path / "checkpoints", path, steps[-1] if step is None else step)
     if step is not None:
-        raise UserError(f"--step {step} chooses a checkpoint of a run folder, and {path} is none: leave it out.")
+        raise UserError(f"--step {step} selects a checkpoint of a run folder, but {path} is no run folder: omit it.")
     return run, path if path.is_dir() else None
 
 

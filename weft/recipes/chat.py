@@ -1,4 +1,4 @@
-"""`weft chat`: a conversation with a checkpoint of a run, or any model, by transformers' own generate."""
+"""`weft chat`: a conversation with a checkpoint of a run, or any model, through transformers' generate()."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from weft.parallel.shards.adapter_files import CONFIG as ADAPTER
 from weft.recipes.chat_images import ChatImage, ChatImages, sees_images
 from weft.terminal import say
 
-_HELP = "/new begins a new conversation, /exit or Ctrl-D ends, Ctrl-C stops an answer, /help says this."
+_HELP = "/new begins a new conversation, /exit or Ctrl-D ends, Ctrl-C stops an answer, /help prints this."
 _ENDINGS = ("/exit", "/quit", "/bye", "/q")
 _FOR_STREAMS = {"num_beams": 1, "num_return_sequences": 1, "return_dict_in_generate": False}
 _HELP_IMAGES = "/image PATH adds an image to your next message, which may have several."
@@ -60,16 +60,15 @@ def find_model(path: str, step: int | None) -> str:
     if steps:
         return str(chosen_step(folder / "checkpoints", path, steps[-1] if step is None else step))
     if (folder / "config.yaml").is_file() and not (folder / "config.json").is_file():
-        raise UserError(f"{path} has no whole checkpoint yet: wait for its first, or lower checkpoint.every.")
+        raise UserError(f"{path} has no complete checkpoint yet: wait for the first, or lower checkpoint.every.")
     if step is not None:
-        raise UserError(f"--step {step} chooses a checkpoint of a run folder, and {path} is none: leave it out.")
+        raise UserError(f"--step {step} selects a checkpoint of a run folder, but {path} is no run folder: omit it.")
     if folder.is_dir():
         if not any((folder / name).is_file() for name in ("config.json", ADAPTER)):
             raise UserError(f"{path} holds no config.json: name a run folder, a model directory, or a hub id.")
         return path
-    parent_exists = (
-        folder.parent != Path() and folder.parent.is_dir()
-    )  # "runs/x" is no hub id if there is a folder "runs"
+    # "runs/x" is no hub id if there is a folder "runs".
+    parent_exists = folder.parent != Path() and folder.parent.is_dir()
     if folder.exists() or parent_exists or path.startswith(("/", ".", "~")) or path.count("/") > 1:
         raise UserError(f"{path} is no folder: name a run folder, a model directory, or a hub id.")
     return path
@@ -81,26 +80,23 @@ def open_chat(options: ChatOptions) -> Chat:
     path = find_model(options.path, options.step)
     device = choose_device(options.device, 0)
     tokenizer = load_tokenizer(path)
-    base = _base(path)
+    base, adapter = path, Path(path) / ADAPTER
+    if adapter.is_file():
+        named = read_object(adapter, "the config of an adapter").get("base_model_name_or_path")
+        base = named if isinstance(named, str) and named else path
     vision = sees_images(hf.read_config(base))
     images = ChatImages.for_model(base, path, tokenizer) if vision else ChatImages(path, None)
     if options.system is not None:
         if tokenizer.chat_template is None:
             raise UserError(f"--system: the tokenizer of {path} has no chat template, so there is no system message.")
         images.refuse_marks("--system", options.system)
-    first = tuple(images.take("--image", image_path) for image_path in options.images)  # errors come before weights
+    # Before the weights are loaded, which takes long: an error of an image is reported at once.
+    first = tuple(images.take("--image", image_path) for image_path in options.images)
     model = _load(path, base, vision, torch.float32 if device.type == "cpu" else "auto")
     settings = _settings(options)
     chat = Chat(model.to(device).eval(), tokenizer, path, options.system, settings, images, first)
     chat.begin()
     return chat
-
-
-def _base(path: str) -> str:
-    """The base model that an adapter directory names; for another path, the path itself."""
-    file = Path(path) / ADAPTER
-    named = read_object(file, "the config of an adapter").get("base_model_name_or_path") if file.is_file() else None
-    return named if isinstance(named, str) and named else path
 
 
 def _load(path: str, base: str, vision: bool, dtype: Any) -> Any:
@@ -109,7 +105,10 @@ def _load(path: str, base: str, vision: bool, dtype: Any) -> Any:
         if not (Path(path) / ADAPTER).is_file():
             kind = AutoModelForImageTextToText if vision else AutoModelForCausalLM
             return kind.from_pretrained(path, dtype=dtype, trust_remote_code=False)
-        peft = _peft(path)
+        try:
+            peft = import_module("peft")
+        except ImportError as error:
+            raise UserError(f"{path} holds an adapter, which needs peft: {how_to_install('peft', 'lora')}.") from error
         if not vision:
             return peft.AutoPeftModelForCausalLM.from_pretrained(path, dtype=dtype, trust_remote_code=False)
         model = AutoModelForImageTextToText.from_pretrained(base, dtype=dtype, trust_remote_code=False)
@@ -122,15 +121,8 @@ def _load(path: str, base: str, vision: bool, dtype: Any) -> Any:
         raise UserError(f"{path} cannot be loaded: {first_line(error)}.") from error
 
 
-def _peft(path: str) -> Any:
-    try:
-        return import_module("peft")
-    except ImportError as error:
-        raise UserError(f"{path} holds an adapter, which peft loads: {how_to_install('peft', 'lora')}.") from error
-
-
 def _settings(options: ChatOptions) -> dict[str, Any]:
-    """The arguments of generate; without --temperature the model's generation_config decides on sampling."""
+    """The arguments of generate(). Without --temperature, the model's generation_config decides about sampling."""
     settings: dict[str, Any] = {"max_new_tokens": options.max_new_tokens}
     if options.temperature == 0:
         return settings | {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
@@ -168,7 +160,7 @@ class Chat:
 
     def say(self, text: str) -> str:
         """Generates the model's answer, prints it as it streams, and adds it to the conversation. Raises UserError; the
-        waiting images are then kept for the next message."""
+        waiting images then stay for the next message."""
         self.images.refuse_marks("the message", text)
         images, content = (*self.shown_images, *self.waiting), [{"type": "image"}] * len(self.waiting)
         message = [*content, {"type": "text", "text": text}] if content else text
@@ -203,7 +195,7 @@ class Chat:
                 raise
             refusal = runs_own_code(self.path, error, "weft chat")
             raise refusal or UserError(
-                f"{self.path} gives no answer: {first_line(error)}. Look into its generation_config.json."
+                f"{self.path} generates no answer: {first_line(error)}. Check its generation_config.json."
             ) from error
         return str(self.tokenizer.decode(tokens[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
 
@@ -216,7 +208,10 @@ class _Streamer(TextStreamer):
 def prompt_text(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> str:
     """The rendering of the conversation up to the beginning of the answer, also for templates without a generation
     prompt."""
-    return up_to_the_answer(lambda messages_so_far, ask: _render(tokenizer, messages_so_far, ask), messages)
+    try:
+        return up_to_the_answer(renderer(tokenizer, Encoding()), messages)
+    except (RenderError, UnboundedError) as error:
+        raise UserError(f"the chat template of this model cannot be used: {error}.") from error
 
 
 def end_tokens(tokenizer: PreTrainedTokenizerBase, configured: int | Sequence[int] | None) -> list[int]:
@@ -228,18 +223,11 @@ def end_tokens(tokenizer: PreTrainedTokenizerBase, configured: int | Sequence[in
     return list(dict.fromkeys(ends))
 
 
-def _render(tokenizer: PreTrainedTokenizerBase, messages: list[Message], ask: bool) -> str:
-    try:
-        return renderer(tokenizer, Encoding())(messages, ask)
-    except (RenderError, UnboundedError) as error:
-        raise UserError(f"the chat template of this model cannot be used: {error}.") from error
-
-
 def _talk(chat: Chat) -> None:
     """Runs the conversation on a terminal until /exit or the end of input."""
     import readline  # noqa: F401  (lets input() edit lines)
 
-    kind = "" if chat.tokenizer.chat_template is not None else "; it has no chat template: it goes on from your words"
+    kind = "" if chat.tokenizer.chat_template is not None else "; it has no chat template: it continues your text"
     say(f"{chat.path} on {chat.model.device}{kind}\n{_help(chat)}")
     _say_waiting(chat)
     while True:
@@ -269,8 +257,8 @@ def _turn(chat: Chat, text: str) -> None:
         say(_help(chat))
     elif command == "/image":
         say(f"({chat.show(argument)} is added to your next message)")
-    elif re.fullmatch(r"/[a-z?]+", command):  # a path has more slashes, or a capital, or a dot
-        say(f"{command} is no command, and was not sent to the model. {_help(chat)}")
+    elif re.fullmatch(r"/[a-z?]+", command):  # no path: a path has more slashes, a capital or a dot
+        say(f"{command} is no command and was not sent to the model. {_help(chat)}")
     elif text:
         chat.say(text)
 

@@ -38,12 +38,12 @@ def sees_images(config: PretrainedConfig) -> bool:
 
 @dataclass(frozen=True)
 class ChatImages:
-    """Reads the images of a chat. path: the path that was loaded. images: the image reader of the model; None if it
-    takes no images, and then `refusal` says why."""
+    """Reads the images of a chat. path: of the model. images: the image reader of the model; None if it takes no
+    images, and then `refusal` gives the reason."""
 
     path: str
     images: Images | None
-    refusal: str = "is a model of text alone: leave the image out, or talk to a vision model"
+    refusal: str = "is a text-only model: leave the image out, or use a vision model"
 
     @classmethod
     def for_model(cls, model: str, path: str, tokenizer: PreTrainedTokenizerBase) -> ChatImages:
@@ -55,7 +55,7 @@ class ChatImages:
         if not tokenizer.chat_template and images.template:
             tokenizer.chat_template = images.template
         if not tokenizer.chat_template:
-            return cls(path, None, "has no chat template, which puts images in their places: take its chat variant")
+            return cls(path, None, "has no chat template, which images need: use its chat variant")
         return cls(path, images)
 
     @property
@@ -64,8 +64,8 @@ class ChatImages:
         return self.images is not None
 
     def take(self, option: str, path: str) -> ChatImage:
-        """Opens an image file. option: the option or command that named it, for messages. path: its path, possibly
-        quoted as in a shell. Raises UserError if the model cannot take it."""
+        """Opens an image file. option: the option or command that named it, for messages. path: may be quoted as in
+        a shell. Raises UserError if the model cannot take it."""
         if self.images is None:
             raise UserError(f"{option}: {self.path} {self.refusal}.")
         image = _file(option, path)
@@ -79,8 +79,8 @@ class ChatImages:
         for mark in () if self.images is None else self.images.marks:
             if mark in text:
                 raise UserError(
-                    f"{origin}: holds {mark}, with which this model marks the place of an image or video: take it out, "
-                    "and give images by /image PATH or --image PATH."
+                    f"{origin}: contains {mark}, the placeholder of this model for an image or video: remove it, and "
+                    "add images with /image PATH or --image PATH."
                 )
 
     def without_marks(self, text: str) -> str:
@@ -91,13 +91,13 @@ class ChatImages:
 
     def inputs(self, prompt: str, images: Sequence[ChatImage], model: Any) -> Mapping[str, Any]:
         """The model's inputs for a rendered conversation and its images. Raises UserError if the rendering does not
-        have one place for each image."""
+        have one placeholder for each image."""
         assert self.images is not None
         places = prompt.count(self.images.placeholder)
         if places != len(images):
             raise UserError(
-                f"the chat template of {self.path} writes {places} places for {len(images)} images "
-                f"({self.images.placeholder}): take a model with one that renders parts of type image."
+                f"the chat template of {self.path} writes {places} placeholders ({self.images.placeholder}) for "
+                f"{len(images)} images: use a model whose template renders parts of type image."
             )
         inputs = self.images.processor().prompt_inputs(prompt, [image.picture for image in images])
         placed: Mapping[str, Any] = inputs.to(model.device, dtype=model.dtype)  # the dtype applies to pixels only
@@ -110,7 +110,7 @@ def _file(option: str, path: str) -> Image:
     if separator and scheme.lower() == "file":
         return Image(path=unquote(urlsplit(path).path))
     if separator:
-        raise UserError(f"{option}: {path} is a URL, and images of a chat are files: fetch it, and name the file.")
+        raise UserError(f"{option}: {path} is a URL, but only files are supported: download it and name the file.")
     if not path.strip():
         raise UserError(f"{option}: name the file of an image, as in {option} cat.jpg.")
     return Image(path=os.path.abspath(os.path.expanduser(_unquoted(path.strip()))))

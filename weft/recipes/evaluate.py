@@ -1,4 +1,4 @@
-"""Evaluation during training: the held-out loss, the best step so far, and answers to prompts."""
+"""Evaluation during training: the loss on held-out documents, the best step so far, and answers to prompts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from weft.recipes.sampling import EvalPrompts, Sampler
 
 PREFIX = "eval/"
 _UNNAMED = ""
-_ROWS = 16  # rows of a rank in one plan: planning is superlinear, and the documents of a plan are held in memory
+_ROWS = 16  # rows of a rank in one plan: the cost of planning is superlinear, and a plan's documents stay in memory
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,9 @@ class Evaluator:
         """The evaluation after a step (0: before the first of `steps`), as keys of its line in metrics.jsonl; empty if
         none is due."""
         self.is_best = False
-        if not self._is_due(step, steps):
+        every, at_start = self.config.every, self.config.at_start
+        is_due = at_start if step == 0 else step == steps or (every > 0 and step % every == 0)
+        if not is_due or (not self.held_out.documents and self.sampler is None):
             return {}
         with self.phases("eval"):
             figures = self._measure(step) if self.held_out.documents else {}
@@ -181,20 +183,14 @@ class Evaluator:
         news, self._news = self._news, []
         return news
 
-    def _is_due(self, step: int, steps: int) -> bool:
-        if not self.held_out.documents and self.sampler is None:
-            return False
-        if step == 0:
-            return self.config.at_start
-        return step == steps or (self.config.every > 0 and step % self.config.every == 0)
-
     def _measure(self, step: int) -> dict[str, float | None]:
         began = time.perf_counter()
         figures: dict[str, float | None] = {}
         for name, mean in sorted(self._means().items(), key=lambda item: "/" in item[0]):
             figures[PREFIX + name] = mean
             if name.endswith("loss") and isinstance(self.objective, CrossEntropy):
-                figures[PREFIX + name.removesuffix("loss") + "perplexity"] = _exp(mean)
+                perplexity = None if mean is None else math.exp(mean) if mean <= 700 else math.inf  # exp would overflow
+                figures[PREFIX + name.removesuffix("loss") + "perplexity"] = perplexity
         figures[f"{PREFIX}seconds"] = time.perf_counter() - began
         self.is_best = self.best.update(step, figures)
         self._news.append(self._line(step, figures))
@@ -203,7 +199,7 @@ class Evaluator:
     def _means(self) -> dict[str, float | None]:
         """The means of the objective's metrics over all documents, and by source name; each document counts once."""
         if self._parts is None:
-            self._parts = list(_deal(self.engine, self.held_out.documents))
+            self._parts = list(_plan_documents(self.engine, self.held_out.documents))
         total = MetricSums()
         for part in self._parts:
             sums = self.engine.evaluate(part.plan, part.documents, self.objective)
@@ -215,11 +211,19 @@ class Evaluator:
 
     def _line(self, step: int, figures: Mapping[str, float | None]) -> str:
         """`eval     step 20: loss 1.2345, perplexity 3.44, accuracy 61.2%, exact 9.5%; the best so far (0.8 s)`."""
-        texts = [_words({name.removeprefix(PREFIX): value for name, value in figures.items()})]
-        named = [f"{name} {number(figures[f'{PREFIX}{name}/loss'], '.4f')}" for name in self.held_out.documents if name]
-        if named:
-            texts.append(", ".join(named))
-        if not _is_finite(figures.get(self.config.metric)):
+        means = [f"loss {number(figures[f'{PREFIX}loss'], '.4f')}"]
+        perplexity, accuracy = (figures.get(f"{PREFIX}{name}") for name in ("perplexity", "accuracy"))
+        if perplexity is not None and accuracy is not None:
+            exact = number(figures.get(f"{PREFIX}exact"), ".1%")
+            means.append(f"perplexity {perplexity:.4g}, accuracy {accuracy:.1%}, exact {exact}")
+        texts = [", ".join(means)]
+        by_source = [
+            f"{name} {number(figures[f'{PREFIX}{name}/loss'], '.4f')}" for name in self.held_out.documents if name
+        ]
+        if by_source:
+            texts.append(", ".join(by_source))
+        value = figures.get(self.config.metric)
+        if value is None or not math.isfinite(value):
             texts.append(f"{self.config.metric} is not finite, which is no improvement")
         elif self.is_best and not self.best.waited and (self.keep_best or self.config.patience is not None):
             texts.append("the best so far")
@@ -228,17 +232,17 @@ class Evaluator:
         return f"eval     step {step}: {'; '.join(texts)} ({figures[PREFIX + 'seconds']:.1f} s)"
 
 
-def _deal(engine: Engine, named: Mapping[str, Sequence[Document]]) -> Iterator[_HeldOutPart]:
+def _plan_documents(engine: Engine, named: Mapping[str, Sequence[Document]]) -> Iterator[_HeldOutPart]:
     """Yields all documents in plans of bounded size. Ranks for which there are no documents get empty rows."""
     max_tokens = _ROWS * engine.mesh.loss_ranks * engine.config.step.max_tokens_per_device
     for name, documents in named.items():
         metas = engine.planner.metadata(documents)
-        for first, last in _stretches(metas, max_tokens):
+        for first, last in split_by_tokens(metas, max_tokens):
             plan = engine.plan(metas[first:last])
             yield _HeldOutPart(name, plan, {i: documents[first + i] for i in engine.planner.local_documents(plan)})
 
 
-def _stretches(metas: Sequence[DocumentMeta], max_tokens: int) -> Iterator[tuple[int, int]]:
+def split_by_tokens(metas: Sequence[DocumentMeta], max_tokens: int) -> Iterator[tuple[int, int]]:
     """Yields [first, last) of consecutive documents with at most `max_tokens` tokens in sum; a longer one is alone."""
     first, tokens = 0, 0
     for i, meta in enumerate(metas):
@@ -247,24 +251,3 @@ def _stretches(metas: Sequence[DocumentMeta], max_tokens: int) -> Iterator[tuple
             first, tokens = i, 0
         tokens += meta.length
     yield first, len(metas)
-
-
-def _words(figures: Mapping[str, float | None]) -> str:
-    words = [f"loss {number(figures['loss'], '.4f')}"]
-    perplexity, accuracy = figures.get("perplexity"), figures.get("accuracy")
-    if perplexity is not None and accuracy is not None:
-        words.append(
-            f"perplexity {perplexity:.4g}, accuracy {accuracy:.1%}, exact {number(figures.get('exact'), '.1%')}"
-        )
-    return ", ".join(words)
-
-
-def _is_finite(value: float | None) -> bool:
-    return value is not None and math.isfinite(value)
-
-
-def _exp(loss: float | None) -> float | None:
-    """e^loss; infinity if that overflows a float."""
-    if loss is None:
-        return None
-    return math.inf if loss > 700 else math.exp(loss)

@@ -1,6 +1,6 @@
 """`weft export`: a HuggingFace directory from a checkpoint's masters, or their average, in one process.
 
-Export goes tensor by tensor: memory holds the largest tensor, never the whole model.
+It goes tensor by tensor, so that memory holds the largest tensor, never the whole model.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ def run(options: ExportOptions) -> Path:
 
 
 def _convert(options: ExportOptions, model: str) -> Path:
-    """Converts another trainer's checkpoint to a HuggingFace directory. model: the HuggingFace model that it is of."""
+    """Converts another trainer's checkpoint to a HuggingFace directory. model: the HuggingFace model with its config
+    and tokenizer."""
     built = _built(ModelConfig(path=model, weights=options.path))
     assert built.load is not None
     load, dtype = built.load, DTYPES[options.dtype]
@@ -96,8 +97,8 @@ def check(path: Path) -> str:
     folders = [folder.parent for folder in (checkpoint / DIGESTS, *sorted(checkpoint.glob(f"*/{DIGESTS}")))]
     if not os.path.lexists(checkpoint / DIGESTS):
         raise UserError(
-            f"--check: {checkpoint} holds no {DIGESTS}, so nothing says what was written: weft writes it with "
-            "checkpoint.verify=digest, and with weft export and weft merge."
+            f"--check: {checkpoint} holds no {DIGESTS} to compare with. It is written with checkpoint.verify=digest, "
+            "and by weft export and weft merge."
         )
     compared = sum(check_digests(folder) for folder in folders)
     if not (checkpoint / TRAINER_STATE).is_dir():
@@ -129,10 +130,10 @@ def find_checkpoint(path: Path) -> Path:
         return path.resolve()  # the path may be the link `latest`
     if is_dcp(path) or holds_rank_files(path):
         raise UserError(
-            f"{path} is another trainer's checkpoint: name with --model the HuggingFace model whose config "
-            "and tokenizer it goes with, a folder or a hub id."
+            f"{path} is another trainer's checkpoint: set --model to the HuggingFace model with its config and "
+            "tokenizer, a folder or a hub id."
         )
-    raise UserError(f"{path}: is neither a run folder that holds checkpoints nor one of them, RUN/checkpoints/step-N.")
+    raise UserError(f"{path}: is neither a run folder with checkpoints nor a checkpoint, RUN/checkpoints/step-N.")
 
 
 def _built(config: ModelConfig) -> BuiltModel:
@@ -140,8 +141,8 @@ def _built(config: ModelConfig) -> BuiltModel:
 
 
 def _write(state: TrainerState, options: ExportOptions, folder: Path) -> None:
-    """Writes a whole model. Names, file layout and tokenizer come from the checkpoint's HuggingFace files, and so do
-    the dtypes if options.dtype is auto."""
+    """Writes a model without adapters. Names, file layout and tokenizer come from the checkpoint's HuggingFace files;
+    the dtypes, too, if options.dtype is auto."""
     built, average = _built(ModelConfig(path=str(state.checkpoint))), options.ema
     plan = plan_export(TensorShapes(built), DTYPES[options.dtype])
     if built.load is not None:
@@ -152,7 +153,9 @@ def _write(state: TrainerState, options: ExportOptions, folder: Path) -> None:
         if options.format == "hf":
             export_alone(plan, weights, folder)
             return
-        moments, step_counts = {}, _steps(state)
+        prefix, scalars = f"{OPTIMIZER}step/", state.content["scalars"].items()
+        step_counts = {name.removeprefix(prefix): float(v["value"]) for name, v in scalars if name.startswith(prefix)}
+        moments = {}
         steps = {name: step_counts[owners.get(name, name)] for name in names if owners.get(name, name) in step_counts}
         for key, stored in _moments(state).items() if options.optimizer else ():
             moment_names = {name: stored[owners.get(name, name)] for name in names if owners.get(name, name) in stored}
@@ -168,13 +171,6 @@ def _moments(state: TrainerState) -> dict[str, dict[str, str]]:
             key, _, name = entry.removeprefix(OPTIMIZER).partition("/")
             moments.setdefault(key, {})[name] = entry
     return moments
-
-
-def _steps(state: TrainerState) -> dict[str, float]:
-    """Parameter -> its step count in the optimizer state."""
-    prefix = f"{OPTIMIZER}step/"
-    scalars = state.content["scalars"].items()
-    return {name.removeprefix(prefix): float(scalar["value"]) for name, scalar in scalars if name.startswith(prefix)}
 
 
 def _write_adapter(state: TrainerState, options: ExportOptions, folder: Path) -> None:
@@ -202,14 +198,14 @@ def _weights(state: TrainerState, names: Mapping[str, str]) -> Iterator[FullTens
         def read(name: str) -> Tensor:
             stored = names[name]
             entry = state.content["tensors"][stored]
-            all_of_it = Box.whole(tuple(entry["shape"]))
-            values = torch.empty(all_of_it.size, dtype=getattr(torch, entry["dtype"]))
+            whole = Box.whole(tuple(entry["shape"]))
+            values = torch.empty(whole.size, dtype=getattr(torch, entry["dtype"]))
             for boxes, file in files:
                 if stored in boxes:
                     start, size = boxes[stored]
                     box = Box(tuple(start), tuple(size))
-                    assert overlap(box, all_of_it) == box, stored
-                    values[box.within(all_of_it)] = file.read(stored)
+                    assert overlap(box, whole) == box, stored
+                    values[box.within(whole)] = file.read(stored)
             return values
 
         yield FullTensors(list(names), read)

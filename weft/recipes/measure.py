@@ -1,4 +1,4 @@
-"""`weft eval`: the figures of a model on held-out data, as an evaluation during training has them."""
+"""`weft eval`: the metrics of a model on held-out data, the same as those of an evaluation during training."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _SHARES = ("accuracy", "exact", "clipped_ratio")
 
 
 def run(config: SftConfig | RlConfig, options: MeasureOptions) -> None:
-    """Measures, and prints the figures. For SftConfig the entry point of each rank, else of the controller."""
+    """Measures and prints the metrics. For SftConfig the entry point of each rank, else of the controller."""
     measured = _rewards(config, options) if isinstance(config, RlConfig) else _losses(config, options)
     if measured is None:
         return
@@ -69,8 +69,8 @@ def _losses(config: SftConfig, options: MeasureOptions) -> dict[str, Any] | None
     """The metrics of an evaluation of `weft sft`, on the first rank."""
     if config.data.sources is not None:
         raise UserError(
-            "weft eval measures one set of documents, so that its figures are of what it names: run it once for each "
-            "path of data.sources. Evaluations during training have eval.sources, with figures for each."
+            "weft eval measures one set of documents: run it once for each path of data.sources. Evaluations during "
+            "training measure each of eval.sources."
         )
     config, objective = dated(config), choose_objective(config.train.objective)
     with join(options.device, config.train.timeout) as ranks:

@@ -39,11 +39,11 @@ def run(options: MergeOptions) -> Path:
     base, revision = options.base or config.get("base_model_name_or_path"), config.get("revision")
     if options.base is None and revision not in (None, "main") and not Path(str(base)).is_dir():
         raise UserError(
-            f"{adapter / CONFIG}: the adapter is of revision {revision} of {base}, and weft reads the newest: fetch "
-            f"that one and name it, hf download {base} --revision {revision} --local-dir BASE, then --base BASE."
+            f"{adapter / CONFIG}: the adapter belongs to revision {revision} of {base}, but weft reads the newest. "
+            f"Download that revision, hf download {base} --revision {revision} --local-dir BASE, then use --base BASE."
         )
     if not base:
-        raise UserError(f"{adapter / CONFIG} does not say what it was trained on: name it with --base.")
+        raise UserError(f"{adapter / CONFIG} names no base model: set --base.")
     target = Path(options.output) if options.output else adapter.with_name(f"{adapter.name}-merged")
     write_folder(target, lambda partial: _write(adapter, str(base), partial, DTYPES[options.dtype]))
     return target
@@ -51,7 +51,7 @@ def run(options: MergeOptions) -> Path:
 
 def _write(adapter: Path, base: str, folder: Path, dtype: torch.dtype | None) -> None:
     built = build_model(
-        ModelConfig(path=base, ignore_weights=("*",)),  # weights that the class lacks cannot be targets of the adapter
+        ModelConfig(path=base, ignore_weights=("*",)),  # weights that the class lacks are no targets of the adapter
         LoraConfig(path=str(adapter)),
         dtype=torch.float32,
         compute=torch.float32,
@@ -61,7 +61,7 @@ def _write(adapter: Path, base: str, folder: Path, dtype: torch.dtype | None) ->
     plan, lora, load = plan_export(TensorShapes(built), dtype), built.lora, built.load
     assert lora is not None and load is not None
     folder.mkdir(parents=True)
-    copy_companions(adapter, folder)  # first, so that the tokenizer of the training run is kept, not the base's
+    copy_companions(adapter, folder)  # first: the tokenizer of the training run takes precedence over the base's
     if not (folder / GENERATION).is_file():
         plan = replace(plan, texts=_ends_of_another_template(adapter, base))
     with TensorFile.open(adapter / WEIGHTS) as file:
@@ -71,7 +71,7 @@ def _write(adapter: Path, base: str, folder: Path, dtype: torch.dtype | None) ->
 
 
 def _ends_of_another_template(adapter: Path, base: str) -> dict[str, str]:
-    """A generation_config.json that stops where the adapter's chat template ends answers, if it is not the base's
+    """A generation_config.json with the tokens that end answers in the adapter's chat template, if the base has another
     template. peft saves no such file: without it, a base that learnt a template would never end its turn."""
     try:
         tokenizer, before = load_tokenizer(str(adapter)), load_tokenizer(base)

@@ -41,10 +41,10 @@ def run(config: SftConfig, options: PreviewOptions) -> None:
     once. Where some rows are bad, the others are tokenised, too, so that all the bad ones are named together.
     """
     sources, bad = open_data(config.data), list[str]()
-    with loading(label="reading") as shown:
+    with loading(label="reading") as progress:
         chat = _may_have_template(config)
         parts = [(source, part) for source in sources for part in source.parts]
-        sampled = [_read(source, part, bad, shown, sample=options.sample, chat=chat) for source, part in parts]
+        sampled = [_read(source, part, bad, progress, sample=options.sample, chat=chat) for source, part in parts]
     count = sum(sum(sample.formats.values()) for sample in sampled)
     if not count:
         refuse_bad(bad, len(bad))
@@ -65,7 +65,7 @@ def _may_have_template(config: SftConfig) -> bool:
 
 
 def _read(
-    source: Source, part: Part, bad: list[str], shown: Callable[[int, int], None], *, sample: bool, chat: bool
+    source: Source, part: Part, bad: list[str], progress: Callable[[int, int], None], *, sample: bool, chat: bool
 ) -> SampledPart:
     """Reads and counts the rows of a part. bad: the errors of bad rows are appended to it. chat: whether there is a
     chat template."""
@@ -77,7 +77,7 @@ def _read(
         for _, record in block.records(source.reading(chat), lambda _, error: bad.append(first_line(error))):
             formats[record.kind] = formats.get(record.kind, 0) + 1
         done += block.size
-        shown(min(done, part.size), part.size)
+        progress(min(done, part.size), part.size)
     share = 1.0 if reads_all else min(1.0, done / part.size)
     return SampledPart(source, part, blocks, formats, share)
 
@@ -108,8 +108,8 @@ def _tokenised(config: SftConfig, sampled: Sequence[SampledPart], options: Previ
     tokenizer, read = load_tokenizer(config.model.path), []
     images = read_images(config.model.path, tokenizer, config.data)
     encoding = read_encoding(config.data, tokenizer)
-    with loading(label="tokenising") as shown:
-        how = Tokenising(config.data.workers, config.data.cache, shown)
+    with loading(label="tokenising") as progress:
+        how = Tokenising(config.data.workers, config.data.cache, progress)
         for sample in sampled:
             work = Work(tokenizer, encoding, sample.source.reading(has_template(tokenizer, encoding)), True, images)
             if sample.blocks is None:

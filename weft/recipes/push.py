@@ -32,13 +32,13 @@ def run(options: PushOptions) -> str:
 
 
 def choose_checkpoint(path: Path, step: int | None, *, best: bool) -> Path:
-    """The folder to upload: `path` itself, or of a run folder the newest, the best, or the checkpoint of a step. Raises
+    """The folder to upload: `path` itself, or the newest, the best or the given checkpoint of a run folder. Raises
     UserError if there is none."""
     checkpoints = path / "checkpoints"
     if step is None and not best:
         return find_checkpoint(path)
     if not complete_steps(checkpoints):
-        raise UserError(f"--step and --best choose a checkpoint of a run folder, and {path} is none: leave them out.")
+        raise UserError(f"--step and --best need a run folder, but {path} is no run folder: omit them.")
     if step is not None:
         return chosen_step(checkpoints, path, step)
     chosen = best_step(checkpoints)
@@ -48,15 +48,15 @@ def choose_checkpoint(path: Path, step: int | None, *, best: bool) -> Path:
 
 
 def require_complete(checkpoint: Path) -> None:
-    """Raises UserError if a folder holds no model or adapter, an incomplete one, or weights that differ from their
-    digests."""
+    """Raises UserError if a folder holds no complete model or adapter, or if weights differ from their digests."""
     if checkpoint.suffix in (".partial", ".removing"):
-        raise UserError(f"{checkpoint} is being written or removed, so it is not whole: name another checkpoint.")
+        raise UserError(f"{checkpoint} is being written or removed, so it is incomplete: name another checkpoint.")
     weights = sorted(checkpoint.glob("*.safetensors"))
     if not weights:
         raise UserError(
-            f"{checkpoint} holds no weights (*.safetensors), so it is no whole "
-            f"{'adapter' if (checkpoint / ADAPTER).is_file() else 'model'}: name a checkpoint, RUN/checkpoints/step-N."
+            f"{checkpoint} holds no weights (*.safetensors), so the "
+            f"{'adapter' if (checkpoint / ADAPTER).is_file() else 'model'} is incomplete: name a checkpoint, "
+            "RUN/checkpoints/step-N."
         )
     for file in weights:
         TensorFile.open(file).close()
@@ -65,6 +65,6 @@ def require_complete(checkpoint: Path) -> None:
         names = set(named.values()) if isinstance(named, dict) else set()
         missing = sorted(n for n in names if not is_own_file(str(n)) or not (checkpoint / str(n)).is_file())
         if missing or not names:
-            raise UserError(f"{checkpoint} is not whole: {INDEX} names {missing[0] if missing else 'no file'}.")
+            raise UserError(f"{checkpoint} is incomplete: {INDEX} names {missing[0] if missing else 'no file'}.")
     if os.path.lexists(checkpoint / DIGESTS):
         check_digests(checkpoint)

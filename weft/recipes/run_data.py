@@ -36,13 +36,13 @@ from weft.errors import UserError
 from weft.models import hf
 from weft.recipes.evaluate import NO_HELD_OUT, HeldOut, read_held_out
 
-Shown = Callable[[int, int], None]
+OnProgress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
 class RunData:
-    """The training and the evaluation data of a run. ends: of answers, in checkpoints and in evaluations. template:
-    whether there is a chat template."""
+    """The training and the evaluation data of a run. ends: the tokens that end answers, for checkpoints and
+    evaluations. template: whether there is a chat template."""
 
     documents: Sequence[Document]
     report: DataReport
@@ -51,12 +51,12 @@ class RunData:
     template: bool = False
 
 
-def read_run_data(config: SftConfig, shown: Shown | None = None) -> RunData:
+def read_run_data(config: SftConfig, progress: OnProgress | None = None) -> RunData:
     """Reads and tokenises all data. shown: called with (bytes done, total bytes). Raises UserError."""
     tokenizer = load_tokenizer(config.model.path)
     images = read_images(config.model.path, tokenizer, config.data)  # first, because it may set the chat template
     read = partial(read_data, config, tokenizer=tokenizer, images=images)
-    documents, report = read(config.data, shown=shown)
+    documents, report = read(config.data, progress=progress)
     of_training = None
     if config.eval.share is not None:
         (documents, report), of_training = hold_out(documents, config.eval.share, config.train.seed)
@@ -73,8 +73,8 @@ def read_run_data(config: SftConfig, shown: Shown | None = None) -> RunData:
 
 
 def dated(config: SftConfig) -> SftConfig:
-    """The config with today's date for chat templates, if it has none. A resumed run reads the date from
-    RUN/config.yaml, so it has the same data."""
+    """The config with today's date for chat templates, if it has none. A resumed run reads the first run's date from
+    RUN/config.yaml, so its data are the same."""
     day = config.data.template_date or datetime.date.today().isoformat()
     return replace(config, data=replace(config.data, template_date=day))
 
@@ -84,7 +84,7 @@ def read_data(
     data: DataConfig,
     tokenizer: PreTrainedTokenizerBase,
     images: Images | None,
-    shown: Shown | None = None,
+    progress: OnProgress | None = None,
 ) -> tuple[Documents, DataReport]:
     """Reads and tokenises the documents of one data section. config: of the run, for limits and encoding. images: the
     image reader of a vision model. shown: called with (bytes done, total bytes)."""
@@ -99,12 +99,12 @@ def read_data(
         encoding=read_encoding(config.data, tokenizer),
         bad_rows=config.data.bad_rows,
         images=images,
-        how=Tokenising(config.data.workers, config.data.cache, shown),
+        how=Tokenising(config.data.workers, config.data.cache, progress),
     )
 
 
 def why_unread(config: SftConfig | RlConfig) -> str:
-    """Why a dry run cannot read the data: they or the tokenizer are not on this machine yet. "" if it can."""
+    """Why a dry run cannot read the data: data or tokenizer are not on this machine yet. "" if it can."""
     paths = [config.data.path, *(source.path for source in config.data.sources or ())]
     paths += [config.eval.path, *(source.path for source in config.eval.sources or ())]
     if isinstance(config, SftConfig) and isinstance(config.eval.prompts, str):

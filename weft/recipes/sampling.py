@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,8 +40,8 @@ class EvalPrompts:
 
 
 class Sampler:
-    """Samples the model's answers. The prompts are distributed over the ranks; a rank with prompts holds a whole copy
-    of the model while it answers."""
+    """Samples the model's answers. The prompts are distributed over the ranks; a rank with prompts holds a full copy of
+    the model while it answers."""
 
     def __init__(self, config: SftConfig, engine: Engine, questions: EvalPrompts, folder: Path) -> None:
         """Raises UserError if a copy of the model does not fit into memory beside the training state."""
@@ -53,9 +53,9 @@ class Sampler:
         needed, room = self.embedded.bytes, engine.room - engine.memory.resident
         if needed > room:
             raise UserError(
-                f"eval.prompts: each rank that answers holds the whole model in {engine.precision.compute} for the "
-                f"time, {byte_count(needed)}, and only {byte_count(max(0, room))} are left beside what is trained. "
-                "Leave eval.prompts out."
+                f"eval.prompts: each rank that answers needs a copy of the model in {engine.precision.compute}, "
+                f"{byte_count(needed)}, but only {byte_count(max(0, room))} are free beside the training state. Leave "
+                "eval.prompts out."
             )
 
     def __call__(self, step: int) -> list[str]:
@@ -71,16 +71,27 @@ class Sampler:
         if self.ranks.is_first:
             with self.path.open("a", encoding="utf-8") as stream:
                 stream.writelines(json.dumps(line) + "\n" for line in lines)
-        return list(_shown(lines))
+        news = []
+        for line in lines[:_PRINTED]:
+            answer = _short(line["answer"] if line["finished"] else line["answer"] + " ...")
+            news.append(f"sample   {_short(line['prompt'])} -> {answer}")
+        return [*news, f"sample   {len(lines) - _PRINTED} more in {SAMPLES}"] if len(lines) > _PRINTED else news
 
     def _answer(self, numbers: Sequence[int], step: int) -> dict[int, dict[str, Any]]:
         """Number of each prompt in `numbers` -> its line of samples.jsonl."""
-        # A sampled image token ends an answer: it has no image, and a forward of the whole row would fail on it.
+        # A sampled image token ends an answer: there is no image for it, and a forward of the row would fail.
         ends = (*self.ends, *self.placeholders)
         sampling = SamplingParams(self.config.max_new_tokens, self.config.temperature, ends=ends)
         prompts = {number: self.questions.prompts[number] for number in numbers}
+        # Seeds that training does not use, so that an evaluation does not change the training run.
         requests = [
-            Request(f"eval.prompts {number}", prompt.tokens, (self._seed(step, number),), sampling, prompt.images)
+            Request(
+                f"eval.prompts {number}",
+                prompt.tokens,
+                (seed_of(self.seed, f"samples:{step}:{number}", 0),),
+                sampling,
+                prompt.images,
+            )
             for number, prompt in prompts.items()
         ]
         answered = {}
@@ -98,18 +109,6 @@ class Sampler:
             if prompt.images is not None:
                 answered[number]["images"] = prompt.images.names
         return answered
-
-    def _seed(self, step: int, number: int) -> int:
-        """A seed that training does not use, so that an evaluation does not change the training run."""
-        return seed_of(self.seed, f"samples:{step}:{number}", 0)
-
-
-def _shown(lines: Sequence[dict[str, Any]]) -> Iterator[str]:
-    for line in lines[:_PRINTED]:
-        answer = _short(line["answer"] if line["finished"] else line["answer"] + " ...")
-        yield f"sample   {_short(line['prompt'])} -> {answer}"
-    if len(lines) > _PRINTED:
-        yield f"sample   {len(lines) - _PRINTED} more in {SAMPLES}"
 
 
 def _short(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: `weft sft`. The loop is `train`; its output is in weft/observe."""
+"""Supervised fine-tuning: `weft sft`. The loop is `train`."""
 
 from __future__ import annotations
 
@@ -53,16 +53,16 @@ from weft.recipes.run_data import RunData, dated, make_steps, read_run_data
 from weft.terminal import say_all
 
 FRESH = Start()
-_PROMISE = "the step that runs is finished and saved first, and then the run ends"
+_PROMISE = "this step is finished and saved, then the run ends"
 PreparedStep = tuple[StepPlan, StepRows]
 
 
 def run(config: SftConfig, options: SftOptions, hooks: Hooks = NO_HOOKS) -> None:
     """Entry point of one rank. Raises StoppedError if a signal ended the run early."""
     hf.import_architectures(config.model.imports, config.model.path)
-    # First, so that an error in the objective is reported before anything is read.
+    # Errors in the objective and the optimizer are reported before the data are read, which may take long.
     objective = choose_objective(config.train.objective, hooks.objective)
-    hooks, readouts = replace(hooks, objective=objective), objective.readouts
+    hooks = replace(hooks, objective=objective)
     check_installed(config.track)
     if options.dry_run:
         sft_preview.dry_run(config, options, objective)
@@ -72,12 +72,12 @@ def run(config: SftConfig, options: SftOptions, hooks: Hooks = NO_HOOKS) -> None
         phases, resume = Phases(), options.resume is not None
         flight.watch(config.train.timeout)
         if config.optimizer.name not in BUILT_IN:
-            find_class(config.optimizer)  # so that an error is reported before the data are read
+            find_class(config.optimizer)
         if config.checkpoint.push is not None:
             run_on_first_rank(partial(prepare, config), ranks)
         flight.enter("data")
-        with phases("data"), loading(ranks.is_first, "tokenising") as shown:
-            data = read_run_data(config, shown)
+        with phases("data"), loading(ranks.is_first, "tokenising") as progress:
+            data = read_run_data(config, progress)
         require_agreement(identity(config, data.report) | {"documents of eval.path": data.held_out.digest}, ranks.group)
         with open_folder(config, ranks, resume=resume) as folder:
             steps = make_steps(config, data.documents)
@@ -94,9 +94,14 @@ def run(config: SftConfig, options: SftOptions, hooks: Hooks = NO_HOOKS) -> None
             flight.in_run(folder)
             flight.enter("load")
             with phases("load"):
-                with loading(ranks.is_first) as shown:
-                    fill = start.state is None
-                    engine = Engine(EngineConfig.of(config), ranks, progress=shown, fill=fill, readouts=readouts)
+                with loading(ranks.is_first) as progress:
+                    engine = Engine(
+                        EngineConfig.of(config),
+                        ranks,
+                        progress=progress,
+                        fill=start.state is None,  # a checkpoint fills it otherwise
+                        readouts=objective.readouts,
+                    )
                 for documents in (data.documents, *data.held_out.documents.values()):
                     engine.planner.check_images(documents)
                 notes = restore(config, engine, start, folder)
@@ -139,24 +144,24 @@ def train(
         saver,
         StopSignals(_PROMISE * engine.ranks.is_first) as signals,
         progress,
-        upcoming as laid_out_ahead,
+        upcoming as prepared_steps,
     ):
         if not start.step:
             recorder.record_start(evaluator.evaluate(0, len(steps)))
         progress.notes(evaluator.pop_messages())
-        for step, laid_out in laid_out_ahead:
+        for step, prepared in prepared_steps:
             sources = first_sources(data.documents, step.documents)
             with profiled(config.profile, step.number, folder, engine.ranks.rank), phases("train"):
                 flight.step(step.number, len(steps), sources, len(step.documents))
                 lr = learning_rate(updates + 1, len(steps), config.optimizer.lr, config.schedule)
-                outcome = take_step(engine, laid_out, objective, lr)
+                outcome = take_step(engine, prepared, objective, lr)
             updates += not outcome.result.skipped
             flight.enter("record")
             if step.number == start.step + 1:
                 check_contract(engine)
                 progress.notes(pipeline_hint(engine, outcome.plan))
             evaluation = evaluator.evaluate(step.number, len(steps))
-            memory_gib, stop, overdue, failed = agree(engine, signals, saver)
+            memory_gib, stop, overdue, failed = reduce_after_step(engine, signals, saver)
             line = recorder.record(step, outcome, memory_gib, evaluation)
             progress.step(line)
             progress.notes(evaluator.pop_messages())
@@ -184,37 +189,34 @@ def train(
     flight.enter("upload")
     say_all(uploads.finish(bool(stop), flight.recorder.beat))
     if stop:
-        # Ranks that a signal ends have a status other than 0. Launchers take the first such end for a failure, and
-        # kill the others (torchrun; srun with KillOnBadExit), so none ends before the first rank has written it all.
+        # Ranks that a signal ends have a nonzero status. Launchers take the first such end for a failure and kill the
+        # others (torchrun; srun with KillOnBadExit), so all ranks wait until the first rank has written everything.
         max_over_ranks([0.0], engine.mesh.world_group, engine.device)
     if stopped is not None:
         if engine.ranks.is_first:
-            say_stopped(
-                stopped,
-                step.number,
-                f"weft sft --resume {shlex.quote(str(folder))}" + ("" if stop else f" {stopped}=null"),
-            )
+            override = "" if stop else f" {stopped}=null"
+            say_stopped(stopped, step.number, f"weft sft --resume {shlex.quote(str(folder))}{override}")
         if stop:
             raise StoppedError(stop)
 
 
 def prepare_step(engine: Engine, documents: Sequence[Document], objective: Loss, step: Step) -> PreparedStep:
-    """(plan of a step, this rank's rows). Builds only the documents of these rows, and uses no device."""
+    """(Plan of a step, this rank's rows). Builds only the documents of these rows, and uses no device."""
     plan, needed = engine.plan_step(choose(documents, step.documents))
     return plan, engine.rows(plan, needed, objective, step.number).ahead()
 
 
-def take_step(engine: Engine, laid_out: Future[PreparedStep], objective: Loss, lr: float) -> StepOutcome:
+def take_step(engine: Engine, prepared: Future[PreparedStep], objective: Loss, lr: float) -> StepOutcome:
     """Waits until the rows are built, then runs one optimizer step. seconds include the wait."""
     began = time.perf_counter()
-    plan, rows = laid_out.result()
+    plan, rows = prepared.result()
     metrics, result = engine.step(plan, rows, objective, lr)
     return StepOutcome(plan, metrics, result, lr, time.perf_counter() - began)
 
 
 def open_saver(config: SftConfig, engine: Engine, data: RunData, folder: Path, steps: Steps, start: Start) -> Saver:
     """The Saver of a run. Every checkpoint gets the files of `changed_files`, such as the template of
-    data.chat_template, and a generation_config.json that stops at what the data teach as the end of an answer."""
+    data.chat_template, and a generation_config.json with the tokens that end answers in the training data."""
     return Saver(
         engine,
         folder,
@@ -226,9 +228,9 @@ def open_saver(config: SftConfig, engine: Engine, data: RunData, folder: Path, s
     )
 
 
-def agree(engine: Engine, signals: StopSignals, saver: Saver) -> tuple[float, int, bool, bool]:
-    """All-reduces what the ranks must agree on after a step. Returns (peak memory of the fullest rank in GiB, signal to
-    stop or 0, whether a save by time is due, whether a checkpoint writer failed)."""
+def reduce_after_step(engine: Engine, signals: StopSignals, saver: Saver) -> tuple[float, int, bool, bool]:
+    """(Peak memory of the fullest rank in GiB, signal to stop or 0, whether a save by time is due, whether a checkpoint
+    writer failed), the maximum over all ranks. Collective."""
     values = [own_peak_memory_gib(engine.device), signals.number, saver.overdue, saver.failed]
     memory, stop, overdue, failed = max_over_ranks(values, engine.mesh.world_group, engine.device)
     return memory, int(stop), bool(overdue), bool(failed)

@@ -15,7 +15,7 @@ from weft.engine.batch.document import MeasuredDocuments
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
 from weft.engine.losses.base import Loss
-from weft.launch.machine import Accelerator, accelerator, known_accelerator
+from weft.launch.machine import accelerator, known_accelerator
 from weft.launch.options import SftOptions
 from weft.launch.process import choose_device, fake_ranks
 from weft.observe.banner import print_dry_run, steps_lines
@@ -28,16 +28,23 @@ from weft.recipes.plan.timing import time_of
 from weft.recipes.run_data import RunData, dated, make_steps, read_run_data, why_unread
 from weft.terminal import byte_count, say_folded
 
-_MOST_BYTES = 256 << 20  # of data that a dry run reads; a tokenizer takes minutes for more
+_MAX_BYTES = 256 << 20  # of data that a dry run reads; tokenising more takes minutes
 
 
 def dry_run(config: SftConfig, options: SftOptions, objective: Loss) -> None:
     """Prints the preview. Raises UserError for anything that the run would refuse at its start; data are checked
     first."""
-    unread, data = _unread(config), None
+    unread, data = why_unread(config), None
     if not unread:
-        with loading(label="tokenising") as shown:
-            data = read_run_data(dated(config), shown)
+        size = sum(part.size for source in open_data(config.data) for part in source.parts)
+        if size > _MAX_BYTES:
+            unread = (
+                f"they have {byte_count(size)}, and a dry run reads up to {byte_count(_MAX_BYTES)}; `weft data "
+                "preview` reads all of them, or with --sample a part"
+            )
+    if not unread:
+        with loading(label="tokenising") as progress:
+            data = read_run_data(dated(config), progress)
         check_profile(config.profile, steps=len(make_steps(config, data.documents)))
     with fake_ranks(options.world, options.device, accelerator(options.assume)) as ranks:
         engine = Engine(EngineConfig.of(config), ranks, weights=False, readouts=objective.readouts)
@@ -58,31 +65,22 @@ def dry_run(config: SftConfig, options: SftOptions, objective: Loss) -> None:
             *data.ends.lines(),
             *data.held_out.lines(),
             f"time     {_time(config, options, mesh, steps, data)}",
-            "look     `weft data preview`, with the same config, shows documents and which of their tokens are trained",
+            "look     `weft data preview` with the same config shows documents and their trained tokens",
         ]
     )
 
 
-def _unread(config: SftConfig) -> str:
-    """Why the data are not read; "" if they are."""
-    if reason := why_unread(config):
-        return reason
-    size = sum(part.size for source in open_data(config.data) for part in source.parts)
-    if size <= _MOST_BYTES:
-        return ""
-    return (
-        f"they have {byte_count(size)}, and a dry run reads up to {byte_count(_MOST_BYTES)}; `weft data preview` reads "
-        "all, and with --sample a part"
-    )
-
-
 def _time(config: SftConfig, options: SftOptions, mesh: MeshSizes, steps: Steps, data: RunData) -> str:
-    """The expected time of all optimizer steps, from that of the first and the tokens of each, or why there is none."""
-    device = accelerator(options.assume) or _accelerator_here(options)
+    """The estimated time of all optimizer steps, or why there is none: the first step's time, scaled by the tokens of
+    each step."""
+    device = accelerator(options.assume)
+    if device is None and (own_device := choose_device(options.device, 0)).type == "cuda":
+        properties = torch.cuda.get_device_properties(own_device)
+        device = known_accelerator(properties.name, properties.total_memory)
     if device is None:
-        return "not estimated: weft knows no rates of this device; --assume h100-80gb has those of an accelerator"
+        return "not estimated: the rates of this device are unknown; --assume h100-80gb takes those of an H100"
     if isinstance(data.documents, MeasuredDocuments) and data.documents.measures().patches.any():
-        return "not estimated: weft plan, which would, counts no images"
+        return "not estimated: weft plan counts no images"
     lengths = lengths_of(data.documents)
     tokens = [sum(lengths[index] for index in step.documents) for step in islice(steps, steps.in_epoch)]
     model = Blueprint(EngineConfig.of(config), "cpu", device)
@@ -95,15 +93,6 @@ def _time(config: SftConfig, options: SftOptions, mesh: MeshSizes, steps: Steps,
         f"about {duration(seconds) if seconds >= 1 else 'a second'} of optimizer steps, "
         f"{f'{step_seconds:.2g}' if step_seconds >= 0.01 else 'under 0.01'} s each, as `weft plan` estimates for "
         f"{device.name}; "
-        f"rates {f'as measured: {machine.measured}' if machine.measured else 'that nobody has measured'}; loading, "
-        "evaluation and saving are not in it"
+        f"rates {f'as measured: {machine.measured}' if machine.measured else 'not measured'}; without loading, "
+        "evaluation and saving"
     )
-
-
-def _accelerator_here(options: SftOptions) -> Accelerator | None:
-    """The accelerator of this machine; None for a CPU or one that weft does not know."""
-    device = choose_device(options.device, 0)
-    if device.type != "cuda":
-        return None
-    properties = torch.cuda.get_device_properties(device)
-    return known_accelerator(properties.name, properties.total_memory)

@@ -28,7 +28,7 @@ def held_out_mean_of_means(plant: Plant, original: Original, *args: Any) -> Metr
 
 
 @bug(
-    "B34", "weft.recipes.evaluate:_stretches",
+    "B34", "weft.recipes.evaluate:split_by_tokens",
     "held-out documents beyond a multiple of the ranks are dropped",
     caught_by=HELD_OUT, seen="verl-project/verl#78", ranks=2, needs="held-out documents",
 )  # fmt: skip
@@ -41,7 +41,7 @@ def held_out_documents_dropped(plant: Plant, original: Original, metas: Any, mos
 
 
 @bug(
-    "B34", "weft.recipes.evaluate:_stretches",
+    "B34", "weft.recipes.evaluate:split_by_tokens",
     "held-out documents are evaluated twice, to fill up the ranks",
     caught_by=HELD_OUT, seen="pytorch/pytorch#25162", ranks=2, needs="held-out documents",
 )  # fmt: skip
