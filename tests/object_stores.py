@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -13,7 +14,10 @@ from typing import Any
 from unittest import mock
 
 from weft.checkpoint.remote import store as stores
+from weft.checkpoint.remote.layout import CHECKPOINTS
+from weft.checkpoint.remote.mirror import Mirror
 from weft.checkpoint.remote.store import Store, StoreError
+from weft.checkpoint.retention import complete_steps
 
 KINDS = ("file", "s3")
 HAS_S3 = find_spec("moto") is not None and find_spec("s3fs") is not None
@@ -104,21 +108,38 @@ def gone() -> None:
 
 
 class KillsItself:
-    """Done in a process before it begins: it is killed before this change of a checkpoint on the store."""
+    """Called in a process before it begins: the process is killed before this change of a checkpoint on the store.
+
+    Training waits until its first checkpoint is uploaded. A short run would otherwise be over before that, and the
+    checkpoint superseded.
+    """
 
     def __init__(self, step: str, number: int) -> None:
         self.step, self.number = step, number
 
     def __call__(self) -> None:
-        put, seen = Store.put, [0]
+        put, pop_messages, changes = Store.put, Mirror.pop_messages, [0]
 
-        def watched(store: Store, local: Path, name: str) -> None:
-            seen[0] += self.step in name
-            if seen[0] == self.number:
+        def put_or_die(store: Store, local: Path, name: str) -> None:
+            changes[0] += self.step in name
+            if changes[0] == self.number:
                 os.kill(os.getpid(), signal.SIGKILL)
             put(store, local, name)
 
-        Store.put = watched  # type: ignore[method-assign]
+        def pop_after_the_first_upload(mirror: Mirror) -> list[str]:
+            deadline = time.monotonic() + 60.0
+            while (steps := complete_steps(mirror.run / CHECKPOINTS)) and not is_uploaded(mirror, steps[0]):
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            return pop_messages(mirror)
+
+        Store.put = put_or_die  # type: ignore[method-assign]
+        Mirror.pop_messages = pop_after_the_first_upload  # type: ignore[method-assign]
+
+
+def is_uploaded(mirror: Mirror, step: int) -> bool:
+    """Whether the thread has linked this checkpoint, uploaded it and removed the links."""
+    return step in mirror._seen and step not in mirror._linked()
 
 
 class FailsFor:
