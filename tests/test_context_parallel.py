@@ -22,8 +22,8 @@ from tests.pool import run
 from tests.vision_zoo import vision_config, vision_tokenizer
 from tests.zoo import tiny_config
 from weft.config.rl_schema import RlAlgorithm
-from weft.engine.batch.assigned_images import _exchange, _Seen, deal_images
-from weft.engine.batch.context_row import _last_seen
+from weft.engine.batch.assigned_images import _Seen, deal_images, plan_exchange
+from weft.engine.batch.context_row import local_last_seen
 from weft.engine.batch.document import Document
 from weft.engine.batch.row import Row
 from weft.engine.engine import Engine
@@ -135,7 +135,7 @@ def test_a_bug_is_seen() -> None:
     assert not run(2, balanced_by_parts, saved_model("qwen3_moe"))[0]
 
 
-KEYS = context.ContextRow._keys
+KEYS = context.ContextRow.build_keys
 
 
 def keys_as_they_come(row: Any, *rest: Any) -> Any:
@@ -232,7 +232,10 @@ def test_a_family_whose_attention_needs_whole_documents_is_refused_by_name(famil
 
 
 def test_a_bug_is_seen_at_the_start() -> None:
-    with mock.patch.object(context.ContextRow, "_keys", keys_as_they_come), pytest.raises(UserError, match="differ"):
+    with (
+        mock.patch.object(context.ContextRow, "build_keys", keys_as_they_come),
+        pytest.raises(UserError, match="differ"),
+    ):
         checked("llama", 2, 1)
 
 
@@ -434,7 +437,7 @@ def test_the_last_token_that_an_image_shows_is_one_of_this_ranks_row() -> None:
     """The second rank has tokens 3 to 5 of a document of eight, and a whole one of four with an image at 1 and 2."""
     whole_row = torch.tensor([0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 10, 11], dtype=torch.int32)
     kept = torch.tensor([3, 4, 5, 8, 9, 10, 11])
-    assert _last_seen(whole_row, kept, 2).tolist() == [0, 1, 2, 3, 5, 5, 6, 7, 8]
+    assert local_last_seen(whole_row, kept, 2).tolist() == [0, 1, 2, 3, 5, 5, 6, 7, 8]
 
 
 def test_images_of_a_cut_document_take_room_on_its_ranks() -> None:
@@ -467,7 +470,7 @@ def test_features_of_several_documents_reach_the_tokens_of_their_images(order: l
             CPAxis(rank, 2, 1, ThreadCommunicator(group, rank), None, None),
         )
         tower = [100 * one.index + f for one in seen for f in range(len(one.owner_F)) if one.owner_F[f] == rank]
-        return _exchange(seen, documents, held[rank], axis).run(torch.tensor(tower)[:, None])[:, 0].tolist()
+        return plan_exchange(seen, documents, held[rank], axis).run(torch.tensor(tower)[:, None])[:, 0].tolist()
 
     with ThreadPoolExecutor(2) as threads:
         found = list(threads.map(exchanged, range(2)))

@@ -85,12 +85,12 @@ def unsummed() -> Iterator[None]:
 @contextmanager
 def counted_twice() -> Iterator[None]:
     """Every rank adds its copy of a replicated gradient to the norm."""
-    original = optimizer._sharding_groups
+    original = optimizer.sharding_groups
 
     def groups(parameter: Any) -> Any:
         return original(parameter) or (dist.group.WORLD,)
 
-    with mock.patch.object(optimizer, "_sharding_groups", groups):
+    with mock.patch.object(optimizer, "sharding_groups", groups):
         yield
 
 

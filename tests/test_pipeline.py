@@ -317,7 +317,7 @@ def test_a_rank_reads_and_holds_its_stage_alone() -> None:
 def most_kept(path: str, mesh: str) -> int:
     """The most rows between their forward and their backward on this rank, of a step of several."""
     engine, kept, most = open_engine(path, mesh, step={"max_tokens_per_device": 16}), 0, [0]
-    forward, backward = PipelineExecutor._forward, PipelineExecutor._backward
+    forward, backward = PipelineExecutor._forward, PipelineExecutor.run_backward
 
     def watched(change: int, run: Any) -> Any:
         def replacement(*args: Any, **options: Any) -> Any:
@@ -333,7 +333,7 @@ def most_kept(path: str, mesh: str) -> int:
     assert plan.micro_batches == 6
     with (
         mock.patch.object(PipelineExecutor, "_forward", watched(1, forward)),
-        mock.patch.object(PipelineExecutor, "_backward", watched(-1, backward)),
+        mock.patch.object(PipelineExecutor, "run_backward", watched(-1, backward)),
     ):
         engine.accumulate(plan, documents, CrossEntropy())
     return max(most)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
@@ -47,7 +48,7 @@ from weft.verify.bugs.rl import UPDATE
 from weft.verify.documents import awkward_steps
 from weft.verify.harness import Verdict
 from weft.verify.observed import to_documents
-from weft.verify.plants import PLANTS, planted, table
+from weft.verify.plants import PLANTS, owner_of, planted, table
 
 Sections = dict[str, dict[str, Any]]
 Check = Callable[[str | None], bool]
@@ -387,6 +388,13 @@ def test_planted_bug_is_caught(name: str) -> None:
 def test_a_bug_that_is_not_reached_is_an_error() -> None:
     with pytest.raises(AssertionError, match="never reached. It needs a model with a tied"), planted("head-untied"):
         pass
+
+
+@pytest.mark.parametrize("target", sorted({bug.target for bug in PLANTS.values()}))
+def test_plants_replace_public_functions(target: str) -> None:
+    """A private function may be inlined at any time."""
+    owner, attribute = owner_of(target)
+    assert callable(getattr(owner, attribute)) and not re.match("_[a-z]", attribute)
 
 
 def test_unknown_names_and_too_few_ranks_are_refused() -> None:

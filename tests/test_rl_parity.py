@@ -137,7 +137,7 @@ def without_sums(path: str, keys: tuple[str, ...]) -> Verdict | None:
     """Of what ranks of tp have alike and use for their own heads."""
     started = mock.patch("weft.engine.stages.check_division")  # which would refuse it
     compared = mock.patch("weft.engine.replicas.raise_mismatch")  # which would end it after the first update
-    with started, compared, mock.patch.object(tensor, "_partial", return_value={}):
+    with started, compared, mock.patch.object(tensor, "find_partial_parameters", return_value={}):
         return verify_rl(TrainerRank(config_of(path, "tp2", *keys), "cpu"), 1e-3)
 
 

@@ -149,11 +149,11 @@ WRONG: dict[str, tuple[str, Any, str, Any]] = {
     "no sum of outputs": ("gpt2", tensor._Sum, "forward", staticmethod(lambda ctx, x, ranks: x.clone())),
     "no sum of gradients": ("llama", tensor._SumGradient, "backward", staticmethod(lambda ctx, grad: (grad, None))),
     "copies are not summed": ("qwen3", division_check, "sum_partial_gradients", lambda *_: None),
-    "biases of every rank": ("gpt_oss", tensor, "_share_bias", lambda *_: None),
+    "biases of every rank": ("gpt_oss", tensor, "share_bias", lambda *_: None),
     "norms over a part of a mixer's heads": (
         "mamba2",
         mixer_part,
-        "_mean_square",
+        "mean_square",
         lambda parts, sums: parts.pow(2).mean(-1, keepdim=True),
     ),
     "time steps of a part of the channels": ("mamba", mixer_part, "all_reduce_autograd", lambda x, ranks: x),

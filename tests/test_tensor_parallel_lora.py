@@ -57,7 +57,7 @@ def test_parity(family: str, mesh: str, sections: Sections) -> None:
     assert verdict.passed, describe(verdict)
 
 
-PARTIAL = tensor._partial
+PARTIAL = tensor.find_partial_parameters
 
 
 def vocabulary_left_out(*args: Any) -> Any:
@@ -78,7 +78,7 @@ PLANTS = {
 
 def with_a_bug(path: str, name: str) -> bool:
     target, wrong = PLANTS[name]
-    with mock.patch.object(tensor, "_partial", wrong):
+    with mock.patch.object(tensor, "find_partial_parameters", wrong):
         verdict = parity(path, "tp2", {"lora": {"rank": 4, "targets": (target,)}})
     return verdict is None or verdict.passed
 

@@ -130,7 +130,7 @@ class _Whose:
 def _parts(tensor: Tensor, of: _Whose) -> list[Part]:
     shape = tuple(tensor.shape) if of.cut is None else of.cut.shape
     shards = shards_of(tensor, of.cut, of.among)
-    return [Part(shape, shard.box, shard.values, of.writes and _writes(shard, of.number)) for shard in shards]
+    return [Part(shape, shard.box, shard.values, of.writes and is_writer(shard, of.number)) for shard in shards]
 
 
 def _parts_like(parameter: Tensor, value: Tensor, of: _Whose) -> list[Part]:
@@ -144,7 +144,7 @@ def _parts_like(parameter: Tensor, value: Tensor, of: _Whose) -> list[Part]:
     return [replace(part, local=values) for part, values in zip(_parts(parameter, of), own, strict=True)]
 
 
-def _writes(shard: Shard, number: int) -> bool:
+def is_writer(shard: Shard, number: int) -> bool:
     """Whether this rank writes its box: ranks that hold the same box share the writing by tensors' numbers."""
     return shard.box.numel > 0 and shard.is_mine(number)
 

@@ -91,7 +91,7 @@ class Encoder:
     def _encode(self, records: Sequence[Record]) -> list[Encoded]:
         kinds = ["chat" if is_chat(record) else record.format for record in records]
         out: list[Encoded | None] = [None] * len(records)
-        encoders = {"chat": self._chats, "prompt": self._prompts, "text": self._texts, "input_ids": self._tokens}
+        encoders = {"chat": self._chats, "prompt": self.encode_prompts, "text": self._texts, "input_ids": self._tokens}
         for kind, encode in encoders.items():
             places = [i for i, found in enumerate(kinds) if found == kind]
             if places:
@@ -124,7 +124,7 @@ class Encoder:
             )
         return [Encoded(record.value["input_ids"], record.value["trained"]) for record in records]
 
-    def _prompts(self, records: Sequence[Record]) -> list[Encoded]:
+    def encode_prompts(self, records: Sequence[Record]) -> list[Encoded]:
         """Prompt and completion are tokenised separately: the prompt must have the tokens that generation will see."""
         eos = self._eos(records[0])
         with self._lock:

@@ -128,7 +128,7 @@ class Steps:
             first += self._count(epoch)
             epoch += 1
         while first <= self.total:
-            for i, documents in enumerate(self._deal(epoch)):
+            for i, documents in enumerate(self.cut_epoch(epoch)):
                 if number <= first + i <= self.total:
                     yield Step(first + i, epoch, documents)
             first += self._count(epoch)
@@ -148,10 +148,10 @@ class Steps:
         if self._documents is not None:
             return -(-self._in_epoch // self._documents)
         while len(self._counts) < epoch:
-            self._counts.append(sum(1 for _ in self._deal(len(self._counts) + 1)))
+            self._counts.append(sum(1 for _ in self.cut_epoch(len(self._counts) + 1)))
         return self._counts[epoch - 1]
 
-    def _deal(self, epoch: int) -> Iterator[list[int]]:
+    def cut_epoch(self, epoch: int) -> Iterator[list[int]]:
         order = order_of(self._shares, self._seed, epoch, self._shuffle)
         if self._documents is not None:
             for start in range(0, len(order), self._documents):

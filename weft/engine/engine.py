@@ -407,7 +407,7 @@ class Engine:
         self.require_awake(*PARTS)
         flight.enter("optimizer")
         scale = self._scale
-        self._complete_gradients()
+        self.complete_gradients()
         named = list(self.module.named_parameters())
         unscale_gradients(named, scale)
         metrics: dict[str, float | None] = {}
@@ -520,7 +520,7 @@ class Engine:
 
     def gradient_norm(self) -> float:
         """The global norm of the gradient accumulated so far."""
-        self._complete_gradients()
+        self.complete_gradients()
         return global_norm(self.module.named_parameters(), self.divided.cuts, self._other_stages) / self._scale
 
     def drop_gradients(self) -> None:
@@ -531,7 +531,7 @@ class Engine:
         self._complete = False
         self._unread = None
 
-    def _complete_gradients(self) -> None:
+    def complete_gradients(self) -> None:
         """Sum partial gradients over tp and pp, before anything reads them, and once: a second sum would count
         twice."""
         if self._complete:
@@ -545,7 +545,7 @@ class Engine:
 
     def gradients(self) -> Iterator[tuple[str, Tensor | None]]:
         """(name, whole gradient) of every parameter; None if no row used the parameter. Collective."""
-        self._complete_gradients()
+        self.complete_gradients()
         held, cuts = {name: p.grad for name, p in self.module.named_parameters()}, self.divided.cuts
 
         def whole(gradient: Tensor, cut: AnyCut | None) -> Tensor:

@@ -96,10 +96,10 @@ class PipelineExecutor(Executor):
                 done.checksums += held[micro].checksums if action.chunk == 0 else ()
                 between[key] = self._forward(action, held[micro], objective, factors)
             elif action.kind == "weights":
-                self._weights(action, delayed.pop(key), last=micro == micro_batches - 1)
+                self.compute_weight_gradients(action, delayed.pop(key), last=micro == micro_batches - 1)
             else:
                 finished = between.pop(key)
-                delayed[key] = self._backward(action, finished, last=micro == micro_batches - 1)
+                delayed[key] = self.run_backward(action, finished, last=micro == micro_batches - 1)
                 done.losses[micro] = done.losses[micro] + self._seen(finished, sums)
                 held.drop(micro)
                 if routed:
@@ -143,7 +143,7 @@ class PipelineExecutor(Executor):
         loss = None if balance is None else self.balance_loss(balance, factors)
         return _Done(row, received, made["sent"], None, routes, balance, loss)
 
-    def _backward(self, action: Action, done: _Done, *, last: bool) -> Delayed:
+    def run_backward(self, action: Action, done: _Done, *, last: bool) -> Delayed:
         """Run a backward; returns what is left to do for the gradients of weights. last: of the chunk's
         micro-batches."""
         stage = self._stage(action)
@@ -161,7 +161,7 @@ class PipelineExecutor(Executor):
             self.link.send(stage, False, action.micro, done.received.grad, done.row.input_ids_BT.shape)
         return [] if self.weights is None else self.weights.take()
 
-    def _weights(self, action: Action, delayed: Delayed, *, last: bool) -> None:
+    def compute_weight_gradients(self, action: Action, delayed: Delayed, *, last: bool) -> None:
         """Compute the weight gradients that a backward left. With the last of a chunk, all its gradients are
         reduced."""
         with torch.no_grad(), numerics(self.config.exact):

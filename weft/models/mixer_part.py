@@ -165,14 +165,14 @@ def _norm(norm: Any, groups: int, x: Tensor, gate: Tensor | None = None) -> Tens
     if gate is not None and not gate_last:
         x = x * F.silu(gate.float())
     parts = x.unflatten(-1, (groups, -1))
-    parts = parts * torch.rsqrt(_mean_square(parts, getattr(norm, _SUMS)) + norm.variance_epsilon)
+    parts = parts * torch.rsqrt(mean_square(parts, getattr(norm, _SUMS)) + norm.variance_epsilon)
     x = norm.weight * parts.flatten(-2).to(dtype)
     if gate is not None and gate_last:
         x = x * F.silu(gate.float())
     return x.to(dtype)
 
 
-def _mean_square(parts: Tensor, sums: Sums) -> Tensor:
+def mean_square(parts: Tensor, sums: Sums) -> Tensor:
     """[..., groups, 1]: mean square over the width on all ranks. parts: [..., groups, width on this rank]."""
     found = parts.pow(2).mean(-1, keepdim=True)
     for ranks, size in sums:

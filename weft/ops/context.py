@@ -80,7 +80,7 @@ class ContextRow:
     def keys(self, window: int | None, device: torch.device) -> _Keys:
         """The exchange for calls with this window, computed once per row."""
         if ("keys", window) not in self.cache:
-            self.cache["keys", window] = self._keys(window, device)
+            self.cache["keys", window] = self.build_keys(window, device)
         found: _Keys = self.cache["keys", window]
         return found
 
@@ -104,9 +104,9 @@ class ContextRow:
         size = self.axis.ulysses_size
         return [_numbers(pieces) for pieces in self.ranges_by_rank[member * size : (member + 1) * size]]
 
-    def _keys(self, window: int | None, device: torch.device) -> _Keys:
+    def build_keys(self, window: int | None, device: torch.device) -> _Keys:
         members = [np.sort(np.concatenate(self._group(m))) for m in range(self.axis.ring_size)]
-        seen = [_seen(_runs(numbers), window) for numbers in members]
+        seen = [visible_keys(_runs(numbers), window) for numbers in members]
         wanted = [np.setdiff1d(_numbers(runs), own) for runs, own in zip(seen, members, strict=True)]
         own, mine = members[self.member], wanted[self.member]
         sent = [np.flatnonzero(np.isin(own, numbers, assume_unique=True)) for numbers in wanted]
@@ -139,7 +139,7 @@ def _runs(numbers: Numbers) -> list[Piece]:
     ]
 
 
-def _seen(runs: Sequence[Piece], window: int | None) -> list[Piece]:
+def visible_keys(runs: Sequence[Piece], window: int | None) -> list[Piece]:
     """The keys that the queries of each run see."""
     return [(d, 0 if window is None else max(0, start - window + 1), stop) for d, start, stop in runs]
 
@@ -170,12 +170,12 @@ def _cut(call: Call, first: int, end: int | None) -> Call:
 def _shared(call: Call, context: ContextRow, run: Run) -> Tensor:
     axis = context.axis
     if axis.ulysses is None:
-        return _attend(call, context, run)
-    out = _attend(_heads_for_tokens(call, context, axis.ulysses), context, run)
+        return ring_attention(call, context, run)
+    out = ring_attention(heads_for_tokens(call, context, axis.ulysses), context, run)
     return _tokens_for_heads(out, context, axis.ulysses)
 
 
-def _attend(call: Call, context: ContextRow, run: Run) -> Tensor:
+def ring_attention(call: Call, context: ContextRow, run: Run) -> Tensor:
     """Attention of this ring member's tokens, which see tokens of the others."""
     key, value = call.key_BKTD, call.value_BKTE
     keys = context.keys(call.window, key.device)
@@ -200,7 +200,7 @@ def repeats(key_heads: int, query_heads: int, ranks: int) -> int:
     return fewest if query_heads % (key_heads * fewest) == 0 else query_heads // key_heads
 
 
-def _heads_for_tokens(call: Call, context: ContextRow, ranks: Communicator) -> Call:
+def heads_for_tokens(call: Call, context: ContextRow, ranks: Communicator) -> Call:
     """n tokens of all heads -> S tokens of this rank's heads."""
     size, place = context.axis.ulysses_size, context.axis.rank % context.axis.ulysses_size
     query, key, value = call.query_BHTD, call.key_BKTD, call.value_BKTE

@@ -114,7 +114,7 @@ def chunked_readouts(
     assert hidden.ndim == 2 and targets.shape == hidden.shape[:1], (hidden.shape, targets.shape)
     assert weight.ndim == 2 and weight.shape[1] == hidden.shape[1], (weight.shape, hidden.shape)
     scaling = Scaling.of(transform, temperature)
-    if entropy or exact or not _may_anticipate(weight.dtype) or shard is not None:
+    if entropy or exact or not may_anticipate(weight.dtype) or shard is not None:
         direction = None
     assert shard is None or not exact, "whole rows of logits of a divided vocabulary"
     sampled = (transform, temperature) if exact else None
@@ -126,7 +126,7 @@ def chunked_readouts(
     return logprob, entropies
 
 
-def _may_anticipate(dtype: torch.dtype) -> bool:
+def may_anticipate(dtype: torch.dtype) -> bool:
     """Whether gradients may be computed in forward: fp16 would underflow under a direction without the loss scale."""
     return torch.is_grad_enabled() and dtype != torch.float16
 

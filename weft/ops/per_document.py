@@ -108,7 +108,7 @@ class _InBlocks(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks_H: Tensor | None, call: Call) -> Tensor:
         ctx.save_for_backward(q, k, v, sinks_H)
         ctx.call = call
-        spans = _spans(call, q.shape[2], k.shape[2])
+        spans = block_spans(call, q.shape[2], k.shape[2])
         return torch.cat([_block(call, q[:, :, of], k[:, :, seen], v[:, :, seen], sinks_H) for of, seen in spans], 2)
 
     @staticmethod
@@ -117,7 +117,7 @@ class _InBlocks(torch.autograd.Function):
         q, k, v, sinks_H = ctx.saved_tensors
         sums = [torch.zeros_like(x) for x in (q, k, v)]
         sinks_sum = None if sinks_H is None else torch.zeros_like(sinks_H)
-        for of, seen in _spans(ctx.call, q.shape[2], k.shape[2]):
+        for of, seen in block_spans(ctx.call, q.shape[2], k.shape[2]):
             parts = (q[:, :, of], k[:, :, seen], v[:, :, seen])
             inputs = [part.detach().requires_grad_() for part in parts]
             sinks = [] if sinks_H is None else [sinks_H.detach().requires_grad_()]
@@ -131,7 +131,7 @@ class _InBlocks(torch.autograd.Function):
         return *sums, sinks_sum, None
 
 
-def _spans(call: Call, queries: int, keys: int) -> Iterator[tuple[slice, slice]]:
+def block_spans(call: Call, queries: int, keys: int) -> Iterator[tuple[slice, slice]]:
     """(slice of queries, slice of the keys that they see) of each block."""
     before, size = keys - queries, min(_QUERIES, -(-queries // 2))
     for first in range(0, queries, size):

@@ -37,7 +37,7 @@ class _Samples(MeasuredDocuments):
         return len(self.samples)
 
     def measures(self) -> Measures:
-        counts = np.array([np.count_nonzero(_trained_tokens(sample)[1:]) for sample in self.samples], np.int64)
+        counts = np.array([np.count_nonzero(trained_tokens(sample)[1:]) for sample in self.samples], np.int64)
         images = [sample.images for sample in self.samples]
         return Measures(
             length=np.array([len(sample) for sample in self.samples], np.int64),
@@ -62,7 +62,7 @@ class _Samples(MeasuredDocuments):
         if not chosen:
             return {}
         tokens = _column([sample.tokens for sample in chosen], np.int64)
-        weighed = [_trained_tokens(self.samples[index]) * self._weights[index] for index in indices]
+        weighed = [trained_tokens(self.samples[index]) * self._weights[index] for index in indices]
         weights = _column(weighed, np.float32)
         columns = {name: _column(arrays, np.float32) for name, arrays in self.arrays(chosen).items()}
         return {
@@ -159,7 +159,7 @@ def is_trained(sample: Sample, config: RlConfig) -> bool:
     return sample.counts and sample.length > 0 and not masked
 
 
-def _trained_tokens(sample: Sample) -> Flags:
+def trained_tokens(sample: Sample) -> Flags:
     """[T] whether the policy sampled each token."""
     return sample.sampled
 
@@ -168,7 +168,7 @@ def _weight(sample: Sample, config: RlConfig) -> np.float32:
     """The weight of each trained token: 1 / G with sequence_mean (of a sample with G trained tokens),
     1 / rollout.max_new_tokens with sequence_sum, else 1."""
     if config.rl.aggregation == "sequence_mean":
-        return np.float32(1.0 / np.count_nonzero(_trained_tokens(sample)))
+        return np.float32(1.0 / np.count_nonzero(trained_tokens(sample)))
     return np.float32(1.0 / config.rollout.max_new_tokens if config.rl.aggregation == "sequence_sum" else 1.0)
 
 

@@ -60,7 +60,7 @@ def planted(name: str | None) -> Iterator[Plant | None]:
         return
     bug = find(name)
     plant = Plant(bug.name, bug.summary)
-    owner, attribute = _owner(bug.target)
+    owner, attribute = owner_of(bug.target)
     original = getattr(owner, attribute)
 
     def replacement(*args: Any, **kwargs: Any) -> Any:
@@ -102,7 +102,7 @@ def _line(bug: Bug) -> str:
     return f"| {bug.id} | {bug.name} | {summary} | {seen} | `{bug.target.replace(':', '.')}` | {bug.caught_by} |\n"
 
 
-def _owner(target: str) -> tuple[Any, str]:
+def owner_of(target: str) -> tuple[Any, str]:
     """(Module or class that holds the target, the target's name in it)."""
     module, _, path = target.partition(":")
     *outer, attribute = path.split(".")

@@ -43,7 +43,7 @@ def deal_images(
             places = [n for n, own in enumerate(held) if index in own]
             seen.append(_Seen.of(index, documents[index], plan.documents[index].read, places, held, vision))
     own = [(one, unit) for one in seen for unit in np.flatnonzero(one.owner_U == axis.rank).tolist()]
-    exchange = _exchange(seen, row.documents, held[axis.rank], axis)
+    exchange = plan_exchange(seen, row.documents, held[axis.rank], axis)
     media_of = dict(vision.smallest)
     if own:
         media_of["pixel_values"] = torch.cat([one.pixels[unit] for one, unit in own])
@@ -123,7 +123,7 @@ def _dealt(patches: Sequence[int], places: Sequence[int]) -> Numbers:
     return np.array(owners, np.int64)
 
 
-def _exchange(
+def plan_exchange(
     seen: Sequence[_Seen],
     documents: Sequence[int],
     held: Mapping[int, Sequence[tuple[int, int]]],

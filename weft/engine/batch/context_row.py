@@ -25,13 +25,13 @@ def cut_row(row: Row, plan: StepPlan, micro_batch: int, rank: int, axis: CPAxis)
     kept_M = _kept(pieces, read)
     length = plan.row_length(micro_batch, rank)
     tail = length - len(kept_M)
-    chosen_N, selected_N = _predictions(row.selected_N, kept_M, sum(read))
+    chosen_N, selected_N = local_predictions(row.selected_N, kept_M, sum(read))
     lengths = [stop - start for own in pieces for start, stop in own] + ([tail] if tail else [])
     firsts = [start for own in pieces for start, _ in own] + ([0] if tail else [])
     bounds = Bounds.packed(tuple(lengths), torch.device("cpu"))
     bounds.firsts = tuple(firsts)
     if row.bounds.last_seen is not None:
-        bounds.last_seen = _last_seen(row.bounds.last_seen, kept_M, tail)
+        bounds.last_seen = local_last_seen(row.bounds.last_seen, kept_M, tail)
     shared = plan.shared_documents(micro_batch, rank)
     if shared:
         held = plan.ranges_by_rank(micro_batch, rank)
@@ -70,7 +70,7 @@ def _kept(pieces: Sequence[Sequence[Interval]], read: Sequence[int]) -> Tensor:
     return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)
 
 
-def _last_seen(last_seen_T: Tensor, kept_M: Tensor, tail: int) -> Tensor:
+def local_last_seen(last_seen_T: Tensor, kept_M: Tensor, tail: int) -> Tensor:
     """Bounds.last_seen of this rank's tokens. Documents with images are whole here."""
     place = torch.zeros(len(last_seen_T), dtype=torch.int32)
     place[kept_M] = torch.arange(len(kept_M), dtype=torch.int32)
@@ -78,7 +78,7 @@ def _last_seen(last_seen_T: Tensor, kept_M: Tensor, tail: int) -> Tensor:
     return torch.cat([place[last_seen_T[kept_M].long()], padding])
 
 
-def _predictions(selected_N: Tensor, kept_M: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+def local_predictions(selected_N: Tensor, kept_M: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
     """(indices of the predictions made on this rank; their positions in this rank's row)."""
     place = torch.full((tokens,), -1)
     place[kept_M] = torch.arange(len(kept_M))

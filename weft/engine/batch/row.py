@@ -130,7 +130,7 @@ def build_row(
     return Row(
         documents=tuple(indices),
         input_ids_BT=ids.view(shape),
-        position_ids_BT=_positions(chosen, places, starts, read, shape, layout),
+        position_ids_BT=build_positions(chosen, places, starts, read, shape, layout),
         bounds=bounds,
         owner_M=_owners(places, ids.numel()) if owners else None,
         routes=_routes(chosen, starts, read, ids.numel()),
@@ -138,7 +138,7 @@ def build_row(
         real_K=None if layout == "packed" else places.row_K,
         **({} if noise is None else _noise(indices, chosen, places, shape, noise)),
         **(_media(chosen, vision) if images and vision is not None else {}),
-        **_predictions(chosen, starts, every_token),
+        **shift_labels(chosen, starts, every_token),
     )
 
 
@@ -214,7 +214,7 @@ def _starts(read: Sequence[int], length: int, layout: Layout) -> list[int]:
     return list(accumulate(read, initial=0))[:-1]
 
 
-def _positions(
+def build_positions(
     documents: Sequence[Document],
     places: _Places,
     starts: Sequence[int],
@@ -238,7 +238,7 @@ def _positions(
     return positions.view(*positions.shape[:-1], *shape)
 
 
-def _predictions(documents: Sequence[Document], starts: Sequence[int], every_token: bool) -> dict[str, Any]:
+def shift_labels(documents: Sequence[Document], starts: Sequence[int], every_token: bool) -> dict[str, Any]:
     """Shift labels within each document: position t predicts token t + 1, and the last position predicts nothing."""
     places = _Places.of(starts, [len(d) for d in documents])
     weights = _joined([d.weights for d in documents], torch.float32)

@@ -198,7 +198,7 @@ def device_norm(named_parameters: NamedParameters, cuts: Cuts | None = None, pp:
     for name, parameter in named_parameters:
         if pp is not None and name in pp.borrowed:
             continue
-        groups, device = _sharding_groups(parameter), parameter.device
+        groups, device = sharding_groups(parameter), parameter.device
         own = [] if parameter.grad is None else [(1, local_shard(parameter.grad))]
         cut = None if cuts is None else cuts.get(name)
         numbers: tuple[int, ...] = (1,)
@@ -225,7 +225,7 @@ def device_norm(named_parameters: NamedParameters, cuts: Cuts | None = None, pp:
     return total.sqrt()
 
 
-def _sharding_groups(parameter: nn.Parameter) -> tuple[dist.ProcessGroup, ...]:
+def sharding_groups(parameter: nn.Parameter) -> tuple[dist.ProcessGroup, ...]:
     """The process groups whose ranks hold different elements of this parameter."""
     if not isinstance(parameter, DTensor):
         return ()

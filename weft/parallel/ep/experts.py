@@ -63,12 +63,12 @@ def _divide(name: str, experts: Any, ranks: EPAxis, cuts: Cuts) -> dict[str, Any
 
 
 def cut_of_expert(shape: tuple[int, ...], count: int, before: Cut | None, ranks: EPAxis, *, strided: bool) -> AnyCut:
-    """The division of one tensor of a layer's `count` experts. before: by tp. strided: see `_cut`."""
-    outer = _cut(shape, even_ranges(count, ranks.size), strided, ranks)
+    """The division of one tensor of a layer's `count` experts. before: by tp. strided: see `split_by_experts`."""
+    outer = split_by_experts(shape, even_ranges(count, ranks.size), strided, ranks)
     return outer if before is None else _nested(outer, before, ranks.with_tp)
 
 
-def _cut(shape: tuple[int, ...], held: list[Range], strided: bool, ranks: EPAxis) -> Cut:
+def split_by_experts(shape: tuple[int, ...], held: list[Range], strided: bool, ranks: EPAxis) -> Cut:
     """The division by experts, which make up the first dimension (weights: [experts, ...]; matrix A of adapters:
     [experts r, .]). strided: they vary fastest in the second dimension instead (matrix B: [., r experts])."""
     count, dim = sum(size for _, size in held), int(strided)

@@ -63,13 +63,15 @@ def tensor_parallel(
     _hook(module, styles, cuts, axis, sequence)
     vocabulary = [name for name in (module.facts.embedding, module.facts.head) if cuts[f"{name}.weight"].divides]
     inside = ("",) if sequence else tuple(f"{name}." for name in (*styles.regions, *vocabulary))
-    partial = _partial(cuts, axis, inside)
+    partial = find_partial_parameters(cuts, axis, inside)
     if sequence and module.facts.head not in vocabulary:  # each rank's head reads all tokens
         partial = {name: ranks for name, ranks in partial.items() if not name.startswith(f"{module.facts.head}.")}
     return TensorParallel({**cuts}, partial, sequence)
 
 
-def _partial(cuts: dict[str, Cut], axis: TPAxis, inside: tuple[str, ...]) -> dict[str, dict[int, Communicator]]:
+def find_partial_parameters(
+    cuts: dict[str, Cut], axis: TPAxis, inside: tuple[str, ...]
+) -> dict[str, dict[int, Communicator]]:
     """Parameters of divided blocks that several ranks hold, each using them for its own heads, columns or tokens only:
     name -> number of ranks -> communicator. inside: prefixes of the names of such blocks."""
     numbers = sorted({copies for cut in cuts.values() for copies in cut.copies if copies > 1})
@@ -132,7 +134,7 @@ def _hook(module: TrainModule, styles: TPPlan, cuts: dict[str, Cut], axis: TPAxi
     if sequence:
         join_last_states(module.base, axis.ranks, axis.rank)
     for layer in _modules(module, styles.biased):
-        _share_bias(layer, axis.size)
+        share_bias(layer, axis.size)
     for name, style in styles.joined.items():
         norm = module.get_submodule(name)
         width = sum(part.size for part in style.parts)
@@ -146,7 +148,7 @@ def _hook(module: TrainModule, styles: TPPlan, cuts: dict[str, Cut], axis: TPAxi
     for name, adapter in module.named_modules():
         if isinstance(adapter, LowRank) and cuts[f"{name}.A"].divides:
             adapter.divide(partial(_own_inputs, cuts[f"{name}.A"]))
-    _divide_vocabulary(module, cuts, axis, leave)
+    divide_vocabulary(module, cuts, axis, leave)
 
 
 def _modules(module: nn.Module, names: list[str]) -> list[nn.Module]:
@@ -228,7 +230,7 @@ def _own_inputs(cut: Cut, x: Tensor) -> Tensor:
     return replace(cut, shape=tuple(x.shape), dim=x.ndim - 1).take(x)
 
 
-def _share_bias(module: nn.Module, ranks: int) -> None:
+def share_bias(module: nn.Module, ranks: int) -> None:
     """Make a bias that every rank adds count once: each rank subtracts its surplus."""
     share = 1.0 / ranks - 1.0
 
@@ -255,7 +257,7 @@ def _count_own_heads(attention: Any, ranks: int) -> None:
                 setattr(owner, name, max(1, count // ranks))
 
 
-def _divide_vocabulary(
+def divide_vocabulary(
     module: TrainModule, cuts: dict[str, Cut], axis: TPAxis, total: type[torch.autograd.Function]
 ) -> None:
     """Divide embedding and head. Tokens of other ranks' rows embed to zeros, and `total` sums the outputs; the head

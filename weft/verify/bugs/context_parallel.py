@@ -88,7 +88,7 @@ def held_out_parts_dropped(plant: Plant, original: Original, self: Any, plan: An
 
 
 @bug(
-    "B8", "weft.engine.batch.context_row:_predictions",
+    "B8", "weft.engine.batch.context_row:local_predictions",
     "labels are shifted after the cut: the last token of a piece predicts nothing",
     caught_by=LOSS, seen="huggingface/transformers#48570", ranks=2, needs=NEEDS,
 )  # fmt: skip
@@ -117,7 +117,7 @@ def positions_begin_at_the_cut(plant: Plant, original: Original, *arguments: Any
 
 
 @bug(
-    "B37", "weft.ops.context:_seen",
+    "B37", "weft.ops.context:visible_keys",
     "a piece of a document does not see the pieces before it",
     caught_by=LOGPROB, seen=MEGATRON, ranks=2, needs=f"{NEEDS} and mesh.ulysses=1",
 )  # fmt: skip
@@ -130,7 +130,7 @@ def earlier_pieces_missing(plant: Plant, original: Original, runs: list[Piece], 
 
 
 @bug(
-    "B37", "weft.ops.context:_seen",
+    "B37", "weft.ops.context:visible_keys",
     "sliding windows end where a rank's tokens begin",
     caught_by=LOGPROB, seen="huggingface/accelerate#4177", ranks=2, needs=f"{NEEDS} and sliding windows",
 )  # fmt: skip
@@ -143,7 +143,7 @@ def windows_end_at_the_cut(plant: Plant, original: Original, runs: list[Piece], 
 
 
 @bug(
-    "B37", "weft.ops.context:_attend",
+    "B37", "weft.ops.context:ring_attention",
     "sliding windows become full attention",
     caught_by=LOGPROB, seen="huggingface/accelerate#4177", ranks=2, needs=f"{NEEDS} and sliding windows",
 )  # fmt: skip
@@ -156,7 +156,7 @@ def windows_forgotten(plant: Plant, original: Original, call: Any, context: Any,
 
 
 @bug(
-    "B37", "weft.ops.context:ContextRow._keys",
+    "B37", "weft.ops.context:ContextRow.build_keys",
     "keys that came from others lie behind the own ones, not in the order of the document",
     caught_by=LOGPROB, seen=MEGATRON, ranks=2, needs=f"{NEEDS} and mesh.ulysses=1",
 )  # fmt: skip
@@ -183,7 +183,7 @@ def gradients_stay_away(plant: Plant, original: Original, ctx: Any, grad: Tensor
 
 
 @bug(
-    "B37", "weft.ops.per_document:_spans",
+    "B37", "weft.ops.per_document:block_spans",
     "of a document that is cut, all blocks of queries but the last see later tokens",
     caught_by=LOGPROB, seen=MEGATRON, ranks=2, needs=NEEDS,
 )  # fmt: skip
@@ -215,7 +215,7 @@ def images_see_beyond_themselves(plant: Plant, original: Original, call: Any, co
 
 
 @bug(
-    "B37", "weft.engine.batch.context_row:_last_seen",
+    "B37", "weft.engine.batch.context_row:local_last_seen",
     "the later tokens that an image sees are read at another token's place in a row with a document that is cut",
     caught_by=BESIDE, seen=MEGATRON, ranks=2, needs=f"{NEEDS} and images whose tokens see later ones, as in gemma3",
 )  # fmt: skip
@@ -230,7 +230,7 @@ def images_see_by_another_place(
 
 
 @bug(
-    "B37", "weft.engine.batch.assigned_images:_exchange",
+    "B37", "weft.engine.batch.assigned_images:plan_exchange",
     "features of images leave in the order of the row, and are taken for sorted by document",
     caught_by=BESIDE, seen=MEGATRON, ranks=2,
     needs=f"{NEEDS} and rows with a document with images that is cut and others with images",
@@ -248,7 +248,7 @@ def features_in_the_order_of_the_row(
 
 
 @bug(
-    "B37", "weft.ops.context:_heads_for_tokens",
+    "B37", "weft.ops.context:heads_for_tokens",
     "every rank of Ulysses has the sinks of the first heads",
     caught_by=LOGPROB, seen=MEGATRON, ranks=2, needs="mesh.ulysses above 1 and sinks, as in gpt_oss",
 )  # fmt: skip
@@ -261,7 +261,7 @@ def sinks_of_the_first_heads(plant: Plant, original: Original, call: Any, contex
 
 
 @bug(
-    "B37", "weft.ops.context:_heads_for_tokens",
+    "B37", "weft.ops.context:heads_for_tokens",
     "gradients of a head of keys and values that several ranks of Ulysses have are multiplied by their number again",
     caught_by=GRADIENTS, seen="ByteDance-Seed/VeOmni#338", ranks=2,
     needs="mesh.ulysses above the heads of keys and values",

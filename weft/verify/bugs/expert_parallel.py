@@ -34,7 +34,7 @@ def _scaled(plant: Plant, original: Original, engine: Any, factor: Callable[[Any
 
 
 @bug(
-    "B14", "weft.engine.engine:Engine._complete_gradients",
+    "B14", "weft.engine.engine:Engine.complete_gradients",
     "gradients of experts, complete on the rank that holds them, are divided by the ranks of ep",
     caught_by=GRADIENTS, seen="pytorch/pytorch#160285", ranks=2, needs=NEEDS,
 )  # fmt: skip
@@ -43,7 +43,7 @@ def experts_averaged(plant: Plant, original: Original, engine: Any) -> None:
 
 
 @bug(
-    "B14", "weft.engine.engine:Engine._complete_gradients",
+    "B14", "weft.engine.engine:Engine.complete_gradients",
     "gradients of experts are multiplied by the ranks of ep, as if each had seen a part of the tokens only",
     caught_by=GRADIENTS, seen="NVIDIA/Megatron-LM#5956", ranks=2, needs=NEEDS,
 )  # fmt: skip
@@ -108,7 +108,7 @@ def rows_back_elsewhere(
 
 
 @bug(
-    "B14", "weft.parallel.ep.experts:_cut",
+    "B14", "weft.parallel.ep.experts:split_by_experts",
     "each rank computes with the experts of the next one",
     caught_by=LOGPROB, seen="huggingface/transformers#48205", ranks=2, needs=NEEDS,
 )  # fmt: skip

@@ -24,7 +24,7 @@ NEEDS = "mesh.pp above 1"
 
 
 @bug(
-    "B39", "weft.engine.pipeline_executor:PipelineExecutor._backward",
+    "B39", "weft.engine.pipeline_executor:PipelineExecutor.run_backward",
     "a stage forgets its gradients when it begins another micro-batch, so that the last one alone is trained",
     caught_by=MICRO_BATCHES, seen="NVIDIA-NeMo/Automodel#3530", ranks=2, needs=NEEDS,
 )  # fmt: skip
@@ -51,7 +51,7 @@ def scaled_by_micro_batches(
 
 
 @bug(
-    "B39", "weft.engine.pipeline_executor:PipelineExecutor._weights",
+    "B39", "weft.engine.pipeline_executor:PipelineExecutor.compute_weight_gradients",
     "gradients of weights that wait for the end of a step are forgotten for its last micro-batch",
     caught_by=GRADIENTS, seen="pytorch/pytorch#144530", ranks=2, needs=f"{NEEDS} and a zero-bubble schedule",
 )  # fmt: skip
@@ -63,7 +63,7 @@ def last_weights_forgotten(
 
 
 @bug(
-    "B39", "weft.engine.pipeline_executor:PipelineExecutor._weights",
+    "B39", "weft.engine.pipeline_executor:PipelineExecutor.compute_weight_gradients",
     "gradients of norms and other weights, which a backward has left, are reduced before those of linear layers are "
     "there, and these never",
     caught_by=GRADIENTS, seen="pytorch/pytorch#144530", ranks=2, needs=f"{NEEDS} and a zero-bubble schedule",

@@ -61,7 +61,7 @@ def moments_lost(plant: Plant, original: Original, engine: Any, state: Any) -> N
 
 
 @bug(
-    "B21", "weft.checkpoint.state:_writes",
+    "B21", "weft.checkpoint.state:is_writer",
     "a checkpoint holds the first rank's shards only",
     caught_by=RESUMED, seen="huggingface/accelerate#4206", ranks=2, needs="a run that is resumed",
 )  # fmt: skip

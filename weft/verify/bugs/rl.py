@@ -41,7 +41,7 @@ def fillers_in_the_mean(plant: Plant, original: Original, groups: Sequence[Sampl
 
 
 @bug(
-    "B9", "weft.rl.documents:_trained_tokens",
+    "B9", "weft.rl.documents:trained_tokens",
     "what an environment wrote between two turns is trained like what the policy drew",
     caught_by=UPDATE, seen="OpenRLHF/OpenRLHF#973", needs="samples of several turns",
 )  # fmt: skip

@@ -223,7 +223,7 @@ def state_boundary_lost(
 
 
 @bug(
-    "B7", "weft.engine.batch.row:_positions",
+    "B7", "weft.engine.batch.row:build_positions",
     "positions count on along the row instead of restarting",
     caught_by=LOGPROB, seen="hiyouga/LlamaFactory#7318", needs="a family with absolute positions, such as gpt2",
 )  # fmt: skip
@@ -240,7 +240,7 @@ def positions_not_reset(plant: Plant, original: Original, documents: Sequence[Do
 
 
 @bug(
-    "B8", "weft.engine.batch.row:_predictions",
+    "B8", "weft.engine.batch.row:shift_labels",
     "labels are shifted after packing: a document's last token predicts the first of the next",
     caught_by=LOSS, seen="huggingface/transformers#36607",
 )  # fmt: skip
@@ -266,7 +266,7 @@ def _append(predictions: dict[str, Any], position: int, target: int, weight: flo
 
 
 @bug(
-    "B9", "weft.engine.batch.row:_predictions",
+    "B9", "weft.engine.batch.row:shift_labels",
     "the loss mask is off by one: the first token of an answer is not trained",
     caught_by=LOSS, seen="OpenRLHF/OpenRLHF#973",
 )  # fmt: skip
@@ -277,7 +277,7 @@ def first_token_lost(plant: Plant, original: Original, documents: Sequence[Docum
 
 
 @bug(
-    "B9", "weft.data.encode:Encoder._prompts",
+    "B9", "weft.data.encode:Encoder.encode_prompts",
     "the first token of a completion counts as prompt",
     caught_by="tests/test_data.py: test_prompt_and_completion", seen="OpenRLHF/OpenRLHF#973",
 )  # fmt: skip

@@ -43,7 +43,7 @@ def _left_out(
 
 
 @bug(
-    "B35", "weft.parallel.tp.tensor:_partial",
+    "B35", "weft.parallel.tp.tensor:find_partial_parameters",
     "gradients of norms of heads, which see a rank's heads alone, are not summed over tp",
     caught_by=GRADIENTS, seen="NVIDIA-NeMo/RL#3716", ranks=2, needs=f"{NEEDS} and norms of heads, as in qwen3",
 )  # fmt: skip
@@ -52,7 +52,7 @@ def head_norms_apart(plant: Plant, original: Original, *of: Any) -> Any:
 
 
 @bug(
-    "B14", "weft.parallel.tp.tensor:_partial",
+    "B14", "weft.parallel.tp.tensor:find_partial_parameters",
     "gradients of routers, whose experts are divided inside, are not summed over tp",
     caught_by=GRADIENTS, seen="huggingface/transformers#48205", ranks=2, needs=f"{NEEDS} and experts",
 )  # fmt: skip
@@ -61,7 +61,7 @@ def routers_apart(plant: Plant, original: Original, *of: Any) -> Any:
 
 
 @bug(
-    "B35", "weft.parallel.tp.tensor:_partial",
+    "B35", "weft.parallel.tp.tensor:find_partial_parameters",
     "with sequence parallelism, gradients of norms between blocks are of a rank's tokens alone",
     caught_by=GRADIENTS, seen="NVIDIA-NeMo/Automodel#3822", ranks=2, needs=NEEDS,
 )  # fmt: skip
@@ -70,7 +70,7 @@ def block_norms_apart(plant: Plant, original: Original, *of: Any) -> Any:
 
 
 @bug(
-    "B35", "weft.parallel.tp.tensor:_partial",
+    "B35", "weft.parallel.tp.tensor:find_partial_parameters",
     "gradients of heads of keys and values that several ranks have are not summed",
     caught_by=GRADIENTS, seen="huggingface/transformers#48307", ranks=4,
     needs="mesh.tp above the heads of keys and values",
@@ -95,7 +95,7 @@ def repeated_heads_twice(plant: Plant, original: Original, module: nn.Module, di
 
 
 @bug(
-    "B35", "weft.engine.engine:Engine._complete_gradients",
+    "B35", "weft.engine.engine:Engine.complete_gradients",
     "gradients that are sums over tp are summed again each time that something looks at them",
     caught_by=NORM, seen="NVIDIA-NeMo/Automodel#3857", ranks=2, needs=NEEDS,
 )  # fmt: skip
@@ -240,7 +240,7 @@ def likeliest_of_a_part(plant: Plant, original: Original, self: Any, ranks: Any)
 
 
 @bug(
-    "B35", "weft.parallel.tp.tensor:_divide_vocabulary",
+    "B35", "weft.parallel.tp.tensor:divide_vocabulary",
     "the first token behind a rank's part of the vocabulary is embedded by that rank, too",
     caught_by=LOGPROB, seen=MEGATRON, ranks=2, needs=NEEDS,
 )  # fmt: skip
@@ -269,7 +269,7 @@ def border_embedded_twice(
 
 
 @bug(
-    "B35", "weft.parallel.tp.tensor:_divide_vocabulary",
+    "B35", "weft.parallel.tp.tensor:divide_vocabulary",
     "each rank's part of the vocabulary has a row of padding, which has no gradient",
     caught_by=GRADIENTS, seen=MEGATRON, ranks=2, needs=f"{NEEDS} and an embedding with a row of padding",
 )  # fmt: skip
@@ -292,7 +292,7 @@ def _of_every_rank(plant: Plant, original: Original, module: Any, ranks: int, ex
 
 
 @bug(
-    "B35", "weft.parallel.tp.tensor:_share_bias",
+    "B35", "weft.parallel.tp.tensor:share_bias",
     "every rank of tp adds the bias of a layer whose outputs are summed",
     caught_by=GRADIENTS, seen=MEGATRON, ranks=2, needs=f"{NEEDS} and such a bias, as in gpt2",
 )  # fmt: skip
@@ -301,7 +301,7 @@ def bias_of_every_rank(plant: Plant, original: Original, module: Any, ranks: int
 
 
 @bug(
-    "B35", "weft.parallel.tp.tensor:_share_bias",
+    "B35", "weft.parallel.tp.tensor:share_bias",
     "every rank of tp adds the biases of experts",
     caught_by=GRADIENTS, seen=MEGATRON, ranks=2, needs=f"{NEEDS} and experts with biases, as in gpt_oss",
 )  # fmt: skip
@@ -310,7 +310,7 @@ def expert_bias_of_every_rank(plant: Plant, original: Original, module: Any, ran
 
 
 @bug(
-    "B35", "weft.models.mixer_part:_mean_square",
+    "B35", "weft.models.mixer_part:mean_square",
     "the output norm of a state mixer is of a rank's own heads, where it is of all of them",
     caught_by=LOGPROB, seen=MEGATRON, ranks=2, needs=f"{NEEDS} and such a norm, as in bamba",
 )  # fmt: skip

@@ -77,7 +77,7 @@ def balance_not_scaled(plant: Plant, original: Original, self: Any, balance_sum:
 
 
 @bug(
-    "B10", "weft.ops.head:_may_anticipate",
+    "B10", "weft.ops.head:may_anticipate",
     "gradients of unlikely tokens underflow in fp16, because the head computes them before the loss is scaled",
     caught_by=TOKEN_ROWS, seen="axolotl-ai-cloud/axolotl#1601",
     needs="fsdp.param_dtype=fp16, mesh.tp=1, and a model to which many tokens are less likely than 1e-8",
@@ -152,7 +152,7 @@ def weights_by_rank(plant: Plant, original: Original, config: Any, *, seed: int,
 
 
 @bug(
-    "B17", "weft.engine.optim.optimizer:_sharding_groups",
+    "B17", "weft.engine.optim.optimizer:sharding_groups",
     "the gradient norm counts every replica of an HSDP mesh",
     caught_by=NORM, seen="pytorch/torchtitan#2318", ranks=2, needs="mesh.dp_replicate above 1",
 )  # fmt: skip
@@ -165,7 +165,7 @@ def replicas_counted(plant: Plant, original: Original, parameter: Any) -> tuple[
 
 
 @bug(
-    "B17", "weft.engine.optim.optimizer:_sharding_groups",
+    "B17", "weft.engine.optim.optimizer:sharding_groups",
     "each rank clips by the norm of its own shards",
     caught_by=NORM, seen="NVIDIA/Megatron-LM#5916", ranks=2,
 )  # fmt: skip
@@ -303,7 +303,7 @@ def order_by_rank(plant: Plant, original: Original, n: int, seed: int, *rest: An
 
 
 @bug(
-    "B25", "weft.data.order:Steps._deal",
+    "B25", "weft.data.order:Steps.cut_epoch",
     "the short last step of an epoch is dropped",
     caught_by="tests/test_order.py: test_every_document_once_in_each_epoch", seen="huggingface/transformers#22143",
 )  # fmt: skip
