@@ -26,7 +26,7 @@ from transformers import LlamaConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from weft.checkpoint.save import Saver
-from weft.checkpoint.state import find_parts
+from weft.checkpoint.state import find_state_shards
 from weft.config.schema import CheckpointConfig, ModelConfig, StepConfig
 from weft.engine.batch.document import Document
 from weft.engine.config import EngineConfig
@@ -106,7 +106,7 @@ def main() -> None:
             train_step(engine)
         with Peak() as steps:
             alone = median(train_step(engine) for _ in range(3))
-        state = sum(part.local.nbytes for part in find_parts(engine).values())
+        state = sum(part.local.nbytes for part in find_state_shards(engine).values())
         print(f"{os.cpu_count()} cores, torch {torch.__version__}; {state / GB:.2f} GB of masters and moments; a step")
         print(f"takes {alone:.2f} s and {steps.bytes / GB:.2f} GB of its own.")
         print("Seconds by save: the first, then those that use its buffers again.\n")

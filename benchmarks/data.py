@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from weft.data import tokenise as tokenising
 from weft.data.encode import load_tokenizer
 from weft.data.sources import open_file
-from weft.data.tokenise import Tokenising, Work, tokenise
+from weft.data.tokenise import TokeniseOptions, TokeniseTask, tokenise
 from weft.data.workers import WorkerPool
 from weft.models import hf_template
 
@@ -69,7 +69,7 @@ def main() -> None:
         path = Path(folder) / "chats.jsonl"
         chats = enlarge(options.inputs / "chat.jsonl", path, options.megabytes)
         texts = [tokenizer.apply_chat_template(chat, tokenize=False) for chat in chats]
-        work = Work(tokenizer)
+        work = TokeniseTask(tokenizer)
 
         def bare() -> int:
             backend = tokenizer.backend_tokenizer
@@ -89,7 +89,7 @@ def main() -> None:
             return found
 
         def weft(workers: int) -> int:
-            [table] = tokenise([(open_file(str(path)), work)], Tokenising(workers=workers))
+            [table] = tokenise([(open_file(str(path)), work)], TokeniseOptions(workers=workers))
             return len(table.ids)
 
         def start() -> int:

@@ -37,7 +37,7 @@ from weft.models import hf
 from weft.models.flops import FlopFacts, document_flops
 from weft.ops.attention_call import BOUNDS_ARGUMENT, Bounds
 from weft.parallel.mesh import local_shard
-from weft.parallel.shards.layout import layout_of
+from weft.parallel.shards.layout import map_tensors
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples/models"
 # Name -> a config of the examples, and what differs from it.
@@ -80,7 +80,7 @@ def write_model(folder: Path, config: dict[str, Any]) -> str:
     (folder / "config.json").write_text(json.dumps(config))
     model = hf.build_meta(hf.read_config(str(folder)), dtype=torch.bfloat16, attention="eager")
     header, end = {}, 0
-    for piece in layout_of(model, None):
+    for piece in map_tensors(model, None):
         begin, end = end, end + 2 * math.prod(piece.shape)
         header[piece.disk] = {"dtype": "BF16", "shape": list(piece.shape), "data_offsets": [begin, end]}
     text = json.dumps(header).encode()

@@ -42,7 +42,7 @@ def make_source(folder: Path, kind: str, gigabytes: float) -> None:
     from transformers import Qwen3Config, Qwen3MoeConfig
 
     from weft.models import hf
-    from weft.parallel.shards.layout import layout_of
+    from weft.parallel.shards.layout import map_tensors
 
     common: dict[str, Any] = dict(
         vocab_size=50_000, hidden_size=1024, intermediate_size=4096, num_attention_heads=8, num_key_value_heads=4,
@@ -57,7 +57,7 @@ def make_source(folder: Path, kind: str, gigabytes: float) -> None:
         )
     config.save_pretrained(folder)
     meta = hf.build_meta(config, dtype=torch.bfloat16, attention="eager")
-    shapes = {p.disk: torch.empty(p.shape, dtype=torch.bfloat16, device="meta") for p in layout_of(meta, None)}
+    shapes = {p.disk: torch.empty(p.shape, dtype=torch.bfloat16, device="meta") for p in map_tensors(meta, None)}
     split = split_torch_state_dict_into_shards(shapes, max_shard_size=5 * 10**8)
     generator = torch.Generator().manual_seed(0)
     for file, names in split.filename_to_tensors.items():
@@ -114,7 +114,7 @@ def rank(path: str, out: str, dp_replicate: int) -> None:
     from weft.engine.engine import Engine
     from weft.launch.process import join
     from weft.parallel.shards.boxes import local_box
-    from weft.parallel.shards.walker import checked, walk
+    from weft.parallel.shards.walker import check_stream, walk
 
     original, peaks = stages.fill_weights, []
 
@@ -144,8 +144,8 @@ def rank(path: str, out: str, dp_replicate: int) -> None:
         dist.barrier()
         began = time.perf_counter()
         with Peak() as peak:
-            for _ in checked(
-                walk(engine.module, engine.built.pieces, manifest, engine.divided.cuts, bucket_bytes=bucket), manifest
+            for _ in check_stream(
+                walk(engine.module, engine.built.mappings, manifest, engine.divided.cuts, bucket_bytes=bucket), manifest
             ):
                 pass
         answer |= {"walk_seconds": time.perf_counter() - began, "walk_memory": peak.most, "bucket": bucket}

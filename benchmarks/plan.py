@@ -29,7 +29,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from weft.data.documents import Documents
 from weft.data.limits import Limits
-from weft.data.order import Share
+from weft.data.order import SourceShare
 from weft.data.table import Chunk, in_memory
 from weft.engine.batch.document import Document, choose, metas, take
 from weft.engine.batch.row import build_row
@@ -76,8 +76,8 @@ def table(count: int) -> Documents:
     trained = random.integers(0, 2, len(ids)).astype(np.uint8)
     losses = (np.add.reduceat(trained, starts, dtype=np.int64) - trained[starts]).astype(np.int32)
     chunk = Chunk(ids, trained, lengths, losses, np.arange(count, dtype=np.int64), np.zeros(count, np.uint8))
-    piece = Limits(4096).piece(in_memory("data.jsonl", True, [chunk]), "")
-    return Documents([piece], [Share(count)])
+    piece = Limits(4096).select(in_memory("data.jsonl", True, [chunk]), "")
+    return Documents([piece], [SourceShare(count)])
 
 
 def lay_out(documents: Documents, count: int, rank: int, way: str) -> tuple[int, int, float, float]:

@@ -38,7 +38,7 @@ import inputs
 
 from weft.data.documents import load_documents
 from weft.data.encode import load_tokenizer
-from weft.data.order import Steps
+from weft.data.order import StepSampler
 from weft.engine.batch.document import Document
 from weft.launch.machine import processor_name
 
@@ -138,7 +138,9 @@ def make_spec(data: Data, folder: Path) -> Spec:
     documents, _ = load_documents(str(folder / data.file), load_tokenizer(model), max_length=inputs.LONGEST)
     lengths = [len(document) for document in documents]
     count = data.warmup + data.timed
-    steps = [step.documents for step in Steps(lengths, documents=None, tokens=data.tokens, epochs=None, steps=count)]
+    steps = [
+        step.documents for step in StepSampler(lengths, documents=None, tokens=data.tokens, epochs=None, steps=count)
+    ]
     return {
         "model": model,
         "optimizer": OPTIMIZER,

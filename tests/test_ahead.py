@@ -23,7 +23,7 @@ from tests.pool import run
 from weft.config import schema
 from weft.data.documents import DataReport, Documents
 from weft.data.limits import Limits, LongDocuments
-from weft.data.order import Share, Step
+from weft.data.order import SampledStep, SourceShare
 from weft.data.table import Chunk, in_memory
 from weft.engine.batch.document import Document, choose, first_sources
 from weft.engine.config import EngineConfig
@@ -53,8 +53,8 @@ def table_of(lengths: Sequence[int], long: LongDocuments = "error", longest: int
         images = (none, none, few, few, few, np.empty(0, np.uint8), np.empty(0, np.int64))
         formats = np.zeros(len(own), np.uint8)
         chunk = Chunk(ids, trained, np.array(own, np.int32), losses, numbers, formats, *images)
-        pieces.append(Limits(longest, long=long).piece(in_memory(origin, True, [chunk]), ""))
-    return Documents(pieces, [Share(sum(len(piece.kept) for piece in pieces))])
+        pieces.append(Limits(longest, long=long).select(in_memory(origin, True, [chunk]), ""))
+    return Documents(pieces, [SourceShare(sum(len(piece.kept) for piece in pieces))])
 
 
 @pytest.mark.parametrize("long", ["error", "truncate", "drop"])
@@ -107,7 +107,9 @@ def built_by_rank(lengths: Sequence[int]) -> list[list[int]]:
                     mock.patch.object(Mesh, "loss_rank", mock.PropertyMock(return_value=rank)),
                     mock.patch.object(engine.planner, "_rank", rank),
                 ):
-                    plan, rows = sft.prepare_step(engine, documents, CrossEntropy(), Step(1, 1, list(range(COUNT))))
+                    plan, rows = sft.prepare_step(
+                        engine, documents, CrossEntropy(), SampledStep(1, 1, list(range(COUNT)))
+                    )
                 in_rows = [index for micro in range(plan.micro_batches) for index in rows[micro].documents]
                 assert sorted(in_rows) == sorted(found[-1])
         finally:
@@ -249,7 +251,7 @@ def overlapping(path: str, folder: str) -> tuple[list[bool], list[int]]:
     events = {number: threading.Event() for number in range(1, 13)}
     prepare_step, apply, seen, checked = sft.prepare_step, Engine.apply, list[bool](), list[int]()
 
-    def laying_out(engine: Engine, documents: Any, objective: Any, step: Step) -> Any:
+    def laying_out(engine: Engine, documents: Any, objective: Any, step: SampledStep) -> Any:
         found = prepare_step(engine, documents, objective, step)
         events[step.number].set()
         return found
@@ -346,6 +348,6 @@ def test_a_step_takes_what_is_laid_out() -> None:
 
 def one_step(path: str) -> bool:
     engine = open_engine(path, "1")
-    laid_out = sft.prepare_step(engine, table_of([9, 8, 7]), CrossEntropy(), Step(1, 1, [2, 0]))
+    laid_out = sft.prepare_step(engine, table_of([9, 8, 7]), CrossEntropy(), SampledStep(1, 1, [2, 0]))
     taken = sft.take_step(engine, _done(laid_out), CrossEntropy(), 1e-3)
     return [meta.length for meta in taken.plan.documents] == [7, 9] and not taken.result.skipped

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config
 from tests.toy_tokenizers import CHATML, byte_tokenizer, chat, lossy_tokenizer, write_jsonl
 from weft import cli
 from weft.data.encode import load_tokenizer
-from weft.data.records import Reading, Record, parse_row
+from weft.data.records import ParseOptions, Record, parse_row
 from weft.errors import UserError
 
 GOOD = chat(("user", "a"), ("assistant", "b"))
@@ -259,12 +259,12 @@ PAIRS = [
 def followed(row: dict[str, Any], chat: bool) -> Record:
     """The record of a row that is refused, once what the message says to set is set as a shell passes it on."""
     with pytest.raises(UserError) as caught:
-        parse_row("here", row, Reading(chat=chat))
+        parse_row("here", row, ParseOptions(chat=chat))
     found = re.search(r"[Ss]et ('data\.columns=.*')\.$", str(caught.value))
     assert found is not None, caught.value
     ((_, columns),) = (word.split("=", 1) for word in shlex.split(found[1]))
     assert ("has no preference tuning" in str(caught.value)) == ("rejected" in row and "chosen" in row)
-    return parse_row("here", row, Reading(columns=yaml.safe_load(columns), chat=chat))
+    return parse_row("here", row, ParseOptions(columns=yaml.safe_load(columns), chat=chat))
 
 
 @pytest.mark.parametrize("chat", [True, False])
@@ -297,9 +297,9 @@ def test_preference_pairs_are_called_so_and_the_chosen_answers_go_through_the_te
 )
 def test_answers_that_are_not_wanted_are_not_trained(row: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=r"is false: the answer is one that is not wanted.*data\.ignore=\["):
-        parse_row("d.jsonl:1", row, Reading())
+        parse_row("d.jsonl:1", row, ParseOptions())
     wanted = {name: value or True for name, value in row.items()}
-    assert parse_row("d.jsonl:1", wanted, Reading()).format in ("prompt", "messages")
+    assert parse_row("d.jsonl:1", wanted, ParseOptions()).format in ("prompt", "messages")
 
 
 def test_there_are_forty_cases() -> None:

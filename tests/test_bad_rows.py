@@ -16,7 +16,7 @@ from tests.toy_tokenizers import CHATML, byte_tokenizer, chat, write_jsonl
 from weft import cli
 from weft.data.documents import Documents, load_documents
 from weft.data.sources import BLOCK_BYTES
-from weft.data.tokenise import Tokenising
+from weft.data.tokenise import TokeniseOptions
 from weft.errors import UserError
 
 GOOD = chat(("user", "hi"), ("assistant", "yes"))
@@ -96,9 +96,9 @@ def test_processes_and_a_cache_change_nothing(tmp_path: Path) -> None:
     plain = load_documents(path, byte_tokenizer(), **options)[1]
     assert len(plain.bad) == 50 and plain.documents == 4950
     for _ in range(2):  # made, and read again
-        assert load_documents(path, byte_tokenizer(), how=Tokenising(cache=folder), **options)[1] == plain
+        assert load_documents(path, byte_tokenizer(), how=TokeniseOptions(cache=folder), **options)[1] == plain
     with pytest.raises(UserError, match=r"d\.jsonl:1: is not valid JSON.*Or skip such rows with data\.bad_rows=drop"):
-        load_documents(path, byte_tokenizer(), max_length=400, how=Tokenising(cache=folder))
+        load_documents(path, byte_tokenizer(), max_length=400, how=TokeniseOptions(cache=folder))
 
 
 def test_too_long_documents_are_counted_apart(tmp_path: Path) -> None:

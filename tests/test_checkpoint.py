@@ -40,7 +40,14 @@ from weft.checkpoint.retention import (
     sweep,
 )
 from weft.checkpoint.save import Saver
-from weft.checkpoint.state import DamagedError, check_contents, find_parts, load_state, read_state, write_rank_file
+from weft.checkpoint.state import (
+    DamagedError,
+    check_contents,
+    find_state_shards,
+    load_state,
+    read_state,
+    write_rank_file,
+)
 from weft.config.schema import CheckpointConfig
 from weft.engine import host
 from weft.engine.engine import Engine
@@ -112,7 +119,7 @@ def test_latest_names_a_checkpoint_at_every_moment(tmp_path: Path) -> None:
 def test_each_tensor_has_one_writer_and_every_replica_writes_some() -> None:
     box, values = Box((0,), (1,)), torch.ones(1)
     replicas = [Shard(box, values, ((outer, 2), (inner, 3))) for outer in range(2) for inner in range(3)]
-    writers = [[place for place, shard in enumerate(replicas) if shard.is_mine(number)] for number in range(12)]
+    writers = [[place for place, shard in enumerate(replicas) if shard.is_writer(number)] for number in range(12)]
     assert sorted(writers) == [[place] for place in range(6) for _ in range(2)]
 
 
@@ -290,7 +297,7 @@ def _called(function: Callable[..., Any], path: str, *args: Any) -> Any:
 
 
 def pieces(engine: Engine) -> dict[str, torch.Tensor]:
-    return {name: piece.local.clone() for name, piece in find_parts(engine).items()}
+    return {name: piece.local.clone() for name, piece in find_state_shards(engine).items()}
 
 
 @mock.patch.object(host, "CHUNK", 5120)  # most tensors lie over several
@@ -306,7 +313,7 @@ def saves_while_weights_move(folder: str) -> bool:
         saver.save(1, {})
         busy = saver._busy
         with torch.no_grad():
-            for piece in find_parts(saver.engine).values():
+            for piece in find_state_shards(saver.engine).values():
                 piece.local.zero_()
         saver.finish()
     return busy and equal(before, whole_state(Path(folder), 1))
@@ -370,8 +377,8 @@ def saves_infinity(folder: str) -> tuple[str, list[str]]:
     saver.wait()
     saver.pop_messages()
     if torch.distributed.get_rank() == 1:
-        name = next(name for name, piece in find_parts(saver.engine).items() if name.startswith("weights/"))
-        find_parts(saver.engine)[name].local.view(-1)[0] = float("inf")
+        name = next(name for name, piece in find_state_shards(saver.engine).items() if name.startswith("weights/"))
+        find_state_shards(saver.engine)[name].local.view(-1)[0] = float("inf")
     with saver:
         saver.save(2, {})
         try:
@@ -404,7 +411,7 @@ def saves_often(folder: str) -> list[int]:
             saver.save(step, {})
             saver.wait()
             held.append(tensor_bytes())
-        held.append(sum(part.local.nbytes for part in find_parts(saver.engine).values()))
+        held.append(sum(part.local.nbytes for part in find_state_shards(saver.engine).values()))
     return held
 
 
@@ -575,7 +582,7 @@ def leaves_a_hole(folder: str) -> str:
     with opened(folder) as saver:
         saver.save(1, {})
         path = saver.finish()
-    name = next(name for name in find_parts(saver.engine) if name.startswith("optimizer/exp_avg/"))
+    name = next(name for name in find_state_shards(saver.engine) if name.startswith("optimizer/exp_avg/"))
     edit_state(path / "trainer_state", lambda content: content["files"][0]["boxes"].pop(name), sign=True)
     with pytest.raises(DamagedError) as error:
         load_state(saver.engine, read_state(path))

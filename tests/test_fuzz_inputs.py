@@ -16,7 +16,7 @@ from weft.config.schema import DataConfig
 from weft.data.chat_template import chosen_template
 from weft.data.encode import Encoder, Encoding
 from weft.data.open_sources import open_data
-from weft.data.records import Reading, Record
+from weft.data.records import ParseOptions, Record
 from weft.observe.report.page import page, read_run
 
 ROWS = [
@@ -60,7 +60,7 @@ METRICS = [
 def read_rows(path: Path) -> None:
     for part in open_data(DataConfig(path=str(path)))[0].parts:
         for block in part.blocks():
-            records = [record for _, record in block.records(Reading())]
+            records = [record for _, record in block.records(ParseOptions())]
             ENCODER.encode(records)
 
 

@@ -22,7 +22,7 @@ from tests.zoo import tiny_config
 from weft.engine.selfcheck.startup import examine
 from weft.models import hf, hf_template
 from weft.parallel.shards.boxes import Box
-from weft.parallel.shards.layout import layout_of
+from weft.parallel.shards.layout import map_tensors
 
 pytestmark = pytest.mark.compat
 
@@ -93,18 +93,18 @@ def test_experts_are_fused_in_memory_and_apart_on_disk() -> None:
     on_disk = hf.run_rules_backwards(model, dict(model.state_dict()))
     gate = on_disk["model.layers.0.mlp.experts.3.gate_proj.weight"]
     assert torch.equal(gate, experts.gate_up_proj[3, :40])
-    place = next(p for p in layout_of(model, None) if p.disk == "model.layers.0.mlp.experts.3.gate_proj.weight")
+    place = next(p for p in map_tensors(model, None) if p.disk == "model.layers.0.mlp.experts.3.gate_proj.weight")
     assert place.runtime == "model.layers.0.mlp.experts.gate_up_proj" and place.dims == (1, 2)
     assert place.box == Box((3, 0, 0), (1, 40, 64))
 
 
 def test_rules_that_a_checkpoint_needs_are_chosen_by_its_names() -> None:
     model = hf.build_meta(tiny_config("mixtral"), dtype=torch.float32, attention="eager")
-    apart = [piece.disk for piece in layout_of(model, None)]
+    apart = [piece.disk for piece in map_tensors(model, None)]
     assert "model.layers.1.block_sparse_moe.experts.2.w3.weight" in apart
     fused = list(model.state_dict())
-    assert sorted(piece.disk for piece in layout_of(model, fused)) == sorted(fused)
-    assert sorted(piece.disk for piece in layout_of(model, apart)) == sorted(apart)
+    assert sorted(piece.disk for piece in map_tensors(model, fused)) == sorted(fused)
+    assert sorted(piece.disk for piece in map_tensors(model, apart)) == sorted(apart)
     bare = {name: hf.runtime_names(model, [name])[name] for name in ("layers.0.input_layernorm.weight", "norm.weight")}
     assert bare == {name: f"model.{name}" for name in bare}
 
@@ -118,7 +118,7 @@ def test_critics_are_classifiers_with_one_label() -> None:
     assert hf.label_names(values) == {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
     assert hf.with_logits(config) is config and hf.with_values(values).architectures == values.architectures
     assert hf.model_class(hf.with_logits(values)).__name__ == "LlamaForCausalLM"
-    assert set(model.state_dict()) >= {piece.disk for piece in layout_of(model, None)} >= {"score.weight"}
+    assert set(model.state_dict()) >= {piece.disk for piece in map_tensors(model, None)} >= {"score.weight"}
 
 
 def test_buffers_are_rebuilt_and_weights_stay() -> None:

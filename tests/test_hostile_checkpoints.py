@@ -19,7 +19,7 @@ from tests.resuming import config_of
 from tests.test_hostile_models import DEEP, KINDS
 from weft import cli
 from weft.checkpoint import state
-from weft.checkpoint.resume import judge_alone, newest, resumed_notes
+from weft.checkpoint.resume import find_newest, read_or_reason, resumed_notes
 from weft.checkpoint.retention import complete_steps, step_folder
 from weft.checkpoint.state import DamagedError, write_rank_file, write_state
 from weft.checkpoint.state_schema import ENGINE, RL_RUN, RUN, find_problem
@@ -94,14 +94,14 @@ def signed(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
 
 def skipped(checkpoints: Path, parts: dict[str, Any] = RL_RUN) -> str:
     """Why the second checkpoint was left out; the first is taken in its place."""
-    found, reasons = newest(checkpoints, complete_steps(checkpoints), lambda folder: judge_alone(folder, parts))
+    found, reasons = find_newest(checkpoints, complete_steps(checkpoints), lambda folder: read_or_reason(folder, parts))
     assert found is not None and found.step == 1 and len(reasons) == 1
     assert "\n" not in reasons[0]
     return reasons[0].removeprefix(f"{step_folder(checkpoints, 2)}: ")
 
 
 def test_a_whole_one_is_taken(checkpoints: Path) -> None:
-    found, reasons = newest(checkpoints, [1, 2], lambda folder: judge_alone(folder, RL_RUN))
+    found, reasons = find_newest(checkpoints, [1, 2], lambda folder: read_or_reason(folder, RL_RUN))
     assert found is not None and found.step == 2 and reasons == []
 
 
@@ -143,7 +143,7 @@ def test_a_part_of_another_type(name: str, checkpoints: Path) -> None:
 
 def read_as_a_run_does(checkpoint: Path) -> None:
     """All that `weft sft --resume` makes of a state.json before it fills an engine."""
-    found, _ = judge_alone(checkpoint, RUN)
+    found, _ = read_or_reason(checkpoint, RUN)
     if found is None:
         return
     content = found.content
@@ -311,7 +311,7 @@ def test_without_digests_nothing_is_compared(checkpoints: Path) -> None:
     """checkpoint.verify=size writes none."""
     (checkpoints / "step-000002" / "digests.json").unlink()
     flip(checkpoints / "step-000002", 1)
-    found, _ = judge_alone(checkpoints / "step-000002", RUN)
+    found, _ = read_or_reason(checkpoints / "step-000002", RUN)
     assert found is not None and found.step == 2
 
 

@@ -14,7 +14,7 @@ import pytest
 from weft import cli
 from weft.config import load_config
 from weft.config.load import read_config_file
-from weft.data.order import Steps
+from weft.data.order import StepSampler
 from weft.errors import UserError
 
 BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
@@ -78,7 +78,7 @@ def test_numbers_beyond_all_bounds(value: str, key: str) -> None:
 
 @pytest.mark.timeout(60)
 def test_epochs_are_multiplied() -> None:
-    assert len(Steps([1] * 5, documents=2, epochs=2**31 - 1)) == 3 * (2**31 - 1)
+    assert len(StepSampler([1] * 5, documents=2, epochs=2**31 - 1)) == 3 * (2**31 - 1)
 
 
 @pytest.mark.parametrize("value", ["[" * 100_000, "1" * 10_000, "!!int x", "&a [*a]"])

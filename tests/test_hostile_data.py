@@ -18,7 +18,7 @@ import pytest
 from tests.test_hostile_config import SPECIAL
 from weft.config.schema import DataConfig, SourceConfig
 from weft.data.open_sources import open_data
-from weft.data.records import Reading
+from weft.data.records import ParseOptions
 from weft.data.sources import BLOCK_BYTES, open_file
 from weft.errors import UserError
 
@@ -34,7 +34,7 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def read(path: str, most: int = 1 << 20) -> list[Any]:
     sources = open_data(DataConfig(path=path, max_row_bytes=most))
     blocks = (block for part in sources[0].parts for block in part.blocks())
-    return [record.value for block in blocks for _, record in block.records(Reading())]
+    return [record.value for block in blocks for _, record in block.records(ParseOptions())]
 
 
 def put(content: bytes) -> Write:
@@ -157,7 +157,7 @@ def test_a_file_that_changes_while_it_is_read(kind: str, change: Callable[[Path]
         for number, block in enumerate(open_file(str(path)).blocks()):
             if number == 0:
                 change(path)
-            yield from block.records(Reading())
+            yield from block.records(ParseOptions())
 
     with pytest.raises(UserError, match=f"d.{kind}"):
         list(rows())

@@ -31,7 +31,7 @@ from weft.parallel.shards.boxes import Box
 from weft.parallel.shards.load import plan_load
 from weft.parallel.shards.quantised import decoder_of
 from weft.parallel.shards.safetensors_files import TensorFile
-from weft.parallel.shards.source import open_source
+from weft.parallel.shards.source import open_model_weights
 
 DEEP = "[" * 5000 + "]" * 5000
 
@@ -63,9 +63,9 @@ KINDS: dict[str, Callable[[Path], None]] = {
     "cannot be opened: No such file": lambda path: path.symlink_to("nowhere"),
 }
 READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
-    "weights": ("model.safetensors", lambda folder: open_source(str(folder))),
-    "index": ("model.safetensors.index.json", lambda folder: open_source(str(folder))),
-    "config of a source": ("config.json", lambda folder: open_source(str(folder))),
+    "weights": ("model.safetensors", lambda folder: open_model_weights(str(folder))),
+    "index": ("model.safetensors.index.json", lambda folder: open_model_weights(str(folder))),
+    "config of a source": ("config.json", lambda folder: open_model_weights(str(folder))),
     "config": ("config.json", lambda folder: hf.read_config(str(folder))),
     "generation": ("generation_config.json", lambda folder: hf.read_config(str(folder))),
     "tokenizer": ("tokenizer.json", lambda folder: load_tokenizer(str(folder))),
@@ -244,7 +244,7 @@ def test_an_index_that_lies_is_refused(name: str, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_bytes(text.encode("latin-1"))
     (tmp_path / "inside").mkdir()
     with pytest.raises(UserError, match=words) as caught:
-        open_source(str(tmp_path))
+        open_model_weights(str(tmp_path))
     assert "\n" not in str(caught.value)
 
 
@@ -253,7 +253,7 @@ def index_parser(folder: Path) -> Callable[[Path], None]:
 
     def parse(path: Path) -> None:
         (folder / "model.safetensors.index.json").write_bytes(path.read_bytes())
-        open_source(str(folder)).close()
+        open_model_weights(str(folder)).close()
 
     return parse
 
@@ -439,7 +439,7 @@ def test_a_quantization_config_that_is_no_object(tmp_path: Path) -> None:
     config = json.loads(small_source()["config.json"])
     (copied(tmp_path) / "config.json").write_text(json.dumps(config | {"quantization_config": ["fp8"]}))
     with pytest.raises(UserError, match="quantization_config is no object"):
-        open_source(str(tmp_path))
+        open_model_weights(str(tmp_path))
 
 
 # ---------------------------------------------------------------- at random
@@ -469,10 +469,12 @@ def test_a_head_that_is_missing_may_be_the_embedding(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     model, source = hf.build_meta(hf.read_config(str(tmp_path)), dtype=torch.float32, attention=None), str(tmp_path)
     with pytest.raises(UserError, match=r'write "tie_word_embeddings": true there; .*: lm_head.weight'):
-        plan_load(model, open_source(source), ())
+        plan_load(model, open_model_weights(source), ())
     config = json.loads((tmp_path / "config.json").read_text()) | {"tie_word_embeddings": True}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    plan_load(hf.build_meta(hf.read_config(source), dtype=torch.float32, attention=None), open_source(source), ())
+    plan_load(
+        hf.build_meta(hf.read_config(source), dtype=torch.float32, attention=None), open_model_weights(source), ()
+    )
 
 
 @pytest.mark.parametrize(("ends", "fits"), [("null", True), ("2", True), ("[2, null]", True), ('[2, "x"]', False)])

@@ -17,7 +17,7 @@ from weft.data import template_bounds
 from weft.data.chat_template import ChatTemplate, RenderError, chosen_template
 from weft.data.encode import Encoder, Encoding
 from weft.data.records import Record
-from weft.data.template_bounds import UnboundedError
+from weft.data.template_bounds import RenderLimitError
 from weft.errors import UserError
 
 ROW = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
@@ -88,7 +88,7 @@ def test_a_template_that_takes_too_much(name: str, monkeypatch: pytest.MonkeyPat
     assert template_bounds.SECONDS <= 2.0
     monkeypatch.setattr(template_bounds, "SECONDS", 0.2)
     before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.thread_time()
-    with pytest.raises((UnboundedError, RenderError)) as caught:
+    with pytest.raises((RenderLimitError, RenderError)) as caught:
         ChatTemplate(UNBOUNDED[name], {}).render(ROW, {})
     assert time.thread_time() - began < 4.0 * business()
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500_000
@@ -102,7 +102,7 @@ def test_a_rendering_may_be_long_where_its_conversation_is() -> None:
     )
     short, long = ([{"role": "user", "content": "a" * n}] for n in (2000, 100_000))
     assert len(ChatTemplate(repeats, {}).render(short, {}).text) == 41 * 2000
-    with pytest.raises(UnboundedError, match="it makes 4,100,000 characters of 100,1"):
+    with pytest.raises(RenderLimitError, match="it makes 4,100,000 characters of 100,1"):
         ChatTemplate(repeats, {}).render(long, {})
     twice = "{{ messages[0]['content'] }}{{ messages[0]['content'] }}"
     assert len(ChatTemplate(twice, {}).render([{"role": "user", "content": "a" * 3_000_000}], {}).text) == 6_000_000
@@ -157,5 +157,5 @@ def test_a_long_conversation_is_within_bounds() -> None:
 def test_only_filters_that_may_be_slow_have_a_largest_input() -> None:
     row = [{"role": "user", "content": "a b " * 300_000}]
     assert len(ChatTemplate("{{ messages[0]['content'] | trim }}", {}).render(row, {}).text) == 1_199_999
-    with pytest.raises(UnboundedError, match="with wordcount"):
+    with pytest.raises(RenderLimitError, match="with wordcount"):
         ChatTemplate("{{ messages[0]['content'] | wordcount }}", {}).render(row, {})

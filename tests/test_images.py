@@ -35,12 +35,12 @@ from weft.data import image_files, image_urls
 from weft.data.documents import Documents, load_documents
 from weft.data.encode import Encoding, changed_files
 from weft.data.image_columns import Image as ImageOfRow
-from weft.data.image_files import Checks, Measured, as_file
-from weft.data.images import Images, expanded
+from weft.data.image_files import ImageChecks, MediaInfo, encode_picture
+from weft.data.images import Images, expand_placeholders
 from weft.data.loss_mask import MaskedText
-from weft.data.places import Place
-from weft.data.sources import Part
-from weft.data.tokenise import Tokenising, Work
+from weft.data.places import MediaLocation
+from weft.data.sources import SourcePart
+from weft.data.tokenise import TokeniseOptions, TokeniseTask
 from weft.errors import UserError
 from weft.models import hf, hf_processor
 from weft.models.hf_processor import load_processor
@@ -65,7 +65,7 @@ def user(text: Any, **more: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": "b"}], **more}
 
 
-def loaded(path: str, checks: Checks | None = None, **pixels: int) -> tuple[PreTrainedTokenizerBase, Images]:
+def loaded(path: str, checks: ImageChecks | None = None, **pixels: int) -> tuple[PreTrainedTokenizerBase, Images]:
     tokenizer = AutoTokenizer.from_pretrained(path)
     return tokenizer, Images(path, tokenizer, pixels, checks)
 
@@ -139,7 +139,9 @@ def test_placeholders_are_never_trained(qwen: tuple[PreTrainedTokenizerBase, Ima
 
 def test_spans_move_with_what_replaces_a_placeholder() -> None:
     chat = MaskedText("ab@cd@ef", ((0, 2), (3, 7)))
-    moved, replaced = expanded(chat, [place.span() for place in re.finditer("@", chat.text)], ["[1]", "[22]"])
+    moved, replaced = expand_placeholders(
+        chat, [place.span() for place in re.finditer("@", chat.text)], ["[1]", "[22]"]
+    )
     assert moved.text == "ab[1]cd[22]ef"
     assert [moved.text[start:end] for start, end in moved.spans] == ["ab", "cd", "e"]
     assert [moved.text[start:end] for start, end in replaced] == ["[1]", "[22]"]
@@ -274,9 +276,9 @@ def test_what_is_measured_before_training_is_what_a_step_reads(name: str, decode
         picture.save(file, "TIFF", tiffinfo={0x0112: int(name[-1])})
         upright = ImageOps.exif_transpose(Image.open(file)).convert("RGB")
     image = ImageOfRow(data=file.getvalue())
-    seen, read = image_files.pixels(image, "row", Checks())
+    seen, read = image_files.load_pixels(image, "row", ImageChecks())
     assert seen.tobytes() == upright.tobytes() and (seen.width, seen.height) == upright.size
-    assert image_files.measured(image, "row", Checks(decode=decode)).shape == read.shape
+    assert image_files.measure_image(image, "row", ImageChecks(decode=decode)).shape == read.shape
 
 
 def test_an_image_that_fills_the_memory_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,7 +289,7 @@ def test_an_image_that_fills_the_memory_is_named(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(Image.Image, "load", load)
     monkeypatch.setattr("PIL.ImageFile.ImageFile.load", load)
     with pytest.raises(MemoryError) as caught:
-        image_files.measured(image, "d.jsonl:3", Checks())
+        image_files.measure_image(image, "d.jsonl:3", ImageChecks())
     assert caught.value.__notes__ == [
         "d.jsonl:3 (in the row): there is no memory to decode this image. Make it smaller, or leave it out."
     ]
@@ -410,7 +412,7 @@ def test_truncation_leaves_images_whole(qwen: tuple[PreTrainedTokenizerBase, Ima
 def test_kept_tokens_are_made_anew_where_an_image_has_changed(
     tmp_path: Path, qwen: tuple[PreTrainedTokenizerBase, Images]
 ) -> None:
-    image, how = tmp_path / "a.png", Tokenising(cache=str(tmp_path / "kept"))
+    image, how = tmp_path / "a.png", TokeniseOptions(cache=str(tmp_path / "kept"))
     image.write_bytes(encoded(CAT))
     path = write_jsonl(tmp_path / "rows.jsonl", question("What?", "a cat", ["a.png"]))
     first = read(path, qwen, how=how)
@@ -442,7 +444,7 @@ def test_documents_are_the_same_from_other_processes(
     path = write_jsonl(tmp_path / "rows.jsonl", *[question(f"{i}", "a cat", ["a.png"]) for i in range(20)])
     alone = read(path, qwen)
     monkeypatch.setattr("weft.data.tokenise.CREW_BYTES", 0)
-    assert same(read(path, qwen, how=Tokenising(workers=2)), alone)
+    assert same(read(path, qwen, how=TokeniseOptions(workers=2)), alone)
 
 
 # ---------------------------------------------------------------- keys
@@ -504,16 +506,16 @@ def test_check_images_decodes_before_training(tmp_path: Path, models: Callable[[
     path = write_jsonl(tmp_path / "rows.jsonl", question("What?", "a cat", ["a.jpg"]))
     with pytest.raises(UserError, match="rows.jsonl:1: image .* is damaged"):
         read(path, loaded(models("qwen2_5_vl")))
-    documents = read(path, loaded(models("qwen2_5_vl"), Checks(decode=False)))
+    documents = read(path, loaded(models("qwen2_5_vl"), ImageChecks(decode=False)))
     with pytest.raises(UserError, match="rows.jsonl:1: image .* is damaged"):
         documents[0]
 
 
 def test_max_image_pixels_is_the_limit(models: Callable[[str], str]) -> None:
     row, size = [question("What?", "a cat", [CAT])], CAT.width * CAT.height
-    assert len(read(row, loaded(models("qwen2_5_vl"), Checks(max_pixels=size)))) == 1
+    assert len(read(row, loaded(models("qwen2_5_vl"), ImageChecks(max_pixels=size)))) == 1
     with pytest.raises(UserError, match=rf"more than data.max_image_pixels = {size - 1:,}"):
-        read(row, loaded(models("qwen2_5_vl"), Checks(max_pixels=size - 1)))
+        read(row, loaded(models("qwen2_5_vl"), ImageChecks(max_pixels=size - 1)))
 
 
 class _Server(BaseHTTPRequestHandler):
@@ -541,7 +543,7 @@ def server() -> Iterator[str]:
 
 
 def test_fetch_images_fetches_them_once(server: str, models: Callable[[str], str], tmp_path: Path) -> None:
-    model = loaded(models("qwen2_5_vl"), Checks(fetch=True))
+    model = loaded(models("qwen2_5_vl"), ImageChecks(fetch=True))
     path = write_jsonl(tmp_path / "rows.jsonl", question("What?", "a cat", [f"{server}/cat.png"]))
     documents = read(path, model)
     assert same(documents, read([question("What?", "a cat", [CAT])], model))
@@ -573,7 +575,7 @@ def test_a_server_that_sends_a_byte_at_a_time_is_left(
         thread.start()
         row = question("What?", "a cat", [f"{scheme}://127.0.0.1:{listener.getsockname()[1]}/cat.png"])
         with pytest.raises(UserError, match="cannot be fetched: it has not come within"):
-            read([row], loaded(models("qwen2_5_vl"), Checks(fetch=True)))
+            read([row], loaded(models("qwen2_5_vl"), ImageChecks(fetch=True)))
         thread.join()
 
 
@@ -597,8 +599,8 @@ def test_what_processors_are_asked_for(models: Callable[[str], str]) -> None:
 
 def test_a_picture_in_memory_becomes_a_file_and_a_file_stays() -> None:
     of_file = ImageOfRow(data=encoded(CAT))
-    assert as_file(of_file, "row 1", Checks()) is of_file
-    written = as_file(ImageOfRow(picture=CAT), "row 1", Checks())
+    assert encode_picture(of_file, "row 1", ImageChecks()) is of_file
+    written = encode_picture(ImageOfRow(picture=CAT), "row 1", ImageChecks())
     assert written.data is not None
     with Image.open(io.BytesIO(written.data)) as picture:
         assert picture.format == "PNG" and picture.tobytes() == CAT.convert("RGB").tobytes()
@@ -611,9 +613,9 @@ def test_only_rows_that_hold_images_are_read_again(qwen: tuple[PreTrainedTokeniz
         raise AssertionError(f"row {position} is read")
 
     tokenizer, images = qwen
-    place = Place(Measured(CAT.height, CAT.width, len(encoded(CAT)), 0), data=encoded(CAT))
-    part = Part("a.jsonl", 0, True, lambda: iter(()), row=read_again)
-    _, patches = Work(tokenizer, images=images).inputs(part, "a.jsonl:2", [place])
+    place = MediaLocation(MediaInfo(CAT.height, CAT.width, len(encoded(CAT)), 0), data=encoded(CAT))
+    part = SourcePart("a.jsonl", 0, True, lambda: iter(()), row=read_again)
+    _, patches = TokeniseTask(tokenizer, images=images).inputs(part, "a.jsonl:2", [place])
     assert patches > 0
     with pytest.raises(AssertionError, match="row 3 is read"):
-        Work(tokenizer, images=images).inputs(part, "a.jsonl:2", [replace(place, data=None, position=3)])
+        TokeniseTask(tokenizer, images=images).inputs(part, "a.jsonl:2", [replace(place, data=None, position=3)])

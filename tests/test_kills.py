@@ -28,7 +28,7 @@ from tests.machine import business
 from tests.resuming import inputs, lines, process
 from weft.checkpoint.retention import complete_steps, step_folder, sweep
 from weft.checkpoint.save import Saver
-from weft.checkpoint.state import check_contents, find_parts, load_state, read_state
+from weft.checkpoint.state import check_contents, find_state_shards, load_state, read_state
 from weft.config.schema import CheckpointConfig
 
 KEEP = 2
@@ -52,13 +52,15 @@ def saves_for_ever(folder: str, model: str, kill_at: int | None, pipe: Connectio
     done = max(complete_steps(checkpoints), default=0)
     if done:
         load_state(engine, read_state(step_folder(checkpoints, done)))
-        values = {float(part.local.view(-1)[0]) for name, part in find_parts(engine).items() if "weights" in name}
+        values = {
+            float(part.local.view(-1)[0]) for name, part in find_state_shards(engine).items() if "weights" in name
+        }
         assert values == {float(done)}, values
     config = CheckpointConfig(keep=KEEP, async_=True, trainer_state=random.Random(done).choice(["all", "last"]))
     with dying(kill_at), Saver(engine, Path(folder), config, {"config": {}}, last=done) as saver:
         pipe.send(done)
         for step in range(done + 1, done + 1000):
-            for name, part in find_parts(engine).items():
+            for name, part in find_state_shards(engine).items():
                 part.local.fill_(step if name.startswith("weights/") else 10 * step)
             saver.save(step, {})
             saver.wait()

@@ -31,11 +31,11 @@ from weft.models import hf
 from weft.parallel import parallelize
 from weft.parallel.shards import load, walker
 from weft.parallel.shards.boxes import Box, local_box
-from weft.parallel.shards.layout import Piece
+from weft.parallel.shards.layout import TensorMapping
 from weft.parallel.shards.ranges import RangeWriter
 from weft.parallel.shards.safetensors_files import TensorFile, create, lay_out
-from weft.parallel.shards.source import open_source
-from weft.parallel.shards.walker import checked, walk
+from weft.parallel.shards.source import open_model_weights
+from weft.parallel.shards.walker import check_stream, walk
 
 Tensors = dict[str, Tensor]
 _folder = tempfile.TemporaryDirectory(prefix="weft-load-")
@@ -125,8 +125,8 @@ def load_change_write(path: str, mesh: str, folder: str) -> dict[str, Any]:
         saved = tensors_of(Path(folder, "saved"))
         manifest = export.manifest_of(engine)
         for bucket in (2000, 10**9):
-            stream = checked(
-                walk(engine.module, engine.built.pieces, manifest, engine.divided.cuts, bucket_bytes=bucket), manifest
+            stream = check_stream(
+                walk(engine.module, engine.built.mappings, manifest, engine.divided.cuts, bucket_bytes=bucket), manifest
             )
             walked = {name: tensor.clone() for name, tensor in stream}
             assert walked.keys() == saved.keys()
@@ -265,7 +265,7 @@ def test_swapped_files_are_noticed(tmp_path: Path) -> None:
 
 def differs_in_parts(path: str) -> list[bool]:
     """Whether `a` differs from each other tensor, compared by two ranks two rows at a time, in turn."""
-    opened = open_source(path)
+    opened = open_model_weights(path)
     with mock.patch.object(load, "_COMPARED_ROWS", 8):
         return [load._differ(opened, "a", name) for name in ("same", "first", "second", "last")]
 
@@ -356,7 +356,7 @@ def test_fp8_blocks_that_stick_out_over_the_edge(tmp_path: Path) -> None:
     save_file({"w": values, "w_scale_inv": scales}, tmp_path / "model.safetensors")
     config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [8, 16]}}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    opened = open_source(str(tmp_path))
+    opened = open_model_weights(str(tmp_path))
     expected = torch.tensor(
         [[float(values[i, j]) * float(scales[i // 8, j // 16]) for j in range(21)] for i in range(37)]
     )
@@ -370,7 +370,7 @@ def test_fp8_blocks_that_stick_out_over_the_edge(tmp_path: Path) -> None:
 
 def stream_of(*tensors: tuple[str, Tensor]) -> list[str]:
     manifest = {name: torch.empty(2, 3, device="meta") for name in ("a", "b")}
-    return [name for name, _ in checked(iter(tensors), manifest)]
+    return [name for name, _ in check_stream(iter(tensors), manifest)]
 
 
 def test_the_manifest_is_kept() -> None:
@@ -391,13 +391,13 @@ def test_what_is_gathered_at_once_is_as_much_as_fits_and_no_more() -> None:
     """Half of the bytes allowed, 64: small tensors together, and of a large one as many experts as fit."""
     shapes = {"a": (2, 4), "b": (2, 4), "experts": (5, 2, 3), "c": (2, 2)}
     module = nn.ParameterDict({name: nn.Parameter(torch.randn(shape)) for name, shape in shapes.items()})
-    pieces = [Piece(name, name, Box.whole(shapes[name]), (0, 1)) for name in ("a", "b")]
-    pieces += [Piece(f"expert {n}", "experts", Box((n, 0, 0), (1, 2, 3)), (1, 2)) for n in range(5)]
-    pieces.append(Piece("c", "c", Box.whole(shapes["c"]), (0, 1)))
-    manifest = {piece.disk: torch.empty(piece.shape, device="meta") for piece in pieces}
+    mappings = [TensorMapping(name, name, Box.whole(shapes[name]), (0, 1)) for name in ("a", "b")]
+    mappings += [TensorMapping(f"expert {n}", "experts", Box((n, 0, 0), (1, 2, 3)), (1, 2)) for n in range(5)]
+    mappings.append(TensorMapping("c", "c", Box.whole(shapes["c"]), (0, 1)))
+    manifest = {mapping.disk: torch.empty(mapping.shape, device="meta") for mapping in mappings}
     with mock.patch.object(walker, "_Gather", wraps=walker._Gather) as gather:
-        found = dict(checked(walk(module, pieces, manifest, {}, bucket_bytes=128), manifest))
-    gathered = [[piece.disk for part in call.args[1] for piece in part.pieces] for call in gather.call_args_list]
+        found = dict(check_stream(walk(module, mappings, manifest, {}, bucket_bytes=128), manifest))
+    gathered = [[mapping.disk for part in call.args[1] for mapping in part.mappings] for call in gather.call_args_list]
     assert gathered == [["a", "b"], ["expert 0", "expert 1"], ["expert 2", "expert 3"], ["expert 4", "c"]]
     assert all(torch.equal(found[f"expert {n}"], module["experts"][n]) for n in range(5))
 
@@ -405,21 +405,21 @@ def test_what_is_gathered_at_once_is_as_much_as_fits_and_no_more() -> None:
 def swapped_gate_and_up(path: str, folder: str) -> dict[str, Any]:
     """Plant: gate and up of the fused experts change places."""
 
-    def swapped(piece: Piece) -> tuple[int, ...]:
-        return piece.box.start
+    def swapped(mapping: TensorMapping) -> tuple[int, ...]:
+        return mapping.box.start
 
     original = load.plan_load
 
     def planted(*args: Any) -> Any:
-        pieces, plan = original(*args)
+        mappings, plan = original(*args)
         for fills in plan.fills.values():
             if len(fills) > 1:
                 names = [name for _, name in sorted(fills, key=lambda fill: swapped(fill[0]), reverse=True)]
                 fills[:] = [
-                    (piece, name)
-                    for (piece, _), name in zip(sorted(fills, key=lambda f: swapped(f[0])), names, strict=True)
+                    (mapping, name)
+                    for (mapping, _), name in zip(sorted(fills, key=lambda f: swapped(f[0])), names, strict=True)
                 ]
-        return pieces, plan
+        return mappings, plan
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "plan_load", planted)

@@ -23,7 +23,7 @@ from weft.data.conversation import conversation
 from weft.data.encode import Encoder, Encoding, _trained_tokens
 from weft.data.loss_mask import MaskedText
 from weft.data.loss_mask_fallback import MasksByComparison
-from weft.data.messages import Parts
+from weft.data.messages import ContentParts
 from weft.data.records import Record
 from weft.errors import UserError
 
@@ -351,6 +351,6 @@ def test_messages_without_content_and_with_parts_are_made_whole_for_templates() 
         {"role": "assistant", "content": [], "reasoning_content": None},
     ]
     asked, called, empty = conversation(Record("a.jsonl:1", "messages", {"messages": raw}), "answers").messages
-    assert isinstance(asked["content"], Parts) and str(asked["content"]) == "What time?"
+    assert isinstance(asked["content"], ContentParts) and str(asked["content"]) == "What time?"
     assert called["content"] == "" and called["tool_calls"][0]["function"] == {"name": "now", "arguments": {}}
     assert empty == {"role": "assistant", "content": ""}

@@ -17,7 +17,7 @@ from weft.config.load import load_config
 from weft.data.encode import Encoder, Encoding
 from weft.data.messages import MessageRules, read_messages
 from weft.data.prompts import load_prompts
-from weft.data.records import Reading, parse_row
+from weft.data.records import ParseOptions, parse_row
 from weft.errors import UserError, first_line
 
 # A template with everything: thoughts, text beside calls, several calls, results, tools.
@@ -35,7 +35,7 @@ def rows_trained(
 ) -> list[str]:
     """What is trained of a row of a file."""
     tokenizer = byte_tokenizer(template)
-    read = parse_row("d:1", row, Reading(columns, rules or MessageRules()))
+    read = parse_row("d:1", row, ParseOptions(columns, rules or MessageRules()))
     return trained_of(Encoder(tokenizer), read)
 
 
@@ -247,7 +247,7 @@ def test_the_older_form_of_calls_is_read() -> None:
     }
     for template in ("qwen3", "llama3_1", "glm4moe", "gptoss"):
         encoder = Encoder(tokenizer_of(template))
-        one, two = (encoder.encode([parse_row("d:1", row, Reading())]) for row in (older, newer))
+        one, two = (encoder.encode([parse_row("d:1", row, ParseOptions())]) for row in (older, newer))
         assert one == two
 
 
@@ -262,7 +262,7 @@ def test_a_template_of_the_older_form_gets_it() -> None:
     expected = ['now{"in": "Rome"}<|end|>', "Noon.<|end|>"]
     assert rows_trained({"messages": [*messages, result, answer("Noon.")]}, template=template) == expected
     [encoded] = Encoder(byte_tokenizer(template)).encode(
-        [parse_row("d:1", {"messages": [*messages, result, answer("Noon.")]}, Reading())]
+        [parse_row("d:1", {"messages": [*messages, result, answer("Noon.")]}, ParseOptions())]
     )
     assert "<|start|>function\nnoon" in byte_tokenizer(template).decode(encoded.ids)
 
@@ -371,19 +371,19 @@ def test_tools_in_columns_of_other_names(column: str) -> None:
     for tools in ([TOOL["function"]], [TOOL], json.dumps([TOOL["function"]])):
         theirs = {"messages": ours["messages"], column: tools}
         encoder = Encoder(tokenizer_of("qwen3"))
-        one, two = (encoder.encode([parse_row("d:1", row, Reading())]) for row in (ours, theirs))
+        one, two = (encoder.encode([parse_row("d:1", row, ParseOptions())]) for row in (ours, theirs))
         assert one == two
 
 
 def test_a_column_that_switches_thoughts() -> None:
     qwen = Encoder(tokenizer_of("qwen3"))
     row = {"messages": [user("1?"), answer("One.")], "enable_thinking": False}
-    assert trained_of(qwen, parse_row("d:1", row, Reading())) == ["One.<|im_end|>"]
+    assert trained_of(qwen, parse_row("d:1", row, ParseOptions())) == ["One.<|im_end|>"]
 
 
 def test_a_system_message_by_column_and_by_default() -> None:
     def text(row: dict[str, Any], rules: MessageRules) -> str:
-        [encoded] = Encoder(byte_tokenizer(WHOLE)).encode([parse_row("d:1", row, Reading({}, rules))])
+        [encoded] = Encoder(byte_tokenizer(WHOLE)).encode([parse_row("d:1", row, ParseOptions({}, rules))])
         return byte_tokenizer(WHOLE).decode(encoded.ids)
 
     said, default = [user("Hi"), answer("Ho")], MessageRules(system="Be kind.")
@@ -405,7 +405,7 @@ def test_a_system_message_by_column_and_by_default() -> None:
     assert text({"messages": said, "system_prompt": "Be kind."}, MessageRules()).startswith(begins)
     for row in ({"text": "a"}, {"prompt": "a", "completion": "b"}, {"input_ids": [5, 6]}):
         with pytest.raises(UserError, match="d:1: data.system has no effect on"):
-            parse_row("d:1", row, Reading({}, default))
+            parse_row("d:1", row, ParseOptions({}, default))
 
 
 def test_conversations_are_read_without_a_mapping() -> None:
@@ -638,7 +638,7 @@ def test_what_a_template_leaves_out_is_refused(template: str, messages: list[Any
             continue
         encoder = Encoder(byte_tokenizer(template), Encoding(train_on=train_on))  # type: ignore[arg-type]
         with pytest.raises(UserError) as error:
-            encoder.encode([parse_row("d:1", {"messages": messages}, Reading())])
+            encoder.encode([parse_row("d:1", {"messages": messages}, ParseOptions())])
         assert str(error.value).startswith("d:1: the template ") and words in str(error.value)
     rows_trained({"messages": messages})  # the template that has everything has it
 

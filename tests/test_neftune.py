@@ -18,7 +18,7 @@ from tests.pool import run
 from tests.resuming import Sections, equal, lines, process, whole_state
 from tests.vision_zoo import saved_vision_model
 from weft.config.schema import DataConfig, ModelConfig, SftConfig, TrainConfig
-from weft.data.order import Step
+from weft.data.order import SampledStep
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
 from weft.engine.losses.cross_entropy import CrossEntropy
@@ -27,7 +27,7 @@ from weft.launch.process import join
 from weft.models import embedding_noise, hf
 from weft.models.embedding_noise import StepNoise, noise_of
 from weft.recipes import sft
-from weft.recipes.plan.simulate import Step as SimulatedStep
+from weft.recipes.plan.simulate import SampledStep as SimulatedStep
 from weft.recipes.plan.simulate import rows_of
 from weft.recipes.verify import verified_config
 from weft.verify.documents import awkward_steps
@@ -221,7 +221,7 @@ def test_weft_verify_has_none() -> None:
 def test_a_run_says_which_step_it_lays_out() -> None:
     engine, objective = mock.Mock(), CrossEntropy()
     engine.plan_step.return_value = ("the plan", "documents")
-    sft.prepare_step(engine, [], objective, Step(7, 1, []))
+    sft.prepare_step(engine, [], objective, SampledStep(7, 1, []))
     engine.rows.assert_called_once_with("the plan", "documents", objective, 7)
 
 

@@ -25,7 +25,7 @@ from weft import cli, terminal
 from weft.checkpoint.remote import mirror
 from weft.checkpoint.remote.enter import begin_run, fetch_run, own_token, resume_run
 from weft.checkpoint.remote.layout import BEST, LATEST, Manifest, RemoteRun
-from weft.checkpoint.remote.local import localised
+from weft.checkpoint.remote.local import with_local_paths
 from weft.checkpoint.remote.mirror import Mirror
 from weft.checkpoint.remote.staging import fetch
 from weft.checkpoint.remote.store import Store, StoreError
@@ -412,7 +412,7 @@ def test_reinforcement_learning_on_a_store(files: Place, tmp_path: Path) -> None
             (tmp_path / "config.yaml").write_bytes(store.read("config.yaml") or b"")
         files_, keys = ([str(tmp_path / "config.yaml")], list(more)) if resume else ([], keys)
         config = load_config(files_, [*keys, f"run.dir={run}", f"run.staging={tmp_path}/{staging}"], RlConfig)
-        config = localised(config, "resumed" if resume else "new")
+        config = with_local_paths(config, "resumed" if resume else "new")
         local_rl.run_config(config, resume=resume)
 
     local_rl.start(task, tmp_path / "plain", "train.steps=4", "checkpoint.keep=2")
@@ -467,7 +467,7 @@ def test_a_run_that_is_there_is_not_overwritten_unless_asked_to(
     said = answer(capsys, *on(url, tmp_path))
     assert f"run.dir: {url} holds a run already" in said and f"weft sft --resume {url}" in said
     config = load_config([], [*on(url, tmp_path)[1:], "run.overwrite=true"])
-    run = localised(config, "new").run.dir
+    run = with_local_paths(config, "new").run.dir
     assert run is not None and remote.steps() == [5]  # until the run has something of its own
     own = RemoteRun(Store(url), own_token(Path(run)))
     found = Mirror(own, Path(run), config.checkpoint, "", critic=False, fresh=True)

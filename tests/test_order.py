@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from weft.data.order import Share, Step, Steps, epoch_order
+from weft.data.order import SampledStep, SourceShare, StepSampler, epoch_order
 
 LENGTHS = [random.Random(1).randint(1, 40) for _ in range(23)]
 RUNS: list[dict[str, Any]] = [
@@ -22,9 +22,9 @@ RUNS: list[dict[str, Any]] = [
 ]
 
 
-def make(lengths: list[int] = LENGTHS, **options: Any) -> Steps:
+def make(lengths: list[int] = LENGTHS, **options: Any) -> StepSampler:
     options = {"documents": None, "epochs": None, **options}
-    return Steps(lengths, **options)
+    return StepSampler(lengths, **options)
 
 
 def test_shuffle_is_a_permutation_of_seed_and_epoch_alone() -> None:
@@ -93,10 +93,10 @@ def test_token_steps_are_full_and_within_the_limit() -> None:
 def test_seed_changes_the_order_and_no_shuffle_keeps_the_files() -> None:
     assert list(make(documents=5, epochs=1, seed=1)) != list(make(documents=5, epochs=1, seed=2))
     assert list(make([1, 1, 1], documents=2, epochs=2, shuffle=False)) == [
-        Step(1, 1, [0, 1]),
-        Step(2, 1, [2]),
-        Step(3, 2, [0, 1]),
-        Step(4, 2, [2]),
+        SampledStep(1, 1, [0, 1]),
+        SampledStep(2, 1, [2]),
+        SampledStep(3, 2, [0, 1]),
+        SampledStep(4, 2, [2]),
     ]
 
 
@@ -105,15 +105,15 @@ def test_seed_changes_the_order_and_no_shuffle_keeps_the_files() -> None:
 
 @pytest.mark.parametrize(("weight", "n", "expected"), [(1, 7, 7), (0.5, 7, 4), (0.5, 8, 4), (2.5, 3, 8), (0.01, 9, 1)])
 def test_documents_of_a_source_in_an_epoch_by_hand(weight: float, n: int, expected: int) -> None:
-    assert Share(n, weight).in_epoch == expected
-    assert len(make([1] * n, documents=1, epochs=3, shares=[Share(n, weight)])) == 3 * expected
+    assert SourceShare(n, weight).in_epoch == expected
+    assert len(make([1] * n, documents=1, epochs=3, shares=[SourceShare(n, weight)])) == 3 * expected
 
 
 @pytest.mark.parametrize("weight", [0.1, 0.5, 0.7, 1.0, 1.3, 2.0, 3.5])
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_no_document_comes_again_before_all_have_come(weight: float, shuffle: bool) -> None:
     """After any number of epochs, two documents of a source differ by at most one in how often they came."""
-    shares, seen = [Share(11, weight), Share(12)], [0] * 23
+    shares, seen = [SourceShare(11, weight), SourceShare(12)], [0] * 23
     steps = make(documents=4, epochs=9, shares=shares, shuffle=shuffle)
     epochs = itertools.groupby(steps, key=lambda step: step.epoch)
     for number, (epoch, group) in enumerate(epochs, start=1):
@@ -127,7 +127,7 @@ def test_no_document_comes_again_before_all_have_come(weight: float, shuffle: bo
 
 def test_halves_of_a_source_differ_by_epoch_and_by_seed() -> None:
     def epoch(seed: int, number: int) -> set[int]:
-        steps = make([1] * 12, documents=12, epochs=4, seed=seed, shares=[Share(12, 0.5)])
+        steps = make([1] * 12, documents=12, epochs=4, seed=seed, shares=[SourceShare(12, 0.5)])
         return set(list(steps)[number - 1].documents)
 
     assert epoch(0, 1) | epoch(0, 2) == set(range(12)) == epoch(0, 3) | epoch(0, 4)
@@ -135,14 +135,14 @@ def test_halves_of_a_source_differ_by_epoch_and_by_seed() -> None:
 
 
 def test_what_is_chosen_is_in_the_order_of_the_data_and_differs_by_source() -> None:
-    chosen = [Share(20, 0.5).chosen(source, 7, 1, True) for source in range(2)]
+    chosen = [SourceShare(20, 0.5).chosen(source, 7, 1, True) for source in range(2)]
     assert chosen[0] != chosen[1]
     assert all(own == sorted(own) and len(own) == 10 for own in chosen)
 
 
 @pytest.mark.parametrize("options", RUNS, ids=str)
 def test_runs_with_weights_can_be_taken_up_anywhere(options: dict[str, Any]) -> None:
-    shares = [Share(9, 0.6), Share(14, 1.7)]
+    shares = [SourceShare(9, 0.6), SourceShare(14, 1.7)]
     unbroken = list(make(**options, shares=shares))
     assert [step.number for step in unbroken] == list(range(1, len(make(**options, shares=shares)) + 1))
     for number in range(1, len(unbroken) + 2):
@@ -150,4 +150,6 @@ def test_runs_with_weights_can_be_taken_up_anywhere(options: dict[str, Any]) -> 
 
 
 def test_sources_of_weight_1_are_dealt_as_one() -> None:
-    assert list(make(documents=5, epochs=2, shares=[Share(10), Share(13)])) == list(make(documents=5, epochs=2))
+    assert list(make(documents=5, epochs=2, shares=[SourceShare(10), SourceShare(13)])) == list(
+        make(documents=5, epochs=2)
+    )

@@ -20,7 +20,7 @@ from tests.cases import MESHES, pairs, world_of
 from tests.pool import run
 from tests.resuming import STEPS, Sections, config_of, equal, inputs, lines, process, state_of, whole_state
 from weft.checkpoint import resume
-from weft.checkpoint.resume import fill_from
+from weft.checkpoint.resume import restore_engine
 from weft.checkpoint.state import load_state, read_state
 from weft.config.load import load_config
 from weft.engine.config import EngineConfig
@@ -286,5 +286,5 @@ def test_a_critic_is_filled_from_its_own_folder(tmp_path: Path, monkeypatch: pyt
     policy: Any = engine
     of_run: Any = state
     others: Any = {"critic": critic}
-    assert fill_from(policy, of_run, 0, others) == ["a note"]
+    assert restore_engine(policy, of_run, 0, others) == ["a note"]
     assert filled == [(engine, state), (critic, tmp_path / "critic")]

@@ -24,7 +24,7 @@ from tests.pool import run
 from tests.resuming import whole_state
 from weft.checkpoint import snapshot
 from weft.checkpoint.save import Saver
-from weft.checkpoint.state import find_parts
+from weft.checkpoint.state import find_state_shards
 from weft.config.schema import CheckpointConfig
 from weft.engine import host
 from weft.engine.engine import Engine
@@ -53,7 +53,7 @@ def gradient(engine: Engine, number: int) -> None:
 
 def local(engine: Engine) -> dict[str, Tensor]:
     """All that this rank keeps, as it is kept: weights, state, average, gradients."""
-    found = {name: part.local for name, part in find_parts(engine).items()}
+    found = {name: part.local for name, part in find_state_shards(engine).items()}
     frozen = {f"frozen/{n}": local_shard(p) for n, p in engine.module.named_parameters() if not p.requires_grad}
     grads = {f"gradient/{n}": local_shard(p.grad) for n, p in engine.module.named_parameters() if p.grad is not None}
     return {**found, **frozen, **grads}
@@ -117,7 +117,7 @@ def errors_while(path: str, parts: tuple[Part, ...]) -> list[str]:
         lambda: engine.readout(plan, documents),
         lambda: engine.evaluate(plan, documents, CrossEntropy()),
         lambda: next(engine.tensors()),
-        lambda: find_parts(engine),
+        lambda: find_state_shards(engine),
         lambda: shard_of(next(engine.module.parameters())),  # as export, sync and the walker do
     ):
         try:
@@ -214,7 +214,7 @@ def sleeps_while_a_checkpoint_is_written(path: str, folder: str) -> dict[str, bo
     for step in (1, 2):
         for place, own in (("", 0), ("critic", 1)):
             state = whole_state(Path(folder), step, place)
-            mine = find_parts((engine, critic)[own])
+            mine = find_state_shards((engine, critic)[own])
             same = [torch.equal(state[n][p.box.within(Box.whole(p.shape))], p.local) for n, p in mine.items()]
             checks[f"step {step}, {place or 'policy'} as it was"] = all(same) and len(same) > 50
     return checks
@@ -318,7 +318,7 @@ def filled_for(path: str) -> tuple[int, int]:
     engine = open_engine(path, "2")
     gradient(engine, 0)
     engine.apply(1e-3)
-    contents = snapshot.Contents(engine, CheckpointConfig(), {})
+    contents = snapshot.EngineWriter(engine, CheckpointConfig(), {})
     copies = contents.copy()
     return engine.offloader.pool._wanted, sum(tensor.nbytes for tensor in copies.copies.values())
 

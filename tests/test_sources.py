@@ -25,7 +25,7 @@ from weft.data import sources as sources_module
 from weft.data.documents import Documents, lengths_of, load_documents, shares_of
 from weft.data.messages import MessageRules, read_messages
 from weft.data.open_sources import open_data
-from weft.data.records import Reading, Record
+from weft.data.records import ParseOptions, Record
 from weft.data.sources import in_memory, open_file, open_source
 from weft.errors import UserError
 from weft.recipes.run_data import dated, read_run_data
@@ -40,7 +40,7 @@ def flat(documents: Documents) -> list[tuple[list[int], list[float]]]:
 def records(path: str, chat: bool = True, **source: Any) -> list[Record]:
     """The checked rows of a source."""
     config = SourceConfig(path=path, **source)
-    reading = Reading(config.columns, chat=chat)
+    reading = ParseOptions(config.columns, chat=chat)
     return [record for part in open_source(config) for block in part.blocks() for _, record in block.records(reading)]
 
 
@@ -218,10 +218,12 @@ def test_documents_of_plain_text(unit: Any, expected: dict[int, str], file: str,
     path = tmp_path / file
     path.write_bytes(gzip.compress(NOTES.encode()) if file.endswith(".gz") else NOTES.encode())
     data = DataConfig(path=str(tmp_path / "*.txt*"), text_unit=unit)
-    reading = Reading({})
+    reading = ParseOptions({})
     (source,) = open_data(data)
     found = [record for block in source.parts[0].blocks() for _, record in block.records(reading)]
-    assert {record.where: record.value["text"] for record in found} == {f"{path}:{n}": t for n, t in expected.items()}
+    assert {record.location: record.value["text"] for record in found} == {
+        f"{path}:{n}": t for n, t in expected.items()
+    }
     _, report = load_documents(data, byte_tokenizer(), max_length=100)
     assert report.formats == (("text", len(expected)),)
     assert report.template_use(data, False).endswith(f"; each {unit or 'line'} of a .txt file is a document")
@@ -244,7 +246,7 @@ def test_lines_of_json_that_are_called_txt(tmp_path: Path) -> None:
     assert values(str(path)) == [{"text": "{a brace}"}]
     path.write_text('{"text": "a"}\n')
     (source,) = open_data(DataConfig(path=str(path), text_unit="line"))
-    ((_, record),) = next(iter(source.parts[0].blocks())).records(Reading({}))
+    ((_, record),) = next(iter(source.parts[0].blocks())).records(ParseOptions({}))
     assert record.value == {"text": '{"text": "a"}'}
 
 
@@ -255,7 +257,7 @@ def test_a_large_text_is_refused_before_it_is_read_whole(unit: Any, tmp_path: Pa
     (part,) = open_source(SourceConfig(path=str(path)), most=50, unit=unit)
     where = 1 if unit == "document" else 3
     with pytest.raises(UserError, match=rf"d.txt:{where}: is larger than data.max_row_bytes = 50"):
-        [record for block in part.blocks() for record in block.records(Reading({}))]
+        [record for block in part.blocks() for record in block.records(ParseOptions({}))]
 
 
 @pytest.mark.parametrize("ending", DATA_SUFFIXES)
@@ -312,7 +314,7 @@ def test_a_file_cut_into_blocks_anywhere(size: int, tmp_path: Path, monkeypatch:
     path.write_text("\n".join([*lines, json.dumps({"text": "cc" * 20})]), encoding="utf-8")
     monkeypatch.setattr(sources_module, "BLOCK_BYTES", size)
     found = records(str(path))
-    assert [record.where.rpartition(":")[2] for record in found] == ["1", "3", "5"]
+    assert [record.location.rpartition(":")[2] for record in found] == ["1", "3", "5"]
     assert [record.value["text"] for record in found] == ["a", "b\u2028\u00e9", "cc" * 20]
 
 
@@ -336,7 +338,7 @@ def test_splits_of_a_saved_dataset(tmp_path: Path) -> None:
     path = str(tmp_path / "both")
     assert values(path) == ROWS[:5]
     assert values(path, split="test[1:]") == ROWS[6:]
-    assert records(path, split="test")[1].where == f"{path}:test[1]"
+    assert records(path, split="test")[1].location == f"{path}:test[1]"
     with pytest.raises(UserError, match=r"has no split valid; set data\.split to train or test"):
         records(path, split="valid")
     with pytest.raises(UserError, match=r"is a file, which has no split called train"):
@@ -538,7 +540,7 @@ def test_json_columns_of_datasets_are_the_values_that_were_written(of: str, form
         made.to_parquet(tmp_path / "d.parquet")
     path = f"{tmp_path}/{'saved' if form == 'saved' else 'd.parquet'}"
     (part,) = [in_memory(made)] if form == "memory" else open_source(SourceConfig(path=path))
-    ((_, record),) = [found for block in part.blocks() for found in block.records(Reading())]
+    ((_, record),) = [found for block in part.blocks() for found in block.records(ParseOptions())]
     assert record.value == {"messages": CALLED}
 
 

@@ -311,7 +311,7 @@ def _filled(family: str, lora: LoraConfig | None = None) -> tuple[LoadedWeights,
 def test_what_an_engine_holds_is_read_back(monkeypatch: pytest.MonkeyPatch) -> None:
     filled, part = _filled("qwen3_moe")
     stale = Given({**part.given, "model.norm.weight": part.given["model.norm.weight"] + 1})
-    whole, own = LoadedWeights._own, {piece.disk: piece for piece in filled.pieces}
+    whole, own = LoadedWeights._own, {mapping.disk: mapping for mapping in filled.mappings}
     first, second = (own[f"model.layers.1.mlp.experts.{expert}.up_proj.weight"] for expert in (1, 3))
     writing = [True]
 

@@ -27,7 +27,7 @@ from weft.models import hf, mixer_part
 from weft.models.tp_parts import even_ranges, repeated_ranges
 from weft.models.train_module import TrainModule
 from weft.parallel.shards.boxes import Box
-from weft.parallel.shards.cuts import Cut
+from weft.parallel.shards.cuts import ShardSpec
 from weft.parallel.tp import tensor
 from weft.parallel.tp.styles import find_tp_plan
 
@@ -214,7 +214,7 @@ def test_a_cut_of_a_fused_projection_has_a_box_for_each_part() -> None:
     """Of [8, 3], queries 0-3 and keys 4-7, each rank has half of both; FSDP2 holds rows 1 and 2 of its part."""
     ranges = (((0, 2), (4, 2)), ((2, 2), (6, 2)))
     ranks: Any = None
-    cut = Cut((8, 3), 0, ranges, (1, 1), 1, ranks)
+    cut = ShardSpec((8, 3), 0, ranges, (1, 1), 1, ranks)
     assert cut.local_shape() == (4, 3)
     assert cut.boxes(Box((1, 0), (2, 3))) == [
         (Box((3, 0), (1, 3)), Box((1, 0), (1, 3)), 1),

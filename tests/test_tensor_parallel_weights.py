@@ -18,7 +18,7 @@ from tests.cases import open_engine, pairs, saved_model, world_of
 from tests.pool import run
 from tests.resuming import Sections, process
 from weft.checkpoint import export
-from weft.parallel.shards.cuts import Cut
+from weft.parallel.shards.cuts import ShardSpec
 from weft.parallel.shards.safetensors_files import TensorFile
 from weft.parallel.shards.tensor_placement import TensorPlacement
 from weft.parallel.shards.walker import walk
@@ -54,7 +54,7 @@ def wrong_tensors(path: str, mesh: str, **sections: dict[str, Any]) -> list[str]
             parameter.mul_(1.5)
     stored, manifest, found = tensors_of(Path(path)), export.manifest_of(engine), list[str]()
     for bucket in (2_000, 40_000, 10**9):
-        stream = engine.walk(engine.built.pieces, manifest, bucket_bytes=bucket)
+        stream = engine.walk(engine.built.mappings, manifest, bucket_bytes=bucket)
         walked = {name: tensor.clone() for name, tensor in stream}
         found += [name for name, tensor in walked.items() if not torch.equal(tensor, _times(stored[name], tensor))]
     return found
@@ -104,15 +104,15 @@ def test_prompts_are_answered_as_by_one_process(name: str, tmp_path: Path) -> No
 # ---------------------------------------------------------------- bugs, planted
 
 
-def all_send(self: Cut, held: Any) -> Any:
+def all_send(self: ShardSpec, held: Any) -> Any:
     return [(box, part, 1) for box, part, _ in BOXES(self, held)]
 
 
-def of_another(self: Cut, held: Any) -> Any:
+def of_another(self: ShardSpec, held: Any) -> Any:
     return BOXES(replace(self, place=self.size - 1 - self.place), held)
 
 
-BOXES = Cut.boxes
+BOXES = ShardSpec.boxes
 PLANTS = {
     "repeated heads are counted twice": ("qwen3", "tp4", all_send),
     "the part of another rank": ("phi3_longrope", "tp4", of_another),
@@ -123,9 +123,9 @@ def with_a_bug(path: str, mesh: str, name: str) -> str:
     """What is said, or which tensors are wrong."""
     engine = open_engine(path, mesh)
     manifest = export.manifest_of(engine)
-    with mock.patch.object(Cut, "boxes", PLANTS[name][2]):
+    with mock.patch.object(ShardSpec, "boxes", PLANTS[name][2]):
         try:
-            stream = walk(engine.module, engine.built.pieces, manifest, engine.divided.cuts)
+            stream = walk(engine.module, engine.built.mappings, manifest, engine.divided.cuts)
             walked = {tensor_name: tensor.clone() for tensor_name, tensor in stream}
         except RuntimeError as error:
             return str(error)
@@ -159,7 +159,7 @@ def lacking(path: str) -> str:
         return [] if place == (0, 1) else shares(self, part, place)
 
     with mock.patch.object(TensorPlacement, "shares", forget), pytest.raises(RuntimeError) as caught:
-        list(walk(engine.module, engine.built.pieces, manifest, {}))
+        list(walk(engine.module, engine.built.mappings, manifest, {}))
     return str(caught.value)
 
 

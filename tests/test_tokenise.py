@@ -25,7 +25,7 @@ from weft.data import sources, tokenise, workers
 from weft.data.blocks import FileBlock
 from weft.data.documents import load_documents
 from weft.data.encode import Encoder
-from weft.data.tokenise import Tokenising
+from weft.data.tokenise import TokeniseOptions
 from weft.data.workers import WorkerPool
 from weft.errors import StorageError, UserError
 
@@ -48,7 +48,7 @@ def write(path: Path, count: int = 40) -> str:
 
 
 def load(path: str, *, template: str = CHATML, **how: Any) -> Any:
-    return load_documents(path, byte_tokenizer(template), max_length=100, how=Tokenising(**how))
+    return load_documents(path, byte_tokenizer(template), max_length=100, how=TokeniseOptions(**how))
 
 
 def test_processes_give_what_one_process_gives(tmp_path: Path) -> None:
@@ -94,7 +94,7 @@ def test_what_is_given_up_leaves_no_thread_and_no_process(
 
 
 def test_a_worker_brings_no_torch(tmp_path: Path) -> None:
-    (tmp_path / "work").write_bytes(pickle.dumps(tokenise.Work(byte_tokenizer(CHATML))))
+    (tmp_path / "work").write_bytes(pickle.dumps(tokenise.TokeniseTask(byte_tokenizer(CHATML))))
     (tmp_path / "block").write_bytes(pickle.dumps(FileBlock(write(tmp_path, 3), 0, 10**6, 0)))
     code = (
         "import pickle, sys\nfrom pathlib import Path\nimport weft.data.workers\n"
@@ -151,8 +151,8 @@ def test_a_row_for_which_the_tokenizers_library_panics_is_a_bad_row(workers: int
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False)])
     path = write_jsonl(tmp_path / "d.jsonl", {"text": "b"}, {"text": "a" * 50 + "c"}, {"text": "c"})
     with pytest.raises(UserError, match=r"d\.jsonl:2: the tokenizer fails for this text: .*retry-limit"):
-        load_documents(path, tokenizer, max_length=100, how=Tokenising(workers=workers))
-    how = Tokenising(workers=workers)
+        load_documents(path, tokenizer, max_length=100, how=TokeniseOptions(workers=workers))
+    how = TokeniseOptions(workers=workers)
     documents, _ = load_documents(path, tokenizer, max_length=100, bad_rows="drop", how=how)
     assert [document.source for document in documents] == [f"{path}:1", f"{path}:3"]
 

@@ -30,7 +30,7 @@ from weft.config.schema import DataConfig
 from weft.data.documents import Documents, load_documents
 from weft.data.encode import Encoding, changed_files, load_tokenizer
 from weft.data.images import Images, read_images
-from weft.data.tokenise import Tokenising
+from weft.data.tokenise import TokeniseOptions
 from weft.engine.batch.document import Document
 from weft.errors import UserError
 from weft.models.clips import Clip, Sampling
@@ -423,7 +423,7 @@ def test_cached_tokens_are_of_the_videos_as_they_are(
 ) -> None:
     _folder(tmp_path / "clip", film(4))
     path = write_jsonl(tmp_path / "d.jsonl", asked(video("clip"), "What?"), asked(video(small_film()), "And?"))
-    how = Tokenising(cache=str(tmp_path / "cache"))
+    how = TokeniseOptions(cache=str(tmp_path / "cache"))
     first, again = read(str(path), qwen, how=how), read(str(path), qwen, how=how)
     for own, other in zip(first, again, strict=True):
         assert all(torch.equal(media_of(own)[name], media_of(other)[name]) for name in media_of(own))

@@ -30,7 +30,7 @@ from tests.stand_in_vllm import environment as stand_in
 from weft.config.load import load_config
 from weft.config.rl_schema import RlConfig
 from weft.data.image_columns import Image
-from weft.data.image_files import Measured
+from weft.data.image_files import MediaInfo
 from weft.data.prompt_images import PromptImages
 from weft.errors import UserError
 from weft.inference.base import Completion, Request, SamplingParams
@@ -494,7 +494,7 @@ def test_sglang_is_asked_as_documented(tmp_path: Path) -> None:
             "stop_token_ids": [5], "ignore_eos": True, "stop": ["x"], "no_stop_trim": True,
             "skip_special_tokens": False,
         }  # fmt: skip
-        shown = PromptImages("p", (Image(path="a.png"),), (Measured(8, 8, 1),), 1, 1)
+        shown = PromptImages("p", (Image(path="a.png"),), (MediaInfo(8, 8, 1),), 1, 1)
         with pytest.raises(UserError, match=r"p: rollout.engine=sglang takes no images"):
             await engine.generate(replace(REQUEST, images=shown))
 

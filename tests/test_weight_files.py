@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from tests.zoo import tiny_config
 from weft.errors import UserError
 from weft.models import hf
-from weft.parallel.shards.source import INDEX, open_source
+from weft.parallel.shards.source import INDEX, open_model_weights
 
 NORM = "model.norm.weight"
 
@@ -71,7 +71,7 @@ FOLDERS: list[Callable[[Path], None]] = [shards_beside, shards_gone, variant, st
 def test_the_weights_are_those_that_transformers_reads(change: Callable[[Path], None], tmp_path: Path) -> None:
     save(tmp_path, 1)
     change(tmp_path)
-    source = open_source(str(tmp_path))
+    source = open_model_weights(str(tmp_path))
     for name, theirs in AutoModelForCausalLM.from_pretrained(tmp_path).state_dict().items():
         assert torch.equal(source.read(name), theirs), name
     source.close()
@@ -80,7 +80,7 @@ def test_the_weights_are_those_that_transformers_reads(change: Callable[[Path], 
 def test_a_save_that_transformers_would_not_find_is_read_if_it_is_alone(tmp_path: Path) -> None:
     save(tmp_path, 1)
     (tmp_path / "model.safetensors").rename(tmp_path / "model.fp16.safetensors")
-    assert open_source(str(tmp_path)).read(NORM)[0] == 1.0
+    assert open_model_weights(str(tmp_path)).read(NORM)[0] == 1.0
 
 
 REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -117,7 +117,7 @@ def test_what_cannot_be_read_as_transformers_reads_it_is_refused(name: str, tmp_
     save(tmp_path, 1)
     change(tmp_path)
     with pytest.raises(UserError, match=words):
-        open_source(str(tmp_path))
+        open_model_weights(str(tmp_path))
 
 
 def test_an_index_that_config_names(tmp_path: Path) -> None:
@@ -126,5 +126,5 @@ def test_an_index_that_config_names(tmp_path: Path) -> None:
     (tmp_path / INDEX).rename(tmp_path / "mine.safetensors.index.json")
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"transformers_weights": "mine.safetensors.index.json"}))
-    assert open_source(str(tmp_path)).read(NORM)[0] == 2.0
+    assert open_model_weights(str(tmp_path)).read(NORM)[0] == 2.0
     assert load_file(tmp_path / "model.safetensors")[NORM][0] == 1.0

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from weft.checkpoint.remote.enter import fetched_config
-from weft.checkpoint.remote.local import localised
+from weft.checkpoint.remote.local import with_local_paths
 from weft.checkpoint.remote.reading import local_path
 from weft.checkpoint.retention import ranks_of
 from weft.config import check_reshard, resolve_mesh, to_dict
@@ -173,10 +173,10 @@ class _Given:
             if is_url(str(self.resume)):
                 with fetched_config(str(self.resume)) as folder:
                     self.files = [written_config(str(folder), schema, str(self.resume))]
-                    return localised(load_values(self.values, self.where, schema, self.files), "resumed")
+                    return with_local_paths(load_values(self.values, self.where, schema, self.files), "resumed")
             self.files = [written_config(str(self.resume), schema)]
         if self.rows is None:
-            return localised(load_values(self.values, self.where, schema, self.files), "new")
+            return with_local_paths(load_values(self.values, self.where, schema, self.files), "new")
         if is_url(self.values.get("run", {}).get("dir")):
             raise UserError("data is rows in memory, and run.dir on an object store: write them to a file there.")
         with scratch_folder() as scratch:

@@ -455,9 +455,9 @@ def _load(arguments: argparse.Namespace, schema: type[Schema], run: Literal["new
 def _localised(config: Schema, run: Literal["new", "resumed"] | None, dry_run: bool = False) -> Schema:
     if not uses_stores(config):
         return config
-    from weft.checkpoint.remote.local import localised
+    from weft.checkpoint.remote.local import with_local_paths
 
-    return cast(Schema, localised(cast(Any, config), run, dry_run=dry_run))
+    return cast(Schema, with_local_paths(cast(Any, config), run, dry_run=dry_run))
 
 
 def _load_run(arguments: argparse.Namespace, schema: type[Schema]) -> Schema:

@@ -84,14 +84,14 @@ def test_fsdp_trains_over_it(device: torch.device, ranks: Ranks, fsdp: dict[str,
 def test_the_walker_gathers_what_the_engine_has(device: torch.device, ranks: Ranks) -> None:
     engine = open_engine(saved_model("qwen3_moe"), "1", device=kind(device), **BF16)
     weights = dict(engine.tensors())
-    manifest = {piece.disk: torch.empty(piece.shape, device="meta") for piece in engine.built.pieces}
-    walked = {n: t.clone() for n, t in walk(engine.module, engine.built.pieces, manifest, {}, bucket_bytes=30_000)}
-    for piece in engine.built.pieces:
-        found = walked[piece.disk]
+    manifest = {mapping.disk: torch.empty(mapping.shape, device="meta") for mapping in engine.built.mappings}
+    walked = {n: t.clone() for n, t in walk(engine.module, engine.built.mappings, manifest, {}, bucket_bytes=30_000)}
+    for mapping in engine.built.mappings:
+        found = walked[mapping.disk]
         assert found.device.type == device.type
-        whole = weights[piece.runtime]
-        own = whole[piece.box.within(Box.whole(tuple(whole.shape)))]
-        assert torch.equal(piece.to_runtime(found, piece.box), own), piece.disk
+        whole = weights[mapping.runtime]
+        own = whole[mapping.box.within(Box.whole(tuple(whole.shape)))]
+        assert torch.equal(mapping.to_runtime(found, mapping.box), own), mapping.disk
 
 
 def test_a_group_of_its_own_beside_torchs(device: torch.device, ranks: Ranks) -> None:

@@ -14,7 +14,7 @@ from tests.cases import open_engine, saved_model
 from tests.cuda.cases import BF16, STEPS, busy, gradient, kind
 from tests.resuming import whole_state
 from weft.checkpoint.save import Saver
-from weft.checkpoint.state import find_parts
+from weft.checkpoint.state import find_state_shards
 from weft.config.schema import CheckpointConfig
 from weft.engine.contract import check_contract
 from weft.engine.engine import Engine
@@ -40,7 +40,7 @@ def stepped(device: torch.device, **sections: Any) -> Engine:
 
 def state(engine: Engine) -> dict[str, Tensor]:
     """A copy of all that the engine keeps, on its device."""
-    found = {name: part.local for name, part in find_parts(engine).items()}
+    found = {name: part.local for name, part in find_state_shards(engine).items()}
     found |= {f"gradient/{n}": local_shard(p.grad) for n, p in engine.module.named_parameters() if p.grad is not None}
     return {name: tensor.detach().clone() for name, tensor in found.items()}
 
@@ -83,7 +83,7 @@ def test_a_snapshot_is_of_its_moment_while_training_goes_on(device: torch.device
     for step in (1, 2):
         with busy(device):
             engine.apply(1e-3)
-            before = {name: part.local.detach().clone() for name, part in find_parts(engine).items()}
+            before = {name: part.local.detach().clone() for name, part in find_state_shards(engine).items()}
             saver.save(step, {})
             for parameter in engine.module.parameters():  # what a step does, at once
                 local_shard(parameter.detach()).zero_()
@@ -124,5 +124,5 @@ def test_peak_memory_is_near_what_was_foretold(cuda: torch.device, ranks: Ranks)
     engine.apply(1e-3)
     engine.drop_gradients()
     kept = torch.cuda.memory_allocated(cuda) - before
-    expected = sum(part.local.nbytes for part in find_parts(engine).values())
+    expected = sum(part.local.nbytes for part in find_state_shards(engine).values())
     assert kept == pytest.approx(expected, rel=0.1)

@@ -127,8 +127,8 @@ def copy(root: Path) -> Path:
 def run(
     root: Path, tests: Sequence[str], warm: SimpleQueue[Warm], without: Sequence[str] = (), *, drawn: bool = False
 ) -> tuple[int | None, str]:  # fmt: skip
-    """(pytest's status: 1 where one failed, None where it took longer than SECONDS; the test that failed). drawn: the tests
-    of the suite alone, the files in this order."""
+    """(pytest's status: 1 where one failed, None where it took longer than SECONDS; the test that failed). drawn: the
+    tests of the suite alone, the files in this order."""
     marked = "not soak and not table and not oracle" if drawn else "not soak"
     tests = [test for test in tests if test not in without]
     if not tests:

@@ -1,7 +1,7 @@
 """A process that has imported what takes long, and forks for every run of pytest: half of a mutant's time is imports.
 
-`python -m tests.mutants.warm` reads lines of JSON [folder, words of pytest, seconds], and answers each by a line [status or null
-where it ran longer, what failed].
+`python -m tests.mutants.warm` reads lines of JSON [folder, words of pytest, seconds], and answers each by a line
+[status or null where it ran longer, what failed].
 """
 
 from __future__ import annotations

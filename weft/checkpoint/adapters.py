@@ -14,7 +14,7 @@ from weft.engine.engine import Engine
 from weft.parallel.shards.adapter_files import CONFIG, WEIGHTS, file_names, to_json
 from weft.parallel.shards.boxes import Shard
 from weft.parallel.shards.cuts import full_shape, shards_of
-from weft.parallel.shards.layout import Piece
+from weft.parallel.shards.layout import TensorMapping
 
 
 def plan_adapter(engine: Engine, dtype: torch.dtype | None = None) -> ExportPlan:
@@ -33,11 +33,11 @@ def plan_adapter(engine: Engine, dtype: torch.dtype | None = None) -> ExportPlan
 
 def plan_files(tensors: Mapping[str, Tensor], config: dict[str, Any], source: Path | None) -> ExportPlan:
     """The files of a saved adapter. tensors: on meta, by the model's names, in file order."""
-    pieces, manifest = [], {}
+    mappings, manifest = [], {}
     for name, stored in file_names(tensors).items():
-        pieces.append(Piece.whole(stored, name, tuple(tensors[name].shape)))
+        mappings.append(TensorMapping.whole(stored, name, tuple(tensors[name].shape)))
         manifest[stored] = tensors[name]
-    return ExportPlan(pieces, manifest, {WEIGHTS: list(manifest)}, None, config, source, CONFIG)
+    return ExportPlan(mappings, manifest, {WEIGHTS: list(manifest)}, None, config, source, CONFIG)
 
 
 def adapter_shards(engine: Engine) -> dict[str, list[Shard]]:

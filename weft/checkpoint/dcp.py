@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from weft.checkpoint.export import ExportPlan, FullTensors, describe
+from weft.checkpoint.export import ExportPlan, FullTensors, write_companion_files
 from weft.parallel.shards.dcp import METADATA
 
 _FILE = "__0_0.distcp"
@@ -97,20 +97,20 @@ def write_dcp(
     names. steps: the optimizer's `step` of parameters, by the model's names.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    describe(plan, folder)
+    write_companion_files(plan, folder)
     with DcpWriter(folder) as writer:
-        for piece in plan.pieces:
+        for mapping in plan.mappings:
             for key, tensors in ((None, weights), *moments.items()):
-                if piece.runtime not in tensors:
+                if mapping.runtime not in tensors:
                     continue
-                values = piece.to_disk(tensors[piece.runtime][0].read(piece.box))
+                values = mapping.to_disk(tensors[mapping.runtime][0].read(mapping.box))
                 if key is None:
-                    writer.add((piece.disk,), values.to(plan.manifest[piece.disk].dtype))
+                    writer.add((mapping.disk,), values.to(plan.manifest[mapping.disk].dtype))
                 else:
-                    writer.add(("optimizer", "state", piece.disk, key), values)
-            if piece.runtime in steps and moments:
-                writer.add(("optimizer", "state", piece.disk, "step"), torch.tensor(steps[piece.runtime]))
-        written = {piece.disk for piece in plan.pieces}
+                    writer.add(("optimizer", "state", mapping.disk, key), values)
+            if mapping.runtime in steps and moments:
+                writer.add(("optimizer", "state", mapping.disk, "step"), torch.tensor(steps[mapping.runtime]))
+        written = {mapping.disk for mapping in plan.mappings}
         for name, owner in tied.items():
             if owner in written and name not in written:
                 writer.add_alias((name,), owner)

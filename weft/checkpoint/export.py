@@ -28,12 +28,12 @@ from weft.engine.engine import Engine
 from weft.errors import StorageError
 from weft.models import hf
 from weft.models.train_module import ValueHead
-from weft.parallel.shards.boxes import Box, Readable, Shard, overlap
+from weft.parallel.shards.boxes import Box, ReadableShard, Shard, overlap
 from weft.parallel.shards.cuts import module_shards
 from weft.parallel.shards.digests import BoxDigest, write_digests
-from weft.parallel.shards.layout import Piece
+from weft.parallel.shards.layout import TensorMapping
 from weft.parallel.shards.ranges import RangeWriter, join_seams
-from weft.parallel.shards.safetensors_files import Layout, create, lay_out
+from weft.parallel.shards.safetensors_files import FileLayout, create, lay_out
 from weft.parallel.shards.source import INDEX
 
 # Files of the source that describe the tokenizer and how to generate; weights and config are written anew.
@@ -55,11 +55,11 @@ class HasModel(Protocol):
 
 @dataclass(frozen=True)
 class ExportPlan:
-    """What a save writes. pieces: how parameters map to tensors in files. manifest: every tensor on meta. files: file
+    """What a save writes. mappings: how parameters map to tensors in files. manifest: every tensor on meta. files: file
     name -> names of its tensors. source: folder with the tokenizer. config_name: file name of `config`. texts: further
     files, which replace the source's."""
 
-    pieces: list[Piece]
+    mappings: list[TensorMapping]
     manifest: dict[str, Tensor]
     files: dict[str, list[str]]
     index: dict[str, Any] | None
@@ -74,13 +74,13 @@ class ExportPlan:
         return sum(tensor.numel() * tensor.element_size() for tensor in self.manifest.values())
 
     @cached_property
-    def layouts(self) -> dict[str, Layout]:
+    def layouts(self) -> dict[str, FileLayout]:
         """The layout of each file, so that no rank has to read another's header."""
         return {file: lay_out({name: self.manifest[name] for name in names}) for file, names in self.files.items()}
 
 
 @dataclass(frozen=True)
-class Exported:
+class ExportResult:
     """What a rank has written. bytes: all bytes of tensors. handed: those of them in its seam file. digests: one per
     box, if requested."""
 
@@ -100,7 +100,7 @@ def plan_export(engine: HasModel, dtype: torch.dtype | None = None, *, shard_byt
     index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename} if split.is_sharded else None
     files = {file: list(names) for file, names in split.filename_to_tensors.items()}
     built = engine.built
-    return ExportPlan(built.pieces, manifest, files, index, _config(engine, manifest), built.source)
+    return ExportPlan(built.mappings, manifest, files, index, _config(engine, manifest), built.source)
 
 
 def manifest_of(engine: HasModel, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
@@ -113,14 +113,14 @@ def manifest_of(engine: HasModel, dtype: torch.dtype | None = None) -> dict[str,
     floats = {name: d for name, d in engine.built.source_dtypes.items() if d.is_floating_point}
     usual = Counter(floats.values()).most_common(1)
     out = {}
-    for piece in engine.built.pieces:
-        own = state[piece.runtime]
+    for mapping in engine.built.mappings:
+        own = state[mapping.runtime]
         chosen = own.dtype
         if own.is_floating_point():
-            chosen = floats.get(piece.disk, usual[0][0] if usual else own.dtype)
+            chosen = floats.get(mapping.disk, usual[0][0] if usual else own.dtype)
             if dtype is not None and isinstance(own, torch.nn.Parameter):
                 chosen = dtype
-        out[piece.disk] = torch.empty(piece.shape, dtype=chosen, device="meta")
+        out[mapping.disk] = torch.empty(mapping.shape, dtype=chosen, device="meta")
     return out
 
 
@@ -131,10 +131,10 @@ def prepare_export(plan: ExportPlan, folder: Path) -> None:
         create(folder / file, layout)
     if plan.index is not None:
         _write_json(folder / INDEX, plan.index)
-    describe(plan, folder)
+    write_companion_files(plan, folder)
 
 
-def describe(plan: ExportPlan, folder: Path) -> None:
+def write_companion_files(plan: ExportPlan, folder: Path) -> None:
     """Write the files besides weights: the config, the tokenizer and the generation config."""
     _write_json(folder / plan.config_name, plan.config)
     for name, text in plan.texts.items():
@@ -145,12 +145,12 @@ def describe(plan: ExportPlan, folder: Path) -> None:
 
 def write_export(
     plan: ExportPlan,
-    shards: Mapping[str, Sequence[Readable]],
+    shards: Mapping[str, Sequence[ReadableShard]],
     folder: Path,
     *,
     seams: Path | None = None,
     digests: bool = False,
-) -> Exported:
+) -> ExportResult:
     """Write this rank's boxes into prepared files and fsync them.
 
     shards: by the model's names, on any device; missing ones are not written. seams: the rank's seam file; None for a
@@ -160,21 +160,21 @@ def write_export(
     written, found = 0, list[BoxDigest]()
     with RangeWriter(folder, seams) as writer, ThreadPoolExecutor(1) as thread:
 
-        def write(piece: Piece, part: Box, box: Box, values: Tensor) -> None:
-            file, name, place = by_file[piece.disk], piece.disk, piece.disk_box(box)
-            writer.write(file, plan.layouts[file].entries[name], piece.disk_box(part), place, values)
+        def write(mapping: TensorMapping, part: Box, box: Box, values: Tensor) -> None:
+            file, name, place = by_file[mapping.disk], mapping.disk, mapping.disk_box(box)
+            writer.write(file, plan.layouts[file].entries[name], mapping.disk_box(part), place, values)
             if digests:
                 found.append(BoxDigest.of(file, name, place, values))
 
         pending: Future[None] | None = None  # a slice is written while the next is cast
-        for piece, part, box, values in _own_slices(plan, shards):
+        for mapping, part, box, values in _own_slices(plan, shards):
             if pending is not None:
                 pending.result()
-            pending = thread.submit(write, piece, part, box, values)
+            pending = thread.submit(write, mapping, part, box, values)
             written += values.nbytes
         if pending is not None:
             pending.result()
-    return Exported(written, writer.handed, found)
+    return ExportResult(written, writer.handed, found)
 
 
 def join_export(plan: ExportPlan, folder: Path, seams: Sequence[Path], rank: int) -> int:
@@ -201,7 +201,7 @@ def export_alone(plan: ExportPlan, shards: Mapping[str, Sequence[Shard]], folder
 
 
 class FullTensors(Mapping[str, Sequence[Shard]]):
-    """Tensors for write_export, made on access. The last one is kept, because pieces of one tensor follow each
+    """Tensors for write_export, made on access. The last one is kept, because mappings of one tensor follow each
     other."""
 
     def __init__(self, names: Sequence[str], make: Callable[[str], Tensor]) -> None:
@@ -222,18 +222,20 @@ class FullTensors(Mapping[str, Sequence[Shard]]):
         return len(self._names)
 
 
-def _own_slices(plan: ExportPlan, shards: Mapping[str, Sequence[Readable]]) -> Iterator[tuple[Piece, Box, Box, Tensor]]:
-    """What this rank writes: (piece, the rank's part of the piece, a box of that part, the box's values in the file's
-    dtype)."""
+def _own_slices(
+    plan: ExportPlan, shards: Mapping[str, Sequence[ReadableShard]]
+) -> Iterator[tuple[TensorMapping, Box, Box, Tensor]]:
+    """What this rank writes: (mapping, the rank's part of the mapping, a box of that part, the box's values in the
+    file's dtype)."""
     numbers = {name: number for number, name in enumerate(shards)}
-    for piece in plan.pieces:
-        for shard in shards.get(piece.runtime, ()):
-            part = overlap(piece.box, shard.box)
-            if part is None or not shard.is_mine(numbers[piece.runtime]):
+    for mapping in plan.mappings:
+        for shard in shards.get(mapping.runtime, ()):
+            part = overlap(mapping.box, shard.box)
+            if part is None or not shard.is_writer(numbers[mapping.runtime]):
                 continue
             for box in _slices(part):
-                values = piece.to_disk(shard.read(box))
-                yield piece, part, box, values.to(plan.manifest[piece.disk].dtype).cpu()
+                values = mapping.to_disk(shard.read(box))
+                yield mapping, part, box, values.to(plan.manifest[mapping.disk].dtype).cpu()
 
 
 def save_huggingface(engine: Engine, target: Path, *, shard_bytes: int = _SHARD_BYTES) -> None:

@@ -16,10 +16,10 @@ from weft.checkpoint.retention import STATE_FILE, TRAINER_STATE, complete_steps,
 from weft.checkpoint.state import (
     DamagedError,
     TrainerState,
-    as_damage,
     check_contents,
-    check_parts,
+    check_schema,
     load_state,
+    raise_as_damage,
     read_rng,
     read_state,
 )
@@ -32,10 +32,10 @@ from weft.parallel.shards.adapter_files import CONFIG as ADAPTER
 from weft.parallel.shards.digests import DIGESTS, check_digests
 
 T = TypeVar("T")
-Judge = Callable[[Path], tuple[TrainerState | None, str]]
+StateReader = Callable[[Path], tuple[TrainerState | None, str]]
 
 
-def newest(checkpoints: Path, steps: Sequence[int], judge: Judge) -> tuple[TrainerState | None, list[str]]:
+def find_newest(checkpoints: Path, steps: Sequence[int], judge: StateReader) -> tuple[TrainerState | None, list[str]]:
     """The newest complete checkpoint, and why newer ones were skipped. judge: returns a checkpoint's state, or why it
     is damaged."""
     skipped: list[str] = []
@@ -49,7 +49,7 @@ def newest(checkpoints: Path, steps: Sequence[int], judge: Judge) -> tuple[Train
     return None, skipped
 
 
-def judge_alone(checkpoint: Path, parts: Mapping[str, Any]) -> tuple[TrainerState | None, str]:
+def read_or_reason(checkpoint: Path, parts: Mapping[str, Any]) -> tuple[TrainerState | None, str]:
     """A judge for a single process, which reads everything itself. parts: as in `read_verified`."""
     try:
         return read_verified(checkpoint, 0, 1, parts), ""
@@ -66,17 +66,17 @@ def read_verified(
     parts: the schema of the run's part of state.json. weights: False where the weights were verified before.
     """
     state = read_state(checkpoint)
-    check_parts(state.content, parts)
+    check_schema(state.content, parts)
     if "updates" in parts and state.content["updates"] > state.step:
         raise DamagedError(f"{STATE_FILE} has {state.content['updates']} updates of {state.step} steps")
     for part in [state, *(read_state(folder.parent) for folder in sorted(checkpoint.glob(f"*/{TRAINER_STATE}")))]:
         check_contents(part, rank, world)
         if weights and os.path.lexists(part.checkpoint / DIGESTS):
-            as_damage(partial(check_digests, part.checkpoint, rank, world))
+            raise_as_damage(partial(check_digests, part.checkpoint, rank, world))
     return state
 
 
-def agree(function: Callable[[], T], ranks: Ranks) -> tuple[T | None, str]:
+def run_on_all_ranks(function: Callable[[], T], ranks: Ranks) -> tuple[T | None, str]:
     """(Result of `function`, ""); or, if it raised DamagedError on any rank, (None, the first reason) on all ranks.
     Collective."""
     result, mine = None, None
@@ -90,7 +90,7 @@ def agree(function: Callable[[], T], ranks: Ranks) -> tuple[T | None, str]:
     return (result, "") if reason is None else (None, reason)
 
 
-def fill_from(
+def restore_engine(
     engine: Engine, state: TrainerState, seed: int, others: Mapping[str, Engine] | None = None, *, command: str = "sft"
 ) -> list[str]:
     """Restore masters, moments and generators from a checkpoint; returns notes for the user. Collective.
@@ -105,7 +105,7 @@ def fill_from(
             load_state(other, read_state(state.checkpoint / folder))
         return True
 
-    loaded, reason = agree(load, engine.ranks)
+    loaded, reason = run_on_all_ranks(load, engine.ranks)
     if loaded is None:
         raise UserError(
             f"{state.checkpoint} cannot be resumed from: {reason}. To go on from its weights alone, as a new run: "

@@ -37,7 +37,7 @@ from torch import Tensor
 from weft.checkpoint import rng
 from weft.checkpoint.notes import Notes
 from weft.checkpoint.retention import commit, complete_steps, point_best, point_latest, prune, step_folder
-from weft.checkpoint.snapshot import Contents, Copies, Written
+from weft.checkpoint.snapshot import EngineWriter, HostCopies, WriteResult
 from weft.checkpoint.state import RNG
 from weft.config.schema import CheckpointConfig
 from weft.engine.engine import Engine
@@ -54,7 +54,7 @@ _MENDABLE = {*STORAGE, errno.ENOENT, errno.EACCES, errno.EPERM}
 
 
 @dataclass(frozen=True)
-class Job:
+class SaveJob:
     """A checkpoint to write. copies: one per engine. state: the run's part of state.json on the first rank, else
     empty. best: whether to point the link `best` at it."""
 
@@ -62,7 +62,7 @@ class Job:
     id: str
     partial: Path
     target: Path
-    copies: Sequence[Copies]
+    copies: Sequence[HostCopies]
     generators: Mapping[str, Tensor]
     state: Mapping[str, Any]
     best: bool
@@ -96,14 +96,14 @@ class Saver:
 
     def __post_init__(self) -> None:
         self._contents = [
-            Contents(engine, self.config, self.texts, folder)
+            EngineWriter(engine, self.config, self.texts, folder)
             for folder, engine in {"": self.engine, **self.others}.items()
         ]
         self.checkpoints = self.run / "checkpoints"
         token = [uuid.uuid4().hex[:12]]
         dist.broadcast_object_list(token, src=0, group=self.engine.ranks.group)
         self._token = token[0]
-        self._job: Job | None = None
+        self._job: SaveJob | None = None
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self._nonfinite: str | None = None
@@ -255,11 +255,11 @@ class Saver:
         else:
             self.news.append(news)
 
-    def _in_progress(self, job: Job) -> bool:
+    def _in_progress(self, job: SaveJob) -> bool:
         """Whether any rank is still writing this checkpoint, which is neither committed nor given up."""
         return self._busy or job.notes.listed() is not None
 
-    def _say_ending(self, job: Job, error: BaseException) -> None:
+    def _say_ending(self, job: SaveJob, error: BaseException) -> None:
         what = first_line(error) if isinstance(error, Exception) else type(error).__name__
         say(
             f"ending   {what}: {job.target} is being written, and finished first, within {self.timeout:g} s "
@@ -269,13 +269,13 @@ class Saver:
 
     # ------------------------------------------------------------ the copy
 
-    def _copy(self, step: int, progress: Mapping[str, Any], best: bool) -> Job:
+    def _copy(self, step: int, progress: Mapping[str, Any], best: bool) -> SaveJob:
         """Copy what this rank writes into host memory."""
         copies = [contents.copy() for contents in self._contents]
         if self.engine.device.type == "cuda":
             torch.cuda.synchronize(self.engine.device)
         ranks, target = self.engine.ranks, step_folder(self.checkpoints, step)
-        return Job(
+        return SaveJob(
             step=step,
             id=f"{self._token}-{step}",
             partial=self._partial(step),
@@ -293,7 +293,7 @@ class Saver:
 
     # ------------------------------------------------------------ the thread
 
-    def _work(self, job: Job, began: float) -> None:
+    def _work(self, job: SaveJob, began: float) -> None:
         try:
             if self.engine.ranks.is_first:
                 self._prepare(job)
@@ -320,7 +320,7 @@ class Saver:
         finally:
             self._release(job)
 
-    def _prepare(self, job: Job) -> None:
+    def _prepare(self, job: SaveJob) -> None:
         self.checkpoints.mkdir(exist_ok=True)  # not its parents: a run folder that has vanished is an error
         shutil.rmtree(job.partial, ignore_errors=True)
         job.notes.begin()
@@ -329,7 +329,7 @@ class Saver:
             contents.prepare(job.partial)
         job.notes.leave("prepared")
 
-    def _write(self, job: Job) -> list[Written]:
+    def _write(self, job: SaveJob) -> list[WriteResult]:
         """Write the part of each engine; random numbers go with the first."""
         found = []
         for number, (contents, copies) in enumerate(zip(self._contents, job.copies, strict=True)):
@@ -337,28 +337,28 @@ class Saver:
             found.append(contents.write(job.partial, job.id, copies, generators, job.notes.seams(number)))
         return found
 
-    def _release(self, job: Job) -> None:
+    def _release(self, job: SaveJob) -> None:
         """Free the copies, which are written, or given up."""
         for contents, copies in zip(self._contents, job.copies, strict=True):
             contents.release(copies)
 
-    def _join(self, job: Job) -> list[int]:
+    def _join(self, job: SaveJob) -> list[int]:
         """Join the parts of each engine."""
         return [c.join(job.partial, job.notes.seams(number)) for number, c in enumerate(self._contents)]
 
-    def _check(self, job: Job) -> None:
+    def _check(self, job: SaveJob) -> None:
         """Compare what another rank has written with its digests. The rank is on another machine, if there are several,
         because reading one's own page cache proves nothing."""
         rank, world = self.engine.ranks.rank, self.engine.ranks.world
         writer = (rank + (world + 1) // 2) % world
         for contents, fields in zip(self._contents, job.notes.read("written", writer), strict=True):
-            contents.check(job.partial, Written.of(fields), writer)
+            contents.check(job.partial, WriteResult.of(fields), writer)
 
-    def _commit(self, job: Job) -> bool:
+    def _commit(self, job: SaveJob) -> bool:
         """Wait for every rank, then rename the folder to its final name. Returns False if weights were not finite."""
         self._until(job, lambda: job.notes.all("done"))
         world = range(self.engine.ranks.world)
-        written = [[Written.of(fields) for fields in job.notes.read("written", rank)] for rank in world]
+        written = [[WriteResult.of(fields) for fields in job.notes.read("written", rank)] for rank in world]
         joined = [job.notes.read("joined", rank) for rank in world]
         nonfinite = [part.nonfinite for of_rank in written for part in of_rank if part.nonfinite is not None]
         self._nonfinite = None
@@ -394,15 +394,15 @@ class Saver:
             self._tell(f"gone     {', '.join(missing)} of {self.checkpoints}: removed by something else than this run")
         self._there = sorted(there)
 
-    def _state(self, job: Job, place: int) -> dict[str, Any]:
+    def _state(self, job: SaveJob, place: int) -> dict[str, Any]:
         """The content of an engine's state.json; that of the first engine includes the run's part."""
         return {"id": job.id, "step": job.step, **({} if place else job.state), **job.copies[place].state}
 
-    def _give_up(self, job: Job) -> None:
+    def _give_up(self, job: SaveJob) -> None:
         shutil.rmtree(job.partial, ignore_errors=True)
         job.notes.end()
 
-    def _until(self, job: Job, holds: Callable[[], bool]) -> None:
+    def _until(self, job: SaveJob, holds: Callable[[], bool]) -> None:
         """Wait until `holds`, which reads notes of other ranks. Raises _CancelledError if a rank has failed or left."""
         seconds = _FIRST_POLL_SECONDS
         while not holds():

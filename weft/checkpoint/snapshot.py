@@ -15,7 +15,7 @@ from torch import Tensor
 
 from weft.checkpoint.adapters import plan_adapter
 from weft.checkpoint.export import (
-    Exported,
+    ExportResult,
     check_sizes,
     join_export,
     plan_export,
@@ -28,11 +28,11 @@ from weft.checkpoint.state import (
     EMA,
     WEIGHTS,
     DamagedError,
-    Part,
     RankFile,
+    StateShard,
     check_file,
-    find_parts,
     find_scalars,
+    find_state_shards,
     tensor_of,
     tied_names,
     write_rank_file,
@@ -51,7 +51,7 @@ _LARGEST_HALF = torch.finfo(torch.float16).max
 
 
 @dataclass(frozen=True)
-class Copies:
+class HostCopies:
     """An engine's state at one moment. copies: this rank's elements by name, in `allocation`. boxes: which part of each
     tensor they are. state: the engine's part of state.json on the first rank, else empty."""
 
@@ -71,28 +71,28 @@ class _HostShard:
     def read(self, box: Box) -> Tensor:
         return self.values[box.within(self.box)]
 
-    def is_mine(self, number: int) -> bool:
+    def is_writer(self, number: int) -> bool:
         return True
 
 
 @dataclass(frozen=True)
-class Written:
+class WriteResult:
     """What a rank has written. exported: its part of the weight files. file: its file of the trainer state, if any.
     nonfinite: name of a weight that was not finite; nothing is written then."""
 
-    exported: Exported
+    exported: ExportResult
     file: RankFile | None = None
     nonfinite: str | None = None
 
     @staticmethod
-    def of(fields: Mapping[str, Any]) -> Written:
+    def of(fields: Mapping[str, Any]) -> WriteResult:
         """Build it from the fields of a rank's note."""
         exported = {**fields["exported"], "digests": [BoxDigest(**digest) for digest in fields["exported"]["digests"]]}
         file = None if fields["file"] is None else RankFile(**fields["file"])
-        return Written(Exported(**exported), file, fields["nonfinite"])
+        return WriteResult(ExportResult(**exported), file, fields["nonfinite"])
 
 
-class Contents:
+class EngineWriter:
     """Copies and writes one engine's part of checkpoints. folder: the engine's folder in every checkpoint, "" for the
     checkpoint itself."""
 
@@ -103,16 +103,16 @@ class Contents:
         self.plan = replace(plan(engine, DTYPES[config.dtype]), texts=texts)
         self._half = any(tensor.dtype == torch.float16 for tensor in self.plan.manifest.values())
         self._owners = tied_names(engine.module)
-        self._exported = exported(find_parts(engine), average=config.weights == "ema")
+        self._exported = names_to_export(find_state_shards(engine), average=config.weights == "ema")
         needs = HostNeeds.of(
             engine.memory, adapters=engine.lora is not None, state=self.keep_state, replicas=engine.mesh.dp_replicate,
             parts=(),
         )  # fmt: skip
         engine.offloader.pool.fill(needs.saved)
 
-    def copy(self) -> Copies:
+    def copy(self) -> HostCopies:
         """Copy what this rank will write into host memory, held until `release`."""
-        parts = find_parts(self.engine)
+        parts = find_state_shards(self.engine)
         wanted = parts.keys() if self.keep_state else set(self._exported.values())
         mine = {name: part for name, part in parts.items() if part.writes and name in wanted}
         allocation = self.engine.offloader.pool.take([part.local.nbytes for part in mine.values()], by_writer=True)
@@ -122,13 +122,13 @@ class Contents:
             copies[name].fill(part.local)
         boxes = {name: part.box for name, part in mine.items()}
         state = self._state(parts) if self.keep_state else {}
-        return Copies(copies, boxes, state, allocation)
+        return HostCopies(copies, boxes, state, allocation)
 
-    def release(self, copies: Copies) -> None:
+    def release(self, copies: HostCopies) -> None:
         """Return the host memory of written copies."""
         self.engine.offloader.pool.give(copies.allocation)
 
-    def _state(self, parts: Mapping[str, Part]) -> dict[str, Any]:
+    def _state(self, parts: Mapping[str, StateShard]) -> dict[str, Any]:
         """The engine's part of state.json on the first rank, with the tensors of all stages; {} on others. Collective
         over the first ranks of all stages."""
         if self.engine.mesh.stage_rank[0] > 0:
@@ -157,8 +157,8 @@ class Contents:
             (checkpoint / self.folder / TRAINER_STATE).mkdir()
 
     def write(
-        self, checkpoint: Path, id: str, copies: Copies, generators: Mapping[str, Tensor], seams: Sequence[Path]
-    ) -> Written:
+        self, checkpoint: Path, id: str, copies: HostCopies, generators: Mapping[str, Tensor], seams: Sequence[Path]
+    ) -> WriteResult:
         """Write this rank's boxes of the weight files, and its file of the trainer state; no collective.
 
         generators: this rank's random states. seams: the seam file of each rank; none for one rank.
@@ -177,10 +177,10 @@ class Contents:
             digests=self._verify == "digest",
         )
         if nonfinite or not self.keep_state:
-            return Written(exported, None, nonfinite)
+            return WriteResult(exported, None, nonfinite)
         folder, rank = checkpoint / self.folder / TRAINER_STATE, self.engine.ranks.rank
         everything = {**copies.copies, **{name: HostTensor.of(value) for name, value in generators.items()}}
-        return Written(exported, write_rank_file(folder, rank, id, everything, copies.boxes))
+        return WriteResult(exported, write_rank_file(folder, rank, id, everything, copies.boxes))
 
     def _find_nonfinite(self, weights: Mapping[str, HostTensor]) -> str | None:
         for name, copy in weights.items():
@@ -195,7 +195,7 @@ class Contents:
         """Join the seams in this rank's share of the weight files; returns the bytes. seams: as in `write`."""
         return join_export(self.plan, checkpoint / self.folder, seams, self.engine.ranks.rank)
 
-    def check(self, checkpoint: Path, written: Written, writer: int) -> None:
+    def check(self, checkpoint: Path, written: WriteResult, writer: int) -> None:
         """Read back what another rank has written and compare digests. Raises StorageError if they differ."""
         check_boxes(checkpoint, self.folder, written.exported.digests, writer)
         if written.file is not None:
@@ -206,7 +206,7 @@ class Contents:
                 raise not_as_written(str(folder / written.file.name), writer) from error
 
     def complete(
-        self, checkpoint: Path, parts: Sequence[Written], joined: int, state: Mapping[str, Any] | None
+        self, checkpoint: Path, parts: Sequence[WriteResult], joined: int, state: Mapping[str, Any] | None
     ) -> None:
         """Write digests.json, then state.json with `state`; called after every rank has written and joined."""
         folder, digests = checkpoint / self.folder, [digest for part in parts for digest in part.exported.digests]
@@ -223,7 +223,7 @@ class Contents:
         return f"{self.folder}: {name}" if self.folder else name
 
 
-def exported(names: Collection[str], *, average: bool) -> dict[str, str]:
+def names_to_export(names: Collection[str], *, average: bool) -> dict[str, str]:
     """Model name -> name of the trainer state's tensor to export: the averaged one, if `average` is set and it
     exists."""
     kept = {name.removeprefix(WEIGHTS): name for name in names if name.startswith(WEIGHTS)}

@@ -35,7 +35,7 @@ from weft.errors import UserError
 from weft.files import read_object, regular_file, sha256
 from weft.launch.summary import versions
 from weft.parallel.shards.boxes import Box, Shard, overlap, shard_of
-from weft.parallel.shards.cuts import AnyCut, full_shape, shards_of, split
+from weft.parallel.shards.cuts import AnyShardSpec, full_shape, shards_of, split
 from weft.parallel.shards.safetensors_files import TensorFile, bytes_of, lay_out
 from weft.strict_json import plain
 
@@ -45,7 +45,7 @@ WEIGHTS, OPTIMIZER, EMA, RNG, GROUPS = "weights/", "optimizer/", "ema/", "rng/",
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class StateShard:
     """This rank's part of one tensor. shape: of the full tensor. local: the rank's elements, not copied. writes:
     whether this rank saves it; of replicas, one does."""
 
@@ -65,7 +65,7 @@ class RankFile:
     boxes: Mapping[str, tuple[Sequence[int], Sequence[int]]]
 
 
-def find_parts(engine: Engine) -> dict[str, Part]:
+def find_state_shards(engine: Engine) -> dict[str, StateShard]:
     """Every tensor of the trainer state, box by box; tied weights once. The name of a second box ends in #1.
 
     Every rank has a box, if only an empty one, of each tensor of its stage. With adapters only trained tensors count:
@@ -73,7 +73,7 @@ def find_parts(engine: Engine) -> dict[str, Part]:
     """
     assert engine.optimizer is not None, "this engine was opened for inference"
     engine.require_awake("parameters", "optimizer")
-    found, states = dict[str, Part](), engine.optimizer.state
+    found, states = dict[str, StateShard](), engine.optimizer.state
     averages, cuts = {} if engine.ema is None else engine.ema.shards, engine.divided.cuts
     borrowed, among = engine.tied_copies, engine.mesh.stage_rank
     for number, (name, parameter) in enumerate(engine.module.named_parameters()):
@@ -105,7 +105,7 @@ def parameter_of(entry: str) -> str:
     return rest.partition("/")[2] if prefix + "/" == OPTIMIZER else rest
 
 
-def _numbered(name: str, parts: Sequence[Part]) -> dict[str, Part]:
+def _numbered(name: str, parts: Sequence[StateShard]) -> dict[str, StateShard]:
     return {f"{name}#{number}" if number else name: part for number, part in enumerate(parts)}
 
 
@@ -121,19 +121,19 @@ class _Whose:
     """How a tensor is divided and saved. cut: how tp divides it. number: its index, by which tensors are dealt to ranks
     that hold the same box. among: see shard_of. writes: whether this stage of a pipeline saves it."""
 
-    cut: AnyCut | None
+    cut: AnyShardSpec | None
     number: int
     among: tuple[int, int]
     writes: bool
 
 
-def _parts(tensor: Tensor, of: _Whose) -> list[Part]:
+def _parts(tensor: Tensor, of: _Whose) -> list[StateShard]:
     shape = tuple(tensor.shape) if of.cut is None else of.cut.shape
     shards = shards_of(tensor, of.cut, of.among)
-    return [Part(shape, shard.box, shard.values, of.writes and is_writer(shard, of.number)) for shard in shards]
+    return [StateShard(shape, shard.box, shard.values, of.writes and is_writer(shard, of.number)) for shard in shards]
 
 
-def _parts_like(parameter: Tensor, value: Tensor, of: _Whose) -> list[Part]:
+def _parts_like(parameter: Tensor, value: Tensor, of: _Whose) -> list[StateShard]:
     """Parts of a state tensor of a parameter: a DTensor, a plain tensor of the shard's shape, or one of another shape,
     which is equal on every rank."""
     if isinstance(value, DTensor):
@@ -146,7 +146,7 @@ def _parts_like(parameter: Tensor, value: Tensor, of: _Whose) -> list[Part]:
 
 def is_writer(shard: Shard, number: int) -> bool:
     """Whether this rank writes its box: ranks that hold the same box share the writing by tensors' numbers."""
-    return shard.box.numel > 0 and shard.is_mine(number)
+    return shard.box.numel > 0 and shard.is_writer(number)
 
 
 def find_scalars(engine: Engine) -> dict[str, dict[str, Any]]:
@@ -206,7 +206,7 @@ def check_file(folder: Path, file: RankFile, *, contents: bool = True) -> None:
     path = folder / file.name
     if not os.path.lexists(path):
         raise DamagedError(f"{file.name} is missing")
-    as_damage(lambda: regular_file(path, "a rank's file"))
+    raise_as_damage(lambda: regular_file(path, "a rank's file"))
     if path.stat().st_size != file.bytes:
         raise DamagedError(f"{file.name} has {path.stat().st_size:,} bytes and should have {file.bytes:,}")
     if contents and sha256(path) != file.sha256:
@@ -265,7 +265,7 @@ def read_state(checkpoint: Path) -> TrainerState:
     if not folder.is_dir():
         raise DamagedError("it holds weights only, no trainer state (checkpoint.trainer_state)")
     content = _read_json(folder / STATE_FILE)
-    check_parts(content, ENGINE)
+    check_schema(content, ENGINE)
     for name, described in (content["tensors"] | content["scalars"]).items():
         if described["dtype"] is not None and not isinstance(getattr(torch, described["dtype"], None), torch.dtype):
             raise DamagedError(f"{STATE_FILE}: {name} has the dtype {described['dtype']!r}, which torch does not know")
@@ -278,14 +278,14 @@ def read_state(checkpoint: Path) -> TrainerState:
     return state
 
 
-def check_parts(content: Mapping[str, Any], parts: Mapping[str, Any]) -> None:
+def check_schema(content: Mapping[str, Any], parts: Mapping[str, Any]) -> None:
     """Raise DamagedError if a part of state.json is missing or mistyped. parts: as in parts.py."""
     problem = find_problem(content, parts)
     if problem is not None:
         raise DamagedError(f"{STATE_FILE} is not the state of such a trainer: {problem}")
 
 
-def as_damage(function: Callable[[], T]) -> T:
+def raise_as_damage(function: Callable[[], T]) -> T:
     """The result of a reader; its UserErrors become DamagedErrors."""
     try:
         return function()
@@ -294,7 +294,7 @@ def as_damage(function: Callable[[], T]) -> T:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    content = as_damage(lambda: read_object(path, "the state of a trainer"))
+    content = raise_as_damage(lambda: read_object(path, "the state of a trainer"))
     if "format" not in content:
         raise DamagedError(f"{path.name} is not the state of a trainer")
     if content["format"] != FORMAT:
@@ -332,7 +332,7 @@ def _check_file(state: TrainerState, rank: int, file: RankFile) -> None:
     """Check size and header. The header names the save and the rank, so that missing, truncated and swapped files are
     found."""
     check_file(state.folder, file, contents=False)
-    with as_damage(lambda: TensorFile.open(state.folder / file.name)) as opened:
+    with raise_as_damage(lambda: TensorFile.open(state.folder / file.name)) as opened:
         found = (opened.metadata.get("save"), opened.metadata.get("rank"))
         if found != (state.content["id"], str(rank)):
             raise DamagedError(f"{file.name} belongs to another rank or another save")
@@ -355,7 +355,7 @@ def load_state(engine: Engine, state: TrainerState) -> int:
     Returns the bytes read. Raises DamagedError if the state is of another model, or does not fill every element.
     """
     _make_optimizer_state(engine, state)
-    parts, elsewhere = find_parts(engine), engine.missing_params
+    parts, elsewhere = find_state_shards(engine), engine.missing_params
     saved = {entry: said for entry, said in state.content["tensors"].items() if parameter_of(entry) not in elsewhere}
     shapes = {tensor_of(name): list(part.shape) for name, part in parts.items()}
     unlike = sorted(shapes.keys() ^ saved.keys())
@@ -373,7 +373,7 @@ def load_state(engine: Engine, state: TrainerState) -> int:
 
 
 @torch.no_grad()
-def _fill(parts: Mapping[str, Part], filled: dict[str, int], path: Path, file: RankFile) -> int:
+def _fill(parts: Mapping[str, StateShard], filled: dict[str, int], path: Path, file: RankFile) -> int:
     held: dict[str, list[str]] = {}
     for name in parts:
         held.setdefault(tensor_of(name), []).append(name)

@@ -14,38 +14,38 @@ from weft.launch.summary import RunSummary
 
 
 @dataclass(frozen=True)
-class _Tensor:
+class _TensorSchema:
     dtype: str
     shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class _Number:
+class _NumberSchema:
     value: bool | int | float
     dtype: str | None
     host: bool
 
 
 @dataclass(frozen=True)
-class _LossScale:
+class _LossScaleSchema:
     scale: float
     good: int
     overflows: int
 
 
 @dataclass(frozen=True)
-class _Data:
+class _DataSchema:
     documents: int
     digest: str
 
 
 @dataclass(frozen=True)
-class _Model:
+class _ModelSchema:
     sha256: str
 
 
 @dataclass(frozen=True)
-class _Best:
+class _BestSchema:
     kept: bool
     metric: str
     of: str
@@ -66,14 +66,14 @@ def _summary() -> dict[str, Any]:
 # The part of an engine: its tensors and scalars, and which box of which tensor is in which rank's file.
 ENGINE: dict[str, Any] = {
     "id": str, "step": int, "mesh": dict[str, int], "mesh.world": int, "versions": dict[str, str | None],
-    "tensors": dict[str, _Tensor], "scalars": dict[str, _Number], "loss_scale": _LossScale | None,
+    "tensors": dict[str, _TensorSchema], "scalars": dict[str, _NumberSchema], "loss_scale": _LossScaleSchema | None,
     "files": tuple[dict[str, Any], ...],
 }  # fmt: skip
 # The part of a run, in the state.json of its first engine. A name with a question mark may be missing, or empty.
 RUN: dict[str, Any] = {
     "steps": int, "updates": int, "bad_in_a_row": int, "config": dict[str, dict[str, Any]],
-    "config.schedule": ScheduleConfig, "config.optimizer.lr": float, "data": _Data, "model": _Model,
-    "seconds": dict[str, float], **_summary(), "evaluation?": _Best,
+    "config.schedule": ScheduleConfig, "config.optimizer.lr": float, "data": _DataSchema, "model": _ModelSchema,
+    "seconds": dict[str, float], **_summary(), "evaluation?": _BestSchema,
 }  # fmt: skip
 RL_RUN: dict[str, Any] = {**RUN, "rollout": int, "taken": int, "empty_in_a_row": int, "replayed": bool}
 

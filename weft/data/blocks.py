@@ -17,7 +17,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, AnyStr, Generic, Protocol, TypeVar
 
-from weft.data.records import Reading, Record, json_row, parse_row
+from weft.data.records import ParseOptions, Record, json_row, parse_row
 from weft.errors import UserError, first_line
 from weft.files import regular_file
 from weft.strict_json import JsonError, check_unicode, parse
@@ -32,16 +32,16 @@ _Line = TypeVar("_Line", str, bytes, covariant=True)
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class SourceRow:
     """One row of a source.
 
-    number: the number of its line (from 1), or its index (from 0). where: its name in messages. values: with nulls
+    number: the number of its line (from 1), or its index (from 0). location: its name in messages. values: with nulls
     where the data have them. escaped: whether the text may hold half of a surrogate pair. position: as in Record.
     cleaners: as in _Fields.
     """
 
     number: int
-    where: str
+    location: str
     values: Mapping[str, Any]
     escaped: bool = False
     position: int | None = None
@@ -61,12 +61,12 @@ class Row:
 OnBad = Callable[[int, UserError], None]  # (number of the row, what is wrong with it)
 
 
-def refuse(number: int, error: UserError) -> None:
-    """The callback for data.bad_rows=error: raises the error, with the advice of `leave_out`."""
-    raise leave_out(error)
+def raise_bad_row(number: int, error: UserError) -> None:
+    """The callback for data.bad_rows=error: raises the error, with the advice of `with_skip_advice`."""
+    raise with_skip_advice(error)
 
 
-def leave_out(error: UserError) -> UserError:
+def with_skip_advice(error: UserError) -> UserError:
     """Returns the error of a bad row with the advice to set data.bad_rows=drop."""
     text = str(error)
     return UserError(f"{text}{'' if text.endswith(('.', '?')) else '.'} Or skip such rows with data.bad_rows=drop.")
@@ -81,14 +81,14 @@ class Block(Protocol):
     def folder(self) -> str:
         """The folder that paths in the rows are relative to."""
 
-    def rows(self, bad: OnBad = refuse) -> Iterator[Row]:
+    def rows(self, bad: OnBad = raise_bad_row) -> Iterator[SourceRow]:
         """Yields the readable rows, in order."""
 
-    def records(self, reading: Reading, bad: OnBad = refuse) -> Iterator[tuple[int, Record]]:
+    def records(self, options: ParseOptions, bad: OnBad = raise_bad_row) -> Iterator[tuple[int, Record]]:
         """Yields (line or row number, document) for each valid row."""
 
 
-class _Rows(ABC, Generic[_Item]):
+class _BlockBase(ABC, Generic[_Item]):
     """The base class of all blocks."""
 
     __slots__ = ()
@@ -98,7 +98,7 @@ class _Rows(ABC, Generic[_Item]):
         """Yields (number of the row, its name in messages, the item that `_row` makes the row from)."""
 
     @abstractmethod
-    def _row(self, number: int, name: str, item: _Item) -> Row: ...
+    def _row(self, number: int, name: str, item: _Item) -> SourceRow: ...
 
     @abstractmethod
     def _origin(self) -> str:
@@ -109,7 +109,7 @@ class _Rows(ABC, Generic[_Item]):
         origin = self._origin()
         return origin if os.path.isdir(origin) else os.path.dirname(origin)
 
-    def rows(self, bad: OnBad = refuse) -> Iterator[Row]:
+    def rows(self, bad: OnBad = raise_bad_row) -> Iterator[SourceRow]:
         for number, name, item in self._items():
             try:
                 row = self._row(number, name, item)
@@ -118,15 +118,15 @@ class _Rows(ABC, Generic[_Item]):
             else:
                 yield row
 
-    def records(self, reading: Reading, bad: OnBad = refuse) -> Iterator[tuple[int, Record]]:
+    def records(self, options: ParseOptions, bad: OnBad = raise_bad_row) -> Iterator[tuple[int, Record]]:
         folder = self.folder()
         for row in self.rows(bad):
             try:
-                record = parse_row(row.where, row.cleaned(), reading, folder)
+                record = parse_row(row.location, row.cleaned(), options, folder)
                 if record.images:
                     record = replace(record, position=row.position)
                 if row.escaped:
-                    check_unicode(record.where, record.value)
+                    check_unicode(record.location, record.value)
             except UserError as error:
                 bad(row.number, error)
             else:
@@ -134,7 +134,7 @@ class _Rows(ABC, Generic[_Item]):
 
 
 @dataclass(frozen=True, slots=True)
-class FileBlock(_Rows[tuple[int, bytes]]):
+class FileBlock(_BlockBase[tuple[int, bytes]]):
     """The lines of a JSONL file whose first byte is in start..stop (stop excluded).
 
     newlines: line ends before byte `start`; None if not counted, and then a line's number is the offset of its first
@@ -147,7 +147,7 @@ class FileBlock(_Rows[tuple[int, bytes]]):
     stop: int
     newlines: int | None
     most: int = MAX_ROW_BYTES
-    stamp: Stamp | None = None
+    stamp: FileStamp | None = None
 
     @property
     def size(self) -> int:
@@ -162,7 +162,7 @@ class FileBlock(_Rows[tuple[int, bytes]]):
             first = self.newlines + skipped + 1
             places = dict(zip(range(first, first + len(lines)), starts, strict=False))
             for number, line in not_blank(enumerate(lines, start=first)):
-                yield number, where(self.path, number, by_line=True), (places[number], line)
+                yield number, row_name(self.path, number, by_line=True), (places[number], line)
             return
         for start, line in zip(starts, lines, strict=False):
             if line.strip():
@@ -171,7 +171,7 @@ class FileBlock(_Rows[tuple[int, bytes]]):
     def _origin(self) -> str:
         return self.path
 
-    def _row(self, number: int, name: str, item: tuple[int, bytes]) -> Row:
+    def _row(self, number: int, name: str, item: tuple[int, bytes]) -> SourceRow:
         start, line = item
         if len(line) > self.most:
             raise too_large(name, self.most)
@@ -182,7 +182,7 @@ class FileBlock(_Rows[tuple[int, bytes]]):
 
         Of a line longer than `most`, only as much is kept as shows its length; the block where it begins reports it.
         """
-        with reading(self.path, self.stamp), open(self.path, "rb") as file:
+        with file_errors(self.path, self.stamp), open(self.path, "rb") as file:
             skipped = 0
             if self.start:
                 file.seek(self.start - 1)
@@ -198,7 +198,7 @@ class FileBlock(_Rows[tuple[int, bytes]]):
 
 
 @dataclass(frozen=True, slots=True)
-class LineBlock(_Rows[bytes]):
+class LineBlock(_BlockBase[bytes]):
     """Lines of a JSONL file with their numbers, without blank lines."""
 
     path: str
@@ -210,19 +210,19 @@ class LineBlock(_Rows[bytes]):
 
     def _items(self) -> Iterator[tuple[int, str, bytes]]:
         for number, line in self.lines:
-            yield number, where(self.path, number, by_line=True), line
+            yield number, row_name(self.path, number, by_line=True), line
 
     def _origin(self) -> str:
         return self.path
 
-    def _row(self, number: int, name: str, item: bytes) -> Row:
+    def _row(self, number: int, name: str, item: bytes) -> SourceRow:
         return _row_of_line(number, name, item)
 
 
 @dataclass(frozen=True, slots=True)
-class RowBlock(_Rows[Any]):
+class RowBlock(_BlockBase[Any]):
     """Rows as Python values; an unreadable row is a UserError instead. numbers: the lines of the rows if by_line, else
-    their indices. escaped: as in Row. again: whether a row can be read again by its number."""
+    their indices. escaped: as in SourceRow. again: whether a row can be read again by its number."""
 
     origin: str
     values: Sequence[Any]
@@ -237,16 +237,16 @@ class RowBlock(_Rows[Any]):
 
     def _items(self) -> Iterator[tuple[int, str, Any]]:
         for number, values in zip(self.numbers, self.values, strict=True):
-            yield number, where(self.origin, number, self.by_line), values
+            yield number, row_name(self.origin, number, self.by_line), values
 
-    def _row(self, number: int, name: str, item: Any) -> Row:
+    def _row(self, number: int, name: str, item: Any) -> SourceRow:
         if isinstance(item, UserError):
             raise item
-        return Row(number, name, item, self.escaped, number if self.again else None)
+        return SourceRow(number, name, item, self.escaped, number if self.again else None)
 
 
 @dataclass(frozen=True, slots=True)
-class ArrowBlock(_Rows[Any]):
+class ArrowBlock(_BlockBase[Any]):
     """Rows of a pyarrow.Table. first: the index of the block's first row in the whole source. most: the largest allowed
     row, in bytes. again: as in RowBlock."""
 
@@ -264,9 +264,9 @@ class ArrowBlock(_Rows[Any]):
         large, fields = self.table.nbytes > self.most, _Fields.of(self.table.schema)
         rows = (self.table.slice(place, 1) for place in range(len(self.table))) if large else self.table.to_pylist()
         for number, values in enumerate(rows, start=self.first):
-            yield number, where(self.origin, number, by_line=False), (fields, values)
+            yield number, row_name(self.origin, number, by_line=False), (fields, values)
 
-    def _row(self, number: int, name: str, item: Any) -> Row:
+    def _row(self, number: int, name: str, item: Any) -> SourceRow:
         fields, values = item
         if not isinstance(values, dict):  # a table of one row: `_items` slices a large table
             if values.nbytes > self.most:
@@ -279,7 +279,7 @@ class ArrowBlock(_Rows[Any]):
                 raise UserError(
                     f"{name}: column `{column}` is of type Json() and holds text that is not valid JSON: {error}."
                 ) from None
-        return Row(number, name, values, bool(fields.decoders), number if self.again else None, fields.cleaners)
+        return SourceRow(number, name, values, bool(fields.decoders), number if self.again else None, fields.cleaners)
 
 
 @dataclass(frozen=True, slots=True)
@@ -360,29 +360,29 @@ def _is_struct(kind: Any) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Stamp:
+class FileStamp:
     """Size in bytes and modification time in nanoseconds of a file: a write changes at least one of them."""
 
     size: int
     changed: int
 
     @classmethod
-    def of(cls, path: str) -> Stamp:
+    def of(cls, path: str) -> FileStamp:
         """The current stamp of a file. Raises UserError for anything but a regular file."""
-        with reading(path):
+        with file_errors(path):
             found = regular_file(Path(path), "a file of data").stat()
             return cls(found.st_size, found.st_mtime_ns)
 
 
 @contextmanager
-def reading(path: str, stamp: Stamp | None = None, key: str = "data.path") -> Iterator[None]:
+def file_errors(path: str, stamp: FileStamp | None = None, key: str = "data.path") -> Iterator[None]:
     """A context in which errors of reading a file become UserErrors. stamp: if given, it must still match at the end.
     key: the config key for messages."""
     try:
         yield
         if stamp is not None:
             now = os.stat(path)
-            if Stamp(now.st_size, now.st_mtime_ns) != stamp:
+            if FileStamp(now.st_size, now.st_mtime_ns) != stamp:
                 raise UserError(f"{path}: has changed while it was read. Start again when nothing writes to it.")
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise UserError(f"{path}: is not a whole gzip file: {first_line(error)}. Write it again.") from None
@@ -407,7 +407,7 @@ def lines_of(file: _Lines[AnyStr], path: str, most: int) -> Iterator[tuple[int, 
     while line := file.readline(most + 1):
         number += 1
         if len(line) > most:
-            raise too_large(where(path, number, by_line=True), most)
+            raise too_large(row_name(path, number, by_line=True), most)
         yield number, line
 
 
@@ -419,8 +419,8 @@ def too_large(name: str, most: int) -> UserError:
     )
 
 
-def _row_of_line(number: int, name: str, line: bytes) -> Row:
-    return Row(number, name, json_row(name, line), escaped=b"\\ud" in line or b"\\uD" in line)
+def _row_of_line(number: int, name: str, line: bytes) -> SourceRow:
+    return SourceRow(number, name, json_row(name, line), escaped=b"\\ud" in line or b"\\uD" in line)
 
 
 def not_blank(lines: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, bytes]]:
@@ -431,6 +431,6 @@ def not_blank(lines: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, bytes]]
             yield number, text
 
 
-def where(origin: str, number: int, by_line: bool) -> str:
+def row_name(origin: str, number: int, by_line: bool) -> str:
     """The name of a row in messages: file:line, or file[row] with rows counted from 0."""
     return f"{origin}:{number}" if by_line else f"{origin}[{number}]"

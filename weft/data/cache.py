@@ -16,21 +16,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from weft.data import table as tables
-from weft.data.places import Place
-from weft.data.sources import Part
-from weft.data.table import Chunk, DamagedTableError, Table
+from weft.data.places import MediaLocation
+from weft.data.sources import SourcePart
+from weft.data.table import Chunk, DamagedTableError, TokenTable
 from weft.errors import StorageError
 from weft.launch import flight
 from weft.version import __version__
 
 if TYPE_CHECKING:
-    from weft.data.tokenise import Work
+    from weft.data.tokenise import TokeniseTask
 
 _SECONDS = 0.2  # between two attempts to take a lock
 _LOOKING = 16  # threads that stat image files
 
 
-def key(part: Part, work: Work) -> str | None:
+def key(part: SourcePart, work: TokeniseTask) -> str | None:
     """Digest of everything that the tokens depend on: the bytes of the data, how rows are parsed, the tokenizer, the
     code. None if the data have no digest or the tokenizer is not a fast one: such tokens are not cached."""
     tokenizer = work.tokenizer
@@ -45,7 +45,7 @@ def key(part: Part, work: Work) -> str | None:
     return hashlib.blake2b("\0".join(said).encode(), digest_size=16).hexdigest()
 
 
-def _of_images(part: Part, work: Work) -> list[str]:
+def _of_images(part: SourcePart, work: TokeniseTask) -> list[str]:
     """What the tokens and places of images depend on besides the rows. It has the path of the data, because image paths
     in rows are relative to it."""
     images = work.images
@@ -54,7 +54,7 @@ def _of_images(part: Part, work: Work) -> list[str]:
     return [images.settings, images.problem, str(images.template), repr(images.checks), os.path.abspath(part.origin)]
 
 
-def table(folder: str, name: str, part: Part, chunks: Callable[[], Generator[Chunk]]) -> Table:
+def table(folder: str, name: str, part: SourcePart, chunks: Callable[[], Generator[Chunk]]) -> TokenTable:
     """The table `name` of a cache folder. The first process to ask builds it from `chunks`; other processes wait. A
     damaged table is built again: a crash may lose recent writes. Raises StorageError if the folder cannot be used."""
     root = Path(folder).expanduser() / "tokens"
@@ -76,7 +76,7 @@ def table(folder: str, name: str, part: Part, chunks: Callable[[], Generator[Chu
         ) from error
 
 
-def _whole(kept: Path, part: Part) -> Table | None:
+def _whole(kept: Path, part: SourcePart) -> TokenTable | None:
     """The cached table; None if it is missing, damaged, or refers to image files that have changed since."""
     try:
         found = tables.read(kept, part.origin, part.by_line) if kept.is_dir() else None
@@ -85,7 +85,7 @@ def _whole(kept: Path, part: Part) -> Table | None:
     if found is None or not found.images.any():
         return found
     with ThreadPoolExecutor(_LOOKING) as pool:  # stat mostly waits for the file system
-        return found if all(pool.map(Place.is_as_it_was, found.image_files())) else None
+        return found if all(pool.map(MediaLocation.is_as_it_was, found.image_files())) else None
 
 
 def _make(kept: Path, chunks: Callable[[], Generator[Chunk]]) -> None:

@@ -19,7 +19,7 @@ from jinja2.visitor import NodeTransformer
 from weft.config.paths import near_names
 from weft.config.schema import DataConfig
 from weft.data.messages import THOUGHTS
-from weft.data.template_bounds import Bounded, UnboundedError, bound
+from weft.data.template_bounds import LimitInserter, RenderLimitError, install_limits
 from weft.errors import UserError, first_line
 from weft.files import regular_file
 from weft.models import hf_template
@@ -64,7 +64,7 @@ class RenderError(Exception):
     """A template raised an exception: it does not support these messages. The text is the template's error message."""
 
 
-class Unclear(Exception):
+class AmbiguousAnswerError(Exception):
     """The trained part of a rendering is ambiguous; the error message says why."""
 
     def __init__(self, reason: str, rendering: Rendering) -> None:
@@ -72,11 +72,11 @@ class Unclear(Exception):
         self.rendering = rendering
 
 
-class Lost(Unclear):
+class UnrenderedTextError(AmbiguousAnswerError):
     """A rendering omits some text of its conversation."""
 
 
-class PythonArguments(Lost):
+class PythonArgumentsError(UnrenderedTextError):
     """A rendering has the arguments of a call as Python writes a dict: the template wants them as JSON text."""
 
 
@@ -90,9 +90,9 @@ class ChatTemplate:
 
     def __init__(self, source: str, variables: Mapping[str, Any]) -> None:
         environment = hf_template.environment()
-        self._bounds = bound(environment, len(source))
+        self._bounds = install_limits(environment, len(source))
         environment.filters["weft_place"] = _place_of
-        noted = _Noted()
+        noted = _MarkInserter()
         code = _compiled(environment, source, noted)
         self._template = environment.template_class.from_code(environment, code, {**environment.globals, **_NOTES})
         self._variables = dict(variables)
@@ -151,14 +151,14 @@ class ChatTemplate:
         ask: bool = False,
     ) -> Rendering:
         """Renders a conversation. ask: whether to add the generation prompt. Raises RenderError if the template fails,
-        and UnboundedError if it exceeds its limits."""
+        and RenderLimitError if it exceeds its limits."""
         try:
             messages = [self._as_read(message) for message in messages]
             self._bounds.begin()
             found = self._rendered(messages, kwargs, tools, ask)
             self._bounds.check(found.text, list(messages), dict(kwargs), list(tools or ()))
             return found
-        except UnboundedError:
+        except RenderLimitError:
             raise
         except TemplateError as error:
             raise RenderError(first_line(error)[:_SAID]) from error
@@ -195,7 +195,7 @@ class ChatTemplate:
             self._bounds.begin()
             try:
                 text = self._rendered(probe, {}, None, False).text
-            except UnboundedError:
+            except RenderLimitError:
                 raise
             except Exception:  # the expressions of a template can raise any exception
                 text = ""
@@ -223,7 +223,7 @@ class ChatTemplate:
         return Rendering("".join(blocks), regions, frozenset(pieces) - frozenset(regions), tuple(sorted(marked)))
 
 
-class _Note(str):
+class _PositionMark(str):
     """An empty string that marks a position in the output. place: index of the message of a loop turn, else None."""
 
     place: int | None
@@ -232,8 +232,8 @@ class _Note(str):
         return self  # str(note) would be a plain text
 
 
-def _note(place: int | None = None) -> _Note:
-    note = _Note()
+def _note(place: int | None = None) -> _PositionMark:
+    note = _PositionMark()
     note.place = place
     return note
 
@@ -256,11 +256,11 @@ class _Message(dict[str, Any]):
 
 
 @cache
-def _at(place: int) -> _Note:
+def _at(place: int) -> _PositionMark:
     return _note(place)
 
 
-def _place_of(item: Any) -> _Note:
+def _place_of(item: Any) -> _PositionMark:
     """The filter that a loop turn prints first: the note of message `item`, or _ELSEWHERE for another item."""
     return item._note if type(item) is _Message else _ELSEWHERE
 
@@ -272,7 +272,7 @@ def _pieces(stream: Iterable[str], blocks: list[str], marked: list[Span]) -> dic
     marks: list[int] = []
     start = length = 0
     for block in stream:
-        if type(block) is not _Note:
+        if type(block) is not _PositionMark:
             blocks.append(block)
             length += len(block)
             continue
@@ -309,7 +309,7 @@ _ITEMS = frozenset(
 )
 
 
-class _Noted(NodeTransformer):
+class _MarkInserter(NodeTransformer):
     """Inserts notes around loops, at the beginning of each loop turn, and around generation markers.
 
     unseen_markers: how many generation markers are where no notes can be inserted.
@@ -352,10 +352,10 @@ def _is_marker(node: nodes.CallBlock) -> bool:
     return isinstance(call, nodes.ExtensionAttribute) and call.name == hf_template.GENERATION_CALL
 
 
-def _compiled(environment: Any, source: str, noted: _Noted) -> Any:
+def _compiled(environment: Any, source: str, noted: _MarkInserter) -> Any:
     """The compiled code of a template, with limits and notes inserted. Raises TemplateSyntaxError."""
     try:
-        return environment.compile(noted.visit(Bounded().visit(environment.parse(source))))
+        return environment.compile(noted.visit(LimitInserter().visit(environment.parse(source))))
     except (RecursionError, MemoryError, SyntaxError, OverflowError) as error:  # Python's limits on nesting
         raise TemplateSyntaxError(f"it is nested too deeply ({type(error).__name__})", 1) from None
 

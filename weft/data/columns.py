@@ -13,7 +13,7 @@ from weft.errors import UserError
 _OPTIONAL = ("input", *BESIDE)
 
 
-def renamed(where: str, row: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
+def rename_columns(location: str, row: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
     """The row with weft's column names.
 
     If `columns` names a column of a format, the row has that format and the columns of other formats are left out; so a
@@ -25,19 +25,19 @@ def renamed(where: str, row: Mapping[str, Any], columns: Mapping[str, str]) -> d
     moved = {*columns, *(path for path in columns.values() if path in _OPTIONAL)}
     out = {name: value for name, value in row.items() if name not in moved and (name in kept or not named)}
     for name, path in columns.items():
-        value = _find(where, row, name, path)
+        value = _find(location, row, name, path)
         if value is not None or name not in _OPTIONAL:
             out[name] = value
     return out
 
 
-def with_named(where: str, row: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
+def add_named_columns(location: str, row: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
     """The row with all its columns, plus those in `columns` under weft's names. Raises UserError as `renamed` does."""
-    found = {name: _find(where, row, name, path) for name, path in columns.items()}
+    found = {name: _find(location, row, name, path) for name, path in columns.items()}
     return {**row, **{name: value for name, value in found.items() if value is not None or name not in _OPTIONAL}}
 
 
-def _find(where: str, row: Mapping[str, Any], name: str, path: str) -> Any:
+def _find(location: str, row: Mapping[str, Any], name: str, path: str) -> Any:
     """The value at a path: a column of exactly this name, else keys and list indices joined by dots."""
     if path in row:
         return row[path]
@@ -50,8 +50,8 @@ def _find(where: str, row: Mapping[str, Any], name: str, path: str) -> Any:
         elif name in _OPTIONAL:
             return None
         else:
-            hint = divided_columns(where, row)
-            raise UserError(f"{where}: data.columns: {name} is to be `{path}`, but {_missing(value, part)}.{hint}")
+            hint = divided_columns(location, row)
+            raise UserError(f"{location}: data.columns: {name} is to be `{path}`, but {_missing(value, part)}.{hint}")
     return value
 
 
@@ -63,9 +63,9 @@ def _missing(value: Any, part: str) -> str:
     return f"`{part}` would be inside {'null' if value is None else 'a ' + type(value).__name__}, which has no parts"
 
 
-def divided_columns(where: str, row: Mapping[str, Any]) -> str:
-    """As divided_otherwise, for a row of a .csv or .tsv file. where: its file and line."""
-    return divided_otherwise(where.rpartition(":")[0], next(iter(row))) if len(row) == 1 else ""
+def divided_columns(location: str, row: Mapping[str, Any]) -> str:
+    """As divided_otherwise, for a row of a .csv or .tsv file. location: its file and line."""
+    return divided_otherwise(location.rpartition(":")[0], next(iter(row))) if len(row) == 1 else ""
 
 
 def divided_otherwise(path: str, header: str) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from weft.data.messages import Parts, check_arguments, is_plain
+from weft.data.messages import ContentParts, check_arguments, is_plain
 from weft.data.records import Record
 from weft.errors import BadRowError, UserError
 from weft.strict_json import JsonError, parse
@@ -19,7 +19,7 @@ _REASONING = ("reasoning_content", "thinking")
 
 
 @dataclass(frozen=True, slots=True)
-class Conversation:
+class ChatInput:
     """Input of a chat template. kwargs: template variables of this conversation alone. trained: indices of the trained
     answers."""
 
@@ -28,11 +28,11 @@ class Conversation:
     kwargs: Mapping[str, Any]
     trained: tuple[int, ...]
 
-    def replaced(self, place: int, **changes: Any) -> Conversation:
+    def replaced(self, place: int, **changes: Any) -> ChatInput:
         """The conversation with some keys of message `place` changed; None removes a key."""
         message = {key: value for key, value in {**self.messages[place], **changes}.items() if value is not None}
         messages = [*self.messages[:place], message, *self.messages[place + 1 :]]
-        return Conversation(messages, self.tools, self.kwargs, self.trained)
+        return ChatInput(messages, self.tools, self.kwargs, self.trained)
 
 
 def is_chat(record: Record) -> bool:
@@ -40,7 +40,7 @@ def is_chat(record: Record) -> bool:
     return record.format == "messages" or (record.format == "prompt" and not isinstance(record.value["prompt"], str))
 
 
-def conversation(record: Record, train_on: TrainOn, *, text_arguments: bool = False) -> Conversation:
+def conversation(record: Record, train_on: TrainOn, *, text_arguments: bool = False) -> ChatInput:
     """The conversation of a chat record (see is_chat). Raises BadRowError.
 
     text_arguments: give the arguments of tool calls as JSON text, which some templates need, instead of as objects.
@@ -51,30 +51,30 @@ def conversation(record: Record, train_on: TrainOn, *, text_arguments: bool = Fa
     if record.format == "prompt":
         raw, first = [*value["prompt"], *_as_messages(value["completion"])], len(value["prompt"])
     kwargs = value.get("chat_template_kwargs")
-    return Conversation(
+    return ChatInput(
         messages=[
-            m if is_plain(m) else _message(f"{record.where}: message {i}", m, text_arguments)
+            m if is_plain(m) else _message(f"{record.location}: message {i}", m, text_arguments)
             for i, m in enumerate(raw, start=1)
         ],
-        tools=_tools(record.where, value.get("tools")),
-        kwargs=_from_json(record.where, "chat_template_kwargs", kwargs) or {},
-        trained=tuple(_trained(record.where, raw, first, train_on)),
+        tools=_tools(record.location, value.get("tools")),
+        kwargs=_from_json(record.location, "chat_template_kwargs", kwargs) or {},
+        trained=tuple(_trained(record.location, raw, first, train_on)),
     )
 
 
-def _trained(where: str, messages: Sequence[Mapping[str, Any]], first: int, train_on: TrainOn) -> Iterator[int]:
+def _trained(location: str, messages: Sequence[Mapping[str, Any]], first: int, train_on: TrainOn) -> Iterator[int]:
     for number, message in enumerate(messages, start=1):
         flag = message.get("train")
         if flag is not None and not isinstance(flag, bool):
-            raise BadRowError(f"{where}: message {number}: `train` must be true or false, not {json.dumps(flag)}.")
+            raise BadRowError(f"{location}: message {number}: `train` must be true or false, not {json.dumps(flag)}.")
         if flag and (message["role"] != "assistant" or number <= first):
             raise BadRowError(
-                f"{where}: message {number} says `train: true`, but only answers of the assistant can be trained. "
+                f"{location}: message {number} says `train: true`, but only answers of the assistant can be trained. "
                 "Remove it, or say data.train_on: all."
             )
         if flag is False and train_on == "all":
             raise BadRowError(
-                f"{where}: message {number} says `train: false`, and data.train_on: all trains every token. Remove "
+                f"{location}: message {number} says `train: false`, and data.train_on: all trains every token. Remove "
                 "one of them."
             )
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i >= first]
@@ -89,31 +89,31 @@ def _as_messages(completion: Any) -> list[Any]:
     return [completion] if isinstance(completion, dict) else list(completion)
 
 
-def _message(where: str, raw: Mapping[str, Any], text_arguments: bool) -> dict[str, Any]:
-    """The message for the template: null means absent, text parts become Parts, missing content becomes ""."""
+def _message(location: str, raw: Mapping[str, Any], text_arguments: bool) -> dict[str, Any]:
+    """The message for the template: null means absent, text parts become ContentParts, missing content becomes ""."""
     message = {key: value for key, value in raw.items() if value is not None and key != "train"}
     content = message.get("content", "")
-    message["content"] = Parts(content) if isinstance(content, list) and content else _text(content)
+    message["content"] = ContentParts(content) if isinstance(content, list) and content else _text(content)
     reasoning = next((message[name] for name in _REASONING if name in message), None)
     if reasoning is not None:
         message.update(dict.fromkeys(_REASONING, _text(reasoning)))
     calls = message.pop("tool_calls", None)
     if calls:
-        message["tool_calls"] = [_call(where, call, text_arguments) for call in calls]
+        message["tool_calls"] = [_call(location, call, text_arguments) for call in calls]
     return message
 
 
 def _text(content: Any) -> Any:
-    return str(Parts(content)) if isinstance(content, list) else content
+    return str(ContentParts(content)) if isinstance(content, list) else content
 
 
-def _call(where: str, raw: Mapping[str, Any], text_arguments: bool) -> dict[str, Any]:
+def _call(location: str, raw: Mapping[str, Any], text_arguments: bool) -> dict[str, Any]:
     """The call as {"type": "function", "function": {"name", "arguments"}}; missing parts are filled in."""
     call = {key: value for key, value in raw.items() if value is not None}
     function = dict(call.get("function") or {key: call.pop(key) for key in ("name", "arguments") if key in call})
     given = function.get("arguments")
     try:
-        arguments: Any = check_arguments(where, given)
+        arguments: Any = check_arguments(location, given)
     except UserError as error:
         raise BadRowError(str(error)) from None
     if text_arguments:  # the user's own text, if it is one: templates write it as it stands
@@ -122,17 +122,17 @@ def _call(where: str, raw: Mapping[str, Any], text_arguments: bool) -> dict[str,
     return {"type": "function", **call, "function": {**function, "arguments": arguments}}
 
 
-def _tools(where: str, raw: Any) -> list[Any] | None:
-    tools = _from_json(where, "tools", raw)
+def _tools(location: str, raw: Any) -> list[Any] | None:
+    tools = _from_json(location, "tools", raw)
     if tools is not None and not isinstance(tools, list):
-        raise BadRowError(f"{where}: `tools` must be a list of functions (JSON schemas).")
+        raise BadRowError(f"{location}: `tools` must be a list of functions (JSON schemas).")
     return tools or None
 
 
-def _from_json(where: str, name: str, raw: Any) -> Any:
+def _from_json(location: str, name: str, raw: Any) -> Any:
     if not isinstance(raw, str):
         return raw
     try:
         return parse(raw) if raw.strip() else None
     except JsonError as error:
-        raise BadRowError(f"{where}: `{name}` is no JSON: {error}.") from None
+        raise BadRowError(f"{location}: `{name}` is no JSON: {error}.") from None

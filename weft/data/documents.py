@@ -15,13 +15,13 @@ from weft.config.schema import DataConfig
 from weft.data.encode import Encoding, has_template
 from weft.data.image_files import opening_pool
 from weft.data.images import Images
-from weft.data.limits import Limits, LongDocuments, Piece
+from weft.data.limits import Limits, LongDocuments, TableSelection
 from weft.data.limits import bad_rows as bad_rows_of
-from weft.data.open_sources import Data, Source, open_data
-from weft.data.order import Share, permutation
+from weft.data.open_sources import Data, DataSource, open_data
+from weft.data.order import SourceShare, permutation
 from weft.data.records import ALL_KINDS, NEEDED, template_use
-from weft.data.table import Array, Digest, Table
-from weft.data.tokenise import Tokenising, Work, tokenise
+from weft.data.table import Array, Digest, TokenTable
+from weft.data.tokenise import TokeniseOptions, TokeniseTask, tokenise
 from weft.engine.batch.document import Document, MeasuredDocuments, Measures
 from weft.engine.batch.media import Media
 from weft.errors import UserError
@@ -72,15 +72,20 @@ class DataReport:
 class Documents(MeasuredDocuments):
     """Documents, built from flat arrays on access. shares: their sources in order, from which the order is drawn."""
 
-    def __init__(self, pieces: Sequence[Piece], shares: Sequence[Share], loaded: Sequence[_Loaded] = ()) -> None:
-        self._pieces, self.shares, self.loaded = pieces, shares, loaded
-        self._ends = np.cumsum([len(piece.kept) for piece in pieces])
-        lengths = np.concatenate([piece.lengths for piece in pieces]).astype(np.int64)
-        losses: Array = np.concatenate([piece.losses for piece in pieces])
+    def __init__(
+        self,
+        selections: Sequence[TableSelection],
+        shares: Sequence[SourceShare],
+        loaded: Sequence[_SourceDocuments] = (),
+    ) -> None:
+        self._selections, self.shares, self.loaded = selections, shares, loaded
+        self._ends = np.cumsum([len(selection.kept) for selection in selections])
+        lengths = np.concatenate([selection.lengths for selection in selections]).astype(np.int64)
+        losses: Array = np.concatenate([selection.losses for selection in selections])
         weights = losses.astype(np.float64)  # a trained token weighs 1
-        patches: Array = np.concatenate([piece.table.patches[piece.kept] for piece in pieces])
-        pairs: Array = np.concatenate([piece.table.pairs[piece.kept] for piece in pieces])
-        videos: Array = np.concatenate([piece.table.videos[piece.kept] > 0 for piece in pieces])
+        patches: Array = np.concatenate([selection.table.patches[selection.kept] for selection in selections])
+        pairs: Array = np.concatenate([selection.table.pairs[selection.kept] for selection in selections])
+        videos: Array = np.concatenate([selection.table.videos[selection.kept] > 0 for selection in selections])
         self._measures = Measures(lengths, weights, losses, np.zeros(len(losses), bool), patches, pairs, videos)
 
     def __len__(self) -> int:
@@ -90,19 +95,19 @@ class Documents(MeasuredDocuments):
         return self._measures
 
     def source(self, index: int) -> str:
-        piece, row = self._place(index)
-        return piece.table.where(int(piece.kept[row]))
+        selection, row = self._place(index)
+        return selection.table.row_name(int(selection.kept[row]))
 
     def build(self, index: int) -> Document:
-        piece, row = self._place(index)
-        kept = int(piece.kept[row])
-        ids, trained = piece.table.tokens(kept, int(piece.lengths[row]))
+        selection, row = self._place(index)
+        kept = int(selection.kept[row])
+        ids, trained = selection.table.tokens(kept, int(selection.lengths[row]))
         return Document(
             tokens=torch.from_numpy(ids.astype(np.int64)),
             weights=torch.from_numpy(trained.astype(np.float32)),
-            source=piece.table.where(kept),
-            dataset=piece.source,
-            media=_media(piece.table, kept),
+            source=selection.table.row_name(kept),
+            dataset=selection.source,
+            media=_media(selection.table, kept),
         )
 
     def take(self, indices: Sequence[int]) -> dict[int, Document]:
@@ -116,9 +121,9 @@ class Documents(MeasuredDocuments):
         """A number for each document, from its length and five of its tokens: it is the same for equal documents, and
         rarely for others. The other tokens are not read."""
         found = [np.empty(0, np.uint64)]
-        for piece in self._pieces:
-            table, lengths = piece.table, piece.table.lengths[piece.kept].astype(np.int64)
-            begins, numbers = table.ends[piece.kept] - lengths, lengths.astype(np.uint64)
+        for selection in self._selections:
+            table, lengths = selection.table, selection.table.lengths[selection.kept].astype(np.int64)
+            begins, numbers = table.ends[selection.kept] - lengths, lengths.astype(np.uint64)
             for quarter in range(5):
                 tokens = table.ids[begins + (lengths - 1) * quarter // 4]
                 numbers = numbers * np.uint64(1_000_003) + tokens.astype(np.uint64)
@@ -127,29 +132,29 @@ class Documents(MeasuredDocuments):
 
     def content(self, index: int) -> bytes:
         """A digest of a document's tokens before truncation, and of the sizes of its images."""
-        piece, row = self._place(index)
-        kept, digest = int(piece.kept[row]), Digest()
-        ids, trained = piece.table.tokens(kept, int(piece.table.lengths[kept]))
+        selection, row = self._place(index)
+        kept, digest = int(selection.kept[row]), Digest()
+        ids, trained = selection.table.tokens(kept, int(selection.table.lengths[kept]))
         digest.update(ids, np.zeros_like(trained), np.array([len(ids)]))
-        digest.update_images(*piece.table.media_of(kept))
+        digest.update_images(*selection.table.media_of(kept))
         return digest.hexdigest().encode()
 
-    def _place(self, index: int) -> tuple[Piece, int]:
-        """(the piece that holds document `index`, its row in the piece)."""
+    def _place(self, index: int) -> tuple[TableSelection, int]:
+        """(the selection that holds document `index`, its row in the selection)."""
         number = int(np.searchsorted(self._ends, index, side="right"))
-        piece = self._pieces[number]
-        return piece, index - int(self._ends[number]) + len(piece.kept)
+        selection = self._selections[number]
+        return selection, index - int(self._ends[number]) + len(selection.kept)
 
 
-def _media(table: Table, index: int) -> Media | None:
+def _media(table: TokenTable, index: int) -> Media | None:
     """The decoded and processed images of a document. Raises UserError if one has changed since the data were read."""
     places = table.places(index)
     if not places:
         return None
     assert table.inputs is not None
-    where, patches = table.where(index), int(table.patches[index])
-    inputs, found = table.inputs(where, places)
-    assert found == patches, f"{where}: {found} patches of images, and {patches} were expected"
+    location, patches = table.row_name(index), int(table.patches[index])
+    inputs, found = table.inputs(location, places)
+    assert found == patches, f"{location}: {found} patches of images, and {patches} were expected"
     return Media(inputs, patches, int(table.pairs[index]))
 
 
@@ -161,7 +166,7 @@ def lengths_of(documents: Sequence[Document]) -> list[int]:
     return [len(document) for document in documents]
 
 
-def shares_of(documents: Sequence[Document]) -> Sequence[Share] | None:
+def shares_of(documents: Sequence[Document]) -> Sequence[SourceShare] | None:
     """The sources of the documents; None if unknown."""
     return documents.shares if isinstance(documents, Documents) else None
 
@@ -177,7 +182,7 @@ def load_documents(
     encoding: Encoding | None = None,
     bad_rows: Literal["error", "drop"] = "error",
     images: Images | None = None,
-    how: Tokenising | None = None,
+    how: TokeniseOptions | None = None,
 ) -> tuple[Documents, DataReport]:
     """Reads, checks and tokenises data. docs/reference/data.md lists the accepted forms.
 
@@ -194,18 +199,18 @@ def load_documents(
     """
     sources, drop = open_data(data), bad_rows == "drop"
     jobs = [
-        (part, Work(tokenizer, encoding, source.reading(has_template(tokenizer, encoding)), drop, images))
+        (part, TokeniseTask(tokenizer, encoding, source.reading(has_template(tokenizer, encoding)), drop, images))
         for source in sources
         for part in source.parts
     ]
-    found = iter(tokenise(jobs, how or Tokenising()))
+    found = iter(tokenise(jobs, how or TokeniseOptions()))
     tables = [[next(found) for _ in source.parts] for source in sources]
     for source, own in zip(sources, tables, strict=True):
         _check_not_empty(source, own, drop)
     limits = Limits(max_length, max_length_key, long_documents, vocab_size, drop_untrained=drop)
     limits.check([table for own in tables for table in own])
     loaded = [
-        _Loaded(source, [limits.piece(table, source.name) for table in own])
+        _SourceDocuments(source, [limits.select(table, source.name) for table in own])
         for source, own in zip(sources, tables, strict=True)
     ]
     return _join(loaded)
@@ -235,7 +240,7 @@ def hold_out(
     return _join(left), (taken, replace(report, dropped=0, bad=()))
 
 
-def also_trained(held_out: Documents, training: Documents) -> list[tuple[str, str]]:
+def find_leaks(held_out: Documents, training: Documents) -> list[tuple[str, str]]:
     """(name of a held-out document, name of the first equal one in the training data) of all documents that are in
     both. Equal are tokens before truncation, and sizes of images. Names are file:line or file[row]."""
     here, there = held_out.probes(), training.probes()
@@ -244,7 +249,7 @@ def also_trained(held_out: Documents, training: Documents) -> list[tuple[str, st
     return [(held_out.source(i), training.source(same)) for i, same in pairs if same is not None]
 
 
-def leak(name: str, equal: Sequence[tuple[str, str]], held_out: int, what: str) -> list[str]:
+def leak_hint(name: str, equal: Sequence[tuple[str, str]], held_out: int, what: str) -> list[str]:
     """A line about held-out data that are trained on, too. name: of the source, "" for eval.path and eval.share. equal:
     (held-out row, equal row of the training data). held_out: number of held-out rows. what: their plural."""
     if not equal:
@@ -257,7 +262,7 @@ def leak(name: str, equal: Sequence[tuple[str, str]], held_out: int, what: str) 
     ]
 
 
-def _check_not_empty(source: Source, tables: Sequence[Table], drop: bool) -> None:
+def _check_not_empty(source: DataSource, tables: Sequence[TokenTable], drop: bool) -> None:
     bad = [row for table in tables for row in bad_rows_of(table)] if drop else []
     if bad and not any((table.losses > 0).any() for table in tables):
         raise UserError(
@@ -271,51 +276,55 @@ def _check_not_empty(source: Source, tables: Sequence[Table], drop: bool) -> Non
 
 
 @dataclass(frozen=True)
-class _Loaded:
-    source: Source
-    pieces: list[Piece]
+class _SourceDocuments:
+    source: DataSource
+    selections: list[TableSelection]
 
     @property
-    def share(self) -> Share:
-        return Share(sum(len(piece.kept) for piece in self.pieces), self.source.weight)
+    def share(self) -> SourceShare:
+        return SourceShare(sum(len(selection.kept) for selection in self.selections), self.source.weight)
 
     @property
     def bad(self) -> tuple[tuple[str, str], ...]:
-        return tuple((self.source.label, text) for piece in self.pieces for _, text in bad_rows_of(piece.table))
+        return tuple(
+            (self.source.label, text) for selection in self.selections for _, text in bad_rows_of(selection.table)
+        )
 
-    def only(self, chosen: Array) -> _Loaded:
+    def only(self, chosen: Array) -> _SourceDocuments:
         """The source reduced to the documents where the mask `chosen` is true."""
-        ends = np.cumsum([len(piece.kept) for piece in self.pieces])
+        ends = np.cumsum([len(selection.kept) for selection in self.selections])
         masks = np.split(chosen, ends[:-1])
-        return _Loaded(self.source, [piece.only(mask) for piece, mask in zip(self.pieces, masks, strict=True)])
+        return _SourceDocuments(
+            self.source, [selection.only(mask) for selection, mask in zip(self.selections, masks, strict=True)]
+        )
 
     def report(self) -> DataReport:
-        counts = np.bincount(np.concatenate([piece.table.formats[piece.kept] for piece in self.pieces]))
-        digests = [piece.digest() for piece in self.pieces]
+        counts = np.bincount(np.concatenate([selection.table.formats[selection.kept] for selection in self.selections]))
+        digests = [selection.digest() for selection in self.selections]
         return DataReport(
             path=self.source.label,
             documents=self.share.documents,
-            tokens=sum(int(piece.lengths.sum()) for piece in self.pieces),
-            loss_tokens=sum(int(piece.losses.sum()) for piece in self.pieces),
-            longest=max(int(piece.lengths.max(initial=0)) for piece in self.pieces),
+            tokens=sum(int(selection.lengths.sum()) for selection in self.selections),
+            loss_tokens=sum(int(selection.losses.sum()) for selection in self.selections),
+            longest=max(int(selection.lengths.max(initial=0)) for selection in self.selections),
             digest=digests[0] if len(digests) == 1 else _digest(digests),
-            dropped=sum(piece.dropped for piece in self.pieces),
-            truncated=sum(piece.truncated for piece in self.pieces),
+            dropped=sum(selection.dropped for selection in self.selections),
+            truncated=sum(selection.truncated for selection in self.selections),
             formats=tuple((name, int(count)) for name, count in zip(ALL_KINDS, counts, strict=False) if count),
             in_epoch=self.share.in_epoch,
             bad=self.bad,
         )
 
 
-def _join(loaded: Sequence[_Loaded]) -> tuple[Documents, DataReport]:
+def _join(loaded: Sequence[_SourceDocuments]) -> tuple[Documents, DataReport]:
     emptied = [one.source.label for one in loaded if not one.share.documents]
     if emptied:
         raise UserError(
             f"data.sources: data.long_documents: drop leaves no document of {emptied[0]}. Leave the source out, raise "
             "data.max_length, or set data.long_documents: truncate."
         )
-    pieces = [piece for one in loaded for piece in one.pieces]
-    documents = Documents(pieces, [one.share for one in loaded], loaded)
+    selections = [selection for one in loaded for selection in one.selections]
+    documents = Documents(selections, [one.share for one in loaded], loaded)
     reports = [one.report() for one in loaded]
     if not loaded[0].source.name:
         return documents, reports[0]

@@ -17,15 +17,22 @@ from jinja2.exceptions import TemplateSyntaxError
 
 from weft.config.schema import DataConfig
 from weft.config.yaml12 import override
-from weft.data.chat_template import ChatTemplate, Lost, RenderError, Rendering, Unclear, chosen_template
-from weft.data.conversation import Conversation, TrainOn, conversation, is_chat
-from weft.data.image_files import Measured
-from weft.data.images import Images, Placed, of_text_alone, read_images, texts_of
+from weft.data.chat_template import (
+    AmbiguousAnswerError,
+    ChatTemplate,
+    RenderError,
+    Rendering,
+    UnrenderedTextError,
+    chosen_template,
+)
+from weft.data.conversation import ChatInput, TrainOn, conversation, is_chat
+from weft.data.image_files import MediaInfo
+from weft.data.images import ExpandedText, Images, read_images, text_model_error, texts_of
 from weft.data.loss_mask import AssistantMasks, MaskedText
 from weft.data.messages import CALL_KEYS, FUNCTION_KEYS, is_harmless, is_plain, leave_out_key, unread_keys
-from weft.data.places import Place
+from weft.data.places import MediaLocation
 from weft.data.records import Record
-from weft.data.template_bounds import UnboundedError
+from weft.data.template_bounds import RenderLimitError
 from weft.data.text_checks import TextChecks
 from weft.errors import BadRowError, UserError, first_line, is_panic, runs_own_code
 from weft.files import check_folder
@@ -52,11 +59,11 @@ class Encoding:
 @dataclass(frozen=True, slots=True)
 class Encoded:
     """A tokenised document. trained: 1 for each token that is trained as a target, else 0. places, patches, pairs: of
-    its images, as in Placed. reach: tokens up to the end of the last image; 0 without images."""
+    its images, as in ExpandedText. reach: tokens up to the end of the last image; 0 without images."""
 
     ids: list[int]
     trained: list[int]
-    places: tuple[Place, ...] = ()
+    places: tuple[MediaLocation, ...] = ()
     patches: int = 0
     pairs: int = 0
     reach: int = 0
@@ -86,7 +93,9 @@ class Encoder:
                 raise
             if len(records) > 1:  # which of them?
                 return [encoded for record in records for encoded in self.encode([record])]
-            raise BadRowError(f"{records[0].where}: the tokenizer fails for this text: {first_line(error)}.") from error
+            raise BadRowError(
+                f"{records[0].location}: the tokenizer fails for this text: {first_line(error)}."
+            ) from error
 
     def _encode(self, records: Sequence[Record]) -> list[Encoded]:
         kinds = ["chat" if is_chat(record) else record.format for record in records]
@@ -119,8 +128,8 @@ class Encoder:
     def _tokens(self, records: Sequence[Record]) -> list[Encoded]:
         if self.encoding.train_on != "answers":
             raise UserError(
-                f"{records[0].where}: data.train_on={self.encoding.train_on} would have no effect: rows of `input_ids` "
-                "say themselves what is trained. Leave data.train_on out."
+                f"{records[0].location}: data.train_on={self.encoding.train_on} would have no effect: rows of "
+                "`input_ids` say themselves what is trained. Leave data.train_on out."
             )
         return [Encoded(record.value["input_ids"], record.value["trained"]) for record in records]
 
@@ -142,67 +151,67 @@ class Encoder:
         records, sizes = self._with_sizes(records)
         with self._lock:
             if self._backend is None:
-                self._backend = _chat_backend(self.tokenizer, records[0].where)
+                self._backend = _chat_backend(self.tokenizer, records[0].location)
             chats = [self._rendered(record) for record in records]
         placed = [self._placed(*one) for one in zip(records, chats, sizes, strict=True)]
         encodings = self._backend.encode_batch([one.chat.text for one in placed], add_special_tokens=False)
         return [_encoded(encoding, one) for encoding, one in zip(encodings, placed, strict=True)]
 
-    def _with_sizes(self, records: Sequence[Record]) -> tuple[Sequence[Record], list[list[Measured]]]:
+    def _with_sizes(self, records: Sequence[Record]) -> tuple[Sequence[Record], list[list[MediaInfo]]]:
         """(records with fetched images, sizes of the images of each). Opens every image."""
         if self._images is not None:
             read = self._images.read(records)
             return [record for record, _ in read], [sizes for _, sizes in read]
         if found := next((record for record in records if record.images), None):
-            raise of_text_alone(found.where)
+            raise text_model_error(found.location)
         return records, [[] for _ in records]
 
-    def _placed(self, record: Record, chat: MaskedText, sizes: Sequence[Measured]) -> Placed:
+    def _placed(self, record: Record, chat: MaskedText, sizes: Sequence[MediaInfo]) -> ExpandedText:
         if self._images is None:
-            return Placed(chat)
+            return ExpandedText(chat)
         return self._images.place(record, chat, sizes)
 
     def _rendered(self, record: Record) -> MaskedText:
         """The rendering of a chat, with its trained tokens. Raises BadRowError."""
         try:
             return self._either(record, self.encoding.train_on, lambda chat: self._find(record, chat))
-        except Unclear as error:
+        except AmbiguousAnswerError as error:
             raise BadRowError(
-                f"{record.where}: cannot tell which tokens are the assistant's: {error}. This is the rendering, with "
-                f"the numbers of the messages that were found:\n{_shown(error.rendering)}\nIn a copy of the template, "
-                "put {% generation %} before the assistant's text and {% endgeneration %} behind its end-of-turn "
-                "token, and name it in data.chat_template."
+                f"{record.location}: cannot tell which tokens are the assistant's: {error}. This is the rendering, "
+                f"with the numbers of the messages that were found:\n{_shown(error.rendering)}\nIn a copy of the "
+                "template, put {% generation %} before the assistant's text and {% endgeneration %} behind its "
+                "end-of-turn token, and name it in data.chat_template."
             ) from error
 
-    def _either(self, record: Record, train_on: TrainOn, render: Callable[[Conversation], T]) -> T:
+    def _either(self, record: Record, train_on: TrainOn, render: Callable[[ChatInput], T]) -> T:
         """What `render` makes of a chat with tool-call arguments as objects; if the template refuses or loses them, as
         JSON text. Raises BadRowError with the first of both refusals."""
-        first: RenderError | Lost | None = None
+        first: RenderError | UnrenderedTextError | None = None
         for text_arguments in (False, True):
             chat = conversation(record, train_on, text_arguments=text_arguments)
             try:
                 return render(chat)
-            except (RenderError, Lost) as error:
+            except (RenderError, UnrenderedTextError) as error:
                 first = first or error
                 if not any("tool_calls" in message for message in chat.messages):
                     break
-            except UnboundedError as error:
-                raise BadRowError(unbounded(record.where, error)) from None
+            except RenderLimitError as error:
+                raise BadRowError(limit_message(record.location, error)) from None
         assert first is not None
-        raise refused(record.where, first) from first
+        raise template_refusal(record.location, first) from first
 
-    def _find(self, record: Record, chat: Conversation) -> MaskedText:
+    def _find(self, record: Record, chat: ChatInput) -> MaskedText:
         answers = self.masks_of(record, chat)
         kwargs = {**self.encoding.template_kwargs, **chat.kwargs}
         return answers.whole(chat, kwargs) if self.encoding.train_on == "all" else answers.find(chat, kwargs)
 
-    def masks_of(self, record: Record, chat: Conversation) -> AssistantMasks:
+    def masks_of(self, record: Record, chat: ChatInput) -> AssistantMasks:
         """The AssistantMasks of the template for this conversation; a tokenizer may have another template for tools."""
         source = self.encoding.chat_template
         if source is None and record.images and self._images is not None:
             source = self._images.template
         if source is None:
-            source = _own_template(self.tokenizer, record.where, chat)
+            source = _own_template(self.tokenizer, record.location, chat)
         if source not in self._answers:
             added = self.tokenizer.added_tokens_decoder.values()
             self._answers[source] = AssistantMasks(
@@ -211,14 +220,14 @@ class Encoder:
                 [token.content for token in added if not token.special],
             )
         template = self._answers[source].template
-        _check_read(record.where, chat, template, {**self.encoding.template_kwargs, **chat.kwargs})
+        _check_read(record.location, chat, template, {**self.encoding.template_kwargs, **chat.kwargs})
         return self._answers[source]
 
-    def question(self, record: Record) -> tuple[Conversation, AssistantMasks, dict[str, Any]]:
+    def question(self, record: Record) -> tuple[ChatInput, AssistantMasks, dict[str, Any]]:
         """(a chat that is to be answered, the masks of its template, the template's variables). Everything that the
         chat has is in its rendering. Raises BadRowError."""
 
-        def asked(chat: Conversation) -> tuple[Conversation, AssistantMasks, dict[str, Any]]:
+        def asked(chat: ChatInput) -> tuple[ChatInput, AssistantMasks, dict[str, Any]]:
             answers, kwargs = self.masks_of(record, chat), {**self.encoding.template_kwargs, **chat.kwargs}
             rendering = answers.template.render(chat.messages, kwargs, tools=chat.tools, ask=True)
             TextChecks(answers.template, chat, kwargs, rendering, {}, ask=True).run()
@@ -268,8 +277,8 @@ class Encoder:
         eos = self.tokenizer.eos_token_id
         if eos is None:
             raise UserError(
-                f"{record.where}: `{record.format}` documents end with the tokenizer's end-of-text token, and it has "
-                "none: a model trained without it would never stop. Set eos_token in tokenizer_config.json."
+                f"{record.location}: `{record.format}` documents end with the tokenizer's end-of-text token, and it "
+                "has none: a model trained without it would never stop. Set eos_token in tokenizer_config.json."
             )
         assert isinstance(eos, int)
         return eos
@@ -311,10 +320,10 @@ def _template(source: str, tokenizer: PreTrainedTokenizerBase, encoding: Encodin
         ) from None
 
 
-def unbounded(where: str, error: UnboundedError) -> str:
-    """The message about a template that exceeds its limits. where: the name of the document."""
+def limit_message(location: str, error: RenderLimitError) -> str:
+    """The message about a template that exceeds its limits. location: the name of the document."""
     return (
-        f"{where}: the chat template was stopped at this document: {error}, which no conversation needs. Set "
+        f"{location}: the chat template was stopped at this document: {error}, which no conversation needs. Set "
         "data.chat_template to another, or remove the document."
     )
 
@@ -328,10 +337,10 @@ def _ended(ids: list[int], eos: int) -> list[int]:
     return ids if ids[-1:] == [eos] else [*ids, eos]
 
 
-def _own_template(tokenizer: PreTrainedTokenizerBase, where: str, chat: Conversation) -> str:
+def _own_template(tokenizer: PreTrainedTokenizerBase, location: str, chat: ChatInput) -> str:
     if not tokenizer.chat_template:
         raise UserError(
-            f"{where}: has `messages`, but the tokenizer has no chat template. Use the model's chat (instruct) "
+            f"{location}: has `messages`, but the tokenizer has no chat template. Use the model's chat (instruct) "
             "variant, put a chat_template.jinja beside the tokenizer, set data.chat_template (chatml, or a file), or "
             "write `prompt` and `completion`."
         )
@@ -339,24 +348,24 @@ def _own_template(tokenizer: PreTrainedTokenizerBase, where: str, chat: Conversa
     return source
 
 
-def refused(where: str, error: RenderError | Lost) -> BadRowError:
+def template_refusal(location: str, error: RenderError | UnrenderedTextError) -> BadRowError:
     """The error of a conversation that a template refused, or did not render whole."""
     if isinstance(error, RenderError):
         return BadRowError(
-            f"{where}: the chat template refused this document: {first_line(error)}. Change the messages, or set "
+            f"{location}: the chat template refused this document: {first_line(error)}. Change the messages, or set "
             "data.chat_template."
         )
     return BadRowError(
-        f"{where}: {error}. This is the rendering:\n{_shown(error.rendering)}\nRemove that from the document, or set "
-        "data.chat_template (or data.template_kwargs) so that it is rendered."
+        f"{location}: {error}. This is the rendering:\n{_shown(error.rendering)}\nRemove that from the document, or "
+        "set data.chat_template (or data.template_kwargs) so that it is rendered."
     )
 
 
-def _check_read(where: str, chat: Conversation, template: ChatTemplate, kwargs: Mapping[str, Any]) -> None:
+def _check_read(location: str, chat: ChatInput, template: ChatTemplate, kwargs: Mapping[str, Any]) -> None:
     """Raises BadRowError if messages have a part that the template never reads: it would be lost silently."""
     if chat.tools and not template.names("tools"):
         raise BadRowError(
-            f"{where}: has `tools`, which the chat template does not render. Leave them out "
+            f"{location}: has `tools`, which the chat template does not render. Leave them out "
             f"({override('data.ignore', ['tools'])}), or set data.chat_template to one that does."
         )
     for number, message in enumerate(chat.messages, start=1):
@@ -364,38 +373,40 @@ def _check_read(where: str, chat: Conversation, template: ChatTemplate, kwargs: 
             continue
         if "tool_calls" in message and not template.reads_calls:
             raise BadRowError(
-                f"{where}: message {number} has `tool_calls`, which the chat template does not render. Remove it, or "
-                "set data.chat_template to one that does."
+                f"{location}: message {number} has `tool_calls`, which the chat template does not render. Remove it, "
+                "or set data.chat_template to one that does."
             )
         if message.get("thinking") and not template.reads_thoughts:
             raise BadRowError(
-                f"{where}: message {number} has `reasoning_content`, which the chat template does not render. Write it "
-                "into `content` as the model is to say it, remove it, or set data.chat_template to one that does."
+                f"{location}: message {number} has `reasoning_content`, which the chat template does not render. Write "
+                "it into `content` as the model is to say it, remove it, or set data.chat_template to one that does."
             )
         for what, name, without in _without_unread(chat, number - 1):
             if not template.names(name) or _renders_alike(template, chat, without, kwargs):
                 raise BadRowError(
-                    f"{where}: message {number}{what} has `{name}`, which neither weft nor the chat template reads. "
+                    f"{location}: message {number}{what} has `{name}`, which neither weft nor the chat template reads. "
                     f"{leave_out_key(name)}"
                 )
 
 
-def _without_unread(chat: Conversation, place: int) -> Iterator[tuple[str, str, Conversation]]:
+def _without_unread(chat: ChatInput, place: int) -> Iterator[tuple[str, str, ChatInput]]:
     """Yields (which call, the key, the conversation without it) for each key that only the template could read."""
     message = chat.messages[place]
     for name in unread_keys(message):
         yield "", name, chat.replaced(place, **{name: None})
     for number, call in enumerate(message.get("tool_calls", ())):
         function = call["function"]
-        for where, keys, known in ((call, "call", CALL_KEYS), (function, "function", FUNCTION_KEYS)):
-            for name in (name for name, value in where.items() if name not in known and not is_harmless(name, value)):
-                left = {key: value for key, value in where.items() if key != name}
-                changed = left if keys == "call" else {**call, "function": left}
+        for holder, known in ((call, CALL_KEYS), (function, FUNCTION_KEYS)):
+            for name, value in holder.items():
+                if name in known or is_harmless(name, value):
+                    continue
+                rest = {key: item for key, item in holder.items() if key != name}
+                changed = rest if holder is call else {**call, "function": rest}
                 calls = [*message["tool_calls"][:number], changed, *message["tool_calls"][number + 1 :]]
                 yield f", call {number + 1}", name, chat.replaced(place, tool_calls=calls)
 
 
-def _renders_alike(template: ChatTemplate, chat: Conversation, other: Conversation, kwargs: Mapping[str, Any]) -> bool:
+def _renders_alike(template: ChatTemplate, chat: ChatInput, other: ChatInput, kwargs: Mapping[str, Any]) -> bool:
     """Whether a template renders two conversations alike; False if it refuses one of them."""
     try:
         one, two = (template.render(c.messages, kwargs, tools=c.tools).text for c in (chat, other))
@@ -404,7 +415,7 @@ def _renders_alike(template: ChatTemplate, chat: Conversation, other: Conversati
     return one == two
 
 
-def _chat_backend(tokenizer: PreTrainedTokenizerBase, where: str) -> Any:
+def _chat_backend(tokenizer: PreTrainedTokenizerBase, location: str) -> Any:
     """A tokenizers.Tokenizer for chats, whose offsets cover every character of a text. Raises UserError if none does.
 
     The post-processor is removed: chat templates write their own special tokens, and byte-level post-processors may
@@ -412,8 +423,8 @@ def _chat_backend(tokenizer: PreTrainedTokenizerBase, where: str) -> Any:
     """
     if not tokenizer.is_fast:
         raise UserError(
-            f"{where}: `messages` need a fast tokenizer (tokenizer.json) to mark which tokens to train, and model.path "
-            f"has a {type(tokenizer).__name__}. Convert it, or write `prompt` and `completion`."
+            f"{location}: `messages` need a fast tokenizer (tokenizer.json) to mark which tokens to train, and "
+            f"model.path has a {type(tokenizer).__name__}. Convert it, or write `prompt` and `completion`."
         )
     backend: Any = tokenizer.backend_tokenizer
     if backend.post_processor is not None or backend.padding is not None or backend.truncation is not None:
@@ -426,13 +437,13 @@ def _chat_backend(tokenizer: PreTrainedTokenizerBase, where: str) -> Any:
     lost = [i for i in range(len(text)) if found.char_to_token(i) is None]
     if lost:
         raise UserError(
-            f"{where}: the tokenizer drops characters of a chat, such as {text[lost[0]]!r}, so that trained tokens "
+            f"{location}: the tokenizer drops characters of a chat, such as {text[lost[0]]!r}, so that trained tokens "
             "cannot be told from others. Write `prompt` and `completion`."
         )
     return backend
 
 
-def _encoded(encoding: Any, placed: Placed) -> Encoded:
+def _encoded(encoding: Any, placed: ExpandedText) -> Encoded:
     """encoding: the tokenizers.Encoding of placed.chat.text."""
     trained, reach = _trained_tokens(encoding, placed.chat), 0
     for start, end in placed.replaced:
@@ -505,7 +516,7 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
         from weft.models.hf import read_config
 
         if not os.path.isdir(path) or os.path.exists(os.path.join(path, "config.json")):
-            read_config(path)  # transformers looks tokenizers up by config.json: where that is at fault, this says so
+            read_config(path)  # transformers finds the tokenizer through config.json: name that file if it is at fault
         raise UserError(
             f"model.path: no tokenizer could be read from {path}: {first_line(error)}. It needs tokenizer.json and "
             "tokenizer_config.json beside config.json; copy them from the model you started from."

@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from weft.data.chat_template import RenderError, Unclear
-from weft.data.conversation import Conversation
+from weft.data.chat_template import AmbiguousAnswerError, RenderError
+from weft.data.conversation import ChatInput
 from weft.data.encode import Encoder, Encoding, has_template
 from weft.data.records import Record
-from weft.data.template_bounds import UnboundedError
+from weft.data.template_bounds import RenderLimitError
 from weft.engine.batch.document import Document
 from weft.errors import UserError, first_line
 from weft.files import read_object
@@ -45,11 +45,11 @@ _RESULT = {"role": "tool", "content": "result", "name": "f", "tool_call_id": "ab
 # Conversations whose trained answer ends a generation. An answer in the middle does not do: gpt-oss ends it with the
 # token that ends a thought, too.
 _EXAMPLES = (
-    Conversation([_USER, _ANSWER], None, {}, (1,)),
-    Conversation([_USER, _call({})], [_TOOL], {}, (1,)),
-    Conversation([_USER, _call({}), _RESULT], [_TOOL], {}, (1,)),
-    Conversation([_USER, _call("{}")], [_TOOL], {}, (1,)),  # some templates read text alone
-    Conversation([_USER, _call("{}"), _RESULT], [_TOOL], {}, (1,)),
+    ChatInput([_USER, _ANSWER], None, {}, (1,)),
+    ChatInput([_USER, _call({})], [_TOOL], {}, (1,)),
+    ChatInput([_USER, _call({}), _RESULT], [_TOOL], {}, (1,)),
+    ChatInput([_USER, _call("{}")], [_TOOL], {}, (1,)),  # some templates read text alone
+    ChatInput([_USER, _call("{}"), _RESULT], [_TOOL], {}, (1,)),
 )
 
 
@@ -127,7 +127,12 @@ def template_ends(tokenizer: PreTrainedTokenizerBase, encoding: Encoding | None 
         try:
             answers = encoder.masks_of(Record("an example", "messages", {}), chat)
             masked = answers.find(chat, encoding.template_kwargs)
-        except (UserError, RenderError, Unclear, UnboundedError):  # no template has all that the examples have
+        except (
+            UserError,
+            RenderError,
+            AmbiguousAnswerError,
+            RenderLimitError,
+        ):  # no template has all that the examples have
             continue
         for start, end in masked.spans[-1:]:
             text = masked.text[start:end].rstrip()

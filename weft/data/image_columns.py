@@ -21,8 +21,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from weft.config.yaml12 import override
-from weft.data.messages import IMAGE_PARTS, VIDEO_PARTS, Message, decoded
-from weft.data.messages import kind as kind_of
+from weft.data.messages import IMAGE_PARTS, VIDEO_PARTS, Message, describe_type, parse_json_list
 from weft.errors import UserError
 from weft.strict_json import check_unicode
 from weft.terminal import counted
@@ -79,7 +78,7 @@ def images_alone(seen: Sequence[Image | Video]) -> tuple[Image, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Kind:
+class _MediaKind:
     """Images or videos. column: their column of a row. mark: what marks the place of one in a text, if the row has the
     column. parts: their types of content parts. keys: the keys of a part that may hold one. read: (name in messages,
     value of the column or part, folder) -> Image or Video."""
@@ -97,7 +96,7 @@ class _Kind:
 
 
 def take_images(
-    where: str, messages: Sequence[Message], row: Mapping[str, Any], folder: str
+    location: str, messages: Sequence[Message], row: Mapping[str, Any], folder: str
 ) -> tuple[list[Message], tuple[Image | Video, ...]]:
     """Returns (messages with a bare part for each image and video, the images and videos in the order of the parts).
 
@@ -109,7 +108,7 @@ def take_images(
     """
     columns = {
         kind: _column(
-            where, kind, row, folder, row.get(kind.name) is not None and any(_places(m, kind) for m in messages)
+            location, kind, row, folder, row.get(kind.name) is not None and any(_places(m, kind) for m in messages)
         )
         for kind in _KINDS
     }
@@ -118,7 +117,7 @@ def take_images(
     marked = [kind for kind in _KINDS if columns[kind]]
     for kind in marked:
         if not any(_places(message, kind) for message in messages):
-            messages = _before_the_question(where, messages, kind, len(columns[kind]))
+            messages = _before_the_question(location, messages, kind, len(columns[kind]))
     rest, places = {kind: iter(columns[kind]) for kind in _KINDS}, dict.fromkeys(_KINDS, 0)
     taken, made = list[Image | Video](), list[Message]()
     for number, message in enumerate(messages, start=1):
@@ -135,41 +134,41 @@ def take_images(
                 bare.append(part)
                 continue
             own = seen.payload(part)
-            found = next(rest[seen], None) if own is None else seen.read(f"{where}: message {number}", part, folder)
+            found = next(rest[seen], None) if own is None else seen.read(f"{location}: message {number}", part, folder)
             places[seen] += own is None
             taken += [] if found is None else [found]
             bare.append({"type": seen.name})
         made.append({**message, "content": bare})
     for kind in _KINDS:
-        _check_counts(where, row, kind, len(columns[kind]), places[kind])
+        _check_counts(location, row, kind, len(columns[kind]), places[kind])
     return made, tuple(taken)
 
 
-def _check_counts(where: str, row: Mapping[str, Any], kind: _Kind, found: int, places: int) -> None:
+def _check_counts(location: str, row: Mapping[str, Any], kind: _MediaKind, found: int, places: int) -> None:
     if found == places:
         return
     name = kind.name
     hint = "" if found or name not in row else f" Set {override('data.columns', {kind.column: name})}."
     raise UserError(
-        f"{where}: has {counted(found, name)} in `{kind.column}` and {counted(places, 'place')} "
+        f"{location}: has {counted(found, name)} in `{kind.column}` and {counted(places, 'place')} "
         f'for them ({kind.mark} in a text, or a part {{"type": "{name}"}} without its {name}): each needs one of '
         f"the other.{hint}"
     )
 
 
-def _column(where: str, kind: _Kind, row: Mapping[str, Any], folder: str, marked: bool) -> list[Image | Video]:
+def _column(location: str, kind: _MediaKind, row: Mapping[str, Any], folder: str, marked: bool) -> list[Image | Video]:
     """The images or videos of their column. marked: whether the texts have places for them."""
     name = kind.name if row.get(kind.column) is None and marked else kind.column  # LLaVA's data have a column `image`
-    given = decoded(where, name, row.get(name))
+    given = parse_json_list(location, name, row.get(name))
     if given is None:
         return []
     listed = list(given) if isinstance(given, list | tuple) else [given]
     if any(one is None for one in listed):
-        raise UserError(f"{where}: `{kind.column}` holds null. Remove it, and its place in the text.")
-    return [kind.read(f"{where}: `{kind.column}`", one, folder) for one in listed]
+        raise UserError(f"{location}: `{kind.column}` holds null. Remove it, and its place in the text.")
+    return [kind.read(f"{location}: `{kind.column}`", one, folder) for one in listed]
 
 
-def _places(message: Message, kind: _Kind) -> int:
+def _places(message: Message, kind: _MediaKind) -> int:
     """The number of places in a message that take an image or video from the column."""
     content = message.get("content")
     if isinstance(content, str):
@@ -178,17 +177,17 @@ def _places(message: Message, kind: _Kind) -> int:
     return sum(_kind_of(part) is kind and kind.payload(part) is None for part in parts)
 
 
-def _before_the_question(where: str, messages: Sequence[Message], kind: _Kind, count: int) -> list[Message]:
+def _before_the_question(location: str, messages: Sequence[Message], kind: _MediaKind, count: int) -> list[Message]:
     place = next((i for i, message in enumerate(messages) if message["role"] == "user"), None)
     if place is None:
-        raise UserError(f"{where}: has `{kind.column}`, and no message of the user to which they could belong.")
+        raise UserError(f"{location}: has `{kind.column}`, and no message of the user to which they could belong.")
     message, content = messages[place], messages[place].get("content")
     texts = content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
     parts = [*({"type": kind.name} for _ in range(count)), *texts]
     return [*messages[:place], {**message, "content": parts}, *messages[place + 1 :]]
 
 
-def _parts(content: Sequence[Any], marked: Sequence[_Kind]) -> Iterator[dict[str, Any]]:
+def _parts(content: Sequence[Any], marked: Sequence[_MediaKind]) -> Iterator[dict[str, Any]]:
     """The parts of a content. marked: kinds whose marks in texts become bare parts."""
     kinds = {kind.mark: kind for kind in marked}
     for part in content:
@@ -202,42 +201,44 @@ def _parts(content: Sequence[Any], marked: Sequence[_Kind]) -> Iterator[dict[str
                 yield {"type": "text", "text": text}
 
 
-def _kind_of(part: Mapping[str, Any]) -> _Kind | None:
+def _kind_of(part: Mapping[str, Any]) -> _MediaKind | None:
     return next((kind for kind in _KINDS if part["type"] in kind.parts), None)
 
 
-def _image(where: str, given: Any, folder: str) -> Image:
+def _image(location: str, given: Any, folder: str) -> Image:
     if isinstance(given, Mapping):
         found = next((key for key in ("bytes", *_IMAGE.keys) if given.get(key) is not None), None)
         if found is not None:
             if own := [key for key in _OF_EACH_IMAGE if given.get(key) is not None]:
-                raise UserError(f"{where}: `{own[0]}` of an image is not read: set data.image_pixels, for all images.")
-            return _image(where, given[found], folder)
+                raise UserError(
+                    f"{location}: `{own[0]}` of an image is not read: set data.image_pixels, for all images."
+                )
+            return _image(location, given[found], folder)
     if isinstance(given, bytes | bytearray | memoryview):
         return Image(data=bytes(given))
     if isinstance(given, str):
-        return _of_text(where, given, folder)
+        return _of_text(location, given, folder)
     if _is_picture(given):
         return Image(picture=given)
-    raise UserError(f"{where}: an image is {_FORMS}, not {_shown(given)}.")
+    raise UserError(f"{location}: an image is {_FORMS}, not {_shown(given)}.")
 
 
-def _video(where: str, given: Any, folder: str) -> Video:
+def _video(location: str, given: Any, folder: str) -> Video:
     if isinstance(given, Mapping):
         if own := [key for key in _OF_EACH_VIDEO if given.get(key) is not None]:
-            raise UserError(f"{where}: `{own[0]}` of a video is not read: set data.video, which is for all videos.")
+            raise UserError(f"{location}: `{own[0]}` of a video is not read: set data.video, which is for all videos.")
         found = next((key for key in ("bytes", *_VIDEO.keys) if given.get(key) is not None), None)
         if found is not None:
-            inner = _video(where, given[found], folder)
-            return replace(inner, fps=_fps(where, given) or inner.fps)
+            inner = _video(location, given[found], folder)
+            return replace(inner, fps=_fps(location, given) or inner.fps)
     if isinstance(given, list | tuple):
         if len(given) < 2:
             number = "one frame: write it as an image" if given else "no frames: remove it, and its place in the text"
-            raise UserError(f"{where}: a video has {number}.")
-        return Video(frames=tuple(_image(f"{where}: a frame", frame, folder) for frame in given))
+            raise UserError(f"{location}: a video has {number}.")
+        return Video(frames=tuple(_image(f"{location}: a frame", frame, folder) for frame in given))
     if isinstance(given, str | bytes | bytearray | memoryview) or _is_picture(given):
-        return Video(file=_image(where, given, folder))
-    raise UserError(f"{where}: a video is {_FORMS}, a folder, or a list of frames, not {_shown(given)}.")
+        return Video(file=_image(location, given, folder))
+    raise UserError(f"{location}: a video is {_FORMS}, a folder, or a list of frames, not {_shown(given)}.")
 
 
 def _is_picture(given: Any) -> bool:
@@ -245,7 +246,7 @@ def _is_picture(given: Any) -> bool:
     return hasattr(given, "convert") and hasattr(given, "size")
 
 
-def _fps(where: str, part: Mapping[str, Any]) -> float | None:
+def _fps(location: str, part: Mapping[str, Any]) -> float | None:
     """The frames a second of a list of frames, under qwen-vl-utils' key `sample_fps`; None if not given."""
     fps = part.get("sample_fps")
     if fps is None:
@@ -255,58 +256,58 @@ def _fps(where: str, part: Mapping[str, Any]) -> float | None:
     except (TypeError, ValueError):
         rate = 0.0
     if not 0 < rate < float("inf"):
-        raise UserError(f"{where}: `sample_fps` must be the frames of a second, above 0, not {json.dumps(fps)}.")
+        raise UserError(f"{location}: `sample_fps` must be the frames of a second, above 0, not {json.dumps(fps)}.")
     return rate
 
 
-def _of_text(where: str, text: str, folder: str) -> Image:
+def _of_text(location: str, text: str, folder: str) -> Image:
     scheme = text[:8].partition(":")[0].lower()
     if scheme == "data":
-        return Image(data=_of_data_uri(where, text))
+        return Image(data=_of_data_uri(location, text))
     if scheme in ("http", "https"):
         return Image(url=text)
     if scheme == "file":
-        text = _of_file_url(where, text)
+        text = _of_file_url(location, text)
     elif _BASE64.match(text):
-        return Image(data=_decoded(where, text))
+        return Image(data=_decoded(location, text))
     if not text or "\0" in text:
-        raise UserError(f"{where}: an image is {_FORMS}, not {json.dumps(text)}.")
-    check_unicode(where, text)
+        raise UserError(f"{location}: an image is {_FORMS}, not {json.dumps(text)}.")
+    check_unicode(location, text)
     return Image(path=os.path.abspath(os.path.join(folder, os.path.expanduser(text))))
 
 
-def _of_file_url(where: str, text: str) -> str:
+def _of_file_url(location: str, text: str) -> str:
     try:
         return unquote(urlsplit(text).path)
     except ValueError as error:  # brackets that hold no address
-        raise UserError(f"{where}: {text[:80]!r} is no file: URL ({error}): write a path.") from None
+        raise UserError(f"{location}: {text[:80]!r} is no file: URL ({error}): write a path.") from None
 
 
-def _of_data_uri(where: str, text: str) -> bytes:
+def _of_data_uri(location: str, text: str) -> bytes:
     head, comma, body = text.partition(",")
     if not comma or not head.endswith(";base64"):
-        raise UserError(f"{where}: {text[:40]!r}... is no data: URI of base64: write data:image/png;base64,...")
-    return _decoded(where, body)
+        raise UserError(f"{location}: {text[:40]!r}... is no data: URI of base64: write data:image/png;base64,...")
+    return _decoded(location, body)
 
 
-def _decoded(where: str, text: str) -> bytes:
+def _decoded(location: str, text: str) -> bytes:
     try:
         return base64.b64decode("".join(text.split()), validate=True)
     except (binascii.Error, ValueError) as error:
-        raise UserError(f"{where}: an image is not valid base64: {error}.") from None
+        raise UserError(f"{location}: an image is not valid base64: {error}.") from None
 
 
 def _shown(value: Any) -> str:
     if isinstance(value, Mapping):
         return f"an object with {', '.join(f'`{key}`' for key in value) or 'no keys'}"
     plain = value is None or isinstance(value, bool | int | float | str | list)
-    return kind_of(value) if plain else f"a {type(value).__name__}"
+    return describe_type(value) if plain else f"a {type(value).__name__}"
 
 
-_IMAGE = _Kind(
+_IMAGE = _MediaKind(
     "image", COLUMN, "<image>", IMAGE_PARTS, ("image", "image_url", "url", "path", "base64", "bytes"), _image
 )
-_VIDEO = _Kind(
+_VIDEO = _MediaKind(
     "video", VIDEOS, "<video>", VIDEO_PARTS, ("video", "video_url", "url", "path", "base64", "bytes"), _video
 )
 _KINDS = (_IMAGE, _VIDEO)

@@ -31,7 +31,7 @@ MAX_PIXELS = 89_478_485  # PIL's own limit for an image that is decoded
 
 
 @dataclass(frozen=True, slots=True)
-class Checks:
+class ImageChecks:
     """decode: as data.check_images. max_pixels: as data.max_image_pixels. fetch: as data.fetch_images. rows: whether
     the images come from rows, so that errors give advice about rows. video: as data.video."""
 
@@ -43,7 +43,7 @@ class Checks:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MediaInfo:
     """Measurements of an image, or of a video, whose frames all have one size.
 
     height, width: in pixels, after turning. size: bytes of the files (pixels of a PIL image in memory). changed: the
@@ -62,11 +62,11 @@ class Measured:
         return (self.height, self.width) if self.clip is None else (self.height, self.width, self.clip)
 
 
-def need_pillow(where: str) -> None:
-    """Raises UserError if Pillow is missing. where: what needs it, for the message."""
+def need_pillow(location: str) -> None:
+    """Raises UserError if Pillow is missing. location: what needs it, for the message."""
     if find_spec("PIL") is None:
         raise UserError(
-            f"{where}: images are read by Pillow, which is not installed: {how_to_install('pillow', 'vision')}."
+            f"{location}: images are read by Pillow, which is not installed: {how_to_install('pillow', 'vision')}."
         )
 
 
@@ -75,26 +75,26 @@ def opening_pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(4, thread_name_prefix="images")
 
 
-def measured(image: Image, where: str, checks: Checks) -> Measured:
-    """Measures an image before training, and decodes it if checks.decode. where: names the row and the image. Raises
+def measure_image(image: Image, location: str, checks: ImageChecks) -> MediaInfo:
+    """Measures an image before training, and decodes it if checks.decode. location: names the row and the image. Raises
     BadRowError."""
-    with opened(image, where, checks) as (picture, size, changed):
+    with open_image(image, location, checks) as (picture, size, changed):
         orientation = _orientation(picture)
         if checks.decode or (picture.format == "TIFF" and orientation in _TURNED):  # Pillow turns TIFF while it decodes
             picture.load()
             picture, orientation = _upright(picture), None
             if picture.mode != "RGB":  # all that `pixels` does: what fails, fails now
-                in_colours(picture)
+                to_rgb(picture)
         width, height = reversed(picture.size) if orientation in _TURNED else picture.size
-        return Measured(height, width, size, changed)
+        return MediaInfo(height, width, size, changed)
 
 
-def pixels(image: Image, where: str, checks: Checks) -> tuple[Any, Measured]:
+def load_pixels(image: Image, location: str, checks: ImageChecks) -> tuple[Any, MediaInfo]:
     """(the image as a PIL image in RGB, its measurements). Raises BadRowError."""
-    with opened(image, where, checks) as (picture, size, changed):
+    with open_image(image, location, checks) as (picture, size, changed):
         picture.load()
-        seen = in_colours(_upright(picture))
-        return seen, Measured(seen.height, seen.width, size, changed)
+        seen = to_rgb(_upright(picture))
+        return seen, MediaInfo(seen.height, seen.width, size, changed)
 
 
 def _orientation(picture: Any) -> Any:
@@ -119,26 +119,27 @@ def _upright(picture: Any) -> Any:
     return picture.transpose(turns[orientation]) if orientation in turns else picture
 
 
-def in_colours(picture: Any) -> Any:
+def to_rgb(picture: Any) -> Any:
     """The picture in RGB."""
     if picture.mode == "P" and "transparency" in picture.info:
         picture = picture.convert("RGBA")  # avoids a warning of PIL
     return picture.convert("RGB")
 
 
-def as_file(image: Image, where: str, checks: Checks) -> Image:
+def encode_picture(image: Image, location: str, checks: ImageChecks) -> Image:
     """A PIL image in memory encoded as PNG, after `pixels`; any other image unchanged. Raises BadRowError."""
     if image.picture is None:
         return image
     held = io.BytesIO()
-    pixels(image, where, checks)[0].save(held, "PNG", compress_level=1)
+    load_pixels(image, location, checks)[0].save(held, "PNG", compress_level=1)
     return Image(data=held.getvalue())
 
 
 @contextmanager
-def opened(image: Image, where: str, checks: Checks) -> Iterator[tuple[Any, int, int]]:
-    """Yields (PIL image, size, modification time), the latter two as in Measured. Errors inside become BadRowErrors."""
-    name = f"{where} ({image})"
+def open_image(image: Image, location: str, checks: ImageChecks) -> Iterator[tuple[Any, int, int]]:
+    """Yields (PIL image, size, modification time), the latter two as in MediaInfo. Errors inside become
+    BadRowErrors."""
+    name = f"{location} ({image})"
     need_pillow(name)
     try:
         if image.picture is not None:
@@ -184,7 +185,7 @@ def _known() -> list[str]:
     return [name for name in FORMATS if name in Pil.OPEN]
 
 
-def _checked(picture: Any, name: str, checks: Checks) -> Any:
+def _checked(picture: Any, name: str, checks: ImageChecks) -> Any:
     check_size(picture.size, name, checks)
     if picture.mode in _DEEP:
         raise BadRowError(
@@ -194,7 +195,7 @@ def _checked(picture: Any, name: str, checks: Checks) -> Any:
     return picture
 
 
-def check_size(size: tuple[int, int], name: str, checks: Checks) -> None:
+def check_size(size: tuple[int, int], name: str, checks: ImageChecks) -> None:
     """Raises BadRowError if a picture of this (width, height) is too large to decode, or empty."""
     width, height = size
     if width * height > checks.max_pixels:

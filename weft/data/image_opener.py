@@ -9,7 +9,7 @@ import torch
 
 from weft.config.schema import DataConfig
 from weft.data.encode import load_tokenizer
-from weft.data.image_files import Measured
+from weft.data.image_files import MediaInfo
 from weft.data.images import Images, read_images
 from weft.data.prompt_images import PromptImages
 from weft.engine.batch.media import Media
@@ -26,21 +26,21 @@ class ImageOpener:
         process without images loads no tokenizer and no processor. room: bytes to keep."""
         self._read, self._room, self._held = read, room, 0
         self._images: Images | None = None
-        self._kept: OrderedDict[tuple[str, tuple[Measured, ...], tuple[int, ...]], Media] = OrderedDict()
+        self._kept: OrderedDict[tuple[str, tuple[MediaInfo, ...], tuple[int, ...]], Media] = OrderedDict()
 
     def __call__(self, wanted: PromptImages) -> Media:
         """The model's inputs for these images. Raises UserError if one has changed since the prompts were read."""
         self._images = self._images or self._read()
         assert self._images is not None, "prompts with images are refused by models of text"
         # Each sample of a prompt has its own images in environment replies: their bytes tell the samples apart.
-        key = wanted.where, wanted.sizes, tuple(hash(image.data) for image in wanted.images)
+        key = wanted.location, wanted.sizes, tuple(hash(image.data) for image in wanted.images)
         if key in self._kept:
             self._kept.move_to_end(key)
             return self._kept[key]
         images = list(zip(wanted.images, wanted.sizes, strict=True))
         with torch.inference_mode(False):  # an engine may open them first, and training needs them in a backward pass
-            inputs, patches = self._images.inputs(wanted.where, images)
-        assert patches == wanted.patches, f"{wanted.where}: {patches} patches of images, {wanted.patches} expected"
+            inputs, patches = self._images.inputs(wanted.location, images)
+        assert patches == wanted.patches, f"{wanted.location}: {patches} patches of images, {wanted.patches} expected"
         media = self._kept[key] = Media(inputs, patches, wanted.pairs)
         self._held += _size(media)
         while self._held > self._room and len(self._kept) > 1:

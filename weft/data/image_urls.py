@@ -33,14 +33,14 @@ _TRIES = 3
 _HANDLERS = (ProxyHandler, HTTPRedirectHandler, HTTPErrorProcessor, HTTPDefaultErrorHandler)
 
 
-def fetched(image: Image, where: str, allowed: bool) -> Image:
+def fetch_image(image: Image, location: str, allowed: bool) -> Image:
     """The image, with its bytes fetched if it is a URL. allowed: as data.fetch_images. Raises BadRowError."""
     if image.url is None or image.data is not None:
         return image
     if not allowed:
         raise BadRowError(
-            f"{where} ({image.url}): is a URL, which is fetched only with data.fetch_images=true. Set that, or name a "
-            "file."
+            f"{location} ({image.url}): is a URL, which is fetched only with data.fetch_images=true. Set that, or name "
+            "a file."
         )
     for attempt in range(_TRIES):
         try:
@@ -57,7 +57,7 @@ def fetched(image: Image, where: str, allowed: bool) -> Image:
             reason = first_line(error)
         if attempt + 1 < _TRIES:
             time.sleep(attempt + 1.0)
-    raise BadRowError(f"{where} ({image.url}): cannot be fetched: {reason}.")
+    raise BadRowError(f"{location} ({image.url}): cannot be fetched: {reason}.")
 
 
 def _read(url: str) -> bytes:
@@ -116,7 +116,7 @@ class _Connections:
             raise TimeoutError(_TOO_SLOW)
 
 
-class _Noted(HTTPConnection):
+class _TrackedConnection(HTTPConnection):
     """Adds its socket to `connections` as soon as it is connected."""
 
     connections: _Connections
@@ -126,14 +126,14 @@ class _Noted(HTTPConnection):
         self.connections.add(self.sock)
 
 
-class _NotedSecure(HTTPSConnection, _Noted):
+class _TrackedSecureConnection(HTTPSConnection, _TrackedConnection):
     """_Noted for HTTPS: HTTPSConnection.connect calls _Noted.connect before the TLS handshake."""
 
 
 class _Http(HTTPHandler):
     def __init__(self, connections: _Connections) -> None:
         super().__init__()
-        self._kind: Any = type("_Connection", (_Noted,), {"connections": connections})
+        self._kind: Any = type("_Connection", (_TrackedConnection,), {"connections": connections})
 
     def http_open(self, req: Request) -> HTTPResponse:
         return self.do_open(self._kind, req)
@@ -142,7 +142,7 @@ class _Http(HTTPHandler):
 class _Https(HTTPSHandler):
     def __init__(self, connections: _Connections) -> None:
         super().__init__()
-        self._kind: Any = type("_Connection", (_NotedSecure,), {"connections": connections})
+        self._kind: Any = type("_Connection", (_TrackedSecureConnection,), {"connections": connections})
 
     def https_open(self, req: Request) -> HTTPResponse:
         return self.do_open(self._kind, req)

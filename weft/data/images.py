@@ -11,13 +11,21 @@ from typing import TYPE_CHECKING, Any
 from weft.config.schema import DataConfig
 from weft.data.chat_template import Span
 from weft.data.image_columns import Image, Video, images_alone
-from weft.data.image_files import Checks, Measured, as_file, measured, need_pillow, opening_pool, pixels
-from weft.data.image_urls import fetched
+from weft.data.image_files import (
+    ImageChecks,
+    MediaInfo,
+    encode_picture,
+    load_pixels,
+    measure_image,
+    need_pillow,
+    opening_pool,
+)
+from weft.data.image_urls import fetch_image
 from weft.data.loss_mask import MaskedText
-from weft.data.places import Place, place_of
+from weft.data.places import MediaLocation, locate_media
 from weft.data.prompt_images import PromptImages
 from weft.data.records import Record
-from weft.data.video_files import frames_of, measured_video
+from weft.data.video_files import measure_video, sample_frames
 from weft.errors import BadRowError, UserError, first_line
 from weft.models.clips import Clip, Sampling
 
@@ -28,13 +36,13 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class ExpandedText:
     """A conversation's text with placeholders expanded for its images and videos. chat: the text and its trained spans.
     replaced: the span of characters of each. places: where to find each again. patches, pairs: as in Media."""
 
     chat: MaskedText
     replaced: tuple[Span, ...] = ()
-    places: tuple[Place, ...] = ()
+    places: tuple[MediaLocation, ...] = ()
     patches: int = 0
     pairs: int = 0
 
@@ -52,12 +60,12 @@ class Images:
         model: str,
         tokenizer: PreTrainedTokenizerBase,
         limits: Mapping[str, int],
-        checks: Checks | None = None,
+        checks: ImageChecks | None = None,
         video: Mapping[str, float] | None = None,
     ) -> None:
         """limits: as data.image_pixels. video: as data.video."""
         self._model, self._tokenizer, self._limits, self._video = model, tokenizer, dict(limits), dict(video or {})
-        self.checks = checks or Checks()
+        self.checks = checks or ImageChecks()
         self._processor: ImageProcessor | None = None
         self.problem, self.placeholder, self.video_placeholder, self.settings = "", "", "", ""
         self.template: str | None = None
@@ -93,7 +101,7 @@ class Images:
             self._processor = load_processor(self._model, config, self._tokenizer, self._limits, self._video)
         return self._processor
 
-    def read(self, records: Sequence[Record]) -> list[tuple[Record, list[Measured]]]:
+    def read(self, records: Sequence[Record]) -> list[tuple[Record, list[MediaInfo]]]:
         """(the record with its URLs fetched, the measurements of its images and videos) for each record. Opens all of
         them in parallel. Raises the error of the first bad record: BadRowError, or UserError without a processor."""
         if not any(record.images for record in records):
@@ -101,24 +109,24 @@ class Images:
         with opening_pool() as pool:
             return list(pool.map(self.read_one, records))
 
-    def read_one(self, record: Record) -> tuple[Record, list[Measured]]:
+    def read_one(self, record: Record) -> tuple[Record, list[MediaInfo]]:
         """As `read`, for one record."""
         if not record.images:
             return record, []
         if self.problem:
-            raise UserError(f"{record.where}: has images. {self.problem}")
-        names = _names(record.where, record.images)
-        found, sizes = list[Image | Video](), list[Measured]()
+            raise UserError(f"{record.location}: has images. {self.problem}")
+        names = _names(record.location, record.images)
+        found, sizes = list[Image | Video](), list[MediaInfo]()
         for seen, name in zip(record.images, names, strict=True):
             if isinstance(seen, Video):
                 self._check_videos(name)
-                file = None if seen.file is None else fetched(seen.file, name, self.checks.fetch)
+                file = None if seen.file is None else fetch_image(seen.file, name, self.checks.fetch)
                 found.append(replace(seen, file=file))
-                sizes.append(measured_video(replace(seen, file=file), name, self.checks))
+                sizes.append(measure_video(replace(seen, file=file), name, self.checks))
             else:
-                image = fetched(seen, name, self.checks.fetch)
+                image = fetch_image(seen, name, self.checks.fetch)
                 found.append(image)
-                sizes.append(measured(image, name, self.checks))
+                sizes.append(measure_image(image, name, self.checks))
         return replace(record, images=tuple(found)), sizes
 
     def _check_videos(self, name: str) -> None:
@@ -134,17 +142,17 @@ class Images:
             for mark in self.marks:
                 if mark in text:
                     raise BadRowError(
-                        f"{record.where}: a text holds {mark}, with which this model marks the place of an image or "
+                        f"{record.location}: a text holds {mark}, with which this model marks the place of an image or "
                         "video. Take it out; images are parts of `content`, or stand in the column `images` with "
                         "<image> in the text for each, and so do videos with <video>."
                     )
 
-    def place(self, record: Record, chat: MaskedText, sizes: Sequence[Measured]) -> Placed:
+    def place(self, record: Record, chat: MaskedText, sizes: Sequence[MediaInfo]) -> ExpandedText:
         """The text with each placeholder expanded; the expansion is never trained. sizes: measurements of the record's
         images and videos. Raises BadRowError."""
         places = self._places(record, chat.text)
         if not record.images:
-            return Placed(chat)
+            return ExpandedText(chat)
         try:
             layout = self.processor().layout(tuple(size.shape for size in sizes))
         except UserError:
@@ -152,14 +160,14 @@ class Images:
         except Exception as error:  # processors raise errors of any type for sizes that they do not take
             shown = ", ".join(f"{size.width} x {size.height}" for size in sizes)
             raise BadRowError(
-                f"{record.where}: the model's processor refuses images of {shown} pixels: {first_line(error)}."
+                f"{record.location}: the model's processor refuses images of {shown} pixels: {first_line(error)}."
             ) from error
         found = (
-            place_of(record.where, seen, size, record.position, number)
+            locate_media(record.location, seen, size, record.position, number)
             for number, (seen, size) in enumerate(zip(record.images, sizes, strict=True))
         )
-        placed, replaced = expanded(chat, places, layout.texts)
-        return Placed(placed, replaced, tuple(found), layout.patches, layout.pairs)
+        placed, replaced = expand_placeholders(chat, places, layout.texts)
+        return ExpandedText(placed, replaced, tuple(found), layout.patches, layout.pairs)
 
     def _places(self, record: Record, text: str) -> list[Span]:
         """The span of each placeholder in a rendering. Raises BadRowError if their kinds and order are not those of the
@@ -175,30 +183,35 @@ class Images:
             count, own = sum(one is kind for _, one in found), sum(isinstance(seen, kind) for seen in record.images)
             if count != own:
                 raise BadRowError(
-                    f"{record.where}: has {own} {name}s, and the chat template writes {count} places for them "
+                    f"{record.location}: has {own} {name}s, and the chat template writes {count} places for them "
                     f"({mark}). Set data.chat_template to one that renders parts of type {name}."
                 )
         raise BadRowError(
-            f"{record.where}: the chat template writes the places of its images and videos in another order. Set "
+            f"{record.location}: the chat template writes the places of its images and videos in another order. Set "
             "data.chat_template to one that keeps their order."
         )
 
-    def prompt(self, where: str, text: str, given: tuple[Image, ...]) -> tuple[str, PromptImages | None]:
+    def prompt(self, location: str, text: str, given: tuple[Image, ...]) -> tuple[str, PromptImages | None]:
         """(a rendered prompt with placeholders expanded, its images or None). Raises UserError if an image cannot be
         opened, or the text does not have one place for each."""
-        record, sizes = self.read_one(Record(where, "messages", {}, given))
+        record, sizes = self.read_one(Record(location, "messages", {}, given))
         placed = self.place(record, MaskedText(text, ()), sizes)
         shown = images_alone(record.images)
-        found = PromptImages(where, shown, tuple(sizes), placed.patches, placed.pairs) if given else None
+        found = PromptImages(location, shown, tuple(sizes), placed.patches, placed.pairs) if given else None
         return placed.chat.text, found
 
     def reply(
-        self, where: str, text: str, given: tuple[Image, ...], before: PromptImages | None, replied: PromptImages | None
+        self,
+        location: str,
+        text: str,
+        given: tuple[Image, ...],
+        before: PromptImages | None,
+        replied: PromptImages | None,
     ) -> tuple[str, PromptImages | None]:
         """(a rendered reply with placeholders expanded, the images of all replies so far). before, replied: the images
         of the prompt, and of earlier replies. Raises UserError as `prompt` does."""
-        given = tuple(as_file(image, f"{where}: image", self.checks) for image in given)
-        text, new = self.prompt(where, text, given)
+        given = tuple(encode_picture(image, f"{location}: image", self.checks) for image in given)
+        text, new = self.prompt(location, text, given)
         if new is None:
             return text, replied
         own = new if replied is None else replied.followed_by(new)
@@ -206,17 +219,17 @@ class Images:
         layout = self.processor().layout(tuple(size.shape for size in whole.sizes))
         return text, replace(own, patches=layout.patches, pairs=layout.pairs)
 
-    def inputs(self, where: str, images: Sequence[tuple[Image | Video, Measured]]) -> tuple[dict[str, Any], int]:
+    def inputs(self, location: str, images: Sequence[tuple[Image | Video, MediaInfo]]) -> tuple[dict[str, Any], int]:
         """(the model's inputs for a document's images and videos, the number of their patches). Raises UserError if one
         has changed since it was tokenised."""
         processor, pictures, videos = self.processor(), list[Any](), list[tuple[list[Any], Clip]]()
-        names = _names(where, [image for image, _ in images])
+        names = _names(location, [image for image, _ in images])
         for name, (image, was) in zip(names, images, strict=True):
             if isinstance(image, Video):
-                frames, seen = frames_of(image, name, self.checks, lambda found: processor.resizing(found.shape))
+                frames, seen = sample_frames(image, name, self.checks, lambda found: processor.resizing(found.shape))
                 videos += [] if seen.clip is None else [(frames, seen.clip)]
             else:
-                picture, seen = pixels(image, name, self.checks)
+                picture, seen = load_pixels(image, name, self.checks)
                 pictures.append(picture)
             if seen != was:
                 raise UserError(
@@ -237,7 +250,7 @@ def read_images(model: str, tokenizer: PreTrainedTokenizerBase, data: DataConfig
         if key := next((name for name in ("image_pixels", "video") if getattr(data, name)), None):
             raise UserError(f"data.{key}: model.path {model} has no vision tower: leave it out.")
         return None
-    checks = Checks(data.check_images, data.max_image_pixels, data.fetch_images, video=frame_sampling(data.video))
+    checks = ImageChecks(data.check_images, data.max_image_pixels, data.fetch_images, video=frame_sampling(data.video))
     images = Images(model, tokenizer, data.image_pixels, checks, data.video)
     if not tokenizer.chat_template and images.template:
         tokenizer.chat_template = images.template
@@ -250,12 +263,14 @@ def frame_sampling(video: Mapping[str, float]) -> Sampling:
     return replace(Sampling(float(video.get("fps", Sampling().fps))), **given)
 
 
-def of_text_alone(where: str) -> BadRowError:
+def text_model_error(location: str) -> BadRowError:
     """The error for a row or a prompt with images or videos when the model has no vision tower."""
-    return BadRowError(f"{where}: has images or videos, and model.path is a model of text alone.")
+    return BadRowError(f"{location}: has images or videos, and model.path is a model of text alone.")
 
 
-def expanded(chat: MaskedText, cuts: Sequence[Span], texts: Sequence[str]) -> tuple[MaskedText, tuple[Span, ...]]:
+def expand_placeholders(
+    chat: MaskedText, cuts: Sequence[Span], texts: Sequence[str]
+) -> tuple[MaskedText, tuple[Span, ...]]:
     """(the text with each placeholder replaced, the span of each replacement). cuts: the spans of the placeholders.
     texts: the replacements. Trained spans are shifted, and split around replacements."""
     pieces, spans, replaced = list[str](), list[Span](), list[Span]()
@@ -286,9 +301,9 @@ def texts_of(value: Any) -> Iterator[str]:
             yield from texts_of(item)
 
 
-def _names(where: str, seen: Sequence[Image | Video]) -> list[str]:
+def _names(location: str, seen: Sequence[Image | Video]) -> list[str]:
     """The names of a document's images and videos in messages."""
     kinds = ["video" if isinstance(one, Video) else "image" for one in seen]
     numbers = [kinds[: place + 1].count(kind) for place, kind in enumerate(kinds)]
     of = {kind: "" if kinds.count(kind) == 1 else f" {{}} of {kinds.count(kind)}" for kind in kinds}
-    return [f"{where}: {kind}{of[kind].format(number)}" for kind, number in zip(kinds, numbers, strict=True)]
+    return [f"{location}: {kind}{of[kind].format(number)}" for kind, number in zip(kinds, numbers, strict=True)]

@@ -10,20 +10,20 @@ from typing import Literal
 import numpy as np
 
 from weft.config.schema import DataConfig
-from weft.data.blocks import leave_out
-from weft.data.table import Array, BadRow, Digest, Table
+from weft.data.blocks import with_skip_advice
+from weft.data.table import Array, BadRow, Digest, TokenTable
 from weft.errors import UserError
 
 LongDocuments = Literal["error", "truncate", "drop"]
 
 
 @dataclass(frozen=True)
-class Piece:
+class TableSelection:
     """The documents of a table that are trained on, after truncation and dropping. source: name of the source, ""
     without data.sources. kept: their indices in the table. lengths: tokens of each after truncation. dropped: how many
     documents were dropped as too long."""
 
-    table: Table
+    table: TokenTable
     source: str
     kept: Array
     lengths: Array
@@ -41,8 +41,8 @@ class Piece:
             losses[place] = self.table.losses_of(int(self.kept[place]), int(self.lengths[place]))
         return losses
 
-    def only(self, chosen: Array) -> Piece:
-        """The piece reduced to the documents where the mask `chosen` is true."""
+    def only(self, chosen: Array) -> TableSelection:
+        """The selection reduced to the documents where the mask `chosen` is true."""
         return replace(self, kept=self.kept[chosen], lengths=self.lengths[chosen])
 
     def digest(self) -> str:
@@ -68,7 +68,7 @@ class Limits:
     vocab_size: int | None = None
     drop_untrained: bool = False
 
-    def check(self, tables: Sequence[Table]) -> None:
+    def check(self, tables: Sequence[TokenTable]) -> None:
         """Raises UserError at the first document that cannot be trained on."""
         for table in tables:
             _check_ids(table, self.vocab_size)
@@ -85,15 +85,15 @@ class Limits:
                 f"{self.max_length} tokens ({self.key}). Raise {self.key}, or set data.long_documents: truncate."
             )
 
-    def piece(self, table: Table, source: str) -> Piece:
+    def select(self, table: TokenTable, source: str) -> TableSelection:
         """The documents of a table that are trained on."""
         good = table.losses > 0 if self.drop_untrained else np.ones(len(table), bool)
         short = table.lengths <= self.max_length if self.long == "drop" else np.ones(len(table), bool)
         kept = np.flatnonzero(good & short)
         dropped = int((good & ~short).sum())
-        return Piece(table, source, kept, np.minimum(table.lengths[kept], self.max_length), dropped)
+        return TableSelection(table, source, kept, np.minimum(table.lengths[kept], self.max_length), dropped)
 
-    def _refuse_long(self, tables: Sequence[Table]) -> None:
+    def _refuse_long(self, tables: Sequence[TokenTable]) -> None:
         count = sum(int((table.lengths > self.max_length).sum()) for table in tables)
         if not count:
             return
@@ -106,12 +106,12 @@ class Limits:
         else:
             fix = f"Set {self.key} to at least {length} (step.max_tokens_per_device must be as large)"
         raise UserError(
-            f"{table.where(int(table.lengths.argmax()))}: {count:,} of {of:,} documents are longer than "
+            f"{table.row_name(int(table.lengths.argmax()))}: {count:,} of {of:,} documents are longer than "
             f"{self.max_length} tokens ({self.key}); this is the longest, with {length}. {fix}, or set "
             "data.long_documents to truncate or drop."
         )
 
-    def _check_truncated(self, tables: Sequence[Table]) -> None:
+    def _check_truncated(self, tables: Sequence[TokenTable]) -> None:
         self._check_images(tables)
         empty = [
             (table, int(index))
@@ -122,17 +122,17 @@ class Limits:
         if empty:
             table, index = empty[0]
             raise UserError(
-                f"{table.where(index)}: no trained token is left after truncation to {self.max_length} tokens "
+                f"{table.row_name(index)}: no trained token is left after truncation to {self.max_length} tokens "
                 f"({len(empty):,} such documents). Raise {self.key}, or set data.long_documents: drop."
             )
 
-    def _check_images(self, tables: Sequence[Table]) -> None:
+    def _check_images(self, tables: Sequence[TokenTable]) -> None:
         """Raises UserError if truncation would cut off tokens of an image."""
         cut = [(table, int(index)) for table in tables for index in np.flatnonzero(table.reaches > self.max_length)]
         if cut:
             table, index = cut[0]
             raise UserError(
-                f"{table.where(index)}: truncation to {self.max_length} tokens ({self.key}) would cut its images, "
+                f"{table.row_name(index)}: truncation to {self.max_length} tokens ({self.key}) would cut its images, "
                 f"which end at token {int(table.reaches[index])} ({len(cut):,} such documents). Raise {self.key}, make "
                 "images smaller (data.image_pixels), or set data.long_documents: drop."
             )
@@ -149,42 +149,42 @@ def length_limit(data: DataConfig, budget: int, ranks: int = 1) -> tuple[int, st
     return min(data.max_length, budget * ranks), "data.max_length"
 
 
-def _longest(table: Table) -> int:
+def _longest(table: TokenTable) -> int:
     return int(table.lengths.max(initial=0))
 
 
-def _check_ids(table: Table, vocab_size: int | None) -> None:
+def _check_ids(table: TokenTable, vocab_size: int | None) -> None:
     if vocab_size is None or table.largest < vocab_size:
         return
     index = table.first_with(vocab_size)
     found = int(table.tokens(index, int(table.lengths[index]))[0].max())
     says = "it has" if table.format(index) == "input_ids" else "the tokenizer gives"
     raise UserError(
-        f"{table.where(index)}: {says} id {found}, but the model's vocabulary has {vocab_size} "
+        f"{table.row_name(index)}: {says} id {found}, but the model's vocabulary has {vocab_size} "
         f"(ids 0 to {vocab_size - 1}). Tokenizer and model of model.path do not belong together: use the "
         "model's own tokenizer, or resize the model's embeddings."
     )
 
 
-def check_trained(tables: Sequence[Table]) -> None:
+def check_trained(tables: Sequence[TokenTable]) -> None:
     """Raises UserError if a document has no trained token. Its first token does not count: nothing predicts it."""
     empty = [(table, int(index)) for table in tables for index in np.flatnonzero(table.losses == 0)]
     if not empty:
         return
     (table, index), (last, at) = empty[0], empty[-1]
-    others = f" So it is with {len(empty) - 1:,} more, the last at {last.where(at)}." if len(empty) > 1 else ""
-    raise leave_out(UserError(_untrained(table, index, others)))
+    others = f" So it is with {len(empty) - 1:,} more, the last at {last.row_name(at)}." if len(empty) > 1 else ""
+    raise with_skip_advice(UserError(_untrained(table, index, others)))
 
 
-def bad_rows(table: Table) -> list[BadRow]:
+def bad_rows(table: TokenTable) -> list[BadRow]:
     """(row number, error) of the rows that gave no document, or one without a trained token, in order."""
     empty = (int(index) for index in np.flatnonzero(table.losses == 0))
     return sorted([*table.bad, *((int(table.numbers[index]), _untrained(table, index)) for index in empty)])
 
 
-def _untrained(table: Table, index: int, others: str = "") -> str:
+def _untrained(table: TokenTable, index: int, others: str = "") -> str:
     if table.format(index) in ("text", "input_ids"):
         advice = "Give it more text" if table.format(index) == "text" else "Give it a label that is not -100"
     else:
         advice = "Give it a message of the assistant that is not `train: false`, or a completion"
-    return f"{table.where(index)}: no token of this document is trained.{others} {advice}, or remove it."
+    return f"{table.row_name(index)}: no token of this document is trained.{others} {advice}, or remove it."

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from weft.data.chat_template import ChatTemplate, RenderError, Rendering, Span, Unclear, common_header
-from weft.data.conversation import Conversation
+from weft.data.chat_template import AmbiguousAnswerError, ChatTemplate, RenderError, Rendering, Span, common_header
+from weft.data.conversation import ChatInput
 from weft.data.loss_mask_fallback import SENTINEL, MasksByComparison
 from weft.data.text_checks import TextChecks
 
@@ -59,8 +59,9 @@ class AssistantMasks:
         self.added = tuple(added)
         self._turns: dict[tuple[bool, str], TurnFormat | None] = {}
 
-    def find(self, chat: Conversation, kwargs: Mapping[str, Any]) -> MaskedText:
-        """The conversation's text and trained spans. Raises Unclear if the spans are ambiguous, and RenderError."""
+    def find(self, chat: ChatInput, kwargs: Mapping[str, Any]) -> MaskedText:
+        """The conversation's text and trained spans. Raises AmbiguousAnswerError if the spans are ambiguous, and
+        RenderError."""
         rendering = self.template.render(chat.messages, kwargs, tools=chat.tools)
         text, spans = rendering.text, dict[int, list[Span]]()
         if not chat.trained:
@@ -82,20 +83,18 @@ class AssistantMasks:
         TextChecks(self.template, chat, kwargs, rendering, spans).run()
         return MaskedText(text, tuple(span for [span] in spans.values()))
 
-    def whole(self, chat: Conversation, kwargs: Mapping[str, Any]) -> MaskedText:
+    def whole(self, chat: ChatInput, kwargs: Mapping[str, Any]) -> MaskedText:
         """The conversation's text, with one trained span over all of it. Raises Lost, and RenderError."""
         rendering = self.template.render(chat.messages, kwargs, tools=chat.tools)
         TextChecks(self.template, chat, kwargs, rendering, {}).run()
         return MaskedText(rendering.text, ((0, len(rendering.text)),))
 
-    def _answer(
-        self, chat: Conversation, kwargs: Mapping[str, Any], rendering: Rendering, place: int
-    ) -> tuple[Span, str]:
+    def _answer(self, chat: ChatInput, kwargs: Mapping[str, Any], rendering: Rendering, place: int) -> tuple[Span, str]:
         """(trained span of the answer at index `place`, the end of turn to append to the text; "" if it has one)."""
         if place in rendering.scattered:
-            raise Unclear(f"message {place + 1} is rendered in several pieces", rendering)
+            raise AmbiguousAnswerError(f"message {place + 1} is rendered in several pieces", rendering)
         if place not in rendering.regions:
-            raise Unclear(f"the template does not render message {place + 1}", rendering)
+            raise AmbiguousAnswerError(f"the template does not render message {place + 1}", rendering)
         start, end = rendering.regions[place]
         turns = self._around(chat, kwargs, place)
         header = _header(rendering.of(place), turns)
@@ -103,7 +102,9 @@ class AssistantMasks:
             turns = self._study(chat, kwargs, place)
             header = _header(rendering.of(place), turns)
         if header is None:
-            raise Unclear(f"message {place + 1} does not begin as the template begins an answer", rendering)
+            raise AmbiguousAnswerError(
+                f"message {place + 1} does not begin as the template begins an answer", rendering
+            )
         start += len(header)
         if any(turns.closings):
             text = rendering.of(place).rstrip()
@@ -111,15 +112,17 @@ class AssistantMasks:
                 return (start, rendering.regions[place][0] + len(text)), ""
             if end == len(rendering.text) and "" in turns.closings:
                 return (start, end), next(filter(None, turns.closings))
-            raise Unclear(f"message {place + 1} does not end as the template ends an answer", rendering)
+            raise AmbiguousAnswerError(f"message {place + 1} does not end as the template ends an answer", rendering)
         follower = self._follower(rendering.text, end, turns.headers)
         if follower is not None:
             return (start, end + len(follower)), ""
         if end == len(rendering.text) and turns.follower:
             return (start, end), turns.follower
-        raise Unclear(f"no special token ends message {place + 1}, so that a model would never stop", rendering)
+        raise AmbiguousAnswerError(
+            f"no special token ends message {place + 1}, so that a model would never stop", rendering
+        )
 
-    def _around(self, chat: Conversation, kwargs: Mapping[str, Any], place: int) -> TurnFormat:
+    def _around(self, chat: ChatInput, kwargs: Mapping[str, Any], place: int) -> TurnFormat:
         """The turn format of the answer at index `place`: learned once for answers to tool results and once for others;
         from this conversation if the template rejects the examples."""
         after_tool = place > 0 and chat.messages[place - 1]["role"] in _TOOL_ROLES
@@ -131,14 +134,14 @@ class AssistantMasks:
     def _learn(self, after_tool: bool, kwargs: Mapping[str, Any]) -> TurnFormat | None:
         """The turn format in the middle and at the end of example conversations; None if the template rejects all."""
         before = [_USER, _CALL, _RESULT] if after_tool else [_USER]
-        middle = Conversation([*before, _ANSWER, _USER, _ANSWER], None, {}, ())
-        last = Conversation([*before, _ANSWER], None, {}, ())
-        longer = Conversation([_USER, _ANSWER, *before, _ANSWER], None, {}, ())
+        middle = ChatInput([*before, _ANSWER, _USER, _ANSWER], None, {}, ())
+        last = ChatInput([*before, _ANSWER], None, {}, ())
+        longer = ChatInput([_USER, _ANSWER, *before, _ANSWER], None, {}, ())
         found = []
         for chat, place in ((middle, len(before)), (last, len(before)), (longer, len(before) + 2)):
             try:
                 found.append(self._study(chat, kwargs, place))
-            except (Unclear, RenderError):
+            except (AmbiguousAnswerError, RenderError):
                 continue
         if not found:
             return None
@@ -149,35 +152,41 @@ class AssistantMasks:
             next((turns.follower for turns in found if turns.follower), ""),
         )
 
-    def _study(self, chat: Conversation, kwargs: Mapping[str, Any], place: int) -> TurnFormat:
-        """The turn format of the answer at index `place` of a conversation. Raises Unclear."""
+    def _study(self, chat: ChatInput, kwargs: Mapping[str, Any], place: int) -> TurnFormat:
+        """The turn format of the answer at index `place` of a conversation. Raises AmbiguousAnswerError."""
         marked = chat.replaced(place, content=SENTINEL, reasoning_content=None, thinking=None, tool_calls=None)
         full = self.template.render(marked.messages, kwargs, tools=chat.tools)
         try:
             asked = self.template.render(chat.messages[:place], kwargs, tools=chat.tools, ask=True)
         except RenderError as error:
-            raise Unclear(
+            raise AmbiguousAnswerError(
                 f"the template does not render what stands before message {place + 1}: {error}", full
             ) from error
         start, end = full.regions.get(place, (0, 0))
         at = full.text.find(SENTINEL)
         if full.text.count(SENTINEL) != 1 or not start <= at < end:
-            raise Unclear(f"the text of message {place + 1} is not where the template renders this message", full)
+            raise AmbiguousAnswerError(
+                f"the text of message {place + 1} is not where the template renders this message", full
+            )
         # The prompt may be written behind the loop over messages, or in it, while the loop is at the last message.
         if asked.text.startswith(full.text[:start]):
             prompt = asked.text[start:]
         elif place - 1 in asked.regions:
             prompt = self._prompt_behind(chat, kwargs, place - 1, asked)
         else:
-            raise Unclear(f"the template renders messages 1 to {place} otherwise when they are alone", asked)
+            raise AmbiguousAnswerError(
+                f"the template renders messages 1 to {place} otherwise when they are alone", asked
+            )
         header = common_header(full.text[start:at], prompt, (*self.specials, *self.added))
         if prompt and not header:
-            raise Unclear(f"message {place + 1} does not begin with the generation prompt {prompt!r}", full)
+            raise AmbiguousAnswerError(
+                f"message {place + 1} does not begin with the generation prompt {prompt!r}", full
+            )
         closing = full.text[at + len(SENTINEL) : end].rstrip()
         headers = tuple(dict.fromkeys((prompt, header)))
         return TurnFormat(headers, (closing,), "" if closing else self._follower(full.text, end, headers) or "")
 
-    def _prompt_behind(self, chat: Conversation, kwargs: Mapping[str, Any], place: int, asked: Rendering) -> str:
+    def _prompt_behind(self, chat: ChatInput, kwargs: Mapping[str, Any], place: int, asked: Rendering) -> str:
         """The generation prompt that follows message `place`, the last one of the rendering `asked`."""
         behind = asked.text[asked.regions[place][1] :]
         plain = self.template.render(chat.messages[: place + 1], kwargs, tools=chat.tools).of(place)
@@ -195,7 +204,7 @@ def _header(text: str, turns: TurnFormat) -> str | None:
     return next((header for header in turns.headers if text.startswith(header)), None)
 
 
-def _within_markers(chat: Conversation, rendering: Rendering) -> dict[int, list[Span]]:
+def _within_markers(chat: ChatInput, rendering: Rendering) -> dict[int, list[Span]]:
     """Index of a trained message -> its spans between generation markers."""
     spans: dict[int, list[Span]] = {}
     for message, span in _owners(chat, rendering):
@@ -204,8 +213,9 @@ def _within_markers(chat: Conversation, rendering: Rendering) -> dict[int, list[
     return spans
 
 
-def _owners(chat: Conversation, rendering: Rendering) -> Iterator[tuple[int, Span]]:
-    """Yields (message, span) of every marked span: by regions if they hold all spans, else by order. Raises Unclear."""
+def _owners(chat: ChatInput, rendering: Rendering) -> Iterator[tuple[int, Span]]:
+    """Yields (message, span) of every marked span: by regions if they hold all spans, else by order. Raises
+    AmbiguousAnswerError."""
     answers = [i for i, message in enumerate(chat.messages) if message["role"] == "assistant"]
     by_region = [
         next((i for i, (start, end) in rendering.regions.items() if start <= span[0] and span[1] <= end), None)
@@ -218,6 +228,6 @@ def _owners(chat: Conversation, rendering: Rendering) -> Iterator[tuple[int, Spa
     elif len(answers) == len(rendering.marked):
         yield from zip(answers, rendering.marked, strict=True)
     else:
-        raise Unclear(
+        raise AmbiguousAnswerError(
             f"{len(rendering.marked)} pieces are between generation markers, for {len(answers)} answers", rendering
         )

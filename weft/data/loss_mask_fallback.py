@@ -12,8 +12,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from weft.data.chat_template import ChatTemplate, Rendering, Span, Unclear, common_header, common_start
-from weft.data.conversation import Conversation
+from weft.data.chat_template import AmbiguousAnswerError, ChatTemplate, Rendering, Span, common_header, common_start
+from weft.data.conversation import ChatInput
 
 SENTINEL = "\ue5e1\ue5e2"  # private-use characters: not in data, and templates copy them unchanged
 
@@ -27,7 +27,7 @@ class MasksByComparison:
         template: ChatTemplate,
         specials: Sequence[str],
         added: Sequence[str],
-        chat: Conversation,
+        chat: ChatInput,
         kwargs: Mapping[str, Any],
     ) -> None:
         self._template = template
@@ -40,7 +40,7 @@ class MasksByComparison:
 
     def find(self) -> tuple[str, tuple[Span, ...]]:
         """(text, trained spans). The text is the rendering; an end of turn is appended if the last answer lacks one.
-        Raises Unclear."""
+        Raises AmbiguousAnswerError."""
         text, spans = self.text, []
         for place in self._chat.trained:
             start, end = self._start(place), self._end(place)
@@ -53,7 +53,7 @@ class MasksByComparison:
         return text, tuple(spans)
 
     def _start(self, place: int) -> int:
-        """The position after the generation prompt of the answer at index `place`. Raises Unclear."""
+        """The position after the generation prompt of the answer at index `place`. Raises AmbiguousAnswerError."""
         first, last = self._bounds(place)[0], self._place(place)[0]
         prompt = self._template.render(self._chat.messages[:place], self._kwargs, tools=self._chat.tools, ask=True).text
         if self.text.startswith(prompt) and first <= len(prompt) <= last:
@@ -65,7 +65,8 @@ class MasksByComparison:
         raise self._unclear(f"nothing before message {place + 1} looks like the generation prompt")
 
     def _end(self, place: int) -> int | None:
-        """The position after the token that ends the turn; None if the text ends without one. Raises Unclear."""
+        """The position after the token that ends the turn; None if the text ends without one. Raises
+        AmbiguousAnswerError."""
         own, limit = self._place(place)[1], self._bounds(place)[1]
         found = [match for match in self._special.finditer(self.text, own) if match.start() <= limit]
         if not found:
@@ -94,7 +95,7 @@ class MasksByComparison:
         return hull
 
     def _bounds(self, place: int) -> Span:
-        """(end of the previous message, start of the next one). Raises Unclear if the messages overlap."""
+        """(end of the previous message, start of the next one). Raises AmbiguousAnswerError if the messages overlap."""
         before = [hull[1] for i, hull in self._hulls.items() if hull is not None and i < place]
         behind = [hull[0] for i, hull in self._hulls.items() if hull is not None and i > place]
         first, last = max(before, default=0), min(behind, default=len(self.text))
@@ -134,11 +135,11 @@ class MasksByComparison:
             calls = [*message["tool_calls"][:i], changed, *message["tool_calls"][i + 1 :]]
             yield self._render(self._chat.replaced(place, tool_calls=calls))
 
-    def _render(self, chat: Conversation) -> str:
+    def _render(self, chat: ChatInput) -> str:
         return self._template.render(chat.messages, self._kwargs, tools=chat.tools).text
 
-    def _unclear(self, reason: str) -> Unclear:
-        return Unclear(reason, Rendering(self.text))
+    def _unclear(self, reason: str) -> AmbiguousAnswerError:
+        return AmbiguousAnswerError(reason, Rendering(self.text))
 
 
 def _any_of(tokens: Sequence[str]) -> re.Pattern[str]:

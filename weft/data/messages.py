@@ -90,12 +90,12 @@ class MessageRules:
 AS_THEY_STAND = MessageRules()
 
 
-class Parts(str):
+class ContentParts(str):
     """The joined text of a content that is a list of parts. parts: the list, for templates that read lists."""
 
     parts: list[dict[str, str]]
 
-    def __new__(cls, parts: Sequence[Any]) -> Parts:
+    def __new__(cls, parts: Sequence[Any]) -> ContentParts:
         listed = [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
         made = super().__new__(cls, "".join(part["text"] for part in listed if part["type"] == "text"))
         made.parts = [
@@ -110,15 +110,15 @@ class Parts(str):
 
 
 def as_parts(message: Message) -> Message:
-    """The message with a list content as Parts, which templates can read as a text or as a list."""
+    """The message with a list content as ContentParts, which templates can read as a text or as a list."""
     content = message.get("content")
-    return {**message, "content": Parts(content)} if isinstance(content, list) else message
+    return {**message, "content": ContentParts(content)} if isinstance(content, list) else message
 
 
 def with_parts(message: Message) -> Message:
     """The message with its content as a list if it has images or videos, which its text would lose."""
     content = message.get("content")
-    if not isinstance(content, Parts) or all(part["type"] == "text" for part in content.parts):
+    if not isinstance(content, ContentParts) or all(part["type"] == "text" for part in content.parts):
         return message
     return {**message, "content": content.parts}
 
@@ -129,7 +129,7 @@ VIDEO_PARTS = ("video", "video_url", "input_video")
 
 
 def read_messages(
-    where: str,
+    location: str,
     column: str,
     value: Any,
     rules: MessageRules = AS_THEY_STAND,
@@ -143,11 +143,13 @@ def read_messages(
     become `reasoning_content`; calls in other forms become `tool_calls`; text parts are unchanged. Keys that are none
     of these are kept, for the chat template. Raises UserError for anything that is not a message.
     """
-    value = decoded(where, column, value)
+    value = parse_json_list(location, column, value)
     if not isinstance(value, list):
-        raise UserError(f"{where}: `{column}` must be a list of objects with `role` and `content`, not {kind(value)}.")
+        raise UserError(
+            f"{location}: `{column}` must be a list of objects with `role` and `content`, not {describe_type(value)}."
+        )
     if not value:
-        raise UserError(f"{where}: `{column}` is empty. Give it messages, or remove the document.")
+        raise UserError(f"{location}: `{column}` is empty. Give it messages, or remove the document.")
     place = "message" if column == "messages" else f"message of `{column}`"
     read = (*(IMAGE_PARTS if images else ()), *(VIDEO_PARTS if videos else ()))
     converted = {*CALL_ROLES, *RESULT_ROLES}
@@ -157,7 +159,7 @@ def read_messages(
         if is_plain(raw) and not rules.keys and raw["role"] not in converted:
             messages.append(dict(raw))
             continue
-        message = _message(f"{where}: {place} {number}", raw, rules, read)
+        message = _message(f"{location}: {place} {number}", raw, rules, read)
         older_calls |= isinstance(raw, dict) and bool(raw.get("function_call"))
         is_call = bool(message.pop(_IS_CALL, False))
         if is_call and messages and _goes_on(messages[-1], message):  # ms-swift: parallel calls are messages in a row
@@ -171,11 +173,11 @@ def read_messages(
     known = {*ROLES, *rules.roles.values()}
     for number, message in enumerate(messages, start=1):
         if message["role"] not in known:
-            raise UserError(_unknown_role(f"{where}: {place} {number}", messages, number - 1, rules.roles))
+            raise UserError(_unknown_role(f"{location}: {place} {number}", messages, number - 1, rules.roles))
         if message["role"] != "assistant" and (unread := [n for n in ("tool_calls", *THOUGHTS) if message.get(n)]):
             raise UserError(
-                f"{where}: {place} {number} has `{unread[0]}`, which only an answer of the assistant can have, and is "
-                f"of the role {json.dumps(message['role'])}. Change the role, or remove the key."
+                f"{location}: {place} {number} has `{unread[0]}`, which only an answer of the assistant can have, and "
+                f"is of the role {json.dumps(message['role'])}. Change the role, or remove the key."
             )
     return messages
 
@@ -206,14 +208,14 @@ def _goes_on(message: Message, call: Message) -> bool:
     return message["role"] == "assistant" and message.get("train") == call.get("train")
 
 
-def _unknown_role(where: str, messages: Sequence[Message], place: int, roles: Mapping[str, str]) -> str:
+def _unknown_role(location: str, messages: Sequence[Message], place: int, roles: Mapping[str, str]) -> str:
     """The error message for an unknown role. It proposes a data.roles with every unknown role of these messages."""
     own = messages[place]["role"]
     others = dict.fromkeys(m["role"] for m in messages if m["role"] not in (*ROLES, *roles.values()))
     mapping = {**roles, **{role: _LIKELY.get(role.lower(), role) for role in others}}
     keeps = "" if own.lower() in _LIKELY else f", which leaves it as it is, or {{{show(own)}: assistant}} to train it"
     return (
-        f"{where}: weft does not know the role {json.dumps(own)}, so it would not be trained whatever it is. Set "
+        f"{location}: weft does not know the role {json.dumps(own)}, so it would not be trained whatever it is. Set "
         f"{override('data.roles', mapping)}{keeps}."
     )
 
@@ -228,19 +230,21 @@ def is_plain(message: Any) -> TypeGuard[Message]:
     )
 
 
-def read_tools(where: str, value: Any) -> list[dict[str, Any]]:
+def read_tools(location: str, value: Any) -> list[dict[str, Any]]:
     """The tools of a document, from a list of JSON schemas or its JSON text. Raises UserError."""
-    value = decoded(where, "tools", value)
+    value = parse_json_list(location, "tools", value)
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
         inside = (
             next((item for item in value if not isinstance(item, dict)), None) if isinstance(value, list) else value
         )
         of = "a list of objects, and one is " if isinstance(value, list) else "a list of objects, not "
-        raise UserError(f"{where}: `tools` must be {of}{kind(inside)}. Each is the JSON schema of a function.")
+        raise UserError(
+            f"{location}: `tools` must be {of}{describe_type(inside)}. Each is the JSON schema of a function."
+        )
     return value
 
 
-def decoded(where: str, column: str, value: Any) -> Any:
+def parse_json_list(location: str, column: str, value: Any) -> Any:
     """The value, parsed if it is the JSON text of a list, as in tables with string columns. Raises UserError."""
     if not isinstance(value, str) or value.lstrip()[:1] != "[":
         return value
@@ -248,16 +252,17 @@ def decoded(where: str, column: str, value: Any) -> Any:
         return parse(value)
     except JsonError as error:
         raise UserError(
-            f"{where}: `{column}` is text that begins like a JSON list and is none: {error}. Write it with json.dumps."
+            f"{location}: `{column}` is text that begins like a JSON list and is none: {error}. Write it with "
+            "json.dumps."
         ) from None
 
 
 _IS_CALL = "\0call"  # marks, within this file, the message of a role of CALL_ROLES
 
 
-def _message(where: str, value: Any, rules: MessageRules, read: Sequence[str]) -> Message:
+def _message(location: str, value: Any, rules: MessageRules, read: Sequence[str]) -> Message:
     if not isinstance(value, dict):
-        raise UserError(f"{where} must be an object with `role` and `content`, not {kind(value)}.")
+        raise UserError(f"{location} must be an object with `role` and `content`, not {describe_type(value)}.")
     theirs: dict[Any, str] = {name: ours for ours, name in rules.keys.items()}
     message: Message = {
         str(theirs.get(name, name)): item
@@ -267,26 +272,28 @@ def _message(where: str, value: Any, rules: MessageRules, read: Sequence[str]) -
     if "role" not in message and "from" in message:
         message = {"role": message.pop("from"), "content": message.pop("value", None), **message}
         if not isinstance(message["role"], str):
-            raise UserError(f'{where}: `from` must be a string such as "human", not {kind(message["role"])}.')
+            raise UserError(
+                f'{location}: `from` must be a string such as "human", not {describe_type(message["role"])}.'
+            )
         message["role"] = _speaker(message["role"], rules)
     if not isinstance(message.get("role"), str):
-        raise UserError(_no_role(where, message.get("role"), value, rules))
+        raise UserError(_no_role(location, message.get("role"), value, rules))
     if "role" in rules.keys:
         message["role"] = _speaker(message["role"], rules)
     if message["role"] in CALL_ROLES and rules.roles.get(message["role"], "assistant") == "assistant":
-        message = _of_call(where, message)
+        message = _of_call(location, message)
     elif message["role"] in RESULT_ROLES and message["role"] not in rules.roles:
         message["role"] = "tool"
     if unread := [name for name in MEDIA if message.get(name)]:
         raise UserError(
-            f"{where}: `{unread[0]}` of a message is not read: images and videos are parts of `content`, or columns of "
-            "the row."
+            f"{location}: `{unread[0]}` of a message is not read: images and videos are parts of `content`, or columns "
+            "of the row."
         )
-    _take_function_call(where, message)
-    _take_thoughts(where, message)
-    _check_content(where, message, value, rules, read)
-    _check_calls(where, message, rules)
-    return _with_train(where, message, rules)
+    _take_function_call(location, message)
+    _take_thoughts(location, message)
+    _check_content(location, message, value, rules, read)
+    _check_calls(location, message, rules)
+    return _with_train(location, message, rules)
 
 
 def _speaker(speaker: str, rules: MessageRules) -> str:
@@ -294,10 +301,10 @@ def _speaker(speaker: str, rules: MessageRules) -> str:
     return speaker if speaker in rules.roles or speaker in CALL_ROLES else SPEAKERS.get(speaker, speaker)
 
 
-def _no_role(where: str, role: Any, value: Mapping[str, Any], rules: MessageRules) -> str:
+def _no_role(location: str, role: Any, value: Mapping[str, Any], rules: MessageRules) -> str:
     """The error message about a message without a role. It proposes a data.message_keys if the keys are likely ones."""
     if role is not None:
-        return f'{where}: `role` must be a string such as "user", not {kind(role)}.'
+        return f'{location}: `role` must be a string such as "user", not {describe_type(role)}.'
     there = ", ".join(f"`{name}`" for name in value) or "no keys"
     taken = {rules.keys.get("content", "content")} & set(value)
     keys: dict[str, str] = {}
@@ -308,20 +315,20 @@ def _no_role(where: str, role: Any, value: Mapping[str, Any], rules: MessageRule
             taken.add(name)
     if "role" not in keys:
         named = override("data.message_keys", {"role": "KEY"})
-        return f"{where}: has {there}, and no `role`. Say who speaks, or set {named}."
+        return f"{location}: has {there}, and no `role`. Say who speaks, or set {named}."
     return (
-        f"{where}: has {there}; it needs `role` and `content`. Set "
+        f"{location}: has {there}; it needs `role` and `content`. Set "
         f"{override('data.message_keys', {**rules.keys, **keys})}."
     )
 
 
-def _of_call(where: str, message: Message) -> Message:
+def _of_call(location: str, message: Message) -> Message:
     """A message of a role of CALL_ROLES, whose content is the JSON of a call or of several, as an answer with calls."""
     role, calls = message["role"], message.pop("content", None)
     try:
         calls = parse(calls) if isinstance(calls, str) else calls
     except JsonError as error:
-        raise UserError(f"{where}: the content of a {role} must be JSON: {error}.") from None
+        raise UserError(f"{location}: the content of a {role} must be JSON: {error}.") from None
     listed = calls if isinstance(calls, list) else [calls]
     return {
         **message,
@@ -331,21 +338,21 @@ def _of_call(where: str, message: Message) -> Message:
     }
 
 
-def _take_function_call(where: str, message: Message) -> None:
+def _take_function_call(location: str, message: Message) -> None:
     """Move OpenAI's older `function_call` to `tool_calls`."""
     call = message.pop("function_call", None)
     if not call:
         return
     if message.get("tool_calls"):
-        raise UserError(f"{where}: has `function_call` and `tool_calls`. Keep one.")
+        raise UserError(f"{location}: has `function_call` and `tool_calls`. Keep one.")
     try:
         call = parse(call) if isinstance(call, str) else call
     except JsonError as error:
-        raise UserError(f"{where}: `function_call` must be an object, and this text is no JSON: {error}.") from None
+        raise UserError(f"{location}: `function_call` must be an object, and this text is no JSON: {error}.") from None
     message["tool_calls"] = [{"type": "function", "function": call}]
 
 
-def _take_thoughts(where: str, message: Message) -> None:
+def _take_thoughts(location: str, message: Message) -> None:
     """Move what an answer thinks to `reasoning_content`, from any of its names."""
     named = [name for name in THOUGHTS if name in message]
     if not named:
@@ -354,17 +361,19 @@ def _take_thoughts(where: str, message: Message) -> None:
         value = message[name]
         texts = isinstance(value, list) and all(isinstance(part, dict) and "text" in part for part in value)
         if not isinstance(value, str) and not texts:
-            raise UserError(f"{where}: `{name}` must be a string, what the answer thinks, not {kind(value)}.")
+            raise UserError(
+                f"{location}: `{name}` must be a string, what the answer thinks, not {describe_type(value)}."
+            )
     said = [name for name in named if message[name]]
     content = message.get("content")
     for name in said:
         if message[name] != message[said[0]]:
-            raise UserError(f"{where}: has `{said[0]}` and `{name}`, two thoughts that differ. Keep one.")
+            raise UserError(f"{location}: has `{said[0]}` and `{name}`, two thoughts that differ. Keep one.")
         text = message[name].strip() if isinstance(message[name], str) else ""
         if name not in THOUGHTS[:2] and text and isinstance(content, str) and text in content:
             raise UserError(
-                f"{where}: the text of `{name}` is in `content`, too, and would be trained twice. Remove `{name}`, or "
-                f"set {override('data.ignore', [name])}."
+                f"{location}: the text of `{name}` is in `content`, too, and would be trained twice. Remove `{name}`, "
+                f"or set {override('data.ignore', [name])}."
             )
     value = message[(said or named)[0]]
     for name in named:
@@ -374,43 +383,45 @@ def _take_thoughts(where: str, message: Message) -> None:
 
 
 def _check_content(
-    where: str, message: Message, value: Mapping[str, Any], rules: MessageRules, read: Sequence[str]
+    location: str, message: Message, value: Mapping[str, Any], rules: MessageRules, read: Sequence[str]
 ) -> None:
     content = message.get("content")
     if isinstance(content, str):
         return
     if isinstance(content, list):
         for number, part in enumerate(content, start=1):
-            _check_part(f"{where}: part {number} of `content`", part, rules, read, message["role"] == "assistant")
+            _check_part(f"{location}: part {number} of `content`", part, rules, read, message["role"] == "assistant")
         return
     # A message may have only reasoning, or only tool calls, and no content.
     if content is None and any(message.get(name) for name in ("tool_calls", "reasoning_content")):
         return
     if content is None and "content" not in value:
-        raise UserError(_no_content(where, value, rules))
-    raise UserError(f"{where}: `content` must be a string or a list of text parts, not {kind(content)}.")
+        raise UserError(_no_content(location, value, rules))
+    raise UserError(f"{location}: `content` must be a string or a list of text parts, not {describe_type(content)}.")
 
 
-def _no_content(where: str, value: Mapping[str, Any], rules: MessageRules) -> str:
+def _no_content(location: str, value: Mapping[str, Any], rules: MessageRules) -> str:
     """The error message about a message without content. It lists the keys that are there."""
     there = ", ".join(f"`{name}`" for name in value)
     likely = next((name for name in _LIKELY_KEYS["content"] if isinstance(value.get(name), str | list)), None)
     advice = f" Set {override('data.message_keys', {**rules.keys, 'content': likely})}." if likely else ""
-    return f"{where}: `content` must be a string or a list of text parts, not null. It has {there}.{advice}"
+    return f"{location}: `content` must be a string or a list of text parts, not null. It has {there}.{advice}"
 
 
-def _check_part(where: str, part: Any, rules: MessageRules, read: Sequence[str], answers: bool) -> None:
+def _check_part(location: str, part: Any, rules: MessageRules, read: Sequence[str], answers: bool) -> None:
     """Raises UserError for a part that weft does not read, or not whole. answers: whether it is of an answer."""
     if not isinstance(part, dict) or "type" not in part:
-        raise UserError(f'{where} must be an object such as {{"type": "text", "text": "..."}}, not {kind(part)}.')
+        raise UserError(
+            f'{location} must be an object such as {{"type": "text", "text": "..."}}, not {describe_type(part)}.'
+        )
     if part["type"] in read:
         return
     if part["type"] in ("thinking", "reasoning"):
-        raise UserError(f"{where} is a thought. Write it as `reasoning_content` of the message.")
+        raise UserError(f"{location} is a thought. Write it as `reasoning_content` of the message.")
     if part["type"] != "text":
-        raise UserError(f"{where} is of type {json.dumps(part['type'])}: {_reads(read)}. Remove it.")
+        raise UserError(f"{location} is of type {json.dumps(part['type'])}: {_reads(read)}. Remove it.")
     if not isinstance(part.get("text"), str):
-        raise UserError(f"{where}: `text` must be a string, not {kind(part.get('text'))}.")
+        raise UserError(f"{location}: `text` must be a string, not {describe_type(part.get('text'))}.")
     for name, value in part.items():
         if name in _PART_KEYS or name in rules.ignored or is_harmless(name, value):
             continue
@@ -418,10 +429,10 @@ def _check_part(where: str, part: Any, rules: MessageRules, read: Sequence[str],
             if (value in (0, 1)) and bool(value) == (answers == (name in _MARKS)):
                 continue  # what is so without the mark
             raise UserError(
-                f"{where} has `{name}`: weft trains a whole answer or none of it. Mark the message (`train: false`), "
-                f"cut it into several messages, or remove `{name}`."
+                f"{location} has `{name}`: weft trains a whole answer or none of it. Mark the message (`train: "
+                f"false`), cut it into several messages, or remove `{name}`."
             )
-        raise UserError(f"{where} has `{name}`, which is not read. {leave_out_key(name)}")
+        raise UserError(f"{location} has `{name}`, which is not read. {leave_out_key(name)}")
 
 
 def leave_out_key(name: str) -> str:
@@ -435,26 +446,26 @@ def _reads(read: Sequence[str]) -> str:
     return "weft reads text, images and videos" if VIDEO_PARTS[0] in read else "only text and images are read here"
 
 
-def _check_calls(where: str, message: Message, rules: MessageRules) -> None:
+def _check_calls(location: str, message: Message, rules: MessageRules) -> None:
     calls = message.get("tool_calls")
     if calls is None:
         return
-    calls = decoded(where, "tool_calls", calls)
+    calls = parse_json_list(location, "tool_calls", calls)
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
-        raise UserError(f"{where}: `tool_calls` must be a list of objects, not {kind(calls)}.")
+        raise UserError(f"{location}: `tool_calls` must be a list of objects, not {describe_type(calls)}.")
     message["tool_calls"] = calls = [_without(call, rules.ignored) for call in calls]
     for number, call in enumerate(calls, start=1):
         function = call.get("function") or call
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise UserError(
-                f'{where}: call {number} of `tool_calls` has no name: write {{"type": "function", "function": '
+                f'{location}: call {number} of `tool_calls` has no name: write {{"type": "function", "function": '
                 '{"name": "...", "arguments": {...}}}.'
             )
         if "arguments" not in function and "parameters" in function:  # Llama 3's name of them
             renamed = {("arguments" if name == "parameters" else name): item for name, item in function.items()}
             calls[number - 1] = {**call, "function": renamed} if call.get("function") else renamed
             function = renamed
-        check_arguments(f"{where}: call {number}", function.get("arguments"))
+        check_arguments(f"{location}: call {number}", function.get("arguments"))
     if not calls:  # templates test whether the key exists, not whether the list is empty
         del message["tool_calls"]
 
@@ -467,30 +478,31 @@ def _without(call: Mapping[str, Any], ignored: Sequence[str]) -> dict[str, Any]:
     return kept
 
 
-def check_arguments(where: str, arguments: Any) -> Mapping[str, Any]:
+def check_arguments(location: str, arguments: Any) -> Mapping[str, Any]:
     """The arguments of a call as an object: absent, blank and null ones are {}. Raises UserError for what is none."""
     value = arguments
     if isinstance(value, str):
         try:
             value = parse(value) if value.strip() else None
         except JsonError as error:
-            raise UserError(f"{where}: `arguments` is no JSON: {error}.") from None
+            raise UserError(f"{location}: `arguments` is no JSON: {error}.") from None
     if value is None:
         return {}
     if not isinstance(value, Mapping):
         raise UserError(
-            f"{where}: `arguments` must be an object of names and values, or its JSON text, not {kind(value)}."
+            f"{location}: `arguments` must be an object of names and values, or its JSON text, not "
+            f"{describe_type(value)}."
         )
     return value
 
 
-def _with_train(where: str, message: Message, rules: MessageRules) -> Message:
+def _with_train(location: str, message: Message, rules: MessageRules) -> Message:
     """The message with its marks, of any trainer, as `train`. Raises UserError."""
     for name, because in _REFUSED_MARKS.items():
         if name in message and not is_harmless(name, message[name]):
             raise UserError(
-                f"{where} has `{name}`: {because}. Write `train: true` or `train: false` for the whole message, or set "
-                f"{override('data.ignore', [name])}."
+                f"{location} has `{name}`: {because}. Write `train: true` or `train: false` for the whole message, or "
+                f"set {override('data.ignore', [name])}."
             )
     marks: dict[str, bool] = {}
     for name in (*_MARKS, *_OPPOSITE_MARKS):
@@ -500,19 +512,19 @@ def _with_train(where: str, message: Message, rules: MessageRules) -> Message:
         if name == "step_loss_mask" and value == 1 and rules.roles.get(message["role"], message["role"]) != "assistant":
             continue  # slime's default, which trains answers alone
         if name == "train" and not isinstance(value, bool | int | float):
-            raise UserError(f"{where}: `train` must be true or false, not {kind(value)}.")
+            raise UserError(f"{location}: `train` must be true or false, not {describe_type(value)}.")
         if not isinstance(value, bool | int | float) or value not in (0, 1):
             shown = json.dumps(value, ensure_ascii=False, default=str)[:80]
-            raise UserError(f"{where}: `{name}` is {shown}; it must be 0 (not trained) or 1, false or true.")
+            raise UserError(f"{location}: `{name}` is {shown}; it must be 0 (not trained) or 1, false or true.")
         marks[name] = bool(value) == (name in _MARKS)
     if len(set(marks.values())) > 1:
-        raise UserError(f"{where}: {' and '.join(f'`{name}`' for name in marks)} contradict each other. Keep one.")
+        raise UserError(f"{location}: {' and '.join(f'`{name}`' for name in marks)} contradict each other. Keep one.")
     if marks:
         message["train"] = next(iter(marks.values()))
     return message
 
 
-def kind(value: Any) -> str:
+def describe_type(value: Any) -> str:
     """The type of a JSON value in words, such as "a number"."""
     names = {type(None): "null", bool: "a boolean", int: "a number", float: "a number", str: "a string", list: "a list"}
     return names.get(type(value), "an object")

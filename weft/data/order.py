@@ -28,7 +28,7 @@ def permutation(n: int, words: str) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class SourceShare:
     """One source of the documents; the documents of each source follow each other. documents: how many it has.
     weight: as in data.sources."""
 
@@ -60,7 +60,7 @@ class Share:
         return sorted(out) if shuffle else out
 
 
-def order_of(shares: Sequence[Share], seed: int, epoch: int, shuffle: bool) -> list[int]:
+def order_of(shares: Sequence[SourceShare], seed: int, epoch: int, shuffle: bool) -> list[int]:
     """The indices of the documents that an epoch takes from all sources, in the order of the epoch."""
     chosen: list[int] = []
     begin = 0
@@ -71,7 +71,7 @@ def order_of(shares: Sequence[Share], seed: int, epoch: int, shuffle: bool) -> l
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class SampledStep:
     """One optimizer step. number and epoch count from 1. documents: indices into the data, in order."""
 
     number: int
@@ -79,7 +79,7 @@ class Step:
     documents: list[int]
 
 
-class Steps:
+class StepSampler:
     """The optimizer steps of a run. A step never spans two epochs, so the last step of an epoch may be short.
 
     lengths: tokens of each document. documents or tokens: the size of a step, as a number of documents, or as the most
@@ -98,13 +98,13 @@ class Steps:
         steps: int | None = None,
         seed: int = 0,
         shuffle: bool = True,
-        shares: Sequence[Share] | None = None,
+        shares: Sequence[SourceShare] | None = None,
     ) -> None:
         assert len(lengths), "no documents"
         assert (documents is None) != (tokens is None) and (epochs is None) != (steps is None)
         assert all(value is None or value >= 1 for value in (documents, tokens, epochs, steps))
         self._lengths = lengths
-        self._shares = shares or [Share(len(lengths))]
+        self._shares = shares or [SourceShare(len(lengths))]
         assert sum(share.documents for share in self._shares) == len(lengths)
         self._in_epoch = sum(share.in_epoch for share in self._shares)
         self._documents = documents
@@ -118,10 +118,10 @@ class Steps:
         """The number of optimizer steps of the run."""
         return self.total
 
-    def __iter__(self) -> Iterator[Step]:
+    def __iter__(self) -> Iterator[SampledStep]:
         return self.starting_at(1)
 
-    def starting_at(self, number: int) -> Iterator[Step]:
+    def starting_at(self, number: int) -> Iterator[SampledStep]:
         """The steps from step `number` on, exactly as in an uninterrupted run."""
         epoch, first = 1, 1
         while first + self._count(epoch) <= number <= self.total:
@@ -130,7 +130,7 @@ class Steps:
         while first <= self.total:
             for i, documents in enumerate(self.cut_epoch(epoch)):
                 if number <= first + i <= self.total:
-                    yield Step(first + i, epoch, documents)
+                    yield SampledStep(first + i, epoch, documents)
             first += self._count(epoch)
             epoch += 1
 

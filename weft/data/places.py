@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from weft.data.image_columns import Image, Video
-from weft.data.image_files import Measured
+from weft.data.image_files import MediaInfo
 from weft.errors import BadRowError
 from weft.models.clips import Clip
 
@@ -31,12 +31,12 @@ def identity(packed: Any) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where to find an image or a video again. measured: its measurements when it was tokenised. paths: of its file or
+class MediaLocation:
+    """Where to find an image or a video again. info: its measurements when it was tokenised. paths: of its file or
     folder, or of its frames. data: a copy of its bytes. With neither, it is number `place` among the images of the row
     at `position`."""
 
-    measured: Measured
+    info: MediaInfo
     paths: tuple[str, ...] = ()
     data: bytes | None = None
     position: int = 0
@@ -51,19 +51,19 @@ class Place:
         """The image or video. row: all images and videos of its row; only used if in_row."""
         if self.in_row:
             return row[self.place]
-        clip, files = self.measured.clip, [Image(path=path) for path in self.paths]
+        clip, files = self.info.clip, [Image(path=path) for path in self.paths]
         file = Image(data=self.data) if self.data is not None else files[0]
         if clip is None:
             return file
         return Video(file, fps=clip.fps) if len(files) < 2 else Video(frames=tuple(files), fps=clip.fps)
 
     def is_as_it_was(self) -> bool:
-        """Whether the files still have the size and modification time of `measured`."""
-        return state_of(self.paths) == (self.measured.size, self.measured.changed)
+        """Whether the files still have the size and modification time of `info`."""
+        return file_state(self.paths) == (self.info.size, self.info.changed)
 
     def packed(self) -> bytes:
         """The bytes that a table stores."""
-        seen, clip = self.measured, self.measured.clip
+        seen, clip = self.info, self.info.clip
         kind, tail = _ROW, b""
         if self.paths:
             kind, tail = _PATH, b"\0".join(os.fsencode(path) for path in self.paths)
@@ -76,20 +76,20 @@ class Place:
         return _HEAD.pack(kind, seen.height, seen.width, seen.size, number, self.place) + tail
 
     @classmethod
-    def of(cls, packed: bytes) -> Place:
+    def of(cls, packed: bytes) -> MediaLocation:
         """The inverse of `packed`."""
         kind, height, width, size, number, place = _HEAD.unpack_from(packed)
         tail, clip = packed[_HEAD.size :], None
         if kind in VIDEOS:
             clip, tail = Clip(*_CLIP.unpack_from(tail)), tail[_CLIP.size :]
         in_row = kind in (_ROW, _VIDEO_ROW)
-        seen = Measured(height, width, size, 0 if in_row else number, clip)
+        seen = MediaInfo(height, width, size, 0 if in_row else number, clip)
         if kind in FILES:
             return cls(seen, tuple(os.fsdecode(path) for path in tail.split(b"\0")))
         return cls(seen, position=number, place=place) if in_row else cls(seen, data=tail)
 
 
-def state_of(paths: Sequence[str]) -> tuple[int, int] | None:
+def file_state(paths: Sequence[str]) -> tuple[int, int] | None:
     """(total bytes, latest modification in nanoseconds) of files and of the files in folders; None if one is gone."""
     try:
         found = [os.stat(file) for path in paths for file in files_of(path)]
@@ -111,24 +111,26 @@ def _in_order(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
-def place_of(where: str, seen: Image | Video, measured: Measured, position: int | None, place: int) -> Place:
-    """The Place of an image or video. where: the name of its row, for messages. position: of the row, if the row can be
-    read again, else None. place: its index among the images of the row. Raises BadRowError if it could not be found
-    again."""
+def locate_media(
+    location: str, seen: Image | Video, info: MediaInfo, position: int | None, place: int
+) -> MediaLocation:
+    """The MediaLocation of an image or video. location: the name of its row, for messages. position: of the row, if the
+    row can be read again, else None. place: its index among the images of the row. Raises BadRowError if it could not
+    be found again."""
     if isinstance(seen, Video) and seen.file is None:
         if all(frame.path is not None for frame in seen.frames):
-            return Place(measured, tuple(str(frame.path) for frame in seen.frames))
+            return MediaLocation(info, tuple(str(frame.path) for frame in seen.frames))
         if position is None:
             raise BadRowError(
-                f"{where}: its frames lie in a row that cannot be read again. Write the data as JSONL or Parquet, or "
-                "name files."
+                f"{location}: its frames lie in a row that cannot be read again. Write the data as JSONL or Parquet, "
+                "or name files."
             )
-        return Place(measured, position=position, place=place)
+        return MediaLocation(info, position=position, place=place)
     image = seen.file if isinstance(seen, Video) else seen
     assert image is not None
     if image.path is not None:
-        return Place(measured, (image.path,))
+        return MediaLocation(info, (image.path,))
     if position is None or image.url is not None:
         assert image.data is not None
-        return Place(measured, data=image.data)
-    return Place(measured, position=position, place=place)
+        return MediaLocation(info, data=image.data)
+    return MediaLocation(info, position=position, place=place)

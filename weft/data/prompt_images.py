@@ -7,17 +7,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from weft.data.image_columns import Image
-from weft.data.image_files import Checks, Measured, pixels
+from weft.data.image_files import ImageChecks, MediaInfo, load_pixels
 
 
 @dataclass(frozen=True, slots=True)
 class PromptImages:
-    """The images of a prompt, not yet opened. where: the name of the prompt in messages. images: in the order of their
-    placeholders. sizes: measurements of each. patches, pairs: of all of them, as in Media."""
+    """The images of a prompt, not yet opened. location: the name of the prompt in messages. images: in the order of
+    their placeholders. sizes: measurements of each. patches, pairs: of all of them, as in Media."""
 
-    where: str
+    location: str
     images: tuple[Image, ...]
-    sizes: tuple[Measured, ...]
+    sizes: tuple[MediaInfo, ...]
     patches: int
     pairs: int
 
@@ -25,7 +25,7 @@ class PromptImages:
         """These images followed by the images of replies. more: the latter; its patches and pairs must already count
         all images together, because processors pad the images of one document to the largest."""
         both = (*self.images, *more.images), (*self.sizes, *more.sizes)
-        return PromptImages(self.where, *both, more.patches, more.pairs)
+        return PromptImages(self.location, *both, more.patches, more.pairs)
 
     @property
     def names(self) -> list[str]:
@@ -35,6 +35,6 @@ class PromptImages:
     def pictures(self) -> list[Any]:
         """The images as PIL images in RGB. Raises BadRowError if one can no longer be opened, or has more pixels."""
         limits = (
-            Checks(max_pixels=size.height * size.width) for size in self.sizes
+            ImageChecks(max_pixels=size.height * size.width) for size in self.sizes
         )  # data.max_image_pixels allowed it
-        return [pixels(image, self.where, checks)[0] for image, checks in zip(self.images, limits, strict=True)]
+        return [load_pixels(image, self.location, checks)[0] for image, checks in zip(self.images, limits, strict=True)]

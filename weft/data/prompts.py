@@ -10,13 +10,13 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from weft.data.chat_template import RenderError
-from weft.data.encode import Encoder, Encoding, has_template, refused, unbounded
+from weft.data.encode import Encoder, Encoding, has_template, limit_message, template_refusal
 from weft.data.image_columns import VIDEOS, Image, images_alone, take_images
-from weft.data.images import Images, of_text_alone
+from weft.data.images import Images, text_model_error
 from weft.data.messages import AS_THEY_STAND, Message, MessageRules, read_messages, with_default_system
 from weft.data.prompt_images import PromptImages
 from weft.data.records import Record, conversations_of, is_json_list, refuse_media, template_inputs, with_system
-from weft.data.template_bounds import UnboundedError
+from weft.data.template_bounds import RenderLimitError
 from weft.errors import UserError
 from weft.files import regular_file
 from weft.strict_json import JsonError, parse
@@ -29,7 +29,7 @@ _NEEDED = "it needs `messages` (a chat to be answered) or `prompt` (a text to be
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class EvalPrompt:
     """A prompt. text: for display. tokens: the model's input. images: of its placeholders, if any."""
 
     text: str
@@ -43,7 +43,7 @@ def load_prompts(
     encoding: Encoding | None = None,
     rules: MessageRules = AS_THEY_STAND,
     images: Images | None = None,
-) -> list[Prompt]:
+) -> list[EvalPrompt]:
     """The prompts of a JSONL file, of the lines of a .txt file, or of a list of texts.
 
     A text of the list, or a line of text, is a user's message if there is a chat template, else a text to be continued.
@@ -53,14 +53,14 @@ def load_prompts(
     encoding: the chat template, if not the tokenizer's own, and its variables. rules: how messages are read. images:
     the image reader of a vision model. Raises UserError, with file and line.
     """
-    reader = _Reader(Encoder(tokenizer, encoding, images), rules, images)
+    reader = _PromptReader(Encoder(tokenizer, encoding, images), rules, images)
     if isinstance(source, str):
         folder = str(Path(source).parent)
         lines = list(_lines(source))
         if source.endswith(".txt") and lines and not lines[0][1].lstrip().startswith("{"):  # else JSONL by its content
-            prompts = [reader.of_question(where, line.rstrip("\r")) for where, line in lines]
+            prompts = [reader.of_question(location, line.rstrip("\r")) for location, line in lines]
         else:
-            prompts = [reader.of_line(where, line, folder) for where, line in lines]
+            prompts = [reader.of_line(location, line, folder) for location, line in lines]
     else:
         prompts = [reader.of_question(f"eval.prompts[{i}]", text) for i, text in enumerate(source)]
     if not prompts:
@@ -81,68 +81,68 @@ def _lines(path: str) -> Iterator[tuple[str, str]]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Reader:
+class _PromptReader:
     """Reads single prompts. rules, images: as in load_prompts."""
 
     encoder: Encoder
     rules: MessageRules
     images: Images | None
 
-    def of_question(self, where: str, text: str) -> Prompt:
+    def of_question(self, location: str, text: str) -> EvalPrompt:
         """The prompt of a text: a user's message if there is a chat template, else a text to be continued."""
         if has_template(self.encoder.tokenizer, self.encoder.encoding):
-            return self._of_chat(where, with_default_system([{"role": "user", "content": text}], self.rules), {})
-        return self._of_text(where, text)
+            return self._of_chat(location, with_default_system([{"role": "user", "content": text}], self.rules), {})
+        return self._of_text(location, text)
 
-    def of_line(self, where: str, line: str, folder: str) -> Prompt:
+    def of_line(self, location: str, line: str, folder: str) -> EvalPrompt:
         """The prompt of a line of JSON. folder: paths of images are relative to it."""
         try:
             value = parse(line)
         except JsonError as error:
             raise UserError(
-                f"{where}: is not valid JSON: {error}. Each line must be one JSON object; {_NEEDED}."
+                f"{location}: is not valid JSON: {error}. Each line must be one JSON object; {_NEEDED}."
             ) from None
         if not isinstance(value, dict):
-            raise UserError(f"{where}: is not a JSON object: {_NEEDED}.")
+            raise UserError(f"{location}: is not a JSON object: {_NEEDED}.")
         value = {name: item for name, item in value.items() if item is not None and name not in self.rules.ignored}
         conversations = None if "prompt" in value else conversations_of(value)
         column = "messages" if "messages" in value or conversations is not None else "prompt"
         given = value.get(column, conversations)
         if isinstance(given, str) and not is_json_list(given):
-            return self._of_text(where, given)
+            return self._of_text(location, given)
         if isinstance(given, str | list):
-            read = read_messages(where, column, given, self.rules, images=self.images is not None)
+            read = read_messages(location, column, given, self.rules, images=self.images is not None)
             while read and read[-1]["role"] == "assistant":
                 read.pop()
             if not read:
-                raise UserError(f"{where}: holds no message that could be answered: end it with one of the user.")
-            refuse_media(where, value, VIDEOS)
-            asked = with_default_system(with_system(where, value, read), self.rules)
-            messages, found = take_images(where, asked, value, folder)
+                raise UserError(f"{location}: holds no message that could be answered: end it with one of the user.")
+            refuse_media(location, value, VIDEOS)
+            asked = with_default_system(with_system(location, value, read), self.rules)
+            messages, found = take_images(location, asked, value, folder)
             if found and self.images is None:
-                raise of_text_alone(where)
-            return self._of_chat(where, messages, template_inputs(where, value), images_alone(found))
+                raise text_model_error(location)
+            return self._of_chat(location, messages, template_inputs(location, value), images_alone(found))
         keys = ", ".join(f"`{key}`" for key in value) or "no keys"
-        raise UserError(f"{where}: has {keys}; {_NEEDED}.")
+        raise UserError(f"{location}: has {keys}; {_NEEDED}.")
 
-    def _of_text(self, where: str, text: str) -> Prompt:
+    def _of_text(self, location: str, text: str) -> EvalPrompt:
         (tokens,) = self.encoder.beginnings([text])
         if not tokens:
-            raise UserError(f"{where}: is empty: write what the model is to continue.")
-        return Prompt(text, tuple(tokens))
+            raise UserError(f"{location}: is empty: write what the model is to continue.")
+        return EvalPrompt(text, tuple(tokens))
 
     def _of_chat(
-        self, where: str, messages: list[Message], inputs: Mapping[str, Any], given: tuple[Image, ...] = ()
-    ) -> Prompt:
+        self, location: str, messages: list[Message], inputs: Mapping[str, Any], given: tuple[Image, ...] = ()
+    ) -> EvalPrompt:
         """The prompt of a chat. inputs: its tools and template variables, as template_inputs gives them."""
         tokenizer, images = self.encoder.tokenizer, self.images
         if not has_template(tokenizer, self.encoder.encoding):
             raise UserError(
-                f"{where}: is a chat, but the tokenizer has no chat template. Write `prompt` with a text to be "
+                f"{location}: is a chat, but the tokenizer has no chat template. Write `prompt` with a text to be "
                 "continued, or use the model's chat (instruct) variant."
             )
         chat, answers, kwargs = self.encoder.question(
-            Record(where, "messages", {"messages": messages, **inputs}, given)
+            Record(location, "messages", {"messages": messages, **inputs}, given)
         )
 
         def render(messages: Messages, ask: bool) -> str:
@@ -151,12 +151,12 @@ class _Reader:
         try:
             text = up_to_the_answer(render, chat.messages)
         except RenderError as error:
-            raise refused(where, error) from error
-        except UnboundedError as error:
-            raise UserError(unbounded(where, error)) from None
-        text, opened = (text, None) if images is None else images.prompt(where, text, given)
+            raise template_refusal(location, error) from error
+        except RenderLimitError as error:
+            raise UserError(limit_message(location, error)) from None
+        text, opened = (text, None) if images is None else images.prompt(location, text, given)
         tokens: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        return Prompt(as_text(messages), tuple(tokens), opened)
+        return EvalPrompt(as_text(messages), tuple(tokens), opened)
 
 
 def up_to_the_answer(render: Render, messages: Messages) -> str:

@@ -20,19 +20,19 @@ from typing import Any, Literal
 from weft.config.schema import DataConfig
 from weft.config.sources import FORMATS, is_pattern, matching_files
 from weft.config.yaml12 import override
-from weft.data.columns import divided_columns, renamed
+from weft.data.columns import divided_columns, rename_columns
 from weft.data.image_columns import Image, Video, take_images
 from weft.data.messages import (
     AS_THEY_STAND,
     Message,
     MessageRules,
-    kind,
+    describe_type,
     read_messages,
     read_tools,
     with_default_system,
 )
 from weft.data.pretokenised import read_tokens
-from weft.data.row_columns import SYSTEMS, marked, system_of, template_switches, tools_of
+from weft.data.row_columns import SYSTEMS, apply_train_columns, system_of, template_switches, tools_of
 from weft.errors import UserError
 from weft.strict_json import JsonError, parse
 
@@ -59,14 +59,14 @@ ANSWERS = {
 class Record:
     """One checked document.
 
-    where: "file:line" or "file[row]", for messages. value: its keys depend on the format: `messages` (a list of dicts),
-    with `tools` and `chat_template_kwargs` if the row has them; `prompt` and `completion`, both strings, or both lists
-    of messages with the same two; `text`; `input_ids` and `trained` (1 for each trained token, else 0). images: the
-    images and videos of a chat, in the order of the content parts that stand for them. position: of the row, for
-    reading it again; None if the row cannot be read by itself.
+    location: "file:line" or "file[row]", for messages. value: its keys depend on the format: `messages` (a list of
+    dicts), with `tools` and `chat_template_kwargs` if the row has them; `prompt` and `completion`, both strings, or
+    both lists of messages with the same two; `text`; `input_ids` and `trained` (1 for each trained token, else 0).
+    images: the images and videos of a chat, in the order of the content parts that stand for them. position: of the
+    row, for reading it again; None if the row cannot be read by itself.
     """
 
-    where: str
+    location: str
     format: Format
     value: dict[str, Any]
     images: tuple[Image | Video, ...] = ()
@@ -79,7 +79,7 @@ class Record:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class ParseOptions:
     """How rows are parsed. columns: as data.columns. rules: how messages are read. chat: whether an instruction becomes
     a chat, or else plain text."""
 
@@ -120,33 +120,35 @@ def _template_use(counts: Mapping[str, int], data: DataConfig, template: bool) -
     return f"{said}. To use it, set {override('data.columns', {'instruction': asked, 'output': answer})}"
 
 
-def json_row(where: str, line: bytes) -> dict[str, Any]:
-    """The row of one line of JSON. where: "file:line", for messages. Raises UserError."""
+def json_row(location: str, line: bytes) -> dict[str, Any]:
+    """The row of one line of JSON. location: "file:line", for messages. Raises UserError."""
     try:
         row = parse(line.strip())
     except UnicodeDecodeError as error:
-        raise UserError(f"{where}: is not UTF-8 ({error.reason}). Save the file as UTF-8.") from None
+        raise UserError(f"{location}: is not UTF-8 ({error.reason}). Save the file as UTF-8.") from None
     except JsonError as error:
-        raise UserError(f"{where}: is not valid JSON: {error}.{_json_advice(line)}") from None
+        raise UserError(f"{location}: is not valid JSON: {error}.{_json_advice(line)}") from None
     if not isinstance(row, dict):
-        raise UserError(f"{where}: holds {kind(row)}, not an object.{_json_advice(line)}")
+        raise UserError(f"{location}: holds {describe_type(row)}, not an object.{_json_advice(line)}")
     return row
 
 
-def parse_row(where: str, row: Mapping[str, Any], reading: Reading, folder: str = "") -> Record:
+def parse_row(location: str, row: Mapping[str, Any], reading: ParseOptions, folder: str = "") -> Record:
     """The document of a row. folder: paths of images are relative to it. Raises UserError."""
     ignored = reading.rules.ignored
     read = {name: value for name, value in row.items() if name not in ignored} if ignored else row
-    named = renamed(where, read, reading.columns) if reading.columns else read
+    named = rename_columns(location, read, reading.columns) if reading.columns else read
     # Null means absent: exported tables have every column in every row.
     present = {name: value for name, value in named.items() if value is not None}
-    refuse_media(where, present)
-    _refuse_unwanted(where, present)
+    refuse_media(location, present)
+    _refuse_unwanted(location, present)
     if (conversations := conversations_of(present)) is not None:
-        _refuse_preferences(where, present, reading.chat)
+        _refuse_preferences(location, present, reading.chat)
         present = {name: value for name, value in present.items() if name not in _ASKED}
         present["messages"] = conversations
-    return _with_images(_READERS[_format(where, row, present, reading.chat)](where, present, reading), present, folder)
+    return _with_images(
+        _READERS[_format(location, row, present, reading.chat)](location, present, reading), present, folder
+    )
 
 
 # Columns of a question alone, as in data that have whole conversations, too.
@@ -167,14 +169,14 @@ def conversations_of(row: Mapping[str, Any]) -> Any:
     return None
 
 
-def refuse_media(where: str, row: Mapping[str, Any], *more: str) -> None:
+def refuse_media(location: str, row: Mapping[str, Any], *more: str) -> None:
     """Raises UserError if a row has a column of media that weft does not read. more: further columns that are refused
     in this row."""
     if unread := [name for name in (*more, *UNREAD_COLUMNS) if row.get(name)]:
         read = "text and images" if more else "text, images and videos"
         raise UserError(
-            f"{where}: `{unread[0]}` is not read in this version, where {read} are. Remove the column if the document "
-            "is right without it."
+            f"{location}: `{unread[0]}` is not read in this version, where {read} are. Remove the column if the "
+            "document is right without it."
         )
 
 
@@ -182,11 +184,11 @@ def _with_images(record: Record, row: Mapping[str, Any], folder: str) -> Record:
     """The record with the images and videos of its messages and of the columns `images` and `videos` in `images`."""
     names = [name for name in ("messages", "prompt", "completion") if isinstance(record.value.get(name), list)]
     if not names:
-        _refuse(record.where, row, ("images",), f"`{record.format}` has no messages, to which images belong")
-        _refuse(record.where, row, ("videos",), f"`{record.format}` has no messages, to which videos belong")
+        _refuse(record.location, row, ("images",), f"`{record.format}` has no messages, to which images belong")
+        _refuse(record.location, row, ("videos",), f"`{record.format}` has no messages, to which videos belong")
         return record
     messages = [message for name in names for message in record.value[name]]
-    taken, images = take_images(record.where, messages, row, folder)
+    taken, images = take_images(record.location, messages, row, folder)
     if not images:
         return record
     first = len(record.value[names[0]])
@@ -202,7 +204,7 @@ def _json_advice(line: bytes) -> str:
     return " Each line must be one JSON object."
 
 
-def _format(where: str, row: Mapping[str, Any], present: Mapping[str, Any], chat: bool) -> str:
+def _format(location: str, row: Mapping[str, Any], present: Mapping[str, Any], chat: bool) -> str:
     """The format of a row, a key of _READERS. Raises UserError if there is none, or more than one."""
     found = [name for name in ("messages", "text") if name in present]
     found += ["prompt"] if "prompt" in present or "completion" in present else []
@@ -210,15 +212,15 @@ def _format(where: str, row: Mapping[str, Any], present: Mapping[str, Any], chat
     if len(found) > 1:
         names = " and ".join(f"`{name}`" for name in found)
         raise UserError(
-            f"{where}: is in more than one format ({names}). Remove all but one, or name the one to train in "
+            f"{location}: is in more than one format ({names}). Remove all but one, or name the one to train in "
             f"data.columns, as in {override('data.columns', {found[0]: found[0]})}."
         )
     if found:
         return found[0]
-    _refuse_preferences(where, present, chat)
+    _refuse_preferences(location, present, chat)
     names = ", ".join(f"`{name}`" for name in row) or "no columns"
-    setting = _setting(_likely_columns(present, chat)) or divided_columns(where, row)
-    raise UserError(f"{where}: has {names}; it needs {NEEDED}.{setting}")
+    setting = _setting(_likely_columns(present, chat)) or divided_columns(location, row)
+    raise UserError(f"{location}: has {names}; it needs {NEEDED}.{setting}")
 
 
 def _setting(columns: Mapping[str, str]) -> str:
@@ -252,7 +254,7 @@ def _question_and_answer(row: Mapping[str, Any], asked: str, answer: str, chat: 
     return {name: path for name, path in named.items() if name != path}
 
 
-def _refuse_preferences(where: str, row: Mapping[str, Any], chat: bool) -> None:
+def _refuse_preferences(location: str, row: Mapping[str, Any], chat: bool) -> None:
     """Raises UserError for a row of a preferred and another answer; it proposes to train the preferred one alone."""
     if "chosen" not in row or "rejected" not in row:
         return
@@ -267,21 +269,21 @@ def _refuse_preferences(where: str, row: Mapping[str, Any], chat: bool) -> None:
     else:
         columns = _question_and_answer(row, asked, "chosen", chat)
     raise UserError(
-        f"{where}: has `chosen` and `rejected`: it is a preference pair, and weft has no preference tuning (DPO) yet. "
-        f"To fine-tune on the chosen answers alone, set {override('data.columns', columns)}."
+        f"{location}: has `chosen` and `rejected`: it is a preference pair, and weft has no preference tuning (DPO) "
+        f"yet. To fine-tune on the chosen answers alone, set {override('data.columns', columns)}."
     )
 
 
-def _refuse_unwanted(where: str, row: Mapping[str, Any]) -> None:
+def _refuse_unwanted(location: str, row: Mapping[str, Any]) -> None:
     """Raises UserError for an answer that a row of unpaired preferences (KTO) says is not wanted: TRL's `label` beside
     prompt and completion, LLaMA-Factory's `kto_tag`."""
     marks = ("label", "kto_tag") if "prompt" in row and "completion" in row else ("kto_tag",)
     for mark in marks:
         if row.get(mark) is False:
             raise UserError(
-                f"{where}: `{mark}` is false: the answer is one that is not wanted, and weft has no preference tuning "
-                f"(KTO) yet. Remove such rows to fine-tune on the others, or set {override('data.ignore', [mark])} to "
-                "train all."
+                f"{location}: `{mark}` is false: the answer is one that is not wanted, and weft has no preference "
+                "tuning (KTO) yet. Remove such rows to fine-tune on the others, or set "
+                f"{override('data.ignore', [mark])} to train all."
             )
 
 
@@ -293,81 +295,83 @@ def _are_turns(value: Sequence[Any]) -> bool:
 # ---------------------------------------------------------------- one reader for each format
 
 
-def _read_messages(where: str, row: Mapping[str, Any], reading: Reading) -> Record:
-    messages = marked(where, row, _messages(where, "messages", row["messages"], reading), 0)
-    return _chat(where, row, reading, messages)
+def _read_messages(location: str, row: Mapping[str, Any], reading: ParseOptions) -> Record:
+    messages = apply_train_columns(location, row, _messages(location, "messages", row["messages"], reading), 0)
+    return _chat(location, row, reading, messages)
 
 
-def _chat(where: str, row: Mapping[str, Any], reading: Reading, messages: list[Message]) -> Record:
-    messages = with_default_system(with_system(where, row, messages), reading.rules)
-    return Record(where, "messages", {"messages": messages, **template_inputs(where, row)})
+def _chat(location: str, row: Mapping[str, Any], reading: ParseOptions, messages: list[Message]) -> Record:
+    messages = with_default_system(with_system(location, row, messages), reading.rules)
+    return Record(location, "messages", {"messages": messages, **template_inputs(location, row)})
 
 
-def _messages(where: str, column: str, value: Any, reading: Reading) -> list[Message]:
-    return read_messages(where, column, value, reading.rules, images=True, videos=True)
+def _messages(location: str, column: str, value: Any, reading: ParseOptions) -> list[Message]:
+    return read_messages(location, column, value, reading.rules, images=True, videos=True)
 
 
-def _read_text(where: str, row: Mapping[str, Any], reading: Reading) -> Record:
-    _refuse(where, row, ("system", "tools", "chat_template_kwargs"), "`text` is trained as it stands")
-    _refuse_default_system(where, reading, "text")
-    return Record(where, "text", {"text": _string(where, row, "text")})
+def _read_text(location: str, row: Mapping[str, Any], reading: ParseOptions) -> Record:
+    _refuse(location, row, ("system", "tools", "chat_template_kwargs"), "`text` is trained as it stands")
+    _refuse_default_system(location, reading, "text")
+    return Record(location, "text", {"text": _string(location, row, "text")})
 
 
-def _read_tokens(where: str, row: Mapping[str, Any], reading: Reading) -> Record:
-    ids, trained = read_tokens(where, row)
-    _refuse_default_system(where, reading, "input_ids")
-    return Record(where, "input_ids", {"input_ids": ids, "trained": trained})
+def _read_tokens(location: str, row: Mapping[str, Any], reading: ParseOptions) -> Record:
+    ids, trained = read_tokens(location, row)
+    _refuse_default_system(location, reading, "input_ids")
+    return Record(location, "input_ids", {"input_ids": ids, "trained": trained})
 
 
-def _read_prompt(where: str, row: Mapping[str, Any], reading: Reading) -> Record:
+def _read_prompt(location: str, row: Mapping[str, Any], reading: ParseOptions) -> Record:
     for name, other in (("prompt", "completion"), ("completion", "prompt")):
         if name not in row:
-            _refuse_preferences(where, row, reading.chat)
-            raise UserError(f"{where}: has `{other}` but no `{name}`.{_prompt_advice(name, row, reading.chat)}")
+            _refuse_preferences(location, row, reading.chat)
+            raise UserError(f"{location}: has `{other}` but no `{name}`.{_prompt_advice(name, row, reading.chat)}")
     prompt, completion = row["prompt"], row["completion"]
     if isinstance(prompt, str) and isinstance(completion, str) and not is_json_list(prompt):
         names = ("system", "tools", "chat_template_kwargs", *SYSTEMS)
-        _refuse(where, row, names, "`prompt` and `completion` are plain text")
-        _refuse_default_system(where, reading, "prompt")
-        return Record(where, "prompt", {"prompt": prompt, "completion": completion})
+        _refuse(location, row, names, "`prompt` and `completion` are plain text")
+        _refuse_default_system(location, reading, "prompt")
+        return Record(location, "prompt", {"prompt": prompt, "completion": completion})
     if isinstance(prompt, str) and not is_json_list(prompt):
         if isinstance(completion, list | dict):
             raise UserError(
-                f"{where}: `prompt` is text and `completion` {kind(completion)}: write both as text, or both as "
-                "messages."
+                f"{location}: `prompt` is text and `completion` {describe_type(completion)}: write both as text, or "
+                "both as messages."
             )
-        _string(where, row, "completion")
+        _string(location, row, "completion")
     if not isinstance(prompt, list | str):
-        _string(where, row, "prompt")
+        _string(location, row, "prompt")
     if isinstance(completion, str) and not is_json_list(completion):
         completion = [{"role": "assistant", "content": completion}]
     elif isinstance(completion, dict):
         completion = [completion]
-    asked = _messages(where, "prompt", prompt, reading)
-    messages = marked(where, row, [*asked, *_messages(where, "completion", completion, reading)], len(asked))
+    asked = _messages(location, "prompt", prompt, reading)
+    messages = apply_train_columns(
+        location, row, [*asked, *_messages(location, "completion", completion, reading)], len(asked)
+    )
     asked, answered = messages[: len(asked)], messages[len(asked) :]
-    asked = with_default_system(with_system(where, row, asked), reading.rules)
-    return Record(where, "prompt", {"prompt": asked, "completion": answered, **template_inputs(where, row)})
+    asked = with_default_system(with_system(location, row, asked), reading.rules)
+    return Record(location, "prompt", {"prompt": asked, "completion": answered, **template_inputs(location, row)})
 
 
-def _read_instruction(where: str, row: Mapping[str, Any], reading: Reading) -> Record:
+def _read_instruction(location: str, row: Mapping[str, Any], reading: ParseOptions) -> Record:
     """Alpaca's columns. In a chat the question is one user message; as plain text it ends with an empty line."""
     if "output" not in row:
-        _refuse_preferences(where, row, reading.chat)
-        raise UserError(f"{where}: has `instruction` but no `output`. Add `output`, the answer.")
+        _refuse_preferences(location, row, reading.chat)
+        raise UserError(f"{location}: has `instruction` but no `output`. Add `output`, the answer.")
     names = [name for name in ("instruction", "input") if row.get(name) not in (None, "")]
-    question = "\n".join(_string(where, row, name) for name in names or ("instruction",))
-    answer = _string(where, row, "output")
+    question = "\n".join(_string(location, row, name) for name in names or ("instruction",))
+    answer = _string(location, row, "output")
     if not reading.chat:
         unread = ("system", "tools", "history", "chat_template_kwargs", *SYSTEMS)
-        _refuse(where, row, unread, "the tokenizer has no chat template")
-        _refuse_default_system(where, reading, "instruction")
-        return Record(where, "prompt", {"prompt": f"{question}\n\n", "completion": answer})
-    turns = [*_history(where, row), (question, answer)]
+        _refuse(location, row, unread, "the tokenizer has no chat template")
+        _refuse_default_system(location, reading, "instruction")
+        return Record(location, "prompt", {"prompt": f"{question}\n\n", "completion": answer})
+    turns = [*_history(location, row), (question, answer)]
     roles = ("user", "assistant")
     messages = [{"role": role, "content": text} for turn in turns for role, text in zip(roles, turn, strict=True)]
     without_history = {name: value for name, value in row.items() if name != "history"}
-    return _chat(where, row, reading, marked(where, without_history, messages, 0))
+    return _chat(location, row, reading, apply_train_columns(location, without_history, messages, 0))
 
 
 _READERS = {
@@ -383,63 +387,63 @@ assert set(_READERS) == set(FORMATS)
 # ---------------------------------------------------------------- further columns
 
 
-def template_inputs(where: str, row: Mapping[str, Any]) -> dict[str, Any]:
+def template_inputs(location: str, row: Mapping[str, Any]) -> dict[str, Any]:
     """The row's `tools` and `chat_template_kwargs`, if it has them. Raises UserError."""
     found: dict[str, Any] = {}
-    tools = tools_of(where, row)
+    tools = tools_of(location, row)
     if tools:
-        found["tools"] = read_tools(where, tools)
+        found["tools"] = read_tools(location, tools)
     kwargs = row.get("chat_template_kwargs") or {}
     if not isinstance(kwargs, dict):
-        raise UserError(f"{where}: `chat_template_kwargs` must be an object, not {kind(kwargs)}.")
-    kwargs = {**template_switches(where, row), **kwargs}
+        raise UserError(f"{location}: `chat_template_kwargs` must be an object, not {describe_type(kwargs)}.")
+    kwargs = {**template_switches(location, row), **kwargs}
     if kwargs:
         found["chat_template_kwargs"] = kwargs
     return found
 
 
-def with_system(where: str, row: Mapping[str, Any], messages: list[Message]) -> list[Message]:
+def with_system(location: str, row: Mapping[str, Any], messages: list[Message]) -> list[Message]:
     """The messages, preceded by the text of the column `system` if the row has one, or of one that means the same.
     Raises UserError."""
-    name, _ = system_of(where, row)
+    name, _ = system_of(location, row)
     if not name:
         return messages
     if messages[0].get("role") == "system":
         if name in SYSTEMS and messages[0].get("content") == row[name]:
             return messages
-        raise UserError(f"{where}: has a column `{name}`, and its messages begin with one of the system. Keep one.")
-    return [{"role": "system", "content": _string(where, row, name)}, *messages]
+        raise UserError(f"{location}: has a column `{name}`, and its messages begin with one of the system. Keep one.")
+    return [{"role": "system", "content": _string(location, row, name)}, *messages]
 
 
-def _refuse_default_system(where: str, reading: Reading, form: str) -> None:
+def _refuse_default_system(location: str, reading: ParseOptions, form: str) -> None:
     if reading.rules.system is not None:
         raise UserError(
-            f"{where}: data.system has no effect on `{form}`, which does not go through a chat template. Leave it out, "
-            "or write the document as `messages`."
+            f"{location}: data.system has no effect on `{form}`, which does not go through a chat template. Leave it "
+            "out, or write the document as `messages`."
         )
 
 
-def _history(where: str, row: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _history(location: str, row: Mapping[str, Any]) -> list[tuple[str, str]]:
     turns = row.get("history") or []
     pairs = isinstance(turns, list) and all(isinstance(turn, list) and len(turn) == 2 for turn in turns)
     if not pairs or not all(isinstance(text, str) for turn in turns for text in turn):
-        raise UserError(f"{where}: `history` must be a list of pairs of strings: [[question, answer], ...].")
+        raise UserError(f"{location}: `history` must be a list of pairs of strings: [[question, answer], ...].")
     return [(question, answer) for question, answer in turns]
 
 
-def _refuse(where: str, row: Mapping[str, Any], names: tuple[str, ...], because: str) -> None:
+def _refuse(location: str, row: Mapping[str, Any], names: tuple[str, ...], because: str) -> None:
     if unread := [name for name in names if row.get(name)]:
         raise UserError(
-            f"{where}: has `{unread[0]}`, but {because}. Write the document as `messages`, or remove `{unread[0]}` "
+            f"{location}: has `{unread[0]}`, but {because}. Write the document as `messages`, or remove `{unread[0]}` "
             f"({override('data.ignore', [unread[0]])})."
         )
 
 
-def _string(where: str, row: Mapping[str, Any], name: str) -> str:
+def _string(location: str, row: Mapping[str, Any], name: str) -> str:
     value = row.get(name)
     if not isinstance(value, str):
         advice = " A list of messages goes under `messages`." if isinstance(value, list) and name == "text" else ""
-        raise UserError(f"{where}: `{name}` must be a string, not {kind(value)}.{advice}")
+        raise UserError(f"{location}: `{name}` must be a string, not {describe_type(value)}.{advice}")
     return value
 
 

@@ -29,14 +29,14 @@ from weft.data.blocks import (
     ArrowBlock,
     Block,
     FileBlock,
+    FileStamp,
     LineBlock,
     RowBlock,
-    Stamp,
+    file_errors,
     lines_of,
     not_blank,
-    reading,
+    row_name,
     too_large,
-    where,
 )
 from weft.data.columns import divided_otherwise
 from weft.errors import UserError, first_line
@@ -58,7 +58,7 @@ _GROUP_BYTES = 32 << 20  # the largest Parquet row group that is read for one of
 
 
 @dataclass(frozen=True)
-class Part:
+class SourcePart:
     """One file or table of a source.
 
     origin: its name in messages. size: bytes, about. by_line: whether rows are numbered by line, else by index from 0.
@@ -82,7 +82,7 @@ class _File:
 
     path: str
     most: int
-    stamp: Stamp
+    stamp: FileStamp
 
     @property
     def size(self) -> int:
@@ -94,7 +94,7 @@ class _File:
 
 def open_source(
     source: SourceConfig, key: str = "data.path", most: int = MAX_ROW_BYTES, unit: TextUnit | None = None
-) -> list[Part]:
+) -> list[SourcePart]:
     """The files or tables of a source. key: the config key, for messages. most: the largest allowed row, in bytes.
     unit: as data.text_unit. Raises UserError if there are none, or `split` or `subset` do not apply."""
     path, split = str(Path(source.path).expanduser()), parse_split(source.split)
@@ -126,10 +126,12 @@ def _refuse_subset(source: SourceConfig) -> None:
         )
 
 
-def open_file(path: str, split: Split | None = None, most: int = MAX_ROW_BYTES, unit: TextUnit | None = None) -> Part:
+def open_file(
+    path: str, split: Split | None = None, most: int = MAX_ROW_BYTES, unit: TextUnit | None = None
+) -> SourcePart:
     """Opens a file by its extension; an unknown extension is JSONL, if the file is. most: the largest allowed row, in
     bytes. unit: as data.text_unit."""
-    chosen, file = split or Split(), _File(path, most, Stamp.of(path))
+    chosen, file = split or Split(), _File(path, most, FileStamp.of(path))
     name = path.removesuffix(".gz")
     if name.endswith(".parquet"):
         return _parquet(file, chosen)
@@ -147,7 +149,7 @@ def open_file(path: str, split: Split | None = None, most: int = MAX_ROW_BYTES, 
     return _streamed_lines(file, chosen) if path.endswith(".gz") or not chosen.is_whole else _lines(file)
 
 
-def in_memory(rows: Any, name: str = "data") -> Part:
+def in_memory(rows: Any, name: str = "data") -> SourcePart:
     """The part of a list of rows, or of a datasets.Dataset. Raises UserError if a row is not a mapping."""
     if not isinstance(rows, Sequence) and hasattr(rows, "with_format"):
         return _dataset(name, rows, Split())
@@ -161,18 +163,18 @@ def in_memory(rows: Any, name: str = "data") -> Part:
     def blocks() -> Iterator[Block]:
         return _row_blocks(name, ((number, row, 0) for number, row in enumerate(listed)), False, again=True)
 
-    return Part(name, 0, False, blocks, row=row)
+    return SourcePart(name, 0, False, blocks, row=row)
 
 
 # ---------------------------------------------------------------- JSONL
 
 
-def _lines(file: _File) -> Part:
+def _lines(file: _File) -> SourcePart:
     path, size = file.path, file.size
 
     def blocks() -> Iterator[Block]:
         newlines = 0
-        with reading(path):
+        with file_errors(path):
             for start, count in _newlines(path, range(0, size, BLOCK_BYTES)):
                 yield FileBlock(path, start, min(start + BLOCK_BYTES, size), newlines, file.most, file.stamp)
                 newlines += count
@@ -189,7 +191,7 @@ def _lines(file: _File) -> Part:
     def row(position: int) -> Block:
         return FileBlock(path, position, position + 1, None, file.most, file.stamp)
 
-    return Part(path, size, True, blocks, file.digest, sample, row)
+    return SourcePart(path, size, True, blocks, file.digest, sample, row)
 
 
 def _newlines(path: str, starts: range) -> Iterator[tuple[int, int]]:
@@ -208,18 +210,18 @@ def _newlines(path: str, starts: range) -> Iterator[tuple[int, int]]:
         yield from zip(some, counts, strict=True)
 
 
-def _streamed_lines(file: _File, split: Split) -> Part:
+def _streamed_lines(file: _File, split: Split) -> SourcePart:
     """A .gz file, or a split of a JSONL file: lines are read sequentially."""
 
     def lines() -> Iterator[tuple[int, bytes]]:
-        with reading(file.path, file.stamp), _opened(file.path) as stream:
+        with file_errors(file.path, file.stamp), _opened(file.path) as stream:
             yield from not_blank(lines_of(stream, file.path, file.most))
 
     def blocks() -> Iterator[Block]:
         for chosen in _held(_chosen(lines, split), lambda line: len(line[1])):
             yield LineBlock(file.path, chosen)
 
-    return Part(file.path, file.size, True, blocks, file.digest if split.is_whole else None)
+    return SourcePart(file.path, file.size, True, blocks, file.digest if split.is_whole else None)
 
 
 # ---------------------------------------------------------------- JSON lists and CSV
@@ -229,9 +231,11 @@ def _streamed_lines(file: _File, split: Split) -> Part:
 _Row = tuple[int, Any, int]
 
 
-def _rows(file: _File, split: Split, read: Callable[[], Iterator[_Row]], by_line: bool) -> Part:
+def _rows(file: _File, split: Split, read: Callable[[], Iterator[_Row]], by_line: bool) -> SourcePart:
     digest = file.digest if split.is_whole else None
-    return Part(file.path, file.size, by_line, lambda: _row_blocks(file.path, _chosen(read, split), by_line), digest)
+    return SourcePart(
+        file.path, file.size, by_line, lambda: _row_blocks(file.path, _chosen(read, split), by_line), digest
+    )
 
 
 def _row_blocks(origin: str, rows: Iterable[_Row], by_line: bool, again: bool = False) -> Iterator[Block]:
@@ -256,7 +260,7 @@ def _held(rows: Iterable[_T], size: Callable[[_T], int]) -> Iterator[list[_T]]:
 
 def _begins_with_object(path: str) -> bool:
     """Whether the first line of a file that is not blank is a JSON object."""
-    with reading(path), _opened(path) as file:
+    with file_errors(path), _opened(path) as file:
         line = next((line for _, line in not_blank(enumerate(iter(partial(file.readline, _FIRST_BYTES), b""), 1))), b"")
     if not line.lstrip().startswith(b"{"):
         return False
@@ -279,7 +283,7 @@ _SAVED_AS = {
 
 def _refuse_other(path: str) -> None:
     """Raises UserError for a file with an ending that weft does not know, if its beginning has no line of JSON."""
-    with reading(path), _opened(path) as file:
+    with file_errors(path), _opened(path) as file:
         lines = [line.strip() for line in file.read(1 << 16).removeprefix(BYTE_ORDER_MARK).splitlines()]
     if not any(lines) or any(line.startswith(b"{") for line in lines):
         return
@@ -292,13 +296,13 @@ def _refuse_other(path: str) -> None:
 
 
 def _begins_with_list(path: str) -> bool:
-    with reading(path), _opened(path) as file:
+    with file_errors(path), _opened(path) as file:
         return file.read(4096).removeprefix(BYTE_ORDER_MARK).lstrip()[:1] == b"["
 
 
 def _json_rows(file: _File) -> Iterator[_Row]:
     path = file.path
-    with reading(path, file.stamp), _opened(path) as stream:
+    with file_errors(path, file.stamp), _opened(path) as stream:
         content = stream.read(_UNPACKED_BYTES + 1 if path.endswith(".gz") else -1)
         if path.endswith(".gz") and len(content) > _UNPACKED_BYTES:
             raise UserError(
@@ -308,7 +312,7 @@ def _json_rows(file: _File) -> Iterator[_Row]:
         text = content.decode("utf-8-sig")
     try:
         for number, (begin, end, value) in enumerate(_items(text)):
-            name = where(path, number, by_line=False)
+            name = row_name(path, number, by_line=False)
             if not isinstance(value, dict):
                 value = UserError(f"{name}: is no object. The file must be a list of objects, one for each document.")
             elif end - begin > file.most:
@@ -350,7 +354,7 @@ def _text_rows(file: _File, unit: TextUnit) -> Iterator[_Row]:
     those behind a line or a paragraph are left out."""
 
     def row(number: int, text: bytes) -> _Row:
-        name = where(file.path, number, by_line=True)
+        name = row_name(file.path, number, by_line=True)
         if len(text) > file.most:
             return number, too_large(name, file.most), len(text)
         try:
@@ -361,7 +365,7 @@ def _text_rows(file: _File, unit: TextUnit) -> Iterator[_Row]:
             return number, UserError(f"{name}: holds a NUL byte. Write the file again, as UTF-8."), len(text)
         return number, {"text": decoded}, len(text)
 
-    with reading(file.path, file.stamp), _opened(file.path) as stream:
+    with file_errors(file.path, file.stamp), _opened(file.path) as stream:
         if unit == "document":
             text = stream.read(file.most + 1).removeprefix(BYTE_ORDER_MARK)
             if text.strip():
@@ -377,7 +381,7 @@ def _text_rows(file: _File, unit: TextUnit) -> Iterator[_Row]:
                 first, size = (first, size + len(line)) if lines else (number, len(line))
                 lines.append(line)
                 if size > file.most:  # at once: a file may have no blank line at all
-                    raise too_large(where(file.path, first, by_line=True), file.most)
+                    raise too_large(row_name(file.path, first, by_line=True), file.most)
             elif lines:
                 yield row(first, b"".join(lines).rstrip(b"\r\n"))
                 lines = []
@@ -389,7 +393,7 @@ def _csv_rows(file: _File, separator: str) -> Iterator[_Row]:
     """Yields the rows, numbered by the line on which each begins. An empty field means absent."""
     path = file.path
     csv.field_size_limit(min(sys.maxsize, file.most))
-    with reading(path, file.stamp), _opened(path) as stream:
+    with file_errors(path, file.stamp), _opened(path) as stream:
         texts = _without_nul(io.TextIOWrapper(stream, encoding="utf-8-sig", newline=""), file)
         first = next(texts, "")
         reader = csv.reader(chain([first], texts), delimiter=separator, strict=True)
@@ -406,7 +410,7 @@ def _csv_rows(file: _File, separator: str) -> Iterator[_Row]:
                 begin = reader.line_num + 1
         except csv.Error as error:
             if "field limit" in str(error):
-                raise too_large(where(path, begin, by_line=True), file.most) from None
+                raise too_large(row_name(path, begin, by_line=True), file.most) from None
             advice = divided or " Write it with a CSV library."
             raise UserError(f"{path}:{begin}: is not valid CSV: {error}.{advice}") from None
 
@@ -430,13 +434,13 @@ def _without_nul(texts: IO[str], file: _File) -> Iterator[str]:
 # ---------------------------------------------------------------- tables
 
 
-def _parquet(file: _File, split: Split) -> Part:
+def _parquet(file: _File, split: Split) -> SourcePart:
     path, need = file.path, f"data.path: the Parquet file {file.path}"
     pyarrow, parquet = import_extra("pyarrow", "data", need), import_extra("pyarrow.parquet", "data", need)
 
     @contextmanager
     def whole() -> Iterator[None]:
-        with reading(path, file.stamp):
+        with file_errors(path, file.stamp):
             try:
                 yield
             except (pyarrow.ArrowException, MemoryError) as error:
@@ -463,7 +467,7 @@ def _parquet(file: _File, split: Split) -> Part:
             return ArrowBlock(path, groups.row(position), position, 0, file.most)
 
     digest = file.digest if split.is_whole else None
-    return Part(path, file.size, False, blocks, digest, row=row if groups.small else None)
+    return SourcePart(path, file.size, False, blocks, digest, row=row if groups.small else None)
 
 
 class _Groups:
@@ -498,15 +502,15 @@ def _rows_at_once(metadata: Any, file: _File) -> int:
         group = metadata.row_group(number)
         each = group.total_byte_size // max(1, group.num_rows)
         if each > file.most:
-            raise too_large(where(file.path, first, by_line=False), file.most)
+            raise too_large(row_name(file.path, first, by_line=False), file.most)
         largest, first = max(largest, each), first + group.num_rows
     return max(1, min(BLOCK_ROWS, 4 * _HELD_BYTES // largest))
 
 
-def _saved_dataset(path: str, split: Split, most: int) -> Part:
+def _saved_dataset(path: str, split: Split, most: int) -> SourcePart:
     datasets = _datasets(path)
     try:
-        with reading(path):
+        with file_errors(path):
             loaded = datasets.load_from_disk(path)
     except UserError:
         raise
@@ -515,7 +519,7 @@ def _saved_dataset(path: str, split: Split, most: int) -> Part:
     return _dataset(path, loaded, split, most)
 
 
-def _hub_dataset(path: str, subset: str | None, split: Split, most: int) -> Part:
+def _hub_dataset(path: str, subset: str | None, split: Split, most: int) -> SourcePart:
     """A dataset on the hub, downloaded by the datasets library into its own cache."""
     datasets = _datasets(path)
     try:
@@ -527,7 +531,7 @@ def _hub_dataset(path: str, subset: str | None, split: Split, most: int) -> Part
     return _dataset(path, loaded, split, most)
 
 
-def _dataset(name: str, loaded: Any, split: Split, most: int = MAX_ROW_BYTES) -> Part:
+def _dataset(name: str, loaded: Any, split: Split, most: int = MAX_ROW_BYTES) -> SourcePart:
     if isinstance(loaded, Mapping):
         chosen = split.name or ("train" if "train" in loaded or len(loaded) != 1 else next(iter(loaded)))
         if chosen not in loaded:
@@ -556,7 +560,7 @@ def _dataset(name: str, loaded: Any, split: Split, most: int = MAX_ROW_BYTES) ->
     def row(position: int) -> Block:
         return ArrowBlock(name, table[position : position + 1], position, 0, most)
 
-    return Part(name, size, False, blocks, digest, row=row)
+    return SourcePart(name, size, False, blocks, digest, row=row)
 
 
 def _datasets(path: str) -> Any:
@@ -568,10 +572,10 @@ def _datasets(path: str) -> Any:
 # ---------------------------------------------------------------- files
 
 
-def file_digest(path: str, stamp: Stamp | None = None) -> str:
+def file_digest(path: str, stamp: FileStamp | None = None) -> str:
     """Hexadecimal digest of a file: a digest of the digests of its blocks, which threads compute in parallel. stamp: if
     given, the file must still match it at the end; else UserError."""
-    with reading(path, stamp), ThreadPoolExecutor(4) as pool:
+    with file_errors(path, stamp), ThreadPoolExecutor(4) as pool:
         whole, size = hashlib.blake2b(digest_size=16), Path(path).stat().st_size
         for digest in pool.map(partial(_block_digest, path), range(0, size, 16 * BLOCK_BYTES)):
             flight.beat()

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.data.blocks import where
+from weft.data.blocks import row_name
 from weft.data.encode import Encoded
-from weft.data.places import FILES, HEAD_BYTES, Place, identity
+from weft.data.places import FILES, HEAD_BYTES, MediaLocation, identity
 from weft.data.records import ALL_KINDS, Kind, Record
 
 Array = NDArray[Any]
@@ -45,7 +45,8 @@ class Chunk:
     ids, trained: one value a token. One value a document: lengths, its tokens; losses, its trained tokens without the
     first, which nothing predicts; numbers, its line or row; formats, indices into ALL_KINDS; patches, pairs, reaches,
     as in Encoded; images, the number of its images and videos; videos, the number of its videos. places: the packed
-    Places of all images and videos, concatenated. sizes: bytes of each packed Place. bad: the rows that were left out.
+    Places of all images and videos, concatenated. sizes: bytes of each packed MediaLocation. bad: the rows that were
+    left out.
     """
 
     ids: Array
@@ -85,7 +86,7 @@ class Chunk:
             pairs=np.array([item.pairs for item in encoded], np.int64),
             reaches=np.array([item.reach for item in encoded], np.int32),
             images=np.array([len(item.places) for item in encoded], np.int32),
-            videos=np.array([sum(one.measured.clip is not None for one in item.places) for item in encoded], np.int32),
+            videos=np.array([sum(one.info.clip is not None for one in item.places) for item in encoded], np.int32),
             places=np.frombuffer(b"".join(packed), np.uint8),
             sizes=np.array([len(one) for one in packed], np.int64),
             bad=bad,
@@ -121,7 +122,7 @@ class Digest:
         return hashlib.blake2b(b"".join(part.digest() for part in parts), digest_size=8).hexdigest()
 
 
-class Table:
+class TokenTable:
     """The documents of one Part. origin, by_line: as in Part. digest: see Digest. largest: the largest token id. bad:
     the rows that were left out. inputs: (name of a document, places of its images) -> (the model's inputs, patches);
     set by weft.data.tokenise."""
@@ -144,14 +145,14 @@ class Table:
         self.reaches, self.images, self.videos = arrays["reaches"], arrays["images"], arrays["videos"]
         self._places, self._sizes = arrays["places"], arrays["sizes"]
         self.ends: Array = np.cumsum(self.lengths, dtype=np.int64)
-        self.inputs: Callable[[str, Sequence[Place]], tuple[dict[str, Any], int]] | None = None
+        self.inputs: Callable[[str, Sequence[MediaLocation]], tuple[dict[str, Any], int]] | None = None
 
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def where(self, index: int) -> str:
+    def row_name(self, index: int) -> str:
         """The name of a document in messages: file:line or file[row]."""
-        return where(self.origin, int(self.numbers[index]), self.by_line)
+        return row_name(self.origin, int(self.numbers[index]), self.by_line)
 
     def format(self, index: int) -> Kind:
         return ALL_KINDS[int(self.formats[index])]
@@ -166,7 +167,7 @@ class Table:
         """(cumulative images by document, cumulative bytes of packed places by image)."""
         return np.cumsum(self.images, dtype=np.int64), np.cumsum(self._sizes, dtype=np.int64)
 
-    def places(self, index: int) -> list[Place]:
+    def places(self, index: int) -> list[MediaLocation]:
         """The places of a document's images and videos, in order."""
         if not self.images[index]:
             return []
@@ -174,13 +175,13 @@ class Table:
         last = int(documents[index])
         ends = images[last - int(self.images[index]) : last].tolist()
         sizes = self._sizes[last - int(self.images[index]) : last].tolist()
-        return [Place.of(self._places[e - n : e].tobytes()) for e, n in zip(ends, sizes, strict=True)]
+        return [MediaLocation.of(self._places[e - n : e].tobytes()) for e, n in zip(ends, sizes, strict=True)]
 
-    def image_files(self) -> Iterator[Place]:
+    def image_files(self) -> Iterator[MediaLocation]:
         """Yields the places of all images and videos that are files."""
         for end, size in zip(np.cumsum(self._sizes).tolist(), self._sizes.tolist(), strict=True):
             if self._places[end - size] in FILES:
-                yield Place.of(self._places[end - size : end].tobytes())
+                yield MediaLocation.of(self._places[end - size : end].tobytes())
 
     def media_of(self, index: int) -> tuple[Array, Array, Array]:
         """The arguments of Digest.update_images for one document."""
@@ -198,7 +199,7 @@ class Table:
         return int(np.searchsorted(self.ends, place, side="right"))
 
 
-def in_memory(origin: str, by_line: bool, chunks: Iterable[Chunk]) -> Table:
+def in_memory(origin: str, by_line: bool, chunks: Iterable[Chunk]) -> TokenTable:
     """The table of these chunks, in memory."""
     digest, kept = Digest(), list(chunks)
     for chunk in kept:
@@ -210,7 +211,7 @@ def in_memory(origin: str, by_line: bool, chunks: Iterable[Chunk]) -> Table:
     }
     ids = arrays["ids"]
     bad = [row for chunk in kept for row in chunk.bad]
-    return Table(origin, by_line, arrays, digest.hexdigest(), int(ids.max()) if len(ids) else 0, bad)
+    return TokenTable(origin, by_line, arrays, digest.hexdigest(), int(ids.max()) if len(ids) else 0, bad)
 
 
 def write(folder: Path, chunks: Iterable[Chunk]) -> None:
@@ -239,7 +240,7 @@ class DamagedTableError(Exception):
     """The files of a table are incomplete or have changed."""
 
 
-def read(folder: Path, origin: str, by_line: bool) -> Table:
+def read(folder: Path, origin: str, by_line: bool) -> TokenTable:
     """The table that `write` wrote; tokens are memory-mapped. Raises DamagedTableError if files are incomplete or have
     changed."""
     try:
@@ -262,7 +263,7 @@ def read(folder: Path, origin: str, by_line: bool) -> Table:
     if any(counts) or digest.hexdigest() != meta["digest"] or found != meta["places"]:
         raise DamagedTableError(f"{folder} is not what was written")
     bad = [(number, text) for number, text in meta["bad"]]
-    return Table(origin, by_line, arrays, meta["digest"], meta["largest"], bad)
+    return TokenTable(origin, by_line, arrays, meta["digest"], meta["largest"], bad)
 
 
 def _mapped(path: Path, dtype: Any) -> Array:

@@ -33,11 +33,11 @@ _SLOW_FILTERS = frozenset(("urlize", "striptags", "wordwrap", "pprint", "xmlattr
 _BINARY = ("+", "*", "**", "%")
 
 
-class UnboundedError(Exception):
+class RenderLimitError(Exception):
     """A rendering exceeds a limit; the message says which."""
 
 
-class Bounds(threading.local):
+class RenderLimits(threading.local):
     """The limits of one template, with separate counters for each thread. source: characters of the template."""
 
     def __init__(self, source: int = 0) -> None:
@@ -58,7 +58,7 @@ class Bounds(threading.local):
         now = time.thread_time()
         self._end = now + SECONDS if self._end is None else self._end
         if now > self._end:
-            raise UnboundedError(f"it runs for more than {SECONDS:g} seconds")
+            raise RenderLimitError(f"it runs for more than {SECONDS:g} seconds")
 
     def charge(self, characters: int) -> None:
         """Called before `characters` characters are produced."""
@@ -66,7 +66,7 @@ class Bounds(threading.local):
         if characters > _LONG:  # this takes time: the next tick reads the clock
             self._until = 0
         if self._left < 0:
-            raise UnboundedError(f"it makes more than {_CHARACTERS >> 20} MiB of text")
+            raise RenderLimitError(f"it makes more than {_CHARACTERS >> 20} MiB of text")
 
     def check(self, text: str, *inputs: Any) -> None:
         """Called with the whole rendering and its inputs. Tokenising a text takes a hundred times its memory."""
@@ -74,10 +74,11 @@ class Bounds(threading.local):
             return
         given = self.source + sum(map(self.weigh, inputs))
         if len(text) > _FREE + _TIMES * given:
-            raise UnboundedError(f"it makes {len(text):,} characters of {given:,}")
+            raise RenderLimitError(f"it makes {len(text):,} characters of {given:,}")
 
     def weigh(self, value: Any) -> int:
-        """The approximate number of characters of a value when it is printed. Raises UnboundedError for large lists."""
+        """The approximate number of characters of a value when it is printed. Raises RenderLimitError for large
+        lists."""
         if isinstance(value, (str, bytes)):
             return len(value)
         if not isinstance(value, (list, tuple, dict)):
@@ -89,7 +90,7 @@ class Bounds(threading.local):
             seen += len(inside)
             weight += _ITEM * len(inside)
             if seen > _VALUES or weight > _CHARACTERS:
-                raise UnboundedError(f"it makes lists of more than {_VALUES:,} values")
+                raise RenderLimitError(f"it makes lists of more than {_VALUES:,} values")
             weight += sum(len(child) for child in inside if isinstance(child, str | bytes))
             waiting += [child for child in inside if isinstance(child, list | tuple | dict)]
         return weight
@@ -132,7 +133,7 @@ class Bounds(threading.local):
         elif isinstance(left, int) and isinstance(right, int):
             bits = left.bit_length() * abs(right) if operator == "**" else left.bit_length() + right.bit_length()
             if bits > _BITS:
-                raise UnboundedError("it computes with numbers of more digits than any has")
+                raise RenderLimitError("it computes with numbers of more digits than any has")
         return table[operator](left, right)
 
     def before_call(self, called: Any, arguments: Sequence[Any]) -> None:
@@ -153,14 +154,14 @@ class Bounds(threading.local):
         if name in ("length", "count"):
             return
         if any(type(one) is int and abs(one) > _NUMBER for one in arguments) and name not in ("default", "d"):
-            raise UnboundedError(f"it asks the filter {name} for more than {_NUMBER:,}")
+            raise RenderLimitError(f"it asks the filter {name} for more than {_NUMBER:,}")
         size = self.weigh(value)
         self.charge(size)
         texts = [one for one in arguments if isinstance(one, str)]
         if name in _SLOW_FILTERS and (size > _LARGE_INPUT or any(len(text) > 100 for text in texts)):
-            raise UnboundedError(f"it filters {size:,} characters with {name}")
+            raise RenderLimitError(f"it filters {size:,} characters with {name}")
         if name == "sum" and any(isinstance(one, list | tuple | str) for one in arguments):
-            raise UnboundedError("it sums lists, which takes the square of their number")
+            raise RenderLimitError("it sums lists, which takes the square of their number")
         if isinstance(value, str):
             self._check_growth(name, value, arguments)
         elif name == "join" and isinstance(value, Sequence):
@@ -172,9 +173,9 @@ class Bounds(threading.local):
 
     def _check_method(self, owner: Any, name: str, arguments: Sequence[Any]) -> None:
         if isinstance(owner, bytes) or name in ("encode", "to_bytes", "translate", "maketrans"):
-            raise UnboundedError(f"it calls {name}, which no conversation needs")
+            raise RenderLimitError(f"it calls {name}, which no conversation needs")
         if any(isinstance(one, int) and abs(one) > _NUMBER for one in arguments):
-            raise UnboundedError(f"it calls {name} with a number above {_NUMBER:,}")
+            raise RenderLimitError(f"it calls {name} with a number above {_NUMBER:,}")
         if isinstance(owner, str):
             if name in ("format", "format_map"):
                 self._check_format(owner, sum(map(self.weigh, arguments)))
@@ -202,19 +203,19 @@ class Bounds(threading.local):
 
     def _check_format(self, text: str, arguments: int) -> None:
         if _WIDE.search(text):
-            raise UnboundedError("it formats with a width that no text has")
+            raise RenderLimitError("it formats with a width that no text has")
         widths = sum(int(digits) for digits in re.findall(r"\d+", text))
         self.charge(len(text) + widths + arguments * (1 + text.count("%") + text.count("{")))
 
     def _check_count(self, count: int, listed: bool) -> None:
         if listed and count > _VALUES:
-            raise UnboundedError(f"it makes lists of more than {_VALUES:,} values")
+            raise RenderLimitError(f"it makes lists of more than {_VALUES:,} values")
 
 
-def bound(environment: Any, source: int) -> Bounds:
+def install_limits(environment: Any, source: int) -> RenderLimits:
     """Installs limits in a Jinja environment, which must be private to one template. source: length of the template in
     characters."""
-    bounds = Bounds(source)
+    bounds = RenderLimits(source)
     call = environment.call
 
     def bounded_call(context: Any, called: Any, /, *arguments: Any, **named: Any) -> Any:
@@ -238,7 +239,7 @@ def bound(environment: Any, source: int) -> Bounds:
     return bounds
 
 
-def _bounded(bounds: Bounds, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def _bounded(bounds: RenderLimits, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     passed = int(hasattr(function, "jinja_pass_arg"))  # 1 if a context or an environment is the first argument
 
     @functools.wraps(function)
@@ -252,7 +253,7 @@ def _bounded(bounds: Bounds, name: str, function: Callable[..., Any]) -> Callabl
     return bounded
 
 
-class Bounded(NodeTransformer):
+class LimitInserter(NodeTransformer):
     """Inserts limits into a parsed template where Jinja has no hooks: loops, `~` and literals."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:

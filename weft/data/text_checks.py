@@ -13,10 +13,18 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
-from weft.data.chat_template import ChatTemplate, Lost, PythonArguments, RenderError, Rendering, Span, Unclear
-from weft.data.conversation import Conversation
+from weft.data.chat_template import (
+    AmbiguousAnswerError,
+    ChatTemplate,
+    PythonArgumentsError,
+    RenderError,
+    Rendering,
+    Span,
+    UnrenderedTextError,
+)
+from weft.data.conversation import ChatInput
 from weft.data.loss_mask_fallback import SENTINEL
-from weft.data.messages import Parts
+from weft.data.messages import ContentParts
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +33,7 @@ class TextChecks:
     only whether everything is rendered is checked. ask: whether the generation prompt was rendered, too."""
 
     template: ChatTemplate
-    chat: Conversation
+    chat: ChatInput
     kwargs: Mapping[str, Any]
     rendering: Rendering
     spans: Mapping[int, Sequence[Span]]
@@ -33,7 +41,8 @@ class TextChecks:
 
     def run(self) -> None:
         """Searches the texts in the rendering; the conversation is rendered again only for texts that are not found,
-        and once if it has calls. Raises Lost if something is missing, and Unclear if it is in the wrong place."""
+        and once if it has calls. Raises UnrenderedTextError if something is missing, and AmbiguousAnswerError if it is
+        in the wrong place."""
         for place, message in enumerate(self.chat.messages):
             content, role = message["content"], message["role"]
             if isinstance(content, str) and content.strip():
@@ -73,9 +82,9 @@ class TextChecks:
             return
         times = other.text.count(SENTINEL)
         if times == 0:
-            raise Lost(self._not_rendered(place), self.rendering)
+            raise UnrenderedTextError(self._not_rendered(place), self.rendering)
         if times > 1 or (self._has_regions() and SENTINEL not in other.of(place)):
-            raise Unclear(
+            raise AmbiguousAnswerError(
                 f"the text of message {place + 1} is not where the template renders this message", self.rendering
             )
 
@@ -91,9 +100,9 @@ class TextChecks:
         if other is None:
             return
         if self._trains_sentinel(other):
-            raise Unclear(f"the template writes message {place + 1} into an answer", self.rendering)
+            raise AmbiguousAnswerError(f"the template writes message {place + 1} into an answer", self.rendering)
         if SENTINEL not in other.text:
-            raise Lost(self._not_rendered(place), self.rendering)
+            raise UnrenderedTextError(self._not_rendered(place), self.rendering)
 
     def _trains_sentinel(self, other: Rendering) -> bool:
         """Whether the sentinel would be trained. With markers, only their spans count, not whole regions: Gemma 4
@@ -109,13 +118,15 @@ class TextChecks:
         yield from (span for i, span in enumerate(other.marked) if not alike or self.rendering.marked[i] in trained)
 
     def _thoughts(self, place: int, thought: Any) -> None:
-        """Raises Lost if what an answer thinks is missing. Templates may leave it out of earlier turns, as at
-        inference, if they have it in the last one."""
+        """Raises UnrenderedTextError if what an answer thinks is missing. Templates may leave it out of earlier turns,
+        as at inference, if they have it in the last one."""
         last = place == len(self.chat.messages) - 1
         if not isinstance(thought, str) or thought.strip() in self.rendering.text or (last and place not in self.spans):
             return
         if last or not self.template.has_thoughts(self.kwargs):
-            raise Lost(f"the template leaves out what message {place + 1} thinks before it answers", self.rendering)
+            raise UnrenderedTextError(
+                f"the template leaves out what message {place + 1} thinks before it answers", self.rendering
+            )
 
     def _calls_and_tools(self) -> None:
         """Checks all calls and tools by one more rendering, in which each of their arguments, names and descriptions is
@@ -133,7 +144,7 @@ class TextChecks:
         for place, number, function in calls:
             own = function["arguments"]
             if isinstance(own, Mapping) and own and str(dict(own)) in self.rendering.of(place):
-                raise PythonArguments(
+                raise PythonArgumentsError(
                     f"the template writes the arguments of call {number + 1} of message {place + 1} as Python writes "
                     "them, not as JSON",
                     self.rendering,
@@ -149,20 +160,22 @@ class TextChecks:
             self._argument(other, mark, place, number, name)
         for place, number, function in calls:
             if function["name"] not in (self.rendering.of(place) or self.rendering.text):
-                raise Lost(
+                raise UnrenderedTextError(
                     f"the template does not render the name of call {number + 1} of message {place + 1}", self.rendering
                 )
         for mark, (number, text) in texts.items():
             shown = other is not None and _has(other.text, mark)
             if not shown and (other is not None or not any(form in self.rendering.text for form in _forms(text))):
-                raise Lost(f"the template does not render {text[:80]!r} of tool {number + 1}", self.rendering)
+                raise UnrenderedTextError(
+                    f"the template does not render {text[:80]!r} of tool {number + 1}", self.rendering
+                )
 
     def _argument(self, other: Rendering | None, mark: str, place: int, number: int, name: str) -> None:
         """Checks an argument of a call; name: "" is a call without any. other: the rendering with the mark; None if the
         template refused it: then the argument's own text is searched."""
         if other is not None and _has(other.text, mark):
             if not self._is_trained(other, place, mark):
-                raise Unclear(
+                raise AmbiguousAnswerError(
                     f"call {number + 1} of message {place + 1} is not in what the template marks as the answer",
                     self.rendering,
                 )
@@ -171,9 +184,11 @@ class TextChecks:
             own = calls[number]["function"]["name"]
             text = self.rendering.of(place) or self.rendering.text
             if text.count(own) < sum(own in call["function"]["name"] for call in calls):
-                raise Lost(f"the template does not render call {number + 1} of message {place + 1}", self.rendering)
+                raise UnrenderedTextError(
+                    f"the template does not render call {number + 1} of message {place + 1}", self.rendering
+                )
         elif not self._has_alone(place, number, name):
-            raise Lost(
+            raise UnrenderedTextError(
                 f"the template does not render argument `{name}` of call {number + 1} of message {place + 1}",
                 self.rendering,
             )
@@ -203,7 +218,7 @@ class TextChecks:
     def _marked(self, place: int, content: str) -> Rendering | None:
         return self._render(self.chat.replaced(place, content=content))
 
-    def _render(self, chat: Conversation) -> Rendering | None:
+    def _render(self, chat: ChatInput) -> Rendering | None:
         """The rendering of a changed conversation; None if the template refuses it: it looks into what was changed."""
         try:
             return self.template.render(chat.messages, self.kwargs, tools=chat.tools, ask=self.ask)
@@ -215,7 +230,7 @@ def _texts(content: str, role: str) -> list[str]:
     """The texts of a content; images may separate them in the rendering. Of an answer, what follows its thoughts."""
     if role == "assistant":
         return [content.rpartition("</think>")[2].strip() or content]
-    return content.texts if isinstance(content, Parts) else [content]
+    return content.texts if isinstance(content, ContentParts) else [content]
 
 
 def _visible_marked(content: str) -> str:
@@ -230,7 +245,7 @@ def _arguments(arguments: Any) -> tuple[str, ...]:
     return tuple(value) if isinstance(value, Mapping) else ()
 
 
-def _with_arguments(chat: Conversation, place: int, number: int, marked: Mapping[str, str]) -> Conversation:
+def _with_arguments(chat: ChatInput, place: int, number: int, marked: Mapping[str, str]) -> ChatInput:
     """The conversation with these arguments of a call in place of its own of these names, as text if they were text."""
     calls = list(chat.messages[place]["tool_calls"])
     function = calls[number]["function"]

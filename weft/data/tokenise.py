@@ -14,14 +14,14 @@ from threading import Thread
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from weft.data import cache, table
-from weft.data.blocks import Block, leave_out, refuse
+from weft.data.blocks import Block, raise_bad_row, with_skip_advice
 from weft.data.encode import Encoded, Encoder, Encoding
 from weft.data.image_columns import Image, Video
 from weft.data.images import Images
-from weft.data.places import Place
-from weft.data.records import Reading, Record
-from weft.data.sources import Part
-from weft.data.table import BadRow, Chunk, Table
+from weft.data.places import MediaLocation
+from weft.data.records import ParseOptions, Record
+from weft.data.sources import SourcePart
+from weft.data.table import BadRow, Chunk, TokenTable
 from weft.data.workers import WorkerPool
 from weft.errors import BadRowError, UserError, first_line
 from weft.launch import flight
@@ -49,40 +49,40 @@ Shown = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
-class Work:
+class TokeniseTask:
     """What a worker needs to tokenise blocks. encoding, images: as in Encoder. drop: whether bad rows are skipped and
     recorded, or else the first one is an error."""
 
     tokenizer: PreTrainedTokenizerBase
     encoding: Encoding | None = None
-    reading: Reading = field(default_factory=Reading)
+    reading: ParseOptions = field(default_factory=ParseOptions)
     drop: bool = False
     images: Images | None = None
 
     def make(self) -> Encoder:
         return Encoder(self.tokenizer, self.encoding, self.images)
 
-    def inputs(self, part: Part, where: str, places: Sequence[Place]) -> tuple[dict[str, Any], int]:
-        """(the model's inputs for the images of a document of this part, the number of their patches). where: the name
-        of the document. places: of its images. Reads the rows of images in rows again."""
+    def inputs(self, part: SourcePart, location: str, places: Sequence[MediaLocation]) -> tuple[dict[str, Any], int]:
+        """(the model's inputs for the images of a document of this part, the number of their patches). location: the
+        name of the document. places: of its images. Reads the rows of images in rows again."""
         assert self.images is not None
         rows: dict[int, tuple[Image | Video, ...]] = {}
         for position in {place.position for place in places if place.in_row}:
             assert part.row is not None
             ((_, record),) = part.row(position).records(self.reading)
             rows[position] = record.images
-        found = [(place.source(rows.get(place.position, ())), place.measured) for place in places]
-        return self.images.inputs(where, found)
+        found = [(place.source(rows.get(place.position, ())), place.info) for place in places]
+        return self.images.inputs(location, found)
 
     def encode(self, encoder: Encoder, block: Block) -> Chunk:
         """The documents of a block. Raises UserError at the first bad row, unless `drop`."""
         bad: list[BadRow] = []
-        numbered = list(block.records(self.reading, partial(_keep, bad) if self.drop else refuse))
+        numbered = list(block.records(self.reading, partial(_keep, bad) if self.drop else raise_bad_row))
         try:
             encoded = encoder.encode([record for _, record in numbered])
         except BadRowError as error:
             if not self.drop:
-                raise leave_out(error) from error
+                raise with_skip_advice(error) from error
             numbered, encoded = _one_by_one(encoder, numbered, bad)
         return Chunk.of([number for number, _ in numbered], [record for _, record in numbered], encoded, sorted(bad))
 
@@ -95,15 +95,15 @@ class Work:
         """The error that names the row of a block that the tokenizer does not end with: they are tried one by one."""
         # The thread that does not end holds this encoder's lock, and has borrowed its tokenizer.
         encoder = copy.deepcopy(self).make()
-        where, seconds = "", 0.0
+        location, seconds = "", 0.0
         for _, record in block.records(self.reading, lambda number, error: None):
             seconds = _PATIENCE / 4 + len(str(record.value)) / _SLOWEST
-            where = where or f"{record.where} or a row after it"
+            location = location or f"{record.location} or a row after it"
             if not wait([_in_thread(partial(encoder.encode, [record]))[0]], seconds).done:
-                where = record.where
+                location = record.location
                 break
         return UserError(
-            f"{where}: the tokenizer has not ended with this text in {seconds:.0f} s. Its rules (tokenizer.json: "
+            f"{location}: the tokenizer has not ended with this text in {seconds:.0f} s. Its rules (tokenizer.json: "
             "normalizer, pre_tokenizer) take too long for it. Shorten the row, or copy tokenizer.json from the model "
             "you started from."
         )
@@ -129,7 +129,7 @@ def _one_by_one(
 
 
 @dataclass(frozen=True)
-class Tokenising:
+class TokeniseOptions:
     """How to tokenise. workers, cache: as data.workers and data.cache. show: called with (bytes done, total bytes)."""
 
     workers: int | None = 1
@@ -137,7 +137,7 @@ class Tokenising:
     show: Shown | None = None
 
 
-def tokenise(jobs: Sequence[tuple[Part, Work]], how: Tokenising) -> list[Table]:
+def tokenise(jobs: Sequence[tuple[SourcePart, TokeniseTask]], how: TokeniseOptions) -> list[TokenTable]:
     """Returns a table for each job, in order."""
     done, total = 0, sum(part.size for part, _ in jobs)
     tables = []
@@ -147,13 +147,13 @@ def tokenise(jobs: Sequence[tuple[Part, Work]], how: Tokenising) -> list[Table]:
     return tables
 
 
-def _table(part: Part, work: Work, how: Tokenising, shown: Shown) -> Table:
+def _table(part: SourcePart, work: TokeniseTask, how: TokeniseOptions, shown: Shown) -> TokenTable:
     found = _tokens(part, work, how, shown)
     found.inputs = partial(work.inputs, part)
     return found
 
 
-def _tokens(part: Part, work: Work, how: Tokenising, shown: Shown) -> Table:
+def _tokens(part: SourcePart, work: TokeniseTask, how: TokeniseOptions, shown: Shown) -> TokenTable:
     small = part.size < KEPT_BYTES and work.images is None  # small rows may name large images
     key = None if small or how.cache is None else cache.key(part, work)
     alone = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) == 1 or key is not None
@@ -167,7 +167,7 @@ def _tokens(part: Part, work: Work, how: Tokenising, shown: Shown) -> Table:
             return table.in_memory(part.origin, part.by_line, made)
     found = cache.table(how.cache, key, part, chunks)
     if found.bad and not work.drop:  # the table was cached by a run with data.bad_rows=drop
-        raise leave_out(UserError(found.bad[0][1]))
+        raise with_skip_advice(UserError(found.bad[0][1]))
     return found
 
 
@@ -179,7 +179,7 @@ def _cores(alone: bool) -> int:
     return cores if cores > _THREADS else 1
 
 
-def _chunks(blocks: Iterable[Block], work: Work, workers: int) -> Generator[tuple[int, Chunk]]:
+def _chunks(blocks: Iterable[Block], work: TokeniseTask, workers: int) -> Generator[tuple[int, Chunk]]:
     """Yields (bytes of the source, documents) of each block, in order. Close it: it owns threads or processes."""
     if workers > 1:
         with WorkerPool(work, workers) as pool:
@@ -214,7 +214,7 @@ def _in_thread(call: Callable[[], R]) -> tuple[Future[R], Thread]:
     return future, thread
 
 
-def _finished(begun: deque[tuple[Block, Future[Chunk], Thread]], work: Work) -> tuple[int, Chunk]:
+def _finished(begun: deque[tuple[Block, Future[Chunk], Thread]], work: TokeniseTask) -> tuple[int, Chunk]:
     """Removes the first block from the queue, once it is tokenised. UserError if that takes too long."""
     block, chunk, thread = begun[0]
     if not wait([chunk], work.seconds_for(block)).done:
@@ -225,7 +225,7 @@ def _finished(begun: deque[tuple[Block, Future[Chunk], Thread]], work: Work) -> 
     return block.size, chunk.result()
 
 
-def _shown(part: Part, chunks: Generator[tuple[int, Chunk]], shown: Shown) -> Generator[Chunk]:
+def _shown(part: SourcePart, chunks: Generator[tuple[int, Chunk]], shown: Shown) -> Generator[Chunk]:
     done = 0
     with closing(chunks):
         for size, chunk in chunks:

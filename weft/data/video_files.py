@@ -20,8 +20,8 @@ from typing import Any
 
 from weft.config.yaml12 import override
 from weft.data.image_columns import Image, Video
-from weft.data.image_files import Checks, Measured, check_size, in_colours, measured, opened, pixels
-from weft.data.places import files_of, state_of
+from weft.data.image_files import ImageChecks, MediaInfo, check_size, load_pixels, measure_image, open_image, to_rgb
+from weft.data.places import file_state, files_of
 from weft.errors import BadRowError, UserError, first_line, how_to_install
 from weft.files import regular_file
 from weft.models.clips import Clip
@@ -37,17 +37,19 @@ Each = Callable[[Any], Any]  # converts a decoded frame, a PIL image, to what is
 class _Opened:
     """An open video. take: (indices of frames, a function for each frame) -> the results of the function."""
 
-    measured: Measured
+    info: MediaInfo
     take: Callable[[Sequence[int], Each], list[Any]]
 
 
-def measured_video(video: Video, where: str, checks: Checks) -> Measured:
-    """Measures a video before training. where: names the row and the video. Raises BadRowError, or UserError without
+def measure_video(video: Video, location: str, checks: ImageChecks) -> MediaInfo:
+    """Measures a video before training. location: names the row and the video. Raises BadRowError, or UserError without
     PyAV for a container."""
     if video.fps is not None and not _is_listed(video):
-        raise BadRowError(f"{where} ({video}): `sample_fps` is of a list or folder of frames; files say it. Remove it.")
-    with _open(video, where, checks) as found:
-        return found.measured
+        raise BadRowError(
+            f"{location} ({video}): `sample_fps` is of a list or folder of frames; files say it. Remove it."
+        )
+    with _open(video, location, checks) as found:
+        return found.info
 
 
 def _is_listed(video: Video) -> bool:
@@ -55,29 +57,31 @@ def _is_listed(video: Video) -> bool:
     return video.file is None or (video.file.path is not None and os.path.isdir(video.file.path))
 
 
-def frames_of(video: Video, where: str, checks: Checks, each: Callable[[Measured], Each]) -> tuple[list[Any], Measured]:
+def sample_frames(
+    video: Video, location: str, checks: ImageChecks, each: Callable[[MediaInfo], Each]
+) -> tuple[list[Any], MediaInfo]:
     """(the sampled frames, the measurements of the video). each: measurements -> a function that is applied to each
     frame once it is decoded, so that the decoded frames are never all in memory. Raises BadRowError."""
-    with _open(video, where, checks) as found:
-        assert found.measured.clip is not None
-        return found.take(found.measured.clip.indices, each(found.measured)), found.measured
+    with _open(video, location, checks) as found:
+        assert found.info.clip is not None
+        return found.take(found.info.clip.indices, each(found.info)), found.info
 
 
 @contextmanager
-def _open(video: Video, where: str, checks: Checks) -> Iterator[_Opened]:
-    name = f"{where} ({video})"
+def _open(video: Video, location: str, checks: ImageChecks) -> Iterator[_Opened]:
+    name = f"{location} ({video})"
     if video.file is None or _is_listed(video):
         frames = video.frames or [Image(path=path) for path in files_of(str(video.file))]
         yield _listed(frames, video.fps, name, checks)
     elif _head(video.file, name) in ("animation", "still"):
-        with opened(video.file, where, checks) as (picture, size, changed):
+        with open_image(video.file, location, checks) as (picture, size, changed):
             yield _animated(picture, name, checks, size, changed)
     else:
         with _contained(video.file, name, checks) as found:
             yield found
 
 
-def _listed(frames: Sequence[Image], fps: float | None, name: str, checks: Checks) -> _Opened:
+def _listed(frames: Sequence[Image], fps: float | None, name: str, checks: ImageChecks) -> _Opened:
     """A video of separate images, all of which are taken."""
     if not frames:
         raise BadRowError(f"{name}: has no frames. Remove it, and its place in the text.")
@@ -90,7 +94,7 @@ def _listed(frames: Sequence[Image], fps: float | None, name: str, checks: Check
     if url := next((frame.url for frame in frames if frame.url is not None), None):
         raise BadRowError(f"{name}: a frame is a URL ({url}), and only whole videos are fetched. Name files.")
     said = [f"{name}: frame {number} of {len(frames)}" for number in range(1, len(frames) + 1)]
-    sizes = [measured(frame, own, checks) for frame, own in zip(frames, said, strict=True)]
+    sizes = [measure_image(frame, own, checks) for frame, own in zip(frames, said, strict=True)]
     for size, own in zip(sizes, said, strict=True):
         if (size.height, size.width) != (sizes[0].height, sizes[0].width):
             raise BadRowError(
@@ -99,18 +103,18 @@ def _listed(frames: Sequence[Image], fps: float | None, name: str, checks: Check
             )
     # If the row itself holds some frames, the video has no modification time.
     changed = max(size.changed for size in sizes) if all(frame.path is not None for frame in frames) else 0
-    whole = Measured(
+    whole = MediaInfo(
         sizes[0].height, sizes[0].width, sum(size.size for size in sizes), changed,
         Clip(len(frames), fps or checks.video.fps, len(frames)),
     )  # fmt: skip
 
     def take(indices: Sequence[int], each: Each) -> list[Any]:
-        return [each(pixels(frames[index], said[index], checks)[0]) for index in indices]
+        return [each(load_pixels(frames[index], said[index], checks)[0]) for index in indices]
 
     return _Opened(whole, take)
 
 
-def _animated(picture: Any, name: str, checks: Checks, size: int, changed: int) -> _Opened:
+def _animated(picture: Any, name: str, checks: ImageChecks, size: int, changed: int) -> _Opened:
     """A GIF, WebP or PNG with several frames, each with a duration."""
     count = int(getattr(picture, "n_frames", 1))
     if count < 2:
@@ -132,13 +136,13 @@ def _animated(picture: Any, name: str, checks: Checks, size: int, changed: int) 
         for index in indices:
             picture.seek(index)
             picture.load()
-            found.append(each(in_colours(picture)))
+            found.append(each(to_rgb(picture)))
         return found
 
-    return _Opened(Measured(picture.height, picture.width, size, changed, clip), take)
+    return _Opened(MediaInfo(picture.height, picture.width, size, changed, clip), take)
 
 
-def _check_drawing(count: int, size: tuple[int, int], name: str, checks: Checks) -> None:
+def _check_drawing(count: int, size: tuple[int, int], name: str, checks: ImageChecks) -> None:
     """Raises BadRowError for an animation with too many pixels in all: each frame is drawn on a whole canvas, however
     few bytes it has in the file."""
     width, height = size
@@ -151,7 +155,7 @@ def _check_drawing(count: int, size: tuple[int, int], name: str, checks: Checks)
 
 
 @contextmanager
-def _contained(file: Image, name: str, checks: Checks) -> Iterator[_Opened]:
+def _contained(file: Image, name: str, checks: ImageChecks) -> Iterator[_Opened]:
     """A container, opened by PyAV. Rotation metadata are ignored, as in transformers."""
     if find_spec("av") is None:
         raise UserError(
@@ -159,7 +163,7 @@ def _contained(file: Image, name: str, checks: Checks) -> Iterator[_Opened]:
             f"{how_to_install('av', 'video')}; or write the frames to a folder and name that."
         )
     av: Any = importlib.import_module("av")
-    size, changed = (len(file.data), 0) if file.data is not None else state_of([str(file.path)]) or (0, 0)
+    size, changed = (len(file.data), 0) if file.data is not None else file_state([str(file.path)]) or (0, 0)
     try:
         with av.open(str(file.path) if file.data is None else io.BytesIO(file.data)) as container:
             yield _decoded(container, name, checks, size, changed)
@@ -174,7 +178,7 @@ def _contained(file: Image, name: str, checks: Checks) -> Iterator[_Opened]:
         ) from None
 
 
-def _decoded(container: Any, name: str, checks: Checks, size: int, changed: int) -> _Opened:
+def _decoded(container: Any, name: str, checks: ImageChecks, size: int, changed: int) -> _Opened:
     if not container.streams.video:
         raise BadRowError(f"{name}: has no pictures, only sound. Remove it.")
     stream = container.streams.video[0]
@@ -194,7 +198,7 @@ def _decoded(container: Any, name: str, checks: Checks, size: int, changed: int)
             raise BadRowError(f"{name}: has fewer frames than it says. Mend the video, or remove the row.")
         return found
 
-    return _Opened(Measured(stream.codec_context.height, stream.codec_context.width, size, changed, clip), take)
+    return _Opened(MediaInfo(stream.codec_context.height, stream.codec_context.width, size, changed, clip), take)
 
 
 def _head(file: Image, name: str) -> str:

@@ -27,7 +27,7 @@ from weft.version import PACKAGE
 
 if TYPE_CHECKING:
     from weft.data.table import Chunk
-    from weft.data.tokenise import Work
+    from weft.data.tokenise import TokeniseTask
 
 _AHEAD = 3  # finished blocks, for each worker, that may wait for their turn
 _ENDING_SECONDS = 1.0  # how long to wait for the exit status of a worker whose connection has closed
@@ -36,7 +36,7 @@ _ENDING_SECONDS = 1.0  # how long to wait for the exit status of a worker whose 
 class WorkerPool:
     """A pool of processes: `with WorkerPool(work, 4) as pool: for size, chunk in pool.map(blocks): ...`"""
 
-    def __init__(self, work: Work, count: int) -> None:
+    def __init__(self, work: TokeniseTask, count: int) -> None:
         self._work, self._count = work, count
         self._processes: list[subprocess.Popen[bytes]] = []
         self._idle: list[Connection] = []
@@ -155,10 +155,10 @@ def _python_path() -> list[str]:
 
 
 def serve(connection: Connection) -> None:
-    """The main loop of a worker: receives a Work, then blocks, until the connection is closed."""
+    """The main loop of a worker: receives a TokeniseTask, then blocks, until the connection is closed."""
     encoder = None
     try:
-        work: Work = pickle.loads(connection.recv_bytes())
+        work: TokeniseTask = pickle.loads(connection.recv_bytes())
         while True:
             block: Block = pickle.loads(connection.recv_bytes())
             answer: tuple[str, Any]

@@ -27,17 +27,17 @@ from weft.models.vision import Vision, find_vision
 from weft.ops import fp8
 from weft.parallel.shards.adapter_files import plan_lora
 from weft.parallel.shards.dcp_source import open_weights
-from weft.parallel.shards.layout import Piece, layout_of
+from weft.parallel.shards.layout import TensorMapping, map_tensors
 from weft.parallel.shards.load import LoadPlan, plan_load
-from weft.parallel.shards.source import open_source
+from weft.parallel.shards.source import open_model_weights
 
 
 @dataclass(frozen=True)
 class BuiltModel:
     """The module with what the engine and the export need to know of it.
 
-    path: model.path. pieces: where each tensor of a checkpoint lies in the module. load: how to fill it from files;
-    None if there are none. lora: its adapters, which are not among the pieces. balance: the factor of the experts'
+    path: model.path. mappings: where each tensor of a checkpoint lies in the module. load: how to fill it from files;
+    None if there are none. lora: its adapters, which are not among the mappings. balance: the factor of the experts'
     auxiliary loss, 0 for none. vision: None if the model takes no images. whole: for a pipeline stage, the whole
     model's state dict, on meta; else None. adapter_config: for a pipeline stage, adapter_config.json of the whole
     model's adapters, if it has some.
@@ -51,7 +51,7 @@ class BuiltModel:
     source: Path | None
     source_dtypes: dict[str, torch.dtype]
     buffer_dtypes: dict[str, torch.dtype]
-    pieces: list[Piece]
+    mappings: list[TensorMapping]
     load: LoadPlan | None
     lora: LoraPlan | None = None
     balance: float = 0.0
@@ -105,7 +105,7 @@ def build_model(
     folder = hf.source_folder(config.path)
     return BuiltModel(
         config.path, module, examined.config, examined.support, flops, folder, planned.dtypes, buffers,
-        planned.pieces, planned.load, planned.lora, vision=find_vision(module.base, module.facts),
+        planned.mappings, planned.load, planned.lora, vision=find_vision(module.base, module.facts),
     )  # fmt: skip
 
 
@@ -141,7 +141,7 @@ def _examine(
 class _Planned:
     """Where weights come from and where adapters go; fields as in BuiltModel. dtypes: of the source's tensors."""
 
-    pieces: list[Piece]
+    mappings: list[TensorMapping]
     load: LoadPlan | None
     dtypes: dict[str, torch.dtype]
     lora: LoraPlan | None
@@ -161,15 +161,15 @@ def _plan(
     plan = None if lora is None else plan_lora(model, lora, merged=adapters == "merged")
     untied = () if plan is None else untied_for(model, plan, merged=adapters == "merged")
     if weights and config.init == "pretrained":
-        source = open_source(config.path) if config.weights is None else open_weights(config.weights, model)
+        source = open_model_weights(config.path) if config.weights is None else open_weights(config.weights, model)
         ignore, head = config.ignore_weights, set[str]()
         if values:
             ignore, head = (*ignore, f"{support.head}.*"), value_head_names(model)
-        pieces, load = plan_load(model, source, ignore, untied, head)
-        return _Planned(pieces, load, source.dtypes, plan)
+        mappings, load = plan_load(model, source, ignore, untied, head)
+        return _Planned(mappings, load, source.dtypes, plan)
     for tied in untied:
         hf.untie(model, tied)
-    return _Planned(layout_of(model, None), None, {}, plan)
+    return _Planned(map_tensors(model, None), None, {}, plan)
 
 
 def _wrap(

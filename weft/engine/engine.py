@@ -46,11 +46,11 @@ from weft.models.readouts import ReadoutSpec
 from weft.parallel.fsdp import fsdp_modules
 from weft.parallel.mesh import Mesh, full_tensor
 from weft.parallel.pp.stages import P2PCommunicator, gather_over_stages, sum_shared_gradients
-from weft.parallel.shards.cuts import AnyCut
-from weft.parallel.shards.layout import Piece
+from weft.parallel.shards.cuts import AnyShardSpec
+from weft.parallel.shards.layout import TensorMapping
 from weft.parallel.shards.load import Progress
 from weft.parallel.shards.tensor_placement import StagePeers
-from weft.parallel.shards.walker import checked, walk
+from weft.parallel.shards.walker import check_stream, walk
 from weft.parallel.tp.tensor import random_difference, sum_partial_gradients
 
 
@@ -504,13 +504,13 @@ class Engine:
             yield name, tensor
 
     def walk(
-        self, pieces: Sequence[Piece], manifest: Mapping[str, Tensor], *, bucket_bytes: int = 1 << 29
+        self, mappings: Sequence[TensorMapping], manifest: Mapping[str, Tensor], *, bucket_bytes: int = 1 << 29
     ) -> Iterator[tuple[str, Tensor]]:
         """Every tensor of a manifest, whole, on every rank: parallel/shards/walker.py, checked. Collective."""
         self.require_awake("parameters")
         lane, cuts = self._lane(), self.divided.cuts
-        stream = walk(self.module, pieces, manifest, cuts, lane=lane, bucket_bytes=bucket_bytes)
-        return checked(stream, manifest)
+        stream = walk(self.module, mappings, manifest, cuts, lane=lane, bucket_bytes=bucket_bytes)
+        return check_stream(stream, manifest)
 
     def _lane(self) -> StagePeers | None:
         if self.pipeline is None or self.mesh.pp is None:
@@ -548,7 +548,7 @@ class Engine:
         self.complete_gradients()
         held, cuts = {name: p.grad for name, p in self.module.named_parameters()}, self.divided.cuts
 
-        def whole(gradient: Tensor, cut: AnyCut | None) -> Tensor:
+        def whole(gradient: Tensor, cut: AnyShardSpec | None) -> Tensor:
             return full_tensor(gradient, cut) / self._scale
 
         if self.mesh.pp is None or self.pipeline is None:

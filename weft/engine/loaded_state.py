@@ -14,9 +14,9 @@ from weft.engine.optim.optimizer import stepped_by, stepped_on_device
 from weft.errors import UserError
 from weft.models import hf
 from weft.models.train_module import TrainModule
-from weft.parallel.shards.cuts import Cuts
+from weft.parallel.shards.cuts import ShardSpecs
 from weft.parallel.shards.dcp_source import DcpSource
-from weft.parallel.shards.layout import Piece
+from weft.parallel.shards.layout import TensorMapping
 from weft.parallel.shards.load import LoadPlan, fill_tensors
 
 _MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
@@ -60,7 +60,7 @@ def load_state(
     plan: LoadPlan,
     name: str,
     dtypes: Sequence[torch.dtype],
-    cuts: Cuts,
+    cuts: ShardSpecs,
 ) -> None:
     """Give a new optimizer the directory's state; collective where shards are replicated. Each rank reads its own
     shards. name: of the optimizer, in the config. dtypes: of its moments."""
@@ -113,18 +113,20 @@ def _with_state(source: DcpSource, file: str, key: str, module: TrainModule) -> 
     return next((name for name in (file, *others) if source.has_state(name, key)), None)
 
 
-def _renamed(plan: LoadPlan, runtime: str, source: DcpSource, key: str, module: TrainModule) -> list[tuple[Piece, str]]:
+def _renamed(
+    plan: LoadPlan, runtime: str, source: DcpSource, key: str, module: TrainModule
+) -> list[tuple[TensorMapping, str]]:
     found = []
-    for piece, file in plan.fills[runtime]:
+    for mapping, file in plan.fills[runtime]:
         name = _with_state(source, file, key, module)
         assert name is not None, (file, key)
-        found.append((piece, name))
+        found.append((mapping, name))
     return found
 
 
-def _step(runtime: str, pieces: Sequence[tuple[Piece, str]], source: DcpSource) -> float:
+def _step(runtime: str, mappings: Sequence[tuple[TensorMapping, str]], source: DcpSource) -> float:
     """The number of steps that a parameter has taken. Raises UserError if its parts have taken different numbers."""
-    steps = {source.number(file, _STEP) for _, file in pieces}
+    steps = {source.number(file, _STEP) for _, file in mappings}
     step = steps.pop()
     if steps or step is None or not 0 <= step < 1 << 24:
         raise UserError(

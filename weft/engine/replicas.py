@@ -22,7 +22,7 @@ from weft.engine.step_plan.plan import StepPlan
 from weft.launch.consistency import ReplicaChecksum, checksum_term, raise_mismatch
 from weft.parallel.mesh import Mesh
 from weft.parallel.shards.boxes import local_values
-from weft.parallel.shards.cuts import Cuts, HeldBox, held_boxes
+from weft.parallel.shards.cuts import RankBox, ShardSpecs, rank_boxes
 
 _PARAMETERS, _DOCUMENTS = "_parameters", "_documents"  # names of their sums in the step's reduction
 _BITS = 0xFFFFFF
@@ -36,7 +36,7 @@ class _Copy:
 
     name: str
     parameter: nn.Parameter
-    held: HeldBox
+    held: RankBox
 
     @property
     def values(self) -> Tensor:
@@ -50,11 +50,11 @@ class _Copy:
 class ReplicaCheck:
     """Compares the trained parameters of one engine."""
 
-    def __init__(self, module: nn.Module, cuts: Cuts, tied: Mapping[str, tuple[int, int]]) -> None:
+    def __init__(self, module: nn.Module, cuts: ShardSpecs, tied: Mapping[str, tuple[int, int]]) -> None:
         """tied: parameter -> (this rank's place among the pipeline stages that hold it, their number)."""
         self._copies: dict[Groups, list[_Copy]] = defaultdict(list)
         for name, parameter in module.named_parameters():
-            for held in held_boxes(parameter, cuts.get(name)) if parameter.requires_grad else ():
+            for held in rank_boxes(parameter, cuts.get(name)) if parameter.requires_grad else ():
                 if name in tied:
                     held = replace(held, replicas=(*held.replicas, tied[name]))
                 if _place(held.replicas)[1] > 1 and held.box.numel:

@@ -25,7 +25,7 @@ from weft.models.lora import add_delta
 from weft.parallel.parallelize import materialize, move_buffers
 from weft.parallel.shards.boxes import Box
 from weft.parallel.shards.cuts import full_shape
-from weft.parallel.shards.layout import Piece
+from weft.parallel.shards.layout import TensorMapping
 
 
 class EmbeddedEngine:
@@ -59,13 +59,13 @@ class EmbeddedEngine:
             self._emptied.restore()
             self._emptied = None
         state = {} if model is None else model.state_dict(keep_vars=True)
-        pieces = {piece.disk: piece for piece in self.engine.built.pieces}
-        for name, tensor in self.engine.walk(list(pieces.values()), self._manifest()):
+        mappings = {mapping.disk: mapping for mapping in self.engine.built.mappings}
+        for name, tensor in self.engine.walk(list(mappings.values()), self._manifest()):
             flight.beat()
             if model is not None:
-                piece = pieces[name]
-                target = state[piece.runtime].detach()
-                target[piece.box.within(Box.whole(tuple(target.shape)))] = piece.to_runtime(tensor, piece.box)
+                mapping = mappings[name]
+                target = state[mapping.runtime].detach()
+                target[mapping.box.within(Box.whole(tuple(target.shape)))] = mapping.to_runtime(tensor, mapping.box)
         self._add_adapters(state)
         if model is None:
             self.generator = None
@@ -138,5 +138,5 @@ class EmbeddedEngine:
         parameters, cuts = self.engine.whole_parameters(), self.engine.divided.cuts
         shapes = {name: full_shape(name, parameters[name], cuts) for name in names}
         manifest = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
-        pieces = [Piece.whole(name, name, shape) for name, shape in shapes.items()]
-        return (tensor.clone() for _, tensor in self.engine.walk(pieces, manifest))
+        mappings = [TensorMapping.whole(name, name, shape) for name, shape in shapes.items()]
+        return (tensor.clone() for _, tensor in self.engine.walk(mappings, manifest))

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from weft.data.image_columns import Image
-from weft.data.image_files import Measured
+from weft.data.image_files import MediaInfo
 from weft.data.prompt_images import PromptImages
 from weft.errors import UserError, first_line
 from weft.files import regular_file
@@ -213,7 +213,7 @@ def _images(row: Mapping[str, Any]) -> PromptImages | None:
         return None
     kept = row["reply_images"]
     images = tuple(Image(path=one["path"], url=one["url"], data=one["data"]) for one in kept)
-    sizes = tuple(Measured(one["height"], one["width"], one["size"], one["changed"]) for one in kept)
+    sizes = tuple(MediaInfo(one["height"], one["width"], one["size"], one["changed"]) for one in kept)
     counts = int(row["reply_patches"]), int(row["reply_pairs"])
     return PromptImages(f"{row['source']}, a reply", images, sizes, *counts)
 

@@ -34,7 +34,7 @@ from weft.models.lora import LoraPlan, Target, add_delta, untied_for
 from weft.parallel.parallelize import materialize, move_buffers
 from weft.parallel.shards.adapter_files import file_names, plan_lora
 from weft.parallel.shards.boxes import Box
-from weft.parallel.shards.layout import Piece, layout_of
+from weft.parallel.shards.layout import TensorMapping, map_tensors
 from weft.parallel.shards.safetensors_files import bytes_of
 
 
@@ -157,8 +157,8 @@ class LoadedWeights:
         sent = hf.runtime_names(self.model, manifest)  # a tensor sent under a tied name was trained untied
         for name in set(sent.values()) & hf.tied_parameters(self.model).keys():
             hf.untie(self.model, name)
-        self.pieces: list[Piece] = layout_of(self.model, manifest)
-        check_manifest(manifest, {piece.disk: piece.shape for piece in self.pieces})
+        self.mappings: list[TensorMapping] = map_tensors(self.model, manifest)
+        check_manifest(manifest, {mapping.disk: mapping.shape for mapping in self.mappings})
         self._copied = self._untie_adapted()
         materialize(self.model, device)
         self.device = device
@@ -196,17 +196,19 @@ class LoadedWeights:
 
     def take_weights(self, part: SyncPart) -> None:
         """Copy every tensor of a part to its destination, and finish the part."""
-        pieces = {piece.disk: piece for piece in self.pieces}
+        mappings = {mapping.disk: mapping for mapping in self.mappings}
         for entry, data in part.tensors():
             flight.beat()
-            piece = pieces[entry.name]
-            self._own(piece)[...] = piece.to_runtime(as_torch(entry, data), piece.box)
+            mapping = mappings[entry.name]
+            self._own(mapping)[...] = mapping.to_runtime(as_torch(entry, data), mapping.box)
         for name, owner in self._copied.items():
             self.state[name].copy_(self.state[owner])
         if self.plan is not None:
             self.base = {target.weight: self.state[target.weight].clone() for target in self.plan.targets}
         placed = (
-            {name: _sum(piece.to_disk(self._own(piece))) for name, piece in pieces.items()} if part.verify else None
+            {name: _sum(mapping.to_disk(self._own(mapping))) for name, mapping in mappings.items()}
+            if part.verify
+            else None
         )
         part.finish(placed)
 
@@ -248,9 +250,9 @@ class LoadedWeights:
         weight = self.base[target.weight].to(torch.float32, copy=True)
         return add_delta(weight, target, plan, a, b).to(self.model.dtype)
 
-    def _own(self, piece: Piece) -> Tensor:
-        target = self.state[piece.runtime]
-        return target[piece.box.within(Box.whole(tuple(target.shape)))]
+    def _own(self, mapping: TensorMapping) -> Tensor:
+        target = self.state[mapping.runtime]
+        return target[mapping.box.within(Box.whole(tuple(target.shape)))]
 
 
 def _sum(tensor: Tensor) -> int:

@@ -25,7 +25,7 @@ from weft.config.rl_schema import RlConfig
 from weft.config.schema import SftConfig
 from weft.config.urls import is_url
 from weft.data.documents import DataReport
-from weft.data.order import Steps
+from weft.data.order import StepSampler
 from weft.engine.engine import Engine
 from weft.engine.loaded_state import state_lines
 from weft.engine.optim.groups import describe_groups
@@ -60,7 +60,7 @@ from weft.parallel.mesh import Mesh
 from weft.parallel.parallelize import StagePlan, layers_of
 from weft.parallel.pp.model import Pipeline
 from weft.parallel.pp.schedule import in_flight
-from weft.parallel.shards.cuts import AnyCut, NestedCut, full_shape
+from weft.parallel.shards.cuts import AnyShardSpec, NestedShardSpec, full_shape
 from weft.parallel.shards.load import LoadReport
 from weft.parallel.units import Unit, parameters_by_unit
 from weft.terminal import Console, byte_count, clean, counted, display_name, say, say_folded
@@ -93,7 +93,7 @@ def print_opening(
     engine: Engine,
     report: DataReport,
     folder: Path,
-    steps: Steps,
+    steps: StepSampler,
     notes: Sequence[str] = (),
     detail: Detail = "normal",
 ) -> None:
@@ -588,7 +588,7 @@ def parameter_rows(engine: Engine) -> list[ParameterRow]:
 
 
 def _parameter_row(
-    name: str, parameter: nn.Parameter, sizes: Mapping[str, int], cut: AnyCut | None, mesh: Mesh
+    name: str, parameter: nn.Parameter, sizes: Mapping[str, int], cut: AnyShardSpec | None, mesh: Mesh
 ) -> ParameterRow:
     local: torch.Tensor = parameter
     axes: tuple[str, ...] = ()
@@ -607,9 +607,9 @@ def _parameter_row(
     return ParameterRow(name, shape, tuple(local.shape), axes, _name(parameter.dtype), parameter.element_size())
 
 
-def _dividing(cut: AnyCut, mesh: Mesh) -> Iterator[str]:
+def _dividing(cut: AnyShardSpec, mesh: Mesh) -> Iterator[str]:
     """Yields the axes, tp or ep, along which ranks compute with different parts of a tensor."""
-    for spec in (cut.outer, cut.inner) if isinstance(cut, NestedCut) else (cut,):
+    for spec in (cut.outer, cut.inner) if isinstance(cut, NestedShardSpec) else (cut,):
         if spec.divides:
             yield "ep" if mesh.ep is not None and spec.ranks is mesh.ep.ranks else "tp"
 

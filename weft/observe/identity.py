@@ -19,7 +19,7 @@ from weft.launch.consistency import versions
 from weft.launch.summary import versions as package_versions
 from weft.models import hf
 from weft.parallel.shards.boxes import Box
-from weft.parallel.shards.source import open_source
+from weft.parallel.shards.source import open_model_weights
 
 # Keys that may differ between ranks: data are compared by content.
 MAY_DIFFER = ("run.dir", "data.path", "eval.path", "data.sources", "eval.sources", "data.workers", "data.cache")
@@ -54,7 +54,7 @@ def model_fingerprint(config: SftConfig | RlConfig) -> str:
 
 def _rows_of(path: str) -> Iterator[Tensor]:
     """Yields the middle row of some of a model's tensors, enough to tell its weights from those of another model."""
-    with closing(open_source(path)) as source:
+    with closing(open_model_weights(path)) as source:
         names = sorted(source.files)
         for name in names[:: -(-len(names) // _LOOKED_AT)]:
             shape = source.files[name].entries[name].shape

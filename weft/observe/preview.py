@@ -16,10 +16,10 @@ from rich.text import Text
 
 from weft.config.schema import SftConfig
 from weft.data.blocks import Block
-from weft.data.open_sources import Source
-from weft.data.order import Share
+from weft.data.open_sources import DataSource
+from weft.data.order import SourceShare
 from weft.data.records import ALL_KINDS, template_use
-from weft.data.sources import Part
+from weft.data.sources import SourcePart
 from weft.errors import UserError
 from weft.terminal import Console, byte_count
 
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
     from weft.data.images import Images
     from weft.data.limits import Limits
-    from weft.data.places import Place
-    from weft.data.table import Array, Table
+    from weft.data.places import MediaLocation
+    from weft.data.table import Array, TokenTable
     from weft.engine.step_plan.plan import StepPlan
 
 _BARS = 12
@@ -49,8 +49,8 @@ class SampledPart:
     """A part of a source. blocks: the blocks that were read; None for all. formats: number of documents by format.
     taken: the share of the part's bytes that was read."""
 
-    source: Source
-    part: Part
+    source: DataSource
+    part: SourcePart
     blocks: Sequence[Block] | None
     formats: Mapping[str, int]
     share: float
@@ -60,8 +60,8 @@ class SampledPart:
 class TokenisedPart:
     """A tokenised part of a source. taken: the share of the part's bytes that was read."""
 
-    source: Source
-    table: Table
+    source: DataSource
+    table: TokenTable
     share: float
 
     @property
@@ -112,7 +112,7 @@ def show_sampled(sampled: Sequence[SampledPart], console: Console | None = None)
         console.print_folded(f"data     {_label(sample.source, sample.part.origin)}{size}: {text}")
 
 
-def _label(source: Source, origin: str) -> str:
+def _label(source: DataSource, origin: str) -> str:
     return f"{source.name} ({origin})" if source.name else origin
 
 
@@ -128,7 +128,7 @@ def refuse_bad(bad: Sequence[str], rows: int) -> None:
     raise UserError("\n".join([f"{text} be trained on:", *_named(bad), advice]))
 
 
-def trained_kinds(table: Table) -> dict[str, int]:
+def trained_kinds(table: TokenTable) -> dict[str, int]:
     """The number of documents of a table that can be trained on, by kind."""
     kinds = table.formats[table.losses > 0]
     counts = {kind: int((kinds == number).sum()) for number, kind in enumerate(ALL_KINDS)}
@@ -194,7 +194,7 @@ def _show_samples(
     for table, row in places:
         length = int(table.lengths[row])
         console.rule(
-            f"{table.where(row)}  {length:,} tokens, {int(table.losses[row]):,} trained", align="left", style="dim"
+            f"{table.row_name(row)}  {length:,} tokens, {int(table.losses[row]):,} trained", align="left", style="dim"
         )
         for line in _image_lines(preview.images, tokenizer, table.places(row)):
             console.print(line, style="dim", soft_wrap=True)
@@ -258,13 +258,15 @@ def _counted(text: str, mark: str) -> str:
     return pattern.sub(lambda match: f"{mark}[x {len(match[0]) // len(mark):,}]", text)
 
 
-def _image_lines(images: Images | None, tokenizer: PreTrainedTokenizerBase, places: Sequence[Place]) -> list[str]:
+def _image_lines(
+    images: Images | None, tokenizer: PreTrainedTokenizerBase, places: Sequence[MediaLocation]
+) -> list[str]:
     """Describes each image and video of a document: its size, and its tokens and patches."""
     if images is None or not places:
         return []
     lines = []
     for number, image in enumerate(places, start=1):
-        measured, clip = image.measured, image.measured.clip
+        measured, clip = image.info, image.info.clip
         layout = images.processor().layout((measured.shape,))
         tokens = len(tokenizer(layout.texts[0], add_special_tokens=False)["input_ids"])
         kind = "image" if clip is None else "video"
@@ -286,7 +288,7 @@ def _token_lines(preview: Preview) -> list[str]:
     lines = [f"tokens   {about}{round(tokens):,}, of which {round(trained):,} trained ({trained / tokens:.0%})"]
     for sample in preview.read:
         if sample.source.weight != 1.0:
-            count = Share(round(len(sample.lengths) / sample.share), sample.source.weight).in_epoch
+            count = SourceShare(round(len(sample.lengths) / sample.share), sample.source.weight).in_epoch
             lines.append(
                 f"weight   {sample.source.weight:g} of {sample.source.name}: an epoch takes {about}{count:,} documents"
             )

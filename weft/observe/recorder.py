@@ -11,7 +11,7 @@ from typing import Any
 from weft.config import resolve_mesh, to_dict
 from weft.config.run_schema import TrackConfig
 from weft.config.schema import SftConfig
-from weft.data.order import Step
+from weft.data.order import SampledStep
 from weft.engine.engine import Engine
 from weft.engine.metrics import MetricsFile
 from weft.errors import UserError
@@ -104,7 +104,7 @@ class RunRecorder:
 
     def record(
         self,
-        step: Step,
+        step: SampledStep,
         outcome: StepOutcome,
         memory_gib: float,
         evaluation: Mapping[str, float | None],
@@ -145,7 +145,7 @@ class RunRecorder:
             line, f"The step's first documents: {', '.join(sources[:3])}. Lower optimizer.lr, or look at the data."
         )
 
-    def progress(self, step: Step, updates: int, phases: Phases) -> dict[str, Any]:
+    def progress(self, step: SampledStep, updates: int, phases: Phases) -> dict[str, Any]:
         """The run's part of a checkpoint's state after this step. First syncs metrics.jsonl to disk."""
         if self.file is not None:
             self.file.sync()

@@ -12,14 +12,14 @@ import torch.distributed as dist
 
 from weft.checkpoint import rng
 from weft.checkpoint.resume import (
-    agree,
-    fill_from,
+    find_newest,
     from_weights,
-    newest,
     no_complete_checkpoint,
     other_training,
     read_verified,
+    restore_engine,
     resumed_notes,
+    run_on_all_ranks,
 )  # fmt: skip
 from weft.checkpoint.retention import complete_steps, forget_best, point_best, point_latest, set_aside, step_folder
 from weft.checkpoint.state import TrainerState
@@ -104,10 +104,10 @@ def newest_complete(checkpoints: Path, ranks: Ranks) -> tuple[TrainerState | Non
     Collective."""
     listed = [complete_steps(checkpoints)]
     dist.broadcast_object_list(listed, src=0, group=ranks.group)
-    return newest(
+    return find_newest(
         checkpoints,
         listed[0],
-        lambda folder: agree(partial(read_verified, folder, ranks.rank, ranks.world, RUN), ranks),
+        lambda folder: run_on_all_ranks(partial(read_verified, folder, ranks.rank, ranks.world, RUN), ranks),
     )
 
 
@@ -118,7 +118,7 @@ def restore(config: SftConfig, engine: Engine, start: Start, folder: Path) -> li
     if start.state is None:
         rng.seed_rank(config.train.seed, engine.mesh.loss_rank)
     else:
-        notes += fill_from(engine, start.state, config.train.seed)
+        notes += restore_engine(engine, start.state, config.train.seed)
     if engine.ranks.is_first:
         notes += set_aside_later(folder, start.step, start.evaluation)
         write_config(config, folder)

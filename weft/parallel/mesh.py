@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from weft.config.mesh import AXES, MeshSizes
 from weft.launch.process import world_group
 from weft.ops.communicator import Communicator, CPAxis, GroupCommunicator
-from weft.parallel.shards.cuts import AnyCut
+from weft.parallel.shards.cuts import AnyShardSpec
 
 T = TypeVar("T")
 
@@ -275,7 +275,7 @@ def local_shard(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def full_tensor(tensor: Tensor, cut: AnyCut | None = None) -> Tensor:
+def full_tensor(tensor: Tensor, cut: AnyShardSpec | None = None) -> Tensor:
     """The full tensor behind a shard, detached; collective for a DTensor. cut: how tp and ep divide it."""
     detached = tensor.detach()
     part = detached.full_tensor() if isinstance(detached, DTensor) else detached

@@ -21,7 +21,7 @@ from weft.data.encode import Encoder, Encoding, load_tokenizer, renderer
 from weft.data.ends import template_ends
 from weft.data.messages import Message
 from weft.data.prompts import up_to_the_answer
-from weft.data.template_bounds import UnboundedError
+from weft.data.template_bounds import RenderLimitError
 from weft.errors import UserError, first_line, how_to_install, runs_own_code
 from weft.files import read_object
 from weft.launch.options import ChatOptions
@@ -210,7 +210,7 @@ def prompt_text(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> 
     prompt."""
     try:
         return up_to_the_answer(renderer(tokenizer, Encoding()), messages)
-    except (RenderError, UnboundedError) as error:
+    except (RenderError, RenderLimitError) as error:
         raise UserError(f"the chat template of this model cannot be used: {error}.") from error
 
 

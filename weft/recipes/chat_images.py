@@ -12,7 +12,7 @@ from urllib.parse import unquote, urlsplit
 from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, PretrainedConfig, PreTrainedTokenizerBase
 
 from weft.data.image_columns import Image
-from weft.data.image_files import Checks, pixels
+from weft.data.image_files import ImageChecks, load_pixels
 from weft.data.images import Images
 from weft.data.loss_mask import MaskedText
 from weft.data.records import Record
@@ -49,7 +49,7 @@ class ChatImages:
     def for_model(cls, model: str, path: str, tokenizer: PreTrainedTokenizerBase) -> ChatImages:
         """The ChatImages of a vision model. model: the path of its processor. If only the processor has a chat
         template, it becomes the tokenizer's."""
-        images = Images(model, tokenizer, {}, Checks(rows=False))
+        images = Images(model, tokenizer, {}, ImageChecks(rows=False))
         if images.problem:
             return cls(path, None, f"has no images: {images.problem.removeprefix('model.path: ').rstrip('.')}")
         if not tokenizer.chat_template and images.template:
@@ -69,7 +69,7 @@ class ChatImages:
         if self.images is None:
             raise UserError(f"{option}: {self.path} {self.refusal}.")
         image = _file(option, path)
-        picture, size = pixels(image, option, self.images.checks)
+        picture, size = load_pixels(image, option, self.images.checks)
         record = Record(f"{option} ({image})", "messages", {}, (image,))
         self.images.place(record, MaskedText(self.images.placeholder, ()), [size])  # some processors refuse some shapes
         return ChatImage(os.path.basename(str(image.path)), picture)

@@ -22,7 +22,7 @@ from weft.checkpoint.dcp import write_dcp
 from weft.checkpoint.export import FullTensors, export_alone, plan_export
 from weft.checkpoint.resume import read_verified
 from weft.checkpoint.retention import TRAINER_STATE, commit, complete_steps, step_folder
-from weft.checkpoint.snapshot import DTYPES, exported
+from weft.checkpoint.snapshot import DTYPES, names_to_export
 from weft.checkpoint.state import EMA, OPTIMIZER, DamagedError, TrainerState, check_contents, read_state, tied_names
 from weft.config.load import imports_of_run
 from weft.config.schema import ModelConfig
@@ -147,7 +147,7 @@ def _write(state: TrainerState, options: ExportOptions, folder: Path) -> None:
     plan = plan_export(TensorShapes(built), DTYPES[options.dtype])
     if built.load is not None:
         built.load.source.close()
-    stored, owners = exported(state.content["tensors"], average=average), tied_names(built.module)
+    stored, owners = names_to_export(state.content["tensors"], average=average), tied_names(built.module)
     names = {name: stored[owners.get(name, name)] for name in built.module.state_dict()}
     with _weights(state, names) as weights, ExitStack() as stack:
         if options.format == "hf":
@@ -176,7 +176,7 @@ def _moments(state: TrainerState) -> dict[str, dict[str, str]]:
 def _write_adapter(state: TrainerState, options: ExportOptions, folder: Path) -> None:
     """Writes the adapter of a run with adapters, in options.dtype."""
     dtype, average = DTYPES[options.dtype], options.ema
-    entries, names = state.content["tensors"], exported(state.content["tensors"], average=average)
+    entries, names = state.content["tensors"], names_to_export(state.content["tensors"], average=average)
     tensors = {
         name: torch.empty(
             entries[stored]["shape"], dtype=dtype or getattr(torch, entries[stored]["dtype"]), device="meta"

@@ -11,9 +11,9 @@ from typing import Any
 
 from weft.config.schema import SftConfig
 from weft.data.blocks import Block
-from weft.data.open_sources import Source, open_data
+from weft.data.open_sources import DataSource, open_data
 from weft.data.records import NEEDED
-from weft.data.sources import Part
+from weft.data.sources import SourcePart
 from weft.errors import UserError, first_line
 from weft.launch.options import PreviewOptions
 from weft.observe.preview import (
@@ -65,7 +65,13 @@ def _may_have_template(config: SftConfig) -> bool:
 
 
 def _read(
-    source: Source, part: Part, bad: list[str], progress: Callable[[int, int], None], *, sample: bool, chat: bool
+    source: DataSource,
+    part: SourcePart,
+    bad: list[str],
+    progress: Callable[[int, int], None],
+    *,
+    sample: bool,
+    chat: bool,
 ) -> SampledPart:
     """Reads and counts the rows of a part. bad: the errors of bad rows are appended to it. chat: whether there is a
     chat template."""
@@ -82,7 +88,7 @@ def _read(
     return SampledPart(source, part, blocks, formats, share)
 
 
-def _sampled(part: Part) -> Iterator[Block]:
+def _sampled(part: SourcePart) -> Iterator[Block]:
     """Yields blocks spread over the part if it supports that, else its first blocks."""
     if part.sample is not None:
         yield from part.sample()
@@ -100,7 +106,7 @@ def _tokenised(config: SftConfig, sampled: Sequence[SampledPart], options: Previ
     from weft.data.images import read_images
     from weft.data.limits import Limits, bad_rows, length_limit
     from weft.data.table import in_memory
-    from weft.data.tokenise import Tokenising, Work, tokenise
+    from weft.data.tokenise import TokeniseOptions, TokeniseTask, tokenise
     from weft.models import hf
 
     hf.import_architectures(config.model.imports, config.model.path)
@@ -109,9 +115,11 @@ def _tokenised(config: SftConfig, sampled: Sequence[SampledPart], options: Previ
     images = read_images(config.model.path, tokenizer, config.data)
     encoding = read_encoding(config.data, tokenizer)
     with loading(label="tokenising") as progress:
-        how = Tokenising(config.data.workers, config.data.cache, progress)
+        how = TokeniseOptions(config.data.workers, config.data.cache, progress)
         for sample in sampled:
-            work = Work(tokenizer, encoding, sample.source.reading(has_template(tokenizer, encoding)), True, images)
+            work = TokeniseTask(
+                tokenizer, encoding, sample.source.reading(has_template(tokenizer, encoding)), True, images
+            )
             if sample.blocks is None:
                 (table,) = tokenise([(sample.part, work)], how)
             else:
@@ -131,7 +139,7 @@ def _tokenised(config: SftConfig, sampled: Sequence[SampledPart], options: Previ
     # Documents that training would refuse are left out of the plan, to show the steps of the others.
     plan_limits = replace(limits, long="drop") if limits.long == "error" else limits
     planned = _plan(
-        config, read, [plan_limits.piece(sample.table, sample.source.name) for sample in read], options.world
+        config, read, [plan_limits.select(sample.table, sample.source.name) for sample in read], options.world
     )
     template = has_template(tokenizer, encoding)
     show_preview(
@@ -143,7 +151,7 @@ def _plan(config: SftConfig, read: Sequence[TokenisedPart], pieces: Sequence[Any
     """The plans of the first steps, for `world` data ranks; None if no documents are left."""
     import numpy as np
 
-    from weft.data.order import Share, Steps
+    from weft.data.order import SourceShare, StepSampler
     from weft.engine.step_plan.plan import DocumentMeta, omitted_tokens, plan_step
 
     has_router_loss = config.model.router_aux_loss != "none"
@@ -163,7 +171,7 @@ def _plan(config: SftConfig, read: Sequence[TokenisedPart], pieces: Sequence[Any
             patches=int(patches[index]),
         )
 
-    steps = Steps(
+    steps = StepSampler(
         lengths,
         documents=config.step.documents,
         tokens=config.step.tokens,
@@ -171,7 +179,9 @@ def _plan(config: SftConfig, read: Sequence[TokenisedPart], pieces: Sequence[Any
         seed=config.train.seed,
         shuffle=config.data.shuffle,
         shares=[
-            Share(len(p.kept), sample.source.weight) for p, sample in zip(pieces, read, strict=True) if len(p.kept)
+            SourceShare(len(p.kept), sample.source.weight)
+            for p, sample in zip(pieces, read, strict=True)
+            if len(p.kept)
         ],
     )
     budget, shapes = config.step.max_tokens_per_device, config.step.shapes

@@ -18,9 +18,9 @@ from weft.config.urls import is_url
 from weft.data.documents import (
     DataReport,
     Documents,
-    also_trained,
+    find_leaks,
     hold_out,
-    leak,
+    leak_hint,
     lengths_of,
     load_documents,
     shares_of,
@@ -29,8 +29,8 @@ from weft.data.encode import has_template, load_tokenizer, read_encoding
 from weft.data.ends import NO_ENDS, AnswerEnds, answer_ends, taught_ends
 from weft.data.images import Images, read_images
 from weft.data.limits import length_limit
-from weft.data.order import Steps
-from weft.data.tokenise import Tokenising
+from weft.data.order import StepSampler
+from weft.data.tokenise import TokeniseOptions
 from weft.engine.batch.document import Document
 from weft.errors import UserError
 from weft.models import hf
@@ -67,7 +67,7 @@ def read_run_data(config: SftConfig, progress: OnProgress | None = None) -> RunD
         line
         for name, documents_of_source in held_out.documents.items()
         if isinstance(documents_of_source, Documents)
-        for line in leak(name, also_trained(documents_of_source, documents), len(documents_of_source), "documents")
+        for line in leak_hint(name, find_leaks(documents_of_source, documents), len(documents_of_source), "documents")
     ]
     return RunData(documents, report, replace(held_out, leaks=leaks), ends, has_template(tokenizer, encoding))
 
@@ -99,7 +99,7 @@ def read_data(
         encoding=read_encoding(config.data, tokenizer),
         bad_rows=config.data.bad_rows,
         images=images,
-        how=Tokenising(config.data.workers, config.data.cache, progress),
+        how=TokeniseOptions(config.data.workers, config.data.cache, progress),
     )
 
 
@@ -123,9 +123,9 @@ def why_unread(config: SftConfig | RlConfig) -> str:
     return ""
 
 
-def make_steps(config: SftConfig, documents: Sequence[Document]) -> Steps:
+def make_steps(config: SftConfig, documents: Sequence[Document]) -> StepSampler:
     """The documents of each optimizer step."""
-    return Steps(
+    return StepSampler(
         lengths_of(documents),
         documents=config.step.documents,
         tokens=config.step.tokens,

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from weft.config.schema import SftConfig
 from weft.data.image_opener import ImageOpener
 from weft.data.images import Images
-from weft.data.prompts import Prompt
+from weft.data.prompts import EvalPrompt
 from weft.engine.engine import Engine
 from weft.errors import UserError
 from weft.inference.base import Request, SamplingParams, seed_of
@@ -33,7 +33,7 @@ class EvalPrompts:
     """The prompts of eval.prompts. ends: ids of tokens that end answers. images: the image reader of a vision
     model."""
 
-    prompts: Sequence[Prompt]
+    prompts: Sequence[EvalPrompt]
     tokenizer: PreTrainedTokenizerBase
     ends: Sequence[int] = ()
     images: Images | None = None

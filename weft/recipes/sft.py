@@ -17,7 +17,7 @@ from weft.checkpoint.save import Saver
 from weft.config.checks import BUILT_IN
 from weft.config.schema import SftConfig
 from weft.data.encode import changed_files
-from weft.data.order import Step, Steps
+from weft.data.order import SampledStep, StepSampler
 from weft.engine.batch.builder import StepRows
 from weft.engine.batch.document import Document, choose, first_sources
 from weft.engine.config import EngineConfig
@@ -200,7 +200,7 @@ def train(
             raise StoppedError(stop)
 
 
-def prepare_step(engine: Engine, documents: Sequence[Document], objective: Loss, step: Step) -> PreparedStep:
+def prepare_step(engine: Engine, documents: Sequence[Document], objective: Loss, step: SampledStep) -> PreparedStep:
     """(Plan of a step, this rank's rows). Builds only the documents of these rows, and uses no device."""
     plan, needed = engine.plan_step(choose(documents, step.documents))
     return plan, engine.rows(plan, needed, objective, step.number).ahead()
@@ -214,7 +214,9 @@ def take_step(engine: Engine, prepared: Future[PreparedStep], objective: Loss, l
     return StepOutcome(plan, metrics, result, lr, time.perf_counter() - began)
 
 
-def open_saver(config: SftConfig, engine: Engine, data: RunData, folder: Path, steps: Steps, start: Start) -> Saver:
+def open_saver(
+    config: SftConfig, engine: Engine, data: RunData, folder: Path, steps: StepSampler, start: Start
+) -> Saver:
     """The Saver of a run. Every checkpoint gets the files of `changed_files`, such as the template of
     data.chat_template, and a generation_config.json with the tokens that end answers in the training data."""
     return Saver(

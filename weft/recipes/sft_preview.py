@@ -10,7 +10,7 @@ from weft.config.mesh import MeshSizes
 from weft.config.schema import SftConfig
 from weft.data.documents import lengths_of
 from weft.data.open_sources import open_data
-from weft.data.order import Steps
+from weft.data.order import StepSampler
 from weft.engine.batch.document import MeasuredDocuments
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
@@ -70,7 +70,7 @@ def dry_run(config: SftConfig, options: SftOptions, objective: Loss) -> None:
     )
 
 
-def _time(config: SftConfig, options: SftOptions, mesh: MeshSizes, steps: Steps, data: RunData) -> str:
+def _time(config: SftConfig, options: SftOptions, mesh: MeshSizes, steps: StepSampler, data: RunData) -> str:
     """The estimated time of all optimizer steps, or why there is none: the first step's time, scaled by the tokens of
     each step."""
     device = accelerator(options.assume)

@@ -8,9 +8,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from weft.data.chat_template import ChatTemplate, RenderError, Unclear, common_header
-from weft.data.conversation import Conversation, conversation
-from weft.data.encode import Encoder, Encoding, refused, unbounded
+from weft.data.chat_template import AmbiguousAnswerError, ChatTemplate, RenderError, common_header
+from weft.data.conversation import ChatInput, conversation
+from weft.data.encode import Encoder, Encoding, limit_message, template_refusal
 from weft.data.image_columns import Image, images_alone, take_images
 from weft.data.images import Images, texts_of
 from weft.data.loss_mask import AssistantMasks
@@ -18,7 +18,7 @@ from weft.data.messages import read_messages
 from weft.data.prompt_images import PromptImages
 from weft.data.prompts import up_to_the_answer
 from weft.data.records import Record, template_inputs
-from weft.data.template_bounds import UnboundedError
+from weft.data.template_bounds import RenderLimitError
 from weft.errors import BadRowError, UserError, first_line
 from weft.inference.types import Prompt
 
@@ -51,7 +51,7 @@ class ChatRenderer:
 
     def question(
         self, where: str, messages: Sequence[Message], row: Mapping[str, Any], images: Sequence[Image] = ()
-    ) -> tuple[Conversation, str]:
+    ) -> tuple[ChatInput, str]:
         """The conversation in the template's format, and its rendering up to the start of the answer. UserError for an
         invalid row.
 
@@ -62,9 +62,9 @@ class ChatRenderer:
         try:
             return chat, self._asked(answers.template, chat, kwargs)
         except RenderError as error:
-            raise refused(where, error) from error
-        except UnboundedError as error:
-            raise UserError(unbounded(where, error)) from None
+            raise template_refusal(where, error) from error
+        except RenderLimitError as error:
+            raise UserError(limit_message(where, error)) from None
 
     def continuation(
         self,
@@ -100,7 +100,7 @@ class ChatRenderer:
             header = common_header(
                 plain, self._asked(answers.template, question, kwargs), (*answers.specials, *answers.added)
             )
-        except Unclear as error:
+        except AmbiguousAnswerError as error:
             raise UserError(
                 f"{where}: cannot tell how the chat template goes on behind an answer: {error}. Set data.chat_template "
                 "to one that renders each message by itself."
@@ -110,8 +110,8 @@ class ChatRenderer:
                 f"{where}: the chat template refused what the environment replied: {first_line(error)}. Reply with "
                 "other messages, or set data.chat_template."
             ) from error
-        except UnboundedError as error:
-            raise UserError(unbounded(where, error)) from None
+        except RenderLimitError as error:
+            raise UserError(limit_message(where, error)) from None
         start, end = found.spans[-1]
         if not header or not text.startswith(header.rstrip()) or text[:end] != found.text[:end]:
             raise UserError(
@@ -158,7 +158,7 @@ class ChatRenderer:
         """Token ids of rendered chats, which contain their special tokens as text."""
         return self._encoder.plain(texts)
 
-    def _asked(self, template: ChatTemplate, chat: Conversation, kwargs: Mapping[str, Any]) -> str:
+    def _asked(self, template: ChatTemplate, chat: ChatInput, kwargs: Mapping[str, Any]) -> str:
         """The rendering up to the start of the answer, even if the template has no generation prompt."""
 
         def render(messages: Any, ask: bool) -> str:
@@ -169,11 +169,9 @@ class ChatRenderer:
             self._asks[key] = render(chat.messages, True) != render(chat.messages, False)
         return render(chat.messages, True) if self._asks[key] else up_to_the_answer(render, chat.messages)
 
-    def _conversation(self, where: str, messages: Sequence[Message], row: Mapping[str, Any]) -> Conversation:
+    def _conversation(self, where: str, messages: Sequence[Message], row: Mapping[str, Any]) -> ChatInput:
         return conversation(Record(where, "messages", {"messages": messages, **template_inputs(where, row)}), "answers")
 
-    def _answers(
-        self, where: str, chat: Conversation, images: Sequence[Image]
-    ) -> tuple[AssistantMasks, dict[str, Any]]:
+    def _answers(self, where: str, chat: ChatInput, images: Sequence[Image]) -> tuple[AssistantMasks, dict[str, Any]]:
         answers = self._encoder.masks_of(Record(where, "messages", {}, tuple(images)), chat)
         return answers, {**self.encoding.template_kwargs, **chat.kwargs}

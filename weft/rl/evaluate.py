@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from weft.config.rl_schema import RlConfig, RlEvalConfig
 from weft.config.sources import source_name
-from weft.data.documents import leak
+from weft.data.documents import leak_hint
 from weft.data.images import Images
 from weft.inference.base import RolloutEngine, SamplingParams
 from weft.inference.types import Prompt, Sample, SampleGroup
@@ -56,7 +56,7 @@ class HeldOutPrompts:
                 if (content := _content(prompt)) in wanted:
                     trained.setdefault(content, prompt.source)
             equal = [(p.source, trained[_content(p)]) for p in prompts.prompts if _content(p) in trained]
-            lines += leak(name, equal, len(prompts), "prompts")
+            lines += leak_hint(name, equal, len(prompts), "prompts")
         return lines
 
     def all(self) -> list[Prompt]:

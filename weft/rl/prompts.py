@@ -14,15 +14,15 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from weft.config.rl_schema import RlConfig
 from weft.config.yaml12 import override
-from weft.data.blocks import OnBad, Row, refuse
-from weft.data.columns import divided_columns, with_named
+from weft.data.blocks import OnBad, SourceRow, raise_bad_row
+from weft.data.columns import add_named_columns, divided_columns
 from weft.data.encode import Encoding, has_template, read_encoding
 from weft.data.image_columns import COLUMN, VIDEOS, Image, images_alone, take_images
 from weft.data.image_files import opening_pool
-from weft.data.images import Images, of_text_alone, texts_of
+from weft.data.images import Images, text_model_error, texts_of
 from weft.data.messages import MessageRules, read_messages, with_default_system, with_parts
-from weft.data.open_sources import Data, Source, open_data
-from weft.data.order import Share, order_of
+from weft.data.open_sources import Data, DataSource, open_data
+from weft.data.order import SourceShare, order_of
 from weft.data.prompt_images import PromptImages
 from weft.data.prompts import as_text
 from weft.data.records import (
@@ -98,7 +98,7 @@ class Prompts(Sequence[Prompt]):
         self,
         label: str,
         prompts: Sequence[Prompt],
-        shares: Sequence[Share],
+        shares: Sequence[SourceShare],
         dropped: int = 0,
         bad: Sequence[tuple[str, str]] = (),
         template: bool = False,
@@ -184,13 +184,13 @@ def read_prompts(
 ) -> Prompts:
     """Read, check and tokenise prompts, source by source."""
     reader = _PromptReader(tokenizer, encoding, rules, images)
-    shares: list[Share] = []
+    shares: list[SourceShare] = []
     prompts: list[Prompt] = []
     dropped, bad = 0, list[tuple[str, str]]()
     sources = open_data(data)
     for source in sources:
         wrong: list[str] = []
-        found = list(reader.read(source, partial(_keep, wrong) if rules.drop_bad else refuse))
+        found = list(reader.read(source, partial(_keep, wrong) if rules.drop_bad else raise_bad_row))
         bad += [(source.label, text) for text in wrong]
         if wrong and not found:
             raise UserError(
@@ -199,7 +199,7 @@ def read_prompts(
             )
         kept = [prompt for prompt in found if len(prompt.tokens) <= rules.longest]
         _check(source, found, kept, rules)
-        shares.append(Share(len(kept), source.weight))
+        shares.append(SourceShare(len(kept), source.weight))
         prompts += [replace(prompt, index=len(prompts) + i) for i, prompt in enumerate(kept)]
         dropped += len(found) - len(kept)
     label = sources[0].label if len(sources) == 1 else f"{len(sources)} sources"
@@ -210,7 +210,7 @@ def _keep(wrong: list[str], number: int, error: UserError) -> None:
     wrong.append(first_line(error))
 
 
-def _check(source: Source, found: Sequence[Prompt], kept: Sequence[Prompt], rules: PromptRules) -> None:
+def _check(source: DataSource, found: Sequence[Prompt], kept: Sequence[Prompt], rules: PromptRules) -> None:
     if not found:
         raise UserError(f"{source.label}: holds no prompts. data.path must name data with {_NEEDED}.")
     longest = max(found, key=lambda prompt: len(prompt.tokens))
@@ -259,7 +259,7 @@ class _PromptReader:
         self.has_template = has_template(tokenizer, encoding)
         self.placeholders = () if images is None else images.placeholders
 
-    def read(self, source: Source, bad: OnBad) -> Iterator[Prompt]:
+    def read(self, source: DataSource, bad: OnBad) -> Iterator[Prompt]:
         """The prompts of a source, all with index 0; the caller sets indices."""
         for part in source.parts:
             for block in part.blocks():
@@ -271,10 +271,10 @@ class _PromptReader:
                         bad(row.number, error)
                 yield from self._tokenised(list(self._opened(rows, bad)), bad)
 
-    def _checked(self, row: Row, source: Source, folder: str) -> _PromptRow:
+    def _checked(self, row: SourceRow, source: DataSource, folder: str) -> _PromptRow:
         if row.escaped:
-            check_unicode(row.where, row.values)
-        return self._row(row.where, _named(row, source.columns), source, folder)
+            check_unicode(row.location, row.values)
+        return self._row(row.location, _named(row, source.columns), source, folder)
 
     def _opened(self, rows: Sequence[tuple[int, _PromptRow]], bad: OnBad) -> Iterator[_PromptRow]:
         """The rows whose images can be opened, with placeholders for images in their texts."""
@@ -309,7 +309,7 @@ class _PromptReader:
             shown = row.opened, self.placeholders
             yield Prompt(0, 0, tuple(ids[i]), row.shown, row.messages, row.columns, row.where, *shown)
 
-    def _row(self, where: str, row: dict[str, Any], source: Source, folder: str) -> _PromptRow:
+    def _row(self, where: str, row: dict[str, Any], source: DataSource, folder: str) -> _PromptRow:
         rules = source.rules
         row = {key: item for key, item in row.items() if key not in rules.ignored}
         refuse_media(where, row, VIDEOS)
@@ -351,7 +351,7 @@ class _PromptReader:
         messages, found = take_images(where, messages, rest, folder)
         images = images_alone(found)
         if images and self.images is None:
-            raise of_text_alone(where)
+            raise text_model_error(where)
         if self.images is not None:
             self.images.refuse_marks(Record(where, "messages", {}), texts_of(messages))
         chat, text = self.chats.question(where, messages, rest, images)
@@ -359,13 +359,13 @@ class _PromptReader:
         return _PromptRow(where, text, as_text(asked), asked, rest, images)
 
 
-def _named(row: Row, columns: Mapping[str, str]) -> dict[str, Any]:
+def _named(row: SourceRow, columns: Mapping[str, str]) -> dict[str, Any]:
     """All columns of a row, and those of `columns` under weft's names. Rewards get nulls as the data have them; what
     the chat template renders has none that an Arrow table put into its objects."""
-    found = with_named(row.where, row.values, columns)
+    found = add_named_columns(row.location, row.values, columns)
     if row.cleaners:
         paths = {name: path for name, path in columns.items() if name in _RENDERED}
-        cleaned = with_named(row.where, row.cleaned(), paths)
+        cleaned = add_named_columns(row.location, row.cleaned(), paths)
         found |= {name: cleaned[name] for name in _RENDERED if name in cleaned}
     return found
 
@@ -448,7 +448,7 @@ class PromptStream:
         assert len(prompts) and per_step >= 1
         self._prompts, self.per_step = prompts, per_step
         self._seed, self._shuffle = seed, shuffle
-        self._shares = prompts.shares if isinstance(prompts, Prompts) else [Share(len(prompts))]
+        self._shares = prompts.shares if isinstance(prompts, Prompts) else [SourceShare(len(prompts))]
         self.in_epoch = sum(share.in_epoch for share in self._shares)
         self._visits: Counter[int] = Counter()
         self._order = self._forever()

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 
 from weft.checkpoint import rng
-from weft.checkpoint.resume import fill_from
+from weft.checkpoint.resume import restore_engine
 from weft.checkpoint.retention import complete_steps, step_folder
 from weft.checkpoint.save import Saver
 from weft.checkpoint.state import read_state
@@ -161,7 +161,7 @@ class ReferenceCriticRank:
         if self.values is None:
             return
         if last:
-            fill_from(self.engine, read_state(critic_checkpoint(run, last)), self.config.train.seed, command="rl")
+            restore_engine(self.engine, read_state(critic_checkpoint(run, last)), self.config.train.seed, command="rl")
         (run / CRITIC).mkdir(exist_ok=True)
         kept, timeout = checkpoints_of(self.config), self.config.train.timeout
         self.saver = Saver(self.engine, run / CRITIC, kept, constants, last, command="rl", timeout=timeout)

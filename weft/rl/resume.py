@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weft.checkpoint.resume import (
+    find_newest,
     from_weights,
-    judge_alone,
-    newest,
     no_complete_checkpoint,
     other_training,
+    read_or_reason,
     resumed_notes,
 )
 from weft.checkpoint.retention import complete_steps, point_latest, set_aside, step_folder
@@ -70,7 +70,7 @@ def find_start(config: RlConfig, folder: Path, prompts: Prompts, plan: RlPlan, *
     """The start at the newest complete checkpoint of RUN, or at step 1 without one. UserError if config or data differ
     from that training, or if all checkpoints are damaged. replayed: whether rollouts are read from files (--replay)."""
     checkpoints = folder / "checkpoints"
-    state, skipped = newest(checkpoints, steps_of_all(folder), _whole)
+    state, skipped = find_newest(checkpoints, steps_of_all(folder), _whole)
     notes = [f"skipped  {text}" for text in skipped]
     if state is None:
         if skipped:
@@ -158,11 +158,11 @@ def prepare_folder(config: RlConfig, folder: Path, start: RlStart) -> RlStart:
 
 def _whole(checkpoint: Path) -> tuple[TrainerState | None, str]:
     """(state, reason why it cannot be resumed) of the policy's checkpoint and, with separate ranks, the critic's."""
-    state, reason = judge_alone(checkpoint, RL_RUN)
+    state, reason = read_or_reason(checkpoint, RL_RUN)
     own = checkpoint.parent.parent / CRITIC / "checkpoints" / checkpoint.name
     if state is None or not own.is_dir():
         return state, reason
-    critic, reason = judge_alone(own, {})
+    critic, reason = read_or_reason(own, {})
     return (state, "") if critic is not None else (None, f"its critic, {own}: {reason}")
 
 

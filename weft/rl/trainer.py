@@ -18,7 +18,7 @@ import numpy as np
 
 from weft.checkpoint import rng
 from weft.checkpoint.export import save_huggingface
-from weft.checkpoint.resume import fill_from
+from weft.checkpoint.resume import restore_engine
 from weft.checkpoint.retention import step_folder
 from weft.checkpoint.save import Saver
 from weft.checkpoint.state import read_state
@@ -151,7 +151,7 @@ class TrainerRank:
         if last:
             state = read_state(step_folder(run / "checkpoints", last))
             critics = {} if self.critic is None else {str(critic_checkpoint(run.resolve(), last)): self.critic}
-            notes = fill_from(self.engine, state, self.config.train.seed, critics, command="rl")
+            notes = restore_engine(self.engine, state, self.config.train.seed, critics, command="rl")
         texts = {**changed_files(self.config.model.path, self.config.data), **texts}
         others: dict[str, Engine] = {} if self.critic is None else {CRITIC: self.critic}
         kept = checkpoints_of(self.config)
@@ -176,7 +176,7 @@ class TrainerRank:
         flight.enter("sync")
         began = time.perf_counter()
         self.embedded.wake(version=version)
-        return Synced(version, len(self.engine.built.pieces), self.embedded.bytes, time.perf_counter() - began)
+        return Synced(version, len(self.engine.built.mappings), self.embedded.bytes, time.perf_counter() - began)
 
     def prove_exact(self) -> str:
         """Returns a line to print. UserError if the embedded engine's logprobs differ from the trainer's."""
@@ -256,7 +256,7 @@ class TrainerRank:
         began = time.perf_counter()
         save_huggingface(self.engine, Path(folder))
         size = sum(file.stat().st_size for file in Path(folder).glob("*.safetensors"))
-        return Synced(version, len(self.engine.built.pieces), size, time.perf_counter() - began)
+        return Synced(version, len(self.engine.built.mappings), size, time.perf_counter() - began)
 
     # ------------------------------------------------------------ reading
 

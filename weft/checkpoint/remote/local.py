@@ -20,7 +20,7 @@ Config = TypeVar("Config", SftConfig, RlConfig)
 Run = Literal["new", "resumed"]
 
 
-def localised(config: Config, run: Run | None = None, *, dry_run: bool = False) -> Config:
+def with_local_paths(config: Config, run: Run | None = None, *, dry_run: bool = False) -> Config:
     """The config with all URLs replaced; the same config if it has none.
 
     run: whether a new or a resumed run is about to begin in run.dir; None if neither. dry_run: fetch the models without

@@ -22,7 +22,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from weft.checkpoint.remote.layout import BEST, CHECKPOINTS, COMPLETE, CRITIC, LATEST, RemoteRun, name_of
-from weft.checkpoint.remote.store import BRIEF, Entry, Store, StoreError
+from weft.checkpoint.remote.store import BRIEF, Store, StoredObject, StoreError
 from weft.checkpoint.retention import TRAINER_STATE
 from weft.config.sources import is_pattern
 from weft.config.urls import LocalCopy
@@ -70,7 +70,7 @@ def fetch(key: str, url: str, staging: Path, *, weights: bool = True, state: boo
     return LocalCopy(str(inner / rest if rest else inner), url)
 
 
-def _look(url: str, weights: bool, state: bool) -> tuple[str, str, dict[str, Entry]]:
+def _look(url: str, weights: bool, state: bool) -> tuple[str, str, dict[str, StoredObject]]:
     """(URL of a folder, the file name or pattern in it, the objects to download by name). For a URL that names a folder
     the second is ""."""
     scheme, _, path = url.rstrip("/").partition("://")
@@ -98,7 +98,7 @@ def resolved(url: str) -> str:
     return url
 
 
-def _copy(key: str, url: str, store: Store, found: Mapping[str, Entry], folder: Path, inner: Path) -> None:
+def _copy(key: str, url: str, store: Store, found: Mapping[str, StoredObject], folder: Path, inner: Path) -> None:
     began, partial = time.perf_counter(), folder.with_name(f"{folder.name}.{uuid.uuid4().hex[:8]}.partial")
     try:
         for name, entry in found.items():

@@ -29,7 +29,7 @@ class StoreError(StorageError):
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class StoredObject:
     """An object. size: in bytes. mark: changes with its content, such as an etag."""
 
     size: int
@@ -70,7 +70,7 @@ class Store:
         local.parent.mkdir(parents=True, exist_ok=True)
         self._tried(name, lambda: self._fs.get_file(self._path(name), str(local)))
 
-    def list(self, under: str = "") -> dict[str, Entry]:
+    def list(self, under: str = "") -> dict[str, StoredObject]:
         """Name -> entry of all objects under a name, at any depth."""
         self._fs.invalidate_cache()
         try:
@@ -79,13 +79,13 @@ class Store:
             return {}
         return self._entries(found)
 
-    def match(self, pattern: str) -> dict[str, Entry]:
+    def match(self, pattern: str) -> dict[str, StoredObject]:
         """Name -> entry of the objects that match a pattern."""
         self._fs.invalidate_cache()
         found = self._tried(pattern, lambda: self._fs.glob(self._path(pattern), detail=True))
         return self._entries({name: info for name, info in found.items() if info["type"] == "file"})
 
-    def entry(self, name: str) -> Entry | None:
+    def entry(self, name: str) -> StoredObject | None:
         """The entry of the object of exactly this name; None if there is none."""
         self._fs.invalidate_cache()
         try:
@@ -106,7 +106,7 @@ class Store:
         except FileNotFoundError as error:
             raise StoreError(f"{self.url}/{name}: there is no such bucket: make it, or name another") from error
 
-    def _entries(self, found: Mapping[str, Mapping[str, Any]]) -> dict[str, Entry]:
+    def _entries(self, found: Mapping[str, Mapping[str, Any]]) -> dict[str, StoredObject]:
         start = len(self._root.rstrip("/")) + 1
         return {name[start:]: _entry(info) for name, info in sorted(found.items()) if len(name) >= start}
 
@@ -128,8 +128,8 @@ class Store:
         raise AssertionError("the last attempt returns or raises")
 
 
-def _entry(info: Mapping[str, Any]) -> Entry:
-    return Entry(int(info.get("size") or 0), "|".join(str(info[key]) for key in _MARKS if info.get(key)))
+def _entry(info: Mapping[str, Any]) -> StoredObject:
+    return StoredObject(int(info.get("size") or 0), "|".join(str(info[key]) for key in _MARKS if info.get(key)))
 
 
 def _is_lasting(error: Exception) -> bool:

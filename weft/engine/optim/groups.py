@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from weft.config.schema import OptimizerConfig, ParameterGroup
 from weft.errors import UserError
 from weft.models.patterns import matches, similar_names
-from weft.parallel.shards.cuts import AnyCut, full_shape
+from weft.parallel.shards.cuts import AnyShardSpec, full_shape
 
 NamedParameters = Iterable[tuple[str, nn.Parameter]]
 
@@ -113,7 +113,7 @@ def check_groups(module: nn.Module, config: OptimizerConfig) -> None:
 
 
 def describe_groups(
-    named_parameters: NamedParameters, config: OptimizerConfig, cuts: Mapping[str, AnyCut] | None = None
+    named_parameters: NamedParameters, config: OptimizerConfig, cuts: Mapping[str, AnyShardSpec] | None = None
 ) -> list[OptimizerGroupRow]:
     """Rows of the table that is printed at start: parameters with and without weight decay, those of each optimizer
     group, and frozen ones. cuts: how tp divides parameters, to count elements over all ranks."""

@@ -26,7 +26,7 @@ from weft.launch.timing import waiting
 from weft.ops.communicator import process_group
 from weft.parallel.fsdp import DTYPES
 from weft.parallel.mesh import local_shard
-from weft.parallel.shards.cuts import Cuts, split
+from weft.parallel.shards.cuts import ShardSpecs, split
 
 # An fp32 sum of squares on CPU runs through few accumulators: over 1e8 elements its root is 1% too small (torch 2.13).
 _CPU_CHUNK = 1 << 16
@@ -157,7 +157,7 @@ class OtherStages:
 def clip_gradients(
     named_parameters: NamedParameters,
     max_norm: float | None,
-    cuts: Cuts | None = None,
+    cuts: ShardSpecs | None = None,
     pp: OtherStages | None = None,
 ) -> float:
     """Scale the gradients to a global L2 norm of at most `max_norm`; returns the norm before.
@@ -182,13 +182,17 @@ def clipping_divisor(norm: Tensor, max_norm: float | None) -> Tensor | None:
 
 
 @torch.no_grad()
-def global_norm(named_parameters: NamedParameters, cuts: Cuts | None = None, pp: OtherStages | None = None) -> float:
+def global_norm(
+    named_parameters: NamedParameters, cuts: ShardSpecs | None = None, pp: OtherStages | None = None
+) -> float:
     """L2 norm of all gradients together, equal on every rank."""
     return float(read(device_norm(named_parameters, cuts, pp)[None], lambda: [1.0])[0])
 
 
 @torch.no_grad()
-def device_norm(named_parameters: NamedParameters, cuts: Cuts | None = None, pp: OtherStages | None = None) -> Tensor:
+def device_norm(
+    named_parameters: NamedParameters, cuts: ShardSpecs | None = None, pp: OtherStages | None = None
+) -> Tensor:
     """As `global_norm`: a scalar, fp64, on the parameters' device. Sharded elements and elements that ranks of tp, or
     stages, replicate count once. Sums of squares are all-reduced once per mesh axis on which a gradient is sharded, and
     then over the stages."""

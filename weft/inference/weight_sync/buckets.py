@@ -21,8 +21,8 @@ from weft.checkpoint.export import manifest_of, plan_export, save_planned, writt
 from weft.engine.engine import Engine
 from weft.inference.weight_sync.protocol import TensorHeader
 from weft.parallel.shards.boxes import Box, local_values, overlap
-from weft.parallel.shards.cuts import HeldBox, held_boxes
-from weft.parallel.shards.layout import Piece
+from weft.parallel.shards.cuts import RankBox, rank_boxes
+from weft.parallel.shards.layout import TensorMapping
 from weft.parallel.shards.safetensors_files import TensorFile
 
 ALIGNMENT = 64  # bytes; tensors of a bucket begin at multiples of it
@@ -30,11 +30,11 @@ ALIGNMENT = 64  # bytes; tensors of a bucket begin at multiples of it
 
 @dataclass(frozen=True)
 class SyncContent:
-    """The tensors of a part of a sync. kind, adapter: as in protocol.Part. pieces, manifest: as an export plans them.
+    """The tensors of a part of a sync. kind, adapter: as in protocol.Part. mappings, manifest: as an export plans them.
     dtype: of the parameters; None for an adapter."""
 
     kind: str
-    pieces: list[Piece]
+    mappings: list[TensorMapping]
     manifest: dict[str, Tensor]
     adapter: dict[str, Any] | None = None
     dtype: torch.dtype | None = None
@@ -68,13 +68,13 @@ def entry_of(name: str, tensor: Tensor) -> TensorHeader:
 def weights(engine: Engine, dtype: torch.dtype) -> SyncContent:
     """The content for the whole model, with parameters in this dtype; for a model with adapters, for its base."""
     kind = "weights" if engine.lora is None else "base"
-    return SyncContent(kind, engine.built.pieces, manifest_of(engine, dtype), dtype=dtype)
+    return SyncContent(kind, engine.built.mappings, manifest_of(engine, dtype), dtype=dtype)
 
 
 def adapter(engine: Engine) -> SyncContent:
     """The content for all trained tensors of a model with adapters, under peft's names, in the masters' dtype."""
     plan = plan_adapter(engine)
-    return SyncContent("adapter", plan.pieces, plan.manifest, plan.config)
+    return SyncContent("adapter", plan.mappings, plan.manifest, plan.config)
 
 
 @dataclass(frozen=True)
@@ -121,17 +121,17 @@ class BucketPlan:
         cuts, among, borrowed = engine.divided.cuts, engine.mesh.stage_rank, engine.tied_copies
         state = engine.module.state_dict(keep_vars=True)
         own = {name: tensor for name, tensor in state.items() if name not in borrowed}
-        held = {name: held_boxes(tensor, cuts.get(name), among) for name, tensor in own.items()}
+        held = {name: rank_boxes(tensor, cuts.get(name), among) for name, tensor in own.items()}
         numbers = {name: number for number, name in enumerate(held)}
         self.buckets = list[list[BucketTensor]]()
         self._shares = list[list[_ShardCopy]]()
         for bucket in _planned(content, size):
             self.buckets.append([row for row, _ in bucket])
             shares = [
-                _share(row, piece, box)
-                for row, piece in bucket
-                for box in held.get(piece.runtime, ())  # empty for tensors of other pipeline stages
-                if box.is_mine(numbers[piece.runtime])
+                _share(row, mapping, box)
+                for row, mapping in bucket
+                for box in held.get(mapping.runtime, ())  # empty for tensors of other pipeline stages
+                if box.is_writer(numbers[mapping.runtime])
             ]
             self._shares.append([share for share in shares if share is not None])
 
@@ -142,7 +142,7 @@ class BucketPlan:
             memory = buckets.memory(number)
             assert memory is not None
             for share in shares:
-                values = share.piece.to_disk(local_values(state[share.piece.runtime])[share.source])
+                values = share.mapping.to_disk(local_values(state[share.mapping.runtime])[share.source])
                 share.row.within(memory)[share.target].copy_(values, non_blocking=True)
             settle(engine.device, memory)
             yield rows
@@ -153,26 +153,26 @@ class _ShardCopy:
     """What one rank writes of a tensor: the part `source` of its local values, to the part `target` of the tensor."""
 
     row: BucketTensor
-    piece: Piece
+    mapping: TensorMapping
     source: tuple[slice, ...]
     target: tuple[slice, ...]
 
 
-def _share(row: BucketTensor, piece: Piece, held: HeldBox) -> _ShardCopy | None:
-    part = overlap(piece.box, held.box)
+def _share(row: BucketTensor, mapping: TensorMapping, held: RankBox) -> _ShardCopy | None:
+    part = overlap(mapping.box, held.box)
     if part is None:
         return None
-    return _ShardCopy(row, piece, held.within(part), piece.disk_box(part).within(Box.whole(piece.shape)))
+    return _ShardCopy(row, mapping, held.within(part), mapping.disk_box(part).within(Box.whole(mapping.shape)))
 
 
-def _planned(content: SyncContent, size: int) -> Iterator[list[tuple[BucketTensor, Piece]]]:
-    entries, bucket = content.entries, list[tuple[BucketTensor, Piece]]()
-    for piece in content.pieces:
-        row = _place([row for row, _ in bucket[-1:]], entries[piece.disk], size)
+def _planned(content: SyncContent, size: int) -> Iterator[list[tuple[BucketTensor, TensorMapping]]]:
+    entries, bucket = content.entries, list[tuple[BucketTensor, TensorMapping]]()
+    for mapping in content.mappings:
+        row = _place([row for row, _ in bucket[-1:]], entries[mapping.disk], size)
         if row is None:
             yield bucket
-            bucket, row = [], BucketTensor(entries[piece.disk], 0)
-        bucket.append((row, piece))
+            bucket, row = [], BucketTensor(entries[mapping.disk], 0)
+        bucket.append((row, mapping))
     yield bucket
 
 
@@ -181,7 +181,7 @@ def gathered(engine: Engine, content: SyncContent, buckets: Buckets) -> Iterator
     it if it has a buffer. Collective."""
     entries, rows, number = content.entries, list[BucketTensor](), 0
     memory = buckets.memory(number)
-    for name, tensor in engine.walk(content.pieces, content.manifest, bucket_bytes=2 * buckets.size):
+    for name, tensor in engine.walk(content.mappings, content.manifest, bucket_bytes=2 * buckets.size):
         row = _place(rows[-1:], entries[name], buckets.size)
         if row is None:
             settle(engine.device, memory)

@@ -8,7 +8,7 @@ from functools import lru_cache
 from importlib.util import find_spec
 
 from weft.data.image_columns import Image
-from weft.data.image_files import Checks, pixels
+from weft.data.image_files import ImageChecks, load_pixels
 from weft.errors import UserError
 
 _SIDE = 112  # largest width and height in pixels
@@ -28,7 +28,7 @@ def _source(path: str) -> str:
     if find_spec("PIL") is None:
         return ""
     try:
-        image, _ = pixels(Image(path=path), "image", Checks())
+        image, _ = load_pixels(Image(path=path), "image", ImageChecks())
     except UserError:
         return ""
     image.thumbnail((_SIDE, _SIDE))

@@ -20,10 +20,10 @@ from weft.models.train_module import TrainModule
 from weft.ops.communicator import Communicator
 from weft.ops.dispatch import ExpertPlacement
 from weft.parallel.mesh import EPAxis
-from weft.parallel.shards.cuts import AnyCut, Cut, Cuts, NestedCut
+from weft.parallel.shards.cuts import AnyShardSpec, NestedShardSpec, ShardSpec, ShardSpecs
 
 
-def expert_parallel(module: TrainModule, ranks: EPAxis | None, cuts: Cuts) -> dict[str, AnyCut]:
+def expert_parallel(module: TrainModule, ranks: EPAxis | None, cuts: ShardSpecs) -> dict[str, AnyShardSpec]:
     """Divide the experts of a model (on meta) and make them exchange tokens. Returns `cuts` with those of the experts.
 
     cuts: divisions by tp. Raises UserError if a layer has fewer experts than there are ranks, or the model has none.
@@ -41,17 +41,17 @@ def expert_parallel(module: TrainModule, ranks: EPAxis | None, cuts: Cuts) -> di
     return found
 
 
-def _divide(name: str, experts: Any, ranks: EPAxis, cuts: Cuts) -> dict[str, AnyCut]:
+def _divide(name: str, experts: Any, ranks: EPAxis, cuts: ShardSpecs) -> dict[str, AnyShardSpec]:
     count = int(experts.num_experts)
     if count < ranks.size:
         raise UserError(
             f"mesh.ep={ranks.size} is more than the {count} experts of {name}: set mesh.ep to {count} or less."
         )
-    found: dict[str, AnyCut] = {}
+    found: dict[str, AnyShardSpec] = {}
     for leaf, parameter in list(experts.named_parameters()):
         path = f"{name}.{leaf}"
         before = cuts.get(path)
-        assert before is None or isinstance(before, Cut)
+        assert before is None or isinstance(before, ShardSpec)
         shape = tuple(parameter.shape) if before is None else before.shape
         cut = cut_of_expert(shape, count, before, ranks, strided=strided(experts, leaf))
         part = torch.empty(cut.local_shape(), dtype=parameter.dtype, device=parameter.device)
@@ -62,13 +62,15 @@ def _divide(name: str, experts: Any, ranks: EPAxis, cuts: Cuts) -> dict[str, Any
     return found
 
 
-def cut_of_expert(shape: tuple[int, ...], count: int, before: Cut | None, ranks: EPAxis, *, strided: bool) -> AnyCut:
+def cut_of_expert(
+    shape: tuple[int, ...], count: int, before: ShardSpec | None, ranks: EPAxis, *, strided: bool
+) -> AnyShardSpec:
     """The division of one tensor of a layer's `count` experts. before: by tp. strided: see `split_by_experts`."""
     outer = split_by_experts(shape, even_ranges(count, ranks.size), strided, ranks)
     return outer if before is None else _nested(outer, before, ranks.with_tp)
 
 
-def split_by_experts(shape: tuple[int, ...], held: list[Range], strided: bool, ranks: EPAxis) -> Cut:
+def split_by_experts(shape: tuple[int, ...], held: list[Range], strided: bool, ranks: EPAxis) -> ShardSpec:
     """The division by experts, which make up the first dimension (weights: [experts, ...]; matrix A of adapters:
     [experts r, .]). strided: they vary fastest in the second dimension instead (matrix B: [., r experts])."""
     count, dim = sum(size for _, size in held), int(strided)
@@ -78,7 +80,7 @@ def split_by_experts(shape: tuple[int, ...], held: list[Range], strided: bool, r
     else:
         ranges = [((first * times, size * times),) for first, size in held]
     copies = (1,) * len(ranges[0])
-    return Cut(shape, dim, tuple(ranges), copies, ranks.rank, ranks.ranks)
+    return ShardSpec(shape, dim, tuple(ranges), copies, ranks.rank, ranks.ranks)
 
 
 def strided(experts: nn.Module, leaf: str) -> bool:
@@ -87,15 +89,15 @@ def strided(experts: nn.Module, leaf: str) -> bool:
     return isinstance(experts.get_submodule(owner), LowRank) and matrix == "B"
 
 
-def _nested(outer: Cut, inner: Cut, ranks: Communicator | None) -> NestedCut:
+def _nested(outer: ShardSpec, inner: ShardSpec, ranks: Communicator | None) -> NestedShardSpec:
     assert ranks is not None
     shape = outer.local_shape()
     if inner.divides:
         assert inner.dim != outer.dim
-        return NestedCut(outer, replace(inner, shape=shape), ranks)
+        return NestedShardSpec(outer, replace(inner, shape=shape), ranks)
     dim = next(d for d in range(len(shape)) if d != outer.dim)
     whole = ((0, shape[dim]),)
-    return NestedCut(outer, replace(inner, shape=shape, dim=dim, ranges=(whole,) * inner.size), ranks)
+    return NestedShardSpec(outer, replace(inner, shape=shape, dim=dim, ranges=(whole,) * inner.size), ranks)
 
 
 def _replace(experts: nn.Module, leaf: str, part: nn.Parameter) -> None:

@@ -21,7 +21,7 @@ from weft.launch.timing import waiting
 from weft.parallel.mesh import P2PChannel, PPAxis, local_shard
 from weft.parallel.pp.model import Pipeline
 from weft.parallel.pp.placement import Placement
-from weft.parallel.shards.cuts import AnyCut, Cuts, full_shape
+from weft.parallel.shards.cuts import AnyShardSpec, ShardSpecs, full_shape
 
 
 class P2PMessage(NamedTuple):
@@ -173,8 +173,8 @@ def gather_over_stages(
     device: torch.device,
     names: Iterable[str],
     held: Mapping[str, Tensor | None],
-    cuts: Cuts,
-    whole: Callable[[Tensor, AnyCut | None], Tensor],
+    cuts: ShardSpecs,
+    whole: Callable[[Tensor, AnyShardSpec | None], Tensor],
 ) -> Iterator[tuple[str, Tensor | None]]:
     """Yields (name, whole tensor) for these names of the whole model, on every stage, gathered one by one; None if the
     stage that holds the name has no tensor for it (such as a missing gradient). Collective.

@@ -37,7 +37,7 @@ from weft.models.lora import (
 from weft.models.low_rank import LowRank
 from weft.models.train_module import TrainModule
 from weft.parallel.shards.boxes import Box
-from weft.parallel.shards.cuts import Cuts, full_shape, shards_of
+from weft.parallel.shards.cuts import ShardSpecs, full_shape, shards_of
 from weft.parallel.shards.safetensors_files import TensorFile
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -303,7 +303,7 @@ def _wanted_shapes(plan: LoraPlan, model: PreTrainedModel) -> dict[str, tuple[in
 
 
 @torch.no_grad()
-def fill_adapters(module: nn.Module, plan: LoraPlan, cuts: Cuts, seed: int) -> None:
+def fill_adapters(module: nn.Module, plan: LoraPlan, cuts: ShardSpecs, seed: int) -> None:
     """Fill this rank's shards of the adapters: from plan.path, or drawn from the seed. cuts: how tp divides them.
 
     Modules that are trained whole keep the base's values if there is no plan.path.

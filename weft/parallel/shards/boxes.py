@@ -94,16 +94,16 @@ class Shard:
         """The elements of a box inside this shard's."""
         return self.values[box.within(self.box)]
 
-    def is_mine(self, number: int) -> bool:
+    def is_writer(self, number: int) -> bool:
         """Whether this rank writes the box for all its replicas; `number` spreads tensors over them."""
         return all(index == number % size for index, size in self.replicas)
 
-    def is_read_here(self, number: int) -> bool:
-        """Whether this rank reads the box from a file and broadcasts it to `groups`. number: as in is_mine."""
+    def is_reader(self, number: int) -> bool:
+        """Whether this rank reads the box from a file and broadcasts it to `groups`. number: as in is_writer."""
         return all(index == number % size for index, size in self.replicas[: len(self.groups)])
 
 
-class Readable(Protocol):
+class ReadableShard(Protocol):
     """What an export needs of a shard, wherever its elements are."""
 
     @property
@@ -111,7 +111,7 @@ class Readable(Protocol):
 
     def read(self, box: Box) -> Tensor: ...
 
-    def is_mine(self, number: int) -> bool: ...
+    def is_writer(self, number: int) -> bool: ...
 
 
 def shard_of(tensor: Tensor, among: tuple[int, int] | None = None) -> Shard:

@@ -1,7 +1,7 @@
 """How tensor and expert parallelism divide tensors: the part of a whole tensor that a rank of the axis computes with.
 
 A part is a plain tensor, which FSDP2 shards like any other. It may be several ranges of the whole tensor, concatenated,
-because a fused projection is cut part by part. Both axes may divide one tensor: that is a NestedCut.
+because a fused projection is cut part by part. Both axes may divide one tensor: that is a NestedShardSpec.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from weft.parallel.shards.boxes import Box, Shard, shard_of
 
 
 @dataclass(frozen=True)
-class Cut:
+class ShardSpec:
     """The division of one tensor. shape: of the whole tensor. dim: the divided dimension. ranges: for each rank of the
     axis, the ranges of `dim` that it holds, in order. copies: for each of these ranges, the number of neighbouring
     ranks that hold the same; all ranks for an undivided tensor. place: this rank's index on the axis. ranks: of the
@@ -51,7 +51,7 @@ class Cut:
         """The ranks of each axis of the cut."""
         return (self.ranks,)
 
-    def at(self, place: int) -> Cut:
+    def at(self, place: int) -> ShardSpec:
         """The cut of another rank of the axis."""
         return replace(self, place=place)
 
@@ -99,12 +99,12 @@ class Cut:
 
 
 @dataclass(frozen=True)
-class NestedCut:
+class NestedShardSpec:
     """The division of one tensor by two axes, along different dimensions. outer: of the whole tensor, with different
     elements on each rank. inner: of the outer's part. ranks: of both axes together, the inner one varying fastest."""
 
-    outer: Cut
-    inner: Cut
+    outer: ShardSpec
+    inner: ShardSpec
     ranks: Communicator
 
     @property
@@ -124,31 +124,31 @@ class NestedCut:
 
     @property
     def copies(self) -> tuple[int, ...]:
-        """As in Cut."""
+        """As in ShardSpec."""
         return self.inner.copies
 
     @property
     def divides(self) -> bool:
-        """As in Cut."""
+        """As in ShardSpec."""
         return self.outer.divides or self.inner.divides
 
     @property
     def axes(self) -> tuple[Communicator, ...]:
-        """As in Cut."""
+        """As in ShardSpec."""
         return (self.outer.ranks, self.inner.ranks)
 
-    def at(self, place: int) -> NestedCut:
+    def at(self, place: int) -> NestedShardSpec:
         """The cut of another rank."""
         outer, inner = divmod(place, self.inner.size)
         shape = self.outer.local_shape(outer)
         return replace(self, outer=self.outer.at(outer), inner=replace(self.inner, shape=shape, place=inner))
 
     def local_shape(self, place: int | None = None) -> tuple[int, ...]:
-        """As in Cut."""
+        """As in ShardSpec."""
         return (self if place is None else self.at(place)).inner.local_shape()
 
     def boxes(self, held: Box) -> list[tuple[Box, Box, int]]:
-        """As in Cut."""
+        """As in ShardSpec."""
         found = []
         for between, local, copies in self.inner.boxes(held):
             for whole, within, _ in self.outer.boxes(between):
@@ -157,20 +157,20 @@ class NestedCut:
         return found
 
     def take(self, whole: Tensor) -> Tensor:
-        """As in Cut."""
+        """As in ShardSpec."""
         return self.inner.take(self.outer.take(whole))
 
     def join(self, part: Tensor) -> Tensor:
-        """As in Cut. Collective over both axes."""
+        """As in ShardSpec. Collective over both axes."""
         return self.outer.join(self.inner.join(part))
 
 
-AnyCut = Cut | NestedCut
-Cuts = Mapping[str, AnyCut]
+AnyShardSpec = ShardSpec | NestedShardSpec
+ShardSpecs = Mapping[str, AnyShardSpec]
 
 
 @dataclass(frozen=True)
-class HeldBox:
+class RankBox:
     """A box of a whole tensor that this rank holds. first: where its elements start in this rank's shard. replicas: as
     in Shard."""
 
@@ -183,21 +183,21 @@ class HeldBox:
         starts = [a - b + c for a, b, c in zip(box.start, self.box.start, self.first, strict=True)]
         return tuple(slice(start, start + size) for start, size in zip(starts, box.size, strict=True))
 
-    def is_mine(self, number: int) -> bool:
+    def is_writer(self, number: int) -> bool:
         """See Shard.is_mine."""
         return all(index == number % size for index, size in self.replicas)
 
 
-def held_boxes(tensor: Tensor, cut: AnyCut | None, among: tuple[int, int] | None = None) -> list[HeldBox]:
+def rank_boxes(tensor: Tensor, cut: AnyShardSpec | None, among: tuple[int, int] | None = None) -> list[RankBox]:
     """The boxes of the whole tensor that this rank holds. cut: None if no axis divides it. among: see shard_of."""
     return _held(shard_of(tensor, among), cut)
 
 
-def _held(shard: Shard, cut: AnyCut | None) -> list[HeldBox]:
+def _held(shard: Shard, cut: AnyShardSpec | None) -> list[RankBox]:
     if cut is None:
-        return [HeldBox(shard.box, (0,) * len(shard.box.start), shard.replicas)]
+        return [RankBox(shard.box, (0,) * len(shard.box.start), shard.replicas)]
     return [
-        HeldBox(box, _minus(part.start, shard.box.start), (*shard.replicas, (cut.place % copies, copies)))
+        RankBox(box, _minus(part.start, shard.box.start), (*shard.replicas, (cut.place % copies, copies)))
         for box, part, copies in cut.boxes(shard.box)
     ]
 
@@ -206,27 +206,27 @@ def _minus(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(x - y for x, y in zip(a, b, strict=True))
 
 
-def shards_of(tensor: Tensor, cut: AnyCut | None, among: tuple[int, int] | None = None) -> list[Shard]:
-    """As `held_boxes`, with the elements. At least one shard, which may be empty. among: see shard_of."""
+def shards_of(tensor: Tensor, cut: AnyShardSpec | None, among: tuple[int, int] | None = None) -> list[Shard]:
+    """As `rank_boxes`, with the elements. At least one shard, which may be empty. among: see shard_of."""
     shard = shard_of(tensor, among)
     found = [Shard(own.box, shard.values[own.within(own.box)], own.replicas, shard.groups) for own in _held(shard, cut)]
     nothing = Box((0,) * len(shard.box.start), shard.box.size)
     return found or [Shard(nothing, shard.values, shard.replicas, shard.groups)]
 
 
-def split(parameter: Tensor, values: Tensor, cut: AnyCut) -> list[tuple[int, Tensor]]:
+def split(parameter: Tensor, values: Tensor, cut: AnyShardSpec) -> list[tuple[int, Tensor]]:
     """(number of ranks that hold the box, its elements in `values`) for each box of a parameter, in the order of
     `shards_of`. values: of the shard's shape, such as a gradient or optimizer state."""
     held = shard_of(parameter).box
     return [(copies, values[part.within(held)]) for _, part, copies in cut.boxes(held)] or [(cut.copies[0], values)]
 
 
-def module_shards(module: nn.Module, cuts: Cuts, among: tuple[int, int] | None = None) -> dict[str, list[Shard]]:
+def module_shards(module: nn.Module, cuts: ShardSpecs, among: tuple[int, int] | None = None) -> dict[str, list[Shard]]:
     """The shards of every tensor of the state dict, tied ones under each name. among: see shard_of."""
     return {name: shards_of(t, cuts.get(name), among) for name, t in module.state_dict(keep_vars=True).items()}
 
 
-def full_shape(name: str, tensor: Tensor, cuts: Cuts) -> tuple[int, ...]:
+def full_shape(name: str, tensor: Tensor, cuts: ShardSpecs) -> tuple[int, ...]:
     """The shape of a tensor before mesh axes divided it."""
     return cuts[name].shape if name in cuts else tuple(tensor.shape)
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from weft.errors import UserError
 from weft.files import is_own_file, regular_file
 from weft.parallel.shards.boxes import Box, overlap
-from weft.parallel.shards.pickles import Maker, Named, UnreadableError, new_dict, read_pickle
+from weft.parallel.shards.pickles import Constructor, GlobalName, UnreadableError, new_dict, read_pickle
 from weft.parallel.shards.safetensors_files import DTYPES
 from weft.parallel.shards.torch_archives import SavedTensor, read_archive
 
@@ -37,7 +37,7 @@ _CLASSES = "torch.distributed.checkpoint.metadata."
 _PATHS = tuple(
     f"{module}.{name}" for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "Path", "WindowsPath")
 )
-_KNOWN: dict[str, Maker | None] = {
+_KNOWN: dict[str, Constructor | None] = {
     **dict.fromkeys(f"{_CLASSES}{name}" for name in ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata",
                                                      "TensorProperties", "ChunkStorageMetadata", "MetadataIndex",
                                                      "StorageMeta", "_MEM_FORMAT_ENCODING")),
@@ -51,7 +51,7 @@ _KNOWN: dict[str, Maker | None] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ByteRange:
     """A range of bytes in a file of the directory."""
 
     file: str
@@ -65,7 +65,7 @@ class StoredTensor:
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    chunks: tuple[tuple[Box, Place], ...]
+    chunks: tuple[tuple[Box, ByteRange], ...]
 
 
 @dataclass
@@ -75,11 +75,11 @@ class DcpDirectory:
 
     folder: Path
     tensors: Mapping[str, StoredTensor]
-    values: Mapping[str, Place]
+    values: Mapping[str, ByteRange]
     key: str
     bytes_read: int = 0
     _files: dict[str, int] = field(default_factory=dict)
-    _chunks: dict[Place, SavedTensor] = field(default_factory=dict)
+    _chunks: dict[ByteRange, SavedTensor] = field(default_factory=dict)
 
     def read(self, name: str, box: Box) -> Tensor:
         """A box of a tensor, on the CPU. Reads only the overlapping parts of chunks."""
@@ -122,7 +122,7 @@ class DcpDirectory:
                 raise UserError(f"{self.key}: {self.folder / name} cannot be opened: {error.strerror}.") from error
         return self._files[name]
 
-    def _saved(self, name: str, dtype: torch.dtype, chunk: Box, place: Place) -> SavedTensor:
+    def _saved(self, name: str, dtype: torch.dtype, chunk: Box, place: ByteRange) -> SavedTensor:
         """The tensor of a chunk in its file, compared with what .metadata says."""
         if place not in self._chunks:
             with self._readable(place, name):
@@ -136,7 +136,7 @@ class DcpDirectory:
         return self._chunks[place]
 
     @contextmanager
-    def _readable(self, place: Place, name: str) -> Iterator[None]:
+    def _readable(self, place: ByteRange, name: str) -> Iterator[None]:
         try:
             yield
         except UnreadableError as error:
@@ -197,12 +197,12 @@ def _no_dcp(folder: Path, key: str) -> str:
 # ---------------------------------------------------------------- what .metadata says
 
 
-def _content(folder: Path, metadata: Any) -> tuple[dict[str, StoredTensor], dict[str, Place]]:
+def _content(folder: Path, metadata: Any) -> tuple[dict[str, StoredTensor], dict[str, ByteRange]]:
     described, storage = metadata.get("state_dict_metadata"), metadata.get("storage_data")
     if metadata.name != f"{_CLASSES}Metadata" or type(described) is not dict or type(storage) is not dict:
         raise UnreadableError("it does not describe a checkpoint")
     sizes: dict[str, int] = {}
-    places: dict[tuple[str, tuple[int, ...] | None], Place] = {}
+    places: dict[tuple[str, tuple[int, ...] | None], ByteRange] = {}
     for index, info in storage.items():
         places[_name(index.get("fqn")), _sizes(index.get("offset"))] = _place(folder, info, sizes)
     tensors, values = {}, {}
@@ -217,7 +217,7 @@ def _content(folder: Path, metadata: Any) -> tuple[dict[str, StoredTensor], dict
     return tensors, values
 
 
-def _place(folder: Path, info: Any, sizes: dict[str, int]) -> Place:
+def _place(folder: Path, info: Any, sizes: dict[str, int]) -> ByteRange:
     """The place that a _StorageInfo describes. sizes: of the files seen so far, by name."""
     file, begin, length = (info.get(key) for key in ("relative_path", "offset", "length"))
     if type(file) is not str or type(begin) is not int or type(length) is not int:
@@ -232,16 +232,16 @@ def _place(folder: Path, info: Any, sizes: dict[str, int]) -> Place:
         sizes[file] = regular_file(folder / file, "a file of a checkpoint").stat().st_size
     if not 0 <= begin <= begin + length <= sizes[file]:
         raise UnreadableError(f"{file} has {sizes[file]:,} bytes, and {begin + length:,} are named: it is cut short")
-    return Place(file, begin, length)
+    return ByteRange(file, begin, length)
 
 
-def _tensor(name: str, record: Any, places: Mapping[tuple[str, tuple[int, ...] | None], Place]) -> StoredTensor:
+def _tensor(name: str, record: Any, places: Mapping[tuple[str, tuple[int, ...] | None], ByteRange]) -> StoredTensor:
     if record.name != f"{_CLASSES}TensorStorageMetadata":
         raise TypeError
     shape, properties = _sizes(record.get("size")), record.get("properties")
     dtype = properties.state[0] if type(properties.state) is tuple else properties.get("dtype")
     known = {f"torch.{str(kind).removeprefix('torch.')}": kind for kind in DTYPES.values()}
-    if shape is None or type(dtype) is not Named or type(record.get("chunks")) is not list:
+    if shape is None or type(dtype) is not GlobalName or type(record.get("chunks")) is not list:
         raise TypeError
     if len(shape) > _MOST_DIMENSIONS:
         raise UnreadableError(f"{name} has {len(shape)} dimensions")

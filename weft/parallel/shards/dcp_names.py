@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedModel
 
 from weft.errors import UserError
-from weft.parallel.shards.layout import layout_of
+from weft.parallel.shards.layout import map_tensors
 
 # Prefixes under which trainers save a model; parts that wrappers insert into names.
 _OWNERS = ("app", "model", "module", "state_dict", "model_state_dict", "actor", "policy")
@@ -55,7 +55,7 @@ TITAN_TURNS_PAIRS = {"llama": True, "qwen3": False, "qwen3_moe": False}
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class TensorView:
     """A tensor in HuggingFace's layout, taken from a stored one. stored: the stored tensor's name. expert: index in the
     stored tensor's first dimension, which this one lacks; None for the whole tensor. heads: number of heads of q or k
     whose rows are stored in another order; None if the order is the same."""
@@ -67,14 +67,14 @@ class View:
 
 
 @dataclass(frozen=True)
-class Naming:
+class TensorNaming:
     """weights: HuggingFace's name -> view. own: stored name -> the trainer's own name, without prefix and wrappers."""
 
-    weights: Mapping[str, View]
+    weights: Mapping[str, TensorView]
     own: Mapping[str, str]
 
 
-def name_tensors(shapes: Mapping[str, tuple[int, ...]], model: PreTrainedModel, key: str, folder: str) -> Naming:
+def name_tensors(shapes: Mapping[str, tuple[int, ...]], model: PreTrainedModel, key: str, folder: str) -> TensorNaming:
     """Find a model's tensors among stored ones. Tensors of unknown names keep them; the caller refuses them. Raises
     UserError if the names are neither HuggingFace's nor torchtitan's.
 
@@ -91,11 +91,11 @@ def name_tensors(shapes: Mapping[str, tuple[int, ...]], model: PreTrainedModel, 
         )
     own = {name: text.removeprefix(prefix) for name, text in plain.items() if not _is_state(text)}
     if not titan:
-        return Naming({text: View(name, shapes[name]) for name, text in own.items()}, own)
-    weights: dict[str, View] = {}
+        return TensorNaming({text: TensorView(name, shapes[name]) for name, text in own.items()}, own)
+    weights: dict[str, TensorView] = {}
     for name, text in own.items():
         weights |= dict(_views(name, text, shapes[name], model))
-    return Naming(weights, own)
+    return TensorNaming(weights, own)
 
 
 def unwrapped(name: str) -> str:
@@ -105,7 +105,7 @@ def unwrapped(name: str) -> str:
 
 def _expected(model: PreTrainedModel) -> set[str]:
     """The model's names, in memory and in files, with and without the prefix of its base model."""
-    names = {*model.state_dict(), *(piece.disk for piece in layout_of(model, None))}
+    names = {*model.state_dict(), *(mapping.disk for mapping in map_tensors(model, None))}
     return names | {name.removeprefix(f"{model.base_model_prefix}.") for name in names}
 
 
@@ -142,7 +142,7 @@ def _abstract(name: str) -> tuple[str, str]:
     return (f"layers.{{}}.{name[found.end() :]}", found[1]) if found else (name, "")
 
 
-def _views(name: str, own: str, shape: tuple[int, ...], model: PreTrainedModel) -> Iterable[tuple[str, View]]:
+def _views(name: str, own: str, shape: tuple[int, ...], model: PreTrainedModel) -> Iterable[tuple[str, TensorView]]:
     """(HuggingFace's name, view) of each tensor that one of torchtitan's holds."""
     config = model.config.get_text_config()
     if config.model_type not in TITAN_TURNS_PAIRS:
@@ -153,14 +153,14 @@ def _views(name: str, own: str, shape: tuple[int, ...], model: PreTrainedModel) 
     abstract, layer = _abstract(own)
     theirs = TITAN.get(abstract)
     if theirs is None:
-        yield own, View(name, shape)
+        yield own, TensorView(name, shape)
     elif "{e}" in theirs:
         experts = getattr(config, "num_experts", 0)
         if not shape or shape[0] != experts:
             raise UserError(f"model.weights: {name} is {list(shape)}, and the model has {experts} experts.")
         for expert in range(experts):
-            yield theirs.format(layer, e=expert), View(name, shape[1:], expert=expert)
+            yield theirs.format(layer, e=expert), TensorView(name, shape[1:], expert=expert)
     else:
         heads = {"wq": config.num_attention_heads, "wk": config.num_key_value_heads}.get(abstract.split(".")[-2])
         turned = TITAN_TURNS_PAIRS[config.model_type] and heads is not None
-        yield theirs.format(layer), View(name, shape, heads=heads if turned else None)
+        yield theirs.format(layer), TensorView(name, shape, heads=heads if turned else None)

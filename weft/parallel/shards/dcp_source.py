@@ -1,4 +1,4 @@
-"""A torch.distributed.checkpoint directory as a Source: weights and optimizer state under HuggingFace's names."""
+"""A torch.distributed.checkpoint directory as a TensorSource: weights and optimizer state under HuggingFace's names."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from transformers import PreTrainedModel
 from weft.errors import UserError
 from weft.parallel.shards.boxes import Box
 from weft.parallel.shards.dcp import METADATA, DcpDirectory, open_dcp
-from weft.parallel.shards.dcp_names import STATES, Naming, View, name_tensors, unwrapped
+from weft.parallel.shards.dcp_names import STATES, TensorNaming, TensorView, name_tensors, unwrapped
 from weft.parallel.shards.rank_files import holds_rank_files, open_rank_files
-from weft.parallel.shards.safetensors_files import Entry
-from weft.parallel.shards.source import Source
+from weft.parallel.shards.safetensors_files import TensorEntry
+from weft.parallel.shards.source import TensorSource
 
 KEY = "model.weights"
 
@@ -24,13 +24,15 @@ KEY = "model.weights"
 class DcpTensors:
     """The tensors of a directory that `views` describes, by HuggingFace's name."""
 
-    def __init__(self, directory: DcpDirectory, views: Mapping[str, View]) -> None:
+    def __init__(self, directory: DcpDirectory, views: Mapping[str, TensorView]) -> None:
         self._directory, self._views = directory, views
         self.path: Path = directory.folder / METADATA
         tensors = directory.tensors
         places = {name: tensors[view.stored].chunks for name, view in views.items()}
         begins = {name: chunks[0][1].begin if chunks else 0 for name, chunks in places.items()}
-        self.entries = {n: Entry(tensors[v.stored].dtype, v.shape, begins[n], begins[n]) for n, v in views.items()}
+        self.entries = {
+            n: TensorEntry(tensors[v.stored].dtype, v.shape, begins[n], begins[n]) for n, v in views.items()
+        }
 
     @property
     def bytes_read(self) -> int:
@@ -67,12 +69,12 @@ class DcpTensors:
 
 
 @dataclass
-class DcpSource(Source):
+class DcpSource(TensorSource):
     """states: stored name of a weight -> key of the optimizer's state (exp_avg) -> stored name of that state. numbered:
     whether states are keyed by number of a parameter, which does not identify the parameter."""
 
     directory: DcpDirectory = field(kw_only=True)
-    views: Mapping[str, View] = field(kw_only=True)
+    views: Mapping[str, TensorView] = field(kw_only=True)
     states: Mapping[str, Mapping[str, str]] = field(kw_only=True)
     numbered: bool = field(kw_only=True)
 
@@ -80,7 +82,7 @@ class DcpSource(Source):
         """Whether the optimizer has this state for a weight."""
         return name in self.views and key in self.states.get(self.views[name].stored, {})
 
-    def moments(self, key: str) -> Source:
+    def moments(self, key: str) -> TensorSource:
         """The optimizer's tensors of one key, under the names of their weights."""
         found = {}
         for name, view in self.views.items():
@@ -116,11 +118,11 @@ def open_weights(path: str, model: PreTrainedModel) -> DcpSource:
     )
 
 
-def _source(directory: DcpDirectory, views: Mapping[str, View]) -> Source:
-    return Source(directory.folder, dict.fromkeys(views, DcpTensors(directory, views)), key=KEY)
+def _source(directory: DcpDirectory, views: Mapping[str, TensorView]) -> TensorSource:
+    return TensorSource(directory.folder, dict.fromkeys(views, DcpTensors(directory, views)), key=KEY)
 
 
-def _states(directory: DcpDirectory, naming: Naming) -> tuple[dict[str, dict[str, str]], bool]:
+def _states(directory: DcpDirectory, naming: TensorNaming) -> tuple[dict[str, dict[str, str]], bool]:
     """(stored weight -> key -> stored state, from names such as optimizer.state.NAME.exp_avg; whether any NAME is a
     number)."""
     stored_as = {own: stored for stored, own in naming.own.items()}

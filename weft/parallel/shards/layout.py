@@ -21,7 +21,7 @@ from weft.parallel.shards.boxes import Box
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TensorMapping:
     """The checkpoint's tensor `disk` is the box `box` of the model's tensor `runtime`.
 
     dims[i]: the runtime dimension of the checkpoint tensor's dimension i; all other dimensions have size 1 in the box.
@@ -33,9 +33,9 @@ class Piece:
     dims: tuple[int, ...]
 
     @staticmethod
-    def whole(disk: str, runtime: str, shape: tuple[int, ...]) -> Piece:
+    def whole(disk: str, runtime: str, shape: tuple[int, ...]) -> TensorMapping:
         """A whole tensor of the model, unchanged."""
-        return Piece(disk, runtime, Box.whole(shape), tuple(range(len(shape))))
+        return TensorMapping(disk, runtime, Box.whole(shape), tuple(range(len(shape))))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -43,7 +43,7 @@ class Piece:
         return tuple(self.box.size[dim] for dim in self.dims)
 
     def disk_box(self, box: Box) -> Box:
-        """The part of the checkpoint's tensor that corresponds to `box`, a part of the piece's box."""
+        """The part of the checkpoint's tensor that corresponds to `box`, a part of the mapping's box."""
         return Box(
             tuple(box.start[dim] - self.box.start[dim] for dim in self.dims), tuple(box.size[dim] for dim in self.dims)
         )
@@ -66,8 +66,8 @@ class Piece:
         )
 
 
-def layout_of(model: PreTrainedModel, names: Iterable[str] | None) -> list[Piece]:
-    """The pieces of every parameter and persistent buffer, tied ones under their owner's name.
+def map_tensors(model: PreTrainedModel, names: Iterable[str] | None) -> list[TensorMapping]:
+    """The mappings of every parameter and persistent buffer, tied ones under their owner's name.
 
     names: of the source's tensors, which select the rules that its files need; None for transformers' default layout.
     Call it before the model is sharded, because rules are found by class, and sharding renames classes. Raises
@@ -85,16 +85,16 @@ def layout_of(model: PreTrainedModel, names: Iterable[str] | None) -> list[Piece
         raise UserError(
             f"model.path: the layout of {type(model).__name__}'s checkpoints needs {error}, which weft cannot follow."
         ) from error
-    pieces = [traced.piece(name) for name, traced in on_disk.items()]
-    _check_complete(model, whole, pieces)
-    return pieces
+    mappings = [traced.mapping(name) for name, traced in on_disk.items()]
+    _check_complete(model, whole, mappings)
+    return mappings
 
 
-def _check_complete(model: PreTrainedModel, whole: Mapping[str, _Traced], pieces: list[Piece]) -> None:
+def _check_complete(model: PreTrainedModel, whole: Mapping[str, _Traced], mappings: list[TensorMapping]) -> None:
     """Raises UserError if the rules lose elements of the model."""
     placed = dict.fromkeys(whole, 0)
-    for piece in pieces:
-        placed[piece.runtime] += piece.box.numel
+    for mapping in mappings:
+        placed[mapping.runtime] += mapping.box.numel
     lost = [name for name, traced in whole.items() if placed[name] != traced.box.numel]
     if lost:
         raise UserError(
@@ -115,8 +115,8 @@ class _Traced:
         self.box = Box.whole(shape)
         self.dims = tuple(range(len(shape)))
 
-    def piece(self, disk: str) -> Piece:
-        return Piece(disk, self.runtime, self.box, self.dims)
+    def mapping(self, disk: str) -> TensorMapping:
+        return TensorMapping(disk, self.runtime, self.box, self.dims)
 
     # The tensor methods that the operations call. Copies do not matter, only the order of elements.
 

@@ -25,22 +25,24 @@ from weft.models import hf
 from weft.models.lora import is_adapters
 from weft.models.train_module import TrainModule
 from weft.parallel.shards.boxes import Box, local_box, overlap, shard_of
-from weft.parallel.shards.cuts import Cuts, shards_of
-from weft.parallel.shards.layout import Piece, layout_of
-from weft.parallel.shards.source import Source
+from weft.parallel.shards.cuts import ShardSpecs, shards_of
+from weft.parallel.shards.layout import TensorMapping, map_tensors
+from weft.parallel.shards.source import TensorSource
 
-Fills = Mapping[str, Sequence[tuple[Piece, str]]]  # tensor of the model -> its pieces, each with its name in the files
+Fills = Mapping[
+    str, Sequence[tuple[TensorMapping, str]]
+]  # tensor of the model -> its mappings, each with its name in the files
 Progress = Callable[[int, int], None]  # (bytes filled so far, all bytes of this rank)
 _COMPARED_ROWS = 1 << 24  # elements of two tied tensors compared at once
 
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """How a model is filled. fills: tensor of the model -> its pieces, each with its name in the files. left_out: names
-    in the files that are not used. fresh: tensors that the files lack and that are initialised elsewhere."""
+    """How a model is filled. fills: tensor of the model -> its mappings, each with its name in the files. left_out:
+    names in the files that are not used. fresh: tensors that the files lack and that are initialised elsewhere."""
 
-    source: Source
-    fills: dict[str, list[tuple[Piece, str]]]
+    source: TensorSource
+    fills: dict[str, list[tuple[TensorMapping, str]]]
     left_out: tuple[str, ...] = ()
     fresh: frozenset[str] = frozenset()
 
@@ -57,11 +59,11 @@ class LoadReport:
 
 def plan_load(
     model: PreTrainedModel,
-    source: Source,
+    source: TensorSource,
     ignore: Sequence[str],
     untied: Sequence[str] = (),
     may_lack: Collection[str] = (),
-) -> tuple[list[Piece], LoadPlan]:
+) -> tuple[list[TensorMapping], LoadPlan]:
     """The layout of a source and the plan for filling the model (on meta, not yet sharded) from it.
 
     ignore: globs of tensors in the files that may be left out. untied: tied names to untie; tied weights that differ in
@@ -76,15 +78,15 @@ def plan_load(
     for name in owners:
         hf.untie(model, name)
     names = source.names
-    pieces = layout_of(model, names)
-    in_files = _names_in_files(model, pieces, names)
-    disk = {piece.runtime: piece.disk for piece in pieces}
+    mappings = map_tensors(model, names)
+    in_files = _names_in_files(model, mappings, names)
+    disk = {mapping.runtime: mapping.disk for mapping in mappings}
     for name, owner in owners.items():
         in_files.setdefault(disk[name], in_files[disk[owner]])
-    lacking = [p for p in pieces if p.disk not in in_files]
+    lacking = [p for p in mappings if p.disk not in in_files]
     fresh = frozenset(p.runtime for p in lacking if p.runtime in may_lack)
     key = source.key
-    needed = [piece.disk for piece in lacking if piece.runtime not in fresh]
+    needed = [mapping.disk for mapping in lacking if mapping.runtime not in fresh]
     head = next((n for n, module in model.named_modules() if module is model.get_output_embeddings()), None)
     says = "weights that the model needs are not in the files"
     if needed == [f"{head}.weight"] and not hf.tied_parameters(model):
@@ -93,7 +95,7 @@ def plan_load(
             '"tie_word_embeddings": true there; else fetch the files again'
         )
     _raise_for(key, says, needed)
-    filled = [p for p in pieces if p.runtime not in fresh]
+    filled = [p for p in mappings if p.runtime not in fresh]
     wrong = [
         f"{file} is {list(source.shape(file))} and should be {list(p.shape)}"
         for p in filled
@@ -110,25 +112,26 @@ def plan_load(
         "match its globs)",
         [name for name in unused if name not in known],
     )
-    fills: dict[str, list[tuple[Piece, str]]] = {}
-    for piece in filled:
-        fills.setdefault(piece.runtime, []).append((piece, in_files[piece.disk]))
-    return pieces, LoadPlan(source, fills, tuple(known), fresh)
+    fills: dict[str, list[tuple[TensorMapping, str]]] = {}
+    for mapping in filled:
+        fills.setdefault(mapping.runtime, []).append((mapping, in_files[mapping.disk]))
+    return mappings, LoadPlan(source, fills, tuple(known), fresh)
 
 
-def _names_in_files(model: PreTrainedModel, pieces: list[Piece], names: list[str]) -> dict[str, str]:
-    """Piece -> name in the files, for pieces that they hold: its own name, one with another prefix, or a tied one."""
+def _names_in_files(model: PreTrainedModel, mappings: list[TensorMapping], names: list[str]) -> dict[str, str]:
+    """Name of the mapping -> name in the files, for mappings that they hold: its own name, one with another prefix, or
+    a tied one."""
     here = set(names)
-    found = {piece.disk: piece.disk for piece in pieces if piece.disk in here}
-    if len(found) == len(pieces):
+    found = {mapping.disk: mapping.disk for mapping in mappings if mapping.disk in here}
+    if len(found) == len(mappings):
         return found
     by_runtime = {runtime: name for name, runtime in hf.runtime_names(model, here - set(found)).items()}
     for tied, owner in hf.tied_parameters(model).items():
         if tied in by_runtime:
             by_runtime.setdefault(owner, by_runtime[tied])
-    for piece in pieces:
-        if piece.disk not in found and piece.runtime in by_runtime:
-            found[piece.disk] = by_runtime[piece.runtime]
+    for mapping in mappings:
+        if mapping.disk not in found and mapping.runtime in by_runtime:
+            found[mapping.disk] = by_runtime[mapping.runtime]
     return found
 
 
@@ -138,7 +141,7 @@ def _raise_for(key: str, what: str, names: list[str]) -> None:
         raise UserError(f"{key}: {what}: {', '.join(names[:5])}{more}.")
 
 
-def _differ(source: Source, a: str, b: str) -> bool:
+def _differ(source: TensorSource, a: str, b: str) -> bool:
     """Whether two tensors of the files differ; each rank compares its share of the rows."""
     shape = source.shape(a)
     if shape != source.shape(b):
@@ -155,7 +158,7 @@ def _differ(source: Source, a: str, b: str) -> bool:
     return bool(differs)
 
 
-def load_weights(module: nn.Module, plan: LoadPlan, cuts: Cuts, progress: Progress | None = None) -> LoadReport:
+def load_weights(module: nn.Module, plan: LoadPlan, cuts: ShardSpecs, progress: Progress | None = None) -> LoadReport:
     """Fill the parameters and persistent buffers of a sharded module in place, except adapters and fresh tensors;
     collective where shards are replicated.
 
@@ -173,7 +176,11 @@ def load_weights(module: nn.Module, plan: LoadPlan, cuts: Cuts, progress: Progre
 
 
 def fill_tensors(
-    targets: Mapping[str, Tensor], fills: Fills, source: Source, cuts: Cuts, progress: Progress | None = None
+    targets: Mapping[str, Tensor],
+    fills: Fills,
+    source: TensorSource,
+    cuts: ShardSpecs,
+    progress: Progress | None = None,
 ) -> None:
     """Fill sharded tensors in place, in the order of their bytes in the files; collective where shards are replicated.
 
@@ -185,7 +192,7 @@ def fill_tensors(
     for number, name in enumerate(order):
         flight.beat()
         own = shard_of(targets[name])
-        if own.is_read_here(number):
+        if own.is_reader(number):
             for shard in shards_of(targets[name], cuts.get(name)):
                 _fill(shard.values, shard.box, fills[name], source)
         for group in own.groups:
@@ -196,7 +203,7 @@ def fill_tensors(
 
 
 @torch.no_grad()
-def fill_random(module: TrainModule, cuts: Cuts, config: PretrainedConfig, dtype: torch.dtype, seed: int) -> None:
+def fill_random(module: TrainModule, cuts: ShardSpecs, config: PretrainedConfig, dtype: torch.dtype, seed: int) -> None:
     """Fill a sharded module in place with transformers' own initial weights. Each rank draws the whole model."""
     config = deepcopy(config)  # the model's own config names weft's attention
     drawn = hf.build_random(config, dtype=dtype, attention="eager", seed=seed).state_dict()
@@ -206,22 +213,22 @@ def fill_random(module: TrainModule, cuts: Cuts, config: PretrainedConfig, dtype
 
 
 @torch.no_grad()
-def _fill(local: Tensor, box: Box, pieces: Sequence[tuple[Piece, str]], source: Source) -> None:
-    """Copy the overlap of every piece with this rank's box."""
+def _fill(local: Tensor, box: Box, mappings: Sequence[tuple[TensorMapping, str]], source: TensorSource) -> None:
+    """Copy the overlap of every mapping with this rank's box."""
     filled = 0
-    for piece, name in sorted(pieces, key=lambda pair: source.place(pair[1])):
-        part = overlap(piece.box, box)
+    for mapping, name in sorted(mappings, key=lambda pair: source.place(pair[1])):
+        part = overlap(mapping.box, box)
         if part is not None:
-            values = source.read(name, piece.disk_box(part))
-            local[part.within(box)].copy_(piece.to_runtime(values, part))
+            values = source.read(name, mapping.disk_box(part))
+            local[part.within(box)].copy_(mapping.to_runtime(values, part))
             filled += part.numel
-    assert filled == box.numel, f"{pieces[0][0].runtime}: {filled} of {box.numel} elements filled"
+    assert filled == box.numel, f"{mappings[0][0].runtime}: {filled} of {box.numel} elements filled"
 
 
 def read_whole(plan: LoadPlan, name: str) -> Tensor:
     """A whole tensor of the model, by its runtime name, in the files' dtype; fp32 for quantised tensors."""
-    pieces = plan.fills[name]
-    shape = tuple(max(ends) for ends in zip(*(piece.box.end for piece, _ in pieces), strict=True))
-    out = torch.empty(shape, dtype=plan.source.dtypes.get(pieces[0][1], torch.float32))
-    _fill(out, Box.whole(shape), pieces, plan.source)
+    mappings = plan.fills[name]
+    shape = tuple(max(ends) for ends in zip(*(mapping.box.end for mapping, _ in mappings), strict=True))
+    out = torch.empty(shape, dtype=plan.source.dtypes.get(mappings[0][1], torch.float32))
+    _fill(out, Box.whole(shape), mappings, plan.source)
     return out

@@ -1,8 +1,8 @@
 """Pickles read as data: files that other programs wrote with pickle or torch.save. Nothing in them is ever run.
 
 A pickle is a program for a small stack machine. This machine knows the instructions that build data; for those that
-would import or call something, it makes a `Record` of the name and the arguments. A name that the caller does not list
-is an error. So a file can at worst be wrong about its own content.
+would import or call something, it makes a `PickledObject` of the name and the arguments. A name that the caller does
+not list is an error. So a file can at worst be wrong about its own content.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _LONGEST_NAME = 256  # of a module or a class
 _BYTES_PER_CONTAINER = 8  # fewest of any real file; an empty dict takes 1 byte of a file and 64 of memory
 PERSISTENT = "persistent id"  # the name under which references to storages are listed
 
-Maker = Callable[..., Any]
+Constructor = Callable[..., Any]
 
 
 def new_dict(*_: Any) -> dict[Any, Any]:
@@ -30,7 +30,7 @@ class UnreadableError(ValueError):
 
 
 @dataclass(eq=False, slots=True)
-class Record:
+class PickledObject:
     """An object that a pickle would construct. args: of its constructor. state: argument of its __setstate__. fields:
     items that would be set in it."""
 
@@ -45,19 +45,20 @@ class Record:
 
 
 @dataclass(frozen=True, slots=True)
-class Named:
+class GlobalName:
     """A class or function that a pickle refers to, which is not looked up."""
 
     name: str
 
 
-def read_pickle(data: bytes, known: Mapping[str, Maker | None]) -> Any:
+def read_pickle(data: bytes, known: Mapping[str, Constructor | None]) -> Any:
     """The content of a pickle.
 
-    known: module.name that it may refer to -> None, for a Record of each call, or a function that makes a value of the
-    arguments. Raises UnreadableError for other names, for other instructions, and for a pickle that is cut short.
+    known: module.name that it may refer to -> None, for a PickledObject of each call, or a function that makes a value
+    of the arguments. Raises UnreadableError for other names, for other instructions, and for a pickle that is cut
+    short.
     """
-    machine = _Machine(data, known)
+    machine = _PickleMachine(data, known)
     try:
         while not machine.done:
             _STEPS[machine.take(1)[0]](machine)
@@ -70,11 +71,11 @@ def read_pickle(data: bytes, known: Mapping[str, Maker | None]) -> Any:
         raise UnreadableError("its instructions do not fit together") from error
 
 
-_KEYS = (str, int, Record)  # of dicts; hashing a nested tuple could take any time
+_KEYS = (str, int, PickledObject)  # of dicts; hashing a nested tuple could take any time
 
 
-class _Machine:
-    def __init__(self, data: bytes, known: Mapping[str, Maker | None]) -> None:
+class _PickleMachine:
+    def __init__(self, data: bytes, known: Mapping[str, Constructor | None]) -> None:
         self.data, self.place, self.known = data, 0, known
         self.stack: list[Any] = []
         self.marks: list[int] = []
@@ -123,25 +124,25 @@ class _Machine:
     def refer(self, name: str) -> None:
         if name not in self.known:
             raise UnreadableError(f"it refers to {name[:100]!r}, which no such file needs")
-        self.stack.append(Named(name))
+        self.stack.append(GlobalName(name))
 
     def call(self) -> None:
         args, called = self.stack.pop(), self.stack.pop()
-        if type(args) is not tuple or type(called) is not Named:
+        if type(args) is not tuple or type(called) is not GlobalName:
             raise TypeError
         make = self.known[called.name]
-        self.push_new(Record(called.name, args) if make is None else make(*args))
+        self.push_new(PickledObject(called.name, args) if make is None else make(*args))
 
     def build(self) -> None:
         state, record = self.stack.pop(), self.stack[-1]
-        if type(record) is Record:
+        if type(record) is PickledObject:
             record.state = state
         elif type(record) is not dict:  # an OrderedDict has attributes that nobody reads
             raise TypeError
 
     def put(self, pairs: list[Any]) -> None:
         owner = self.stack[-1]
-        target = owner.fields if type(owner) is Record else owner
+        target = owner.fields if type(owner) is PickledObject else owner
         if type(target) is not dict or len(pairs) % 2 or not all(type(key) in _KEYS for key in pairs[::2]):
             raise TypeError
         target.update(zip(pairs[::2], pairs[1::2], strict=True))
@@ -186,12 +187,12 @@ def _code(name: str) -> int:
     return code[0]
 
 
-_STEPS: dict[int, Callable[[_Machine], Any]] = {
+_STEPS: dict[int, Callable[[_PickleMachine], Any]] = {
     _code(name): step
     for name, step in {
         "PROTO": lambda m: m.take(1),
         "FRAME": lambda m: m.take(8),
-        "STOP": _Machine.stop,
+        "STOP": _PickleMachine.stop,
         "MARK": lambda m: m.marks.append(len(m.stack)),
         "POP": lambda m: m.stack.pop(),
         "NONE": lambda m: m.stack.append(None),
@@ -200,7 +201,7 @@ _STEPS: dict[int, Callable[[_Machine], Any]] = {
         "BININT": lambda m: m.stack.append(m.number("<i")),
         "BININT1": lambda m: m.stack.append(m.number("<B")),
         "BININT2": lambda m: m.stack.append(m.number("<H")),
-        "LONG1": _Machine.long,
+        "LONG1": _PickleMachine.long,
         "BINFLOAT": lambda m: m.stack.append(m.number(">d")),
         "SHORT_BINUNICODE": lambda m: m.text(m.number("<B")),
         "BINUNICODE": lambda m: m.text(m.number("<I")),
@@ -226,10 +227,10 @@ _STEPS: dict[int, Callable[[_Machine], Any]] = {
         "BINGET": lambda m: m.stack.append(m.memo[m.number("<B")]),
         "LONG_BINGET": lambda m: m.stack.append(m.memo[m.number("<I")]),
         "GLOBAL": lambda m: m.refer(f"{m.line()}.{m.line()}"),
-        "STACK_GLOBAL": _Machine.global_from_stack,
-        "REDUCE": _Machine.call,
-        "NEWOBJ": _Machine.call,
-        "BUILD": _Machine.build,
-        "BINPERSID": _Machine.persistent,
+        "STACK_GLOBAL": _PickleMachine.global_from_stack,
+        "REDUCE": _PickleMachine.call,
+        "NEWOBJ": _PickleMachine.call,
+        "BUILD": _PickleMachine.build,
+        "BINPERSID": _PickleMachine.persistent,
     }.items()
 }

@@ -13,7 +13,7 @@ from weft.errors import UserError
 from weft.parallel.shards.boxes import Box
 
 if TYPE_CHECKING:
-    from weft.parallel.shards.source import Decoder, Source
+    from weft.parallel.shards.source import Decoder, TensorSource
 
 _SCALE = "_scale_inv"
 _BLOCKS, _SCALES = "_blocks", "_scales"
@@ -30,7 +30,7 @@ class Fp8Blocks:
     shape: tuple[int, ...]
     block: tuple[int, int]
 
-    def read(self, source: Source, box: Box) -> Tensor:
+    def read(self, source: TensorSource, box: Box) -> Tensor:
         values = source.raw(self.name, box).float()
         first = [start // size for start, size in zip(box.start[-2:], self.block, strict=True)]
         last = [-(-end // size) for end, size in zip(box.end[-2:], self.block, strict=True)]
@@ -51,7 +51,7 @@ class Mxfp4Experts:
     name: str
     shape: tuple[int, ...]
 
-    def read(self, source: Source, box: Box) -> Tensor:
+    def read(self, source: TensorSource, box: Box) -> Tensor:
         (experts, inputs, outputs), (n_experts, n_inputs, n_outputs) = box.start, box.size
         first, last = inputs // _MX_BLOCK, -(-(inputs + n_inputs) // _MX_BLOCK)
         part = Box((experts, outputs, first), (n_experts, n_outputs, last - first))

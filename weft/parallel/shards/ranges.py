@@ -23,7 +23,7 @@ from types import TracebackType
 from torch import Tensor
 
 from weft.parallel.shards.boxes import Box
-from weft.parallel.shards.safetensors_files import Entry, RangeFile, bytes_of, runs
+from weft.parallel.shards.safetensors_files import RangeFile, TensorEntry, bytes_of, runs
 
 BLOCK = 1 << 16  # bytes, counted from a file's start: the largest page in use (arm64), and a multiple of the others
 _RECORD = struct.Struct("<QQ")  # first byte in the file, length
@@ -45,7 +45,7 @@ class RangeWriter:
         """Bytes written to the seam file."""
         return 0 if self._seams is None else self._seams.bytes
 
-    def write(self, file: str, entry: Entry, part: Box, box: Box, values: Tensor) -> None:
+    def write(self, file: str, entry: TensorEntry, part: Box, box: Box, values: Tensor) -> None:
         """Write a box of a tensor. part: the whole box of the tensor that this rank writes, in one or several calls.
         values: on the CPU, of the box's shape and the file's dtype."""
         assert tuple(values.shape) == box.size and values.dtype == entry.dtype, (file, values.shape, values.dtype)

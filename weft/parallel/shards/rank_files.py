@@ -16,8 +16,8 @@ from typing import Any
 from weft.errors import UserError
 from weft.files import regular_file
 from weft.parallel.shards.boxes import Box
-from weft.parallel.shards.dcp import DcpDirectory, Place, StoredTensor, chunks_fill
-from weft.parallel.shards.pickles import Maker, Named, Record, UnreadableError
+from weft.parallel.shards.dcp import ByteRange, DcpDirectory, StoredTensor, chunks_fill
+from weft.parallel.shards.pickles import Constructor, GlobalName, PickledObject, UnreadableError
 from weft.parallel.shards.torch_archives import SavedTensor, read_archive
 
 _FILE = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")
@@ -31,7 +31,7 @@ _CLASSES = (
     "DTensor", "DTensorSpec", "TensorMeta", "ShardOrderEntry", "Shard", "Replicate", "_StridedShard", "DeviceMesh",
     "_MeshLayout", "_FlatLayout",
 )  # fmt: skip
-_KNOWN: dict[str, Maker | None] = {
+_KNOWN: dict[str, Constructor | None] = {
     **dict.fromkeys(f"{module}.{name}" for module, name in itertools.product(_MODULES, _CLASSES)),
     **dict.fromkeys(("torch._tensor._rebuild_from_type_v2", "torch._utils._rebuild_wrapper_subclass")),
     **dict.fromkeys(("torch.serialization._get_layout", "torch.nn.parameter.Parameter")),
@@ -49,7 +49,7 @@ def open_rank_files(path: str, key: str) -> DcpDirectory:
     folder = Path(path).expanduser()
     files = _files(folder, key)
     tensors: dict[str, StoredTensor] = {}
-    saved: dict[Place, SavedTensor] = {}
+    saved: dict[ByteRange, SavedTensor] = {}
     for rank, file in enumerate(files):
         try:
             _add(file, rank, len(files), tensors, saved)
@@ -85,7 +85,9 @@ def _files(folder: Path, key: str) -> list[Path]:
     return [regular_file(file, "a rank's file") for file in files]
 
 
-def _add(file: Path, rank: int, world: int, tensors: dict[str, StoredTensor], saved: dict[Place, SavedTensor]) -> None:
+def _add(
+    file: Path, rank: int, world: int, tensors: dict[str, StoredTensor], saved: dict[ByteRange, SavedTensor]
+) -> None:
     """Add the content of a rank's file to `tensors` and `saved`."""
     descriptor = os.open(file, os.O_RDONLY)
     try:
@@ -101,8 +103,8 @@ def _add(file: Path, rank: int, world: int, tensors: dict[str, StoredTensor], sa
         before = tensors.get(name, StoredTensor(local.dtype, shape, ()))
         if (before.dtype, before.shape) != (local.dtype, shape):
             raise UnreadableError(f"it has another shape or dtype of {name} than the ranks before it")
-        place = Place(file.name, local.entry.begin, local.entry.end - local.entry.begin)
-        if box.numel and (isinstance(value, Record) or rank == 0):  # a plain tensor is whole on every rank
+        place = ByteRange(file.name, local.entry.begin, local.entry.end - local.entry.begin)
+        if box.numel and (isinstance(value, PickledObject) or rank == 0):  # a plain tensor is whole on every rank
             tensors[name] = StoredTensor(local.dtype, shape, (*before.chunks, (box, place)))
             saved[place] = local
         else:
@@ -114,7 +116,7 @@ def _part(value: Any, rank: int, world: int) -> tuple[tuple[int, ...], Box, Save
     if isinstance(value, SavedTensor):
         return value.shape, Box.whole(value.shape), value
     function, kind, args, state = value.args
-    if type(function) is not Named or type(kind) is not Named or not kind.name.endswith(".DTensor"):
+    if type(function) is not GlobalName or type(kind) is not GlobalName or not kind.name.endswith(".DTensor"):
         raise UnreadableError("it holds tensors of another class than DTensor")
     fields = state[1] if type(state) is tuple else state  # with __slots__: (None, fields)
     local, spec, shape = fields["_local_tensor"], fields["_spec"], args[2]

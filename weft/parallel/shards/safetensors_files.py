@@ -39,7 +39,7 @@ _LONGEST_HEADER = 100_000_000  # the format's own limit
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TensorEntry:
     """A tensor in a file; begin and end are byte offsets from the file's start."""
 
     dtype: torch.dtype
@@ -49,11 +49,11 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Layout:
+class FileLayout:
     """The layout of a file to be written. header: the bytes before the tensors. entries: in file order."""
 
     header: bytes
-    entries: dict[str, Entry]
+    entries: dict[str, TensorEntry]
 
     @property
     def size(self) -> int:
@@ -127,7 +127,7 @@ class RangeFile:
         os.close(self._descriptor)
 
 
-def read_box(descriptor: int, entry: Entry, box: Box, what: str) -> Tensor:
+def read_box(descriptor: int, entry: TensorEntry, box: Box, what: str) -> Tensor:
     """A box of a tensor of an open file, on the CPU in the file's dtype. what: file and tensor, for messages. Raises
     UserError if the file ends inside the box."""
     # Outside the tensor lie bytes of other tensors, or of the header.
@@ -148,7 +148,7 @@ def _read_into(descriptor: int, view: memoryview, offset: int, what: str) -> Non
         view, offset = view[got:], offset + got
 
 
-def lay_out(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> Layout:
+def lay_out(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> FileLayout:
     """The layout of a file with these tensors, which may be on meta."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     place = 0
@@ -161,10 +161,10 @@ def lay_out(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = 
     text += b" " * (-len(text) % 8)
     del header["__metadata__"]
     entries = {name: _entry(fields, 8 + len(text)) for name, fields in header.items()}
-    return Layout(len(text).to_bytes(8, "little") + text, entries)
+    return FileLayout(len(text).to_bytes(8, "little") + text, entries)
 
 
-def create(path: Path, layout: Layout) -> None:
+def create(path: Path, layout: FileLayout) -> None:
     """Create a file of the right size with its header."""
     with path.open("wb") as stream:
         stream.write(layout.header)
@@ -179,7 +179,7 @@ def bytes_of(tensor: Tensor) -> NDArray[np.uint8]:
     return np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(tensor.data_ptr()))
 
 
-def _read_header(path: Path, descriptor: int) -> tuple[dict[str, Entry], dict[str, str]]:
+def _read_header(path: Path, descriptor: int) -> tuple[dict[str, TensorEntry], dict[str, str]]:
     size = os.fstat(descriptor).st_size
     length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
     if size < 8 or length > min(size - 8, _LONGEST_HEADER):
@@ -201,17 +201,17 @@ def _read_header(path: Path, descriptor: int) -> tuple[dict[str, Entry], dict[st
     raise UserError(f"{path}: is cut short: it has {size:,} bytes and should have {needed:,}. Fetch it again.")
 
 
-def _entry(fields: Mapping[str, Any], origin: int) -> Entry:
+def _entry(fields: Mapping[str, Any], origin: int) -> TensorEntry:
     dtype, shape = DTYPES.get(fields["dtype"]), tuple(int(n) for n in fields["shape"])
     if dtype is None:
         raise ValueError(f"weft reads no dtype {fields['dtype']!r}")
     begin, end = fields["data_offsets"]
     if end - begin != math.prod(shape) * dtype.itemsize:
         raise ValueError(f"{end - begin} bytes for a {fields['dtype']} of {list(shape)}")
-    return Entry(dtype, shape, origin + begin, origin + end)
+    return TensorEntry(dtype, shape, origin + begin, origin + end)
 
 
-def runs(entry: Entry, box: Box) -> Iterator[tuple[int, int]]:
+def runs(entry: TensorEntry, box: Box) -> Iterator[tuple[int, int]]:
     """(first byte, length) of the contiguous ranges of a box, in row-major order."""
     size = entry.dtype.itemsize
     strides = [math.prod(entry.shape[dim + 1 :]) * size for dim in range(len(entry.shape))]

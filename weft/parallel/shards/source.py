@@ -17,7 +17,7 @@ from weft.files import is_own_file, read_object, regular_file
 from weft.models import hf
 from weft.parallel.shards.boxes import Box
 from weft.parallel.shards.quantised import decoder_of
-from weft.parallel.shards.safetensors_files import Entry, TensorFile
+from weft.parallel.shards.safetensors_files import TensorEntry, TensorFile
 
 WHOLE, INDEX, _INDEX_ENDING = "model.safetensors", "model.safetensors.index.json", ".safetensors.index.json"
 ADAPTER = "adapter_config.json"
@@ -33,14 +33,14 @@ class Decoder(Protocol):
     @property
     def shape(self) -> tuple[int, ...]: ...
 
-    def read(self, source: Source, box: Box) -> Tensor: ...
+    def read(self, source: TensorSource, box: Box) -> Tensor: ...
 
 
 class TensorReader(Protocol):
     """A file of tensors, or anything read like one. entries: dtype, shape and first byte of each tensor."""
 
     path: Path
-    entries: dict[str, Entry]
+    entries: dict[str, TensorEntry]
 
     @property
     def bytes_read(self) -> int: ...
@@ -51,7 +51,7 @@ class TensorReader(Protocol):
 
 
 @dataclass
-class Source:
+class TensorSource:
     """Named tensors on disk. files: tensor name -> its file. decoders: name of a quantised tensor -> its decoder.
     hidden: stored tensors that only decoders read. key: the config key that names the source, for messages."""
 
@@ -101,9 +101,9 @@ class Source:
             file.close()
 
 
-def open_source(path: str) -> Source:
+def open_model_weights(path: str) -> TensorSource:
     """The weights of model.path. Raises UserError if they are missing, incomplete or pickled."""
-    folder = fetch(path)
+    folder = fetch_model(path)
     read = read_object(folder / "config.json", "the config of a model")
     names, index = _weight_files(folder, read)
     files: dict[str, TensorFile] = {}
@@ -119,10 +119,10 @@ def open_source(path: str) -> Source:
     if config is not None and not isinstance(config, dict):
         raise UserError(f"model.path: {folder / 'config.json'}: quantization_config is no object. Fetch it again.")
     decoders, hidden = decoder_of(config, _shapes(files), _dtypes(files), path)
-    return Source(folder, files, decoders, hidden)
+    return TensorSource(folder, files, decoders, hidden)
 
 
-def fetch(path: str) -> Path:
+def fetch_model(path: str) -> Path:
     """The directory itself, or the snapshot of a hub repository, downloaded if the cache lacks it."""
     if Path(path).is_dir():
         return Path(path)

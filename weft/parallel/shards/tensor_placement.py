@@ -20,9 +20,9 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 
 from weft.ops.communicator import Communicator
 from weft.parallel.shards.boxes import Box, local_box, overlap
-from weft.parallel.shards.cuts import AnyCut, Cuts, full_shape
+from weft.parallel.shards.cuts import AnyShardSpec, ShardSpecs, full_shape
 
-Place = tuple[int, int]  # of a rank: (among the ranks of tp and ep that divide the tensor, on FSDP's axis)
+RankIndex = tuple[int, int]  # of a rank: (among the ranks of tp and ep that divide the tensor, on FSDP's axis)
 
 
 class GatherGroup(NamedTuple):
@@ -47,7 +47,7 @@ class StagePeers:
     meshes: Sequence[DeviceMesh]
 
 
-class Share(NamedTuple):
+class ShardSlice(NamedTuple):
     """A box of the whole tensor. within: its slices in the shard of the rank that holds it."""
 
     box: Box
@@ -60,7 +60,7 @@ class TensorPlacement:
     placements: FSDP's; None and () for a plain tensor. tensor: None if another stage holds it."""
 
     shape: tuple[int, ...]
-    cut: AnyCut | None
+    cut: AnyShardSpec | None
     group: GatherGroup
     mesh: DeviceMesh | None
     placements: tuple[Placement, ...]
@@ -68,7 +68,7 @@ class TensorPlacement:
     tensor: Tensor | None = None
 
     @classmethod
-    def of(cls, name: str, tensor: Tensor, cuts: Cuts) -> TensorPlacement:
+    def of(cls, name: str, tensor: Tensor, cuts: ShardSpecs) -> TensorPlacement:
         """The placement of a tensor of this rank. Raises RuntimeError if weft cannot gather such a placement."""
         mesh, placements = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else (None, ())
         shape = full_shape(name, tensor, cuts)
@@ -79,7 +79,7 @@ class TensorPlacement:
         cls,
         name: str,
         shape: tuple[int, ...],
-        cuts: Cuts,
+        cuts: ShardSpecs,
         mesh: DeviceMesh | None,
         placements: tuple[Placement, ...],
         device: torch.device,
@@ -97,14 +97,14 @@ class TensorPlacement:
         return local_box(self.tensor)[1]
 
     @property
-    def places(self) -> list[Place]:
+    def places(self) -> list[RankIndex]:
         """The places of all ranks of the group, in gathering order."""
         along = 1 if self.group.axis is None else self.group.axis[0].size(self.group.axis[1])
         over = 1 if self.cut is None else self.cut.size
         return [(part, fsdp) for part in range(over) for fsdp in range(along)]
 
     @property
-    def own_place(self) -> Place:
+    def own_place(self) -> RankIndex:
         """The place of this rank."""
         along = 0 if self.group.axis is None else self.group.axis[0].get_local_rank(self.group.axis[1])
         return (0 if self.cut is None else self.cut.place), along
@@ -117,7 +117,7 @@ class TensorPlacement:
         placement = self.placements[self.group.axis[1]]
         return isinstance(placement, Shard) and placement.dim == 0
 
-    def shares(self, part: Box, place: Place) -> list[Share]:
+    def shares(self, part: Box, place: RankIndex) -> list[ShardSlice]:
         """The shares of `part`, a box of the whole tensor, that the rank at `place` sends. If several ranks hold the
         same elements, the first sends them."""
         held = self._held(place)
@@ -128,10 +128,10 @@ class TensorPlacement:
             if box is not None:
                 moved = zip(box.start, whole.start, local.start, strict=True)
                 start = tuple(of_box - of_whole + of_local for of_box, of_whole, of_local in moved)
-                found.append(Share(box, Box(start, box.size).within(held)))
+                found.append(ShardSlice(box, Box(start, box.size).within(held)))
         return found
 
-    def _held(self, place: Place) -> Box:
+    def _held(self, place: RankIndex) -> Box:
         """The box that the rank at `place` holds, within the part that it computes with."""
         shape = self.shape if self.cut is None else self.cut.local_shape(place[0])  # parts may differ in size
         if self.group.axis is None:
@@ -144,7 +144,7 @@ class TensorPlacement:
 
 
 def placements_of(
-    tensors: Mapping[str, Tensor], names: Iterable[str], cuts: Cuts, lane: StagePeers | None = None
+    tensors: Mapping[str, Tensor], names: Iterable[str], cuts: ShardSpecs, lane: StagePeers | None = None
 ) -> dict[str, TensorPlacement]:
     """The TensorPlacement of each named tensor. lane: for names of all pipeline stages; then collective over it."""
     wanted = list(dict.fromkeys(names))
@@ -153,7 +153,7 @@ def placements_of(
 
 
 def _of_all_stages(
-    own: Mapping[str, TensorPlacement], names: Sequence[str], cuts: Cuts, lane: StagePeers
+    own: Mapping[str, TensorPlacement], names: Sequence[str], cuts: ShardSpecs, lane: StagePeers
 ) -> dict[str, TensorPlacement]:
     """Add the placements of other stages' tensors, each described by the first stage that holds it."""
     sent = {name: _described(s, lane) for name, s in own.items() if lane.holders[name][0] == lane.place}
@@ -178,7 +178,13 @@ def _described(placement: TensorPlacement, lane: StagePeers) -> _Described:
 
 
 def _as_described(
-    name: str, cuts: Cuts, lane: StagePeers, shape: tuple[int, ...], mesh: int | None, placements: Any, device: str
+    name: str,
+    cuts: ShardSpecs,
+    lane: StagePeers,
+    shape: tuple[int, ...],
+    mesh: int | None,
+    placements: Any,
+    device: str,
 ) -> TensorPlacement:
     own = None if mesh is None else lane.meshes[mesh]
     return TensorPlacement._placed(name, shape, cuts, own, placements, torch.device(device))

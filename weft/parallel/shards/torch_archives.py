@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from weft.parallel.shards.boxes import Box
-from weft.parallel.shards.pickles import PERSISTENT, Maker, Named, UnreadableError, new_dict, read_pickle
-from weft.parallel.shards.safetensors_files import DTYPES, Entry, read_box
+from weft.parallel.shards.pickles import PERSISTENT, Constructor, GlobalName, UnreadableError, new_dict, read_pickle
+from weft.parallel.shards.safetensors_files import DTYPES, TensorEntry, read_box
 
 _LONGEST_PICKLE = 1 << 26
 _LONGEST_DIRECTORY = 1 << 26
@@ -36,7 +36,7 @@ class SavedTensor:
     """A tensor in a file. entry: its elements in the order of the file. order[i]: the tensor's dimension that is
     dimension i of the entry."""
 
-    entry: Entry
+    entry: TensorEntry
     order: tuple[int, ...]
 
     @property
@@ -54,7 +54,9 @@ class SavedTensor:
         return values.permute([self.order.index(dim) for dim in range(len(self.order))])
 
 
-def read_archive(descriptor: int, begin: int, length: int, known: Mapping[str, Maker | None] | None = None) -> Any:
+def read_archive(
+    descriptor: int, begin: int, length: int, known: Mapping[str, Constructor | None] | None = None
+) -> Any:
     """The object that torch.save wrote into these bytes of an open file, with a SavedTensor for each tensor. known:
     what else it may refer to, as in `read_pickle`. Raises UnreadableError if it is no such archive."""
     archive = _Archive(descriptor, begin, length)
@@ -82,9 +84,11 @@ class _Archive:
                 raise UnreadableError("it was written on a big-endian machine")
 
     @property
-    def known(self) -> dict[str, Maker | None]:
+    def known(self) -> dict[str, Constructor | None]:
         """The names that data.pkl may refer to: storages, tensors made of them, and plain containers."""
-        plain: dict[str, Maker | None] = dict.fromkeys((*_DTYPES, *(f"torch.{name}Storage" for name in _STORAGES)))
+        plain: dict[str, Constructor | None] = dict.fromkeys(
+            (*_DTYPES, *(f"torch.{name}Storage" for name in _STORAGES))
+        )
         plain |= dict.fromkeys(("torch.storage.UntypedStorage", "torch.device", PERSISTENT))
         return plain | {
             "torch._utils._rebuild_tensor_v2": self._tensor,
@@ -113,10 +117,10 @@ class _Archive:
     def _tensor(self, storage: Any, offset: Any, shape: Any, strides: Any, _grad: Any, _hooks: Any, *more: Any) -> Any:
         """The SavedTensor for arguments of torch's _rebuild_tensor_v2 or _v3; in v3 `more` begins with the dtype."""
         kind, key = storage.args[0][1], storage.args[0][2]
-        if type(kind) is not Named or type(key) is not str or not key.isdecimal():
+        if type(kind) is not GlobalName or type(key) is not str or not key.isdecimal():
             raise TypeError
         if kind.name == "torch.storage.UntypedStorage":
-            dtype = _DTYPES[more[0].name] if type(more[0]) is Named and more[0].name in _DTYPES else None
+            dtype = _DTYPES[more[0].name] if type(more[0]) is GlobalName and more[0].name in _DTYPES else None
         else:
             dtype = _STORAGES.get(kind.name.removeprefix("torch.").removesuffix("Storage"))
         if dtype is None or not all(_are_sizes(numbers) for numbers in (shape, strides, (offset,))):
@@ -128,7 +132,7 @@ class _Archive:
         end = begin + math.prod(sizes) * dtype.itemsize
         if end > place + size:
             raise UnreadableError("a tensor is larger than what it holds of it")
-        return SavedTensor(Entry(dtype, tuple(sizes[dim] for dim in order), begin, end), order)
+        return SavedTensor(TensorEntry(dtype, tuple(sizes[dim] for dim in order), begin, end), order)
 
 
 def _are_sizes(numbers: Any) -> bool:

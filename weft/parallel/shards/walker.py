@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from weft.parallel.shards.boxes import Box
-from weft.parallel.shards.cuts import Cuts
-from weft.parallel.shards.layout import Piece
-from weft.parallel.shards.tensor_placement import GatherGroup, Share, StagePeers, TensorPlacement, placements_of
+from weft.parallel.shards.cuts import ShardSpecs
+from weft.parallel.shards.layout import TensorMapping
+from weft.parallel.shards.tensor_placement import GatherGroup, ShardSlice, StagePeers, TensorPlacement, placements_of
 from weft.versions import all_gather_single
 
 _ALIGNMENT = 16  # bytes; every tensor of a bucket begins at a multiple of its element size
@@ -27,9 +27,9 @@ _ALIGNMENT = 16  # bytes; every tensor of a bucket begins at a multiple of its e
 
 def walk(
     module: nn.Module,
-    pieces: Iterable[Piece],
+    mappings: Iterable[TensorMapping],
     manifest: Mapping[str, Tensor],
-    cuts: Cuts,
+    cuts: ShardSpecs,
     *,
     lane: StagePeers | None = None,
     bucket_bytes: int = 1 << 29,
@@ -41,7 +41,7 @@ def walk(
     the module is one of a pipeline. bucket_bytes: bytes in flight; a rank of tp also holds its own part of a bucket,
     and a single tensor that cannot be split may exceed them. Raises RuntimeError if the ranks together lack elements.
     """
-    groups = _by_runtime(pieces)
+    groups = _by_runtime(mappings)
     state = placements_of(module.state_dict(keep_vars=True), groups, cuts, lane)
     parts = [part for group in groups.values() for part in _cut(state, group, manifest, bucket_bytes // 2)]
     pending: _Gather | None = None
@@ -57,7 +57,7 @@ def walk(
         yield from pending.tensors()
 
 
-def checked(stream: Iterable[tuple[str, Tensor]], manifest: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+def check_stream(stream: Iterable[tuple[str, Tensor]], manifest: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """The stream, unchanged. Raises RuntimeError if a tensor is missing, repeated, or has another shape or dtype than
     in the manifest."""
     missing = dict.fromkeys(manifest)
@@ -78,12 +78,12 @@ def checked(stream: Iterable[tuple[str, Tensor]], manifest: Mapping[str, Tensor]
 
 
 @dataclass(frozen=True, eq=False)
-class _Part:
-    """Rows of a model's tensor that are gathered together, with the pieces inside them."""
+class _GatherSlice:
+    """Rows of a model's tensor that are gathered together, with the mappings inside them."""
 
     runtime: str
     box: Box
-    pieces: tuple[Piece, ...]
+    mappings: tuple[TensorMapping, ...]
     dtype: torch.dtype
 
     @property
@@ -91,36 +91,36 @@ class _Part:
         return self.box.numel * self.dtype.itemsize
 
 
-def _by_runtime(pieces: Iterable[Piece]) -> dict[str, list[Piece]]:
-    groups: dict[str, list[Piece]] = {}
-    for piece in pieces:
-        groups.setdefault(piece.runtime, []).append(piece)
+def _by_runtime(mappings: Iterable[TensorMapping]) -> dict[str, list[TensorMapping]]:
+    groups: dict[str, list[TensorMapping]] = {}
+    for mapping in mappings:
+        groups.setdefault(mapping.runtime, []).append(mapping)
     return groups
 
 
 def _cut(
-    state: Mapping[str, TensorPlacement], pieces: list[Piece], manifest: Mapping[str, Tensor], limit: int
-) -> Iterator[_Part]:
-    """The parts of a tensor: the whole tensor or, if it is larger than `limit`, ranges of rows that split no piece
+    state: Mapping[str, TensorPlacement], mappings: list[TensorMapping], manifest: Mapping[str, Tensor], limit: int
+) -> Iterator[_GatherSlice]:
+    """The parts of a tensor: the whole tensor or, if it is larger than `limit`, ranges of rows that split no mapping
     (experts)."""
-    shape = state[pieces[0].runtime].shape
-    dtype = max((manifest[piece.disk].dtype for piece in pieces), key=lambda dtype: dtype.itemsize)
-    whole = _Part(pieces[0].runtime, Box.whole(shape), tuple(pieces), dtype)
+    shape = state[mappings[0].runtime].shape
+    dtype = max((manifest[mapping.disk].dtype for mapping in mappings), key=lambda dtype: dtype.itemsize)
+    whole = _GatherSlice(mappings[0].runtime, Box.whole(shape), tuple(mappings), dtype)
     if whole.bytes <= limit or not shape:
         yield whole
         return
-    ends = sorted({piece.box.end[0] for piece in pieces})
-    borders = [row for row in ends if all(not (p.box.start[0] < row < p.box.end[0]) for p in pieces)]
+    ends = sorted({mapping.box.end[0] for mapping in mappings})
+    borders = [row for row in ends if all(not (p.box.start[0] < row < p.box.end[0]) for p in mappings)]
     first, per_row = 0, whole.bytes // shape[0]
     for row, after in zip(borders, [*borders[1:], shape[0] + limit], strict=True):
         if (after - first) * per_row > limit:
-            own = tuple(piece for piece in pieces if first <= piece.box.start[0] < row)
-            yield _Part(whole.runtime, Box((first, *whole.box.start[1:]), (row - first, *shape[1:])), own, dtype)
+            own = tuple(mapping for mapping in mappings if first <= mapping.box.start[0] < row)
+            yield _GatherSlice(whole.runtime, Box((first, *whole.box.start[1:]), (row - first, *shape[1:])), own, dtype)
             first = row
 
 
-def _buckets(parts: Sequence[_Part], limit: int) -> Iterator[list[_Part]]:
-    bucket: list[_Part] = []
+def _buckets(parts: Sequence[_GatherSlice], limit: int) -> Iterator[list[_GatherSlice]]:
+    bucket: list[_GatherSlice] = []
     for part in parts:
         if bucket and sum(other.bytes for other in bucket) + part.bytes > limit:
             yield bucket
@@ -134,10 +134,10 @@ class _Gather:
     """The parts of a bucket in flight: one shipment per group of ranks that parts are spread over."""
 
     def __init__(
-        self, state: Mapping[str, TensorPlacement], bucket: list[_Part], manifest: Mapping[str, Tensor]
+        self, state: Mapping[str, TensorPlacement], bucket: list[_GatherSlice], manifest: Mapping[str, Tensor]
     ) -> None:
         self.state, self.bucket, self.manifest = state, bucket, manifest
-        by_group: dict[GatherGroup, list[_Part]] = {}
+        by_group: dict[GatherGroup, list[_GatherSlice]] = {}
         for part in bucket:
             by_group.setdefault(state[part.runtime].group, []).append(part)
         by_group.pop(GatherGroup(), None)  # every rank holds these whole
@@ -153,12 +153,12 @@ class _Gather:
             placement = self.state[part.runtime]
             shipment = self.shipments.get(placement.group)
             values = _own(placement, part) if shipment is None else shipment.take(part)
-            for piece in part.pieces:
-                tensor = piece.to_disk(values[piece.box.within(part.box)])
-                yield piece.disk, tensor.to(self.manifest[piece.disk].dtype)
+            for mapping in part.mappings:
+                tensor = mapping.to_disk(values[mapping.box.within(part.box)])
+                yield mapping.disk, tensor.to(self.manifest[mapping.disk].dtype)
 
 
-def _own(placement: TensorPlacement, part: _Part) -> Tensor:
+def _own(placement: TensorPlacement, part: _GatherSlice) -> Tensor:
     """A part of a tensor that is whole on this rank."""
     return placement.values[part.box.within(Box.whole(placement.shape))].to(part.dtype)
 
@@ -167,7 +167,7 @@ class _Shipment:
     """The parts of one group in flight: each rank of the stage that has them sends its boxes of all parts, end to end,
     as bytes."""
 
-    def __init__(self, group: GatherGroup, parts: list[_Part], state: Mapping[str, TensorPlacement]) -> None:
+    def __init__(self, group: GatherGroup, parts: list[_GatherSlice], state: Mapping[str, TensorPlacement]) -> None:
         """Cast this rank's shares, and begin to gather over FSDP's axis."""
         self.group, self.parts = group, parts
         first = state[parts[0].runtime]
@@ -194,7 +194,7 @@ class _Shipment:
             self.gathered = [torch.empty(mesh.size(axis) * self.length, dtype=torch.uint8, device=sent.device)]
             self.work = all_gather_single(self.gathered[0], sent, group=mesh.get_group(axis), async_op=True)
 
-    def take(self, part: _Part) -> Tensor:
+    def take(self, part: _GatherSlice) -> Tensor:
         """A part, assembled from every rank's shares."""
         if self.sent is not None:
             self._arrive()
@@ -219,10 +219,10 @@ class _Shipment:
         self.sent = None
 
 
-_Laid = dict[_Part, list[tuple[int, Box]]]  # in the bytes that a rank sends: (first byte, box) of each share
+_Laid = dict[_GatherSlice, list[tuple[int, Box]]]  # in the bytes that a rank sends: (first byte, box) of each share
 
 
-def _lay_out(parts: Sequence[_Part], shares: Sequence[Sequence[Share]]) -> tuple[_Laid, int]:
+def _lay_out(parts: Sequence[_GatherSlice], shares: Sequence[Sequence[ShardSlice]]) -> tuple[_Laid, int]:
     """(where each share lies in the bytes that a rank sends, their number)."""
     laid, end = _Laid(), 0
     for part, own in zip(parts, shares, strict=True):

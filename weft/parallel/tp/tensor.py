@@ -29,7 +29,7 @@ from weft.models.train_module import TrainModule
 from weft.ops.communicator import Communicator, all_reduce
 from weft.ops.head import VocabularyShard
 from weft.parallel.mesh import TPAxis, local_shard
-from weft.parallel.shards.cuts import AnyCut, Cut, split
+from weft.parallel.shards.cuts import AnyShardSpec, ShardSpec, split
 from weft.parallel.tp.sequence import GatherTokens, ReduceScatterTokens, join_last_states
 from weft.parallel.tp.styles import TPPlan, find_tp_plan
 
@@ -39,7 +39,7 @@ class TensorParallel:
     """The division of a model. cuts: parameter -> its cut, under each of its names. partial: parameter whose gradient
     is a sum over ranks -> number of ranks -> communicator. sequence: tokens are divided between blocks."""
 
-    cuts: dict[str, AnyCut]
+    cuts: dict[str, AnyShardSpec]
     partial: dict[str, dict[int, Communicator]]
     sequence: bool = False
 
@@ -70,7 +70,7 @@ def tensor_parallel(
 
 
 def find_partial_parameters(
-    cuts: dict[str, Cut], axis: TPAxis, inside: tuple[str, ...]
+    cuts: dict[str, ShardSpec], axis: TPAxis, inside: tuple[str, ...]
 ) -> dict[str, dict[int, Communicator]]:
     """Parameters of divided blocks that several ranks hold, each using them for its own heads, columns or tokens only:
     name -> number of ranks -> communicator. inside: prefixes of the names of such blocks."""
@@ -83,11 +83,11 @@ def find_partial_parameters(
     }
 
 
-def tp_shard_spec(name: str, shape: tuple[int, ...], style: TPSpec, axis: TPAxis) -> Cut:
+def tp_shard_spec(name: str, shape: tuple[int, ...], style: TPSpec, axis: TPAxis) -> ShardSpec:
     """The division of a parameter of this style. Raises UserError if its sizes do not divide."""
     if style.dim is None:
         whole = ((0, shape[0]),) if shape else ((0, 1),)
-        return Cut(shape, 0, (whole,) * axis.size, (axis.size,), axis.rank, axis.ranks)
+        return ShardSpec(shape, 0, (whole,) * axis.size, (axis.size,), axis.rank, axis.ranks)
     ranges: list[tuple[Range, ...]] = [()] * axis.size
     offset, copies = 0, list[int]()
     for part in style.parts:
@@ -98,7 +98,7 @@ def tp_shard_spec(name: str, shape: tuple[int, ...], style: TPSpec, axis: TPAxis
         placed = scaled_ranges(items[0], part.width, offset)
         ranges = [(*before, own) for before, own in zip(ranges, placed, strict=True)]
         offset += part.size
-    return Cut(shape, style.dim, tuple(ranges), tuple(copies), axis.rank, axis.ranks)
+    return ShardSpec(shape, style.dim, tuple(ranges), tuple(copies), axis.rank, axis.ranks)
 
 
 def _does_not_divide(name: str, part: DimSegment, ranks: int) -> UserError:
@@ -110,7 +110,7 @@ def _does_not_divide(name: str, part: DimSegment, ranks: int) -> UserError:
     )
 
 
-def _replace_parameters(module: TrainModule, cuts: dict[str, Cut]) -> None:
+def _replace_parameters(module: TrainModule, cuts: dict[str, ShardSpec]) -> None:
     """Replace each divided parameter by this rank's part, uninitialised; tied parameters stay tied."""
     made: dict[int, nn.Parameter] = {}
     for name, parameter in list(module.named_parameters(remove_duplicate=False)):
@@ -126,7 +126,7 @@ def _replace_parameters(module: TrainModule, cuts: dict[str, Cut]) -> None:
             holder.nf = holder.weight.shape[1]  # Conv1D reads its outputs' width from it
 
 
-def _hook(module: TrainModule, styles: TPPlan, cuts: dict[str, Cut], axis: TPAxis, sequence: bool) -> None:
+def _hook(module: TrainModule, styles: TPPlan, cuts: dict[str, ShardSpec], axis: TPAxis, sequence: bool) -> None:
     enter, leave = (GatherTokens, ReduceScatterTokens) if sequence else (_SumGradient, _Sum)
     for region in _modules(module, styles.regions):
         region.register_forward_pre_hook(_enter(axis.ranks, enter), with_kwargs=True)
@@ -205,27 +205,27 @@ class _JoinFeatures(torch.autograd.Function):
     """[..., own features] -> [..., all features], for operations that need every head at once."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cut: Cut) -> Tensor:
+    def forward(ctx: Any, x: Tensor, cut: ShardSpec) -> Tensor:
         ctx.cut = cut
         return _of_last(cut, x).join(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        cut: Cut = ctx.cut
+        cut: ShardSpec = ctx.cut
         own = _of_last(cut, grad).take(all_reduce(grad, cut.ranks))
         return own / cut.copies[0], None  # several ranks with the same features sum their gradients again
 
 
-def _part_of_last(x: Tensor, cut: Cut) -> Tensor:
+def _part_of_last(x: Tensor, cut: ShardSpec) -> Tensor:
     return _of_last(cut, x).take(x)
 
 
-def _of_last(cut: Cut, x: Tensor) -> Cut:
+def _of_last(cut: ShardSpec, x: Tensor) -> ShardSpec:
     """The cut of a vector, as a cut of the last dimension of activations like `x`."""
     return replace(cut, shape=(*x.shape[:-1], *cut.shape), dim=x.ndim - 1)
 
 
-def _own_inputs(cut: Cut, x: Tensor) -> Tensor:
+def _own_inputs(cut: ShardSpec, x: Tensor) -> Tensor:
     """[..., inputs] -> [..., this rank's inputs]. cut: of a matrix by its columns."""
     return replace(cut, shape=tuple(x.shape), dim=x.ndim - 1).take(x)
 
@@ -258,7 +258,7 @@ def _count_own_heads(attention: Any, ranks: int) -> None:
 
 
 def divide_vocabulary(
-    module: TrainModule, cuts: dict[str, Cut], axis: TPAxis, total: type[torch.autograd.Function]
+    module: TrainModule, cuts: dict[str, ShardSpec], axis: TPAxis, total: type[torch.autograd.Function]
 ) -> None:
     """Divide embedding and head. Tokens of other ranks' rows embed to zeros, and `total` sums the outputs; the head
     gets its shard of the vocabulary."""

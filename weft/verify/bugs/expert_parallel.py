@@ -15,7 +15,7 @@ from torch import Tensor
 
 from weft.ops.dispatch import Dispatched, ExpertPlacement
 from weft.parallel.mesh import local_shard
-from weft.parallel.shards.cuts import Cut, Cuts
+from weft.parallel.shards.cuts import ShardSpec, ShardSpecs
 from weft.verify.bugs import GRADIENTS, LOGPROB, NORM, Original, Plant, bug, rehearsing
 
 NEEDS = "mesh.ep above 1"
@@ -70,7 +70,7 @@ def router_detached(
     "the norm has the gradients of this rank's experts alone",
     caught_by=NORM, seen="NVIDIA/Megatron-LM#7452", ranks=2, needs=NEEDS,
 )  # fmt: skip
-def experts_norm_apart(plant: Plant, original: Original, named: Any, cuts: Cuts, *rest: Any) -> float:
+def experts_norm_apart(plant: Plant, original: Original, named: Any, cuts: ShardSpecs, *rest: Any) -> float:
     plant.hits += bool(cuts)
     return float(original(named, {}, *rest))
 
@@ -112,8 +112,8 @@ def rows_back_elsewhere(
     "each rank computes with the experts of the next one",
     caught_by=LOGPROB, seen="huggingface/transformers#48205", ranks=2, needs=NEEDS,
 )  # fmt: skip
-def experts_of_the_next_rank(plant: Plant, original: Original, *of: Any) -> Cut:
-    cut: Cut = original(*of)
+def experts_of_the_next_rank(plant: Plant, original: Original, *of: Any) -> ShardSpec:
+    cut: ShardSpec = original(*of)
     if rehearsing():
         return cut
     plant.hit()

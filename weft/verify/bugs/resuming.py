@@ -25,7 +25,7 @@ def rate_restarted(plant: Plant, original: Original, step: int, *rest: Any) -> f
 
 
 @bug(
-    "B19", "weft.data.order:Steps.starting_at",
+    "B19", "weft.data.order:StepSampler.starting_at",
     "a resumed run begins the data again",
     caught_by=RESUMED, seen="huggingface/accelerate#4071", needs="a run that is resumed",
 )  # fmt: skip

@@ -18,7 +18,7 @@ from weft.engine.batch.document import Document
 from weft.models.tp_parts import DimSegment, TPSpec
 from weft.ops.communicator import GroupCommunicator
 from weft.parallel.mesh import TPAxis, local_shard
-from weft.parallel.shards.cuts import Cut, split
+from weft.parallel.shards.cuts import ShardSpec, split
 from weft.parallel.tp.tensor import TensorParallel, sum_partial_gradients
 from weft.verify.bugs import ACCURACY, AGREE, GRADIENTS, LOGPROB, NORM, Original, Plant, bug, rehearsing
 
@@ -32,7 +32,7 @@ NEEDS = "mesh.tp above 1"
 
 
 def _left_out(
-    plant: Plant, original: Original, of: tuple[dict[str, Cut], TPAxis, Any], wrong: Callable[[str], bool]
+    plant: Plant, original: Original, of: tuple[dict[str, ShardSpec], TPAxis, Any], wrong: Callable[[str], bool]
 ) -> Any:
     found = original(*of)
     if rehearsing() or not isinstance(of[1].ranks, GroupCommunicator):
@@ -148,7 +148,7 @@ def tied_head_twice(plant: Plant, original: Original, module: nn.Module, divided
     "the gradient norm counts what every rank of tp has once for each",
     caught_by=NORM, seen="NVIDIA-NeMo/RL#3788", ranks=2, needs=NEEDS,
 )  # fmt: skip
-def copies_in_the_norm(plant: Plant, original: Original, parameter: Tensor, values: Tensor, cut: Cut) -> Any:
+def copies_in_the_norm(plant: Plant, original: Original, parameter: Tensor, values: Tensor, cut: ShardSpec) -> Any:
     plant.hits += max(cut.copies) > 1
     return [(1, values)]
 
@@ -245,7 +245,7 @@ def likeliest_of_a_part(plant: Plant, original: Original, self: Any, ranks: Any)
     caught_by=LOGPROB, seen=MEGATRON, ranks=2, needs=NEEDS,
 )  # fmt: skip
 def border_embedded_twice(
-    plant: Plant, original: Original, module: Any, cuts: dict[str, Cut], axis: TPAxis, total: Any
+    plant: Plant, original: Original, module: Any, cuts: dict[str, ShardSpec], axis: TPAxis, total: Any
 ) -> None:
     if rehearsing() or not isinstance(axis.ranks, GroupCommunicator):
         original(module, cuts, axis, total)
@@ -274,7 +274,7 @@ def border_embedded_twice(
     caught_by=GRADIENTS, seen=MEGATRON, ranks=2, needs=f"{NEEDS} and an embedding with a row of padding",
 )  # fmt: skip
 def padding_in_every_part(
-    plant: Plant, original: Original, module: Any, cuts: dict[str, Cut], axis: TPAxis, total: Any
+    plant: Plant, original: Original, module: Any, cuts: dict[str, ShardSpec], axis: TPAxis, total: Any
 ) -> None:
     embedding = module.get_submodule(module.facts.embedding)
     padding = embedding.padding_idx
@@ -332,11 +332,11 @@ def mixer_norm_of_own_heads(plant: Plant, original: Original, parts: Tensor, sum
 )  # fmt: skip
 def fused_cut_as_one(
     plant: Plant, original: Original, name: str, shape: tuple[int, ...], style: TPSpec, axis: TPAxis
-) -> Cut:
+) -> ShardSpec:
     if not rehearsing() and len(style.parts) > 1:
         plant.hit()
         style = replace(style, parts=(DimSegment(sum(part.size for part in style.parts), 1),))
-    found: Cut = original(name, shape, style, axis)
+    found: ShardSpec = original(name, shape, style, axis)
     return found
 
 
@@ -345,8 +345,8 @@ def fused_cut_as_one(
     "ranks of tp have the sinks of another's heads",
     caught_by=LOGPROB, seen=MEGATRON, ranks=2, needs=f"{NEEDS} and sinks, as in gpt_oss",
 )  # fmt: skip
-def sinks_of_another_rank(plant: Plant, original: Original, name: str, *rest: Any) -> Cut:
-    found: Cut = original(name, *rest)
+def sinks_of_another_rank(plant: Plant, original: Original, name: str, *rest: Any) -> ShardSpec:
+    found: ShardSpec = original(name, *rest)
     if rehearsing() or not name.endswith("sinks"):
         return found
     plant.hit()
@@ -354,21 +354,21 @@ def sinks_of_another_rank(plant: Plant, original: Original, name: str, *rest: An
 
 
 @bug(
-    "B22", "weft.parallel.shards.cuts:Cut.boxes",
+    "B22", "weft.parallel.shards.cuts:ShardSpec.boxes",
     "engines, exports and checkpoints get the parts of two ranks of tp exchanged",
     caught_by=WALKED, seen="THUDM/slime#1673", ranks=2, needs=NEEDS,
 )  # fmt: skip
-def parts_exchanged(plant: Plant, original: Original, self: Cut, held: Any) -> Any:
+def parts_exchanged(plant: Plant, original: Original, self: ShardSpec, held: Any) -> Any:
     plant.hits += self.divides
     return original(replace(self, place=self.size - 1 - self.place), held)
 
 
 @bug(
-    "B22", "weft.parallel.shards.cuts:Cut.boxes",
+    "B22", "weft.parallel.shards.cuts:ShardSpec.boxes",
     "engines, exports and checkpoints get heads that several ranks have from each of them",
     caught_by=WALKED, seen="THUDM/slime#1673", ranks=4, needs="mesh.tp above the heads of keys and values",
 )  # fmt: skip
-def repeated_heads_sent_twice(plant: Plant, original: Original, self: Cut, held: Any) -> Any:
+def repeated_heads_sent_twice(plant: Plant, original: Original, self: ShardSpec, held: Any) -> Any:
     found = original(self, held)
     plant.hits += any(1 < copies < self.size for _, _, copies in found)
     return [(box, part, 1) for box, part, _ in found]

@@ -277,7 +277,7 @@ def epochs_alike(plant: Plant, original: Original, n: int, seed: int, epoch: int
 
 
 @bug(
-    "B19", "weft.data.order:Steps.starting_at",
+    "B19", "weft.data.order:StepSampler.starting_at",
     "a resumed run begins its epoch again",
     caught_by="tests/test_order.py: test_starting_at_a_step_equals_the_unbroken_run",
     seen="huggingface/accelerate#4071",
