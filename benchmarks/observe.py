@@ -57,7 +57,7 @@ class Bench:
     def __init__(self, config: SftConfig, ranks: Ranks, run: Path, terminal: TextIO) -> None:
         documents, _ = read_data(config, config.data, load_tokenizer(config.model.path))
         self.step = next(iter(make_steps(config, documents).starting_at(1)))
-        self.engine = Engine(EngineConfig.of(config), ranks)
+        self.engine = Engine(EngineConfig.from_config(config), ranks)
         self.sources = first_sources(documents, self.step.documents)
         self.objective = CrossEntropy()
         self.upcoming = prefetch(repeat(self.step), partial(prepare_step, self.engine, documents, self.objective))

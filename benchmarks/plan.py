@@ -84,7 +84,7 @@ def lay_out(documents: Documents, count: int, rank: int, way: str) -> tuple[int,
     """Of the first `count`: (documents built, tokens in this rank's rows, CPU seconds to the plan, in all)."""
 
     def omitted(length: int) -> int:
-        return omitted_tokens(length, whole=False)
+        return omitted_tokens(length, read_all=False)
 
     began, indices = time.process_time(), range(count)
     if way == "own documents":

@@ -224,7 +224,7 @@ def trained(path: str, folder: str, listed: bool) -> tuple[list[dict[str, Any]],
         documents, held_out = Listed(documents), Listed(held_out)
     config = config_of(path, eval=schema.EvalConfig(path="held out", every=2))
     report = DataReport("two files", len(documents), 0, 0, 40, "")
-    engine = Engine(EngineConfig.of(config), join("cpu"))
+    engine = Engine(EngineConfig.from_config(config), join("cpu"))
     data = RunData(documents, report, HeldOut({"": held_out}, {"": report}))
     sft.train(config, engine, data, Path(folder), Phases())
     lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
@@ -285,7 +285,7 @@ def spoilt(path: str, folder: str) -> tuple[str, int, str]:
     config = config_of(path)
     config = replace(config, data=replace(config.data, shuffle=False))
     documents = Listed(list(table_of([9] * 40)), bad=16)  # the third step's
-    engine = Engine(EngineConfig.of(config), join("cpu"))
+    engine = Engine(EngineConfig.from_config(config), join("cpu"))
     data = RunData(documents, DataReport("two files", 40, 0, 0, 9, ""))
     with pytest.raises(OSError) as caught:
         sft.train(config, engine, data, Path(folder), Phases())

@@ -187,7 +187,7 @@ def test_a_rank_waits_until_its_file_is_on_the_disk(tmp_path: Path) -> None:
         fsync(descriptor)
 
     with mock.patch.object(os, "fsync", noted):
-        tensors = {"weights/a": host.HostTensor.of(torch.ones(1000))}
+        tensors = {"weights/a": host.HostTensor.wrap(torch.ones(1000))}
         file = write_rank_file(tmp_path, 0, "id", tensors, {"weights/a": Box((0,), (1000,))})
         with RangeWriter(tmp_path, tmp_path / "seams") as writer:
             layout = lay_out({"a": torch.ones(1 << 16)})

@@ -22,7 +22,7 @@ from tests.pool import run
 from tests.vision_zoo import vision_config, vision_tokenizer
 from tests.zoo import tiny_config
 from weft.config.rl_schema import RlAlgorithm
-from weft.engine.batch.assigned_images import _Seen, deal_images, plan_exchange
+from weft.engine.batch.assigned_images import _DocumentImages, assign_images, plan_exchange
 from weft.engine.batch.context_row import local_last_seen
 from weft.engine.batch.document import Document
 from weft.engine.batch.row import Row
@@ -156,12 +156,12 @@ def test_documents_with_images_are_checked(family: str, cp: int, ulysses: int) -
     config, parts, computing = vision_config(family, vision_tokenizer(family)), set[int](), set[int]()
 
     def counted(row: Row, *args: Any) -> Row:
-        found, rank = deal_images(row, *args), args[3]
+        found, rank = assign_images(row, *args), args[3]
         parts.add(rank)
         computing.update([] if found.borrowed else [rank])
         return found
 
-    with mock.patch.object(context_check, "deal_images", counted):
+    with mock.patch.object(context_check, "assign_images", counted):
         assert check_context(config, FlopFacts(1), cp, ulysses, 1, images=True) < 1e-5
     assert len(parts) == cp and len(computing) >= 2
     forget_checks()
@@ -448,10 +448,10 @@ def test_images_of_a_cut_document_take_room_on_its_ranks() -> None:
     assert assign([12, 1], [12, 1], group, [18, 1])[1] == []
 
 
-def images_of(index: int, owners: list[int], holders: list[int], features: list[int]) -> _Seen:
+def images_of(index: int, owners: list[int], holders: list[int], features: list[int]) -> _DocumentImages:
     """A document of images alone: of each, who computes it, who has its tokens, and how many features it has."""
     owner, holder = (np.repeat(np.array(ranks), features) for ranks in (owners, holders))
-    return _Seen(index, [], [], np.array(owners), owner, holder, np.arange(sum(features)), sum(features))
+    return _DocumentImages(index, [], [], np.array(owners), owner, holder, np.arange(sum(features)), sum(features))
 
 
 @pytest.mark.parametrize("order", [[0, 2, 1], [0, 1, 2], [2, 0, 1], [1, 2, 0]], ids=str)

@@ -167,7 +167,7 @@ def test_the_towers_blocks_are_counted_with_their_attention(family: str) -> None
     if "image_grid_thw" in inputs:
         grids = torch.tensor([[1, 8, 8], [1, 4, 8]])
         inputs = {"pixel_values": torch.randn(96, inputs["pixel_values"].shape[1]), "image_grid_thw": grids}
-    media = Media.of(inputs, vision.patches(inputs))
+    media = Media.from_inputs(inputs, vision.patches(inputs))
     counted, of_blocks = FlopCounterMode(display=False), 0
     with counted, torch.no_grad():
         module.base.get_image_features(**inputs, return_dict=True)  # type: ignore[operator]

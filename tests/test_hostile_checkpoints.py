@@ -45,7 +45,7 @@ def make(checkpoints: Path, step: int) -> Path:
     files = []
     for rank in (0, 1):
         box = Box((2 * rank, 0), (2, 3))
-        tensors = {"weights/w": HostTensor.of(VALUES[2 * rank : 2 * rank + 2].contiguous())}
+        tensors = {"weights/w": HostTensor.wrap(VALUES[2 * rank : 2 * rank + 2].contiguous())}
         files.append(write_rank_file(checkpoint / "trainer_state", rank, save_id, tensors, {"weights/w": box}))
     best = {
         "kept": True,

@@ -214,8 +214,8 @@ def test_it_is_refused_where_it_would_be_left_out_or_another() -> None:
 def test_weft_verify_has_none() -> None:
     train = TrainConfig(neftune_noise_alpha=ALPHA)
     config = SftConfig(model=ModelConfig(path="m"), data=DataConfig(path="d.jsonl"), train=train)
-    assert EngineConfig.of(config).neftune_noise_alpha == ALPHA
-    assert EngineConfig.of(verified_config(config, "m")).neftune_noise_alpha is None
+    assert EngineConfig.from_config(config).neftune_noise_alpha == ALPHA
+    assert EngineConfig.from_config(verified_config(config, "m")).neftune_noise_alpha is None
 
 
 def test_a_run_says_which_step_it_lays_out() -> None:

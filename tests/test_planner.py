@@ -380,7 +380,10 @@ def test_4b_on_an_h100_takes_what_a_step_really_costs(checkout: Path) -> None:
     for name, words in changes.items():
         rows = ["step.documents=20", "step.max_tokens_per_device=8192", "mesh.dp_shard=1", "model.recompute=none"]
         config = load_config(["examples/sft_qwen3_4b.yaml"], [*rows, *words], SftConfig, weights=False)
-        model, sizes = Blueprint(EngineConfig.of(config), "cpu", accelerator("h100-80gb")), MeshSizes(1, 1, 1, 1, 1, 1)
+        model, sizes = (
+            Blueprint(EngineConfig.from_config(config), "cpu", accelerator("h100-80gb")),
+            MeshSizes(1, 1, 1, 1, 1, 1),
+        )
         facts = RowFacts.of(model, plan_rows(model, sizes, [409] * 20))
         seconds[name] = time_of(model, sizes, facts, machine()).seconds
     assert 0.6 < seconds["stock"] < 0.75
@@ -490,7 +493,7 @@ def test_reduced_gradients_of_replicas_that_torch_keeps_are_counted(fsdp: dict[s
 
 def searched(family: str, ranks: int, lengths: list[int], **changes: Any) -> Search:
     config = sft_config(saved_model(family, **changes))
-    model = Blueprint(EngineConfig.of(config), "cpu", accelerator("h100-80gb"))
+    model = Blueprint(EngineConfig.from_config(config), "cpu", accelerator("h100-80gb"))
     return Search(config, model, machine(), ranks, lengths, stated=True)
 
 

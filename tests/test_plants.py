@@ -147,7 +147,7 @@ def recipe(plant: str | None, path: str, folder: str, poisoned: tuple[int, ...])
     ]
     report = DataReport(config.data.path, len(documents), tokens=0, loss_tokens=0, longest=61, digest="")
     with planted(plant):
-        engine = Engine(EngineConfig.of(config), join("cpu"))
+        engine = Engine(EngineConfig.from_config(config), join("cpu"))
         with suppress(FloatingPointError, RanksDisagreeError):
             sft.train(config, engine, run_data.RunData(documents, report), Path(folder), Phases())
 

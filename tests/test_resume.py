@@ -263,7 +263,7 @@ def go_on(folder: Path, before: str, after: str, family: str) -> None:
 def loaded_whole(home: str, folder: str, mesh: str) -> tuple[dict[str, torch.Tensor], int]:
     """Masters and moments as an engine on this mesh has them after loading, gathered; the bytes that this rank read."""
     config = config_of(Path(home), Path(folder), mesh, {})
-    engine = Engine(EngineConfig.of(config), join("cpu"))
+    engine = Engine(EngineConfig.from_config(config), join("cpu"))
     state = read_state(Path(folder) / "checkpoints" / "step-000005")
     read = load_state(engine, state)
     assert engine.optimizer is not None

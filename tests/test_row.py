@@ -131,6 +131,6 @@ def test_a_model_with_rotary_tables_of_three_positions_takes_them() -> None:
 def test_documents_are_named_by_their_source_or_their_place() -> None:
     nothing: Any = None
     builder = RowBuilder(1, (0, 1), None, "packed", False, False, nothing, None, torch.nn.Identity())
-    plan: Any = SimpleNamespace(of_rank=lambda rank: [(2, 0), (1,)] if rank == 1 else [])
+    plan: Any = SimpleNamespace(rows_of_rank=lambda rank: [(2, 0), (1,)] if rank == 1 else [])
     documents: Any = {i: SimpleNamespace(source=source) for i, source in enumerate(["a.jsonl:7", None, "a.jsonl:9"])}
     assert builder.rows(plan, documents, False, False).sources == [["a.jsonl:9", "a.jsonl:7"], ["1"]]

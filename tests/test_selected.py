@@ -318,6 +318,6 @@ def test_tokens_that_are_none(kind: str) -> None:
 
 
 def test_what_is_wanted() -> None:
-    assert ReadoutSpec.of({"top_logits/3", "top_logits/20", "hidden/b", "hidden/a", "logprob"}) == ReadoutSpec(
+    assert ReadoutSpec.parse({"top_logits/3", "top_logits/20", "hidden/b", "hidden/a", "logprob"}) == ReadoutSpec(
         20, ("a", "b"), ()
     )

@@ -207,7 +207,9 @@ def sleeps_while_a_checkpoint_is_written(path: str, folder: str) -> dict[str, bo
         saver.finish()
         saver.save(2, {})
         saver.finish()
-    needs = [HostNeeds.of(own.memory, adapters=False, state=True, replicas=1, parts=PARTS) for own in (engine, critic)]
+    needs = [
+        HostNeeds.estimate(own.memory, adapters=False, state=True, replicas=1, parts=PARTS) for own in (engine, critic)
+    ]
     checks["as the opening says"] = abs(host_bytes(needs) - pool.bytes) <= rounding
     checks["nothing is added later"] = pool.bytes <= largest + rounding
     checks["bit for bit"] = all(equal(b, local(e)) for b, e in zip(before, (engine, critic), strict=True))
@@ -320,7 +322,7 @@ def filled_for(path: str) -> tuple[int, int]:
     engine.apply(1e-3)
     contents = snapshot.EngineWriter(engine, CheckpointConfig(), {})
     copies = contents.copy()
-    return engine.offloader.pool._wanted, sum(tensor.nbytes for tensor in copies.copies.values())
+    return engine.offloader.pool._target, sum(tensor.nbytes for tensor in copies.copies.values())
 
 
 def test_as_much_is_made_as_a_save_takes() -> None:

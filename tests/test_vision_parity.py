@@ -14,7 +14,7 @@ from tests.cases import describe, open_engine, pairs, references_once, world_of
 from tests.pool import run
 from tests.vision_zoo import FAMILIES, OTHERS, saved_vision_model
 from weft.engine.batch import builder as rows
-from weft.engine.batch.assigned_images import deal_images
+from weft.engine.batch.assigned_images import assign_images
 from weft.engine.batch.row import Row
 from weft.errors import UserError
 from weft.models import hf
@@ -112,9 +112,9 @@ def parity_of_cut_documents(path: str, mesh: str, sections: dict[str, dict[str, 
 
     def counted(row: Row, *args: Any) -> Row:
         parts.append(True)
-        return deal_images(row, *args)
+        return assign_images(row, *args)
 
-    with mock.patch.object(rows, "deal_images", counted):
+    with mock.patch.object(rows, "assign_images", counted):
         return parity(path, mesh, sections, videos=True), len(parts)
 
 

@@ -38,7 +38,7 @@ def drawn_documents(vision: Vision, source: random.Random, tokens_of: int) -> li
             assert vision.video is not None
             ids += [vision.video] * 4 + [5, 6]
         inputs = joined([*images, *videos])
-        media = Media.of(inputs, vision.patches(inputs)) if inputs else None
+        media = Media.from_inputs(inputs, vision.patches(inputs)) if inputs else None
         documents.append(Document(torch.tensor(ids), torch.ones(len(ids)), media=media, source=str(number)))
     return documents
 

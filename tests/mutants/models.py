@@ -95,7 +95,7 @@ MUTANTS = (
     Mutant("models/vision.py", "run_tower_once", "inputs.keys()", "{'pixel_values'}", "tests/test_vision_training.py"),
     Mutant("models/vision.py", "run_tower_once", "parts[count:]", "parts[-count:]", "tests/test_vision_parity.py"),
     Mutant("ops/communicator.py", "FeatureExchange.run", "received[self.order]", "received.flip(0)", "tests/test_context_parallel.py"),
-    Mutant("engine/batch/assigned_images.py", "_dealt", "(spent[place], place)", "place", "tests/test_context_parallel.py"),
+    Mutant("engine/batch/assigned_images.py", "_balance", "(spent[rank], rank)", "rank", "tests/test_context_parallel.py"),
     Mutant("engine/batch/assigned_images.py", "plan_exchange", "one.owner_F == axis.rank", "one.owner_F >= 0", "tests/test_context_parallel.py"),
     Mutant("models/vision.py", "Vision.token_types", "2 * (tokens_T == self.video).int()", "1 * (tokens_T == self.video).int()", "tests/test_vision_parity.py"),
     Mutant("models/hf_video.py", "video_inputs", "single.permute(0, 2, 3, 1, 4)", "single.transpose(0, 1)", "tests/test_videos.py"),

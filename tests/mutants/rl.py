@@ -31,7 +31,7 @@ MUTANTS = (
     Mutant("rl/rollouts.py", "episode", "transcript.length + len(following.tokens) >= episodes.max_completion_tokens(prompt, following.reply_images)", "transcript.length + len(following.tokens) > episodes.max_completion_tokens(prompt, following.reply_images)", "tests/test_environments.py tests/test_colocation.py"),
     Mutant("rl/documents.py", "_Samples._media", "sample.images", "sample.prompt.images", "tests/test_reply_images.py"),
     Mutant("inference/records.py", "_row", "_replied(sample.reply_images)", "_replied(None)", "tests/test_reply_images.py"),
-    Mutant("rl/environments/episodes.py", "Episodes.max_completion_tokens", "self.room.tokens - self.room.of(reply_images.patches)", "self.room.tokens", "tests/test_reply_images.py"),
+    Mutant("rl/environments/episodes.py", "Episodes.max_completion_tokens", "self.room.tokens - self.room.in_tokens(reply_images.patches)", "self.room.tokens", "tests/test_reply_images.py"),
     Mutant("rl/rollouts.py", "TrajectoryBuilder.sample", "not (self.error or self.untrained)", "True", "tests/test_environments.py tests/test_colocation.py"),
     Mutant("rl/evaluate.py", "RlEvaluator.due", "step == steps", "False", "tests/test_rl_eval.py"),
     Mutant("inference/base.py", "seed_of", "f'{run}:{prompt}:{sample}:{turn}'", "f'{prompt}:{sample}:{turn}'", "tests/test_generate.py tests/test_embedded.py"),

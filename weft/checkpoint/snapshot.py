@@ -104,7 +104,7 @@ class EngineWriter:
         self._half = any(tensor.dtype == torch.float16 for tensor in self.plan.manifest.values())
         self._owners = tied_names(engine.module)
         self._exported = names_to_export(find_state_shards(engine), average=config.weights == "ema")
-        needs = HostNeeds.of(
+        needs = HostNeeds.estimate(
             engine.memory, adapters=engine.lora is not None, state=self.keep_state, replicas=engine.mesh.dp_replicate,
             parts=(),
         )  # fmt: skip
@@ -179,7 +179,7 @@ class EngineWriter:
         if nonfinite or not self.keep_state:
             return WriteResult(exported, None, nonfinite)
         folder, rank = checkpoint / self.folder / TRAINER_STATE, self.engine.ranks.rank
-        everything = {**copies.copies, **{name: HostTensor.of(value) for name, value in generators.items()}}
+        everything = {**copies.copies, **{name: HostTensor.wrap(value) for name, value in generators.items()}}
         return WriteResult(exported, write_rank_file(folder, rank, id, everything, copies.boxes))
 
     def _find_nonfinite(self, weights: Mapping[str, HostTensor]) -> str | None:

@@ -45,7 +45,7 @@ class EngineConfig:
     neftune_noise_alpha: float | None = None
 
     @staticmethod
-    def of(config: SftConfig | RlConfig) -> EngineConfig:
+    def from_config(config: SftConfig | RlConfig) -> EngineConfig:
         """The sections of a config of `weft sft` or `weft rl`."""
         return EngineConfig(
             model=config.model,
@@ -58,3 +58,5 @@ class EngineConfig:
             deterministic=config.train.deterministic,
             neftune_noise_alpha=config.train.neftune_noise_alpha,
         )
+
+    of = from_config  # the former name

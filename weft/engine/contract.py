@@ -31,9 +31,9 @@ def check_contract(engine: Engine) -> None:
             if not isinstance(value, torch.Tensor) or local_shard(value).shape != local_shard(parameter.detach()).shape:
                 continue
             if value.dtype not in engine.state_dtypes:
-                kept = ", ".join(map(str, engine.state_dtypes))
+                expected = ", ".join(map(str, engine.state_dtypes))
                 raise RuntimeError(
-                    f"dtype contract broken: optimizer state {key} of {name} is {value.dtype}, not {kept}"
+                    f"dtype contract broken: optimizer state {key} of {name} is {value.dtype}, not {expected}"
                 )
     _check_adapters(engine)
     for name, buffer in engine.module.named_buffers():
@@ -49,9 +49,9 @@ def check_contract(engine: Engine) -> None:
                 "called as a module), so nothing was cast: leave it out."
             )
     promised = (engine.precision.compute, engine.precision.reduce)
-    for found in observed_dtypes(engine.module):
-        if found != promised:
-            raise RuntimeError(f"dtype contract broken: FSDP computes and reduces in {found}, not {promised}")
+    for dtypes_seen in observed_dtypes(engine.module):
+        if dtypes_seen != promised:
+            raise RuntimeError(f"dtype contract broken: FSDP computes and reduces in {dtypes_seen}, not {promised}")
 
 
 def _check_adapters(engine: Engine) -> None:

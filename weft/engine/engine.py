@@ -99,53 +99,58 @@ class Engine:
         shares_with: another engine of these ranks; its host memory is used, and its process groups if the mesh is the
         same. readouts: those that objectives will read; raises UserError if the model lacks one.
         """
-        other = shares_with
-        mesh = None if other is None else other.mesh
+        peer = shares_with
+        mesh = None if peer is None else peer.mesh
         parts = assemble(config, ranks, weights=weights, fill=fill, progress=progress, mesh=mesh, readouts=readouts)
-        setup, built, made = parts.setup, parts.built, parts.sharded
+        setup, built, sharded = parts.setup, parts.built, parts.sharded
         config = setup.config
         self.config, self.ranks, self.device = config, ranks, ranks.tensors_on
         self.mesh: Mesh = setup.mesh
         self.precision, self.storage = setup.precision, setup.storage
         self.moments, self.state_dtypes = setup.moments, setup.state_dtypes
         self.built = built
-        if made.pipeline is not None:
-            self.built = replace(built, whole=made.pipeline.tensors, adapter_config=made.adapter_config)
+        if sharded.pipeline is not None:
+            self.built = replace(built, whole=sharded.pipeline.tensors, adapter_config=sharded.adapter_config)
         self.module, self.lora, self.balance = built.module, built.lora, built.balance
-        self.units, self.memory, self.room, self.input_casts = made.units, made.memory, made.room, made.input_casts
-        self.divided = made.divided
+        self.units, self.memory, self.room, self.input_casts = (
+            sharded.units,
+            sharded.memory,
+            sharded.room,
+            sharded.input_casts,
+        )
+        self.divided = sharded.divided
         self.loaded = parts.loaded
         self.optimizer, self.ema, self.loss_scale = parts.optimizer, parts.ema, parts.loss_scale
-        self.offloader: Offloader = Offloader(self.device, self.storage, None if other is None else other.offloader)
+        self.offloader: Offloader = Offloader(self.device, self.storage, None if peer is None else peer.offloader)
         self._nonfinite: str | None = None
         self._complete = False  # whether gradients are summed over tp and pp
         # On an accelerator, a wait in the middle of a step leaves it idle while the host prepares the update.
         on_device = ranks.device.type == "cuda" and not config.fsdp.cpu_offload
         self.reads_once = on_device and isinstance(self.optimizer, FusedAdamW) and self.loss_scale is None
         self._unread: _Unread | None = None
-        self.context, self.budget = made.context, config.step.max_tokens_per_device
-        multiple = self.mesh.tp.size if self.mesh.tp is not None and made.divided.sequence else 1
+        self.context, self.budget = sharded.context, config.step.max_tokens_per_device
+        multiple = self.mesh.tp.size if self.mesh.tp is not None and sharded.divided.sequence else 1
         ours = self.mesh.loss_rank, self.mesh.loss_ranks
         several = self.mesh.cp_size > 1
-        self.planner = StepPlanner(config.step, ours, built, made.context, multiple, several=several)
-        self.pipeline, self.stages = made.pipeline, made.stages
+        self.planner = StepPlanner(config.step, ours, built, sharded.context, multiple, has_cp=several)
+        self.pipeline, self.stages = sharded.pipeline, sharded.stages
         self._other_stages: OtherStages | None = None
         self._executor: Executor
-        if self.mesh.pp is None or made.stages is None or made.pipeline is None:
+        if self.mesh.pp is None or sharded.stages is None or sharded.pipeline is None:
             self._executor = Executor(config, built, self.mesh, self.device)
         else:
-            wide = torch.float32 if made.stages.interface.wide else self.precision.compute
+            wide = torch.float32 if sharded.stages.interface.wide else self.precision.compute
             width = built.config.get_text_config().hidden_size
-            link = P2PCommunicator(self.mesh.pp, made.pipeline.placement, width, wide, self.device, multiple)
+            link = P2PCommunicator(self.mesh.pp, sharded.pipeline.placement, width, wide, self.device, multiple)
             self._executor = PipelineExecutor(
-                config, built, self.mesh, self.device, link, made.pipeline, made.stages.costs
+                config, built, self.mesh, self.device, link, sharded.pipeline, sharded.stages.costs
             )
             self._other_stages = OtherStages(self.mesh.pp.group, self.tied_copies)
         rate = config.model.router_bias_rate
         self._router_biases = None if rate is None else RouterBiases(self.module, self._executor.load, rate)
         on_device, replay = self.device.type == "cuda", self._executor.replay
         self._rows = RowBuilder(
-            self.mesh.loss_rank, self.mesh.model_parallel_rank, made.context, built.layout, bool(self.balance),
+            self.mesh.loss_rank, self.mesh.model_parallel_rank, sharded.context, built.layout, bool(self.balance),
             on_device, replay, built.vision, self.module.base,
         )  # fmt: skip
         self._replicas = ReplicaCheck(self.module, self.divided.cuts, self._tied())
@@ -154,8 +159,8 @@ class Engine:
         """For each parameter that several stages hold: (this stage's place among them, their number)."""
         if self.pipeline is None or self.mesh.pp is None:
             return {}
-        place, holders = self.mesh.pp.rank, self.pipeline.holders
-        return {name: (holders[name].index(place), len(holders[name])) for name in self.pipeline.shared_params(place)}
+        rank, holders = self.mesh.pp.rank, self.pipeline.holders
+        return {name: (holders[name].index(rank), len(holders[name])) for name in self.pipeline.shared_params(rank)}
 
     @property
     def tied_copies(self) -> frozenset[str]:
@@ -209,7 +214,7 @@ class Engine:
     ) -> StepRows:
         """This rank's rows for accumulate(), on the host. May be called in another thread. step: its number in the run,
         on which the noise of EngineConfig.neftune_noise_alpha depends; None for rows without noise."""
-        hidden = ReadoutSpec.of(objective.readouts).hidden
+        hidden = ReadoutSpec.parse(objective.readouts).hidden
         if hidden and self.divided.sequence:
             raise UserError(
                 f"`hidden/{hidden[0]}` of {type(objective).__name__}: between blocks, ranks of mesh.tp have parts of a "
@@ -336,8 +341,8 @@ class Engine:
         def ask(row: Row) -> ForwardRequest:
             return ForwardRequest(objective.readouts, chosen_tokens(objective, row.targets_N, row.arrays))
 
-        def use(micro: int, row: Row, found: dict[str, Tensor]) -> None:
-            exact = {name: v.double() if v.is_floating_point() else v for name, v in found.items()}
+        def use(micro: int, row: Row, readouts: dict[str, Tensor]) -> None:
+            exact = {name: v.double() if v.is_floating_point() else v for name, v in readouts.items()}
             batch = Batch(exact, row.weights_N.double(), row.document_N, row.documents, row.arrays, row.shared)
             for name, (total, weight) in check_terms(objective(batch), objective).metrics.items():
                 sums.add(name, total, weight)
@@ -357,15 +362,15 @@ class Engine:
         rows = self._lay_out(plan, documents, every_token=True)
         self.require_awake("parameters")
 
-        def use(micro: int, row: Row, found: dict[str, Tensor]) -> None:
+        def use(micro: int, row: Row, readouts: dict[str, Tensor]) -> None:
             lengths = [len(documents[index]) for index in row.documents]
             firsts = torch.tensor([0, *lengths]).cumsum(0)
-            places = firsts[row.document_N.cpu()] + row.token_N.cpu()
-            for name, values in found.items():
-                joined = torch.zeros(sum(lengths)).index_copy(0, places, values.float().cpu())
+            positions = firsts[row.document_N.cpu()] + row.token_N.cpu()
+            for name, values in readouts.items():
+                joined = torch.zeros(sum(lengths)).index_copy(0, positions, values.float().cpu())
                 by_document = dict(zip(row.documents, joined.split(lengths), strict=True))
-                for index, own in self._join_parts(plan, micro, by_document).items():
-                    out.setdefault(index, {})[name] = own
+                for index, values_T in self._join_parts(plan, micro, by_document).items():
+                    out.setdefault(index, {})[name] = values_T
 
         self._executor.visit(rows, "readout", lambda row: ForwardRequest(frozenset(what)), use, following=True)
         if self.mesh.pp is not None and self.pipeline is not None:
@@ -381,8 +386,8 @@ class Engine:
         parts = [by_document.get(index, torch.zeros(length)) for index, length in zip(shared, lengths, strict=True)]
         total = torch.cat(parts).to(self.device)
         self.context.ranks.sum_(total)
-        whole = dict(zip(shared, total.cpu().split(lengths), strict=True))
-        return {index: whole.get(index, own) for index, own in by_document.items()}
+        complete = dict(zip(shared, total.cpu().split(lengths), strict=True))
+        return {index: complete.get(index, values) for index, values in by_document.items()}
 
     @contextmanager
     def without_adapter(self) -> Iterator[None]:
@@ -469,8 +474,8 @@ class Engine:
         flight.enter("sleep")
         for unit in fsdp_modules(self.module):
             unit.reshard()
-        wanted = [part for part in parts or PARTS if part not in self.asleep]
-        tensors = {part: tensors_of(part, self.module, self.optimizer, self.ema) for part in wanted}
+        to_move = [part for part in parts or PARTS if part not in self.asleep]
+        tensors = {part: tensors_of(part, self.module, self.optimizer, self.ema) for part in to_move}
         return sum(self.offloader.sleep(part, of_part) for part, of_part in tensors.items())
 
     def wake(self, *parts: Part) -> int:
@@ -493,12 +498,12 @@ class Engine:
         Collective: gathered one by one, on the rank's device, in the stored dtype.
         """
         self.require_awake("parameters")
-        held, cuts = self.module.state_dict(keep_vars=True), self.divided.cuts
+        local, cuts = self.module.state_dict(keep_vars=True), self.divided.cuts
         if self.mesh.pp is None or self.pipeline is None:
-            yield from ((name, full_tensor(tensor, cuts.get(name))) for name, tensor in held.items())
+            yield from ((name, full_tensor(tensor, cuts.get(name))) for name, tensor in local.items())
             return
         names = self.pipeline.holders
-        stream = gather_over_stages(self.pipeline, self.mesh.pp, self.device, names, held, cuts, full_tensor)
+        stream = gather_over_stages(self.pipeline, self.mesh.pp, self.device, names, local, cuts, full_tensor)
         for name, tensor in stream:
             assert tensor is not None
             yield name, tensor
@@ -546,13 +551,13 @@ class Engine:
     def gradients(self) -> Iterator[tuple[str, Tensor | None]]:
         """(name, whole gradient) of every parameter; None if no row used the parameter. Collective."""
         self.complete_gradients()
-        held, cuts = {name: p.grad for name, p in self.module.named_parameters()}, self.divided.cuts
+        local, cuts = {name: p.grad for name, p in self.module.named_parameters()}, self.divided.cuts
 
         def whole(gradient: Tensor, cut: AnyShardSpec | None) -> Tensor:
             return full_tensor(gradient, cut) / self._scale
 
         if self.mesh.pp is None or self.pipeline is None:
-            yield from ((n, None if g is None else whole(g, cuts.get(n))) for n, g in held.items())
+            yield from ((n, None if g is None else whole(g, cuts.get(n))) for n, g in local.items())
         else:
             names = self.pipeline.parameter_names
-            yield from gather_over_stages(self.pipeline, self.mesh.pp, self.device, names, held, cuts, whole)
+            yield from gather_over_stages(self.pipeline, self.mesh.pp, self.device, names, local, cuts, whole)

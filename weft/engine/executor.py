@@ -53,21 +53,21 @@ class LossScaling:
 
 @dataclass(frozen=True)
 class ForwardResult:
-    """A row after its forward. loss: the tensor to differentiate. seen: the loss sum. direction: the gradient that the
-    row's logprobs will receive, if it is known."""
+    """A row after its forward. loss: the tensor to differentiate. loss_sum: with the auxiliary loss, without
+    gradient. direction: the gradient that the row's logprobs will receive, if it is known."""
 
     row: Row
     terms: LossOutput
     loss: Tensor
-    seen: Tensor
+    loss_sum: Tensor
     direction: KnownGrad | None
 
 
 @dataclass(frozen=True)
 class ForwardRequest:
-    """What to read in a forward without gradients. chosen_NC, balance: see TrainModule.forward."""
+    """The readouts of a forward without gradients. chosen_NC, balance: see TrainModule.forward."""
 
-    what: frozenset[str]
+    readouts: frozenset[str]
     chosen_NC: Tensor | None = None
     balance: Balance | None = None
 
@@ -106,14 +106,14 @@ class Executor:
     def read(
         self,
         row: Row,
-        what: frozenset[str],
+        readouts: frozenset[str],
         direction: KnownGrad | None = None,
         balance: Balance | None = None,
         chosen_NC: Tensor | None = None,
         received: Tensor | None = None,
         chunk: int = 0,
     ) -> dict[str, Tensor]:
-        """One forward without an objective: the readouts `what` of a row on the device (TrainModule.forward)."""
+        """One forward without an objective: the readouts of a row on the device (TrainModule.forward)."""
         bounds = row.bounds if self.uses_bounds else None
         first = received is None  # images are the first stage's
         media, borrowed, exchange = (row.media, row.borrowed, row.exchange) if first else (None, False, None)
@@ -121,8 +121,8 @@ class Executor:
             row = replace(row, selected_N=row.selected_N[:0], targets_N=row.targets_N[:0])
         with self.load.counting(row.real_tokens if row.real_K is None else row.real_K), self._noisy(row, first):
             return self.module(
-                row.input_ids_BT, row.position_ids_BT, bounds, row.selected_N, row.targets_N, what, direction, balance,
-                chosen_NC, media, borrowed, received, chunk, exchange,
+                row.input_ids_BT, row.position_ids_BT, bounds, row.selected_N, row.targets_N, readouts, direction,
+                balance, chosen_NC, media, borrowed, received, chunk, exchange,
             )  # fmt: skip
 
     def _noisy(self, row: Row, first: bool) -> AbstractContextManager[None]:
@@ -163,7 +163,7 @@ class Executor:
         reduce_when(self.module, self.config.fsdp.reduce, last=last)
         end_backward(self.module, last)
         self.copies.micro_batch(last)
-        with self.replay.following(row) as seen_routes, numerics(self.config.exact):
+        with self.replay.following(row) as route_counts, numerics(self.config.exact):
             done = self.forwarded(row, objective, factors, micro)
             flight.enter("backward", micro + 1)
             if done.loss.requires_grad:
@@ -172,8 +172,8 @@ class Executor:
                 reshard(self.module)
         self.account(done, sums)
         if routed:
-            sums.add("routing/differing", *seen_routes.share(self.device))
-        return done.seen
+            sums.add("routing/differing", *route_counts.share(self.device))
+        return done.loss_sum
 
     def forwarded(
         self, row: Row, objective: Loss, factors: LossScaling, micro: int, received: Tensor | None = None,
@@ -183,11 +183,11 @@ class Executor:
         upstream_N = known_logprob_grad(objective, row.weights_N)
         direction = None if upstream_N is None else KnownGrad(upstream_N)
         terms = self.forward(row, objective, direction, self.balanced(row, factors, micro), received, chunk)
-        loss, seen = terms.loss_sum / factors.normaliser * factors.scale, terms.loss_sum.detach()
+        loss, loss_sum = terms.loss_sum / factors.normaliser * factors.scale, terms.loss_sum.detach()
         if terms.balance_sum is not None:
             loss = loss + self.balance_loss(terms.balance_sum, factors)
-            seen = seen + terms.balance_sum.detach()
-        return ForwardResult(row, terms, loss, seen, direction)
+            loss_sum = loss_sum + terms.balance_sum.detach()
+        return ForwardResult(row, terms, loss, loss_sum, direction)
 
     def balance_loss(self, balance_sum: Tensor, factors: LossScaling) -> Tensor:
         """The part of a row's auxiliary loss to differentiate. Routers are whole on every rank of tp, and their
@@ -227,10 +227,10 @@ class Executor:
             for micro, sources in enumerate(rows.sources):
                 flight.enter(phase, micro + 1, sources)
                 row = rows[micro].to(self.device)
-                asked = ask(row)
+                request = ask(row)
                 with self.replay.following(row) if following else nullcontext():
-                    found = self.read(row, asked.what, balance=asked.balance, chosen_NC=asked.chosen_NC)
-                use(micro, row, found)
+                    readouts = self.read(row, request.readouts, balance=request.balance, chosen_NC=request.chosen_NC)
+                use(micro, row, readouts)
 
     def name_metrics(self, objective: Loss, sums: MetricSums) -> None:
         """On a rank that never calls the objective, add its metrics with no weight: all ranks need the same names."""
@@ -271,12 +271,12 @@ class Executor:
         chosen = [torch.zeros(0)] * len(rows.sources)
         layers = [torch.zeros((), dtype=torch.float64, device=self.device) for _ in chosen]
 
-        def use(micro: int, row: Row, found: dict[str, Tensor]) -> None:
+        def use(micro: int, row: Row, readouts: dict[str, Tensor]) -> None:
             if not len(chosen[micro]):
                 chosen[micro] = torch.zeros(len(row.documents), self.experts, dtype=torch.float64, device=self.device)
-            if "choices" in found:
-                chosen[micro] += found["choices"]
-                layers[micro] += found["layers"].to(self.device)
+            if "choices" in readouts:
+                chosen[micro] += readouts["choices"]
+                layers[micro] += readouts["layers"].to(self.device)
 
         devices = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices):

@@ -28,8 +28,8 @@ class ExpertLoad:
         self.last: Tensor | None = None  # [L, E] choices of the last step, over all ranks
         self._counts: dict[int, Tensor] = {}
         self._tokens: int | Tensor | None = None
-        elsewhere = mesh.pp is not None and any(mesh.pp.all_gather(bool(self.layers))) and not self.layers
-        self._of_others = ["experts/max_load", *["experts/sent"] * (mesh.ep is not None)] if elsewhere else []
+        only_elsewhere = mesh.pp is not None and any(mesh.pp.all_gather(bool(self.layers))) and not self.layers
+        self._of_others = ["experts/max_load", *["experts/sent"] * (mesh.ep is not None)] if only_elsewhere else []
         for child in self.layers:
             child.register_forward_pre_hook(self._count, with_kwargs=True)
 
@@ -70,8 +70,8 @@ class ExpertLoad:
         axis: ExpertPlacement | None = getattr(self.layers[0], "weft_axis", None)
         if axis is not None:
             first = sum(axis.experts[: axis.rank])
-            own = counts_LE[:, first : first + axis.own].sum()
-            sums.add("experts/sent", counts_LE.sum() - own, counts_LE.sum())
+            local = counts_LE[:, first : first + axis.own].sum()
+            sums.add("experts/sent", counts_LE.sum() - local, counts_LE.sum())
         dist.all_reduce(counts_LE, group=group)
         self.last = counts_LE
         share_LE = counts_LE.double() / counts_LE.sum(1, keepdim=True).clamp(min=1)

@@ -42,7 +42,7 @@ class HostPool:
         self._writers = 0  # allocations that a writing thread will return by itself
         self._changed = threading.Condition()
         self.bytes = 0  # of all chunks
-        self._wanted = 0  # bytes that fill() allocates
+        self._target = 0  # bytes that fill() allocates
         self._filling: threading.Thread | None = None
 
     def take(self, sizes: Sequence[int], *, by_writer: bool = False) -> Allocation:
@@ -51,15 +51,15 @@ class HostPool:
         by_writer: a thread that writes to disk will return the memory; later calls wait for that before they allocate
         more.
         """
-        wanted = -(-sum(map(_padded, sizes)) // CHUNK)
+        count = -(-sum(map(_padded, sizes)) // CHUNK)
         with self._changed:
-            if wanted > len(self._idle) and self._writers and not by_writer:
+            if count > len(self._idle) and self._writers and not by_writer:
                 flight.enter("save")
-                self._changed.wait_for(lambda: wanted <= len(self._idle) or not self._writers)
+                self._changed.wait_for(lambda: count <= len(self._idle) or not self._writers)
                 flight.enter("sleep")
-            chunks, self._idle = self._idle[:wanted], self._idle[wanted:]
+            chunks, self._idle = self._idle[:count], self._idle[count:]
             self._writers += by_writer
-            for _ in range(wanted - len(chunks)):
+            for _ in range(count - len(chunks)):
                 chunks.append(self._allocate())
                 self.bytes += CHUNK
         return Allocation(chunks, list(_cut(chunks, sizes)), by_writer)
@@ -69,7 +69,7 @@ class HostPool:
         large model would wait for it for many seconds. Where the host runs short, the thread ends; whoever takes the
         memory is told."""
         with self._changed:
-            self._wanted += size
+            self._target += size
             if self.pinned and self._filling is None:
                 self._filling = threading.Thread(target=self._fill, name="weft pinned memory", daemon=True)
                 self._filling.start()
@@ -88,7 +88,7 @@ class HostPool:
     def _lacks(self) -> bool:
         """Whether fill() is to go on; its thread is forgotten once it is not."""
         with self._changed:
-            lacks = self.bytes < self._wanted
+            lacks = self.bytes < self._target
             if not lacks:
                 self._filling = None
         return lacks
@@ -110,16 +110,16 @@ def _padded(size: int) -> int:
 
 
 def _cut(chunks: Sequence[Tensor], sizes: Sequence[int]) -> Iterator[list[Tensor]]:
-    place = 0
+    offset = 0
     for size in sizes:
         pieces, done = [], 0
         while done < size:
-            chunk, start = divmod(place + done, CHUNK)
+            chunk, start = divmod(offset + done, CHUNK)
             count = min(size - done, CHUNK - start)
             pieces.append(chunks[chunk][start : start + count])
             done += count
         yield pieces
-        place += _padded(size)
+        offset += _padded(size)
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,7 +131,7 @@ class HostTensor:
     pieces: Sequence[Tensor]
 
     @staticmethod
-    def of(tensor: Tensor) -> HostTensor:
+    def wrap(tensor: Tensor) -> HostTensor:
         """Wraps a CPU tensor without a copy."""
         return HostTensor(tuple(tensor.shape), tensor.dtype, [flat_bytes(tensor)])
 
@@ -162,13 +162,13 @@ class HostTensor:
         return rows[(slice(None), *index[1:])] if index else rows.reshape(())
 
     def _bytes(self, first: int, end: int) -> Tensor:
-        found, place = [], 0
+        parts, offset = [], 0
         for piece in self.pieces:
-            start, stop = max(first - place, 0), min(end - place, len(piece))
+            start, stop = max(first - offset, 0), min(end - offset, len(piece))
             if start < stop:
-                found.append(piece[start:stop])
-            place += len(piece)
-        return found[0] if len(found) == 1 else torch.cat(found)
+                parts.append(piece[start:stop])
+            offset += len(piece)
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def flat_bytes(tensor: Tensor) -> Tensor:

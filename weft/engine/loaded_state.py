@@ -34,23 +34,23 @@ def check_state(module: TrainModule, plan: LoadPlan, optimizer: str) -> None:
             "not say which they are of (get_state_dict of torch.distributed.checkpoint.state_dict would name them). "
             f"{_ELSE}"
         )
-    wanted = {*_MOMENTS[optimizer], *((_STEP,) if optimizer == "adamw" else ())}
-    other = sorted(source.keys - {*wanted, _STEP})
-    if other or not source.keys:
-        has = f"the state of another optimizer ({', '.join(other)})" if other else "no state of an optimizer"
+    expected = {*_MOMENTS[optimizer], *((_STEP,) if optimizer == "adamw" else ())}
+    foreign = sorted(source.keys - {*expected, _STEP})
+    if foreign or not source.keys:
+        has = f"the state of another optimizer ({', '.join(foreign)})" if foreign else "no state of an optimizer"
         raise UserError(f"optimizer.load_state: {source.folder} holds {has}; optimizer.name is {optimizer}. {_ELSE}")
     trained = [name for name, tensor in _trained(module).items() if name in plan.fills]
     lacking = [
         f"{file} ({key})"
         for name in trained
         for _, file in plan.fills[name]
-        for key in sorted(wanted)
+        for key in sorted(expected)
         if _with_state(source, file, key, module) is None
     ]
     if lacking:
-        more = f" and {len(lacking) - 3} more" if len(lacking) > 3 else ""
+        ending = f" and {len(lacking) - 3} more" if len(lacking) > 3 else ""
         raise UserError(
-            f"optimizer.load_state: {source.folder} lacks the state of {', '.join(lacking[:3])}{more}. {_ELSE}"
+            f"optimizer.load_state: {source.folder} lacks the state of {', '.join(lacking[:3])}{ending}. {_ELSE}"
         )
 
 
@@ -109,19 +109,19 @@ def _with_state(source: DcpSource, file: str, key: str, module: TrainModule) -> 
     """The name under which the directory has this tensor's state: its own, or that of a tensor tied to it; None if the
     directory has none."""
     tied = hf.tied_parameters(module.hf_model)
-    others = [tied[file]] if file in tied else [name for name, owner in tied.items() if owner == file]
-    return next((name for name in (file, *others) if source.has_state(name, key)), None)
+    tied_names = [tied[file]] if file in tied else [name for name, owner in tied.items() if owner == file]
+    return next((name for name in (file, *tied_names) if source.has_state(name, key)), None)
 
 
 def _renamed(
     plan: LoadPlan, runtime: str, source: DcpSource, key: str, module: TrainModule
 ) -> list[tuple[TensorMapping, str]]:
-    found = []
+    pairs = []
     for mapping, file in plan.fills[runtime]:
         name = _with_state(source, file, key, module)
         assert name is not None, (file, key)
-        found.append((mapping, name))
-    return found
+        pairs.append((mapping, name))
+    return pairs
 
 
 def _step(runtime: str, mappings: Sequence[tuple[TensorMapping, str]], source: DcpSource) -> float:

@@ -43,10 +43,10 @@ class MetricSums:
         self._sums[name] = self._sums.get(name, 0.0) + _exact(total)
         self._weights[name] = self._weights.get(name, 0.0) + _exact(weight)
 
-    def add_all(self, other: MetricSums, prefix: str = "") -> None:
+    def add_all(self, sums: MetricSums, prefix: str = "") -> None:
         """Add all sums of another, with `prefix` before their names."""
-        for name, total in other._sums.items():
-            self.add(prefix + name, total, other._weights[name])
+        for name, total in sums._sums.items():
+            self.add(prefix + name, total, sums._weights[name])
 
     def reduce(
         self, group: dist.ProcessGroup | None = None, equal: Mapping[str, str] | None = None
@@ -111,8 +111,8 @@ def _vector(values: Iterable[Tensor | float]) -> Tensor:
     numbers = torch.tensor([v for v in values if not isinstance(v, Tensor)], dtype=torch.float64)
     if device.type == "cuda":
         numbers = numbers.pin_memory().to(device, non_blocking=True)
-    there = iter(numbers.unbind())
-    return torch.stack([v if isinstance(v, Tensor) else next(there) for v in values])
+    scalars = iter(numbers.unbind())
+    return torch.stack([v if isinstance(v, Tensor) else next(scalars) for v in values])
 
 
 def _fingerprint(same: Mapping[str, str]) -> tuple[float, float]:

@@ -14,32 +14,32 @@ from weft.parallel.mesh import local_shard
 def name_losses(sources: Sequence[Sequence[str]], micro_batches: Sequence[int]) -> str:
     """Rank, micro-batch and documents of every loss that was not finite. sources: by micro-batch. micro_batches: this
     rank's."""
-    mine = [
-        f"rank {dist.get_rank(world_group())}, micro-batch {micro + 1}, documents {_some(sources[micro], 8)}"
+    local = [
+        f"rank {dist.get_rank(world_group())}, micro-batch {micro + 1}, documents {_first(sources[micro], 8)}"
         for micro in micro_batches
     ]
-    return f"loss is not finite: {_some(_gathered(mine), 4, '; ')}"
+    return f"loss is not finite: {_first(_gathered(local), 4, '; ')}"
 
 
 def name_gradients(module: nn.Module) -> str:
     """Parameters whose gradient was not finite although every loss was."""
-    mine = [name for name, p in module.named_parameters() if p.grad is not None and not _is_finite(p.grad)]
-    names = _gathered(mine)
-    return "gradient norm is not finite, though every loss is" + (f": {_some(names, 4)}" if names else "")
+    local = [name for name, p in module.named_parameters() if p.grad is not None and not _is_finite(p.grad)]
+    names = _gathered(local)
+    return "gradient norm is not finite, though every loss is" + (f": {_first(names, 4)}" if names else "")
 
 
-def _gathered(mine: list[str]) -> list[str]:
+def _gathered(local: list[str]) -> list[str]:
     """The lists of all ranks in one, each text once."""
     group = world_group()
     parts: list[list[str]] = [[] for _ in range(dist.get_world_size(group))]
-    dist.all_gather_object(parts, mine, group=group)
+    dist.all_gather_object(parts, local, group=group)
     return list(dict.fromkeys(text for part in parts for text in part))
 
 
-def _some(texts: Sequence[str], limit: int, separator: str = ", ") -> str:
+def _first(texts: Sequence[str], limit: int, separator: str = ", ") -> str:
     """The first few, and how many more there are."""
-    more = f" and {len(texts) - limit} more" if len(texts) > limit else ""
-    return separator.join(texts[:limit]) + more
+    ending = f" and {len(texts) - limit} more" if len(texts) > limit else ""
+    return separator.join(texts[:limit]) + ending
 
 
 def _is_finite(gradient: Tensor) -> bool:

@@ -83,49 +83,49 @@ class PipelineExecutor(Executor):
         self.link.connect()
         done = Trained([torch.zeros((), device=self.device)] * micro_batches)
         actions = order(self.schedule, self.placement, self.axis.rank, micro_batches)
-        held = _Held(rows, self.device, self.placement, self.axis.rank)
+        cache = _RowCache(rows, self.device, self.placement, self.axis.rank)
         between: dict[tuple[int, int], _Done] = {}
         delayed: dict[tuple[int, int], Delayed] = {}
-        for place, action in enumerate(actions):
-            for near in actions[place : place + 2]:  # the next action's input arrives while this one computes
-                self._ask(near, held)
+        for index, action in enumerate(actions):
+            for upcoming in actions[index : index + 2]:  # the next action's input arrives while this one computes
+                self._ask(upcoming, cache)
             micro, key = action.micro, (action.chunk, action.micro)
             flight.enter(action.kind, micro + 1, rows.sources[micro])
             end_backward(self.module, action == actions[-1])
             if action.kind == "forward":
-                done.checksums += held[micro].checksums if action.chunk == 0 else ()
-                between[key] = self._forward(action, held[micro], objective, factors)
+                done.checksums += cache[micro].checksums if action.chunk == 0 else ()
+                between[key] = self._forward(action, cache[micro], objective, factors)
             elif action.kind == "weights":
                 self.compute_weight_gradients(action, delayed.pop(key), last=micro == micro_batches - 1)
             else:
                 finished = between.pop(key)
                 delayed[key] = self.run_backward(action, finished, last=micro == micro_batches - 1)
-                done.losses[micro] = done.losses[micro] + self._seen(finished, sums)
-                held.drop(micro)
+                done.losses[micro] = done.losses[micro] + self._account_stage(finished, sums)
+                cache.drop(micro)
                 if routed:
                     sums.add("routing/differing", *finished.routes.share(self.device))
         self.link.finish()
         self.name_metrics(objective, sums)
         return done
 
-    def _seen(self, done: _Done, sums: MetricSums) -> Tensor | float:
+    def _account_stage(self, done: _Done, sums: MetricSums) -> Tensor | float:
         """This stage's part of a row's loss sum; adds the row's metrics to `sums`."""
         if done.forwarded is not None:
             self.account(done.forwarded, sums)
-            return done.forwarded.seen
+            return done.forwarded.loss_sum
         if not self.balance:
             return 0.0
-        own = 0.0 if done.balance is None else done.balance.detach()
-        sums.add("aux_loss", own, 0.0)  # the last stage counts the tokens
-        return own
+        aux_loss = 0.0 if done.balance is None else done.balance.detach()
+        sums.add("aux_loss", aux_loss, 0.0)  # the last stage counts the tokens
+        return aux_loss
 
     def _stage(self, action: Action) -> int:
         return self.placement.stage_of(self.axis.rank, action.chunk)
 
-    def _ask(self, action: Action, held: _Held) -> None:
+    def _ask(self, action: Action, cache: _RowCache) -> None:
         if action.kind != "weights":
             message = P2PMessage(action.kind == "forward", self._stage(action), action.micro)
-            self.link.ask(message, held[action.micro].input_ids_BT.shape)
+            self.link.ask(message, cache[action.micro].input_ids_BT.shape)
 
     def _forward(self, action: Action, row: Row, objective: Loss, factors: LossScaling) -> _Done:
         stage = self._stage(action)
@@ -134,14 +134,14 @@ class PipelineExecutor(Executor):
             received.requires_grad_()
         with self.replay.following(row) as routes, numerics(self.config.exact):
             if stage == self.placement.stages - 1:
-                found = self.forwarded(row, objective, factors, action.micro, received, action.chunk)
-                return _Done(row, received, None, found, routes)
-            asked = self.balanced(row, factors, action.micro)
-            made = self.read(row, frozenset(), balance=asked, received=received, chunk=action.chunk)
-        self.link.send(stage, True, action.micro, made["sent"], row.input_ids_BT.shape)
-        balance = made.get("balance")
+                result = self.forwarded(row, objective, factors, action.micro, received, action.chunk)
+                return _Done(row, received, None, result, routes)
+            balance_inputs = self.balanced(row, factors, action.micro)
+            outputs = self.read(row, frozenset(), balance=balance_inputs, received=received, chunk=action.chunk)
+        self.link.send(stage, True, action.micro, outputs["sent"], row.input_ids_BT.shape)
+        balance = outputs.get("balance")
         loss = None if balance is None else self.balance_loss(balance, factors)
-        return _Done(row, received, made["sent"], None, routes, balance, loss)
+        return _Done(row, received, outputs["sent"], None, routes, balance, loss)
 
     def run_backward(self, action: Action, done: _Done, *, last: bool) -> Delayed:
         """Run a backward; returns what is left to do for the gradients of weights. last: of the chunk's
@@ -155,8 +155,8 @@ class PipelineExecutor(Executor):
                 done.forwarded.loss.backward()
             else:
                 assert done.sent is not None
-                more = [] if done.balance_loss is None else [done.balance_loss]
-                torch.autograd.backward([done.sent, *more], [gradient, *[None for _ in more]])
+                losses = [] if done.balance_loss is None else [done.balance_loss]
+                torch.autograd.backward([done.sent, *losses], [gradient, *[None for _ in losses]])
         if done.received is not None:
             self.link.send(stage, False, action.micro, done.received.grad, done.row.input_ids_BT.shape)
         return [] if self.weights is None else self.weights.take()
@@ -175,39 +175,39 @@ class PipelineExecutor(Executor):
         evaluating: bool = True,
     ) -> None:  # fmt: skip
         """See Executor.visit. `use` is called in the last stage only or, when choices of experts are read, in all."""
-        held = _Held(rows, self.device, self.placement, self.axis.rank)
+        cache = _RowCache(rows, self.device, self.placement, self.axis.rank)
         self.link.connect()
-        whole = order(self.schedule, self.placement, self.axis.rank, len(rows.sources))
-        forwards = [action for action in whole if action.kind == "forward"]
+        actions = order(self.schedule, self.placement, self.axis.rank, len(rows.sources))
+        forwards = [action for action in actions if action.kind == "forward"]
         with self.without_gradients(evaluating=evaluating):
-            for place, action in enumerate(forwards):
+            for index, action in enumerate(forwards):
                 micro, stage = action.micro, self._stage(action)
                 flight.enter(phase, micro + 1, rows.sources[micro])
-                for near in forwards[place : place + 2]:
-                    self._ask(near, held)
-                row = held[micro]
-                asked = ask(row)
+                for upcoming in forwards[index : index + 2]:
+                    self._ask(upcoming, cache)
+                row = cache[micro]
+                request = ask(row)
                 received = self.link.receive(P2PMessage(True, stage, micro))
                 with self.replay.following(row) if following else nullcontext():
-                    found = self.read(
-                        row, asked.what, balance=asked.balance, chosen_NC=asked.chosen_NC, received=received,
+                    readouts = self.read(
+                        row, request.readouts, balance=request.balance, chosen_NC=request.chosen_NC, received=received,
                         chunk=action.chunk,
                     )  # fmt: skip
                 last = stage == self.placement.stages - 1
-                if last or asked.balance is not None:
-                    use(micro, row, found)
+                if last or request.balance is not None:
+                    use(micro, row, readouts)
                 if not last:
-                    self.link.send(stage, True, micro, found["sent"], row.input_ids_BT.shape)
-                held.drop(micro)
+                    self.link.send(stage, True, micro, readouts["sent"], row.input_ids_BT.shape)
+                cache.drop(micro)
             self.link.finish()
 
     def sum_over_stages(self, sums: Sequence[Tensor]) -> None:
         """See Executor.sum_over_stages."""
-        joined = torch.cat([own.flatten() for own in sums])
+        joined = torch.cat([tensor.flatten() for tensor in sums])
         with waiting():
             dist.all_reduce(joined, group=self.axis.group)
-        for own, part in zip(sums, joined.split([own.numel() for own in sums]), strict=True):
-            own.copy_(part.view_as(own))
+        for tensor, part in zip(sums, joined.split([tensor.numel() for tensor in sums]), strict=True):
+            tensor.copy_(part.view_as(tensor))
 
     def name_metrics(self, objective: Loss, sums: MetricSums) -> None:
         """See Executor.name_metrics."""
@@ -217,45 +217,45 @@ class PipelineExecutor(Executor):
 
     def bubble(self, plan: StepPlan) -> float:
         """The share of a step in which ranks wait for each other, from the FLOPs of its rows."""
-        ranks, own = self.placement.ranks, self.mesh.loss_rank
-        orders = [order(self.schedule, self.placement, place, plan.micro_batches) for place in range(ranks)]
+        ranks, loss_rank = self.placement.ranks, self.mesh.loss_rank
+        orders = [order(self.schedule, self.placement, rank, plan.micro_batches) for rank in range(ranks)]
 
         def cost(stage: int, action: Action) -> float:  # backward costs twice forward, half of it for weights
-            twice = action.kind == "backward" and self.weights is None
-            return self.costs[stage] * plan.costs[action.micro][own] * (2.0 if twice else 1.0)
+            full_backward = action.kind == "backward" and self.weights is None
+            return self.costs[stage] * plan.costs[action.micro][loss_rank] * (2.0 if full_backward else 1.0)
 
         return bubble(orders, self.placement, cost)
 
 
-def _units_of_chunks(module: TrainModule, pipeline: Pipeline, place: int) -> list[list[FSDPModule]]:
+def _units_of_chunks(module: TrainModule, pipeline: Pipeline, rank: int) -> list[list[FSDPModule]]:
     """The FSDP units of each of a rank's stages. The root belongs to the model's first stage if this rank has it, else
     to the rank's last stage."""
     units: list[list[FSDPModule]] = [[] for _ in range(pipeline.placement.chunks)]
     for name, child in module.named_modules():
         if isinstance(child, FSDPModule):
             stage = pipeline.stage_of(name, module.facts.layers)
-            if name == "" and place != 0:
-                stage = pipeline.placement.stage_of(place, pipeline.placement.chunks - 1)
+            if name == "" and rank != 0:
+                stage = pipeline.placement.stage_of(rank, pipeline.placement.chunks - 1)
             units[pipeline.placement.chunk_of(stage)].append(child)
     return units
 
 
-class _Held:
+class _RowCache:
     """Rows on the device. Each is built once, when its shape is first needed, and kept until each chunk of layers has
     dropped it."""
 
-    def __init__(self, rows: StepRows, device: torch.device, placement: Placement, place: int) -> None:
-        self._rows, self._device, self._images = rows, device, place == placement.rank_of(0)
-        self._left = dict.fromkeys(range(len(rows.sources)), placement.chunks)
-        self._made: dict[int, Row] = {}
+    def __init__(self, rows: StepRows, device: torch.device, placement: Placement, rank: int) -> None:
+        self._rows, self._device, self._images = rows, device, rank == placement.rank_of(0)
+        self._uses_left = dict.fromkeys(range(len(rows.sources)), placement.chunks)
+        self._built: dict[int, Row] = {}
 
     def __getitem__(self, micro: int) -> Row:
-        if micro not in self._made:
+        if micro not in self._built:
             row = self._rows[micro]
-            self._made[micro] = (row if self._images else replace(row, media=None, borrowed=False)).to(self._device)
-        return self._made[micro]
+            self._built[micro] = (row if self._images else replace(row, media=None, borrowed=False)).to(self._device)
+        return self._built[micro]
 
     def drop(self, micro: int) -> None:
-        self._left[micro] -= 1
-        if not self._left[micro]:
-            del self._made[micro]
+        self._uses_left[micro] -= 1
+        if not self._uses_left[micro]:
+            del self._built[micro]

@@ -27,13 +27,13 @@ class StepPlanner:
         context: CPAxis | None,
         multiple: int,
         *,
-        several: bool,
+        has_cp: bool,
     ) -> None:
         """ranks: (this rank's place among ranks with different documents, their number). context: the ranks that share
-        documents, if any. multiple: row lengths are multiples of it. several: whether mesh.cp is above 1."""
+        documents, if any. multiple: row lengths are multiples of it. has_cp: whether mesh.cp is above 1."""
         self.step, self.layout, self.context, self.multiple = step, built.layout, context, multiple
         self._rank, self._ranks = ranks
-        self._cuts = context is not None if several else built.cuts_documents
+        self._cuts = context is not None if has_cp else built.cuts_documents
         text = built.config.get_text_config()
         self._every_token_counts = bool(built.balance)  # the balancing loss of experts counts all tokens
         self._no_images, self._no_videos = built.support.images, built.support.videos
@@ -61,19 +61,19 @@ class StepPlanner:
             return
         columns = documents.measures()
         if self._no_videos and not self._no_images and columns.videos.any():
-            where = documents.source(int(columns.videos.argmax()))
-            raise UserError(f"{where}: this model cannot be trained on videos: {self._no_videos}.")
+            source = documents.source(int(columns.videos.argmax()))
+            raise UserError(f"{source}: this model cannot be trained on videos: {self._no_videos}.")
         for index in columns.patches.nonzero()[0].tolist():
             self.check_image(documents.source(index), int(columns.length[index]), int(columns.patches[index]))
 
-    def check_image(self, where: str, length: int, patches: int) -> None:
-        """Check one document that is not built yet. where: names it in messages. patches: as in Media."""
+    def check_image(self, source: str, length: int, patches: int) -> None:
+        """Check one document that is not built yet. source: names it in messages. patches: as in Media."""
         if self._no_images:
-            raise UserError(f"{where}: this model cannot be trained on images: {self._no_images}.")
-        extra, per_rank = self.image_room.of(patches), self.multiple * self._image_ranks
+            raise UserError(f"{source}: this model cannot be trained on images: {self._no_images}.")
+        extra, per_rank = self.image_room.in_tokens(patches), self.multiple * self._image_ranks
         if length - self._omitted(length) + extra > self.image_room.tokens:
             raise UserError(
-                f"{where}: has {length} tokens, and its images, {patches} patches, take as much memory as {extra}; "
+                f"{source}: has {length} tokens, and its images, {patches} patches, take as much memory as {extra}; "
                 f"{self._fits}: set that to {-(-(length + extra) // per_rank) * self.multiple} or more, or make images "
                 "smaller with data.image_pixels."
             )
@@ -92,7 +92,7 @@ class StepPlanner:
     def _omitted(self, length: int) -> int:
         """See DocumentMeta. If a document's length chooses its rotary table, the whole document is read."""
         limit = self._position_limit
-        return omitted_tokens(length, whole=self._every_token_counts or (limit is not None and length > limit))
+        return omitted_tokens(length, read_all=self._every_token_counts or (limit is not None and length > limit))
 
     def plan(self, metadata: Sequence[DocumentMeta], budget: int) -> StepPlan:
         """See Engine.plan; `budget` is rounded up to the multiple."""

@@ -17,20 +17,19 @@ def prefetch(items: Iterable[T], make: Callable[[T], R]) -> Generator[tuple[T, F
     """
     source, thread = iter(items), ThreadPoolExecutor(1, thread_name_prefix="ahead")
 
+    def build(item: Future[T | None]) -> R:
+        value = item.result()
+        assert value is not None  # nobody reads the result after the last item
+        return make(value)
+
     def following() -> tuple[Future[T | None], Future[R]]:
         item: Future[T | None] = thread.submit(next, source, None)
-        return item, thread.submit(lambda: make(_there(item)))
+        return item, thread.submit(build, item)
 
     try:
-        item, made = following()
+        item, result = following()
         while (this := item.result()) is not None:
-            own, (item, made) = made, following()
-            yield this, own
+            current, (item, result) = result, following()
+            yield this, current
     finally:
         thread.shutdown(cancel_futures=True)
-
-
-def _there(item: Future[T | None]) -> T:
-    found = item.result()
-    assert found is not None  # nobody asks for what follows the last
-    return found

@@ -36,14 +36,14 @@ class _Copy:
 
     name: str
     parameter: nn.Parameter
-    held: RankBox
+    box: RankBox
 
     @property
     def values(self) -> Tensor:
-        return local_values(self.parameter)[self.held.within(self.held.box)]
+        return local_values(self.parameter)[self.box.within(self.box.box)]
 
     def __str__(self) -> str:
-        box = self.held.box
+        box = self.box.box
         return f"{self.name}[{', '.join(f'{a}:{b}' for a, b in zip(box.start, box.end, strict=True))}]"
 
 
@@ -54,11 +54,11 @@ class ReplicaCheck:
         """tied: parameter -> (this rank's place among the pipeline stages that hold it, their number)."""
         self._copies: dict[Groups, list[_Copy]] = defaultdict(list)
         for name, parameter in module.named_parameters():
-            for held in rank_boxes(parameter, cuts.get(name)) if parameter.requires_grad else ():
+            for box in rank_boxes(parameter, cuts.get(name)) if parameter.requires_grad else ():
                 if name in tied:
-                    held = replace(held, replicas=(*held.replicas, tied[name]))
-                if _place(held.replicas)[1] > 1 and held.box.numel:
-                    self._copies[held.replicas].append(_Copy(name, parameter, held))
+                    box = replace(box, replicas=(*box.replicas, tied[name]))
+                if _place(box.replicas)[1] > 1 and box.box.numel:
+                    self._copies[box.replicas].append(_Copy(name, parameter, box))
 
     def add_to(self, sums: MetricSums, documents: Sequence[ReplicaChecksum], device: torch.device) -> None:
         """Add this rank's terms, without waiting for the device. documents: of its rows."""
@@ -79,21 +79,25 @@ class ReplicaCheck:
         differ, and the ranks."""
         unlike, weights = metrics.pop(_DOCUMENTS), metrics.pop(_PARAMETERS)
         if unlike:
-            said = {shared.name: f"{shared.checksum:06x}" for shared in documents}
+            checksums = {shared.name: f"{shared.checksum:06x}" for shared in documents}
             raise_mismatch(
-                "ranks that train the same documents have different tokens or weights", said, mesh.world_group
+                "ranks that train the same documents have different tokens or weights",
+                checksums,
+                mesh.world_group,
             )
         if weights:
-            said = {str(copy): f"{int(_number([copy])):06x}" for copies in self._copies.values() for copy in copies}
-            raise_mismatch("ranks that hold the same weights have different ones", said, mesh.world_group)
+            checksums = {
+                str(copy): f"{int(_number([copy])):06x}" for copies in self._copies.values() for copy in copies
+            }
+            raise_mismatch("ranks that hold the same weights have different ones", checksums, mesh.world_group)
 
 
 def _place(groups: Groups) -> tuple[int, int]:
     """(this rank's place among the ranks that hold the same, their number)."""
-    place, several = 0, 1
+    position, count = 0, 1
     for index, size in groups:
-        place, several = place * size + index, several * size
-    return place, several
+        position, count = position * size + index, count * size
+    return position, count
 
 
 def _number(copies: Sequence[_Copy]) -> Tensor:
@@ -112,8 +116,8 @@ def _integers(values: Tensor) -> Tensor:
     """The bits of a tensor, flat, as the widest integers that fit: fewer integers are faster to add."""
     flat = values.reshape(-1)
     for dtype in (torch.int64, torch.int32, torch.int16):
-        each = dtype.itemsize // flat.element_size()
-        if each and flat.numel() % each == 0 and flat.storage_offset() % each == 0:
+        factor = dtype.itemsize // flat.element_size()
+        if factor and flat.numel() % factor == 0 and flat.storage_offset() % factor == 0:
             return flat.view(dtype)
     return flat.view(torch.uint8)
 
@@ -131,18 +135,20 @@ def shared_documents(
 ) -> tuple[ReplicaChecksum, ...]:
     """Checksums of the documents that a row has in common with other ranks. row: of whole documents. rank: this rank's
     place among ranks with different documents. same: (its place among ranks with the same documents, their number)."""
-    found = []
+    checksums = []
     if same[1] > 1:
         number = _crc([row.input_ids_BT, row.targets_N, row.weights_N, row.position_ids_BT, *row.arrays.values()])
         sources = ", ".join(documents[i].source or str(i) for i in row.documents[:8])
-        what = f"micro-batch {micro_batch + 1} of data rank {rank}, documents {sources}"
-        found.append(ReplicaChecksum(what, number, *same))
+        name = f"micro-batch {micro_batch + 1} of data rank {rank}, documents {sources}"
+        checksums.append(ReplicaChecksum(name, number, *same))
     for index in plan.shared_documents(micro_batch, rank):
         if index in row.documents:
-            own, having = documents[index], plan.ranks_with(micro_batch, rank, index)
-            number = _crc([own.tokens, own.weights, *own.arrays.values()])
-            found.append(ReplicaChecksum(f"document {own.source or index}", number, having.index(rank), len(having)))
-    return tuple(found)
+            document, holders = documents[index], plan.ranks_with(micro_batch, rank, index)
+            number = _crc([document.tokens, document.weights, *document.arrays.values()])
+            checksums.append(
+                ReplicaChecksum(f"document {document.source or index}", number, holders.index(rank), len(holders))
+            )
+    return tuple(checksums)
 
 
 def _crc(tensors: Iterable[Tensor]) -> int:

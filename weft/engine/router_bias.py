@@ -20,13 +20,13 @@ NAMES = ("e_score_correction_bias", "expert_bias")
 
 def find_biases(module: nn.Module) -> dict[str, Tensor]:
     """Name -> the bias of each layer with experts, [E] or [1, E], in order. A layer without one is left out."""
-    found = {}
+    biases = {}
     for name, experts in find_experts(module).items():
         block, _, _ = name.rpartition(".")
         for leaf, buffer in module.get_submodule(block).named_buffers():
             if leaf.rpartition(".")[2] in NAMES and buffer.numel() == experts.num_experts:
-                found[f"{block}.{leaf}"] = buffer
-    return found
+                biases[f"{block}.{leaf}"] = buffer
+    return biases
 
 
 def check_biases(module: nn.Module, family: str) -> None:

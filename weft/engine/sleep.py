@@ -60,8 +60,8 @@ class Offloader:
         storages = _storages(tensors, self.device)
         sizes = [storage.nbytes() for storage in storages]
         waiting = _Waiting(storages, sizes, self.pool.take(sizes))
-        for own, host in _pairs(waiting):
-            host.copy_(own, non_blocking=True)
+        for source, host in _pairs(waiting):
+            host.copy_(source, non_blocking=True)
         self._synchronise()
         for storage in storages:
             storage.resize_(0)
@@ -77,8 +77,8 @@ class Offloader:
         for storage, size in zip(waiting.storages, waiting.sizes, strict=True):
             assert storage.nbytes() == 0, f"somebody gave {storage.nbytes()} bytes to what is asleep ({part})"
             storage.resize_(size)
-        for own, host in _pairs(waiting):
-            own.copy_(host, non_blocking=True)
+        for target, host in _pairs(waiting):
+            target.copy_(host, non_blocking=True)
         self._synchronise()
         self.pool.give(waiting.allocation)
         return waiting.bytes
@@ -96,7 +96,7 @@ class OffloadedTensors:
     sizes: list[int]
 
     @classmethod
-    def of(cls, tensors: Iterable[Tensor], device: torch.device) -> OffloadedTensors:
+    def free(cls, tensors: Iterable[Tensor], device: torch.device) -> OffloadedTensors:
         """Empty the storages of those tensors that are on the device. The tensors stay valid, without elements."""
         storages = _storages(tensors, device)
         emptied = cls(storages, [storage.nbytes() for storage in storages])
@@ -119,9 +119,9 @@ class OffloadedTensors:
 def _pairs(waiting: _Waiting) -> Iterator[tuple[Tensor, Tensor]]:
     """(bytes of a storage, their place on the host), piece by piece."""
     for storage, pieces in zip(waiting.storages, waiting.allocation.pieces, strict=True):
-        own, done = _bytes_of(storage), 0
+        source, done = _bytes_of(storage), 0
         for piece in pieces:
-            yield own[done : done + len(piece)], piece
+            yield source[done : done + len(piece)], piece
             done += len(piece)
 
 
@@ -134,29 +134,29 @@ def tensors_of(
     elif part == "gradients":
         yield from (parameter.grad for parameter in module.parameters() if parameter.grad is not None)
     elif optimizer is not None:
-        kept = (value for state in optimizer.state.values() for value in state.values())
-        yield from (value for value in kept if isinstance(value, Tensor) and value.ndim)
+        values = (value for state in optimizer.state.values() for value in state.values())
+        yield from (value for value in values if isinstance(value, Tensor) and value.ndim)
         yield from () if ema is None else ema.shards.values()
 
 
 def _storages(tensors: Iterable[Tensor], device: torch.device) -> list[torch.UntypedStorage]:
     """The storages with elements on the device, each once."""
-    found: dict[int, torch.UntypedStorage] = {}
+    by_address: dict[int, torch.UntypedStorage] = {}
     for tensor in tensors:
         for plain in _plain(tensor.detach()):
             if plain.device.type == device.type and plain.untyped_storage().nbytes():
-                found.setdefault(plain.untyped_storage().data_ptr(), plain.untyped_storage())
-    return list(found.values())
+                by_address.setdefault(plain.untyped_storage().data_ptr(), plain.untyped_storage())
+    return list(by_address.values())
 
 
 def _plain(tensor: Any) -> Iterator[Tensor]:
     """The plain tensors of a tensor: the shard of a DTensor, the parts of a quantised tensor."""
-    own = local_shard(tensor)
-    if not hasattr(own, "__tensor_flatten__"):
-        yield own
+    local = local_shard(tensor)
+    if not hasattr(local, "__tensor_flatten__"):
+        yield local
         return
-    for name in own.__tensor_flatten__()[0]:
-        yield from _plain(getattr(own, name))
+    for name in local.__tensor_flatten__()[0]:
+        yield from _plain(getattr(local, name))
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> Tensor:

@@ -140,30 +140,30 @@ def assemble(
     built = build(setup, weights=weights, readouts=readouts)
     with new_groups_inherit_timeout():
         setup = decide_compile(setup, built, readouts, tried=weights and ranks.simulated is None)
-        made = shard_model(setup, built, readouts)
-    parts = EngineState(setup, built, made, new_loss_scale(setup))
+        sharded = shard_model(setup, built, readouts)
+    parts = EngineState(setup, built, sharded, new_loss_scale(setup))
     if ranks.simulated is not None:
         with ranks.simulated.fake:
             materialize(built.module, ranks.tensors_on)
         rebuild_buffers(built.module)
     elif weights:
-        check_memory(setup, built, made, fill=fill)
-        parts = replace(parts, loaded=fill_weights(setup, built, made, progress, fill=fill))
+        check_memory(setup, built, sharded, fill=fill)
+        parts = replace(parts, loaded=fill_weights(setup, built, sharded, progress, fill=fill))
     else:
         return parts
     if not setup.trained:
         return parts
-    optimizer, ema = build_optimizer_and_ema(setup, built.module, made.pipeline)
+    optimizer, ema = build_optimizer_and_ema(setup, built.module, sharded.pipeline)
     if fill and config.optimizer.load_state and built.load is not None:
-        load_state(optimizer, built.module, built.load, config.optimizer.name, setup.moments, made.divided.cuts)
+        load_state(optimizer, built.module, built.load, config.optimizer.name, setup.moments, sharded.divided.cuts)
     return replace(parts, optimizer=optimizer, ema=ema)
 
 
-def set_deterministic(wanted: bool) -> None:
+def set_deterministic(deterministic: bool) -> None:
     """Set torch's switch for the whole process; cuBLAS needs a fixed workspace too."""
-    if wanted:
+    if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(wanted)
+    torch.use_deterministic_algorithms(deterministic)
 
 
 def describe(config: EngineConfig, ranks: Ranks, mesh: Mesh | None = None) -> EngineSpec:
@@ -184,9 +184,9 @@ def describe(config: EngineConfig, ranks: Ranks, mesh: Mesh | None = None) -> En
             dtype=precision.master,
             device=storage if ranks.assumed is None else torch.device("cpu"),
         )
-    kept = moments(config.optimizer, precision.master, rule)
-    state_dtypes = frozenset(kept) if rule is None else rule.dtypes
-    return EngineSpec(config, ranks, mesh, storage, precision, rule, kept, state_dtypes)
+    moment_dtypes = moments(config.optimizer, precision.master, rule)
+    state_dtypes = frozenset(moment_dtypes) if rule is None else rule.dtypes
+    return EngineSpec(config, ranks, mesh, storage, precision, rule, moment_dtypes, state_dtypes)
 
 
 def build(setup: EngineSpec, *, weights: bool = True, readouts: Collection[str] = ()) -> BuiltModel:
@@ -218,10 +218,10 @@ def build(setup: EngineSpec, *, weights: bool = True, readouts: Collection[str] 
         if config.optimizer.load_state and built.load is not None and config.model.weights is not None:
             check_state(module, built.load, config.optimizer.name)
         check_groups(module, config.optimizer)
-    wanted = ReadoutSpec.of(readouts)
-    check_readouts(module, len(module.head.weight), wanted, compiled=config.model.compile is True, mixers=module.mixers)
+    spec = ReadoutSpec.parse(readouts)
+    check_readouts(module, len(module.head.weight), spec, compiled=config.model.compile is True, mixers=module.mixers)
     if setup.mesh.tp is not None:
-        check_states(module, built.config.get_text_config(), wanted.hidden, setup.mesh.tp.size)
+        check_states(module, built.config.get_text_config(), spec.hidden, setup.mesh.tp.size)
     if config.model.router_bias_rate is not None:
         check_biases(module, built.config.get_text_config().model_type)
     flops = replace(built.flops, tower_frozen=not _trains_tower(built))
@@ -244,11 +244,11 @@ def shard_model(setup: EngineSpec, built: BuiltModel, readouts: Collection[str] 
             raise UserError("model.transforms: fp8 does not go together with tensor parallelism: set tp to 1.")
         division = check_division(checked, built.support, setup.mesh.tp.size)
         # Hidden readouts need all tokens, and features of images are inserted into all embeddings of a row.
-        sequence = division.sequence and not ReadoutSpec.of(readouts).hidden and built.vision is None
+        sequence = division.sequence and not ReadoutSpec.parse(readouts).hidden and built.vision is None
     if setup.mesh.ep is not None:
         check_experts(checked, built.support, setup.mesh.ep.size)
     context = context_of(setup, built, checked)
-    stages, adapter_config = stages_of(setup, built, checked, ReadoutSpec.of(readouts).hidden), None
+    stages, adapter_config = stages_of(setup, built, checked, ReadoutSpec.parse(readouts).hidden), None
     if stages is not None and built.lora is not None:
         check_adapters_in_layers(module, built.lora)
         adapter_config = to_json(built.lora, built.path, module)
@@ -273,15 +273,15 @@ def decide_compile(setup: EngineSpec, built: BuiltModel, readouts: Collection[st
     config = setup.config
     if config.model.compile != "auto":
         return setup
-    wanted = tried and may_compile(setup, built, readouts)
-    if wanted:
+    compiles = tried and may_compile(setup, built, readouts)
+    if compiles:
         device, compute = setup.ranks.device, setup.precision.compute
         failure = try_compiled(built.config, config.model.attention, built.support, device, compute)
         if failure:
             warnings.warn(f"model.compile=auto: layers are not compiled: {failure}", stacklevel=2)
         (failed,) = max_over_ranks([float(bool(failure))], setup.mesh.world_group, device)
-        wanted = not failed
-    return replace(setup, config=replace(config, model=replace(config.model, compile=wanted)))
+        compiles = not failed
+    return replace(setup, config=replace(config, model=replace(config.model, compile=compiles)))
 
 
 def may_compile(setup: EngineSpec, built: BuiltModel, readouts: Collection[str]) -> bool:
@@ -289,15 +289,15 @@ def may_compile(setup: EngineSpec, built: BuiltModel, readouts: Collection[str])
     layer, or is known to break graphs."""
     config, precise = setup.config, setup.precision.compute not in (torch.bfloat16, torch.float16)
     layers = bool(built.flops.expert or built.module.mixers or built.support.mixers or config.model.transforms)
-    whole = config.exact or config.deterministic or setup.mesh.pp_size > 1 or built.vision is not None
-    read = bool(ReadoutSpec.of(readouts).hidden)
-    return setup.ranks.device.type == "cuda" and setup.trained and not (precise or layers or whole or read)
+    layer_needed = config.exact or config.deterministic or setup.mesh.pp_size > 1 or built.vision is not None
+    read = bool(ReadoutSpec.parse(readouts).hidden)
+    return setup.ranks.device.type == "cuda" and setup.trained and not (precise or layers or layer_needed or read)
 
 
 def fuses_norms(config: EngineConfig, device: torch.device) -> bool:
     """What model.fused_norms says for this device. What has to equal the sampler's operations stays as they are."""
-    wanted = config.model.fused_norms
-    return device.type == "cuda" and not config.exact if wanted == "auto" else wanted
+    setting = config.model.fused_norms
+    return device.type == "cuda" and not config.exact if setting == "auto" else setting
 
 
 def stages_of(
@@ -324,29 +324,29 @@ def least_layers(built: BuiltModel) -> int:
 
 
 def cut_stages(
-    weighed: tuple[list[float], float], placement: Placement, interface: LayerInterface, least: int = 1
+    weighed: tuple[list[float], float], placement: Placement, interface: LayerInterface, min_first: int = 1
 ) -> StagePlan:
     """Cut the layers into stages of similar cost. weighed: (cost of each layer, cost of the head); `check_layers` must
-    have passed. least: number of layers that the first stage must have."""
+    have passed. min_first: number of layers that the first stage must have."""
     costs, head = weighed
-    spans = cut_layers(costs, head, placement.stages, least)
-    each = tuple(sum(costs[first:end]) + head * (end == len(costs)) for first, end in spans)
-    return StagePlan(tuple(spans), placement, interface, each)
+    spans = cut_layers(costs, head, placement.stages, min_first)
+    cost_by_stage = tuple(sum(costs[first:end]) + head * (end == len(costs)) for first, end in spans)
+    return StagePlan(tuple(spans), placement, interface, cost_by_stage)
 
 
-def check_layers(layers: int, placement: Placement, least: int = 1) -> None:
-    """Raises UserError if a stage would have no layer. least: number of layers that must be in the first stage."""
-    pp, free = placement.ranks, layers - least + 1
+def check_layers(layers: int, placement: Placement, min_first: int = 1) -> None:
+    """Raises UserError if a stage would have no layer. min_first: number of layers that must be in the first stage."""
+    pp, free = placement.ranks, layers - min_first + 1
     if placement.stages <= free:
         return
-    there = f"the {layers} decoder layers of this model"
-    if least > 1:
-        there += f", the first {least} of which take features of images and are in the first stage,"
+    total = f"the {layers} decoder layers of this model"
+    if min_first > 1:
+        total += f", the first {min_first} of which take features of images and are in the first stage,"
     if free < pp:
-        raise UserError(f"mesh.pp={pp} is more than {there} allow: set mesh.pp={free}.")
+        raise UserError(f"mesh.pp={pp} is more than {total} allow: set mesh.pp={free}.")
     fewer = f"mesh.pp_stages_per_rank={free // pp}" if free // pp > 1 else "mesh.pp_schedule=1F1B"
     raise UserError(
-        f"mesh.pp={pp} with {placement.chunks} stages per rank are {placement.stages} stages, more than {there} "
+        f"mesh.pp={pp} with {placement.chunks} stages per rank are {placement.stages} stages, more than {total} "
         f"allow: set {fewer}."
     )
 
@@ -377,14 +377,14 @@ def context_of(setup: EngineSpec, built: BuiltModel, config: PretrainedConfig) -
     """The ranks of cp, after a check that documents of this model can be cut. None for one rank, and for a model whose
     documents are padded or have a state that cannot be shared; these are dealt whole to the ranks of cp, as on the
     other data axes. config: of the class with logits."""
-    cp, tp, wanted = setup.mesh.cp_size, setup.mesh.tp_size, setup.config.mesh.ulysses
-    ulysses = ulysses_of(built, config, wanted, cp, tp)
+    cp, tp, requested = setup.mesh.cp_size, setup.mesh.tp_size, setup.config.mesh.ulysses
+    ulysses = ulysses_of(built, config, requested, cp, tp)
     if ulysses is None:
         return None
     try:
         check_context(config, built.flops, cp, ulysses, tp, cuts_images(built))
     except UserError:
-        if built.support.mixers and wanted is None:  # whole documents are always right
+        if built.support.mixers and requested is None:  # whole documents are always right
             return None
         raise
     return cp_axis(setup.mesh, ulysses)
@@ -395,16 +395,16 @@ def cuts_images(built: BuiltModel) -> bool:
     return built.vision is not None and built.vision.has_grids and not built.support.images
 
 
-def ulysses_of(built: BuiltModel, config: PretrainedConfig, wanted: int | None, cp: int, tp: int) -> int | None:
+def ulysses_of(built: BuiltModel, config: PretrainedConfig, requested: int | None, cp: int, tp: int) -> int | None:
     """The number of cp ranks that exchange heads; None if documents are not cut. Raises UserError if states of layers
-    cannot be shared as the config wants. wanted: mesh.ulysses."""
+    cannot be shared as the config wants. requested: mesh.ulysses."""
     if cp == 1 or not built.cuts_documents:
         return None
     if not built.support.mixers:
-        return choose_ulysses(built.flops, config, cp, tp) if wanted is None else wanted
-    if wanted is None and not shares_states(built, cp, tp):
+        return choose_ulysses(built.flops, config, cp, tp) if requested is None else requested
+    if requested is None and not shares_states(built, cp, tp):
         return None
-    return ulysses_of_states(wanted, cp, divides=shares_states(built, cp, tp))
+    return ulysses_of_states(requested, cp, divides=shares_states(built, cp, tp))
 
 
 def shares_states(built: BuiltModel, cp: int, tp: int) -> bool:
@@ -414,30 +414,30 @@ def shares_states(built: BuiltModel, cp: int, tp: int) -> bool:
     return all(h % cp == 0 for h in heads) and all(can_share_documents(mixer, cp, tp) for mixer in mixers)
 
 
-def ulysses_of_states(wanted: int | None, cp: int, *, divides: bool) -> int:
+def ulysses_of_states(size: int | None, cp: int, *, divides: bool) -> int:
     """The Ulysses size for layers that carry state: all of cp, because a state belongs to a whole document. Raises
     UserError if the config sets another size, or if heads do not divide by it."""
-    if wanted not in (None, cp):
+    if size not in (None, cp):
         raise UserError(
-            f"mesh.ulysses={wanted}: layers of this model carry state, so that ranks share a document by heads alone: "
+            f"mesh.ulysses={size}: layers of this model carry state, so that ranks share a document by heads alone: "
             f"set mesh.ulysses=null or {cp}."
         )
     if not divides:
         raise UserError(
-            f"mesh.ulysses={wanted} does not divide all heads, of attention and of layers that carry state: set "
+            f"mesh.ulysses={size} does not divide all heads, of attention and of layers that carry state: set "
             "mesh.ulysses=null, and documents are dealt whole to the ranks of mesh.cp."
         )
     return cp
 
 
-def check_memory(setup: EngineSpec, built: BuiltModel, made: ShardedModel, *, fill: bool) -> None:
+def check_memory(setup: EngineSpec, built: BuiltModel, sharded: ShardedModel, *, fill: bool) -> None:
     """Raises UserError if a rank has too little memory for its shards, or for drawing initial weights."""
-    check_fits(made.memory, made.room, setup.mesh, setup.config.fsdp, setup.config.optimizer)
+    check_fits(sharded.memory, sharded.room, setup.mesh, setup.config.fsdp, setup.config.optimizer)
     if built.load is None and fill:
-        whole = dict(built.module.named_parameters())
-        if made.pipeline is not None:
-            whole = {name: made.pipeline.tensors[name] for name in made.pipeline.parameter_names}
-        shapes = (full_shape(name, p, made.divided.cuts) for name, p in whole.items())
+        parameters = dict(built.module.named_parameters())
+        if sharded.pipeline is not None:
+            parameters = {name: sharded.pipeline.tensors[name] for name in sharded.pipeline.parameter_names}
+        shapes = (full_shape(name, p, sharded.divided.cuts) for name, p in parameters.items())
         check_draws(sum(map(prod, shapes)), capacity(torch.device("cpu"), local_ranks(setup.ranks.world)))
 
 
@@ -448,14 +448,14 @@ def rebuild_buffers(module: TrainModule) -> None:
 
 
 def fill_weights(
-    setup: EngineSpec, built: BuiltModel, made: ShardedModel, progress: Progress | None = None, *, fill: bool = True
+    setup: EngineSpec, built: BuiltModel, sharded: ShardedModel, progress: Progress | None = None, *, fill: bool = True
 ) -> LoadReport | None:
     """Allocate the shards and fill them, from the source's files or at random, unless fill is False.
 
     Buffers, new adapters and a new value head are filled in any case. Returns None if nothing was read.
     """
     config, module, plan, lora = setup.config, built.module, built.load, built.lora
-    report, cuts = None, made.divided.cuts
+    report, cuts = None, sharded.divided.cuts
     materialize(module, setup.storage)
     if plan is None and fill:
         fill_random(module, cuts, built.config, setup.precision.master, config.seed)
@@ -478,8 +478,8 @@ def build_optimizer_and_ema(
     """The optimizer over the shards of a filled module, and the average of the weights if the config asks for one.
     pipeline: the whole model, if the module is one of its stages."""
     config = setup.config.optimizer
-    whole = None if pipeline is None else pipeline.named_parameters
-    optimizer = build_optimizer(module.named_parameters(remove_duplicate=False), config, setup.rule, whole)
+    all_parameters = None if pipeline is None else pipeline.named_parameters
+    optimizer = build_optimizer(module.named_parameters(remove_duplicate=False), config, setup.rule, all_parameters)
     ema = None if config.ema_decay is None else Ema(module.parameters(), config.ema_decay)
     if setup.ranks.device.type == "cpu":
         keep_freed_memory()  # not earlier: memory that loading frees should go back

@@ -84,7 +84,7 @@ class EmbeddedEngine:
         if self.model is None or self.generator is None or self._emptied is not None:
             return 0
         self.generator.drop_cache()
-        self._emptied = OffloadedTensors.of(self.model.parameters(), self.engine.device)
+        self._emptied = OffloadedTensors.free(self.model.parameters(), self.engine.device)
         return self._emptied.bytes
 
     def generate(

@@ -177,7 +177,7 @@ class LoadedWeights:
     def sleep(self) -> None:
         """Free the weights."""
         if self._emptied is None:
-            self._emptied, self.base = OffloadedTensors.of(self.model.parameters(), self.device), {}
+            self._emptied, self.base = OffloadedTensors.free(self.model.parameters(), self.device), {}
 
     def wake(self) -> None:
         """Allocate the weights again, uninitialised."""

@@ -19,13 +19,13 @@ class ReadoutSpec:
     unknown: tuple[str, ...]
 
     @staticmethod
-    def of(readouts: Collection[str]) -> ReadoutSpec:
+    def parse(readouts: Collection[str]) -> ReadoutSpec:
         hidden = sorted(name.removeprefix(HIDDEN) for name in readouts if name.startswith(HIDDEN))
         tops = [name.removeprefix(TOP) for name in readouts if name.startswith(TOP)]
         counts = [int(count) for count in tops if count.isdecimal() and int(count) > 0]
-        rest = [name for name in readouts if not name.startswith((TOP, HIDDEN))]
+        argument = [name for name in readouts if not name.startswith((TOP, HIDDEN))]
         unknown = [
-            *(name for name in rest if name not in NAMES),
+            *(name for name in argument if name not in NAMES),
             *([TOP + tops[0]] if len(counts) != len(tops) else []),
         ]
         return ReadoutSpec(max(counts, default=0), tuple(hidden), tuple(sorted(unknown)))

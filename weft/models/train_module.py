@@ -112,7 +112,7 @@ class Head(nn.Module):
         ids = targets_N[:, None] if chosen_NC is None else torch.cat([targets_N[:, None], chosen_NC], 1)
         got = selected_logits(
             hidden_NH, weight, self.bias, ids, self.transform,
-            top=ReadoutSpec.of(tops).top, temperature=self.temperature, shard=self.shard,
+            top=ReadoutSpec.parse(tops).top, temperature=self.temperature, shard=self.shard,
         )  # fmt: skip
         out = {"logprob": got.chosen[:, 0] - got.logsumexp, "logsumexp": got.logsumexp}
         if chosen_NC is not None:
@@ -285,7 +285,7 @@ class TrainModule(nn.Module):
         """
         extra: dict[str, Any] = {} if balance is None else {"output_router_logits": True}
         extra |= media or {}
-        names = ReadoutSpec.of(readouts).hidden
+        names = ReadoutSpec.parse(readouts).hidden
         features = vision_context(self.base, extra, borrowed, exchange)
         passage = self.passages[chunk] if self.passages else None
         entered = nullcontext() if passage is None else passage.entered(received)

@@ -363,7 +363,7 @@ def _host(config: SftConfig | RlConfig, engines: Sequence[Engine], asleep: Seque
     needs = []
     for engine in engines:
         adapters, replicas = engine.lora is not None, engine.mesh.dp_replicate
-        host_needs = HostNeeds.of(engine.memory, adapters=adapters, state=state, replicas=replicas, parts=asleep)
+        host_needs = HostNeeds.estimate(engine.memory, adapters=adapters, state=state, replicas=replicas, parts=asleep)
         needs.append(host_needs if engine.config.purpose == "train" else replace(host_needs, saved=0))
     pinned = engines[0].storage.type == "cuda"
     size, ranks = host_bytes(needs), engines[0].ranks

@@ -54,17 +54,17 @@ class Saved:
     def bytes(self, tokens: int, *, recompute: bool, layers: Sequence[int] | None = None, rows: float = 1.0) -> int:
         """Bytes for rows of `tokens` tokens. layers: default all. rows: rows in flight. recompute: as
         model.recompute=full; includes everything in the one layer that is being recomputed."""
-        own = self.layers if layers is None else [self.layers[layer] for layer in layers]
-        kept = len(own) * self.passed if recompute else sum(own)
-        again = self.again(layers) if recompute else 0.0
+        chosen = self.layers if layers is None else [self.layers[layer] for layer in layers]
+        stored = len(chosen) * self.passed if recompute else sum(chosen)
+        recomputed = self.largest_layer(layers) if recompute else 0.0
         last = layers is None or len(self.layers) - 1 in layers
         outside = self.before + (self.after if last else 0.0)
-        return round(((kept + outside) * rows + again) * tokens)
+        return round(((stored + outside) * rows + recomputed) * tokens)
 
-    def again(self, layers: Sequence[int] | None = None) -> float:
+    def largest_layer(self, layers: Sequence[int] | None = None) -> float:
         """Bytes per token of the largest layer, which stores everything while backward recomputes it."""
-        own = self.layers if layers is None else [self.layers[layer] for layer in layers]
-        return max(own, default=0.0)
+        chosen = self.layers if layers is None else [self.layers[layer] for layer in layers]
+        return max(chosen, default=0.0)
 
 
 def saved_bytes(config: PretrainedConfig, dtype: torch.dtype, shared: RowSharing = RowSharing()) -> Saved:
@@ -82,14 +82,14 @@ def saved_bytes(config: PretrainedConfig, dtype: torch.dtype, shared: RowSharing
         ranks = MetaCommunicator(shared.tp)
         tensor_parallel(module, TPAxis(0, shared.tp, ranks, lambda _: ranks), model.config, sequence=shared.sequence)
     weights = {_storage(tensor) for tensor in (*model.parameters(), *model.buffers())}
-    found: dict[int, torch.UntypedStorage] = {}  # kept alive, so that numbers are not used again
+    storages: dict[int, torch.UntypedStorage] = {}  # kept alive, so that numbers are not used again
     by_layer = [0] * len(firsts)
     outside, inside, passed, begun = [0, 0], list[int](), 0, False
 
     def keep(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if _storage(tensor) not in weights and _storage(tensor) not in found:
-            found[_storage(tensor)] = storage
+        if _storage(tensor) not in weights and _storage(tensor) not in storages:
+            storages[_storage(tensor)] = storage
             if inside:
                 by_layer[inside[-1]] += storage.nbytes()
             else:
@@ -112,11 +112,11 @@ def saved_bytes(config: PretrainedConfig, dtype: torch.dtype, shared: RowSharing
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), GroupedProducts():
         out = module.base(input_ids=ids_BT, position_ids=positions_BT, use_cache=False)
     del out
-    each = tuple(
+    per_token = tuple(
         by_layer[first] / _TOKENS + _gathered(module, name, shared) * dtype.itemsize
         for first, (name, _) in zip(firsts, module.layers, strict=True)
     )
-    return Saved(each, passed / _TOKENS, outside[0] / _TOKENS, outside[1] / _TOKENS)
+    return Saved(per_token, passed / _TOKENS, outside[0] / _TOKENS, outside[1] / _TOKENS)
 
 
 def _gathered(module: TrainModule, layer: str, shared: RowSharing) -> int:
@@ -161,12 +161,12 @@ def _attend(
     key_BKTD: Tensor,
     value_BKTE: Tensor,
     mask: Any,
-    **others: Any,
+    **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    seen = shared.keys(key_BKTD.shape[1], query_BHTD.shape[1])
-    if seen > 1:
+    factor = shared.keys(key_BKTD.shape[1], query_BHTD.shape[1])
+    if factor > 1:
         key_BKTD, value_BKTE = (
-            x.new_empty(*x.shape[:2], int(seen * x.shape[2]), x.shape[3]) for x in (key_BKTD, value_BKTE)
+            x.new_empty(*x.shape[:2], int(factor * x.shape[2]), x.shape[3]) for x in (key_BKTD, value_BKTE)
         )
     out: Tensor = _Attended.apply(query_BHTD, key_BKTD, value_BKTE)
     return out.transpose(1, 2), None

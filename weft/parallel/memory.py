@@ -80,12 +80,12 @@ def memory_needs(
     moments = 0 if training is None else sum(dtype.itemsize for dtype in training.moments)
     average = torch.float32.itemsize if training is not None and training.average else 0
     return MemoryNeeds(
-        weights=_held_bytes(parameters),
-        gradients=_held(trained) * master,
-        optimizer=_held(trained) * moments,
+        weights=_bytes_on_rank(parameters),
+        gradients=_elements_on_rank(trained) * master,
+        optimizer=_elements_on_rank(trained) * moments,
         gathered=_gathered(parameters, units, reshard) * precision.compute.itemsize,
         whole=sum(p.numel() * p.element_size() for p in parameters) + _elements(trained) * (master + moments + average),
-        average=_held(trained) * average,
+        average=_elements_on_rank(trained) * average,
     )
 
 
@@ -98,7 +98,9 @@ class HostNeeds:
     asleep: int
 
     @staticmethod
-    def of(needs: MemoryNeeds, *, adapters: bool, state: bool, replicas: int, parts: Collection[str]) -> HostNeeds:
+    def estimate(
+        needs: MemoryNeeds, *, adapters: bool, state: bool, replicas: int, parts: Collection[str]
+    ) -> HostNeeds:
         """adapters: only trained parameters are saved. state: trainer state is saved with the weights. replicas: number
         of ranks that hold the same and share the writing. parts: parts that sleep ("parameters", "optimizer")."""
         masters = needs.gradients if adapters else needs.weights  # as many elements as have a gradient, in its dtype
@@ -171,20 +173,20 @@ def hint(needs: MemoryNeeds, room: int, mesh: Mesh) -> str | None:
 
 
 def _remedies(mesh: Mesh, fsdp: FsdpConfig, optimizer: OptimizerConfig) -> list[str]:
-    found = []
+    remedies = []
     if mesh.dp_replicate > 1:
-        found.append(f"mesh.dp_replicate=1 mesh.dp_shard={mesh.loss_ranks // mesh.cp_size} (shards over all ranks)")
+        remedies.append(f"mesh.dp_replicate=1 mesh.dp_shard={mesh.loss_ranks // mesh.cp_size} (shards over all ranks)")
     else:
-        found.append(f"more ranks to shard over (mesh.dp_shard is {mesh.dp_shard})")
+        remedies.append(f"more ranks to shard over (mesh.dp_shard is {mesh.dp_shard})")
     if mesh.dp.device_type != "cpu" and not fsdp.cpu_offload:
-        found.append("fsdp.cpu_offload=true (slow)")
+        remedies.append("fsdp.cpu_offload=true (slow)")
     if optimizer.name == "adamw" and optimizer.state_dtype != "bf16" and fsdp.master_dtype == "fp32":
-        found.append("optimizer.state_dtype=bf16")
+        remedies.append("optimizer.state_dtype=bf16")
     if fsdp.master_dtype == "fp32":
-        found.append("fsdp.master_dtype=bf16 (small updates are lost)")
+        remedies.append("fsdp.master_dtype=bf16 (small updates are lost)")
     if optimizer.ema_decay is not None:
-        found.append("optimizer.ema_decay=null (no average)")
-    return [*found, "lora.rank=16 or model.freeze (less is trained)", "a smaller model"]
+        remedies.append("optimizer.ema_decay=null (no average)")
+    return [*remedies, "lora.rank=16 or model.freeze (less is trained)", "a smaller model"]
 
 
 def cache_bytes(config: PretrainedConfig, itemsize: int) -> int:
@@ -197,12 +199,12 @@ def cache_bytes(config: PretrainedConfig, itemsize: int) -> int:
     return int(2 * widths * itemsize)
 
 
-def _held(parameters: Iterable[nn.Parameter]) -> int:
+def _elements_on_rank(parameters: Iterable[nn.Parameter]) -> int:
     """Elements on the rank that holds most of them: shards are rounded up to whole rows."""
     return sum(math.prod(_largest_shard(parameter)) for parameter in parameters)
 
 
-def _held_bytes(parameters: Iterable[nn.Parameter]) -> int:
+def _bytes_on_rank(parameters: Iterable[nn.Parameter]) -> int:
     """Bytes on that rank: a frozen base may be kept in another dtype than the masters."""
     return sum(math.prod(_largest_shard(parameter)) * parameter.element_size() for parameter in parameters)
 
@@ -221,10 +223,10 @@ def _elements(parameters: Iterable[nn.Parameter]) -> int:
 
 
 def _gathered(parameters: Sequence[nn.Parameter], units: Sequence[Unit], reshard: bool | int) -> int:
-    def elements(some: Iterable[nn.Parameter]) -> int:
-        return _elements(p for p in some if isinstance(p, DTensor))  # FSDP leaves others as they are
+    def elements(parameters: Iterable[nn.Parameter]) -> int:
+        return _elements(p for p in parameters if isinstance(p, DTensor))  # FSDP leaves others as they are
 
-    owned = [(elements(own), unit.keep) for unit, own in zip(units, parameters_by_unit(units), strict=True)]
+    owned = [(elements(local), unit.keep) for unit, local in zip(units, parameters_by_unit(units), strict=True)]
     root = elements(parameters) - sum(count for count, _ in owned)
     return gathered_elements([*owned, (root, True)], reshard)
 
@@ -237,9 +239,9 @@ def gathered_elements(units: Iterable[tuple[int, bool]], reshard: bool | int) ->
     number n keeps 1/n of the remaining units.
     """
     units = list(units)
-    kept = sum(count for count, keep in units if keep)
-    others = sorted((count for count, keep in units if not keep), reverse=True)
+    stays = sum(count for count, keep in units if keep)
+    rest_sorted = sorted((count for count, keep in units if not keep), reverse=True)
     if reshard is False:
-        return kept + sum(others)
-    part = 0 if reshard is True else sum(others[2:]) // reshard
-    return kept + sum(others[:2]) + part
+        return stays + sum(rest_sorted)
+    part = 0 if reshard is True else sum(rest_sorted[2:]) // reshard
+    return stays + sum(rest_sorted[:2]) + part

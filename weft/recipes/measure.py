@@ -82,7 +82,7 @@ def _losses(config: SftConfig, options: MeasureOptions) -> dict[str, Any] | None
         require_agreement({"documents": report.digest}, ranks.group)
         held_out = HeldOut({"": documents}, {"": report})
         flight.enter("load")
-        engine_config = replace(EngineConfig.of(config), purpose="inference")
+        engine_config = replace(EngineConfig.from_config(config), purpose="inference")
         with loading(ranks.is_first and not options.json) as shown:
             engine = Engine(engine_config, ranks, progress=shown, readouts=objective.readouts)
         engine.planner.check_images(documents)

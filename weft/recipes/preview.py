@@ -167,7 +167,7 @@ def _plan(config: SftConfig, read: Sequence[TokenisedPart], pieces: Sequence[Any
             length,
             float(trained),
             trained,
-            omitted=omitted_tokens(length, whole=has_router_loss),
+            omitted=omitted_tokens(length, read_all=has_router_loss),
             patches=int(patches[index]),
         )
 

@@ -96,7 +96,7 @@ def run(config: SftConfig, options: SftOptions, hooks: Hooks = NO_HOOKS) -> None
             with phases("load"):
                 with loading(ranks.is_first) as progress:
                     engine = Engine(
-                        EngineConfig.of(config),
+                        EngineConfig.from_config(config),
                         ranks,
                         progress=progress,
                         fill=start.state is None,  # a checkpoint fills it otherwise

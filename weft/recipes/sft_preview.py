@@ -47,7 +47,7 @@ def dry_run(config: SftConfig, options: SftOptions, objective: Loss) -> None:
             data = read_run_data(dated(config), progress)
         check_profile(config.profile, steps=len(make_steps(config, data.documents)))
     with fake_ranks(options.world, options.device, accelerator(options.assume)) as ranks:
-        engine = Engine(EngineConfig.of(config), ranks, weights=False, readouts=objective.readouts)
+        engine = Engine(EngineConfig.from_config(config), ranks, weights=False, readouts=objective.readouts)
         if data is not None:
             for documents in (data.documents, *data.held_out.documents.values()):
                 engine.planner.check_images(documents)
@@ -83,7 +83,7 @@ def _time(config: SftConfig, options: SftOptions, mesh: MeshSizes, steps: StepSa
         return "not estimated: weft plan counts no images"
     lengths = lengths_of(data.documents)
     tokens = [sum(lengths[index] for index in step.documents) for step in islice(steps, steps.in_epoch)]
-    model = Blueprint(EngineConfig.of(config), "cpu", device)
+    model = Blueprint(EngineConfig.from_config(config), "cpu", device)
     rows = RowFacts.of(model, plan_rows(model, mesh, [lengths[index] for index in next(iter(steps)).documents]))
     machine = machine_of(device)
     first = time_of(model, mesh, rows, machine).seconds

@@ -101,7 +101,7 @@ def check(config: Any, subject: VerifiedModel, ranks: Ranks, options: VerifyOpti
     rank."""
     exact = verified_config(config, subject.path)
     objective = None if config.train.objective is None else choose_objective(config.train.objective)
-    engine = Engine(EngineConfig.of(exact), ranks, readouts=() if objective is None else objective.readouts)
+    engine = Engine(EngineConfig.from_config(exact), ranks, readouts=() if objective is None else objective.readouts)
     special, remark = special_ids(engine, subject.path)
     steps = awkward_steps(hf.vocabulary_size(subject.path), special=special)
     verdict = _verdict(engine, subject.path, steps, objective)
@@ -112,7 +112,7 @@ def check(config: Any, subject: VerifiedModel, ranks: Ranks, options: VerifyOpti
         return verdict
     kernel = config.model.attention if ranks.device.type == "cuda" else "auto"
     model = replace(exact.model, attention=kernel, transforms=config.model.transforms)
-    configured = Engine(EngineConfig.of(replace(exact, fsdp=config.fsdp, model=model)), ranks)
+    configured = Engine(EngineConfig.from_config(replace(exact, fsdp=config.fsdp, model=model)), ranks)
     figures, remark = compare_as_configured(configured, subject.path, steps[0])
     if verdict is None:
         return None

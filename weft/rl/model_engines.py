@@ -24,7 +24,7 @@ from weft.parallel.shards.load import Progress
 def policy_config(config: RlConfig) -> EngineConfig:
     """The engine config of the policy."""
     exact = config.rl.on_policy == "exact"
-    return replace(EngineConfig.of(config), temperature=config.rollout.temperature, exact=exact)
+    return replace(EngineConfig.from_config(config), temperature=config.rollout.temperature, exact=exact)
 
 
 def reference_config(config: RlConfig) -> EngineConfig | None:

@@ -167,7 +167,7 @@ class TrainerRank:
 
     def image_room(self) -> ImageRoom:
         """The smallest image room of the models in these ranks."""
-        return ImageRoom.least([engine.planner.image_room for engine in self._engines()])
+        return ImageRoom.smallest([engine.planner.image_room for engine in self._engines()])
 
     # ------------------------------------------------------------ rollouts
 

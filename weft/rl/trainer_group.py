@@ -39,7 +39,7 @@ class TrainerGroup:
 
     async def image_room(self) -> ImageRoom:
         """The smallest image room of all models that read samples."""
-        return ImageRoom.least(await gather_calls([group.call_one(0, "image_room") for group in self._all]))
+        return ImageRoom.smallest(await gather_calls([group.call_one(0, "image_room") for group in self._all]))
 
     async def open_run(
         self, folder: str, token: str, constants: Mapping[str, Any], last: int, texts: Mapping[str, str]

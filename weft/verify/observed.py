@@ -161,7 +161,7 @@ def to_documents(engine: Engine, step: Step, images: Images = _NONE) -> tuple[di
 
 def _media(engine: Engine, ids: Sequence[int], images: Images) -> Media | None:
     inputs, vision = images.get(tuple(ids)), engine.built.vision
-    return None if inputs is None or vision is None else Media.of(dict(inputs), vision.patches(inputs))
+    return None if inputs is None or vision is None else Media.from_inputs(dict(inputs), vision.patches(inputs))
 
 
 def one_gradient(

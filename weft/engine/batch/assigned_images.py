@@ -25,7 +25,7 @@ Numbers = NDArray[np.int64]
 _FEATURES = 32  # bits for the number of a feature in its document
 
 
-def deal_images(
+def assign_images(
     row: Row,
     documents: Mapping[int, Document],
     plan: StepPlan,
@@ -36,27 +36,31 @@ def deal_images(
 ) -> Row:
     """This rank's part of a row (context_row.cut_row), with the images that this rank computes in place of those of
     whole documents. Called on all ranks of the group if any of them shares a document with images."""
-    held, seen = plan.ranges_by_rank(micro_batch, rank), list[_Seen]()
+    by_rank, with_images = plan.ranges_by_rank(micro_batch, rank), list[_DocumentImages]()
     for index in row.documents:
         media = documents[index].media
         if media is not None:
-            places = [n for n, own in enumerate(held) if index in own]
-            seen.append(_Seen.of(index, documents[index], plan.documents[index].read, places, held, vision))
-    own = [(one, unit) for one in seen for unit in np.flatnonzero(one.owner_U == axis.rank).tolist()]
-    exchange = plan_exchange(seen, row.documents, held[axis.rank], axis)
+            places = [n for n, local in enumerate(by_rank) if index in local]
+            with_images.append(
+                _DocumentImages.from_document(
+                    index, documents[index], plan.documents[index].read, places, by_rank, vision
+                )
+            )
+    local = [(images, unit) for images in with_images for unit in np.flatnonzero(images.owner_U == axis.rank).tolist()]
+    exchange = plan_exchange(with_images, row.documents, by_rank[axis.rank], axis)
     media_of = dict(vision.smallest)
-    if own:
-        media_of["pixel_values"] = torch.cat([one.pixels[unit] for one, unit in own])
-        media_of["image_grid_thw"] = torch.tensor([[1, *one.sides[unit]] for one, unit in own])
+    if local:
+        media_of["pixel_values"] = torch.cat([images.pixels[unit] for images, unit in local])
+        media_of["image_grid_thw"] = torch.tensor([[1, *images.sides[unit]] for images, unit in local])
     if len(exchange.order) > exchange.images:  # the model asks for features of videos only if it gets pixels
         media_of |= {
             "pixel_values_videos": media_of["pixel_values"][:0], "video_grid_thw": media_of["image_grid_thw"][:0],
         }  # fmt: skip
-    return replace(row, media=media_of, borrowed=not own, exchange=exchange)
+    return replace(row, media=media_of, borrowed=not local, exchange=exchange)
 
 
 @dataclass(frozen=True)
-class _Seen:
+class _DocumentImages:
     """The images of one document, U images and frames. pixels, sides: of each, its rows of patches and (height, width)
     in patches. owner_U: the rank that computes each. owner_F, holder_F: of each feature, the rank that computes it and
     the rank that has its token. feature_T: the feature of each token, -1 for text. images: number of features of
@@ -72,32 +76,32 @@ class _Seen:
     images: int
 
     @classmethod
-    def of(
+    def from_document(
         cls,
         index: int,
         document: Document,
         read: int,
         places: Sequence[int],
-        held: Sequence[Mapping[int, Sequence[tuple[int, int]]]],
+        ranges_by_rank: Sequence[Mapping[int, Sequence[tuple[int, int]]]],
         vision: Vision,
-    ) -> _Seen:
+    ) -> _DocumentImages:
         """read: tokens of the document that a forward reads. places: the ranks of the group that share the document.
-        held: as StepPlan.held."""
+        ranges_by_rank: as StepPlan.held."""
         assert document.media is not None
         inputs, tokens = document.media.inputs, document.tokens[:read].numpy()
         images, videos = (_sides(inputs.get(name)) for name in ("image_grid_thw", "video_grid_thw"))
         patches = [height * width for height, width in (*images, *videos)]
-        counts = [own // vision.merge**2 for own in patches]
+        counts = [count // vision.merge**2 for count in patches]
         token_F = np.concatenate([np.flatnonzero(tokens == kind) for kind in (vision.image, vision.video)])
         if len(token_F) != sum(counts):
             raise UserError(
                 f"{document.source or f'document {index} of the step'}: has {len(token_F)} placeholders of images, "
                 f"which have {sum(counts)} features."
             )
-        owner_U = _dealt(patches, places)
+        owner_U = _balance(patches, places)
         holder_T, feature_T = np.full(read, -1), np.full(read, -1)
-        for rank, own in enumerate(held):
-            for start, stop in own.get(index, ()):
+        for rank, ranges in enumerate(ranges_by_rank):
+            for start, stop in ranges.get(index, ()):
                 holder_T[start:stop] = rank
         feature_T[token_F] = np.arange(len(token_F))
         pixels = torch.cat([inputs[name] for name in ("pixel_values", "pixel_values_videos") if name in inputs])
@@ -114,56 +118,56 @@ def _sides(grids: Tensor | None) -> list[tuple[int, int]]:
     return [(height, width) for time, height, width in grids.tolist() for _ in range(time)]
 
 
-def _dealt(patches: Sequence[int], places: Sequence[int]) -> Numbers:
+def _balance(patches: Sequence[int], places: Sequence[int]) -> Numbers:
     """The rank that computes each image: the one with the fewest patches so far."""
     spent, owners = dict.fromkeys(places, 0), []
     for count in patches:
-        owners.append(min(places, key=lambda place: (spent[place], place)))
+        owners.append(min(places, key=lambda rank: (spent[rank], rank)))
         spent[owners[-1]] += count
     return np.array(owners, np.int64)
 
 
 def plan_exchange(
-    seen: Sequence[_Seen],
+    by_document: Sequence[_DocumentImages],
     documents: Sequence[int],
-    held: Mapping[int, Sequence[tuple[int, int]]],
+    ranges: Mapping[int, Sequence[tuple[int, int]]],
     axis: CPAxis,
 ) -> FeatureExchange:
-    """The features that this rank sends and receives. seen: the images of its documents, in the order of its row. held:
-    the tokens that it has of each document."""
-    rising, first = sorted(seen, key=lambda one: one.index), dict[int, Numbers]()
+    """The features that this rank sends and receives. by_document: the images of its documents, in the order of its
+    row. ranges: the tokens that it has of each document."""
+    rising, first = sorted(by_document, key=lambda image_set: image_set.index), dict[int, Numbers]()
     computed = 0
-    for one in seen:  # where each feature that is computed here lies in what the tower returns
-        mine = one.owner_F == axis.rank
-        first[one.index] = computed + np.cumsum(mine) - 1
-        computed += int(mine.sum())
+    for image_set in by_document:  # where each feature that is computed here lies in what the tower returns
+        is_local = image_set.owner_F == axis.rank
+        first[image_set.index] = computed + np.cumsum(is_local) - 1
+        computed += int(is_local.sum())
     sent = [_joined(first[s.index][_between(s, axis.rank, to)] for s in rising) for to in range(axis.size)]
-    received = [_joined(_keys(s, _between(s, of, axis.rank)) for s in rising) for of in range(axis.size)]
-    wanted = dict[bool, list[Numbers]]({False: [], True: []})
-    by_index = {one.index: one for one in seen}
+    received = [_joined(_keys(s, _between(s, source, axis.rank)) for s in rising) for source in range(axis.size)]
+    needed = dict[bool, list[Numbers]]({False: [], True: []})
+    by_index = {image_set.index: image_set for image_set in by_document}
     for index in documents:
-        for start, stop in held[index] if index in by_index else ():
+        for start, stop in ranges[index] if index in by_index else ():
             features = by_index[index].feature_T[start:stop]
             features = features[features >= 0]
-            for of_video in wanted:
-                own = features[(features >= by_index[index].images) == of_video]
-                wanted[of_video].append((index << _FEATURES) + own)
-    images, keys = _joined(wanted[False]), _joined(received)
+            for of_video in needed:
+                of_kind = features[(features >= by_index[index].images) == of_video]
+                needed[of_video].append((index << _FEATURES) + of_kind)
+    images, keys = _joined(needed[False]), _joined(received)
     order = np.argsort(keys)
-    found = order[np.searchsorted(keys[order], np.concatenate([images, _joined(wanted[True])]))]
+    feature_order = order[np.searchsorted(keys[order], np.concatenate([images, _joined(needed[True])]))]
     return FeatureExchange(
-        axis.ranks, torch.from_numpy(_joined(sent)), [len(own) for own in sent], [len(own) for own in received],
-        torch.from_numpy(found), len(images),
+        axis.ranks, torch.from_numpy(_joined(sent)), [len(part) for part in sent], [len(part) for part in received],
+        torch.from_numpy(feature_order), len(images),
     )  # fmt: skip
 
 
-def _between(seen: _Seen, of: int, to: int) -> Numbers:
-    """The features that rank `of` computes and whose tokens are on rank `to`."""
-    return np.flatnonzero((seen.owner_F == of) & (seen.holder_F == to))
+def _between(images: _DocumentImages, source: int, target: int) -> Numbers:
+    """The features that rank `source` computes and whose tokens are on rank `target`."""
+    return np.flatnonzero((images.owner_F == source) & (images.holder_F == target))
 
 
-def _keys(seen: _Seen, features: Numbers) -> Numbers:
-    return (seen.index << _FEATURES) + features
+def _keys(images: _DocumentImages, features: Numbers) -> Numbers:
+    return (images.index << _FEATURES) + features
 
 
 def _joined(parts: Iterable[Numbers]) -> Numbers:

@@ -9,7 +9,7 @@ from functools import partial
 
 from torch import nn
 
-from weft.engine.batch.assigned_images import deal_images
+from weft.engine.batch.assigned_images import assign_images
 from weft.engine.batch.context_row import cut_row
 from weft.engine.batch.document import Document
 from weft.engine.batch.replay import RouteReplay
@@ -35,13 +35,13 @@ class StepRows:
 
     def ahead(self) -> StepRows:
         """The same rows, built now. An error in one is raised on access to that one."""
-        made: list[Future[Row]] = [Future() for _ in self.sources]
-        for micro_batch, row in enumerate(made):
+        futures: list[Future[Row]] = [Future() for _ in self.sources]
+        for micro_batch, row in enumerate(futures):
             try:
                 row.set_result(self.build(micro_batch))
             except Exception as error:
                 row.set_exception(error)
-        return replace(self, build=lambda micro_batch: made[micro_batch].result())
+        return replace(self, build=lambda micro_batch: futures[micro_batch].result())
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class RowBuilder:
             assert self.context is not None
             row = cut_row(row, plan, micro_batch, self.rank, self.context)
             if self.vision is not None and plan.shares_images(micro_batch, self.rank):
-                row = deal_images(row, documents, plan, micro_batch, self.rank, self.context, self.vision)
+                row = assign_images(row, documents, plan, micro_batch, self.rank, self.context, self.vision)
         row = row if routed else replace(row, routes=None)
         return row.pinned() if self.pinned else row
 

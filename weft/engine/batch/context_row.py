@@ -26,16 +26,16 @@ def cut_row(row: Row, plan: StepPlan, micro_batch: int, rank: int, axis: CPAxis)
     length = plan.row_length(micro_batch, rank)
     tail = length - len(kept_M)
     chosen_N, selected_N = local_predictions(row.selected_N, kept_M, sum(read))
-    lengths = [stop - start for own in pieces for start, stop in own] + ([tail] if tail else [])
-    firsts = [start for own in pieces for start, _ in own] + ([0] if tail else [])
+    lengths = [stop - start for intervals in pieces for start, stop in intervals] + ([tail] if tail else [])
+    firsts = [start for intervals in pieces for start, _ in intervals] + ([0] if tail else [])
     bounds = Bounds.packed(tuple(lengths), torch.device("cpu"))
     bounds.firsts = tuple(firsts)
     if row.bounds.last_seen is not None:
         bounds.last_seen = local_last_seen(row.bounds.last_seen, kept_M, tail)
     shared = plan.shared_documents(micro_batch, rank)
     if shared:
-        held = plan.ranges_by_rank(micro_batch, rank)
-        bounds.context = ContextRow(axis, _held(held, shared), _whole(row.documents, pieces, shared, tail))
+        ranges_by_rank = plan.ranges_by_rank(micro_batch, rank)
+        bounds.context = ContextRow(axis, _held(ranges_by_rank, shared), _whole(row.documents, pieces, shared, tail))
     highest = max([2, *lengths])
     return replace(
         row,
@@ -63,27 +63,27 @@ def cut_row(row: Row, plan: StepPlan, micro_batch: int, rank: int, axis: CPAxis)
 
 def _kept(pieces: Sequence[Sequence[Interval]], read: Sequence[int]) -> Tensor:
     """[M]: index, in the row of whole documents, of each of this rank's tokens, in the order of its row."""
-    parts, at = [], 0
-    for own, length in zip(pieces, read, strict=True):
-        parts += [torch.arange(at + start, at + stop) for start, stop in own]
-        at += length
+    parts, offset = [], 0
+    for intervals, length in zip(pieces, read, strict=True):
+        parts += [torch.arange(offset + start, offset + stop) for start, stop in intervals]
+        offset += length
     return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)
 
 
 def local_last_seen(last_seen_T: Tensor, kept_M: Tensor, tail: int) -> Tensor:
     """Bounds.last_seen of this rank's tokens. Documents with images are whole here."""
-    place = torch.zeros(len(last_seen_T), dtype=torch.int32)
-    place[kept_M] = torch.arange(len(kept_M), dtype=torch.int32)
+    index_T = torch.zeros(len(last_seen_T), dtype=torch.int32)
+    index_T[kept_M] = torch.arange(len(kept_M), dtype=torch.int32)
     padding = torch.arange(len(kept_M), len(kept_M) + tail, dtype=torch.int32)
-    return torch.cat([place[last_seen_T[kept_M].long()], padding])
+    return torch.cat([index_T[last_seen_T[kept_M].long()], padding])
 
 
 def local_predictions(selected_N: Tensor, kept_M: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
     """(indices of the predictions made on this rank; their positions in this rank's row)."""
-    place = torch.full((tokens,), -1)
-    place[kept_M] = torch.arange(len(kept_M))
-    here = place[selected_N]
-    return (here >= 0).nonzero().flatten(), here[here >= 0]
+    index_T = torch.full((tokens,), -1)
+    index_T[kept_M] = torch.arange(len(kept_M))
+    local_N = index_T[selected_N]
+    return (local_N >= 0).nonzero().flatten(), local_N[local_N >= 0]
 
 
 def _padded(values: Tensor, tail: Tensor) -> Tensor:
@@ -95,11 +95,12 @@ def _padded_routes(routes: Tensor, tail: int) -> Tensor:
 
 
 def _held(
-    held: Sequence[Mapping[int, Sequence[Interval]]], shared: Sequence[int]
+    by_rank: Sequence[Mapping[int, Sequence[Interval]]], shared: Sequence[int]
 ) -> tuple[tuple[tuple[int, int, int], ...], ...]:
     number = {document: n for n, document in enumerate(shared)}
     return tuple(
-        tuple((number[d], *own) for d, intervals in rank.items() if d in number for own in intervals) for rank in held
+        tuple((number[d], *interval) for d, intervals in rank.items() if d in number for interval in intervals)
+        for rank in by_rank
     )
 
 
@@ -107,7 +108,7 @@ def _whole(
     documents: Sequence[int], pieces: Sequence[Sequence[Interval]], shared: Sequence[int], tail: int
 ) -> tuple[int, ...]:
     """Lengths of the documents, and of the padding, that follow the shared ones."""
-    lengths = [own[0][1] for d, own in zip(documents, pieces, strict=True) if d not in shared]
+    lengths = [intervals[0][1] for d, intervals in zip(documents, pieces, strict=True) if d not in shared]
     return (*lengths, *([tail] if tail else []))
 
 
@@ -118,5 +119,5 @@ def _shared_documents(
     number = {document: n for n, document in enumerate(shared)}
     places = torch.tensor([n for n, d in enumerate(documents) if d in number], dtype=torch.int64)
     slots = torch.tensor([number[d] for d in documents if d in number], dtype=torch.int64)
-    counted = torch.tensor([n for n, own in enumerate(pieces) if own[0][0] == 0], dtype=torch.int64)
+    counted = torch.tensor([n for n, intervals in enumerate(pieces) if intervals[0][0] == 0], dtype=torch.int64)
     return SharedDocuments(places, slots, len(shared), counted, axis.ranks)

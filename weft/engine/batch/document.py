@@ -95,8 +95,8 @@ class MeasuredDocuments(Sequence[Document]):
     @overload
     def __getitem__(self, index: slice) -> list[Document]: ...
     def __getitem__(self, index: int | slice) -> Document | list[Document]:
-        places = range(len(self))[index]
-        return self.build(places) if isinstance(places, int) else [self.build(place) for place in places]
+        indices = range(len(self))[index]
+        return self.build(indices) if isinstance(indices, int) else [self.build(position) for position in indices]
 
 
 class Chosen(MeasuredDocuments):
@@ -143,11 +143,11 @@ def have_videos(documents: Collection[Document]) -> bool:
     return any(document.media is not None and document.media.has_videos for document in documents)
 
 
-def first_sources(documents: Sequence[Document], indices: Sequence[int], most: int = 8) -> list[str]:
-    """The sources of the first `most` of these documents, for messages."""
+def first_sources(documents: Sequence[Document], indices: Sequence[int], limit: int = 8) -> list[str]:
+    """The sources of the first `limit` of these documents, for messages."""
     if isinstance(documents, MeasuredDocuments):
-        return [documents.source(index) for index in indices[:most]]
-    return [documents[index].source for index in indices[:most]]
+        return [documents.source(index) for index in indices[:limit]]
+    return [documents[index].source for index in indices[:limit]]
 
 
 @dataclass(frozen=True)
@@ -166,17 +166,18 @@ def document_metadata(documents: Collection[Document], costs: Costs) -> list[Doc
         return [_meta(document, costs) for document in documents]
     columns = documents.measures()
     lengths, patches, pairs = columns.length.tolist(), columns.patches.tolist(), columns.pairs.tolist()
-    left = [costs.omitted(length) for length in lengths]
-    towers = [costs.images(*both) if both[0] else (0.0, 0) for both in zip(patches, pairs, strict=True)]
-    whole = [costs.tokens(length - own) + tower for length, own, (tower, _) in zip(lengths, left, towers, strict=True)]
-    rest = (
-        columns.weight.tolist(), columns.loss_tokens.tolist(), whole, columns.routed.tolist(), left, patches,
-        [tokens for _, tokens in towers],
-    )  # fmt: skip
-    return [
-        DocumentMeta(length, weight, loss_tokens, None, *own)
-        for length, weight, loss_tokens, *own in zip(lengths, *rest, strict=True)
+    omitted = [costs.omitted(length) for length in lengths]
+    towers = [costs.images(*image) if image[0] else (0.0, 0) for image in zip(patches, pairs, strict=True)]
+    flops = [
+        costs.tokens(length - unread) + tower
+        for length, unread, (tower, _) in zip(lengths, omitted, towers, strict=True)
     ]
+    rows = zip(
+        lengths, columns.weight.tolist(), columns.loss_tokens.tolist(), [None] * len(lengths), flops,
+        columns.routed.tolist(), omitted, patches, [tokens for _, tokens in towers],
+        strict=True,
+    )  # fmt: skip
+    return [DocumentMeta(*row) for row in rows]  # fields in the order of DocumentMeta
 
 
 def _meta(document: Document, costs: Costs) -> DocumentMeta:

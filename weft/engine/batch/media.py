@@ -29,9 +29,9 @@ class Media:
         return "pixel_values_videos" in self.inputs
 
     @staticmethod
-    def of(inputs: dict[str, Tensor], patches: Sequence[int]) -> Media:
+    def from_inputs(inputs: dict[str, Tensor], patches: Sequence[int]) -> Media:
         """patches: of each image and frame."""
-        return Media(inputs, sum(patches), sum(own**2 for own in patches))
+        return Media(inputs, sum(patches), sum(count**2 for count in patches))
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,18 +45,18 @@ class ImageRoom:
     refusal: str = ""
     ranks: int = 1
 
-    def of(self, patches: int) -> int:
+    def in_tokens(self, patches: int) -> int:
         """Number of tokens that take as much memory as so many patches."""
         return math.ceil(self.per_patch * patches)
 
     @staticmethod
-    def least(rooms: Sequence[ImageRoom]) -> ImageRoom:
+    def smallest(rooms: Sequence[ImageRoom]) -> ImageRoom:
         """The room of a document that must fit all of these models."""
         refusal = next((room.refusal for room in rooms if room.refusal), "")
         return ImageRoom(min(room.tokens for room in rooms), max(room.per_patch for room in rooms), refusal)
 
 
-def joined(each: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+def joined(inputs_by_document: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """The forward arguments of several documents as one, with their images one after the other.
 
     Images are the first dimension; the second, if the first is a batch of documents (SmolVLM's pixel_values
@@ -64,9 +64,9 @@ def joined(each: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     image_sizes). Smaller images are padded with zeros, at the right and below, to the largest, and fewer tiles to the
     most, as the processors do.
     """
-    names = {name: None for inputs in each for name in inputs}
+    names = {name: None for inputs in inputs_by_document for name in inputs}
     tiled = "image_sizes" in names
-    return {name: _joined([inputs[name] for inputs in each if name in inputs], tiled) for name in names}
+    return {name: _joined([inputs[name] for inputs in inputs_by_document if name in inputs], tiled) for name in names}
 
 
 def _joined(parts: Sequence[Tensor], tiled: bool) -> Tensor:

@@ -48,40 +48,40 @@ class RouteReplay:
         routes = document.routes
         if routes is None:
             return
-        who = f"routes of {document.source or 'a document'}"
+        name = f"routes of {document.source or 'a document'}"
         if not self.experts:
-            raise ValueError(f"{who}: this model has no experts")
+            raise ValueError(f"{name}: this model has no experts")
         if self.compiled:
             raise UserError("model.compile: routes cannot be followed in compiled layers: set model.compile=false.")
         expected = (len(document), len(self.module.layers), self.chosen)
         if tuple(routes.shape) != expected:
             raise ValueError(
-                f"{who} are {list(routes.shape)}, and should be {list(expected)}: tokens, decoder layers, experts per "
+                f"{name} are {list(routes.shape)}, and should be {list(expected)}: tokens, decoder layers, experts per "
                 "token. They are of other tokens, or of another model."
             )
         lowest, highest = (int(value) for value in routes.aminmax())
         if lowest < LIVE or highest >= self.experts:
             wrong = lowest if lowest < LIVE else highest
-            raise ValueError(f"{who} name expert {wrong}, and there are {self.experts}, from 0")
+            raise ValueError(f"{name} name expert {wrong}, and there are {self.experts}, from 0")
 
     @contextmanager
     def following(self, row: Row) -> Iterator[RouteCounts]:
         """Make forwards of this row, and their recomputation in backward, follow its routes, if it has any."""
-        seen, routes_MLk = RouteCounts(), row.routes
+        counts, routes_MLk = RouteCounts(), row.routes
         if routes_MLk is None:
-            yield seen
+            yield counts
             return
 
         def choose(layer: int, scores: Tensor, out: Any) -> Any:
             recorded_Mk = routes_MLk[:, layer].long()
             known_M = recorded_Mk[:, 0] != LIVE
             differing_M = differ(out[1], recorded_Mk) & known_M
-            seen.layers.setdefault(layer, (differing_M.sum(), known_M.sum()))  # recomputed layers have been counted
+            counts.layers.setdefault(layer, (differing_M.sum(), known_M.sum()))  # recomputed layers have been counted
             return replaced(scores, out, torch.where(known_M[:, None], recorded_Mk, out[1]))
 
         layers = [layer for _, layer in self.module.layers]
         with replace_choices(layers, self.experts, self.chosen, choose):
-            yield seen
+            yield counts
 
 
 def align_routes(routes: Any, tokens: int) -> Tensor:

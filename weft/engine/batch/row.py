@@ -124,9 +124,9 @@ def build_row(
         bounds = Bounds((length,) * shape[0], padded=True)
     if vision is not None and vision.both_ways and any(document.media for document in chosen):
         bounds.last_seen = _last_seen(chosen, vision, read, length)
-    places = _Places.of(starts, read)
+    places = _TokenIndex.of_documents(starts, read)
     ids = torch.full((shape[0] * length,), PADDING)
-    ids[places.row_K] = _joined([d.tokens[:taken] for d, taken in zip(chosen, read, strict=True)], torch.int64)
+    ids[places.row_K] = _joined([d.tokens[:count] for d, count in zip(chosen, read, strict=True)], torch.int64)
     return Row(
         documents=tuple(indices),
         input_ids_BT=ids.view(shape),
@@ -143,7 +143,7 @@ def build_row(
 
 
 @dataclass(frozen=True)
-class _Places:
+class _TokenIndex:
     """For each of the K tokens of a row's documents, in order: the index of its document, its index in the document,
     and its index in the flattened row. Tensors instead of a loop, because there may be many short documents."""
 
@@ -152,25 +152,25 @@ class _Places:
     row_K: Tensor
 
     @staticmethod
-    def of(starts: Sequence[int], lengths: Sequence[int]) -> _Places:
+    def of_documents(starts: Sequence[int], lengths: Sequence[int]) -> _TokenIndex:
         counts = torch.tensor(lengths, dtype=torch.int64)
         document = torch.arange(len(lengths)).repeat_interleave(counts)
         token = torch.arange(len(document)) - (counts.cumsum(0) - counts)[document]
-        return _Places(document, token, torch.tensor(starts, dtype=torch.int64)[document] + token)
+        return _TokenIndex(document, token, torch.tensor(starts, dtype=torch.int64)[document] + token)
 
 
 def _joined(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     return torch.cat(list(parts)).to(dtype) if parts else torch.zeros(0, dtype=dtype)
 
 
-def _owners(places: _Places, tokens: int) -> Tensor:
+def _owners(places: _TokenIndex, tokens: int) -> Tensor:
     owner = torch.full((tokens,), -1)
     owner[places.row_K] = places.document_K
     return owner
 
 
 def _noise(
-    indices: Sequence[int], documents: Sequence[Document], places: _Places, shape: tuple[int, int], noise: StepNoise
+    indices: Sequence[int], documents: Sequence[Document], places: _TokenIndex, shape: tuple[int, int], noise: StepNoise
 ) -> dict[str, Tensor]:
     """The noise of a row's tokens, by the lengths of whole documents, whatever else is in the row."""
     keys, sizes = torch.zeros(shape).long().flatten(), torch.zeros(shape).flatten()
@@ -183,16 +183,16 @@ def _noise(
 
 def _media(documents: Sequence[Document], vision: Vision) -> dict[str, Any]:
     """The images of a row; if it has none, the smallest possible one."""
-    found = [document.media.inputs for document in documents if document.media is not None]
-    return {"media": joined(found or [dict(vision.smallest)]), "borrowed": not found}
+    inputs = [document.media.inputs for document in documents if document.media is not None]
+    return {"media": joined(inputs or [dict(vision.smallest)]), "borrowed": not inputs}
 
 
 def _last_seen(documents: Sequence[Document], vision: Vision, read: Sequence[int], length: int) -> Tensor:
     """Bounds.last_seen of a packed row."""
     last = torch.arange(length, dtype=torch.int32)
-    for document, taken, start in zip(documents, read, accumulate(read, initial=0), strict=False):
+    for document, count, start in zip(documents, read, accumulate(read, initial=0), strict=False):
         if document.media is not None:
-            last[start : start + taken] = start + vision.last_seen(document.tokens[:taken])
+            last[start : start + count] = start + vision.last_seen(document.tokens[:count])
     return last
 
 
@@ -201,22 +201,22 @@ def _routes(documents: Sequence[Document], starts: Sequence[int], read: Sequence
     if not shapes:
         return None
     routes = torch.full((tokens, *shapes[0]), -1, dtype=torch.int16)
-    for start, taken, document in zip(starts, read, documents, strict=True):
+    for start, count, document in zip(starts, read, documents, strict=True):
         if document.routes is not None:
-            routes[start : start + taken] = document.routes[:taken]
+            routes[start : start + count] = document.routes[:count]
     return routes
 
 
 def _starts(read: Sequence[int], length: int, layout: Layout) -> list[int]:
     """The offset of each document in the flattened row."""
     if layout == "padded":
-        return [place * length for place in range(len(read))]
+        return [index * length for index in range(len(read))]
     return list(accumulate(read, initial=0))[:-1]
 
 
 def build_positions(
     documents: Sequence[Document],
-    places: _Places,
+    places: _TokenIndex,
     starts: Sequence[int],
     read: Sequence[int],
     shape: tuple[int, int],
@@ -232,25 +232,25 @@ def build_positions(
     positions[places.row_K] = places.token_K
     if any(document.positions is not None and document.positions.ndim == 2 for document in documents):
         positions = positions.repeat(3, 1)  # in time, height and width; equal for text
-    for start, taken, document in zip(starts, read, documents, strict=True):
+    for start, count, document in zip(starts, read, documents, strict=True):
         if document.positions is not None:
-            positions[..., start : start + taken] = document.positions[..., :taken]
+            positions[..., start : start + count] = document.positions[..., :count]
     return positions.view(*positions.shape[:-1], *shape)
 
 
 def shift_labels(documents: Sequence[Document], starts: Sequence[int], every_token: bool) -> dict[str, Any]:
     """Shift labels within each document: position t predicts token t + 1, and the last position predicts nothing."""
-    places = _Places.of(starts, [len(d) for d in documents])
+    places = _TokenIndex.of_documents(starts, [len(d) for d in documents])
     weights = _joined([d.weights for d in documents], torch.float32)
     predicted = places.token_K > 0
-    wanted = (predicted if every_token else predicted & (weights != 0)).nonzero().flatten()
-    arrays = {name: torch.cat([d.arrays[name] for d in documents])[wanted] for name in _array_names(documents)}
+    chosen = (predicted if every_token else predicted & (weights != 0)).nonzero().flatten()
+    arrays = {name: torch.cat([d.arrays[name] for d in documents])[chosen] for name in _array_names(documents)}
     return {
-        "selected_N": places.row_K[wanted] - 1,
-        "targets_N": _joined([d.tokens for d in documents], torch.int64)[wanted],
-        "weights_N": weights[wanted],
-        "document_N": places.document_K[wanted],
-        "token_N": places.token_K[wanted],
+        "selected_N": places.row_K[chosen] - 1,
+        "targets_N": _joined([d.tokens for d in documents], torch.int64)[chosen],
+        "weights_N": weights[chosen],
+        "document_N": places.document_K[chosen],
+        "token_N": places.token_K[chosen],
         "arrays": arrays if documents else _no_arrays(weights),
     }
 

@@ -15,20 +15,20 @@ from weft.engine.losses.base import Batch, Loss, LossOutput
 from weft.errors import UserError
 from weft.models.readouts import TOP, TOP_IDS, ReadoutSpec
 
-_MOST = 1024  # predictions of a row that are given to an objective twice
+_MOST_PREDICTIONS = 1024  # predictions of a row that are given to an objective twice
 _TOLERANCE = 1e-3  # of a gradient's largest element: objectives compute in fp32
 
 
-def check_terms(found: Any, objective: Loss) -> LossOutput:
+def check_terms(output: Any, objective: Loss) -> LossOutput:
     """The LossOutput of an objective. Raises UserError if it returned something else."""
-    if isinstance(found, LossOutput) and isinstance(found.loss_sum, Tensor) and not found.loss_sum.ndim:
-        _check_metrics(found.metrics, objective)
-        return found
-    what = found.loss_sum if isinstance(found, LossOutput) else found
-    shape = f" of shape {list(what.shape)}" if isinstance(what, Tensor) else ""
+    if isinstance(output, LossOutput) and isinstance(output.loss_sum, Tensor) and not output.loss_sum.ndim:
+        _check_metrics(output.metrics, objective)
+        return output
+    value = output.loss_sum if isinstance(output, LossOutput) else output
+    shape = f" of shape {list(value.shape)}" if isinstance(value, Tensor) else ""
     raise UserError(
-        f"train.objective: {type(objective).__name__} returned {'a loss_sum that is ' * isinstance(found, LossOutput)}"
-        f"a {type(what).__name__}{shape}; it must be LossOutput(loss_sum=...), the sum over all predictions of the "
+        f"train.objective: {type(objective).__name__} returned {'a loss_sum that is ' * isinstance(output, LossOutput)}"
+        f"a {type(value).__name__}{shape}; it must be LossOutput(loss_sum=...), the sum over all predictions of the "
         "batch, a tensor without dimensions. docs/how-to/objective.md shows one that is whole."
     )
 
@@ -53,12 +53,12 @@ def _in_words(value: Any) -> str:
     return f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
 
 
-def check_normaliser(found: Any, objective: Loss) -> float:
+def check_normaliser(value: Any, objective: Loss) -> float:
     """The divisor that an objective returned, as a number. Raises UserError if it is none, or zero. It is no finite
     number where loss weights are none: such a step is skipped as others whose loss is not finite."""
-    if _is_number(found) and float(found) != 0.0:
-        return float(found)
-    shown = float(found) if _is_number(found) else _in_words(found)
+    if _is_number(value) and float(value) != 0.0:
+        return float(value)
+    shown = float(value) if _is_number(value) else _in_words(value)
     raise UserError(
         f"train.objective: normaliser(plan) of {type(objective).__name__} gives {shown}; it must be a number other "
         "than zero, by which the loss sum of the whole step is divided, such as plan.totals.weight or 1.0."
@@ -69,11 +69,11 @@ def check_tokens(chosen_NC: Tensor | None, vocabulary: int, objective: Loss) -> 
     """Raise UserError if an objective asks for the logits of tokens that the model does not have."""
     if chosen_NC is None or not chosen_NC.numel():
         return
-    least, most = int(chosen_NC.min()), int(chosen_NC.max())
-    if least < 0 or most >= vocabulary:
+    lowest, highest = int(chosen_NC.min()), int(chosen_NC.max())
+    if lowest < 0 or highest >= vocabulary:
         raise UserError(
             f"train.objective: token_ids() of {type(objective).__name__} gives token "
-            f"{least if least < 0 else most}; the model has logits for tokens 0 to {vocabulary - 1}."
+            f"{lowest if lowest < 0 else highest}; the model has logits for tokens 0 to {vocabulary - 1}."
         )
 
 
@@ -81,8 +81,8 @@ def check_is_sum(objective: Loss, batch: Batch) -> bool:
     """Raise UserError if an objective is no sum over documents: given the same documents twice, each prediction has to
     have the gradient that it has once. Returns whether this batch could tell. An objective that draws random numbers
     is not compared."""
-    once = _copied(batch, 1)
-    loss, gradients = _differentiate(objective, once)
+    single = _copied(batch, 1)
+    loss, gradients = _differentiate(objective, single)
     if not gradients and loss and bool((batch.weights_N != 0).any()):
         raise UserError(
             f"train.objective: the loss_sum of {type(objective).__name__} has no gradient: it was computed under "
@@ -91,16 +91,16 @@ def check_is_sum(objective: Loss, batch: Batch) -> bool:
     largest = max((float(gradient.abs().max()) for gradient in gradients.values()), default=0.0)
     if not math.isfinite(largest) or largest == 0.0:
         return False
-    if _differentiate(objective, once)[0] != loss:
+    if _differentiate(objective, single)[0] != loss:
         return True
-    _, of_both = _differentiate(objective, _copied(batch, 2))
+    _, doubled_gradients = _differentiate(objective, _copied(batch, 2))
     for name, gradient in gradients.items():
-        both = of_both.get(name, torch.zeros(0))[: len(gradient)]
-        if len(both) == len(gradient) and float((both - gradient).abs().max()) <= _TOLERANCE * largest:
+        doubled = doubled_gradients.get(name, torch.zeros(0))[: len(gradient)]
+        if len(doubled) == len(gradient) and float((doubled - gradient).abs().max()) <= _TOLERANCE * largest:
             continue
         raise UserError(
             f"train.objective: {type(objective).__name__} is no sum over documents: with the same documents in the row "
-            f"twice, the gradient of a prediction's {name} changes, {_ratio(both, gradient)}. Divide by no count or "
+            f"twice, the gradient of a prediction's {name} changes, {_ratio(doubled, gradient)}. Divide by no count or "
             "sum of a batch, which is a row of one rank: return the sum, and from normaliser(plan) what the whole step "
             "is divided by. docs/how-to/objective.md shows one."
         )
@@ -109,12 +109,12 @@ def check_is_sum(objective: Loss, batch: Batch) -> bool:
 
 def _copied(batch: Batch, times: int) -> Batch:
     """The first predictions of a batch, so often, without what other ranks have of their documents."""
-    kept = min(len(batch.weights_N), _MOST)
+    count = min(len(batch.weights_N), _MOST_PREDICTIONS)
 
     def repeated(values: Tensor) -> Tensor:
-        return torch.cat([values[:kept].detach()] * times)
+        return torch.cat([values[:count].detach()] * times)
 
-    document_N = torch.cat([batch.document_N[:kept] + copy * len(batch.documents) for copy in range(times)])
+    document_N = torch.cat([batch.document_N[:count] + copy * len(batch.documents) for copy in range(times)])
     return replace(
         batch,
         readouts={name: repeated(values) for name, values in batch.readouts.items()},
@@ -131,17 +131,17 @@ def _differentiate(objective: Loss, batch: Batch) -> tuple[float, dict[str, Tens
     }
     with torch.enable_grad():
         loss = check_terms(objective(replace(batch, readouts=leaves)), objective).loss_sum
-        wanted = {name: values for name, values in leaves.items() if values.requires_grad}
+        inputs = {name: values for name, values in leaves.items() if values.requires_grad}
         if not loss.requires_grad:
             return float(loss), {}
-        found = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
-    return float(loss.detach()), {name: g for name, g in zip(wanted, found, strict=True) if g is not None}
+        gradients = torch.autograd.grad(loss, list(inputs.values()), allow_unused=True)
+    return float(loss.detach()), {name: g for name, g in zip(inputs, gradients, strict=True) if g is not None}
 
 
-def _ratio(both: Tensor, gradient: Tensor) -> str:
-    if len(both) != len(gradient):
+def _ratio(doubled: Tensor, gradient: Tensor) -> str:
+    if len(doubled) != len(gradient):
         return "and some have none"
-    return f"from {float(gradient.norm()):.3g} to {float(both.norm()):.3g} in all"
+    return f"from {float(gradient.norm()):.3g} to {float(doubled.norm()):.3g} in all"
 
 
 def chosen_tokens(objective: Loss, targets_N: Tensor, arrays: dict[str, Tensor]) -> Tensor | None:
@@ -154,25 +154,25 @@ def chosen_tokens(objective: Loss, targets_N: Tensor, arrays: dict[str, Tensor])
     if not count and isinstance(ids, Tensor) and ids.ndim < 2:  # of a row without documents, which has no arrays
         return targets_N.new_empty(0, 0)
     if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.ndim != 2 or len(ids) != count:
-        what = f"{ids.dtype} of shape {list(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
+        result = f"{ids.dtype} of shape {list(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
         raise UserError(
-            f"train.objective: token_ids() of {type(objective).__name__} gives {what}, and has to give int64 of shape "
-            f"[{count}, tokens]: for each prediction the same number of tokens."
+            f"train.objective: token_ids() of {type(objective).__name__} gives {result}, and has to give int64 of "
+            f"shape [{count}, tokens]: for each prediction the same number of tokens."
         )
     return ids.to(targets_N)
 
 
 def metrics_of(objective: Loss) -> list[str]:
     """Names of an objective's metrics, from a row without predictions."""
-    nothing, wanted = torch.zeros(0), ReadoutSpec.of(objective.readouts)
-    targets_N, arrays = torch.zeros(0, dtype=torch.int64), defaultdict[str, Tensor](lambda: nothing)
-    readouts: dict[str, Tensor] = dict.fromkeys(("logprob", *objective.readouts), nothing)
+    empty, spec = torch.zeros(0), ReadoutSpec.parse(objective.readouts)
+    targets_N, arrays = torch.zeros(0, dtype=torch.int64), defaultdict[str, Tensor](lambda: empty)
+    readouts: dict[str, Tensor] = dict.fromkeys(("logprob", *objective.readouts), empty)
     for name in [name for name in objective.readouts if name.startswith(TOP)]:
         width = int(name.removeprefix(TOP))
         readouts |= {name: torch.zeros(0, width), TOP_IDS + str(width): targets_N.new_zeros(0, width)}
     chosen_NC = chosen_tokens(objective, targets_N, arrays)
     if chosen_NC is not None:
         readouts["chosen_logits"] = torch.zeros(chosen_NC.shape)
-    assert not wanted.hidden, "a stage that computes no loss has no modules to read"
-    batch = Batch(readouts, nothing, targets_N, (), arrays)
+    assert not spec.hidden, "a stage that computes no loss has no modules to read"
+    batch = Batch(readouts, empty, targets_N, (), arrays)
     return list(check_terms(objective(batch), objective).metrics)

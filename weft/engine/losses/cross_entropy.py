@@ -41,6 +41,6 @@ class HeldOutLoss(CrossEntropy):
         accuracy = (weights_N * batch.readouts["top1"]).sum(), weights_N.sum()
         trained = (weights_N != 0).to(weights_N.dtype)
         missed = batch.document_sum(trained * (1 - batch.readouts["top1"]))
-        asked = batch.document_sum(trained) > 0
-        exact = ((missed == 0) & asked).sum().double(), asked.sum().double()
+        has_targets = batch.document_sum(trained) > 0
+        exact = ((missed == 0) & has_targets).sum().double(), has_targets.sum().double()
         return LossOutput(terms.loss_sum, {**terms.metrics, "accuracy": accuracy, "exact": exact})

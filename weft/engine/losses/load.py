@@ -13,53 +13,55 @@ from weft.models.readouts import OFFERED, ReadoutSpec
 _METHODS = ("normaliser", "logprob_grad", "__call__")
 
 
-def choose_objective(path: str | None, given: Loss | None = None) -> Loss:
-    """`given`, or the objective at the import path `package.module:Name`; cross entropy for None.
+def choose_objective(path: str | None, objective: Loss | None = None) -> Loss:
+    """`objective`, or the objective at the import path `package.module:Name`; cross entropy for None.
 
     A class is created without arguments. Modules are also searched for in the working directory. UserError where the
     path leads to nothing, or to no objective (weft/engine/losses/base.py).
     """
-    if given is not None:
-        return check_objective(given, type(given).__name__)
+    if objective is not None:
+        return check_objective(objective, type(objective).__name__)
     if path is None:
         return CrossEntropy()
-    found = import_named(path, "train.objective")
-    if isinstance(found, type):
+    loaded = import_named(path, "train.objective")
+    if isinstance(loaded, type):
         try:
-            found = found()
+            loaded = loaded()
         except TypeError as error:
             raise UserError(
                 f"train.objective: {path} cannot be made without arguments: {error}. Give them defaults, or name an "
                 "object of the module in place of the class."
             ) from error
-    return check_objective(found, path)
+    return check_objective(loaded, path)
 
 
-def check_objective(found: Any, name: str) -> Loss:
-    """Return `found` if it has the interface of an objective, else raise UserError. name: for the message."""
+def check_objective(objective: Any, name: str) -> Loss:
+    """Return `objective` if it has the interface of an objective, else raise UserError. name: for the message."""
     former = {"logprob_grad": "upstream"}  # still accepted
     missing = [
-        name for name in _METHODS if not callable(getattr(found, name, getattr(found, former.get(name, name), None)))
+        name
+        for name in _METHODS
+        if not callable(getattr(objective, name, getattr(objective, former.get(name, name), None)))
     ]
-    missing += [field for field in ("readouts", "every_token") if not hasattr(found, field)]
+    missing += [field for field in ("readouts", "every_token") if not hasattr(objective, field)]
     if missing:
         raise UserError(
             f"train.objective: {name} is no objective: it has no {', '.join(missing)}. "
             "docs/how-to/objective.md shows one that is whole."
         )
-    if isinstance(found.readouts, str):
+    if isinstance(objective.readouts, str):
         raise UserError(
             f"train.objective: {name} has a string as `readouts`; it has names of readouts, as in "
-            f'frozenset({{"{found.readouts}"}}).'
+            f'frozenset({{"{objective.readouts}"}}).'
         )
-    unknown = ReadoutSpec.of(found.readouts).unknown
-    if unknown or not found.readouts:
-        what = f"asks for {', '.join(unknown)}" if unknown else "asks for nothing"
-        raise UserError(f"train.objective: {name} {what} in `readouts`; there are {OFFERED}.")
-    if "chosen_logits" in found.readouts and not callable(getattr(found, "token_ids", None)):
+    unknown = ReadoutSpec.parse(objective.readouts).unknown
+    if unknown or not objective.readouts:
+        problem = f"asks for {', '.join(unknown)}" if unknown else "asks for nothing"
+        raise UserError(f"train.objective: {name} {problem} in `readouts`; there are {OFFERED}.")
+    if "chosen_logits" in objective.readouts and not callable(getattr(objective, "token_ids", None)):
         raise UserError(
             f"train.objective: {name} asks for chosen_logits in `readouts`, and has no method token_ids(targets_N, "
             "arrays) that says of which tokens. docs/how-to/objective.md shows one."
         )
-    checked: Loss = found
+    checked: Loss = objective
     return checked

@@ -125,11 +125,11 @@ def choose_policy_loss(name: str) -> TokenLoss:
     """
     if name in LOSSES:
         return LOSSES[name]
-    found: Any = import_named(name, "rl.policy_loss")
-    if not callable(found):
+    loaded: Any = import_named(name, "rl.policy_loss")
+    if not callable(loaded):
         raise UserError(f"rl.policy_loss: {name} is no function of (tokens, config); see weft/engine/losses/policy.py.")
-    own: TokenLoss = found
-    return own
+    loss: TokenLoss = loaded
+    return loss
 
 
 def kl_loss(tokens: PolicyTokens, reference_logprob: Tensor, config: RlAlgorithm) -> Tensor:
@@ -179,11 +179,11 @@ class PolicyLoss:
 
     def old_logprobs(self) -> dict[int, Tensor]:
         """If the old policy is the current one: index in the step -> logprobs of the document's trained tokens."""
-        found: dict[int, Tensor] = {}
+        old: dict[int, Tensor] = {}
         for documents, document_N, logprob in self._read:
             counts = document_N.bincount(minlength=len(documents)).tolist()
-            found |= zip(documents, logprob.float().cpu().split(counts), strict=True)
-        return found
+            old |= zip(documents, logprob.float().cpu().split(counts), strict=True)
+        return old
 
     def normaliser(self, plan: StepPlan) -> float:
         samples = sum(document.loss_tokens > 0 for document in plan.documents)
@@ -224,11 +224,11 @@ class PolicyLoss:
         how = self.config.entropy_aggregation
         if how is None:
             return 1.0
-        wanted = torch.full_like(batch.weights_N, 1 / self._tokens)
+        entropies = torch.full_like(batch.weights_N, 1 / self._tokens)
         if how == "sequence_mean":
             count = batch.per_token_document_sum(torch.ones_like(batch.weights_N))
-            wanted = 1 / (count * self._samples)
-        return wanted * self._divisor / batch.weights_N
+            entropies = 1 / (count * self._samples)
+        return entropies * self._divisor / batch.weights_N
 
     @staticmethod
     def _clipped_samples(batch: Batch, clipped: Tensor) -> tuple[Tensor, Tensor]:
@@ -271,14 +271,14 @@ class PolicyLoss:
         config = self.config
         ratios = {"gspo": "sequence_ratio", "ppo_sequence": "product_ratio"}
         ratio: Tensor = getattr(tokens, ratios.get(config.policy_loss, "ratio"))
-        found = {"policy/ratio": ratio, "policy/kl_old": _k3(tokens.old_logprob, tokens.logprob)}
+        metrics = {"policy/ratio": ratio, "policy/kl_old": _k3(tokens.old_logprob, tokens.logprob)}
         if config.policy_loss not in _CLIPPED:
-            return found
+            return metrics
         low, high = ratio < 1 - config.clip[0], ratio > 1 + config.clip[1]
         if config.policy_loss != "cispo":
             low, high = low & (tokens.advantage < 0), high & (tokens.advantage > 0)
         clipped = {"low_mean": low, "high_mean": high, "region_mean": low | high}
-        return found | {f"clip_ratio/{name}": flags.float() for name, flags in clipped.items()}
+        return metrics | {f"clip_ratio/{name}": flags.float() for name, flags in clipped.items()}
 
 
 def _k3(p: Tensor, q: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from weft.importing import import_named
 from weft.parallel.mesh import local_shard
 
 Groups = Sequence[Mapping[str, Any]]
-_OWN = ("self", "params", "lr", "weight_decay")
+_ENGINE_ARGUMENTS = ("self", "params", "lr", "weight_decay")
 _LR, _STEPS, _BREAK = 0.1, 4, 2
 _SHAPES = ((192, 64), (192,))  # optimizers with 8-bit state use it from 4096 elements on
 _RANKS = (slice(0, 128), slice(128, 192))
@@ -119,16 +119,20 @@ def find_rule(
     options: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in config.options.items()}
 
     def make(groups: Groups) -> torch.optim.Optimizer:
-        taken = [{k: v for k, v in group.items() if decays or k != "weight_decay"} for group in groups]
-        return kind(taken, lr=config.lr, **options)
+        accepted = [{k: v for k, v in group.items() if decays or k != "weight_decay"} for group in groups]
+        return kind(accepted, lr=config.lr, **options)
 
-    found = _Trial(config.name, make, dtype, device).run(sharded, staged)
-    kept = [
+    trial = _Trial(config.name, make, dtype, device).run(sharded, staged)
+    dtypes = [
         tuple(v.dtype for v in state.values() if isinstance(v, Tensor) and v.shape == shape)
-        for shape, state in zip(_SHAPES, found.state, strict=True)
+        for shape, state in zip(_SHAPES, trial.state, strict=True)
     ]
     return CustomOptimizerSpec(
-        config.name, make, kept[0], frozenset(dtype for part in kept for dtype in part), tuple(found.counters)
+        config.name,
+        make,
+        dtypes[0],
+        frozenset(dtype for part in dtypes for dtype in part),
+        tuple(trial.counters),
     )
 
 
@@ -141,18 +145,22 @@ def find_class(config: OptimizerConfig) -> tuple[type[torch.optim.Optimizer], bo
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
         raise UserError(f"optimizer.name: {config.name} is not a class derived from torch.optim.Optimizer.")
     parameters = inspect.signature(kind).parameters
-    anything = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    known = [n for n, p in parameters.items() if n not in _OWN and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
-    unknown = [name for name in config.options if name not in known]
-    if unknown and not anything:
-        takes = ", ".join(known) or "none"
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    arguments = [
+        n
+        for n, p in parameters.items()
+        if n not in _ENGINE_ARGUMENTS and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
+    ]
+    unknown = [name for name in config.options if name not in arguments]
+    if unknown and not takes_any:
+        takes = ", ".join(arguments) or "none"
         raise UserError(f"optimizer.options: {config.name} has no argument `{unknown[0]}`. Its arguments: {takes}.")
-    if "lr" not in parameters and not anything:
+    if "lr" not in parameters and not takes_any:
         raise UserError(f"optimizer.name: {config.name} has no argument `lr`, which optimizer.lr would set.")
-    decays = "weight_decay" in parameters or anything
-    wanted = {"optimizer.weight_decay": config.weight_decay}
-    wanted |= {f"optimizer.groups[{n}].weight_decay": g.weight_decay or 0.0 for n, g in enumerate(config.groups)}
-    for key, value in wanted.items():
+    decays = "weight_decay" in parameters or takes_any
+    decay_by_key = {"optimizer.weight_decay": config.weight_decay}
+    decay_by_key |= {f"optimizer.groups[{n}].weight_decay": g.weight_decay or 0.0 for n, g in enumerate(config.groups)}
+    for key, value in decay_by_key.items():
         if value > 0 and not decays:
             raise UserError(f"{key} is {value:g}, but {config.name} has no argument `weight_decay`: set it to 0.")
     return kind, decays
@@ -186,69 +194,69 @@ class _Trial:
         `sharded`), or cannot be given some of the tensors only (where `staged`)."""
         with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
             try:
-                whole = self._run()
+                reference = self._run()
             except Exception as error:
                 raise self._refused(f"cannot be used: {type(error).__name__}: {error}") from error
-            odd = [key for state in whole.state for key, value in state.items() if not storable(value)]
-            odd += [key for key, values in whole.counters.items() if not all(map(is_number, values))]
+            odd = [key for state in reference.state for key, value in state.items() if not storable(value)]
+            odd += [key for key, values in reference.counters.items() if not all(map(is_number, values))]
             if odd:
                 raise self._refused(f"keeps state that a checkpoint cannot hold: {', '.join(dict.fromkeys(odd))}.")
-            if _equal(whole, self._run(lr=_LR / 2)):
+            if _equal(reference, self._run(lr=_LR / 2)):
                 raise self._refused("does not read the learning rate of its groups, which the schedule sets.")
-            if not _equal(whole, self._run(carried=list(whole.counters))):
+            if not _equal(reference, self._run(carried=list(reference.counters))):
                 raise self._refused(
                     "does not go on from the state of its parameters and the numbers in its groups, which is what a "
                     "checkpoint holds: a resumed run would be another."
                 )
             if sharded:
-                self._check_rows(whole, [self._run(rows) for rows in _RANKS])
+                self._check_rows(reference, [self._run(rows) for rows in _RANKS])
             if staged:
-                self._check_alone(self._run(together=True), [self._run(together=True, alone=n) for n in (0, 1)])
-        return whole
+                self._check_alone(self._run(one_group=True), [self._run(one_group=True, only=n) for n in (0, 1)])
+        return reference
 
-    def _check_alone(self, whole: _Run, parts: Sequence[_Run]) -> None:
+    def _check_alone(self, reference: _Run, parts: Sequence[_Run]) -> None:
         """Raise UserError unless each tensor takes the same steps alone as beside the others of its group."""
         advice = (
             "so its steps would depend on which stage has a tensor. It can be used with mesh.pp=1; adamw, sgd and "
             "others that step each tensor by itself, in stages, too."
         )
-        for key, values in whole.counters.items():
+        for key, values in reference.counters.items():
             if any(part.counters.get(key) != values for part in parts):
                 raise self._refused(f"keeps {key} in its groups, which depends on all tensors, {advice}")
-        for before, after, part in zip(whole.before, whole.after, parts, strict=True):
+        for before, after, part in zip(reference.before, reference.after, parts, strict=True):
             if not (part.after[0] - after).abs().max() <= _ROUNDING[self.dtype] * (after - before).abs().max():
                 raise self._refused(f"steps a tensor otherwise beside others than alone, {advice}")
 
-    def _check_rows(self, whole: _Run, parts: Sequence[_Run]) -> None:
+    def _check_rows(self, reference: _Run, parts: Sequence[_Run]) -> None:
         """Raise UserError unless the rows take the same steps as whole tensors."""
         advice = (
             "so its steps would depend on how many ranks share a parameter. It can be used where nothing is sharded "
             "(mesh.dp_shard=1); adamw, sgd and others that step each element by itself, on every mesh."
         )
-        for shape, state in zip(_SHAPES, whole.state, strict=True):
+        for shape, state in zip(_SHAPES, reference.state, strict=True):
             for key, value in state.items():
                 if isinstance(value, Tensor) and value.ndim and value.shape != shape:
                     raise self._refused(
                         f"keeps {key} of {list(value.shape)} for a parameter of {list(shape)}, {advice}"
                     )
-        for key, values in whole.counters.items():
+        for key, values in reference.counters.items():
             if any(part.counters.get(key) != values for part in parts):
                 raise self._refused(f"keeps {key} in its groups, which depends on all rows, {advice}")
-        for number, (before, after) in enumerate(zip(whole.before, whole.after, strict=True)):
-            found = torch.cat([part.after[number] for part in parts])
-            if not (found - after).abs().max() <= _ROUNDING[self.dtype] * (after - before).abs().max():
+        for number, (before, after) in enumerate(zip(reference.before, reference.after, strict=True)):
+            joined = torch.cat([part.after[number] for part in parts])
+            if not (joined - after).abs().max() <= _ROUNDING[self.dtype] * (after - before).abs().max():
                 raise self._refused(f"steps a tensor otherwise than its rows, {advice}")
 
     def _run(
         self,
         rows: slice = slice(None),
         *,
-        together: bool = False,
-        alone: int | None = None,
+        one_group: bool = False,
+        only: int | None = None,
         lr: float = _LR,
         carried: Sequence[str] | None = None,
     ) -> _Run:
-        """Run some steps. rows: rows of the tensors to train. together: in one group. alone: train only this tensor.
+        """Run some steps. rows: rows of the tensors to train. one_group: in one group. only: train only this tensor.
         carried: go on with a new optimizer on the way, which gets the state and these entries of the groups."""
         torch.manual_seed(0)
         generator = torch.Generator().manual_seed(0)
@@ -258,13 +266,13 @@ class _Trial:
             return (torch.randn(shape, generator=generator) * sizes)[rows].to(self.device, self.dtype)
 
         drawn = [nn.Parameter(draw(shape)) for shape in _SHAPES]
-        parameters = drawn if alone is None else drawn[alone : alone + 1]
+        parameters = drawn if only is None else drawn[only : only + 1]
         before = [parameter.detach().clone() for parameter in parameters]
-        optimizer = self._over(parameters, together)
+        optimizer = self._over(parameters, one_group)
         fresh = _entries(optimizer)
         for number in range(_STEPS):
             if carried is not None and number == _BREAK:
-                optimizer, old = self._over(parameters, together), optimizer
+                optimizer, old = self._over(parameters, one_group), optimizer
                 for group, entries in zip(optimizer.param_groups, _entries(old), strict=True):
                     group.update({key: entries[key] for key in carried if key in entries})
                 for parameter in parameters:
@@ -278,8 +286,8 @@ class _Trial:
             before, [parameter.detach() for parameter in parameters], state, _changed(fresh, _entries(optimizer))
         )
 
-    def _over(self, parameters: Sequence[nn.Parameter], together: bool) -> torch.optim.Optimizer:
-        if together:
+    def _over(self, parameters: Sequence[nn.Parameter], one_group: bool) -> torch.optim.Optimizer:
+        if one_group:
             return self.make([{"params": list(parameters), "weight_decay": 0.1, "lr_scale": 1.0}])
         return self.make([{"params": [p], "weight_decay": 0.1 * (p.ndim > 1), "lr_scale": 1.0} for p in parameters])
 
@@ -314,10 +322,10 @@ def _changed(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> dict[
     return {n: [b.get(n) for _, b in pairs] for n in names if any(not _same(a.get(n), b.get(n)) for a, b in pairs)}
 
 
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return torch.equal(one, other)
-    return type(one) is type(other) and bool(one == other)
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return torch.equal(a, b)
+    return type(a) is type(b) and bool(a == b)
 
 
 def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -325,5 +333,5 @@ def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in copies.items() if value is not None}
 
 
-def _equal(one: _Run, other: _Run) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one.after, other.after, strict=True))
+def _equal(run: _Run, reference: _Run) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(run.after, reference.after, strict=True))

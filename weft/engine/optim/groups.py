@@ -71,10 +71,10 @@ def param_group_rules(named_parameters: NamedParameters, config: OptimizerConfig
 
 
 def _names(named_parameters: NamedParameters) -> dict[nn.Parameter, list[str]]:
-    found: dict[nn.Parameter, list[str]] = {}
+    names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in named_parameters:
-        found.setdefault(parameter, []).append(name)
-    return found
+        names.setdefault(parameter, []).append(name)
+    return names
 
 
 def _treatment(names: Sequence[str], ndim: int, config: OptimizerConfig) -> ParamGroupRule:
@@ -103,9 +103,9 @@ def check_groups(module: nn.Module, config: OptimizerConfig) -> None:
                     f"optimizer.groups[{number}]: {pattern!r} matches no parameter"
                     f"{similar_names(pattern, [name for name, _ in named])}"
                 )
-    taken = {treatment.group for treatment in param_group_rules(named, config).values()}
+    group_of = {treatment.group for treatment in param_group_rules(named, config).values()}
     for number, group in enumerate(config.groups):
-        if number not in taken:
+        if number not in group_of:
             raise UserError(
                 f"optimizer.groups[{number}] has no parameter: all that {', '.join(group.match)} names is in an "
                 "earlier group, or frozen (model.freeze). Put it before that group, or leave it out."
@@ -118,14 +118,14 @@ def describe_groups(
     """Rows of the table that is printed at start: parameters with and without weight decay, those of each optimizer
     group, and frozen ones. cuts: how tp divides parameters, to count elements over all ranks."""
     names = _names(named_parameters)
-    treated = param_group_rules(((name, p) for p, several in names.items() for name in several), config)
+    treated = param_group_rules(((name, p) for p, has_scales in names.items() for name in has_scales), config)
     rows: dict[_Row, list[nn.Parameter]] = {
         (-1, "decayed", config.weight_decay, config.lr): [],
         (-1, "not decayed", 0.0, config.lr): [],
     }
-    for parameter, several in names.items():
-        rows.setdefault(_row(several[0], parameter, treated.get(parameter), config), []).append(parameter)
-    trained = [name for parameter, several in names.items() if parameter.requires_grad for name in several]
+    for parameter, has_scales in names.items():
+        rows.setdefault(_row(has_scales[0], parameter, treated.get(parameter), config), []).append(parameter)
+    trained = [name for parameter, has_scales in names.items() if parameter.requires_grad for name in has_scales]
     return [
         OptimizerGroupRow(
             name=row[1],
@@ -163,7 +163,7 @@ def _whole_module(name: str, trained: Sequence[str] | None) -> str | None:
     """The outermost module outside lists of layers that holds this parameter and no trained one; None if there is
     none, or for `trained` None."""
     owners = name.split(".")[:-1] if trained is not None else []
-    outside = next((at for at, part in enumerate(owners) if part.isdecimal()), len(owners))
+    outside = next((prefix for prefix, part in enumerate(owners) if part.isdecimal()), len(owners))
     holders = (".".join(owners[: depth + 1]) for depth in range(outside))
     return next((holder for holder in holders if not any(t.startswith(f"{holder}.") for t in trained or ())), None)
 

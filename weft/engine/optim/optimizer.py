@@ -36,12 +36,12 @@ def build_optimizer(
     named_parameters: NamedParameters,
     config: OptimizerConfig,
     rule: CustomOptimizerSpec | None = None,
-    whole: NamedParameters | None = None,
+    all_parameters: NamedParameters | None = None,
 ) -> torch.optim.Optimizer | ShardOptimizer:
     """The optimizer over the parameters that require a gradient: AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101),
     SGD, or `rule`.
 
-    rule: the optimizer of config.name, if that is an import path. whole: parameters of the whole model, if
+    rule: the optimizer of config.name, if that is an import path. all_parameters: parameters of the whole model, if
     named_parameters are those of a pipeline stage. Parameters with different treatment or different meshes are in
     different groups, because torch's list kernels take one mesh at a time. State has the sharding of its parameter, and
     its dtype unless optimizer.state_dtype is another. `set_learning_rate` sets the rate before each step; parameters
@@ -56,8 +56,10 @@ def build_optimizer(
         for (treatment, _), parameters in groups.items()
     ]
     if rule is not None:
-        every = None if whole is None else list(dict.fromkeys(param_group_rules(whole, config).values()))
-        numbers = None if every is None else [every.index(treatment) for treatment, _ in groups]
+        all_rules = (
+            None if all_parameters is None else list(dict.fromkeys(param_group_rules(all_parameters, config).values()))
+        )
+        numbers = None if all_rules is None else [all_rules.index(treatment) for treatment, _ in groups]
         return ShardOptimizer(settings, rule, numbers)
     masters = {parameter.dtype for parameters in groups.values() for parameter in parameters}
     state = {state_dtype(config, master) for master in masters}
@@ -203,15 +205,15 @@ def device_norm(
         if pp is not None and name in pp.borrowed:
             continue
         groups, device = sharding_groups(parameter), parameter.device
-        own = [] if parameter.grad is None else [(1, local_shard(parameter.grad))]
+        local = [] if parameter.grad is None else [(1, local_shard(parameter.grad))]
         cut = None if cuts is None else cuts.get(name)
         numbers: tuple[int, ...] = (1,)
         if cut is not None:
             groups, numbers = (*groups, *(process_group(ranks) for ranks in cut.axes)), cut.copies
-            own = [part for _, whole in own for part in split(parameter, whole, cut)]
+            local = [part for _, gradient in local for part in split(parameter, gradient, cut)]
         for copies in numbers:
             shards.setdefault((groups, copies), [])
-        for copies, part in own:
+        for copies, part in local:
             shards[groups, copies].append(part)
     if not shards and pp is None:
         return torch.zeros((), dtype=torch.float64, device=device)

@@ -45,10 +45,10 @@ class _Rounded(torch.optim.Optimizer, ABC):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """As torch's, without its cast of the state to the parameter's dtype."""
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
-        places = [place for group in state_dict["param_groups"] for place in group["params"]]
+        places = [path for group in state_dict["param_groups"] for path in group["params"]]
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        for place, parameter in zip(places, parameters, strict=True):
-            for name, value in state_dict["state"].get(place, {}).items():
+        for path, parameter in zip(places, parameters, strict=True):
+            for name, value in state_dict["state"].get(path, {}).items():
                 dtype = torch.float32 if name == "step" else self.state_dtype
                 device = value.device if name == "step" else parameter.device
                 self.state[parameter][name] = value.detach().clone().to(device=device, dtype=dtype)

@@ -36,8 +36,8 @@ def _try(config: PretrainedConfig, kernel: str, support: ModelSupport, device: t
     compile_layers(module)
     graphs, worst = [], 0.0
     for lengths, expected in zip(_ROWS, plain, strict=True):
-        for ours, theirs in zip(_results(module, support, lengths), expected, strict=True):
-            worst = max(worst, float((ours - theirs).square().mean().sqrt() / theirs.square().mean().sqrt()))
+        for compiled, reference in zip(_results(module, support, lengths), expected, strict=True):
+            worst = max(worst, float((compiled - reference).square().mean().sqrt() / reference.square().mean().sqrt()))
         graphs.append(counters["stats"]["unique_graphs"])
     if not worst <= TOLERANCES[dtype]:
         return f"values or gradients differ by {worst:.1e}, {TOLERANCES[dtype]:.0e} is allowed"
@@ -54,5 +54,5 @@ def _results(module: TrainModule, support: ModelSupport, lengths: tuple[int, ...
     hidden = torch.cat(hidden_of(module, documents, support.layout, bounds))
     upstream = torch.randn(hidden.shape, generator=generator).to(hidden)
     weights = [p for _, layer in module.layers for p in layer.parameters() if p.requires_grad]
-    found = torch.autograd.grad(hidden, weights, upstream, allow_unused=True)
-    return [hidden.detach().double(), torch.cat([g.double().flatten() for g in found if g is not None])]
+    gradients = torch.autograd.grad(hidden, weights, upstream, allow_unused=True)
+    return [hidden.detach().double(), torch.cat([g.double().flatten() for g in gradients if g is not None])]

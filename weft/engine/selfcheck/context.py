@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from weft.engine.batch.assigned_images import deal_images
+from weft.engine.batch.assigned_images import assign_images
 from weft.engine.batch.context_row import cut_row
 from weft.engine.batch.document import Document
 from weft.engine.batch.media import Media
@@ -131,7 +131,7 @@ def _with_images(module: TrainModule, vision: Vision) -> Document:
     )
     positions = vision.positions(module.base, ids, inputs)
     weights = torch.linspace(0.5, 1.5, len(ids))
-    return Document(ids, weights, positions, media=Media.of(inputs, vision.patches(inputs)))
+    return Document(ids, weights, positions, media=Media.from_inputs(inputs, vision.patches(inputs)))
 
 
 def _backward(module: TrainModule, row: Row) -> Tensor:
@@ -177,7 +177,7 @@ def _cut(small: PreTrainedModel, documents: dict[int, Document], plan: StepPlan)
             indices = plan.rows[micro][place]
             row = cut_row(_row(indices, documents, vision), plan, micro, place, axis)
             if vision is not None and plan.shares_images(micro, place):
-                row = deal_images(row, documents, plan, micro, place, axis, vision)
+                row = assign_images(row, documents, plan, micro, place, axis, vision)
             found = _backward(module, row)
             at = torch.tensor([starts[i] for i in indices], dtype=torch.int64)
             all_found[:, at[row.document_N] + row.token_N - 1] = found

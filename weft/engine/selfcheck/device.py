@@ -138,9 +138,9 @@ def _attention_failures(
         yield from _leaks(on_device(small, device, dtype), layout, TOLERANCES[dtype])
     for traits, call in calls.items():
         name = choose(kernel, device, dtype, traits)
-        for what, error in errors(call, attention.KERNELS[name].run).items():
+        for tensor_name, error in errors(call, attention.KERNELS[name].run).items():
             if not error <= TOLERANCES[dtype]:
-                yield f"{what} of {name} ({traits}) are off by {error:.1e}, {TOLERANCES[dtype]:.0e} is allowed"
+                yield f"{tensor_name} of {name} ({traits}) are off by {error:.1e}, {TOLERANCES[dtype]:.0e} is allowed"
 
 
 # ---------------------------------------------------------------- one call
@@ -152,16 +152,16 @@ def errors(call: Call, run: Callable[[Call], Tensor]) -> dict[str, float]:
     generator = torch.Generator().manual_seed(3)
     shape = (*call.query_BHTD.shape[:3], call.value_BKTE.shape[3])
     upstream = torch.randn(shape, generator=generator).to(call.query_BHTD)
-    found = _with_gradients(call, run, upstream)
+    result = _with_gradients(call, run, upstream)
     true = _with_gradients(call, per_document, upstream.double())
-    return {name: _error(found[name], true[name], call.bounds) for name in true}
+    return {name: _error(result[name], true[name], call.bounds) for name in true}
 
 
 def _with_gradients(call: Call, run: Callable[[Call], Tensor], upstream: Tensor) -> dict[str, Tensor]:
     """Outputs and gradients in the dtype of `upstream`."""
     names = {"query_BHTD": "queries", "key_BKTD": "keys", "value_BKTE": "values", "sinks_H": "sinks"}
-    given = {name: getattr(call, name) for name in names if getattr(call, name) is not None}
-    inputs = {name: x.detach().clone().to(upstream.dtype).requires_grad_() for name, x in given.items()}
+    arguments = {name: getattr(call, name) for name in names if getattr(call, name) is not None}
+    inputs = {name: x.detach().clone().to(upstream.dtype).requires_grad_() for name, x in arguments.items()}
     with torch.enable_grad():
         out = run(replace(call, **inputs))
     gradients = torch.autograd.grad(out, list(inputs.values()), upstream)
@@ -170,9 +170,9 @@ def _with_gradients(call: Call, run: Callable[[Call], Tensor], upstream: Tensor)
     }
 
 
-def _error(found: Tensor, true: Tensor, bounds: Bounds) -> float:
+def _error(result: Tensor, true: Tensor, bounds: Bounds) -> float:
     """The worst document's error of a [B, H, T, width]; that of sinks, [H], as a whole."""
-    off = found.double() - true
+    off = result.double() - true
     documents = [off] if off.ndim == 1 else off.unbind(0) if bounds.padded else off.split(bounds.lengths, dim=2)
     worst = torch.stack([document.square().mean() for document in documents]).max()
     return float((worst / true.square().mean()).sqrt())
@@ -189,12 +189,12 @@ def _leaks(module: TrainModule, layout: Layout, tolerance: float) -> Iterator[st
     # With gradients, though none are needed yet: the kernels compiled for them are needed later, and take longest.
     hidden = hidden_of(module, documents, layout, bounds_of(module, layout))
     largest = torch.cat(hidden).detach().abs().max()
-    for place in (0, 2):
+    for index in (0, 2):
         changed = list(documents)
-        changed[place] = (documents[place] + 7) % vocabulary
+        changed[index] = (documents[index] + 7) % vocabulary
         moved = hidden_of(module, changed, layout, bounds_of(module, layout))
-        others = [moved[n].detach() - hidden[n].detach() for n in range(len(documents)) if n != place]
-        off = torch.cat(others).abs().max() / largest
+        differences = [moved[n].detach() - hidden[n].detach() for n in range(len(documents)) if n != index]
+        off = torch.cat(differences).abs().max() / largest
         if not off <= tolerance:
             yield f"another document moves hidden states by {float(off):.1e}, {tolerance:.0e} is allowed"
     reached = _reached(module, documents, layout, 2)
@@ -203,12 +203,12 @@ def _leaks(module: TrainModule, layout: Layout, tolerance: float) -> Iterator[st
         yield f"gradients reach another document, {float(share):.1e} of its own, {tolerance:.0e} is allowed"
 
 
-def _reached(module: TrainModule, documents: list[Tensor], layout: Layout, place: int) -> list[Tensor]:
-    """The largest gradient at each document's embeddings, of a loss of the one at `place`."""
+def _reached(module: TrainModule, documents: list[Tensor], layout: Layout, index: int) -> list[Tensor]:
+    """The largest gradient at each document's embeddings, of a loss of the one at `index`."""
     embedded: list[Tensor] = []
     embedding: Any = module.hf_model.get_input_embeddings()
     hook = embedding.register_forward_hook(lambda module, inputs, output: embedded.append(output))
-    hidden = hidden_of(module, documents, layout, bounds_of(module, layout))[place]
+    hidden = hidden_of(module, documents, layout, bounds_of(module, layout))[index]
     hook.remove()
     upstream = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(4)).to(hidden)
     (gradient_BTH,) = torch.autograd.grad(hidden, embedded[0], upstream)
@@ -244,17 +244,17 @@ def _mixer_failures(small: PreTrainedModel, layout: Layout, device: torch.device
         if kind in tried or name not in inputs:
             continue
         tried.add(kind)
-        found = _mixed(mixer, inputs[name], device, dtype)
+        result = _mixed(mixer, inputs[name], device, dtype)
         cpu = torch.device("cpu")
         true = rounded = _mixed(mixer, inputs[name], cpu, torch.float32)
         with suppress(RuntimeError):  # the CPU may lack a kernel in this dtype; then only the tolerance is allowed
             rounded = _mixed(mixer, inputs[name], cpu, dtype)
-        for what, expected in true.items():
+        for tensor_name, expected in true.items():
             scale = _rms(expected) + 1e-30
-            error, noise = (_rms(outcome[what].double() - expected) / scale for outcome in (found, rounded))
+            error, noise = (_rms(outcome[tensor_name].double() - expected) / scale for outcome in (result, rounded))
             allowed = max(TOLERANCES[dtype], 4 * noise)
             if not error <= allowed:
-                yield f"{what} of {kind.__name__} are off by {error:.1e}, {allowed:.0e} is allowed"
+                yield f"{tensor_name} of {kind.__name__} are off by {error:.1e}, {allowed:.0e} is allowed"
 
 
 def _rms(x: Tensor) -> float:
@@ -292,7 +292,7 @@ def _mixed(mixer: nn.Module, inputs: tuple[Any, Any], device: torch.device, dtyp
 
 # ---------------------------------------------------------------- experts
 
-# StepRows of each expert: none empty; the first, one in the middle, the last empty; all but one.
+# Rows of each expert: none empty; the first, one in the middle, the last empty; all but one.
 GROUPS_E = ((5, 33, 1, 16, 2, 7), (0, 33, 1, 16, 2, 7), (5, 33, 0, 16, 2, 7), (5, 33, 1, 16, 2, 0), (0, 0, 0, 64, 0, 0))
 
 
@@ -314,18 +314,20 @@ def _grouped_errors(transposed: bool, device: torch.device, dtype: torch.dtype) 
     generator = torch.Generator().manual_seed(6)
     for counts in GROUPS_E:
         shape = (len(counts), 64, 128) if transposed else (len(counts), 128, 64)
-        weight, rows = (torch.randn(of, generator=generator).to(dtype) for of in (shape, (sum(counts), 64)))
+        weight, rows = (torch.randn(size, generator=generator).to(dtype) for size in (shape, (sum(counts), 64)))
         upstream = torch.randn(sum(counts), 128, generator=generator).to(dtype)
         ends = torch.tensor(counts).cumsum(0).to(torch.int32)
-        found = _grouped(grouped_linear, rows, weight, ends, upstream, transposed, device, dtype)
+        result = _grouped(grouped_linear, rows, weight, ends, upstream, transposed, device, dtype)
         true = _grouped(_one_by_one, rows, weight, ends, upstream, transposed, torch.device("cpu"), torch.float64)
         empty = torch.tensor(counts) == 0
-        unwritten |= not bool((found["gradients of weights"][empty] == 0).all())
-        for what, expected in true.items():
-            chosen = ~empty if what == "gradients of weights" else slice(None)
-            error = _rms((found[what].double() - expected)[chosen]) / _rms(expected[chosen])
+        unwritten |= not bool((result["gradients of weights"][empty] == 0).all())
+        for tensor_name, expected in true.items():
+            chosen = ~empty if tensor_name == "gradients of weights" else slice(None)
+            error = _rms((result[tensor_name].double() - expected)[chosen]) / _rms(expected[chosen])
             if not error <= TOLERANCES[dtype]:
-                failures.append(f"{what} with {counts} rows are off by {error:.1e}, {TOLERANCES[dtype]:.0e} is allowed")
+                failures.append(
+                    f"{tensor_name} with {counts} rows are off by {error:.1e}, {TOLERANCES[dtype]:.0e} is allowed"
+                )
     return failures, unwritten
 
 
@@ -352,7 +354,7 @@ def _grouped(
 
 def _one_by_one(rows: Tensor, weight: Tensor, ends: Tensor, bias: None, transposed: bool) -> Tensor:
     parts = rows.tensor_split(ends.tolist()[:-1])
-    return torch.cat([part @ (one if transposed else one.T) for part, one in zip(parts, weight, strict=True)])
+    return torch.cat([part @ (matrix if transposed else matrix.T) for part, matrix in zip(parts, weight, strict=True)])
 
 
 # ---------------------------------------------------------------- the optimizer
@@ -368,16 +370,16 @@ def _adamw_failures(device: torch.device) -> Failures:
     plain = torch.optim.AdamW(true, **settings, foreach=False, fused=False)
     tried = FusedAdamW(fused, **settings, fused=True)
     for step, (scale, skipped) in enumerate(((1.0, False), (4.0, False), (1.0, True))):
-        for one, other, gradient in zip(true, fused, gradients[step % 2], strict=True):
-            one.grad, other.grad = gradient.double(), (gradient * scale).to(device)
+        for reference, parameter, gradient in zip(true, fused, gradients[step % 2], strict=True):
+            reference.grad, parameter.grad = gradient.double(), (gradient * scale).to(device)
         tried.divisor = torch.tensor(scale, device=device)
         tried.skip = torch.tensor(float(skipped), device=device)
         tried.step()
         if not skipped:
             plain.step()
-    for one, other, start in zip(true, fused, starts, strict=True):
-        moved = one.detach() - start
-        error = float((other.detach().cpu().double() - one.detach()).abs().max() / moved.abs().max())
+    for reference, parameter, start in zip(true, fused, starts, strict=True):
+        moved = reference.detach() - start
+        error = float((parameter.detach().cpu().double() - reference.detach()).abs().max() / moved.abs().max())
         if not error <= 1e-4:
             yield f"{len(start)} parameters are off by {error:.1e} of the update, 1e-04 is allowed"
 
@@ -394,25 +396,25 @@ def check_collectives(
     The numbers are small integers, whose sums every dtype holds exactly, in any order.
     """
     for name, group in groups.items():
-        place, size = group.rank(), group.size()
+        index, size = group.rank(), group.size()
         element = torch.arange(size * 33, device=device)
         for dtype in dict.fromkeys(dtypes):
             of_ranks = torch.stack([((element + rank) % 4 == 0) for rank in range(size)])
-            summed, sent = of_ranks.sum(0), of_ranks[place].to(dtype)
+            summed, sent = of_ranks.sum(0), of_ranks[index].to(dtype)
             reduced, scattered, gathered = sent.clone(), sent.new_empty(33), sent.new_empty(size * len(sent))
             dist.all_reduce(reduced, group=group)
             reduce_scatter_single(scattered, sent, group=group)
             all_gather_single(gathered, sent, group=group)
             wrong = {
                 "all-reduce": reduced != summed,
-                "reduce-scatter": scattered != summed[place * 33 : (place + 1) * 33],
+                "reduce-scatter": scattered != summed[index * 33 : (index + 1) * 33],
                 "all-gather": gathered.view(size, -1) != of_ranks,
             }
             counted = torch.stack([x.sum() for x in wrong.values()]).tolist()
             if any(counted):
                 parts = ", ".join(kind for kind, count in zip(wrong, counted, strict=True) if count)
                 raise UserError(
-                    f"{parts} over {name} ({size} ranks) gave wrong numbers on rank {place} of it, in "
+                    f"{parts} over {name} ({size} ranks) gave wrong numbers on rank {index} of it, in "
                     f"{str(dtype).removeprefix('torch.')} on {_device_name(device)}. The fault is in the library of "
                     "collectives or in a link between devices: try NCCL_NVLS_ENABLE=0, NCCL_P2P_DISABLE=1 or "
                     "NCCL_ALGO=Ring in the environment, and please report it."

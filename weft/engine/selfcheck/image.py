@@ -18,65 +18,72 @@ from weft.models.vision import Vision, count_features, find_vision
 from weft.ops.attention_call import Bounds
 
 Sample = tuple[Tensor, dict[str, Tensor]]  # token ids, forward arguments of its images
-Seen = tuple[Literal["image", "video"], int]  # (kind, how many times as large as the smallest)
+MediaKind = tuple[Literal["image", "video"], int]  # (kind, how many times as large as the smallest)
 # Four documents: two with images or videos, each followed by one of text.
-IMAGES: tuple[tuple[Seen, ...], ...] = ((("image", 1), ("image", 3)), (), (("image", 2),), ())
-VIDEOS: tuple[tuple[Seen, ...], ...] = ((("image", 2), ("video", 1), ("video", 2)), (), (("video", 3),), ())
+IMAGES: tuple[tuple[MediaKind, ...], ...] = ((("image", 1), ("image", 3)), (), (("image", 2),), ())
+VIDEOS: tuple[tuple[MediaKind, ...], ...] = ((("image", 2), ("video", 1), ("video", 2)), (), (("video", 3),), ())
 
 
-def check_images(ours: TrainModule, theirs: PreTrainedModel, tolerance: float) -> str:
+def check_images(module: TrainModule, reference: PreTrainedModel, tolerance: float) -> str:
     """Why this model cannot take images; empty if it can."""
-    vision = find_vision(ours.base, ours.facts)
+    vision = find_vision(module.base, module.facts)
     if vision is None:
         return "weft knows of no vision tower in it"
-    return _check(ours, theirs, vision, IMAGES, tolerance)
+    return _check(module, reference, vision, IMAGES, tolerance)
 
 
-def check_videos(ours: TrainModule, theirs: PreTrainedModel, tolerance: float) -> str:
+def check_videos(module: TrainModule, reference: PreTrainedModel, tolerance: float) -> str:
     """Why this model, which takes images, cannot take videos; empty if it can."""
-    vision = find_vision(ours.base, ours.facts)
+    vision = find_vision(module.base, module.facts)
     if vision is None or vision.clip is None:
         return "weft does not know how it takes videos"
-    return _check(ours, theirs, vision, VIDEOS, tolerance)
+    return _check(module, reference, vision, VIDEOS, tolerance)
 
 
 def _check(
-    ours: TrainModule, theirs: PreTrainedModel, vision: Vision, kinds: Sequence[Sequence[Seen]], tolerance: float
+    module: TrainModule,
+    reference: PreTrainedModel,
+    vision: Vision,
+    kinds: Sequence[Sequence[MediaKind]],
+    tolerance: float,
 ) -> str:
-    what = "videos" if kinds is VIDEOS else "images"
+    kind = "videos" if kinds is VIDEOS else "images"
     try:
-        samples = documents_with(kinds, vision, ours.base, len(ours.head.weight))
-        expected = [_alone(theirs, vision, *sample) for sample in samples]
-        found = _row(ours, vision, samples)
-        moved = [_row(ours, vision, [*samples[:at], _other(samples[at]), *samples[at + 1 :]]) for at in (0, 2)]
+        samples = documents_with(kinds, vision, module.base, len(module.head.weight))
+        expected = [_reference_logits(reference, vision, *sample) for sample in samples]
+        found = _row(module, vision, samples)
+        moved = [
+            _row(module, vision, [*samples[:index], _changed(samples[index]), *samples[index + 1 :]])
+            for index in (0, 2)
+        ]
     except Exception as error:  # of any type: the family's code ran on such a row
-        return f"its code does not run on a row of documents with {what} ({first_line(error)})"
+        return f"its code does not run on a row of documents with {kind} ({first_line(error)})"
     scale = max(float(logits.abs().max()) for logits in expected)
     worst = max(_distance(a, b) for a, b in zip(found, expected, strict=True)) / scale
     if not worst <= tolerance:
-        return f"logits of documents with {what} differ from HuggingFace's by {worst:.1e} of the largest"
-    for at, row in zip((0, 2), moved, strict=True):
+        return f"logits of documents with {kind} differ from HuggingFace's by {worst:.1e} of the largest"
+    for index, row in zip((0, 2), moved, strict=True):
         distances = [_distance(a, b) / scale for a, b in zip(row, found, strict=True)]
-        if not distances[at] > tolerance:
-            return f"other {what} change nothing of their document"
-        if max(distances[:at] + distances[at + 1 :]) > tolerance:
-            return f"{what} change other documents of their row"
+        if not distances[index] > tolerance:
+            return f"other {kind} change nothing of their document"
+        if max(distances[:index] + distances[index + 1 :]) > tolerance:
+            return f"{kind} change other documents of their row"
     return ""
 
 
 @torch.no_grad()
-def documents_with(kinds: Sequence[Sequence[Seen]], vision: Vision, base: Any, vocabulary: int) -> list[Sample]:
+def documents_with(kinds: Sequence[Sequence[MediaKind]], vision: Vision, base: Any, vocabulary: int) -> list[Sample]:
     """Documents with these images and videos, text between and around them."""
     generator = torch.Generator().manual_seed(3)
     samples: list[Sample] = []
-    for seen in kinds:
+    for kinds_seen in kinds:
         ids, media = _words(generator, vocabulary, vision, 3), list[dict[str, Tensor]]()
-        for kind, times in seen:
+        for kind, times in kinds_seen:
             inputs = vision.sample(generator, times) if kind == "image" else vision.sample_video(generator, times)
             for placeholder, count in placeholders(vision, base, inputs):
                 ids += [placeholder] * count + _words(generator, vocabulary, vision, 5)
             media.append(inputs)
-        ids += _words(generator, vocabulary, vision, 0 if seen else 20)
+        ids += _words(generator, vocabulary, vision, 0 if kinds_seen else 20)
         samples.append((torch.tensor(ids), joined(media)))
     return samples
 
@@ -87,7 +94,7 @@ def placeholders(vision: Vision, base: Any, inputs: Mapping[str, Tensor]) -> lis
     if "video_grid_thw" not in inputs:
         return [(vision.image, count)]
     assert vision.video is not None
-    return [(vision.video, own) for own in vision.runs(base, inputs, count)]
+    return [(vision.video, length) for length in vision.runs(base, inputs, count)]
 
 
 def _words(generator: torch.Generator, vocabulary: int, vision: Vision, count: int) -> list[int]:
@@ -96,13 +103,13 @@ def _words(generator: torch.Generator, vocabulary: int, vision: Vision, count: i
     return [ids[n] for n in torch.randint(len(ids), (count,), generator=generator).tolist()]
 
 
-def _other(sample: Sample) -> Sample:
+def _changed(sample: Sample) -> Sample:
     ids, inputs = sample
     return ids, {name: value + 1 if value.is_floating_point() else value for name, value in inputs.items()}
 
 
 @torch.no_grad()
-def _alone(model: PreTrainedModel, vision: Vision, ids: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
+def _reference_logits(model: PreTrainedModel, vision: Vision, ids: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
     types = vision.token_types(ids)[None]
     named = {n: types for n in ("mm_token_type_ids", "token_type_ids") if inputs and hf.accepts_by_name(model, n)}
     logits: Tensor = model(input_ids=ids[None], use_cache=False, **inputs, **named).logits[0]
@@ -113,11 +120,11 @@ def _alone(model: PreTrainedModel, vision: Vision, ids: Tensor, inputs: Mapping[
 def _row(module: TrainModule, vision: Vision, samples: Sequence[Sample]) -> list[Tensor]:
     """Logits of each document, from one packed row."""
     lengths = [len(ids) for ids, _ in samples]
-    bounds, at, last = Bounds(tuple(lengths)), 0, []
+    bounds, offset, last = Bounds(tuple(lengths)), 0, []
     positions = [_positions(module, vision, *sample) for sample in samples]
     for ids, _ in samples:
-        last.append(at + vision.last_seen(ids))
-        at += len(ids)
+        last.append(offset + vision.last_seen(ids))
+        offset += len(ids)
     if vision.both_ways:
         bounds.last_seen = torch.cat(last)
     hidden = module.hidden(

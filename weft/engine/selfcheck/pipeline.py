@@ -75,7 +75,7 @@ def _row_with_images(module: TrainModule, vision: Vision, support: ModelSupport)
     """Documents with images in one row; also with videos, if the model takes them."""
     documents, kinds = {}, IMAGES if support.videos else VIDEOS
     for number, (ids, inputs) in enumerate(documents_with(kinds, vision, module.base, text_vocabulary(module))):
-        media = Media.of(inputs, vision.patches(inputs)) if inputs else None
+        media = Media.from_inputs(inputs, vision.patches(inputs)) if inputs else None
         positions = None if media is None else vision.positions(module.base, ids, inputs)
         documents[number] = Document(ids, torch.linspace(0.5, 1.5, len(ids)), positions, media=media)
     read = [len(document) for document in documents.values()]

@@ -111,8 +111,8 @@ def resolve_attention(config: PretrainedConfig) -> None:
 
 
 def _may_have_own_attention(config: PretrainedConfig) -> bool:
-    known = config.get_text_config().model_type in FAMILIES
-    return not known and not hf.uses_attention_interface(config)
+    is_known = config.get_text_config().model_type in FAMILIES
+    return not is_known and not hf.uses_attention_interface(config)
 
 
 def compute_exactly(model: PreTrainedModel) -> None:
@@ -166,73 +166,80 @@ def examine(config: PretrainedConfig, noise: hf.Noise = ()) -> ModelSupport:
 
 def _examine(config: PretrainedConfig, noise: hf.Noise) -> ModelSupport:
     family = family_of(config.get_text_config().model_type)
-    small, theirs, words = _small_copies(config, "per_document")
-    ours = TrainModule(small).eval()
-    documents = documents_of(text_vocabulary(ours))
-    expected = [_alone(theirs, ids) for ids in documents]
-    tolerance = _tolerance(theirs, documents, expected)
-    _check_noise(config, theirs, noise, documents[0], expected[0])
+    small, reference, words = _small_copies(config, "per_document")
+    module = TrainModule(small).eval()
+    documents = documents_of(text_vocabulary(module))
+    expected = [_reference_logits(reference, ids) for ids in documents]
+    tolerance = _tolerance(reference, documents, expected)
+    _check_noise(config, reference, noise, documents[0], expected[0])
     layouts: list[Layout] = ["padded"] if family.layout == "padded" else ["packed", "padded"]
     worst, kinds = float("inf"), set[Traits]()
     for layout in layouts:
-        uses_bounds = family.attention is None and hf.accepts(ours.base, BOUNDS_ARGUMENT)
+        uses_bounds = family.attention is None and hf.accepts(module.base, BOUNDS_ARGUMENT)
         if layout == "packed" and not uses_bounds:
             continue
         try:
             with attention.watched(lambda call: kinds.add(call.traits)):
-                worst, logits = _check_layout(ours, documents, expected, layout, uses_bounds)
+                worst, logits = _check_layout(module, documents, expected, layout, uses_bounds)
         except Exception as error:  # bounds did not reach attention, or the family's code cannot run this layout
             if layout == layouts[-1]:
                 raise _refusal(config, str(error)) from error
             continue
-        if worst <= tolerance or _differs_in_double(ours, theirs, documents, layout, uses_bounds) <= LOGIT_TOLERANCE:
-            _check_training_mode(config, ours, documents, logits, layout, uses_bounds)
+        if (
+            worst <= tolerance
+            or _differs_in_double(module, reference, documents, layout, uses_bounds) <= LOGIT_TOLERANCE
+        ):
+            _check_training_mode(config, module, documents, logits, layout, uses_bounds)
             attends = family.attention is not None or bool(kinds)
-            images = check_images(ours, theirs, WIDEST_TOLERANCE) if layout == "packed" else "its documents are padded"
-            videos = images or check_videos(ours, theirs, WIDEST_TOLERANCE)
+            images = (
+                check_images(module, reference, WIDEST_TOLERANCE) if layout == "packed" else "its documents are padded"
+            )
+            videos = images or check_videos(module, reference, WIDEST_TOLERANCE)
             return ModelSupport(
-                layout, uses_bounds and (attends or bool(ours.mixers)), worst, attends, tuple(sorted(kinds)),
-                tuple(sorted({type(boundary.mixer).__name__ for boundary in ours.mixers.values()})), words,
-                ours.facts.head, images, videos,
+                layout, uses_bounds and (attends or bool(module.mixers)), worst, attends, tuple(sorted(kinds)),
+                tuple(sorted({type(boundary.mixer).__name__ for boundary in module.mixers.values()})), words,
+                module.facts.head, images, videos,
             )  # fmt: skip
     raise _refusal(config, f"its logits differ from HuggingFace's eager forward by {worst:.1e} of the largest logit")
 
 
 def _differs_in_double(
-    ours: TrainModule, theirs: PreTrainedModel, documents: list[Tensor], layout: Layout, uses_bounds: bool
+    module: TrainModule, reference: PreTrainedModel, documents: list[Tensor], layout: Layout, uses_bounds: bool
 ) -> float:
     """The worst difference of `_check_layout` in fp64. Random copies with many layers, or with experts, can amplify the
     rounding of fp32 beyond every tolerance; a difference of what is computed stays."""
-    ours, theirs = copy.deepcopy((ours, theirs))
-    for model in (ours, theirs):
+    module, reference = copy.deepcopy((module, reference))
+    for model in (module, reference):
         hf.run_experts_one_by_one(model)  # torch's grouped products take no fp64
         model.double()
     try:
         with hf.in_double():
-            expected = [_alone(theirs, ids) for ids in documents]
-            return _check_layout(ours, documents, expected, layout, uses_bounds)[0]
+            expected = [_reference_logits(reference, ids) for ids in documents]
+            return _check_layout(module, documents, expected, layout, uses_bounds)[0]
     except Exception:  # of any type: the family's code cannot run in fp64
         return float("inf")
 
 
 @torch.no_grad()
-def _tolerance(theirs: PreTrainedModel, documents: list[Tensor], expected: list[Tensor]) -> float:
+def _tolerance(reference: PreTrainedModel, documents: list[Tensor], expected: list[Tensor]) -> float:
     """Ten times the change that right padding alone makes to HuggingFace's logits, within the two tolerances."""
     ids = torch.nn.utils.rnn.pad_sequence(documents, batch_first=True)
-    padded = theirs(input_ids=ids, use_cache=False).logits
+    padded = reference(input_ids=ids, use_cache=False).logits
     moved = _largest([a[: len(b)] - b for a, b in zip(padded, expected, strict=True)])
     return max(LOGIT_TOLERANCE, min(WIDEST_TOLERANCE, 10 * float(moved / _largest(expected))))
 
 
 def _check_noise(
-    config: PretrainedConfig, theirs: PreTrainedModel, noise: hf.Noise, ids: Tensor, expected: Tensor
+    config: PretrainedConfig, reference: PreTrainedModel, noise: hf.Noise, ids: Tensor, expected: Tensor
 ) -> None:
     """Raises UserError if logits of inference depend on keys that are to be noise in training alone."""
     if not noise:
         return
-    noisy = _build(hf.with_noise(copy.deepcopy(theirs.config), noise), "eager")
-    noisy.load_state_dict(theirs.state_dict())
-    if not torch.allclose(_alone(noisy, ids), expected, rtol=0.0, atol=float(LOGIT_TOLERANCE * expected.abs().max())):
+    noisy = _build(hf.with_noise(copy.deepcopy(reference.config), noise), "eager")
+    noisy.load_state_dict(reference.state_dict())
+    if not torch.allclose(
+        _reference_logits(noisy, ids), expected, rtol=0.0, atol=float(LOGIT_TOLERANCE * expected.abs().max())
+    ):
         keys = ", ".join(sorted({name for _, name, _ in noise}))
         raise _refusal(config, f"its inference depends on {keys}, which weft sets to 0 as noise of training")
 
@@ -240,7 +247,7 @@ def _check_noise(
 @torch.no_grad()
 def _check_training_mode(
     config: PretrainedConfig,
-    ours: TrainModule,
+    module: TrainModule,
     documents: list[Tensor],
     expected: list[Tensor],
     layout: Layout,
@@ -248,11 +255,11 @@ def _check_training_mode(
 ) -> None:
     """Raises UserError if the model computes something else in training mode, such as drawn routes. expected: its
     logits in inference mode."""
-    found = logits_of(ours.train(), documents, layout, bounds_of(documents, layout, uses_bounds))
-    ours.eval()
-    apart = _largest([a - b for a, b in zip(found, expected, strict=True)]) / _largest(expected)
-    if not apart <= LOGIT_TOLERANCE:
-        raise _refusal(config, f"its logits in training mode differ by {apart:.1e} from those of inference")
+    logits = logits_of(module.train(), documents, layout, bounds_of(documents, layout, uses_bounds))
+    module.eval()
+    difference = _largest([a - b for a, b in zip(logits, expected, strict=True)]) / _largest(expected)
+    if not difference <= LOGIT_TOLERANCE:
+        raise _refusal(config, f"its logits in training mode differ by {difference:.1e} from those of inference")
 
 
 def text_vocabulary(module: TrainModule) -> int:
@@ -278,9 +285,9 @@ def small_copy(config: PretrainedConfig, kernel: str = "auto") -> PreTrainedMode
     return _small_copies(config, kernel)[0]
 
 
-def _shrinkings(config: PretrainedConfig, whole: LayerKinds) -> list[tuple[str, Callable[[], PretrainedConfig]]]:
+def _shrinkings(config: PretrainedConfig, kinds: LayerKinds) -> list[tuple[str, Callable[[], PretrainedConfig]]]:
     """(description, function that makes the config) of the small copies to try, the cheapest first."""
-    fewer = fewer_layers(config, 2, whole)
+    fewer = fewer_layers(config, 2, kinds)
     count = counted(fewer.get_text_config().num_hidden_layers, "layer")
     return [
         (f"{count}, narrow", lambda: narrow(fewer)),
@@ -295,8 +302,8 @@ def _small_copies(config: PretrainedConfig, kernel: str) -> tuple[PreTrainedMode
     It has every kind of layer that the whole model has. Raises UserError if no such copy can be built.
     """
     try:
-        whole = kinds_of(config)
-        shrinkings = _shrinkings(config, whole)
+        kinds = kinds_of(config)
+        shrinkings = _shrinkings(config, kinds)
     except UserError:
         raise
     except Exception as error:  # of any type: the family's code failed on its config
@@ -306,17 +313,17 @@ def _small_copies(config: PretrainedConfig, kernel: str) -> tuple[PreTrainedMode
         try:
             small = make()
             _require_room(small)
-            ours, theirs = (_build(copy.deepcopy(small), name) for name in (implementation(small, kernel), "eager"))
-            has_all_kinds = whole.are_those_of(theirs)
-            _alone(theirs, torch.arange(3))
+            model, reference = (_build(copy.deepcopy(small), name) for name in (implementation(small, kernel), "eager"))
+            has_all_kinds = kinds.are_those_of(reference)
+            _reference_logits(reference, torch.arange(3))
         except UserError:
             raise
         except Exception as error:  # a shape that this family cannot be shrunk to
             failure = failure or f"{type(error).__name__}: {error}"
             continue
         if has_all_kinds:
-            theirs.load_state_dict(ours.state_dict())
-            return ours, theirs, words
+            reference.load_state_dict(model.state_dict())
+            return model, reference, words
         failure = failure or f"one of {words} has not the kinds of layers that the whole model has"
     raise _refusal(config, f"no small copy of it could be built ({failure})")
 
@@ -347,7 +354,7 @@ def documents_of(vocabulary: int) -> list[Tensor]:
 
 
 @torch.no_grad()
-def _alone(model: PreTrainedModel, ids: Tensor) -> Tensor:
+def _reference_logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
     return model(input_ids=ids[None], use_cache=False).logits[0]
 
 
@@ -388,12 +395,12 @@ def _check_layout(
     logits = logits_of(module, documents, layout, bounds)
     scale = _largest(expected)
     worst = [_largest([a - b for a, b in zip(logits, expected, strict=True)])]
-    for place in (0, 2):
+    for index in (0, 2):
         changed = list(documents)
-        changed[place] = (documents[place] + 7) % text_vocabulary(module)
+        changed[index] = (documents[index] + 7) % text_vocabulary(module)
         moved = logits_of(module, changed, layout, bounds_of(documents, layout, uses_bounds))
-        others = [i for i in range(len(documents)) if i != place]
-        worst.append(_largest([moved[i] - logits[i] for i in others]))
+        neighbours = [i for i in range(len(documents)) if i != index]
+        worst.append(_largest([moved[i] - logits[i] for i in neighbours]))
     return float(torch.stack(worst).max() / scale), logits
 
 

@@ -103,12 +103,12 @@ def _deal_to_fullest(order: Sequence[int], tokens: Sequence[int], n: int, capaci
     rows: list[list[int]] = [[] for _ in range(n)]
     room = np.full(n, capacity, dtype=np.int64)
     for index in order:
-        left = room - tokens[index]
-        row = int(np.where(left >= 0, left, capacity + 1).argmin())
-        if left[row] < 0:
+        remaining = room - tokens[index]
+        row = int(np.where(remaining >= 0, remaining, capacity + 1).argmin())
+        if remaining[row] < 0:
             return None
         rows[row].append(index)
-        room[row] = left[row]
+        room[row] = remaining[row]
     return rows
 
 
@@ -163,29 +163,29 @@ class _Refinement:
     def _improve(self, batch: int) -> bool:
         """Makes the best exchange that lowers the cost of this micro-batch's dearest row, if one lowers the time."""
         leader = batch * self.ranks
-        given = _thin(np.flatnonzero(self.row_of == leader), _MOST_GIVEN)
-        taken = _thin(np.flatnonzero(self.row_of != leader), _MOST_TAKEN)
-        if not len(given):
+        giving = _thin(np.flatnonzero(self.row_of == leader), _MOST_GIVEN)
+        taking = _thin(np.flatnonzero(self.row_of != leader), _MOST_TAKEN)
+        if not len(giving):
             return False
         rows = np.arange(len(self.row_costs), dtype=np.int64)
         rows = _thin(rows[rows != leader], _MOST_TAKEN)
-        row = np.concatenate([self.row_of[taken], rows])
-        taken = np.concatenate([taken, np.full(len(rows), -1, dtype=np.int64)])
-        shift = self.costs[given][:, None] - self.costs[taken]
-        moved = self.tokens[given][:, None] - self.tokens[taken]
+        row = np.concatenate([self.row_of[taking], rows])
+        taking = np.concatenate([taking, np.full(len(rows), -1, dtype=np.int64)])
+        shift = self.costs[giving][:, None] - self.costs[taking]
+        moved = self.tokens[giving][:, None] - self.tokens[taking]
         fits = (moved <= self.capacity - self.row_tokens[row]) & (moved >= self.row_tokens[leader] - self.capacity)
         gain = np.where(fits & (shift > 0), self._gain(leader, shift, row), 0)
         best = int(gain.max())
         if best <= 0:
             return False
         # Among exchanges with the largest gain, the one that takes most cost from the dearest row.
-        place = int(np.where(gain == best, shift, 0).argmax())
-        give, take = divmod(place, len(taken))
-        self._exchange(leader, int(row[take]), int(given[give]), int(taken[take]))
+        index = int(np.where(gain == best, shift, 0).argmax())
+        give, take = divmod(index, len(taking))
+        self._exchange(leader, int(row[take]), int(giving[give]), int(taking[take]))
         return True
 
     def _gain(self, leader: int, shift: Ints, row: Ints) -> Ints:
-        """[given, taken]: by how much the time falls if `shift` of cost moves from the leader to `row`."""
+        """[giving, taking]: by how much the time falls if `shift` of cost moves from the leader to `row`."""
         costs, ranks = self.row_costs, self.ranks
         fall = np.minimum(shift, costs[leader] - costs[leader + 1])
         # A row of the same micro-batch may rise to a little below the leader, one of another to its own leader.
@@ -203,6 +203,6 @@ class _Refinement:
                 sums[target] += values[index]
 
 
-def _thin(items: Ints, most: int) -> Ints:
-    """At most `most` of the items, evenly spread."""
-    return items if len(items) <= most else items[:: -(-len(items) // most)]
+def _thin(items: Ints, limit: int) -> Ints:
+    """At most `limit` of the items, evenly spread."""
+    return items if len(items) <= limit else items[:: -(-len(items) // limit)]

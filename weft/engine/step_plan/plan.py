@@ -60,9 +60,9 @@ class DocumentMeta:
         return self.read + self.tower_tokens
 
 
-def omitted_tokens(length: int, *, whole: bool) -> int:
-    """Tokens at a document's end that no forward reads: the last one, because it predicts nothing, unless `whole`."""
-    return int(length > 1 and not whole)
+def omitted_tokens(length: int, *, read_all: bool) -> int:
+    """Tokens at a document's end that no forward reads: the last one, because it predicts nothing. read_all: none."""
+    return int(length > 1 and not read_all)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,11 +122,11 @@ class StepPlan:
         """Documents that several ranks of this rank's group have parts of, ascending; not all need be in this row."""
         if not self.pieces:
             return []
-        found: dict[int, int] = {}
+        ranks_of: dict[int, int] = {}
         for neighbour in self._neighbours(rank):
             for document in self.rows[micro_batch][neighbour]:
-                found[document] = found.get(document, 0) + 1
-        return sorted(document for document, ranks in found.items() if ranks > 1)
+                ranks_of[document] = ranks_of.get(document, 0) + 1
+        return sorted(document for document, ranks in ranks_of.items() if ranks > 1)
 
     def shares_images(self, micro_batch: int, rank: int) -> bool:
         """Whether any rank of this rank's group shares a document with images."""
@@ -214,7 +214,7 @@ def plan_step(
     whether a larger mesh may cut documents of this model, for messages. cuts_images: whether documents with images may
     be cut, too. Raises UserError if a document fits neither one row nor the rows of a group.
     """
-    sizes = _Sizes(budget, multiple, shapes)
+    sizes = _RowSizes(budget, multiple, shapes)
     group = CPGroup(ring, ulysses, sizes.capacity) if layout == "packed" else CPGroup(1, 1, sizes.capacity)
     _check(documents, sizes, layout, group.ranks, cuts and layout == "packed", cuts_images)
     costs = [d.cost for d in documents]
@@ -229,14 +229,14 @@ def plan_step(
         rows = _packed(range(len(documents)), documents, weighed, ranks, sizes.capacity, alone_above)
         dealt = tuple(tuple(tuple(row) for row in k) for k in rows)
     else:
-        widths = [sizes.of(d.read) for d in documents]
+        widths = [sizes.padded(d.read) for d in documents]
         padded = pack_padded(widths, weighed, ranks=ranks, capacity=sizes.capacity)
         dealt = _deal_to_ranks([sorted(row, key=lambda i: (-documents[i].read, i)) for row in padded], ranks)
     join = sum if layout == "packed" else max
     return StepPlan(
         documents=tuple(documents),
         rows=dealt,
-        lengths=tuple(tuple(sizes.of(join([documents[i].read for i in row] or [0])) for row in k) for k in dealt),
+        lengths=tuple(tuple(sizes.padded(join([documents[i].read for i in row] or [0])) for row in k) for k in dealt),
         costs=tuple(tuple(_row_cost([costs[i] for i in row], layout) for row in k) for k in dealt),
         budget=budget,
         layout=layout,
@@ -248,7 +248,7 @@ def _plan_cut(
     costs: Sequence[float],
     weighed: Sequence[int],
     ranks: int,
-    sizes: _Sizes,
+    sizes: _RowSizes,
     group: CPGroup,
     budget: int,
     alone_above: int | None,
@@ -256,27 +256,28 @@ def _plan_cut(
     """A plan with documents that are longer than a row: first rows of whole groups, each then spread over its ranks.
     Whole documents without room there are dealt to all ranks as usual."""
     rows: list[list[_Row]] = []
-    left = list(range(len(documents)))
-    while any(documents[i].room > sizes.capacity for i in left):
-        packed = _packed(left, documents, weighed, ranks // group.ranks, sizes.capacity * group.ranks, alone_above)
-        left = []
+    remaining = list(range(len(documents)))
+    while any(documents[i].room > sizes.capacity for i in remaining):
+        packed = _packed(remaining, documents, weighed, ranks // group.ranks, sizes.capacity * group.ranks, alone_above)
+        remaining = []
         for micro_batch in packed:
             dealt = [_over_ranks(row, documents, weighed, group) for row in micro_batch]
-            rows.append([one for placed, _ in dealt for one in placed])
-            left += [i for _, rest in dealt for i in rest]
-    for micro_batch in _packed(left, documents, weighed, ranks, sizes.capacity, alone_above) if left else ():
+            rows.append([part for placed, _ in dealt for part in placed])
+            remaining += [i for _, unplaced in dealt for i in unplaced]
+    for micro_batch in _packed(remaining, documents, weighed, ranks, sizes.capacity, alone_above) if remaining else ():
         rows.append([{i: ((0, documents[i].read),) for i in row} for row in micro_batch])
-    counts = [[{i: sum(b - a for a, b in own) for i, own in one.items()} for one in k] for k in rows]
+    counts = [[{i: sum(b - a for a, b in intervals) for i, intervals in row.items()} for row in k] for k in rows]
     return StepPlan(
         documents=tuple(documents),
-        rows=tuple(tuple(tuple(one) for one in k) for k in rows),
-        lengths=tuple(tuple(sizes.of(sum(own.values())) for own in k) for k in counts),
+        rows=tuple(tuple(tuple(row) for row in k) for k in rows),
+        lengths=tuple(tuple(sizes.padded(sum(row.values())) for row in k) for k in counts),
         costs=tuple(
-            tuple(math.fsum(costs[i] * n / documents[i].read for i, n in own.items()) for own in k) for k in counts
+            tuple(math.fsum(costs[i] * n / documents[i].read for i, n in counts_of.items()) for counts_of in k)
+            for k in counts
         ),
         budget=budget,
         layout="packed",
-        pieces=tuple(tuple(tuple(one.values()) for one in k) for k in rows),
+        pieces=tuple(tuple(tuple(row.values()) for row in k) for k in rows),
         group=group,
     )
 
@@ -306,15 +307,15 @@ def _over_ranks(
     """(row of each rank; documents for which there was no room). In a row, cut documents come first, ascending, then
     whole ones by length."""
     rooms = [documents[i].room for i in row]
-    placed, left = assign([documents[i].read for i in row], [weighed[i] for i in row], group, rooms)
+    placed, remaining = assign([documents[i].read for i in row], [weighed[i] for i in row], group, rooms)
     order = sorted(
         range(len(row)), key=lambda n: (rooms[n] <= group.capacity, row[n] if rooms[n] > group.capacity else n)
     )
-    return [{row[n]: tuple(one[n]) for n in order if n in one} for one in placed], [row[n] for n in left]
+    return [{row[n]: tuple(part[n]) for n in order if n in part} for part in placed], [row[n] for n in remaining]
 
 
 def _check(
-    documents: Sequence[DocumentMeta], sizes: _Sizes, layout: Layout, ranks: int, cuts: bool, cuts_images: bool
+    documents: Sequence[DocumentMeta], sizes: _RowSizes, layout: Layout, ranks: int, cuts: bool, cuts_images: bool
 ) -> None:
     if not documents:
         raise UserError("a step needs at least one document, got none")
@@ -329,20 +330,20 @@ def _check(
         over_ranks = ranks if cuts_images else 1
         if document.patches and document.room > sizes.capacity * over_ranks:
             needed = -(-document.room // (sizes.multiple * over_ranks)) * sizes.multiple
-            of = f" on each of {ranks} ranks of mesh.cp" if over_ranks > 1 else ", and it is not cut"
+            suffix = f" on each of {ranks} ranks of mesh.cp" if over_ranks > 1 else ", and it is not cut"
             raise UserError(
                 f"document {index} of the step has {document.read} tokens, and its images take as much memory as "
-                f"{document.tower_tokens} more, but a row holds {sizes.capacity}{of}: set step.max_tokens_per_device="
-                f"{needed} or more, or smaller images with data.image_pixels"
+                f"{document.tower_tokens} more, but a row holds {sizes.capacity}{suffix}: set "
+                f"step.max_tokens_per_device={needed} or more, or smaller images with data.image_pixels"
             )
         if document.read > sizes.capacity * ranks:
             needed = -(-document.read // (sizes.multiple * ranks)) * sizes.multiple
             over = f" on each of {ranks} ranks of mesh.cp" if ranks > 1 else ""
             wider = ", a larger mesh.cp" if cuts else ""
-            whole = "" if cuts else ", and documents of this model are never cut"
+            never = "" if cuts else ", and documents of this model are never cut"
             raise UserError(
                 f"document {index} of the step has {document.read} tokens, but a row holds {sizes.capacity}{over}"
-                f"{whole}: set step.max_tokens_per_device={needed} or more{wider}, or data.long_documents to truncate "
+                f"{never}: set step.max_tokens_per_device={needed} or more{wider}, or data.long_documents to truncate "
                 "or drop"
             )
 
@@ -363,7 +364,7 @@ def _row_cost(costs: list[float], layout: Layout) -> float:
     return math.fsum(costs)
 
 
-class _Sizes:
+class _RowSizes:
     """Row lengths that step.shapes allows."""
 
     def __init__(self, budget: int, multiple: int, shapes: Shapes) -> None:
@@ -376,7 +377,7 @@ class _Sizes:
                 f"and hold {_SHORTEST_ROW} or more: set it so that a row holds at least {needed}"
             )
 
-    def of(self, tokens: int) -> int:
+    def padded(self, tokens: int) -> int:
         """The padded length of a row, or of a `padded` document, with so many tokens."""
         if self.shapes == "fixed":
             return self.capacity

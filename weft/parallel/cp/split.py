@@ -42,15 +42,15 @@ def assign(
     """
     rooms = lengths if rooms is None else rooms
     long = sorted((d for d in range(len(lengths)) if rooms[d] > group.capacity), key=lambda d: (-rooms[d], d))
-    cut, left = _cut(lengths, rooms, costs, long, group)
-    whole = sorted(set(range(len(lengths))) - set(long))
+    cut, not_cut = _cut(lengths, rooms, costs, long, group)
+    uncut = sorted(set(range(len(lengths))) - set(long))
     orders = [
-        sorted(whole, key=lambda d: (-costs[d], d)),
-        sorted(whole, key=lambda d: (-rooms[d], d)),
+        sorted(uncut, key=lambda d: (-costs[d], d)),
+        sorted(uncut, key=lambda d: (-rooms[d], d)),
     ]
-    found = [_deal_whole(lengths, rooms, costs, order, cut, group) for order in orders]
-    placed, rest = min(found, key=lambda one: sum(lengths[d] for d in one[1]))
-    return placed, sorted([*left, *rest])
+    candidates = [_deal_whole(lengths, rooms, costs, order, cut, group) for order in orders]
+    placed, not_placed = min(candidates, key=lambda candidate: sum(lengths[d] for d in candidate[1]))
+    return placed, sorted([*not_cut, *not_placed])
 
 
 def _cut(
@@ -81,9 +81,9 @@ def _spread_over_ranks(
     spent = [0.0] * group.ring
     for document, count in members.items():
         chosen = sorted(sorted(range(group.ring), key=lambda m: (spent[m], m))[:count])
-        for member, own in zip(chosen, zigzag(lengths[document], count), strict=True):
+        for member, member_intervals in zip(chosen, zigzag(lengths[document], count), strict=True):
             spent[member] += costs[document] / count
-            for index, intervals in enumerate(spread(own, group.ulysses)):
+            for index, intervals in enumerate(spread(member_intervals, group.ulysses)):
                 if intervals:
                     placed[member * group.ulysses + index][document] = intervals
     return placed
@@ -97,23 +97,23 @@ def _deal_whole(
     cut: Assignment,
     group: CPGroup,
 ) -> tuple[Assignment, list[int]]:
-    placed, left, taken = [dict(one) for one in cut], list[int](), _taken(cut, lengths, rooms)
-    spent = [sum(costs[d] * _count(own) / lengths[d] for d, own in one.items()) for one in cut]
+    placed, remaining, used = [dict(documents) for documents in cut], list[int](), _taken(cut, lengths, rooms)
+    spent = [sum(costs[d] * _count(intervals) / lengths[d] for d, intervals in documents.items()) for documents in cut]
     for document in order:
-        fitting = [rank for rank in range(group.ranks) if taken[rank] + rooms[document] <= group.capacity]
+        fitting = [rank for rank in range(group.ranks) if used[rank] + rooms[document] <= group.capacity]
         if not fitting:
-            left.append(document)
+            remaining.append(document)
             continue
         rank = min(fitting, key=lambda r: (spent[r], r))
         placed[rank][document] = [(0, lengths[document])]
-        taken[rank] += rooms[document]
+        used[rank] += rooms[document]
         spent[rank] += costs[document]
-    return placed, left
+    return placed, remaining
 
 
 def _taken(placed: Assignment, lengths: Sequence[int], rooms: Sequence[int]) -> list[int]:
     """Capacity used on each rank, in tokens."""
-    return [sum(-(-_count(own) * rooms[d] // lengths[d]) for d, own in one.items()) for one in placed]
+    return [sum(-(-_count(intervals) * rooms[d] // lengths[d]) for d, intervals in rank.items()) for rank in placed]
 
 
 def zigzag(length: int, members: int) -> list[list[Interval]]:
@@ -134,9 +134,9 @@ def spread(intervals: Sequence[Interval], ranks: int) -> list[list[Interval]]:
     parts: list[list[Interval]] = []
     for first, end in pairwise(ends):
         cut = [
-            (start + max(first - at, 0), start + min(end - at, stop - start))
-            for (start, stop), at in zip(intervals, starts, strict=False)
-            if max(first, at) < min(end, at + stop - start)
+            (start + max(first - offset, 0), start + min(end - offset, stop - start))
+            for (start, stop), offset in zip(intervals, starts, strict=False)
+            if max(first, offset) < min(end, offset + stop - start)
         ]
         parts.append(cut)
     return parts
@@ -161,4 +161,4 @@ def _end_to_end(document: int, length: int, room: int, group: CPGroup) -> Assign
     """One document, cut wherever a rank is full, or in even parts if images take room. Always possible."""
     part = group.capacity if room == length else -(-length // group.ranks)
     ends = [min(length, part * rank) for rank in range(group.ranks + 1)]
-    return [{document: [own]} if own[0] < own[1] else {} for own in pairwise(ends)]
+    return [{document: [interval]} if interval[0] < interval[1] else {} for interval in pairwise(ends)]

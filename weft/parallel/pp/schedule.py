@@ -36,72 +36,75 @@ def placement_of(schedule: Schedule, ranks: int, chunks: int | None) -> Placemen
     return Placement(ranks, chunks or 2 if schedule in _INTERLEAVED else 1)
 
 
-def order(schedule: Schedule, placement: Placement, place: int, micro_batches: int) -> list[Action]:
-    """The actions of the rank at `place`, in order. In each chunk, micro-batches go forward and backward in order of
-    their numbers, so that sender and receiver know the order of messages between them."""
+def order(schedule: Schedule, placement: Placement, rank: int, micro_batches: int) -> list[Action]:
+    """The actions of a rank of mesh.pp, in order.
+
+    In each chunk, micro-batches go forward and backward in order of their numbers, so that sender and receiver know the
+    order of messages between them.
+    """
     if schedule == "ZBVZeroBubble":
-        return _folded(placement.ranks, place, micro_batches)
+        return _folded(placement.ranks, rank, micro_batches)
     ranks, chunks = placement.ranks, placement.chunks
     rounds = _rounds(micro_batches, micro_batches if chunks == 1 else ranks)
-    forwards = [Action("forward", m, chunk) for own in rounds for chunk in range(chunks) for m in own]
-    backwards = [Action("backward", m, chunk) for own in rounds for chunk in reversed(range(chunks)) for m in own]
-    after = ranks - 1 - place
+    forwards = [Action("forward", m, chunk) for micros in rounds for chunk in range(chunks) for m in micros]
+    backwards = [Action("backward", m, chunk) for micros in rounds for chunk in reversed(range(chunks)) for m in micros]
+    after = ranks - 1 - rank
     ahead = 1 + after if chunks == 1 else 1 + 2 * after + (chunks - 1) * len(rounds[0])
     if schedule == "GPipe":
         ahead = micro_batches
-    found = forwards[:ahead]
+    actions = forwards[:ahead]
     for done, backward in enumerate(backwards):
-        found += [backward, *forwards[ahead + done : ahead + done + 1]]
-    return _with_weights(found, place) if schedule in DELAYED else found
+        actions += [backward, *forwards[ahead + done : ahead + done + 1]]
+    return _with_weights(actions, rank) if schedule in DELAYED else actions
 
 
 def _rounds(micro_batches: int, size: int) -> list[range]:
     """Consecutive micro-batches that pass a chunk one after the other: `size` or more per round, as equal as possible,
     with larger rounds first."""
     count = max(1, micro_batches // size)
-    least, more = divmod(micro_batches, count)
-    ends = [(n + 1) * least + min(n + 1, more) for n in range(count)]
+    size_floor, larger = divmod(micro_batches, count)
+    ends = [(n + 1) * size_floor + min(n + 1, larger) for n in range(count)]
     return [range(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
 
 
 def _with_weights(actions: Sequence[Action], delay: int) -> list[Action]:
     """Put weight gradients `delay` backwards after their backward. A later rank begins its backwards sooner, and has
     weight gradients left to compute when it would otherwise wait at the end."""
-    found: list[Action] = []
+    result: list[Action] = []
     waiting: list[Action] = []
     for action in actions:
-        found.append(action)
+        result.append(action)
         if action.kind == "backward":
             waiting.append(action._replace(kind="weights"))
-            found += [waiting.pop(0)] if len(waiting) > delay else []
-    return found + waiting
+            result += [waiting.pop(0)] if len(waiting) > delay else []
+    return result + waiting
 
 
-def _folded(ranks: int, place: int, micro_batches: int) -> list[Action]:
+def _folded(ranks: int, rank: int, micro_batches: int) -> list[Action]:
     """The V schedule: made for enough micro-batches to fill the pipeline; those beyond the step's are then removed."""
-    left, full = ranks - place, max(micro_batches, 2 * ranks - 1)
+    remaining, padded = ranks - rank, max(micro_batches, 2 * ranks - 1)
     # Letters stand for forward, backward, weights; lower case for the first chunk, upper case for the second.
-    found = "f" * (2 * left - 1) + "Ff" * place + "FBW" * left
-    more = full - (2 * left - 1 + place)  # forwards of the first chunk that are left
-    for steady in range(full - ranks):
-        found += ("f" if steady < more else "") + "bwFBW"
-    found += "bB" * place + "bw" * left + "W" * place + "w" * place
+    letters = "f" * (2 * remaining - 1) + "Ff" * rank + "FBW" * remaining
+    first_forwards = padded - (2 * remaining - 1 + rank)  # forwards of the first chunk that are left
+    for steady in range(padded - ranks):
+        letters += ("f" if steady < first_forwards else "") + "bwFBW"
+    letters += "bB" * rank + "bw" * remaining + "W" * rank + "w" * rank
     kinds: dict[str, Kind] = {"f": "forward", "b": "backward", "w": "weights"}
     done: Counter[str] = Counter()
     actions = []
-    for letter in found:
+    for letter in letters:
         actions.append(Action(kinds[letter.lower()], done[letter], int(letter.isupper())))
         done[letter] += 1
     return [action for action in actions if action.micro < micro_batches]
 
 
-def in_flight(schedule: Schedule, placement: Placement, place: int, micro_batches: int) -> int:
+def in_flight(schedule: Schedule, placement: Placement, rank: int, micro_batches: int) -> int:
     """The most (micro-batch, chunk) pairs whose activations a rank keeps at once, for backward or weight gradients."""
-    alive, most, ends = 0, 0, "weights" if schedule in DELAYED else "backward"
-    for action in order(schedule, placement, place, micro_batches):
+    alive, peak, ends = 0, 0, "weights" if schedule in DELAYED else "backward"
+    for action in order(schedule, placement, rank, micro_batches):
         alive += 1 if action.kind == "forward" else -1 if action.kind == ends else 0
-        most = max(most, alive)
-    return most
+        peak = max(peak, alive)
+    return peak
 
 
 def bubble(orders: Sequence[Sequence[Action]], placement: Placement, cost: Callable[[int, Action], float]) -> float:
@@ -110,12 +113,12 @@ def bubble(orders: Sequence[Sequence[Action]], placement: Placement, cost: Calla
     orders: by rank. cost: of an action on a stage.
     """
     ends: dict[tuple[int, Kind, int], float] = {}
-    clocks, places, busy = [0.0] * len(orders), [0] * len(orders), 0.0
-    while any(place < len(actions) for place, actions in zip(places, orders, strict=True)):
+    clocks, positions, busy = [0.0] * len(orders), [0] * len(orders), 0.0
+    while any(position < len(actions) for position, actions in zip(positions, orders, strict=True)):
         moved = False
         for rank, actions in enumerate(orders):
-            while places[rank] < len(actions):
-                action = actions[places[rank]]
+            while positions[rank] < len(actions):
+                action = actions[positions[rank]]
                 stage = placement.stage_of(rank, action.chunk)
                 needed = _needed(placement, stage, action)
                 if needed is not None and needed not in ends:
@@ -123,19 +126,19 @@ def bubble(orders: Sequence[Sequence[Action]], placement: Placement, cost: Calla
                 begin = max(clocks[rank], 0.0 if needed is None else ends[needed])
                 clocks[rank] = ends[stage, action.kind, action.micro] = begin + cost(stage, action)
                 busy += cost(stage, action)
-                places[rank] += 1
+                positions[rank] += 1
                 moved = True
         if not moved:
             raise RuntimeError("the stages of this pipeline wait for each other for ever")
-    whole = max(clocks) * len(orders)
-    return 1.0 - busy / whole if whole else 0.0
+    total = max(clocks) * len(orders)
+    return 1.0 - busy / total if total else 0.0
 
 
 def _needed(placement: Placement, stage: int, action: Action) -> tuple[int, Kind, int] | None:
     """(stage, kind, micro-batch) of the action whose result this one needs; None for a forward of the first stage."""
     if action.kind == "weights":
         return stage, "backward", action.micro
-    other = placement.neighbour(stage, onward=action.kind == "backward")
-    if other is not None:
-        return other, action.kind, action.micro
+    neighbour = placement.neighbour(stage, onward=action.kind == "backward")
+    if neighbour is not None:
+        return neighbour, action.kind, action.micro
     return (stage, "forward", action.micro) if action.kind == "backward" else None

@@ -115,7 +115,7 @@ def _of_stage(model: Blueprint, mesh: MeshSizes, held: Held, rows: RowFacts | No
     several = rows_in_flight(model, mesh, held.place.pp, micro_batches)
     one = saved.bytes(tokens, recompute=recompute, layers=layers)
     all_rows = saved.bytes(tokens, recompute=recompute, layers=layers, rows=several)
-    again = round(saved.again(layers) * tokens) if recompute else 0
+    again = round(saved.largest_layer(layers) * tokens) if recompute else 0
     found = replace(found, rows=one, in_flight=all_rows - one, again=again)
     freed = sum(count for count, keep in units if not keep) * compute
     if not _keeps(model, mesh, found.fullest + freed):
@@ -256,4 +256,4 @@ def _head(model: Blueprint, mesh: MeshSizes, tokens: int) -> int:
 def _host(model: Blueprint, mesh: MeshSizes, held: Held) -> int:
     needs = MemoryNeeds(held.weights, held.gradients, held.optimizer, 0, 0, held.average)
     adapters = model.built.lora is not None
-    return host_bytes([HostNeeds.of(needs, adapters=adapters, state=True, replicas=mesh.dp_replicate, parts=())])
+    return host_bytes([HostNeeds.estimate(needs, adapters=adapters, state=True, replicas=mesh.dp_replicate, parts=())])

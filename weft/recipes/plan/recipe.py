@@ -49,7 +49,7 @@ def run(config: SftConfig | RlConfig, options: PlanOptions) -> None:
         assumed, ranks=options.machine, link=options.link, network=options.network, matmul=options.matmul,
         attention=options.attention,
     )  # fmt: skip
-    engine = policy_config(config) if isinstance(config, RlConfig) else EngineConfig.of(config)
+    engine = policy_config(config) if isinstance(config, RlConfig) else EngineConfig.from_config(config)
     model = Blueprint(engine, "cpu", assumed, samples=isinstance(config, RlConfig))
     lengths = lengths_of_a_step(config, options.length)
     if options.search:

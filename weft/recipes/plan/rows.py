@@ -77,7 +77,7 @@ def planner_of(model: Blueprint, mesh: MeshSizes) -> StepPlanner:
         context = CPAxis(0, mesh.cp // ulysses, ulysses, nobody, nobody, nobody)
     multiple = mesh.tp if model.sequence(mesh.tp) else 1
     ranks = mesh.dp_replicate * mesh.shards
-    return StepPlanner(model.config.step, (0, ranks), model.built, context, multiple, several=mesh.cp > 1)
+    return StepPlanner(model.config.step, (0, ranks), model.built, context, multiple, has_cp=mesh.cp > 1)
 
 
 def meta_of(planner: StepPlanner, length: int) -> DocumentMeta:

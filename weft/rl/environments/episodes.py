@@ -59,7 +59,7 @@ class Episodes:
         sample must fit into one row. Images of the prompt alone were checked before training."""
         if self.room is None or reply_images is None:
             return self.most_tokens
-        return min(self.most_tokens, self.room.tokens - self.room.of(reply_images.patches) - len(prompt.tokens))
+        return min(self.most_tokens, self.room.tokens - self.room.in_tokens(reply_images.patches) - len(prompt.tokens))
 
     def reply_tokens(self, prompt: Prompt, reply: Reply, ended: bool, reply_images: PromptImages | None) -> ReplyTokens:
         """The tokens of a reply. ended: whether the answer before it has an end token. reply_images: images of earlier
