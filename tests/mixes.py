@@ -31,7 +31,8 @@ INTRODUCTION = """\
 Written by `make verify-all` (tests/mixes.py), which runs what stands here: {machine}. On real ranks (gloo, fp32, tiny
 random models) readouts, loss, the gradient of every parameter and the weights after three steps are compared with those
 of plain transformers in one process; **ok** is within the tolerances of `weft verify`, which
-[design-decisions.md](../explanation/design-decisions.md#the-proof) has. A cell without experts or layers for its axes is empty. The meshes
+[design-decisions.md](../explanation/design-decisions.md#the-proof) has. A
+cell without experts or layers for its axes is empty. The meshes
 are named as in tests/cases.py: data axes first (`2x1` is dp_replicate 2 x dp_shard 1), `4ep2` has four data ranks, of
 which two each have the same experts, `pp2i` has the schedule Interleaved1F1B and `pp2v` ZBVZeroBubble, with two stages
 on each rank. With cp, rows are so short that documents are cut.
