@@ -147,11 +147,11 @@ def test_old_and_foreign_cards_are_named() -> None:
 
 def test_the_peak_of_a_cpu_is_unknown() -> None:
     assert peak_flops(torch.device("cpu")) is None
-    assert Throughput(ranks=2, peak=None).share(1e12, 1.0) is None
+    assert Throughput(ranks=2, peak=None).mfu(1e12, 1.0) is None
 
 
 def test_share_of_the_peak() -> None:
-    assert Throughput(ranks=4, peak=100e12).share(flops=800e12, seconds=4.0) == 0.5
+    assert Throughput(ranks=4, peak=100e12).mfu(flops=800e12, seconds=4.0) == 0.5
 
 
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "gemma3"])

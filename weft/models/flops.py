@@ -10,15 +10,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from weft.launch.accelerators import card_of
-
-if TYPE_CHECKING:
-    from weft.engine.engine import Engine
-    from weft.engine.step_plan.plan import StepPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,15 +112,6 @@ class Throughput:
     ranks: int
     peak: float | None
 
-    @staticmethod
-    def of(engine: Engine) -> Throughput:
-        """The ranks and the device of an engine."""
-        return Throughput(engine.ranks.world, peak_flops(engine.ranks.device))
-
-    def mfu(self, plan: StepPlan, seconds: float) -> float | None:
-        """The step's model FLOPs (causal) over the FLOPs that the peak allows in `seconds`; None if unknown."""
-        return None if self.peak is None else self.share(plan.totals.cost, seconds)
-
-    def share(self, flops: float, seconds: float) -> float | None:
-        """`flops` of all ranks over the FLOPs that the peak allows in `seconds`; None if unknown."""
+    def mfu(self, flops: float, seconds: float) -> float | None:
+        """`flops` of all ranks over the FLOPs that the peak allows in `seconds`; None if the peak is unknown."""
         return None if self.peak is None or seconds <= 0 else flops / (self.peak * self.ranks * seconds)

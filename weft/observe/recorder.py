@@ -18,7 +18,7 @@ from weft.errors import UserError
 from weft.launch.machine import device_name
 from weft.launch.summary import Phases, RunSummary
 from weft.launch.timing import StepTimes
-from weft.models.flops import Throughput
+from weft.models.flops import Throughput, peak_flops
 from weft.observe.banner import print_closing
 from weft.observe.resume import Start
 from weft.observe.starts import note_end, note_start
@@ -63,7 +63,7 @@ class RunRecorder:
 
     def __post_init__(self) -> None:
         self.file = MetricsFile(self.folder / "metrics.jsonl") if self.engine.ranks.is_first else None
-        self.throughput = Throughput.of(self.engine)
+        self.throughput = Throughput(self.engine.ranks.world, peak_flops(self.engine.ranks.device))
         self.bad = BadSteps(self.config.train.max_nonfinite, self.start.bad_in_a_row)
         self.summary.restore(self.start.summary)
         self.times = StepTimes(self.engine.device, self.engine.ranks.world) if self.config.track.timing else None

@@ -41,7 +41,7 @@ def step_line(
         "utilisation": plan.utilisation,
         "seconds": outcome.seconds,
         "tokens_per_second": totals.tokens / outcome.seconds,
-        "mfu": throughput.mfu(plan, outcome.seconds),
+        "mfu": throughput.mfu(totals.cost, outcome.seconds),
         "memory_gib": memory_gib,
     }
     if result.loss_scale is not None:

@@ -44,7 +44,7 @@ from weft.launch.machine import device_name
 from weft.launch.options import Device
 from weft.launch.process import leave
 from weft.launch.timing import StepTimes
-from weft.models.flops import Throughput
+from weft.models.flops import Throughput, peak_flops
 from weft.observe.banner import ModelOpening, model_opening
 from weft.observe.step_line import StepOutcome, step_line
 from weft.parallel.fsdp import DTYPES
@@ -109,7 +109,7 @@ class TrainerRank:
         self.opener = image_opener(config.model.path, config.data)
         tokens = config.rollout.max_tokens_per_device
         self.embedded = EmbeddedEngine(self.engine, self.tokenizer, tokens, routes=True, opener=self.opener)
-        self.throughput = Throughput.of(self.engine)
+        self.throughput = Throughput(self.engine.ranks.world, peak_flops(self.engine.ranks.device))
         self.times = StepTimes(self.engine.device, self.ranks.world) if config.track.timing else None
         if self.times is not None and self.engine.device.type == "cpu":
             time_collectives(self.engine.module)
