@@ -73,7 +73,7 @@ def one_step(path: str, optimizer: dict[str, Any], fsdp: dict[str, Any]) -> dict
         "bytes": sum(value.nbytes for value in states),
         "elements": sum(p.to_local().numel() for p in engine.module.parameters()),
         "sent": sum(sent),
-        "table": {row.what: row.dtype for row in dtype_rows(engine)}["optimizer"],
+        "table": {row.use: row.dtype for row in dtype_rows(engine)}["optimizer"],
     }
 
 

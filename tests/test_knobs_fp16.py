@@ -136,7 +136,7 @@ def overflowing(path: str, mesh: str) -> dict[str, Any]:
         "results": results,
         "state": engine.loss_scale.state_dict(),
         "moved": any(not torch.equal(before[name], tensor) for name, tensor in engine.tensors()),
-        "table": {row.what: row.dtype for row in dtype_rows(engine)}["compute"],
+        "table": {row.use: row.dtype for row in dtype_rows(engine)}["compute"],
     }
 
 

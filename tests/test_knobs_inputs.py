@@ -67,7 +67,7 @@ def inputs(path: str, patterns: tuple[str, ...]) -> tuple[dict[str, set[torch.dt
         layer.register_forward_pre_hook(look)
     step(engine)
     check_contract(engine)
-    return seen, {row.what: row.note for row in dtype_rows(engine)}
+    return seen, {row.use: row.note for row in dtype_rows(engine)}
 
 
 def test_inputs_of_the_named_modules_are_cast() -> None:

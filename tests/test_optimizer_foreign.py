@@ -111,7 +111,7 @@ def described(path: str) -> dict[str, Any]:
     engine = open_engine(path, "2", optimizer={"name": "tests.optimizers.Lion"})
     take_steps(engine, 1)
     check_contract(engine)
-    table = {row.what: row.dtype for row in dtype_rows(engine)}
+    table = {row.use: row.dtype for row in dtype_rows(engine)}
     with mock.patch.object(engine, "state_dtypes", {torch.float32}), pytest.raises(RuntimeError, match="average of"):
         check_contract(engine)
     held = sum(p.to_local().numel() for p in engine.module.parameters())  # type: ignore[attr-defined]
