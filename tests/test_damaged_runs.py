@@ -113,7 +113,7 @@ def test_a_report_is_written_to_no_file_that_a_run_points_at(
     run = make_run(tmp_path / "run")
     make(run / "report.html")
     assert cli.main(["report", str(run)]) == 2
-    assert f"{run}/report.html: is no regular file, so it is not written to" in capsys.readouterr().err
+    assert f"{run}/report.html: is no regular file and is not overwritten" in capsys.readouterr().err
     assert not (run / "nowhere").exists() and (make is not to_a_file or (run / "other").read_text() == "precious")
     assert cli.main(["report", str(run), "--output", str(tmp_path / "page.html")]) == 0
 

@@ -17,7 +17,8 @@ from weft.data.chat_template import chosen_template
 from weft.data.encode import Encoder, Encoding
 from weft.data.open_sources import open_data
 from weft.data.records import ParseOptions, Record
-from weft.observe.report.page import page, read_run
+from weft.observe.report.page import page
+from weft.observe.report.read import read_run
 
 ROWS = [
     b'{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes", "train": true}]}\n',

@@ -20,11 +20,13 @@ from weft import cli
 from weft.errors import UserError
 from weft.inference.records import read_answers, write_rollouts
 from weft.inference.types import Prompt, Sample, SampleGroup, samples_of
-from weft.observe.report import charts, rl_page
-from weft.observe.report.charts import Chart, Series, axis_texts, draw, number, ticks
-from weft.observe.report.page import charts as charts_of
-from weft.observe.report.page import page, read_run, system_charts
-from weft.observe.report.rl_page import extremes
+from weft.observe.report import svg as drawing
+from weft.observe.report.charts import RL_CHARTS, system_charts
+from weft.observe.report.charts import charts as charts_of
+from weft.observe.report.page import page
+from weft.observe.report.read import read_run
+from weft.observe.report.samples import extremes
+from weft.observe.report.svg import Chart, Series, axis_texts, draw, number, ticks
 from weft.observe.rollouts import reward_text
 from weft.rl.resume import find_collected
 
@@ -153,7 +155,7 @@ def test_where_when_and_by_which_command_it_ran(tmp_path: Path) -> None:
     ("lines", "status"),
     [
         ([START, {"ended": "", "error": "ValueError: <bad> rows"}], "failed after step 120: ValueError: <bad> rows"),
-        ([START], "ended without a word after step 120: killed, or its machine failed"),
+        ([START], "ended without a message after step 120: killed, or its machine failed"),
         ([START, {"ended": "", "error": "ValueError"}, START, END], "finished after 120 steps"),
         ([], "finished after 120 steps"),
     ],
@@ -191,14 +193,14 @@ def test_a_run_that_goes_on(tmp_path: Path) -> None:
     run = with_starts(make_run(tmp_path / "a", finished=False), START)
     os.utime(run / "metrics.jsonl", (0, 0))
     with (run / "lock").open("w") as lock:
-        assert not read_run(run).runs
+        assert not read_run(run).is_running
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert "running: 120 steps so far" in Text(page([read_run(run)])).text
-    assert not read_run(run).runs
+    assert not read_run(run).is_running
     os.utime(run / "metrics.jsonl")
-    assert read_run(run).runs
+    assert read_run(run).is_running
     (run / "lock").unlink()
-    assert not read_run(run).runs
+    assert not read_run(run).is_running
 
 
 def test_keys_that_differ_from_their_defaults_come_first(tmp_path: Path) -> None:
@@ -272,7 +274,7 @@ def test_runs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["report", str(tmp_path / "none")]) == 2
-    assert "it does not exist. Name the folder that run.dir named." in capsys.readouterr().err
+    assert "it does not exist. Name the run.dir of a run." in capsys.readouterr().err
     assert cli.main(["report", str(tmp_path)]) == 2
     assert "it holds no metrics.jsonl" in capsys.readouterr().err
     (tmp_path / "metrics.jsonl").write_text("")
@@ -436,14 +438,14 @@ def test_the_page_on_a_phone() -> None:
     (phone,) = re.findall(r"@media \(max-width: 700px\) \{(.*?)\n\}", text, re.DOTALL)
     (size,) = (float(found) for found in re.findall(r"svg \.tick \{ font-size: ([\d.]+)px", phone))
     card = 360 - 2 * 10 - 12 - 26
-    assert size * card / charts.WIDTH >= 10.0, "in pixels of the screen"
+    assert size * card / drawing.WIDTH >= 10.0, "in pixels of the screen"
     longest = 0.6 * size * len("0.99975")  # of a y axis, which may reach into the card's padding
-    assert longest <= charts.LEFT - 7 + 26 * charts.WIDTH / card
+    assert longest <= drawing.LEFT - 7 + 26 * drawing.WIDTH / card
 
 
 def test_metrics_that_have_a_chart_are_documented() -> None:
     documented = (Path(__file__).parent.parent / "docs" / "reference" / "metrics.md").read_text()
-    keys = [key for together in rl_page._CHARTS for key in (*together.keys, together.held_out) if key]
+    keys = [key for _, patterns, evaluated in RL_CHARTS for key in (*patterns, evaluated) if key]
     assert [key for key in keys if "*" not in key and f"`{key}`" not in documented] == []
 
 
@@ -460,8 +462,8 @@ def test_the_best_and_the_worst_are_of_other_prompts(tmp_path: Path) -> None:
 def test_where_a_line_is_drawn() -> None:
     """Steps 1 to 3 span the width between the margins; 0 to 10, with 5% above, the height."""
     svg, data = draw(Chart("t", "u", [Series("s", [1, 2, 3], [10.0, None, 5.0])], zero=True, marks=[2]))
-    top, bottom = charts.TOP, charts.HEIGHT - charts.BOTTOM
-    left, right = charts.LEFT, charts.WIDTH - charts.RIGHT
+    top, bottom = drawing.TOP, drawing.HEIGHT - drawing.BOTTOM
+    left, right = drawing.LEFT, drawing.WIDTH - drawing.RIGHT
     y = [bottom + (top - bottom) * value / 10.5 for value in (10.0, 5.0)]
     assert f'd="M{left:.1f} {y[0]:.1f}M{right:.1f} {y[1]:.1f}"' in svg  # a gap, no line over the missing step
     assert f"M{(left + right) / 2:.1f} {bottom - 8}" in svg  # the mark
@@ -471,9 +473,9 @@ def test_where_a_line_is_drawn() -> None:
 def test_stacked_areas_stand_on_each_other() -> None:
     chart = Chart("t", "u", [Series("a", [1, 2], [1.0, 1.0]), Series("b", [1, 2], [2.0, None])], stacked=True)
     svg, _ = draw(chart)
-    scale = (charts.TOP - charts.HEIGHT + charts.BOTTOM) / (3.0 * 1.05)
-    heights = [charts.HEIGHT - charts.BOTTOM + scale * value for value in (3.0, 1.0)]
-    left, right = charts.LEFT, charts.WIDTH - charts.RIGHT
+    scale = (drawing.TOP - drawing.HEIGHT + drawing.BOTTOM) / (3.0 * 1.05)
+    heights = [drawing.HEIGHT - drawing.BOTTOM + scale * value for value in (3.0, 1.0)]
+    left, right = drawing.LEFT, drawing.WIDTH - drawing.RIGHT
     upper = f"{left:.1f},{heights[0]:.1f} {right:.1f},{heights[1]:.1f} {right:.1f},{heights[1]:.1f}"
     assert f'points="{upper}' in svg
 
@@ -490,7 +492,7 @@ def test_a_long_series_is_drawn_as_means_and_ranges() -> None:
 )
 def test_when_a_scale_is_logarithmic(values: list[float | None], wanted: bool) -> None:
     chart = Chart("t", "u", [Series("s", [1, 2], values)], log=True)
-    assert charts.logarithmic(chart) is wanted
+    assert drawing.logarithmic(chart) is wanted
     draw(chart)
 
 

@@ -1,324 +1,222 @@
-"""Line charts and stacked areas as SVG, for weft/observe/report/page.py. Numbers in, text out; imports no torch.
-
-A chart is drawn in a box of WIDTH x HEIGHT units that the page scales. Colours are CSS variables --c0 to --c7.
-"""
+"""The charts of `weft report`: which metrics share a chart, for one run or several. Imports no torch."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from html import escape
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from itertools import pairwise
+from statistics import fmean, median
 
-WIDTH, HEIGHT = 640.0, 250.0
-LEFT, RIGHT, TOP, BOTTOM = 58.0, 14.0, 12.0, 36.0
-COLOURS = 8
-# A longer series is drawn as means of at most so many buckets, over an area from the lowest to the highest value.
-_MOST_POINTS = 800
-# Series of up to so many points have a dot at each.
-_MARKED_TO = 40
-# Noisy series of at least so many points have a smoothed line in front.
-_SMOOTHED_FROM = 60
-# Positive values that span more than this factor are drawn on a logarithmic scale if Chart.log allows it.
-_LOG_FACTOR = 50.0
+from weft.launch.timing import METRICS as PHASES
+from weft.observe.report.read import MAX_KEYS, ReportedRun
+from weft.observe.report.svg import Chart, Series, numeric
 
-STEPS = "optimizer step"
-
-Value = float | None
-
-
-@dataclass(frozen=True)
-class Series:
-    """One curve: y over x; y is None if missing. held_out: drawn dashed."""
-
-    name: str
-    x: Sequence[float]
-    y: Sequence[Value]
-    colour: int = 0
-    held_out: bool = False
-
-    @property
-    def is_zero(self) -> bool:
-        """Whether all values are zero, and there is at least one."""
-        return any(value is not None for value in self.y) and not any(self.y)
-
-
-@dataclass(frozen=True)
-class Chart:
-    """One chart. unit: of the values. zero: the y axis includes 0. log: the y axis may be logarithmic. noisy: long
-    series are smoothed. stacked: series are stacked areas. percent: values are shares. marks: x of skipped steps.
-    over: what x counts; STEPS are whole numbers."""
-
-    title: str
-    unit: str
-    series: Sequence[Series] = ()
-    zero: bool = False
-    log: bool = False
-    noisy: bool = False
-    stacked: bool = False
-    percent: bool = False
-    marks: Sequence[float] = ()
-    over: str = STEPS
-
-
-@dataclass(frozen=True)
-class _Bucket:
-    x: float
-    mean: Value
-    low: Value
-    high: Value
-
-
-@dataclass(frozen=True)
-class _Scale:
-    low: float
-    high: float
-    pixel_low: float
-    pixel_high: float
-    log: bool = False
-
-    def __call__(self, value: float) -> float:
-        low, high, position = (math.log10(v) if self.log else v for v in (self.low, self.high, value))
-        share = (position - low) / (high - low) if high > low else 0.5
-        return self.pixel_low + share * (self.pixel_high - self.pixel_low)
+# Keys of metrics.jsonl with a chart of their own, in the order of the page; the series are added later.
+_CHARTS = (
+    ("loss", Chart("Loss", "nats per trained token", log=True, noisy=True)),
+    ("grad_norm", Chart("Gradient norm", "L2, before clipping", log=True, noisy=True)),
+    ("lr", Chart("Learning rate", "per step", zero=True)),
+    ("tokens_per_second", Chart("Throughput", "tokens per second, all ranks", zero=True, noisy=True)),
+    ("seconds", Chart("Time", "seconds per step", zero=True, noisy=True)),
+    ("mfu", Chart("Model FLOPs utilisation", "share of the peak", zero=True, noisy=True, percent=True)),
+    ("memory_gib", Chart("Peak memory", "GiB, largest rank", zero=True)),
+    ("fill", Chart("Fill of rows", "real tokens / budget", zero=True, noisy=True, percent=True)),
+    ("utilisation", Chart("Balance of ranks", "mean / largest FLOPs", zero=True, noisy=True, percent=True)),
+)
+# Charts of `weft rl`: chart, patterns of its metrics, and a metric of evaluations that is drawn dashed, or "".
+RL_CHARTS = (
+    (Chart("Reward", "mean; mean of groups' deviations", noisy=True), ("reward", "reward_std"), "eval/reward"),
+    (Chart("Rewards by function", "means, before weights", noisy=True), ("rewards/*/mean",), ""),
+    (Chart("Evaluation", "share of held-out prompts", percent=True), ("eval/accuracy", "eval/pass@*"), ""),
+    (Chart("KL divergence", "nats per token", noisy=True), ("kl", "policy/kl_old"), ""),
+    (Chart("Entropy", "nats per token", zero=True, noisy=True), ("entropy",), ""),
+    (Chart("Completion lengths", "tokens", zero=True, noisy=True), (
+        "completions/mean_length", "completions/mean_terminated_length", "completions/min_length",
+        "completions/max_length",
+    ), "eval/length"),
+    (Chart("No signal, cut short", "share of groups; of samples", zero=True, noisy=True, percent=True), (
+        "frac_reward_zero_std", "completions/clipped_ratio",
+    ), ""),
+    (Chart("Clipped ratios", "share of tokens", zero=True, noisy=True, percent=True), (
+        "clip_ratio/region_mean", "clip_ratio/low_mean", "clip_ratio/high_mean",
+    ), ""),
+    (Chart("Engine and trainer: logprobs", "|log rho|, nats", log=True, noisy=True), (
+        "sampling/sampling_logp_difference/mean", "sampling/sampling_logp_difference/max",
+    ), ""),
+    (Chart("Engine and trainer: ratio", "rho = old / rollout", noisy=True), (
+        "sampling/importance_sampling_ratio/mean", "sampling/importance_sampling_ratio/min",
+        "sampling/importance_sampling_ratio/max",
+    ), ""),
+    (Chart("Engine and trainer: KL", "nats per token", log=True, noisy=True), ("sampling/kl",), ""),
+    (Chart("Engine and trainer: after corrections", "shares", zero=True, noisy=True, percent=True), (
+        "sampling/effective_sample_size", "sampling/clipped", "sampling/masked",
+    ), ""),
+    (Chart("Staleness", "versions of the weights", zero=True), ("staleness/mean", "staleness/max"), ""),
+)  # fmt: skip
+# Charts of system.jsonl, by the name of the key, or for GPUs by its last part.
+_SYSTEM_CHARTS = (
+    ("utilisation", Chart("GPU utilisation", "share of time in which a kernel ran", zero=True, percent=True)),
+    ("memory_gib", Chart("GPU memory", "GiB in use, by all processes", zero=True)),
+    ("celsius", Chart("GPU temperature", "\N{DEGREE SIGN}C")),
+    ("watts", Chart("GPU power", "W", zero=True)),
+    ("system/cpu", Chart("Processor", "share of all cores", zero=True, percent=True)),
+    ("system/memory_gib", Chart("Host memory", "GiB in use", zero=True)),
+)
+_NO_CHART = {
+    "step", "epoch", "documents", "tokens", "loss_tokens", "micro_batches", "skipped", "reason", "profiled",
+    "eval/seconds", "eval/loss", "rollout",
+}  # fmt: skip
+# Units of other metrics, by the last part of their names.
+_UNITS = {"loss": "nats per trained token", "perplexity": "e^loss", "accuracy": "share of trained tokens",
+          "exact": "share of documents"}  # fmt: skip
+_ROLLOUT_SECONDS = "seconds/"
 
 
-def numeric(value: object) -> Value:
-    """A value of metrics.jsonl as a float; None if it is not a number."""
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+def charts(runs: Sequence[ReportedRun]) -> tuple[list[Chart], list[Chart]]:
+    """(Charts that every run has, charts of other metrics)."""
+    main, charted = _rl_charts(runs)
+    for key, chart in _CHARTS:
+        if key == "seconds" and len(runs) == 1 and runs[0].has("time/forward"):
+            main.append(_phase_chart(runs[0]))
+        elif any(run.has(key) for run in runs):
+            series = _curves(runs, key)
+            if key == "loss":
+                series += _curves(runs, "eval/loss", colour=1, held_out=True)
+                if all(run.is_rl for run in runs):
+                    chart = replace(chart, unit="of the policy", log=False)
+            skipped = [float(line["step"]) for run in runs for line in run.lines if line.get("skipped")]
+            marks = skipped if key in ("loss", "grad_norm", "lr") else []
+            main.append(replace(chart, series=series, marks=marks))
+    charted |= {key for key, _ in _CHARTS} | _NO_CHART
+    names = list(dict.fromkeys(key for run in runs for line in run.lines for key in line))[:MAX_KEYS]
+    others = [key for key in names if key not in charted and not key.startswith("time/")]
+    return main, _other_charts(runs, [key for key in others if any(run.has(key) for run in runs)])
 
 
-def draw(chart: Chart) -> tuple[str, dict[str, Any]]:
-    """(SVG, the data with which the page shows values under the pointer). Its `base` is what the numbers on the y axis
-    are differences from, "" if they are the values themselves."""
-    reduced = [(series, _buckets(series)) for series in chart.series]
-    tops = _stack([buckets for _, buckets in reduced]) if chart.stacked else []
-    x = _x_scale(chart.series)
-    y = _y_scale(chart, [buckets for _, buckets in reduced], tops)
-    values = _log_ticks(y.low, y.high) if y.log else ticks(y.low, y.high)
-    texts, base = axis_texts(values, chart.percent)
-    parts = [_grid(chart, x, y, dict(zip(values, texts, strict=True)))]
-    spread = max(abs(y.low), abs(y.high)) / (y.high - y.low)
-    digits = min(15, 4 + math.ceil(math.log10(spread))) if base else 4  # of values under the pointer
-    if chart.stacked:
-        parts += _areas(reduced, tops, x, y)
-    else:
-        for series, buckets in reduced:
-            parts.append(_line(series, buckets, x, y, chart.noisy))
-    parts += [_mark(x(step)) for step in chart.marks]
-    parts.append(f'<line class="cross" y1="{TOP}" y2="{HEIGHT - BOTTOM}" visibility="hidden"/>')
-    label = escape(f"{chart.title}, {chart.unit}, by {chart.over}", quote=True)
-    svg = f'<svg viewBox="0 0 {WIDTH:g} {HEIGHT:g}" role="img" aria-label="{label}">{"".join(parts)}</svg>'
-    return svg, {
-        "x": [x.low, x.high],
-        "over": chart.over,
-        "percent": chart.percent,
-        "base": base,
-        "digits": digits,
-        "series": [_readable(series, buckets, digits + 1) for series, buckets in reduced],
-    }
-
-
-def logarithmic(chart: Chart) -> bool:
-    """Whether this chart gets a logarithmic axis."""
-    values = [value for series in chart.series for value in series.y if value is not None]
-    return chart.log and bool(values) and min(values) > 0 and max(values) / min(values) > _LOG_FACTOR
-
-
-def number(value: float, percent: bool = False, digits: int = 4) -> str:
-    """A value on an axis: `0.5`, `12k`, `1e-5`, `40%`."""
-    if percent:
-        return "0" if value == 0 else f"{number(100 * value, digits=digits - 1)}%"
-    size = abs(value)
-    for unit, power in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        if size >= 10 * power or (power > 1e3 and size >= power):
-            return f"{value / power:.{digits}g}{unit}"
-    if size and size < 1e-3:
-        mantissa, _, exponent = f"{value:.2e}".partition("e")
-        return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
-    return f"{value:.{digits}g}"
-
-
-def axis_texts(values: Sequence[float], percent: bool) -> tuple[list[str], str]:
-    """(the numbers as text, ""); or, of numbers that four digits do not tell apart, such as ratios of similar policies,
-    (differences from a round number among them, that number)."""
-    texts = [number(value, percent) for value in values]
-    if len(set(texts)) == len(texts):
-        return texts, ""
-    middle = values[len(values) // 2]
-    rounded = (float(f"{middle:.{digits}g}") for digits in range(1, 16))
-    base = next((candidate for candidate in rounded if values[0] <= candidate <= values[-1]), middle)
-    differences = [float(f"{value - base:.3g}") if abs(value - base) > 1e-15 * abs(base) else 0.0 for value in values]
-    signed = [f"{'+' * (difference > 0)}{number(difference, percent)}" for difference in differences]
-    return signed, number(base, percent, 15)
-
-
-# ---------------------------------------------------------------- reducing
-
-
-def _buckets(series: Series) -> list[_Bucket]:
-    """The points of a short series; means over equally many points of a long one."""
-    count = len(series.x)
-    if count <= _MOST_POINTS:
-        return [_Bucket(x, y, y, y) for x, y in zip(series.x, series.y, strict=True)]
-    size = -(-count // _MOST_POINTS)
-    buckets = []
-    for start in range(0, count, size):
-        values = [value for value in series.y[start : start + size] if value is not None]
-        middle = series.x[min(start + size // 2, count - 1)]
-        mean = sum(values) / len(values) if values else None
-        buckets.append(_Bucket(middle, mean, min(values, default=None), max(values, default=None)))
-    return buckets
-
-
-def _smoothed(buckets: Sequence[_Bucket]) -> list[Value]:
-    """A centred moving average, which does not lag; the window shrinks at both ends. None stays None."""
-    reach = max(3, len(buckets) // 50)
-    totals, counts = [0.0], [0]
-    for bucket in buckets:
-        totals.append(totals[-1] + (bucket.mean or 0.0))
-        counts.append(counts[-1] + (bucket.mean is not None))
-    smoothed: list[Value] = []
-    for index, bucket in enumerate(buckets):
-        near = min(reach, index, len(buckets) - 1 - index)
-        low, high = index - near, index + near + 1
-        mean = (totals[high] - totals[low]) / max(1, counts[high] - counts[low])
-        smoothed.append(None if bucket.mean is None else mean)
-    return smoothed
-
-
-def _stack(layers: Sequence[Sequence[_Bucket]]) -> list[list[float]]:
-    """The upper edge of every layer, at every point."""
-    tops: list[list[float]] = []
-    below = [0.0] * (len(layers[0]) if layers else 0)
-    for layer in layers:
-        below = [under + (bucket.mean or 0.0) for under, bucket in zip(below, layer, strict=True)]
-        tops.append(below)
-    return tops
-
-
-def _readable(series: Series, buckets: Sequence[_Bucket], digits: int) -> dict[str, Any]:
-    return {
-        "name": series.name,
-        "colour": series.colour % COLOURS,
-        "x": [bucket.x for bucket in buckets],
-        "y": [None if bucket.mean is None else float(f"{bucket.mean:.{digits}g}") for bucket in buckets],
-    }
-
-
-# ---------------------------------------------------------------- axes
-
-
-def _x_scale(series: Iterable[Series]) -> _Scale:
-    values = [x for curve in series for x in curve.x]
-    low, high = (min(values), max(values)) if values else (0.0, 1.0)
-    if low == high:
-        low, high = low - 0.5, high + 0.5
-    return _Scale(low, high, LEFT, WIDTH - RIGHT)
-
-
-def _y_scale(chart: Chart, layers: Sequence[Sequence[_Bucket]], tops: Sequence[Sequence[float]]) -> _Scale:
-    values = [v for layer in layers for bucket in layer for v in (bucket.low, bucket.high) if v is not None]
-    if chart.stacked:
-        values = [0.0, *(top for line in tops for top in line)]
-    low, high = (min(values), max(values)) if values else (0.0, 1.0)
-    if logarithmic(chart):
-        return _Scale(low / 1.15, high * 1.15, HEIGHT - BOTTOM, TOP, log=True)
-    if chart.zero or chart.stacked:
-        low = min(low, 0.0)
-    if low == high:
-        low, high = (low - abs(low) * 0.1, high + abs(high) * 0.1) if low else (0.0, 1.0)
-    room = 0.05 * (high - low)
-    return _Scale(low if low == 0 else low - room, high + room, HEIGHT - BOTTOM, TOP)
-
-
-def ticks(low: float, high: float, max_ticks: int = 5, *, integers: bool = False) -> list[float]:
-    """Round numbers at equal distances within a range, at most `max_ticks` + 1. integers: integers only."""
-    raw = max((high - low) / max_ticks, 1.0 if integers else 0.0)
-    power = 10.0 ** math.floor(math.log10(raw))
-    steps = [factor * power for factor in (1.0, 2.0, 2.5, 5.0, 10.0)]
-    step = next(step for step in steps if step >= raw * 0.999999 and (not integers or step == round(step)))
-    first = math.ceil(low / step - 1e-9)
-    return [float(f"{n * step:.12g}") for n in range(first, math.floor(high / step + 1e-9) + 1)]
-
-
-def _log_ticks(low: float, high: float) -> list[float]:
-    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    factors = (1.0, 2.0, 5.0) if math.log10(high / low) < 3 else (1.0,)
-    return [v for power in powers for factor in factors if low <= (v := factor * 10.0**power) <= high]
-
-
-def _grid(chart: Chart, x: _Scale, y: _Scale, texts: Mapping[float, str]) -> str:
-    """The lines and numbers of both axes. texts: value -> its text on the y axis."""
-    parts = []
-    for value, text in texts.items():
-        position = y(value)
-        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{position:.1f}" y2="{position:.1f}"/>')
-        parts.append(f'<text class="tick" x="{LEFT - 7}" y="{position + 4:.1f}" text-anchor="end">{text}</text>')
-    bottom = HEIGHT - BOTTOM
-    parts.append(f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{bottom}" y2="{bottom}"/>')
-    for index, value in enumerate(ticks(x.low, x.high, 8, integers=chart.over == STEPS)):
-        position, text = x(value), f"{value:,.10g}"
-        room = 3.5 * len(text)  # half of the text's width
-        position = min(position, WIDTH - room)
-        kind = "tick step between" if index % 2 else "tick step"
-        parts.append(f'<text class="{kind}" x="{position:.1f}" y="{bottom + 15}" text-anchor="middle">{text}</text>')
-    middle = (LEFT + WIDTH - RIGHT) / 2
-    parts.append(f'<text class="label" x="{middle}" y="{HEIGHT - 4}" text-anchor="middle">{escape(chart.over)}</text>')
-    return "".join(parts)
-
-
-# ---------------------------------------------------------------- drawing
-
-
-def _line(series: Series, buckets: Sequence[_Bucket], x: _Scale, y: _Scale, noisy: bool) -> str:
-    colour = f"var(--c{series.colour % COLOURS})"
-    parts = []
-    if any(bucket.low != bucket.high for bucket in buckets):
-        edge = [(x(b.x), y(b.high)) for b in buckets if b.high is not None]
-        edge += [(x(b.x), y(b.low)) for b in reversed(buckets) if b.low is not None]
-        parts.append(f'<polygon points="{_points(edge)}" fill="{colour}" opacity="0.15"/>')
-    means = [bucket.mean for bucket in buckets]
-    smoothed = noisy and not series.held_out and len(buckets) >= _SMOOTHED_FROM
-    style = ' opacity="0.35"' if smoothed else ' stroke-dasharray="5 3"' if series.held_out else ""
-    parts.append(_path(buckets, means, x, y, f'stroke="{colour}"{style}'))
-    if smoothed:
-        parts.append(_path(buckets, _smoothed(buckets), x, y, f'stroke="{colour}" stroke-width="2.2"'))
-    if len(buckets) <= _MARKED_TO:
-        parts += [f'<circle cx="{x(b.x):.1f}" cy="{y(b.mean):.1f}" r="3" fill="{colour}"/>'
-                  for b in buckets if b.mean is not None]  # fmt: skip
-    return "".join(parts)
-
-
-def _path(buckets: Sequence[_Bucket], values: Sequence[Value], x: _Scale, y: _Scale, style: str) -> str:
-    """One path, with a gap at missing values."""
-    commands, drawing = [], False
-    for bucket, value in zip(buckets, values, strict=True):
-        if value is None:
-            drawing = False
+def _rl_charts(runs: Sequence[ReportedRun]) -> tuple[list[Chart], set[str]]:
+    """(Charts of `weft rl`, their metrics). For several runs, each chart has only the first metric that exists."""
+    rl_runs = [run for run in runs if run.is_rl]
+    drawn, charted = list[Chart](), set[str]()
+    names = list(dict.fromkeys(key for run in rl_runs for line in run.lines for key in line))
+    for chart, patterns, evaluated in RL_CHARTS:
+        keys = [key for pattern in patterns for key in names if fnmatchcase(key, pattern)]
+        keys = [key for key in keys if any(run.has(key) for run in rl_runs)]
+        if not keys or (len(keys) == 1 and "rewards/*/mean" in patterns):  # one function's reward is the reward
             continue
-        commands.append(f"{'L' if drawing else 'M'}{x(bucket.x):.1f} {y(value):.1f}")
-        drawing = True
-    return f'<path class="line" d="{"".join(commands)}" {style}/>'
+        if len(runs) > 1:
+            keys = keys[:1]
+            chart = replace(chart, unit=keys[0])
+        series = [curve for index, key in enumerate(keys) for curve in _curves(runs, key, colour=index)]
+        if evaluated and any(run.has(evaluated) for run in runs):
+            series += _curves(runs, evaluated, colour=len(series), held_out=True)
+            charted.add(evaluated)
+        charted |= set(keys)
+        drawn.append(replace(chart, series=series))
+    if len(runs) == 1 and rl_runs:
+        lines = [line for line in runs[0].lines if any(key.startswith(_ROLLOUT_SECONDS) for key in line)]
+        keys = list(dict.fromkeys(key for line in lines for key in line if key.startswith(_ROLLOUT_SECONDS)))
+        x = [float(line["step"]) for line in lines]  # the optimizer steps that ended the rollout steps
+        series = [
+            Series(key.removeprefix(_ROLLOUT_SECONDS), x, [numeric(line.get(key)) for line in lines], colour=index)
+            for index, key in enumerate(keys)
+        ]
+        if series:
+            drawn.append(Chart("Rollout step by phase", "seconds per rollout step", series, stacked=True))
+        charted |= set(keys)
+    return drawn, charted
 
 
-def _areas(
-    reduced: Sequence[tuple[Series, Sequence[_Bucket]]], tops: Sequence[Sequence[float]], x: _Scale, y: _Scale
-) -> list[str]:
-    parts, below = [], [0.0] * (len(tops[0]) if tops else 0)
-    for (series, buckets), top in zip(reduced, tops, strict=True):
-        edge = [(x(b.x), y(v)) for b, v in zip(buckets, top, strict=True)]
-        edge += [(x(b.x), y(v)) for b, v in reversed(list(zip(buckets, below, strict=True)))]
-        parts.append(f'<polygon class="area" points="{_points(edge)}" fill="var(--c{series.colour % COLOURS})"/>')
-        below = list(top)
-    return parts
+def _curves(runs: Sequence[ReportedRun], key: str, *, colour: int = 0, held_out: bool = False) -> list[Series]:
+    """The curve of a metric for each run that has it. Of several runs, each is named after its run and has the colour
+    of the run; of one run it is named after the metric and has the colour `colour`. held_out: as in Series."""
+    curves = []
+    for index, run in enumerate(runs):
+        if any(key in line for line in run.lines):
+            name = run.name if len(runs) > 1 else key
+            if held_out:
+                name = f"{run.name}, held out" if len(runs) > 1 else f"held out ({key})"
+            curves.append(Series(name, *run.points(key), index if len(runs) > 1 else colour, held_out))
+    return curves
 
 
-def _mark(x: float) -> str:
-    bottom = HEIGHT - BOTTOM
-    return f'<path class="skipped" d="M{x:.1f} {bottom - 8}l4.5 8h-9z"/>'
+def _phase_chart(run: ReportedRun) -> Chart:
+    lines = [line for line in run.lines if any(f"time/{phase}" in line for phase in PHASES)]
+    x = [float(line["step"]) for line in lines]
+    columns = [[numeric(line.get(f"time/{phase}")) for line in lines] for phase in PHASES]
+    series = [Series(phase, x, y, colour=i) for i, (phase, y) in enumerate(zip(PHASES, columns, strict=True)) if any(y)]
+    return Chart("Time by phase", "seconds per step, first rank", series, stacked=True)
 
 
-def _points(points: Iterable[tuple[float, float]]) -> str:
-    return " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+def _other_charts(runs: Sequence[ReportedRun], keys: Sequence[str]) -> list[Chart]:
+    """One chart for each key. For a single run, keys such as `eval/NAME/loss` share a chart, with a series a NAME."""
+    groups: dict[str, list[str]] = {}
+    for key in keys:
+        parts = key.split("/")
+        is_of_source = len(runs) == 1 and len(parts) == 3 and parts[0] == "eval"
+        groups.setdefault(f"eval/*/{parts[2]}" if is_of_source else key, []).append(key)
+    drawn = []
+    for pattern, members in groups.items():
+        series = [curve for key in members for curve in _curves(runs, key)]
+        if len(members) > 1:
+            series = [replace(curve, name=curve.name.split("/")[1], colour=index) for index, curve in enumerate(series)]
+        leaf = pattern.rpartition("/")[2]
+        # Accuracy counts whole answers in `weft rl`, and tokens in other runs.
+        answers = leaf == "accuracy" and any(run.is_rl for run in runs)
+        unit = "share of held-out prompts" if answers else _UNITS.get(leaf, "")
+        percent = leaf in ("accuracy", "exact", "clipped_ratio") or leaf.startswith("pass@")
+        drawn.append(Chart(pattern if len(members) > 1 else members[0], unit, series, percent=percent))
+    return drawn
+
+
+def system_charts(runs: Sequence[ReportedRun]) -> list[Chart]:
+    """Charts of the first rank's machine, over time without pauses. For one run, each GPU has a series; of several
+    runs, each run has one, the mean over its GPUs."""
+    times = [_running_minutes(run) for run in runs]
+    longest = max((minutes[-1] for minutes in times if minutes), default=0.0)
+    over, scale = ("hours", 1 / 60) if longest > 180.0 else ("minutes", 1.0) if longest > 3.0 else ("seconds", 60.0)
+    drawn = []
+    for leaf, chart in _SYSTEM_CHARTS:
+        series = []
+        for index, (run, minutes) in enumerate(zip(runs, times, strict=True)):
+            x = [minute * scale for minute in minutes]
+            names = dict.fromkeys(key for line in run.system for key in line)
+            keys = [key for key in names if key == leaf or (key.startswith("system/gpu") and key.endswith(f"/{leaf}"))]
+            columns = {key: [numeric(line.get(key)) for line in run.system] for key in keys[:MAX_KEYS]}
+            if len(runs) > 1 and columns:
+                rows = [[value for value in row if value is not None] for row in zip(*columns.values(), strict=True)]
+                columns = {run.name: [fmean(row) if row else None for row in rows]}
+            for number, (key, y) in enumerate(columns.items()):
+                name = key.split("/")[1] if len(runs) == 1 else key
+                series.append(Series(name, x, y, colour=index if len(runs) > 1 else number))
+        if any(value is not None for curve in series for value in curve.y):
+            drawn.append(replace(chart, series=series, over=over))
+    return drawn
+
+
+def _running_minutes(run: ReportedRun) -> list[float]:
+    """The minutes at each sample of the machine since the first. A pause between two starts counts as one interval."""
+    seconds = [numeric(line.get("time")) or 0.0 for line in run.system]
+    steps = [max(0.0, after - before) for before, after in pairwise(seconds)]
+    usual = median(steps) if steps else 0.0
+    total, minutes = 0.0, [0.0] * bool(seconds)
+    for step in steps:
+        total += step if step <= max(60.0, 5.0 * usual) else usual
+        minutes.append(total / 60.0)
+    return minutes
+
+
+def without_zeros(drawn: Sequence[Chart], *, one_run: bool) -> tuple[list[Chart], list[str]]:
+    """(The charts that are not zero throughout, names of the others). one_run: the series of a chart are metrics of one
+    run, so that single zero series are removed, too; else they are one metric of several runs."""
+    remaining, zero = [], []
+    for chart in drawn:
+        flat = [series.name for series in chart.series if series.is_zero]
+        if len(flat) == len(chart.series):
+            zero.append(chart.title)
+            continue
+        if flat and one_run:
+            zero.append(f"{chart.title} ({', '.join(flat)})")
+            chart = replace(chart, series=[series for series in chart.series if not series.is_zero])
+        remaining.append(chart)
+    return remaining, zero

@@ -1,0 +1,266 @@
+"""What `weft report` reads of a run folder. Files may be incomplete, damaged, or written by someone else: whatever
+cannot be shown is left out with a note. Imports no torch."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from weft.checkpoint.retention import TRAINER_STATE, complete_steps, step_folder
+from weft.config.load import plain_sections
+from weft.config.yaml12 import read_file
+from weft.errors import UserError
+from weft.files import LOCK
+from weft.launch.flight import FOLDER as FLIGHT
+from weft.observe.report.samples import best_and_worst, samples_over_time
+from weft.observe.report.svg import numeric
+from weft.observe.starts import STARTS
+from weft.observe.system import SYSTEM
+from weft.terminal import byte_count, clean
+
+Line = dict[str, Any]
+
+MAX_KEYS = 500  # metrics, GPUs and ranks that are shown
+# Values beyond these limits are not shown: the run folder is damaged, or was not written by weft.
+_MAX_STEP, _LARGEST, _SMALLEST = 10**12, 1e30, 1e-30
+_MAX_NAME, _MAX_CONFIG = 200, 1 << 20
+_MAX_RANKS, _MAX_MESSAGE = 64, 500  # of a failure: ranks that are shown, characters of each message
+_RUNNING_SECONDS = 120.0  # a run whose last step is younger is running, where its lock cannot be seen
+
+
+@dataclass(frozen=True)
+class ReportedRun:
+    """The content of a run folder. summary: empty if the run has not ended. rollouts: for `weft rl`, the best and the
+    worst samples of the last rollout step. over_time: for `weft rl`, answers to the same prompts. starts: lines of
+    starts.jsonl, each with its end. failures: what each rank was doing when the last start failed, the probable cause
+    first. system: lines of system.jsonl. is_running: whether the run goes on. notes: what could not be read."""
+
+    folder: Path
+    name: str
+    config: Mapping[str, Mapping[str, Any]]
+    config_text: str
+    lines: Sequence[Line]
+    summary: Mapping[str, Any]
+    samples: Sequence[Line]
+    checkpoints: Sequence[Mapping[str, Any]]
+    rollouts: Mapping[str, Any] | None
+    over_time: Sequence[Mapping[str, Any]] = ()
+    starts: Sequence[Line] = ()
+    failures: Sequence[Mapping[str, Any]] = ()
+    system: Sequence[Line] = ()
+    is_running: bool = False
+    notes: Sequence[str] = ()
+
+    @property
+    def is_rl(self) -> bool:
+        """Whether `weft rl` wrote the run: the config has the section rl, or a line names a rollout step."""
+        return "rl" in self.config or any("rollout" in line for line in self.lines)
+
+    def points(self, key: str) -> tuple[list[float], list[float | None]]:
+        """(Steps, values) of the lines of metrics that have the key."""
+        points = [(float(line["step"]), numeric(line[key])) for line in self.lines if key in line]
+        return [x for x, _ in points], [y for _, y in points]
+
+    def values(self, key: str) -> list[float]:
+        """The values of a metric that are numbers."""
+        return [value for value in self.points(key)[1] if value is not None]
+
+    def has(self, key: str) -> bool:
+        return any(numeric(line.get(key)) is not None for line in self.lines)
+
+
+def read_run(folder: Path) -> ReportedRun:
+    """Reads everything that the page shows of a run folder. Raises UserError if no step is recorded there."""
+    metrics = folder / "metrics.jsonl"
+    if not metrics.is_file():
+        problem = "holds no metrics.jsonl, so it has no step of a run" if folder.is_dir() else "does not exist"
+        raise UserError(f"{folder}: it {problem}. Name the run.dir of a run.")
+    notes: list[str] = []
+    written = _read_lines(metrics, notes)
+    lines = [_plain(line) for line in written if type(step := line.get("step")) is int and 0 <= step < _MAX_STEP]
+    if len(lines) < len(written):
+        notes.append(f"{metrics}: {len(written) - len(lines):,} lines name no step and are left out")
+    starts = _read_starts(folder / STARTS, notes)
+    if not lines:
+        ended = f" The run failed: {starts[-1]['error']}." if starts and starts[-1].get("error") else ""
+        raise UserError(f"{folder}: no step has ended yet, so there is nothing to show.{ended}")
+    config: dict[str, dict[str, Any]] = {}
+    if (folder / "config.yaml").is_file():
+        try:
+            config = plain_sections(read_file(str(folder / "config.yaml")))
+        except UserError as error:
+            notes.append(str(error))
+    try:
+        rollouts = best_and_worst(folder)
+    except UserError as error:
+        rollouts = None
+        notes.append(str(error))
+    return ReportedRun(
+        folder=folder,
+        name=folder.resolve().name,
+        config=config,
+        config_text=_read_text(folder / "config.yaml", notes)[:_MAX_CONFIG],
+        lines=lines,
+        summary=_read_summary(folder / "summary.json", notes),
+        samples=[sample for sample in _read_lines(folder / "samples.jsonl", notes) if "answer" in sample],
+        checkpoints=_checkpoints(folder / "checkpoints"),
+        rollouts=rollouts,
+        over_time=samples_over_time(folder, notes),
+        starts=starts,
+        failures=_read_failures(folder, starts, notes),
+        system=[_plain(line) for line in _read_lines(folder / SYSTEM, notes)],
+        is_running=_is_running(folder),
+        notes=list(dict.fromkeys(notes)),
+    )
+
+
+def _read_text(path: Path, notes: list[str]) -> str:
+    """The text of a file; empty if there is none."""
+    if not path.is_file():
+        return ""
+    try:
+        content = path.read_bytes()
+        return content.decode("utf-8")
+    except OSError as error:
+        notes.append(f"{path}: cannot be read: {error.strerror}")
+        return ""
+    except UnicodeDecodeError as error:
+        notes.append(f"{path}: is not UTF-8 ({error.reason} at byte {error.start}); such bytes are shown as \ufffd")
+        return content.decode("utf-8", "replace")
+
+
+def _read_lines(path: Path, notes: list[str]) -> list[Line]:
+    """The objects of a JSONL file. An incomplete last line, as a killed run leaves it, is skipped without a note."""
+    objects, skipped = [], 0
+    texts = _read_text(path, notes).split("\n")
+    for number, text in enumerate(texts):
+        try:
+            line = json.loads(text)
+        except (ValueError, RecursionError):
+            skipped += bool(text.strip()) and number < len(texts) - 1
+            continue
+        if isinstance(line, dict):
+            objects.append(line)
+        else:
+            skipped += 1
+    if skipped:
+        notes.append(f"{path}: {skipped:,} lines are no JSON objects and are left out")
+    return objects
+
+
+def _read_object(path: Path, notes: list[str]) -> dict[str, Any]:
+    """The object of a JSON file; empty if there is none."""
+    try:
+        content = json.loads(_read_text(path, notes) or "{}")
+    except (ValueError, RecursionError):
+        notes.append(f"{path}: is no JSON and is left out")
+        return {}
+    if not isinstance(content, dict):
+        notes.append(f"{path}: is no JSON object and is left out")
+        return {}
+    return content
+
+
+def _plain(line: Line) -> Line:
+    """The line with its texts, booleans, and finite numbers that a chart can show; other values become None."""
+    plain: Line = {}
+    for key, value in line.items():
+        if not isinstance(value, bool | str):
+            # NaN compares false, so it becomes None.
+            is_shown = isinstance(value, int | float) and abs(value) < _LARGEST
+            value = (value if abs(value) > _SMALLEST else 0) if is_shown else None
+        plain[clean(key)[:_MAX_NAME]] = value
+    return plain
+
+
+def _read_summary(path: Path, notes: list[str]) -> dict[str, Any]:
+    content = _read_object(path, notes)
+    if not content:
+        return {}
+    summary: dict[str, Any] = {name: v for name in ("stopped", "data") if isinstance(v := content.get(name), str)}
+    for name, kind in (("seconds", float | int), ("versions", str)):
+        values = _plain(content[name]) if isinstance(content.get(name), dict) else {}
+        summary[name] = {key: value for key, value in values.items() if isinstance(value, kind)}
+    summary["seconds"] = {key: max(0, value) for key, value in summary["seconds"].items()}
+    return summary
+
+
+def _read_starts(path: Path, notes: list[str]) -> list[Line]:
+    """The lines of starts, each with the keys of the end that follows it, if there is one."""
+    starts: list[Line] = []
+    for line in _read_lines(path, notes):
+        mesh, versions = line.get("mesh"), line.get("versions")
+        texts = {name: value for name, value in line.items() if isinstance(value, str)}
+        if "started" in texts:
+            starts.append(texts)
+            for name, value in (("mesh", mesh), ("versions", versions)):
+                starts[-1][name] = _plain(value) if isinstance(value, dict) else {}
+            for name in ("step", "ranks"):
+                starts[-1][name] = value if type(value := line.get(name)) is int and 0 <= value < _MAX_STEP else 0
+        elif starts:
+            starts[-1] |= {name: texts[name] for name in ("ended", "error") if name in texts}
+    return starts
+
+
+def _read_failures(folder: Path, starts: Sequence[Line], notes: list[str]) -> list[dict[str, Any]]:
+    """The files that the ranks of the last start left in RUN/flight, if it failed. Ranks that lost their connection to
+    another come last: they are consequences."""
+    if not starts or ("ended" in starts[-1] and not starts[-1].get("error")):
+        return []
+    try:
+        started = datetime.fromisoformat(starts[-1]["started"]).timestamp()
+    except (ValueError, OverflowError):
+        return []
+    failures = []
+    for path in sorted((folder / FLIGHT).glob("rank-*.json"))[:MAX_KEYS]:
+        report = _read_object(path, notes)
+        message, activity = (text if isinstance(text := report.get(name), str) else "" for name in ("message", "where"))
+        rank = path.stem.removeprefix("rank-").lstrip("0") or "0"
+        if report and path.stat().st_mtime >= started:
+            lost_peer = report.get("kind") == "peer"
+            failures.append(
+                {"rank": rank, "lost_peer": lost_peer, "activity": activity, "message": message[:_MAX_MESSAGE]}
+            )
+    return sorted(failures, key=lambda failure: (failure["lost_peer"], not failure["message"]))[:_MAX_RANKS]
+
+
+def _is_running(folder: Path) -> bool:
+    """Whether the run goes on: a process of this machine holds its lock, or its last step ended just now."""
+    lock = folder / LOCK
+    try:
+        if lock.is_symlink() or not lock.is_file():
+            return False
+        with lock.open("rb") as stream:
+            fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return time.time() - (folder / "metrics.jsonl").stat().st_mtime < _RUNNING_SECONDS
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+
+
+def _checkpoints(folder: Path) -> list[dict[str, Any]]:
+    """The complete checkpoints, the newest first: step, size, and the links that point at each."""
+    if not folder.is_dir():
+        return []
+    links = {link.name: Path(os.readlink(link)).name for link in folder.iterdir() if link.is_symlink()}
+    checkpoints = []
+    for step in reversed(complete_steps(folder)):
+        path = step_folder(folder, step)
+        checkpoints.append(
+            {
+                "path": f"{folder.name}/{path.name}",
+                "step": step,
+                "size": byte_count(sum(file.stat().st_size for file in path.rglob("*") if file.is_file())),
+                "marks": sorted(name for name, target in links.items() if target == path.name),
+                "resumable": (path / TRAINER_STATE).is_dir(),
+            }
+        )
+    return checkpoints
