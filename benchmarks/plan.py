@@ -32,7 +32,7 @@ from weft.data.limits import Limits
 from weft.data.order import SourceShare
 from weft.data.table import Chunk, in_memory
 from weft.engine.batch.document import Document, choose, metas, take
-from weft.engine.batch.row import build_row
+from weft.engine.batch.rows import build_row
 from weft.engine.step_plan.plan import DocumentMeta, StepPlan, omitted_tokens, plan_step
 from weft.models.flops import AttentionFacts, FlopFacts, document_flops
 from weft.observe.profiling import own_peak_memory_gib

@@ -32,8 +32,8 @@ IGNORED = -100
 def weft_steps(spec: Spec) -> Iterator[Step]:
     """weft's Engine, called as its recipe calls it."""
     from weft.config.schema import ModelConfig, OptimizerConfig, StepConfig
-    from weft.engine.batch.builder import StepRows
     from weft.engine.batch.document import Document
+    from weft.engine.batch.rows import StepRows
     from weft.engine.config import EngineConfig
     from weft.engine.engine import Engine
     from weft.engine.losses.cross_entropy import CrossEntropy

@@ -13,9 +13,8 @@ import pytest
 import torch
 
 from tests.cases import saved_model
-from weft.engine.batch.context_row import cut_row
 from weft.engine.batch.document import Document
-from weft.engine.batch.row import build_row
+from weft.engine.batch.rows import build_row, cut_row
 from weft.engine.selfcheck.context import _axis
 from weft.engine.selfcheck.division import in_threads
 from weft.engine.selfcheck.startup import hidden_of, implementation

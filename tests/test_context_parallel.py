@@ -8,6 +8,7 @@ layers that carry state, several documents at once (mamba2); data ranks and tp b
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -23,9 +24,8 @@ from tests.vision_zoo import vision_config, vision_tokenizer
 from tests.zoo import tiny_config
 from weft.config.rl_schema import RlAlgorithm
 from weft.engine.batch.assigned_images import _DocumentImages, assign_images, plan_exchange
-from weft.engine.batch.context_row import local_last_seen
 from weft.engine.batch.document import Document
-from weft.engine.batch.row import Row
+from weft.engine.batch.rows import local_last_seen
 from weft.engine.engine import Engine
 from weft.engine.losses.cross_entropy import HeldOutLoss
 from weft.engine.losses.policy import PolicyLoss
@@ -155,11 +155,11 @@ CUT = (
 def test_documents_with_images_are_checked(family: str, cp: int, ulysses: int) -> None:
     config, parts, computing = vision_config(family, vision_tokenizer(family)), set[int](), set[int]()
 
-    def counted(row: Row, *args: Any) -> Row:
-        found, rank = assign_images(row, *args), args[3]
+    def counted(indices: Sequence[int], *args: Any) -> dict[str, Any]:
+        fields, rank = assign_images(indices, *args), args[3]
         parts.add(rank)
-        computing.update([] if found.borrowed else [rank])
-        return found
+        computing.update([] if fields["placeholder"] else [rank])
+        return fields
 
     with mock.patch.object(context_check, "assign_images", counted):
         assert check_context(config, FlopFacts(1), cp, ulysses, 1, images=True) < 1e-5

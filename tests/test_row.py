@@ -1,4 +1,4 @@
-"""weft.engine.batch.row: positions of one and of three dimensions, and rows that are moved."""
+"""weft.engine.batch.rows: positions of one and of three dimensions, and rows that are moved."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ import torch
 import transformers
 from torch import Tensor
 
-from weft.engine.batch.builder import RowBuilder
 from weft.engine.batch.document import Document
-from weft.engine.batch.row import Row, build_row
+from weft.engine.batch.rows import Row, RowBuilder, build_row
 from weft.models import hf
 from weft.ops.attention_call import BOUNDS_ARGUMENT
 

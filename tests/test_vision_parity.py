@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -13,9 +14,8 @@ import torch
 from tests.cases import describe, open_engine, pairs, references_once, world_of
 from tests.pool import run
 from tests.vision_zoo import FAMILIES, OTHERS, saved_vision_model
-from weft.engine.batch import builder as rows
+from weft.engine.batch import rows
 from weft.engine.batch.assigned_images import assign_images
-from weft.engine.batch.row import Row
 from weft.errors import UserError
 from weft.models import hf
 from weft.verify import harness
@@ -110,9 +110,9 @@ def parity_of_cut_documents(path: str, mesh: str, sections: dict[str, dict[str, 
     """(the verdict of `parity` with videos, how many parts of documents with images this rank was given)."""
     parts: list[bool] = []
 
-    def counted(row: Row, *args: Any) -> Row:
+    def counted(indices: Sequence[int], *args: Any) -> dict[str, Any]:
         parts.append(True)
-        return assign_images(row, *args)
+        return assign_images(indices, *args)
 
     with mock.patch.object(rows, "assign_images", counted):
         return parity(path, mesh, sections, videos=True), len(parts)

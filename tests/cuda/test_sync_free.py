@@ -15,7 +15,7 @@ from tests.cases import saved_model
 from tests.test_sync_free import READS, READS_ONCE
 from weft.config.schema import ModelConfig, OptimizerConfig, StepConfig
 from weft.engine.batch.document import Document
-from weft.engine.batch.row import build_row
+from weft.engine.batch.rows import build_row
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
 from weft.engine.losses.cross_entropy import CrossEntropy

@@ -73,7 +73,7 @@ MUTANTS = (
     Mutant("parallel/tp/tensor.py", "sum_partial_gradients", "copies > 1", "copies > 2", "tests/test_tensor_parallel.py"),
     Mutant("parallel/shards/cuts.py", "ShardSpec.boxes", "first + start - offset", "first", "tests/test_tensor_parallel.py tests/test_resume.py"),
     Mutant("parallel/cp/split.py", "spread", "total * n // ranks", "total // ranks * n", "tests/test_context_parallel.py"),
-    Mutant("engine/batch/context_row.py", "_shared_documents", "own[0][0] == 0", "True", "tests/test_context_parallel.py"),
+    Mutant("engine/batch/rows.py", "_shared_documents", "own[0][0] == 0", "True", "tests/test_context_parallel.py"),
     Mutant("engine/engine.py", "Engine._join_parts", "self.context.ranks.sum_(total)", "pass", "tests/test_context_parallel.py"),
     Mutant("ops/context.py", "visible_keys", "start - window + 1", "start - window + 2", "tests/test_context_parallel.py"),
     Mutant("ops/context.py", "heads_for_tokens", "call.sinks_H.chunk(size)[place]", "call.sinks_H.chunk(size)[0]", "tests/test_context_parallel.py"),

@@ -9,7 +9,7 @@ _CONTEXT = "tests/test_context_parallel.py"
 MUTANTS = (
     Mutant("parallel/tp/styles.py", "_of_norm", "TPSpec(0, (DimSegment(count, 1, heads=True, repeat=part.repeat),))", "TPSpec()", "tests/test_tensor_parallel.py::test_norms_with_a_weight_for_each_head_are_divided_with_their_heads"),
     Mutant("ops/context.py", "attend_in_context", "last_seen[own:] - own", "last_seen[own:]", f"{_CONTEXT}::test_images_behind_a_cut_document_see_no_later_tokens"),
-    Mutant("engine/batch/context_row.py", "local_last_seen", "last_seen_T[kept_M]", "last_seen_T[: len(kept_M)]", f"{_CONTEXT}::test_the_last_token_that_an_image_shows_is_one_of_this_ranks_row"),
+    Mutant("engine/batch/rows.py", "local_last_seen", "last_seen_T[kept_M]", "last_seen_T[: len(kept_M)]", f"{_CONTEXT}::test_the_last_token_that_an_image_shows_is_one_of_this_ranks_row"),
     Mutant("parallel/cp/split.py", "_deal_whole", "_taken(cut, lengths, rooms)", "_taken(cut, lengths, lengths)", f"{_CONTEXT}::test_images_of_a_cut_document_take_room_on_its_ranks"),
     Mutant("engine/batch/assigned_images.py", "plan_exchange", "(first[s.index][_between(s, axis.rank, to)] for s in rising)", "(first[s.index][_between(s, axis.rank, to)] for s in rising[::-1])", f"{_CONTEXT}::test_features_of_several_documents_reach_the_tokens_of_their_images"),
     Mutant("engine/batch/assigned_images.py", "plan_exchange", "(_keys(s, _between(s, of, axis.rank)) for s in rising)", "(_keys(s, _between(s, of, axis.rank)) for s in rising[::-1])", f"{_CONTEXT}::test_features_of_several_documents_reach_the_tokens_of_their_images"),
@@ -22,7 +22,7 @@ MUTANTS = (
     Mutant("ops/head.py", "may_anticipate", "dtype != torch.float16", "True", "tests/test_head.py::test_in_fp16_gradients_are_of_the_scaled_loss"),
     Mutant("ops/head.py", "WideSum.__init__", "torch.zeros_like(out, dtype=wide)", "torch.zeros_like(out)", "tests/test_head.py::test_the_weights_gradient_is_summed_in_fp32"),
     Mutant("engine/replicas.py", "_number", "[*(v for v in values if v.numel() >= 65536), ...]", "[...]", "tests/test_replicas.py::test_one_bit_of_a_tensor_of_any_size_is_seen"),
-    Mutant("engine/batch/row.py", "Row.to", "replace(..., context=self.bounds.context)", "replace(...)", "tests/test_row.py::test_what_a_row_shares_goes_with_it_to_a_device"),
+    Mutant("engine/batch/rows.py", "Row.to", "replace(..., context=self.bounds.context)", "replace(...)", "tests/test_row.py::test_what_a_row_shares_goes_with_it_to_a_device"),
     Mutant("models/vision.py", "Vision.patches", "[height * width for grid in grids for time, height, width in grid for _ in range(time)]", "[time * height * width for grid in grids for time, height, width in grid]", "tests/test_videos.py::test_frames_of_a_video_are_attended_to_apart"),
     Mutant("inference/weight_sync/checksums.py", "checksum", "min(number * _BLOCK, rows)", "number * _BLOCK", "tests/test_sync_verify.py::test_a_checksum_is_what_it_is_described_as"),
     Mutant("parallel/shards/dcp.py", "DcpDirectory._file", "os.close(self._files.pop(next(iter(self._files))))", "self._files.pop(next(iter(self._files)))", "tests/test_hostile_dcp.py::test_more_files_than_a_process_may_open"),

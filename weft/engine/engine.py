@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from weft.engine import nonfinite
-from weft.engine.batch.builder import RowBuilder, StepRows
 from weft.engine.batch.document import Document, take
-from weft.engine.batch.row import Row
+from weft.engine.batch.rows import Row, RowBuilder, StepRows
 from weft.engine.config import EngineConfig
 from weft.engine.executor import WRONG, Executor, ForwardRequest, LossScaling
 from weft.engine.losses.base import Batch, Loss

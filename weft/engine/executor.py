@@ -13,9 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weft.engine.batch.builder import StepRows
 from weft.engine.batch.replay import RouteReplay
-from weft.engine.batch.row import Row
+from weft.engine.batch.rows import Row, StepRows
 from weft.engine.build import BuiltModel
 from weft.engine.config import EngineConfig
 from weft.engine.expert_load import ExpertLoad
@@ -116,7 +115,7 @@ class Executor:
         """One forward without an objective: the readouts of a row on the device (TrainModule.forward)."""
         bounds = row.bounds if self.uses_bounds else None
         first = received is None  # images are the first stage's
-        media, borrowed, exchange = (row.media, row.borrowed, row.exchange) if first else (None, False, None)
+        media, borrowed, exchange = (row.media, row.placeholder, row.exchange) if first else (None, False, None)
         if balance is not None and balance.counting:  # the head computes nothing
             row = replace(row, selected_N=row.selected_N[:0], targets_N=row.targets_N[:0])
         with self.load.counting(row.real_tokens if row.real_K is None else row.real_K), self._noisy(row, first):
@@ -163,7 +162,7 @@ class Executor:
         reduce_when(self.module, self.config.fsdp.reduce, last=last)
         end_backward(self.module, last)
         self.copies.micro_batch(last)
-        with self.replay.following(row) as route_counts, numerics(self.config.exact):
+        with self.replay.following(row.routes) as route_counts, numerics(self.config.exact):
             done = self.forwarded(row, objective, factors, micro)
             flight.enter("backward", micro + 1)
             if done.loss.requires_grad:
@@ -228,7 +227,7 @@ class Executor:
                 flight.enter(phase, micro + 1, sources)
                 row = rows[micro].to(self.device)
                 request = ask(row)
-                with self.replay.following(row) if following else nullcontext():
+                with self.replay.following(row.routes) if following else nullcontext():
                     readouts = self.read(row, request.readouts, balance=request.balance, chosen_NC=request.chosen_NC)
                 use(micro, row, readouts)
 

@@ -14,9 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from weft.engine.batch.builder import StepRows
 from weft.engine.batch.replay import RouteCounts
-from weft.engine.batch.row import Row
+from weft.engine.batch.rows import Row, StepRows
 from weft.engine.build import BuiltModel
 from weft.engine.config import EngineConfig
 from weft.engine.executor import Executor, ForwardRequest, ForwardResult, LossScaling, Trained, Use
@@ -132,7 +131,7 @@ class PipelineExecutor(Executor):
         received = self.link.receive(P2PMessage(True, stage, action.micro))
         if received is not None:
             received.requires_grad_()
-        with self.replay.following(row) as routes, numerics(self.config.exact):
+        with self.replay.following(row.routes) as routes, numerics(self.config.exact):
             if stage == self.placement.stages - 1:
                 result = self.forwarded(row, objective, factors, action.micro, received, action.chunk)
                 return _Done(row, received, None, result, routes)
@@ -150,7 +149,7 @@ class PipelineExecutor(Executor):
         gradient = self.link.receive(P2PMessage(False, stage, action.micro))
         when = self.config.fsdp.reduce if self.weights is None else "later"
         reduce_when(self.module, when, last=last, of=self.units[action.chunk])
-        with self.replay.following(done.row), numerics(self.config.exact):  # for recomputed layers
+        with self.replay.following(done.row.routes), numerics(self.config.exact):  # for recomputed layers
             if done.forwarded is not None:
                 done.forwarded.loss.backward()
             else:
@@ -188,7 +187,7 @@ class PipelineExecutor(Executor):
                 row = cache[micro]
                 request = ask(row)
                 received = self.link.receive(P2PMessage(True, stage, micro))
-                with self.replay.following(row) if following else nullcontext():
+                with self.replay.following(row.routes) if following else nullcontext():
                     readouts = self.read(
                         row, request.readouts, balance=request.balance, chosen_NC=request.chosen_NC, received=received,
                         chunk=action.chunk,
@@ -252,7 +251,7 @@ class _RowCache:
     def __getitem__(self, micro: int) -> Row:
         if micro not in self._built:
             row = self._rows[micro]
-            self._built[micro] = (row if self._images else replace(row, media=None, borrowed=False)).to(self._device)
+            self._built[micro] = (row if self._images else replace(row, media=None, placeholder=False)).to(self._device)
         return self._built[micro]
 
     def drop(self, micro: int) -> None:

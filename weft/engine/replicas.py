@@ -7,18 +7,14 @@ optimizer left them in the step before, so that optimizer state is compared by i
 
 from __future__ import annotations
 
-import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
-from weft.engine.batch.document import Document
-from weft.engine.batch.row import Row
 from weft.engine.metrics import MetricSums
-from weft.engine.step_plan.plan import StepPlan
 from weft.launch.consistency import ReplicaChecksum, checksum_term, raise_mismatch
 from weft.parallel.mesh import Mesh
 from weft.parallel.shards.boxes import local_values
@@ -120,39 +116,3 @@ def _integers(values: Tensor) -> Tensor:
         if factor and flat.numel() % factor == 0 and flat.storage_offset() % factor == 0:
             return flat.view(dtype)
     return flat.view(torch.uint8)
-
-
-# ---------------------------------------------------------------- documents
-
-
-def shared_documents(
-    row: Row,
-    plan: StepPlan,
-    documents: Mapping[int, Document],
-    micro_batch: int,
-    rank: int,
-    same: tuple[int, int],
-) -> tuple[ReplicaChecksum, ...]:
-    """Checksums of the documents that a row has in common with other ranks. row: of whole documents. rank: this rank's
-    place among ranks with different documents. same: (its place among ranks with the same documents, their number)."""
-    checksums = []
-    if same[1] > 1:
-        number = _crc([row.input_ids_BT, row.targets_N, row.weights_N, row.position_ids_BT, *row.arrays.values()])
-        sources = ", ".join(documents[i].source or str(i) for i in row.documents[:8])
-        name = f"micro-batch {micro_batch + 1} of data rank {rank}, documents {sources}"
-        checksums.append(ReplicaChecksum(name, number, *same))
-    for index in plan.shared_documents(micro_batch, rank):
-        if index in row.documents:
-            document, holders = documents[index], plan.ranks_with(micro_batch, rank, index)
-            number = _crc([document.tokens, document.weights, *document.arrays.values()])
-            checksums.append(
-                ReplicaChecksum(f"document {document.source or index}", number, holders.index(rank), len(holders))
-            )
-    return tuple(checksums)
-
-
-def _crc(tensors: Iterable[Tensor]) -> int:
-    number = 0
-    for tensor in tensors:
-        number = zlib.crc32(tensor.contiguous().reshape(-1).view(torch.uint8).numpy(), number)
-    return number & _BITS

@@ -18,8 +18,8 @@ from weft.config.checks import BUILT_IN
 from weft.config.schema import SftConfig
 from weft.data.encode import changed_files
 from weft.data.order import SampledStep, StepSampler
-from weft.engine.batch.builder import StepRows
 from weft.engine.batch.document import Document, choose, first_sources
+from weft.engine.batch.rows import StepRows
 from weft.engine.config import EngineConfig
 from weft.engine.contract import check_contract
 from weft.engine.engine import Engine

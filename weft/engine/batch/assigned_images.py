@@ -7,7 +7,8 @@ F features of a document: those of its images in order, then those of its videos
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +16,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from weft.engine.batch.document import Document
-from weft.engine.batch.row import Row
 from weft.engine.step_plan.plan import StepPlan
 from weft.errors import UserError
 from weft.models.vision import Vision
@@ -26,18 +26,18 @@ _FEATURES = 32  # bits for the number of a feature in its document
 
 
 def assign_images(
-    row: Row,
+    indices: Sequence[int],
     documents: Mapping[int, Document],
     plan: StepPlan,
     micro_batch: int,
     rank: int,
     axis: CPAxis,
     vision: Vision,
-) -> Row:
-    """This rank's part of a row (context_row.cut_row), with the images that this rank computes in place of those of
-    whole documents. Called on all ranks of the group if any of them shares a document with images."""
+) -> dict[str, Any]:
+    """Fields of the row of a rank (`cut_row`): the images that this rank computes in place of all images of its
+    documents, `indices`. Called on all ranks of the group if any of them shares a document with images."""
     by_rank, with_images = plan.ranges_by_rank(micro_batch, rank), list[_DocumentImages]()
-    for index in row.documents:
+    for index in indices:
         media = documents[index].media
         if media is not None:
             places = [n for n, local in enumerate(by_rank) if index in local]
@@ -47,7 +47,7 @@ def assign_images(
                 )
             )
     local = [(images, unit) for images in with_images for unit in np.flatnonzero(images.owner_U == axis.rank).tolist()]
-    exchange = plan_exchange(with_images, row.documents, by_rank[axis.rank], axis)
+    exchange = plan_exchange(with_images, indices, by_rank[axis.rank], axis)
     media_of = dict(vision.smallest)
     if local:
         media_of["pixel_values"] = torch.cat([images.pixels[unit] for images, unit in local])
@@ -56,7 +56,7 @@ def assign_images(
         media_of |= {
             "pixel_values_videos": media_of["pixel_values"][:0], "video_grid_thw": media_of["image_grid_thw"][:0],
         }  # fmt: skip
-    return replace(row, media=media_of, borrowed=not local, exchange=exchange)
+    return {"media": media_of, "placeholder": not local, "exchange": exchange}
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from weft.engine.batch.document import Document
-from weft.engine.batch.row import Row
 from weft.errors import UserError
 from weft.models.routing import differ, replace_choices, replaced
 from weft.models.train_module import TrainModule
@@ -65,9 +64,9 @@ class RouteReplay:
             raise ValueError(f"{name} name expert {wrong}, and there are {self.experts}, from 0")
 
     @contextmanager
-    def following(self, row: Row) -> Iterator[RouteCounts]:
-        """Make forwards of this row, and their recomputation in backward, follow its routes, if it has any."""
-        counts, routes_MLk = RouteCounts(), row.routes
+    def following(self, routes_MLk: Tensor | None) -> Iterator[RouteCounts]:
+        """Make forwards of a row, and their recomputation in backward, follow its routes, if it has any."""
+        counts = RouteCounts()
         if routes_MLk is None:
             yield counts
             return

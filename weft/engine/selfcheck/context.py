@@ -15,10 +15,9 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from weft.engine.batch.assigned_images import assign_images
-from weft.engine.batch.context_row import cut_row
 from weft.engine.batch.document import Document
 from weft.engine.batch.media import Media
-from weft.engine.batch.row import Row, build_row
+from weft.engine.batch.rows import Row, build_row, cut_row
 from weft.engine.selfcheck.division import compare, in_threads, tolerance_of
 from weft.engine.selfcheck.image import documents_with
 from weft.engine.selfcheck.startup import LENGTHS, documents_of, once_per_process, small_copy, text_vocabulary
@@ -177,7 +176,7 @@ def _cut(small: PreTrainedModel, documents: dict[int, Document], plan: StepPlan)
             indices = plan.rows[micro][place]
             row = cut_row(_row(indices, documents, vision), plan, micro, place, axis)
             if vision is not None and plan.shares_images(micro, place):
-                row = assign_images(row, documents, plan, micro, place, axis, vision)
+                row = replace(row, **assign_images(indices, documents, plan, micro, place, axis, vision))
             found = _backward(module, row)
             at = torch.tensor([starts[i] for i in indices], dtype=torch.int64)
             all_found[:, at[row.document_N] + row.token_N - 1] = found

@@ -19,8 +19,8 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.distributed.tensor._redistribute import clear_redistribute_planner_cache
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-from weft.engine.batch.builder import StepRows
 from weft.engine.batch.document import Document, take
+from weft.engine.batch.rows import StepRows
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
 from weft.engine.losses.base import Loss

@@ -88,7 +88,7 @@ def held_out_parts_dropped(plant: Plant, original: Original, self: Any, plan: An
 
 
 @bug(
-    "B8", "weft.engine.batch.context_row:local_predictions",
+    "B8", "weft.engine.batch.rows:local_predictions",
     "labels are shifted after the cut: the last token of a piece predicts nothing",
     caught_by=LOSS, seen="huggingface/transformers#48570", ranks=2, needs=NEEDS,
 )  # fmt: skip
@@ -102,7 +102,7 @@ def labels_lost_at_the_cut(plant: Plant, original: Original, selected_N: Tensor,
 
 
 @bug(
-    "B7", "weft.engine.batch.builder:cut_row",
+    "B7", "weft.engine.batch.rows:cut_row",
     "positions begin again with each piece of a document that is cut",
     caught_by=LOGPROB, seen="verl-project/verl#1947", ranks=2, needs=NEEDS,
 )  # fmt: skip
@@ -215,7 +215,7 @@ def images_see_beyond_themselves(plant: Plant, original: Original, call: Any, co
 
 
 @bug(
-    "B37", "weft.engine.batch.context_row:local_last_seen",
+    "B37", "weft.engine.batch.rows:local_last_seen",
     "the later tokens that an image sees are read at another token's place in a row with a document that is cut",
     caught_by=BESIDE, seen=MEGATRON, ranks=2, needs=f"{NEEDS} and images whose tokens see later ones, as in gemma3",
 )  # fmt: skip

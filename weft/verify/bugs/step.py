@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from weft.engine.batch.document import Document
-from weft.engine.batch.row import Row
+from weft.engine.batch.rows import Row
 from weft.engine.losses.base import Batch, Loss, LossOutput
 from weft.engine.selfcheck.startup import LENGTHS
 from weft.engine.step_plan.plan import Layout
@@ -165,7 +165,7 @@ def _one_document(bounds: Bounds, tokens: int, device: torch.device) -> Bounds:
 
 
 @bug(
-    "B5", "weft.engine.batch.builder:build_row",
+    "B5", "weft.engine.batch.rows:build_row",
     "attention sees a row as one document",
     caught_by=NEIGHBOURS, seen="areal-project/AReaL#1442",
 )  # fmt: skip
@@ -223,7 +223,7 @@ def state_boundary_lost(
 
 
 @bug(
-    "B7", "weft.engine.batch.row:build_positions",
+    "B7", "weft.engine.batch.rows:build_positions",
     "positions count on along the row instead of restarting",
     caught_by=LOGPROB, seen="hiyouga/LlamaFactory#7318", needs="a family with absolute positions, such as gpt2",
 )  # fmt: skip
@@ -240,7 +240,7 @@ def positions_not_reset(plant: Plant, original: Original, documents: Sequence[Do
 
 
 @bug(
-    "B8", "weft.engine.batch.row:shift_labels",
+    "B8", "weft.engine.batch.rows:shift_labels",
     "labels are shifted after packing: a document's last token predicts the first of the next",
     caught_by=LOSS, seen="huggingface/transformers#36607",
 )  # fmt: skip
@@ -266,7 +266,7 @@ def _append(predictions: dict[str, Any], position: int, target: int, weight: flo
 
 
 @bug(
-    "B9", "weft.engine.batch.row:shift_labels",
+    "B9", "weft.engine.batch.rows:shift_labels",
     "the loss mask is off by one: the first token of an answer is not trained",
     caught_by=LOSS, seen="OpenRLHF/OpenRLHF#973",
 )  # fmt: skip
@@ -305,7 +305,7 @@ def _with_padding_trained(row: Row, covered: Tensor) -> Row:
 
 
 @bug(
-    "B9", "weft.engine.batch.builder:build_row",
+    "B9", "weft.engine.batch.rows:build_row",
     "padding behind documents is trained",
     caught_by=LOSS, seen="open-jarvis/OpenJarvis#521",
     needs="rows with padding: a padded family such as falcon, or step.shapes=fixed",
@@ -313,12 +313,12 @@ def _with_padding_trained(row: Row, covered: Tensor) -> Row:
 def padding_trained(
     plant: Plant, original: Original, indices: Sequence[int], documents: Mapping[int, Document], **options: Any
 ) -> Row:
-    from weft.engine.batch.row import _starts
+    from weft.engine.batch.rows import document_offsets
 
     row: Row = original(indices, documents, **options)
     covered = torch.zeros(row.input_ids_BT.numel(), dtype=torch.bool)
     read = options["read"]
-    for start, taken in zip(_starts(read, options["length"], options["layout"]), read, strict=True):
+    for start, taken in zip(document_offsets(read, options["length"], options["layout"]), read, strict=True):
         covered[start : start + taken] = True
     if options["every_token"] or not indices or covered.all():
         return row
@@ -327,7 +327,7 @@ def padding_trained(
 
 
 @bug(
-    "B26", "weft.engine.batch.builder:build_row",
+    "B26", "weft.engine.batch.rows:build_row",
     "the row of padding of a rank without documents is trained",
     caught_by="loss, documents 2", seen="verl-project/verl#5969", ranks=2,
 )  # fmt: skip

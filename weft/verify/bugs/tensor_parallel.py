@@ -405,7 +405,7 @@ def copy_drifts(plant: Plant, original: Original, self: Any, lr: float) -> Any:
 
 
 @bug(
-    "B36", "weft.engine.batch.builder:build_row",
+    "B36", "weft.engine.batch.rows:build_row",
     "the last rank of tp has another token than the others",
     caught_by=ALIKE, seen="verl-project/verl#2857", ranks=2, needs=NEEDS,
 )  # fmt: skip

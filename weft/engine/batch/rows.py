@@ -1,0 +1,485 @@
+"""The rows of one rank in a step: documents laid out for one forward, on the host while the device computes.
+
+A loss weight passes here in three steps. `shift_labels` shifts labels and weights by one within each document, before
+documents are joined. `build_row` lays the documents end to end, or pads them. `cut_row` keeps this rank's tokens of a
+row whose documents mesh.cp cuts; labels were shifted before, so that they are cut with the tokens that predict them.
+
+B batch, T tokens of the row, K tokens of its documents, M tokens of this rank, N predictions that are read. Prediction
+i is made at position selected_N[i] of targets_N[i], the next token of the same document; weights and arrays are the
+target's.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weft.engine.batch.assigned_images import assign_images
+from weft.engine.batch.document import Document
+from weft.engine.batch.media import joined
+from weft.engine.batch.replay import RouteReplay
+from weft.engine.step_plan.plan import Layout, StepPlan
+from weft.launch.consistency import ReplicaChecksum
+from weft.models.embedding_noise import StepNoise
+from weft.models.vision import Vision
+from weft.ops.attention_call import Bounds
+from weft.ops.communicator import CPAxis, FeatureExchange
+from weft.ops.context import ContextRow
+from weft.ops.shared_documents import SharedDocuments
+from weft.parallel.cp.split import Interval
+
+# The token of padding. The embedding of 0 is often all zeros, where a standard deviation has no gradient (gemma3n).
+PADDING = 1
+
+
+@dataclass(frozen=True)
+class Row:
+    """Documents laid out for one forward of one rank."""
+
+    documents: tuple[int, ...]  # their indices in the step, in order
+    input_ids_BT: Tensor
+    position_ids_BT: Tensor  # [3, B, T] if a document has three positions per token
+    bounds: Bounds
+    # Predictions: see the top of this file.
+    selected_N: Tensor
+    targets_N: Tensor
+    weights_N: Tensor
+    document_N: Tensor  # index in `documents`
+    token_N: Tensor  # index of the target in its document
+    arrays: dict[str, Tensor]  # of the documents, each [N]
+    # Tokens, over the flattened row.
+    owner_M: Tensor | None  # index in `documents`, -1 for padding; None unless requested
+    routes: Tensor | None  # [M, layers, k], -1 for none; None if no document has any
+    real_tokens: int  # without padding
+    shared: SharedDocuments | None = None  # documents that other ranks have parts of
+    media: Mapping[str, Tensor] | None = None  # forward arguments of images; None if no rank has images
+    placeholder: bool = False  # media are of an image in no document, so that this rank runs the tower as others do
+    exchange: FeatureExchange | None = None  # media are the images that this rank computes (assigned_images.py)
+    real_K: Tensor | None = None  # indices of tokens that are no padding; None where padding comes last
+    noise_keys_BT: Tensor | None = None  # as in EmbeddingNoise.adding
+    noise_sizes_BT: Tensor | None = None
+    checksums: tuple[ReplicaChecksum, ...] = ()  # must equal those of other ranks
+
+    def pinned(self) -> Row:
+        """A copy in page-locked memory, for asynchronous copies to a device."""
+        return self.moved(Tensor.pin_memory)
+
+    def to(self, device: torch.device) -> Row:
+        """The row on a device, by asynchronous copies; on the CPU, the row itself."""
+        if device.type == "cpu":
+            return self
+        bounds = self.bounds
+        if not bounds.padded:
+            bounds = replace(
+                Bounds.packed(bounds.lengths, device), firsts=self.bounds.firsts, context=self.bounds.context
+            )
+        if self.bounds.last_seen is not None:
+            bounds = replace(bounds, last_seen=self.bounds.last_seen.to(device, non_blocking=True))
+        return replace(self.moved(lambda tensor: tensor.to(device, non_blocking=True)), bounds=bounds)
+
+    def moved(self, move: Callable[[Tensor], Tensor]) -> Row:
+        tensors = {name: move(value) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        arrays = {name: move(values) for name, values in self.arrays.items()}
+        changed: dict[str, Any] = {**tensors, "arrays": arrays if self.documents else _no_arrays(tensors["weights_N"])}
+        if self.media is not None:
+            changed["media"] = {name: move(value) for name, value in self.media.items()}
+        if self.exchange is not None:
+            changed["exchange"] = self.exchange.moved(move)
+        return replace(self, **changed, shared=None if self.shared is None else self.shared.moved(move))
+
+
+def build_row(
+    indices: Sequence[int],
+    documents: Mapping[int, Document],
+    *,
+    read: Sequence[int],
+    length: int,
+    layout: Layout,
+    every_token: bool,
+    owners: bool = False,
+    vision: Vision | None = None,
+    images: bool = False,
+    noise: StepNoise | None = None,
+) -> Row:
+    """Lay out documents for one forward, on the host.
+
+    read: tokens of each document that the forward reads: all, or all but the last. length: T with padding. every_token:
+    predict all tokens, not only those with a weight. owners: fill owner_M. vision: of the model, if it takes images.
+    images: whether some rank's row of this micro-batch has images. noise: that embeddings get. A row without documents
+    holds padding, so that every rank runs the same collectives.
+    """
+    chosen = [documents[index] for index in indices]
+    starts = document_offsets(read, length, layout)
+    if layout == "packed":
+        tail = length - sum(read)
+        assert tail >= 0, f"documents of {sum(read)} tokens in a row of {length}"
+        all_lengths = tuple(read) + ((tail,) if tail else ())
+        shape, bounds = (1, length), Bounds.packed(all_lengths, torch.device("cpu"))
+    else:
+        shape = (max(1, len(chosen)), length)
+        bounds = Bounds((length,) * shape[0], padded=True)
+    if vision is not None and vision.both_ways and any(document.media for document in chosen):
+        bounds.last_seen = _last_seen(chosen, vision, read, length)
+    places = _TokenIndex.of_documents(starts, read)
+    ids = torch.full((shape[0] * length,), PADDING)
+    ids[places.row_K] = _joined([d.tokens[:count] for d, count in zip(chosen, read, strict=True)], torch.int64)
+    owner_M = torch.full((ids.numel(),), -1)
+    owner_M[places.row_K] = places.document_K
+    media: dict[str, Any] = {}
+    if images and vision is not None:  # a row without images runs the tower on the smallest possible one
+        inputs = [document.media.inputs for document in chosen if document.media is not None]
+        media = {"media": joined(inputs or [dict(vision.smallest)]), "placeholder": not inputs}
+    return Row(
+        documents=tuple(indices),
+        input_ids_BT=ids.view(shape),
+        position_ids_BT=build_positions(chosen, places, starts, read, shape, layout),
+        bounds=bounds,
+        owner_M=owner_M if owners else None,
+        routes=_routes(chosen, starts, read, ids.numel()),
+        real_tokens=sum(read),
+        real_K=None if layout == "packed" else places.row_K,
+        **({} if noise is None else _noise(indices, chosen, places, shape, noise)),
+        **media,
+        **shift_labels(chosen, starts, every_token),
+    )
+
+
+@dataclass(frozen=True)
+class _TokenIndex:
+    """For each of the K tokens of a row's documents, in order: the index of its document, its index in the document,
+    and its index in the flattened row. Tensors instead of a loop, because there may be many short documents."""
+
+    document_K: Tensor
+    token_K: Tensor
+    row_K: Tensor
+
+    @staticmethod
+    def of_documents(starts: Sequence[int], lengths: Sequence[int]) -> _TokenIndex:
+        counts = torch.tensor(lengths, dtype=torch.int64)
+        document = torch.arange(len(lengths)).repeat_interleave(counts)
+        token = torch.arange(len(document)) - (counts.cumsum(0) - counts)[document]
+        return _TokenIndex(document, token, torch.tensor(starts, dtype=torch.int64)[document] + token)
+
+
+def _joined(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    return torch.cat(list(parts)).to(dtype) if parts else torch.zeros(0, dtype=dtype)
+
+
+def _noise(
+    indices: Sequence[int], documents: Sequence[Document], places: _TokenIndex, shape: tuple[int, int], noise: StepNoise
+) -> dict[str, Tensor]:
+    """The noise of a row's tokens, by the lengths of whole documents, whatever else is in the row."""
+    keys, sizes = torch.zeros(shape).long().flatten(), torch.zeros(shape).flatten()
+    if documents:
+        lengths = torch.tensor([len(document) for document in documents], dtype=torch.float32)
+        keys[places.row_K] = noise.keys(torch.tensor(indices)[places.document_K], places.token_K)
+        sizes[places.row_K] = (noise.alpha / lengths.sqrt())[places.document_K]
+    return {"noise_keys_BT": keys.view(shape), "noise_sizes_BT": sizes.view(shape)}
+
+
+def _last_seen(documents: Sequence[Document], vision: Vision, read: Sequence[int], length: int) -> Tensor:
+    """Bounds.last_seen of a packed row."""
+    last = torch.arange(length, dtype=torch.int32)
+    for document, count, start in zip(documents, read, accumulate(read, initial=0), strict=False):
+        if document.media is not None:
+            last[start : start + count] = start + vision.last_seen(document.tokens[:count])
+    return last
+
+
+def _routes(documents: Sequence[Document], starts: Sequence[int], read: Sequence[int], tokens: int) -> Tensor | None:
+    shapes = [document.routes.shape[1:] for document in documents if document.routes is not None]
+    if not shapes:
+        return None
+    routes = torch.full((tokens, *shapes[0]), -1, dtype=torch.int16)
+    for start, count, document in zip(starts, read, documents, strict=True):
+        if document.routes is not None:
+            routes[start : start + count] = document.routes[:count]
+    return routes
+
+
+def document_offsets(read: Sequence[int], length: int, layout: Layout) -> list[int]:
+    """The offset of each document in the flattened row."""
+    if layout == "padded":
+        return [index * length for index in range(len(read))]
+    return list(accumulate(read, initial=0))[:-1]
+
+
+def build_positions(
+    documents: Sequence[Document],
+    places: _TokenIndex,
+    starts: Sequence[int],
+    read: Sequence[int],
+    shape: tuple[int, int],
+    layout: Layout,
+) -> Tensor:
+    """Positions that restart with every document; padding counts from 0 too."""
+    if layout == "padded":
+        positions = torch.arange(shape[1]).repeat(shape[0])
+    else:
+        # Padding gets no position beyond those of documents: some rotary tables depend on the row's largest position.
+        highest, used = max([2, *read]), sum(read)
+        positions = torch.cat([torch.zeros(used, dtype=torch.int64), torch.arange(shape[1] - used) % highest])
+    positions[places.row_K] = places.token_K
+    if any(document.positions is not None and document.positions.ndim == 2 for document in documents):
+        positions = positions.repeat(3, 1)  # in time, height and width; equal for text
+    for start, count, document in zip(starts, read, documents, strict=True):
+        if document.positions is not None:
+            positions[..., start : start + count] = document.positions[..., :count]
+    return positions.view(*positions.shape[:-1], *shape)
+
+
+def shift_labels(documents: Sequence[Document], starts: Sequence[int], every_token: bool) -> dict[str, Any]:
+    """Shift labels within each document: position t predicts token t + 1, and the last position predicts nothing."""
+    places = _TokenIndex.of_documents(starts, [len(d) for d in documents])
+    weights = _joined([d.weights for d in documents], torch.float32)
+    predicted = places.token_K > 0
+    chosen = (predicted if every_token else predicted & (weights != 0)).nonzero().flatten()
+    names = documents[0].arrays if documents else ()
+    arrays = {name: torch.cat([d.arrays[name] for d in documents])[chosen] for name in names}
+    return {
+        "selected_N": places.row_K[chosen] - 1,
+        "targets_N": _joined([d.tokens for d in documents], torch.int64)[chosen],
+        "weights_N": weights[chosen],
+        "document_N": places.document_K[chosen],
+        "token_N": places.token_K[chosen],
+        "arrays": arrays if documents else _no_arrays(weights),
+    }
+
+
+def _no_arrays(like: Tensor) -> dict[str, Tensor]:
+    """The arrays of a row without documents: objectives read them, but this rank does not know their names."""
+    return defaultdict(lambda: torch.zeros(0, device=like.device))
+
+
+# ---------------------------------------------------------------- rows of cut documents
+
+
+def cut_row(row: Row, plan: StepPlan, micro_batch: int, rank: int, axis: CPAxis) -> Row:
+    """This rank's part of a packed row of whole documents, which was built without padding."""
+    pieces = plan.pieces[micro_batch][rank]
+    read = [plan.documents[index].read for index in row.documents]
+    offsets = accumulate(read, initial=0)
+    ranges_of_row = [
+        torch.arange(offset + start, offset + stop)
+        for intervals, offset in zip(pieces, offsets, strict=False)
+        for start, stop in intervals
+    ]
+    # [M]: for each of this rank's tokens, in the order of its row, the index in the row of whole documents.
+    kept_M = torch.cat(ranges_of_row) if ranges_of_row else torch.zeros(0, dtype=torch.int64)
+    length = plan.row_length(micro_batch, rank)
+    tail = length - len(kept_M)
+    chosen_N, selected_N = local_predictions(row.selected_N, kept_M, sum(read))
+    lengths = [stop - start for intervals in pieces for start, stop in intervals] + ([tail] if tail else [])
+    firsts = [start for intervals in pieces for start, _ in intervals] + ([0] if tail else [])
+    bounds = Bounds.packed(tuple(lengths), torch.device("cpu"))
+    bounds.firsts = tuple(firsts)
+    if row.bounds.last_seen is not None:
+        bounds.last_seen = local_last_seen(row.bounds.last_seen, kept_M, tail)
+    shared = plan.shared_documents(micro_batch, rank)
+    if shared:
+        slot = {document: n for n, document in enumerate(shared)}
+        ranges = tuple(
+            tuple((slot[d], *interval) for d, intervals in documents.items() if d in slot for interval in intervals)
+            for documents in plan.ranges_by_rank(micro_batch, rank)
+        )
+        # In a row, whole documents and the padding follow the shared documents.
+        whole_lengths = [part[0][1] for d, part in zip(row.documents, pieces, strict=True) if d not in slot]
+        bounds.context = ContextRow(axis, ranges, (*whole_lengths, *([tail] if tail else [])))
+    routes = row.routes
+    if routes is not None:
+        routes = torch.cat([routes[kept_M], routes.new_full((tail, *routes.shape[1:]), -1)])
+    highest = max([2, *lengths])
+    return replace(
+        row,
+        input_ids_BT=_padded(row.input_ids_BT[:, kept_M], torch.full((tail,), PADDING)),
+        position_ids_BT=_padded(row.position_ids_BT[..., kept_M], torch.arange(tail) % highest),
+        bounds=bounds,
+        selected_N=selected_N,
+        targets_N=row.targets_N[chosen_N],
+        weights_N=row.weights_N[chosen_N],
+        document_N=row.document_N[chosen_N],
+        token_N=row.token_N[chosen_N],
+        arrays={name: values[chosen_N] for name, values in row.arrays.items()} if row.documents else row.arrays,
+        owner_M=None if row.owner_M is None else torch.cat([row.owner_M[kept_M], torch.full((tail,), -1)]),
+        routes=routes,
+        real_tokens=len(kept_M),
+        noise_keys_BT=None
+        if row.noise_keys_BT is None
+        else _padded(row.noise_keys_BT[:, kept_M], torch.zeros(tail).long()),
+        noise_sizes_BT=None
+        if row.noise_sizes_BT is None
+        else _padded(row.noise_sizes_BT[:, kept_M], torch.zeros(tail)),
+        shared=_shared_documents(row.documents, pieces, shared, axis) if shared else None,
+    )
+
+
+def local_last_seen(last_seen_T: Tensor, kept_M: Tensor, tail: int) -> Tensor:
+    """Bounds.last_seen of this rank's tokens. Documents with images are whole here."""
+    index_T = torch.zeros(len(last_seen_T), dtype=torch.int32)
+    index_T[kept_M] = torch.arange(len(kept_M), dtype=torch.int32)
+    padding = torch.arange(len(kept_M), len(kept_M) + tail, dtype=torch.int32)
+    return torch.cat([index_T[last_seen_T[kept_M].long()], padding])
+
+
+def local_predictions(selected_N: Tensor, kept_M: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+    """(indices of the predictions made on this rank; their positions in this rank's row)."""
+    index_T = torch.full((tokens,), -1)
+    index_T[kept_M] = torch.arange(len(kept_M))
+    local_N = index_T[selected_N]
+    return (local_N >= 0).nonzero().flatten(), local_N[local_N >= 0]
+
+
+def _padded(values: Tensor, tail: Tensor) -> Tensor:
+    return torch.cat([values, tail.expand(*values.shape[:-1], -1)], -1)
+
+
+def _shared_documents(
+    documents: Sequence[int], pieces: Sequence[Sequence[Interval]], shared: Sequence[int], axis: CPAxis
+) -> SharedDocuments:
+    """The documents that other ranks have parts of. The rank with a document's first token counts it."""
+    number = {document: n for n, document in enumerate(shared)}
+    places = torch.tensor([n for n, d in enumerate(documents) if d in number], dtype=torch.int64)
+    slots = torch.tensor([number[d] for d in documents if d in number], dtype=torch.int64)
+    counted = torch.tensor([n for n, intervals in enumerate(pieces) if intervals[0][0] == 0], dtype=torch.int64)
+    return SharedDocuments(places, slots, len(shared), counted, axis.ranks)
+
+
+# ---------------------------------------------------------------- documents that ranks share
+
+
+def document_checksums(
+    row: Row,
+    plan: StepPlan,
+    documents: Mapping[int, Document],
+    micro_batch: int,
+    rank: int,
+    same: tuple[int, int],
+) -> tuple[ReplicaChecksum, ...]:
+    """Checksums of the documents that a row has in common with other ranks. row: of whole documents. rank: this rank's
+    place among ranks with different documents. same: (its place among ranks with the same documents, their number)."""
+    checksums = []
+    if same[1] > 1:
+        number = _crc([row.input_ids_BT, row.targets_N, row.weights_N, row.position_ids_BT, *row.arrays.values()])
+        sources = ", ".join(documents[i].source or str(i) for i in row.documents[:8])
+        name = f"micro-batch {micro_batch + 1} of data rank {rank}, documents {sources}"
+        checksums.append(ReplicaChecksum(name, number, *same))
+    for index in plan.shared_documents(micro_batch, rank):
+        if index in row.documents:
+            document, holders = documents[index], plan.ranks_with(micro_batch, rank, index)
+            number = _crc([document.tokens, document.weights, *document.arrays.values()])
+            checksums.append(
+                ReplicaChecksum(f"document {document.source or index}", number, holders.index(rank), len(holders))
+            )
+    return tuple(checksums)
+
+
+def _crc(tensors: Iterable[Tensor]) -> int:
+    number = 0
+    for tensor in tensors:
+        number = zlib.crc32(tensor.contiguous().reshape(-1).view(torch.uint8).numpy(), number)
+    return number & 0xFFFFFF
+
+
+# ---------------------------------------------------------------- the rows of a step
+
+
+@dataclass(frozen=True)
+class StepRows:
+    """Rows by micro-batch, each built on access. sources: the documents' sources by micro-batch, for messages. noisy:
+    whether their embeddings get noise."""
+
+    sources: list[list[str]]
+    build: Callable[[int], Row]
+    noisy: bool = False
+
+    def __getitem__(self, micro_batch: int) -> Row:
+        return self.build(micro_batch)
+
+    def ahead(self) -> StepRows:
+        """The same rows, built now. An error in one is raised on access to that one."""
+        futures: list[Future[Row]] = [Future() for _ in self.sources]
+        for micro_batch, row in enumerate(futures):
+            try:
+                row.set_result(self.build(micro_batch))
+            except Exception as error:
+                row.set_exception(error)
+        return replace(self, build=lambda micro_batch: futures[micro_batch].result())
+
+
+@dataclass(frozen=True)
+class RowBuilder:
+    """Builds rows. rank: this rank's place among those with different documents. same: (its place among the ranks with
+    the same documents, their number). context: the ranks that share documents, if any. owners: fill Row.owner_M.
+    pinned: build rows in page-locked memory. vision, base: of the model; vision is None if it takes no images."""
+
+    rank: int
+    same: tuple[int, int]
+    context: CPAxis | None
+    layout: Layout
+    owners: bool
+    pinned: bool
+    replay: RouteReplay
+    vision: Vision | None
+    base: nn.Module
+
+    def rows(
+        self,
+        plan: StepPlan,
+        documents: Mapping[int, Document],
+        every_token: bool,
+        routed: bool,
+        noise: StepNoise | None = None,
+    ) -> StepRows:
+        """The rows of a plan. documents: at least this rank's, by index in the step. every_token, noise: see build_row.
+        routed: keep, and check, the routes that documents carry."""
+        sources = [[documents[i].source or str(i) for i in row] for row in plan.rows_of_rank(self.rank)]
+        return StepRows(sources, partial(self._build, plan, documents, every_token, routed, noise), noise is not None)
+
+    def _build(
+        self,
+        plan: StepPlan,
+        documents: Mapping[int, Document],
+        every_token: bool,
+        routed: bool,
+        noise: StepNoise | None,
+        micro_batch: int,
+    ) -> Row:
+        indices = plan.rows[micro_batch][self.rank]
+        for index in indices if routed else ():
+            self.replay.check(documents[index])
+        documents = {index: self._placed(documents[index]) for index in indices}
+        read = [plan.documents[index].read for index in indices]
+        length = sum(read) if plan.pieces else plan.row_length(micro_batch, self.rank)
+        row = build_row(
+            indices, documents, read=read, length=length, layout=self.layout, every_token=every_token,
+            owners=self.owners, vision=self.vision, images=plan.has_images(micro_batch),
+            noise=noise,
+        )  # fmt: skip
+        row = replace(row, checksums=document_checksums(row, plan, documents, micro_batch, self.rank, self.same))
+        if plan.pieces:
+            assert self.context is not None
+            row = cut_row(row, plan, micro_batch, self.rank, self.context)
+            if self.vision is not None and plan.shares_images(micro_batch, self.rank):
+                row = replace(
+                    row,
+                    **assign_images(indices, documents, plan, micro_batch, self.rank, self.context, self.vision),
+                )
+        row = row if routed else replace(row, routes=None)
+        return row.pinned() if self.pinned else row
+
+    def _placed(self, document: Document) -> Document:
+        """The document with the positions that follow from its images."""
+        if document.media is None:
+            return document
+        assert self.vision is not None, "planner refuses images otherwise"
+        positions = self.vision.positions(self.base, document.tokens, document.media.inputs)
+        return document if positions is None else replace(document, positions=positions)
