@@ -69,7 +69,7 @@ types: $(STAMP)
 suite: $(STAMP)
 	rm -f .pytest_cache/v/cache/lastfailed
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS) || \
-		{ test $$? -eq 1 && $(BIN)/python -m tests.again; }
+		{ test $$? -eq 1 && $(BIN)/python -m tests.support.again; }
 
 # Some 350 small bugs, and 150 that are drawn, each planted into a copy of weft: do its tests see it? WORDS=... takes those whose names hold one.
 mutants: $(STAMP)
@@ -78,15 +78,15 @@ mutants: $(STAMP)
 # What dies or breaks, and when: every case is run (half an hour), and docs/reference/failures.md says what came
 # of it. WORDS=... runs those whose names hold one of these words, or, with `missing`, that have no row; the other rows stay.
 faults: $(STAMP)
-	$(BIN)/python -m tests.fault_matrix $(WORDS)
+	$(BIN)/python -m tests.support.fault_matrix $(WORDS)
 
 # What people get wrong, each with what its message proposes (five minutes); the table is in docs/reference/failures.md.
 mistakes: $(STAMP)
-	$(BIN)/python -m tests.mistakes
+	$(BIN)/python -m tests.support.mistakes
 
 # Which families train on which axes of the mesh (ten minutes); docs/reference/support.md. WORDS=... are families.
 support: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.support $(WORDS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.support.support_table $(WORDS)
 
 # What takes long: actors of weft rl that are stopped or killed on a real Ray; 20,000 damaged files for each reader.
 test-soak: $(STAMP)
@@ -94,7 +94,7 @@ test-soak: $(STAMP)
 
 # The pages that a newcomer follows, in an environment that has what they install and nothing else.
 test-install: .venv-install/.installed
-	.venv-install/bin/python -m pytest -p no:cacheprovider tests/test_docs.py -k 'commands and (tutorial or lora or resume)'
+	.venv-install/bin/python -m pytest -p no:cacheprovider tests/project/test_docs.py -k 'commands and (tutorial or lora or resume)'
 
 .venv-install/.installed: pyproject.toml constraints.txt docs/tutorial.md
 	rm -rf .venv-install
@@ -107,7 +107,7 @@ test-install: .venv-install/.installed
 
 # Families x mixes of axes on up to eight ranks (twenty minutes); docs/reference/mixes.md. WORDS=... are mixes.
 verify-all: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mixes $(WORDS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.support.mixes_table $(WORDS)
 	$(BIN)/python -m pytest -m table $(PYTEST_ARGS)
 
 # The oldest supported transformers beside the installed one, and what it needs that the newest does without.
@@ -116,7 +116,7 @@ test-compat: $(STAMP) $(COMPAT_DIR)/.installed
 
 # Gradients with tensor parallelism against those of a transformers that divides models by itself, in processes of its own.
 test-oracle: $(STAMP) $(ORACLE_DIR)/.installed
-	WEFT_ORACLE=$(CURDIR)/$(ORACLE_DIR) $(BIN)/python -m pytest -m oracle tests/test_oracle.py $(PYTEST_ARGS)
+	WEFT_ORACLE=$(CURDIR)/$(ORACLE_DIR) $(BIN)/python -m pytest -m oracle tests/parity/test_oracle.py $(PYTEST_ARGS)
 
 .compat/transformers-%/.installed: | $(STAMP)
 	$(BIN)/python -m pip install --quiet --upgrade --target $(@D) --no-deps \
@@ -125,7 +125,7 @@ test-oracle: $(STAMP) $(ORACLE_DIR)/.installed
 
 # The ends of the ranges, in environments of several GB each: never in CI. Writes docs/reference/versions.md.
 test-versions: $(STAMP) $(VERSIONS:%=.venv-versions/%/.installed)
-	$(BIN)/python tests/versions.py $(VERSIONS:%=.venv-versions/%/bin/python) --workers $(WORKERS) \
+	$(BIN)/python tests/support/versions.py $(VERSIONS:%=.venv-versions/%/bin/python) --workers $(WORKERS) \
 		--pytest-args='$(PYTEST_ARGS)'
 
 # That Python where there is one, else the usual.

@@ -41,7 +41,7 @@ def write_inputs(folder: Path) -> None:
     from make_chat_demo import docstrings, question
     from PIL import Image
 
-    from tests.vision_zoo import vision_config, vision_folder, vision_tokenizer
+    from tests.support.vision_zoo import vision_config, vision_folder, vision_tokenizer
     from weft.models import hf
 
     model = vision_folder(folder / "model", "qwen2_5_vl")

@@ -27,13 +27,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--in-order", action="store_true", help="run files in the order in which they are named")
 
 
+def file_of(nodeid: str) -> str:
+    """The file of a test, below tests/."""
+    return nodeid.partition("::")[0].removeprefix("tests/")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """What takes longest comes first, so that no worker begins it when the others have ended; a file without a record
     may take any time."""
     if config.getoption("--in-order"):
         return
     known: dict[str, float] = json.loads(SECONDS.read_text())
-    items.sort(key=lambda item: -known.get(item.path.name, math.inf))
+    items.sort(key=lambda item: -known.get(file_of(item.nodeid), math.inf))
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +65,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     for reports in terminalreporter.stats.values():
         for report in reports:
             if isinstance(report, pytest.TestReport):
-                seconds[report.nodeid.partition("::")[0].rpartition("/")[2]] += report.duration
+                seconds[file_of(report.nodeid)] += report.duration
     if len(seconds) > 1:
         terminalreporter.section(f"{sum(seconds.values()):.0f} s of tests in {len(seconds)} files")
         for name, taken in seconds.most_common(_SHOWN):

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.cases import open_engine, saved_model
 from tests.cuda.cases import BF16, FP32, gradient, kind
+from tests.support.cases import open_engine, saved_model
 from weft.config.mesh import MeshSizes
 from weft.engine.contract import check_contract
 from weft.inference.weight_sync.protocol import broadcast, join_group, open_store

@@ -18,8 +18,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.cases import open_engine, saved_model
 from tests.cuda.cases import busy, kind
+from tests.support.cases import open_engine, saved_model
 from weft.config.schema import LoraConfig
 from weft.engine.engine import Engine
 from weft.inference.base import Completion, Request, SamplingParams

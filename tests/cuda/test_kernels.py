@@ -18,7 +18,7 @@ import torch
 import torch._dynamo
 from torch import Tensor
 
-from tests.zoo import tiny_config
+from tests.support.zoo import tiny_config
 from weft.engine.selfcheck import device as device_check
 from weft.engine.selfcheck.device import TOLERANCES, check_on_device, errors
 from weft.engine.selfcheck.startup import examine

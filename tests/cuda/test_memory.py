@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.cases import open_engine, saved_model
 from tests.cuda.cases import BF16, STEPS, busy, gradient, kind
-from tests.resuming import whole_state
+from tests.support.cases import open_engine, saved_model
+from tests.support.resuming import whole_state
 from weft.checkpoint.save import Saver
 from weft.checkpoint.state import find_state_shards
 from weft.config.schema import CheckpointConfig

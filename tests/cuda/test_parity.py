@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.cases import describe, parity, saved_model
 from tests.cuda.cases import FP32, kind
+from tests.support.cases import describe, parity, saved_model
 from weft.launch.process import Ranks
 
 FAMILIES = ("llama", "qwen3", "gemma3_text", "gpt_oss", "qwen3_moe", "deepseek_v3")  # qwen3's head is tied

@@ -13,8 +13,8 @@ import torch._dynamo
 import torch._inductor.config
 from torch import Tensor
 
-from tests.cases import open_engine, saved_model
 from tests.cuda.cases import BF16, FP32, STEPS, gradient, kind
+from tests.support.cases import open_engine, saved_model
 from weft.engine.contract import check_contract
 from weft.engine.engine import Engine
 from weft.launch.process import Ranks

@@ -8,8 +8,8 @@ import pytest
 import torch
 import transformers
 
-from tests.cases import open_engine, saved_model
 from tests.cuda.cases import BF16, FP32, gradient, kind
+from tests.support.cases import open_engine, saved_model
 from weft.engine.batch.document import Document
 from weft.engine.batch.replay import align_routes
 from weft.engine.engine import Engine

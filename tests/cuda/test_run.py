@@ -15,8 +15,8 @@ import torch
 import transformers
 
 from tests.cuda.cases import kind
-from tests.resuming import STEPS, attempt, equal, inputs, lines, state_of
-from tests.toy_tokenizers import byte_tokenizer, chat, write_jsonl
+from tests.support.resuming import STEPS, attempt, equal, inputs, lines, state_of
+from tests.support.toy_tokenizers import byte_tokenizer, chat, write_jsonl
 from weft.launch.process import Ranks
 
 ROOT = Path(__file__).parent.parent.parent

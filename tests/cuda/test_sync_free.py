@@ -1,4 +1,4 @@
-"""A whole step waits for its device where tests/test_sync_free.py says so, and nowhere else: torch counts."""
+"""A whole step waits for its device where tests/engine/test_device_reads.py says so, and nowhere else: torch counts."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.cases import saved_model
-from tests.test_sync_free import READS, READS_ONCE
+from tests.engine.test_device_reads import READS, READS_ONCE
+from tests.support.cases import saved_model
 from weft.config.schema import ModelConfig, OptimizerConfig, StepConfig
 from weft.engine.batch.document import Document
 from weft.engine.batch.rows import build_row

@@ -39,15 +39,15 @@ MOST_SECONDS, MOST_FILES = 60.0, 5  # of the tests of one mutant, as recorded
 LEFT_OUT = ("verification/bugs/", "rollout/vllm/", "config/reference.py", "config/migrate/pages.py")
 # Tests of the repository itself, and those that try everything at once.
 APART = (
-    "test_containers.py",
-    "test_house.py",
-    "test_mutants.py",
-    "test_docs.py",
-    "test_examples.py",
-    "test_benchmarks.py",
-    "test_faults.py",
-    "test_rl_faults.py",
-    "test_fuzz_inputs.py",
+    "project/test_containers.py",
+    "project/test_house.py",
+    "project/test_mutants.py",
+    "project/test_docs.py",
+    "project/test_examples.py",
+    "project/test_benchmarks.py",
+    "faults/test_faults.py",
+    "faults/test_rl_faults.py",
+    "hostile/test_fuzz_inputs.py",
 )
 
 
@@ -324,10 +324,16 @@ def _read(path: Path) -> _Read:
     return _Read(frozenset(modules), frozenset(re.findall(r"\w+", source)))
 
 
+def _test_files() -> list[str]:
+    """Files of tests that a mutant may be tried with, below tests/."""
+    files = [path.relative_to(ROOT / "tests").as_posix() for path in sorted((ROOT / "tests").rglob("test_*.py"))]
+    return [file for file in files if not file.startswith(("cuda/", "vllm/"))]
+
+
 @cache
 def _readings() -> tuple[dict[str, _Read], dict[str, _Read], dict[str, float]]:
     """(Test files, files of weft, seconds of test files)."""
-    tests = {path.name: _read(path) for path in sorted((ROOT / "tests").glob("test_*.py")) if path.name not in APART}
+    tests = {file: _read(ROOT / "tests" / file) for file in _test_files() if file not in APART}
     weft = {p.relative_to(ROOT / "weft").as_posix(): _read(p) for p in sorted((ROOT / "weft").rglob("*.py"))}
     return tests, weft, json.loads((ROOT / "tests" / "seconds.json").read_text())
 
@@ -341,7 +347,7 @@ def tests_of(file: str, function: str) -> str:
     users = {_module(user) for user, read in weft.items() if module in read.modules}
     named = set(function.split(".")) - {"__init__", "__post_init__", "__call__", "of", "run", "main"}
     by_hand = {
-        (m.function, test.split("::")[0].rpartition("/")[2])
+        (m.function, test.split("::")[0].removeprefix("tests/"))
         for m in BY_HAND
         if m.file == file
         for test in m.tests.split()

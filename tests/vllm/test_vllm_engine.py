@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from tests.toy_tokenizers import byte_tokenizer
+from tests.support.toy_tokenizers import byte_tokenizer
 from weft.inference.base import Completion, Request, SamplingParams
 from weft.inference.process import EngineDiedError
 from weft.inference.vllm.engine import VllmEngine

@@ -12,8 +12,8 @@ import torch
 
 pytest.importorskip("torchvision", reason="vLLM's vision models import it", exc_type=Exception)
 
-from tests.test_generate_images import ROWS
-from tests.vision_zoo import vision_config, vision_folder, vision_tokenizer
+from tests.inference.test_generate_images import ROWS
+from tests.support.vision_zoo import vision_config, vision_folder, vision_tokenizer
 from weft.config.schema import DataConfig
 from weft.data.encode import Encoding
 from weft.data.image_opener import ImageOpener

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from vllm import LLM, SamplingParams
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
-from tests.toy_tokenizers import byte_tokenizer, write_jsonl
+from tests.support.toy_tokenizers import byte_tokenizer, write_jsonl
 from tests.vllm.conftest import SETTINGS
 
 ROOT = Path(__file__).parents[2]

@@ -21,8 +21,8 @@ from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
-from tests.cases import saved_model
-from tests.toy_tokenizers import byte_tokenizer
+from tests.support.cases import saved_model
+from tests.support.toy_tokenizers import byte_tokenizer
 from weft.inference.vllm import receiver
 from weft.inference.vllm.readback import digest
 

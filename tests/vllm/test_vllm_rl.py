@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
-from tests.machine import business
+from tests.support.machine import business
 from tests.vllm.conftest import SETTINGS
 from weft.inference.records import FOLDER, rollout_files
 from weft.launch.machine import free_port

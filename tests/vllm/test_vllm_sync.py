@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from tests import pool
-from tests.cases import saved_model
-from tests.test_sync import KEY, VERSIONS, train_and_send
+from tests.inference.test_weight_sync import KEY, VERSIONS, train_and_send
+from tests.support import pool
+from tests.support.cases import saved_model
 from tests.vllm.test_vllm_engine import PROMPTS, is_of, plain, settings
 from weft.inference.base import Completion, Request, SamplingParams
 from weft.inference.vllm.engine import VllmEngine

@@ -1,6 +1,6 @@
 """Every key that weft accepts, with its type, default and meaning. Imports no torch.
 
-A key is here only if something reads it: tests/test_config_effects.py maps every key to the test of its effect.
+A key is here only if something reads it: tests/config/test_every_key_has_an_effect.py holds a test for each.
 `help` texts and docstrings of sections become docs/reference/config.md.
 """
 

@@ -2,7 +2,7 @@
 is replaced by a sentinel, and the renderings are compared.
 
 This costs one rendering for every text of every message, so it is used only if ChatTemplate's notes find no message.
-tests/test_masks.py checks that both ways give the same masks.
+tests/data/test_masks.py checks that both ways give the same masks.
 """
 
 from __future__ import annotations

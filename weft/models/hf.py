@@ -1,5 +1,5 @@
 """transformers' internals. No other file uses them, except hf_processor.py, hf_video.py and hf_template.py;
-tests/test_hf_contract.py checks their signatures.
+tests/models/test_hf_contract.py checks their signatures.
 
 Internal symbols used, all checked on transformers 5.17 to 5.19:
 - modeling_utils.AttentionInterface.register (masking_utils makes no mask for a name without a mask function)

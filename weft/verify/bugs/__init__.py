@@ -24,8 +24,8 @@ TOKEN_ROWS = "gradients of each token's row, float16"
 BALANCE_SCALE = "scale of the auxiliary loss, float16"
 AGREE = "ranks that hold the same agree"
 # Tests that compare an SFT run with the reference, step by step.
-RUN_LOSSES = "tests/test_plants.py: losses of a run"
-RUN_RATES = "tests/test_plants.py: learning rates of a run"
+RUN_LOSSES = "tests/verify/test_plants.py: losses of a run"
+RUN_RATES = "tests/verify/test_plants.py: learning rates of a run"
 
 Original = Callable[..., Any]
 Replacement = Callable[..., Any]

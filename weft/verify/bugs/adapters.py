@@ -13,7 +13,7 @@ import torch.distributed as dist
 from weft.parallel.shards.boxes import Shard
 from weft.verify.bugs import LOGPROB, Original, Plant, bug
 
-BASE = "tests/test_lora.py: without its adapter a model is its base"
+BASE = "tests/models/test_lora.py: without its adapter a model is its base"
 
 
 @bug(

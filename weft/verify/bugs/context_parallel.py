@@ -21,8 +21,8 @@ from weft.verify.bugs import GRADIENTS, LOGPROB, LOSS, Original, Plant, bug, reh
 from weft.verify.bugs.step import Altered
 
 BESIDE = "images behind a cut document: logprob"
-SAMPLES = "tests/test_context_parallel.py: ratios of whole samples"
-HELD_OUT_CUT = "tests/test_eval.py: the held-out loss of documents that are cut"
+SAMPLES = "tests/parallel/test_context_parallel.py: ratios of whole samples"
+HELD_OUT_CUT = "tests/recipes/test_eval.py: the held-out loss of documents that are cut"
 MEGATRON = "NVIDIA/Megatron-LM#7452"
 NEEDS = "mesh.cp above 1"
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from weft.engine.metrics import MetricSums
 from weft.verify.bugs import Original, Plant, bug
 
-HELD_OUT = "tests/test_eval.py: the held-out loss is the reference's token mean"
+HELD_OUT = "tests/recipes/test_eval.py: the held-out loss is the reference's token mean"
 
 
 @bug(

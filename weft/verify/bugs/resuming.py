@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from weft.verify.bugs import Original, Plant, bug
 
-RESUMED = "tests/test_resume.py: a resumed run is the unbroken one"
+RESUMED = "tests/checkpoint/test_resume.py: a resumed run is the unbroken one"
 
 
 @bug(

@@ -10,7 +10,7 @@ import numpy as np
 from weft.inference.types import Flags, Sample, SampleGroup
 from weft.verify.bugs import Original, Plant, bug
 
-UPDATE = "tests/test_policy_parity.py: the update of grpo is that of plain PyTorch"
+UPDATE = "tests/parity/test_policy_parity.py: the update of grpo is that of plain PyTorch"
 
 
 @bug(

@@ -181,7 +181,8 @@ def bounds_lost(plant: Plant, original: Original, *arguments: Any, **options: An
 @bug(
     "B5", "weft.ops.attention:Call",
     "the attention kernel itself ignores the bounds it is given",
-    caught_by="tests/test_plants.py: llama passes the start-up check packed", seen="huggingface/transformers#46634",
+    caught_by="tests/verify/test_plants.py: llama passes the start-up check packed",
+    seen="huggingface/transformers#46634",
 )  # fmt: skip
 def kernel_leaks(
     plant: Plant, original: Original, query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, **rest: Any
@@ -212,7 +213,7 @@ def state_runs_on(
 @bug(
     "B6", "weft.models.state_mixers:by_document",
     "a layer that carries state sees every row as one document",
-    caught_by="tests/test_plants.py: lfm2 passes the start-up check packed", seen="verl-project/verl#6660",
+    caught_by="tests/verify/test_plants.py: lfm2 passes the start-up check packed", seen="verl-project/verl#6660",
     needs=_STATEFUL,
 )  # fmt: skip
 def state_boundary_lost(
@@ -279,7 +280,7 @@ def first_token_lost(plant: Plant, original: Original, documents: Sequence[Docum
 @bug(
     "B9", "weft.data.encode:Encoder.encode_prompts",
     "the first token of a completion counts as prompt",
-    caught_by="tests/test_data.py: test_prompt_and_completion", seen="OpenRLHF/OpenRLHF#973",
+    caught_by="tests/data/test_documents.py: test_prompt_and_completion", seen="OpenRLHF/OpenRLHF#973",
 )  # fmt: skip
 def completion_mask_late(plant: Plant, original: Original, self: Any, records: Any) -> Any:
     out = []

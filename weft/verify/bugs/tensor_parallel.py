@@ -22,7 +22,7 @@ from weft.parallel.shards.cuts import ShardSpec, split
 from weft.parallel.tp.tensor import TensorParallel, sum_partial_gradients
 from weft.verify.bugs import ACCURACY, AGREE, GRADIENTS, LOGPROB, NORM, Original, Plant, bug, rehearsing
 
-WALKED = "tests/test_tensor_parallel_weights.py: the walker gives what the files have"
+WALKED = "tests/parallel/test_tensor_parallel_weights.py: the walker gives what the files have"
 ALIKE = "weft.engine.replicas.ReplicaCheck.check"
 MEGATRON = "NVIDIA/Megatron-LM#7452"
 NEEDS = "mesh.tp above 1"

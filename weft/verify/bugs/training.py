@@ -125,7 +125,7 @@ def rotary_in_bf16(plant: Plant, original: Original, module: nn.Module) -> None:
 @bug(
     "B13", "weft.parallel.fsdp:fully_shard",
     "FSDP casts what enters a layer: a residual stream kept in fp32 is rounded to bf16",
-    caught_by="tests/test_plants.py: layer inputs have the dtypes of transformers' own forward",
+    caught_by="tests/verify/test_plants.py: layer inputs have the dtypes of transformers' own forward",
     seen="pytorch/torchtitan#2881", needs="fsdp.param_dtype=bf16",
 )  # fmt: skip
 def inputs_cast(plant: Plant, original: Original, target: Any, *, mp_policy: Any, **options: Any) -> Any:
@@ -139,8 +139,8 @@ def inputs_cast(plant: Plant, original: Original, target: Any, *, mp_policy: Any
 @bug(
     "B20", "weft.models.hf:build_random",
     "every rank draws initial weights of its own",
-    caught_by="tests/test_plants.py: initial weights are those of one process", seen="radixark/miles#3187", ranks=2,
-    needs="model.init=random",
+    caught_by="tests/verify/test_plants.py: initial weights are those of one process",
+    seen="radixark/miles#3187", ranks=2, needs="model.init=random",
 )  # fmt: skip
 def weights_by_rank(plant: Plant, original: Original, config: Any, *, seed: int, **options: Any) -> Any:
     if dist.get_rank() > 0:
@@ -235,7 +235,7 @@ def nonfinite_advances_rate(plant: Plant, original: Original, step: int, *rest: 
 @bug(
     "B27", "weft.recipes.sft:RunRecorder.stop_if_diverged",
     "steps that are not finite are skipped for ever",
-    caught_by="tests/test_plants.py: a diverged run ends", seen="verl-project/verl-omni#539",
+    caught_by="tests/verify/test_plants.py: a diverged run ends", seen="verl-project/verl-omni#539",
     needs="a loss that is not finite",
 )  # fmt: skip
 def skipped_for_ever(plant: Plant, original: Original, self: Any, line: Any, sources: Any) -> None:
@@ -259,7 +259,7 @@ def schedule_per_rank(plant: Plant, original: Original, step: int, *rest: Any) -
 @bug(
     "B18", "weft.engine.optim.schedule:warmup_steps",
     "the warm-up is twice as long",
-    caught_by="tests/test_schedule.py: test_cosine_with_warmup", seen="THUDM/slime#1546",
+    caught_by="tests/engine/test_schedule.py: test_cosine_with_warmup", seen="THUDM/slime#1546",
 )  # fmt: skip
 def warmup_doubled(plant: Plant, original: Original, *arguments: Any) -> int:
     plant.hit()
@@ -269,7 +269,8 @@ def warmup_doubled(plant: Plant, original: Original, *arguments: Any) -> int:
 @bug(
     "B19", "weft.data.order:epoch_order",
     "every epoch has the same order",
-    caught_by="tests/test_order.py: test_every_document_once_in_each_epoch", seen="KempnerInstitute/KempnerForge#57",
+    caught_by="tests/data/test_order.py: test_every_document_once_in_each_epoch",
+    seen="KempnerInstitute/KempnerForge#57",
 )  # fmt: skip
 def epochs_alike(plant: Plant, original: Original, n: int, seed: int, epoch: int, shuffle: bool) -> list[int]:
     plant.hits += epoch > 1
@@ -279,7 +280,7 @@ def epochs_alike(plant: Plant, original: Original, n: int, seed: int, epoch: int
 @bug(
     "B19", "weft.data.order:StepSampler.starting_at",
     "a resumed run begins its epoch again",
-    caught_by="tests/test_order.py: test_starting_at_a_step_equals_the_unbroken_run",
+    caught_by="tests/data/test_order.py: test_starting_at_a_step_equals_the_unbroken_run",
     seen="huggingface/accelerate#4071",
 )  # fmt: skip
 def place_in_epoch_lost(plant: Plant, original: Original, self: Any, number: int) -> Iterator[Any]:
@@ -305,7 +306,7 @@ def order_by_rank(plant: Plant, original: Original, n: int, seed: int, *rest: An
 @bug(
     "B25", "weft.data.order:Steps.cut_epoch",
     "the short last step of an epoch is dropped",
-    caught_by="tests/test_order.py: test_every_document_once_in_each_epoch", seen="huggingface/transformers#22143",
+    caught_by="tests/data/test_order.py: test_every_document_once_in_each_epoch", seen="huggingface/transformers#22143",
 )  # fmt: skip
 def short_step_dropped(plant: Plant, original: Original, self: Any, epoch: int) -> Iterator[list[int]]:
     for documents in original(self, epoch):
@@ -318,7 +319,7 @@ def short_step_dropped(plant: Plant, original: Original, self: Any, epoch: int) 
 @bug(
     "B32", "weft.parallel.parallelize:shard",
     "fsdp.reshard_after_forward is accepted and ignored",
-    caught_by="tests/test_plants.py: weights stay gathered between forward and backward",
+    caught_by="tests/verify/test_plants.py: weights stay gathered between forward and backward",
     seen="pytorch/torchtitan#3123", needs="fsdp.reshard_after_forward=false",
 )  # fmt: skip
 def reshard_ignored(
@@ -332,7 +333,7 @@ def reshard_ignored(
 @bug(
     "B32", "weft.models.hf:enable_recompute",
     "model.recompute is accepted and ignored",
-    caught_by="tests/test_plants.py: recomputation runs each layer twice", seen="NVIDIA/cosmos-framework#161",
+    caught_by="tests/verify/test_plants.py: recomputation runs each layer twice", seen="NVIDIA/cosmos-framework#161",
     needs="model.recompute=full",
 )  # fmt: skip
 def recompute_ignored(plant: Plant, original: Original, model: Any) -> None:

@@ -1,0 +1,198 @@
+"""The experts' auxiliary loss: transformers' own, of each document or of the whole step, whatever the cut."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
+
+from tests.support.cases import describe, open_engine, pairs, parity, saved_model, world_of
+from tests.support.pool import run
+from weft.config import load_config
+from weft.engine.losses.cross_entropy import CrossEntropy
+from weft.errors import UserError
+from weft.models import train_module
+from weft.models.balance import Balance, balance_sum, count_choices
+from weft.parallel.mesh import local_shard
+from weft.verify.documents import awkward_steps
+from weft.verify.observed import to_documents
+from weft.verify.reference import Reference
+
+
+def test_it_is_transformers_loss_of_each_document() -> None:
+    torch.manual_seed(0)
+    lengths, experts, top_k = (7, 1, 12), 6, 2
+    layers = [torch.randn(25, experts, requires_grad=True) for _ in range(3)]
+    owner = torch.cat([torch.full((n,), place) for place, n in enumerate(lengths)] + [torch.full((5,), -1)])
+    found = balance_sum(layers, Balance(owner, len(lengths), top_k))
+    parts = [layer[:20].split(lengths) for layer in layers]
+    expected = sum(
+        n * load_balancing_loss_func(tuple(part[place] for part in parts), experts, top_k)
+        for place, n in enumerate(lengths)
+    )
+    assert torch.allclose(found, torch.as_tensor(expected), rtol=1e-6)
+    ours = torch.autograd.grad(found, layers)
+    theirs = torch.autograd.grad(torch.as_tensor(expected), layers)
+    assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-8) for a, b in zip(ours, theirs, strict=True))
+    assert not ours[0][20:].any()  # padding
+
+
+def test_of_a_step_its_rows_add_up_to_transformers_loss_of_all_tokens() -> None:
+    torch.manual_seed(0)
+    experts, top_k, tokens = 6, 2, (9, 4)
+    rows = [[torch.randn(n + 2, experts, requires_grad=True) for _ in range(3)] for n in tokens]
+    owners = [torch.cat([torch.arange(n) // 5, torch.tensor([-1, -1])]) for n in tokens]
+    asked = [Balance(owner, int(owner.max()) + 1, top_k) for owner in owners]
+    counts = [count_choices(row, balance).sum(0) for row, balance in zip(rows, asked, strict=True)]
+    shares = sum(counts) / (3 * sum(tokens))
+    assert isinstance(shares, torch.Tensor) and float(shares.sum()) == pytest.approx(top_k)
+    parts = [balance_sum(row, replace(balance, shares_E=shares)) for row, balance in zip(rows, asked, strict=True)]
+    whole = tuple(torch.cat([row[layer][:n] for row, n in zip(rows, tokens, strict=True)]) for layer in range(3))
+    expected = torch.as_tensor(load_balancing_loss_func(whole, experts, top_k))
+    assert torch.allclose(sum(parts) / sum(tokens), expected, rtol=1e-6)
+    ours = torch.autograd.grad(sum(parts) / sum(tokens), [layer for row in rows for layer in row])
+    theirs = torch.autograd.grad(expected, [layer for row in rows for layer in row])
+    assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-8) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_a_row_without_documents_has_none() -> None:
+    logits = [torch.randn(4, 3, requires_grad=True)]
+    nobody = Balance(torch.full((4,), -1), 0, 1)
+    assert not count_choices(logits, nobody).any()
+    total = balance_sum(logits, nobody)
+    assert float(balance_sum(logits, replace(nobody, shares_E=torch.ones(3))).detach()) == 0.0
+    assert float(total.detach()) == 0.0
+    total.backward()  # every rank goes through the same backward
+
+
+AUX = {"router_aux_loss": "document", "router_aux_loss_coef": 0.1}
+AUX_STEP = {**AUX, "router_aux_loss": "step"}
+
+
+@pytest.mark.parametrize(
+    ("family", "mesh", "model"),
+    pairs([
+        ("qwen3_moe", "1", {}),
+        ("qwen3_moe", "3", {"recompute": "full"}),
+        ("mixtral", "2", {}),
+        ("gpt_oss", "2x2", {}),
+        ("qwen3_next", "2", {}),
+        ("qwen3_moe", "pp2xcp2", {}),
+    ], [("gpt_oss", "pp2", {})]),
+)  # fmt: skip
+def test_parity_with_transformers_own_loss_of_each_document(family: str, mesh: str, model: dict[str, Any]) -> None:
+    verdict = run(world_of(mesh), parity, saved_model(family), mesh, {"model": {**AUX, **model}})[0]
+    assert verdict.passed, describe(verdict)
+
+
+@pytest.mark.parametrize(
+    ("family", "mesh", "model"),
+    pairs([
+        ("qwen3_moe", "1", {}),
+        ("qwen3_moe", "4", {"recompute": "full"}),
+        ("qwen3_moe", "pp2x2", {}),
+    ], [("mixtral", "2", {}), ("gpt_oss", "2x2", {})]),
+)  # fmt: skip
+def test_parity_with_transformers_own_loss_of_the_whole_step(family: str, mesh: str, model: dict[str, Any]) -> None:
+    verdict = run(world_of(mesh), parity, saved_model(family), mesh, {"model": {**AUX_STEP, **model}})[0]
+    assert verdict.passed, describe(verdict)
+
+
+@pytest.mark.parametrize(("mesh", "model"), [("pp2i", AUX), ("pp2v", AUX_STEP)])
+def test_parity_in_several_stages_per_rank(mesh: str, model: dict[str, Any]) -> None:
+    verdict = run(2, parity, saved_model("qwen3_moe", num_hidden_layers=4), mesh, {"model": model})[0]
+    assert verdict.passed, describe(verdict)
+
+
+def cuts_of_a_step(path: str, mesh: str) -> list[float]:
+    """The metric at several cuts, and what transformers says of all documents as one."""
+    engine, found = open_engine(path, mesh, model=AUX_STEP), []
+    steps = awkward_steps(128)[0]
+    documents, metas = to_documents(engine, steps)
+    for budget in (None, max(len(ids) for ids, _ in steps)):
+        metrics = engine.accumulate(engine.plan(metas, budget=budget), documents, CrossEntropy())
+        engine.drop_gradients()
+        found.append(metrics["aux_loss"] or 0.0)
+    plain = Reference(path, balance=1.0, whole_step=True)
+    with torch.no_grad():
+        outs = [plain.model(input_ids=torch.tensor([ids]), output_router_logits=True) for ids, _ in steps]
+    whole = tuple(torch.cat(layer) for layer in zip(*(out.router_logits for out in outs), strict=True))
+    config = plain.plain.config
+    return [*found, float(load_balancing_loss_func(whole, config.num_experts, config.num_experts_per_tok))]
+
+
+def test_the_metric_is_the_loss_of_the_whole_step_whatever_the_cut() -> None:
+    for mesh in ("1", "2", "pp2"):
+        *found, expected = run(world_of(mesh), cuts_of_a_step, saved_model("qwen3_moe"), mesh)[0]
+        assert found == pytest.approx([expected] * len(found), rel=1e-5)
+
+
+def counted_twice(path: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Of a step in two rows: the choices of the pass that counts, and those of the forward with a gradient."""
+    engine = open_engine(path, "1", model=AUX_STEP, lora={"rank": 4, "dropout": 0.5})
+    with torch.no_grad():
+        for name, parameter in engine.module.named_parameters():
+            if name.endswith(".B"):
+                local_shard(parameter).normal_()
+    documents, metas = to_documents(engine, awkward_steps(128)[0])
+    shares: list[torch.Tensor] = []
+    chosen: list[torch.Tensor] = []
+
+    def watched(logits: Any, balance: Balance) -> torch.Tensor:
+        assert balance.shares_E is not None
+        shares.append(balance.shares_E)
+        chosen.append(count_choices(logits, balance).sum(0) / len(logits))
+        return balance_sum(logits, balance)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_module, "balance_sum", watched)
+        for _ in range(2):
+            engine.accumulate(engine.plan(metas, budget=max(meta.length for meta in metas)), documents, CrossEntropy())
+    half = len(chosen) // 2
+    tokens = sum(meta.length for meta in metas)
+    assert half > 1
+    return [(shares[start], torch.stack(chosen[start : start + half]).sum(0) / tokens) for start in (0, half)]
+
+
+def test_what_is_counted_first_is_what_is_chosen_then_dropout_of_adapters_included() -> None:
+    (first, then), (again, after) = run(1, counted_twice, saved_model("qwen3_moe"))[0]
+    assert torch.allclose(first, then, atol=1e-6) and torch.allclose(again, after, atol=1e-6)
+    assert not torch.allclose(first, again, atol=1e-3)  # dropout is at work
+
+
+def metrics_of(path: str, model: dict[str, Any]) -> tuple[float, dict[str, float | None], float]:
+    engine = open_engine(path, "1", model=model)
+    documents, metas = to_documents(engine, awkward_steps(128)[0])
+    metrics = engine.accumulate(engine.plan(metas), documents, CrossEntropy())
+    return engine.balance, metrics, engine.gradient_norm()
+
+
+def test_the_coefficient_is_the_configs_unless_it_is_set() -> None:
+    path = saved_model("qwen3_moe")
+    default, metrics, norm = run(1, metrics_of, path, {"router_aux_loss": "document"})[0]
+    assert default == 0.001 and metrics["aux_loss"] > 1.0
+    chosen, again, other = run(1, metrics_of, path, AUX)[0]
+    assert chosen == 0.1 and again == metrics and other != norm
+    none, without, _ = run(1, metrics_of, path, {})[0]
+    assert none == 0.0 and "aux_loss" not in without
+    # Its rows leave last tokens out, so that sums are rounded otherwise.
+    assert without["loss"] == pytest.approx(metrics["loss"], rel=1e-6)
+
+
+def refusal(path: str) -> str:
+    with pytest.raises(UserError) as error:
+        open_engine(path, "1", model={"router_aux_loss": "document"})
+    return str(error.value)
+
+
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
+def test_a_family_without_it_is_refused(family: str) -> None:
+    assert f"{family} has no auxiliary loss in transformers" in run(1, refusal, saved_model(family))[0]
+
+
+def test_a_coefficient_without_the_loss_is_refused() -> None:
+    with pytest.raises(UserError, match="router_aux_loss_coef would have no effect: model.router_aux_loss is none"):
+        load_config([], ["model.path=x", "data.path=y", "model.router_aux_loss_coef=0.1"])

@@ -1,0 +1,207 @@
+"""The embedded engine answers as transformers' own model does, and prompts are read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from tests.support.cases import open_engine, saved_model, world_of
+from tests.support.pool import run
+from tests.support.resuming import Sections
+from tests.support.toy_tokenizers import byte_tokenizer, chat, write_jsonl
+from weft.data.encode import Encoding
+from weft.data.ends import configured_ends
+from weft.data.messages import MessageRules
+from weft.data.prompts import load_prompts
+from weft.engine.batch.document import Document
+from weft.errors import UserError
+from weft.inference.base import Completion, Request, SamplingParams
+from weft.inference.embedded import EmbeddedEngine
+from weft.verify.adapter import randomize_adapters
+
+PROMPTS = [[5], [9, 8, 7, 6, 5, 4, 3], [11, 12] * 10, [3, 100, 50]]
+ENDS = (2, 17, 40)
+
+
+def answers(path: str, mesh: str) -> tuple[list[list[Completion]], bool]:
+    """Greedy, sampled twice with one seed and once with another; and whether nothing of it is left behind."""
+    engine = open_engine(path, mesh)
+    before = torch.get_rng_state()
+    embedded, here = EmbeddedEngine(engine), torch.distributed.get_rank() == engine.ranks.world - 1
+    embedded.wake(here)
+    with torch.no_grad():
+        for parameter in engine.module.parameters():
+            parameter.mul_(1.01)  # neither the weights of the files nor those of the first time
+    embedded.wake(here, version=7)
+    found = []
+    if embedded.model is not None:
+        for temperature, seed in ((0.0, 1), (1.0, 1), (1.0, 1), (1.0, 2)):
+            sampling = SamplingParams(12, temperature, ends=ENDS)
+            asked = [Request(str(n), tuple(prompt), (seed,), sampling) for n, prompt in enumerate(PROMPTS)]
+            found.append([completion for (completion,) in embedded.generate(asked)])
+    copied = [] if embedded.model is None else [p.untyped_storage() for p in embedded.model.parameters()]
+    held = sum({storage.data_ptr(): storage.nbytes() for storage in copied}.values())
+    freed = embedded.sleep() == held and not any(storage.nbytes() for storage in copied)
+    return found, freed and torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize(
+    ("family", "mesh"),
+    [
+        ("llama_tied", "2"),
+        ("qwen3_moe", "1"),
+        ("lfm2", "2"),
+        ("gpt_oss", "1"),
+        ("phi3_longrope", "1"),
+        ("llama_tied", "tp2"),
+        ("qwen3", "tp4"),
+        ("qwen3_moe", "2xtp2"),
+        ("qwen3_moe", "4ep2"),
+        ("llama_tied", "pp2x2"),
+        ("qwen3_moe", "pp2xep2"),
+    ],
+)
+def test_answers_are_those_of_a_plain_model(family: str, mesh: str) -> None:
+    path = saved_model(family)
+    by_rank = run(world_of(mesh), answers, path, mesh)
+    assert all(clean for _, clean in by_rank) and all(not found for found, _ in by_rank[:-1])
+    greedy, one, same, other = by_rank[-1][0]
+    assert one == same != other
+    plain = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            parameter.mul_(1.01)
+    for prompt, completion in zip(PROMPTS, greedy, strict=True):
+        out = plain.generate(
+            torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+            max_new_tokens=12, do_sample=False, eos_token_id=list(ENDS), pad_token_id=0,
+        )[0, len(prompt) :].tolist()  # fmt: skip
+        finish = "end" if out[-1] in ENDS else "length"
+        assert (completion.tokens, completion.finish) == (tuple(out), finish)
+        assert completion.versions == ((7, len(out)),)
+
+
+def logprobs_of_both(path: str, mesh: str, sections: Sections) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of one document: by the trainer, with adapters that do something, and by the plain copy."""
+    engine = open_engine(path, mesh, **sections)
+    randomize_adapters(engine)
+    tokens = torch.tensor(PROMPTS[2] + PROMPTS[1])
+    document = Document(tokens, torch.ones(len(tokens)))
+    plan = engine.plan(engine.planner.metadata([document]))
+    found = engine.readout(plan, dict.fromkeys(engine.planner.local_documents(plan), document))
+    embedded = EmbeddedEngine(engine)
+    embedded.wake(here=bool(found))
+    if embedded.model is None:
+        return torch.zeros(0), torch.zeros(0)
+    embedded.model.set_attn_implementation("eager")
+    with torch.no_grad():
+        logprob = embedded.model(input_ids=tokens[None]).logits[0].log_softmax(-1)
+    return found[0]["logprob"][1:], logprob[:-1].gather(1, tokens[1:, None])[:, 0]
+
+
+@pytest.mark.parametrize(
+    ("family", "mesh", "lora"),
+    [
+        ("llama", "2", {"rank": 4, "modules_to_save": ("lm_head",)}),
+        ("qwen3", "2", {"rank": 4, "targets": ("q_proj", "embed_tokens")}),  # its head is tied to the embedding
+        ("qwen3_moe", "2", {"rank": 2, "targets": ("all-linear", "mlp.experts.gate_up_proj")}),
+        ("qwen3_moe", "2xtp2", {"rank": 2, "targets": ("all-linear", "mlp.experts.gate_up_proj", "embed_tokens")}),
+        ("qwen3_moe", "pp2xep2", {"rank": 2, "targets": ("all-linear", "mlp.experts.gate_up_proj")}),
+        ("qwen3", "pp2", {"rank": 4, "modules_to_save": ("lm_head",)}),
+    ],
+)
+def test_adapters_are_merged_into_the_copy(family: str, mesh: str, lora: dict[str, Any]) -> None:
+    for ours, copy in run(world_of(mesh), logprobs_of_both, saved_model(family), mesh, {"lora": lora}):
+        torch.testing.assert_close(copy, ours, rtol=0, atol=2e-5)
+
+
+def test_answers_end_where_model_and_tokenizer_say(tmp_path: Path) -> None:
+    path = tmp_path / "model"
+    model = transformers.AutoModelForCausalLM.from_pretrained(saved_model("llama"))
+    model.generation_config = transformers.GenerationConfig(eos_token_id=[7, 9])
+    model.save_pretrained(path)
+    assert configured_ends(str(path), byte_tokenizer()) == [2, 7, 9]  # 2: of config.json, and of the tokenizer
+    (path / "generation_config.json").unlink()
+    assert configured_ends(str(path), byte_tokenizer()) == [2]
+
+
+# ---------------------------------------------------------------- prompts
+
+
+def test_prompts_of_a_list_are_what_a_user_says_or_text_to_continue() -> None:
+    tokenizer = byte_tokenizer()
+    (prompt,) = load_prompts(["ab"], tokenizer)
+    rendered = tokenizer.decode(prompt.tokens)
+    assert prompt.text == "ab" and rendered == "<|start|>user\nab<|end|>\n<|start|>assistant\n"
+    (text,) = load_prompts(["ab"], byte_tokenizer(None, bos=True))
+    assert text.tokens == (1, *tokenizer("ab")["input_ids"])
+
+
+def test_prompts_are_rendered_by_the_template_of_the_data() -> None:
+    template = "{{ day }} {% for m in messages %}{{ m['content'] }}{% endfor %}{{ '>' if add_generation_prompt }}"
+    encoding = Encoding(chat_template=template, template_kwargs={"day": "today"})
+    (prompt,) = load_prompts(["ab"], byte_tokenizer(None), encoding)
+    assert byte_tokenizer().decode(prompt.tokens) == "today ab>"
+
+
+def test_prompts_of_a_file(tmp_path: Path) -> None:
+    """A file of training data serves: answers at the end are left out, and so is what follows a prompt."""
+    turns = chat(("system", "s"), ("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"))
+    path = write_jsonl(
+        tmp_path / "p.jsonl", turns, "", {"prompt": "ab", "completion": "c"}, {"prompt": turns["messages"]}
+    )
+    first, second, third = load_prompts(path, byte_tokenizer())
+    assert first.text == "system: s\nuser: a\nassistant: b\nuser: c" and first == third
+    assert byte_tokenizer().decode(first.tokens).endswith("<|start|>user\nc<|end|>\n<|start|>assistant\n")
+    assert second.text == "ab" and byte_tokenizer().decode(second.tokens) == "ab"
+
+
+def test_prompts_have_the_roles_of_the_data(tmp_path: Path) -> None:
+    theirs = {"messages": [{"from": "visitor", "value": "a"}, {"from": "clerk", "value": "b"}]}
+    path = write_jsonl(tmp_path / "p.jsonl", theirs, {"prompt": [{"role": "visitor", "content": "a"}]})
+    roles = {"visitor": "user", "clerk": "assistant"}
+    first, second = load_prompts(path, byte_tokenizer(), rules=MessageRules(roles=roles))
+    (plain,) = load_prompts(["a"], byte_tokenizer())
+    (tmp_path / "p.txt").write_text("\ufeffa\r\n\n{b\n", encoding="utf-8")
+    assert [prompt.text for prompt in load_prompts(f"{tmp_path}/p.txt", byte_tokenizer())] == [
+        prompt.text for prompt in load_prompts(["a", "{b"], byte_tokenizer())
+    ]
+    assert first == second == plain
+
+
+BAD: dict[str, tuple[Any, str]] = {
+    "no JSON": ("{", r"p\.jsonl:2: is not valid JSON"),
+    "a list": ("[]", r"p\.jsonl:2: is not a JSON object"),
+    "another key": ({"question": "a"}, r"p\.jsonl:2: has `question`; it needs `messages`"),
+    "an empty text": ({"prompt": ""}, r"p\.jsonl:2: is empty"),
+    "no messages": ({"messages": []}, r"p\.jsonl:2: `messages` is empty"),
+    "answers alone": (chat(("assistant", "a")), r"p\.jsonl:2: holds no message that could be answered"),
+    "a message of another shape": ({"messages": ["a"]}, r"p\.jsonl:2: message 1 must be an object"),
+    "a role that the template does not know": (chat(("tool", "a")), r"p\.jsonl:2: .* refused this document: no tools"),
+    "a role that weft does not know": (
+        chat(("human", "a")),
+        r"p\.jsonl:2: message 1: .* Set 'data\.roles={human: user}'",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_prompt_is_named(name: str, tmp_path: Path) -> None:
+    value, expected = BAD[name]
+    path = write_jsonl(tmp_path / "p.jsonl", {"prompt": "fine"}, value)
+    template = (
+        "{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools') }}{% endif %}{% endfor %}"
+    )
+    with pytest.raises(UserError, match=expected):
+        load_prompts(path, byte_tokenizer(template))
+
+
+def test_a_chat_without_a_template_and_an_empty_file_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="has no chat template. Write `prompt`"):
+        load_prompts(write_jsonl(tmp_path / "p.jsonl", chat(("user", "a"))), byte_tokenizer(None))
+    with pytest.raises(UserError, match="holds no prompts"):
+        load_prompts(write_jsonl(tmp_path / "empty.jsonl"), byte_tokenizer())

@@ -1,0 +1,146 @@
+"""`weft verify` of reinforcement learning: on any mesh the updates are those of plain PyTorch in one process."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from tests.support.cases import MESHES, describe, saved_model, world_of
+from tests.support.pool import run
+from tests.support.rl_samples import group
+from tests.support.toy_tokenizers import byte_tokenizer
+from weft.config.load import load_config
+from weft.config.rl_schema import RlConfig
+from weft.errors import UserError
+from weft.inference.records import write_rollouts
+from weft.parallel.tp import tensor
+from weft.rl.trainer import TrainerRank
+from weft.verify.harness import Verdict
+from weft.verify.plants import planted
+from weft.verify.rl_harness import verify_rl
+from weft.verify.rl_rollouts import recorded_rollouts
+
+KEYS = (
+    "data.path=owner/data", "rl.reward=[length]", "rollout.temperature=0.7", "rollout.max_new_tokens=20",
+    "rollout.max_prompt_tokens=30", "optimizer.eps=1e-5", "optimizer.lr=1e-3", "train.timeout=300",
+)  # fmt: skip
+
+
+@cache
+def model(family: str, mesh: str = "1") -> str:
+    several = "pp_schedule" in MESHES[mesh]  # stages on each rank
+    path = saved_model(family, **({"num_hidden_layers": 4} if several else {}))
+    byte_tokenizer().save_pretrained(path)  # nothing is tokenised
+    return path
+
+
+def config_of(path: str, mesh: str, *keys: str) -> RlConfig:
+    sizes = [f"mesh.{axis}={size}" for axis, size in MESHES[mesh].items()]
+    return load_config([], [f"model.path={path}", *KEYS, *sizes, *keys], RlConfig)
+
+
+def verdict_of(plant: str | None, path: str, mesh: str, keys: tuple[str, ...]) -> Verdict | None:
+    with planted(plant):
+        return verify_rl(TrainerRank(config_of(path, mesh, *keys), "cpu"), 1e-3)
+
+
+PPO = (
+    "rl.algorithm=ppo", "rl.kl=0.1", "rl.kl_in=reward", "rl.gamma=0.95", "rl.gae_lambda=0.9", "critic.head=normal",
+    "critic.lr=1e-3", "rl.dual_clip=1.5", "critic.max_tokens_per_device=61",
+)  # fmt: skip
+CASES = [
+    ("llama", "1", ()),  # the update reads the old policy itself
+    ("llama", "2", ("rl.kl=0.05", "rl.entropy=0.01", "rl.updates=2", "rl.mask_truncated=true")),
+    ("llama", "2x2", PPO),
+    ("qwen3_moe", "2", ("rl.algorithm=gspo", "rl.epochs=2")),
+    ("llama", "2", ("rl.algorithm=cispo", "rl.epochs=2", "rl.correction=icepop", "lora.rank=4", "rl.kl=0.1",
+                    "rl.kl_estimator=k1", "rl.kl_unbiased=true", "optimizer.name=sgd", "optimizer.eps=null")),
+    ("llama", "1", ("rl.algorithm=rloo", "rl.old_logprobs=rollout", "rl.kl=0.1", "rl.kl_in=reward")),
+    ("llama", "2", ("rl.epochs=2", "rl.mask_truncated=true", "rl.count_masked=true", "rl.kl=0.1", "rl.kl_clamp=0.001",
+                    "rl.entropy=0.1", "rl.entropy_aggregation=token_mean", "rl.dual_clip=3")),
+    ("llama", "1", ("rl.like=trl", "rl.algorithm=rloo", "rl.epochs=2", "rl.entropy=0.1",
+                    "rl.entropy_aggregation=sequence_mean")),
+    ("llama", "1", ("rl.algorithm=reinforce++", "rl.epochs=2", "rl.correction=mis", "rl.correction_level=sequence")),
+    ("llama", "1", ("rl.algorithm=reinforce++_baseline", "rl.epochs=2", "rl.policy_loss=reinforce", "rl.kl=0.1",
+                    "rl.kl_in=reward")),
+    ("qwen3", "tp2", ("rl.kl=0.05", "rl.entropy=0.01", "rl.updates=2")),
+    ("llama", "tp2", PPO),
+    ("qwen3", "cp2", ("rl.kl=0.05", "rl.entropy=0.01", "rl.updates=2")),
+    ("llama", "cp2u2", PPO),
+    pytest.param("qwen3_moe", "2xcp2", ("rl.algorithm=gspo", "rl.epochs=2"), marks=pytest.mark.table),
+    ("llama", "cp2xtp2", ("rl.epochs=2", "rl.correction=icepop", "rl.correction_level=sequence",
+                          "rl.entropy=0.1", "rl.entropy_aggregation=sequence_mean")),
+    ("qwen3_moe", "2xtp2", ("rl.algorithm=gspo", "rl.epochs=2")),
+    ("qwen3_moe", "ep2", ("rl.algorithm=gspo", "rl.epochs=2", "rl.kl=0.1")),
+    pytest.param("qwen3", "2xtp2", ("rl.epochs=2", "rl.kl=0.1", "lora.rank=4",
+                                    "optimizer.name=sgd", "optimizer.eps=null"), marks=pytest.mark.table),
+    pytest.param("llama_tied", "2xtp2", (*PPO, "reference.tp=1", "reference.dp_shard=4", "critic.dp_shard=1",
+                                         "critic.tp=4"), marks=pytest.mark.table),
+    ("qwen3", "pp2v", ("rl.kl=0.05", "rl.entropy=0.01", "rl.updates=2")),  # tied, both ends on one rank
+    ("llama", "pp2x2", PPO),
+    ("qwen3_moe", "pp2ix2", ("rl.algorithm=gspo", "rl.epochs=2", "rl.kl=0.1", "model.recompute=full")),
+    ("llama", "pp2", ("rl.epochs=2", "rl.correction=icepop", "lora.rank=4", "rl.kl=0.1",
+                      "optimizer.name=sgd", "optimizer.eps=null")),
+    pytest.param("llama", "pp2xcp2", (), marks=pytest.mark.table),  # the update reads the old policy itself
+    pytest.param("llama_tied", "2xtp2", (*PPO, "reference.pp=2", "reference.dp_shard=1", "critic.dp_shard=1",
+                                         "critic.tp=1", "critic.pp=2", "critic.dp_replicate=2"),
+                 marks=pytest.mark.table),
+    ("llama", "pp2x2", (*PPO, "reference.pp=1", "reference.tp=2", "critic.pp=1", "critic.dp_shard=4")),
+    ("phimoe", "1", ()),  # whose routers' choices are not recorded
+    ("jetmoe", "1", ()),  # whose attention chooses experts, too
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "mesh", "keys"), CASES)
+def test_updates_are_those_of_one_plain_process(family: str, mesh: str, keys: tuple[str, ...]) -> None:
+    verdict: Verdict = run(world_of(mesh), verdict_of, None, model(family, mesh), mesh, keys)[0]
+    assert verdict.passed, describe(verdict)
+    names = {figure.name for figure in verdict.figures}
+    assert "the engine samples what the trainer reads" in names and "weights after 6 updates" in names
+    assert ("critic: gradients, every parameter" in names) == (keys[: len(PPO)] == PPO)
+
+
+def recorded(path: str, folder: str) -> Verdict | None:
+    return verify_rl(TrainerRank(config_of(path, "1"), "cpu"), 1e-3, recorded_rollouts(folder))
+
+
+def test_rollouts_of_a_run_may_be_taken(tmp_path: Path) -> None:
+    groups = [group([1.0, 0.0], [4, 6]), group([0.0, None, 1.0], [5, 3, 1], index=1)]
+    write_rollouts(tmp_path, 1, groups)
+    verdict = run(1, recorded, model("llama"), str(tmp_path / "rollouts"))[0]
+    assert verdict.passed, describe(verdict)
+    assert "weights after 2 updates" in {figure.name for figure in verdict.figures}
+    with pytest.raises(UserError, match="--rollouts .*: no rollouts are there"):
+        recorded_rollouts(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("plant", "mesh"),
+    [
+        ("temperature-left-out", "1"),
+        ("fillers-in-the-mean", "1"),
+        ("environment-trained", "1"),
+        ("replicas-apart", "2x1"),
+    ],
+)
+def test_a_planted_bug_fails(plant: str, mesh: str) -> None:
+    """Of what is read, of what is compared, of what is trained; and of the mesh."""
+    verdict: Verdict = run(world_of(mesh), verdict_of, plant, model("llama"), mesh, ("rl.epochs=2",))[0]
+    assert "gradients, every parameter" in verdict.failed
+    assert ("readout: old logprob" in verdict.failed) == (plant == "temperature-left-out")
+
+
+def without_sums(path: str, keys: tuple[str, ...]) -> Verdict | None:
+    """Of what ranks of tp have alike and use for their own heads."""
+    started = mock.patch("weft.engine.stages.check_division")  # which would refuse it
+    compared = mock.patch("weft.engine.replicas.raise_mismatch")  # which would end it after the first update
+    with started, compared, mock.patch.object(tensor, "find_partial_parameters", return_value={}):
+        return verify_rl(TrainerRank(config_of(path, "tp2", *keys), "cpu"), 1e-3)
+
+
+def test_gradients_that_tp_does_not_complete_are_seen_in_policy_and_critic() -> None:
+    verdict: Verdict = run(2, without_sums, model("qwen3"), PPO)[0]
+    assert {"gradients, every parameter", "critic: gradients, every parameter"} <= set(verdict.failed)

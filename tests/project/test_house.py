@@ -1,0 +1,147 @@
+"""Rules that a linter does not know: who may import what, who prints, which ranks a collective is over."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+FILES = sorted((ROOT / "weft").rglob("*.py"))
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def test_only_one_file_imports_internals_of_transformers() -> None:
+    """`from transformers import X` is its public interface; a submodule is not."""
+    importing = set()
+    for path in FILES:
+        for node in ast.walk(tree(path)):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            if any(name.startswith("transformers.") for name in names):
+                importing.add(str(path.relative_to(ROOT)))
+    assert importing <= {f"weft/models/hf{of}.py" for of in ("", "_processor", "_template", "_video")}
+
+
+# The house, top to bottom, as docs/architecture.md draws it: each folder imports from folders below it, never above.
+HOUSE = (
+    "__main__", "cli", "api", "parsers", "recipes", "verify", "rl", "observe", "inference", "checkpoint", "data",
+    "engine", "parallel", "models", "ops", "launch", "hub", "config",
+)  # fmt: skip
+# Files that stand beside the folders; they import one another and no folder.
+BELOW = {"errors", "files", "importing", "strict_json", "terminal", "upstream", "version", "versions"}
+
+
+def imports() -> set[tuple[str, str]]:
+    """(importer, imported), by folder or file under weft/; not what only a type checker reads."""
+    found = set()
+    for path in FILES:
+        ours = path.relative_to(ROOT / "weft").parts[0].removesuffix(".py")
+        for node in _run(tree(path)):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom):
+                names = [f"weft.{alias.name}" for alias in node.names] if node.module == "weft" else [str(node.module)]
+            found |= {(ours, name.split(".")[1]) for name in names if name.startswith("weft.")}
+    return {(importer, imported) for importer, imported in found if importer != imported}
+
+
+def test_nothing_imports_upwards() -> None:
+    """`weft` itself, for `weft.rl` and the like, is the top of all."""
+    place = {name: number for number, name in enumerate(HOUSE)}
+    folders = {path.relative_to(ROOT / "weft").parts[0].removesuffix(".py") for path in FILES} - {"__init__"}
+    assert folders == set(HOUSE) | BELOW
+    upwards = {
+        (by, of)
+        for by, of in imports()
+        if by != "__init__" and place.get(of, 99) < place.get(by, 98 if by in BELOW else 0)
+    }
+    assert upwards == set()
+
+
+def test_everything_is_printed_by_one_file() -> None:
+    """Else texts of others would command the terminal. What writes the project's own tables is no matter."""
+    own = {"weft/terminal.py", "weft/config/reference.py", "weft/verify/plants.py"}
+    printing = set()
+    for path in FILES:
+        for node in ast.walk(tree(path)):
+            calls = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
+            if calls or (isinstance(node, ast.ImportFrom) and node.module == "rich.console"):
+                printing.add(str(path.relative_to(ROOT)))
+    assert printing <= own
+
+
+def test_no_two_files_import_each_other() -> None:
+    """Not in a circle of any length either, whether at the top of the file or within a function."""
+    waiting = imports_of_files()
+    while ready := [module for module, needed in waiting.items() if not needed & waiting.keys()]:
+        for module in ready:
+            del waiting[module]
+    assert sorted(waiting) == []
+
+
+def imports_of_files() -> dict[str, set[str]]:
+    """module -> modules of weft that it imports; not what only a type checker reads."""
+    modules = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in FILES}
+    found: dict[str, set[str]] = {}
+    for name, path in modules.items():
+        named = set()
+        for node in _run(tree(path)):
+            named |= {alias.name for alias in node.names} if isinstance(node, ast.Import) else set()
+            if isinstance(node, ast.ImportFrom) and node.module is not None:
+                inside = {f"{node.module}.{alias.name}" for alias in node.names}
+                named |= {one if one in modules else node.module for one in inside}
+        found[name] = (named & modules.keys()) - {name}
+    return found
+
+
+def _run(tree: ast.AST) -> Iterator[ast.AST]:
+    """All nodes but what is below `if TYPE_CHECKING`."""
+    for node in ast.iter_child_nodes(tree):
+        if not (isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"):
+            yield node
+            yield from _run(node)
+
+
+# What torch.distributed does over all ranks of the process where it is given no group, and where `group` stands.
+COLLECTIVES = {
+    "all_gather": 2, "all_gather_object": 2, "all_gather_single": 2, "all_reduce": 2, "all_to_all_single": 4,
+    "barrier": 0, "broadcast": 2, "broadcast_object_list": 2, "gather": 3, "gather_object": 3, "get_rank": 0,
+    "get_world_size": 0, "reduce": 3, "reduce_scatter": 3, "reduce_scatter_single": 3, "scatter": 3, "send": 2,
+    "recv": 2, "irecv": 2, "isend": 2, "all_to_all": 2, "scatter_object_list": 3,
+}  # fmt: skip
+
+
+def without_group() -> list[str]:
+    """Calls of the product that leave out over which ranks they are, or name WORLD; planted bugs apart."""
+    found = []
+    for path in FILES:
+        name = str(path.relative_to(ROOT))
+        if name == "weft/launch/process.py" or name.startswith("weft/verify/bugs/"):
+            continue
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.Attribute) and node.attr == "WORLD":
+                found.append(f"{name}:{node.lineno} WORLD")
+            if isinstance(node, ast.Call) and not _has_group(node):
+                found.append(f"{name}:{node.lineno} {ast.unparse(node.func)}")
+    return found
+
+
+def _has_group(call: ast.Call) -> bool:
+    of, _, function = ast.unparse(call.func).rpartition(".")
+    renamed = not of and function in ("all_gather_single", "reduce_scatter_single")  # weft/versions.py
+    if not (renamed or of in ("dist", "torch.distributed")) or function not in COLLECTIVES:
+        return True
+    group = next((word.value for word in call.keywords if word.arg == "group"), None)
+    if group is None and len(call.args) > COLLECTIVES[function]:
+        group = call.args[COLLECTIVES[function]]
+    return group is not None and not (isinstance(group, ast.Constant) and group.value is None)
+
+
+def test_every_collective_names_its_ranks() -> None:
+    """So that no rank number stands for a data rank: one is counted in a group that says what it has in common."""
+    assert without_group() == []

@@ -1,0 +1,618 @@
+"""`weft plan`: what it says of memory and of what travels, beside what real ranks hold and send."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.support.cases import MESHES, bytes_held, engine_config, open_engine, saved_model, world_of
+from tests.support.pool import run
+from tests.support.vision_zoo import vision_folder
+from weft import cli
+from weft.config import SftConfig, load_config
+from weft.config.mesh import MeshSizes, fewest_ranks, resolve_mesh
+from weft.config.rl_schema import RlConfig
+from weft.config.schema import MeshConfig
+from weft.engine.config import EngineConfig
+from weft.engine.engine import Engine
+from weft.engine.losses.cross_entropy import CrossEntropy
+from weft.launch.machine import Accelerator, accelerator
+from weft.launch.process import fake_ranks
+from weft.parallel.activations import RowSharing
+from weft.recipes.plan import machines
+from weft.recipes.plan.blueprint import Blueprint
+from weft.recipes.plan.holdings import Held, Holdings, Place
+from weft.recipes.plan.machines import Machine, machine_of
+from weft.recipes.plan.memory import _lingering, _unreduced, memory_by_stage
+from weft.recipes.plan.passes import layer_passes
+from weft.recipes.plan.recipe import longer
+from weft.recipes.plan.rows import RowFacts, plan_rows
+from weft.recipes.plan.search import BEST, Search, _rows, meshes, search
+from weft.recipes.plan.simulate import Step, plan_of, rows_of, watched_step
+from weft.recipes.plan.timing import time_of
+from weft.recipes.plan.traffic import transfers
+
+ROOT = Path(__file__).parents[2]
+
+
+def sft_config(path: str) -> SftConfig:
+    rows = ["step.max_tokens_per_device=256", f"data.path={ROOT}/examples/chat.jsonl", "model.init=random"]
+    return load_config([], [f"model.path={path}", *rows], SftConfig, weights=False)
+
+
+def sizes_of(mesh: str) -> MeshSizes:
+    return resolve_mesh(MeshConfig(**MESHES[mesh]), world_of(mesh))
+
+
+def blueprint(family: str, mesh: str, sections: dict[str, Any], **changes: Any) -> Blueprint:
+    return Blueprint(engine_config(saved_model(family, **changes), mesh, **sections), "cpu", None)
+
+
+# ---------------------------------------------------------------- what ranks hold
+
+
+def counted(path: str, mesh: str, sections: dict[str, Any]) -> tuple[int, int, int]:
+    return bytes_held(open_engine(path, mesh, **sections))
+
+
+def bytes_of(held: Held) -> tuple[int, int, int]:
+    return held.weights, held.gradients, held.optimizer
+
+
+@pytest.mark.parametrize(
+    ("family", "mesh", "sections", "changes"),
+    [
+        ("llama", "1", {}, {}),
+        ("llama", "3", {"model": {"freeze": ("*.mlp",)}, "optimizer": {"state_dtype": "bf16"}}, {}),
+        ("qwen3_moe", "2x2", {"fsdp": {"overrides": {"*.self_attn": "replicate", "*.mlp.gate": 2}}}, {}),
+        ("llama_tied", "tp4", {"optimizer": {"name": "sgd", "momentum": 0.9}}, {"vocab_size": 130}),
+        ("qwen3", "2xtp2", {"lora": {"rank": 4}}, {"vocab_size": 131}),
+        ("qwen3_moe", "3ep3", {}, {"num_experts": 5}),
+        ("qwen3_moe", "4ep2", {"lora": {"rank": 3, "targets": ("*.experts.*", "*.q_proj")}}, {}),
+        ("gpt_oss", "ep2xtp2", {"fsdp": {"param_dtype": "bf16"}}, {}),
+        ("llama_tied", "pp2x2", {}, {"num_hidden_layers": 3}),
+        ("deepseek_v3", "pp2xcp2", {}, {}),
+        ("qwen3_moe", "pp2xep2xtp2", {}, {}),
+    ],
+)
+def test_what_each_rank_holds_is_counted_to_the_byte(
+    family: str, mesh: str, sections: dict[str, Any], changes: dict[str, Any]
+) -> None:
+    model = blueprint(family, mesh, sections, **changes)
+    sizes = sizes_of(mesh)
+    holdings = Holdings(model, sizes)
+    model.check(sizes)
+    there = run(world_of(mesh), counted, saved_model(family, **changes), mesh, sections)
+    foreseen = [bytes_of(holdings.of(Place.of(sizes, rank))) for rank in range(sizes.world)]
+    assert foreseen == there
+    assert max(held.resident for held in holdings.by_stage()) == max(map(sum, there))
+
+
+@pytest.mark.parametrize(("reduce", "micro_batches", "roots"), [
+    ("scatter", 4, 1), ("scatter", 1, 0), ("every", None, 1), ("last", 4, 0), ("last", None, 0),
+])  # fmt: skip
+def test_gradients_of_the_root_linger_where_another_micro_batch_follows(
+    reduce: str, micro_batches: int | None, roots: int
+) -> None:
+    """As they were sent, in fp32. With `last` they are among those of all units, which are counted as unreduced."""
+    model, sizes = blueprint("llama", "2", {"fsdp": {"reduce": reduce}}), sizes_of("2")
+    held = Holdings(model, sizes).of(Place.of(sizes, 0))
+    embedding = 128 * 64  # of a vocabulary of 128 tokens, a hidden width of 64; head and norm are a unit of their own
+    assert _lingering(model, held, micro_batches) == roots * embedding * 4
+    all_units = sum(unit.trained * unit.count for unit in held.units) * 4
+    assert (_unreduced(model, held, micro_batches) > all_units) == (reduce == "last")
+
+
+# ---------------------------------------------------------------- what travels
+
+SMALL = 4096  # bytes of metrics, norms, counts of rows and log-sum-exps, which are not foreseen
+Totals = dict[tuple[int, str], int]
+
+
+def sent(path: str, mesh: str, sections: dict[str, Any], lengths: list[int]) -> Totals:
+    """(ranks, operation) -> bytes, of the collectives of a real rank's step."""
+    engine = open_engine(path, mesh, **sections)
+    step = Step(lengths, CrossEntropy())
+    plan = plan_of(engine, step)
+    _, watch = watched_step(engine, plan, rows_of(engine, plan, step), step.objective)
+    found: Totals = defaultdict(int)
+    for kind, total in watch.collectives.totals.items():
+        found[kind.ranks, kind.operation] += total.bytes
+    return dict(found)
+
+
+def foreseen(model: Blueprint, sizes: MeshSizes, rank: int, lengths: list[int]) -> Totals:
+    held = Holdings(model, sizes).of(Place.of(sizes, rank))
+    load = RowFacts.of(model, plan_rows(model, sizes, lengths)).load
+    found: dict[tuple[int, str], float] = defaultdict(float)
+    for one in transfers(model, sizes, held, load, recompute=model.config.model.recompute == "full"):
+        # Keys and values are sent to those who want them, and heads to all.
+        given = one.received if one.axis == "cp (ring)" else one.payload * one.calls
+        found[2 if one.kind == "send" else one.size, one.kind] += given
+    return {key: round(value) for key, value in found.items()}
+
+
+RECOMPUTE = {"model": {"recompute": "full"}}
+
+
+@pytest.mark.parametrize(
+    ("family", "mesh", "sections", "lengths", "changes"),
+    [
+        ("llama", "3", {"fsdp": {"reduce": "last"}}, [65] * 9, {}),
+        ("llama_tied", "2x2", {"lora": {"rank": 4}}, [65] * 8, {}),
+        ("llama", "2xtp2", RECOMPUTE, [65] * 8, {}),
+        ("gemma3_text", "tp2", RECOMPUTE, [65] * 4, {}),
+        ("falcon", "tp2", {}, [65] * 4, {}),
+        ("llama", "cp2", {}, [201] * 2, {}),
+        ("llama", "cp2u2", RECOMPUTE, [201] * 2, {}),
+        ("qwen3_moe", "4ep2", RECOMPUTE, [65] * 8, {"num_experts": 4}),
+        ("llama_tied", "pp2x2", {}, [65] * 8, {}),
+    ],
+)
+def test_bytes_that_travel_are_those_of_real_ranks(
+    family: str, mesh: str, sections: dict[str, Any], lengths: list[int], changes: dict[str, Any]
+) -> None:
+    """Each kind of collective to the byte, but for what is small; rows of experts on all ranks together, as routers do
+    not choose evenly."""
+    model, sizes = blueprint(family, mesh, sections, **changes), sizes_of(mesh)
+    path, exchanged = saved_model(family, **changes), [0.0, 0.0]
+    for rank, there in enumerate(run(world_of(mesh), sent, path, mesh, sections, lengths)):
+        expected = foreseen(model, sizes, rank, lengths)
+        for key in {*expected, *there} - {(2, "receive")}:
+            pair = expected.get(key, 0), there.get(key, 0)
+            if key[1] == "all-to-all":
+                exchanged = [exchanged[0] + pair[0], exchanged[1] + pair[1]]
+            else:
+                assert pair[0] == pytest.approx(pair[1], abs=SMALL), (rank, key, expected, there)
+    assert exchanged[0] == pytest.approx(exchanged[1], rel=0.01)
+
+
+# ---------------------------------------------------------------- beside a dry run
+
+
+@pytest.mark.parametrize(
+    ("family", "mesh", "sections"),
+    [
+        ("qwen3_moe", {"dp_replicate": 2, "dp_shard": 10, "tp": 2, "ep": 5}, {}),
+        ("llama", {"dp_shard": 128}, {"fsdp": {"reshard_after_forward": False}}),
+        ("deepseek_v3", {"pp": 2, "dp_shard": 4, "cp": 2}, {"model": {"recompute": "full"}}),
+        ("qwen2_5_vl", {"dp_shard": 4}, {"model": {"freeze": ("vision",)}}),
+        ("qwen3_next", {"dp_shard": 4, "cp": 2}, {}),
+    ],
+)
+def test_a_dry_run_says_the_same(family: str, mesh: dict[str, int], sections: dict[str, Any], tmp_path: Path) -> None:
+    """Of the first rank; in a process without ranks, for as many as are wanted."""
+    even = {"num_experts": 10, "moe_intermediate_size": 32}  # for ranks of ep, and of tp
+    changes = even if family == "qwen3_moe" else {}
+    path = str(vision_folder(tmp_path, family)) if family == "qwen2_5_vl" else saved_model(family, **changes)
+    config = replace(engine_config(path, "1", **sections), mesh=MeshConfig(**mesh))
+    sizes = resolve_mesh(config.mesh, fewest_ranks(config.mesh))
+    with fake_ranks(sizes.world) as ranks:
+        said = Engine(config, ranks, weights=False).memory
+    model = Blueprint(config, "cpu", None)
+    model.check(sizes)
+    first = memory_by_stage(model, sizes, None)[0]
+    assert first.needs == replace(said, whole=0)
+    assert first.rows and not first.unknown
+
+
+# ---------------------------------------------------------------- time
+
+
+def machine(**others: float) -> Machine:
+    assumed = accelerator("h100-80gb")
+    assert assumed is not None
+    return machine_of(assumed, **others)
+
+
+def test_collectives_take_what_their_slowest_links_allow() -> None:
+    """100 GB over groups of a machine, of several, and of one rank on each; rates as they are."""
+    found = replace(machine(link=100.0, network=4.0), moved=1.0, hop=0.0, far_hop=0.0)
+    whole = 100e9
+    assert found.gathering(whole, 8, 1) == pytest.approx(7 / 8)
+    assert found.gathering(whole, 16, 1) == pytest.approx(100 / 2 / (8 * 4))  # half of it comes over eight networks
+    assert found.gathering(whole, 2, 8) == pytest.approx(100 / 2 / 4)
+    assert found.exchanging(whole, 16, 1) == pytest.approx(100 / 2 / 4)
+    assert (found.sending(whole, 1), found.sending(whole, 8)) == (1.0, 25.0)
+    assert found.gathering(whole, 1, 1) == found.exchanging(whole, 1, 1) == 0.0
+
+
+@pytest.mark.parametrize("mesh", [{"dp_shard": 8}, {"pp": 2, "dp_shard": 2, "tp": 2}, {"dp_shard": 4, "cp": 2}])
+def test_the_parts_of_a_step_add_up(mesh: dict[str, int]) -> None:
+    config = replace(engine_config(saved_model("llama"), "1"), mesh=MeshConfig(**mesh))
+    sizes, model = resolve_mesh(config.mesh, 8), Blueprint(config, "cpu", accelerator("h100-80gb"))
+    rows = RowFacts.of(model, plan_rows(model, sizes, [200 if sizes.cp > 1 else 100, 60, 30] * 16))
+    time = time_of(model, sizes, rows, machine())
+    assert sum(part.waits for part in time.parts) == pytest.approx(time.seconds)
+    assert 0 < time.mfu < 0.6
+    # No faster than the dearest rows of all micro-batches on ranks that wait for nothing.
+    computing = sum(part.waits for part in time.parts if part.name in ("matrices", "attention", "uneven rows"))
+    peak = machine().peak * machine().matmul
+    assert rows.flops / sizes.world / peak <= computing + 1e-12
+    assert time_of(model, sizes, rows, machine(), recompute=True).seconds >= time.seconds
+
+
+# ---------------------------------------------------------------- what a step costs beside products
+
+PLAIN = {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "intermediate_size": 320,
+    "hidden_size": 256,
+}
+
+
+def test_the_passes_of_a_layer_by_hand() -> None:
+    """A llama layer in bf16. RMSNorm: 6 bytes an element to fp32, 8 for the square, 4 for the mean, 8 times the root, 6
+    back, 4 times the weight. Rotation: 4 times cosines, 2 + 4 to turn half, 4 times sines, 6 for the sum. Sums with the
+    residual: 6. SiLU 4, the product 6. What is as wide as a head or narrower is a few percent."""
+    config = blueprint("llama", "1", {}, **PLAIN).built.config
+    passes = layer_passes(config, torch.bfloat16)
+    norms, rotated, sums, activations = 2 * 36 * 256, 20 * (4 + 2) * 32, 2 * 6 * 256, 10 * 320
+    assert passes[0].forward.bytes == pytest.approx(norms + rotated + sums + activations, rel=0.08)
+    assert 1.8 < passes[0].backward.bytes / passes[0].forward.bytes < 2.6
+    assert passes[0] == passes[1] and 30 < passes[0].forward.operations < 60
+    compute = layer_passes(config, torch.float32)  # as wide before the casts as behind them
+    assert compute[0].forward.bytes > passes[0].forward.bytes
+    divided = layer_passes(config, torch.bfloat16, RowSharing(tp=2, sequence=True))
+    assert 0.5 < divided[0].forward.bytes / passes[0].forward.bytes < 0.6  # and what is gathered
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "gemma3_text", "deepseek_v3", "nemotron_h", "qwen3_5_text"])
+def test_the_passes_of_families_are_counted(family: str) -> None:
+    """Not taken from another family, as of those that cannot run on meta."""
+    model = blueprint(family, "1", {"model": {"fused_norms": True}, "fsdp": {"param_dtype": "bf16"}})
+    stock = layer_passes(model.built.config, torch.bfloat16)
+    fused = model.passes(RowSharing())
+    assert fused == layer_passes(model.built.config, torch.bfloat16, fused_norms=True) and len(fused) == len(stock)
+    assert all(one.forward.bytes <= other.forward.bytes for one, other in zip(fused, stock, strict=True))
+
+
+def described(
+    sections: dict[str, Any], mesh: dict[str, int], lengths: list[int], own: Machine | None = None, **changes: Any
+) -> tuple[Blueprint, dict[str, float], Any]:
+    """(A small llama in bf16 on H100s, part -> seconds, the whole time)."""
+    fsdp = {"param_dtype": "bf16", **sections.get("fsdp", {})}
+    path = saved_model("llama", **PLAIN, **changes)
+    config = replace(engine_config(path, "1", **{**sections, "fsdp": fsdp}), mesh=MeshConfig(**mesh))
+    model = Blueprint(config, "cpu", accelerator("h100-80gb"))
+    sizes = resolve_mesh(config.mesh, fewest_ranks(config.mesh))
+    time = time_of(model, sizes, RowFacts.of(model, plan_rows(model, sizes, lengths)), own or machine())
+    assert sum(part.waits for part in time.parts) == pytest.approx(time.seconds)
+    return model, {part.name: part.seconds for part in time.parts}, time
+
+
+def test_what_a_single_rank_spends_on_copies_and_the_update_by_hand() -> None:
+    """One micro-batch, 60 tokens, of which the last is not read. A parameter is cast (4 + 2 bytes) and copied (2 + 2)
+    once, as memory suffices for all copies; its gradient is laid out (2 + 4) and copied (4 + 4). AdamW reads and writes
+    master and two states, reads the gradient and writes it clipped; the norm reads it: 36 bytes."""
+    model, parts, _ = described({}, {"dp_shard": 1}, [60])
+    rate = 3350e9 * 0.8
+    assert parts["copies of weights"] == pytest.approx(24 * model.trained / rate)
+    assert parts["optimizer"] == pytest.approx(36 * model.trained / rate)
+    assert parts["end of the step"] == pytest.approx(15e-6 * len(model.weights))
+    layers = model.passes(RowSharing())
+    of_layers = 59 * sum(one.forward.bytes + one.backward.bytes for one in layers)
+    assert parts["passes"] == pytest.approx((of_layers + 59 * model.head_passes(1)) / rate, rel=1e-3)
+    operations = sum(one.forward.operations + one.backward.operations for one in layers)
+    assert parts["launching"] == pytest.approx(15e-6 * operations)
+
+
+def test_a_step_with_little_to_compute_takes_what_the_host_needs() -> None:
+    _, parts, time = described({}, {"dp_shard": 1}, [60])
+    assert time.limit == "launching" and time.seconds > parts["launching"] > 10 * parts["matrices"]
+    faster = described({}, {"dp_shard": 1}, [60], replace(machine(), launch=1e-6))[2]
+    assert faster.seconds < 0.2 * time.seconds
+
+
+def test_recomputed_layers_pass_once_more_and_compiled_ones_less() -> None:
+    model, plain, _ = described({}, {"dp_shard": 1}, [60])
+    again = described({"model": {"recompute": "full"}}, {"dp_shard": 1}, [60])[1]
+    fused = described({"model": {"compile": True}}, {"dp_shard": 1}, [60])[1]
+    rate, layers = 3350e9 * 0.8, model.passes(RowSharing())
+    forward = 59 * sum(one.forward.bytes for one in layers) / rate
+    both = forward + 59 * sum(one.backward.bytes for one in layers) / rate
+    assert again["passes"] - plain["passes"] == pytest.approx(forward)
+    assert plain["passes"] - fused["passes"] == pytest.approx(0.6 * both)
+
+
+def test_shards_are_cast_and_what_arrived_is_copied() -> None:
+    """On 4 ranks: a quarter is cast, all is copied out; gradients are laid out; a second micro-batch adds."""
+    model, parts, _ = described({"step": {"max_tokens_per_device": 64}}, {"dp_shard": 4}, [60] * 8)
+    held = Holdings(model, MeshSizes(1, 4, 1, 1, 1, 1)).of(Place())
+    freed = sum(unit.elements * unit.count for unit in held.units if not unit.keep)
+    of_gather, of_gradient = 6 / 4 + 4, 6 + 12 / 4
+    bytes_of_row = of_gather * (model.trained + freed) + of_gradient * model.trained
+    assert parts["copies of weights"] == pytest.approx(2 * bytes_of_row / (3350e9 * 0.8))
+
+
+def test_copies_that_do_not_fit_are_made_for_forward_and_for_backward() -> None:
+    """And for every micro-batch, where an eighth of the memory does not stay free beside them."""
+    steps = {"step": {"max_tokens_per_device": 64}}
+    model, parts, _ = described(steps, {"dp_shard": 1}, [60] * 2)
+    (memory,) = memory_by_stage(model, MeshSizes(1, 1, 1, 1, 1, 1), None)
+    rate = 3350e9 * 0.8
+    assert memory.keeps and parts["copies of weights"] == pytest.approx((10 + 2 * (14 + 12)) * model.trained / rate)
+    model.assumed = Accelerator("h100-80gb", int(memory.fullest / 0.875) - 2)
+    facts = RowFacts.of(model, plan_rows(model, MeshSizes(1, 1, 1, 1, 1, 1), [60] * 2))
+    freed = sum(unit.elements * unit.count for unit in memory.held.units if not unit.keep)
+    time = time_of(model, MeshSizes(1, 1, 1, 1, 1, 1), facts, machine())
+    (copies,) = (part.seconds for part in time.parts if part.name == "copies of weights")
+    assert copies == pytest.approx(2 * (10 * model.trained + 10 * freed + 26 * model.trained) / rate)
+
+
+def test_frozen_weights_are_copied_where_there_are_several_data_ranks() -> None:
+    """In the compute dtype: copied out when they have come, in forward and in backward. One rank leaves them alone."""
+    rate = 3350e9 * 0.8
+    model, parts, _ = described({"lora": {"rank": 4}}, {"dp_shard": 1}, [60])
+    assert parts["copies of weights"] == pytest.approx(24 * model.trained / rate)
+    assert parts["optimizer"] == pytest.approx(36 * model.trained / rate)
+    model, parts, _ = described({"lora": {"rank": 4}}, {"dp_shard": 2}, [60] * 2)
+    frozen = sum(math.prod(weight.shape) for weight in model.weights if not weight.trained)
+    assert parts["copies of weights"] >= 2 * 4 * 0.8 * frozen / rate
+
+
+def test_fused_norms_pass_over_less() -> None:
+    """A stock RMSNorm moves 36 bytes of an element in forward and 92 in backward, torch's kernel 4 and 10."""
+    stock, fused = (
+        described({"model": {"fused_norms": wanted}}, {"dp_shard": 1}, [60])[0].passes(RowSharing())[0]
+        for wanted in (False, "auto")
+    )
+    assert stock.forward.bytes - fused.forward.bytes == pytest.approx(2 * 256 * 32, rel=0.02)
+    assert stock.backward.bytes - fused.backward.bytes == pytest.approx(2 * 256 * 82, rel=0.03)
+
+
+def test_4b_on_an_h100_takes_what_a_step_really_costs(checkout: Path) -> None:
+    """8,192 tokens without recomputation. Products alone would take 0.29 s."""
+    seconds = {}
+    stock = ["model.fused_norms=false"]
+    changes = {"stock": stock, "eager": [], "compiled": ["model.compile=true"], "full": ["model.recompute=full"]}
+    for name, words in changes.items():
+        rows = ["step.documents=20", "step.max_tokens_per_device=8192", "mesh.dp_shard=1", "model.recompute=none"]
+        config = load_config(["examples/sft_qwen3_4b.yaml"], [*rows, *words], SftConfig, weights=False)
+        model, sizes = (
+            Blueprint(EngineConfig.from_config(config), "cpu", accelerator("h100-80gb")),
+            MeshSizes(1, 1, 1, 1, 1, 1),
+        )
+        facts = RowFacts.of(model, plan_rows(model, sizes, [409] * 20))
+        seconds[name] = time_of(model, sizes, facts, machine()).seconds
+    assert 0.6 < seconds["stock"] < 0.75
+    assert 0.45 < seconds["eager"] < seconds["stock"] - 0.1
+    assert 0.4 < seconds["compiled"] < seconds["eager"] - 0.03
+    assert seconds["full"] > seconds["eager"] + 0.08
+
+
+def test_what_was_measured_takes_the_place_of_assumptions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machines, "MEASURED", tmp_path)
+    assumed = machine()
+    (tmp_path / "a100-80gb.json").write_text('{"source": "another card"}')
+    assert machine() == assumed and "Nothing of this was measured" in assumed.lines()[-1]
+    constants = {
+        "source": "make gpu on a card", "matmul_rate": 494.5e12, "copy_rate": 2.01e12, "host_rate": 20e9,
+        "attention_rate": 98.9e12, "launch": 9e-6,
+    }  # fmt: skip
+    (tmp_path / "h100-80gb.json").write_text(json.dumps(constants))
+    measured = machine()
+    shares = measured.matmul, measured.attention, measured.copied, measured.launch, measured.host * measured.moved
+    assert shares == pytest.approx((0.5, 0.1, 0.6, 9e-6, 20e9))
+    assert "as measured: make gpu on a card" in measured.lines()[-1] and measured.peak == assumed.peak
+    assert machine(matmul=0.9).matmul == 0.9  # what is stated counts more
+
+
+# ---------------------------------------------------------------- on the host
+
+
+def test_what_is_offloaded_is_on_the_host(capsys: pytest.CaptureFixture[str]) -> None:
+    mesh = {"dp_shard": 2}
+    on, off = (described({"fsdp": {"cpu_offload": offload}}, mesh, [60] * 2) for offload in (True, False))
+    sizes, facts = MeshSizes(1, 2, 1, 1, 1, 1), None
+    (here,), (there,) = (memory_by_stage(model, sizes, facts) for model, *_ in (on, off))
+    assert here.held == there.held and there.resident == here.held.resident > 0 == here.resident
+    assert here.on_host - here.host == here.held.resident and there.on_host == there.host
+    two = sorted((unit.elements for unit in here.held.units for _ in range(unit.count)), reverse=True)[:2]
+    assert here.staged == sum(two) * 4 // 2
+    assert there.fullest - here.fullest == here.held.resident - here.staged
+    # Each rank's half comes in fp32 for forward and, where it was freed, for backward; gradients go back in fp32.
+    model, parts, _ = on
+    freed = sum(unit.elements * unit.count for unit in here.held.units if not unit.keep)
+    moved = 4 * (model.trained + freed + model.trained) / 2
+    assert parts["copies from and to the host"] == pytest.approx(moved / (50e9 * 0.8))
+    assert parts["optimizer"] == pytest.approx(36 * model.trained / 2 / 25e9)
+    assert "copies from and to the host" not in off[1]
+
+
+def test_a_single_rank_waits_for_what_comes_from_the_host() -> None:
+    model, parts, _ = described({"fsdp": {"cpu_offload": True}}, {"dp_shard": 1}, [60])
+    units = Holdings(model, MeshSizes(1, 1, 1, 1, 1, 1)).of(Place()).units
+    freed = sum(unit.elements * unit.count for unit in units if not unit.keep)
+    copied = (24 * model.trained + 10 * freed) / (3350e9 * 0.8)
+    assert parts["copies of weights"] == pytest.approx(copied + 4 * (model.trained + freed) / (50e9 * 0.8))
+    assert parts["copies from and to the host"] == pytest.approx(4 * model.trained / (50e9 * 0.8))
+
+
+def test_a_model_that_fits_by_offloading_is_said_to_fit(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "examples/sft_qwen3_4b.yaml", "--ranks", "1", "mesh.dp_shard=1", "--length", "4096"]
+    words += ["--assume", "rtx4090-24gb"]
+    assert cli.main(words) == 0
+    assert "warning it does not fit" in said(capsys)
+    assert cli.main([*words, "fsdp.cpu_offload=true"]) == 0
+    out = said(capsys)
+    assert "does not fit" not in out
+    assert "by fsdp.cpu_offload: weights 14.98 GiB, gradients 14.98 GiB, optimizer 29.97 GiB" in out
+    assert "average 0" not in out
+    assert cli.main([*words, "fsdp.cpu_offload=true", "--search"]) == 0
+    assert "take mesh." in said(capsys)
+
+
+def test_a_reference_on_the_host_takes_no_memory_of_the_accelerator(
+    checkout: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["plan", "examples/rl_dapo_qwen3_4b.yaml", "rl.kl=0.01"]
+    rows = []
+    for offload in ("false", "true"):
+        assert cli.main([*words, f"reference.cpu_offload={offload}"]) == 0
+        (row,) = re.findall(r"^ *reference +(.*)$", capsys.readouterr().out, re.MULTILINE)
+        rows.append(row)
+    assert "on the host (cpu_offload)" in rows[1] and "host" not in rows[0]
+    weights = rows[0].split("GiB")[0].strip()
+    assert f"{weights} GiB on the host" in rows[1]
+
+
+@pytest.mark.parametrize(
+    ("fsdp", "kept"),
+    [
+        ({}, 0),
+        ({"reduce": "every"}, 4),
+        ({"master_dtype": "bf16"}, 4),
+        ({"master_dtype": "bf16", "reduce_dtype": "bf16"}, 0),
+    ],
+)
+def test_reduced_gradients_of_replicas_that_torch_keeps_are_counted(fsdp: dict[str, str], kept: int) -> None:
+    """Beside the gradients, in the dtype of the reduction: where they are cast to the masters' or added to others."""
+    config = engine_config(saved_model("llama"), "1", fsdp={"param_dtype": "bf16", **fsdp})
+    for mesh, sizes in (({"dp_replicate": 2, "dp_shard": 2}, (2, 2)), ({"dp_shard": 4}, (1, 4))):
+        model = Blueprint(replace(config, mesh=MeshConfig(**mesh)), "cpu", None)
+        whole = MeshSizes(*sizes, 1, 1, 1, 1)
+        (memory,) = memory_by_stage(model, whole, None)
+        replicas = sum(u.trained_padded // u.shards * u.count for u in memory.held.units) * kept
+        assert memory.reduced == (replicas if sizes[0] > 1 else 0)
+
+
+# ---------------------------------------------------------------- search
+
+
+def searched(family: str, ranks: int, lengths: list[int], **changes: Any) -> Search:
+    config = sft_config(saved_model(family, **changes))
+    model = Blueprint(EngineConfig.from_config(config), "cpu", accelerator("h100-80gb"))
+    return Search(config, model, machine(), ranks, lengths, stated=True)
+
+
+def test_the_best_meshes_are_those_of_all() -> None:
+    """Meshes that are left out are slower; those that a family refuses are named."""
+    wanted = searched("qwen3_moe", 16, [120] * 24 + [500] * 2)
+    found = search(wanted)
+    every = [one for mesh in meshes(wanted) if (one := tried(wanted, mesh)) is not None]
+    every.sort(key=lambda one: (one.time.seconds, one.memory.fullest))
+    assert [one.time.seconds for one in found.best] == [one.time.seconds for one in every[:BEST]]
+    assert found.tried <= found.meshes == len(list(meshes(wanted)))
+    assert all(one.mesh.world == 16 for one in found.best)
+
+
+def tried(wanted: Search, mesh: MeshSizes) -> Any:
+    """The proposal of one mesh; None where it is refused."""
+    single = replace(wanted)
+    with mock.patch("weft.recipes.plan.search.meshes", return_value=[mesh]):
+        return next(iter(search(single).best), None)
+
+
+def test_a_family_that_cannot_be_cut_is_proposed_without_that_axis() -> None:
+    found = search(searched("gemma4_text", 8, [100] * 16))
+    assert found.best and all(one.mesh.pp == 1 for one in found.best)
+
+
+def test_a_model_that_fits_nowhere_says_what_is_nearest() -> None:
+    wanted = searched("llama", 2, [100] * 4)
+    small = Accelerator("h100-80gb", 1 << 18)
+    found = search(replace(wanted, machine=replace(wanted.machine, accelerator=small)))
+    assert not found.best
+
+
+# ---------------------------------------------------------------- the command
+
+
+@pytest.fixture
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    return tmp_path
+
+
+def said(capsys: pytest.CaptureFixture[str]) -> str:
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_a_mesh_of_thousands_of_ranks_is_described(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "examples/sft_qwen3_235b_a22b.yaml", "--length", "32768", "step.documents=4096"]
+    assert cli.main([*words, "--ranks", "4096", "mesh.dp_replicate=64"]) == 0
+    out = said(capsys)
+    assert "235,093,634,560 parameters; 4,096 ranks" in out and "Nothing of this was measured" in out
+    assert "mesh.pp=8 mesh.dp_replicate=64 mesh.dp_shard=2 mesh.cp=4 mesh.ep=8 mesh.ulysses=1" in out
+    assert "weights 14.19 GiB" in out and "optimizer 14.19 GiB" in out  # as the dry run has it
+    assert "rows to experts, and back all-to-all ep 8" in out and "dp_replicate 64" in out
+    assert "bubble" in out and "at the fullest" in out
+
+
+def test_the_best_meshes_are_proposed(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "examples/sft_qwen3_4b.yaml", "--search", "--ranks", "16", "--length", "8192"]
+    assert cli.main([*words, "--assume", "a100-40gb"]) == 0
+    out = said(capsys)
+    found = re.search(r"take (mesh\.\S+(?: \S+=\S+)*)", out)
+    assert found is not None and "39.4 GiB" not in out
+    assert cli.main([*words[:2], "--ranks", "16", "--length", "8192", *found[1].split()]) == 0
+
+
+def test_what_is_proposed_for_a_length_lets_a_run_have_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    given = ["model.path=m", "data.path=d.jsonl"]
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "config.json").write_text("{}")
+    (tmp_path / "d.jsonl").write_text("{}")
+    sft = load_config([], [*given, "data.max_length=64"], weights=False)
+    assert longer(sft, 128) == "data.max_length=128" and longer(sft, 64) == longer(sft, None) == ""
+    assert longer(load_config([], given, weights=False), 128) == ""  # a document may fill a row
+    rl = load_config([], [*given, "rl.reward=[length]"], RlConfig, weights=False)  # 1024 + 1024 tokens
+    assert longer(rl, 3000) == "rollout.max_new_tokens=1976" and longer(rl, 2048) == ""
+
+
+def test_a_run_of_reinforcement_learning_is_described(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "examples/rl_dapo_qwen3_4b.yaml"]) == 0
+    assert "prompts and answers as long as rollout allows" in said(capsys)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--assume", "h1"], "--assume h1: weft knows"),
+        (["--matmul", "2"], "--matmul 2: must be above 0, and at most 1"),
+        (["--ranks", "1000000000"], "weft plans for up to 1,000,000 ranks"),
+        (["--ranks", "7", "mesh.tp=2"], "a multiple of 2 ranks (--ranks)"),
+        (["mesh.tp=3", "mesh.dp_shard=1"], "mesh.tp=3 does not divide"),
+        (["--simulated"], "unrecognized arguments: --simulated"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(
+    words: list[str], message: str, checkout: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["plan", "examples/sft_qwen3_4b.yaml", "mesh.dp_shard=-1", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_rank_has_units_only_of_the_layers_of_its_stage() -> None:
+    """The first layer of this model alone has no experts."""
+    model, sizes = blueprint("deepseek_v3", "pp2x2", {}), sizes_of("pp2x2")
+    held = [Holdings(model, sizes).of(Place(pp=stage)) for stage in range(2)]
+    assert all(unit.count > 0 for stage in held for unit in stage.units)
+    assert {unit.name for unit in held[0].units} != {unit.name for unit in held[1].units}
+
+
+def test_matrices_have_a_smaller_share_in_longer_documents() -> None:
+    model, sizes = blueprint("llama", "2", {"step": {"max_tokens_per_device": 4096}}), sizes_of("2")
+    short, long = (RowFacts.of(model, plan_rows(model, sizes, [length] * 4)).linear for length in (8, 2048))
+    assert 0.9 < short <= 1.0 and 0.1 < long < 0.9
+
+
+def test_rows_of_equal_documents_are_planned_for_some_of_the_ranks_and_counted_for_all() -> None:
+    wanted = searched("llama", 4, [64] * 8)
+    sizes = resolve_mesh(MeshConfig(dp_shard=4), 4)
+    whole = RowFacts.of(wanted.model, plan_rows(wanted.model, sizes, wanted.lengths, 128))
+    assert _rows(wanted, sizes, 128, {}) == whole and whole.tokens == 512

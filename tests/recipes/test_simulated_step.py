@@ -1,0 +1,296 @@
+"""A simulated step: beside the same step on real ranks, what each of them holds, has in memory and sends; beside what
+`weft plan` says by arithmetic, on shapes of real models."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.cases import MESHES, engine_config, open_engine, saved_model, world_of
+from tests.support.pool import run
+from weft import cli
+from weft.config.mesh import MeshSizes, resolve_mesh
+from weft.config.schema import MeshConfig, ModelConfig, StepConfig
+from weft.engine.config import EngineConfig
+from weft.engine.losses.cross_entropy import CrossEntropy
+from weft.errors import UserError
+from weft.launch.machine import accelerator
+from weft.recipes.plan.blueprint import Blueprint
+from weft.recipes.plan.memory import Memory, memory_by_stage
+from weft.recipes.plan.observed_collectives import Collectives, Kind, Total
+from weft.recipes.plan.observed_memory import Peak
+from weft.recipes.plan.rows import RowFacts, plan_rows
+from weft.recipes.plan.show_simulated import show_simulated
+from weft.recipes.plan.simulate import Simulated, Step, plan_of, rows_of, simulate, watched_step
+from weft.recipes.plan.traffic import Transfer, transfers
+
+ROOT = Path(__file__).parents[2]
+_STEPS = 3  # real ones, at most
+Seen = tuple[dict[str, int], Peak, dict[Kind, Total]]
+
+
+def step_on(mesh: str, micro_batches: int) -> Step:
+    """Documents of 32 read tokens that fill rows of 128 on all ranks."""
+    axes = MESHES[mesh]
+    data = axes.get("dp_replicate", 1) * axes.get("dp_shard", 1)
+    return Step([33, 33, 33, 33] * data * axes.get("cp", 1) * micro_batches, CrossEntropy())
+
+
+def really(path: str, mesh: str, sections: dict[str, Any], step: Step) -> Seen:
+    """The second step of a real rank, whose optimizer has its state from the first."""
+    engine = open_engine(path, mesh, **sections)
+    for _ in range(2):
+        plan = plan_of(engine, step)
+        held, watch = watched_step(engine, plan, rows_of(engine, plan, step), step.objective)
+    return held, watch.peak(), watch.collectives.totals
+
+
+def simulated(path: str, mesh: str, sections: dict[str, Any], step: Step, rank: int) -> Seen:
+    found = simulate(engine_config(path, mesh, **sections), world_of(mesh), None, step, rank=rank)
+    return found.held, found.peak, found.collectives.totals
+
+
+def lasting(peak: Peak) -> tuple[dict[str, int], str, int]:
+    """(Bytes by class but for temporary tensors, phase, micro-batch) of the fullest moment."""
+    return {k: v for k, v in peak.classes.items() if k != "temporary"}, peak.phase, peak.micro_batch
+
+
+@pytest.mark.parametrize(
+    ("family", "mesh", "sections", "micro_batches"),
+    [
+        ("qwen3", "2x2", {"fsdp": {"reduce": "last"}, "model": {"recompute": "full"}}, 2),
+        pytest.param(
+            "qwen3", "2xtp2", {"optimizer": {"state_dtype": "bf16", "ema_decay": 0.9}}, 2, marks=pytest.mark.table
+        ),
+        ("llama", "tp2", {"lora": {"rank": 4}}, 2),
+        ("gemma2", "2xcp2", {"fsdp": {"param_dtype": "bf16"}}, 2),
+        pytest.param("llama_tied", "pp2x2", {}, 2, marks=pytest.mark.table),
+        ("qwen3", "pp2vx2", {"model": {"recompute": "full"}}, 3),
+    ],
+)
+def test_a_simulated_step_is_that_of_real_ranks(
+    family: str, mesh: str, sections: dict[str, Any], micro_batches: int
+) -> None:
+    """To the byte: what is held, what was in memory at the fullest by class but for temporary tensors, and every
+    collective. Of two moments that are nearly as full as each other, temporary tensors decide in a real step which is
+    the fullest; then another step is taken."""
+    path, world, step = saved_model(family, num_hidden_layers=4), world_of(mesh), step_on(mesh, micro_batches)
+    here = {rank: simulated(path, mesh, sections, step, rank) for rank in {0, world - 1}}
+    for _ in range(_STEPS):
+        there = run(world, really, path, mesh, sections, step)
+        if "v" in mesh or all(lasting(peak) == lasting(there[rank][1]) for rank, (_, peak, _) in here.items()):
+            break
+    for rank, (held, peak, totals) in here.items():
+        assert held == there[rank][0]
+        assert totals == there[rank][2]
+        then: Peak = there[rank][1]
+        if "v" in mesh:  # gradients of weights are computed by parts of graphs, which go when Python collects them
+            assert peak.total == pytest.approx(then.total, rel=0.1)
+            continue
+        assert lasting(peak) == lasting(then)
+        assert peak.total == pytest.approx(then.total, rel=0.05)  # temporary ones go when Python collects them
+        most, seen = ({k: v for k, v in one.most.items() if k != "temporary"} for one in (peak, then))
+        assert most == pytest.approx(seen, rel=0.15)  # messages leave a little later
+
+
+def test_experts_get_as_many_tokens_together_as_on_real_ranks() -> None:
+    """Which rank gets how many is the routers' choice, and a simulation's is even; all else is to the byte."""
+    path, mesh, step = saved_model("qwen3_moe"), "pp2xep2", step_on("pp2xep2", 2)
+    sections = {"model": {"recompute": "full"}}
+    there = run(4, really, path, mesh, sections, step)
+    here = [simulated(path, mesh, sections, step, rank) for rank in range(4)]
+    assert [held for held, _, _ in here] == [held for held, _, _ in there]
+    exchange = Kind("ep", 2, "all-to-all")
+    for stage in ((0, 1), (2, 3)):
+        sent = [[found[rank][2].pop(exchange) for rank in stage] for found in (here, there)]
+        assert sum(one.bytes for one in sent[0]) == sum(one.bytes for one in sent[1])
+        assert {one.count for of in sent for one in of} == {sent[0][0].count}
+    assert [totals for _, _, totals in here] == [totals for _, _, totals in there]
+
+
+def test_experts_get_equally_many_tokens() -> None:
+    """Also where they do not divide by ep: a rank with more of them gets more, and sends more back."""
+    step, found = step_on("3ep3", 1), []
+    path = saved_model("qwen3_moe", num_experts=5)
+    for rank in range(3):
+        _, _, totals = simulated(path, "3ep3", {}, step, rank)
+        found.append(totals[Kind("ep", 3, "all-to-all")])
+    counts = {one.count for one in found}
+    assert len(counts) == 1 and found[0].bytes < found[1].bytes < found[2].bytes
+
+
+def kept_and_seen(path: str, sections: dict[str, Any], step: Step) -> tuple[int, int]:
+    """(bytes that autograd stores in a forward, what is seen as activations and of the head) of one real rank."""
+    engine = open_engine(path, "1", **sections)
+    plan = plan_of(engine, step)
+    rows = rows_of(engine, plan, step)
+    found: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        found[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        _, watch = watched_step(engine, plan, rows, step.objective)
+    # What FSDP gathers is kept for backward, too, and emptied behind it.
+    most = watch.peak().most
+    return sum(storage.nbytes() for storage in found.values()), most["activations"]
+
+
+@pytest.mark.parametrize(("family", "sections"), [("qwen3", {}), ("qwen3_moe", {"fsdp": {"param_dtype": "bf16"}})])
+def test_activations_are_what_autograd_keeps(family: str, sections: dict[str, Any]) -> None:
+    """By its own word, of one micro-batch."""
+    ((kept, seen),) = run(1, kept_and_seen, saved_model(family), sections, step_on("1", 1))
+    assert seen == pytest.approx(kept, rel=0.1)
+
+
+# ---------------------------------------------------------------- shapes of real models
+
+
+def shape_of(model: str, layers: int, folder: Path) -> str:
+    """A folder with the config of a model, cut to so many layers; its widths are what they were."""
+    config = json.loads((ROOT / "examples/models" / model / "config.json").read_text())
+    config |= {"num_hidden_layers": layers, "max_window_layers": layers}
+    config.pop("layer_types", None)
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def both(config: EngineConfig, world: int, step: Step) -> Iterator[tuple[Memory, list[Transfer], Simulated]]:
+    """(memory and collectives by arithmetic, simulated) of the fullest rank of the first and of the last stage."""
+    assumed = accelerator("h100-80gb")
+    model, mesh = Blueprint(config, "cpu", assumed), resolve_mesh(config.mesh, world)
+    model.check(mesh)
+    rows = RowFacts.of(model, plan_rows(model, mesh, step.lengths))
+    stages = memory_by_stage(model, mesh, rows)
+    for memory in {memory.held.place.pp: memory for memory in (stages[0], stages[-1])}.values():
+        full = config.model.recompute == "full"
+        said = transfers(model, mesh, memory.held, rows.load, recompute=full)
+        yield memory, said, simulate(config, world, assumed, step, rank=memory.held.place.rank(mesh))
+
+
+def calls_of(said: list[Transfer]) -> dict[tuple[str, int], tuple[float, float]]:
+    """(operation, ranks) -> (calls, bytes), as a simulation counts them: what stays in a ring's rank is never dealt."""
+    found: dict[tuple[str, int], tuple[float, float]] = {}
+    for one in said:
+        if one.kind != "all-reduce":
+            calls, sent = found.get((one.kind, one.size), (0, 0))
+            own = one.received if one.axis == "cp (ring)" else one.calls * one.payload
+            found[one.kind, one.size] = calls + one.calls, sent + own
+    return found
+
+
+def calls_in(found: Simulated) -> dict[tuple[str, int], tuple[int, int]]:
+    """The same of a simulation."""
+    several: dict[tuple[str, int], tuple[int, int]] = {}
+    for kind, total in found.collectives.totals.items():
+        if kind.operation not in ("all-reduce", "receive"):
+            calls, sent = several.get((kind.operation, kind.ranks), (0, 0))
+            several[kind.operation, kind.ranks] = calls + total.count, sent + total.bytes
+    return several
+
+
+@pytest.mark.parametrize(
+    ("model", "layers", "mesh", "world", "length", "recompute"),
+    [
+        ("Qwen3-4B", 6, {"dp_shard": 8}, 8, 4096, "none"),
+        pytest.param("Qwen3-32B", 6, {"dp_shard": 512, "tp": 8}, 4096, 4096, "full", marks=pytest.mark.table),
+        ("Qwen3-30B-A3B", 4, {"dp_shard": 16, "ep": 8}, 16, 4096, "full"),
+        ("Qwen3-235B-A22B", 8, {"pp": 2, "dp_shard": 2, "cp": 4, "ep": 8}, 16, 32768, "full"),
+    ],
+)
+def test_arithmetic_and_simulation_agree(
+    model: str, layers: int, mesh: dict[str, int], world: int, length: int, recompute: str, tmp_path: Path
+) -> None:
+    """Within 10% by class, and so many collectives of so many bytes."""
+    again: Any = recompute
+    config = EngineConfig(
+        model=ModelConfig(path=shape_of(model, layers, tmp_path), recompute=again),
+        mesh=MeshConfig(**mesh),
+        step=StepConfig(documents=1, max_tokens_per_device=8192),
+    )
+    data = world // (mesh.get("pp", 1) * mesh.get("tp", 1))
+    step = Step([length] * (data * 8192 * 2 // length), CrossEntropy())
+    for memory, said, found in both(config, world, step):
+        peak, held = found.peak, memory.held
+        assert (held.gradients, held.weights) == (found.held["gradients"], pytest.approx(found.held["weights"], 1e-3))
+        assert peak.classes["optimizer"] == pytest.approx(held.optimizer, rel=1e-3)
+        assert memory.rows + memory.in_flight == pytest.approx(peak.most["activations"], rel=0.1)
+        assert memory.unreduced == pytest.approx(peak.most["unreduced"], rel=0.1)
+        assert memory.fullest == pytest.approx(peak.total, rel=0.1)
+        foreseen, counted = calls_of(said), calls_in(found)
+        assert foreseen.keys() == counted.keys()
+        for kind, (calls, sent) in foreseen.items():
+            if kind[0] == "all-gather" and found.stage == 1:
+                # FSDP looks ahead to the last unit of the micro-batch before.
+                assert calls < counted[kind][0] < calls + found.micro_batches
+                continue
+            if kind[0] != "all-to-all":
+                assert counted[kind][0] == calls
+            # What a rank of a ring sends depends on its place; the arithmetic is of their mean.
+            assert counted[kind][1] == pytest.approx(sent, rel=0.15 if kind[0] == "all-to-all" else 1e-3)
+
+
+# ---------------------------------------------------------------- the command, and what it refuses
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> str:
+    """data.path: prompts, of which nothing is read here."""
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1 + 1", "completion": "2"}\n')
+    return f"data.path={tmp_path}/rows.jsonl"
+
+
+def test_the_command_says_what_a_rank_does(rows: str, capsys: pytest.CaptureFixture[str]) -> None:
+    path = saved_model("qwen3_moe")
+    words = ["plan", f"model.path={path}", rows, "model.recompute=full", "mesh.pp=2", "mesh.ep=2", "mesh.dp_shard=2"]
+    rest = ["step.documents=32", "step.max_tokens_per_device=64", "--length", "33", "--simulate"]
+    assert cli.main([*words, *rest]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    for rank, place, ran in ((1, 1, 3), (3, 2, 2)):
+        assert f"rank {rank} took a step with tensors without values: {ran} of 8 micro-batches ran" in out
+        assert f"memory of rank {rank}, place {place} of mesh.pp, simulated" in out
+        assert f"collectives of rank {rank} in these micro-batches" in out
+    assert "experts get equally many tokens" in out
+
+
+def test_rl_is_simulated_with_its_own_loss(rows: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", f"model.path={saved_model('qwen3')}", rows, "rl.reward=[exact_match]", "rl.kl=0.1", "rl.prompts=2"]
+    assert cli.main([*words, "mesh.dp_shard=2", "--length", "20", "--simulate"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "memory of rank 0, simulated" in out
+
+
+@pytest.mark.parametrize(
+    ("family", "sections", "said"),
+    [
+        ("llama", {"fsdp": {"cpu_offload": True}}, "set fsdp.cpu_offload=false, or leave out --simulate"),
+        ("llama", {"model": {"compile": True}}, "set model.compile=false, or leave out --simulate"),
+        ("phi3_longrope", {}, "the code of model_type 'phi3' depends on values of tensors"),
+    ],
+)
+def test_what_cannot_be_simulated_is_refused(family: str, sections: dict[str, Any], said: str) -> None:
+    config = engine_config(saved_model(family), "2", **sections)
+    with pytest.raises(UserError, match=said):
+        simulate(config, 2, None, step_on("2", 1))
+    assert not torch.distributed.is_initialized()
+
+
+def test_contexts_and_fragments_are_added_to_a_simulated_peak(capsys: pytest.CaptureFixture[str]) -> None:
+    """1 GiB, and 2.5% of what is allocated."""
+    kinds = ("weights", "gradients", "optimizer", "activations", "head", "gathered", "unreduced", "temporary")
+    classes = dict.fromkeys(kinds, 0) | {"weights": 40 << 30}
+    peak = Peak(classes, "forward", 1, classes)
+    shown = Simulated(0, None, 1, 1, classes, peak, Collectives({}), 1.0)
+    model = Blueprint(engine_config(saved_model("llama"), "1"), "cpu", None)
+    (estimated,) = memory_by_stage(model, MeshSizes(1, 1, 1, 1, 1, 1), None)
+    for room, fits in ((43, True), (41, False)):
+        show_simulated(shown, estimated, room << 30)
+        out = " ".join(capsys.readouterr().out.split())
+        assert f"with 2 GiB for CUDA and NCCL contexts and fragments: 42 GiB of {room} GiB" in out
+        assert ("does not fit" not in out) == fits

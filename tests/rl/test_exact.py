@@ -1,0 +1,220 @@
+"""rl.on_policy=exact: what the embedded engine records when it samples is, to the last bit, what the trainer reads."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.cases import open_engine, saved_model, world_of
+from tests.support.pool import run
+from tests.support.rl_samples import sample
+from weft.engine.batch.document import Document
+from weft.engine.engine import Engine
+from weft.errors import UserError
+from weft.inference.base import Completion, Request, SamplingParams
+from weft.inference.embedded import EmbeddedEngine
+from weft.inference.types import Prompt, Sample
+from weft.ops import exact
+from weft.ops.attention_call import Bounds, Call
+from weft.ops.exact_attention import attend_exactly
+from weft.ops.per_document import per_document
+from weft.parallel.mesh import local_shard
+from weft.rl import exact as proof
+from weft.rl.exact import ExactnessResult, prove_exact, require_exact, try_engine
+from weft.verify.adapter import randomize_adapters
+
+TEMPERATURE = 0.9
+# Prompt, completion and samples: over a block of keys in the prompt, in the completion, and in neither.
+SHAPES = ((1, 70, 1), (14, 40, 3), (63, 2, 1), (64, 41, 2), (90, 30, 1))
+
+
+def opened(path: str, mesh: str, **keys: Any) -> tuple[Engine, EmbeddedEngine]:
+    engine = open_engine(path, mesh, exact=True, temperature=TEMPERATURE, step={"max_tokens_per_device": 300}, **keys)
+    embedded = EmbeddedEngine(engine)
+    embedded.wake()
+    return engine, embedded
+
+
+def requests() -> list[Request]:
+    generator = np.random.default_rng(1)
+    return [
+        Request(str(n), tuple(generator.integers(3, 120, prompt).tolist()), tuple(range(samples)),
+                SamplingParams(completion, TEMPERATURE))
+        for n, (prompt, completion, samples) in enumerate(SHAPES)
+    ]  # fmt: skip
+
+
+def mismatch(engine: Engine, asked: list[Request], answers: list[list[Completion]]) -> tuple[int, int]:
+    """(tokens, those of them whose logprob the trainer has otherwise), of the documents that this rank reads."""
+    pairs = [(request, completion) for request, group in zip(asked, answers, strict=True) for completion in group]
+    tokens_of = [torch.tensor(request.tokens + completion.tokens) for request, completion in pairs]
+    documents = {n: Document(tokens, torch.ones(len(tokens))) for n, tokens in enumerate(tokens_of)}
+    plan = engine.plan(engine.planner.metadata(documents.values()))
+    compared = differing = 0
+    for n, found in engine.readout(plan, {i: documents[i] for i in engine.planner.local_documents(plan)}).items():
+        recorded = torch.tensor(pairs[n][1].logprobs)
+        compared += len(recorded)
+        differing += int((found["logprob"][-len(recorded) :] != recorded).sum())
+    return compared, differing
+
+
+def exactness(path: str, mesh: str, plant: bool) -> dict[str, tuple[int, int] | bool]:
+    engine, embedded = opened(path, mesh)
+    asked = requests()
+    answers = embedded.generate(asked)
+    found: dict[str, tuple[int, int] | bool] = {"exact": mismatch(engine, asked, answers)}
+    assert embedded.generator is not None
+    embedded.generator.max_tokens = 200  # few rows at a time
+    found["the same in other batches"] = embedded.generate(asked[::-1])[::-1] == answers
+    for name in ("_ROWS", "_ELEMENTS") if plant else ():
+        kept = getattr(exact, name)
+        setattr(exact, name, 1)
+        try:
+            found[f"planted: {name}"] = mismatch(engine, asked[1:2], embedded.generate(asked[1:2]))
+        finally:
+            setattr(exact, name, kept)
+    engine.module.hf_model.set_attn_implementation("weft_per_document")
+    found["planted: attention"] = mismatch(engine, asked, answers)
+    engine.module.hf_model.set_attn_implementation("weft_exact")
+    if engine.ranks.rank == 0:
+        local_shard(engine.module.layers[0][1].get_parameter("self_attn.q_proj.weight").detach()).view(-1)[0] += 1e-6
+    found["a weight moved"] = mismatch(engine, asked, answers)
+    embedded.wake()
+    found["exact after the next sync"] = mismatch(engine, asked[:2], embedded.generate(asked[:2]))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("family", "mesh"), [("llama", "1"), ("qwen3", "2"), ("gemma3_text", "1"), ("qwen3_moe", "pp2x2")]
+)
+def test_logprobs_are_recorded_as_the_trainer_reads_them(family: str, mesh: str) -> None:
+    """Over hundreds of tokens, whole weights or shards, with windows, experts; and each thing done for it is needed."""
+    ranks = run(world_of(mesh), exactness, saved_model(family), mesh, family == "llama")
+    assert all(found.pop("the same in other batches") for found in ranks)
+    total = {name: np.sum([found[name] for found in ranks], 0) for name in ranks[0]}
+    tokens, differing = total.pop("exact")
+    assert tokens > 300 and differing == total.pop("exact after the next sync")[1] == 0
+    assert all(others > 0 for _, others in total.values()), total
+
+
+# ---------------------------------------------------------------- attention by itself
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(
+    "kind", [{}, {"window": 16, "softcap": 5.0}, {"sinks": True}], ids=["plain", "window", "sinks"]
+)
+def test_exact_attention_is_attention(kind: dict[str, Any], padded: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    lengths, batch = ((70, 1, 300, 64, 9), 1) if not padded else ((90, 90), 2)
+    length = sum(lengths) if not padded else lengths[0]
+    query, key, value = (
+        torch.randn(batch, length, heads, width, generator=generator).transpose(1, 2).requires_grad_()
+        for heads, width in ((4, 16), (2, 16), (2, 24))
+    )
+    sinks = torch.randn(4, generator=generator).requires_grad_() if kind.get("sinks") else None
+    call = Call(query, key, value, Bounds(lengths, padded), 0.3, kind.get("window"), kind.get("softcap"), sinks)
+    inputs: list[Tensor] = [x for x in (query, key, value, sinks) if x is not None]
+    found, expected = attend_exactly(call), per_document(call)
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-6)
+    upstream = torch.randn(expected.shape, generator=generator)
+    for ours, theirs in zip(*(torch.autograd.grad(out, inputs, upstream) for out in (found, expected)), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_token_sees_the_same_in_a_row_and_in_a_cache() -> None:
+    """Whole documents in a row, and each alone with the keys that a cache has, in a batch of other rows."""
+    generator = torch.Generator().manual_seed(1)
+    lengths = (70, 300, 9)
+    query, key, value = (torch.randn(1, heads, 379, 16, generator=generator) for heads in (6, 2, 2))
+    whole = attend_exactly(Call(query, key, value, Bounds(lengths), 0.3, 100, None, None))[0]
+    for past in (0, 5, 63, 64, 255, 256, 299):
+        rows = [(start, min(past, length - 1)) for start, length in zip((0, 70, 370), lengths, strict=True)]
+        slots = max(n for _, n in rows) + 1
+        keys, values = (torch.zeros(3, 2, slots, 16) for _ in range(2))
+        for row, (start, n) in enumerate(rows):
+            keys[row, :, : n + 1], values[row, :, : n + 1] = (x[0, :, start : start + n + 1] for x in (key, value))
+        asking = torch.stack([query[0, :, start + n : start + n + 1] for start, n in rows])
+        bounds = Bounds((1,) * 3, padded=True, past=torch.tensor([n for _, n in rows]))
+        out = attend_exactly(Call(asking, keys, values, bounds, 0.3, 100, None, None))
+        assert torch.equal(out[:, :, 0], torch.stack([whole[:, start + n] for start, n in rows])), past
+
+
+# ---------------------------------------------------------------- the proof at start, and of every sample
+
+
+def proofs(path: str, lora: bool) -> ExactnessResult | str:
+    keys: dict[str, Any] = {"lora": {"rank": 4}} if lora else {}
+    engine = open_engine(path, "2", exact=True, **keys)
+    if lora:
+        randomize_adapters(engine)
+    embedded = EmbeddedEngine(engine)
+    embedded.wake()
+    try:
+        return prove_exact(engine, embedded, 40, 20)
+    except UserError as error:
+        return str(error)
+
+
+def test_it_is_proven_on_the_model_before_training_or_refused() -> None:
+    tokens = 6 + 2 * 9 + 3 * 20 + 1 + 2 * 5 + 3 * 20
+    assert run(2, proofs, saved_model("qwen3"), False) == [ExactnessResult(tokens, 0, 0.0, 0)] * 2
+    first, second = run(2, proofs, saved_model("llama"), True)
+    assert first == second
+    assert "or more have another logprob in the trainer, by" in first and "leave lora.rank unset" in first
+
+
+def test_completions_that_depend_on_the_batch_alone_are_said_without_logprobs() -> None:
+    words = "to try it, 3 completions depend on what is generated beside them. Because"
+    with (
+        mock.patch.object(proof, "_compare", return_value=ExactnessResult(10, 0, 0.0, 3)),
+        mock.patch.object(proof, "_requests"),
+        mock.patch.object(proof, "_reason", return_value="Because."),
+        pytest.raises(UserError, match=words),
+    ):
+        prove_exact(mock.Mock(), mock.Mock(), 40, 20)
+
+
+class Elsewhere:
+    """An engine of its own."""
+
+    async def generate(self, request: Request) -> list[Completion]:
+        assert request.sampling.max_new_tokens == 64
+        return [Completion((5, 6), (-1.0, -2.0), "end", ((0, 2),)) for _ in request.seeds]
+
+
+async def tried(difference: float) -> str:
+    async def read(samples: Sequence[Sample]) -> None:
+        for one in samples:
+            one.old_logprobs = one.rollout_logprobs.copy()
+            one.old_logprobs[-1] += difference
+
+    config: Any = SimpleNamespace(rollout=SimpleNamespace(engine="vllm"), train=SimpleNamespace(seed=0))
+    prompts = [Prompt(number, 0, (3, 4), "") for number in range(9)]
+    engine: Any = Elsewhere()
+    return await try_engine(config, engine, read, prompts, SamplingParams(100))
+
+
+def test_an_engine_of_its_own_is_tried_on_the_runs_prompts_before_training() -> None:
+    assert asyncio.run(tried(0.0)).startswith("exact    64 tokens sampled by vllm")
+    with pytest.raises(UserError) as refused:
+        asyncio.run(tried(2.0**-20))
+    assert "32 of 64 tokens that it sampled for 8 of this run's prompts have another logprob" in str(refused.value)
+    assert "by 4.8e-07 in the mean and 9.5e-07 at most" in str(refused.value)
+    assert "VLLM_BATCH_INVARIANT" in str(refused.value) and "rollout.engine=embedded" in str(refused.value)
+
+
+def test_a_sample_that_differs_in_one_bit_is_named() -> None:
+    one = sample(0, 3, 1.0, old_logprobs=[-1.0, -2.0, -3.0], rollout_logprobs=[-1.0, -2.0, -3.0])
+    require_exact([one, sample(1, 3, None)])  # that one is not trained
+    one.rollout_logprobs[4] = np.nextafter(np.float32(-2.0), np.float32(0))
+    with pytest.raises(UserError, match=r"sample 0\.0/0: 1 of 3 tokens .* the first is token 1 of what was sampled"):
+        require_exact([one])

@@ -1,0 +1,453 @@
+"""The faults of `weft rl` in docs/reference/failures.md: what strikes a run, when, and what is seen of it."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from tests.support.control_group import memory_group
+from tests.support.fault_cases import last_whole
+from tests.support.local_rl import KEYS
+from tests.support.rl_faults import RlFault, RlRun
+from weft.inference.records import FOLDER, rollout_files
+
+STEPS = 3  # rollout steps of one optimizer step each, with a checkpoint after each
+ALL = "nothing: the run goes on"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RlCase:
+    """One fault in a run, and what is seen of it.
+
+    when: for the table. on: `one process`, or what Ray has. says: patterns that what it prints matches, in this order.
+    within: seconds, from the fault to the end of the controller. saved: the last step whose checkpoint stands. lost:
+    for the table, where it does not follow from that. failed: samples without a reward in the whole run, if that is
+    known. tidy: whether nothing is left in the temporary directory, before the next start removes it. megabytes: as
+    Case has them. resume_with: keys, where one rank goes on.
+    """
+
+    fault: RlFault
+    when: str
+    status: int
+    says: list[str] = field(default_factory=list)
+    words: list[str] = field(default_factory=list)
+    on: str = "one process"
+    within: float = 30.0
+    saved: int = 1
+    lost: str = ""
+    failed: int | None = 0
+    traceback: bool = False
+    tidy: bool = True
+    megabytes: int = 0
+    resumes: bool = True
+    resume_with: list[str] = field(default_factory=list)
+
+    @property
+    def on_ray(self) -> bool:
+        return "Ray" in self.on
+
+
+def words_of(task: Path, case: RlCase) -> list[str]:
+    paths = [f"model.path={task}/adder", f"data.path={task}/additions.jsonl", "run.dir=run", f"train.steps={STEPS}"]
+    return [*paths, *KEYS, *case.words]
+
+
+def run_rl_case(name: str, case: RlCase, task: Path) -> tuple[RlRun, Path]:
+    """The run, ended, and its folder, beside the model and the data."""
+    folder = task / re.sub(r"\W+", "-", name)
+    folder.mkdir()
+    with memory_group(case.megabytes) as group:
+        return RlRun(words_of(task, case), folder, case.fault, on_ray=case.on_ray, group=group).wait(), folder
+
+
+def check_rl(case: RlCase, run: RlRun, folder: Path) -> None:
+    """AssertionError where anything is not as the case has it."""
+    said = run.output() + run.errors()
+    assert run.status == case.status, f"{run.status}: {said}"
+    at = 0
+    for pattern in case.says:
+        found = re.compile(pattern, re.MULTILINE).search(said, at)
+        assert found is not None, f"{pattern}\nis not in\n{said}"
+        at = found.start()
+    assert ("Traceback" in said) == case.traceback, said
+    assert run.seconds() < case.within or not case.status, run.seconds()
+    left = run.left_processes()
+    assert left == [], [process.cmdline() for process in left]
+    assert not case.tidy or run.left_folders() == []
+    assert last_whole(folder / "run") == case.saved, said
+    if not case.status and case.failed is not None:
+        assert sum(line["rewards/failed"] for line in lines(folder / "run")) == case.failed
+
+
+def check_resume(case: RlCase, run: RlRun, folder: Path) -> None:
+    """The run goes on from its last whole checkpoint, to its end; all that is left is the run."""
+    try:
+        if not case.resumes:
+            return
+        again = RlRun(["--resume", "run", *case.resume_with], folder, tmp=run.tmp).wait()
+        said = again.output() + again.errors()
+        assert again.status == 0, said
+        where = f"resumed  step {case.saved} of {STEPS}" if case.saved else "resumed  run has no checkpoint yet"
+        assert where in said, said
+        assert [line["step"] for line in lines(folder / "run")] == list(range(1, STEPS + 1))
+        assert sorted(rollout_files(folder / "run" / FOLDER)) == list(range(1, STEPS + 1))
+        assert last_whole(folder / "run") == STEPS
+        assert run.left_processes() == [] and run.left_folders() == []
+    finally:
+        run.forget()
+
+
+def lines(run: Path) -> list[dict[str, Any]]:
+    found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in found if line["step"]]
+
+
+# ---------------------------------------------------------------- actors that die or hang, on Ray
+
+TWO, SOON = ["--nproc", "2"], ["train.timeout=3"]
+EVALUATED = ["eval.path=../additions.jsonl", "eval.every=1"]
+# phase -> how the table calls it, (phase, step, nth) of the flight record, keys, the last checkpoint
+TRAINER: dict[str, tuple[str, tuple[str, int], list[str], int]] = {
+    "loading": ("loading the model", ("load", 0), [], 0),
+    "generating": ("generating, step 2", ("generate", 1), [], 1),
+    "reading logprobs": ("computing logprobs, step 2", ("logprobs", 1), ["rl.kl=0.1"], 1),
+    "in forward": ("forward, step 2", ("forward", 2), [], 1),
+    "in the optimizer": ("optimizer, step 2", ("optimizer", 2), [], 1),
+    "syncing weights": ("syncing weights, step 2", ("sync", 2), [], 1),
+    "evaluating": ("evaluating, step 2", ("generate", 2), EVALUATED, 1),
+    "saving": ("saving, step 2", ("save", 2), [], 1),
+}
+WHERE = {
+    "loading": "loading the model",
+    "generating": "in step 1 of 3, generating", "evaluating": "in step 2 of 3, generating",
+    "reading logprobs": "computing logprobs", "in forward": "in step 2 of 3, forward",
+    "in the optimizer": "in step 2 of 3, optimizer", "syncing weights": "in step 2 of 3, syncing weights",
+    "saving": "in step 2 of 3, saving",
+}  # fmt: skip
+
+
+def trainers() -> dict[str, RlCase]:
+    """Either of two trainer ranks is killed, or stopped, in every phase that it has."""
+    found = {}
+    for name, (when, (phase, step), keys, saved) in TRAINER.items():
+        for rank in (0, 1):
+            common: dict[str, Any] = {"when": when, "on": "Ray, 2 ranks", "saved": saved}
+            fault: dict[str, Any] = {"phase": phase, "step": step, "rank": rank}
+            found[f"trainer rank {rank} is killed {name}"] = RlCase(
+                fault=RlFault(do="kill", **fault), status=10, words=[*TWO, *keys], **common,
+                says=[rf"trainer rank {rank} died", WHERE[name]],
+            )  # fmt: skip
+            found[f"trainer rank {rank} is stopped {name}"] = RlCase(
+                fault=RlFault(do="stop", **fault), status=11, words=[*TWO, *SOON, *keys], **common, within=90.0,
+                says=[rf"trainer rank {rank} .*is stopped \(SIGSTOP\)", WHERE[name]],
+            )  # fmt: skip
+    return found
+
+
+def engines() -> dict[str, RlCase]:
+    """A rollout engine of its own (rollout.engine=hf) is killed, or stopped, in every phase that it has."""
+    apart, soon = ["rollout.engine=hf"], ["rollout.timeout=3", "train.timeout=20"]
+    later = "run/checkpoints/step-000001"
+    phases: dict[str, tuple[str, dict[str, Any], list[str], int]] = {
+        "loading": ("loading the model", {"phase": "load"}, [], 0),
+        "evaluating": ("evaluating, before step 1", {"phase": "generate"}, [*EVALUATED, "eval.at_start=true"], 0),
+        "generating": ("generating, step 2", {"phase": "generate", "after": later}, [], 1),
+        "syncing weights": ("syncing weights, step 2", {"phase": "sync", "nth": 3}, [], 1),
+    }
+    found = {}
+    for name, (when, fault, keys, saved) in phases.items():
+        common: dict[str, Any] = {"when": when, "on": "Ray, an engine", "saved": saved}
+        found[f"a rollout engine is killed {name}"] = RlCase(
+            fault=RlFault(who="engine", do="kill", **{"step": 0} | fault), status=10, **common,
+            words=[*apart, *keys],
+            says=["rollout engine 0 died"],
+        )  # fmt: skip
+        found[f"a rollout engine is stopped {name}"] = RlCase(
+            fault=RlFault(who="engine", do="stop", **{"step": 0} | fault), status=11, **common, within=90.0,
+            words=[*apart, *soon, *keys],
+            says=[r"rollout engine 0 .*is stopped \(SIGSTOP\)"],
+        )  # fmt: skip
+    return found
+
+
+def stages() -> dict[str, RlCase]:
+    """A trainer rank is a stage of layers; an engine of its own gets the weights of two."""
+    cut = ["model.path=../adder-2", "mesh.pp=2", "step.max_tokens_per_device=16", *TWO]
+    soon = ["rollout.timeout=3", "train.timeout=20"]
+    common: dict[str, Any] = {"on": "Ray, 2 ranks", "saved": 1, "resume_with": ["mesh.pp=1"]}
+    return {
+        "the last stage is killed in forward": RlCase(
+            fault=RlFault(do="kill", rank=1, micro=1), when="forward, step 2", status=10, words=cut, **common,
+            says=["trainer rank 1 died", "in step 2 of 3, forward of micro-batch 1"],
+        ),
+        "the first stage raises in backward": RlCase(
+            fault=RlFault(do="raise", phase="backward", rank=0, micro=2), when="backward, step 2", status=1, words=cut,
+            says=["trainer rank 0 failed: RuntimeError: boom", "in step 2 of 3, backward of micro-batch 2"],
+            traceback=True, **common,
+        ),
+        "the last stage is stopped reading logprobs": RlCase(
+            fault=RlFault(do="stop", phase="logprobs", step=1, rank=1), when="computing logprobs, step 2", status=11,
+            words=[*cut, *SOON, "rl.kl=0.1"], within=90.0, **common,
+            says=[r"trainer rank 1 .*is stopped \(SIGSTOP\)", "computing logprobs"],
+        ),
+        "an engine is stopped, syncing weights of two stages": RlCase(
+            fault=RlFault(who="engine", do="stop", phase="sync", step=0, nth=3), status=11, within=90.0,
+            when="syncing weights, step 2", words=[*cut, "rollout.engine=hf", *soon],
+            says=[r"rollout engine 0 .*is stopped \(SIGSTOP\)"], **common,
+        ),
+    }  # fmt: skip
+
+
+# ---------------------------------------------------------------- the controller
+
+# phase -> how the table calls it, which call of it, keys, the last checkpoint
+CONTROLLER: dict[str, tuple[str, int, list[str], int]] = {
+    "load": ("loading the models", 1, [], 0),
+    "generate": ("generating, step 2", 3, [], 1),
+    "reward": ("asking for rewards, step 2", 3, [], 1),
+    "advantages": ("computing advantages, step 2", 2, [], 1),
+    "update": ("updating, step 2", 2, [], 1),
+    "sync": ("syncing weights, step 2", 3, [], 1),
+    "evaluate": ("evaluating, step 2", 3, EVALUATED, 1),
+    "record": ("writing rollouts and metrics, step 2", 2, [], 1),
+    "save": ("saving, step 2", 2, [], 1),
+}
+
+
+def controllers() -> dict[str, RlCase]:
+    """The controller is killed, interrupted or terminated in every phase."""
+    found = {}
+    for phase, (when, nth, keys, saved) in CONTROLLER.items():
+        common: dict[str, Any] = {"when": when, "words": keys}
+        for do, number, name in (("interrupt", 2, "SIGINT"), ("terminate", 15, "SIGTERM")):
+            # A signal that comes while a step is saved ends the run after the next.
+            fault = RlFault(who="controller", do=do, phase=phase, nth=nth - (phase == "save"))
+            early = phase == "load"
+            found[f"{name}, {when}"] = RlCase(
+                fault=fault, status=128 + number, saved=0 if early else 2, lost="" if early else "nothing", **common,
+                tidy=not (early and do == "terminate"),
+                says=[] if early else [rf"stopped  by {name} after step 2\. Go on with: weft rl --resume run"],
+            )  # fmt: skip
+        for on in ("one process", "Ray, 1 rank") if phase in ("generate", "update", "save") else ("one process",):
+            name = f"the controller is killed, {when}" + (", with Ray" if "Ray" in on else "")
+            fault = RlFault(who="controller", do="kill", phase=phase, nth=nth)
+            found[name] = RlCase(fault=fault, status=-9, saved=saved, on=on, tidy=False, **common)
+    found["the controller is stopped, and goes on"] = RlCase(
+        fault=RlFault(who="controller", do="stop for a while", phase="update", nth=2), when="updating, step 2",
+        status=0, on="Ray, 1 rank", words=["train.timeout=2"], lost=ALL, saved=3, resumes=False,
+    )  # fmt: skip
+    return found
+
+
+def parts_of_ray() -> dict[str, RlCase]:
+    """A process of the run's own Ray is killed."""
+    return {
+        f"Ray's {part} is killed": RlCase(
+            fault=RlFault(who="controller", do=f"kill {part}", phase="update", nth=2), when="updating, step 2",
+            status=10, on="Ray, 1 rank", says=[rf"{name}, process \d+, has died \(killed by SIGKILL\)"],
+        )
+        for part, name in (("gcs_server", r"Ray's GCS \(gcs_server\)"), ("raylet", "Ray's raylet"))
+    }  # fmt: skip
+
+
+# ---------------------------------------------------------------- a trainer that raises; storage; numbers
+
+
+def raising() -> dict[str, RlCase]:
+    """A trainer raises in every phase."""
+    found = {}
+    for name, (when, (phase, step), keys, saved) in TRAINER.items():
+        found[f"a trainer raises {name}"] = RlCase(
+            fault=RlFault(do="raise", phase=phase, step=step), when=when, status=1, words=keys, saved=saved,
+            says=["trainer rank 0 failed: RuntimeError: boom", WHERE[name], "Traceback"], traceback=True,
+        )  # fmt: skip
+    found["what computes advantages raises"] = RlCase(  # in the controller: no trainer computes them
+        fault=RlFault(who="controller", do="raise", phase="advantages", nth=2), status=1, saved=1,
+        when="computing advantages, step 2", says=["RuntimeError: boom", "Traceback"], traceback=True,
+    )  # fmt: skip
+    for on in ("one process", "Ray, 1 rank"):
+        found["what computes advantages hangs" + (", with Ray" if "Ray" in on else "")] = RlCase(
+            fault=RlFault(who="controller", do="sleep", phase="advantages", nth=2), status=11, saved=1, on=on,
+            when="computing advantages, step 2", words=["train.timeout=10"], tidy=False,
+            says=[r"has not come back from one call for 1\d seconds \(train.timeout\)", "compute_advantages", "Go on"],
+        )  # fmt: skip
+    return found
+
+
+STORAGE = ["No space left on device|File too large", "weft rl --resume run"]
+OTHERS = {
+    "MemoryError in a trainer": RlCase(
+        fault=RlFault(do="memory"), when="forward, step 2", status=12,
+        says=["trainer rank 0 failed: MemoryError", "model.recompute=full"],
+    ),
+    "the kernel kills a trainer rank, short of memory": RlCase(
+        fault=RlFault(do="fill memory"), when="forward, step 2", status=12, on="Ray, 1 rank", megabytes=4000,
+        says=["trainer rank 0 was killed by the kernel, which is short of memory", "in step 2 of 3, forward"],
+    ),
+    "accelerator's memory": RlCase(
+        fault=RlFault(do="cuda memory", phase="generate", step=1), when="generating, step 2", status=12,
+        says=["trainer rank 0 failed: OutOfMemoryError: CUDA out of memory"],
+    ),
+    "disk full under rollouts": RlCase(
+        fault=RlFault(who="controller", do="full rollouts", phase="record", nth=2), when="writing rollouts, step 2",
+        status=13, says=["could not write run/rollouts/step-000002.parquet: ", *STORAGE],
+    ),
+    "disk full under metrics": RlCase(
+        fault=RlFault(who="controller", do="full metrics", phase="record", nth=2), when="writing the metrics, step 2",
+        status=13, says=["could not write .*metrics.jsonl: ", *STORAGE],
+    ),
+    "no room for a checkpoint": RlCase(
+        fault=RlFault(who="controller", do="small files", phase="save", nth=2), when="saving, step 2",
+        status=13, says=["could not save step 2 to run/checkpoints", *STORAGE],
+    ),
+    "a sync brings other bytes": RlCase(
+        fault=RlFault(do="another checksum"), when="syncing weights, before step 1", status=1, saved=0,
+        words=["rollout.engine=hf"], says=["received other bytes than were sent, version 0", "weft rl --resume run"],
+        traceback=True,
+    ),
+    "port in use": RlCase(
+        fault=RlFault(do="port in use"), when="before loading", status=2, saved=0, on="Ray, 2 ranks",
+        words=["--nproc", "2"], within=60.0,
+        says=[r"port \d+ of this machine, where the ranks are to meet \(MASTER_PORT\), is in use"],
+    ),
+    "Ray cannot start": RlCase(
+        fault=RlFault(do="few files"), when="before loading", status=2, saved=0, on="Ray, 1 rank",
+        says=["error: Ray could not be started on this machine"],
+    ),
+    "overlong prompts": RlCase(
+        fault=RlFault(do="nothing"), when="reading the data", status=2, saved=0, words=["rollout.max_prompt_tokens=3"],
+        says=["additions.jsonl:1: 9 of 9 prompts are longer than rollout.max_prompt_tokens = 3"], resumes=False,
+    ),
+    "folder vanishes": RlCase(
+        fault=RlFault(who="controller", do="vanish", phase="record", nth=2), when="writing rollouts, step 2",
+        status=13, says=["could not write run/rollouts"], saved=0, resumes=False,
+    ),
+    "folder vanishes before a save": RlCase(
+        fault=RlFault(who="controller", do="vanish", phase="save", nth=2), when="saving, step 2",
+        status=13, says=["run"], saved=0, resumes=False,
+    ),
+}  # fmt: skip
+
+
+# ---------------------------------------------------------------- what the user's code may do
+
+OF_USER = ["rl.reward=[tests.support.fault_user_code:reward]", "rl.reward_workers=2", "rl.reward_timeout=2"]
+ENVIRONMENT = [
+    "rl.reward=[tests.support.reward_functions:variety]",
+    "rl.environment=tests.support.fault_user_code:Asked",
+    "rl.environment_timeout=2",
+]
+OF_PHASE = {
+    "reward": "asking for rewards", "start": "starting an environment", "step": "a step of an environment",
+}  # fmt: skip
+PROMPT = "14+56="  # of step 2
+SAMPLES = {1: "nothing but 1 sample, which is not trained", 3: "nothing but 3 samples, which are not trained"}
+
+
+def users() -> dict[str, RlCase]:
+    """Reward functions and environments that fail for the samples of one prompt, or for all."""
+    found: dict[str, RlCase] = {}
+
+    def add(
+        name: str, do: str, failed: int = 0, *, words: list[str] = OF_USER, says: str = "", prompt: str = PROMPT,
+        once: str = "", megabytes: int = 0,
+    ) -> None:  # fmt: skip
+        phase = "reward" if words is OF_USER else "start" if prompt else "step"
+        found[f"{'reward' if words is OF_USER else 'environment'} {name}"] = RlCase(
+            fault=RlFault(who="user", do=do, phase=phase, prompt=prompt, once=once), status=0, words=words,
+            when=f"{OF_PHASE[phase]}, {'step 2' if prompt else 'always'}", failed=failed, says=[says], saved=3,
+            lost=SAMPLES[failed] if failed else ALL, megabytes=megabytes, resumes=False,
+        )  # fmt: skip
+
+    add("process is killed once", "kill", once="once")
+    for name, do, says in USER_FAULTS:
+        add(name, do, 3, says=f"reward   reward failed for sample .*{says}")
+    add("uses up memory, and the kernel kills it", "fill memory", 3, says="was ended by signal 9", megabytes=900)
+    killed = "reward uses up memory, and the kernel kills it"  # after it has looked for pages to take back, for seconds
+    found[killed] = replace(found[killed], words=[*OF_USER, "rl.reward_timeout=30"])
+    add("prints megabytes", "print megabytes")
+    for name, do, says in ENVIRONMENT_FAULTS:
+        add(name, do, 3, words=ENVIRONMENT, says=f"reward   environment failed for sample .*{says}")
+    for name, do, says in REPLIES:  # the one sample that ends by itself is shown to the environment
+        says = f"reward   environment failed for sample .*Asked.step: {says}"
+        add(name, do, 1, words=ENVIRONMENT, prompt="", says=says)
+    return found
+
+
+USER_FAULTS = (
+    ("process is killed", "kill", "was ended by signal 9"),
+    ("process is stopped", "stop", "gave no answer within 2 seconds"),
+    ("hangs", "sleep", "gave no answer within 2 seconds"),
+    ("hangs with Python's lock held", "hold the lock", "gave no answer within 2 seconds"),
+    ("raises", "raise", "RuntimeError: boom"),
+    ("ends by os._exit", "exit", "ended with status 7"),
+    ("ends by sys.exit", "sys.exit", "SystemExit: 7"),
+    ("crashes in native code", "crash", "was ended by signal 11"),
+    ("raises MemoryError", "memory", "MemoryError"),
+    ("returns NaN", "nan", "returned nan"),
+    ("returns infinity", "infinity", "returned inf"),
+    ("returns one number for all", "a number", "returned float, not a list of"),
+    ("returns words", "words", "returned 'good', which is no number"),
+)
+ENVIRONMENT_FAULTS = (
+    ("process is killed", "kill", "Asked.start: its process was ended by signal 9"),
+    ("process is stopped", "stop", "Asked.start took more than 2 seconds"),
+    ("hangs", "sleep", "Asked.start took more than 2 seconds"),
+    ("raises", "raise", "Asked.start: RuntimeError: boom"),
+    ("ends by os._exit", "exit", "Asked.start: its process ended with status 7"),
+    ("crashes in native code", "crash", "Asked.start: its process was ended by signal 11"),
+    ("raises MemoryError", "memory", "Asked.start: MemoryError"),
+)
+REPLIES = (
+    ("returns NaN", "nan", "ValueError: `reward` of a Reply is nan"),
+    ("returns words", "words", "ValueError: could not convert string to float"),
+)
+ALWAYS = {
+    "reward returns another number of values": RlCase(
+        fault=RlFault(who="user", do="too few", phase="reward"), when="asking for rewards, step 1", status=2,
+        words=OF_USER,
+        says=[r"error: rl\.reward: reward returned 2 values for 3 completions"], saved=0,
+    ),
+    "reward raises for all samples": RlCase(
+        fault=RlFault(who="user", do="raise", phase="reward"), when="asking for rewards, step 1", status=2,
+        words=OF_USER,
+        says=[r"error: rl\.reward: reward failed for every one of the 6 samples"], saved=0,
+    ),
+    "reward hangs for all samples": RlCase(
+        fault=RlFault(who="user", do="sleep", phase="reward"), when="asking for rewards, step 1", status=2,
+        words=OF_USER,
+        says=[r"error: rl\.reward: reward failed for every one", "gave no answer within 2 seconds"], saved=0,
+    ),
+    "reward says nothing of any sample": RlCase(
+        fault=RlFault(who="user", do="none", phase="reward"), when="in every step", status=2, saved=1,
+        lost="what was not saved",
+        words=[*OF_USER, "train.max_nonfinite=2"], says=["error: 2 rollout steps in a row had no sample to train"],
+    ),
+    "all rewards are alike, for ever": RlCase(
+        fault=RlFault(who="user", do="all alike", phase="reward"), when="in every step", status=2,
+        words=OF_USER, saved=3,
+        says=["warning  3 rollout steps in a row had nothing to learn from", "error: nothing was learnt"],
+        lost="nothing: all steps were done", resumes=False,
+    ),
+    "environment raises for all samples": RlCase(
+        fault=RlFault(who="user", do="raise", phase="start"), when="starting an environment, step 1", status=2,
+        words=ENVIRONMENT,
+        says=[r"error: rl\.environment failed for every one of the 6 samples"], saved=0,
+    ),
+    "fork server of environments is killed": RlCase(
+        fault=RlFault(who="user", do="kill the parent", phase="step", once="once"), words=ENVIRONMENT, status=0,
+        when="a step of an environment, step 1", failed=None, saved=3, resumes=False,
+        lost="nothing but conversations under way",
+        # Only the first three of a rollout's failures are printed, in the order in which they are noticed.
+        says=[r"Asked\.(start|step): its process ended with its parent process, which was killed or stopped"],
+    ),
+    "fork server of environments is stopped": RlCase(
+        fault=RlFault(who="user", do="stop the parent", phase="step", once="once"), words=ENVIRONMENT, status=0,
+        when="a step of an environment, step 1", saved=3, resumes=False, lost=ALL,
+    ),
+}  # fmt: skip
+
+RL_CASES = trainers() | engines() | stages() | controllers() | parts_of_ray() | raising() | OTHERS | users() | ALWAYS

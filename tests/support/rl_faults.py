@@ -1,0 +1,237 @@
+"""Real runs of `weft rl` with faults in them: of the controller, of its actors, or of the user's code (faults.py has
+what they do)."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import count
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Literal, Self
+
+import psutil
+
+from tests.support import forked
+from tests.support.control_group import enter
+from tests.support.fault_user_code import VARIABLE
+from tests.support.faults import DO, Fault, prepare
+from tests.support.local_rl import LocalGroup, local_actors
+from tests.support.machine import business
+from tests.support.ray_forks import start_server
+from weft.errors import ActorError
+from weft.launch.failures import explain
+from weft.launch.ray_actors import _SerialActor
+from weft.launch.reports import RankReport
+from weft.launch.scratch import scratch_folder
+from weft.launch.stopping import announce_ending_signal
+
+ROOT = Path(__file__).parents[2]
+CASE = "WEFT_TEST_CASE"  # a variable of all processes of a run
+Who = Literal["controller", "trainer", "engine", "user"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RlFault(Fault):
+    """who: has it. phase: of a controller one of CONTROLLER; of the user's code `reward`, or `start` or `step` of an
+    environment. prompt: that the user's code is asked about; empty: all."""
+
+    who: Who = "trainer"
+    prompt: str = ""
+
+
+class RlRun(forked.Run):
+    """`weft rl`, with a temporary directory of its own. on_ray: actors are processes of a Ray that it starts; else
+    trainer and engines are objects of the controller's process. group: a control group that it lives in."""
+
+    def __init__(
+        self, words: Sequence[str], folder: Path, fault: RlFault | None = None, *, on_ray: bool = False,
+        tmp: Path | None = None, group: Path | None = None, **variables: str,
+    ) -> None:  # fmt: skip
+        self.struck, self.case = folder / "struck-at", str(folder)
+        self.tmp = tmp or Path(tempfile.mkdtemp(prefix="wf", dir="/tmp"))  # Ray's sockets want a short path
+        variables |= {"PYTHONPATH": str(ROOT), "TMPDIR": str(self.tmp), CASE: self.case}
+        if fault is not None and fault.who == "user":
+            variables[VARIABLE] = json.dumps(asdict(fault) | {"struck": str(self.struck)})
+        super().__init__(["rl", *words], folder, partial(_settle, fault, folder, on_ray, group), **variables)
+
+    def seconds(self) -> float:
+        """From the fault to the end of the controller; 0 where it did not get so far."""
+        return self.ended - float(self.struck.read_text()) if self.struck.exists() else 0.0
+
+    def wait(self, timeout: float = 240.0) -> Self:
+        """Until it has ended."""
+        return super().wait(timeout * business())
+
+    def left_processes(self) -> list[psutil.Process]:
+        """What it has started and still runs after seconds. Ray's agents take up to a minute: they want to tell a store
+        of it."""
+        found = [process for process in psutil.process_iter() if self._is_own(process)]
+        _, alive = psutil.wait_procs(found, timeout=20 * business())
+        return [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+
+    def _is_own(self, process: psutil.Process) -> bool:
+        try:
+            return process.environ().get(CASE) == self.case and "agent" not in " ".join(process.cmdline()).lower()
+        except psutil.Error:
+            return False
+
+    def left_folders(self) -> list[str]:
+        """In its temporary directory."""
+        return os.listdir(self.tmp)
+
+    def forget(self) -> None:
+        """Remove its temporary directory."""
+        shutil.rmtree(self.tmp, ignore_errors=True)
+
+
+# ---------------------------------------------------------------- where faults come in
+
+
+def _settle(fault: RlFault | None, folder: Path, on_ray: bool, group: Path | None) -> None:
+    """In the controller's process, before it begins."""
+    from weft.recipes import rl
+    from weft.rl import actors
+
+    tempfile.tempdir = None  # what it was before the variables were set
+    announce_ending_signal()
+    enter(group)
+    if on_ray:
+        start_server(str(folder))
+    else:
+        rl.open_actors = partial(local_actors, kind=ReportingGroup)
+    if fault is None or fault.who == "user":
+        return
+    if fault.do in PLANTS:
+        PLANTS[fault.do]()
+    elif fault.who == "controller":
+        _strike_controller(fault, folder)
+    elif not on_ray:
+        prepare(fault, folder)
+    else:
+        make = f"_make_{fault.who}"
+        setattr(actors, make, partial(made_struck, fault, str(folder), make))
+
+
+def made_struck(fault: RlFault, folder: str, make: str, *arguments: Any) -> Any:
+    """In an actor's process: what weft.rl.actors makes there."""
+    from weft.rl import actors
+
+    prepare(fault, Path(folder))
+    return getattr(actors, make)(*arguments)
+
+
+class ReportingGroup(LocalGroup):
+    """Actors in this process, whose exceptions become reports as those of others do."""
+
+    def __init__(self, name: str, make: Sequence[Callable[[], Any]], hook: Any = None) -> None:
+        self._opened = ExitStack()
+        self._scratch = self._opened.enter_context(scratch_folder("local-"))
+        hosts = [partial(_host, one, number, self._scratch) for number, one in enumerate(make)]
+        super().__init__(name, hosts, hook)
+
+    async def call_one(self, number: int, method: str, *args: Any) -> Any:
+        answer = await super().one(number, "call", method, *args)
+        if isinstance(answer, RankReport):
+            raise ActorError(explain(answer, f"{self.name} {number} failed: ", debug=False), answer.kind, answer)
+        return answer
+
+    def end(self) -> None:
+        super().end()
+        self._opened.close()
+
+
+def _host(make: Callable[[], Any], number: int, scratch: Path) -> _SerialActor:
+    host = object.__new__(_SerialActor)
+    host._number, host._scratch, host._make, host._object = number, scratch, lambda _: make(), None
+    return host
+
+
+def _strike_controller(fault: RlFault, folder: Path) -> None:
+    """When it calls what CONTROLLER names for the nth time."""
+    owner, name = CONTROLLER[fault.phase]()
+    original, times, struck = getattr(owner, name), count(1), folder / "struck-at"
+
+    def strike(*arguments: Any, **options: Any) -> Any:
+        if next(times) == fault.nth:
+            struck.write_text(str(time.monotonic()))
+            DO[fault.do](SimpleNamespace(run=folder / "run"))
+        return original(*arguments, **options)
+
+    setattr(owner, name, strike)
+
+
+def _loop(name: str) -> Callable[[], tuple[Any, str]]:
+    def find() -> tuple[Any, str]:
+        from weft.recipes import rl
+
+        return rl, name
+
+    return find
+
+
+def _score() -> tuple[Any, str]:
+    from weft.rl.rewards.base import Rewards
+
+    return Rewards, "score"
+
+
+def _turn() -> tuple[Any, str]:
+    from weft.rl.colocation import DeviceSharing
+
+    return DeviceSharing, "to_rollouts"
+
+
+def _record() -> tuple[Any, str]:
+    from weft.rl.recorder import RlRecorder
+
+    return RlRecorder, "record"
+
+
+CONTROLLER: dict[str, Callable[[], tuple[Any, str]]] = {
+    "load": _loop("prepare"), "generate": _loop("rollout_group"), "reward": _score, "advantages": _loop("advantages"),
+    "update": _loop("update"), "sync": _turn, "record": _record, "evaluate": _loop("evaluate"), "save": _loop("save"),
+}  # fmt: skip
+
+
+def _other_checksum() -> None:
+    """An engine sums what it received otherwise than it was sent."""
+    from weft.inference.weight_sync import protocol
+
+    protocol.checksum = lambda data: 1
+
+
+def _port_in_use() -> None:
+    """Where trainer ranks are to meet somebody listens already."""
+    from weft.launch import ray_actors
+
+    original = ray_actors._prepare
+
+    def prepare(handles: Sequence[Any], rendezvous: bool) -> None:
+        original(handles, rendezvous)
+        listener = socket.create_server(("127.0.0.1", 0))
+        _kept.append(listener)
+        variables = {"MASTER_PORT": str(listener.getsockname()[1])}
+        ray_actors.import_ray().get([handle.prepare.remote(variables, os.getcwd()) for handle in handles])
+
+    ray_actors._prepare = prepare
+
+
+def _few_files() -> None:
+    """Fewer files may be open than Ray needs."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))
+
+
+_kept: list[Any] = []
+PLANTS: dict[str, Callable[[], None]] = {
+    "another checksum": _other_checksum, "port in use": _port_in_use, "few files": _few_files,
+}  # fmt: skip
