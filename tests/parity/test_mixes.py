@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests import support
-from tests.support import mixes_table
+from tests.support import mixes_table, support_table
 from tests.support.cases import pairs
 
 CASES, TABLE = [("qwen3_moe", "pp2xep2xtp2"), ("llama", "pp2x2xtp2")], [("gpt_oss", "ep2xcp2xtp2")]
@@ -18,7 +17,7 @@ def test_eight_ranks_on_three_axes(family: str, mix: str) -> None:
 
 
 def test_the_page_has_every_mix_and_none_fails() -> None:
-    found = support.rows(mixes_table.PAGE.read_text())
+    found = support_table.rows(mixes_table.PAGE.read_text())
     assert tuple(found) == mixes_table.MIXES, "run: make verify-all"
     for mix, (_, *cells) in found.items():
         assert len(cells) == len(mixes_table.FAMILIES)

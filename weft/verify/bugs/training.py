@@ -304,7 +304,7 @@ def order_by_rank(plant: Plant, original: Original, n: int, seed: int, *rest: An
 
 
 @bug(
-    "B25", "weft.data.order:Steps.cut_epoch",
+    "B25", "weft.data.order:StepSampler.cut_epoch",
     "the short last step of an epoch is dropped",
     caught_by="tests/data/test_order.py: test_every_document_once_in_each_epoch", seen="huggingface/transformers#22143",
 )  # fmt: skip
