@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from weft.checkpoint.remote.enter import fetched_config
-from weft.checkpoint.remote.local import with_local_paths
-from weft.checkpoint.remote.reading import local_path
+from weft.checkpoint.remote.local import local_path, with_local_paths
 from weft.checkpoint.retention import ranks_of
 from weft.config import check_reshard, resolve_mesh, to_dict
 from weft.config.load import load_values, written_config

@@ -20,7 +20,7 @@ from typing import Any, Literal, NoReturn, TypeVar, cast
 from weft import parsers
 from weft.api import rl_options
 from weft.checkpoint.remote.enter import fetched_config
-from weft.checkpoint.remote.reading import local_path
+from weft.checkpoint.remote.local import local_path
 from weft.checkpoint.retention import ranks_of
 from weft.config import SftConfig, check_reshard, load_config, resolve_mesh, shrink_mesh
 from weft.config.load import chosen_keys, read_config_file, written_config

@@ -28,7 +28,6 @@ from tests.support.pool import run
 from tests.support.resuming import Sections, config_of, equal, inputs, lines, process, whole_state
 from weft import cli
 from weft.checkpoint import rng, save, snapshot
-from weft.checkpoint.notes import Notes
 from weft.checkpoint.retention import (
     commit,
     complete_steps,
@@ -39,7 +38,7 @@ from weft.checkpoint.retention import (
     step_folder,
     sweep,
 )
-from weft.checkpoint.save import Saver
+from weft.checkpoint.save import Notes, Saver
 from weft.checkpoint.state import (
     DamagedError,
     check_contents,

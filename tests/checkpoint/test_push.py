@@ -26,8 +26,7 @@ from tests.support.resuming import Sections, attempt, inputs, lines, process
 from weft import cli
 from weft.checkpoint.remote import card
 from weft.checkpoint.remote.card import CARD, model_card
-from weft.checkpoint.remote.hub import Repository
-from weft.checkpoint.remote.push import Pusher
+from weft.checkpoint.remote.push import Pusher, Repository
 from weft.checkpoint.retention import complete_steps
 from weft.config.load import load_config
 from weft.config.schema import CheckpointConfig

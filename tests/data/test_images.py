@@ -35,10 +35,9 @@ from weft.data import image_files, image_urls
 from weft.data.documents import Documents, load_documents
 from weft.data.encode import Encoding, changed_files
 from weft.data.image_columns import Image as ImageOfRow
-from weft.data.image_files import ImageChecks, MediaInfo, encode_picture
+from weft.data.image_files import ImageChecks, MediaInfo, MediaLocation, encode_picture
 from weft.data.images import Images, expand_placeholders
 from weft.data.loss_mask import MaskedText
-from weft.data.places import MediaLocation
 from weft.data.sources import SourcePart
 from weft.data.tokenise import TokeniseOptions, TokeniseTask
 from weft.errors import UserError

@@ -21,8 +21,7 @@ from tests.support.toy_tokenizers import family_tokenizer
 from weft.data.chat_template import Span
 from weft.data.conversation import conversation
 from weft.data.encode import Encoder, Encoding, _trained_tokens
-from weft.data.loss_mask import MaskedText
-from weft.data.loss_mask_fallback import MasksByComparison
+from weft.data.loss_mask import MaskedText, MasksByComparison
 from weft.data.messages import ContentParts
 from weft.data.records import Record
 from weft.errors import UserError

@@ -24,9 +24,8 @@ from weft.config.sources import DATA_SUFFIXES
 from weft.data import sources as sources_module
 from weft.data.documents import Documents, lengths_of, load_documents, shares_of
 from weft.data.messages import MessageRules, read_messages
-from weft.data.open_sources import open_data
 from weft.data.records import ParseOptions, Record
-from weft.data.sources import in_memory, open_file, open_source
+from weft.data.sources import in_memory, open_data, open_file, open_source
 from weft.errors import UserError
 from weft.recipes.run_data import dated, read_run_data
 

@@ -99,7 +99,7 @@ def test_a_worker_brings_no_torch(tmp_path: Path) -> None:
     code = (
         "import pickle, sys\nfrom pathlib import Path\nimport weft.data.workers\n"
         "work, block = (pickle.loads(Path(name).read_bytes()) for name in ('work', 'block'))\n"
-        "print(len(work.encode(work.make(), block).lengths), 'torch' in sys.modules)\n"
+        "print(len(work.encode(work.make_encoder(), block).lengths), 'torch' in sys.modules)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=with_weft(), capture_output=True, text=True)
     own = "import sys\nfrom transformers import PreTrainedTokenizerFast\nprint('torch' in sys.modules)"
@@ -139,7 +139,7 @@ def test_a_row_that_the_tokenizer_does_not_end_with_is_named(
         stands_in.chmod(0o755)
         monkeypatch.setattr("weft.data.workers.sys.executable", str(stands_in))
         monkeypatch.setattr(sources, "BLOCK_BYTES", 10_000)
-    with pytest.raises(UserError, match=r"d\.jsonl:6: the tokenizer has not ended with this text in"):
+    with pytest.raises(UserError, match=r"d\.jsonl:6: the tokenizer has not finished this text within"):
         load(write(tmp_path), workers=workers)
     never.set()
 
@@ -160,7 +160,7 @@ def test_a_row_for_which_the_tokenizers_library_panics_is_a_bad_row(workers: int
 class Limited:
     """Work whose every block goes deeper than Python does."""
 
-    def make(self) -> None: ...
+    def make_encoder(self) -> None: ...
 
     def encode(self, encoder: None, block: object) -> None:
         raise RecursionError("maximum recursion depth exceeded")

@@ -21,8 +21,7 @@ from weft import cli
 from weft.checkpoint import state
 from weft.checkpoint.resume import find_newest, read_or_reason, resumed_notes
 from weft.checkpoint.retention import complete_steps, step_folder
-from weft.checkpoint.state import DamagedError, write_rank_file, write_state
-from weft.checkpoint.state_schema import ENGINE, RL_RUN, RUN, find_problem
+from weft.checkpoint.state import ENGINE, RL_RUN, RUN, DamagedError, find_problem, write_rank_file, write_state
 from weft.config import to_dict
 from weft.config.schema import SftConfig
 from weft.engine.host import HostTensor

@@ -17,9 +17,8 @@ import pytest
 
 from tests.hostile.test_configs import SPECIAL
 from weft.config.schema import DataConfig, SourceConfig
-from weft.data.open_sources import open_data
 from weft.data.records import ParseOptions
-from weft.data.sources import BLOCK_BYTES, open_file
+from weft.data.sources import BLOCK_BYTES, open_data, open_file
 from weft.errors import UserError
 
 GOOD = b'{"text": "a"}\n'

@@ -15,8 +15,8 @@ from weft.config.rl_schema import RlConfig
 from weft.config.schema import DataConfig
 from weft.data.chat_template import chosen_template
 from weft.data.encode import Encoder, Encoding
-from weft.data.open_sources import open_data
 from weft.data.records import ParseOptions, Record
+from weft.data.sources import open_data
 from weft.observe.report.page import page
 from weft.observe.report.read import read_run
 

@@ -29,9 +29,8 @@ from weft.parallel.shards import adapter_files
 from weft.parallel.shards.adapter_files import shortest_names
 from weft.parallel.shards.boxes import Box
 from weft.parallel.shards.load import plan_load
-from weft.parallel.shards.quantised import decoder_of
 from weft.parallel.shards.safetensors_files import TensorFile
-from weft.parallel.shards.source import open_model_weights
+from weft.parallel.shards.source import find_decoders, open_model_weights
 
 DEEP = "[" * 5000 + "]" * 5000
 
@@ -432,7 +431,7 @@ def test_quantised_tensors_that_do_not_fit_are_refused(name: str) -> None:
     fp8 = torch.float8_e4m3fn if "weight_block_size" in config else torch.uint8
     dtypes = {tensor: torch.float32 if "scale_inv" in tensor else fp8 for tensor in shapes}
     with pytest.raises(UserError, match=words):
-        decoder_of({"quant_method": "fp8", **config}, shapes, dtypes, "m")
+        find_decoders({"quant_method": "fp8", **config}, shapes, dtypes, "m")
 
 
 def test_a_quantization_config_that_is_no_object(tmp_path: Path) -> None:

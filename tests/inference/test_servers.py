@@ -30,8 +30,7 @@ from tests.support.stand_in_vllm import environment as stand_in
 from weft.config.load import load_config
 from weft.config.rl_schema import RlConfig
 from weft.data.image_columns import Image
-from weft.data.image_files import MediaInfo
-from weft.data.prompt_images import PromptImages
+from weft.data.image_files import MediaInfo, PromptImages
 from weft.errors import UserError
 from weft.inference.base import Completion, Request, SamplingParams
 from weft.inference.http import Address, RefusedError

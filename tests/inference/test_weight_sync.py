@@ -20,8 +20,7 @@ import transformers
 
 from tests.support import pool
 from tests.support.cases import open_engine, saved_model, world_of
-from weft.checkpoint.adapters import save_adapter
-from weft.checkpoint.export import save_huggingface
+from weft.checkpoint.export import save_adapter, save_huggingface
 from weft.config.schema import LoraConfig
 from weft.errors import UserError
 from weft.inference import standalone

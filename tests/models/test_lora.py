@@ -19,7 +19,7 @@ from tests.support.cases import describe, open_engine, pairs, parity, saved_mode
 from tests.support.pool import run
 from tests.support.resuming import Sections, inputs, lines, process, whole_state
 from tests.support.zoo import tiny_config
-from weft.checkpoint.adapters import save_adapter
+from weft.checkpoint.export import save_adapter
 from weft.config.schema import LoraConfig, ParameterGroup
 from weft.engine.contract import check_contract
 from weft.engine.losses.cross_entropy import CrossEntropy

@@ -84,7 +84,7 @@ MUTANTS = (
     Mutant("engine/pipeline_executor.py", "PipelineExecutor.run_backward", "self.replay.following(done.row.routes)", "nullcontext()", "tests/parity/test_rl_parity.py::test_updates_are_those_of_one_plain_process[qwen3_moe-pp2ix2-keys22]"),
     Mutant("engine/pipeline_executor.py", "PipelineExecutor.visit", "self.replay.following(row.routes) if following else nullcontext()", "self.replay.following(row.routes) if False else nullcontext()", "tests/parity/test_rl_parity.py::test_updates_are_those_of_one_plain_process[qwen3_moe-pp2ix2-keys22]"),
     Mutant("parallel/shards/walker.py", "_Shipment.__init__", "dist.broadcast(sent, group=stages, group_src=source)", "pass", "tests/parallel/test_tensor_parallel_weights.py::test_what_is_divided_is_walked_whole"),
-    Mutant("parallel/shards/tensor_placement.py", "_of_all_stages", "len(stages) < len(said)", "False", "tests/parallel/test_tensor_parallel_weights.py::test_what_is_divided_is_walked_whole"),
+    Mutant("parallel/shards/walker.py", "_of_all_stages", "len(stages) < len(said)", "False", "tests/parallel/test_tensor_parallel_weights.py::test_what_is_divided_is_walked_whole"),
     Mutant("inference/weight_sync/buckets.py", "BucketPlan.__init__", "name not in borrowed", "True", "tests/inference/test_weight_sync.py::test_every_byte_is_written_by_one_rank"),
     Mutant("engine/optim/custom_optimizer.py", "_Trial._check_alone", "part.counters.get(key) != values", "False", "tests/engine/test_optimizer_by_import_path.py::test_refused_in_stages"),
     Mutant("engine/optim/optimizer.py", "build_optimizer", "[all_rules.index(treatment) for treatment, _ in groups]", "None", "tests/checkpoint/test_resume_on_other_meshes.py::test_numbers_of_groups_are_those_of_the_whole_model"),

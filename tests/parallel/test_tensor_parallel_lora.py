@@ -17,7 +17,7 @@ from tests.support.cases import describe, open_engine, pairs, parity, saved_mode
 from tests.support.pool import run
 from tests.support.resuming import Sections
 from weft.checkpoint import rng
-from weft.checkpoint.adapters import save_adapter
+from weft.checkpoint.export import save_adapter
 from weft.engine.losses.cross_entropy import CrossEntropy
 from weft.errors import RanksDisagreeError
 from weft.models.low_rank import LowRank

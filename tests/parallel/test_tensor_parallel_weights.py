@@ -20,8 +20,7 @@ from tests.support.resuming import Sections, process
 from weft.checkpoint import export
 from weft.parallel.shards.cuts import ShardSpec
 from weft.parallel.shards.safetensors_files import TensorFile
-from weft.parallel.shards.tensor_placement import TensorPlacement
-from weft.parallel.shards.walker import walk
+from weft.parallel.shards.walker import TensorPlacement, walk
 
 # Heads that are repeated (qwen3, gpt_oss), fused projections (phi3, gpt2, falcon), widths that do not divide evenly
 # (all of those on 4), experts, MLA, norms over all heads; mixers that carry state, layers that share a block (zamba2),

@@ -17,7 +17,7 @@ from tests.support.vision_zoo import encoded, picture, vision_tokenizer
 from weft.config.load import load_config
 from weft.config.rl_schema import RlConfig
 from weft.config.schema import DataConfig
-from weft.data import prompt_images
+from weft.data import image_files
 from weft.data.image_files import ImageChecks
 from weft.data.image_opener import ImageOpener, image_opener
 from weft.data.images import Images
@@ -128,7 +128,7 @@ def test_an_image_that_is_alone_in_its_row_is_trained(data: Path, tmp_path: Path
 
 def test_pictures_have_the_limit_that_the_data_had(monkeypatch: pytest.MonkeyPatch) -> None:
     (prompt,), _ = read(FAMILY, [asked("which?", "a", "b")])
-    monkeypatch.setattr(prompt_images, "ImageChecks", partial(ImageChecks, max_pixels=100))  # less than either has
+    monkeypatch.setattr(image_files, "ImageChecks", partial(ImageChecks, max_pixels=100))  # less than either has
     assert prompt.images is not None
     assert [image.size for image in prompt.images.pictures()] == [PICTURES["a"].size, PICTURES["b"].size]
 

@@ -1,7 +1,7 @@
 """Saver: asynchronous checkpoints.
 
 `save` copies this rank's shards into host memory and returns. A thread of every rank then writes its part, without any
-collective. Ranks report their progress to one another by notes in step-000100.ranks-ID (notes.py):
+collective. Ranks report their progress to one another by notes in step-000100.ranks-ID (Notes):
 
 1. The first rank creates step-000100.partial with empty weight files (their headers say what goes where).
 2. Each rank writes its boxes of the weight files, with bytes at the seams between ranks in a file of its own
@@ -19,6 +19,8 @@ not the saver's, the checkpoint in progress is finished first (`end`).
 from __future__ import annotations
 
 import errno
+import json
+import os
 import shutil
 import threading
 import time
@@ -35,7 +37,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from weft.checkpoint import rng
-from weft.checkpoint.notes import Notes
 from weft.checkpoint.retention import commit, complete_steps, point_best, point_latest, prune, step_folder
 from weft.checkpoint.snapshot import EngineWriter, HostCopies, WriteResult
 from weft.checkpoint.state import RNG
@@ -46,6 +47,68 @@ from weft.launch import flight
 from weft.launch.consistency import max_over_ranks
 from weft.launch.status import STORAGE
 from weft.terminal import say
+
+
+@dataclass(frozen=True)
+class Notes:
+    """The notes of one save, in a folder that the first rank creates and removes. rank: the rank that writes notes."""
+
+    folder: Path
+    rank: int
+    world: int
+
+    def begin(self) -> None:
+        """Create the folder."""
+        self.folder.mkdir()
+
+    def end(self) -> None:
+        """Rename the folder, then remove it, so that a late note cannot keep it alive."""
+        over = self.folder.with_name(f"{self.folder.name}.over")
+        with suppress(FileNotFoundError):
+            os.rename(self.folder, over)
+        shutil.rmtree(over, ignore_errors=True)
+
+    def seams(self, number: int) -> list[Path]:
+        """The seam file of each rank (ranges.py) for the saved engine of index `number`; none for one rank."""
+        return [self.folder / f"seams-{number}-{rank:05d}" for rank in range(self.world)] if self.world > 1 else []
+
+    def leave(self, what: str, content: Any = None) -> None:
+        """Write a note atomically."""
+        note = self.folder / _name(what, self.rank)
+        if content is None:
+            note.touch()  # works even on a full disk
+            return
+        draft = note.with_name(f"{note.name}.draft")
+        draft.write_text(json.dumps(content), encoding="utf-8")
+        os.rename(draft, note)
+
+    def read(self, what: str, rank: int) -> Any:
+        """The content of an existing note."""
+        return json.loads((self.folder / _name(what, rank)).read_text(encoding="utf-8"))
+
+    def listed(self) -> set[str] | None:
+        """The names of all notes; None while the folder does not exist.
+
+        Folders are listed, from the outermost, because a network file system asks its server for a listing, but may
+        cache for half a minute that a name did not exist.
+        """
+        with suppress(FileNotFoundError):
+            if self.folder.name in os.listdir(self.folder.parent):
+                return set(os.listdir(self.folder))
+        return None
+
+    def all(self, what: str) -> bool:
+        """Whether every rank has written this note."""
+        return {_name(what, rank) for rank in range(self.world)} <= (self.listed() or set())
+
+    def any(self, what: str) -> bool:
+        """Whether any rank has written this note."""
+        return any(name.startswith(f"{what}-") for name in self.listed() or ())
+
+
+def _name(what: str, rank: int) -> str:
+    return f"{what}-{rank:05d}"
+
 
 _FIRST_POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.002, 0.5
 _ENDING_POLL_SECONDS = 0.02

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.checkpoint.adapters import plan_adapter
 from weft.checkpoint.export import (
     ExportResult,
     check_sizes,
     join_export,
+    plan_adapter,
     plan_export,
     prepare_export,
     require_complete,

@@ -16,28 +16,125 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_origin, get_type_hints
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from weft.checkpoint.retention import STATE_FILE, TRAINER_STATE
-from weft.checkpoint.state_schema import ENGINE, find_problem
+from weft.config.coerce import MismatchError, coerce, describe
+from weft.config.schema import ScheduleConfig
+from weft.config.yaml12 import Node
 from weft.engine.engine import Engine
 from weft.engine.host import HostTensor
 from weft.engine.optim.custom_optimizer import is_number
 from weft.engine.optim.optimizer import counters, stepped_by, stepped_on_device
 from weft.errors import UserError
 from weft.files import read_object, regular_file, sha256
-from weft.launch.summary import versions
+from weft.launch.summary import RunSummary, versions
 from weft.parallel.shards.boxes import Box, Shard, overlap, shard_of
 from weft.parallel.shards.cuts import AnyShardSpec, full_shape, shards_of, split
 from weft.parallel.shards.safetensors_files import TensorFile, bytes_of, lay_out
 from weft.strict_json import plain
+
+# ---------------------------------------------------------------- the schema of state.json
+
+
+@dataclass(frozen=True)
+class _TensorSchema:
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _NumberSchema:
+    value: bool | int | float
+    dtype: str | None
+    host: bool
+
+
+@dataclass(frozen=True)
+class _LossScaleSchema:
+    scale: float
+    good: int
+    overflows: int
+
+
+@dataclass(frozen=True)
+class _DataSchema:
+    documents: int
+    digest: str
+
+
+@dataclass(frozen=True)
+class _ModelSchema:
+    sha256: str
+
+
+@dataclass(frozen=True)
+class _BestSchema:
+    kept: bool
+    metric: str
+    of: str
+    value: float | None
+    step: int
+    mark: float | None
+    waited: int
+    exact: float
+
+
+def _summary() -> dict[str, Any]:
+    """The types of RunSummary.counts, whose lists and deques are lists in JSON."""
+    hints = {name: hint for name, hint in get_type_hints(RunSummary).items() if name not in ("model", "data")}
+    numbers = tuple[float | None, ...]
+    return {f"summary.{n}": numbers if get_origin(hint) in (list, deque) else hint for n, hint in hints.items()}
+
+
+# The part of an engine: its tensors and scalars, and which box of which tensor is in which rank's file.
+ENGINE: dict[str, Any] = {
+    "id": str, "step": int, "mesh": dict[str, int], "mesh.world": int, "versions": dict[str, str | None],
+    "tensors": dict[str, _TensorSchema], "scalars": dict[str, _NumberSchema], "loss_scale": _LossScaleSchema | None,
+    "files": tuple[dict[str, Any], ...],
+}  # fmt: skip
+# The part of a run, in the state.json of its first engine. A name with a question mark may be missing, or empty.
+RUN: dict[str, Any] = {
+    "steps": int, "updates": int, "bad_in_a_row": int, "config": dict[str, dict[str, Any]],
+    "config.schedule": ScheduleConfig, "config.optimizer.lr": float, "data": _DataSchema, "model": _ModelSchema,
+    "seconds": dict[str, float], **_summary(), "evaluation?": _BestSchema,
+}  # fmt: skip
+RL_RUN: dict[str, Any] = {**RUN, "rollout": int, "taken": int, "empty_in_a_row": int, "replayed": bool}
+
+_FROM_ONE = ("steps", "mesh.world")
+
+
+def find_problem(content: Mapping[str, Any], parts: Mapping[str, Any]) -> str | None:
+    """The first missing or mistyped part, in words; None if there is none. parts: dotted name -> type."""
+    for name, hint in parts.items():
+        value: Any = content
+        for key in name.removesuffix("?").split("."):
+            value = value.get(key, _MISSING) if isinstance(value, dict) else _MISSING
+        if name.endswith("?") and value in (_MISSING, {}):
+            continue
+        if value is _MISSING:
+            return f"it lacks {name}"
+        if hint is int and type(value) is int and value < (name in _FROM_ONE):
+            return f"{name} is {value}"
+        try:
+            coerce(Node(value, name), hint)
+        except MismatchError as error:
+            return f"{name.removesuffix('?')} must be {describe(hint)}{': ' * bool(str(error))}{error}"
+    return None
+
+
+_MISSING = object()
+
+
+# ---------------------------------------------------------------- what is saved
 
 T = TypeVar("T")
 FORMAT = 2
@@ -279,7 +376,7 @@ def read_state(checkpoint: Path) -> TrainerState:
 
 
 def check_schema(content: Mapping[str, Any], parts: Mapping[str, Any]) -> None:
-    """Raise DamagedError if a part of state.json is missing or mistyped. parts: as in parts.py."""
+    """Raise DamagedError if a part of state.json is missing or mistyped. parts: dotted name -> type."""
     problem = find_problem(content, parts)
     if problem is not None:
         raise DamagedError(f"{STATE_FILE} is not the state of such a trainer: {problem}")

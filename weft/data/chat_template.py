@@ -35,6 +35,8 @@ _PROBES: dict[str, tuple[list[tuple[str, str]], list[tuple[str, str]]]] = {
     "system": ([], [("user", "question")]),
     "tool": ([("user", "question"), ("assistant", "answer")], []),
 }
+# Stands for a text that is searched in a rendering. Private-use characters: not in data, and templates copy them.
+SENTINEL = "\ue5e1\ue5e2"
 _SAID = 300  # characters of a template's own error message that are shown
 
 Span = tuple[int, int]  # [start, end) in characters

@@ -1,13 +1,17 @@
-"""data.columns: the mapping from weft's column names to the user's columns."""
+"""Columns of rows: data.columns maps weft's names to the user's columns. Columns that other trainers' data have beside
+the messages are read if a column of weft means the same, and read or refused if they change what is trained. All others
+are ignored, because most data sets have some."""
 
 from __future__ import annotations
 
+import json
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from weft.config.sources import BESIDE, FORMATS
-from weft.data.row_columns import MEANT
+from weft.config.yaml12 import override
+from weft.data.messages import Message, describe_type, leave_out_key, parse_json_list
 from weft.errors import UserError
 
 _OPTIONAL = ("input", *BESIDE)
@@ -87,3 +91,182 @@ def divided_otherwise(path: str, header: str) -> str:
     code = f'import csv, sys; csv.writer(sys.stdout).writerows(csv.reader(sys.stdin, delimiter="{sign}"))'
     command = f"python3 -c {shlex.quote(code)} < {shlex.quote(path)} > {shlex.quote(name[:-4] + '-commas.csv')}"
     return f"{said}. The command {command} writes them with commas."
+
+
+# ---------------------------------------------------------------- columns of other trainers' data
+
+TOOLS = ("functions", "tool_defs")  # OpenAI's older name; verifiers and prime-rl
+SYSTEMS = ("system_prompt", "system_message")
+_MASKS = ("loss_mask", "loss_masks", "step_loss_mask", "step_loss_masks", "train_mask")
+# Switches of other trainers, which some write into rows -> the value with which they say what weft does anyway.
+_SWITCHES = {
+    "unmask": False, "train_on_inputs": False, "train_on_input": False, "train_on_prompt": False,
+    "train_on_source": False, "mask_inputs": True, "mask_input": True, "mask_prompt": True, "mask_source": True,
+}  # fmt: skip
+_MEDIA = {"image": "images", "video": "videos"}
+_BOXES = ("<bbox>", "<ref-object>")  # ms-swift replaces them by the column `objects`
+# Columns that are read here, even if data.columns names the columns of one format.
+MEANT = frozenset((
+    *TOOLS, *SYSTEMS, *_MASKS, *_SWITCHES, *_MEDIA, "enable_thinking", "mask_history", "mask", "history", "objects",
+    "audio",
+))  # fmt: skip
+
+
+def tools_of(location: str, row: Mapping[str, Any]) -> Any:
+    """The row's tools: of `tools`, else of a column that means the same; None without any. Raises UserError."""
+    if row.get("tools"):
+        return row["tools"]
+    for name in TOOLS:
+        value = parse_json_list(location, name, row.get(name)) if row.get(name) else None
+        if isinstance(value, list) and value and all(map(_is_tool, value)):
+            return [item if "function" in item else {"type": "function", "function": item} for item in value]
+    return None
+
+
+def _is_tool(item: Any) -> bool:
+    """Whether this is the schema of a function, and not something else that a column `functions` may hold."""
+    function = item.get("function", item) if isinstance(item, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        return False
+    return "parameters" in function or "description" in function or set(function) <= {"name", "type", "strict"}
+
+
+def system_of(location: str, row: Mapping[str, Any]) -> tuple[str, Any]:
+    """(the column with the row's system message, its value), or ("", None). Raises UserError."""
+    named = [name for name in ("system", *SYSTEMS) if row.get(name)]
+    for name in named[1:]:
+        if row[name] != row[named[0]]:
+            raise UserError(f"{location}: has `{named[0]}` and `{name}`, and they differ. {leave_out_key(name)}")
+    return (named[0], row[named[0]]) if named else ("", None)
+
+
+def template_switches(location: str, row: Mapping[str, Any]) -> dict[str, Any]:
+    """Variables of the chat template that have a column of their own (verl). Raises UserError."""
+    value = row.get("enable_thinking")
+    if value is None:
+        return {}
+    if not isinstance(value, bool):
+        raise UserError(
+            f"{location}: `enable_thinking` must be true or false, not {describe_type(value)}. "
+            f"{leave_out_key('enable_thinking')}"
+        )
+    return {"enable_thinking": value}
+
+
+def apply_train_columns(
+    location: str, row: Mapping[str, Any], messages: Sequence[Message], first: int
+) -> list[Message]:
+    """The messages, with `train` as the columns of the row say. first: index of the first message that can be trained.
+    Raises UserError for a column that changes what is trained and cannot be read."""
+    if MEANT.isdisjoint(row):
+        return list(messages)
+    out = [dict(message) for message in messages]
+    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i >= first]
+    for name in _MASKS:
+        for place, trained in _mask(location, name, row.get(name), messages, answers):
+            _mark(location, name, out, place, trained)
+    history = row.get("mask_history")
+    if history is not None:
+        if not isinstance(history, bool | int) or history not in (0, 1):
+            raise UserError(f"{location}: `mask_history` must be true or false, not {describe_type(history)}.")
+        for place in answers[:-1] if history else ():
+            _mark(location, "mask_history", out, place, False)
+    for name, usual in _SWITCHES.items():
+        if isinstance(row.get(name), bool | int) and row[name] != usual:
+            raise UserError(
+                f"{location}: has `{name}: {json.dumps(row[name])}`, which is not read of a row. Set data.train_on=all "
+                f"to train every token of all rows, or {override('data.ignore', [name])} to train answers alone."
+            )
+    _refuse_mask(location, row.get("mask"), len(messages), len(answers))
+    if row.get("history"):
+        raise UserError(
+            f"{location}: has `history` beside its messages, and it would be lost. Write it as messages. "
+            f"{leave_out_key('history')}"
+        )
+    _refuse_media(location, row, messages)
+    return out
+
+
+def _mask(
+    location: str, name: str, value: Any, messages: Sequence[Message], answers: Sequence[int]
+) -> Iterator[tuple[int, bool]]:
+    """Yields (index of an answer, whether it is trained) of a column with a value for each message or each answer."""
+    value = parse_json_list(location, name, value)
+    if value is None or value == [] or (not isinstance(value, list) and value in (1, True)):
+        return
+    if not isinstance(value, list) or not all(
+        isinstance(item, bool | int | float) and item in (0, 1) for item in value
+    ):
+        raise UserError(
+            f"{location}: `{name}` must be a list of 0 (not trained) and 1, one for each message or each answer. "
+            f"{leave_out_key(name)}"
+        )
+    if len(value) == len(messages):
+        for place, item in enumerate(value):
+            if place in answers:
+                yield place, bool(item)
+            elif item:
+                raise UserError(
+                    f"{location}: `{name}` has 1 for message {place + 1}, but only answers of the assistant can be "
+                    "trained. Write 0, or set data.train_on=all."
+                )
+    elif len(value) == len(answers):
+        yield from ((place, bool(item)) for place, item in zip(answers, value, strict=True))
+    else:
+        raise UserError(
+            f"{location}: `{name}` has {len(value)} values, for {len(messages)} messages and {len(answers)} answers. "
+            "Give it one for each message or each answer."
+        )
+
+
+def _mark(location: str, name: str, messages: list[Message], place: int, trained: bool) -> None:
+    if messages[place].get("train", trained) != trained:
+        raise UserError(f"{location}: `{name}` and a mark of message {place + 1} contradict each other. Keep one.")
+    messages[place]["train"] = trained
+
+
+def _refuse_mask(location: str, value: Any, messages: int, answers: int) -> None:
+    """Raises UserError for a column `mask` that says which messages are trained. NeMo's names the speaker who is not:
+    the user, as here. Others' have masks of images there."""
+    speaker = isinstance(value, str) and value.strip().lower() not in ("", "user", "human", "system")
+    flags = isinstance(value, list) and len(value) in (messages, answers) and bool(value)
+    if speaker or (flags and all(isinstance(item, bool | int) and item in (0, 1) for item in value)):
+        raise UserError(
+            f"{location}: has `mask`, which some write for what is trained, and others for what is not. Write "
+            f"`loss_mask` (1 is trained), or set {override('data.ignore', ['mask'])}."
+        )
+
+
+def _refuse_media(location: str, row: Mapping[str, Any], messages: Sequence[Message]) -> None:
+    for name, column in _MEDIA.items():
+        if row.get(name) and not row.get(column) and not _has_place(messages, name):
+            raise UserError(
+                f"{location}: has `{name}`, and no place for it in its messages. Set "
+                f"{override('data.columns', {column: name})} to put it before the first question, or "
+                f"{override('data.ignore', [name])} if nothing is lost without it."
+            )
+    if row.get("audio"):
+        raise UserError(f"{location}: `audio` is not read in this version. {leave_out_key('audio')}")
+    if row.get("objects") and any(mark in _text(message) for message in messages for mark in _BOXES):
+        raise UserError(
+            f"{location}: `objects` is not read: the marks {' and '.join(_BOXES)} would be trained as they stand. "
+            "Write what they stand for into the texts."
+        )
+
+
+def _has_place(messages: Sequence[Message], name: str) -> bool:
+    return any(
+        f"<{name}>" in _text(message)
+        or (
+            isinstance(message.get("content"), list)
+            and any(isinstance(part, dict) and part.get("type") == name for part in message["content"])
+        )
+        for message in messages
+    )
+
+
+def _text(message: Message) -> str:
+    content = message.get("content")
+    if not isinstance(content, list):
+        return str(content or "")
+    return "".join(part["text"] for part in content if isinstance(part, dict) and isinstance(part.get("text"), str))

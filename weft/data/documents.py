@@ -17,9 +17,9 @@ from weft.data.image_files import opening_pool
 from weft.data.images import Images
 from weft.data.limits import Limits, LongDocuments, TableSelection
 from weft.data.limits import bad_rows as bad_rows_of
-from weft.data.open_sources import Data, DataSource, open_data
 from weft.data.order import SourceShare, permutation
 from weft.data.records import ALL_KINDS, NEEDED, template_use
+from weft.data.sources import Data, DataSource, open_data
 from weft.data.table import Array, Digest, TokenTable
 from weft.data.tokenise import TokeniseOptions, TokeniseTask, tokenise
 from weft.engine.batch.document import Document, MeasuredDocuments, Measures
@@ -199,7 +199,7 @@ def load_documents(
     """
     sources, drop = open_data(data), bad_rows == "drop"
     jobs = [
-        (part, TokeniseTask(tokenizer, encoding, source.reading(has_template(tokenizer, encoding)), drop, images))
+        (part, TokeniseTask(tokenizer, encoding, source.parse_options(has_template(tokenizer, encoding)), drop, images))
         for source in sources
         for part in source.parts
     ]

@@ -26,11 +26,10 @@ from weft.data.chat_template import (
     chosen_template,
 )
 from weft.data.conversation import ChatInput, TrainOn, conversation, is_chat
-from weft.data.image_files import MediaInfo
+from weft.data.image_files import MediaInfo, MediaLocation
 from weft.data.images import ExpandedText, Images, read_images, text_model_error, texts_of
 from weft.data.loss_mask import AssistantMasks, MaskedText
 from weft.data.messages import CALL_KEYS, FUNCTION_KEYS, is_harmless, is_plain, leave_out_key, unread_keys
-from weft.data.places import MediaLocation
 from weft.data.records import Record
 from weft.data.template_bounds import RenderLimitError
 from weft.data.text_checks import TextChecks

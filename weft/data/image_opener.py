@@ -9,9 +9,8 @@ import torch
 
 from weft.config.schema import DataConfig
 from weft.data.encode import load_tokenizer
-from weft.data.image_files import MediaInfo
+from weft.data.image_files import MediaInfo, PromptImages
 from weft.data.images import Images, read_images
-from weft.data.prompt_images import PromptImages
 from weft.engine.batch.media import Media
 
 _ROOM = 1 << 30  # bytes of opened images that a process keeps: the images of a few hundred prompts

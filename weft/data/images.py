@@ -14,16 +14,17 @@ from weft.data.image_columns import Image, Video, images_alone
 from weft.data.image_files import (
     ImageChecks,
     MediaInfo,
+    MediaLocation,
+    PromptImages,
     encode_picture,
     load_pixels,
+    locate_media,
     measure_image,
     need_pillow,
     opening_pool,
 )
 from weft.data.image_urls import fetch_image
 from weft.data.loss_mask import MaskedText
-from weft.data.places import MediaLocation, locate_media
-from weft.data.prompt_images import PromptImages
 from weft.data.records import Record
 from weft.data.video_files import measure_video, sample_frames
 from weft.errors import BadRowError, UserError, first_line

@@ -12,9 +12,9 @@ from transformers import PreTrainedTokenizerBase
 from weft.data.chat_template import RenderError
 from weft.data.encode import Encoder, Encoding, has_template, limit_message, template_refusal
 from weft.data.image_columns import VIDEOS, Image, images_alone, take_images
+from weft.data.image_files import PromptImages
 from weft.data.images import Images, text_model_error
 from weft.data.messages import AS_THEY_STAND, Message, MessageRules, read_messages, with_default_system
-from weft.data.prompt_images import PromptImages
 from weft.data.records import Record, conversations_of, is_json_list, refuse_media, template_inputs, with_system
 from weft.data.template_bounds import RenderLimitError
 from weft.errors import UserError

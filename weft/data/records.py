@@ -4,11 +4,12 @@
 {"prompt": "...", "completion": "..."}    both strings, or both messages
 {"text": "..."}
 {"instruction": "...", "input": "...", "output": "..."}     becomes a Record of messages, or of prompt and completion
-{"input_ids": [...], "labels": [...]}     tokens, used unchanged (weft/data/pretokenised.py)
+{"input_ids": [...], "labels": [...]}     tokens, used unchanged; `labels` are not shifted, and -100 is not trained
+{"input_ids": [...], "loss_mask": [...]}  1 is trained; also TRL's completion_mask and assistant_masks
 
 Further columns: `tools`, `system` and `chat_template_kwargs`, `history` of an instruction, and `images` and `videos`
 of a chat (weft/data/image_columns.py). Columns of other trainers that mean the same, or change what is trained, are
-read or refused (weft/data/row_columns.py); all others are ignored.
+read or refused (weft/data/columns.py); all others are ignored.
 """
 
 from __future__ import annotations
@@ -20,7 +21,15 @@ from typing import Any, Literal
 from weft.config.schema import DataConfig
 from weft.config.sources import FORMATS, is_pattern, matching_files
 from weft.config.yaml12 import override
-from weft.data.columns import divided_columns, rename_columns
+from weft.data.columns import (
+    SYSTEMS,
+    apply_train_columns,
+    divided_columns,
+    rename_columns,
+    system_of,
+    template_switches,
+    tools_of,
+)
 from weft.data.image_columns import Image, Video, take_images
 from weft.data.messages import (
     AS_THEY_STAND,
@@ -31,8 +40,6 @@ from weft.data.messages import (
     read_tools,
     with_default_system,
 )
-from weft.data.pretokenised import read_tokens
-from weft.data.row_columns import SYSTEMS, apply_train_columns, system_of, template_switches, tools_of
 from weft.errors import UserError
 from weft.strict_json import JsonError, parse
 
@@ -467,3 +474,64 @@ def _prompt_advice(missing: str, row: Mapping[str, Any], chat: bool) -> str:
     if not answers:
         return " Add `completion`, the answer."
     return _setting(_question_and_answer(row, "prompt", answers[0], chat))
+
+
+# ---------------------------------------------------------------- rows of token ids
+
+IGNORED = -100
+_MASKS = ("loss_mask", "completion_mask", "assistant_masks")
+_LARGEST = 2**31 - 1
+
+
+def read_tokens(location: str, row: Mapping[str, Any]) -> tuple[list[int], list[int]]:
+    """(token ids, 1 for each trained token, else 0) of a row. Raises UserError."""
+    ids = _integers(location, row, "input_ids")
+    if not ids or not 0 <= min(ids) <= max(ids) <= _LARGEST:
+        raise UserError(f"{location}: `input_ids` must be token ids, one or more, from 0.")
+    _check_whole(location, row, len(ids))
+    named = [name for name in ("labels", *_MASKS) if row.get(name) is not None]
+    if len(named) > 1:
+        raise UserError(f"{location}: has `{named[0]}` and `{named[1]}`, which both say what is trained. Keep one.")
+    if not named:
+        return ids, [1] * len(ids)
+    values = _integers(location, row, named[0])
+    if len(values) != len(ids):
+        raise UserError(f"{location}: `{named[0]}` has {len(values)} values, and `input_ids` {len(ids)}.")
+    return ids, _of_labels(location, ids, values) if named[0] == "labels" else _of_mask(location, named[0], values)
+
+
+def _of_labels(location: str, ids: list[int], labels: list[int]) -> list[int]:
+    for place, (token, label) in enumerate(zip(ids, labels, strict=True)):
+        if label not in (IGNORED, token):
+            raise UserError(
+                f"{location}: `labels` has {label} at {place}, where `input_ids` has {token}: a label is the token "
+                "itself, not the next one, or -100, which is not trained."
+            )
+    return [int(label != IGNORED) for label in labels]
+
+
+def _of_mask(location: str, name: str, values: list[int]) -> list[int]:
+    if not set(values) <= {0, 1}:
+        raise UserError(f"{location}: `{name}` must be 1 for each token that is trained, and 0 for others.")
+    return values
+
+
+def _check_whole(location: str, row: Mapping[str, Any], length: int) -> None:
+    """Raises UserError if a row has padding or several documents: all of it would be trained as one document."""
+    mask, positions = row.get("attention_mask"), row.get("position_ids")
+    if mask is not None and (not isinstance(mask, list) or mask != [1] * length):
+        raise UserError(f"{location}: `attention_mask` leaves tokens out: weft pads by itself, so leave padding out.")
+    if positions is not None and positions != list(range(length)):
+        raise UserError(
+            f"{location}: `position_ids` begin anew: several documents in one row. weft packs by itself: write one a "
+            "row."
+        )
+
+
+def _integers(location: str, row: Mapping[str, Any], name: str) -> list[int]:
+    values = row[name]
+    if not isinstance(values, list):
+        raise UserError(f"{location}: `{name}` must be a list of integers, not {describe_type(values)}.")
+    if wrong := [value for value in values if not isinstance(value, int)]:
+        raise UserError(f"{location}: `{name}` must hold integers, and has {wrong[0]!r:.40}.")
+    return [int(value) for value in values]

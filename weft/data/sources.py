@@ -1,4 +1,5 @@
-"""Where documents come from: files, patterns of files, saved datasets, the hub, tables and lists in memory."""
+"""Where documents come from: files, patterns of files, saved datasets, the hub, tables and lists in memory. Imports
+neither torch nor transformers."""
 
 from __future__ import annotations
 
@@ -21,8 +22,16 @@ from threading import Lock
 from typing import IO, Any, Literal, TypeVar
 
 from weft.config.paths import data_problem, is_saved_dataset
-from weft.config.schema import SourceConfig
-from weft.config.sources import DATA_SUFFIXES, Split, is_pattern, looks_like_hub_dataset, matching_files, parse_split
+from weft.config.schema import DataConfig, SourceConfig
+from weft.config.sources import (
+    DATA_SUFFIXES,
+    Split,
+    is_pattern,
+    looks_like_hub_dataset,
+    matching_files,
+    parse_split,
+    source_name,
+)
 from weft.data.blocks import (
     BYTE_ORDER_MARK,
     MAX_ROW_BYTES,
@@ -39,6 +48,8 @@ from weft.data.blocks import (
     too_large,
 )
 from weft.data.columns import divided_otherwise
+from weft.data.messages import AS_THEY_STAND, MessageRules
+from weft.data.records import ParseOptions
 from weft.errors import UserError, first_line
 from weft.importing import import_extra
 from weft.launch import flight
@@ -599,3 +610,61 @@ def _chosen(read: Callable[[], Iterator[_T]], split: Split) -> Iterator[_T]:
 
 def _opened(path: str) -> gzip.GzipFile | io.BufferedReader:
     return gzip.open(path) if path.endswith(".gz") else open(path, "rb")
+
+
+# ---------------------------------------------------------------- the data section of a config
+
+# A path, the data section of a config, its sources, or rows: a list of dicts, a datasets.Dataset.
+Data = str | DataConfig | Sequence[SourceConfig] | Sequence[Mapping[str, Any]] | Any
+
+
+@dataclass(frozen=True)
+class DataSource:
+    """A source with its files. label: its name in reports. name: as in data.sources; "" without data.sources. rules:
+    how its messages are read."""
+
+    label: str
+    parts: list[SourcePart]
+    columns: Mapping[str, str]
+    name: str = ""
+    weight: float = 1.0
+    rules: MessageRules = AS_THEY_STAND
+
+    def parse_options(self, chat: bool) -> ParseOptions:
+        """How the rows of the source are parsed. chat: whether there is a chat template."""
+        return ParseOptions(self.columns, self.rules, chat)
+
+
+def message_rules(data: DataConfig) -> MessageRules:
+    """How the messages of a data section are read."""
+    return MessageRules(data.roles, data.message_keys, data.ignore, data.system)
+
+
+def open_data(data: Data) -> list[DataSource]:
+    """Locates and opens the files of a data section. Raises UserError if one is missing or cannot be read."""
+    if isinstance(data, DataConfig):
+        rules = message_rules(data)
+        if data.sources is not None:
+            return [_open(source, rules, True, data.max_row_bytes, data.text_unit) for source in data.sources]
+        assert data.path is not None
+        whole = SourceConfig(path=data.path, split=data.split, subset=data.subset, columns=data.columns)
+        return [_open(whole, rules, False, data.max_row_bytes, data.text_unit)]
+    if isinstance(data, str):
+        return [_open(SourceConfig(path=data), AS_THEY_STAND)]
+    if isinstance(data, Sequence) and data and isinstance(data[0], SourceConfig):
+        configs: Sequence[Any] = data
+        return [_open(source, AS_THEY_STAND, named=True) for source in configs]
+    return [DataSource("data", [in_memory(data)], {})]
+
+
+def _open(
+    config: SourceConfig,
+    rules: MessageRules,
+    named: bool = False,
+    most: int = MAX_ROW_BYTES,
+    unit: TextUnit | None = None,
+) -> DataSource:
+    name = source_name(config) if named else ""
+    label = f"{name} ({config.path})" if named else config.path
+    key = "data.sources" if named else "data.path"
+    return DataSource(label, open_source(config, key, most, unit), config.columns, name, config.weight, rules)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from weft.data.blocks import row_name
 from weft.data.encode import Encoded
-from weft.data.places import FILES, HEAD_BYTES, MediaLocation, identity
+from weft.data.image_files import FILES, HEAD_BYTES, MediaLocation, identity
 from weft.data.records import ALL_KINDS, Kind, Record
 
 Array = NDArray[Any]

@@ -14,6 +14,7 @@ from itertools import count
 from typing import Any
 
 from weft.data.chat_template import (
+    SENTINEL,
     AmbiguousAnswerError,
     ChatTemplate,
     PythonArgumentsError,
@@ -23,7 +24,6 @@ from weft.data.chat_template import (
     UnrenderedTextError,
 )
 from weft.data.conversation import ChatInput
-from weft.data.loss_mask_fallback import SENTINEL
 from weft.data.messages import ContentParts
 
 

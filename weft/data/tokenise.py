@@ -1,31 +1,39 @@
-"""Sources -> tables of tokens: in this process or in workers, with a cache for later runs and other ranks."""
+"""Sources -> tables of tokens: in this process or in worker processes (workers.py), with a cache on disk that all ranks
+of a machine and later runs share."""
 
 from __future__ import annotations
 
 import copy
+import fcntl
+import hashlib
 import os
+import shutil
+import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Sequence
-from concurrent.futures import Future, wait
-from contextlib import closing
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
+from importlib.metadata import version
+from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from weft.data import cache, table
+from weft.data import table as tables
 from weft.data.blocks import Block, raise_bad_row, with_skip_advice
-from weft.data.encode import Encoded, Encoder, Encoding
+from weft.data.encode import Encoder, Encoding
 from weft.data.image_columns import Image, Video
+from weft.data.image_files import MediaLocation
 from weft.data.images import Images
-from weft.data.places import MediaLocation
-from weft.data.records import ParseOptions, Record
+from weft.data.records import ParseOptions
 from weft.data.sources import SourcePart
-from weft.data.table import BadRow, Chunk, TokenTable
+from weft.data.table import BadRow, Chunk, DamagedTableError, TokenTable
 from weft.data.workers import WorkerPool
-from weft.errors import BadRowError, UserError, first_line
+from weft.errors import BadRowError, StorageError, UserError, first_line
 from weft.launch import flight
 from weft.launch.machine import cpu_cores
+from weft.version import __version__
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -34,56 +42,65 @@ if TYPE_CHECKING:
 KEPT_BYTES = 1 << 20
 # Smaller data get no workers: they take seconds to start, and the tokenizer has threads of its own.
 CREW_BYTES = 64 << 20
-
 # While the tokenizers library processes a block, in its own threads and without the GIL, another is read and rendered.
 _THREADS = 2
-
-# Texts of a block that take longer are an error: seconds for whatever size, and bytes a second.
-_PATIENCE = 60.0
-_SLOWEST = 10_000
-_ENDING_SECONDS = 5.0  # how long to wait for blocks that nobody needs after an error
+# A block that takes longer is an error: seconds for a text of any size, and bytes per second.
+_PATIENCE, _SLOWEST = 60.0, 10_000
+_ENDING_SECONDS = 5.0  # how long to wait for unneeded blocks after an error
+_LOCK_SECONDS = 0.2  # between two attempts to take a lock
+_STAT_THREADS = 16
 
 R = TypeVar("R")
-
-Shown = Callable[[int, int], None]
+Progress = Callable[[int, int], None]  # (bytes done, total bytes)
 
 
 @dataclass(frozen=True)
 class TokeniseTask:
-    """What a worker needs to tokenise blocks. encoding, images: as in Encoder. drop: whether bad rows are skipped and
-    recorded, or else the first one is an error."""
+    """What a worker needs to tokenise blocks. encoding, images: as in Encoder. parsing: how rows are parsed. drop:
+    whether bad rows are skipped and recorded, instead of the first one being an error."""
 
     tokenizer: PreTrainedTokenizerBase
     encoding: Encoding | None = None
-    reading: ParseOptions = field(default_factory=ParseOptions)
+    parsing: ParseOptions = field(default_factory=ParseOptions)
     drop: bool = False
     images: Images | None = None
 
-    def make(self) -> Encoder:
+    def make_encoder(self) -> Encoder:
         return Encoder(self.tokenizer, self.encoding, self.images)
 
     def inputs(self, part: SourcePart, location: str, places: Sequence[MediaLocation]) -> tuple[dict[str, Any], int]:
         """(the model's inputs for the images of a document of this part, the number of their patches). location: the
-        name of the document. places: of its images. Reads the rows of images in rows again."""
+        name of the document. places: of its images. Rows that contain images are read again."""
         assert self.images is not None
         rows: dict[int, tuple[Image | Video, ...]] = {}
         for position in {place.position for place in places if place.in_row}:
             assert part.row is not None
-            ((_, record),) = part.row(position).records(self.reading)
+            ((_, record),) = part.row(position).records(self.parsing)
             rows[position] = record.images
-        found = [(place.source(rows.get(place.position, ())), place.info) for place in places]
-        return self.images.inputs(location, found)
+        return self.images.inputs(location, [(p.source(rows.get(p.position, ())), p.info) for p in places])
 
     def encode(self, encoder: Encoder, block: Block) -> Chunk:
         """The documents of a block. Raises UserError at the first bad row, unless `drop`."""
         bad: list[BadRow] = []
-        numbered = list(block.records(self.reading, partial(_keep, bad) if self.drop else raise_bad_row))
+
+        def note(number: int, error: UserError) -> None:
+            bad.append((number, first_line(error)))
+
+        numbered = list(block.records(self.parsing, note if self.drop else raise_bad_row))
         try:
             encoded = encoder.encode([record for _, record in numbered])
         except BadRowError as error:
             if not self.drop:
                 raise with_skip_advice(error) from error
-            numbered, encoded = _one_by_one(encoder, numbered, bad)
+            encoded, good = [], []
+            for number, record in numbered:  # one by one, to find the bad ones
+                try:
+                    encoded += encoder.encode([record])
+                except BadRowError as problem:
+                    note(number, problem)
+                else:
+                    good.append((number, record))
+            numbered = good
         return Chunk.of([number for number, _ in numbered], [record for _, record in numbered], encoded, sorted(bad))
 
     def seconds_for(self, block: Block) -> float | None:
@@ -92,40 +109,21 @@ class TokeniseTask:
         return None if self.images is not None else _PATIENCE + block.size / _SLOWEST
 
     def too_slow(self, block: Block) -> UserError:
-        """The error that names the row of a block that the tokenizer does not end with: they are tried one by one."""
+        """The error for a block that takes too long. It names the row, which is found by trying each row alone."""
         # The thread that does not end holds this encoder's lock, and has borrowed its tokenizer.
-        encoder = copy.deepcopy(self).make()
+        encoder = copy.deepcopy(self).make_encoder()
         location, seconds = "", 0.0
-        for _, record in block.records(self.reading, lambda number, error: None):
+        for _, record in block.records(self.parsing, lambda number, error: None):
             seconds = _PATIENCE / 4 + len(str(record.value)) / _SLOWEST
             location = location or f"{record.location} or a row after it"
             if not wait([_in_thread(partial(encoder.encode, [record]))[0]], seconds).done:
                 location = record.location
                 break
         return UserError(
-            f"{location}: the tokenizer has not ended with this text in {seconds:.0f} s. Its rules (tokenizer.json: "
+            f"{location}: the tokenizer has not finished this text within {seconds:.0f} s. Its rules (tokenizer.json: "
             "normalizer, pre_tokenizer) take too long for it. Shorten the row, or copy tokenizer.json from the model "
             "you started from."
         )
-
-
-def _keep(bad: list[BadRow], number: int, error: UserError) -> None:
-    bad.append((number, first_line(error)))
-
-
-def _one_by_one(
-    encoder: Encoder, numbered: Sequence[tuple[int, Record]], bad: list[BadRow]
-) -> tuple[list[tuple[int, Record]], list[Encoded]]:
-    """The records that can be encoded; the others go to `bad`."""
-    kept, encoded = [], []
-    for number, record in numbered:
-        try:
-            encoded += encoder.encode([record])
-        except BadRowError as error:
-            _keep(bad, number, error)
-        else:
-            kept.append((number, record))
-    return kept, encoded
 
 
 @dataclass(frozen=True)
@@ -134,73 +132,91 @@ class TokeniseOptions:
 
     workers: int | None = 1
     cache: str | None = None
-    show: Shown | None = None
+    show: Progress | None = None
 
 
-def tokenise(jobs: Sequence[tuple[SourcePart, TokeniseTask]], how: TokeniseOptions) -> list[TokenTable]:
-    """Returns a table for each job, in order."""
-    done, total = 0, sum(part.size for part, _ in jobs)
-    tables = []
-    for part, work in jobs:
-        tables.append(_table(part, work, how, _counting(how.show, done, total)))
-        done += part.size
-    return tables
+def tokenise(tasks: Sequence[tuple[SourcePart, TokeniseTask]], options: TokeniseOptions) -> list[TokenTable]:
+    """Returns a table for each task, in order."""
+    total, before = sum(part.size for part, _ in tasks), 0
+    result = []
+    for part, task in tasks:
+
+        def show(size: int, before: int = before) -> None:
+            if options.show is not None:
+                options.show(before + size, total)
+
+        table = _tokenise_part(part, task, options, show)
+        table.inputs = partial(task.inputs, part)
+        result.append(table)
+        before += part.size
+    return result
 
 
-def _table(part: SourcePart, work: TokeniseTask, how: TokeniseOptions, shown: Shown) -> TokenTable:
-    found = _tokens(part, work, how, shown)
-    found.inputs = partial(work.inputs, part)
-    return found
-
-
-def _tokens(part: SourcePart, work: TokeniseTask, how: TokeniseOptions, shown: Shown) -> TokenTable:
-    small = part.size < KEPT_BYTES and work.images is None  # small rows may name large images
-    key = None if small or how.cache is None else cache.key(part, work)
+def _tokenise_part(
+    part: SourcePart, task: TokeniseTask, options: TokeniseOptions, show: Callable[[int], None]
+) -> TokenTable:
+    small = part.size < KEPT_BYTES and task.images is None  # small rows may name large images
+    key = None if small or options.cache is None else _cache_key(part, task)
     alone = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) == 1 or key is not None
-    workers = 1 if part.size < CREW_BYTES else how.workers or _cores(alone)
+    workers = 1 if part.size < CREW_BYTES else options.workers or _default_workers(alone)
 
     def chunks() -> Generator[Chunk]:
-        return _shown(part, _chunks(part.blocks(), work, workers), shown)
+        size = 0
+        with closing(_encode_blocks(part.blocks(), task, workers)) as encoded:
+            for block_size, chunk in encoded:
+                flight.beat()
+                size += block_size
+                show(min(size, part.size))
+                yield chunk
 
-    if key is None or how.cache is None:
-        with closing(chunks()) as made:
-            return table.in_memory(part.origin, part.by_line, made)
-    found = cache.table(how.cache, key, part, chunks)
-    if found.bad and not work.drop:  # the table was cached by a run with data.bad_rows=drop
-        raise with_skip_advice(UserError(found.bad[0][1]))
-    return found
+    if key is None or options.cache is None:
+        with closing(chunks()) as stream:
+            return tables.in_memory(part.origin, part.by_line, stream)
+    table = _cached_table(options.cache, key, part, chunks)
+    if table.bad and not task.drop:  # the table was cached by a run with data.bad_rows=drop
+        raise with_skip_advice(UserError(table.bad[0][1]))
+    return table
 
 
-def _cores(alone: bool) -> int:
+def _default_workers(alone: bool) -> int:
     """The default number of workers of this rank: its share of the cores, or all if no other rank tokenises this part
-    (`alone`). 1 if that is two cores or fewer: a single process with its threads fills two.
-    """
+    (`alone`). 1 if that is two cores or fewer: a single process with its threads fills two."""
     cores = cpu_cores() if alone else cpu_cores() // int(os.environ["LOCAL_WORLD_SIZE"])
     return cores if cores > _THREADS else 1
 
 
-def _chunks(blocks: Iterable[Block], work: TokeniseTask, workers: int) -> Generator[tuple[int, Chunk]]:
+def _encode_blocks(blocks: Iterable[Block], task: TokeniseTask, workers: int) -> Generator[tuple[int, Chunk]]:
     """Yields (bytes of the source, documents) of each block, in order. Close it: it owns threads or processes."""
     if workers > 1:
-        with WorkerPool(work, workers) as pool:
+        with WorkerPool(task, workers) as pool:
             yield from pool.map(blocks)
         return
-    encoder, begun = work.make(), deque[tuple[Block, Future[Chunk], Thread]]()
+    encoder, running = task.make_encoder(), deque[tuple[Block, Future[Chunk], Thread]]()
+
+    def finish_first() -> tuple[int, Chunk]:
+        block, chunk, thread = running[0]
+        if not wait([chunk], task.seconds_for(block)).done:
+            running.clear()  # nothing is waited for after an error
+            raise task.too_slow(block)
+        thread.join()
+        running.popleft()
+        return block.size, chunk.result()
+
     try:
         for block in blocks:
-            if len(begun) == _THREADS:
-                yield _finished(begun, work)
-            begun.append((block, *_in_thread(partial(work.encode, encoder, block))))
-        while begun:
-            yield _finished(begun, work)
+            if len(running) == _THREADS:
+                yield finish_first()
+            running.append((block, *_in_thread(partial(task.encode, encoder, block))))
+        while running:
+            yield finish_first()
     finally:
-        for *_, thread in begun:
+        for *_, thread in running:
             thread.join(_ENDING_SECONDS)
 
 
 def _in_thread(call: Callable[[], R]) -> tuple[Future[R], Thread]:
-    """The result of a call in a thread that ends with the process, although it may never return: the tokenizers library
-    cannot be interrupted, and a pool's threads are waited for at exit."""
+    """The result of a call in a daemon thread, which ends with the process although the call may never return: the
+    tokenizers library cannot be interrupted, and an executor would wait for its threads at exit."""
     future = Future[R]()
 
     def run() -> None:
@@ -214,26 +230,95 @@ def _in_thread(call: Callable[[], R]) -> tuple[Future[R], Thread]:
     return future, thread
 
 
-def _finished(begun: deque[tuple[Block, Future[Chunk], Thread]], work: TokeniseTask) -> tuple[int, Chunk]:
-    """Removes the first block from the queue, once it is tokenised. UserError if that takes too long."""
-    block, chunk, thread = begun[0]
-    if not wait([chunk], work.seconds_for(block)).done:
-        begun.clear()  # none is waited for
-        raise work.too_slow(block)
-    thread.join()
-    begun.popleft()
-    return block.size, chunk.result()
+# ---------------------------------------------------------------- the cache
 
 
-def _shown(part: SourcePart, chunks: Generator[tuple[int, Chunk]], shown: Shown) -> Generator[Chunk]:
-    done = 0
-    with closing(chunks):
-        for size, chunk in chunks:
-            flight.beat()
-            done += size
-            shown(min(done, part.size), part.size)
-            yield chunk
+def _cache_key(part: SourcePart, task: TokeniseTask) -> str | None:
+    """Digest of everything that the tokens depend on: the bytes of the data, how rows are parsed, the tokenizer, the
+    code. None if the data have no digest or the tokenizer is not a fast one: such tokens are not cached."""
+    tokenizer, images = task.tokenizer, task.images
+    if part.digest is None or not tokenizer.is_fast:
+        return None
+    words = [
+        part.digest(), str(part.by_line), repr(task.parsing),
+        type(tokenizer).__name__, tokenizer.backend_tokenizer.to_str(), str(tokenizer.chat_template),
+        str(sorted(tokenizer.special_tokens_map.items())), repr(task.encoding),
+        version("tokenizers"), version("transformers"), __version__, _code_digest(),
+    ]  # fmt: skip
+    if images is not None:  # with the path of the data, because image paths in rows are relative to it
+        words += [images.settings, images.problem, str(images.template), repr(images.checks)]
+        words.append(os.path.abspath(part.origin))
+    return hashlib.blake2b("\0".join(words).encode(), digest_size=16).hexdigest()
 
 
-def _counting(show: Shown | None, before: int, total: int) -> Shown:
-    return lambda done, _: show(before + done, total) if show is not None else None
+def _cached_table(folder: str, key: str, part: SourcePart, chunks: Callable[[], Generator[Chunk]]) -> TokenTable:
+    """The table `key` of a cache folder. The first process to ask builds it from `chunks`; other processes wait. A
+    damaged table is built again: a crash may lose recent writes. Raises StorageError if the folder cannot be used."""
+    root = Path(folder).expanduser() / "tokens"
+    path = root / key
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        table = _read_cached(path, part)
+        if table is None:
+            with _locked(root / f"{key}.lock"):
+                table = _read_cached(path, part)
+                if table is None:
+                    _build_cached(path, chunks)
+                    table = tables.read(path, part.origin, part.by_line)
+        return table
+    except OSError as error:
+        raise StorageError(
+            f"data.cache: {root} cannot be used: {error.strerror or error}. Set data.cache to a folder on a disk with "
+            "room, or to null, to keep nothing."
+        ) from error
+
+
+def _read_cached(path: Path, part: SourcePart) -> TokenTable | None:
+    """The cached table; None if it is missing, damaged, or refers to image files that have changed since."""
+    try:
+        table = tables.read(path, part.origin, part.by_line) if path.is_dir() else None
+    except DamagedTableError:
+        return None
+    if table is None or not table.images.any():
+        return table
+    with ThreadPoolExecutor(_STAT_THREADS) as pool:  # stat mostly waits for the file system
+        return table if all(pool.map(MediaLocation.is_unchanged, table.image_files())) else None
+
+
+def _build_cached(path: Path, chunks: Callable[[], Generator[Chunk]]) -> None:
+    """Build and publish a table. The caller holds its lock, so any partial folder was abandoned by a dead process."""
+    for abandoned in path.parent.glob(f"{path.name}.*.partial"):
+        shutil.rmtree(abandoned, ignore_errors=True)
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    unfinished.mkdir()
+    try:
+        with closing(chunks()) as stream:
+            tables.write(unfinished, stream)
+        shutil.rmtree(path, ignore_errors=True)
+        unfinished.rename(path)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold the lock of one table. The kernel releases the lock when its holder exits, even by a crash."""
+    with path.open("a") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                flight.beat()
+                time.sleep(_LOCK_SECONDS)
+        yield
+
+
+@cache
+def _code_digest() -> str:
+    """Digest of the source files of weft.data, which read and tokenise."""
+    digest = hashlib.blake2b(digest_size=8)
+    for path in sorted(Path(__file__).parent.rglob("*")):
+        if path.is_file() and path.suffix in (".py", ".jinja"):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()

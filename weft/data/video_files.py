@@ -20,8 +20,17 @@ from typing import Any
 
 from weft.config.yaml12 import override
 from weft.data.image_columns import Image, Video
-from weft.data.image_files import ImageChecks, MediaInfo, check_size, load_pixels, measure_image, open_image, to_rgb
-from weft.data.places import file_state, files_of
+from weft.data.image_files import (
+    ImageChecks,
+    MediaInfo,
+    check_size,
+    file_state,
+    files_of,
+    load_pixels,
+    measure_image,
+    open_image,
+    to_rgb,
+)
 from weft.errors import BadRowError, UserError, first_line, how_to_install
 from weft.files import regular_file
 from weft.models.clips import Clip

@@ -34,10 +34,10 @@ _ENDING_SECONDS = 1.0  # how long to wait for the exit status of a worker whose 
 
 
 class WorkerPool:
-    """A pool of processes: `with WorkerPool(work, 4) as pool: for size, chunk in pool.map(blocks): ...`"""
+    """A pool of processes: `with WorkerPool(task, 4) as pool: for size, chunk in pool.map(blocks): ...`"""
 
-    def __init__(self, work: TokeniseTask, count: int) -> None:
-        self._work, self._count = work, count
+    def __init__(self, task: TokeniseTask, count: int) -> None:
+        self._task, self._count = task, count
         self._processes: list[subprocess.Popen[bytes]] = []
         self._idle: list[Connection] = []
         self._busy: dict[Connection, tuple[int, float, Block]] = {}  # number of its block, and when it was sent
@@ -48,7 +48,7 @@ class WorkerPool:
             **os.environ, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1",
             "PYTHONPATH": os.pathsep.join([str(PACKAGE.parent), *_python_path()]),
         }  # fmt: skip
-        work = pickle.dumps(self._work)
+        task = pickle.dumps(self._task)
         for _ in range(self._count):
             ours, theirs = Pipe()
             command = [sys.executable, "-m", "weft.data.workers", str(theirs.fileno())]
@@ -59,7 +59,7 @@ class WorkerPool:
             self._processes.append(process)
             self._idle.append(ours)
             with suppress(OSError):  # the worker has died: `map` reports it
-                ours.send_bytes(work)
+                ours.send_bytes(task)
         return self
 
     def __exit__(
@@ -102,11 +102,11 @@ class WorkerPool:
         if not self._busy:
             return []
         _, since, block = min(self._busy.values(), key=lambda sent: sent[1])
-        seconds = self._work.seconds_for(block)
+        seconds = self._task.seconds_for(block)
         left = None if seconds is None else max(0.0, since + seconds - time.monotonic())
         ready = wait(list(self._busy), left)
         if not ready:
-            raise self._work.too_slow(block)
+            raise self._task.too_slow(block)
         return ready
 
     def _send(self, connection: Connection, number: int, block: Block) -> None:
@@ -158,13 +158,13 @@ def serve(connection: Connection) -> None:
     """The main loop of a worker: receives a TokeniseTask, then blocks, until the connection is closed."""
     encoder = None
     try:
-        work: TokeniseTask = pickle.loads(connection.recv_bytes())
+        task: TokeniseTask = pickle.loads(connection.recv_bytes())
         while True:
             block: Block = pickle.loads(connection.recv_bytes())
             answer: tuple[str, Any]
             try:
-                encoder = encoder or work.make()
-                answer = ("chunk", work.encode(encoder, block))
+                encoder = encoder or task.make_encoder()
+                answer = ("chunk", task.encode(encoder, block))
             except UserError as error:
                 answer = ("mistake", str(error))
             except (RecursionError, MemoryError) as error:  # caused by the row, not a bug

@@ -48,8 +48,7 @@ from weft.parallel.pp.stages import P2PCommunicator, gather_over_stages, sum_sha
 from weft.parallel.shards.cuts import AnyShardSpec
 from weft.parallel.shards.layout import TensorMapping
 from weft.parallel.shards.load import Progress
-from weft.parallel.shards.tensor_placement import StagePeers
-from weft.parallel.shards.walker import check_stream, walk
+from weft.parallel.shards.walker import StagePeers, check_stream, walk
 from weft.parallel.tp.tensor import random_difference, sum_partial_gradients
 
 

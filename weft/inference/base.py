@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from weft.data.prompt_images import PromptImages
+from weft.data.image_files import PromptImages
 
 # How a completion ended: by an end token or a stop text, at max_new_tokens, or by abort().
 Finish = Literal["end", "length", "abort"]

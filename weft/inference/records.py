@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 
 from weft.data.image_columns import Image
-from weft.data.image_files import MediaInfo
-from weft.data.prompt_images import PromptImages
+from weft.data.image_files import MediaInfo, PromptImages
 from weft.errors import UserError, first_line
 from weft.files import regular_file
 from weft.importing import import_extra

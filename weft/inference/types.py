@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.data.prompt_images import PromptImages
+from weft.data.image_files import PromptImages
 
 Tokens = NDArray[np.int64]
 Floats = NDArray[np.float32]

@@ -16,19 +16,18 @@ from rich.text import Text
 
 from weft.config.schema import SftConfig
 from weft.data.blocks import Block
-from weft.data.open_sources import DataSource
 from weft.data.order import SourceShare
 from weft.data.records import ALL_KINDS, template_use
-from weft.data.sources import SourcePart
+from weft.data.sources import DataSource, SourcePart
 from weft.errors import UserError
 from weft.terminal import Console, byte_count
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from weft.data.image_files import MediaLocation
     from weft.data.images import Images
     from weft.data.limits import Limits
-    from weft.data.places import MediaLocation
     from weft.data.table import Array, TokenTable
     from weft.engine.step_plan.plan import StepPlan
 

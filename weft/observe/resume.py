@@ -22,8 +22,7 @@ from weft.checkpoint.resume import (
     run_on_all_ranks,
 )  # fmt: skip
 from weft.checkpoint.retention import complete_steps, forget_best, point_best, point_latest, set_aside, step_folder
-from weft.checkpoint.state import TrainerState
-from weft.checkpoint.state_schema import RUN
+from weft.checkpoint.state import RUN, TrainerState
 from weft.config import to_dict
 from weft.config.keys import schema_keys
 from weft.config.load import show_default

@@ -19,8 +19,8 @@ from weft.data.documents import DataReport
 from weft.data.encode import read_encoding
 from weft.data.ends import AnswerEnds
 from weft.data.images import Images
-from weft.data.open_sources import message_rules
 from weft.data.prompts import load_prompts
+from weft.data.sources import message_rules
 from weft.engine.batch.document import Document
 from weft.engine.engine import Engine
 from weft.engine.losses.base import Loss

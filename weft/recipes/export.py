@@ -17,9 +17,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from weft.checkpoint.adapters import plan_files
 from weft.checkpoint.dcp import write_dcp
-from weft.checkpoint.export import FullTensors, export_alone, plan_export
+from weft.checkpoint.export import FullTensors, export_alone, plan_export, plan_files
 from weft.checkpoint.resume import read_verified
 from weft.checkpoint.retention import TRAINER_STATE, commit, complete_steps, step_folder
 from weft.checkpoint.snapshot import DTYPES, names_to_export

@@ -11,9 +11,8 @@ from typing import Any
 
 from weft.config.schema import SftConfig
 from weft.data.blocks import Block
-from weft.data.open_sources import DataSource, open_data
 from weft.data.records import NEEDED
-from weft.data.sources import SourcePart
+from weft.data.sources import DataSource, SourcePart, open_data
 from weft.errors import UserError, first_line
 from weft.launch.options import PreviewOptions
 from weft.observe.preview import (
@@ -80,7 +79,7 @@ def _read(
     formats: dict[str, int] = {}
     done = 0
     for block in part.blocks() if blocks is None else blocks:
-        for _, record in block.records(source.reading(chat), lambda _, error: bad.append(first_line(error))):
+        for _, record in block.records(source.parse_options(chat), lambda _, error: bad.append(first_line(error))):
             formats[record.kind] = formats.get(record.kind, 0) + 1
         done += block.size
         progress(min(done, part.size), part.size)
@@ -118,12 +117,12 @@ def _tokenised(config: SftConfig, sampled: Sequence[SampledPart], options: Previ
         how = TokeniseOptions(config.data.workers, config.data.cache, progress)
         for sample in sampled:
             work = TokeniseTask(
-                tokenizer, encoding, sample.source.reading(has_template(tokenizer, encoding)), True, images
+                tokenizer, encoding, sample.source.parse_options(has_template(tokenizer, encoding)), True, images
             )
             if sample.blocks is None:
                 (table,) = tokenise([(sample.part, work)], how)
             else:
-                encoder = work.make()
+                encoder = work.make_encoder()
                 chunks = [work.encode(encoder, block) for block in sample.blocks]
                 table = in_memory(sample.part.origin, sample.part.by_line, chunks)
             read.append(TokenisedPart(sample.source, table, sample.share))

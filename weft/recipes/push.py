@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from weft.checkpoint.remote.hub import Repository
-from weft.checkpoint.remote.push import message_of, push_checkpoint
+from weft.checkpoint.remote.push import Repository, message_of, push_checkpoint
 from weft.checkpoint.retention import best_step, chosen_step, complete_steps, step_folder
 from weft.errors import UserError
 from weft.files import is_own_file, read_object

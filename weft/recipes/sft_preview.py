@@ -9,8 +9,8 @@ import torch
 from weft.config.mesh import MeshSizes
 from weft.config.schema import SftConfig
 from weft.data.documents import lengths_of
-from weft.data.open_sources import open_data
 from weft.data.order import StepSampler
+from weft.data.sources import open_data
 from weft.engine.batch.document import MeasuredDocuments
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine

@@ -12,10 +12,10 @@ from weft.data.chat_template import AmbiguousAnswerError, ChatTemplate, RenderEr
 from weft.data.conversation import ChatInput, conversation
 from weft.data.encode import Encoder, Encoding, limit_message, template_refusal
 from weft.data.image_columns import Image, images_alone, take_images
+from weft.data.image_files import PromptImages
 from weft.data.images import Images, texts_of
 from weft.data.loss_mask import AssistantMasks
 from weft.data.messages import read_messages
-from weft.data.prompt_images import PromptImages
 from weft.data.prompts import up_to_the_answer
 from weft.data.records import Record, template_inputs
 from weft.data.template_bounds import RenderLimitError

@@ -15,15 +15,13 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from weft.config.rl_schema import RlConfig
 from weft.config.yaml12 import override
 from weft.data.blocks import OnBad, SourceRow, raise_bad_row
-from weft.data.columns import add_named_columns, divided_columns
+from weft.data.columns import SYSTEMS, TOOLS, add_named_columns, divided_columns
 from weft.data.encode import Encoding, has_template, read_encoding
 from weft.data.image_columns import COLUMN, VIDEOS, Image, images_alone, take_images
-from weft.data.image_files import opening_pool
+from weft.data.image_files import PromptImages, opening_pool
 from weft.data.images import Images, text_model_error, texts_of
 from weft.data.messages import MessageRules, read_messages, with_default_system, with_parts
-from weft.data.open_sources import Data, DataSource, open_data
 from weft.data.order import SourceShare, order_of
-from weft.data.prompt_images import PromptImages
 from weft.data.prompts import as_text
 from weft.data.records import (
     CONVERSATIONS,
@@ -33,7 +31,7 @@ from weft.data.records import (
     refuse_media,
     with_system,
 )
-from weft.data.row_columns import SYSTEMS, TOOLS
+from weft.data.sources import Data, DataSource, open_data
 from weft.errors import UserError, first_line
 from weft.inference.types import Prompt
 from weft.models.facts import position_limit

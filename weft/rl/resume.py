@@ -17,8 +17,7 @@ from weft.checkpoint.resume import (
     resumed_notes,
 )
 from weft.checkpoint.retention import complete_steps, point_latest, set_aside, step_folder
-from weft.checkpoint.state import TrainerState
-from weft.checkpoint.state_schema import RL_RUN
+from weft.checkpoint.state import RL_RUN, TrainerState
 from weft.config import to_dict
 from weft.config.rl_schema import RlConfig
 from weft.errors import UserError

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from weft.data.image_files import PromptImages
 from weft.data.messages import IMAGE_PARTS
-from weft.data.prompt_images import PromptImages
 from weft.inference.base import Completion, Request, RolloutEngine, SamplingParams, seed_of, spans_of
 from weft.inference.types import Prompt, Sample, SampleGroup, shown
 from weft.launch.summary import Phases

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.data.prompt_images import PromptImages
+from weft.data.image_files import PromptImages
 from weft.inference.types import Prompt, Sample
 
 # Arrays with one entry per token, and their dtypes in the pickle. Trainers do not use `versions`.

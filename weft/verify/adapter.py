@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from weft.checkpoint.adapters import save_adapter
+from weft.checkpoint.export import save_adapter
 from weft.config.schema import OptimizerConfig
 from weft.engine.engine import Engine
 from weft.launch.scratch import scratch_folder

@@ -10,10 +10,9 @@ from types import TracebackType
 from typing import Any
 
 from weft.checkpoint.remote.enter import own_token
-from weft.checkpoint.remote.hub import Repository
 from weft.checkpoint.remote.layout import RemoteRun
 from weft.checkpoint.remote.mirror import Mirror
-from weft.checkpoint.remote.push import Pusher
+from weft.checkpoint.remote.push import Pusher, Repository
 from weft.checkpoint.remote.store import Store
 from weft.config.rl_schema import RlConfig
 from weft.config.urls import LocalCopy

@@ -16,7 +16,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from weft.data.prompt_images import PromptImages
+from weft.data.image_files import PromptImages
 from weft.inference.base import Completion, EnginePart, Request
 from weft.inference.http import Address, RefusedError
 from weft.inference.process import EngineDiedError, EngineProcess

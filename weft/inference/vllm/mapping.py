@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.data.prompt_images import PromptImages
+from weft.data.image_files import PromptImages
 from weft.errors import UserError
 from weft.inference.base import Completion, Finish, Request
 

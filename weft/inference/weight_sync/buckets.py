@@ -16,8 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from weft.checkpoint.adapters import adapter_shards, plan_adapter
-from weft.checkpoint.export import manifest_of, plan_export, save_planned, written_shards
+from weft.checkpoint.export import adapter_shards, manifest_of, plan_adapter, plan_export, save_planned, written_shards
 from weft.engine.engine import Engine
 from weft.inference.weight_sync.protocol import TensorHeader
 from weft.parallel.shards.boxes import Box, local_values, overlap

@@ -14,7 +14,7 @@ from weft.config.sources import looks_like_hub_dataset
 from weft.data.documents import lengths_of
 from weft.data.encode import load_tokenizer
 from weft.data.images import read_images
-from weft.data.open_sources import open_data
+from weft.data.sources import open_data
 from weft.engine.config import EngineConfig
 from weft.engine.losses.load import choose_objective
 from weft.engine.losses.policy import PolicyLoss

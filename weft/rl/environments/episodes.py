@@ -11,8 +11,8 @@ from transformers import PreTrainedTokenizerBase
 
 from weft.config.rl_schema import RlConfig
 from weft.data.encode import Encoding, read_encoding
+from weft.data.image_files import PromptImages
 from weft.data.images import Images
-from weft.data.prompt_images import PromptImages
 from weft.engine.batch.media import ImageRoom
 from weft.errors import BadRowError, UserError
 from weft.inference.types import Prompt

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
-from weft.data.prompt_images import PromptImages
+from weft.data.image_files import PromptImages
 from weft.errors import UserError
 from weft.importing import import_named
 from weft.rl.rewards.builtin import BUILT_IN, COMPARING, completion_text

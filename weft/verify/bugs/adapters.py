@@ -17,7 +17,7 @@ BASE = "tests/models/test_lora.py: without its adapter a model is its base"
 
 
 @bug(
-    "B21", "weft.checkpoint.adapters:adapter_shards",
+    "B21", "weft.checkpoint.export:adapter_shards",
     "a saved adapter holds the first rank's slice, and zeros",
     caught_by=LOGPROB, seen="huggingface/accelerate#4206", ranks=2, needs="adapters (lora.rank)",
 )  # fmt: skip
