@@ -32,7 +32,7 @@ from weft.config.urls import is_url, uses_stores
 from weft.config.yaml12 import override
 from weft.errors import UserError
 from weft.launch.entrypoint import Body, env_rank, guarded, joined, program
-from weft.launch.launch import run
+from weft.launch.launch import ResumeCommand, run, run_with_restarts
 from weft.launch.launchers import join_launcher
 from weft.launch.machine import accelerator, accelerator_count, check_ranks_fit, cpu_cores
 from weft.launch.options import (
@@ -50,7 +50,6 @@ from weft.launch.options import (
     VerifyOptions,
 )
 from weft.launch.reports import folder as launchers_folder
-from weft.launch.restart import ResumeCommand, run_with_restarts
 from weft.launch.status import SUCCESS, USER_ERROR
 from weft.launch.stopping import announce_ending_signal
 from weft.observe.measured import measured_config

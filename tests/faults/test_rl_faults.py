@@ -38,8 +38,8 @@ from weft.errors import ActorError, StoppedError, StorageError, UserError
 from weft.inference.base import Completion, Request, SamplingParams
 from weft.inference.types import SampleGroup, samples_of
 from weft.inference.weight_sync.protocol import SyncError
-from weft.launch import actor_watchdog, flight, reports
-from weft.launch.actor_watchdog import ActorWatchdog
+from weft.launch import flight, monitor, reports
+from weft.launch.monitor import ActorWatchdog
 from weft.launch.options import RolloutsOptions
 from weft.launch.ray_actors import _SerialActor, gather_calls
 from weft.launch.reports import RankReport
@@ -517,7 +517,7 @@ def test_an_actor_that_is_stopped_is_ended_and_named(
     phase: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its own watchdog is stopped, too. Where it waits for a call, it is one that the call does not wake."""
-    monkeypatch.setattr(actor_watchdog.SilenceClock, "patience", staticmethod(lambda limit: 3 * limit))
+    monkeypatch.setattr(monitor.SilenceClock, "patience", staticmethod(lambda limit: 3 * limit))
     words = [sys.executable, "-c", ACTOR, str(tmp_path), phase]
     variables = {**os.environ, reports.FOLDER_VARIABLE: str(tmp_path)}
     with subprocess.Popen(words, env=variables, stdout=subprocess.PIPE, text=True) as actor:
@@ -536,7 +536,7 @@ def test_an_actor_that_is_stopped_is_ended_and_named(
 
 
 def test_an_actor_that_nobody_waits_for_may_be_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(actor_watchdog.SilenceClock, "patience", staticmethod(lambda limit: 0.0))
+    monkeypatch.setattr(monitor.SilenceClock, "patience", staticmethod(lambda limit: 0.0))
     record = flight.FlightRecorder()
     record.open(tmp_path / flight.FOLDER / flight.live_name(0))
     record.watch(1.0)

@@ -21,17 +21,15 @@ import torch
 from tests.support import control_group
 from weft import versions
 from weft.errors import RanksDisagreeError, StorageError, UserError
-from weft.launch import actor_watchdog, entrypoint, flight, machine, reports, watch
-from weft.launch.actor_watchdog import ActorWatchdog
+from weft.launch import entrypoint, flight, machine, monitor, reports
 from weft.launch.consistency import differences
 from weft.launch.entrypoint import set_up_actor
 from weft.launch.failures import Failure, diagnose
 from weft.launch.flight import FlightRecord, FlightRecorder
-from weft.launch.launch import LaunchOutcome
+from weft.launch.launch import LaunchOutcome, run_with_restarts
+from weft.launch.monitor import ActorWatchdog, Evidence, RankMonitor
 from weft.launch.reports import RankReport
-from weft.launch.restart import run_with_restarts
 from weft.launch.status import STATUS, Kind, failure_kind
-from weft.launch.watch import Evidence, RankMonitor
 from weft.launch.watchdog import SuspensionClock, in_collective, main_stack
 from weft.rl import failure
 
@@ -296,7 +294,7 @@ time.sleep(600)
 def test_a_stopped_rank_is_found_in_a_slow_phase_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Loading may take ten times train.timeout, but not of a rank that does not run; frozen time of the launcher does
     not count."""
-    monkeypatch.setattr(watch, "BEHIND_SECONDS", 0.0)
+    monkeypatch.setattr(monitor, "BEHIND_SECONDS", 0.0)
     variables = {**os.environ, reports.FOLDER_VARIABLE: str(tmp_path)}
     words = [sys.executable, "-c", RANK, str(tmp_path)]
     with subprocess.Popen(words, env=variables, stdout=subprocess.PIPE, text=True) as rank:
@@ -559,7 +557,7 @@ def test_an_actor_without_progress_is_killed_with_the_report_of_a_hang(
 ) -> None:
     killed: list[int] = []
     process: Any = SimpleNamespace(status=lambda: "running", kill=lambda: killed.append(1))
-    monkeypatch.setattr(actor_watchdog, "process_of", lambda record, scratch: process)
+    monkeypatch.setattr(monitor, "process_of", lambda record, scratch: process)
     ActorWatchdog(tmp_path, 3.0, "train.timeout")._end(1, made.record(), process, 7.0)
     (report,) = reports.read_all(tmp_path)
     assert (report.rank, report.kind, report.plain) == (1, "hang", True) and killed == [1]

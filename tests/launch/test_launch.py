@@ -26,9 +26,9 @@ from weft.launch.failures import diagnose
 from weft.launch.launch import launch
 from weft.launch.launchers import join_launcher
 from weft.launch.machine import cpu_cores
+from weft.launch.monitor import Evidence
 from weft.launch.process import fake_ranks, join
 from weft.launch.reports import RankReport
-from weft.launch.watch import Evidence
 
 SCRIPT = str(Path(__file__).parents[1] / "support" / "rank_script.py")
 

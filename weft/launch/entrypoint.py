@@ -45,8 +45,8 @@ def joined() -> bool:
 def program(main: Callable[[], int]) -> NoReturn:
     """Run `main` and exit with the status that it returns.
 
-    A rank that ended well and left its process group exits after Python's own cleanup and before native destructors.
-    Those of libraries race with threads of other libraries, and have crashed ranks whose work was done.
+    A rank that ended well and left its process group exits after Python's own cleanup and before native destructors:
+    destructors of some libraries race with threads of others, and have crashed ranks whose work was done.
     """
     ended: list[int] = []
 
@@ -65,11 +65,11 @@ def program(main: Callable[[], int]) -> NoReturn:
 def guarded(body: Body, debug: bool = False) -> int:
     """Run `body` and return the exit status. `body` returns False for a failed verdict; exceptions become messages.
 
-    In one of several ranks a failure ends the process, because collectives and threads would keep it alive.
+    In one of several ranks a failure ends the process at once, because collectives and threads would keep it alive.
     """
     into = reports.folder()
     if into is not None:
-        _settle_in(into)
+        _prepare_rank(into)
     try:
         with watched(partial(_end_hung, debug=debug)), _ending_with_launcher() if into is None else nullcontext():
             passed = body()
@@ -77,7 +77,7 @@ def guarded(body: Body, debug: bool = False) -> int:
         return _end_rank(128 + signal.SIGINT)
     except StoppedError as stop:
         status = 128 + stop.number
-        return _end_rank(_noted(reports.of_stop(env_rank(), status), status))
+        return _end_rank(_leave_report(reports.of_stop(env_rank(), status), status))
     except SystemExit as error:
         if not joined():
             raise
@@ -87,7 +87,7 @@ def guarded(body: Body, debug: bool = False) -> int:
     finally:
         flight.recorder.close()
     if passed is False:
-        return _noted(reports.of_verdict(env_rank()), FAILURE)
+        return _leave_report(reports.of_verdict(env_rank()), FAILURE)
     return SUCCESS
 
 
@@ -96,8 +96,8 @@ def env_rank() -> int:
     return int(os.environ.get("RANK", 0))
 
 
-def _settle_in(scratch: Path) -> None:
-    """Prepare a rank of weft's launcher, so that its end is noticed and explained."""
+def _prepare_rank(scratch: Path) -> None:
+    """Let weft's launcher notice and explain the end of this rank."""
     end_with_parent()
     write_stacks_to(scratch / STACKS / str(env_rank()))
     flight.recorder.open(scratch / flight.FOLDER / flight.live_name(env_rank()))
@@ -106,9 +106,8 @@ def _settle_in(scratch: Path) -> None:
 
 @contextmanager
 def _ending_with_launcher() -> Iterator[None]:
-    """Inside, a thread watches the launcher of this rank. When it is gone (killed, or ended by a signal that it does
-    not pass on, as torchrun by SIGUSR1), this rank gets SIGTERM: it saves and ends, and does not train on as an
-    orphan."""
+    """Inside, a thread watches the launcher of this rank. When the launcher is gone (killed, or ended by a signal that
+    it does not forward, as torchrun by SIGUSR1), this rank gets SIGTERM, so that it saves and ends."""
     launcher = process_of_launcher() if joined() else None
     signals: list[int] = []
 
@@ -117,7 +116,7 @@ def _ending_with_launcher() -> Iterator[None]:
             return
         signals.append(signal.SIGTERM)
         if request_stop(signal.SIGTERM) and os.environ.get("LOCAL_RANK", "0") == "0":
-            say(f"the launcher of these ranks (process {launcher.pid}) is gone, and they end", error=True)
+            say(f"the launcher of these ranks (process {launcher.pid}) is gone: they end", error=True)
 
     with nullcontext() if launcher is None else periodically(look, _LAUNCHER_SECONDS, "weft-launcher"):
         yield
@@ -156,7 +155,7 @@ def _report(report: RankReport, debug: bool) -> int:
 
 
 def _end_hung(message: str, stack: str, debug: bool) -> None:
-    """Report for the main thread, which is stuck, from the watchdog's thread, and end the process."""
+    """Report from the watchdog's thread that the main thread is stuck, and end the process."""
     calls = [line.strip() for line in stack.splitlines() if line.strip().startswith("File ")]
     report = RankReport(
         env_rank(), time.monotonic(), f"{message} ({flight.recorder.key})", stack, "hang", flight.activity(),
@@ -170,7 +169,7 @@ def _end_hung(message: str, stack: str, debug: bool) -> None:
 def _report_exit(code: object) -> int:
     """Report sys.exit in a rank: otherwise a rank that merely lost its peer would seem to have failed first. Returns
     the exit status."""
-    status = code if isinstance(code, int) else SUCCESS if code is None else FAILURE  # as Python has it
+    status = code if isinstance(code, int) else SUCCESS if code is None else FAILURE  # Python's own rule
     into = reports.folder()
     message = f"exit status {status}" if isinstance(code, int) else str(code)
     if into is None and not isinstance(code, int | None):
@@ -183,21 +182,21 @@ def _report_exit(code: object) -> int:
     return status
 
 
-def _noted(note: RankReport, status: int) -> int:
-    """Leave a note of a failed verdict, or of a stop by a signal, which are no crashes. Returns the exit status: a rank
-    that weft started ends with success, and the launcher reads the note."""
+def _leave_report(report: RankReport, status: int) -> int:
+    """Leave a report of a failed verdict, or of a stop by a signal, which are no crashes. Returns the exit status: a
+    rank that weft started ends with success, and the launcher reads the report."""
     into = reports.folder()
     if into is None:
         return status
-    reports.write(note, into)
+    reports.write(report, into)
     return SUCCESS
 
 
 def _linger(folder: Path) -> None:
     """Wait until all ranks have reported, at most LINGER_SECONDS.
 
-    Bad input fails every rank alike, and is then shown as one error. After a hang the launcher has time to look at the
-    other ranks.
+    Bad input fails all ranks in the same way, and is then shown as one error. After a hang this gives the launcher time
+    to look at the other ranks.
     """
     end = time.monotonic() + LINGER_SECONDS
     while time.monotonic() < end and len(reports.read_all(folder)) < int(os.environ.get("WORLD_SIZE", 1)):

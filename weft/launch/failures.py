@@ -12,9 +12,9 @@ from pathlib import Path
 
 from weft.launch import flight
 from weft.launch.flight import FlightRecord
+from weft.launch.monitor import STOP_SECONDS, Evidence
 from weft.launch.reports import RankReport
 from weft.launch.status import STATUS, Kind
-from weft.launch.watch import STOP_SECONDS, Evidence
 from weft.launch.watchdog import in_collective
 
 _SHOWN_CALLS = 6

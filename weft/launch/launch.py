@@ -1,8 +1,8 @@
 """Starting ranks on this machine, and ending all of them as soon as one fails.
 
-The ranks run under torch's elastic agent, without restarts (those are in restart.py). A rank that raises writes a
-report (entrypoint.py, reports.py) at once. The agent sees it die and stops the others, and the rank that failed first
-is shown (failures.py). Meanwhile watch.py observes the ranks that still run.
+The ranks run under torch's elastic agent. A rank that raises writes a report (entrypoint.py, reports.py) at once. The
+agent sees it die and stops the others, and the rank that failed first is shown (failures.py). Meanwhile monitor.py
+observes the ranks that still run.
 """
 
 from __future__ import annotations
@@ -13,21 +13,28 @@ import signal
 import sys
 import threading
 import uuid
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from weft.launch import reports
+from weft.launch import flight, reports
 from weft.launch.entrypoint import Body, guarded, joined
 from weft.launch.failures import Failure, diagnose, save_evidence
 from weft.launch.machine import cpu_cores, variables_set
+from weft.launch.monitor import STOP_SECONDS, watching
 from weft.launch.scratch import scratch_folder
 from weft.launch.status import SUCCESS
 from weft.launch.stopping import SignalForwarder
-from weft.launch.watch import STOP_SECONDS, watching
 from weft.terminal import say
 from weft.versions import launch_config
+
+# Kinds of failure that a restart would repeat, and why.
+_FINAL = {
+    "user": "the error has to be fixed first",
+    "disagree": "the ranks would disagree again",
+    "nonfinite": "the training would be non-finite again",
+}
 
 
 @dataclass(frozen=True)
@@ -59,14 +66,21 @@ def attempt(command: Sequence[str], nproc: int, debug: bool = False) -> LaunchOu
 
     from weft.launch import rendezvous
 
-    if not debug:
-        _silence_agent()
+    if not debug:  # the agent's log repeats what is shown here
+        for name in ("torch.distributed.elastic", "torch.distributed.launcher"):
+            logger = logging.getLogger(name)
+            logger.addHandler(logging.NullHandler())
+            logger.propagate = False
+    variables = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cpu_cores() // nproc)))}
+    if sys.platform == "linux":
+        # The ranks need no other machine. Without this, gloo resolves its address by the name service, which may hang.
+        variables |= {name: os.environ.get(name, "lo") for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
     with (
-        scratch_folder() as folder,
-        variables_set(_rank_variables(scratch := str(folder), nproc)),
-        _signal_handlers_kept(),
-        watching(Path(scratch)) as watch,
-        SignalForwarder(watch.processes) as forwarder,
+        scratch_folder() as scratch,
+        variables_set({reports.FOLDER_VARIABLE: str(scratch), **variables}),
+        _signal_handlers_restored(),
+        watching(scratch) as monitor,
+        SignalForwarder(monitor.processes) as forwarder,
     ):
         config = launch_config(
             min_nodes=1,
@@ -79,15 +93,16 @@ def attempt(command: Sequence[str], nproc: int, debug: bool = False) -> LaunchOu
             max_restarts=0,
             monitor_interval=0.1,
             shutdown_timeout=STOP_SECONDS,
-            logs_specs=DefaultLogsSpecs(log_dir=os.path.join(scratch, "agent")),
+            logs_specs=DefaultLogsSpecs(log_dir=str(scratch / "agent")),
         )
         try:
             elastic_launch(config, command[0])(*command[1:])
         except ChildFailedError as error:
-            if forwarder.number and not any(not report.is_verdict for report in reports.read_all(Path(scratch))):
+            rank_reports = reports.read_all(scratch)
+            if forwarder.number and all(report.is_verdict for report in rank_reports):
                 return LaunchOutcome(forwarder.say())
             exits = {rank: failure.exitcode for rank, failure in error.failures.items()}
-            rank_reports, evidence = reports.read_all(Path(scratch)), watch.evidence()
+            evidence = monitor.evidence()
             failure = diagnose(rank_reports, exits, evidence, nproc, debug)
             if failure.kind != "user":
                 save_evidence(rank_reports, exits, evidence)
@@ -96,23 +111,12 @@ def attempt(command: Sequence[str], nproc: int, debug: bool = False) -> LaunchOu
         except SignalException as error:
             say(f"stopped by {signal.Signals(error.sigval).name}", error=True)
             return LaunchOutcome(128 + int(error.sigval))
-        notes = reports.read_all(Path(scratch))  # ranks that ended well leave nothing else
-        return LaunchOutcome(max((note.status for note in notes), default=SUCCESS))
-
-
-def _rank_variables(scratch: str, nproc: int) -> dict[str, str]:
-    variables = {
-        reports.FOLDER_VARIABLE: scratch,
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cpu_cores() // nproc))),
-    }
-    # The ranks need no other machine; and gloo would ask the name service for its address otherwise, which may hang.
-    if sys.platform == "linux":
-        variables |= {name: os.environ.get(name, "lo") for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
-    return variables
+        verdicts = reports.read_all(scratch)  # ranks that ended well leave nothing else
+        return LaunchOutcome(max((report.status for report in verdicts), default=SUCCESS))
 
 
 @contextmanager
-def _signal_handlers_kept() -> Iterator[None]:
+def _signal_handlers_restored() -> Iterator[None]:
     """Restore the signal handlers at the end: the agent installs its own and leaves them behind."""
     handled = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
     before = {number: signal.getsignal(number) for number in handled}
@@ -124,9 +128,48 @@ def _signal_handlers_kept() -> Iterator[None]:
                 signal.signal(number, handler)
 
 
-def _silence_agent() -> None:
-    """Hide the agent's log, which repeats what is shown here."""
-    for name in ("torch.distributed.elastic", "torch.distributed.launcher"):
-        logger = logging.getLogger(name)
-        logger.addHandler(logging.NullHandler())
-        logger.propagate = False
+# ---------------------------------------------------------------- restarts
+
+ResumeCommand = Callable[[Path], Sequence[str]]  # RUN -> the command line that goes on from its newest checkpoint
+Attempt = Callable[[Sequence[str], int, bool], LaunchOutcome]
+
+
+def run_with_restarts(
+    command: Sequence[str],
+    resume_command: ResumeCommand,
+    nproc: int,
+    restarts: int,
+    debug: bool = False,
+    attempt: Attempt = attempt,
+) -> int:
+    """Run `command` in `nproc` ranks, and again after failures, up to `restarts` times. Returns the exit status.
+
+    Later attempts run `resume_command`: they resume from the newest complete checkpoint of the run's folder, or start
+    at step 1. Two failures in a row at the same step end the run, because the third would be at that step, too.
+    """
+    before: Failure | None = None
+    for number in range(restarts + 1):
+        outcome = attempt(command, nproc, debug)
+        failure = outcome.failure
+        if failure is None:
+            return outcome.status
+        step = f"at step {failure.step}" if failure.step else "before the first step"
+        reason = _FINAL.get(failure.kind, "")
+        if before is not None and before.step == failure.step and not reason:
+            reason = f"it has failed twice in a row {step}"
+        if number == restarts and not reason:
+            reason = f"{restarts} restarts are used up"
+        if reason:
+            say(f"not restarted: {reason}", error=True)
+            return outcome.status
+        if failure.run:
+            records = Path(failure.run) / flight.FOLDER
+            archive = records / f"attempt-{number + 1}"
+            with suppress(OSError):  # the next attempt would overwrite the records of this one
+                archive.mkdir(parents=True, exist_ok=True)
+                for path in records.glob("rank-*.json"):
+                    path.rename(archive / path.name)
+            command = resume_command(Path(failure.run))
+        say(f"restart {number + 1} of {restarts}: the attempt failed {step} ({failure.kind})", error=True)
+        before = failure
+    raise AssertionError("an attempt is always the last")

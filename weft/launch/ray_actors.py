@@ -14,7 +14,6 @@ import re
 import secrets
 import signal
 import socket
-import subprocess
 import tempfile
 import threading
 import time
@@ -30,14 +29,13 @@ import psutil
 from weft.errors import ActorError, UserError, first_line
 from weft.importing import import_extra
 from weft.launch import flight, reaper, reports
-from weft.launch.actor_watchdog import ActorWatchdog, watching_actors
 from weft.launch.failures import explain, explain_hang, oom_kill_text, save_evidence
 from weft.launch.flight import FlightRecord
 from weft.launch.machine import ADDRESS, cpu_cores, free_port, oom_kills, variables_set
+from weft.launch.monitor import FROZEN, ActorWatchdog, Evidence, RankMonitor, process_of, watching_actors
 from weft.launch.ray_watchdog import RayWatchdog, watching_ray
 from weft.launch.reports import RankReport
 from weft.launch.scratch import kill_all, remove_abandoned_memory, scratch_folder
-from weft.launch.watch import FROZEN, Evidence, RankMonitor, process_of
 from weft.terminal import say
 
 _HOSTS, _MODE, _TOKEN = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"  # variables of Ray
@@ -76,20 +74,13 @@ def ray_session(address: str | None, bundles: Sequence[Bundle]) -> Iterator[None
     with (
         scratch_folder("ray-", _ray_base()) if is_local else nullcontext() as folder,
         _loopback_ray() if is_local else nullcontext(),
-        _memory_removed(),
-        _session(address, bundles, folder),
     ):
-        check_capacity(bundles)
-        yield
-
-
-@contextmanager
-def _memory_removed() -> Iterator[None]:
-    """Afterwards, shared memory of actors of this machine that were killed is removed."""
-    try:
-        yield
-    finally:
-        remove_abandoned_memory()
+        try:
+            with _session(address, bundles, folder):
+                check_capacity(bundles)
+                yield
+        finally:
+            remove_abandoned_memory()  # of actors of this machine that were killed
 
 
 @contextmanager
@@ -107,7 +98,7 @@ def _session(address: str | None, bundles: Sequence[Bundle], folder: Path | None
         assert folder is not None
         # A subfolder, because Ray opens its folder to all users.
         options |= {"num_cpus": cpus, "include_dashboard": False, "_temp_dir": str(folder / "r")}
-    asked_to_end = signal.getsignal(signal.SIGTERM)
+    sigterm_handler = signal.getsignal(signal.SIGTERM)
     try:
         with variables_set(reaper.current().mark):  # for what it starts
             ray.init(**options, logging_level=logging.ERROR, log_to_driver=False, configure_logging=True)
@@ -116,12 +107,14 @@ def _session(address: str | None, bundles: Sequence[Bundle], folder: Path | None
         problem = (
             "Ray could not be started on this machine" if is_local else f"cluster.address: no Ray cluster at {address}"
         )
-        token = "" if is_local or _MODE in os.environ else " If it wants its token, set RAY_AUTH_MODE=token."
+        token = "" if is_local or _MODE in os.environ else " If it requires a token, set RAY_AUTH_MODE=token."
         raise UserError(f"{problem}: {first_line(error)}.{token}") from error
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, asked_to_end)  # Ray's own handler exits with 15, which means something else here
+        signal.signal(signal.SIGTERM, sigterm_handler)  # Ray's own handler exits with 15, the status of another failure
     global _watchdog
-    parts = _started_parts(ray) if is_local else {}
+    # Ray's type of a process -> the process, of the Ray that this process has started.
+    started = ray._private.worker._global_node.all_processes if is_local else {}
+    parts = {kind: infos[0].process for kind, infos in started.items()}
     reaper.current().add(*(part.pid for part in parts.values()))
     _watchdog = RayWatchdog()
     _watchdog.add(parts)
@@ -132,15 +125,9 @@ def _session(address: str | None, bundles: Sequence[Bundle], folder: Path | None
         _end_session(ray, [psutil.Process(part.pid) for part in parts.values() if part.poll() is None])
 
 
-def _started_parts(ray: Any) -> dict[str, subprocess.Popen[bytes]]:
-    """Ray's type of a process -> the process, of the Ray that this process has started."""
-    node = ray._private.worker._global_node
-    return {kind: processes[0].process for kind, processes in node.all_processes.items()}
-
-
 def _end_session(ray: Any, parts: Sequence[psutil.Process]) -> None:
-    """Leave Ray, and end the processes of one's own. Ray waits for ever for a part that is stopped, and does not once
-    all are killed. parts: the processes of one's own Ray that this process has started."""
+    """Leave Ray, and end the processes of a Ray that this process has started (`parts`). Ray waits for ever for a part
+    that is stopped, but not when all are killed."""
     global _watchdog
     watchdog, _watchdog = _watchdog, RayWatchdog()
     processes = {*parts, *watchdog.processes, *reaper.descendants(parts)}
@@ -149,9 +136,9 @@ def _end_session(ray: Any, parts: Sequence[psutil.Process]) -> None:
         leaving.start()
         leaving.join(_LEAVING_SECONDS)
         if leaving.is_alive():
-            text = f"ending   Ray has not ended within {_LEAVING_SECONDS:g} seconds"
-            stopped = watchdog.stopped()
-            say(text + (f": {stopped}" if stopped else "") + "; its processes are killed" * bool(parts), error=True)
+            stopped = f": {names}" if (names := watchdog.stopped()) else ""
+            killed = "; its processes are killed" if parts else ""
+            say(f"ending   Ray has not ended within {_LEAVING_SECONDS:g} seconds{stopped}{killed}", error=True)
     kill_all(processes | {*reaper.descendants(processes)})
     if watchdog.failure is not None:
         leaving.start()
@@ -167,12 +154,10 @@ def _require_same_versions(address: str | None, refusal: str) -> None:
     if len(versions) != 2:
         return
     (ray, python), (own_ray, own_python) = versions
-    mend = (
-        f"install the cluster's Ray here (pip install ray=={ray})" if ray != own_ray else "start weft with its Python"
-    )
+    fix = f"install the cluster's Ray here (pip install ray=={ray})" if ray != own_ray else "start weft with its Python"
     raise UserError(
         f"cluster.address: the Ray cluster at {address} has Ray {ray} and Python {python}, and this process has Ray "
-        f"{own_ray} and Python {own_python}; they have to be the same: {mend}, or start the cluster with these."
+        f"{own_ray} and Python {own_python}. They must be equal: {fix}, or start the cluster with these versions."
     )
 
 
@@ -227,12 +212,10 @@ def _read_settings(ray: Any) -> None:
 
 
 def exposure(address: str | None) -> list[str]:
-    """Warnings about a cluster that asks for no token."""
+    """Warnings about a cluster that requires no token."""
     if address is None or os.environ.get(_MODE) == "token":
         return []
-    return [
-        f"warning  the Ray cluster at {address} asks for no token (RAY_AUTH_MODE): whoever reaches it runs code there"
-    ]
+    return [f"warning  the Ray cluster at {address} requires no token (RAY_AUTH_MODE): whoever reaches it can run code"]
 
 
 def check_capacity(bundles: Sequence[Bundle]) -> None:
@@ -281,8 +264,14 @@ class ActorGroup:
     async def call_all(self, method: str, *args: Any) -> list[Any]:
         """Call this method on every actor; returns the results in order. List and dict arguments are put into Ray's
         store once."""
-        is_group = len(self) > 1
-        stored = [await self._stored(arg) if is_group and isinstance(arg, list | dict) else arg for arg in args]
+        # Ray's store is in the raylet, which does not answer where it is stopped: hence ray.call in a thread.
+        put = import_ray().put
+        stored = [
+            await asyncio.to_thread(self.ray.call, partial(put, arg))
+            if len(self) > 1 and isinstance(arg, list | dict)
+            else arg
+            for arg in args
+        ]
         calls = [self.call_one(number, method, *stored) for number in range(len(self))]
         try:
             return await gather_calls(calls)
@@ -291,10 +280,6 @@ class ActorGroup:
             root_cause = await asyncio.to_thread(self._stuck) if consequence else None
             self.end()
             raise root_cause or error from error
-
-    async def _stored(self, value: Any) -> Any:
-        """A reference to the value in Ray's store, which is in the raylet and does not answer where that is stopped."""
-        return await asyncio.to_thread(self.ray.call, partial(import_ray().put, value))
 
     async def call_one(self, number: int, method: str, *args: Any) -> Any:
         """Call this method on one actor. Raises ActorError if the method raised, or if the actor died."""
@@ -330,12 +315,12 @@ class ActorGroup:
         return ActorError(f"{self.name} {number} died{activity}" + (f"\n{last}" if last else ""), "killed", None)
 
     def _stuck(self) -> ActorError | None:
-        """The error that names the actor for which the others waited in vain, with its stack; None if nobody waited,
+        """The error that names the actor for which the others waited in vain, with its stack; None if no actor waited
         and none is stopped."""
-        watch = RankMonitor(self.scratch)
-        watch.look(0.0)
+        monitor = RankMonitor(self.scratch)
+        monitor.look(0.0)
         time.sleep(_STACKS_SECONDS)
-        evidence = watch.evidence()
+        evidence = monitor.evidence()
         consequences = sorted(
             (r for r in reports.read_all(self.scratch) if r.is_consequence), key=lambda report: report.order
         )
@@ -475,8 +460,8 @@ def _reserve(bundles: Sequence[Bundle]) -> Any:
     except ray.exceptions.GetTimeoutError as error:
         ray.util.remove_placement_group(placed)
         raise UserError(
-            f"the Ray cluster found no room for {len(bundles)} actors of {requests[0]} within {_PLACED_SECONDS:.0f} "
-            "seconds: others use it; wait for them, or ask for fewer."
+            f"the Ray cluster had no room for {len(bundles)} actors of {requests[0]} within {_PLACED_SECONDS:.0f} "
+            "seconds: others use it. Wait for them, or request fewer."
         ) from error
     return placed
 
@@ -513,8 +498,8 @@ class _Actor:
 
 
 class _SerialActor(_Actor):
-    """Runs one call at a time. An exception becomes a report, which is returned. An object with a method `ending` is
-    given the exception first, so that it can finish what it has begun."""
+    """Runs one call at a time. An exception becomes a report, which is returned. If the object has a method `ending`,
+    it is called with the exception first, so that the object can finish what it has begun."""
 
     def call(self, method: str, *args: Any) -> Any:
         """The result of the object's method, or the report of its exception."""

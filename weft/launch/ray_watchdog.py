@@ -1,5 +1,5 @@
-"""Watches the processes of a Ray that a run has started for itself: nothing else would notice that one is stopped, and
-Ray itself notices after a minute that its GCS has died."""
+"""Watches the processes of a Ray that a run has started: nothing else would notice that one is stopped, and Ray itself
+notices only after a minute that its GCS has died."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ import psutil
 from weft.errors import ActorError
 from weft.launch import flight, reports
 from weft.launch.machine import oom_kills
+from weft.launch.monitor import FROZEN, StoppedClock
 from weft.launch.status import Kind
-from weft.launch.watch import FROZEN, StoppedClock
 from weft.launch.watchdog import periodically
 
 T = TypeVar("T")
@@ -69,11 +69,10 @@ class _RayProcess:
         status = None if self.started is None else self.started.returncode
         if status is None:
             return ""
-        return f" (killed by {_signal_name(-status)})" if status < 0 else f" (exit status {status})"
-
-
-def _signal_name(number: int) -> str:
-    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+        if status >= 0:
+            return f" (exit status {status})"
+        name = signal.Signals(-status).name if -status in set(signal.Signals) else f"signal {-status}"
+        return f" (killed by {name})"
 
 
 @dataclass(eq=False)
@@ -121,8 +120,11 @@ class RayWatchdog:
             dead.sort(key=lambda part: part.started is not None and (part.started.returncode or 0) >= 0)
             seconds = {part.label: self._stops.seconds(part.process, self._frozen) for part in self._parts.values()}
             stopped = [part for part in self._parts.values() if seconds[part.label] > STOPPED_SECONDS]
-            if dead:
-                self._fail(*self._death(dead[0]))
+            kills = oom_kills()
+            if dead and kills is not None and self._oom_kills is not None and kills > self._oom_kills:
+                self._fail("memory", f"{dead[0].label} was killed by the kernel, which is short of memory")
+            elif dead:
+                self._fail("killed", f"{dead[0].label} has died{dead[0].how_it_ended()}")
             elif stopped:
                 state = FROZEN.get(stopped[0].state, "stopped")
                 self._fail("hang", f"{stopped[0].label} has been {state} for {STOPPED_SECONDS:g} seconds")
@@ -187,7 +189,10 @@ class RayWatchdog:
                 del self._parts[process]
         raylets = [part.process for part in self._parts.values() if part.name == NEEDED["raylet"]]
         for raylet in raylets:
-            for child in _children_of(raylet):
+            children: list[psutil.Process] = []
+            with suppress(psutil.Error):
+                children = raylet.children()
+            for child in children:
                 with suppress(psutil.Error):
                     self._children.add(child)
                     words = " ".join(child.cmdline())
@@ -196,12 +201,6 @@ class RayWatchdog:
                         name = _WORKER
                     if name is not None and child not in self._parts:
                         self._parts[child] = _RayProcess(name, child)
-
-    def _death(self, part: _RayProcess) -> tuple[Kind, str]:
-        kills = oom_kills()
-        if kills is not None and self._oom_kills is not None and kills > self._oom_kills:
-            return "memory", f"{part.label} was killed by the kernel, which is short of memory"
-        return "killed", f"{part.label} has died{part.how_it_ended()}"
 
     def _fail(self, kind: Kind, problem: str) -> None:
         self._failed = f"{problem}, and the run cannot go on without it.", kind
@@ -212,13 +211,6 @@ class RayWatchdog:
 def _resolve(failed: asyncio.Future[None]) -> None:
     if not failed.done():
         failed.set_result(None)
-
-
-def _children_of(process: psutil.Process) -> list[psutil.Process]:
-    try:
-        return process.children()
-    except psutil.Error:
-        return []
 
 
 def _is_watched_actor(process: psutil.Process) -> bool:

@@ -1,10 +1,15 @@
-"""What the launcher observes of its ranks besides their exit: records, stacks, process states. Ranks that outlive a
-failure are killed here."""
+"""What a launcher observes of its ranks, and a controller of its actors: flight records, stacks, process states.
+
+The processes have watchdogs of their own (watchdog.py), whose threads do not run in a process that is stopped or that
+holds Python's lock. The launcher reports such a rank, and kills ranks that outlive a failure; the controller kills such
+an actor.
+"""
 
 from __future__ import annotations
 
 import signal
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -19,10 +24,9 @@ from weft.launch.reports import RankReport
 from weft.launch.watchdog import BEHIND_SECONDS, BEHIND_SHARE, STACKS, main_stack, periodically
 
 STOP_SECONDS = 5  # from a rank's failure to SIGKILL for the ranks that do not end
-# Seconds, and share of the limit, by which the launcher stays behind the ranks' own watchdogs. A rank that holds
-# Python's lock cannot run its own.
+# Seconds, and share of the limit, by which the launcher stays behind the ranks' own watchdogs.
 _BEHIND_SECONDS, _BEHIND_SHARE = 10.0, 0.2
-_TICK = 0.2
+_TICK, _ACTOR_TICK = 0.2, 0.5
 FROZEN = {psutil.STATUS_STOPPED: "stopped (SIGSTOP)", psutil.STATUS_TRACING_STOP: "stopped by a debugger",
            psutil.STATUS_DISK_SLEEP: "waiting for a disk or a driver (state D)"}  # fmt: skip
 _STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
@@ -30,9 +34,9 @@ _STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 
 @dataclass(frozen=True)
 class Evidence:
-    """What is known of each rank. records: its flight record. stacks: its main thread's stack in a hang or crash,
-    innermost call first. states: the state of its process, if that explains a hang. oom_kills: number of processes that
-    the kernel killed meanwhile for want of memory; None if unknown."""
+    """What is known of each rank. records: flight records. stacks: of the main thread in a hang or crash, innermost
+    call first. states: of processes, if that explains a hang. oom_kills: number of processes that the kernel killed
+    meanwhile because memory was short; None if unknown."""
 
     records: Mapping[int, FlightRecord] = field(default_factory=dict)
     stacks: Mapping[int, list[str]] = field(default_factory=dict)
@@ -41,7 +45,7 @@ class Evidence:
 
 
 class SilenceClock:
-    """How long each rank has shown no progress, by its record, without the time in which this process did not run."""
+    """How long each rank's record has shown no progress, without the time in which this process did not run."""
 
     def __init__(self) -> None:
         self._excused: dict[int, tuple[int, float]] = {}  # rank -> changes, frozen seconds when they were seen
@@ -61,8 +65,8 @@ class SilenceClock:
 
 
 class StoppedClock:
-    """How long each process has been stopped, without the time in which this process did not run. Whatever phase a
-    stopped process is in, it makes no progress: it need not be given the time of a slow phase."""
+    """How long each process has been stopped, without the time in which this process did not run. A stopped process
+    makes no progress in any phase, so the longer limits of slow phases do not apply."""
 
     def __init__(self) -> None:
         self._since: dict[psutil.Process, tuple[float, float]] = {}  # monotonic seconds, frozen seconds
@@ -78,7 +82,7 @@ class StoppedClock:
 
     @staticmethod
     def patience(timeout: float) -> float:
-        """The seconds after which a stopped rank is reported: those that wait for it in a collective know first."""
+        """The seconds after which a stopped rank is reported; ranks that wait for it in a collective report first."""
         return timeout * (1 + BEHIND_SHARE) + BEHIND_SECONDS
 
 
@@ -121,10 +125,16 @@ class RankMonitor:
             return
         if not self._has_noted_states:
             self._has_noted_states = True
-            self._note_states()
+            for rank, child in self._ranks():
+                with suppress(psutil.Error):
+                    if child.status() in FROZEN:
+                        self._states[rank] = FROZEN[child.status()]
         if not self._has_requested_stacks and any(report.kind == "hang" for report in errors):
             self._has_requested_stacks = True
-            self._ask_for_stacks()
+            for rank, child in self._ranks():
+                with suppress(psutil.Error):
+                    if (self._scratch / STACKS / str(rank)).exists():  # it has a handler for the signal
+                        child.send_signal(signal.SIGUSR2)
         # The agent would wait half a minute for a rank that is stopped.
         if not self._has_killed and time.monotonic() - errors[0].time > STOP_SECONDS:
             self._has_killed = True
@@ -150,21 +160,8 @@ class RankMonitor:
                 if environment.get(reports.FOLDER_VARIABLE) == str(self._scratch) and "RANK" in environment:
                     yield int(environment["RANK"]), child
 
-    def _note_states(self) -> None:
-        for rank, child in self._ranks():
-            with suppress(psutil.Error):
-                state = FROZEN.get(child.status())
-                if state is not None:
-                    self._states[rank] = state
-
-    def _ask_for_stacks(self) -> None:
-        for rank, child in self._ranks():
-            with suppress(psutil.Error):
-                if (self._scratch / STACKS / str(rank)).exists():  # it has a handler for the signal
-                    child.send_signal(signal.SIGUSR2)
-
     def _report_silent(self, frozen_seconds: float) -> None:
-        """Report on behalf of a rank that makes no progress and cannot say so."""
+        """Report on behalf of a rank that makes no progress and cannot report it."""
         for rank, record in flight.read_all(self._scratch / flight.FOLDER).items():
             silence = self._silence.seconds(rank, record, frozen_seconds)
             if record.pid not in self._processes:
@@ -173,18 +170,14 @@ class RankMonitor:
             stopped = 0.0 if process is None else self._stops.seconds(process, frozen_seconds)
             too_long = record.limit is not None and silence > SilenceClock.patience(record.limit)
             if too_long or (record.timeout is not None and stopped > StoppedClock.patience(record.timeout)):
-                message = f"no progress for {silence:.0f} seconds{self._frozen(rank)}"
+                message = f"no progress for {silence:.0f} seconds"
+                for number, child in self._ranks():
+                    with suppress(psutil.Error):
+                        if number == rank and child.status() in FROZEN:
+                            message += f"; it is {FROZEN[child.status()]}"
                 report = RankReport(rank, time.monotonic(), message, kind="hang", activity=record.activity())
                 reports.write(report, self._scratch)
                 return
-
-    def _frozen(self, rank: int) -> str:
-        """Words for the state of a rank's process, if that explains the hang; else empty."""
-        for number, process in self._ranks():
-            with suppress(psutil.Error):
-                if number == rank and process.status() in FROZEN:
-                    return f"; it is {FROZEN[process.status()]}"
-        return ""
 
 
 @contextmanager
@@ -193,3 +186,70 @@ def watching(scratch: Path) -> Iterator[RankMonitor]:
     watch = RankMonitor(scratch)
     with periodically(watch.look, _TICK, "weft watch"):
         yield watch
+
+
+# ---------------------------------------------------------------- actors
+
+
+class ActorWatchdog:
+    """Watches the actors of a group that run on this machine, while the controller waits for them.
+
+    timeout: seconds that a phase may take without progress, unless the actor's own record has a limit; key: the config
+    key of that timeout. scratch: the folder with the actors' records, where reports are written.
+    """
+
+    def __init__(self, scratch: Path, timeout: float, key: str) -> None:
+        self.scratch, self.timeout, self.key = scratch, timeout, key
+        self._silence, self._stops = SilenceClock(), StoppedClock()
+        self._calls = Counter[int]()
+        self._called_at: dict[int, float] = {}
+
+    @contextmanager
+    def waiting_for(self, number: int) -> Iterator[None]:
+        """Inside, this actor has a call to answer."""
+        if not self._calls[number]:
+            self._called_at[number] = time.monotonic()
+        self._calls[number] += 1
+        try:
+            yield
+        finally:
+            self._calls[number] -= 1
+
+    def look(self, frozen_seconds: float) -> None:
+        """Kill the actors that make no progress, and write a report for each. frozen_seconds: time in which this
+        process itself did not run, which does not count."""
+        for number, record in flight.read_all(self.scratch / flight.FOLDER).items():
+            silence = self._silence.seconds(number, record, frozen_seconds)
+            process = process_of(record, self.scratch)
+            if process is None:
+                continue
+            stopped = self._stops.seconds(process, frozen_seconds)
+            if self._calls[number] and (
+                stopped > StoppedClock.patience(self.timeout) or self._is_too_long(number, record, silence)
+            ):
+                self._kill(number, record, process, silence)
+
+    def _is_too_long(self, number: int, record: FlightRecord, silence: float) -> bool:
+        if record.phase == flight.ENDLESS:  # a call has been sent, and has not begun
+            return min(silence, time.monotonic() - self._called_at[number]) > SilenceClock.patience(self.timeout)
+        limit = record.limit if record.limit is not None else self.timeout * flight.PATIENCE["load"]
+        return silence > SilenceClock.patience(limit)
+
+    def _kill(self, number: int, record: FlightRecord, process: psutil.Process, silence: float) -> None:
+        state = FROZEN.get(process.status())
+        message = f"no progress for {silence:.0f} seconds ({self.key})" + (f"; it is {state}" if state else "")
+        report = RankReport(number, time.monotonic(), message, kind="hang", activity=record.activity(), plain=True)
+        reports.write(report, self.scratch)
+        process.kill()
+
+
+@contextmanager
+def watching_actors(watchdog: ActorWatchdog) -> Iterator[None]:
+    """Run the watchdog in a thread until the context ends."""
+
+    def look(frozen_seconds: float) -> None:
+        with suppress(psutil.Error, OSError):  # the actor has ended meanwhile
+            watchdog.look(frozen_seconds)
+
+    with periodically(look, _ACTOR_TICK, "weft actor watchdog"):
+        yield
