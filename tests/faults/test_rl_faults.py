@@ -498,7 +498,7 @@ def test_a_sync_that_is_waited_for_in_vain_is_a_hang() -> None:
 ACTOR = """
 import os, sys, time
 from pathlib import Path
-from weft.observe import flight
+from weft.launch import flight
 from weft.observe import rollouts
 flight.recorder.open(Path(sys.argv[1]) / flight.FOLDER / flight.live_name(0))
 flight.begin(0, 1)

@@ -281,7 +281,7 @@ def test_a_rank_that_waited_in_vain_says_more_than_one_that_lost_a_connection() 
 RANK = """
 import sys, time
 from pathlib import Path
-from weft.observe import flight
+from weft.launch import flight
 flight.recorder.open(Path(sys.argv[1]) / flight.FOLDER / flight.live_name(1))
 flight.begin(1, 2)
 flight.watch(0.3)
@@ -343,7 +343,7 @@ def test_sys_exit_in_a_rank(
     ended: list[int] = []
     monkeypatch.setattr(entrypoint, "_end_rank", lambda status: ended.append(status) or status)
     monkeypatch.setattr(entrypoint, "joined", lambda: True)
-    monkeypatch.setattr(entrypoint, "_settle_in", lambda into: None)
+    monkeypatch.setattr(entrypoint, "_prepare_rank", lambda into: None)
     monkeypatch.delenv(reports.FOLDER_VARIABLE, raising=False)
     if launched:
         monkeypatch.setenv(reports.FOLDER_VARIABLE, str(tmp_path))
@@ -558,7 +558,7 @@ def test_an_actor_without_progress_is_killed_with_the_report_of_a_hang(
     killed: list[int] = []
     process: Any = SimpleNamespace(status=lambda: "running", kill=lambda: killed.append(1))
     monkeypatch.setattr(monitor, "process_of", lambda record, scratch: process)
-    ActorWatchdog(tmp_path, 3.0, "train.timeout")._end(1, made.record(), process, 7.0)
+    ActorWatchdog(tmp_path, 3.0, "train.timeout")._kill(1, made.record(), process, 7.0)
     (report,) = reports.read_all(tmp_path)
     assert (report.rank, report.kind, report.plain) == (1, "hang", True) and killed == [1]
     assert report.message == "no progress for 7 seconds (train.timeout)" and report.activity == made.record().activity()
