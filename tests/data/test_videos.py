@@ -98,9 +98,13 @@ def media_of(document: Document) -> dict[str, torch.Tensor]:
 def test_frames_are_taken_evenly_and_in_pairs() -> None:
     every = Sampling(fps=2.0, min_frames=4, max_frames=16)
     assert every.clip(300, 30.0) == Clip(300, 30.0, 16)  # 20 at two a second
-    assert every.clip(90, 30.0).taken == 6 and every.clip(90, 30.0).indices == [0, 18, 36, 53, 71, 89]
-    assert every.clip(30, 30.0).taken == 4 and every.clip(3, 30.0).taken == 2 and every.clip(1, 30.0).indices == [0]
-    assert every.clip(105, 30.0).taken == 6  # 7 at two a second
+    assert every.clip(90, 30.0).num_frames == 6 and every.clip(90, 30.0).indices == [0, 18, 36, 53, 71, 89]
+    assert (
+        every.clip(30, 30.0).num_frames == 4
+        and every.clip(3, 30.0).num_frames == 2
+        and every.clip(1, 30.0).indices == [0]
+    )
+    assert every.clip(105, 30.0).num_frames == 6  # 7 at two a second
     assert every.clip(90, 30.0).sampled_fps == pytest.approx(2.0)
 
 

@@ -100,7 +100,7 @@ def test_every_dtype_is_the_configs(param: str, reduce: str, master: str) -> Non
     ],
 )
 def test_a_pair_of_dtypes_without_a_use_is_said(param: Any, master: Any, words: str) -> None:
-    remark = Precision.of(FsdpConfig(param_dtype=param, master_dtype=master), torch.device("cpu")).remark()
+    remark = Precision.from_config(FsdpConfig(param_dtype=param, master_dtype=master), torch.device("cpu")).remark()
     assert remark.startswith(words) and bool(remark) == bool(words)
 
 

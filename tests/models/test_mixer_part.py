@@ -104,7 +104,7 @@ def test_tokens_come_together_and_go_back() -> None:
         own = torch.tensor([10.0 * d + t for d, start, stop in HELD[place] for t in range(start, stop)])
         whole = gather_documents(own[None, :, None], context)
         back = sum_to_tokens(whole + place, context)
-        return whole.flatten().tolist(), (back.flatten() - 4 * own).tolist(), context.documents(own.device).lengths
+        return whole.flatten().tolist(), (back.flatten() - 4 * own).tolist(), context.shared_bounds(own.device).lengths
 
     for place, (whole, added, lengths) in enumerate(in_threads(4, one)):
         assert whole == [*map(float, range(9)), *map(float, range(10, 16))]

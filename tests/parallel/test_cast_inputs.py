@@ -89,7 +89,7 @@ def test_tables_and_lists_are_cast_and_integers_are_not() -> None:
     assert args[0] is ids
     assert (args[1][0].dtype, args[1][1][0].dtype, args[1][1][1]) == (BF16, BF16, None)
     assert kwargs["table"]["cos"].dtype == BF16
-    assert casts.seen == {"a": {FP32, BF16}}
+    assert casts.input_dtypes == {"a": {FP32, BF16}}
 
 
 def nothing_to_cast(path: str) -> None:

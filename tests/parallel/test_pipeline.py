@@ -279,7 +279,7 @@ def test_layers_are_cut_by_cost() -> None:
     assert cut_layers([1.0] * 8, 4.0, 2) == [(0, 6), (6, 8)]
     assert cut_layers([1.0] * 4, 100.0, 4) == [(0, 1), (1, 2), (2, 3), (3, 4)]
     assert cut_layers([5.0, 1.0, 1.0, 1.0, 1.0, 1.0], 0.0, 2) == [(0, 1), (1, 6)]
-    assert cut_layers([1.0] * 6, 0.0, 3, least=3) == [(0, 3), (3, 5), (5, 6)]
+    assert cut_layers([1.0] * 6, 0.0, 3, min_layers=3) == [(0, 3), (3, 5), (5, 6)]
 
 
 @pytest.mark.parametrize(

@@ -113,7 +113,7 @@ def test_norms_with_a_weight_for_each_head_are_divided_with_their_heads(tp: int)
     config = hf.without_noise(tiny_config("cohere", use_qk_norm=True))
     assert check_division(config, examine(config), tp).error < 1e-5
     module = TrainModule(hf.build_meta(config, dtype=torch.float32, attention="eager"))
-    styles = find_tp_plan(module, config, tp).of
+    styles = find_tp_plan(module, config, tp).specs
     for leaf, heads in (("q_norm", 4), ("k_norm", 2)):
         style = styles[f"model.layers.0.self_attn.{leaf}.weight"]
         assert (style.dim, [(part.count, part.width) for part in style.parts]) == (0, [(heads, 1)])

@@ -335,7 +335,7 @@ class MediaLocation:
         number = self.position if kind == _ROW else seen.changed
         if clip is not None:
             kind = _FRAMES if len(self.paths) > 1 else kind + _VIDEO_PATH - _PATH
-            tail = _CLIP.pack(clip.total, clip.fps, clip.taken) + tail
+            tail = _CLIP.pack(clip.total, clip.fps, clip.num_frames) + tail
         return _HEAD.pack(kind, seen.height, seen.width, seen.size, number, self.place) + tail
 
     @classmethod

@@ -42,7 +42,7 @@ def check_contract(engine: Engine) -> None:
             raise RuntimeError(f"dtype contract broken: buffer {name} is {buffer.dtype}, and was built as {built}")
     if casts_inputs(engine.module):
         raise RuntimeError("dtype contract broken: FSDP casts the inputs of a unit, rotary tables among them")
-    for name, dtypes in engine.input_casts.seen.items():
+    for name, dtypes in engine.input_casts.input_dtypes.items():
         if not dtypes:
             raise UserError(
                 f"fsdp.cast_forward_inputs: {name} had no floating-point input in this step (it takes none, or is not "

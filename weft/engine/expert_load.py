@@ -70,7 +70,7 @@ class ExpertLoad:
         axis: ExpertPlacement | None = getattr(self.layers[0], "weft_axis", None)
         if axis is not None:
             first = sum(axis.experts[: axis.rank])
-            local = counts_LE[:, first : first + axis.own].sum()
+            local = counts_LE[:, first : first + axis.num_local].sum()
             sums.add("experts/sent", counts_LE.sum() - local, counts_LE.sum())
         dist.all_reduce(counts_LE, group=group)
         self.last = counts_LE

@@ -148,7 +148,7 @@ class PipelineExecutor(Executor):
         stage = self._stage(action)
         gradient = self.link.receive(P2PMessage(False, stage, action.micro))
         when = self.config.fsdp.reduce if self.weights is None else "later"
-        reduce_when(self.module, when, last=last, of=self.units[action.chunk])
+        reduce_when(self.module, when, last=last, units=self.units[action.chunk])
         with self.replay.following(done.row.routes), numerics(self.config.exact):  # for recomputed layers
             if done.forwarded is not None:
                 done.forwarded.loss.backward()
@@ -166,7 +166,7 @@ class PipelineExecutor(Executor):
         with torch.no_grad(), numerics(self.config.exact):
             for add in delayed:
                 add()
-        reduce_when(self.module, self.config.fsdp.reduce, last=last, of=self.units[action.chunk])
+        reduce_when(self.module, self.config.fsdp.reduce, last=last, units=self.units[action.chunk])
         reduce_now(self.module)
 
     def visit(

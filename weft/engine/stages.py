@@ -172,7 +172,7 @@ def describe(config: EngineConfig, ranks: Ranks, mesh: Mesh | None = None) -> En
     if mesh is None or mesh.sizes != sizes:
         mesh = build_mesh(sizes, ranks.mesh_device)
     storage = torch.device("cpu") if config.fsdp.cpu_offload else ranks.device
-    precision = Precision.of(config.fsdp, ranks.device, adapters=config.lora.on)
+    precision = Precision.from_config(config.fsdp, ranks.device, adapters=config.lora.on)
     rule = None
     if config.purpose == "inference":
         precision = replace(precision, master=precision.compute, frozen=precision.compute)

@@ -15,12 +15,12 @@ from weft.models.readouts import HIDDEN, TOP, ReadoutSpec
 
 
 def check_readouts(
-    module: nn.Module, vocabulary: int, wanted: ReadoutSpec, *, compiled: bool, mixers: Iterable[str] = ()
+    module: nn.Module, vocabulary: int, spec: ReadoutSpec, *, compiled: bool, mixers: Iterable[str] = ()
 ) -> None:
     """Raises UserError for readouts that this model cannot give: more top logits than `vocabulary`, or hidden states of
     a module that is missing, is compiled, or is inside one of `mixers`, which run document by document."""
     names = [name for name, _ in module.named_modules() if name]
-    for name in wanted.hidden:
+    for name in spec.hidden:
         if name not in names:
             near = get_close_matches(name, names, 3)
             hint = f" Did you mean {' or '.join(near)}?" if near else ""
@@ -31,14 +31,14 @@ def check_readouts(
                 f"train.objective: `{HIDDEN}{name}` in `readouts`: {mixer} carries state, so that what is inside runs "
                 f"document by document. Read {mixer} or its layer."
             )
-    if wanted.hidden and compiled:
+    if spec.hidden and compiled:
         raise UserError(
-            f"train.objective: `{HIDDEN}{wanted.hidden[0]}` in `readouts`: nothing is taken out of compiled layers. "
+            f"train.objective: `{HIDDEN}{spec.hidden[0]}` in `readouts`: nothing is taken out of compiled layers. "
             "Set model.compile=false."
         )
-    if wanted.top > vocabulary:
+    if spec.top > vocabulary:
         raise UserError(
-            f"train.objective: `{TOP}{wanted.top}` in `readouts`: there are {vocabulary} logits. Ask for fewer."
+            f"train.objective: `{TOP}{spec.top}` in `readouts`: there are {vocabulary} logits. Ask for fewer."
         )
 
 
@@ -49,7 +49,7 @@ def capture_outputs(module: nn.Module, names: Sequence[str], tokens: int) -> Ite
 
     tokens: length of the flattened row. Hooks end with the context, so recomputation in backward is not captured.
     """
-    found: dict[str, Tensor] = {}
+    captured: dict[str, Tensor] = {}
 
     def keep(name: str, output: Any) -> None:
         values = output[0] if isinstance(output, tuple) else output
@@ -59,14 +59,14 @@ def capture_outputs(module: nn.Module, names: Sequence[str], tokens: int) -> Ite
                 f"train.objective: `{HIDDEN}{name}` in `readouts`: the module gives {shape}, not a vector for each of "
                 f"{tokens} tokens."
             )
-        found[name] = values.reshape(tokens, -1).to(torch.promote_types(values.dtype, torch.float32))
+        captured[name] = values.reshape(tokens, -1).to(torch.promote_types(values.dtype, torch.float32))
 
     hooks = [
         module.get_submodule(name).register_forward_hook(lambda _, __, output, name=name: keep(name, output))
         for name in names
     ]
     try:
-        yield found
+        yield captured
     finally:
         for hook in hooks:
             hook.remove()

@@ -11,23 +11,23 @@ _PAIR = 2  # vision towers read frames in pairs
 
 @dataclass(frozen=True, slots=True)
 class Clip:
-    """The frames taken from a video. total: frames of the video. fps: its frames per second. taken: number of frames
-    taken, evenly spaced from the first to the last."""
+    """A sample of a video's frames. total: frames of the video. fps: its frames per second. num_frames: frames in the
+    sample, evenly spaced from the first to the last."""
 
     total: int
     fps: float
-    taken: int
+    num_frames: int
 
     @property
     def indices(self) -> list[int]:
         """Indices of the taken frames, ascending."""
-        found: list[int] = np.linspace(0, self.total - 1, self.taken).round().astype(int).tolist()
-        return found
+        indices: list[int] = np.linspace(0, self.total - 1, self.num_frames).round().astype(int).tolist()
+        return indices
 
     @property
     def sampled_fps(self) -> float:
         """Taken frames per second of the video."""
-        return self.taken / self.total * self.fps
+        return self.num_frames / self.total * self.fps
 
 
 Shape = tuple[int, int] | tuple[int, int, Clip]  # height and width of an image, or of a video's frames
@@ -44,6 +44,6 @@ class Sampling:
 
     def clip(self, total: int, fps: float) -> Clip:
         """The clip of a video with `total` frames at `fps` frames per second."""
-        most = min(self.max_frames, total)
-        wanted = min(max(total / fps * self.fps, self.min_frames), most)
-        return Clip(total, fps, max(int(wanted) // _PAIR * _PAIR, 1))
+        limit = min(self.max_frames, total)
+        num_frames = min(max(total / fps * self.fps, self.min_frames), limit)
+        return Clip(total, fps, max(int(num_frames) // _PAIR * _PAIR, 1))

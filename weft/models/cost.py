@@ -22,11 +22,11 @@ def flop_facts(module: TrainModule) -> FlopFacts:
     config: Any = module.hf_model.config.get_text_config()
     dense, expert = module.head.weight.numel(), 0
     for _, layer in module.layers:
-        own, routed = _matrices(layer)
-        dense, expert = dense + own, expert + routed
-    experts, chosen = expert_counts(config)
-    found = FlopFacts(dense, _attention(config), expert, experts, chosen)
-    return _with_tower(found, module, config)
+        layer_dense, layer_expert = _matrices(layer)
+        dense, expert = dense + layer_dense, expert + layer_expert
+    experts, experts_per_token = expert_counts(config)
+    facts = FlopFacts(dense, _attention(config), expert, experts, experts_per_token)
+    return _with_tower(facts, module, config)
 
 
 def costs_of_layers(module: TrainModule, length: int) -> tuple[list[float], float]:
@@ -59,10 +59,11 @@ def _with_tower(facts: FlopFacts, module: TrainModule, text: Any) -> FlopFacts:
     weights = sum(p.numel() for layer in layers for p in layer.parameters() if p.ndim >= 2)
     width = next((p.shape[0] for p in layers[0].parameters() if p.ndim == 1), 0)  # the first norm's width
     vision: Any = module.base.config.vision_config
-    whole = getattr(vision, "fullatt_block_indexes", None)  # Qwen2.5-VL: all other layers have windows
-    window = None if whole is None else (vision.window_size // vision.patch_size) ** 2
+    full_attention_layers = getattr(vision, "fullatt_block_indexes", None)  # Qwen2.5-VL: all other layers have windows
+    window = None if full_attention_layers is None else (vision.window_size // vision.patch_size) ** 2
     attention = tuple(
-        AttentionFacts(1, width, None if whole is None or number in whole else window) for number in range(len(layers))
+        AttentionFacts(1, width, None if full_attention_layers is None or index in full_attention_layers else window)
+        for index in range(len(layers))
     )
     memory = len(layers) * width / (text.num_hidden_layers * text.hidden_size)
     return replace(facts, tower=weights, tower_attention=attention, tower_memory=memory)
@@ -79,9 +80,9 @@ def _attention(config: Any) -> tuple[AttentionFacts, ...]:
 
 
 def _attention_by_layer(config: Any) -> list[AttentionFacts | None]:
-    each = hf.layer_configs(config)
-    types = getattr(config, "layer_types", None) or ["full_attention"] * len(each)
-    return [_attention_of(kind, own) for kind, own in zip(types, each, strict=True)]
+    layer_configs = hf.layer_configs(config)
+    types = getattr(config, "layer_types", None) or ["full_attention"] * len(layer_configs)
+    return [_attention_of(kind, layer_config) for kind, layer_config in zip(types, layer_configs, strict=True)]
 
 
 def _attention_of(kind: str, config: Any) -> AttentionFacts | None:
@@ -116,6 +117,8 @@ def with_adapters(facts: FlopFacts, plan: LoraPlan, module: TrainModule) -> Flop
         inputs = 0 if target.kind == "embedding" else target.inputs  # a look-up
         visited = facts.experts_per_token if target.kind == "experts" else 1
         trained += plan.rank * visited * (inputs + target.outputs)
-    whole = (p for name, p in module.named_parameters() if plan.trains(name) and not is_adapters(name) and p.ndim == 2)
-    trained += sum(p.numel() for p in whole) / 3
+    full_parameters = (
+        p for name, p in module.named_parameters() if plan.trains(name) and not is_adapters(name) and p.ndim == 2
+    )
+    trained += sum(p.numel() for p in full_parameters) / 3
     return replace(facts, frozen=True, trained=trained)

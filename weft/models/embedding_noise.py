@@ -43,9 +43,9 @@ class StepNoise:
 class EmbeddingNoise:
     """Adds noise to the output of a model's embedding, by a hook that works inside `adding`."""
 
-    def __init__(self, embedding: nn.Module, ranks: int, place: int) -> None:
-        """ranks, place: of the axis that may divide the tokens between layers, and this rank's place there."""
-        self.ranks, self.place = ranks, place
+    def __init__(self, embedding: nn.Module, ranks: int, rank: int) -> None:
+        """ranks, rank: of the axis that may divide the tokens between layers, and this rank's place there."""
+        self.ranks, self.place = ranks, rank
         self._keys_BT: Tensor | None = None
         self._sizes_BT: Tensor | None = None
         self._calls = 0

@@ -78,8 +78,8 @@ def experts_forward(experts: Any, hidden_TH: Tensor, chosen_TK: Tensor, weights_
     if axis is None:
         rows = _own_experts(experts, rows, ends_E)
     else:
-        there = dispatch(rows, ends_E, axis)
-        rows = combine(_own_experts(experts, there.rows_RH, there.ends), there, axis)
+        dispatched = dispatch(rows, ends_E, axis)
+        rows = combine(_own_experts(experts, dispatched.rows_RH, dispatched.ends), dispatched, axis)
     rows = rows * permuted(weights_TK.reshape(-1), order_S)[:, None]
     rows_TKH = permuted(rows, inverse(order_S)).view(*chosen_TK.shape, rows.shape[-1])
     return rows_TKH.sum(1).to(hidden_TH.dtype)

@@ -66,21 +66,21 @@ def find_facts(model: PreTrainedModel, values: bool = False) -> Facts:
 
 def _value_head(model: PreTrainedModel) -> nn.Module | None:
     """The root's only linear layer with one output (score or classifier in transformers), if there is exactly one."""
-    found = [child for child in model.children() if isinstance(child, nn.Linear) and child.out_features == 1]
-    return found[0] if len(found) == 1 else None
+    candidates = [child for child in model.children() if isinstance(child, nn.Linear) and child.out_features == 1]
+    return candidates[0] if len(candidates) == 1 else None
 
 
 def _final_norm(decoder: nn.Module, path: str) -> str | None:
     """Path of the norm before the head: the decoder's child with a norm's name and 1-D parameters only; None if there
     is not exactly one."""
-    found = [
+    names = [
         name
         for name, child in decoder.named_children()
         if _FINAL_NORM.search(name)
         and any(True for _ in child.parameters())
         and all(p.ndim == 1 for p in child.parameters())
     ]
-    return f"{path}.{found[0]}" if len(found) == 1 else None
+    return f"{path}.{names[0]}" if len(names) == 1 else None
 
 
 def logit_transform(config: PretrainedConfig) -> LogitTransform:

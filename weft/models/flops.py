@@ -72,8 +72,11 @@ def tower_flops(facts: FlopFacts, patches: int, pairs: int) -> tuple[float, int]
 
     patches: of all images. pairs: of patches of the same image. Smaller windows at an image's edge count as full.
     """
-    seen = (min(pairs, patches * (layer.window or pairs)) for layer in facts.tower_attention)
-    attention = sum(_per_pair(layer) * own for layer, own in zip(facts.tower_attention, seen, strict=True))
+    pairs_per_layer = (min(pairs, patches * (layer.window or pairs)) for layer in facts.tower_attention)
+    attention = sum(
+        _per_pair(layer) * layer_pairs
+        for layer, layer_pairs in zip(facts.tower_attention, pairs_per_layer, strict=True)
+    )
     flops = 6.0 * facts.tower * patches + attention
     return flops / 3.0 if facts.tower_frozen else flops, math.ceil(facts.tower_memory * patches)
 

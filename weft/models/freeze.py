@@ -57,5 +57,5 @@ def _parts(module: TrainModule, preset: str) -> list[str]:
         return [facts.decoder, facts.head]
     if preset == "projector":
         return list(projector)
-    found = [name for part in tower for name, _ in module.get_submodule(part).named_parameters(prefix=part)]
-    return [name for name in found if not any(matches(outer, name) for outer in projector)]
+    names = [name for part in tower for name, _ in module.get_submodule(part).named_parameters(prefix=part)]
+    return [name for name in names if not any(matches(outer, name) for outer in projector)]

@@ -68,8 +68,10 @@ def _epsilon(module: nn.Module) -> float | None:
     named = dict(module.named_parameters())
     if [*named] != ["weight"] or named["weight"].ndim != 1 or any(True for _ in module.buffers()):
         return None
-    takes = inspect.signature(type(module).forward).parameters.values()
-    if len(takes) != 2 or any(one.kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD for one in takes):
+    parameters = inspect.signature(type(module).forward).parameters.values()
+    if len(parameters) != 2 or any(
+        parameter.kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD for parameter in parameters
+    ):
         return None
     return next((value for name in EPSILON if isinstance(value := getattr(module, name, None), float)), None)
 
@@ -83,8 +85,8 @@ def is_root_mean_square(module: nn.Module, epsilon: float) -> bool:
     rows[1] *= 100.0
     weight = torch.randn(width, generator=generator)
     upstream = torch.randn(rows.shape, generator=generator)
-    tried = copy.copy(module)  # without the parameter, which may be on meta
-    tried._parameters = {"weight": nn.Parameter(weight.clone())}
+    probe = copy.copy(module)  # without the parameter, which may be on meta
+    probe._parameters = {"weight": nn.Parameter(weight.clone())}
 
     def results(run: Callable[[Tensor], Tensor], weight: Tensor) -> list[Tensor]:
         x = rows.clone().requires_grad_()
@@ -94,15 +96,15 @@ def is_root_mean_square(module: nn.Module, epsilon: float) -> bool:
     with torch.enable_grad():
         weight.requires_grad_()
         try:
-            theirs = results(partial(type(module).forward, tried), tried.weight)
+            expected = results(partial(type(module).forward, probe), probe.weight)
         except Exception:  # a formula of another kind
             return False
-        ours = results(lambda x: functional.rms_norm(x, (width,), weight, epsilon), weight)
-    return all(_near(a, b) for a, b in zip(ours, theirs, strict=True))
+        fused = results(lambda x: functional.rms_norm(x, (width,), weight, epsilon), weight)
+    return all(_near(a, b) for a, b in zip(fused, expected, strict=True))
 
 
-def _near(ours: Tensor, theirs: Any) -> bool:
-    if not isinstance(theirs, Tensor) or ours.shape != theirs.shape or ours.dtype != theirs.dtype:
+def _near(result: Tensor, expected: Any) -> bool:
+    if not isinstance(expected, Tensor) or result.shape != expected.shape or result.dtype != expected.dtype:
         return False
-    rows, others = ours.detach().reshape(-1, ours.shape[-1]), theirs.detach().reshape(-1, ours.shape[-1])
-    return bool(((rows - others).abs().amax(1) <= _ALLOWED * others.abs().amax(1)).all())
+    rows, expected_rows = result.detach().reshape(-1, result.shape[-1]), expected.detach().reshape(-1, result.shape[-1])
+    return bool(((rows - expected_rows).abs().amax(1) <= _ALLOWED * expected_rows.abs().amax(1)).all())

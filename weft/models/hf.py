@@ -133,9 +133,9 @@ def import_architectures(modules: Iterable[str], path: str, key: str = "model.im
 
 def registered_classes(config: PretrainedConfig) -> list[type[PreTrainedModel]]:
     """The user's classes for this config, by AutoModelFor...register: for causal language modelling first."""
-    kinds = (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification)
-    found = [kind._model_mapping._extra_content.get(type(config)) for kind in kinds]
-    return [kind for kind in found if kind is not None]
+    auto_classes = (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification)
+    classes = [kind._model_mapping._extra_content.get(type(config)) for kind in auto_classes]
+    return [kind for kind in classes if kind is not None]
 
 
 def read_config(path: str) -> PretrainedConfig:
@@ -152,8 +152,8 @@ def read_config(path: str) -> PretrainedConfig:
                 f"model.path: {path}: config.json: dtype is {missing[1]!r}, and torch has no such dtype: write "
                 "float32, bfloat16 or float16, or remove it."
             ) from error
-        own = " If it is your own, name the module that registers it in model.imports (weft chat, export, merge: "
-        hint = f"{own}--import)." if "does not recognize this architecture" in str(error) else ""
+        advice = " If it is your own, name the module that registers it in model.imports (weft chat, export, merge: "
+        hint = f"{advice}--import)." if "does not recognize this architecture" in str(error) else ""
         raise UserError(f"model.path: cannot read a model config from {path!r}: {first_line(error)}.{hint}") from error
     named = config.architectures
     if named is not None and not (isinstance(named, list) and all(isinstance(name, str) for name in named)):
@@ -182,13 +182,13 @@ Noise = tuple[tuple[int, str, float], ...]  # (number of the sub-config, key, va
 
 def noise_of(config: PretrainedConfig) -> Noise:
     """The keys of dropout and router jitter that are not 0, also of sub-configs."""
-    found = []
+    noise = []
     for number, owner in enumerate(_with_sub_configs(config)):
-        kept = family_of(owner.model_type).kept_noise
+        exempt_keys = family_of(owner.model_type).kept_noise
         for name, value in vars(owner).items():
-            if _NOISE_KEY.search(name) and name not in kept and isinstance(value, int | float) and value:
-                found += [] if isinstance(value, bool) else [(number, name, value)]
-    return tuple(found)
+            if _NOISE_KEY.search(name) and name not in exempt_keys and isinstance(value, int | float) and value:
+                noise += [] if isinstance(value, bool) else [(number, name, value)]
+    return tuple(noise)
 
 
 def without_noise(config: PretrainedConfig) -> PretrainedConfig:
@@ -223,9 +223,9 @@ def model_class(config: PretrainedConfig) -> type[PreTrainedModel]:
     """
     names = list(config.architectures or [])
     registered = registered_classes(config)
-    for own in registered:
-        if not names or own.__name__ == names[0]:
-            return own
+    for registered_class in registered:
+        if not names or registered_class.__name__ == names[0]:
+            return registered_class
     if not names:
         mapped = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
         if mapped is None:
@@ -234,14 +234,14 @@ def model_class(config: PretrainedConfig) -> type[PreTrainedModel]:
                 f"causal LM for model_type {config.model_type!r}. Add the class name to `architectures`."
             )
         names = [mapped] if isinstance(mapped, str) else [mapped[0]]
-    found = getattr(transformers, names[0], None)
-    if not (isinstance(found, type) and issubclass(found, PreTrainedModel)):
+    model_type = getattr(transformers, names[0], None)
+    if not (isinstance(model_type, type) and issubclass(model_type, PreTrainedModel)):
         raise UserError(
             f"model.path: transformers {transformers.__version__} has no model {names[0]!r} (config.architectures). "
             "weft trains classes that transformers ships, and those that you register in a module of model.imports "
             "(AutoModelForCausalLM.register); it never runs code that comes with a model."
         )
-    return found
+    return model_type
 
 
 # Ends of names of classes with a linear output on every hidden state in place of a causal LM's head.
@@ -267,14 +267,18 @@ def with_values(config: PretrainedConfig) -> PretrainedConfig:
         if config.num_labels != 1:
             raise UserError(f"model.path: {named} has {config.num_labels} labels; a critic needs one with 1.")
         return values
-    own = AutoModelForSequenceClassification._model_mapping._extra_content.get(type(config))
-    found = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(config.model_type) if own is None else own.__name__
-    if found is None:
+    registered = AutoModelForSequenceClassification._model_mapping._extra_content.get(type(config))
+    class_name = (
+        MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(config.model_type)
+        if registered is None
+        else registered.__name__
+    )
+    if class_name is None:
         raise UserError(
             f"model.path: transformers {transformers.__version__} has no sequence classification for model_type "
             f"{config.model_type!r}, so that no critic can be made of it: name one of another family as critic.path."
         )
-    values.architectures, values.num_labels = [found], 1
+    values.architectures, values.num_labels = [class_name], 1
     return values
 
 
@@ -322,8 +326,8 @@ def set_attention(model: PreTrainedModel, chosen: str) -> None:
 
     The model must be built: earlier, transformers would look for a package named like the tower's implementation.
     """
-    own = chosen != f"weft_{attention.EXACT}" and any(_has_bounds(module) for module in _tower(model))
-    model.set_attn_implementation(_by_part(model.config, chosen, _TOWER if own else "sdpa"))
+    has_bounds = chosen != f"weft_{attention.EXACT}" and any(_has_bounds(module) for module in _tower(model))
+    model.set_attn_implementation(_by_part(model.config, chosen, _TOWER if has_bounds else "sdpa"))
 
 
 def _by_part(config: PretrainedConfig, chosen: str, tower: str) -> str | dict[str, str]:
@@ -387,12 +391,12 @@ def choose_rules(model: PreTrainedModel, names: Iterable[str]) -> None:
 def runtime_names(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
     """Checkpoint name -> name in the model, for tensors that are renamed at most."""
     renamings, converters = _by_kind(get_model_conversion_mapping(model))
-    shapes, found = model.state_dict(), {}
+    shapes, names_by_checkpoint_name = model.state_dict(), {}
     for name in names:
         target, converter = rename_source_key(name, renamings, converters, model.base_model_prefix, shapes)
         if converter is None:
-            found[name] = target
-    return found
+            names_by_checkpoint_name[name] = target
+    return names_by_checkpoint_name
 
 
 def _by_kind(rules: Iterable[Any]) -> tuple[list[WeightRenaming], list[WeightConverter]]:
@@ -444,8 +448,8 @@ def layer_configs(config: PretrainedConfig) -> list[PretrainedConfig]:
     """The text config of each decoder layer: one object for all, except in families with per-layer values (Gemma 4's
     head_dim), which the common config refuses to return."""
     text = config.get_text_config()
-    whole = [text] * int(text.num_hidden_layers)
-    return list(text.per_layer_config) if getattr(text, "is_heterogeneous", False) else whole
+    shared_config = [text] * int(text.num_hidden_layers)
+    return list(text.per_layer_config) if getattr(text, "is_heterogeneous", False) else shared_config
 
 
 def accepts_by_name(module: nn.Module, argument: str) -> bool:
@@ -581,10 +585,10 @@ class RowCache(DynamicCache):
 
     def append(self, other: RowCache) -> None:
         """Append the rows of another cache's states."""
-        for (states, number), (others, _) in zip(self._states(), other._states(), strict=True):
-            states[number] = torch.cat([states[number], others[number]])
+        for (states, number), (other_states, _) in zip(self._states(), other._states(), strict=True):
+            states[number] = torch.cat([states[number], other_states[number]])
 
     def _states(self) -> list[tuple[dict[int, Tensor], int]]:
         """(dict that holds a layer's states, key in it) for every state."""
-        found = [(layer.conv_states, layer.recurrent_states) for layer in self.layers if hasattr(layer, "conv_states")]
-        return [(states, n) for both in found for states in both for n, state in states.items() if state is not None]
+        pairs = [(layer.conv_states, layer.recurrent_states) for layer in self.layers if hasattr(layer, "conv_states")]
+        return [(states, n) for pair in pairs for states in pair for n, state in states.items() if state is not None]

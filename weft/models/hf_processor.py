@@ -79,45 +79,54 @@ class ImageProcessor:
         self.marks = tuple(dict.fromkeys(text for text in named if text))
         self.layout = lru_cache(_KEPT)(self._layout)
         self._counts = False
-        if self._apart and hasattr(processor.image_processor, "get_number_of_image_patches"):
+        if self._images_are_independent and hasattr(processor.image_processor, "get_number_of_image_patches"):
             self._counts = all(self._counted(size) == self._processed((size,)) for size in _TRIED)
 
     @property
     def settings(self) -> str:
         """All settings that texts and inputs depend on, as JSON."""
-        own = {name: value for name, value in vars(self._processor).items() if isinstance(value, int | str | float)}
+        attributes = {
+            name: value for name, value in vars(self._processor).items() if isinstance(value, int | str | float)
+        }
         images = self._processor.image_processor
-        said = [self.kind, type(images).__name__, own, images.to_dict(), self._patch_size, settings_of(self._frames)]
-        return json.dumps(said, sort_keys=True, default=str)
+        settings = [
+            self.kind,
+            type(images).__name__,
+            attributes,
+            images.to_dict(),
+            self._patch_size,
+            settings_of(self._frames),
+        ]
+        return json.dumps(settings, sort_keys=True, default=str)
 
     def files(self, path: str) -> dict[str, str]:
         """File name -> text of the processor's files at `path`, with this processor's pixel limits, so that serving
         processes images and frames as training did."""
         size = {name: value for name, value in dict(self._processor.image_processor.size).items() if value is not None}
-        found = dict[str, dict[str, Any]]()
+        files = dict[str, dict[str, Any]]()
         for name in ("preprocessor_config.json", "processor_config.json"):
             content = _read_file(path, name)
-            own = content if name.startswith("pre") else content.get("image_processor")
-            if not isinstance(own, dict) or not own:
+            settings = content if name.startswith("pre") else content.get("image_processor")
+            if not isinstance(settings, dict) or not settings:
                 continue
-            own["size"] = size
+            settings["size"] = size
             for key, edge in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge")):
-                if key in own:
-                    own[key] = size[edge]
-            found[name] = content
+                if key in settings:
+                    settings[key] = size[edge]
+            files[name] = content
         if self._frames is not None:  # without settings of its own, a video processor takes those of images
-            own = self._frames.file(settings_file(lambda name: _read_file(path, name)))
-            nested = found.get("processor_config.json", {})
-            target = nested if "video_processor" in nested else found
-            target["video_processor" if target is nested else "video_preprocessor_config.json"] = own
-        return {name: json.dumps(content, indent=2) + "\n" for name, content in found.items()}
+            settings = self._frames.file(settings_file(lambda name: _read_file(path, name)))
+            nested = files.get("processor_config.json", {})
+            target = nested if "video_processor" in nested else files
+            target["video_processor" if target is nested else "video_preprocessor_config.json"] = settings
+        return {name: json.dumps(content, indent=2) + "\n" for name, content in files.items()}
 
     def _layout(self, shapes: tuple[Shape, ...]) -> Layout:
         """The layout of images and videos of these shapes. Passes on the processor's error for a size it refuses."""
-        if self._apart and len(shapes) > 1:
-            found = [self.layout((shape,)) for shape in shapes]
-            patches, pairs = sum(one.patches for one in found), sum(one.pairs for one in found)
-            return Layout(tuple(text for one in found for text in one.texts), patches, pairs)
+        if self._images_are_independent and len(shapes) > 1:
+            layouts = [self.layout((shape,)) for shape in shapes]
+            patches, pairs = sum(layout.patches for layout in layouts), sum(layout.pairs for layout in layouts)
+            return Layout(tuple(text for layout in layouts for text in layout.texts), patches, pairs)
         if len(shapes) == 1 and len(shapes[0]) == 3:
             return self._of_video(*shapes[0])
         sizes = tuple((shape[0], shape[1]) for shape in shapes)
@@ -125,14 +134,14 @@ class ImageProcessor:
 
     def _of_video(self, height: int, width: int, clip: Clip) -> Layout:
         assert self._frames is not None
-        grid = self._frames.grid(height, width, clip.taken)
-        time, own = grid[0], grid[1] * grid[2]
-        return Layout((video_text(self._processor, grid, clip),), time * own, time * own**2)
+        grid = self._frames.grid(height, width, clip.num_frames)
+        time, patches_per_frame = grid[0], grid[1] * grid[2]
+        return Layout((video_text(self._processor, grid, clip),), time * patches_per_frame, time * patches_per_frame**2)
 
     def resizing(self, shape: Shape) -> Callable[[Any], Any]:
         """A function that resizes a frame (PIL image) of a video of this shape to the size that the model sees."""
         assert self._frames is not None and len(shape) == 3
-        return self._frames.resizing(shape[0], shape[1], shape[2].taken)
+        return self._frames.resizing(shape[0], shape[1], shape[2].num_frames)
 
     def _counted(self, size: Size) -> Layout:
         """The layout of one image, from the processor's own count of patches: tens of milliseconds faster than
@@ -150,11 +159,11 @@ class ImageProcessor:
         out = self._call(blank, return_text_replacement_offsets=True, return_tensors="pt", **options)
         texts = tuple(item["replacement"] for item in out["text_replacement_offsets"][0])
         assert len(texts) == len(sizes)
-        each = self._each(out)
-        return Layout(texts, sum(each), sum(patches**2 for patches in each))
+        patches_per_image = self._patches_per_image(out)
+        return Layout(texts, sum(patches_per_image), sum(patches**2 for patches in patches_per_image))
 
     @property
-    def _apart(self) -> bool:
+    def _images_are_independent(self) -> bool:
         """Whether each image becomes rows of patches of its own, independent of the document's other images."""
         return "image_grid_thw" in self._processor.image_processor.model_input_names
 
@@ -168,12 +177,16 @@ class ImageProcessor:
         out = self._call(images, return_tensors="pt") if images else {}
         import torch
 
-        found = {name: value for name, value in out.items() if name not in _OF_TEXT}
-        patches = sum(self._each(found)) if images else 0
-        each = [video_inputs(self._processor, self._frames, *video) for video in videos if self._frames is not None]
-        for name in each[0] if each else ():
-            found[name] = torch.cat([one[name] for one in each])
-        return found, patches + sum(int(grid) for one in each for grid in one["video_grid_thw"].prod(1))
+        inputs = {name: value for name, value in out.items() if name not in _OF_TEXT}
+        patches = sum(self._patches_per_image(inputs)) if images else 0
+        inputs_per_video = [
+            video_inputs(self._processor, self._frames, *video) for video in videos if self._frames is not None
+        ]
+        for name in inputs_per_video[0] if inputs_per_video else ():
+            inputs[name] = torch.cat([video_input[name] for video_input in inputs_per_video])
+        return inputs, patches + sum(
+            int(grid) for video_input in inputs_per_video for grid in video_input["video_grid_thw"].prod(1)
+        )
 
     def prompt_inputs(self, text: str, images: Sequence[Any]) -> Any:
         """All model inputs for a rendered prompt with one placeholder per image, as a BatchFeature."""
@@ -183,7 +196,7 @@ class ImageProcessor:
         text = " ".join([self.placeholder] * len(images))
         return self._processor(text=[text], images=list(images), **options)
 
-    def _each(self, out: Mapping[str, Any]) -> list[int]:
+    def _patches_per_image(self, out: Mapping[str, Any]) -> list[int]:
         """Patches that the tower forwards, of each image: from grids, or from images [..., channels, height, width], of
         which a large image may have several."""
         if "image_grid_thw" in out:
@@ -191,8 +204,8 @@ class ImageProcessor:
         shape = tuple(out["pixel_values"].shape)
         if len(shape) < 4:  # rows of patches
             return [shape[-2]] * math.prod(shape[:-2])
-        own = (shape[-2] // self._patch_size) * (shape[-1] // self._patch_size)
-        return [own] * math.prod(shape[:-3])
+        patches = (shape[-2] // self._patch_size) * (shape[-1] // self._patch_size)
+        return [patches] * math.prod(shape[:-3])
 
 
 def is_vision_config(config: Any) -> bool:
@@ -214,7 +227,7 @@ def load_processor(
     try:
         family = _family(path, config)
         frames = video_settings(family.__name__, settings_file(lambda name: _read_file(path, name)))
-        made = _class_of(path, family, tokenizer).from_pretrained(path, trust_remote_code=False)
+        processor = _class_of(path, family, tokenizer).from_pretrained(path, trust_remote_code=False)
     except UserError:
         raise
     except Exception as error:  # of any type: files of others, classes of many families
@@ -225,18 +238,20 @@ def load_processor(
             f"model.path: the image processor of {path} cannot be made: {reason.rstrip('.')}. It needs "
             "preprocessor_config.json (and processor_config.json, if the model has one) beside config.json."
         ) from error
-    if getattr(made, "image_token", None) is None:
-        raise UserError(f"model.path: the processor of {path} ({type(made).__name__}) has no placeholder for images.")
-    _set_pixels(made, pixels)
+    if getattr(processor, "image_token", None) is None:
+        raise UserError(
+            f"model.path: the processor of {path} ({type(processor).__name__}) has no placeholder for images."
+        )
+    _set_pixels(processor, pixels)
     if video and frames is None:
         raise UserError(
-            f"data.video: weft does not know how {type(made).__name__} of model.path reads videos (known: "
+            f"data.video: weft does not know how {type(processor).__name__} of model.path reads videos (known: "
             f"{', '.join(KNOWN)}): leave it out."
         )
     if frames is not None:
-        frames = made.video_processor = frames.limited(video or {})
+        frames = processor.video_processor = frames.limited(video or {})
     patch = getattr(config.vision_config, "patch_size", None) or 14
-    return ImageProcessor(made, int(patch[0] if isinstance(patch, list | tuple) else patch), frames)
+    return ImageProcessor(processor, int(patch[0] if isinstance(patch, list | tuple) else patch), frames)
 
 
 def _class_of(path: str, family: Any, tokenizer: PreTrainedTokenizerBase) -> Any:
@@ -249,12 +264,12 @@ def _class_of(path: str, family: Any, tokenizer: PreTrainedTokenizerBase) -> Any
     class Processor(family):
         @classmethod
         def _get_arguments_from_pretrained(cls, *args: Any, **kwargs: Any) -> list[Any]:
-            made = {
+            loaders = {
                 "tokenizer": lambda: tokenizer,
                 "image_processor": lambda: AutoImageProcessor.from_pretrained(path, trust_remote_code=False),
                 "video_processor": lambda: _videos(path) if videos else None,
             }
-            return [made[name]() for name in cls.get_attributes()]
+            return [loaders[name]() for name in cls.get_attributes()]
 
         def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
             if argument_name != "video_processor" or argument is not None:
@@ -276,22 +291,22 @@ def _family(path: str, config: Any) -> Any:
     from transformers.models.auto.configuration_auto import model_type_to_module_name
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
-    wanted = _named_class(path) or PROCESSOR_MAPPING_NAMES.get(config.model_type)
-    owners = [model for model, name in PROCESSOR_MAPPING_NAMES.items() if name == wanted and _has(model)]
+    class_name = _named_class(path) or PROCESSOR_MAPPING_NAMES.get(config.model_type)
+    owners = [model for model, name in PROCESSOR_MAPPING_NAMES.items() if name == class_name and _has(model)]
     if not owners:
         raise UserError(
-            f"model.path: transformers has no processor of images {wanted or f'for {config.model_type}'} ({path})."
+            f"model.path: transformers has no processor of images {class_name or f'for {config.model_type}'} ({path})."
         )
-    own = model_type_to_module_name(owners[0])
-    module = f"transformers.models.{own}"
-    with _without_torchvision(module, own):
-        return getattr(importlib.import_module(f"{module}.processing_{own}"), str(wanted))
+    module_name = model_type_to_module_name(owners[0])
+    module = f"transformers.models.{module_name}"
+    with _without_torchvision(module, module_name):
+        return getattr(importlib.import_module(f"{module}.processing_{module_name}"), str(class_name))
 
 
 def _named_class(path: str) -> str | None:
     for name in ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json"):
-        if found := _read_file(path, name).get("processor_class"):
-            return str(found)
+        if class_name := _read_file(path, name).get("processor_class"):
+            return str(class_name)
     return None
 
 
@@ -320,15 +335,15 @@ def _has(model: str) -> bool:
 def _without_torchvision(module: str, name: str) -> Iterator[None]:
     """Inside, imports of a family's torchvision-backed image processor give the PIL-backed one, which has the same
     functions. Some processors (pixtral) import it."""
-    wanted, pil = f"{module}.image_processing_{name}", f"{module}.image_processing_pil_{name}"
-    if find_spec("torchvision") is not None or wanted in sys.modules or find_spec(pil) is None:
+    torchvision_module, pil_module = f"{module}.image_processing_{name}", f"{module}.image_processing_pil_{name}"
+    if find_spec("torchvision") is not None or torchvision_module in sys.modules or find_spec(pil_module) is None:
         yield
         return
-    sys.modules[wanted] = importlib.import_module(pil)
+    sys.modules[torchvision_module] = importlib.import_module(pil_module)
     try:
         yield
     finally:
-        del sys.modules[wanted]
+        del sys.modules[torchvision_module]
 
 
 @cache
@@ -357,10 +372,10 @@ def _set_pixels(processor: Any, pixels: Mapping[str, int]) -> None:
         limits = {"longest_edge": math.isqrt(pixels["max"])}
     else:
         named = ", ".join(f"{name}: {value}" for name, value in size.items())
-        what = "min" if set(size) == {"longest_edge"} else "such limits"
+        missing = "min" if set(size) == {"longest_edge"} else "such limits"
         raise UserError(
-            f"data.image_pixels: {type(images).__name__} of model.path has no {what}: it makes images of {named}. "
-            f"Leave data.image_pixels{'.min' if what == 'min' else ''} out."
+            f"data.image_pixels: {type(images).__name__} of model.path has no {missing}: it makes images of {named}. "
+            f"Leave data.image_pixels{'.min' if missing == 'min' else ''} out."
         )
     size |= {name: value for name, value in limits.items() if value is not None}
     if size.get("shortest_edge", 0) > size["longest_edge"]:

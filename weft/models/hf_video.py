@@ -31,11 +31,11 @@ _CLIP_MEAN, _CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.2613
 
 @dataclass(frozen=True)
 class Frames:
-    """A video processor's settings. whole: pixel limits apply to all frames together, else to each frame. Other fields
-    are transformers'."""
+    """A video processor's settings. limits_whole_video: pixel limits apply to all frames together, else to each frame.
+    The other fields have transformers' names."""
 
     kind: str
-    whole: bool
+    limits_whole_video: bool
     shortest_edge: int
     longest_edge: int
     patch_size: int
@@ -46,17 +46,17 @@ class Frames:
     resample: int = 3
     model_input_names: ClassVar = ["pixel_values_videos", "video_grid_thw"]  # processors read it
 
-    def size(self, height: int, width: int, taken: int) -> tuple[int, int]:
+    def size(self, height: int, width: int, num_frames: int) -> tuple[int, int]:
         """(height, width) of the frames that the model sees. Raises ValueError for a shape that its family refuses."""
         factor = self.patch_size * self.merge_size
-        if self.whole:
-            return self._size_of_all(height, width, taken, factor)
+        if self.limits_whole_video:
+            return self._size_of_all(height, width, num_frames, factor)
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
-        found: tuple[int, int] = smart_resize(height, width, factor, self.shortest_edge, self.longest_edge)
-        return found
+        size: tuple[int, int] = smart_resize(height, width, factor, self.shortest_edge, self.longest_edge)
+        return size
 
-    def _size_of_all(self, height: int, width: int, taken: int, factor: int) -> tuple[int, int]:
+    def _size_of_all(self, height: int, width: int, num_frames: int, factor: int) -> tuple[int, int]:
         """`size` as Qwen3VLVideoProcessor computes it. factor: sides are multiples of it."""
         if min(height, width) < factor:
             scale = max(factor / height, factor / width)
@@ -64,44 +64,44 @@ class Frames:
         if max(height, width) > 200 * min(height, width):
             raise ValueError(f"absolute aspect ratio must be smaller than 200, got {height} x {width}")
         sides, step = (height, width), self.temporal_patch_size
-        pixels = round(taken / step) * step * math.prod(round(side / factor) * factor for side in sides)
+        pixels = round(num_frames / step) * step * math.prod(round(side / factor) * factor for side in sides)
         if pixels > self.longest_edge:
-            beta = math.sqrt(taken * height * width / self.longest_edge)
-            found = [max(factor, math.floor(side / beta / factor) * factor) for side in sides]
+            beta = math.sqrt(num_frames * height * width / self.longest_edge)
+            size = [max(factor, math.floor(side / beta / factor) * factor) for side in sides]
         elif pixels < self.shortest_edge:
-            beta = math.sqrt(self.shortest_edge / (taken * height * width))
-            found = [math.ceil(side * beta / factor) * factor for side in sides]
+            beta = math.sqrt(self.shortest_edge / (num_frames * height * width))
+            size = [math.ceil(side * beta / factor) * factor for side in sides]
         else:
-            found = [round(side / factor) * factor for side in sides]
-        return found[0], found[1]
+            size = [round(side / factor) * factor for side in sides]
+        return size[0], size[1]
 
-    def grid(self, height: int, width: int, taken: int) -> tuple[int, int, int]:
-        """video_grid_thw of `taken` frames of this size; the last frame is repeated to fill temporal_patch_size."""
-        own = self.size(height, width, taken)
-        return -(-taken // self.temporal_patch_size), own[0] // self.patch_size, own[1] // self.patch_size
+    def grid(self, height: int, width: int, num_frames: int) -> tuple[int, int, int]:
+        """video_grid_thw of a video. The last frame is repeated to fill temporal_patch_size."""
+        size = self.size(height, width, num_frames)
+        return -(-num_frames // self.temporal_patch_size), size[0] // self.patch_size, size[1] // self.patch_size
 
-    def resizing(self, height: int, width: int, taken: int) -> Callable[[Any], Any]:
+    def resizing(self, height: int, width: int, num_frames: int) -> Callable[[Any], Any]:
         """A function that resizes a frame (PIL image) to the size that the model sees."""
-        own = self.size(height, width, taken)
-        return lambda picture: picture.resize((own[1], own[0]), self.resample)
+        size = self.size(height, width, num_frames)
+        return lambda picture: picture.resize((size[1], size[0]), self.resample)
 
     def limited(self, pixels: Mapping[str, float]) -> Frames:
         """The settings with data.video's limits min_pixels and max_pixels. Raises UserError if min is above max."""
-        least = int(pixels.get("min_pixels", self.shortest_edge))
-        most = int(pixels.get("max_pixels", self.longest_edge))
-        if least > most:
+        min_pixels = int(pixels.get("min_pixels", self.shortest_edge))
+        max_pixels = int(pixels.get("max_pixels", self.longest_edge))
+        if min_pixels > max_pixels:
             raise UserError(
-                f"data.video: the least pixels ({least:,}) are above the most ({most:,}) of {self.kind}: set "
-                "min_pixels and max_pixels both."
+                f"data.video: min_pixels ({min_pixels:,}) is above max_pixels ({max_pixels:,}) of {self.kind}: set "
+                "both."
             )
-        return replace(self, shortest_edge=least, longest_edge=most)
+        return replace(self, shortest_edge=min_pixels, longest_edge=max_pixels)
 
-    def file(self, found: Mapping[str, Any]) -> dict[str, Any]:
-        """Content of video_preprocessor_config.json with these settings. found: settings of the model's own files."""
-        rest = {name: value for name, value in found.items() if name not in _OF_IMAGES}
-        own = asdict(self)
-        size = {name: own.pop(name) for name in ("shortest_edge", "longest_edge")}
-        return {**rest, **{n: own[n] for n in _SHARED}, "size": size, "video_processor_type": self.kind}
+    def file(self, model_settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Content of video_preprocessor_config.json with these settings. model_settings: of the model's own files."""
+        other_settings = {name: value for name, value in model_settings.items() if name not in _OF_IMAGES}
+        settings = asdict(self)
+        size = {name: settings.pop(name) for name in ("shortest_edge", "longest_edge")}
+        return {**other_settings, **{n: settings[n] for n in _SHARED}, "size": size, "video_processor_type": self.kind}
 
 
 _OF_IMAGES = ("image_processor_type", "min_pixels", "max_pixels", "size", "processor_class")
@@ -119,24 +119,26 @@ def settings_file(read: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
     """The settings of a model's video processor, from the first file in transformers' order of preference. read: file
     name -> its JSON, {} if it is missing."""
     nested = read("processor_config.json").get("video_processor")
-    found = nested or read("video_preprocessor_config.json") or read("preprocessor_config.json")
-    return found if isinstance(found, dict) else {}
+    settings = nested or read("video_preprocessor_config.json") or read("preprocessor_config.json")
+    return settings if isinstance(settings, dict) else {}
 
 
-def video_settings(processor: str, found: Mapping[str, Any]) -> Frames | None:
+def video_settings(processor: str, settings: Mapping[str, Any]) -> Frames | None:
     """The video processor's settings for a processor of this class; None if weft does not know the class, or the
-    settings in `found` are of a kind it does not know. found: as settings_file returns them."""
+    settings in `settings` are of a kind it does not know. settings: as settings_file returns them."""
     default = KNOWN.get(processor)
     if default is None:
         return None
-    said = found.get("video_processor_type", default.kind)
-    if said != default.kind or found.get("cap_pixels_per_frame"):
+    kind = settings.get("video_processor_type", default.kind)
+    if kind != default.kind or settings.get("cap_pixels_per_frame"):
         return None
-    size = {**asdict(default), **(found.get("size") or {})}
-    edges = (found.get("min_pixels") or size["shortest_edge"], found.get("max_pixels") or size["longest_edge"])
-    given = {name: found[name] for name in _SHARED if found.get(name) is not None}
-    made: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
-    return replace(default, shortest_edge=int(edges[0]), longest_edge=int(edges[1]), **made)
+    size = {**asdict(default), **(settings.get("size") or {})}
+    edges = (settings.get("min_pixels") or size["shortest_edge"], settings.get("max_pixels") or size["longest_edge"])
+    overrides = {name: settings[name] for name in _SHARED if settings.get(name) is not None}
+    fields: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in overrides.items()
+    }
+    return replace(default, shortest_edge=int(edges[0]), longest_edge=int(edges[1]), **fields)
 
 
 def video_text(processor: Any, grid: tuple[int, int, int], clip: Clip) -> str:
@@ -155,10 +157,10 @@ def video_inputs(processor: Any, frames: Frames, pictures: Sequence[Any], clip: 
     time = -(-len(pictures) // step)
     options = {name: getattr(frames, name) for name in _SHARED if name != "resample"}
     images = [*pictures, *[pictures[-1]] * (time * step - len(pictures))]
-    found = processor.image_processor(images, do_resize=False, return_tensors="pt", **options)["pixel_values"]
+    pixel_values = processor.image_processor(images, do_resize=False, return_tensors="pt", **options)["pixel_values"]
     # The image processor repeats each frame `step` times; a video's patch has `step` different frames instead.
     rows, pixels = math.prod(sides), frames.patch_size**2
-    single = found.view(time, step, rows, -1, step, pixels)[..., 0, :]
+    single = pixel_values.view(time, step, rows, -1, step, pixels)[..., 0, :]
     patches = single.permute(0, 2, 3, 1, 4).reshape(time * rows, -1)
     inputs = {"pixel_values_videos": patches, "video_grid_thw": torch.tensor([[time, *sides]])}
     if "second_per_grid_ts" in processor.model_input_names:

@@ -137,11 +137,11 @@ def new_adapters(model: PreTrainedModel, config: LoraConfig) -> LoraPlan:
 
 def adaptable(model: PreTrainedModel) -> dict[str, Target]:
     """Name -> target, for everything that can have an adapter, in the model's order."""
-    found = {}
+    targets = {}
     for name, module in model.named_modules():
         for target in _targets_of(name, module, model):
-            found[target.name] = target
-    return found
+            targets[target.name] = target
+    return targets
 
 
 def _targets_of(name: str, module: nn.Module, model: PreTrainedModel) -> Iterator[Target]:
@@ -183,8 +183,8 @@ def find_targets(model: PreTrainedModel, patterns: Sequence[str], trained: Seque
         if not names:
             raise UserError(_nothing_named(model, pattern, candidates))
         chosen |= names
-    whole = tuple(f"{module}." for module in trained)
-    return tuple(t for n, t in candidates.items() if n in chosen and not t.weight.startswith(whole))
+    trained_prefixes = tuple(f"{module}." for module in trained)
+    return tuple(t for n, t in candidates.items() if n in chosen and not t.weight.startswith(trained_prefixes))
 
 
 def matches_end(name: str, pattern: str) -> bool:
@@ -193,15 +193,15 @@ def matches_end(name: str, pattern: str) -> bool:
 
 
 def _nothing_named(model: PreTrainedModel, pattern: str, candidates: Mapping[str, Target]) -> str:
-    there = [name for name, _ in (*model.named_modules(), *model.named_parameters()) if matches_end(name, pattern)]
-    if not there:
+    matches = [name for name, _ in (*model.named_modules(), *model.named_parameters()) if matches_end(name, pattern)]
+    if not matches:
         near = candidates if "." in pattern else {name.rpartition(".")[2] for name in candidates}
         return f"lora.targets: {pattern!r} matches nothing in this model{similar_names(pattern, near)}"
-    inside = [name for name in candidates if name.startswith(f"{there[0]}.")]
+    inside = [name for name in candidates if name.startswith(f"{matches[0]}.")]
     if inside:
-        return f"lora.targets: {there[0]} is no layer but holds some: write {pattern}.*, or name them."
+        return f"lora.targets: {matches[0]} is no layer but holds some: write {pattern}.*, or name them."
     return (
-        f"lora.targets: {there[0]} cannot be adapted: adapters are for linear layers, the token embedding, and the "
+        f"lora.targets: {matches[0]} cannot be adapted: adapters are for linear layers, the token embedding, and the "
         "weights of fused experts. lora.modules_to_save trains a module whole."
     )
 
@@ -209,7 +209,7 @@ def _nothing_named(model: PreTrainedModel, pattern: str, candidates: Mapping[str
 def find_trained(model: PreTrainedModel, ends: Sequence[str]) -> tuple[str, ...]:
     """Names of the modules with parameters that match `ends` (as in matches_end), in order. Raises UserError if an end
     matches none."""
-    found: dict[str, None] = {}
+    trained: dict[str, None] = {}
     for end in ends:
         names = [
             name
@@ -221,8 +221,8 @@ def find_trained(model: PreTrainedModel, ends: Sequence[str]) -> tuple[str, ...]
             raise UserError(
                 f"lora.modules_to_save: {end!r} matches no module with parameters{similar_names(end, modules)}"
             )
-        found |= dict.fromkeys(names)
-    return tuple(found)
+        trained |= dict.fromkeys(names)
+    return tuple(trained)
 
 
 def untied_for(model: PreTrainedModel, plan: LoraPlan, *, merged: bool) -> tuple[str, ...]:
@@ -284,21 +284,21 @@ def add_delta(weight: Tensor, target: Target, lora: LoraPlan, a: Tensor, b: Tens
         deltas: Iterable[Tensor] = (b_orE[:, :, expert] @ a_Eri[expert] for expert in range(target.experts))
     else:
         weight, deltas = weight[None], [b @ a]
-    for own, delta in zip(weight, deltas, strict=True):
-        own.add_(delta.T if target.transposed else delta, alpha=lora.scale)
+    for matrix, delta in zip(weight, deltas, strict=True):
+        matrix.add_(delta.T if target.transposed else delta, alpha=lora.scale)
     return weight if target.kind == "experts" else weight[0]
 
 
 def describe(plan: LoraPlan, module: nn.Module, elements: Mapping[str, int]) -> list[str]:
     """Start-up lines that describe the adapters. elements: number of elements of each parameter."""
     trained = sum(count for name, count in elements.items() if plan.trains(name))
-    every = sum(elements.values())
+    total = sum(elements.values())
     kinds = list(dict.fromkeys(target.name.rpartition(".")[2] for target in plan.targets))
     formula = "alpha / sqrt(rank)" if plan.rslora else "alpha / rank"
-    begun = f", from {plan.path}" if plan.path is not None else ""
+    origin = f", from {plan.path}" if plan.path is not None else ""
     lines = [
         f"rank {plan.rank}, {formula} = {plan.scale:g}, on {len(plan.targets)} weights ({', '.join(kinds) or 'none'})"
-        f"{begun}; {trained:,} of {every:,} parameters are trained ({trained / every:.2%})"
+        f"{origin}; {trained:,} of {total:,} parameters are trained ({trained / total:.2%})"
     ]
     if plan.trained:
         lines.append(f"trained whole: {', '.join(plan.trained)}")

@@ -123,8 +123,12 @@ def described(mixer: nn.Module, device: torch.device, dtype: torch.dtype) -> str
 def choice_of(function: Callable[..., Any]) -> Mapping[str, Any] | None:
     """What transformers' decorator of functions with kernels has decided: names of its closure; None for other
     functions."""
-    own = inspect.getclosurevars(_inner(function)).nonlocals
-    return own if all(name in own for name in ("func_name", "is_new_implementation", "applicable_params")) else None
+    closure = inspect.getclosurevars(_inner(function)).nonlocals
+    return (
+        closure
+        if all(name in closure for name in ("func_name", "is_new_implementation", "applicable_params"))
+        else None
+    )
 
 
 def choices_of(mixer: type[nn.Module]) -> dict[str, Mapping[str, Any]]:
@@ -157,10 +161,10 @@ def _documents(bounds: Bounds, device: torch.device) -> dict[str, Tensor]:
         lengths = torch.tensor(bounds.lengths)
         numbers = torch.arange(len(lengths), dtype=torch.int32).repeat_interleave(lengths)[None]
         ends = torch.tensor([0, *bounds.lengths]).cumsum(0)
-        there = {"seq_idx": numbers, "cu_seqlens": ends}
+        arguments = {"seq_idx": numbers, "cu_seqlens": ends}
         if device.type != "cpu":
-            there = {name: value.pin_memory().to(device, non_blocking=True) for name, value in there.items()}
-        bounds.cache["mixer kernels"] = there | {"cu_seq_lens_q": there["cu_seqlens"], "cu_seqlens_cpu": ends}
+            arguments = {name: value.pin_memory().to(device, non_blocking=True) for name, value in arguments.items()}
+        bounds.cache["mixer kernels"] = arguments | {"cu_seq_lens_q": arguments["cu_seqlens"], "cu_seqlens_cpu": ends}
     documents: dict[str, Tensor] = bounds.cache["mixer kernels"]
     return documents
 

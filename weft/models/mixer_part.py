@@ -37,7 +37,7 @@ class MixerShard:
     stored: bool
 
 
-def share_of_documents(mixer: nn.Module, place: int, ranks: Communicator, size: int) -> MixerShard | None:
+def share_of_documents(mixer: nn.Module, rank: int, ranks: Communicator, size: int) -> MixerShard | None:
     """The part of a rank that shares whole documents with the others of `size` ranks, which have no smaller groups.
     None if the heads do not divide, or if the mixer has per-token inputs other than hidden states."""
     style = mixer_style(mixer)
@@ -45,7 +45,7 @@ def share_of_documents(mixer: nn.Module, place: int, ranks: Communicator, size: 
         return None
     if any(style.sharing(norm, size) not in (1, size) for norm in style.norms):
         return None
-    return MixerShard(style, place, size, lambda _: ranks, stored=False)
+    return MixerShard(style, rank, size, lambda _: ranks, stored=False)
 
 
 def can_share_documents(mixer: nn.Module, size: int, tp: int) -> bool:
@@ -58,31 +58,31 @@ def can_share_documents(mixer: nn.Module, size: int, tp: int) -> bool:
 
 def view(mixer: nn.Module, share: MixerShard) -> nn.Module:
     """The part of a mixer, as a module. Differentiable: gradients of the slices reach the mixer's weights."""
-    style, own = share.style, _Copies(mixer)
-    for name, cut in style.of.items():
-        owner, leaf = own.holder(name)
+    style, module_copies = share.style, _Copies(mixer)
+    for name, cut in style.specs.items():
+        owner, leaf = module_copies.holder(name)
         if leaf in owner._buffers:
             owner._buffers[leaf] = _taken(owner._buffers[leaf], cut, share)
         elif not share.stored:
             owner._parameters[leaf] = _taken(owner._parameters[leaf], cut, share)
             if leaf == "weight" and "lora" in owner._modules:
-                _cut_adapter(own.module(f"{name.rpartition('.')[0]}.lora"), cut, share)
+                _cut_adapter(module_copies.module(f"{name.rpartition('.')[0]}.lora"), cut, share)
     for name, parts in style.counts.items():
-        owner, leaf = own.holder(name)
+        owner, leaf = module_copies.holder(name)
         owner.__dict__[leaf] = sum(size for _, size in ranges_of(parts, share.rank, share.size))
     for name in style.norms:
         copies = style.sharing(name, share.size)
         if copies > 1:
-            norm = own.module(name)
+            norm = module_copies.module(name)
             norm.__dict__[_SUMS] = (*getattr(norm, _SUMS, ()), (share.neighbours(copies), copies))
             norm.__dict__["forward"] = partial(_norm, norm, dealt_groups(style, name, share.size))
     for name in style.sums:
-        layer = own.module(name)
+        layer = module_copies.module(name)
         layer.__dict__["_forward_hooks"] = OrderedDict(layer._forward_hooks)
         layer.register_forward_hook(partial(_sum_outputs, share.neighbours(share.size)))  # the last of the hooks
     if not share.stored:
-        _share_bias(own.module(style.output), share.size)
-    part = own.module("")
+        _share_bias(module_copies.module(style.output), share.size)
+    part = module_copies.module("")
     part.__dict__.pop("forward", None)  # the PerDocumentMixer's
     part.__dict__["training"] = False  # fused kernels for training include the norm and the output projection
     return part
@@ -98,15 +98,15 @@ class _Copies:
     modules."""
 
     def __init__(self, root: nn.Module) -> None:
-        self._made = {"": _copied(root)}
+        self._copies = {"": _copied(root)}
 
     def module(self, path: str) -> Any:
         """The copy of a child."""
-        if path not in self._made:
+        if path not in self._copies:
             parent, _, leaf = path.rpartition(".")
             holder = self.module(parent)
-            self._made[path] = holder._modules[leaf] = _copied(holder._modules[leaf])
-        return self._made[path]
+            self._copies[path] = holder._modules[leaf] = _copied(holder._modules[leaf])
+        return self._copies[path]
 
     def holder(self, name: str) -> tuple[Any, str]:
         """(copy of the module that holds a tensor or attribute, its name there)."""
@@ -115,29 +115,29 @@ class _Copies:
 
 
 def _copied(module: nn.Module) -> nn.Module:
-    copied = object.__new__(type(module))
-    own = {name: dict(module.__dict__[name]) for name in ("_parameters", "_buffers", "_modules")}
-    copied.__dict__ = {**module.__dict__, **own}
-    return copied
+    copy = object.__new__(type(module))
+    dicts = {name: dict(module.__dict__[name]) for name in ("_parameters", "_buffers", "_modules")}
+    copy.__dict__ = {**module.__dict__, **dicts}
+    return copy
 
 
 def _taken(tensor: Tensor, style: TPSpec, share: MixerShard) -> Tensor:
     assert style.dim is not None
     ranges = _joined(ranges_of(style.parts, share.rank, share.size))
-    taken = [tensor.narrow(style.dim, first, size) for first, size in ranges]
-    return taken[0] if len(taken) == 1 else torch.cat(taken, style.dim)
+    slices = [tensor.narrow(style.dim, first, size) for first, size in ranges]
+    return slices[0] if len(slices) == 1 else torch.cat(slices, style.dim)
 
 
 def _joined(ranges: list[Range]) -> list[Range]:
     """The ranges with adjacent ones joined, so that contiguous elements are not copied."""
-    found = ranges[:1]
+    joined = ranges[:1]
     for first, size in ranges[1:]:
-        before, length = found[-1]
+        before, length = joined[-1]
         if before + length == first:
-            found[-1] = (before, length + size)
+            joined[-1] = (before, length + size)
         else:
-            found.append((first, size))
-    return found
+            joined.append((first, size))
+    return joined
 
 
 def _cut_adapter(adapter: Any, weight: TPSpec, share: MixerShard) -> None:
@@ -174,7 +174,7 @@ def _norm(norm: Any, groups: int, x: Tensor, gate: Tensor | None = None) -> Tens
 
 def mean_square(parts: Tensor, sums: Sums) -> Tensor:
     """[..., groups, 1]: mean square over the width on all ranks. parts: [..., groups, width on this rank]."""
-    found = parts.pow(2).mean(-1, keepdim=True)
+    mean = parts.pow(2).mean(-1, keepdim=True)
     for ranks, size in sums:
-        found = all_reduce_autograd(found, ranks) / size
-    return found
+        mean = all_reduce_autograd(mean, ranks) / size
+    return mean

@@ -19,15 +19,15 @@ def matches(pattern: str, name: str) -> bool:
 
 def outermost(root: nn.Module, pattern: str) -> list[str]:
     """Names of the outermost modules that the glob matches; for a ModuleList, of its members."""
-    found: list[str] = []
+    names: list[str] = []
     for name, child in root.named_modules():
-        if not name or isinstance(child, CONTAINERS) or any(name.startswith(f"{outer}.") for outer in found):
+        if not name or isinstance(child, CONTAINERS) or any(name.startswith(f"{outer}.") for outer in names):
             continue
         parent = name.rpartition(".")[0]
         listed = isinstance(root.get_submodule(parent), CONTAINERS) and fnmatchcase(parent, pattern)
         if listed or fnmatchcase(name, pattern):
-            found.append(name)
-    return found
+            names.append(name)
+    return names
 
 
 def similar_names(pattern: str, names: Iterable[str]) -> str:
@@ -43,5 +43,5 @@ def similar_names(pattern: str, names: Iterable[str]) -> str:
 def _beginning(name: str) -> str:
     """`model.layers` of model.layers.0.mlp.weight, `lm_head` of lm_head.weight."""
     parts = name.split(".")
-    numbered = next((place for place, part in enumerate(parts) if part.isdigit()), len(parts) - 1)
+    numbered = next((index for index, part in enumerate(parts) if part.isdigit()), len(parts) - 1)
     return ".".join(parts[: max(1, numbered)])

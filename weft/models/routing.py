@@ -58,20 +58,20 @@ class RouteRecorder:
 
     def __init__(self, layers: Sequence[nn.Module], experts: int, chosen: int) -> None:
         self._layers, self._chosen = len(layers), chosen
-        self._seen: dict[int, Tensor] = {}
+        self._choices: dict[int, Tensor] = {}
         self._hooks = ExitStack()
         self._hooks.enter_context(replace_choices(layers, experts, chosen, self._keep))
 
     def take(self) -> NDArray[np.int16]:
         """[M, decoder layers, k]: experts of the M tokens of the last forward; -1 for layers without routing."""
-        tokens = max((len(chosen_Mk) for chosen_Mk in self._seen.values()), default=0)
+        tokens = max((len(chosen_Mk) for chosen_Mk in self._choices.values()), default=0)
         none_Mk = torch.full((tokens, self._chosen), -1)
-        routes = [self._seen.get(layer, none_Mk).to("cpu", torch.int16) for layer in range(self._layers)]
-        self._seen.clear()
+        routes = [self._choices.get(layer, none_Mk).to("cpu", torch.int16) for layer in range(self._layers)]
+        self._choices.clear()
         return torch.stack(routes, dim=1).numpy()
 
     def _keep(self, layer: int, scores: Tensor, out: Any) -> Any:
-        self._seen[layer] = out[1]
+        self._choices[layer] = out[1]
         return out
 
 
@@ -97,6 +97,6 @@ def replaced(scores: Tensor, out: Any, indices: Tensor) -> Any:
     return type(out)((scores.gather(-1, indices), indices))
 
 
-def differ(one: Tensor, other: Tensor) -> Tensor:
+def differ(a: Tensor, b: Tensor) -> Tensor:
     """[M]: whether two choices [M, k] differ as sets."""
-    return (one.sort(-1)[0] != other.sort(-1)[0]).any(-1)
+    return (a.sort(-1)[0] != b.sort(-1)[0]).any(-1)

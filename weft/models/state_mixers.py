@@ -35,26 +35,26 @@ class PerDocumentMixer:
         self.calls = 0
         self.share: MixerShard | None = None
         dispatch(type(mixer))
-        self._run: Callable[..., Any] = self._apart
+        self._run: Callable[..., Any] = self._run_documents
         mixer.__dict__["forward"] = self.forward
 
     def hide(self) -> None:
         """Hide the mixer from torch.compile, because lengths of documents differ in every row."""
-        self._run = torch.compiler.disable(self._apart)
+        self._run = torch.compiler.disable(self._run_documents)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The mixer's own forward, run separately on each document of a packed row."""
         return self._run(*args, **kwargs)
 
-    def _apart(self, *args: Any, **kwargs: Any) -> Any:
+    def _run_documents(self, *args: Any, **kwargs: Any) -> Any:
         mixer = self.mixer if self.share is None else view(self.mixer, self.share)
         if mixer.training and has_fused(type(mixer)):
             mixer = _not_fused(mixer)
-        own = partial(type(mixer).forward, mixer)
+        forward = partial(type(mixer).forward, mixer)
         bounds, self.bounds = self.bounds, None
         kwargs.pop(BOUNDS_ARGUMENT, None)  # some mixers pass all arguments on to kernels
         if bounds is None or bounds.padded:
-            return own(*args, **kwargs)
+            return forward(*args, **kwargs)
         if any(kwargs.get(name) is not None for name in _CACHES):
             raise RuntimeError(f"{type(self.mixer).__name__}: a packed row cannot be continued from a cache")
         if "attention_mask" in kwargs:
@@ -63,11 +63,11 @@ class PerDocumentMixer:
         if bounds.context is not None:
             return _over_ranks(mixer, bounds.context, *args, **kwargs)
         hidden: Tensor = args[0] if args else kwargs["hidden_states"]
-        by_documents = partial(by_document, own, bounds, *args, **kwargs)
+        by_documents = partial(by_document, forward, bounds, *args, **kwargs)
         kernels = suits(mixer, bounds, hidden)
         if kernels is None:
             return by_documents()
-        by_kernels = partial(own, *args, **{**kwargs, **kernels.vision_context(bounds, hidden.device)})
+        by_kernels = partial(forward, *args, **{**kwargs, **kernels.vision_context(bounds, hidden.device)})
         problem = tried(mixer, hidden)
         if problem is None:
             problem = try_kernels(mixer, hidden, bounds, lambda: _first(by_kernels()), lambda: _first(by_documents()))
@@ -83,9 +83,9 @@ class PerDocumentMixer:
 def _not_fused(mixer: nn.Module) -> nn.Module:
     """The mixer, with the same parameters, in a mode in which it calls its norm and projections, instead of a fused
     kernel that takes their weights (mixer_kernels.FUSED)."""
-    own: nn.Module = object.__new__(type(mixer))
-    own.__dict__.update({name: value for name, value in mixer.__dict__.items() if name != "forward"}, training=False)
-    return own
+    copy: nn.Module = object.__new__(type(mixer))
+    copy.__dict__.update({name: value for name, value in mixer.__dict__.items() if name != "forward"}, training=False)
+    return copy
 
 
 def _over_ranks(mixer: nn.Module, context: ContextRow, *args: Any, **kwargs: Any) -> Any:
@@ -98,26 +98,26 @@ def _over_ranks(mixer: nn.Module, context: ContextRow, *args: Any, **kwargs: Any
     if share is None:
         raise RuntimeError(f"{type(mixer).__name__}: its heads cannot be dealt to {axis.size} ranks of mesh.cp")
     part = view(mixer, share)
-    whole = gather_documents(x[:, : context.tokens], context)
-    documents = by_document(partial(type(part).forward, part), context.documents(x.device), whole, **kwargs)
-    found = [sum_to_tokens(_first(documents), context)]
+    gathered = gather_documents(x[:, : context.tokens], context)
+    documents = by_document(partial(type(part).forward, part), context.shared_bounds(x.device), gathered, **kwargs)
+    parts = [sum_to_tokens(_first(documents), context)]
     if context.whole_lengths:
-        own = partial(type(mixer).forward, mixer)
-        found.append(_first(by_document(own, context.rest(x.device), x[:, context.tokens :], **kwargs)))
-    row = torch.cat(found, 1)
+        forward = partial(type(mixer).forward, mixer)
+        parts.append(_first(by_document(forward, context.unshared_bounds(x.device), x[:, context.tokens :], **kwargs)))
+    row = torch.cat(parts, 1)
     return (row, *documents[1:]) if isinstance(documents, tuple) else row
 
 
 def _hidden_alone(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
     """(hidden states, the other arguments with per-token ones set to None, which these mixers do not read)."""
     x = args[0] if args else kwargs["hidden_states"]
-    rest = {name: value for name, value in kwargs.items() if name != "hidden_states"}
-    return x, {name: None if is_of_tokens(value, x.shape[1]) else value for name, value in rest.items()}
+    others = {name: value for name, value in kwargs.items() if name != "hidden_states"}
+    return x, {name: None if is_of_tokens(value, x.shape[1]) else value for name, value in others.items()}
 
 
 def _first(output: Any) -> Tensor:
-    found: Tensor = output[0] if isinstance(output, tuple) else output
-    return found
+    first: Tensor = output[0] if isinstance(output, tuple) else output
+    return first
 
 
 class _Entrance:
@@ -136,15 +136,15 @@ class _Entrance:
 
 def run_per_document(layers: Sequence[tuple[str, nn.Module]]) -> dict[str, PerDocumentMixer]:
     """Give every mixer of these layers a Boundary, unless it has one. Returns mixer name -> Boundary."""
-    found: dict[str, PerDocumentMixer] = {}
+    result: dict[str, PerDocumentMixer] = {}
     for prefix, layer in layers:
         mixers = {f"{prefix}.{name}": mixer for name, mixer in find_mixers(layer)}
-        known = {name: _boundary_of(mixer) for name, mixer in mixers.items()}
-        new = {name: PerDocumentMixer(mixers[name]) for name, boundary in known.items() if boundary is None}
+        existing = {name: _boundary_of(mixer) for name, mixer in mixers.items()}
+        new = {name: PerDocumentMixer(mixers[name]) for name, boundary in existing.items() if boundary is None}
         if new:
             layer.register_forward_pre_hook(_Entrance(list(new.values())).enter, with_kwargs=True)
-        found |= {name: boundary for name, boundary in (known | new).items() if boundary is not None}
-    return found
+        result |= {name: boundary for name, boundary in (existing | new).items() if boundary is not None}
+    return result
 
 
 def _boundary_of(mixer: nn.Module) -> PerDocumentMixer | None:

@@ -20,13 +20,13 @@ from weft.models.tp_parts import DimSegment, TPSpec, dealt
 class MixerSpec:
     """The division of one mixer; names are relative to it.
 
-    of: parameter or buffer -> style. output: the layer whose outputs are summed over the ranks. counts: attribute ->
+    specs: parameter or buffer -> style. output: the layer whose outputs are summed over the ranks. counts: attribute ->
     the parts whose elements it counts. norms: norm -> its groups, each normalised by itself, which may span several
     ranks. sums: layers whose outputs are sums over all channels. hidden_alone: hidden states are the only per-token
     input of its forward.
     """
 
-    of: dict[str, TPSpec]
+    specs: dict[str, TPSpec]
     output: str
     counts: dict[str, tuple[DimSegment, ...]] = field(default_factory=dict)
     norms: dict[str, DimSegment] = field(default_factory=dict)
@@ -35,7 +35,7 @@ class MixerSpec:
 
     def divides(self, ranks: int) -> bool:
         """Whether every part divides over so many ranks."""
-        parts = [part for style in self.of.values() for part in style.parts]
+        parts = [part for style in self.specs.values() for part in style.parts]
         return all(dealt(part, ranks) is not None for part in [*parts, *self.norms.values()])
 
     def sharing(self, norm: str, ranks: int) -> int:
@@ -50,8 +50,8 @@ def mixer_style(mixer: nn.Module) -> MixerSpec | None:
     names = {name for name, _ in mixer.named_children()} | {name for name, _ in mixer.named_parameters(recurse=False)}
     for needed, rule in _RULES.items():
         if names.issuperset(needed):
-            found = rule(mixer)
-            return found if _explains(mixer, found) else None
+            spec = rule(mixer)
+            return spec if _explains(mixer, spec) else None
     return None
 
 
@@ -59,7 +59,7 @@ def _explains(mixer: nn.Module, style: MixerSpec) -> bool:
     """Whether the parts of each divided tensor add up to all of it."""
     tensors = {**dict(mixer.named_parameters()), **dict(mixer.named_buffers())}
     return all(
-        sum(p.size for p in s.parts) == tensors[n].shape[s.dim] for n, s in style.of.items() if s.dim is not None
+        sum(p.size for p in s.parts) == tensors[n].shape[s.dim] for n, s in style.specs.items() if s.dim is not None
     )
 
 
@@ -78,13 +78,13 @@ def _style(
     """output: the layer that reads `inner`. parts: layer or tensor -> the parts of its outputs. dims: the divided
     dimension of tensors, where it is not the first. Names that the mixer lacks are left out."""
     tensors = {**dict(mixer.named_parameters()), **dict(mixer.named_buffers())}
-    of = {f"{output}.weight": TPSpec(1, (inner,)), **{f"{name}.weight": TPSpec(1, (inner,)) for name in sums}}
-    for name, own in parts.items():
+    specs = {f"{output}.weight": TPSpec(1, (inner,)), **{f"{name}.weight": TPSpec(1, (inner,)) for name in sums}}
+    for name, segments in parts.items():
         for tensor in (name, f"{name}.weight", f"{name}.bias"):
             if tensor in tensors:
-                of[tensor] = TPSpec((dims or {}).get(name, 0), own)
-    there = {name: own for name, own in (counts or {}).items() if _has(mixer, name)}
-    return MixerSpec(of, output, there, dict(norms or {}), sums, hidden_alone)
+                specs[tensor] = TPSpec((dims or {}).get(name, 0), segments)
+    present_counts = {name: segments for name, segments in (counts or {}).items() if _has(mixer, name)}
+    return MixerSpec(specs, output, present_counts, dict(norms or {}), sums, hidden_alone)
 
 
 def _has(mixer: nn.Module, attribute: str) -> bool:
@@ -147,42 +147,44 @@ def _selective(m: Any) -> MixerSpec:
 def _delta_heads(m: Any) -> tuple[DimSegment, DimSegment, DimSegment, dict[str, tuple[DimSegment, ...]]]:
     """(keys, values, one element per value head, counts). Several value heads share a key head."""
     keys, values = _repeated(m.num_k_heads, m.head_k_dim), _heads(m.num_v_heads, m.head_v_dim)
-    each = _heads(m.num_v_heads)
+    per_head = _heads(m.num_v_heads)
     counts: dict[str, tuple[DimSegment, ...]] = {
-        "num_k_heads": (_repeated(m.num_k_heads),), "num_v_heads": (each,), "key_dim": (keys,), "value_dim": (values,)
+        "num_k_heads": (_repeated(m.num_k_heads),), "num_v_heads": (per_head,), "key_dim": (keys,),
+        "value_dim": (values,),
     }  # fmt: skip
-    return keys, values, each, counts
+    return keys, values, per_head, counts
 
 
 def _fused_delta_net(m: Any) -> MixerSpec:
     """Gated delta nets (Yang et al. 2024, arXiv:2412.06464) whose projections keep everything of a key head together
     (qwen3_next)."""
-    times = m.num_v_heads // m.num_k_heads
-    keys, values = _heads(m.num_k_heads, m.head_k_dim), _heads(m.num_k_heads, times * m.head_v_dim)
-    each = _heads(m.num_k_heads, times)
+    values_per_key = m.num_v_heads // m.num_k_heads
+    keys, values = _heads(m.num_k_heads, m.head_k_dim), _heads(m.num_k_heads, values_per_key * m.head_v_dim)
+    per_head = _heads(m.num_k_heads, values_per_key)
     return _style(
         m, output="out_proj", inner=values,
         parts={
-            "in_proj_qkvz": (_heads(m.num_k_heads, 2 * m.head_k_dim + 2 * times * m.head_v_dim),),
-            "in_proj_ba": (_heads(m.num_k_heads, 2 * times),),
-            "conv1d": (keys, keys, values), "A_log": (each,), "dt_bias": (each,),
+            "in_proj_qkvz": (_heads(m.num_k_heads, 2 * m.head_k_dim + 2 * values_per_key * m.head_v_dim),),
+            "in_proj_ba": (_heads(m.num_k_heads, 2 * values_per_key),),
+            "conv1d": (keys, keys, values), "A_log": (per_head,), "dt_bias": (per_head,),
         },
         counts={
-            "num_k_heads": (_heads(m.num_k_heads),), "num_v_heads": (each,), "key_dim": (keys,), "value_dim": (values,)
+            "num_k_heads": (_heads(m.num_k_heads),), "num_v_heads": (per_head,), "key_dim": (keys,),
+        "value_dim": (values,),
         },
     )  # fmt: skip
 
 
 def _delta_net(m: Any) -> MixerSpec:
     """Gated delta nets with queries, keys and values in one projection (qwen3_5), or in three (olmo_hybrid)."""
-    keys, values, each, counts = _delta_heads(m)
+    keys, values, per_head, counts = _delta_heads(m)
     joint = (keys, keys, values)
     return _style(
         m, output="out_proj" if hasattr(m, "out_proj") else "o_proj", inner=values, counts=counts,
         parts={
-            "in_proj_qkv": joint, "in_proj_z": (values,), "in_proj_a": (each,), "in_proj_b": (each,),
+            "in_proj_qkv": joint, "in_proj_z": (values,), "in_proj_a": (per_head,), "in_proj_b": (per_head,),
             "q_proj": (keys,), "k_proj": (keys,), "v_proj": (values,), "g_proj": (values,),
-            "a_proj": (each,), "b_proj": (each,), "conv1d": joint, "A_log": (each,), "dt_bias": (each,),
+            "a_proj": (per_head,), "b_proj": (per_head,), "conv1d": joint, "A_log": (per_head,), "dt_bias": (per_head,),
         },
     )  # fmt: skip
 

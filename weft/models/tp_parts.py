@@ -42,15 +42,15 @@ def dealt(part: DimSegment, ranks: int) -> tuple[list[Range], int] | None:
     return None
 
 
-def ranges_of(parts: Sequence[DimSegment], place: int, ranks: int) -> list[Range]:
-    """The ranges of elements of the rank at `place`, part by part. The parts must divide."""
-    found, offset = [], 0
+def ranges_of(parts: Sequence[DimSegment], rank: int, ranks: int) -> list[Range]:
+    """The ranges of elements of the rank at `rank`, part by part. The parts must divide."""
+    ranges, offset = [], 0
     for part in parts:
         items = dealt(part, ranks)
         assert items is not None, (part, ranks)
-        found += scaled_ranges([items[0][place]], part.width, offset)
+        ranges += scaled_ranges([items[0][rank]], part.width, offset)
         offset += part.size
-    return found
+    return ranges
 
 
 def even_ranges(count: int, ranks: int) -> list[Range]:

@@ -69,19 +69,19 @@ class Head(nn.Module):
             hidden_NH = torch.cat([hidden_NH, self.lora.down(hidden_NH)], 1)
             weight = torch.cat([weight, self.lora.B], 1)
         if needs_logits(readouts):
-            found = self._selected(hidden_NH, weight, targets_N, readouts, chosen_NC)
+            outputs = self._selected(hidden_NH, weight, targets_N, readouts, chosen_NC)
             if "entropy" not in readouts:
-                return found
-            return found | self._whole(hidden_NH, weight, targets_N, readouts, None)
+                return outputs
+            return outputs | self._chunked_readouts(hidden_NH, weight, targets_N, readouts, None)
         if "top1" in readouts:
             pair = logprob_and_top1(
                 hidden_NH, weight, self.bias, targets_N, self.transform,
                 temperature=self.temperature, shard=self.shard,
             )  # fmt: skip
             return dict(zip(("logprob", "top1"), pair, strict=True))
-        return self._whole(hidden_NH, weight, targets_N, readouts, direction)
+        return self._chunked_readouts(hidden_NH, weight, targets_N, readouts, direction)
 
-    def _whole(
+    def _chunked_readouts(
         self,
         hidden_NH: Tensor,
         weight: Tensor,
@@ -148,11 +148,11 @@ class ValueHead(Head):
 @dataclass
 class StageIO:
     """What a pipeline stage receives and sends in one forward (parallel/pp/model.py). is_last: whether it is the last
-    stage. others: (parent module, child's name, stand-in during this stage's forwards), if the rank has other stages.
-    mixers: how many of the stage's modules carry state."""
+    stage. placeholders: (parent module, child's name, placeholder) of the modules that other stages of the rank run.
+    mixers: number of the stage's modules that carry state."""
 
     is_last: bool
-    others: Sequence[tuple[nn.Module, str, nn.Module]] = ()
+    placeholders: Sequence[tuple[nn.Module, str, nn.Module]] = ()
     mixers: int = 0
     received: Tensor | None = None
     sent: Tensor | None = None
@@ -161,14 +161,14 @@ class StageIO:
     def entered(self, received: Tensor | None) -> Iterator[None]:
         """Inside, a forward of the model is this stage's. received: hidden states of the previous stage."""
         self.received = received
-        own = [getattr(holder, name) for holder, name, _ in self.others]
-        for holder, name, stand_in in self.others:
-            setattr(holder, name, stand_in)
+        modules = [getattr(parent, name) for parent, name, _ in self.placeholders]
+        for parent, name, stand_in in self.placeholders:
+            setattr(parent, name, stand_in)
         try:
             yield
         finally:
-            for (holder, name, _), module in zip(self.others, own, strict=True):
-                setattr(holder, name, module)
+            for (parent, name, _), module in zip(self.placeholders, modules, strict=True):
+                setattr(parent, name, module)
 
     def take(self) -> Tensor:
         """The hidden states to send. Drops all references to the forward's tensors."""
@@ -294,9 +294,9 @@ class TrainModule(nn.Module):
         routed = {} if balance is None else _of_routers(getattr(out, "router_logits", None), balance)
         if passage is not None and not passage.is_last:
             return {"sent": passage.take()} | routed
-        found = self.head(out.last_hidden_state.flatten(0, 1)[selected_N], targets_N, readouts, direction, chosen_NC)
-        found |= {HIDDEN + name: hidden[name][selected_N] for name in names}
-        return found | routed
+        outputs = self.head(out.last_hidden_state.flatten(0, 1)[selected_N], targets_N, readouts, direction, chosen_NC)
+        outputs |= {HIDDEN + name: hidden[name][selected_N] for name in names}
+        return outputs | routed
 
 
 def _of_routers(logits: Sequence[Tensor] | None, balance: Balance) -> dict[str, Tensor]:

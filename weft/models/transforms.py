@@ -54,9 +54,11 @@ def describe_fp8(module: TrainModule) -> str:
     """A line for the start of a run."""
     layers = list(linear_layers(module))
     count = sum(_computes_in_fp8(layer) for _, layer in layers)
-    left = [name for name, layer in layers if not _computes_in_fp8(layer)]
-    beside = f"; {len(left)} have widths that are no multiples of {fp8.MULTIPLE} ({left[0]})" if left else ""
-    return f"fp8 (not exact): {counted(count, 'linear layer')} of the decoder{beside}"
+    unchanged = [name for name, layer in layers if not _computes_in_fp8(layer)]
+    remark = (
+        f"; {len(unchanged)} have widths that are no multiples of {fp8.MULTIPLE} ({unchanged[0]})" if unchanged else ""
+    )
+    return f"fp8 (not exact): {counted(count, 'linear layer')} of the decoder{remark}"
 
 
 def _computes_in_fp8(layer: nn.Module) -> bool:

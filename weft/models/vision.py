@@ -64,10 +64,10 @@ class Vision:
         arguments of the document's images and videos."""
         if not hasattr(base, "get_rope_index"):
             return None
-        known = {name: value for name, value in inputs.items() if hf.accepts(base, name) and "pixel" not in name}
+        arguments = {name: value for name, value in inputs.items() if hf.accepts(base, name) and "pixel" not in name}
         types = self.token_types(tokens_T)[None]
         rule: Any = base.get_rope_index
-        positions: Tensor = rule(tokens_T[None], mm_token_type_ids=types, **known)[0]
+        positions: Tensor = rule(tokens_T[None], mm_token_type_ids=types, **arguments)[0]
         return positions[-3:, 0]
 
     def runs(self, base: nn.Module, inputs: Mapping[str, Tensor], count: int) -> list[int]:
@@ -113,11 +113,11 @@ class Vision:
 
     def last_seen(self, tokens_T: Tensor) -> Tensor:
         """[T]: index of the last token that each token sees: its own, or that of its image's last token."""
-        ends, at = [], 0
+        ends, start = [], 0
         for kind, run in groupby(self.token_types(tokens_T).tolist()):
             count = len(list(run))
-            ends += [at + count - 1] * count if kind else list(range(at, at + count))
-            at += count
+            ends += [start + count - 1] * count if kind else list(range(start, start + count))
+            start += count
         return torch.tensor(ends, dtype=torch.int32)
 
 
@@ -147,21 +147,21 @@ def vision_parts(base: nn.Module, facts: Facts) -> tuple[str, ...]:
 
 def projector_parts(base: nn.Module, facts: Facts) -> tuple[str, ...]:
     """Names of the modules between the vision tower and the decoder."""
-    found: list[str] = []
+    names: list[str] = []
     for name, _ in _inside(base, facts):
         last = name.rpartition(".")[2]
-        if any(word in last for word in _PROJECTOR) and not _within(name, found):
-            found.append(name)
-    return tuple(found)
+        if any(word in last for word in _PROJECTOR) and not _within(name, names):
+            names.append(name)
+    return tuple(names)
 
 
 def blocks(base: nn.Module, facts: Facts) -> list[tuple[str, nn.Module]]:
     """(name, module) of the layers of the vision tower, in order."""
-    found: dict[str, nn.Module] = {}
+    layers: dict[str, nn.Module] = {}
     for name, child in _inside(base, facts):
-        if hf.recomputes(child) and not _within(name, found):
-            found[name] = child
-    return list(found.items())
+        if hf.recomputes(child) and not _within(name, layers):
+            layers[name] = child
+    return list(layers.items())
 
 
 def _inside(base: nn.Module, facts: Facts) -> Iterator[tuple[str, nn.Module]]:
@@ -175,13 +175,13 @@ def _within(name: str, outer: Iterable[str]) -> bool:
 
 def count_features(base: nn.Module, inputs: Mapping[str, Tensor]) -> int:
     """The number of placeholders that images, or videos, with these forward arguments need."""
-    of: Any = base
+    model: Any = base
     if "video_grid_thw" in inputs:
         pixels, grids = inputs["pixel_values_videos"], inputs["video_grid_thw"]
-        found: Any = of.get_video_features(pixels, grids, return_dict=True).pooler_output
+        features: Any = model.get_video_features(pixels, grids, return_dict=True).pooler_output
     else:
-        found = of.get_image_features(**inputs, return_dict=True).pooler_output
-    parts = found if isinstance(found, list | tuple) else [found]
+        features = model.get_image_features(**inputs, return_dict=True).pooler_output
+    parts = features if isinstance(features, list | tuple) else [features]
     return sum(part.numel() // part.shape[-1] for part in parts)
 
 
@@ -226,8 +226,8 @@ def _clip(base: nn.Module, smallest: Mapping[str, Tensor]) -> dict[str, Tensor] 
 
 def _first(size: Any) -> int | None:
     """The first of a (height, width), or the number itself; None for anything else."""
-    found = size[0] if isinstance(size, list | tuple) else size
-    return found if isinstance(found, int) else None
+    value = size[0] if isinstance(size, list | tuple) else size
+    return value if isinstance(value, int) else None
 
 
 def vision_context(
@@ -263,16 +263,16 @@ def run_tower_once(base: nn.Module, inputs: Mapping[str, Any]) -> Iterator[None]
         yield
         return
     of_class: Any = type(base).get_image_features
-    kept: list[Any] = []
+    video_outputs: list[Any] = []
 
     def images(pixel_values: Tensor, image_grid_thw: Tensor, **kwargs: Any) -> Any:
         pixels = torch.cat([pixel_values, inputs["pixel_values_videos"].to(pixel_values)])
         out = of_class(base, pixels, torch.cat([image_grid_thw, inputs["video_grid_thw"]]), **kwargs)
         count = len(image_grid_thw)
-        kept.append(_changed(out, lambda parts: parts[count:]))
+        video_outputs.append(_changed(out, lambda parts: parts[count:]))
         return _changed(out, lambda parts: parts[:count])
 
-    with _in_place_of(base, get_image_features=images, get_video_features=lambda *args, **kwargs: kept.pop()):
+    with _in_place_of(base, get_image_features=images, get_video_features=lambda *args, **kwargs: video_outputs.pop()):
         yield
 
 
@@ -281,14 +281,14 @@ def send_features(base: nn.Module, exchange: FeatureExchange) -> Iterator[None]:
     """Inside, the tower's features are sent to the ranks that have their tokens. Its inputs must be the images, and
     frames of videos, that this rank computes."""
     of_class: Any = type(base).get_image_features
-    kept: list[Any] = []
+    video_outputs: list[Any] = []
 
     def images(*args: Any, **kwargs: Any) -> Any:
         out = _changed(of_class(base, *args, **kwargs), lambda parts: [exchange.run(torch.cat(list(parts)))])
-        kept.append(_changed(out, lambda parts: [parts[0][exchange.images :]]))
+        video_outputs.append(_changed(out, lambda parts: [parts[0][exchange.images :]]))
         return _changed(out, lambda parts: [parts[0][: exchange.images]])
 
-    with _in_place_of(base, get_image_features=images, get_video_features=lambda *args, **kwargs: kept.pop()):
+    with _in_place_of(base, get_image_features=images, get_video_features=lambda *args, **kwargs: video_outputs.pop()):
         yield
 
 
@@ -309,6 +309,6 @@ def _changed(out: Any, change: Callable[[Sequence[Tensor]], Sequence[Tensor]]) -
     or a list of such lists, one per layer. Other fields are left out, because nobody reads them."""
 
     def of(value: Any) -> Any:
-        return change(value) if all(isinstance(one, Tensor) for one in value) else [of(one) for one in value]
+        return change(value) if all(isinstance(item, Tensor) for item in value) else [of(item) for item in value]
 
     return type(out)(**{name: of(value) for name, value in out.items() if isinstance(value, list | tuple)})

@@ -269,7 +269,9 @@ def _image_lines(
         layout = images.processor().layout((measured.shape,))
         tokens = len(tokenizer(layout.texts[0], add_special_tokens=False)["input_ids"])
         kind = "image" if clip is None else "video"
-        frames = "" if clip is None else f"{clip.taken:,} of {clip.total:,} frames ({clip.sampled_fps:.3g} a second), "
+        frames = (
+            "" if clip is None else f"{clip.num_frames:,} of {clip.total:,} frames ({clip.sampled_fps:.3g} a second), "
+        )
         lines.append(
             f"{kind} {number}: {frames}{measured.width} x {measured.height} pixels, {byte_count(measured.size)}, "
             f"{tokens:,} tokens, {layout.patches:,} patches{f', {image.paths[0]}' if image.paths else ''}"

@@ -36,8 +36,8 @@ def varlen(call: Call) -> Tensor:
     cu_keys, longest_key = cumulative, longest
     if call.bounds.cu_keys is not None:
         cu_keys, longest_key = call.bounds.cu_keys, call.bounds.longest_keys
-    left = -1 if call.window is None else call.window - 1
-    out = flash_rows(query, key, value, cumulative, cu_keys, longest, longest_key, call.scaling, (left, 0))
+    left_window = -1 if call.window is None else call.window - 1
+    out = flash_rows(query, key, value, cumulative, cu_keys, longest, longest_key, call.scaling, (left_window, 0))
     return out.unflatten(0, (call.query_BHTD.shape[0], -1)).transpose(1, 2)
 
 

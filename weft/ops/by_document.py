@@ -54,12 +54,12 @@ def by_document(function: Callable[..., Any], bounds: Bounds, *args: Any, **kwar
     tokens = sum(bounds.lengths)
     groups = groups_of(bounds, _device(tokens, args, kwargs))
     split = _Split(tokens, [group.tokens for group in groups])
-    found = []
-    for number, group in enumerate(groups):
-        own, named = (split.of(value, number, group.unfold) for value in (args, kwargs))
-        out = function(*own, **named)
-        found.append(group.fold(out[0] if isinstance(out, tuple) else out))
-    row = (found[0] if len(found) == 1 else torch.cat(found))[None]
+    results = []
+    for index, group in enumerate(groups):
+        positional, keywords = (split.group_arguments(value, index, group.unfold) for value in (args, kwargs))
+        out = function(*positional, **keywords)
+        results.append(group.fold(out[0] if isinstance(out, tuple) else out))
+    row = (results[0] if len(results) == 1 else torch.cat(results))[None]
     return (row, *[None] * (len(out) - 1)) if isinstance(out, tuple) else row
 
 
@@ -70,23 +70,23 @@ class _Split:
         self._tokens, self._sizes = tokens, sizes
         self._parts: dict[int, tuple[Tensor, ...]] = {}
 
-    def of(self, value: Any, number: int, unfold: Callable[[Tensor], Tensor]) -> Any:
-        """The arguments of group `number`: `value`, with the group's part in place of each tensor over tokens."""
+    def group_arguments(self, value: Any, index: int, unfold: Callable[[Tensor], Tensor]) -> Any:
+        """The arguments of group `index`: `value`, with the group's part in place of each tensor over tokens."""
         if isinstance(value, dict):
-            return {name: self.of(own, number, unfold) for name, own in value.items()}
+            return {name: self.group_arguments(item, index, unfold) for name, item in value.items()}
         if isinstance(value, tuple):
-            return tuple(self.of(own, number, unfold) for own in value)
+            return tuple(self.group_arguments(item, index, unfold) for item in value)
         if not is_of_tokens(value, self._tokens):
             return value
         if id(value) not in self._parts:
             self._parts[id(value)] = value[0].split(self._sizes)
-        return unfold(self._parts[id(value)][number])
+        return unfold(self._parts[id(value)][index])
 
 
 def is_of_tokens(value: Any, tokens: int) -> bool:
     """Whether a tensor, or any of a tuple, is [1, tokens, ...]."""
     if isinstance(value, tuple):
-        return any(is_of_tokens(own, tokens) for own in value)
+        return any(is_of_tokens(item, tokens) for item in value)
     return isinstance(value, Tensor) and value.ndim > 1 and value.shape[:2] == (1, tokens)
 
 
@@ -105,7 +105,7 @@ def groups_of(bounds: Bounds, device: torch.device) -> list[DocumentBatch]:
     if "groups" not in bounds.cache:
         ends = [0, *grouped(bounds.lengths)]
         lengths = [bounds.lengths[start:end] for start, end in pairwise(ends)]
-        bounds.cache["groups"] = [_group(own, device) for own in lengths]
+        bounds.cache["groups"] = [_group(group_lengths, device) for group_lengths in lengths]
     return bounds.cache["groups"]
 
 
@@ -115,15 +115,15 @@ def grouped(lengths: tuple[int, ...]) -> list[int]:
     runs = [(length, len(list(same))) for length, same in groupby(lengths)]
     best, cut = [0.0], [0]
     for end in range(1, len(runs) + 1):
-        least, first, longest, documents = float("inf"), 0, 0, 0
+        lowest_cost, first, longest, documents = float("inf"), 0, 0, 0
         for start in range(end - 1, -1, -1):
             longest, documents = max(longest, runs[start][0]), documents + runs[start][1]
             cost = _CALL + (_STEP + documents) * longest
-            if cost >= least:  # earlier documents only add to it
+            if cost >= lowest_cost:  # earlier documents only add to it
                 break
-            if best[start] + cost < least:
-                least, first = best[start] + cost, start
-        best.append(least)
+            if best[start] + cost < lowest_cost:
+                lowest_cost, first = best[start] + cost, start
+        best.append(lowest_cost)
         cut.append(first)
     ends, end = [], len(runs)
     while end:

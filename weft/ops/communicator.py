@@ -207,15 +207,15 @@ class ThreadCommunicator:
     rank: int
 
     def sum_(self, x: Tensor) -> None:
-        self._each(x, lambda parts: x.copy_(torch.stack(parts).sum(0)))
+        self._exchange(x, lambda parts: x.copy_(torch.stack(parts).sum(0)))
 
     def max_(self, x: Tensor) -> None:
-        self._each(x, lambda parts: x.copy_(torch.stack(parts).amax(0)))
+        self._exchange(x, lambda parts: x.copy_(torch.stack(parts).amax(0)))
 
     def all_gather(self, x: Tensor) -> list[Tensor]:
-        found: list[Tensor] = []
-        self._each(x, found.extend)
-        return found
+        parts: list[Tensor] = []
+        self._exchange(x, parts.extend)
+        return parts
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
         total = x.clone(memory_format=torch.contiguous_format)
@@ -223,19 +223,19 @@ class ThreadCommunicator:
         return total.chunk(self.group.size)[self.rank]
 
     def all_to_all(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        found: list[Tensor] = []
+        received_parts: list[Tensor] = []
         ends = torch.tensor([0, *sent]).cumsum(0).tolist()
         starts = self.all_gather(torch.tensor(ends))
 
         def take(parts: list[Tensor]) -> None:
             for part, start in zip(parts, starts, strict=True):
-                found.append(part[start[self.rank] : start[self.rank + 1]])
+                received_parts.append(part[start[self.rank] : start[self.rank + 1]])
 
-        self._each(x, take)
-        assert [len(part) for part in found] == list(received), (sent, received)
-        return torch.cat(found)
+        self._exchange(x, take)
+        assert [len(part) for part in received_parts] == list(received), (sent, received)
+        return torch.cat(received_parts)
 
-    def _each(self, x: Tensor, take: Callable[[list[Tensor]], object]) -> None:
+    def _exchange(self, x: Tensor, take: Callable[[list[Tensor]], object]) -> None:
         self.group.values[self.rank] = x.clone()
         self.group.barrier.wait()
         parts = list(self.group.values)

@@ -81,24 +81,24 @@ class ContextRow:
         """The exchange for calls with this window, computed once per row."""
         if ("keys", window) not in self.cache:
             self.cache["keys", window] = self.build_keys(window, device)
-        found: _Keys = self.cache["keys", window]
-        return found
+        exchange: _Keys = self.cache["keys", window]
+        return exchange
 
-    def rest(self, device: torch.device) -> Bounds:
+    def unshared_bounds(self, device: torch.device) -> Bounds:
         """The bounds of the unshared documents."""
         if "rest" not in self.cache:
             self.cache["rest"] = Bounds.packed(self.whole_lengths, device)
-        found: Bounds = self.cache["rest"]
-        return found
+        bounds: Bounds = self.cache["rest"]
+        return bounds
 
-    def documents(self, device: torch.device) -> Bounds:
+    def shared_bounds(self, device: torch.device) -> Bounds:
         """The bounds of the shared documents over the S tokens, sorted by `order`. Without a ring they are whole."""
         if "documents" not in self.cache:
             numbers = np.sort(np.concatenate(self._group(self.member)))
             lengths = tuple(stop - start for _, start, stop in _runs(numbers))
             self.cache["documents"] = Bounds.packed(lengths, device)
-        found: Bounds = self.cache["documents"]
-        return found
+        bounds: Bounds = self.cache["documents"]
+        return bounds
 
     def _group(self, member: int) -> list[Numbers]:
         size = self.axis.ulysses_size
@@ -132,9 +132,9 @@ def _runs(numbers: Numbers) -> list[Piece]:
         return []
     ends = np.flatnonzero(np.diff(numbers) != 1)
     firsts, lasts = numbers[[0, *(ends + 1)]], numbers[[*ends, -1]]
-    place = (1 << _DOCUMENT) - 1
+    position_mask = (1 << _DOCUMENT) - 1
     return [
-        (int(first) >> _DOCUMENT, int(first) & place, (int(last) & place) + 1)
+        (int(first) >> _DOCUMENT, int(first) & position_mask, (int(last) & position_mask) + 1)
         for first, last in zip(firsts, lasts, strict=True)
     ]
 
@@ -145,20 +145,20 @@ def visible_keys(runs: Sequence[Piece], window: int | None) -> list[Piece]:
 
 
 def _on(indices: Numbers, device: torch.device) -> Tensor:
-    found = torch.from_numpy(indices)
-    return found if device.type == "cpu" else found.pin_memory().to(device, non_blocking=True)
+    tensor = torch.from_numpy(indices)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 def attend_in_context(call: Call, context: ContextRow, run: Run) -> Tensor:
     """[1, H, T, E]: attention of a packed row that begins with pieces of shared documents. Collective over cp."""
-    own = context.tokens
-    parts = [_shared(_cut(call, 0, own), context, run)]
+    shared_tokens = context.tokens
+    parts = [_shared(_cut(call, 0, shared_tokens), context, run)]
     if context.whole_lengths:
-        bounds = context.rest(call.query_BHTD.device)
+        bounds = context.unshared_bounds(call.query_BHTD.device)
         if call.bounds.last_seen is not None:
-            bounds = replace(bounds, last_seen=call.bounds.last_seen[own:] - own)
-        rest = replace(_cut(call, own, None), bounds=bounds)
-        parts.append(run(rest))
+            bounds = replace(bounds, last_seen=call.bounds.last_seen[shared_tokens:] - shared_tokens)
+        unshared_call = replace(_cut(call, shared_tokens, None), bounds=bounds)
+        parts.append(run(unshared_call))
     return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
 
@@ -229,8 +229,8 @@ def _tokens_for_heads(out: Tensor, context: ContextRow, ranks: Communicator) -> 
     size, counts = context.axis.ulysses_size, context.counts()
     tokens = counts[context.axis.rank % size]
     sent = out[0].transpose(0, 1).flatten(1).index_select(0, context.order(out.device)[1])
-    got = all_to_all(sent, ranks, counts, [tokens] * size).unflatten(0, (size, tokens))
-    return got.unflatten(2, (-1, out.shape[3])).transpose(1, 2).flatten(0, 1)[None]
+    received = all_to_all(sent, ranks, counts, [tokens] * size).unflatten(0, (size, tokens))
+    return received.unflatten(2, (-1, out.shape[3])).transpose(1, 2).flatten(0, 1)[None]
 
 
 def gather_documents(x_1nH: Tensor, context: ContextRow) -> Tensor:
@@ -239,8 +239,8 @@ def gather_documents(x_1nH: Tensor, context: ContextRow) -> Tensor:
     assert context.axis.ulysses is not None
     size, tokens = context.axis.ulysses_size, x_1nH.shape[1]
     sent = x_1nH[0].repeat(size, 1)
-    got = all_to_all(sent, context.axis.ulysses, [tokens] * size, context.counts())
-    return got.index_select(0, context.order(got.device)[0])[None]
+    received = all_to_all(sent, context.axis.ulysses, [tokens] * size, context.counts())
+    return received.index_select(0, context.order(received.device)[0])[None]
 
 
 def sum_to_tokens(out_1SH: Tensor, context: ContextRow) -> Tensor:

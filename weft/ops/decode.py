@@ -48,8 +48,8 @@ def _seen(bounds: Bounds, slots: int, window: int | None) -> Tensor | None:
         if window is not None:
             seen_RS &= slot_S > past_R[:, None] - window
         bounds.cache[window] = seen_RS
-    found: Tensor = bounds.cache[window]
-    return found
+    mask: Tensor = bounds.cache[window]
+    return mask
 
 
 def _explicit(call: Call, query_RKGD: Tensor, seen_RS: Tensor | None) -> Tensor:

@@ -27,7 +27,7 @@ class ExpertPlacement:
     ranks: Communicator
 
     @property
-    def own(self) -> int:
+    def num_local(self) -> int:
         """Number of experts on this rank."""
         return self.experts[self.rank]
 
@@ -63,8 +63,8 @@ def rows_of(hidden_TH: Tensor, order_S: Tensor, chosen: int) -> Tensor:
 
 def permuted(rows: Tensor, order: Tensor) -> Tensor:
     """rows[order], for a permutation; backward applies the inverse permutation."""
-    found: Tensor = _Permute.apply(rows, order)
-    return found
+    out: Tensor = _Permute.apply(rows, order)
+    return out
 
 
 @torch.compiler.disable
@@ -77,7 +77,7 @@ def dispatch(rows_SH: Tensor, ends_E: Tensor, axis: ExpertPlacement) -> Dispatch
     size = len(axis.experts)
     received_PE, sent, received = kept(lambda: _exchange_counts(ends_E, len(rows_SH), axis))
     rows = all_to_all(rows_SH, axis.ranks, sent, received)
-    expert_R = torch.arange(axis.own, device=rows.device).repeat(size)
+    expert_R = torch.arange(axis.num_local, device=rows.device).repeat(size)
     expert_R = expert_R.repeat_interleave(received_PE.flatten(), output_size=sum(received))
     order_R = expert_R.argsort(stable=True)
     ends = received_PE.sum(0).cumsum(0).to(torch.int32)
@@ -91,7 +91,7 @@ def _exchange_counts(ends_E: Tensor, rows: int, axis: ExpertPlacement) -> tuple[
     """([ranks, own experts] number of rows from each rank for each expert, rows to each rank, rows from each rank)."""
     counts_E = ends_E.diff(prepend=ends_E.new_zeros(1))
     size = len(axis.experts)
-    received_PE = axis.ranks.all_to_all(counts_E, axis.experts, [axis.own] * size).view(size, axis.own)
+    received_PE = axis.ranks.all_to_all(counts_E, axis.experts, [axis.num_local] * size).view(size, axis.num_local)
     sent_P = torch.stack([part.sum() for part in counts_E.split(list(axis.experts))])
     sent, received = read(torch.stack([sent_P, received_PE.sum(1)]), lambda: _even(rows, axis))
     return received_PE, sent, received
@@ -101,17 +101,17 @@ def _even(rows: int, axis: ExpertPlacement) -> list[list[int]]:
     """[rows to each rank, rows from each rank] as if all experts got equally many. rows: number of rows per rank."""
     experts, before = sum(axis.experts), 0
     sent = []
-    for held in axis.experts:
-        sent.append(rows * (before + held) // experts - rows * before // experts)
-        before += held
+    for count in axis.experts:
+        sent.append(rows * (before + count) // experts - rows * before // experts)
+        before += count
     return [sent, [sent[axis.rank]] * len(sent)]
 
 
 @torch.compiler.disable
-def combine(rows_RH: Tensor, there: Dispatched, axis: ExpertPlacement) -> Tensor:
+def combine(rows_RH: Tensor, dispatched: Dispatched, axis: ExpertPlacement) -> Tensor:
     """[S, H]: the experts' outputs, sent back to the ranks of their rows, in the order of dispatch(). Collective."""
-    back = permuted(rows_RH[: len(there.order_R)], inverse(there.order_R))
-    return all_to_all(back, axis.ranks, there.received, there.sent)
+    back = permuted(rows_RH[: len(dispatched.order_R)], inverse(dispatched.order_R))
+    return all_to_all(back, axis.ranks, dispatched.received, dispatched.sent)
 
 
 def inverse(order: Tensor) -> Tensor:

@@ -43,11 +43,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return out[: len(rows)].view(*x.shape[:-1], len(weight))
 
 
-def _matmul(x: Tensor, other: Tensor, **extra: Any) -> Tensor:
+def _matmul(x: Tensor, weight: Tensor, **extra: Any) -> Tensor:
     """torch.matmul, where the second factor is one matrix [K, N]."""
-    if other.ndim != 2 or x.ndim < 2 or extra:
-        return torch.matmul(x, other, **extra)
-    return linear(x, other.t())
+    if weight.ndim != 2 or x.ndim < 2 or extra:
+        return torch.matmul(x, weight, **extra)
+    return linear(x, weight.t())
 
 
 def _addmm(bias: Tensor, x: Tensor, weight: Tensor, **extra: Any) -> Tensor:

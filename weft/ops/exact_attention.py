@@ -42,35 +42,35 @@ class _Documents(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        wanted = ctx.needs_input_grad[:4]
+        needs_grad = ctx.needs_input_grad[:4]
         with torch.enable_grad():
             inputs = [
                 x if x is None else x.detach().requires_grad_(needs)
-                for x, needs in zip(ctx.saved_tensors, wanted, strict=True)
+                for x, needs in zip(ctx.saved_tensors, needs_grad, strict=True)
             ]
             query, key, value, sinks = inputs
             out = per_document(Call(query, key, value, sinks_H=sinks, **ctx.rest))
-        asked = [x for x, needs in zip(inputs, wanted, strict=True) if needs]
-        found = iter(torch.autograd.grad(out, asked, grad))
-        return *(next(found) if needs else None for needs in wanted), None
+        differentiated = [x for x, needs in zip(inputs, needs_grad, strict=True) if needs]
+        gradients = iter(torch.autograd.grad(out, differentiated, grad))
+        return *(next(gradients) if needs else None for needs in needs_grad), None
 
 
 def _padded(call: Call) -> Tensor:
     """Sequences right-padded in a batch."""
     parts = _few(*call.query_BHTD.shape[:3])
-    every = (call.query_BHTD, call.key_BKTD, call.value_BKTE)
-    return torch.cat([_causal(call, *(x[part] for x in every)) for part in parts])
+    tensors = (call.query_BHTD, call.key_BKTD, call.value_BKTE)
+    return torch.cat([_causal(call, *(x[part] for x in tensors)) for part in parts])
 
 
 def _packed(call: Call) -> Tensor:
     """Sequences end to end in one batch entry; those with equally many blocks of keys run together."""
     query_THD, key_TKD, value_TKE = (x[0].transpose(0, 1) for x in (call.query_BHTD, call.key_BKTD, call.value_BKTE))
     out_THE = value_TKE.new_empty(*query_THD.shape[:2], value_TKE.shape[-1])
-    for place_BT, real_BT in _places(call.bounds, query_THD.device):
-        for part in _few(len(place_BT), query_THD.shape[1], place_BT.shape[1]):
-            place, real = place_BT[part], real_BT[part]
-            out = _causal(call, *(x[place].transpose(1, 2) for x in (query_THD, key_TKD, value_TKE)))
-            out_THE[place[real]] = out.transpose(1, 2)[real]
+    for index_BT, real_BT in _places(call.bounds, query_THD.device):
+        for part in _few(len(index_BT), query_THD.shape[1], index_BT.shape[1]):
+            index, real = index_BT[part], real_BT[part]
+            out = _causal(call, *(x[index].transpose(1, 2) for x in (query_THD, key_TKD, value_TKE)))
+            out_THE[index[real]] = out.transpose(1, 2)[real]
     return out_THE.transpose(0, 1)[None]
 
 
@@ -79,12 +79,12 @@ def _places(bounds: Bounds, device: torch.device) -> list[tuple[Tensor, Tensor]]
     real)."""
     if "exact" not in bounds.cache:
         starts = [sum(bounds.lengths[:n]) for n in range(len(bounds.lengths))]
-        groups: dict[int, list[tuple[int, int]]] = {}
+        documents_by_blocks: dict[int, list[tuple[int, int]]] = {}
         for start, length in zip(starts, bounds.lengths, strict=True):
-            groups.setdefault(-(-length // _KEYS), []).append((start, length))
-        bounds.cache["exact"] = [_place(group, device) for group in groups.values()]
-    found: list[tuple[Tensor, Tensor]] = bounds.cache["exact"]
-    return found
+            documents_by_blocks.setdefault(-(-length // _KEYS), []).append((start, length))
+        bounds.cache["exact"] = [_place(group, device) for group in documents_by_blocks.values()]
+    places: list[tuple[Tensor, Tensor]] = bounds.cache["exact"]
+    return places
 
 
 def _place(documents: list[tuple[int, int]], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -114,9 +114,9 @@ def _causal(call: Call, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTE: Tensor
 def _attend(call: Call, query_BHTD: Tensor, key_BKSD: Tensor, value_BKSE: Tensor, position_BT: Tensor) -> Tensor:
     """softmax(softcap(q k^T scaling), sinks) v, in fp32. position_BT: positions of the query tokens in their sequences;
     with B = 1 the same for all sequences."""
-    (batch, heads, asking, _), kinds = query_BHTD.shape, key_BKSD.shape[1]
-    grouped = (batch, kinds, heads // kinds, asking)  # shape of the first rows
-    rows = heads // kinds * asking
+    (batch, heads, queries, _), kinds = query_BHTD.shape, key_BKSD.shape[1]
+    grouped = (batch, kinds, heads // kinds, queries)  # shape of the first rows
+    rows = heads // kinds * queries
     query_NMD = padded(query_BHTD.float().reshape(batch * kinds, rows, -1), 1, row_multiple())
     blocks = []
     for start in range(0, key_BKSD.shape[2], _KEYS):
@@ -129,8 +129,8 @@ def _attend(call: Call, query_BHTD: Tensor, key_BKSD: Tensor, value_BKSE: Tensor
     largest_NM1 = torch.stack([block.amax(-1, keepdim=True) for block in blocks]).amax(0)
     sinks = None if call.sinks_H is None else call.sinks_H.float().view(1, kinds, -1, 1, 1)
     if sinks is not None:
-        own = largest_NM1[:, :rows].view(*grouped, 1)
-        own.copy_(own.maximum(sinks))
+        row_max = largest_NM1[:, :rows].view(*grouped, 1)
+        row_max.copy_(row_max.maximum(sinks))
     largest_NM1.clamp_(min=torch.finfo(torch.float32).min)  # for padding, which sees nothing
     total_NM1 = torch.zeros_like(largest_NM1)
     out_NME = query_NMD.new_zeros(*query_NMD.shape[:2], value_BKSE.shape[-1])
@@ -141,7 +141,7 @@ def _attend(call: Call, query_BHTD: Tensor, key_BKSD: Tensor, value_BKSE: Tensor
     if sinks is not None:
         total_NM1[:, :rows].view(*grouped, 1).add_((sinks - largest_NM1[:, :rows].view(*grouped, 1)).exp())
     out_NME /= total_NM1.clamp_(min=1.0)  # rows that see a key have a total of 1 or more
-    return out_NME[:, :rows].reshape(batch, heads, asking, -1).to(value_BKSE.dtype)
+    return out_NME[:, :rows].reshape(batch, heads, queries, -1).to(value_BKSE.dtype)
 
 
 def _block(x_BKSD: Tensor, start: int) -> Tensor:

@@ -60,9 +60,9 @@ def attend(
     }  # fmt: skip
     if sinks_H is None:
         return flex_attention(query, key, value, **options)
-    out, more = flex_attention(query, key, value, **options, return_aux=AuxRequest(lse=True))
-    seen = torch.sigmoid(more.lse - sinks_H.to(more.lse.dtype)[None, :, None])
-    return (out * seen[..., None]).to(out.dtype)
+    out, aux = flex_attention(query, key, value, **options, return_aux=AuxRequest(lse=True))
+    sink_factor = torch.sigmoid(aux.lse - sinks_H.to(aux.lse.dtype)[None, :, None])
+    return (out * sink_factor[..., None]).to(out.dtype)
 
 
 def _mask(call: Call) -> BlockMask:
@@ -82,8 +82,8 @@ def _mask(call: Call) -> BlockMask:
         if bounds.last_seen is not None:
             last_T = bounds.last_seen
         bounds.cache[("mask", window)] = block_mask(first_T, last_T, call.key_BKTD.shape[2])
-    found: BlockMask = bounds.cache[("mask", window)]
-    return found
+    mask: BlockMask = bounds.cache[("mask", window)]
+    return mask
 
 
 def block_mask(first_T: Tensor, last_T: Tensor, keys: int) -> BlockMask:

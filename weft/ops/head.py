@@ -56,7 +56,7 @@ class Scaling(NamedTuple):
     outer: float | None
 
     @classmethod
-    def of(cls, transform: LogitTransform, temperature: float) -> Scaling:
+    def from_transform(cls, transform: LogitTransform, temperature: float) -> Scaling:
         if transform.softcap is None:
             return cls(transform.scale / temperature, None)
         return cls(transform.scale / transform.softcap, transform.softcap / temperature)
@@ -113,7 +113,7 @@ def chunked_readouts(
         raise ValueError(f"temperature must be above 0 to compute log-probabilities, got {temperature}")
     assert hidden.ndim == 2 and targets.shape == hidden.shape[:1], (hidden.shape, targets.shape)
     assert weight.ndim == 2 and weight.shape[1] == hidden.shape[1], (weight.shape, hidden.shape)
-    scaling = Scaling.of(transform, temperature)
+    scaling = Scaling.from_transform(transform, temperature)
     if entropy or exact or not may_anticipate(weight.dtype) or shard is not None:
         direction = None
     assert shard is None or not exact, "whole rows of logits of a divided vocabulary"
@@ -147,7 +147,7 @@ def logprob_and_top1(
 
     Shapes and dtypes are those of chunked_readouts. Tokens that tie for the first place all count as likeliest.
     """
-    logits = Logits(hidden.to(weight.dtype), weight, bias, Scaling.of(transform, temperature))
+    logits = Logits(hidden.to(weight.dtype), weight, bias, Scaling.from_transform(transform, temperature))
     running = _Running.start(len(targets), hidden.device, logits.wide, entropy=False, largest=True)
     _fold_all(logits, targets if shard is None else targets - shard.first, running, tile)
     if shard is not None:

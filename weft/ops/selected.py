@@ -58,7 +58,9 @@ def selected_logits(
     """
     assert hidden.ndim == 2 and ids.ndim == 2 and len(ids) == len(hidden), (hidden.shape, ids.shape)
     assert top >= 0 and (top <= len(weight) or shard is not None), (top, weight.shape)
-    return Selected(*_Selected.apply(hidden, weight, bias, ids, top, Scaling.of(transform, temperature), tile, shard))
+    return Selected(
+        *_Selected.apply(hidden, weight, bias, ids, top, Scaling.from_transform(transform, temperature), tile, shard)
+    )
 
 
 class _Running(NamedTuple):
@@ -126,8 +128,8 @@ class _Selected(torch.autograd.Function):
                 for block, z in logits.blocks(values):
                     if scaling.outer is not None:
                         z.tanh_().mul_(scaling.outer)
-                    place = slice(rows.start + block.start, rows.start + block.stop)
-                    _fold(z, ids[place], columns, running.rows(place))
+                    block_rows = slice(rows.start + block.start, rows.start + block.stop)
+                    _fold(z, ids[block_rows], columns, running.rows(block_rows))
         if shard is not None:
             running = running.joined(shard)
         ctx.save_for_backward(hidden, weight, bias, torch.cat([ids, running.top_ids - first], 1), running.lse)
@@ -162,13 +164,13 @@ class _Selected(torch.autograd.Function):
 
 def _fold(z: Tensor, ids: Tensor, columns: slice, running: _Running) -> None:
     """Fold logits z [t, v] of these columns into the running values of their rows; z is overwritten."""
-    here, local = local_columns(ids, columns)
-    running.chosen.copy_(torch.where(here, z.gather(1, local), running.chosen))
+    is_inside, local = local_columns(ids, columns)
+    running.chosen.copy_(torch.where(is_inside, z.gather(1, local), running.chosen))
     count = running.top.shape[1]
     if count:
-        values, places = z.topk(min(count, z.shape[1]), 1)
+        values, indices = z.topk(min(count, z.shape[1]), 1)
         values, order = torch.cat([running.top, values], 1).topk(count, 1)
-        running.top_ids.copy_(torch.cat([running.top_ids, places + columns.start], 1).gather(1, order))
+        running.top_ids.copy_(torch.cat([running.top_ids, indices + columns.start], 1).gather(1, order))
         running.top.copy_(values)
     running.lse.copy_(torch.logaddexp(running.lse, log_sum_exp_(z)))
 
@@ -191,8 +193,8 @@ def _gradient_of_tile(
             z.zero_()
         else:
             z.sub_(lse[block, None]).exp_().mul_(mass[block, None])
-        here, local = local_columns(ids[block], columns)
-        z.scatter_add_(1, local, upstream[block] * here)
+        is_inside, local = local_columns(ids[block], columns)
+        z.scatter_add_(1, local, upstream[block] * is_inside)
         through_transform_(z, slope, inner)
         if z.dtype != tile.dtype:
             tile[block] = z

@@ -39,10 +39,12 @@ class _Flash(torch.autograd.Function):
         query, key, value, _, sums = ctx.saved_tensors
         groups = query.shape[1] // key.shape[1]
         wide = torch.empty_like(query, dtype=torch.float32), torch.empty_like(sums)
-        each = [x.new_empty(x.shape[0], groups * x.shape[1], *x.shape[2:]) for x in (key, value) if groups > 1]
-        found = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-        del wide, each
-        return found
+        per_query_head = [
+            x.new_empty(x.shape[0], groups * x.shape[1], *x.shape[2:]) for x in (key, value) if groups > 1
+        ]
+        gradients = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+        del wide, per_query_head
+        return gradients
 
 
 class GroupedProducts(TorchDispatchMode):

@@ -50,19 +50,19 @@ def _alike_together(query_NHD: Tensor, key_NHD: Tensor, value_NHD: Tensor, lengt
     """[N, H, D]: images or windows of equal length run as one batch, wherever they lie. (Windows at the edge of an
     image are smaller than inner ones.)"""
     counts = Counter(lengths)
-    order = sorted(range(len(lengths)), key=lambda place: lengths[place])  # stable
+    order = sorted(range(len(lengths)), key=lambda index: lengths[index])  # stable
     moved = order != list(range(len(lengths)))
     rows = [query_NHD, key_NHD, value_NHD]
     if moved:
-        taken_N = _tokens(lengths, order, query_NHD.device)
-        rows = [x.index_select(0, taken_N) for x in rows]
+        order_N = _tokens(lengths, order, query_NHD.device)
+        rows = [x.index_select(0, order_N) for x in rows]
     sizes = [length * counts[length] for length in sorted(counts)]
-    found = []
+    results = []
     for length, *parts in zip(sorted(counts), *(x.split(sizes) for x in rows), strict=True):
         q, k, v = (part.unflatten(0, (-1, length)).transpose(1, 2) for part in parts)
-        found.append(F.scaled_dot_product_attention(q, k, v, scale=scale).transpose(1, 2).flatten(0, 1))
-    out_NHD = found[0] if len(found) == 1 else torch.cat(found)
-    return out_NHD.index_select(0, taken_N.argsort()) if moved else out_NHD
+        results.append(F.scaled_dot_product_attention(q, k, v, scale=scale).transpose(1, 2).flatten(0, 1))
+    out_NHD = results[0] if len(results) == 1 else torch.cat(results)
+    return out_NHD.index_select(0, order_N.argsort()) if moved else out_NHD
 
 
 def _tokens(lengths: list[int], order: list[int], device: torch.device) -> Tensor:

@@ -31,25 +31,33 @@ def shard(module: TrainModule, units: list[Unit], mesh: Mesh, config: FsdpConfig
     # On one data rank, a frozen parameter in the compute dtype is gathered by copying it. In a world of one rank FSDP
     # leaves it alone instead. With tp, ep or pp it would be a plain tensor that ranks hold parts of, and what writes
     # tensors to files and engines takes a plain tensor for one that all ranks hold.
-    whole = mesh.world.size() == 1 and not config.cpu_offload
-    ignored = {p for p in module.parameters() if whole and not p.requires_grad and p.dtype == compute}
+    leaves_frozen = mesh.world.size() == 1 and not config.cpu_offload
+    ignored = {p for p in module.parameters() if leaves_frozen and not p.requires_grad and p.dtype == compute}
     meshes: dict[Strategy, DeviceMesh] = {}
     for unit in units:
         if unit.shard not in meshes:
             meshes[unit.shard] = _mesh_of(unit.shard, mesh)
-        own = meshes[unit.shard]
-        for one in unit.modules:
-            one.register_forward_hook(_without_views)
+        unit_mesh = meshes[unit.shard]
+        for part in unit.modules:
+            part.register_forward_hook(_without_views)
         target = list(unit.modules) if len(unit.modules) > 1 else unit.modules[0]
-        reshard = False if unit.keep else _reshard(config.reshard_after_forward, own.size(own.ndim - 1))
+        reshard = False if unit.keep else _reshard(config.reshard_after_forward, unit_mesh.size(unit_mesh.ndim - 1))
         fully_shard(
-            target, mesh=own, mp_policy=policy, offload_policy=_offload(config, own), reshard_after_forward=reshard,
+            target,
+            mesh=unit_mesh,
+            mp_policy=policy,
+            offload_policy=_offload(config, unit_mesh),
+            reshard_after_forward=reshard,
             ignored_params=ignored,
-        )  # fmt: skip
+        )
     fully_shard(
-        module, mesh=mesh.dp, mp_policy=policy, offload_policy=_offload(config, mesh.dp), reshard_after_forward=False,
+        module,
+        mesh=mesh.dp,
+        mp_policy=policy,
+        offload_policy=_offload(config, mesh.dp),
+        reshard_after_forward=False,
         ignored_params=ignored,
-    )  # fmt: skip
+    )
     if config.prefetch is not None:
         depth = config.prefetch if isinstance(config.prefetch, tuple) else (config.prefetch, config.prefetch)
         prefetch(module, units, *depth)
@@ -81,7 +89,7 @@ def _without_views(module: nn.Module, inputs: Any, output: Any) -> Any:
     """A unit's outputs, with views copied: FSDP's backward hooks do not work on a view, which some layers return (OPT
     reshapes what it returns)."""
     if type(output) is tuple:
-        return tuple(_without_views(module, inputs, one) for one in output)
+        return tuple(_without_views(module, inputs, item) for item in output)
     is_view = isinstance(output, Tensor) and output.requires_grad and output._base is not None
     return output.clone() if is_view else output
 
@@ -94,10 +102,10 @@ def _mesh_of(strategy: Strategy, mesh: Mesh) -> DeviceMesh:
     return mesh.sharded_over(mesh.shards if strategy == "full" else 1 if strategy == "replicate" else strategy)
 
 
-def _reshard(wanted: bool | int, shards: int) -> bool | int:
+def _reshard(setting: bool | int, shards: int) -> bool | int:
     """reshard_after_forward of a unit with so many shards; a group size that does not divide them becomes True."""
-    if isinstance(wanted, bool) or (wanted < shards and shards % wanted == 0):
-        return wanted
+    if isinstance(setting, bool) or (setting < shards and shards % setting == 0):
+        return setting
     return True
 
 
@@ -109,9 +117,9 @@ def prefetch(root: nn.Module, units: Sequence[Unit], forward: int, backward: int
     """
     inside = nested(root, units)
 
-    def with_inner(several: Sequence[Unit], order: int) -> list[FSDPModule]:
+    def with_inner(outer_units: Sequence[Unit], order: int) -> list[FSDPModule]:
         parts = []
-        for unit in several:
+        for unit in outer_units:
             parts += [_fsdp(unit.modules[0]), *with_inner(inside.get(id(unit.modules[0]), [])[::order], order)]
         return parts
 
@@ -122,9 +130,9 @@ def prefetch(root: nn.Module, units: Sequence[Unit], forward: int, backward: int
         _fsdp(part).set_modules_to_backward_prefetch(with_inner(first_in_backward, -1))
 
     look_ahead(root, (), ())
-    for beside in inside.values():
-        for place, unit in enumerate(beside):
-            look_ahead(unit.modules[0], beside[place + 1 :], beside[:place])
+    for siblings in inside.values():
+        for index, unit in enumerate(siblings):
+            look_ahead(unit.modules[0], siblings[index + 1 :], siblings[:index])
 
 
 def _fsdp(module: nn.Module) -> FSDPModule:
@@ -161,11 +169,11 @@ class WorkingCopies:
 
     def decide(self) -> None:
         """Decide, at the start of a step, whether the copies are kept in it."""
-        wanted = bool(self._units) and (self._always or self._fit())
-        if wanted != self.on:
+        keep = bool(self._units) and (self._always or self._fit())
+        if keep != self.on:
             for unit in self._freed:
-                unit.set_reshard_after_forward(not wanted, recurse=False)
-            self.on = wanted
+                unit.set_reshard_after_forward(not keep, recurse=False)
+            self.on = keep
 
     def micro_batch(self, last: bool) -> None:
         """Say whether the next backward is the step's last, after which the copies are freed: they would be stale."""
@@ -205,13 +213,13 @@ def _frees(unit: FSDPModule) -> bool:
 
 def observed_dtypes(module: nn.Module) -> set[tuple[torch.dtype | None, torch.dtype | None]]:
     """(compute, reduce) dtype of every FSDP unit with parameters, as FSDP resolved them."""
-    found = set()
+    dtypes = set()
     for child in fsdp_modules(module):
         group = child._get_fsdp_state()._fsdp_param_group
         for parameter in [] if group is None else group.fsdp_params:
             compute = parameter.param_dtype or parameter.orig_dtype  # None: no cast is needed
-            found.add((compute, parameter.reduce_dtype or compute))
-    return found
+            dtypes.add((compute, parameter.reduce_dtype or compute))
+    return dtypes
 
 
 def casts_inputs(module: nn.Module) -> bool:
@@ -222,11 +230,11 @@ def casts_inputs(module: nn.Module) -> bool:
 Reduce = Literal["every", "scatter", "last", "later"]
 
 
-def reduce_when(module: nn.Module, when: Reduce, *, last: bool, of: Iterable[FSDPModule] | None = None) -> None:
+def reduce_when(module: nn.Module, when: Reduce, *, last: bool, units: Iterable[FSDPModule] | None = None) -> None:
     """Set how the next backward reduces gradients. when: `every`: fully; `scatter`: over shards, and over replicas in
     the step's last micro-batch; `last`: in the last micro-batch only; `later`: not at all. last: whether this is the
-    step's last micro-batch. of: the units to set; default all."""
-    for unit in fsdp_modules(module) if of is None else of:
+    step's last micro-batch. units: the units to set; default all."""
+    for unit in fsdp_modules(module) if units is None else units:
         unit.set_requires_gradient_sync(when != "later" and (last or when != "last"), recurse=False)
         unit.set_requires_all_reduce(last or when == "every", recurse=False)
 

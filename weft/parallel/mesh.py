@@ -78,15 +78,15 @@ class PPAxis:
 
     def all_gather(self, value: T) -> list[T]:
         """Each rank's value; collective."""
-        said = [value] * self.size
-        dist.all_gather_object(said, value, group=self.group)
-        return said
+        values = [value] * self.size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
 
-    def broadcast(self, place: int, value: T) -> T:
-        """The value of the rank at `place`, on all ranks; collective."""
-        said = [value]
-        dist.broadcast_object_list(said, group=self.group, group_src=place)
-        return said[0]
+    def broadcast(self, source: int, value: T) -> T:
+        """The value of the rank at `source`, on all ranks; collective."""
+        values = [value]
+        dist.broadcast_object_list(values, group=self.group, group_src=source)
+        return values[0]
 
 
 @dataclass(frozen=True)
@@ -181,10 +181,10 @@ class Mesh:
     @property
     def model_parallel_rank(self) -> tuple[int, int]:
         """(this rank's place, number) among the ranks with the same documents: all stages, and all of tp."""
-        place = 0 if self.tp is None else self.tp.rank
+        rank = 0 if self.tp is None else self.tp.rank
         if self.pp is not None:
-            place += self.pp.rank * self.tp_size
-        return place, self.pp_size * self.tp_size
+            rank += self.pp.rank * self.tp_size
+        return rank, self.pp_size * self.tp_size
 
     @property
     def sizes(self) -> MeshSizes:
@@ -224,8 +224,8 @@ def _with_experts(mesh: Mesh, sizes: MeshSizes) -> Mesh:
     same = parts["expert_copies", "expert_shards"] if sizes.dp_replicate > 1 else parts["expert_shards"]
     with_tp = None
     if sizes.tp > 1:
-        several = ep * sizes.tp
-        pairs = mesh.world._unflatten(0, (sizes.world // several, several), ("other", "ep x tp"))
+        size = ep * sizes.tp
+        pairs = mesh.world._unflatten(0, (sizes.world // size, size), ("other", "ep x tp"))
         with_tp = GroupCommunicator(pairs.get_group("ep x tp"))
     axis = EPAxis(parts.get_local_rank("ep"), ep, GroupCommunicator(parts.get_group("ep")), with_tp)
     return replace(mesh, ep=axis, experts=same)
@@ -234,11 +234,11 @@ def _with_experts(mesh: Mesh, sizes: MeshSizes) -> Mesh:
 def _pipeline_axis(root: DeviceMesh, sizes: MeshSizes) -> PPAxis | None:
     if sizes.pp == 1:
         return None
-    lanes = torch.arange(sizes.world).reshape(sizes.pp, -1).T.tolist()
+    rank_lists = torch.arange(sizes.world).reshape(sizes.pp, -1).T.tolist()
     pairs = [(a, b) for a in range(sizes.pp) for b in range(sizes.pp) if abs(a - b) in (1, sizes.pp - 1)]
     # In the same order on all ranks, because making a group is collective.
-    wanted = dict.fromkeys(P2PChannel.between(onward, *pair) for onward in (True, False) for pair in pairs)
-    channels = {channel: dist.new_subgroups_by_enumeration(lanes)[0] for channel in wanted}
+    channel_keys = dict.fromkeys(P2PChannel.between(onward, *pair) for onward in (True, False) for pair in pairs)
+    channels = {channel: dist.new_subgroups_by_enumeration(rank_lists)[0] for channel in channel_keys}
     return PPAxis(root["pp"].get_local_rank(), sizes.pp, root.get_group("pp"), channels)
 
 
@@ -260,14 +260,14 @@ def cp_axis(mesh: Mesh, ulysses: int) -> CPAxis | None:
     if mesh.cp_size == 1:
         return None
     ring, cp = mesh.cp_size // ulysses, mesh.root["cp"]
-    ranks, place = GroupCommunicator(cp.get_group()), cp.get_local_rank()
+    ranks, rank = GroupCommunicator(cp.get_group()), cp.get_local_rank()
     if ulysses == 1:
-        return CPAxis(place, ring, ulysses, ranks, ranks, None)
+        return CPAxis(rank, ring, ulysses, ranks, ranks, None)
     if ring == 1:
-        return CPAxis(place, ring, ulysses, ranks, None, ranks)
+        return CPAxis(rank, ring, ulysses, ranks, None, ranks)
     parts = cp._unflatten(0, (ring, ulysses), ("ring", "ulysses"))
     over_ring, over_ulysses = (GroupCommunicator(parts.get_group(name)) for name in ("ring", "ulysses"))
-    return CPAxis(place, ring, ulysses, ranks, over_ring, over_ulysses)
+    return CPAxis(rank, ring, ulysses, ranks, over_ring, over_ulysses)
 
 
 def local_shard(tensor: Tensor) -> Tensor:

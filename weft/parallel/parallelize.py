@@ -35,7 +35,7 @@ class Precision:
     frozen: torch.dtype
 
     @staticmethod
-    def of(config: FsdpConfig, device: torch.device, *, adapters: bool = False) -> Precision:
+    def from_config(config: FsdpConfig, device: torch.device, *, adapters: bool = False) -> Precision:
         """adapters: the base is frozen under them, so it is stored in the compute dtype."""
         auto = torch.float32 if device.type == "cpu" else torch.bfloat16
         compute = auto if config.param_dtype == "auto" else DTYPES[config.param_dtype]
@@ -68,9 +68,9 @@ class StagePlan:
     costs: tuple[float, ...]
 
 
-def layers_of(stages: StagePlan, place: int) -> list[int]:
+def layers_of(stages: StagePlan, rank: int) -> list[int]:
     """The layers of the rank at this place of mesh.pp."""
-    return [layer for stage in stages.placement.stages_of(place) for layer in range(*stages.spans[stage])]
+    return [layer for stage in stages.placement.stages_of(rank) for layer in range(*stages.spans[stage])]
 
 
 def parallelize(

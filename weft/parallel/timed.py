@@ -46,10 +46,10 @@ class TimedReduceScatter:
     """The reduce-scatter over shards, and the all-reduce over replicas that follows it."""
 
     def __init__(self) -> None:
-        self._ready = 0.0
+        self._ready_time = 0.0
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        self._ready = time.perf_counter()
+        self._ready_time = time.perf_counter()
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -62,9 +62,9 @@ class TimedReduceScatter:
     ) -> Any:
         with timing.waiting():
             work = reduce_scatter_single(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
-        self._ready = time.perf_counter()
+        self._ready_time = time.perf_counter()
         return work
 
     def reduced(self, _: Tensor) -> None:
         """Hook: FSDP2 calls it after the all-reduce over replicas, or at once if there is none."""
-        timing.waited(self._ready)
+        timing.waited(self._ready_time)

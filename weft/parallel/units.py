@@ -62,34 +62,34 @@ def find_units(
             )
     units = [unit for unit in units if unit.name not in experts]
     units += [Unit((name,), (module.get_submodule(name),), shard="experts") for name in experts]
-    order = {id(child): place for place, child in enumerate(module.modules())}
+    order = {id(child): index for index, child in enumerate(module.modules())}
     unique = {id(unit.modules[0]): unit for unit in units}
     return sorted(unique.values(), key=lambda unit: (-unit.parts[0].count("."), order[id(unit.modules[0])]))
 
 
 def _wrapped(module: TrainModule, wrap: Literal["auto"] | Sequence[str]) -> list[Unit]:
     entries, units = AUTO if wrap == "auto" else tuple(wrap), []
-    places = _places(module)
+    names_by_id = _places(module)
     for entry in entries:
         if entry not in ("layers", "head", "embedding"):
-            units += [_named(module, f"fsdp.wrap: {entry}", name, places) for name in _of_class(module, entry)]
-    taken = {id(part) for unit in units for part in unit.modules}
+            units += [_named(module, f"fsdp.wrap: {entry}", name, names_by_id) for name in _of_class(module, entry)]
+    wrapped_ids = {id(part) for unit in units for part in unit.modules}
     if "layers" in entries:
         units += [
             Unit((name,), (layer,))
             for name, layer in module.layers
-            if id(layer) not in taken
+            if id(layer) not in wrapped_ids
             and not isinstance(layer, PlaceholderLayer)
-            and _split_tie(module, [name], places) is None
+            and _split_tie(module, [name], names_by_id) is None
         ]
     if "layers" in entries:
         units += [
-            Unit((name,), (block,)) for name, block in blocks(module.base, module.facts) if id(block) not in taken
+            Unit((name,), (block,)) for name, block in blocks(module.base, module.facts) if id(block) not in wrapped_ids
         ]
     if "embedding" in entries:
-        units.append(_named(module, "fsdp.wrap: embedding", module.facts.embedding, places))
+        units.append(_named(module, "fsdp.wrap: embedding", module.facts.embedding, names_by_id))
     if "head" in entries:
-        units += _head(module, taken, places, asked=wrap != "auto")
+        units += _head(module, wrapped_ids, names_by_id, is_required=wrap != "auto")
     return units
 
 
@@ -97,9 +97,11 @@ def _overridden(module: TrainModule, units: list[Unit], overrides: Mapping[str, 
     chosen: dict[str, Strategy] = {}  # a later pattern wins
     for pattern, strategy in overrides.items():
         chosen |= dict.fromkeys(_outermost(module, pattern), strategy)
-    there = {part for unit in units for part in unit.parts}
-    places = _places(module)
-    units = units + [_named(module, f"fsdp.overrides: {name}", name, places) for name in chosen if name not in there]
+    wrapped_names = {part for unit in units for part in unit.parts}
+    names_by_id = _places(module)
+    units = units + [
+        _named(module, f"fsdp.overrides: {name}", name, names_by_id) for name in chosen if name not in wrapped_names
+    ]
     out = []
     for unit in units:
         strategies = [_strategy(part, chosen) for part in unit.parts]
@@ -122,21 +124,23 @@ def _strategy(name: str, chosen: Mapping[str, Strategy]) -> Strategy:
 
 def _outermost(module: TrainModule, pattern: str) -> list[str]:
     """The outermost modules with parameters that the pattern matches. Raises UserError if there are none."""
-    found = [n for n in outermost(module, pattern) if any(True for _ in module.get_submodule(n).parameters())]
-    if not found:
-        names = [name for name, _ in module.named_modules() if name]
-        raise UserError(f"fsdp.overrides: {pattern!r} matches no module with parameters{similar_names(pattern, names)}")
-    return found
+    matched = [n for n in outermost(module, pattern) if any(True for _ in module.get_submodule(n).parameters())]
+    if not matched:
+        all_names = [name for name, _ in module.named_modules() if name]
+        raise UserError(
+            f"fsdp.overrides: {pattern!r} matches no module with parameters{similar_names(pattern, all_names)}"
+        )
+    return matched
 
 
 def parameters_by_unit(units: Iterable[Unit]) -> list[list[nn.Parameter]]:
     """Parameters of each unit, without those of its inner units; `units` in the order of find_units."""
-    seen: set[int] = set()
+    seen_ids: set[int] = set()
     owned = []
     for unit in units:
-        mine = {id(p): p for part in unit.modules for p in part.parameters() if id(p) not in seen}
-        seen |= mine.keys()
-        owned.append(list(mine.values()))
+        parameters = {id(p): p for part in unit.modules for p in part.parameters() if id(p) not in seen_ids}
+        seen_ids |= parameters.keys()
+        owned.append(list(parameters.values()))
     return owned
 
 
@@ -144,13 +148,13 @@ def nested(root: nn.Module, units: Sequence[Unit]) -> dict[int, list[Unit]]:
     """id of a unit's first module, or of the root -> its direct inner units, in the model's order."""
     holder = {id(part): unit for unit in units for part in unit.modules}
     inside: dict[int, list[Unit]] = {}
-    seen: set[int] = set()
+    visited: set[int] = set()
 
     def visit(part: nn.Module, within: int) -> None:
         unit = holder.get(id(part))
         if unit is not None:
-            if id(unit) not in seen:
-                seen.add(id(unit))
+            if id(unit) not in visited:
+                visited.add(id(unit))
                 inside.setdefault(within, []).append(unit)
             within = id(unit.modules[0])
         for child in part.children():
@@ -160,42 +164,44 @@ def nested(root: nn.Module, units: Sequence[Unit]) -> dict[int, list[Unit]]:
     return inside
 
 
-def _head(module: TrainModule, taken: set[int], places: dict[int, list[str]], asked: bool) -> list[Unit]:
+def _head(
+    module: TrainModule, wrapped_ids: set[int], names_by_id: dict[int, list[str]], is_required: bool
+) -> list[Unit]:
     """The final norm and the head, which run one after the other, last in forward and first in backward."""
     facts = module.facts
     names = [name for name in (facts.final_norm, facts.head) if name is not None]
-    names = [name for name in names if id(module.get_submodule(name)) not in taken]
-    tied = _split_tie(module, [facts.head], places)
-    if tied is not None and asked:
+    names = [name for name in names if id(module.get_submodule(name)) not in wrapped_ids]
+    tied = _split_tie(module, [facts.head], names_by_id)
+    if tied is not None and is_required:
         raise _tie_refusal("fsdp.wrap: head", facts.head, tied)
     if tied is not None or facts.head not in names or not any(True for _ in module.head.parameters()):
         return []  # a head without parameters is on another stage of the pipeline
     return [Unit(tuple(names), tuple(module.get_submodule(name) for name in names), keep=True)]
 
 
-def _named(module: TrainModule, who: str, name: str, places: dict[int, list[str]]) -> Unit:
+def _named(module: TrainModule, key: str, name: str, names_by_id: dict[int, list[str]]) -> Unit:
     """The unit of a module that the config names. Raises UserError if the module cannot be a unit."""
     holder = _list_inside_a_layer(module, name)
     if holder is not None:
         raise UserError(
-            f"{who}: {name} is a member of the list {holder}, and not every rank need run every member: an expert that "
+            f"{key}: {name} is a member of the list {holder}, and not every rank need run every member: an expert that "
             "no token of a rank chose is not run there. As a unit of its own it would hang the others or lose their "
             f"gradients. Name the module that holds the list, {type(module.get_submodule(_parent(holder))).__name__}."
         )
-    tied = _split_tie(module, [name], places)
+    tied = _split_tie(module, [name], names_by_id)
     if tied is not None:
-        raise _tie_refusal(who, name, tied)
+        raise _tie_refusal(key, name, tied)
     return Unit((name,), (module.get_submodule(name),), keep=name == module.facts.head)
 
 
-def _tie_refusal(who: str, name: str, tied: tuple[str, str]) -> UserError:
+def _tie_refusal(key: str, name: str, tied: tuple[str, str]) -> UserError:
     return UserError(
-        f"{who}: {name} cannot be a unit of its own, because {tied[0]} and {tied[1]} are one tensor (tied), which "
+        f"{key}: {name} cannot be a unit of its own, because {tied[0]} and {tied[1]} are one tensor (tied), which "
         "FSDP2 cannot gather twice: leave it out, and the root holds it."
     )
 
 
-def _of_class(module: TrainModule, wanted: str) -> list[str]:
+def _of_class(module: TrainModule, class_name: str) -> list[str]:
     """Names of the modules of this class that have parameters. Raises UserError, with the model's classes, if there are
     none."""
     holding = {
@@ -203,31 +209,31 @@ def _of_class(module: TrainModule, wanted: str) -> list[str]:
         for name, child in module.named_modules()
         if name and not isinstance(child, CONTAINERS) and any(True for _ in child.parameters())
     }
-    found = [name for name, kind in holding.items() if kind == wanted]
-    if not found:
+    names = [name for name, kind in holding.items() if kind == class_name]
+    if not names:
         kinds = ", ".join(sorted(set(holding.values())))
         raise UserError(
-            f"fsdp.wrap: no module of class {wanted}. Name one of layers, head, embedding, or of this model's classes: "
-            f"{kinds}."
+            f"fsdp.wrap: no module of class {class_name}. Name layers, head, embedding, or one of this model's "
+            f"classes: {kinds}."
         )
-    return found
+    return names
 
 
 def _places(module: nn.Module) -> dict[int, list[str]]:
     """id of a parameter -> all of its names."""
-    places: dict[int, list[str]] = {}
+    names_by_id: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        places.setdefault(id(parameter), []).append(name)
-    return places
+        names_by_id.setdefault(id(parameter), []).append(name)
+    return names_by_id
 
 
-def _split_tie(module: nn.Module, names: Sequence[str], places: dict[int, list[str]]) -> tuple[str, str] | None:
+def _split_tie(module: nn.Module, names: Sequence[str], names_by_id: dict[int, list[str]]) -> tuple[str, str] | None:
     """Two names of one parameter, one inside these modules and one outside; None if there is no such parameter."""
     prefixes = tuple(f"{name}." for name in names)
     for name in names:
         for parameter in module.get_submodule(name).parameters():
-            inside = [place for place in places[id(parameter)] if place.startswith(prefixes)]
-            outside = [place for place in places[id(parameter)] if not place.startswith(prefixes)]
+            inside = [other for other in names_by_id[id(parameter)] if other.startswith(prefixes)]
+            outside = [other for other in names_by_id[id(parameter)] if not other.startswith(prefixes)]
             if outside:
                 return inside[0], outside[0]
     return None

@@ -107,7 +107,7 @@ def check(config: Any, subject: VerifiedModel, ranks: Ranks, options: VerifyOpti
     verdict = _verdict(engine, subject.path, steps, objective)
     if verdict is not None and remark:
         verdict = replace(verdict, remarks=[*verdict.remarks, remark])
-    same_dtypes = Precision.of(config.fsdp, ranks.device) == Precision.of(exact.fsdp, ranks.device)
+    same_dtypes = Precision.from_config(config.fsdp, ranks.device) == Precision.from_config(exact.fsdp, ranks.device)
     if same_dtypes and not config.model.transforms:
         return verdict
     kernel = config.model.attention if ranks.device.type == "cuda" else "auto"

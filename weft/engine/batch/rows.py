@@ -266,24 +266,24 @@ def _no_arrays(like: Tensor) -> dict[str, Tensor]:
 def cut_row(row: Row, plan: StepPlan, micro_batch: int, rank: int, axis: CPAxis) -> Row:
     """This rank's part of a packed row of whole documents, which was built without padding."""
     pieces = plan.pieces[micro_batch][rank]
-    read = [plan.documents[index].read for index in row.documents]
-    offsets = accumulate(read, initial=0)
+    lengths_read = [plan.documents[index].read for index in row.documents]
+    offsets = accumulate(lengths_read, initial=0)
     ranges_of_row = [
         torch.arange(offset + start, offset + stop)
         for intervals, offset in zip(pieces, offsets, strict=False)
         for start, stop in intervals
     ]
     # [M]: for each of this rank's tokens, in the order of its row, the index in the row of whole documents.
-    kept_M = torch.cat(ranges_of_row) if ranges_of_row else torch.zeros(0, dtype=torch.int64)
+    indices_M = torch.cat(ranges_of_row) if ranges_of_row else torch.zeros(0, dtype=torch.int64)
     length = plan.row_length(micro_batch, rank)
-    tail = length - len(kept_M)
-    chosen_N, selected_N = local_predictions(row.selected_N, kept_M, sum(read))
-    lengths = [stop - start for intervals in pieces for start, stop in intervals] + ([tail] if tail else [])
-    firsts = [start for intervals in pieces for start, _ in intervals] + ([0] if tail else [])
+    padding = length - len(indices_M)
+    chosen_N, selected_N = local_predictions(row.selected_N, indices_M, sum(lengths_read))
+    lengths = [stop - start for intervals in pieces for start, stop in intervals] + ([padding] if padding else [])
+    first_positions = [start for intervals in pieces for start, _ in intervals] + ([0] if padding else [])
     bounds = Bounds.packed(tuple(lengths), torch.device("cpu"))
-    bounds.firsts = tuple(firsts)
+    bounds.firsts = tuple(first_positions)
     if row.bounds.last_seen is not None:
-        bounds.last_seen = local_last_seen(row.bounds.last_seen, kept_M, tail)
+        bounds.last_seen = local_last_seen(row.bounds.last_seen, indices_M, padding)
     shared = plan.shared_documents(micro_batch, rank)
     if shared:
         slot = {document: n for n, document in enumerate(shared)}
@@ -293,15 +293,15 @@ def cut_row(row: Row, plan: StepPlan, micro_batch: int, rank: int, axis: CPAxis)
         )
         # In a row, whole documents and the padding follow the shared documents.
         whole_lengths = [part[0][1] for d, part in zip(row.documents, pieces, strict=True) if d not in slot]
-        bounds.context = ContextRow(axis, ranges, (*whole_lengths, *([tail] if tail else [])))
+        bounds.context = ContextRow(axis, ranges, (*whole_lengths, *([padding] if padding else [])))
     routes = row.routes
     if routes is not None:
-        routes = torch.cat([routes[kept_M], routes.new_full((tail, *routes.shape[1:]), -1)])
+        routes = torch.cat([routes[indices_M], routes.new_full((padding, *routes.shape[1:]), -1)])
     highest = max([2, *lengths])
     return replace(
         row,
-        input_ids_BT=_padded(row.input_ids_BT[:, kept_M], torch.full((tail,), PADDING)),
-        position_ids_BT=_padded(row.position_ids_BT[..., kept_M], torch.arange(tail) % highest),
+        input_ids_BT=_padded(row.input_ids_BT[:, indices_M], torch.full((padding,), PADDING)),
+        position_ids_BT=_padded(row.position_ids_BT[..., indices_M], torch.arange(padding) % highest),
         bounds=bounds,
         selected_N=selected_N,
         targets_N=row.targets_N[chosen_N],
@@ -309,15 +309,15 @@ def cut_row(row: Row, plan: StepPlan, micro_batch: int, rank: int, axis: CPAxis)
         document_N=row.document_N[chosen_N],
         token_N=row.token_N[chosen_N],
         arrays={name: values[chosen_N] for name, values in row.arrays.items()} if row.documents else row.arrays,
-        owner_M=None if row.owner_M is None else torch.cat([row.owner_M[kept_M], torch.full((tail,), -1)]),
+        owner_M=None if row.owner_M is None else torch.cat([row.owner_M[indices_M], torch.full((padding,), -1)]),
         routes=routes,
-        real_tokens=len(kept_M),
+        real_tokens=len(indices_M),
         noise_keys_BT=None
         if row.noise_keys_BT is None
-        else _padded(row.noise_keys_BT[:, kept_M], torch.zeros(tail).long()),
+        else _padded(row.noise_keys_BT[:, indices_M], torch.zeros(padding).long()),
         noise_sizes_BT=None
         if row.noise_sizes_BT is None
-        else _padded(row.noise_sizes_BT[:, kept_M], torch.zeros(tail)),
+        else _padded(row.noise_sizes_BT[:, indices_M], torch.zeros(padding)),
         shared=_shared_documents(row.documents, pieces, shared, axis) if shared else None,
     )
 
@@ -346,11 +346,11 @@ def _shared_documents(
     documents: Sequence[int], pieces: Sequence[Sequence[Interval]], shared: Sequence[int], axis: CPAxis
 ) -> SharedDocuments:
     """The documents that other ranks have parts of. The rank with a document's first token counts it."""
-    number = {document: n for n, document in enumerate(shared)}
-    places = torch.tensor([n for n, d in enumerate(documents) if d in number], dtype=torch.int64)
-    slots = torch.tensor([number[d] for d in documents if d in number], dtype=torch.int64)
-    counted = torch.tensor([n for n, intervals in enumerate(pieces) if intervals[0][0] == 0], dtype=torch.int64)
-    return SharedDocuments(places, slots, len(shared), counted, axis.ranks)
+    shared_index = {document: n for n, document in enumerate(shared)}
+    row_indices = torch.tensor([n for n, d in enumerate(documents) if d in shared_index], dtype=torch.int64)
+    shared_indices = torch.tensor([shared_index[d] for d in documents if d in shared_index], dtype=torch.int64)
+    counted_indices = torch.tensor([n for n, intervals in enumerate(pieces) if intervals[0][0] == 0], dtype=torch.int64)
+    return SharedDocuments(row_indices, shared_indices, len(shared), counted_indices, axis.ranks)
 
 
 # ---------------------------------------------------------------- documents that ranks share

@@ -61,18 +61,18 @@ class Pipeline:
             first.setdefault(id(parameter), name)
         return list(first.values())
 
-    def shared_params(self, place: int) -> frozenset[str]:
-        """Parameters, trained or not, that both the rank at `place` and others hold."""
-        several = (name for name, ranks in self.holders.items() if len(ranks) > 1 and place in ranks)
-        return frozenset(name for name in several if isinstance(self.tensors[name], nn.Parameter))
+    def shared_params(self, rank: int) -> frozenset[str]:
+        """Parameters, trained or not, that both the rank at `rank` and others hold."""
+        shared = (name for name, ranks in self.holders.items() if len(ranks) > 1 and rank in ranks)
+        return frozenset(name for name in shared if isinstance(self.tensors[name], nn.Parameter))
 
-    def tied_copies(self, place: int) -> frozenset[str]:
-        """Tensors that the rank at `place` holds and an earlier one writes and counts."""
-        return frozenset(n for n, ranks in self.holders.items() if place in ranks and ranks[0] != place)
+    def tied_copies(self, rank: int) -> frozenset[str]:
+        """Tensors that the rank at `rank` holds and an earlier one writes and counts."""
+        return frozenset(n for n, ranks in self.holders.items() if rank in ranks and ranks[0] != rank)
 
-    def missing_params(self, place: int) -> frozenset[str]:
-        """Tensors that the rank at `place` does not hold."""
-        return frozenset(name for name, ranks in self.holders.items() if place not in ranks)
+    def missing_params(self, rank: int) -> frozenset[str]:
+        """Tensors that the rank at `rank` does not hold."""
+        return frozenset(name for name, ranks in self.holders.items() if rank not in ranks)
 
     def stage_of(self, name: str, layers: str) -> int:
         """The stage that runs a module. layers: name of the list of decoder layers."""
@@ -85,15 +85,15 @@ class Pipeline:
 class PlaceholderLayer(nn.Module):
     """A layer of another stage. It has that layer's attributes, but no modules and no weights."""
 
-    def __init__(self, layer: nn.Module, items: int, passage: StageIO, *, gives: bool, keeps: bool) -> None:
+    def __init__(self, layer: nn.Module, items: int, stage_io: StageIO, *, gives: bool, keeps: bool) -> None:
         """items: length of the tuple that the layer returns, 0 for a tensor. gives: return what the previous stage
         sent. keeps: keep the input, for the next stage."""
         super().__init__()
-        own = vars(nn.Module()).keys()
+        module_attributes = vars(nn.Module()).keys()
         for name, value in vars(layer).items():
-            if name not in own and not name.startswith("_") and not callable(value):
+            if name not in module_attributes and not name.startswith("_") and not callable(value):
                 setattr(self, name, value)
-        self.passage, self.items, self.gives, self.keeps = passage, items, gives, keeps
+        self.passage, self.items, self.gives, self.keeps = stage_io, items, gives, keeps
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         hidden: Any = args[0] if args else kwargs["hidden_states"]
@@ -108,14 +108,18 @@ class PlaceholderLayer(nn.Module):
 def own_layers(model: nn.Module) -> Iterator[None]:
     """Inside, the model's lists of layers are without stand-ins: for code that reads into every layer (falcon_h1's
     initialisation does)."""
-    lists = [(each, each._modules) for each in model.modules() if isinstance(each, nn.ModuleList)]
-    for each, held in lists:
-        each._modules = {name: child for name, child in held.items() if not isinstance(child, PlaceholderLayer)}
+    lists = [
+        (module_list, module_list._modules) for module_list in model.modules() if isinstance(module_list, nn.ModuleList)
+    ]
+    for module_list, modules in lists:
+        module_list._modules = {
+            name: child for name, child in modules.items() if not isinstance(child, PlaceholderLayer)
+        }
     try:
         yield
     finally:
-        for each, held in lists:
-            each._modules = held
+        for module_list, modules in lists:
+            module_list._modules = modules
 
 
 @dataclass(frozen=True)
@@ -159,16 +163,16 @@ def plan_pipeline(
     """Plan which rank holds which tensors of a whole model (on meta). Raises UserError if layers of several ranks share
     weights."""
     after = interface.after | {module.facts.head}
-    made = Pipeline(tuple(spans), placement, {}, {}, replace(interface, after=after))
+    pipeline = Pipeline(tuple(spans), placement, {}, {}, replace(interface, after=after))
     tensors = module.state_dict(keep_vars=True)
     parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     ranks: dict[int, set[int]] = {}
     layers = module.facts.layers
     for name, tensor in tensors.items():
-        own = [placement.rank_of(made.stage_of(name.rpartition(".")[0], layers))]
+        holding_ranks = [placement.rank_of(pipeline.stage_of(name.rpartition(".")[0], layers))]
         if name not in parameters and not name.startswith(f"{layers}."):  # a buffer: small, so every stage holds it
-            own = [*range(placement.ranks)]
-        ranks.setdefault(id(tensor), set()).update(own)
+            holding_ranks = [*range(placement.ranks)]
+        ranks.setdefault(id(tensor), set()).update(holding_ranks)
     for name, tensor in tensors.items():
         if name.startswith(f"{layers}.") and len(ranks[id(tensor)]) > 1:
             raise UserError(
@@ -176,67 +180,71 @@ def plan_pipeline(
                 "would have to have one layer's weights. Set mesh.pp=1."
             )
     holders = {name: tuple(sorted(ranks[id(tensor)])) for name, tensor in tensors.items()}
-    return replace(made, tensors=tensors, holders=holders)
+    return replace(pipeline, tensors=tensors, holders=holders)
 
 
-def keep_stages(module: TrainModule, pipeline: Pipeline, place: int, kind: Outside) -> None:
-    """Reduce a whole model, in place, to what the stages of the rank at `place` hold."""
-    stages, outside = pipeline.placement.stages_of(place), dict(_outside(module))
+def keep_stages(module: TrainModule, pipeline: Pipeline, rank: int, kind: Outside) -> None:
+    """Reduce a whole model, in place, to what the stages of the rank at `rank` hold."""
+    stages, outside = pipeline.placement.stages_of(rank), dict(_outside(module))
     runs = {name: pipeline.stage_of(name, module.facts.layers) for name in (*dict(module.layers), *outside)}
-    idle = {name: EmptyModule(owner, kind) for name, owner in outside.items() if not isinstance(owner, Head)}
-    passages, others = [], []
+    empty_modules = {name: EmptyModule(owner, kind) for name, owner in outside.items() if not isinstance(owner, Head)}
+    stage_ios, placeholders = [], []
     for stage in stages:
         mixers = sum(pipeline.stage_of(name, module.facts.layers) == stage for name in module.mixers)
-        passages.append(StageIO(stage == len(pipeline.spans) - 1, mixers=mixers))
-        own = {name: stand_in for name, stand_in in idle.items() if runs[name] != stage}
-        others.append(own | _stand_ins(module, pipeline, stage, passages[-1]))
-    held = {name for name, ranks in pipeline.holders.items() if place in ranks}
+        stage_ios.append(StageIO(stage == len(pipeline.spans) - 1, mixers=mixers))
+        stage_placeholders = {name: stand_in for name, stand_in in empty_modules.items() if runs[name] != stage}
+        placeholders.append(stage_placeholders | _stand_ins(module, pipeline, stage, stage_ios[-1]))
+    local_names = {name for name, ranks in pipeline.holders.items() if rank in ranks}
     for name, stage in runs.items():
         if stage not in stages:
-            _leave_out(module, name, others[0].get(name), held)
-    for passage, own in zip(passages, others, strict=True):
-        passage.others = [(*_place(module, n), m) for n, m in own.items() if module.get_submodule(n) is not m]
+            _leave_out(module, name, placeholders[0].get(name), local_names)
+    for stage_io, stage_placeholders in zip(stage_ios, placeholders, strict=True):
+        stage_io.placeholders = [
+            (*_place(module, n), m) for n, m in stage_placeholders.items() if module.get_submodule(n) is not m
+        ]
     names = {name for name, _ in module.named_modules()}
     module.mixers = {name: mixer for name, mixer in module.mixers.items() if name in names}
-    module.passages = passages
+    module.passages = stage_ios
 
 
 def _outside(module: TrainModule) -> list[tuple[str, nn.Module]]:
     """(name, module) of the modules outside the layers that have weights of their own; a vision tower and its projector
     each count as one module."""
-    layers, whole = f"{module.facts.layers}.", vision_parts(module.base, module.facts)
-    inside = (layers, *(f"{part}." for part in whole))
+    layers, single_units = f"{module.facts.layers}.", vision_parts(module.base, module.facts)
+    inside = (layers, *(f"{part}." for part in single_units))
     return [
         (name, child)
         for name, child in module.named_modules()
-        if not name.startswith(inside) and (name in whole or any(True for _ in child.parameters(recurse=False)))
+        if not name.startswith(inside) and (name in single_units or any(True for _ in child.parameters(recurse=False)))
     ]
 
 
-def _stand_ins(module: TrainModule, pipeline: Pipeline, stage: int, passage: StageIO) -> dict[str, nn.Module]:
+def _stand_ins(module: TrainModule, pipeline: Pipeline, stage: int, stage_io: StageIO) -> dict[str, nn.Module]:
     """Name -> stand-in, for each layer that this stage does not run."""
     first, end = pipeline.spans[stage]
-    found: dict[str, nn.Module] = {}
+    placeholders: dict[str, nn.Module] = {}
     for number, (name, layer) in enumerate(module.layers):
         if not first <= number < end:
             items = pipeline.interface.outputs[type(layer).__name__]
-            found[name] = PlaceholderLayer(layer, items, passage, gives=number == first - 1, keeps=number == end)
-    return found
+            placeholders[name] = PlaceholderLayer(
+                layer, items, stage_io, gives=number == first - 1, keeps=number == end
+            )
+    return placeholders
 
 
-def _leave_out(module: TrainModule, name: str, stand_in: nn.Module | None, held: Collection[str]) -> None:
-    """Replace a module that no stage of this rank runs, keeping weights that the rank holds. stand_in: None for the
+def _leave_out(module: TrainModule, name: str, placeholder: nn.Module | None, local_names: Collection[str]) -> None:
+    """Replace a module that no stage of this rank runs, keeping weights that the rank holds. placeholder: None for the
     head."""
     owner = module.get_submodule(name)
-    kept = {leaf: p for leaf, p in owner.named_parameters(recurse=False) if f"{name}.{leaf}" in held}
-    if stand_in is None:  # the head stays, emptied: it is never called, but other code reads it
+    local_parameters = {leaf: p for leaf, p in owner.named_parameters(recurse=False) if f"{name}.{leaf}" in local_names}
+    if placeholder is None:  # the head stays, emptied: it is never called, but other code reads it
         for leaf in owner._parameters:
-            owner._parameters[leaf] = kept.get(leaf)
+            owner._parameters[leaf] = local_parameters.get(leaf)
         return
-    for leaf, parameter in kept.items():
-        assert isinstance(stand_in, EmptyModule)
-        stand_in.keep(leaf, parameter)
-    setattr(*_place(module, name), stand_in)
+    for leaf, parameter in local_parameters.items():
+        assert isinstance(placeholder, EmptyModule)
+        placeholder.keep(leaf, parameter)
+    setattr(*_place(module, name), placeholder)
 
 
 def _place(module: nn.Module, name: str) -> tuple[nn.Module, str]:
@@ -245,11 +253,11 @@ def _place(module: nn.Module, name: str) -> tuple[nn.Module, str]:
     return module.get_submodule(parent), leaf
 
 
-def cut_layers(costs: Sequence[float], head: float, stages: int, least: int = 1) -> list[Span]:
+def cut_layers(costs: Sequence[float], head: float, stages: int, min_layers: int = 1) -> list[Span]:
     """Spans of consecutive layers, one per stage, that minimise the cost of the dearest stage.
 
-    costs: of each layer. head: cost of the head, in the last stage. least: fewest layers of the first stage. There must
-    be enough layers. Of equally good cuts, the one whose first stages have more layers.
+    costs: of each layer. head: cost of the head, in the last stage. min_layers: fewest layers of the first stage. The
+    model must have enough layers. Of equally good cuts, the one whose first stages have more layers is chosen.
     """
     count = len(costs)
     sums = [0.0]
@@ -258,12 +266,12 @@ def cut_layers(costs: Sequence[float], head: float, stages: int, least: int = 1)
     # best[n]: (cost of the dearest stage, end of the first one) for layers from n on over the stages counted so far
     best = [(sums[count] - sums[n] + head, count) for n in range(count)]
     table = [best]
-    for left in range(2, stages + 1):
+    for remaining in range(2, stages + 1):
         before, best = best, []
         for first in range(count):
-            ends = range(max(first + 1, least if left == stages else 0), count - left + 2)
-            found = [(max(sums[end] - sums[first], before[end][0]), -end) for end in ends]
-            dearest, end = min(found, default=(float("inf"), 0))
+            ends = range(max(first + 1, min_layers if remaining == stages else 0), count - remaining + 2)
+            options = [(max(sums[end] - sums[first], before[end][0]), -end) for end in ends]
+            dearest, end = min(options, default=(float("inf"), 0))
             best.append((dearest, -end))
         table.append(best)
     spans, first = [], 0

@@ -24,8 +24,8 @@ class Placement:
         return self.rank_of(self.stages - 1)
 
     def rank_of(self, stage: int) -> int:
-        turn, place = divmod(stage, self.ranks)
-        return self.ranks - 1 - place if self.folded and turn % 2 else place
+        chunk, index = divmod(stage, self.ranks)
+        return self.ranks - 1 - index if self.folded and chunk % 2 else index
 
     def stage_of(self, rank: int, chunk: int) -> int:
         """A rank's stage number `chunk`, from 0."""
@@ -40,5 +40,5 @@ class Placement:
 
     def neighbour(self, stage: int, onward: bool) -> int | None:
         """The stage after this one, or before it; None at the ends."""
-        other = stage + (1 if onward else -1)
-        return other if 0 <= other < self.stages else None
+        neighbour = stage + (1 if onward else -1)
+        return neighbour if 0 <= neighbour < self.stages else None

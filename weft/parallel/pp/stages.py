@@ -47,8 +47,8 @@ class P2PCommunicator:
         """width: H. dtype: of hidden states between layers. parts: number of ranks that divide the tokens of a row."""
         self.axis, self.placement, self.width, self.parts = axis, placement, width, parts
         self.dtype, self.device = dtype, device
-        self._asked: dict[P2PMessage, tuple[Tensor, Any]] = {}
-        self._own: dict[P2PMessage, Tensor] = {}  # messages between stages of this rank
+        self._pending: dict[P2PMessage, tuple[Tensor, Any]] = {}
+        self._local_messages: dict[P2PMessage, Tensor] = {}  # messages between stages of this rank
         self._sent: list[tuple[Tensor, Any]] = []
         self._connected = device.type == "cpu"
 
@@ -78,21 +78,21 @@ class P2PCommunicator:
         [B, T] of the row. Messages of one sender and direction must be requested in the order in which they are sent.
         """
         source = self.placement.neighbour(message.stage, not message.onward)
-        if source is None or message in self._asked:
+        if source is None or message in self._pending:
             return
         rank = self.placement.rank_of(source)
         if rank == self.axis.rank:
             return
         buffer = torch.empty(self._shape(shape), dtype=self.dtype, device=self.device)
         group = self.axis.channels[P2PChannel.between(message.onward, rank, self.axis.rank)]
-        self._asked[message] = buffer, dist.irecv(buffer, group=group, group_src=rank)
+        self._pending[message] = buffer, dist.irecv(buffer, group=group, group_src=rank)
 
     def receive(self, message: P2PMessage) -> Tensor | None:
         """The tensor of a requested message, once it has arrived; None for a stage without a sender (the first stage
         onward, the last stage back)."""
-        if message in self._own:
-            return self._own.pop(message)
-        found = self._asked.pop(message, None)
+        if message in self._local_messages:
+            return self._local_messages.pop(message)
+        found = self._pending.pop(message, None)
         if found is None:
             return None
         buffer, work = found
@@ -111,7 +111,7 @@ class P2PCommunicator:
             raise RuntimeError(f"{what} are {found}, and not {self.dtype} of shape {list(self._shape(shape))}")
         rank, sent = self.placement.rank_of(target), tensor.detach().contiguous()
         if rank == self.axis.rank:
-            self._own[P2PMessage(onward, target, micro)] = sent
+            self._local_messages[P2PMessage(onward, target, micro)] = sent
             return
         group = self.axis.channels[P2PChannel.between(onward, self.axis.rank, rank)]
         self._sent = [(kept, work) for kept, work in self._sent if not has_ended(work)]

@@ -46,8 +46,8 @@ class _JoinTokens(torch.autograd.Function):
     and backward takes its own tokens' part."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: Communicator, place: int) -> Tensor:
-        ctx.place, ctx.tokens = place, x.shape[1]
+    def forward(ctx: Any, x: Tensor, ranks: Communicator, rank: int) -> Tensor:
+        ctx.place, ctx.tokens = rank, x.shape[1]
         return gather_tokens(x, ranks)
 
     @staticmethod
@@ -65,11 +65,11 @@ def reduce_scatter_tokens(x: Tensor, ranks: Communicator) -> Tensor:
     return ranks.reduce_scatter(x.transpose(0, 1)).transpose(0, 1)
 
 
-def join_last_states(base: nn.Module, ranks: Communicator, place: int) -> None:
+def join_last_states(base: nn.Module, ranks: Communicator, rank: int) -> None:
     """Make a base model return the last hidden states of all tokens, instead of this rank's."""
 
     def hook(module: nn.Module, args: Any, output: Any) -> Any:
-        output.last_hidden_state = _JoinTokens.apply(output.last_hidden_state, ranks, place)
+        output.last_hidden_state = _JoinTokens.apply(output.last_hidden_state, ranks, rank)
         return output
 
     base.register_forward_hook(hook)

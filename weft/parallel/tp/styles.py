@@ -47,11 +47,14 @@ _COLUMNS = 8
 
 @dataclass(frozen=True)
 class TPPlan:
-    """The styles of a model. of: parameter -> style. regions: modules that compute with divided weights, so that their
-    outputs are summed. biased: modules whose bias every rank would add. joined: norm over all heads together -> style
-    of its input. attention: attention modules. mixers: divided mixers that carry state."""
+    """How tp divides a model.
 
-    of: dict[str, TPSpec] = field(default_factory=dict)
+    specs: parameter -> its division. regions: modules that compute with divided weights, whose outputs are summed.
+    biased: modules whose bias every rank would add. joined: norm over all heads together -> the
+    division of its input. attention: attention modules. mixers: divided mixers that carry state.
+    """
+
+    specs: dict[str, TPSpec] = field(default_factory=dict)
     regions: list[str] = field(default_factory=list)
     biased: list[str] = field(default_factory=list)
     joined: dict[str, TPSpec] = field(default_factory=dict)
@@ -64,25 +67,25 @@ def find_tp_plan(module: TrainModule, config: PretrainedConfig, ranks: int) -> T
 
     ranks: size of mesh.tp. Mixers whose heads do not divide by it stay whole.
     """
-    found = TPPlan()
-    of = found.of
+    plan = TPPlan()
+    specs = plan.specs
     embedding = module.get_submodule(module.facts.embedding)
     vocabulary = TPSpec(0, (DimSegment(len(embedding.weight)),))
-    of[f"{module.facts.embedding}.weight"] = vocabulary
+    specs[f"{module.facts.embedding}.weight"] = vocabulary
     if not isinstance(module.head, ValueHead):
-        of |= {f"{module.facts.head}.{name}": vocabulary for name, _ in module.head.named_parameters()}
-    for (name, layer), own in zip(module.layers, hf.layer_configs(config), strict=True):
-        _of_layer(name, layer, own, ranks, found)
-    of.update(_of_adapters(module, of))
+        specs |= {f"{module.facts.head}.{name}": vocabulary for name, _ in module.head.named_parameters()}
+    for (name, layer), layer_config in zip(module.layers, hf.layer_configs(config), strict=True):
+        _of_layer(name, layer, layer_config, ranks, plan)
+    specs.update(_of_adapters(module, specs))
     mixers = tuple(f"{name}." for name in module.mixers)
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        if name not in of and parameter.ndim > 1 and not name.startswith(mixers) and not _is_whole(name, module):
+        if name not in specs and parameter.ndim > 1 and not name.startswith(mixers) and not _is_whole(name, module):
             raise UserError(
                 f"mesh.tp: weft does not know how {name} {list(parameter.shape)} of {module.facts.model_type} can be "
                 "divided: set mesh.tp=1."
             )
-        of.setdefault(name, TPSpec())
-    return found
+        specs.setdefault(name, TPSpec())
+    return plan
 
 
 def check_states(module: TrainModule, config: PretrainedConfig, names: Sequence[str], ranks: int) -> None:
@@ -97,14 +100,14 @@ def check_states(module: TrainModule, config: PretrainedConfig, names: Sequence[
             )
 
 
-def _of_adapters(module: nn.Module, of: Mapping[str, TPSpec]) -> Iterator[tuple[str, TPSpec]]:
+def _of_adapters(module: nn.Module, specs: Mapping[str, TPSpec]) -> Iterator[tuple[str, TPSpec]]:
     """Styles of adapters: B is divided as the weight's outputs are, or A as its inputs are; the other matrix is whole.
-    of: styles of the weights."""
+    specs: styles of the weights."""
     for name, child in module.named_modules():
         if not isinstance(child, LowRank):
             continue
         owner_name, _, leaf = name.rpartition(".")
-        style = of.get(f"{owner_name}.{parameter_of(leaf)}", TPSpec())
+        style = specs.get(f"{owner_name}.{parameter_of(leaf)}", TPSpec())
         by_outputs = style.dim == _outputs_dim(module.get_submodule(owner_name))
         yield f"{name}.A", TPSpec() if style.dim is None or by_outputs else TPSpec(1, style.parts)
         yield f"{name}.B", TPSpec(0, style.parts) if by_outputs else TPSpec()
@@ -123,61 +126,59 @@ def _is_whole(name: str, module: TrainModule) -> bool:
     return inside == name or not set(WHOLE).isdisjoint(inside.split("."))
 
 
-def _of_layer(name: str, layer: nn.Module, config: PretrainedConfig, ranks: int, found: TPPlan) -> None:
+def _of_layer(name: str, layer: nn.Module, config: PretrainedConfig, ranks: int, plan: TPPlan) -> None:
     for child_name, child in layer.named_children():
         path = f"{name}.{child_name}"
         if _LAYER.search(type(child).__name__):
-            _of_layer(path, child, config, ranks, found)
+            _of_layer(path, child, config, ranks, plan)
             continue
-        of_child = (
-            _of_mixer(path, child, ranks, found) if carries_state(child) else _of_block(path, child, config, found)
+        child_specs = (
+            _of_mixer(path, child, ranks, plan) if carries_state(child) else _of_block(path, child, config, plan)
         )
-        own = dict(of_child)
-        own |= dict(_of_additions(path, child, own))
-        if any(style.dim is not None for style in own.values()):
-            found.regions.append(path)
-            found.of.update(own)
+        specs = dict(child_specs)
+        specs |= dict(_of_additions(path, child, specs))
+        if any(style.dim is not None for style in specs.values()):
+            plan.regions.append(path)
+            plan.specs.update(specs)
 
 
-def _of_additions(name: str, block: nn.Module, of: Mapping[str, TPSpec]) -> Iterator[tuple[str, TPSpec]]:
+def _of_additions(name: str, block: nn.Module, specs: Mapping[str, TPSpec]) -> Iterator[tuple[str, TPSpec]]:
     """Styles of the low-rank pairs that a shared block adds to its projections for each layer that runs it (zamba2)."""
     for path, module in block.named_modules(prefix=name):
         owner, _, leaf = path.rpartition(".")
         if leaf.endswith(_ADDITIONS):
             adapted = leaf.removesuffix(_ADDITIONS).removeprefix("linear_")
-            style = of[f"{owner}.{adapted if adapted.endswith('_proj') else f'{adapted}_proj'}.weight"]
+            style = specs[f"{owner}.{adapted if adapted.endswith('_proj') else f'{adapted}_proj'}.weight"]
             for tensor, _ in module.named_parameters(prefix=path):
                 yield tensor, style if tensor.endswith(".1.weight") else TPSpec()
 
 
-def _of_mixer(name: str, mixer: nn.Module, ranks: int, found: TPPlan) -> Iterator[tuple[str, TPSpec]]:
+def _of_mixer(name: str, mixer: nn.Module, ranks: int, plan: TPPlan) -> Iterator[tuple[str, TPSpec]]:
     style = mixer_style(mixer)
     if style is None or not style.divides(ranks):
         return
-    found.mixers[name] = style
+    plan.mixers[name] = style
     parameters = dict(mixer.named_parameters())
-    yield from ((f"{name}.{tensor}", cut) for tensor, cut in style.of.items() if tensor in parameters)
+    yield from ((f"{name}.{tensor}", cut) for tensor, cut in style.specs.items() if tensor in parameters)
     if f"{style.output}.bias" in parameters:
-        found.biased.append(f"{name}.{style.output}")
+        plan.biased.append(f"{name}.{style.output}")
 
 
-def _of_block(name: str, block: nn.Module, config: PretrainedConfig, found: TPPlan) -> Iterator[tuple[str, TPSpec]]:
+def _of_block(name: str, block: nn.Module, config: PretrainedConfig, plan: TPPlan) -> Iterator[tuple[str, TPSpec]]:
     for path, module in block.named_modules(prefix=name):
         leaves = {leaf for leaf, _ in module.named_children()}
         if leaves & {*QUERY, *FUSED, *MIXED} and leaves & {*OUT}:
-            yield from _of_attention(path, module, config, found)
+            yield from _of_attention(path, module, config, plan)
         elif leaves & {*GATE_UP, *FUSED_GATE_UP} and leaves & {*OUT}:
-            yield from _of_mlp(path, module, found)
+            yield from _of_mlp(path, module, plan)
         elif is_experts(module):
-            yield from _of_experts(path, module, found)
+            yield from _of_experts(path, module, plan)
 
 
-def _of_attention(
-    name: str, module: nn.Module, config: PretrainedConfig, found: TPPlan
-) -> Iterator[tuple[str, TPSpec]]:
+def _of_attention(name: str, module: nn.Module, config: PretrainedConfig, plan: TPPlan) -> Iterator[tuple[str, TPSpec]]:
     heads = int(config.num_attention_heads)
     pairs = int(getattr(config, "num_key_value_heads", None) or getattr(config, "num_kv_heads", None) or heads)
-    found.attention.append(name)
+    plan.attention.append(name)
     for leaf, child in module.named_children():
         path = f"{name}.{leaf}"
         if leaf in (*QUERY, *GATES, *LATENT):
@@ -193,9 +194,9 @@ def _of_attention(
             yield from _outputs(path, child, _mixed(path, child, heads, pairs, config))
         elif leaf in OUT:
             width = _exactly(path, hf.linear_widths(child)[0], heads)
-            yield from _inputs(path, child, DimSegment(heads, width, heads=True), found)
+            yield from _inputs(path, child, DimSegment(heads, width, heads=True), plan)
         elif "norm" in leaf:
-            yield from _of_norm(path, leaf, child, module, (heads, pairs), found)
+            yield from _of_norm(path, leaf, child, module, (heads, pairs), plan)
     for leaf, parameter in module.named_parameters(recurse=False):
         if tuple(parameter.shape) == (heads,):  # attention sinks
             yield f"{name}.{leaf}", TPSpec(0, (DimSegment(heads, heads=True),))
@@ -210,7 +211,7 @@ def _mixed(name: str, linear: nn.Module, heads: int, pairs: int, config: Pretrai
 
 
 def _of_norm(
-    path: str, leaf: str, norm: nn.Module, attention: nn.Module, counts: tuple[int, int], found: TPPlan
+    path: str, leaf: str, norm: nn.Module, attention: nn.Module, counts: tuple[int, int], plan: TPPlan
 ) -> Iterator[tuple[str, TPSpec]]:
     """Style of a norm of queries or keys: per head, with a shared weight (whole) or one per head; or over all heads."""
     projection = getattr(attention, f"{leaf[0]}_proj", None)
@@ -222,10 +223,10 @@ def _of_norm(
     if weight.ndim == 2 and weight.numel() == outputs:
         yield f"{path}.weight", TPSpec(0, (DimSegment(count, 1, heads=True, repeat=part.repeat),))
     elif tuple(weight.shape) == (outputs,) and count > 1:
-        found.joined[path] = TPSpec(0, (part,))
+        plan.joined[path] = TPSpec(0, (part,))
 
 
-def _of_mlp(name: str, module: nn.Module, found: TPPlan) -> Iterator[tuple[str, TPSpec]]:
+def _of_mlp(name: str, module: nn.Module, plan: TPPlan) -> Iterator[tuple[str, TPSpec]]:
     for leaf, child in module.named_children():
         path = f"{name}.{leaf}"
         if leaf in GATE_UP:
@@ -233,10 +234,10 @@ def _of_mlp(name: str, module: nn.Module, found: TPPlan) -> Iterator[tuple[str, 
         elif leaf in FUSED_GATE_UP:
             yield from _outputs(path, child, (_columns(_exactly(path, hf.linear_widths(child)[1], 2)),) * 2)
         elif leaf in OUT:
-            yield from _inputs(path, child, _columns(hf.linear_widths(child)[0]), found)
+            yield from _inputs(path, child, _columns(hf.linear_widths(child)[0]), plan)
 
 
-def _of_experts(name: str, experts: nn.Module, found: TPPlan) -> Iterator[tuple[str, TPSpec]]:
+def _of_experts(name: str, experts: nn.Module, plan: TPPlan) -> Iterator[tuple[str, TPSpec]]:
     """Styles of experts whose weights are one tensor: [experts, out, in], or transposed, [experts, in, out]."""
     transposed = experts.is_transposed if hf.is_fused_experts(experts) else _is_transposed(experts)
     for leaf, parameter in experts.named_parameters(recurse=False):
@@ -245,7 +246,7 @@ def _of_experts(name: str, experts: nn.Module, found: TPPlan) -> Iterator[tuple[
                 dim = 1 if transposed else 2
                 yield f"{name}.{leaf}", TPSpec(dim, (_columns(parameter.shape[dim]),))
             else:
-                found.biased.append(name)
+                plan.biased.append(name)
                 yield f"{name}.{leaf}", TPSpec()
             continue
         dim = 2 if transposed and parameter.ndim == 3 else 1
@@ -262,10 +263,10 @@ def _is_transposed(experts: nn.Module) -> bool:
     return bool(experts.gate_up_proj.shape[2] == 2 * experts.down_proj.shape[1])
 
 
-def _columns(width: int, each: int = 1) -> DimSegment:
-    """`width` columns of `each` elements, in items of _COLUMNS columns if that divides the width."""
+def _columns(width: int, elements: int = 1) -> DimSegment:
+    """`width` columns of `elements` elements, in items of _COLUMNS columns if that divides the width."""
     unit = _COLUMNS if width % _COLUMNS == 0 else 1
-    return DimSegment(width // unit, unit * each)
+    return DimSegment(width // unit, unit * elements)
 
 
 def _outputs(name: str, linear: nn.Module, parts: tuple[DimSegment, ...]) -> Iterator[tuple[str, TPSpec]]:
@@ -274,10 +275,10 @@ def _outputs(name: str, linear: nn.Module, parts: tuple[DimSegment, ...]) -> Ite
         yield f"{name}.bias", TPSpec(0, parts)
 
 
-def _inputs(name: str, linear: nn.Module, part: DimSegment, found: TPPlan) -> Iterator[tuple[str, TPSpec]]:
+def _inputs(name: str, linear: nn.Module, part: DimSegment, plan: TPPlan) -> Iterator[tuple[str, TPSpec]]:
     yield f"{name}.weight", TPSpec(0 if hf.is_transposed(linear) else 1, (part,))
     if getattr(linear, "bias", None) is not None:
-        found.biased.append(name)
+        plan.biased.append(name)
 
 
 def _heads(name: str, linear: nn.Module, count: int, *, repeat: bool = False) -> DimSegment:

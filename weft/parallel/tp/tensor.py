@@ -56,7 +56,7 @@ def tensor_parallel(
         return TensorParallel({}, {})
     styles = find_tp_plan(module, config.get_text_config(), axis.size)
     cuts = {
-        name: tp_shard_spec(name, tuple(parameter.shape), styles.of[name], axis)
+        name: tp_shard_spec(name, tuple(parameter.shape), styles.specs[name], axis)
         for name, parameter in module.named_parameters(remove_duplicate=False)
     }
     _replace_parameters(module, cuts)

@@ -157,7 +157,7 @@ class Blueprint:
         styles, found = self.styles(tp), []
         regions = set(styles.regions)
         for weight in self.weights:
-            if weight.trained and styles.of[weight.name].dim is None:
+            if weight.trained and styles.specs[weight.name].dim is None:
                 parts = weight.name.split(".")
                 found.append((weight, any(".".join(parts[:n]) in regions for n in range(1, len(parts)))))
         return found
@@ -171,7 +171,7 @@ class Blueprint:
         """(One weight of each kind, the index of each weight's kind): every mesh with this tp divides the weights of a
         kind alike."""
         if tp not in self._kinds:
-            of = self.styles(tp).of if tp > 1 else {}
+            of = self.styles(tp).specs if tp > 1 else {}
             numbers: dict[object, int] = {}
             firsts, found = list[Weight](), list[int]()
             for weight in self.weights:

@@ -163,7 +163,7 @@ class Holdings:
         mesh, cut = self.mesh, None
         if mesh.tp > 1:
             axis = TPAxis(tp, mesh.tp, _NOBODY, lambda _: _NOBODY)
-            cut = tp_shard_spec(weight.name, weight.shape, self.model.styles(mesh.tp).of[weight.name], axis)
+            cut = tp_shard_spec(weight.name, weight.shape, self.model.styles(mesh.tp).specs[weight.name], axis)
         if mesh.ep > 1 and weight.experts is not None:
             ranks = EPAxis(ep, mesh.ep, _NOBODY, _NOBODY if mesh.tp > 1 else None)
             return cut_of_expert(weight.shape, weight.experts, cut, ranks, strided=weight.strided).local_shape()

@@ -279,7 +279,7 @@ def repeated_keys_multiplied(plant: Plant, original: Original, call: Any, contex
 
 
 @bug(
-    "B6", "weft.ops.context:ContextRow.documents",
+    "B6", "weft.ops.context:ContextRow.shared_bounds",
     "states and convolutions run on from one document that is cut to the next",
     caught_by=LOGPROB, seen="verl-project/verl#6660", ranks=4,
     needs="mesh.ulysses above 2, layers that carry state, and rows with two documents that are cut",
@@ -293,7 +293,7 @@ def state_runs_into_the_next(plant: Plant, original: Original, self: Any, device
 
 
 @bug(
-    "B37", "weft.ops.context:ContextRow.documents",
+    "B37", "weft.ops.context:ContextRow.shared_bounds",
     "states and convolutions begin again where a rank's tokens of a document begin",
     caught_by=LOGPROB, seen="PrimeIntellect-ai/prime-rl#2562", ranks=2,
     needs="mesh.ulysses above 1 and layers that carry state",
